@@ -1,0 +1,9 @@
+"""The one exception for mistakes that the user can mend.
+
+A `UserError` carries one line: what is wrong, where (file and line, or config key), and what to do.
+The command line prints it and exits with code 2; no traceback is shown.
+"""
+
+
+class UserError(Exception):
+    """A mistake in input, configuration or environment, described in one line."""
