@@ -1,0 +1,109 @@
+"""Answer comparison: what counts as the same answer, and what counts as a passage that contains it."""
+
+import gzip
+import json
+import unicodedata
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from realm_jax.evaluation.answers import contains_answer, exact_match, find_answer, normalise
+
+SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+needs_shared_data = pytest.mark.skipif(not SHARED.is_dir(), reason="the shared real data is not on this machine")
+
+
+def read_lines(name: str) -> list[dict]:
+    with gzip.open(SHARED / name, "rt", encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def test_normalise_drops_case_punctuation_articles_and_spaces():
+    assert normalise("  The  Battle of St.-Lô, a siege ") == unicodedata.normalize("NFD", "battle of stlô siege")
+
+
+def test_articles_inside_words_stay():
+    assert normalise("Theatre and Anthem") == "theatre and anthem"
+
+
+def test_exact_match_takes_the_best_of_several_answers():
+    assert exact_match("the Beatles!", ["Rolling Stones", "Beatles"])
+    assert not exact_match("Beatles songs", ["Rolling Stones", "Beatles"])
+    assert not exact_match("Beatles", [])
+
+
+def test_accents_count_but_their_spelling_does_not():
+    assert exact_match("Beyonce\u0301", ["Beyonc\u00e9"])
+    assert not exact_match("Beyonce", ["Beyonc\u00e9"])
+
+
+def test_a_pattern_matches_from_the_start_and_not_to_the_end():
+    assert exact_match("Sept 11", ["sept(ember)?"], is_regex=True)
+    assert not exact_match("on Sept 11", ["sept(ember)?"], is_regex=True)
+
+
+def test_an_invalid_pattern_matches_nothing():
+    assert not exact_match("(", ["("], is_regex=True)
+    assert not contains_answer("(", ["("], is_regex=True)
+
+
+def test_an_answer_is_contained_word_by_word():
+    passage = "In 1969, Apollo-11 landed on the Moon."
+    assert contains_answer(passage, ["apollo - 11"])
+    assert contains_answer(passage, ["MOON"])
+    assert not contains_answer(passage, ["196"])
+    assert not contains_answer(passage, ["Apollo landed"])
+    assert not contains_answer(passage, [""])
+    assert contains_answer(passage, ["19[67]9"], is_regex=True)
+
+
+def test_the_place_of_an_answer_is_given_in_characters_of_the_text():
+    text = "Caf\u00e9 de Flore, Paris"
+    start, end = find_answer(text, ["nowhere", "Cafe\u0301 de"])
+    assert text[start:end] == "Caf\u00e9 de"
+    assert find_answer(text, ["nowhere"]) is None
+    assert find_answer(text, ["pa.is"], is_regex=True) == (15, 20)
+
+
+@given(st.text(alphabet="abé Î.,-", max_size=30), st.text(alphabet="abé Î.,-", min_size=1, max_size=6))
+def test_what_is_found_is_contained_and_the_other_way_round(text: str, answer: str):
+    place = find_answer(text, [answer])
+    assert (place is not None) == contains_answer(text, [answer])
+    if place is not None:
+        assert contains_answer(text[place[0] : place[1]], [answer])
+
+
+@given(st.text(alphabet="aAtThHeE é,.-"))
+def test_a_normalised_answer_has_single_spaces_and_still_matches(text: str):
+    normalised = normalise(text)
+    assert normalised == " ".join(normalised.split())
+    assert exact_match(text.upper(), [text])
+
+
+@needs_shared_data
+def test_normalise_agrees_with_the_reference_scorer():
+    vectors = read_lines("gold/normalise_vectors.jsonl.gz")
+    assert [normalise(vector["in"]) for vector in vectors] == [vector["orqa"] for vector in vectors]
+    # SQuAD's scorer leaves Unicode composed, so without accents both agree.
+    plain = [vector for vector in vectors if vector["in"].isascii()]
+    assert [normalise(vector["in"]) for vector in plain] == [vector["squad"] for vector in plain]
+
+
+@needs_shared_data
+@pytest.mark.parametrize("is_regex", [False, True])
+def test_exact_match_agrees_with_the_reference_scorer(is_regex: bool):
+    vectors = [v for v in read_lines("gold/orqa_is_correct_vectors.jsonl.gz") if v["is_regex"] == is_regex]
+    assert len(vectors) > 500
+    wrong = [v for v in vectors if exact_match(v["prediction"], v["answers"], is_regex) != v["correct"]]
+    assert wrong == []
+
+
+@needs_shared_data
+def test_contains_answer_agrees_with_the_reference_scorer():
+    texts = {passage["id"]: passage["text"] for passage in read_lines("wiki_qa/passages.jsonl.gz")}
+    vectors = read_lines("gold/dpr_has_answer_vectors.jsonl.gz")
+    assert {v["has_answer"] for v in vectors} == {True, False}
+    wrong = [v for v in vectors if contains_answer(texts[v["passage_id"]], v["answers"]) != v["has_answer"]]
+    assert wrong == []
