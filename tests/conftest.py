@@ -1,0 +1,25 @@
+"""What every test shares: eight emulated CPU devices, and the real data where a checkout has it.
+
+The device count must be set before any JAX backend starts, so it is set here, at import.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax  # noqa: E402  (after the platform is chosen)
+
+jax.config.update("jax_num_cpu_devices", 8)
+
+SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of real data sets beside the checkout; the test is skipped where there is none."""
+    if not SHARED_DATA.is_dir():
+        pytest.skip(f"no real data at {SHARED_DATA}")
+    return SHARED_DATA
