@@ -1,0 +1,95 @@
+"""The three token layouts that the models read, for one example each.
+
+    query     [CLS] query [SEP]               segments 0
+    document  [CLS] title [SEP] body [SEP]    segments 0 through the first [SEP], then 1
+    joint     [CLS] query [SEP] body [SEP]    segments 0 through the first [SEP], then 1
+
+Special tokens are always kept; an earlier sequence takes the room first, a later one gets what is left. Padding stands
+on the right, with segment 0. Pure functions on NumPy arrays; the step that trains builds the same joint layout on the
+device, and these are what it is tested against. Next to read: `wordpiece.py`, where the ids come from.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+
+class Special(NamedTuple):
+    """Ids of the word pieces that make up a layout; `WordPiece.special` gives those of a vocabulary."""
+
+    pad: int
+    cls: int
+    sep: int
+    mask: int
+
+
+class Layout(NamedTuple):
+    """One example laid out: `ids` and `segments` are int32 `[length]`; the first `used` places are not padding."""
+
+    ids: NDArray[np.int32]
+    segments: NDArray[np.int32]
+    used: int
+
+
+def query(ids: ArrayLike, length: int, special: Special) -> Layout:
+    """Lay out `[CLS] query [SEP]`; the query keeps its first `length - 2` pieces.
+
+    Raises:
+        ValueError: `length` has no room for the two special tokens.
+    """
+    return _lay_out([_one_row(ids)], length, special)
+
+
+def document(title: ArrayLike, body: ArrayLike, length: int, special: Special) -> Layout:
+    """Lay out `[CLS] title [SEP] body [SEP]`; title and body share `length - 3` pieces, the title first.
+
+    An empty title and body give the null document, `[CLS] [SEP] [SEP]`.
+
+    Raises:
+        ValueError: `length` has no room for the three special tokens.
+    """
+    return _lay_out([_one_row(title), _one_row(body)], length, special)
+
+
+def joint(query_ids: ArrayLike, body: ArrayLike, length: int, special: Special, max_query: int | None = None) -> Layout:
+    """Lay out `[CLS] query [SEP] body [SEP]` for the reader; no title.
+
+    Args:
+        query_ids: pieces of the query without special tokens `[m]`.
+        body: pieces of the passage without title and special tokens `[n]`.
+        length: places of the layout.
+        special: ids of the special tokens.
+        max_query: pieces that the query keeps at most, so that it is the same query that the embedder saw (its length
+            less 2); without it the query may take all the room and leave none to the body.
+
+    Raises:
+        ValueError: `length` has no room for the three special tokens.
+    """
+    return _lay_out([_one_row(query_ids)[:max_query], _one_row(body)], length, special)
+
+
+def _lay_out(sequences: list[NDArray[np.int32]], length: int, special: Special) -> Layout:
+    room = length - 1 - len(sequences)
+    if room < 0:
+        raise ValueError(f"a layout of {length} places cannot hold its {1 + len(sequences)} special tokens")
+    ids = np.full(length, special.pad, np.int32)
+    segments = np.zeros(length, np.int32)
+    ids[0] = special.cls
+    used = 1
+    for segment, sequence in enumerate(sequences):
+        kept = sequence[:room]
+        room -= len(kept)
+        end = used + len(kept)
+        ids[used:end] = kept
+        ids[end] = special.sep
+        segments[used : end + 1] = segment
+        used = end + 1
+    return Layout(ids, segments, used)
+
+
+def _one_row(ids: ArrayLike) -> NDArray[np.int32]:
+    row = np.asarray(ids, dtype=np.int32)
+    if row.ndim != 1:
+        raise ValueError(f"a layout is built from one row of ids, not from an array of shape {row.shape}")
+    return row
