@@ -1,0 +1,150 @@
+"""Measure retrieval: which questions find their passage among the first k candidates.
+
+Not for retrieving with a trained model (`index/exact.py` does); this file takes rows of passages from anywhere and says
+how good they are. `Bm25` is the word-matching yardstick beside which learnt retrieval is reported. Read `answers.py`
+for what it means that a passage contains an answer.
+"""
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Protocol
+
+import bm25s
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from realm_jax.evaluation.answers import contains_answer, contains_words, words
+
+# One-letter words and stop words are kept: how little a word tells is for BM25's own weights to say.
+_BM25_WORD = r"(?u)\b\w+\b"
+
+
+class PassageTexts(Protocol):
+    """What this file needs of a passage store."""
+
+    def __len__(self) -> int: ...
+
+    def document_id(self, row: int, /) -> str: ...
+
+    def title(self, row: int, /) -> str: ...
+
+    def text(self, row: int, /) -> str: ...
+
+
+def found_within(hits: NDArray[np.bool_], k: int) -> NDArray[np.bool_]:
+    """For each question, whether one of its first k candidates is a hit.
+
+    `hits` is bool [questions, depth], best candidate first; the result is bool [questions]. Raises ValueError if there
+    are fewer than k candidates: recall@20 of ten candidates would look worse than it is.
+    """
+    if hits.ndim != 2 or not 1 <= k <= hits.shape[1]:
+        raise ValueError(f"recall@{k} needs hits [questions, at least {k} candidates], got the shape {hits.shape}")
+    return np.any(hits[:, :k], axis=1)
+
+
+def recall_at_k(hits: NDArray[np.bool_], k: int) -> float:
+    """Share of the questions with a hit among their first k candidates. Raises ValueError if there is no question."""
+    if len(hits) == 0:
+        raise ValueError(f"recall@{k} of no questions is not defined")
+    return float(found_within(hits, k).mean())
+
+
+def by_group(found: ArrayLike, groups: Sequence[Hashable]) -> dict[str, float]:
+    """The share found in each group, for example by the number of replaced words of a question.
+
+    `found` is bool [questions] (from `found_within`). Groups come back in their own order, their names as text.
+    """
+    found = np.asarray(found, bool)
+    if found.shape != (len(groups),):
+        raise ValueError(f"found has the shape {found.shape} but there are {len(groups)} groups")
+    members: dict[Hashable, list[bool]] = {}
+    for is_found, group in zip(found, groups, strict=True):
+        members.setdefault(group, []).append(bool(is_found))
+    return {str(group): float(np.mean(members[group])) for group in sorted(members)}  # type: ignore[type-var]
+
+
+def gold_hits(store: PassageTexts, rows: ArrayLike, gold_passage_ids: Sequence[str | None]) -> NDArray[np.bool_]:
+    """Which candidates are the passage that the question was asked about.
+
+    `rows` is int [questions, depth] into the store, below 0 for "no candidate". A document that was cut into several
+    rows is gold as a whole, because rows share its id. Returns bool [questions, depth].
+    """
+    rows = _checked(rows, len(gold_passage_ids))
+    document_ids = {row: store.document_id(row) for row in _distinct(rows)}
+    hits = np.zeros(rows.shape, bool)
+    for question, gold in enumerate(gold_passage_ids):
+        if gold is not None:
+            hits[question] = [document_ids.get(int(row)) == gold for row in rows[question]]
+    return hits
+
+
+def answer_hits(
+    store: PassageTexts, rows: ArrayLike, answers: Sequence[Sequence[str]], is_regex: bool = False
+) -> NDArray[np.bool_]:
+    """Which candidates contain an answer of their question in the text; the title does not count.
+
+    Arguments and result as for `gold_hits`. Each passage is read and split into words once, however often it is
+    retrieved.
+    """
+    rows = _checked(rows, len(answers))
+    prepare = str if is_regex else words
+    passages = {row: prepare(store.text(row)) for row in _distinct(rows)}
+    hits = np.zeros(rows.shape, bool)
+    for question, wanted in enumerate(answers):
+        prepared = [prepare(answer) for answer in wanted]
+        for rank, row in enumerate(rows[question].tolist()):
+            if row < 0:
+                continue
+            if is_regex:
+                hits[question, rank] = contains_answer(passages[row], prepared, is_regex=True)
+            else:
+                hits[question, rank] = contains_words(passages[row], prepared)
+    return hits
+
+
+def searchable_texts(store: PassageTexts) -> Iterable[str]:
+    """Title and text of each passage, as BM25 reads them."""
+    return (f"{store.title(row)} {store.text(row)}" for row in range(len(store)))
+
+
+class Bm25:
+    """A BM25 index over texts held in memory (the library's Lucene variant with its k1 = 1.5 and b = 0.75)."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        tokens = _bm25_words(texts)
+        if not tokens:
+            raise ValueError("BM25 needs at least one text")
+        self.size = len(tokens)
+        self._index = bm25s.BM25()
+        self._index.index(tokens, show_progress=False)
+
+    def search(self, questions: Sequence[str], k: int) -> NDArray[np.int64]:
+        """The rows of the k best texts for each question, best first: int64 [questions, min(k, texts)].
+
+        Texts that share no word with the question are no candidates; -1 stands in their places.
+        """
+        k = min(k, self.size)
+        if len(questions) == 0:
+            return np.empty((0, k), np.int64)
+        found, scores = self._index.retrieve(
+            _bm25_words(questions), k=k, show_progress=False, backend_selection="numpy"
+        )
+        return np.where(np.asarray(scores) > 0, np.asarray(found), -1).astype(np.int64)
+
+
+def _bm25_words(texts: Iterable[str]) -> list[list[str]]:
+    tokens = bm25s.tokenize(
+        list(texts), lower=True, token_pattern=_BM25_WORD, stopwords=[], return_ids=False, show_progress=False
+    )
+    assert isinstance(tokens, list)
+    return tokens
+
+
+def _checked(rows: ArrayLike, questions: int) -> NDArray[np.int64]:
+    rows = np.asarray(rows)
+    if rows.ndim != 2 or len(rows) != questions or not np.issubdtype(rows.dtype, np.integer):
+        raise ValueError(f"rows must be integers [{questions} questions, depth], got {rows.dtype} {rows.shape}")
+    return rows.astype(np.int64)
+
+
+def _distinct(rows: NDArray[np.int64]) -> list[int]:
+    return [row for row in np.unique(rows).tolist() if row >= 0]

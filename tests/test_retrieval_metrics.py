@@ -1,0 +1,133 @@
+"""Retrieval metrics: hit matrices, recall, break-down by group, and the BM25 yardstick."""
+
+import gzip
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from realm_jax.evaluation.retrieval import (
+    Bm25,
+    answer_hits,
+    by_group,
+    found_within,
+    gold_hits,
+    recall_at_k,
+    searchable_texts,
+)
+
+SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+class Shelf:
+    """A passage store of three documents in four rows; it counts how often a text is read."""
+
+    passages = [
+        ("moon", "Moon", "The Moon orbits the Earth."),
+        ("paris", "Paris", "Paris lies on the Seine."),
+        ("paris", "Paris", "The Eiffel Tower stands there since 1889."),
+        ("tea", "Tea", "Tea is a drink from leaves."),
+    ]
+
+    def __init__(self) -> None:
+        self.reads: Counter[int] = Counter()
+
+    def __len__(self) -> int:
+        return len(self.passages)
+
+    def document_id(self, row: int) -> str:
+        return self.passages[row][0]
+
+    def title(self, row: int) -> str:
+        return self.passages[row][1]
+
+    def text(self, row: int) -> str:
+        self.reads[row] += 1
+        return self.passages[row][2]
+
+
+def test_every_row_of_the_gold_document_is_a_hit():
+    hits = gold_hits(Shelf(), [[0, 2, 1], [3, -1, 0], [0, 1, 2]], ["paris", "moon", None])
+    assert hits.tolist() == [[False, True, True], [False, False, True], [False, False, False]]
+
+
+def test_an_answer_counts_in_the_text_and_not_in_the_title():
+    hits = answer_hits(Shelf(), [[1, 2], [3, 1]], [["Eiffel tower"], ["Paris"]])
+    assert hits.tolist() == [[False, True], [False, True]]
+    assert not answer_hits(Shelf(), [[2]], [["Paris"]]).any()
+
+
+def test_answers_may_be_patterns():
+    assert answer_hits(Shelf(), [[2, 0, -1]], [["18[89]\\d"]], is_regex=True).tolist() == [[True, False, False]]
+
+
+def test_a_passage_is_read_once_however_often_it_is_retrieved():
+    shelf = Shelf()
+    answer_hits(shelf, np.zeros((50, 3), int), [["moon"]] * 50)
+    assert shelf.reads == {0: 1}
+
+
+def test_recall_counts_questions_and_not_hits():
+    hits = np.array([[True, True, True], [False, False, True], [False, False, False], [False, True, False]])
+    assert [recall_at_k(hits, k) for k in (1, 2, 3)] == [0.25, 0.5, 0.75]
+    assert found_within(hits, 2).tolist() == [True, False, False, True]
+
+
+def test_recall_deeper_than_the_candidates_is_refused():
+    with pytest.raises(ValueError, match="recall@4"):
+        recall_at_k(np.zeros((2, 3), bool), 4)
+    with pytest.raises(ValueError, match="no questions"):
+        recall_at_k(np.zeros((0, 3), bool), 1)
+
+
+@given(arrays.arrays(bool, st.tuples(st.integers(1, 6), st.integers(1, 6))))
+def test_recall_never_falls_with_k(hits: np.ndarray):
+    recalls = [recall_at_k(hits, k) for k in range(1, hits.shape[1] + 1)]
+    assert recalls == sorted(recalls)
+
+
+def test_groups_come_in_their_own_order_under_their_names_as_text():
+    shares = by_group([True, False, True, True, False], [10, 2, 2, 0, 10])
+    assert list(shares.items()) == [("0", 1.0), ("2", 0.5), ("10", 0.5)]
+    with pytest.raises(ValueError, match="groups"):
+        by_group([True], [1, 2])
+
+
+def test_bm25_finds_titles_and_texts_whatever_the_case():
+    index = Bm25(searchable_texts(Shelf()))
+    assert index.search(["what orbits EARTH", "a drink of leaves", "paris tower"], 1).tolist() == [[0], [3], [2]]
+
+
+def test_bm25_gives_no_candidate_for_texts_without_a_common_word():
+    index = Bm25(["alpha beta", "gamma"])
+    assert index.search(["omega", "", "gamma"], 5).tolist() == [[-1, -1], [-1, -1], [1, -1]]
+    assert index.search([], 5).shape == (0, 2)
+
+
+def test_bm25_prefers_rare_words():
+    index = Bm25(["the cat and the dog", "the zebra", "the dog", "the bird", "the fish"])
+    assert index.search(["the zebra"], 1).tolist() == [[1]]
+
+
+def test_hit_matrices_need_one_row_a_question():
+    with pytest.raises(ValueError, match="2 questions"):
+        gold_hits(Shelf(), [[0]], ["moon", "tea"])
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the shared real data is not on this machine")
+def test_the_answer_test_agrees_with_the_reference_verdicts_through_the_hit_matrix():
+    with gzip.open(SHARED / "gold" / "dpr_has_answer_vectors.jsonl.gz", "rt", encoding="utf-8") as lines:
+        vectors = [json.loads(line) for line in lines]
+    with gzip.open(SHARED / "wiki_qa" / "passages.jsonl.gz", "rt", encoding="utf-8") as lines:
+        wanted = {vector["passage_id"] for vector in vectors}
+        passages = [passage for passage in map(json.loads, lines) if passage["id"] in wanted]
+    shelf = Shelf()
+    shelf.passages = [(passage["id"], passage["title"], passage["text"]) for passage in passages]
+    row_of = {passage["id"]: row for row, passage in enumerate(passages)}
+    hits = answer_hits(shelf, [[row_of[v["passage_id"]]] for v in vectors], [v["answers"] for v in vectors])
+    assert hits[:, 0].tolist() == [vector["has_answer"] for vector in vectors]
