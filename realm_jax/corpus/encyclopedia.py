@@ -1,0 +1,477 @@
+"""A synthetic encyclopedia made from a seed, on which a tiny REALM can learn within minutes and be measured.
+
+Every fact is drawn at random, so it can be known only by retrieving its passage. Pre-training text and questions
+replace words of a name by synonyms that passages never use, so word matching alone does not find the passage. Some
+entities are held out: their passages are in the corpus, but no pre-training sentence and no training question speaks
+of them, and the development questions are about them alone.
+
+Not for judging answers on natural language: use real passages and questions for that.
+Record i is a pure function of (settings, i), so a million passages need no big tables: see `lazily`.
+Read `Phrasings` and `PHRASINGS` next: they are all the English there is.
+"""
+
+import json
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple, TypeVar, overload
+
+from realm_jax.errors import UserError
+
+Record = dict[str, Any]
+Item = TypeVar("Item")
+
+
+class Phrasings(NamedTuple):
+    """The sentences that can state, report or ask one relation.
+
+    In articles {the} and {The} become "the <name>" or "it"; elsewhere {name} is the two-word name.
+    Sentences open with function words, so that capitals mark values and nothing else.
+    """
+
+    article: tuple[str, ...]
+    news: tuple[str, ...]
+    question: tuple[str, ...]
+
+
+PHRASINGS: dict[str, Phrasings] = {
+    "discoverer": Phrasings(
+        article=(
+            "{The} was first described by {value}.",
+            "Some books name {value} as finder of {the}.",
+            "The finder of {the} was {value}.",
+            "It was {value} who first drew {the}.",
+            "The first notes on {the} are by {value}.",
+            "At first only {value} knew of {the}.",
+        ),
+        news=(
+            "The {name} was found by {value}, a new letter shows.",
+            "It is now sure that {value} discovered the {name}.",
+            "The town now honours {value} for finding the {name}.",
+            "In a talk the work of {value} on the {name} was praised.",
+            "There is a statue of {value}, discoverer of the {name}.",
+        ),
+        question=(
+            "who first described the {name}?",
+            "who discovered the {name}?",
+            "who was the finder of the {name}?",
+            "which person found the {name}?",
+            "by whom was the {name} first described?",
+        ),
+    ),
+    "region": Phrasings(
+        article=(
+            "{The} is found only in {value}.",
+            "In {value} {the} is very common.",
+            "The home of {the} is {value}.",
+            "Many people see {the} in {value}.",
+            "{The} came from the hills of {value}.",
+            "Those who seek {the} travel to {value}.",
+        ),
+        news=(
+            "The {name} is under threat in {value}.",
+            "In {value} a feast for the {name} was held.",
+            "Those who live in {value} now protect the {name}.",
+            "There were more signs of the {name} in {value}.",
+            "The people of {value} are proud of the {name}.",
+        ),
+        question=(
+            "where is the {name} found?",
+            "in which region is the {name} common?",
+            "where does the {name} come from?",
+            "which land is home to the {name}?",
+            "where must one travel to seek the {name}?",
+        ),
+    ),
+    "date": Phrasings(
+        article=(
+            "{The} was first seen in {value}.",
+            "In {value} {the} was found.",
+            "The first record of {the} is from {value}.",
+            "Some say {the} has been known since {value}.",
+            "When {value} came, {the} was still new.",
+            "It was in {value} that {the} was listed.",
+        ),
+        news=(
+            "The {name} has now been known since {value}.",
+            "In a speech the {name} was dated to {value}.",
+            "Those who study the {name} now agree on {value}.",
+            "The discovery of the {name} in {value} is on stamps.",
+            "It was {value} when the {name} was first noted.",
+        ),
+        question=(
+            "when was the {name} discovered?",
+            "in which year was the {name} first seen?",
+            "what is the date of the first record of the {name}?",
+            "since when is the {name} known?",
+            "when did people find the {name}?",
+        ),
+    ),
+    "museum": Phrasings(
+        article=(
+            "{The} is kept at {value}.",
+            "At {value} {the} is on show.",
+            "The best example of {the} is at {value}.",
+            "Many go to {value} to view {the}.",
+            "The experts at {value} look after {the}.",
+            "There is a room for {the} in {value}.",
+        ),
+        news=(
+            "The {name} will be on view at {value} again.",
+            "In a new show {value} presents the {name}.",
+            "There was a long queue for the {name} at {value}.",
+            "Some thieves tried to steal the {name} from {value}.",
+            "The keepers of {value} have cleaned the {name}.",
+        ),
+        question=(
+            "which museum keeps the {name}?",
+            "where is the {name} on show?",
+            "which collection holds the {name}?",
+            "in which museum can one view the {name}?",
+            "what museum owns the {name}?",
+        ),
+    ),
+}
+RELATIONS = tuple(PHRASINGS)
+REPEATED_FACTS = len(RELATIONS) // 2  # lets a sentence taken out of an article often be rebuilt from the rest
+NEWS_PHRASINGS = min(len(phrasings.news) for phrasings in PHRASINGS.values())
+QUESTION_PHRASINGS = min(len(phrasings.question) for phrasings in PHRASINGS.values())
+MONTHS = ("January", "March", "April", "June", "August", "October")  # not May: it is a common word too
+BUILDINGS = ("Hall", "House", "Gallery", "Tower")  # not Museum: questions say it
+
+
+@dataclass(frozen=True)
+class EncyclopediaSettings:
+    """What an encyclopedia is a pure function of.
+
+    Raises UserError when the sizes or rates cannot be kept.
+    """
+
+    seed: int
+    entities: int = 3200
+    """Entities, and so passages."""
+    held_out: int = 160
+    """Entities that only the corpus and the development questions speak of; every relation of each is asked."""
+    train_questions: int = 4000
+    """Questions about the other entities; no fact is asked twice before every fact was asked once."""
+    synonym_rate: float = 0.35
+    """Chance that a name word outside the passages is replaced; 0.35 changes 58 % of the names."""
+    news_per_fact: float = 1.5
+    """Mean number of pre-training sentences about each fact, each in another phrasing."""
+    pronoun_rate: float = 0.25
+    """Chance that an article sentence after the first says "it" for the name."""
+    values_per_relation: int = 80
+    """Distinct values a relation draws from: chance is about 1 / values_per_relation."""
+
+    def __post_init__(self) -> None:
+        known_facts = (self.entities - self.held_out) * len(RELATIONS)
+        limits: dict[str, tuple[float, float]] = {
+            "entities": (2, math.inf),
+            "held_out": (1, self.entities - 1),
+            "train_questions": (0, known_facts * QUESTION_PHRASINGS),
+            "synonym_rate": (0, 1),
+            "news_per_fact": (1, NEWS_PHRASINGS),
+            "pronoun_rate": (0, 1),
+            "values_per_relation": (2, 400),  # at most 400, for as many distinct years must lie in 1500-1999
+        }
+        for key, (low, high) in limits.items():
+            value = getattr(self, key)
+            if not low <= value <= high:
+                raise UserError(f"encyclopedia: {key} is {value}; choose a value from {low} to {high}")
+
+
+@dataclass(frozen=True)
+class Encyclopedia:
+    """Four sequences of JSON-ready records; `lazily` gives sequences that compute a record when it is asked for."""
+
+    settings: EncyclopediaSettings
+    passages: Sequence[Record]
+    """{"id", "title", "text"}, one an entity: the corpus Z."""
+    pretraining: Sequence[Record]
+    """{"id", "title", "text"}, a news item of one to three sentences: the pre-training text X."""
+    train_questions: Sequence[Record]
+    """{"question", "answers", "gold_passage_id", "relation", "replaced_words", "entity"}."""
+    dev_questions: Sequence[Record]
+    """The same fields, about held-out entities only."""
+
+
+class Entity(NamedTuple):
+    """An invented thing: its plain two-word name and its value for every relation, in the order of RELATIONS."""
+
+    number: int
+    name: tuple[str, str]
+    values: tuple[str, ...]
+
+
+class LazyRecords(Sequence[Record]):
+    """A sequence whose record i is computed by `make(i)` each time it is read; nothing is kept."""
+
+    def __init__(self, count: int, make: Callable[[int], Record]) -> None:
+        self._count = count
+        self._make = make
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> Record: ...
+    @overload
+    def __getitem__(self, index: slice) -> "list[Record]": ...
+    def __getitem__(self, index: int | slice) -> "Record | list[Record]":
+        positions = range(self._count)[index]  # raises IndexError and understands negative numbers for us
+        return [self._make(i) for i in positions] if isinstance(positions, range) else self._make(positions)
+
+    def __iter__(self) -> Iterator[Record]:
+        return map(self._make, range(self._count))
+
+
+def generate(seed: int, entities: int = 3200, held_out: int = 160, **settings: Any) -> Encyclopedia:
+    """The whole encyclopedia in memory; `settings` are further fields of `EncyclopediaSettings`."""
+    lazy = lazily(EncyclopediaSettings(seed=seed, entities=entities, held_out=held_out, **settings))
+    return Encyclopedia(
+        lazy.settings, list(lazy.passages), list(lazy.pretraining), list(lazy.train_questions), list(lazy.dev_questions)
+    )
+
+
+def lazily(settings: EncyclopediaSettings) -> Encyclopedia:
+    """The same records as `generate`, each computed when read: memory grows with the square root of `entities`."""
+    world = _World(settings)
+    known = settings.entities - settings.held_out
+    return Encyclopedia(
+        settings,
+        passages=LazyRecords(settings.entities, world.passage),
+        pretraining=LazyRecords(known * world.news_items, world.news),
+        train_questions=LazyRecords(settings.train_questions, world.train_question),
+        dev_questions=LazyRecords(settings.held_out * len(RELATIONS), world.dev_question),
+    )
+
+
+def write(encyclopedia: Encyclopedia, folder: Path | str) -> list[Path]:
+    """Writes the four JSONL files into `folder` (made if absent), one record at a time; returns their paths."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    files: dict[str, Iterable[Record]] = {
+        "passages.jsonl": encyclopedia.passages,
+        "pretraining.jsonl": encyclopedia.pretraining,
+        "questions-train.jsonl": encyclopedia.train_questions,
+        "questions-dev.jsonl": encyclopedia.dev_questions,
+    }
+    for name, records in files.items():
+        with open(folder / name, "w", encoding="utf-8", newline="\n") as lines:
+            lines.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    return [folder / name for name in files]
+
+
+def chance(train_questions: Iterable[Record], dev_questions: Sequence[Record]) -> float:
+    """Exact match, 0 to 1, of always giving the most common training answer of the question's relation."""
+    counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for question in train_questions:
+        counts[question["relation"]].update(question["answers"])
+    guesses = {relation: answers.most_common(1)[0][0] for relation, answers in counts.items()}
+    right = sum(guesses.get(question["relation"]) in question["answers"] for question in dev_questions)
+    return right / max(len(dev_questions), 1)
+
+
+def statistics(encyclopedia: Encyclopedia) -> Record:
+    """Sizes, distinct words, passage lengths in words and marks, and shares of questions by replaced name words."""
+    lengths = [len(_tokens(passage["text"])) for passage in encyclopedia.passages]
+    words = Counter(token for record in encyclopedia.passages for token in _tokens(record["text"].lower()))
+    for record in encyclopedia.pretraining:
+        words.update(_tokens(record["text"].lower()))
+    for questions in (encyclopedia.train_questions, encyclopedia.dev_questions):
+        for record in questions:
+            words.update(_tokens(record["question"].lower()))
+    return {
+        "passages": len(encyclopedia.passages),
+        "pretraining": len(encyclopedia.pretraining),
+        "train_questions": len(encyclopedia.train_questions),
+        "dev_questions": len(encyclopedia.dev_questions),
+        "distinct_words": len(words),
+        "mean_passage_words": sum(lengths) / len(lengths),
+        "longest_passage_words": max(lengths),
+        "train_replaced_words": _replaced_shares(encyclopedia.train_questions),
+        "dev_replaced_words": _replaced_shares(encyclopedia.dev_questions),
+        "chance": chance(encyclopedia.train_questions, encyclopedia.dev_questions),
+    }
+
+
+def _replaced_shares(questions: Sequence[Record]) -> dict[int, float]:
+    counts = Counter(question["replaced_words"] for question in questions)
+    return {replaced: counts[replaced] / max(len(questions), 1) for replaced in (0, 1, 2)}
+
+
+def _tokens(text: str) -> list[str]:
+    return re.findall(r"\w+|[^\w\s]", text)
+
+
+class _World:
+    """The small tables (words, synonyms, value pools) and the functions from an index to its record.
+
+    Held-out entities are spread evenly: entity floor(j * entities / held_out) is the j-th of them, so that no
+    position in the corpus tells them apart.
+    """
+
+    def __init__(self, settings: EncyclopediaSettings) -> None:
+        self.settings = settings
+        rng = self._random("words", 0)
+        # Each name word is shared by sqrt(entities) / 2.2 entities: 26 of 3,200.
+        pool = math.ceil(2.2 * math.sqrt(settings.entities))
+        count = settings.values_per_relation
+        words = _invented_words(rng, 4 * pool + 4 * count)
+        self.firsts, self.seconds = words[:pool], words[pool : 2 * pool]
+        self.synonyms = dict(zip(words[: 2 * pool], words[2 * pool : 4 * pool], strict=True))
+        self.pools = _value_pools(rng, [word.capitalize() for word in words[4 * pool :]], count)
+        self.rounds = [[_below(rng, pool) for _ in range(pool)] for _ in range(4)]
+        self.news_sentences = round(settings.news_per_fact * len(RELATIONS))
+        self.news_items = math.ceil(self.news_sentences / 2)
+        self.known = settings.entities - settings.held_out
+
+    def entity(self, index: int) -> Entity:
+        # A Feistel network is a bijection of the pairs, so no two entities share a name and no table is needed.
+        first, second = divmod(index, len(self.firsts))
+        for table in self.rounds:
+            first, second = second, (first + table[second]) % len(table)
+        rng = self._random("facts", index)
+        values = tuple(self.pools[relation][_below(rng, len(self.pools[relation]))] for relation in RELATIONS)
+        return Entity(index, (self.firsts[first], self.seconds[second]), values)
+
+    def passage(self, index: int) -> Record:
+        entity, rng = self.entity(index), self._random("passage", index)
+        facts = _counts(rng, len(RELATIONS) + REPEATED_FACTS)
+        plan = [
+            (relation, phrasing)
+            for relation, repeats in enumerate(facts)
+            for phrasing in _shuffled(rng, PHRASINGS[RELATIONS[relation]].article)[:repeats]
+        ]
+        name = " ".join(entity.name)
+        sentences: list[str] = []
+        for relation, phrasing in _shuffled(rng, plan):
+            pronoun = bool(sentences) and rng.random() < self.settings.pronoun_rate
+            the, capital = ("it", "It") if pronoun else (f"the {name}", f"The {name}")
+            sentences.append(phrasing.format(the=the, The=capital, value=entity.values[relation]))
+        return {"id": f"entity-{index}", "title": name, "text": " ".join(sentences)}
+
+    def news(self, index: int) -> Record:
+        which, item = divmod(index, self.news_items)
+        entity = self.entity(self._known_entity(which))
+        start, stop, plan = self._news_plan(entity.number, item)
+        rng = self._random("news", index)
+        sentences = []
+        for relation, phrasing in plan[start:stop]:
+            name, _ = self._spoken_name(rng, entity)
+            sentences.append(phrasing.format(name=name, value=entity.values[relation]))
+        return {"id": f"news-{index}", "title": f"dispatch {index + 1}", "text": " ".join(sentences)}
+
+    def train_question(self, index: int) -> Record:
+        facts = self.known * len(RELATIONS)
+        around, position = divmod(index, facts)
+        # A stride without a common divisor visits every fact once before any fact twice.
+        fact = (position * _stride(facts)) % facts
+        which, relation = divmod(fact, len(RELATIONS))
+        return self._question("train", index, self._known_entity(which), relation, around, fact)
+
+    def dev_question(self, index: int) -> Record:
+        which, relation = divmod(index, len(RELATIONS))
+        entity = which * self.settings.entities // self.settings.held_out
+        return self._question("dev", index, entity, relation, 0, index)
+
+    def _question(self, split: str, index: int, which: int, relation: int, around: int, fact: int) -> Record:
+        entity = self.entity(which)
+        choices = _shuffled(self._random(f"{split} phrasing", fact), PHRASINGS[RELATIONS[relation]].question)
+        name, replaced = self._spoken_name(self._random(f"{split} question", index), entity)
+        return {
+            "question": choices[around].format(name=name),
+            "answers": [entity.values[relation]],
+            "gold_passage_id": f"entity-{entity.number}",
+            "relation": RELATIONS[relation],
+            "replaced_words": replaced,
+            "entity": " ".join(entity.name),
+        }
+
+    def _known_entity(self, position: int) -> int:
+        """Index of an entity by its position among those not held out: the complement of floor(j N / H)."""
+        return -(-(position + 1) * self.settings.entities // self.known) - 1
+
+    def _news_plan(self, entity: int, item: int) -> tuple[int, int, list[tuple[int, str]]]:
+        """Every news sentence of an entity as (relation, phrasing), and the range of them that one item tells."""
+        rng = self._random("news plan", entity)
+        plan = [
+            (relation, phrasing)
+            for relation, repeats in enumerate(_counts(rng, self.news_sentences))
+            for phrasing in _shuffled(rng, PHRASINGS[RELATIONS[relation]].news)[:repeats]
+        ]
+        sizes = [1] * self.news_items
+        for _ in range(self.news_sentences - self.news_items):
+            open_items = [position for position, size in enumerate(sizes) if size < 3]
+            sizes[open_items[_below(rng, len(open_items))]] += 1
+        start = sum(sizes[:item])
+        return start, start + sizes[item], _shuffled(rng, plan)
+
+    def _spoken_name(self, rng: Random, entity: Entity) -> tuple[str, int]:
+        """The name with each word replaced by its synonym at the synonym rate, and how many were."""
+        replaced = [rng.random() < self.settings.synonym_rate for _ in entity.name]
+        words = [self.synonyms[word] if swap else word for word, swap in zip(entity.name, replaced, strict=True)]
+        return " ".join(words), sum(replaced)
+
+    def _random(self, purpose: str, index: int) -> Random:
+        return Random(f"{self.settings.seed}/{purpose}/{index}")
+
+
+def _below(rng: Random, limit: int) -> int:
+    """A whole number from 0 to limit - 1; Python promises the same sequence in all versions for `random()` alone."""
+    return int(rng.random() * limit)
+
+
+def _shuffled(rng: Random, items: Sequence[Item]) -> list[Item]:
+    keys = [rng.random() for _ in items]
+    return [items[position] for position in sorted(range(len(items)), key=keys.__getitem__)]
+
+
+def _counts(rng: Random, sentences: int) -> list[int]:
+    """How often each relation is told when `sentences` are shared out as evenly as can be, the rest at random."""
+    every, rest = divmod(sentences, len(RELATIONS))
+    return _shuffled(rng, [every + 1] * rest + [every] * (len(RELATIONS) - rest))
+
+
+def _stride(size: int) -> int:
+    """A step near the golden section of `size` without a common divisor, so that its multiples visit everything."""
+    stride = max(int(size * 0.618), 1)
+    while math.gcd(stride, size) != 1:
+        stride += 1
+    return stride
+
+
+def _invented_words(rng: Random, count: int) -> list[str]:
+    """Distinct pronounceable lower-case words that no phrasing uses."""
+    onsets = "b br d dr f fl g gr h j k kr l m n p pl r s st t tr v w z".split()
+    vowels, codas = "aeiou", "k l lm m n nd r rk rn sk st x".split()
+    phrases = [phrase for phrasings in PHRASINGS.values() for group in phrasings for phrase in group]
+    taken = {word.lower() for text in (*phrases, *MONTHS, *BUILDINGS) for word in re.findall(r"\w+", text)}
+    words: list[str] = []
+    syllables = 2 if count < 50_000 else 3  # two syllables make 187,500 words
+    while len(words) < count:
+        parts = [onsets[_below(rng, len(onsets))] + vowels[_below(rng, len(vowels))] for _ in range(syllables)]
+        word = "".join(parts) + codas[_below(rng, len(codas))]
+        if word not in taken:
+            taken.add(word)
+            words.append(word)
+    return words
+
+
+def _value_pools(rng: Random, names: list[str], count: int) -> dict[str, list[str]]:
+    """`count` distinct values for each relation out of 4 * count capitalised names; no word serves two relations."""
+    surnames, regions, museums, given = (names[part * count : (part + 1) * count] for part in range(4))
+    given = given[: max(count // 2, 1)]  # given names are shared, to keep words few
+    years = _shuffled(rng, range(1500, 2000))[:count]
+    return {
+        "discoverer": [f"{given[_below(rng, len(given))]} {surname}" for surname in surnames],
+        "region": regions,
+        "date": [f"{MONTHS[_below(rng, len(MONTHS))]} {year}" if place % 4 == 0 else str(year)
+                 for place, year in enumerate(years)],
+        "museum": [f"{museum} {BUILDINGS[_below(rng, len(BUILDINGS))]}" if place % 2 == 0 else museum
+                   for place, museum in enumerate(museums)],
+    }

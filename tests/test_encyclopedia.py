@@ -1,0 +1,233 @@
+"""The synthetic encyclopedia: what a caller may rely on, and what makes it a fair test of retrieval."""
+
+import json
+import re
+from collections import Counter
+from dataclasses import replace
+from itertools import chain
+
+import pytest
+
+from realm_jax.corpus.encyclopedia import (
+    PHRASINGS,
+    RELATIONS,
+    EncyclopediaSettings,
+    _World,
+    chance,
+    generate,
+    lazily,
+    statistics,
+    write,
+)
+from realm_jax.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def encyclopedia():
+    return generate(seed=7)
+
+
+@pytest.fixture(scope="module")
+def world(encyclopedia):
+    return _World(encyclopedia.settings)
+
+
+@pytest.fixture(scope="module")
+def held_out_entities(encyclopedia, world):
+    return [world.entity(int(question["gold_passage_id"].split("-")[1])) for question in encyclopedia.dev_questions]
+
+
+def words(text):
+    return re.findall(r"\w+", text)
+
+
+def sentences(text):
+    return re.split(r"(?<=\.) ", text)
+
+
+def spoken_pairs(world, text):
+    """Every name in `text` as plain words, synonyms undone."""
+    plain = {synonym: word for word, synonym in world.synonyms.items()}
+    tokens = [plain.get(token, token) for token in words(text)]
+    firsts, seconds = set(world.firsts), set(world.seconds)
+    return [pair for pair in zip(tokens, tokens[1:], strict=False) if pair[0] in firsts and pair[1] in seconds]
+
+
+def values_in(world, text):
+    pools = {value for pool in world.pools.values() for value in pool}
+    tokens = words(text)
+    singles = [token for token in tokens if token in pools]
+    pairs = [" ".join(pair) for pair in zip(tokens, tokens[1:], strict=False) if " ".join(pair) in pools]
+    return singles + pairs
+
+
+def test_same_seed_gives_the_same_bytes_and_another_seed_other_facts(tmp_path):
+    for folder, seed in (("a", 1), ("b", 1), ("c", 2)):
+        write(generate(seed, entities=200, held_out=20, train_questions=100), tmp_path / folder)
+    for path in (tmp_path / "a").iterdir():
+        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
+        assert path.read_bytes() != (tmp_path / "c" / path.name).read_bytes()
+
+
+def test_json_lines_round_trip(tmp_path):
+    made = generate(3, entities=150, held_out=10, train_questions=50)
+    paths = write(made, tmp_path)
+    assert [path.name for path in paths] == [
+        "passages.jsonl", "pretraining.jsonl", "questions-train.jsonl", "questions-dev.jsonl",
+    ]
+    read = [[json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] for path in paths]
+    assert read == [made.passages, made.pretraining, made.train_questions, made.dev_questions]
+    assert set(read[0][0]) == set(read[1][0]) == {"id", "title", "text"}
+    assert set(read[2][0]) == {"question", "answers", "gold_passage_id", "relation", "replaced_words", "entity"}
+
+
+def test_default_sizes(encyclopedia):
+    numbers = statistics(encyclopedia)
+    assert numbers["passages"] == 3200
+    assert numbers["train_questions"] == 4000
+    assert numbers["dev_questions"] == 640
+    assert numbers["longest_passage_words"] <= 72
+    assert numbers["distinct_words"] <= 1500  # so that a vocabulary of 2,000 pieces keeps nearly every word whole
+
+
+def test_names_are_unique_lower_case_pairs_of_shared_words(encyclopedia):
+    titles = [passage["title"] for passage in encyclopedia.passages]
+    assert len(set(titles)) == len(titles)
+    assert all(re.fullmatch(r"[a-z]+ [a-z]+", title) for title in titles)
+    uses = Counter(chain.from_iterable(title.split() for title in titles))
+    assert min(uses.values()) >= 5 and max(uses.values()) <= 60
+
+
+def test_words_of_names_synonyms_values_and_phrasings_are_distinct(world):
+    groups = [
+        world.firsts,
+        world.seconds,
+        list(world.synonyms.values()),
+        *({word.lower() for value in pool for word in words(value)} for pool in world.pools.values()),
+        {word.lower() for kinds in PHRASINGS.values() for text in chain(*kinds) for word in words(text)},
+    ]
+    counted = Counter(word for group in groups for word in group)
+    assert max(counted.values()) == 1
+
+
+def test_passage_states_every_fact_and_repeats_half(encyclopedia, world):
+    for index in range(0, 3200, 50):
+        text = encyclopedia.passages[index]["text"]
+        told = Counter(values_in(world, text))
+        assert set(told) == set(world.entity(index).values)
+        assert sorted(told.values()) == [1, 1, 2, 2]
+        assert len(set(sentences(text))) == 6
+        assert encyclopedia.passages[index]["title"] in sentences(text)[0]
+
+
+def test_passages_never_use_synonyms(encyclopedia, world):
+    synonyms = set(world.synonyms.values())
+    assert not any(synonyms.intersection(words(passage["text"])) for passage in encyclopedia.passages)
+
+
+def test_answer_stands_in_the_gold_passage(encyclopedia):
+    texts = {passage["id"]: passage for passage in encyclopedia.passages}
+    for question in chain(encyclopedia.train_questions, encyclopedia.dev_questions):
+        gold = texts[question["gold_passage_id"]]
+        assert question["answers"][0] in gold["text"]
+        assert question["entity"] == gold["title"]
+
+
+def test_more_than_half_of_the_questions_replace_a_name_word(encyclopedia, world):
+    for questions in (encyclopedia.train_questions, encyclopedia.dev_questions):
+        assert sum(question["replaced_words"] > 0 for question in questions) > len(questions) / 2
+        for question in questions:
+            left = set(question["entity"].split()) & set(words(question["question"]))
+            assert len(left) == 2 - question["replaced_words"]
+            assert spoken_pairs(world, question["question"]) == [tuple(question["entity"].split())]
+
+
+def test_held_out_entities_are_asked_only_in_dev(encyclopedia, world, held_out_entities):
+    held_out = {entity.name for entity in held_out_entities}
+    asked = Counter((question["entity"], question["relation"]) for question in encyclopedia.dev_questions)
+    assert len(held_out) == 160 and len(asked) == 640 and set(asked.values()) == {1}
+    spoken = {pair for item in encyclopedia.pretraining for pair in spoken_pairs(world, item["text"])}
+    trained = {tuple(question["entity"].split()) for question in encyclopedia.train_questions}
+    assert not held_out & (spoken | trained)
+    passages = {passage["title"] for passage in encyclopedia.passages}
+    assert {tuple(title.split()) for title in passages} == held_out | spoken
+
+
+def test_words_and_values_of_held_out_entities_are_learnt_from_others(encyclopedia, world, held_out_entities):
+    seen = Counter(token for item in encyclopedia.pretraining for token in words(item["text"]))
+    for entity in held_out_entities:
+        for word in entity.name:
+            assert seen[word] >= 5 and seen[world.synonyms[word]] >= 5
+        assert all(seen[token] for value in entity.values for token in words(value))
+
+
+def test_every_pretraining_sentence_has_its_name_and_one_value(encyclopedia, world):
+    told = Counter()
+    for item in encyclopedia.pretraining:
+        lines = sentences(item["text"])
+        assert 1 <= len(lines) <= 3
+        for line in lines:
+            [name], [value] = spoken_pairs(world, line), values_in(world, line)
+            told[name, value] += 1
+    assert len(told) == 3040 * len(RELATIONS)
+    assert sum(told.values()) == 1.5 * len(told) and set(told.values()) == {1, 2}
+
+
+def test_pretraining_repeats_no_passage_sentence_and_its_titles_reveal_nothing(encyclopedia):
+    stated = {line for passage in encyclopedia.passages for line in sentences(passage["text"])}
+    told = [line for item in encyclopedia.pretraining for line in sentences(item["text"])]
+    assert not stated.intersection(told)
+    assert all(re.fullmatch(r"dispatch \d+", item["title"]) for item in encyclopedia.pretraining)
+    assert len({item["id"] for item in encyclopedia.pretraining}) == len(encyclopedia.pretraining)
+
+
+def test_phrasings_are_many_and_open_with_function_words():
+    plain = {"The", "In", "It", "When", "There", "At", "Those", "Many", "Some", "{The}"}
+    for kinds in PHRASINGS.values():
+        assert [len(set(kind)) for kind in kinds] == [6, 5, 5]
+        assert not set(kinds.article) & set(kinds.news)
+        for text in kinds.article + kinds.news:
+            assert text.split()[0] in plain and text.count("{value}") == 1
+            assert not re.search(r"[A-Z]", text.split(maxsplit=1)[1])  # values alone are capitalised
+
+
+def test_chance_is_small_and_counts_the_most_common_answer(encyclopedia):
+    assert chance(encyclopedia.train_questions, encyclopedia.dev_questions) < 0.04
+    asked = [{"relation": "region", "answers": [answer]} for answer in ("Aa", "Aa", "Bb")]
+    assert chance(asked, asked) == pytest.approx(2 / 3)
+    assert chance(asked, [{"relation": "date", "answers": ["1700"]}]) == 0
+
+
+def test_no_fact_is_asked_twice_before_all_were_asked_once():
+    made = generate(5, entities=60, held_out=10, train_questions=400)
+    asked = [(question["entity"], question["relation"]) for question in made.train_questions]
+    assert len(set(asked[:200])) == 200 and Counter(asked) == dict.fromkeys(asked, 2)
+
+
+def test_a_large_encyclopedia_is_read_record_by_record():
+    settings = EncyclopediaSettings(seed=1, entities=100_000, held_out=500)
+    large = lazily(settings)
+    assert len(large.passages) == 100_000 and len(large.dev_questions) == 2000
+    assert len(large.pretraining) == 99_500 * 3
+    titles = [large.passages[index]["title"] for index in range(0, 100_000, 1000)]
+    assert len(set(titles)) == 100
+    assert large.passages[-1] == large.passages[99_999] == large.passages[99_990:][-1]
+    question = large.dev_questions[1234]
+    gold = large.passages[int(question["gold_passage_id"].removeprefix("entity-"))]
+    assert question["answers"][0] in gold["text"]
+    with pytest.raises(IndexError):
+        large.passages[100_000]
+
+
+@pytest.mark.parametrize("entities, held_out", [(2, 1), (10, 3), (101, 7), (97, 90), (64, 32)])
+def test_any_share_of_held_out_entities_splits_the_whole(entities, held_out):
+    world = _World(EncyclopediaSettings(seed=1, entities=entities, held_out=held_out, train_questions=1))
+    asked = {world.dev_question(index)["gold_passage_id"] for index in range(held_out * len(RELATIONS))}
+    told = {f"entity-{world._known_entity(position)}" for position in range(entities - held_out)}
+    assert len(asked) == held_out and not asked & told and len(asked | told) == entities
+
+
+@pytest.mark.parametrize("change", [{"held_out": 3200}, {"synonym_rate": 1.5}, {"news_per_fact": 9}, {"entities": 1}])
+def test_settings_that_cannot_be_kept_are_named(change):
+    with pytest.raises(UserError, match=next(iter(change))):
+        replace(EncyclopediaSettings(seed=1), **change)
