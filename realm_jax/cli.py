@@ -1,0 +1,126 @@
+"""The `realm` command: finds the job, parses its arguments and turns the ends of a run into exit codes.
+
+Not for work of any kind: each command is a module of `realm_jax.jobs` with `add_arguments(parser)` and
+`run(args) -> int | None`, imported only when its command is given, so that `realm --help` needs no JAX. A job that
+takes a config calls `realm_jax.jobs.flags.add_config_argument`; its `args.overrides` then holds the arguments of the
+form `--config.key=value`. Read `realm_jax/jobs/quickstart.py` next.
+"""
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+import realm_jax
+from realm_jax.errors import UserError
+
+OVERRIDE_PREFIX = "--config."
+
+USER_ERROR = 2
+INTERRUPTED = 130
+BROKEN_PIPE = 141  # what a shell reports for a program that SIGPIPE ended
+
+JOBS: dict[str, tuple[str, str]] = {
+    "quickstart": ("realm_jax.jobs.quickstart", "make a small world, train on it, and watch retrieval being learned"),
+    "prepare": ("realm_jax.jobs.prepare", "turn your documents and questions into a folder to train from"),
+    "train": ("realm_jax.jobs.train", "run the training recipe of a config file, or go on with it"),
+    "evaluate": ("realm_jax.jobs.evaluate", "measure recall and exact match of a trained run"),
+    "ask": ("realm_jax.jobs.ask", "ask a trained run a question"),
+    "doctor": ("realm_jax.jobs.doctor", "say what is installed, which devices there are, and what will be slow"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the exit code; `argv` is `sys.argv[1:]` if not given.
+
+    Raises `SystemExit(2)` for arguments that cannot be parsed. An exception that is not the user's mistake is a defect
+    and propagates with its traceback.
+    """
+    try:
+        code = _run(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()  # a reader that went away shows here, not while the interpreter shuts down
+        return code
+    except UserError as error:
+        print(f"realm: error: {error}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        print("\nrealm: interrupted; run the same command again to continue", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        if not _stdout_is_broken():
+            raise
+        return BROKEN_PIPE
+
+
+def _run(argv: list[str]) -> int:
+    """Parses `argv`, imports the one job that it names and runs it."""
+    name = next((argument for argument in argv if not argument.startswith("-")), None)
+    job = _import_job(name) if name in JOBS else None
+    parser = _parser(name, job)
+    args, unknown = parser.parse_known_args(argv)
+    takes_config = hasattr(args, "config")
+    args.overrides = [argument for argument in unknown if takes_config and argument.startswith(OVERRIDE_PREFIX)]
+    rest = [argument for argument in unknown if argument not in args.overrides]
+    if rest:
+        parser.error(_unrecognized(rest, args.overrides))
+    assert job is not None, "the parser requires a command of the table"
+    code = job.run(args)
+    return 0 if code is None else code
+
+
+def _import_job(name: str) -> ModuleType:
+    module, _ = JOBS[name]
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] == "realm_jax":
+            raise
+        raise UserError(
+            f"`realm {name}` needs the Python package {error.name!r}, which is not installed; "
+            "run `pip install realm-jax` again in this environment, then `realm doctor`"
+        ) from error
+
+
+def _parser(chosen: str | None, job: ModuleType | None) -> argparse.ArgumentParser:
+    """The parser of all commands, with the arguments of the chosen one only: the others stay unimported."""
+    parser = argparse.ArgumentParser(
+        prog="realm",
+        description="Train language models that retrieve before they predict.",
+        epilog="`realm COMMAND --help` shows a command's arguments, with examples.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"realm_jax {realm_jax.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (_, summary) in JOBS.items():
+        command = commands.add_parser(
+            name,
+            help=summary,
+            description=summary[0].upper() + summary[1:] + ".",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        if name == chosen and job is not None:
+            job.add_arguments(command)
+    return parser
+
+
+def _unrecognized(rest: list[str], overrides: list[str]) -> str:
+    message = f"unrecognized arguments: {' '.join(rest)}"
+    bare = next((override for override in overrides if "=" not in override), None)
+    return f"{message} (write {bare}=VALUE, with an equals sign)" if bare else message
+
+
+def _stdout_is_broken() -> bool:
+    """Whether the reader of stdout went away; if so, stdout is pointed elsewhere so that shutting down stays quiet."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""Configs from the command line: `--config=FILE[:ARGUMENT]` and any number of `--config.section.key=value`.
+
+A config file is Python with `get_config()` or `get_config(argument)` that returns an `ml_collections.ConfigDict`.
+Values are parsed by ml_collections' `config_flags`, so that they are written as in other JAX projects; on top of it
+come errors in one line that name the file, the line or the key. What the keys mean is not known here: see
+`realm_jax/config.py`.
+"""
+
+import argparse
+import difflib
+import inspect
+import runpy
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+from ml_collections import ConfigDict, config_flags
+from ml_collections.config_flags import config_path
+
+from realm_jax.errors import UserError
+
+
+def add_config_argument(parser: argparse.ArgumentParser, default: str = "the built-in one") -> None:
+    """Adds `--config`; with it `args.config` is a path or None, and `realm_jax.cli` fills `args.overrides`."""
+    parser.add_argument(
+        "--config",
+        metavar="FILE[:ARGUMENT]",
+        help="Python file with get_config(), and what to hand to it; "
+        f"if not given, {default}. Keys of it are set with --config.section.key=value",
+    )
+
+
+def load_config(path: str | None, overrides: Sequence[str], default: Callable[[], ConfigDict]) -> ConfigDict:
+    """The config of `path` (`FILE` or `FILE:ARGUMENT`; None: of `default()`) with overrides applied, locked.
+
+    `overrides` are whole arguments, `--config.train.steps=10`; the last of two for one key counts, but for a tuple each
+    is one element. Raises `UserError` for a file that is missing or breaks, for a key that the config does not have,
+    and for a value that is not of the key's type.
+    """
+    config = default() if path is None else _load_file(path)
+    keys = _leaf_keys(config)
+    for override in overrides:
+        _check_override(override, keys)
+    return _apply(config, list(overrides))
+
+
+def _load_file(path: str) -> ConfigDict:
+    """Runs a config file and its `get_config`; what breaks in there is reported with its line in that file."""
+    name, colon, argument = path.partition(":")
+    if not Path(name).is_file():
+        raise UserError(f"--config={path}: there is no file {name} (looked from {Path.cwd()})")
+    try:
+        get_config = runpy.run_path(name, run_name="realm_config").get("get_config")
+    except Exception as error:
+        raise _broken(name, error) from error
+    if not callable(get_config):
+        raise UserError(f"{name}: a config file must define get_config(), which returns a ConfigDict")
+    arguments = [argument] if colon else []
+    _check_arguments(get_config, arguments, path)
+    try:
+        config = get_config(*arguments)
+    except Exception as error:
+        raise _broken(name, error) from error
+    if not isinstance(config, ConfigDict):
+        raise UserError(f"{name}: get_config() must return a ConfigDict, not {type(config).__name__}")
+    return config
+
+
+def _check_arguments(get_config: Callable[..., Any], arguments: list[str], path: str) -> None:
+    try:
+        inspect.signature(get_config).bind(*arguments)
+    except TypeError:
+        wanted = "takes no :ARGUMENT" if arguments else "needs an argument; write --config=FILE:ARGUMENT"
+        raise UserError(f"--config={path}: get_config{inspect.signature(get_config)} {wanted}") from None
+
+
+def _broken(name: str, error: Exception) -> UserError:
+    """One line for an exception out of a config file, with the last line of the file that took part in it."""
+    if isinstance(error, UserError):
+        return error
+    if isinstance(error, SyntaxError):
+        return UserError(f"{error.filename or name}:{error.lineno}: {error.msg}")
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == name]
+    where = f"{name}:{lines[-1]}" if lines else name
+    what = " ".join(str(error.args[0] if isinstance(error, KeyError) and error.args else error).split())
+    return UserError(f"{where}: {type(error).__name__}: {what}")
+
+
+def _leaf_keys(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
+    """Dotted key → value of everything in a config that is not a section; empty sections have no entry."""
+    leaves: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, ConfigDict):
+            leaves |= _leaf_keys(value, f"{prefix}{key}.")
+        else:
+            leaves[prefix + key] = value
+    return leaves
+
+
+def _check_override(override: str, keys: dict[str, Any]) -> None:
+    name, equals, _ = override.partition("=")
+    key = name.removeprefix("--config.")
+    if not equals:
+        raise UserError(f"{override}: no value; write {override}=VALUE")
+    if key in keys:
+        return
+    inside = [known for known in keys if known.startswith(f"{key}.")]
+    if inside:
+        raise UserError(f"{name}: {key} is a section; set its keys, such as --config.{inside[0]}")
+    near = _nearest(key, list(keys))
+    sections = sorted({known.partition(".")[0] for known in keys})
+    advice = f"did you mean {' or '.join(near)}?" if near else f"at the top there are {', '.join(sections)}"
+    raise UserError(f"{name}: there is no such key in the config; {advice}")
+
+
+def _nearest(key: str, keys: list[str]) -> list[str]:
+    """The keys most like `key`: those with the same last part first, for a key in the wrong section."""
+    same_name = [known for known in keys if known.rpartition(".")[2] == key.rpartition(".")[2]]
+    return (same_name or difflib.get_close_matches(key, keys, cutoff=0.75))[:3]
+
+
+def _apply(config: ConfigDict, overrides: list[str]) -> ConfigDict:
+    """Lets config_flags parse the overrides, on flag values of its own: absl's global ones are for programs."""
+    values = flags.FlagValues()
+    argv = ["realm", *overrides]
+    try:
+        config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=argv)
+        values(argv)
+    except (flags.Error, TypeError, ValueError) as error:
+        raise UserError(_explain(error, config, overrides)) from error
+    return values["config"].value
+
+
+def _explain(error: Exception, config: ConfigDict, overrides: list[str]) -> str:
+    """Says which override failed and what its key takes; the library's own words where they name no override."""
+    message = " ".join(str(error).split())
+    for override in overrides:
+        name, _, text = override.partition("=")
+        key = name.removeprefix("--config.")
+        if f"config.{key}=" not in message and f"config.{key} " not in message:
+            continue
+        wanted = config_path.get_type(key, config).__name__
+        if wanted not in ("int", "float", "bool", "str", "tuple"):
+            return f"{name}: a {wanted} cannot be set on the command line; set it in a config file"
+        value = config_path.get_value(key, config)
+        example = "" if value is None else f", such as {value!r}"
+        return f"{name}={text}: this key takes a value of type {wanted}{example}"
+    return message
