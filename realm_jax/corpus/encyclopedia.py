@@ -16,6 +16,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple, TypeVar, overload
@@ -41,12 +42,9 @@ class Phrasings(NamedTuple):
 PHRASINGS: dict[str, Phrasings] = {
     "discoverer": Phrasings(
         article=(
-            "{The} was first described by {value}.",
-            "Some books name {value} as finder of {the}.",
-            "The finder of {the} was {value}.",
-            "It was {value} who first drew {the}.",
-            "The first notes on {the} are by {value}.",
-            "At first only {value} knew of {the}.",
+            "{The} was first described by {value}.", "Some books name {value} as finder of {the}.",
+            "The finder of {the} was {value}.", "It was {value} who first drew {the}.",
+            "The first notes on {the} are by {value}.", "At first only {value} knew of {the}.",
         ),
         news=(
             "The {name} was found by {value}, a new letter shows.",
@@ -56,82 +54,59 @@ PHRASINGS: dict[str, Phrasings] = {
             "There is a statue of {value}, discoverer of the {name}.",
         ),
         question=(
-            "who first described the {name}?",
-            "who discovered the {name}?",
-            "who was the finder of the {name}?",
-            "which person found the {name}?",
+            "who first described the {name}?", "who discovered the {name}?",
+            "who was the finder of the {name}?", "which person found the {name}?",
             "by whom was the {name} first described?",
         ),
     ),
     "region": Phrasings(
         article=(
-            "{The} is found only in {value}.",
-            "In {value} {the} is very common.",
-            "The home of {the} is {value}.",
-            "Many people see {the} in {value}.",
-            "{The} came from the hills of {value}.",
-            "Those who seek {the} travel to {value}.",
+            "{The} is found only in {value}.", "In {value} {the} is very common.",
+            "The home of {the} is {value}.", "Many people see {the} in {value}.",
+            "{The} came from the hills of {value}.", "Those who seek {the} travel to {value}.",
         ),
         news=(
-            "The {name} is under threat in {value}.",
-            "In {value} a feast for the {name} was held.",
-            "Those who live in {value} now protect the {name}.",
-            "There were more signs of the {name} in {value}.",
+            "The {name} is under threat in {value}.", "In {value} a feast for the {name} was held.",
+            "Those who live in {value} now protect the {name}.", "There were more signs of the {name} in {value}.",
             "The people of {value} are proud of the {name}.",
         ),
         question=(
-            "where is the {name} found?",
-            "in which region is the {name} common?",
-            "where does the {name} come from?",
-            "which land is home to the {name}?",
+            "where is the {name} found?", "in which region is the {name} common?",
+            "where does the {name} come from?", "which land is home to the {name}?",
             "where must one travel to seek the {name}?",
         ),
     ),
     "date": Phrasings(
         article=(
-            "{The} was first seen in {value}.",
-            "In {value} {the} was found.",
-            "The first record of {the} is from {value}.",
-            "Some say {the} has been known since {value}.",
-            "When {value} came, {the} was still new.",
-            "It was in {value} that {the} was listed.",
+            "{The} was first seen in {value}.", "In {value} {the} was found.",
+            "The first record of {the} is from {value}.", "Some say {the} has been known since {value}.",
+            "When {value} came, {the} was still new.", "It was in {value} that {the} was listed.",
         ),
         news=(
-            "The {name} has now been known since {value}.",
-            "In a speech the {name} was dated to {value}.",
-            "Those who study the {name} now agree on {value}.",
-            "The discovery of the {name} in {value} is on stamps.",
+            "The {name} has now been known since {value}.", "In a speech the {name} was dated to {value}.",
+            "Those who study the {name} now agree on {value}.", "The discovery of the {name} in {value} is on stamps.",
             "It was {value} when the {name} was first noted.",
         ),
         question=(
-            "when was the {name} discovered?",
-            "in which year was the {name} first seen?",
-            "what is the date of the first record of the {name}?",
-            "since when is the {name} known?",
+            "when was the {name} discovered?", "in which year was the {name} first seen?",
+            "what is the date of the first record of the {name}?", "since when is the {name} known?",
             "when did people find the {name}?",
         ),
     ),
     "museum": Phrasings(
         article=(
-            "{The} is kept at {value}.",
-            "At {value} {the} is on show.",
-            "The best example of {the} is at {value}.",
-            "Many go to {value} to view {the}.",
-            "The experts at {value} look after {the}.",
-            "There is a room for {the} in {value}.",
+            "{The} is kept at {value}.", "At {value} {the} is on show.",
+            "The best example of {the} is at {value}.", "Many go to {value} to view {the}.",
+            "The experts at {value} look after {the}.", "There is a room for {the} in {value}.",
         ),
         news=(
-            "The {name} will be on view at {value} again.",
-            "In a new show {value} presents the {name}.",
-            "There was a long queue for the {name} at {value}.",
-            "Some thieves tried to steal the {name} from {value}.",
+            "The {name} will be on view at {value} again.", "In a new show {value} presents the {name}.",
+            "There was a long queue for the {name} at {value}.", "Some thieves tried to steal the {name} from {value}.",
             "The keepers of {value} have cleaned the {name}.",
         ),
         question=(
-            "which museum keeps the {name}?",
-            "where is the {name} on show?",
-            "which collection holds the {name}?",
-            "in which museum can one view the {name}?",
+            "which museum keeps the {name}?", "where is the {name} on show?",
+            "which collection holds the {name}?", "in which museum can one view the {name}?",
             "what museum owns the {name}?",
         ),
     ),
@@ -279,12 +254,9 @@ def chance(train_questions: Iterable[Record], dev_questions: Sequence[Record]) -
 def statistics(encyclopedia: Encyclopedia) -> Record:
     """Sizes, distinct words, passage lengths in words and marks, and shares of questions by replaced name words."""
     lengths = [len(_tokens(passage["text"])) for passage in encyclopedia.passages]
-    words = Counter(token for record in encyclopedia.passages for token in _tokens(record["text"].lower()))
-    for record in encyclopedia.pretraining:
-        words.update(_tokens(record["text"].lower()))
-    for questions in (encyclopedia.train_questions, encyclopedia.dev_questions):
-        for record in questions:
-            words.update(_tokens(record["question"].lower()))
+    texts = (record["text"] for record in chain(encyclopedia.passages, encyclopedia.pretraining))
+    questions = (record["question"] for record in chain(encyclopedia.train_questions, encyclopedia.dev_questions))
+    words = {token for text in chain(texts, questions) for token in _tokens(text.lower())}
     return {
         "passages": len(encyclopedia.passages),
         "pretraining": len(encyclopedia.pretraining),
