@@ -9,6 +9,7 @@ form `--config.key=value`. Read `realm_jax/jobs/quickstart.py` next.
 import argparse
 import importlib
 import os
+import select
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -66,8 +67,15 @@ def _run(argv: list[str]) -> int:
     if rest:
         parser.error(_unrecognized(rest, args.overrides))
     assert job is not None, "the parser requires a command of the table"
+    _set_up_logging()
     code = job.run(args)
     return 0 if code is None else code
+
+
+def _set_up_logging() -> None:
+    from realm_jax import console  # here, since Rich is not needed for `realm --help`
+
+    console.set_up_logging()
 
 
 def _import_job(name: str) -> ModuleType:
@@ -114,12 +122,12 @@ def _unrecognized(rest: list[str], overrides: list[str]) -> str:
 
 def _stdout_is_broken() -> bool:
     """Whether the reader of stdout went away; if so, stdout is pointed elsewhere so that shutting down stays quiet."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False
+    watch = select.poll()
+    watch.register(sys.stdout.fileno(), 0)
+    if not any(event & (select.POLLERR | select.POLLHUP) for _, event in watch.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 if __name__ == "__main__":

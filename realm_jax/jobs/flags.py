@@ -111,14 +111,17 @@ def _check_override(override: str, keys: dict[str, Any]) -> None:
         raise UserError(f"{name}: {key} is a section; set its keys, such as --config.{inside[0]}")
     near = _nearest(key, list(keys))
     sections = sorted({known.partition(".")[0] for known in keys})
-    advice = f"did you mean {' or '.join(near)}?" if near else f"at the top there are {', '.join(sections)}"
+    advice = f"did you mean {' or '.join(near)}?" if near else f"at the top it has {', '.join(sections)}"
     raise UserError(f"{name}: there is no such key in the config; {advice}")
 
 
 def _nearest(key: str, keys: list[str]) -> list[str]:
-    """The keys most like `key`: those with the same last part first, for a key in the wrong section."""
-    same_name = [known for known in keys if known.rpartition(".")[2] == key.rpartition(".")[2]]
-    return (same_name or difflib.get_close_matches(key, keys, cutoff=0.75))[:3]
+    """At most three keys like `key`: of the same name in another section, else alike in its section, else alike."""
+    section, _, name = key.rpartition(".")
+    same_name = [known for known in keys if known.rpartition(".")[2] == name]
+    siblings = {known.rpartition(".")[2]: known for known in keys if known.rpartition(".")[0] == section}
+    alike = [siblings[close] for close in difflib.get_close_matches(name, siblings)]
+    return (same_name or alike or difflib.get_close_matches(key, keys, cutoff=0.75))[:3]
 
 
 def _apply(config: ConfigDict, overrides: list[str]) -> ConfigDict:

@@ -1,0 +1,130 @@
+"""Everything that a run says to a person: log lines and progress bars, on stderr, so that stdout is free for results.
+
+Rich finds out what the other end can show (a terminal or a file, its width, `NO_COLOR`); here is decided what is said.
+One console serves bars and log lines, so that a line appears above a running bar and not through it.
+Not for metrics that are kept: those are written by `realm_jax/training/metrics.py`.
+"""
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+logger = logging.getLogger(__name__)
+
+# Below this width the bar itself is left out: steps, loss and time left say more than eight cells of a bar.
+WIDTH_FOR_BAR = 72
+BAR_WIDTH = 16
+
+
+@functools.cache
+def console() -> Console:
+    """The console on stderr that all progress and log lines go through."""
+    return Console(stderr=True)
+
+
+def set_up_logging(level: int = logging.INFO) -> None:
+    """Sends the log lines of this package to the console; warnings of other libraries keep their own way."""
+    package = logging.getLogger("realm_jax")
+    package.setLevel(level)
+    package.handlers = [_ConsoleHandler()]
+
+
+class _ConsoleHandler(logging.Handler):
+    """Prints `12:34:56 message`, unwrapped, so that a log file has one line a message."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        moment = time.strftime("%H:%M:%S", time.localtime(record.created))
+        style = {logging.WARNING: "yellow", logging.ERROR: "bold red"}.get(record.levelno, "")
+        prefix = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+        line = Text.assemble((moment, "dim"), " ", (prefix + record.getMessage(), style))
+        console().print(line, soft_wrap=True)
+
+
+class StageProgress:
+    """Progress of one stage of a run, used as a context manager.
+
+        with StageProgress("realm", total=600, start=200) as bar:
+            bar.update(201, {"loss": 1.2, "recall": 0.5})
+
+    `total` and `start` are counts of finished steps; `start` is not zero for a stage that goes on from a checkpoint. On
+    a terminal it is a bar with steps, metric values (plain floats; the first ones that fit) and time left. Elsewhere it
+    is a log line at the first update, at most every `every_seconds`, and at the end.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        total: int,
+        start: int = 0,
+        *,
+        to: Console | None = None,
+        every_seconds: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._name, self._total, self._start, self._step = name, total, start, start
+        self._every_seconds, self._clock = every_seconds, clock
+        self._metrics: Mapping[str, float] = {}
+        self._began = clock()
+        self._last_line: tuple[float, int] | None = None
+        self._bar = _bar(to or console()) if (to or console()).is_terminal else None
+
+    def __enter__(self) -> "StageProgress":
+        if self._bar:
+            self._task = self._bar.add_task(self._name, total=self._total, completed=self._start, metrics="")
+            self._bar.start()
+        return self
+
+    def update(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
+        """Shows that `step` steps are finished; without `metrics` the last ones stay."""
+        self._step = step
+        self._metrics = metrics or self._metrics
+        if self._bar:
+            self._bar.update(self._task, completed=step, metrics=self._metrics_that_fit(self._bar.console.width))
+        elif self._last_line is None or self._clock() - self._last_line[0] >= self._every_seconds:
+            self._log()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar:
+            self._bar.stop()
+        elif self._last_line is None or self._last_line[1] != self._step:
+            self._log()
+
+    def _metrics_that_fit(self, width: int) -> str:
+        """The first metrics, whole ones: half a number is worse than none."""
+        steps_and_time = 2 * len(str(self._total)) + len("/") + len("0:00:00")
+        room = width - len(self._name) - steps_and_time - 3 - (BAR_WIDTH + 1 if width >= WIDTH_FOR_BAR else 0)
+        shown = dict(self._metrics)
+        while shown and len(describe(shown)) > room:
+            shown.popitem()
+        return describe(shown)
+
+    def _log(self) -> None:
+        now = self._clock()
+        self._last_line = (now, self._step)
+        parts = [f"{self._name} {self._step}/{self._total}", describe(self._metrics)]
+        done, left = self._step - self._start, self._total - self._step
+        if done > 0 and left > 0:
+            parts.append(f"{timedelta(seconds=round((now - self._began) / done * left))} left")
+        logger.info("  ".join(part for part in parts if part))
+
+
+def _bar(target: Console) -> Progress:
+    columns: list[ProgressColumn] = [TextColumn("{task.description}", style="bold"), MofNCompleteColumn()]
+    if target.width >= WIDTH_FOR_BAR:
+        columns.insert(1, BarColumn(bar_width=BAR_WIDTH))
+    columns += [TextColumn("{task.fields[metrics]}"), TimeRemainingColumn(compact=True)]
+    return Progress(*columns, console=target)
+
+
+def describe(metrics: Mapping[str, float]) -> str:
+    """`loss 1.234  recall 0.5`: names and values to four digits."""
+    return "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())

@@ -1,0 +1,287 @@
+"""The command line: which job runs, what it is handed, and how each end of a run is told to the shell."""
+
+import argparse
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from ml_collections import ConfigDict, config_dict
+
+import realm_jax
+from realm_jax import cli
+from realm_jax.errors import UserError
+from realm_jax.jobs import flags
+
+ROOT = Path(realm_jax.__file__).parents[1]
+
+
+@pytest.fixture
+def job(monkeypatch):
+    """A job `fake` with a config, in the table; `job.seen` is what it was run with, `job.ends` how it ends."""
+    module = types.ModuleType("realm_jax_fake_job")
+    module.seen, module.ends = [], lambda: None
+
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        flags.add_config_argument(parser)
+        parser.add_argument("--workdir")
+        parser.epilog = "examples:\n  realm fake --workdir=runs/first"
+
+    def run(args: argparse.Namespace) -> int | None:
+        module.seen.append(args)
+        return module.ends()
+
+    module.add_arguments, module.run = add_arguments, run
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(cli.JOBS, "fake", (module.__name__, "do nothing"))
+    return module
+
+
+def raising(error: BaseException):
+    def end():
+        raise error
+
+    return end
+
+
+# ---- which job, with what
+
+
+def test_a_job_gets_its_arguments_and_the_overrides(job):
+    argv = ["fake", "--config=a.py:tiny", "--workdir=w", "--config.train.steps=10", "--config.seed=-1"]
+    assert cli.main(argv) == 0
+    (args,) = job.seen
+    assert (args.config, args.workdir) == ("a.py:tiny", "w")
+    assert args.overrides == ["--config.train.steps=10", "--config.seed=-1"]
+
+
+def test_a_mistyped_option_is_an_error_in_one_line_below_the_usage(job, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["fake", "--workdri=w"])
+    assert end.value.code == 2 and not job.seen
+    assert capsys.readouterr().err.splitlines()[-1] == "realm: error: unrecognized arguments: --workdri=w"
+
+
+def test_an_override_without_an_equals_sign_says_how_to_write_it(job, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["fake", "--config.seed", "3"])
+    assert "write --config.seed=VALUE" in capsys.readouterr().err
+
+
+def test_a_job_without_a_config_refuses_overrides(job, capsys):
+    job.add_arguments = lambda parser: None
+    with pytest.raises(SystemExit) as end:
+        cli.main(["fake", "--config.train.steps=10"])
+    assert end.value.code == 2 and "--config.train.steps=10" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [[], ["fkae"]])
+def test_no_command_or_an_unknown_one_is_an_error(argv):
+    with pytest.raises(SystemExit) as end:
+        cli.main(argv)
+    assert end.value.code == 2
+
+
+def test_help_lists_every_command_and_the_help_of_a_job_shows_its_examples(job, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--help"])
+    assert end.value.code == 0
+    listed = capsys.readouterr().out
+    assert all(f"    {name}" in listed for name in cli.JOBS)
+    with pytest.raises(SystemExit):
+        cli.main(["fake", "--help"])
+    assert "  realm fake --workdir=runs/first\n" in capsys.readouterr().out
+
+
+def test_help_and_version_import_no_jax():
+    program = (
+        "import sys; from realm_jax import cli\ntry: cli.main(sys.argv[1:])\nfinally: assert 'jax' not in sys.modules"
+    )
+    for option in ("--help", "--version"):
+        done = subprocess.run([sys.executable, "-c", program, option], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    assert done.stdout == f"realm_jax {realm_jax.__version__}\n"
+
+
+def test_a_missing_dependency_is_named(monkeypatch, capsys):
+    monkeypatch.setitem(cli.JOBS, "broken", ("no_such_package.job", "import what is not there"))
+    assert cli.main(["broken"]) == 2
+    assert "needs the Python package 'no_such_package'" in capsys.readouterr().err
+
+
+# ---- the ends of a run
+
+
+@pytest.mark.parametrize("returned, code", [(None, 0), (0, 0), (75, 75)])
+def test_the_exit_code_is_the_jobs(job, returned, code):
+    job.ends = lambda: returned
+    assert cli.main(["fake"]) == code
+
+
+def test_a_users_mistake_is_one_line_and_exit_code_2(job, capsys):
+    job.ends = raising(UserError("questions.jsonl:7: no answer; give at least one"))
+    assert cli.main(["fake"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err == "realm: error: questions.jsonl:7: no answer; give at least one\n" and not captured.out
+
+
+def test_an_interrupt_says_how_to_go_on(job, capsys):
+    job.ends = raising(KeyboardInterrupt())
+    assert cli.main(["fake"]) == 130
+    assert "run the same command again to continue" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [ValueError("a defect"), BrokenPipeError("of another pipe than stdout")])
+def test_a_defect_keeps_its_traceback(job, error):
+    job.ends = raising(error)
+    with pytest.raises(type(error)):
+        cli.main(["fake"])
+
+
+def test_a_reader_that_stops_reading_is_no_error():
+    program = (
+        "import sys, types; from realm_jax import cli\n"
+        "job = types.ModuleType('job'); sys.modules['job'] = job; job.add_arguments = lambda parser: None\n"
+        "job.run = lambda args: [print('line' * 100) for _ in range(1000)] and 0\n"
+        "cli.JOBS['talk'] = ('job', 'talk'); sys.exit(cli.main(['talk']))"
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+# ---- configs
+
+
+def tiny_config() -> ConfigDict:
+    config = ConfigDict({"seed": 0, "train": {"steps": 10, "learning_rate": 1e-3, "tasks": ("mlm", "ict")}})
+    config.train.limit = config_dict.placeholder(int)
+    config.retrieval = ConfigDict({"shared": False, "backend": "device", "depths": [1, 2]})
+    return config
+
+
+def load(*overrides: str, path: str | None = None) -> ConfigDict:
+    return flags.load_config(path, list(overrides), tiny_config)
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "experiment.py"
+    path.write_text(text)
+    return str(path)
+
+
+def test_overrides_are_parsed_to_the_type_of_their_key():
+    config = load(
+        "--config.train.steps=20",
+        "--config.train.learning_rate=1",
+        "--config.train.limit=3",
+        "--config.train.tasks=('realm',)",
+        "--config.retrieval.shared=true",
+        "--config.retrieval.backend=a b=c",
+    )
+    assert config.train.to_dict() == {"steps": 20, "learning_rate": 1.0, "limit": 3, "tasks": ("realm",)}
+    assert (config.retrieval.shared, config.retrieval.backend) == (True, "a b=c")
+
+
+def test_the_last_override_of_a_key_counts():
+    assert load("--config.train.steps=20", "--config.train.steps=30").train.steps == 30
+
+
+def test_a_loaded_config_is_locked_and_the_default_is_not_shared():
+    config = load()
+    assert config.is_locked and config.train.is_locked
+    assert load("--config.seed=5").seed == 5 and load().seed == 0
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        (
+            "--config.train.stepps=1",
+            "--config.train.stepps: there is no such key in the config; did you mean train.steps",
+        ),
+        ("--config.steps=1", "did you mean train.steps?"),
+        (
+            "--config.zzz=1",
+            "--config.zzz: there is no such key in the config; at the top it has retrieval, seed, train",
+        ),
+        ("--config.train={'steps': 1}", "--config.train: train is a section; set its keys, such as --config.train."),
+        ("--config.train.steps", "--config.train.steps: no value; write --config.train.steps=VALUE"),
+        ("--config.train.steps=ten", "--config.train.steps=ten: this key takes a value of type int, such as 10"),
+        ("--config.train.steps=1.5", "--config.train.steps=1.5: this key takes a value of type int"),
+        ("--config.train.limit=x", "--config.train.limit=x: this key takes a value of type int"),
+        (
+            "--config.train.learning_rate=fast",
+            "--config.train.learning_rate=fast: this key takes a value of type float",
+        ),
+        ("--config.retrieval.shared=maybe", "--config.retrieval.shared=maybe: this key takes a value of type bool"),
+        ("--config.train.tasks=(mlm, ict", "--config.train.tasks=(mlm, ict: this key takes a value of type tuple"),
+        ("--config.retrieval.depths=[3]", "--config.retrieval.depths: a list cannot be set on the command line"),
+    ],
+)
+def test_a_wrong_override_is_named_with_what_to_do(override, message):
+    with pytest.raises(UserError) as error:
+        load("--config.seed=1", override)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_config_file_gets_its_argument(tmp_path):
+    path = write(
+        tmp_path,
+        "from ml_collections import ConfigDict\n"
+        "SIZES = {'tiny': 64, 'base': 768}\n"
+        "def get_config(size='tiny'):\n"
+        "    return ConfigDict({'width': SIZES[size]})\n",
+    )
+    assert load(path=path).width == 64
+    assert load(path=f"{path}:base").width == 768
+    assert load("--config.width=5", path=f"{path}:base").width == 5
+    with pytest.raises(UserError, match=r"experiment\.py:4: KeyError: huge"):
+        load(path=f"{path}:huge")
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("def get_config(:\n", r"experiment\.py:1: invalid syntax"),
+        ("import no_such_module\n", r"experiment\.py:1: ModuleNotFoundError: No module named 'no_such_module'"),
+        ("x = 1\n", r"experiment\.py: a config file must define get_config\(\)"),
+        ("def get_config():\n    return 3\n", r"experiment\.py: get_config\(\) must return a ConfigDict, not int"),
+        (
+            "from ml_collections import ConfigDict\n\n"
+            "def get_config():\n"
+            "    config = ConfigDict({'steps': 1}).lock()\n"
+            "    config.stepps = 2\n"
+            "    return config\n",
+            r"experiment\.py:5: AttributeError: .*stepps.*steps",
+        ),
+    ],
+)
+def test_a_broken_config_file_is_named_with_its_line(tmp_path, text, message):
+    with pytest.raises(UserError, match=message) as error:
+        load(path=write(tmp_path, text))
+    assert "\n" not in str(error.value)
+
+
+def test_arguments_that_get_config_does_not_fit(tmp_path):
+    without = "def get_config():\n    return None\n"
+    with pytest.raises(UserError, match=r"get_config\(\) takes no :ARGUMENT"):
+        load(path=write(tmp_path, without) + ":tiny")
+    with pytest.raises(UserError, match="write --config=FILE:ARGUMENT"):
+        load(path=write(tmp_path, without.replace("()", "(size)")))
+
+
+def test_a_missing_config_file_is_named():
+    with pytest.raises(UserError, match=r"there is no file configs/none\.py \(looked from /"):
+        load(path="configs/none.py:tiny")
+
+
+def test_an_edited_config_file_is_read_anew(tmp_path):
+    text = "from ml_collections import ConfigDict\ndef get_config():\n    return ConfigDict({'steps': 1})\n"
+    assert load(path=write(tmp_path, text)).steps == 1
+    assert load(path=write(tmp_path, text.replace("1}", "2}"))).steps == 2
+    assert not (tmp_path / "__pycache__").exists()
