@@ -1,0 +1,234 @@
+"""One segment of a passage store: its columns, how they are written and how they are mapped back.
+
+A fixed column has one value a row. A ragged column has any number of values a row, and a file of offsets, int64
+[rows + 1], beside it. Not for what makes a segment part of a store: see `realm_jax.corpus.store`.
+Read the tables of columns next.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from realm_jax.errors import UserError
+from realm_jax.storage import flush_to_disk
+from realm_jax.text.layouts import Special
+
+# Columns with any number of values a row: dtype and shape of one value. UTF-8 columns are bytes without a header.
+RAGGED: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
+    "tokens": (np.uint16, ()),  # title pieces, then body pieces
+    "sentences": (np.int32, (2,)),  # start and end, in pieces of the body
+    "spans": (np.int32, (3,)),  # start and end, in pieces of the body, and the code of the kind
+    "texts": (np.uint8, ()),
+    "titles": (np.uint8, ()),
+    "document_ids": (np.uint8, ()),
+}
+_UTF8 = ("texts", "titles", "document_ids")
+# Columns with one value a row. A document's key is a hash of its id: ids are found without reading all of them.
+FIXED: dict[str, type[np.generic]] = {"title_lengths": np.uint16, "document_keys": np.uint64}
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """One row to be written. Token ranges count pieces of the body: sentences [s, 2], spans [m, 3] with a kind code."""
+
+    document_id: str
+    title: str
+    text: str
+    title_tokens: NDArray[Any]
+    body_tokens: NDArray[Any]
+    sentences: NDArray[Any]
+    spans: NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Rows laid out as the files are: for each ragged column all values and the number of values of each row."""
+
+    rows: int
+    ragged: dict[str, tuple[NDArray[Any], NDArray[np.int64]]]
+    fixed: dict[str, NDArray[Any]]
+
+
+def columns(passages: Sequence[Passage]) -> Columns:
+    """Lay out passages for `StoreWriter.write`; cheap to send between processes."""
+    parts: dict[str, list[NDArray[Any]]] = {
+        "tokens": [np.concatenate([p.title_tokens, p.body_tokens]).astype(np.uint16) for p in passages],
+        "sentences": [np.asarray(p.sentences, np.int32).reshape(-1, 2) for p in passages],
+        "spans": [np.asarray(p.spans, np.int32).reshape(-1, 3) for p in passages],
+        "texts": [_utf8(p.text) for p in passages],
+        "titles": [_utf8(p.title) for p in passages],
+        "document_ids": [_utf8(p.document_id) for p in passages],
+    }
+    ragged: dict[str, tuple[NDArray[Any], NDArray[np.int64]]] = {}
+    for name, (dtype, shape) in RAGGED.items():
+        values = np.concatenate([np.zeros((0, *shape), dtype), *parts[name]])
+        ragged[name] = (values, np.array([len(part) for part in parts[name]], np.int64))
+    fixed: dict[str, NDArray[Any]] = {
+        "title_lengths": np.array([len(p.title_tokens) for p in passages], np.uint16),
+        "document_keys": np.array([_document_key(p.document_id) for p in passages], np.uint64),
+    }
+    return Columns(len(passages), ragged, fixed)
+
+
+class Segment:
+    """The memory-mapped files of one segment; rows count from 0."""
+
+    def __init__(self, folder: Path, entry: dict[str, Any]):
+        self.rows: int = entry["rows"]
+        self.documents: int = entry["documents"]
+        self._folder = folder
+        self._files = entry["files"]
+        self._values = {name: self._open(name, dtype, shape) for name, (dtype, shape) in RAGGED.items()}
+        self.offsets = {name: self._open(f"{name}.offsets", np.int64, (), self.rows + 1) for name in RAGGED}
+        self.fixed = {name: self._open(name, dtype, (), self.rows) for name, dtype in FIXED.items()}
+
+    def ragged(self, name: str, row: int) -> NDArray[Any]:
+        """The values of one row of a ragged column."""
+        offsets = self.offsets[name]
+        return self._values[name][offsets[row] : offsets[row + 1]]
+
+    def fill(
+        self, ids: NDArray[np.uint16], first: int, last: int, special: Special
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Lay rows [first, last) out in `ids` (padding given); lengths and title lengths of the rows, after the cut."""
+        length = ids.shape[1]
+        offsets = self.offsets["tokens"][first : last + 1]
+        tokens = self._values["tokens"][offsets[0] : offsets[-1]]
+        counts = np.diff(offsets)
+        titles = self.fixed["title_lengths"][first:last].astype(np.int64)
+        kept_titles = np.minimum(titles, length - 3)
+        lengths = np.minimum(kept_titles + (counts - titles) + 3, length)
+        row = np.repeat(np.arange(last - first), counts)
+        within = np.arange(len(tokens)) - np.repeat(offsets[:-1] - offsets[0], counts)
+        body = within >= titles[row]
+        # Past the title everything moves by the title that was cut away and by the [SEP] between.
+        column = 1 + within + np.where(body, (1 + kept_titles - titles)[row], 0)
+        keep = np.where(body, column < length - 1, within < kept_titles[row])
+        ids[row[keep], column[keep]] = tokens[keep]
+        every = np.arange(last - first)
+        ids[:, 0] = special.cls
+        ids[every, kept_titles + 1] = special.sep
+        ids[every, lengths - 1] = special.sep
+        return lengths, kept_titles
+
+    @cached_property
+    def document_starts(self) -> NDArray[np.int64]:
+        """First row of each document."""
+        keys = self.fixed["document_keys"]
+        return np.flatnonzero(np.concatenate([np.ones(min(1, len(keys)), bool), keys[1:] != keys[:-1]]))
+
+    @cached_property
+    def _sorted_documents(self) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+        """Keys of the documents in ascending order, and the number of each document."""
+        keys = self.fixed["document_keys"][self.document_starts]
+        order = np.argsort(keys, kind="stable")
+        return keys[order], order
+
+    def rows_of(self, document_id: str) -> range:
+        """The rows of a document, or an empty range."""
+        keys, order = self._sorted_documents
+        key = np.uint64(_document_key(document_id))
+        wanted = document_id.encode("utf-8")
+        for position in range(int(np.searchsorted(keys, key, "left")), int(np.searchsorted(keys, key, "right"))):
+            document = int(order[position])
+            start = int(self.document_starts[document])
+            if self.ragged("document_ids", start).tobytes() == wanted:
+                following = self.document_starts[document + 1 : document + 2]
+                return range(start, int(following[0]) if len(following) else self.rows)
+        return range(0)
+
+    def repeated_document(self) -> str | None:
+        """The id of a document whose rows are not adjacent, if there is one."""
+        keys, order = self._sorted_documents
+        repeated = order[1:][keys[1:] == keys[:-1]]
+        return self._id(int(repeated[0])) if len(repeated) else None
+
+    def shared_document(self, other: "Segment") -> str | None:
+        """The id of a document that the other segment has too, if there is one."""
+        keys, order = self._sorted_documents
+        shared = order[np.isin(keys, other._sorted_documents[0])]
+        return self._id(int(shared[0])) if len(shared) else None
+
+    def verify(self) -> None:
+        """Raise UserError naming the first file whose content is not what was written."""
+        arrays = {**self._values, **{f"{name}.offsets": self.offsets[name] for name in RAGGED}, **self.fixed}
+        for name, array in arrays.items():
+            if hashlib.sha256(np.ascontiguousarray(array).data).hexdigest() != self._files[file_name(name)]["sha256"]:
+                raise UserError(f"{self._folder / file_name(name)} is damaged; prepare the data again")
+
+    def _id(self, document: int) -> str:
+        return self.ragged("document_ids", int(self.document_starts[document])).tobytes().decode("utf-8")
+
+    def _open(
+        self, name: str, dtype: type[np.generic], shape: tuple[int, ...], items: int | None = None
+    ) -> NDArray[Any]:
+        """Map one file after a look at its size; `items` is how many values it must hold, if that is known."""
+        path = self._folder / file_name(name)
+        size = self._files[path.name]["bytes"]
+        found = path.stat().st_size if path.exists() else None
+        if found != size:
+            state = "is missing" if found is None else f"has {found:,} bytes, not {size:,}"
+            raise UserError(f"{path} {state}; the store is incomplete: copy or prepare it again")
+        if path.suffix == ".utf8":
+            return np.memmap(path, np.uint8, mode="r").view(np.ndarray) if size else np.zeros(0, np.uint8)
+        try:
+            array = np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
+        except ValueError as fault:
+            raise UserError(f"{path} is damaged ({fault}); prepare the data again") from None
+        if array.dtype != dtype or array.shape[1:] != shape or items not in (None, len(array)):
+            raise UserError(f"{path} holds {array.dtype} {array.shape}, not what was written; prepare the data again")
+        return array
+
+
+class Sink:
+    """One column file being written: appended to in pieces, hashed on the way, its header completed at the end."""
+
+    def __init__(self, path: Path, dtype: type[np.generic], shape: tuple[int, ...]):
+        self.path = path
+        self.items = 0
+        self._dtype = np.dtype(dtype)
+        self._shape = shape
+        self._hash = hashlib.sha256()
+        self._stream = open(path, "wb")
+        self._header()
+
+    def write(self, values: NDArray[Any]) -> None:
+        data = np.ascontiguousarray(values, self._dtype).data
+        self._hash.update(data)
+        self._stream.write(data)
+        self.items += len(values)
+
+    def close(self) -> None:
+        self._stream.seek(0)
+        self._header()
+        flush_to_disk(self._stream)
+        self._stream.close()
+
+    @property
+    def digest(self) -> str:
+        return self._hash.hexdigest()
+
+    def _header(self) -> None:
+        """NumPy pads a header so that it keeps its size while the first axis grows, which lets us write it twice."""
+        if self.path.suffix == ".npy":
+            description = np.lib.format.dtype_to_descr(self._dtype)
+            header = {"descr": description, "fortran_order": False, "shape": (self.items, *self._shape)}
+            np.lib.format.write_array_header_1_0(self._stream, header)
+
+
+def file_name(name: str) -> str:
+    return f"{name}.utf8" if name in _UTF8 else f"{name}.npy"
+
+
+def _utf8(text: str) -> NDArray[np.uint8]:
+    return np.frombuffer(text.encode("utf-8"), np.uint8)
+
+
+def _document_key(document_id: str) -> int:
+    return int.from_bytes(hashlib.blake2b(document_id.encode("utf-8"), digest_size=8).digest(), "little")

@@ -1,0 +1,288 @@
+"""The passage store: word pieces, texts and annotations of a corpus in memory-mapped, append-only segments.
+
+    FOLDER/STORE.json              written last, atomically: version, limit, tokenizer, fingerprints, exact file sizes
+    FOLDER/segment-00000/*.npy     one file a column; a ragged column has a `.offsets.npy` of int64 [rows + 1] beside it
+    FOLDER/segment-00000/*.utf8    texts, titles and document ids as plain bytes, with offsets likewise
+
+A folder without STORE.json does not exist for readers. Nothing is read before it is asked for, so that a store of
+millions of passages opens at once. Not for making passages out of articles: see `realm_jax.corpus.build`.
+Read `PassageStore` next, then `StoreWriter`; the files themselves are `realm_jax.corpus.segments`.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from realm_jax.corpus.segments import FIXED, RAGGED, Columns, Passage, Segment, Sink, columns, file_name
+from realm_jax.errors import UserError
+from realm_jax.storage import read_json, write_json_atomic
+from realm_jax.text.layouts import Special
+from realm_jax.text.wordpiece import WordPiece
+
+__all__ = ["Columns", "Passage", "PassageStore", "StoreWriter", "columns"]
+
+FORMAT_VERSION = 1
+MANIFEST = "STORE.json"
+
+_MATRIX_ROWS = 4096  # rows laid out at a time: keeps the index arrays of `document_matrix` near the processor
+
+
+class PassageStore:
+    """A corpus of passages, opened for reading. Rows count through all segments; a row never changes its number."""
+
+    def __init__(self, folder: Path, manifest: dict[str, Any]):
+        """For `PassageStore.open` alone."""
+        self.folder = folder
+        self.limit: int = manifest["limit"]
+        self.tokenizer_fingerprint: str = manifest["tokenizer"]
+        self.span_kinds: tuple[str, ...] = tuple(manifest["span_kinds"])
+        self.fingerprint: str = manifest["fingerprint"]
+        self.segments = [Segment(folder / entry["folder"], entry) for entry in manifest["segments"]]
+        self._starts = np.cumsum([0] + [segment.rows for segment in self.segments]).tolist()
+
+    @classmethod
+    def open(cls, folder: str | os.PathLike[str]) -> Self:
+        """Open a store without reading its content.
+
+        Raises UserError when there is no store, its format is unknown, or a file is missing or has another size than
+        STORE.json says. Flipped bits are found by `verify` only.
+        """
+        folder = Path(folder)
+        manifest = _read_manifest(folder)
+        try:
+            return cls(folder, manifest)
+        except (KeyError, TypeError) as fault:
+            raise UserError(f"{folder / MANIFEST} is damaged (at {fault}); prepare the data again") from None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process opens the files itself: pickling memory maps would copy the whole corpus."""
+        return (type(self).open, (self.folder,))
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    @property
+    def documents(self) -> int:
+        """How many documents the rows come from."""
+        return sum(segment.documents for segment in self.segments)
+
+    def title_tokens(self, row: int) -> NDArray[np.uint16]:
+        """Word pieces of the title, uint16 [t]."""
+        segment, local = self._locate(row)
+        return segment.ragged("tokens", local)[: segment.fixed["title_lengths"][local]]
+
+    def body_tokens(self, row: int) -> NDArray[np.uint16]:
+        """Word pieces of the passage without its title, uint16 [b]."""
+        segment, local = self._locate(row)
+        return segment.ragged("tokens", local)[segment.fixed["title_lengths"][local] :]
+
+    def sentences(self, row: int) -> NDArray[np.int32]:
+        """Start and end of each sentence in pieces of the body, int32 [s, 2]."""
+        segment, local = self._locate(row)
+        return segment.ragged("sentences", local)
+
+    def spans(self, row: int) -> NDArray[np.int32]:
+        """Start and end, in pieces of the body, and index into `span_kinds` of each salient span, int32 [m, 3]."""
+        segment, local = self._locate(row)
+        return segment.ragged("spans", local)
+
+    def title(self, row: int) -> str:
+        """The whole title, also where `title_tokens` holds only the first part of a very long one."""
+        return self._string("titles", row)
+
+    def text(self, row: int) -> str:
+        """The slice of the article that the row's sentences cover."""
+        return self._string("texts", row)
+
+    def document_id(self, row: int) -> str:
+        """The id of the article that the row was taken from."""
+        return self._string("document_ids", row)
+
+    def rows_of(self, document_id: str) -> range:
+        """The rows of a document, which are adjacent; an empty range for an unknown id."""
+        for start, segment in zip(self._starts, self.segments, strict=False):
+            rows = segment.rows_of(document_id)
+            if rows:
+                return range(start + rows.start, start + rows.stop)
+        return range(0)
+
+    def lengths(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Numbers of pieces of all bodies and of all titles, int32 [rows] each."""
+        titles = self._all_rows([segment.fixed["title_lengths"].astype(np.int32) for segment in self.segments])
+        totals = self._all_rows([np.diff(segment.offsets["tokens"]).astype(np.int32) for segment in self.segments])
+        return totals - titles, titles
+
+    def document_matrix(
+        self, length: int, special: Special, rows: slice = slice(None)
+    ) -> tuple[NDArray[np.uint16], NDArray[np.uint16], NDArray[np.uint16]]:
+        """Rows in the document layout `[CLS] title [SEP] body [SEP]`, padded at the right.
+
+        A title is cut to `length` - 3 pieces and the body to the rest, as in REALM's release. Returns ids uint16
+        [rows, length], lengths uint16 [rows] (specials counted) and title lengths uint16 [rows] (after the cut).
+        Large corpora go through in slices of rows.
+        """
+        if length < 3:
+            raise ValueError(f"length must hold the three special pieces, not {length}")
+        start, stop, step = rows.indices(len(self))
+        if step != 1:
+            raise ValueError(f"rows must be adjacent, not a slice with step {step}")
+        stop = max(start, stop)
+        ids = np.full((stop - start, length), special.pad, np.uint16)
+        lengths = np.empty(stop - start, np.uint16)
+        title_lengths = np.empty(stop - start, np.uint16)
+        for segment, first, last, target in self._runs(start, stop):
+            out = slice(target, target + last - first)
+            lengths[out], title_lengths[out] = segment.fill(ids[out], first, last, special)
+        return ids, lengths, title_lengths
+
+    def verify(self) -> None:
+        """Read everything and compare checksums. Raises UserError that names the first damaged file."""
+        for segment in self.segments:
+            segment.verify()
+
+    def _string(self, name: str, row: int) -> str:
+        segment, local = self._locate(row)
+        return segment.ragged(name, local).tobytes().decode("utf-8")
+
+    def _locate(self, row: int) -> tuple["Segment", int]:
+        """The segment of a row and the row's number in it."""
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} is not among the {len(self)} rows of {self.folder}")
+        index = bisect_right(self._starts, row) - 1
+        return self.segments[index], row - self._starts[index]
+
+    def _runs(self, start: int, stop: int) -> Iterator[tuple["Segment", int, int, int]]:
+        """Cut [start, stop) into runs inside one segment: (segment, first, last, offset from start)."""
+        for base, segment in zip(self._starts, self.segments, strict=False):
+            low, high = max(start, base), min(stop, base + segment.rows)
+            for row in range(low, high, _MATRIX_ROWS):
+                yield segment, row - base, min(row + _MATRIX_ROWS, high) - base, row - start
+
+    @staticmethod
+    def _all_rows(parts: list[NDArray[np.int32]]) -> NDArray[np.int32]:
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+class StoreWriter:
+    """Writes a new store, or one more segment of an existing one; a context manager.
+
+    The rows exist for readers once the block ends without an exception; after an exception the folder is as before.
+    All rows of a document must be written one after another, and a document is written once.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        wordpiece: WordPiece,
+        limit: int,
+        span_kinds: Sequence[str] = (),
+    ):
+        """Raises UserError if an existing store was made with another tokenizer, limit or set of span kinds."""
+        self.folder = Path(folder)
+        self.rows = 0
+        self._made_folder = not self.folder.exists()
+        self._settings = {"limit": limit, "tokenizer": wordpiece.fingerprint, "span_kinds": list(span_kinds)}
+        self._earlier = PassageStore.open(self.folder) if (self.folder / MANIFEST).exists() else None
+        self._entries: list[dict[str, Any]] = []
+        if self._earlier is not None:
+            manifest = _read_manifest(self.folder)
+            self._entries = manifest["segments"]
+            for key, value in self._settings.items():
+                if manifest[key] != value:
+                    raise UserError(f"{self.folder}: {key} is {manifest[key]}, not {value}; append with the same one")
+        self._segment = self.folder / f"segment-{len(self._entries):05d}"
+
+    def __enter__(self) -> Self:
+        # A segment of this name that STORE.json does not list is what an interrupted writer left.
+        shutil.rmtree(self._segment, ignore_errors=True)
+        self._segment.mkdir(parents=True)
+        self._sinks: dict[str, Sink] = {}
+        for name, (dtype, shape) in RAGGED.items():
+            self._sinks[name] = Sink(self._segment / file_name(name), dtype, shape)
+            self._sinks[f"{name}.offsets"] = Sink(self._segment / file_name(f"{name}.offsets"), np.int64, ())
+            self._sinks[f"{name}.offsets"].write(np.zeros(1, np.int64))
+        for name, dtype in FIXED.items():
+            self._sinks[name] = Sink(self._segment / file_name(name), dtype, ())
+        return self
+
+    def write(self, batch: Columns) -> None:
+        """Add rows (see `columns`)."""
+        for name, (values, lengths) in batch.ragged.items():
+            offsets = self._sinks[name].items + np.cumsum(lengths)
+            self._sinks[name].write(values)
+            self._sinks[f"{name}.offsets"].write(offsets)
+        for name, values in batch.fixed.items():
+            self._sinks[name].write(values)
+        self.rows += batch.rows
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            entry = self._finish()
+            if kind is None:
+                self._commit(entry)
+        except BaseException:
+            self._remove()
+            raise
+        if kind is not None:
+            self._remove()
+
+    def _finish(self) -> dict[str, Any]:
+        """Complete all files; the segment's entry in STORE.json."""
+        files = {}
+        for sink in self._sinks.values():
+            sink.close()
+            files[sink.path.name] = {"bytes": sink.path.stat().st_size, "sha256": sink.digest}
+        digests = {name: value["sha256"] for name, value in sorted(files.items())}
+        fingerprint = _fingerprint({"tokenizer": self._settings["tokenizer"], "files": digests})
+        return {"folder": self._segment.name, "rows": self.rows, "fingerprint": fingerprint, "files": files}
+
+    def _commit(self, entry: dict[str, Any]) -> None:
+        """Check the documents, then make the segment exist by writing STORE.json."""
+        segment = Segment(self._segment, entry | {"documents": 0})
+        if (document := segment.repeated_document()) is not None:
+            raise UserError(f'document "{document}" was written twice; give each document its own id')
+        for earlier in self._earlier.segments if self._earlier else ():
+            if (document := segment.shared_document(earlier)) is not None:
+                raise UserError(f'document "{document}" is in {self.folder} already; append new documents only')
+        entry["documents"] = len(segment.document_starts)
+        segments = [*self._entries, entry]
+        manifest = {
+            "format_version": FORMAT_VERSION,
+            **self._settings,
+            "fingerprint": _fingerprint([segment["fingerprint"] for segment in segments]),
+            "segments": segments,
+        }
+        write_json_atomic(self.folder / MANIFEST, manifest)
+
+    def _remove(self) -> None:
+        """Leave the folder as it was found."""
+        shutil.rmtree(self._segment, ignore_errors=True)
+        if self._made_folder:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    """STORE.json of a folder, if its format is ours."""
+    if not (folder / MANIFEST).exists():
+        raise UserError(f"{folder} holds no finished passage store ({MANIFEST} is missing); run `realm prepare`")
+    manifest = read_json(folder / MANIFEST)
+    version = manifest.get("format_version") if isinstance(manifest, dict) else None
+    if version != FORMAT_VERSION:
+        raise UserError(f"{folder / MANIFEST} has format version {version}, not {FORMAT_VERSION}; prepare it again")
+    return manifest
+
+
+def _fingerprint(value: Any) -> str:
+    """SHA-256 of a JSON value."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode("utf-8")).hexdigest()

@@ -1,0 +1,147 @@
+"""JSON Lines files of articles and questions: every fault is named with its file and line."""
+
+import gzip
+import json
+import lzma
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from realm_jax.corpus.jsonl import Article, Question, read_passages, read_questions, write_passages, write_questions
+from realm_jax.errors import UserError
+
+DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+GOOD_PASSAGE = b'{"id": "a", "title": "A", "text": "Some text."}\n'
+GOOD_QUESTION = b'{"question": "who?", "answers": ["me"]}\n'
+
+
+def passages_of(path: Path, content: bytes) -> list[Article]:
+    path.write_bytes(content)
+    return list(read_passages(path))
+
+
+def questions_of(path: Path, content: bytes) -> list[Question]:
+    path.write_bytes(content)
+    return read_questions(path)
+
+
+def test_a_passage_has_an_id_a_title_and_a_text(tmp_path):
+    content = b'\xef\xbb\xbf{"id": "a", "title": "A", "text": "Caf\xc3\xa9"}\n\n{"id": "b", "text": "B", "more": 1}'
+    assert passages_of(tmp_path / "p.jsonl", content) == [Article("a", "A", "Café", 1), Article("b", "", "B", 3)]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"id": "b", "text": "x"\n', r"p\.jsonl:2: not JSON \(Expecting ',' delimiter at column 24\)"),
+        (b'{"id": "b", "text": "\xff"}\n', r"p\.jsonl:2: byte 22 of the line is not UTF-8"),
+        (b'["b", "x"]\n', r"p\.jsonl:2: holds .* not an object"),
+        (b'{"text": "x"}\n', r'p\.jsonl:2: the record has no "id"'),
+        (b'{"id": "b"}\n', r'p\.jsonl:2: the record has no "text"'),
+        (b'{"id": "b", "text": " \\n"}\n', r'p\.jsonl:2: "text" is empty'),
+        (b'{"id": 7, "text": "x"}\n', r'p\.jsonl:2: "id" must hold text but holds 7'),
+        (b'{"id": "b", "text": null}\n', r'p\.jsonl:2: "text" must hold text but holds null'),
+        (b'{"id": "b", "title": 3, "text": "x"}\n', r'p\.jsonl:2: "title" must hold text'),
+        (b'{"id": "a", "text": "x"}\n', r'p\.jsonl:2: id "a" was already given on line 1'),
+        (b'{"id": "b", "text": "\\ud83d"}\n', r'p\.jsonl:2: "text" holds half of a surrogate pair'),
+        (b'{"id": ' + b"9" * 5000 + b"}\n", r"p\.jsonl:2: not readable as JSON"),
+        (b"[" * 100_000 + b"\n", r"p\.jsonl:2: not readable as JSON"),
+    ],
+)
+def test_a_faulty_passage_is_named_with_file_and_line(tmp_path, line, message):
+    with pytest.raises(UserError, match=message):
+        passages_of(tmp_path / "p.jsonl", GOOD_PASSAGE + line)
+
+
+def test_a_file_without_records_and_a_missing_file_are_named(tmp_path):
+    for content in (b"", b"\n \n"):
+        with pytest.raises(UserError, match=r"p\.jsonl holds no passages"):
+            passages_of(tmp_path / "p.jsonl", content)
+        with pytest.raises(UserError, match=r"q\.jsonl holds no questions"):
+            questions_of(tmp_path / "q.jsonl", content)
+    with pytest.raises(UserError, match=r"cannot read .*absent\.jsonl \(No such file or directory\)"):
+        list(read_passages(tmp_path / "absent.jsonl"))
+
+
+@pytest.mark.parametrize(("suffix", "module"), [(".gz", gzip), (".xz", lzma)])
+def test_a_truncated_packed_file_is_named(tmp_path, suffix, module):
+    records = b"".join(b'{"id": "%d", "text": "some text"}\n' % number for number in range(1000))
+    path = tmp_path / f"p.jsonl{suffix}"
+    assert len(passages_of(path, module.compress(records))) == 1000
+    with pytest.raises(UserError, match="is truncated or damaged"):
+        passages_of(path, module.compress(records)[:-20])
+    with pytest.raises(UserError, match="is truncated or damaged"):
+        passages_of(path, records)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"answers": ["x"]}\n', r'q\.jsonl:2: the record has no "question"'),
+        (b'{"question": "", "answers": ["x"]}\n', r'q\.jsonl:2: "question" is empty'),
+        (b'{"question": "%s", "answers": ["x"]}\n' % (b"x" * 2001), r"q\.jsonl:2: the question has 2,001 characters"),
+        (b'{"question": "x"}\n', r'q\.jsonl:2: "answers" must be a list with at least one string'),
+        (b'{"question": "x", "answers": []}\n', r'q\.jsonl:2: "answers" must be a list with at least one string'),
+        (b'{"question": "x", "answers": "y"}\n', r'q\.jsonl:2: "answers" must be a list with at least one string'),
+        (b'{"question": "x", "answers": [3]}\n', r'q\.jsonl:2: "answers" must hold text but holds 3'),
+        (b'{"question": "x", "answers": [""]}\n', r'q\.jsonl:2: "answers" is empty'),
+        (b'{"question": "x", "answers": ["y"], "gold_passage_id": 3}\n', r'q\.jsonl:2: "gold_passage_id" must hold'),
+    ],
+)
+def test_a_faulty_question_is_named_with_file_and_line(tmp_path, line, message):
+    with pytest.raises(UserError, match=message):
+        questions_of(tmp_path / "q.jsonl", GOOD_QUESTION + line)
+
+
+def test_a_question_keeps_its_further_fields(tmp_path):
+    content = b'{"question": "who?", "answers": ["me"], "gold_passage_id": "a", "split": "dev", "n": 1}\n'
+    expected = Question("who?", ["me"], "a", {"split": "dev", "n": 1}, 1)
+    assert questions_of(tmp_path / "q.jsonl", content) == [expected]
+
+
+def test_the_field_of_nq_open_is_read_too(tmp_path):
+    (question,) = questions_of(tmp_path / "q.jsonl", b'{"question": "who?", "answer": ["me"]}\n')
+    assert question.answers == ["me"] and question.fields == {}
+
+
+text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20).filter(str.strip)
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".xz"])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    ids=st.lists(text, min_size=1, max_size=5, unique=True), title=text, body=text, answers=st.lists(text, min_size=1)
+)
+def test_what_is_written_is_read_back(tmp_path, suffix, ids, title, body, answers):
+    articles = [Article(article_id, title, body, line) for line, article_id in enumerate(ids, start=1)]
+    write_passages(tmp_path / f"p.jsonl{suffix}", articles)
+    assert list(read_passages(tmp_path / f"p.jsonl{suffix}")) == articles
+    questions = [Question(body, answers, gold, {"source": title}, line) for line, gold in enumerate(ids, start=1)]
+    write_questions(tmp_path / f"q.jsonl{suffix}", questions)
+    assert read_questions(tmp_path / f"q.jsonl{suffix}") == questions
+
+
+def test_packed_files_do_not_hold_the_time(tmp_path):
+    for name in ("one.jsonl.gz", "two.jsonl.gz"):
+        write_passages(tmp_path / name, [Article("a", "A", "text")])
+    assert (tmp_path / "one.jsonl.gz").read_bytes() == (tmp_path / "two.jsonl.gz").read_bytes()
+    assert json.loads(gzip.decompress((tmp_path / "one.jsonl.gz").read_bytes()))["id"] == "a"
+
+
+def test_a_failing_source_leaves_no_file(tmp_path):
+    def broken():
+        yield Article("a", "A", "text")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_passages(tmp_path / "p.jsonl", broken())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not DATA.exists(), reason="needs the real data in ../shared/data")
+def test_real_files_are_read_whole():
+    assert sum(1 for _ in read_passages(DATA / "wiki_qa" / "passages.jsonl.gz")) == 24_668
+    assert len(read_questions(DATA / "wiki_qa" / "questions.jsonl.gz")) == 21_455
+    assert len(read_questions(DATA / "nq_open" / "NQ-open.dev.jsonl")) == 3_610

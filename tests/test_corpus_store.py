@@ -1,0 +1,202 @@
+"""The passage store: what is written comes back, in any number of segments, and damage is named."""
+
+import json
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from realm_jax.corpus.store import Passage, PassageStore, StoreWriter, columns
+from realm_jax.errors import UserError
+from realm_jax.text import layouts
+from realm_jax.text.wordpiece import WordPiece
+
+WORDPIECE = WordPiece(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghij"])
+
+
+def passage(document_id: str = "d0", title: int = 2, body: int = 5, text: str = "Ein Text – 漢字.") -> Passage:
+    """A row with `title` and `body` pieces, one sentence and one span."""
+    return Passage(
+        document_id=document_id,
+        title=f"Title of {document_id}",
+        text=text,
+        title_tokens=np.arange(10, 10 + title),
+        body_tokens=np.arange(100, 100 + body),
+        sentences=np.array([[0, body]]),
+        spans=np.array([[0, 1, 1]]) if body else np.zeros((0, 3)),
+    )
+
+
+def write(folder: Path, *passages: Passage, limit: int = 288) -> PassageStore:
+    with StoreWriter(folder, WORDPIECE, limit, span_kinds=("entity", "date")) as writer:
+        writer.write(columns(passages))
+    return PassageStore.open(folder)
+
+
+def test_rows_come_back_as_they_were_written(tmp_path):
+    store = write(tmp_path / "store", passage("first", 2, 5), passage("second", 0, 3, text="kurz"))
+    assert len(store) == 2 and store.documents == 2 and store.limit == 288
+    assert store.tokenizer_fingerprint == WORDPIECE.fingerprint
+    assert store.span_kinds == ("entity", "date")
+    assert store.title_tokens(0).tolist() == [10, 11] and store.body_tokens(0).tolist() == [100, 101, 102, 103, 104]
+    assert store.title_tokens(1).tolist() == [] and store.body_tokens(1).dtype == np.uint16
+    assert store.sentences(1).tolist() == [[0, 3]] and store.sentences(1).dtype == np.int32
+    assert store.spans(0).tolist() == [[0, 1, 1]] and store.spans(0).dtype == np.int32
+    assert store.text(0) == "Ein Text – 漢字." and store.text(1) == "kurz"
+    assert store.title(1) == "Title of second" and store.document_id(1) == "second"
+    bodies, titles = store.lengths()
+    assert bodies.tolist() == [5, 3] and titles.tolist() == [2, 0]
+    with pytest.raises(IndexError, match="row 2 is not among the 2 rows"):
+        store.text(2)
+    store.verify()
+
+
+def test_a_document_is_found_by_its_id(tmp_path):
+    store = write(tmp_path / "store", passage("a"), passage("b"), passage("b"), passage("c"))
+    assert store.rows_of("a") == range(0, 1)
+    assert store.rows_of("b") == range(1, 3)
+    assert store.rows_of("c") == range(3, 4)
+    assert len(store.rows_of("unknown")) == 0
+
+
+def test_appending_adds_rows_and_leaves_the_old_ones_alone(tmp_path):
+    folder = tmp_path / "store"
+    before = write(folder, passage("a"), passage("b"))
+    after = write(folder, passage("c", 1, 7), passage("c", 1, 8))
+    assert len(before) == 2, "an open store stays as it was"
+    assert len(after) == 4 and after.fingerprint != before.fingerprint
+    assert [after.document_id(row) for row in range(4)] == ["a", "b", "c", "c"]
+    assert after.body_tokens(3).tolist() == list(range(100, 108))
+    assert after.rows_of("b") == range(1, 2) and after.rows_of("c") == range(2, 4)
+    assert after.lengths()[0].tolist() == [5, 5, 7, 8]
+    ids, lengths, _ = after.document_matrix(16, WORDPIECE.special, slice(1, 4))
+    assert lengths.tolist() == [10, 11, 12] and ids.shape == (3, 16)
+    after.verify()
+
+
+def test_appending_refuses_another_tokenizer_another_limit_and_known_documents(tmp_path):
+    folder = tmp_path / "store"
+    write(folder, passage("a"))
+    with pytest.raises(UserError, match="limit is 288, not 100"):
+        write(folder, passage("b"), limit=100)
+    other = WordPiece(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "z"])
+    with pytest.raises(UserError, match="tokenizer is"):
+        StoreWriter(folder, other, 288, ("entity", "date"))
+    with pytest.raises(UserError, match='document "a" is in .* already'):
+        write(folder, passage("b"), passage("a"))
+    with pytest.raises(UserError, match='document "b" was written twice'):
+        write(folder, passage("b"), passage("c"), passage("b"))
+    assert len(PassageStore.open(folder)) == 1
+    assert not (folder / "segment-00001").exists()
+
+
+def test_an_interrupted_writer_leaves_nothing(tmp_path):
+    folder = tmp_path / "store"
+    with pytest.raises(KeyboardInterrupt), StoreWriter(folder, WORDPIECE, 288) as writer:
+        writer.write(columns([passage()]))
+        raise KeyboardInterrupt
+    assert not folder.exists()
+    with pytest.raises(UserError, match="holds no finished passage store"):
+        PassageStore.open(folder)
+
+
+def test_a_segment_that_a_killed_writer_left_is_replaced(tmp_path):
+    folder = tmp_path / "store"
+    write(folder, passage("a"))
+    (folder / "segment-00001").mkdir()
+    (folder / "segment-00001" / "tokens.npy").write_bytes(b"half a file")
+    assert len(PassageStore.open(folder)) == 1
+    assert len(write(folder, passage("b"))) == 2
+
+
+def test_the_fingerprint_covers_content_and_tokenizer(tmp_path):
+    one = write(tmp_path / "one", passage("a"), passage("b"))
+    with StoreWriter(tmp_path / "two", WORDPIECE, 288, span_kinds=("entity", "date")) as writer:
+        writer.write(columns([passage("a")]))
+        writer.write(columns([]))
+        writer.write(columns([passage("b")]))
+    assert PassageStore.open(tmp_path / "two").fingerprint == one.fingerprint, "batches do not matter"
+    assert write(tmp_path / "three", passage("a"), passage("c")).fingerprint != one.fingerprint
+    other = WordPiece(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "z"])
+    with StoreWriter(tmp_path / "four", other, 288) as writer:
+        writer.write(columns([passage("a"), passage("b")]))
+    assert PassageStore.open(tmp_path / "four").fingerprint != one.fingerprint
+
+
+def test_a_truncated_or_missing_file_is_named(tmp_path):
+    folder = tmp_path / "store"
+    write(folder, passage("a"))
+    texts = folder / "segment-00000" / "texts.utf8"
+    whole = texts.read_bytes()
+    texts.write_bytes(whole[:-1])
+    with pytest.raises(UserError, match=r"segment-00000/texts\.utf8 has 19 bytes, not 20"):
+        PassageStore.open(folder)
+    texts.unlink()
+    with pytest.raises(UserError, match=r"texts\.utf8 is missing"):
+        PassageStore.open(folder)
+
+
+@pytest.mark.parametrize("name", ["texts.utf8", "tokens.npy", "tokens.offsets.npy", "document_keys.npy"])
+def test_verify_names_a_file_with_a_flipped_bit(tmp_path, name):
+    folder = tmp_path / "store"
+    write(folder, passage("a"))
+    path = folder / "segment-00000" / name
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=f"{name} is damaged"):
+        PassageStore.open(folder).verify()
+
+
+def test_a_damaged_or_newer_manifest_is_named(tmp_path):
+    folder = tmp_path / "store"
+    write(folder, passage("a"))
+    manifest = json.loads((folder / "STORE.json").read_text())
+    (folder / "STORE.json").write_text(json.dumps(manifest | {"format_version": 99}))
+    with pytest.raises(UserError, match="STORE.json has format version 99"):
+        PassageStore.open(folder)
+    del manifest["limit"]
+    (folder / "STORE.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match="STORE.json is damaged"):
+        PassageStore.open(folder)
+    (folder / "STORE.json").write_text("{")
+    with pytest.raises(UserError, match="STORE.json is not readable JSON"):
+        PassageStore.open(folder)
+
+
+def test_a_store_travels_to_another_process_as_its_path(tmp_path):
+    store = write(tmp_path / "store", *(passage(f"d{number}", 5, 250) for number in range(200)))
+    packed = pickle.dumps(store)
+    assert len(packed) < 1000
+    assert pickle.loads(packed).text(0) == store.text(0)
+
+
+def test_a_store_without_rows_opens(tmp_path):
+    store = write(tmp_path / "store")
+    assert len(store) == 0 and store.documents == 0
+    assert store.document_matrix(8, WORDPIECE.special)[0].shape == (0, 8)
+    assert len(store.rows_of("a")) == 0
+
+
+lengths_of_rows = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 20)), min_size=1, max_size=12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=lengths_of_rows, length=st.integers(3, 24), cut=st.integers(0, 12), seed=st.integers(0, 9))
+def test_the_matrix_is_the_document_layout_row_by_row(tmp_path_factory, rows, length, cut, seed):
+    folder = tmp_path_factory.mktemp("matrix") / "store"
+    passages = [passage(f"d{number}", title, body) for number, (title, body) in enumerate(rows)]
+    cut = min(cut, len(rows))
+    write(folder, *passages[:cut])
+    store = write(folder, *passages[cut:])
+    first = seed % len(rows)
+    ids, lengths, titles = store.document_matrix(length, WORDPIECE.special, slice(first, None))
+    assert ids.dtype == lengths.dtype == titles.dtype == np.uint16
+    for row in range(first, len(rows)):
+        expected = layouts.document(store.title_tokens(row), store.body_tokens(row), length, WORDPIECE.special)
+        np.testing.assert_array_equal(ids[row - first], expected.ids)
+        assert lengths[row - first] == expected.used
+        assert titles[row - first] == min(len(store.title_tokens(row)), length - 3)
