@@ -1,0 +1,136 @@
+"""Sentences: cases judged by hand in both forms of text, and nothing lost on any text."""
+
+import gzip
+import json
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from realm_jax.text.sentences import split
+
+PASSAGES = Path(__file__).resolve().parents[2] / "shared" / "data" / "wiki_qa" / "passages.jsonl.gz"
+
+# Each case is the sentences of one text, joined by a space.
+PROSE = [
+    ["He was born in 1843.", "He died in 1901."],
+    ["Dr. Smith met Mr. Jones at 5 p.m. on Friday.", "They talked."],
+    ["J. R. R. Tolkien wrote The Hobbit.", "It sold well."],
+    ["The U.S. Navy sank it.", "Nobody died."],
+    ["He moved to the U.S.", "In 1950 he died."],
+    ['"Is it you?" he asked.', '"Yes."'],
+    ['He said, "I will go."', "Then he left."],
+    ["It cost $3.50 in 1990.", "Now it costs $5.25."],
+    ["Wait...", "What was that?"],
+    ["He paused ... and went on.", "Then he sat."],
+    ["The species E. coli is common.", "It lives in the gut."],
+    ["See fig. 3 for details.", "Results vary."],
+    ["He lived from c. 1400 to 1450.", "He was a monk."],
+    ["St. Paul's Cathedral is in London.", "It is large."],
+    ["The company, Apple Inc., was founded in 1976.", "It is big."],
+    ["He joined Apple Inc. in 1980.", "He left soon."],
+    ["She has a Ph.D. in physics.", "She teaches."],
+    ["The band (formed in 1990.) played.", "Fans came."],
+    ["What a game!", "The crowd roared.", "Who won?", "Nobody knew."],
+    ["Yahoo! was founded in 1994.", "It grew."],
+    ["He came to No. 10 Downing Street.", "He waited."],
+    ["Vol. 3 appeared in Jan. 1910.", "Vol. 4 followed."],
+    ["It was 3.5 km long.", "The road ended."],
+    ["Visit example.com for more.", "It is free."],
+    ["He was the son of John Smith Jr. and Mary.", "He had no children."],
+    ["It happened in the 5th century B.C. in Greece.", "It was a war."],
+    ["He earned a B.A. from Yale.", "He then moved."],
+    ["The 2nd ed. was printed.", "It sold."],
+    ["They won (see below).", "However, they lost later."],
+    ["George W. Bush was president.", "He was from Texas."],
+    ["The plan was simple: attack at dawn.", "It failed."],
+    ["The album Help! was released in 1965.", "It topped the charts."],
+    ["The list: 1. apples 2. pears.", "It ended."],
+    ['He said that it was "great."', "She agreed."],
+    ["The temperature was -5.3 °C.", "It froze."],
+    ["The war ended.[3]", "It began in 1914.[4]"],
+    ["In Washington, D.C., he worked.", "He retired."],
+    ["He lives in Washington, D.C.", "His wife does too."],
+    ["Gen. Robert E. Lee surrendered.", "The war ended."],
+    ["The case Brown v. Board of Education was decided.", "It mattered."],
+    ["It measured approx. 20 ft. in length.", "It sank."],
+    ["'Tis done.", "So be it."],
+    ["He lived at 12 Main St. in Boston.", "He was happy."],
+    ["Sen. Obama won.", "2008 was a big year."],
+    ["The ship left at 10 a.m.", "It arrived at noon."],
+    ["Martin Luther King Jr. led it.", "Many came."],
+    ['"Stop!" he cried.', "No one did."],
+    ["Was it true?!", "Yes, it was."],
+]
+
+TOKENISED = [
+    ["He was born in 1998 .", "He was tall ."],
+    ["The film stars J. R. R. Tolkien .", "It is long ."],
+    ["`` I am here , '' he said .", "`` So am I . ''"],
+    ["He said `` go . ''", "Then he left ."],
+    ["The U.S. Navy ( USN ) sank it .", "It was 1942 ."],
+    ["Mr. Smith of St. Louis came .", "He saw ."],
+    ["It cost 3.5 million .", "It is 20 % more ."],
+    ["Did he go ?", "He did !", "Well ..."],
+    ["Washington , D.C. is a city .", "It is big ."],
+    ["It was released in Jan. 1990 .", "It sold ."],
+    ["He ( born c. 1400 ) died .", "He was a monk ."],
+    ["The song `` Help ! '' was a hit .", "It sold ."],
+    ["The game was released in the U.S. on May 5 .", "It sold ."],
+    ["Apple Inc. was founded in 1976 .", "It is big ."],
+    ["She was born to John Smith Jr. and Mary .", "She sang ."],
+    ["( He was ill . )", "He died ."],
+]
+
+
+def sentences(text: str) -> list[str]:
+    return [text[start:end] for start, end in split(text)]
+
+
+@pytest.mark.parametrize("expected", PROSE, ids=lambda case: case[0][:30])
+def test_prose(expected: list[str]) -> None:
+    assert sentences(" ".join(expected)) == expected
+
+
+@pytest.mark.parametrize("expected", TOKENISED, ids=lambda case: case[0][:30])
+def test_text_with_its_tokens_apart(expected: list[str]) -> None:
+    assert sentences(" ".join(expected)) == expected
+
+
+def test_a_blank_line_always_ends_a_sentence_and_a_line_end_does_not() -> None:
+    assert sentences("A heading\n\nThe first line\ngoes on. The end\r\n\r\nlast") == [
+        "A heading", "The first line\ngoes on.", "The end", "last"]
+
+
+def test_ideographic_full_stops_need_no_space() -> None:
+    assert sentences("東京は首都です。人口は多い。") == ["東京は首都です。", "人口は多い。"]
+
+
+@given(st.text(st.sampled_from("Ab1 .!?…\"'()[]\n“”`。,")) | st.text())
+def test_any_text_is_covered_in_order_without_outer_white_space(text: str) -> None:
+    ranges = split(text)
+    last = 0
+    for start, end in ranges:
+        assert last <= start < end <= len(text)
+        assert text[last:start].strip() == "" and text[start:end] == text[start:end].strip()
+        last = end
+    assert text[last:].strip() == ""
+
+
+@pytest.mark.parametrize("unit", [" ", ". ", ".", '"', "\n", "! ", "''", '. "', "[", ". A", ". ''"])
+def test_no_text_takes_quadratic_time(unit: str) -> None:
+    began = time.perf_counter()
+    split(unit * 20_000)
+    assert time.perf_counter() - began < 5
+
+
+@pytest.mark.skipif(not PASSAGES.exists(), reason="the Wikipedia passages are not on this machine")
+def test_real_passages_give_sentences_of_usual_length() -> None:
+    with gzip.open(PASSAGES, "rt", encoding="utf-8") as lines:
+        texts = [json.loads(line)["text"] for line in lines][::10]
+    words = [len(sentence.split()) for text in texts for sentence in sentences(text)]
+    assert 20 < sum(words) / len(words) < 32
+    assert sum(count > 120 for count in words) < 0.005 * len(words)
+    assert sum(count < 4 for count in words) < 0.01 * len(words)
