@@ -1,0 +1,295 @@
+"""`realm doctor`: what is installed, which devices there are, and what will be slow or does not work here.
+
+It changes nothing and starts no training. The version ranges are those of the installed package (`setup.cfg`), read
+back through its metadata, so that they are written down once. To go on, read `realm_jax/jobs/quickstart.py`.
+"""
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import psutil
+from packaging.requirements import Requirement
+from rich.console import Console
+
+import realm_jax
+
+GIB = 2**30
+LITTLE_MEMORY = 4 * GIB  # rules of thumb for small runs, with room for compiling and for a few checkpoints;
+LITTLE_DISK = 2 * GIB  # what a large run needs follows from its corpus and its towers
+
+# Packages that nothing here requires, with what serves in their place.
+OPTIONAL = {
+    "scann": "approximate search; search is exact, on the devices",
+    "tensorflow-datasets": "sources from TFDS; documents and questions are read from JSON lines",
+}
+
+# Where the driver of an accelerator shows, and the extra that brings JAX's side of it.
+ACCELERATOR_FILES = {"cuda": ("/dev/nvidia0", "/dev/nvidiactl"), "tpu": ("/dev/accel0", "/dev/vfio/0")}
+
+
+@dataclasses.dataclass(frozen=True)
+class Package:
+    """A required package: the range that is asked for, the version found (None: not installed), whether it fits."""
+
+    name: str
+    wanted: str
+    installed: str | None
+    fits: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Devices:
+    """JAX's devices; `memory` in bytes of one device where it is known; `error` if JAX could not start."""
+
+    platform: str = "none"
+    count: int = 0
+    kind: str = ""
+    memory: int | None = None
+    error: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """What this process may use of the machine; memory and disk in bytes, disk where the command was given."""
+
+    cores: int
+    memory_total: int
+    memory_free: int
+    disk_free: int
+    folder: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Everything that was found. `problems` stop every run, `warnings` make one slow or unusual."""
+
+    realm_jax: str
+    location: str
+    python: str
+    packages: list[Package]
+    optional: dict[str, str | None]
+    devices: Devices
+    machine: Machine
+    settings: dict[str, str]
+    warnings: list[str] = dataclasses.field(default_factory=list)
+    problems: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def usable(self) -> bool:
+        return not self.problems
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for machines")
+    parser.epilog = (
+        "exit code: 0 if runs can start here, 2 if something required is missing\n\n"
+        "examples:\n  realm doctor\n  realm doctor --json > environment.json"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    report = examine()
+    if args.json:
+        print(json.dumps(dataclasses.asdict(report) | {"usable": report.usable}, indent=2))
+    else:
+        show(report, Console(soft_wrap=True, highlight=False))
+    return 0 if report.usable else 2
+
+
+def examine() -> Report:
+    """Looks at this process's environment; starts JAX's backend to see its devices."""
+    report = Report(
+        realm_jax=realm_jax.__version__,
+        location=str(Path(realm_jax.__file__).parent),
+        python=f"{platform.python_version()} ({sys.executable})",
+        packages=required_packages(),
+        optional={name: _version(name) for name in OPTIONAL},
+        devices=find_devices(),
+        machine=look_at_machine(),
+        settings=telling_settings(),
+    )
+    return dataclasses.replace(report, warnings=list(slow(report)), problems=list(broken(report)))
+
+
+# ---- looking
+
+
+def required_packages() -> list[Package]:
+    """The requirements that hold on this Python; empty where `realm-jax` runs from a folder without being installed."""
+    try:
+        lines = importlib.metadata.requires("realm-jax") or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    return [package for line in lines if (package := check(Requirement(line)))]
+
+
+def check(requirement: Requirement) -> Package | None:
+    """Compares a requirement with what is installed; None where its marker is for another Python or an extra."""
+    if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
+        return None
+    installed = _version(requirement.name)
+    fits = installed is not None and requirement.specifier.contains(installed, prereleases=True)
+    return Package(requirement.name, str(requirement.specifier), installed, fits)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def find_devices() -> Devices:
+    try:
+        import jax
+
+        devices = jax.devices()
+        memory = (devices[0].memory_stats() or {}).get("bytes_limit")
+    except Exception as error:  # whatever it is that stops JAX, naming it is the purpose of this command
+        return Devices(error=" ".join(f"{type(error).__name__}: {error}".split()))
+    return Devices(devices[0].platform, len(devices), devices[0].device_kind, memory)
+
+
+def look_at_machine() -> Machine:
+    memory = psutil.virtual_memory()
+    folder = Path.cwd()
+    limit = _container_memory_limit()
+    return Machine(
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        memory_total=min(memory.total, limit),
+        memory_free=min(memory.available, limit),
+        disk_free=shutil.disk_usage(folder).free,
+        folder=str(folder),
+    )
+
+
+def _container_memory_limit() -> int:
+    """Bytes that this control group may use, or a number above any machine's where it has no limit."""
+    try:
+        return int(Path("/sys/fs/cgroup/memory.max").read_text())
+    except (OSError, ValueError):  # no control groups, or the word "max"
+        return sys.maxsize
+
+
+def telling_settings() -> dict[str, str]:
+    """Settings that change speed or results, where they are on: environment variables and JAX's switches."""
+    settings = {name: os.environ[name] for name in ("JAX_PLATFORMS", "XLA_FLAGS") if os.environ.get(name)}
+    jax = sys.modules.get("jax")
+    if jax is None:  # it could not be imported, which `find_devices` has told
+        return settings
+    switches = ("jax_enable_x64", "jax_disable_jit", "jax_debug_nans", "jax_check_tracer_leaks")
+    return settings | {name: "True" for name in switches if getattr(jax.config, name)}
+
+
+# ---- judging
+
+
+def broken(report: Report) -> Iterable[str]:
+    """What stops every run, each with what to do."""
+    missing = [package.name for package in report.packages if package.installed is None]
+    if missing:
+        yield f"not installed: {', '.join(missing)}; run `pip install realm-jax` (in a checkout: `pip install -e .`)"
+    if report.devices.error:
+        yield f"JAX does not start: {report.devices.error}"
+
+
+def slow(report: Report) -> Iterable[str]:
+    """What makes runs slow, unusual or untested here."""
+    yield from _slow_packages(report)
+    yield from _slow_devices(report)
+    machine = report.machine
+    if machine.cores == 1:
+        yield "one core: input, compilation and training take turns on it"
+    if machine.memory_free < LITTLE_MEMORY:
+        yield f"only {_gib(machine.memory_free)} of memory free: large batches or corpora may end the process"
+    if machine.disk_free < LITTLE_DISK:
+        yield f"only {_gib(machine.disk_free)} of disk free in {machine.folder}: keep --workdir on another disk"
+    reasons = {
+        "jax_enable_x64": "float64 is on (JAX_ENABLE_X64): slower, and numbers differ from the documented ones",
+        "jax_disable_jit": "compilation is off (JAX_DISABLE_JIT): for debugging only",
+        "jax_debug_nans": "NaN checks are on (JAX_DEBUG_NANS): every step waits for its results",
+        "jax_check_tracer_leaks": "leak checks are on (JAX_CHECK_TRACER_LEAKS): compilation is slow",
+    }
+    yield from (reasons[name] for name in report.settings if name in reasons)
+
+
+def _slow_packages(report: Report) -> Iterable[str]:
+    if not report.packages:
+        yield "realm-jax runs from a folder and is not installed: versions were not checked; run `pip install -e .`"
+    for package in report.packages:
+        if package.installed and not package.fits:
+            yield f"{package.name} {package.installed} is outside the tested range {package.wanted}"
+
+
+def _slow_devices(report: Report) -> Iterable[str]:
+    devices = report.devices
+    if devices.platform != "cpu":
+        return
+    yield "no accelerator: fine for the quickstart and small corpora, too slow for BERT-base towers"
+    yield "bfloat16 is emulated on most CPUs and slower than float32: keep float32"
+    for extra, files in ACCELERATOR_FILES.items():
+        if any(os.path.exists(file) for file in files):
+            hidden = "cpu" in report.settings.get("JAX_PLATFORMS", "")
+            advice = "JAX_PLATFORMS hides it" if hidden else f"run `pip install 'realm-jax[{extra}]'`"
+            yield f"a {extra.upper()} device is there, but JAX runs on the CPU: {advice}"
+    if devices.count > 1:
+        cores = report.machine.cores
+        yield f"{devices.count} emulated devices share {cores} cores (XLA_FLAGS or JAX_NUM_CPU_DEVICES): for tests"
+
+
+# ---- telling
+
+
+def show(report: Report, console: Console) -> None:
+    """Prints the report for people: aligned lines, without colour or wrapping where there is no terminal."""
+    machine, devices = report.machine, report.devices
+    memory = f", {_gib(devices.memory)} each" if devices.memory else ""
+    facts = {
+        "realm_jax": f"{report.realm_jax} ({report.location})",
+        "python": report.python,
+        "devices": f"{devices.count} x {devices.kind} ({devices.platform}{memory})" if devices.count else "none",
+        "cores": str(machine.cores),
+        "memory": f"{_gib(machine.memory_free)} free of {_gib(machine.memory_total)}",
+        "disk": f"{_gib(machine.disk_free)} free in {machine.folder}",
+    }
+    _table(console, "here", facts | report.settings)
+    _table(console, "required", {package.name: _state(package) for package in report.packages})
+    _table(console, "optional", {name: _optional_state(name, found) for name, found in report.optional.items()})
+    for title, style, lines in (("slow", "yellow", report.warnings), ("problems", "bold red", report.problems)):
+        if lines:
+            console.print(f"\n{title}", style="bold")
+        for line in lines:
+            console.print(f"  - {line}", style=style, markup=False)
+    verdict = "runs can start here" if report.usable else "runs cannot start here"
+    console.print(f"\n{verdict}", style="bold green" if report.usable else "bold red")
+
+
+def _table(console: Console, title: str, rows: dict[str, Any]) -> None:
+    if rows:
+        console.print(title if title == "here" else f"\n{title}", style="bold")
+    width = max(map(len, rows), default=0)
+    for name, value in rows.items():
+        console.print(f"  {name:<{width}}  {value}", markup=False)
+
+
+def _state(package: Package) -> str:
+    if package.installed is None:
+        return f"MISSING, wanted {package.wanted}"
+    return package.installed if package.fits else f"{package.installed}, outside {package.wanted}"
+
+
+def _optional_state(name: str, installed: str | None) -> str:
+    return f"{installed}, not used by this version" if installed else f"absent: no {OPTIONAL[name]}"
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f} GiB"

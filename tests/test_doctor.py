@@ -1,0 +1,124 @@
+"""`realm doctor`: what it finds, what it warns of, and when it says that runs cannot start."""
+
+import dataclasses
+import json
+from io import StringIO
+
+import jax
+import pytest
+from packaging.requirements import Requirement
+from rich.console import Console
+
+from realm_jax import cli
+from realm_jax.jobs import doctor
+from realm_jax.jobs.doctor import GIB, Devices, Machine, Package
+
+GPU = Devices("gpu", 8, "NVIDIA H100", 80 * GIB)
+LARGE = Machine(cores=16, memory_total=128 * GIB, memory_free=100 * GIB, disk_free=500 * GIB, folder="/runs")
+GOOD = doctor.Report(
+    realm_jax="0.1.0",
+    location="/env/realm_jax",
+    python="3.11.7 (/env/bin/python)",
+    packages=[Package("jax", "<0.11,>=0.10.2", "0.10.2", True)],
+    optional={"scann": None, "tensorflow-datasets": "4.9.9"},
+    devices=GPU,
+    machine=LARGE,
+    settings={},
+)
+
+
+def shown(report: doctor.Report) -> str:
+    file = StringIO()
+    doctor.show(report, Console(file=file, width=40, soft_wrap=True, highlight=False))
+    return file.getvalue()
+
+
+def test_this_environment_can_run_and_is_described_as_json(capsys):
+    assert cli.main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["usable"] and not report["problems"]
+    assert report["devices"]["count"] == jax.device_count() and report["devices"]["platform"] == "cpu"
+    assert report["machine"]["cores"] >= 1 and report["machine"]["memory_free"] > 0
+    assert f"{jax.device_count()} emulated devices" in " ".join(report["warnings"])
+
+
+def test_a_good_environment_has_nothing_to_warn_of():
+    assert list(doctor.slow(GOOD)) == [] and list(doctor.broken(GOOD)) == []
+
+
+@pytest.mark.parametrize(
+    "change, warning",
+    [
+        ({"machine": dataclasses.replace(LARGE, cores=1)}, "one core"),
+        ({"machine": dataclasses.replace(LARGE, memory_free=GIB)}, "only 1.0 GiB of memory free"),
+        ({"machine": dataclasses.replace(LARGE, disk_free=GIB)}, "only 1.0 GiB of disk free in /runs"),
+        ({"devices": Devices("cpu", 1, "cpu")}, "no accelerator"),
+        ({"devices": Devices("cpu", 1, "cpu")}, "bfloat16"),
+        ({"devices": Devices("cpu", 8, "cpu")}, "8 emulated devices share 16 cores"),
+        ({"settings": {"jax_disable_jit": "True"}}, "JAX_DISABLE_JIT"),
+        ({"settings": {"jax_enable_x64": "True"}}, "JAX_ENABLE_X64"),
+        ({"packages": [Package("jax", "<0.11", "0.11.0", False)]}, "jax 0.11.0 is outside the tested range <0.11"),
+        ({"packages": []}, "versions were not checked"),
+    ],
+)
+def test_what_is_slow_or_untested_is_a_warning_and_no_obstacle(change, warning):
+    report = dataclasses.replace(GOOD, **change)
+    assert warning in "\n".join(doctor.slow(report))
+    assert list(doctor.broken(report)) == []
+
+
+def test_a_hidden_accelerator_is_found(monkeypatch):
+    monkeypatch.setattr(doctor.os.path, "exists", lambda file: file == "/dev/nvidia0")
+    report = dataclasses.replace(GOOD, devices=Devices("cpu", 1, "cpu"))
+    assert "pip install 'realm-jax[cuda]'" in "\n".join(doctor.slow(report))
+    hidden = dataclasses.replace(report, settings={"JAX_PLATFORMS": "cpu"})
+    assert "JAX_PLATFORMS hides it" in "\n".join(doctor.slow(hidden))
+
+
+def test_a_missing_package_is_a_problem_with_what_to_do_and_exit_code_2(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "required_packages", lambda: [Package("grain", ">=0.2.18", None, False)])
+    assert cli.main(["doctor"]) == 2
+    out = capsys.readouterr().out
+    assert "grain  MISSING, wanted >=0.2.18" in out
+    assert "not installed: grain; run `pip install realm-jax`" in out
+
+
+def test_a_backend_that_does_not_start_is_a_problem(monkeypatch):
+    def fail():
+        raise RuntimeError("Unable to initialize backend 'cuda':\n no plugin")
+
+    monkeypatch.setattr(jax, "devices", fail)
+    report = doctor.examine()
+    assert report.problems == ["JAX does not start: RuntimeError: Unable to initialize backend 'cuda': no plugin"]
+    assert not report.usable
+
+
+def test_switches_of_jax_that_are_on_are_found():
+    with jax.disable_jit():
+        assert doctor.telling_settings()["jax_disable_jit"] == "True"
+    assert "jax_disable_jit" not in doctor.telling_settings()
+
+
+@pytest.mark.parametrize(
+    "requirement, expected",
+    [
+        (f"jax=={jax.__version__}", (jax.__version__, True)),
+        ("jax<0.5", (jax.__version__, False)),
+        ("no-such-package>=1", (None, False)),
+    ],
+)
+def test_a_requirement_is_compared_with_what_is_installed(requirement, expected):
+    package = doctor.check(Requirement(requirement))
+    assert package is not None and (package.installed, package.fits) == expected
+
+
+@pytest.mark.parametrize("marker", ['python_version < "3"', 'extra == "cuda"'])
+def test_a_requirement_for_another_python_or_an_extra_is_left_out(marker):
+    assert doctor.check(Requirement(f"jax; {marker}")) is None
+
+
+def test_the_report_for_people_is_plain_and_unwrapped_without_a_terminal():
+    out = shown(dataclasses.replace(GOOD, warnings=["[one] long line " + "x" * 80]))
+    assert "  devices    8 x NVIDIA H100 (gpu, 80.0 GiB each)\n" in out
+    assert "  - [one] long line " + "x" * 80 + "\n" in out
+    assert out.endswith("runs can start here\n") and "\x1b" not in out

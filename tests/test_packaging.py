@@ -1,0 +1,127 @@
+"""The package that users install: a wheel with everything in it, which works far from the checkout."""
+
+import ast
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from configparser import ConfigParser
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "realm_jax"
+
+# Import names that are not the name of the distribution.
+DISTRIBUTION = {"absl": "absl-py", "ml_collections": "ml-collections", "orbax": "orbax-checkpoint"}
+
+
+def package_files() -> list[str]:
+    """Every file of the package in the checkout, `realm_jax/…`."""
+    files = [path for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    return sorted(path.relative_to(ROOT).as_posix() for path in files)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """A wheel, built from a copy so that no old build folder of the checkout gets into it."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    shutil.copytree(PACKAGE, source / "realm_jax", ignore=shutil.ignore_patterns("__pycache__"))
+    pip("wheel", str(source), "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(out))
+    (built,) = out.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory) -> Path:
+    target = tmp_path_factory.mktemp("installed")
+    pip("install", str(wheel), "--no-deps", "--no-index", "--target", str(target))
+    return target
+
+
+def pip(*arguments: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "pip", "-q", *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def run_installed(installed: Path, folder: Path, *command: str) -> str:
+    """Runs Python in `folder` with the installed wheel first on its path; returns stdout."""
+    environment = os.environ | {"PYTHONPATH": str(installed), "PYTHONSAFEPATH": "1", "JAX_PLATFORMS": "cpu"}
+    command = (sys.executable, *command)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_wheel_holds_every_file_of_the_package_and_the_licence(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    assert sorted(name for name in names if name.startswith("realm_jax/")) == package_files()
+    assert any(name.endswith("/LICENSE") for name in names)
+    assert not [name for name in names if name.startswith(("tests/", "configs/", "build/"))]
+
+
+def test_the_installed_command_works_from_another_folder(installed, tmp_path):
+    assert "doctor" in run_installed(installed, tmp_path, "-m", "realm_jax.cli", "--help")
+    report = json.loads(run_installed(installed, tmp_path, "-m", "realm_jax.cli", "doctor", "--json"))
+    assert report["location"] == str(installed / "realm_jax")
+    assert {"jax", "flax", "optax"} <= {package["name"] for package in report["packages"]}
+    script = installed / "bin" / "realm"
+    assert run_installed(installed, tmp_path, str(script), "--version").startswith("realm_jax ")
+
+
+def test_every_module_of_the_package_is_imported_from_the_wheel(installed, tmp_path):
+    modules = [name.removesuffix(".py").replace("/", ".") for name in package_files() if name.endswith(".py")]
+    modules = [name.removesuffix(".__init__") for name in modules]
+    program = f"import importlib\nfor name in {modules}: print(importlib.import_module(name).__file__)"
+    files = run_installed(installed, tmp_path, "-c", program).splitlines()
+    assert len(files) == len(modules) and all(file.startswith(str(installed)) for file in files)
+
+
+def setup() -> ConfigParser:
+    parser = ConfigParser()
+    parser.read(ROOT / "setup.cfg")
+    return parser
+
+
+def required_names() -> set[str]:
+    lines = setup()["options"]["install_requires"].splitlines()
+    return {re.split(r"[<>=;\[ ]", line, maxsplit=1)[0] for line in lines if line}
+
+
+def imported_names() -> set[str]:
+    """Top-level names that the package imports, without its own and the standard library's."""
+    names: set[str] = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names.add(node.module.partition(".")[0])
+    return names - sys.stdlib_module_names - {"realm_jax"}
+
+
+def test_what_is_imported_is_required_and_what_is_required_is_imported():
+    imported = {DISTRIBUTION.get(name, name) for name in imported_names()}
+    assert imported == required_names()
+
+
+def test_both_sets_of_pins_move_jax_and_flax_together():
+    lines = [line for line in setup()["options"]["install_requires"].splitlines() if re.match("(jax|flax)[<>=]", line)]
+    markers = sorted(line.partition("; ")[2] for line in lines)
+    assert markers == ['python_version < "3.12"'] * 2 + ['python_version >= "3.12"'] * 2
+
+
+def test_the_console_script_of_this_environment_is_the_command():
+    assert setup()["options.entry_points"]["console_scripts"].strip() == "realm = realm_jax.cli:main"
+    script = Path(sysconfig.get_path("scripts")) / "realm"
+    if not script.exists():
+        pytest.skip("realm-jax is not installed in this environment")
+    done = subprocess.run([script, "--version"], capture_output=True, text=True)
+    assert done.stdout.startswith("realm_jax ")
