@@ -1,0 +1,207 @@
+"""Say in plain words what the numbers of a run show, also when they show nothing or a loss.
+
+Pure functions from the report's data to sentences; `report.py` puts them on the page. A difference is only called one
+if it is larger than two standard errors of the difference between two shares on the run's number of questions.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+# Used where the number of questions is unknown.
+_DEFAULT_MARGIN = 0.02
+
+METHODS = {
+    "untrained": "Before any training",
+    "ict": "Inverse cloze task",
+    "more_ict": "Cloze task, more steps",
+    "no_retriever_gradient": "REALM, retriever held still",
+    "bm25": "BM25 (matching words)",
+    "realm": "REALM",
+}
+CONTROLS = {
+    "no_retriever_gradient": "the same training with the retriever held still",
+    "more_ict": "as many more steps of the inverse cloze task",
+}
+READERS = {
+    "chance": "Chance",
+    "closed_book": "Without passages",
+    "retrieval": "With passages",
+}
+
+
+class Headline(NamedTuple):
+    """One sentence or two, the figures that carry it, and what the figures were measured on."""
+
+    sentence: str
+    figures: str
+    footnote: str
+
+
+def main_measure(results: Mapping[str, Any]) -> str | None:
+    """The recall to lead with: of the gold passage where there is one, else of any passage with the answer."""
+    return next((name for name in ("recall@5", "answer_recall@5") if results.get(name)), None)
+
+
+def headline(data: Mapping[str, Any]) -> Headline:
+    """What was learnt, for someone who reads nothing else."""
+    results = data.get("results", {})
+    measure = main_measure(results)
+    recalls = results.get(measure, {}) if measure else {}
+    before_name = "ict" if "ict" in recalls else "untrained"
+    if "realm" not in recalls or before_name not in recalls:
+        return _headline_without_comparison(data)
+    before, after = recalls[before_name], recalls["realm"]
+    stage = "after the inverse cloze task" if before_name == "ict" else "before training"
+    footnote = (
+        f"{share(before)} is the retriever {stage}, {share(after)} after REALM{_questions(data)}. "
+        f"{measure} is the share of questions with {_target(measure)} among the first five passages."
+    )
+    figures = f"{measure} {share(before)} → {share(after)}"
+    return Headline(_change(data, recalls, before, after, _target(measure)), figures, footnote)
+
+
+def takeaways(data: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The other things to know: a question and its answer in a sentence or two; those that the data can carry."""
+    findings = (
+        ("Is it the retrieval that learnt?", _controls(data)),
+        ("Would matching words do?", _word_matching(data)),
+        ("Does it answer questions?", _reader(data)),
+        ("Does reading help to predict?", _utility(data)),
+    )
+    return [(question, answer) for question, answer in findings if answer]
+
+
+def margin(data: Mapping[str, Any], first: float, second: float) -> float:
+    """Two standard errors of the difference of two shares; smaller differences are not called differences."""
+    questions = data.get("corpus", {}).get("dev_questions")
+    if not questions:
+        return _DEFAULT_MARGIN
+    return 2 * math.sqrt((first * (1 - first) + second * (1 - second)) / questions) + 0.5 / questions
+
+
+def share(value: float) -> str:
+    """A share of questions: two decimals, or more where two would say "all" or "none" of what is neither."""
+    rounded = (f"{value:.{decimals}f}" for decimals in (2, 3, 4))
+    return next((shown for shown in rounded if float(shown) not in (0, 1)), f"{value:.2f}")
+
+
+def _change(data: Mapping[str, Any], recalls: Mapping[str, float], before: float, after: float, target: str) -> str:
+    clear = margin(data, before, after)
+    if after < before - clear:
+        return f"Filling in masked words made the retriever worse at finding {target}."
+    if after <= before + clear:
+        return f"Filling in masked words did not teach the retriever to find {target}: what it finds hardly changed."
+    for name, description in CONTROLS.items():
+        if name in recalls and recalls[name] >= after - margin(data, recalls[name], after):
+            return f"The retriever got better at finding {target}, but {description} did as well: REALM gets no credit."
+    if target == "the right passage":
+        return (
+            "Nobody told the retriever which passage answers a question. "
+            "From filling in masked words alone it learnt to find it."
+        )
+    return f"Nobody showed the retriever a question. From filling in masked words alone it learnt to find {target}."
+
+
+def _headline_without_comparison(data: Mapping[str, Any]) -> Headline:
+    exact = data.get("results", {}).get("exact_match", {})
+    if "retrieval" in exact and "closed_book" in exact:
+        better = exact["retrieval"] - exact["closed_book"] > margin(data, exact["retrieval"], exact["closed_book"])
+        sentence = (
+            "Reading retrieved passages, the model answers questions that it cannot answer alone."
+            if better
+            else "Retrieved passages did not help the model to answer questions."
+        )
+        figures = f"exact match {share(exact['closed_book'])} → {share(exact['retrieval'])}"
+        footnote = f"Share of questions answered exactly without and with passages{_questions(data)}."
+        return Headline(sentence, figures, footnote)
+    sentence = "This run cannot yet say whether the retriever learnt anything"
+    return Headline(sentence + ".", "", "Recall was not measured both before and after REALM.")
+
+
+def _controls(data: Mapping[str, Any]) -> str:
+    results = data.get("results", {})
+    recalls = results.get(main_measure(results), {})
+    if "realm" not in recalls:
+        return ""
+    learnt = recalls["realm"]
+    controls = {name: recalls[name] for name in CONTROLS if name in recalls}
+    if not controls:
+        return ""
+    compared = "; ".join(f"{CONTROLS[name]} {share(recall)}" for name, recall in controls.items())
+    behind = all(learnt - recall > margin(data, learnt, recall) for recall in controls.values())
+    verdict = "Yes." if behind else "Not shown: a control does as well or nearly so."
+    return f"{verdict} REALM reaches {share(learnt)}; {compared}."
+
+
+def _word_matching(data: Mapping[str, Any]) -> str:
+    results = data.get("results", {})
+    recalls = results.get(main_measure(results), {})
+    if "realm" not in recalls or "bm25" not in recalls:
+        return ""
+    word_matching, learnt = recalls["bm25"], recalls["realm"]
+    clear = margin(data, word_matching, learnt)
+    if word_matching > learnt + clear:
+        return f"They find more: BM25 {share(word_matching)}, REALM {share(learnt)}."
+    if learnt <= word_matching + clear:
+        return f"They find about as much: BM25 {share(word_matching)}, REALM {share(learnt)}."
+    return f"No. BM25 finds {share(word_matching)}, REALM {share(learnt)}.{_where_words_fail(data)}"
+
+
+def _where_words_fail(data: Mapping[str, Any]) -> str:
+    groups = data.get("recall_by_replaced_words", {})
+    both = sorted(set(groups.get("bm25", {})) & set(groups.get("realm", {})), key=group_order)
+    if len(both) < 2:
+        return ""
+    least, most = both[0], both[-1]
+    lost_words = groups["bm25"][least] - groups["bm25"][most]
+    lost_learnt = groups["realm"][least] - groups["realm"][most]
+    if lost_words <= lost_learnt + _DEFAULT_MARGIN:
+        return ""
+    return (
+        f" Where {most} of a name's words are replaced by others, BM25 finds {share(groups['bm25'][most])}"
+        f" (else {share(groups['bm25'][least])}), REALM {share(groups['realm'][most])}."
+    )
+
+
+def _reader(data: Mapping[str, Any]) -> str:
+    exact = data.get("results", {}).get("exact_match", {})
+    if "retrieval" not in exact:
+        return ""
+    sentence = f"With retrieved passages it answers {share(exact['retrieval'])} of the questions exactly"
+    if "closed_book" in exact:
+        sentence += f", without any {share(exact['closed_book'])}"
+    if "chance" in exact:
+        sentence += f" (chance: {share(exact['chance'])})"
+    return sentence + "."
+
+
+def _utility(data: Mapping[str, Any]) -> str:
+    utility = data.get("results", {}).get("retrieval_utility")
+    if utility is None:
+        return ""
+    if utility <= 0:
+        return f"No: a masked word gets no more probable by the passages (retrieval utility {utility:+.2f} nats)."
+    factor = math.exp(min(utility, 50))
+    times = f"{factor:,.0f}" if factor >= 10 else f"{factor:.1f}"
+    return (
+        f"A masked word is {times} times as probable with the retrieved passages as without"
+        f" (retrieval utility {utility:+.2f} nats)."
+    )
+
+
+def group_order(name: str) -> tuple[float, str]:
+    """Sort key of group names: numbers by value, other names after them."""
+    try:
+        return float(name), name
+    except ValueError:
+        return math.inf, name
+
+
+def _target(measure: str | None) -> str:
+    return "the right passage" if measure == "recall@5" else "a passage with the answer"
+
+
+def _questions(data: Mapping[str, Any]) -> str:
+    questions = data.get("corpus", {}).get("dev_questions")
+    return f", on {questions:,} questions kept apart from training" if questions else ""
