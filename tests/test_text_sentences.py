@@ -33,6 +33,7 @@ PROSE = [
     ["He joined Apple Inc. in 1980.", "He left soon."],
     ["She has a Ph.D. in physics.", "She teaches."],
     ["The band (formed in 1990.) played.", "Fans came."],
+    ["He likes vitamin C.", "It helps."],
     ["What a game!", "The crowd roared.", "Who won?", "Nobody knew."],
     ["Yahoo! was founded in 1994.", "It grew."],
     ["He came to No. 10 Downing Street.", "He waited."],

@@ -117,21 +117,21 @@ def _ends_sentence(text: str, sentence: int, match: re.Match[str], boundary: int
         return first.isupper()
     if first.islower():
         # "the earth . tRNA does": only tokenised text is sure enough of its full stops.
-        return apart and boundary == last + 1 and word == following and before.lower() not in _TITLES
+        return apart and boundary == last + 1 and word == following and not _is_title(before)
     if stop[-1] != ".":
         # "Airplane ! ( 1980 )" is a title and its year; "014 ! 14" is a sort key of a table.
         return not first.isdigit() and text[following] != "("
     if apart:
         decimal = first.isdigit() and text[max(sentence, last - 3) : last].rstrip().endswith((",", "("))
-        return not decimal and before.lower() not in _TITLES
+        return not decimal and not _is_title(before)
     return _ends_after(before, match.start("stop") - len(before) == _skip_space(text, sentence, end), text, word)
 
 
 def _ends_after(before: str, whole_sentence: bool, text: str, word: int) -> bool:
     """Whether a full stop right after the word `before` ends a sentence, when the next word begins at `word`."""
-    lower = before.lower()
-    if lower in _TITLES:
+    if _is_title(before):
         return False
+    lower = before.lower()
     if lower in _BEFORE_NUMBERS and (text[word].isdigit() or _ROMAN.match(text, word)):
         return False
     initial = len(before) == 1 and before.isupper()
@@ -139,6 +139,10 @@ def _ends_after(before: str, whole_sentence: bool, text: str, word: int) -> bool
         next_word = _WORD.match(text, word)
         return next_word is not None and next_word[0].lower() in OPENERS
     return not (whole_sentence and before.isdigit())  # "1. Apples" is one item of a list
+
+
+def _is_title(word: str) -> bool:
+    return word.lower() in _TITLES and not (len(word) == 1 and word.isupper())  # "c. 1400", but "vitamin C."
 
 
 def _word_before(text: str, sentence: int, stop: int) -> str:

@@ -1,0 +1,109 @@
+"""Salient spans: which dates and names the rules find, and what they leave alone."""
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from realm_jax.errors import UserError
+from realm_jax.text.spans import Span, find_by_rules, finder
+
+
+def found(text: str, kind: str) -> list[str]:
+    return [text[span.start : span.end] for span in find_by_rules(text) if span.kind == kind]
+
+
+@pytest.mark.parametrize("date", [
+    "12 May 1843", "12th of May 1843", "May 12, 1843", "May 12 , 1843", "May 1843", "May , 1843", "12 May", "May 12",
+    "1843", "1840s", "1840's", "5th century", "5th century BC", "nineteenth century", "5th - century", "1843–45",
+    "1843–1845", "1843 -- 1845", "1914-18", "12/05/1843", "1843-05-12", "44 BC", "AD 79", "Jan. 3, 1910",
+    "4–6 June 1944",
+])
+def test_usual_forms_of_dates(date: str) -> None:
+    assert found(f"the river rose around {date} and the mill was lost", "date") == [date]
+
+
+def test_a_date_at_the_end_of_a_sentence_leaves_the_full_stop() -> None:
+    assert found("It was built in 1843. It fell in the mid-1990s.", "date") == ["1843", "1990s"]
+
+
+@pytest.mark.parametrize("text", [
+    "a flat of 1200 square feet", "it weighs 1500 kg", "it costs $1999 today", "some 1,500 of them",
+    "a ratio of 1.1843", "room 18435", "1843 people came", "they may go", "about 1200 % more",
+])
+def test_other_numbers_are_no_dates(text: str) -> None:
+    assert found(text, "date") == []
+
+
+@pytest.mark.parametrize(("text", "names"), [
+    ("they met Ludwig van Beethoven in Vienna", ["Ludwig van Beethoven", "Vienna"]),
+    ("he read J. R. R. Tolkien and J.K. Rowling aloud", ["J. R. R. Tolkien", "J.K. Rowling"]),
+    ("the Battle of the Bulge was won", ["Battle of the Bulge"]),
+    ("he left the U.S. Navy after that", ["U.S. Navy"]),
+    ("the port of St. Louis is old", ["St. Louis"]),
+    ("he fed Jeanne O'Brien's cat", ["Jeanne O'Brien"]),
+    ("Alaska 's coast is long. He saw Alaska", ["Alaska", "Alaska"]),
+    ("the Proto - Canaanite script", ["Proto - Canaanite"]),
+    ("the singer Björk met Đorđe Šagić", ["Björk", "Đorđe Šagić"]),
+    ("he read The Hobbit twice", ["The Hobbit"]),
+])
+def test_runs_of_capitalised_words_are_names(text: str, names: list[str]) -> None:
+    assert found(text, "name") == names
+
+
+@pytest.mark.parametrize(("text", "names"), [
+    ("The river is long.", []),
+    ("The Beatles were four.", ["Beatles"]),
+    ("In Paris he slept.", ["Paris"]),
+    ("Most of Europe agreed.", ["Europe"]),
+    ("Scientists think so. He knows that I do.", []),
+    ("He came. Napoleon left. Then Napoleon slept.", ["Napoleon", "Napoleon"]),
+    ("NASA did it.", ["NASA"]),
+    ('He said "Stop it" and left.', []),
+    ("he likes vitamin C. It helps. And The end.", []),
+    ("A NOTE ON THE USE OF THIS BOOK", []),
+])
+def test_a_capital_that_the_sentence_asks_for_makes_no_name(text: str, names: list[str]) -> None:
+    assert found(text, "name") == names
+
+
+def test_a_date_wins_over_the_name_around_it() -> None:
+    text = "a law of May 1843 Parliament made; in September John Smith left"
+    assert found(text, "date") == ["May 1843"]
+    assert found(text, "name") == ["Parliament", "September John Smith"]
+    assert found("it closed in September", "date") == ["September"]
+
+
+@given(st.lists(st.sampled_from(
+    ["The", "May", "12", "1843", ",", ".", "-", "–", "of", "Paris", "J.", "'s", "in", '"', "\n\n", "5th century", "I"]
+), max_size=25).map(" ".join) | st.text())
+def test_spans_are_in_order_apart_and_trimmed(text: str) -> None:
+    last = 0
+    for span in find_by_rules(text):
+        assert last <= span.start < span.end <= len(text)
+        assert text[span.start : span.end] == text[span.start : span.end].strip()
+        assert span.kind in ("date", "name") and 0 <= span.score <= 1
+        last = span.end
+
+
+@pytest.mark.parametrize("unit", ["A ", "A. ", "A-", "Paris of the ", "1", "1843 ", "1843-", "May 1", '"A'])
+def test_no_text_takes_quadratic_time(unit: str) -> None:
+    began = time.perf_counter()
+    find_by_rules(unit * 20_000)
+    assert time.perf_counter() - began < 5
+
+
+def whole_text(text: str) -> list[Span]:
+    return [Span(0, len(text), "all", 0.5)]
+
+
+def test_a_finder_of_ones_own_is_plugged_in_by_name() -> None:
+    assert finder("rules")("in 1843") == [Span(3, 7, "date", 1.0)]
+    assert finder(f"{__name__}:whole_text")("abc") == [Span(0, 3, "all", 0.5)]
+
+
+@pytest.mark.parametrize("name", ["ruels", "nowhere.at_all:tag", "realm_jax.text.spans:absent", "json:__name__", ""])
+def test_an_unknown_finder_is_an_error_that_lists_the_choices(name: str) -> None:
+    with pytest.raises(UserError, match=f"span finder '{name}'.*choose rules, or"):
+        finder(name)
