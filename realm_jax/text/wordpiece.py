@@ -130,6 +130,11 @@ class WordPiece:
         return Special(pad=self.pad_id, cls=self.cls_id, sep=self.sep_id, mask=self.mask_id)
 
     @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of all five special tokens."""
+        return frozenset((self.pad_id, self.unk_id, self.cls_id, self.sep_id, self.mask_id))
+
+    @property
     def fingerprint(self) -> str:
         """16 hexadecimal digits that change with any piece, its place, or the settings."""
         content = json.dumps([self._settings(), self._vocabulary], ensure_ascii=True)

@@ -1,0 +1,157 @@
+"""Which pieces of a sentence are hidden and predicted: salient spans, or the two ablations of the REALM paper.
+
+    salient      one dates-and-names span of the sentence, all of it (realm: salient span masking)
+    uniform      15 % of the pieces, each on its own, as BERT does (Devlin et al. 2019, section 3.1)
+    random_span  15 % of the pieces, in spans of random place and length (Joshi et al. 2020, SpanBERT, section 3.1)
+
+Pure functions of their arguments and the generator: the same generator state gives the same masks.
+Next to read: `layouts.py`, which turns the masked sentence into model input.
+"""
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from realm_jax.errors import UserError
+
+KINDS = ("salient", "uniform", "random_span")
+MASKED_SHARE = 0.15  # BERT's and SpanBERT's
+SALIENT_PREDICTIONS = 10  # REALM's M
+KEPT_SHARE = RANDOM_SHARE = 0.1  # of the pieces that "uniform" predicts
+LONGEST_RANDOM_SPAN = 10
+_SPAN_LENGTHS = np.arange(1, LONGEST_RANDOM_SPAN + 1)
+_SPAN_WEIGHTS = 0.2 * 0.8 ** (_SPAN_LENGTHS - 1)  # geometric, p = 0.2, the lengths above ten given to none
+_SPAN_PROBABILITIES = _SPAN_WEIGHTS / _SPAN_WEIGHTS.sum()
+
+
+class Vocabulary(Protocol):
+    """What masking must know of a vocabulary; `WordPiece` knows it."""
+
+    @property
+    def mask_id(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def special_ids(self) -> frozenset[int]: ...
+
+
+class Masked(NamedTuple):
+    """A masked sentence, all int32: `ids` `[pieces]`; sorted `positions` in it and their original `targets` `[m]`."""
+
+    ids: NDArray[np.int32]
+    positions: NDArray[np.int32]
+    targets: NDArray[np.int32]
+
+
+def mask(
+    kind: str,
+    ids: ArrayLike,
+    spans: ArrayLike,
+    rng: np.random.Generator,
+    vocabulary: Vocabulary,
+    max_predictions: int,
+    room: int | None = None,
+) -> Masked | None:
+    """Mask one sentence.
+
+    Args:
+        kind: one of `KINDS`.
+        ids: pieces of the sentence without special tokens `[n]`; not changed.
+        spans: half-open ranges of pieces that are salient `[m, 2]`; only "salient" reads them, and passes over those
+            that hold [UNK].
+        rng: all that is random comes from here.
+        vocabulary: gives the id of [MASK], and for "uniform" the pieces that may stand in for another.
+        max_predictions: most positions that are predicted. A salient span of more pieces is masked as a whole and its
+            first `max_predictions` pieces are predicted; the other kinds mask no more than they predict.
+        room: pieces that the query layout keeps (its length less 2); nothing beyond is masked, and a salient span that
+            reaches beyond is not chosen. Without it, all of `ids`.
+
+    Returns:
+        The masked sentence, or None when there is nothing to mask: no span that fits, or no piece.
+
+    Raises:
+        UserError: there is no such kind.
+    """
+    _check_kind(kind)
+    row = np.array(ids, dtype=np.int32)
+    length = len(row) if room is None else min(room, len(row))
+    if kind == "salient":
+        known = ~np.isin(row[:length], list(vocabulary.special_ids))
+        hidden = _salient(np.asarray(spans, dtype=np.int32).reshape(-1, 2), known, rng)
+    elif kind == "uniform":
+        hidden = _uniform(length, _budget(length, max_predictions), rng)
+    else:
+        hidden = _random_spans(length, _budget(length, max_predictions), rng)
+    if not len(hidden):
+        return None
+    positions = hidden[:max_predictions].astype(np.int32)
+    targets = row[positions]
+    row[hidden] = _bert_replacements(targets, rng, vocabulary) if kind == "uniform" else vocabulary.mask_id
+    return Masked(row, positions, targets)
+
+
+def predictions_needed(kind: str, length: int) -> int:
+    """Positions to predict in a sentence of `length` pieces: the size of the fixed prediction arrays.
+
+    Raises:
+        UserError: there is no such kind.
+    """
+    _check_kind(kind)
+    if kind == "salient":
+        return min(SALIENT_PREDICTIONS, length)
+    return _budget(length, length)
+
+
+def _check_kind(kind: str) -> None:
+    if kind not in KINDS:
+        raise UserError(f"masking {kind!r}: there is no such kind; choose one of {', '.join(KINDS)}")
+
+
+def _budget(length: int, max_predictions: int) -> int:
+    """15 % of the pieces, but at least one where there is one."""
+    return min(max(1, round(MASKED_SHARE * length)), max_predictions, length)
+
+
+def _salient(spans: NDArray[np.int32], known: NDArray[np.bool_], rng: np.random.Generator) -> NDArray[np.int64]:
+    """Choose one span among those within `known` `[length]` whose pieces are all known: [UNK] is no answer."""
+    fitting = [(first, last) for first, last in spans.tolist()
+               if 0 <= first < last <= len(known) and known[first:last].all()]
+    if not fitting:
+        return np.zeros(0, np.int64)
+    return np.arange(*fitting[rng.integers(len(fitting))])
+
+
+def _uniform(length: int, budget: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    return np.sort(rng.permutation(length)[:budget])
+
+
+def _random_spans(length: int, budget: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    """Place spans until the budget is used up; the last one is cut to what is left of it."""
+    hidden = np.zeros(length, bool)
+    while (left := budget - int(hidden.sum())) > 0:
+        span = min(left, int(rng.choice(_SPAN_LENGTHS, p=_SPAN_PROBABILITIES)))
+        # Every free stretch of that length is as likely; a budget well below the length leaves one almost always.
+        starts = np.flatnonzero(np.convolve(hidden, np.ones(span), mode="valid") == 0)
+        if len(starts):
+            start = rng.choice(starts)
+            hidden[start : start + span] = True
+    return np.flatnonzero(hidden)
+
+
+def _bert_replacements(
+    targets: NDArray[np.int32], rng: np.random.Generator, vocabulary: Vocabulary
+) -> NDArray[np.int32]:
+    """[MASK] for 80 % of the pieces, any ordinary piece for 10 %, and the piece itself for 10 %."""
+    draw = rng.random(len(targets))
+    replaced = np.full(len(targets), vocabulary.mask_id, np.int32)
+    anything = rng.integers(vocabulary.size - len(vocabulary.special_ids), size=len(targets))
+    for special in sorted(vocabulary.special_ids):
+        anything += anything >= special
+    is_random = draw < RANDOM_SHARE
+    is_kept = (draw >= RANDOM_SHARE) & (draw < RANDOM_SHARE + KEPT_SHARE)
+    replaced[is_random] = anything[is_random]
+    replaced[is_kept] = targets[is_kept]
+    return replaced
