@@ -171,3 +171,209 @@ class Balance(HTMLParser):
     @property
     def text(self) -> str:
         return " ".join(" ".join(self.words).split())
+
+
+def test_the_page_leads_with_what_was_learnt():
+    page = Balance(render_report(sample_data()))
+    assert page.text.index("From filling in masked words alone it learnt to find it. recall@5 0.48 → 0.99") < 200
+
+
+def test_every_part_of_a_whole_run_is_on_the_page():
+    page = Balance(render_report(sample_data()))
+    for expected in (
+        "REALM, retriever held still 0.47",
+        "Without passages 0.04",
+        "Masked words alone; passages are retrieved and never named",
+        "index refreshed",
+        "2 words of the name replaced",
+        "✓ torvald espel",
+        "✗ may 1790 right: Brenna Aldous",
+        "1.1 × 10⁻¹⁴",
+        "6 min 53 s",
+        "realm quickstart --workdir runs/first",
+    ):
+        assert expected in page.text
+    assert page.tags.count("svg") == 11
+    assert page.tags.count("mark") == 2
+
+
+@pytest.mark.parametrize("key", [*sample_data(), None])
+def test_a_part_without_data_is_left_out(key: str | None):
+    data = sample_data() if key else {}
+    data.pop(key, None)
+    page = Balance(render_report(data))
+    heading = {
+        "stages": "What was the model told?",
+        "recall_history": "How it came about",
+        "recall_by_replaced_words": "When names are replaced",
+        "examples": "Questions, answers, passages",
+        "masked_sentence": "One sentence",
+        "results": "All numbers",
+    }.get(key or "results", "no such heading")
+    assert heading not in page.text
+
+
+def test_missing_measures_may_be_none():
+    data = sample_data()
+    data["results"]["exact_match"]["chance"] = None
+    data["results"]["recall@5"]["more_ict"] = None
+    data["results"]["retrieval_utility"] = None
+    page = Balance(render_report(data))
+    assert "Chance" not in page.text and "Cloze task, more steps" not in page.text and "None" not in page.text
+
+
+def test_real_data_without_gold_passages_is_judged_by_the_answer_in_the_passage():
+    data = sample_data()
+    data["results"]["answer_recall@5"] = data["results"].pop("recall@5")
+    del data["recall_by_replaced_words"]
+    for point in data["recall_history"]:
+        point["answer_recall@5"] = point.pop("recall@5")
+    assert headline(data).sentence.endswith("it learnt to find a passage with the answer.")
+    assert headline(data).figures == "answer recall@5 0.48 → 0.99"
+    assert "A passage with the answer is among the first five" in Balance(render_report(data)).text
+
+
+@pytest.mark.parametrize(
+    ("realm", "control", "expected"),
+    [
+        (0.987, 0.47, "it learnt to find it."),
+        (0.49, 0.47, "did not teach the retriever"),
+        (0.30, 0.47, "made the retriever worse"),
+        (0.987, 0.98, "REALM gets no credit"),
+    ],
+)
+def test_the_headline_does_not_claim_more_than_the_numbers(realm: float, control: float, expected: str):
+    data = sample_data()
+    data["results"]["recall@5"] |= {"realm": realm, "no_retriever_gradient": control}
+    assert expected in headline(data).sentence
+    assert headline(data).figures == f"recall@5 0.48 → {realm:.2f}"
+
+
+def test_few_questions_make_a_difference_uncertain():
+    data = sample_data()
+    data["results"]["recall@5"] = {"ict": 0.5, "realm": 0.6}
+    assert "it learnt to find it" in headline(data).sentence
+    data["corpus"]["dev_questions"] = 50
+    assert "did not teach" in headline(data).sentence
+
+
+def test_without_a_comparison_nothing_is_claimed():
+    assert "cannot yet say" in headline({}).sentence
+    assert "that it cannot answer alone" in headline({"results": {"exact_match": sample_exact(0.4, 0.1)}}).sentence
+    assert "did not help" in headline({"results": {"exact_match": sample_exact(0.1, 0.1)}}).sentence
+
+
+def sample_exact(retrieval: float, closed_book: float) -> dict[str, float]:
+    return {"retrieval": retrieval, "closed_book": closed_book}
+
+
+def test_takeaways_say_no_where_the_answer_is_no():
+    data = sample_data()
+    assert [answer.split(".")[0] for _, answer in takeaways(data)][:2] == ["Yes", "No"]
+    data["results"]["recall@5"] |= {"bm25": 0.999, "more_ict": 0.99}
+    data["results"]["retrieval_utility"] = -0.1
+    answers = dict(takeaways(data))
+    assert answers["Is it the retrieval that learnt?"].startswith("Not shown")
+    assert answers["Would matching words do?"] == "They find more: BM25 0.999, REALM 0.99."
+    assert answers["Does reading help to predict?"].startswith("No")
+
+
+def poisoned(value: Any, poison: str) -> Any:
+    """The data with the poison added to every text and every free key."""
+    if isinstance(value, dict):
+        return {key: poisoned(item, poison) for key, item in value.items()}
+    if isinstance(value, list):
+        return [poisoned(item, poison) for item in value]
+    return value + poison if isinstance(value, str) and value not in ("mlm", "ict", "realm", "qa") else value
+
+
+def test_markup_in_any_text_is_shown_and_not_obeyed():
+    poison = "</p></svg></title></style><script>alert(1)</script><img src=x onerror='alert(1)'>\" onload=\"alert(1)"
+    data = poisoned(sample_data(), poison)
+    data["settings"][poison] = poison
+    data["results"]["seconds"][poison] = 1.0
+    data["recall_by_replaced_words"]["realm"][poison] = 0.5
+    data["stages"][0]["name"] = poison
+    data["recall_history"][0]["stage"] = poison
+    page, clean = Balance(render_report(data)), Balance(render_report(sample_data()))
+    assert set(page.tags) <= set(clean.tags) and "script" not in clean.tags and "img" not in clean.tags
+    assert {name for name, _ in page.attributes} <= {name for name, _ in clean.attributes}
+    assert "<script>alert(1)</script>" in page.text
+
+
+@given(st.text(max_size=40), st.integers(-5, 50), st.integers(-5, 50))
+def test_any_passage_and_any_span_give_a_sound_page(passage: str, start: int, end: int):
+    candidate = {"title": "t", "text": passage, "probability": 0.5, "is_gold": False, "answer_span": [start, end]}
+    example = {"question": passage, "answers": [], "prediction": passage, "correct": True, "candidates": [candidate]}
+    Balance(render_report({"examples": [example]}))
+
+
+def test_the_answer_far_into_a_passage_is_in_the_snippet():
+    passage = "before " * 300 + "the ANSWER here" + " after" * 300
+    start = passage.index("ANSWER")
+    candidate = {"title": "t", "text": passage, "probability": 1.0, "answer_span": [start, start + 6]}
+    page = render_report({"examples": [{"question": "q", "prediction": "p", "candidates": [candidate]}]})
+    shown = re.search(r"</b>(.*?)</p>", page)
+    assert shown is not None and "before the <mark>ANSWER</mark> here after" in shown.group(1)
+    assert len(shown.group(1)) < 400
+
+
+def test_the_page_stands_alone(tmp_path: Path):
+    write_report(sample_data(), tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "://" not in page and "@import" not in page and "url(" not in page
+    assert not {"script", "link", "img", "iframe"} & set(Balance(page).tags)
+    assert "default-src 'none'" in page
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_a_broken_character_does_not_stop_the_report(tmp_path: Path):
+    write_report({"title": "half a pair: \ud83d"}, tmp_path / "report.html")
+    assert "half a pair: ?" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_every_curve_says_what_it_shows_without_being_seen():
+    page = Balance(render_report(sample_data()))
+    labels = [value for name, value in page.attributes if name == "aria-label" and value != "blank"]
+    assert len(labels) == page.tags.count("svg") and all(labels)
+    assert "recall@5 over training, from 0.03 to 0.98; 12 refreshes." in labels
+
+
+def test_the_data_are_not_changed():
+    data = sample_data()
+    before = copy.deepcopy(data)
+    render_report(data)
+    assert data == before
+
+
+def test_curves_leave_out_what_is_not_finite():
+    chart = curves([Series("loss", [(0, 1.0), (1, float("nan")), (2, float("inf")), (3, 2.0)], "realm")], "a loss", "x")
+    assert chart.count("<circle") == 2 and "nan" not in chart and "inf" not in chart
+    assert "No finite values" in curves([Series("loss", [(0, float("nan"))], "realm")], "a loss", "x")
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=1000))
+def test_thinning_keeps_the_mean_level_and_the_order(values: list[float]):
+    points = thinned(list(enumerate(values)))
+    assert len(points) <= 160
+    assert [x for x, _ in points] == sorted(x for x, _ in points)
+    assert min(values) - 1e-3 <= min(y for _, y in points) and max(y for _, y in points) <= max(values) + 1e-3
+
+
+@given(st.floats(-1e5, 1e5), st.floats(1e-3, 1e5), st.integers(2, 8))
+def test_ticks_are_few_and_inside(low: float, width: float, most: int):
+    marks = ticks(low, low + width, most)
+    assert len(marks) <= most + 1
+    assert all(low - 1e-6 * width <= mark <= low + width * (1 + 1e-6) for mark in marks)
+
+
+def test_numbers_are_written_as_people_write_them():
+    assert [probability(value) for value in (0.129, 1.0, 0.99999, 0.0, 1.1e-14)] == [
+        "0.129",
+        "1.000",
+        "0.99999",
+        "0.000",
+        "1.1 × 10⁻¹⁴",
+    ]
+    assert [share(value) for value in (0.5, 0.996, 1.0, 0.0, 0.001)] == ["0.50", "0.996", "1.00", "0.00", "0.001"]
+    assert [duration(value) for value in (3.21, 61.0, 3725, None)] == ["3.21 s", "1 min 1 s", "1 h 2 min", "–"]

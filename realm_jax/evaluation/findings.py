@@ -49,15 +49,15 @@ def headline(data: Mapping[str, Any]) -> Headline:
     measure = main_measure(results)
     recalls = results.get(measure, {}) if measure else {}
     before_name = "ict" if "ict" in recalls else "untrained"
-    if "realm" not in recalls or before_name not in recalls:
+    if measure is None or "realm" not in recalls or before_name not in recalls:
         return _headline_without_comparison(data)
     before, after = recalls[before_name], recalls["realm"]
     stage = "after the inverse cloze task" if before_name == "ict" else "before training"
     footnote = (
         f"{share(before)} is the retriever {stage}, {share(after)} after REALM{_questions(data)}. "
-        f"{measure} is the share of questions with {_target(measure)} among the first five passages."
+        f"{spoken(measure)} is the share of questions with {_target(measure)} among the first five passages."
     )
-    figures = f"{measure} {share(before)} → {share(after)}"
+    figures = f"{spoken(measure)} {share(before)} → {share(after)}"
     return Headline(_change(data, recalls, before, after, _target(measure)), figures, footnote)
 
 
@@ -196,6 +196,11 @@ def group_order(name: str) -> tuple[float, str]:
         return float(name), name
     except ValueError:
         return math.inf, name
+
+
+def spoken(measure: str) -> str:
+    """A measure's key as it is written on the page."""
+    return measure.replace("_", " ")
 
 
 def _target(measure: str | None) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from realm_jax.evaluation import findings
 from realm_jax.evaluation.charts import Band, Series, curves
-from realm_jax.evaluation.findings import METHODS, READERS, share
+from realm_jax.evaluation.findings import METHODS, READERS, share, spoken
 from realm_jax.evaluation.page import Bar, bars, card, duration, grid, legend, table, text
 from realm_jax.evaluation.report_passages import examples, masked_sentence
 from realm_jax.evaluation.report_style import STYLE
@@ -100,7 +100,7 @@ def _recall_bars(data: Data) -> str:
         return ""
     recalls = results[measure]
     rows = [Bar(METHODS[name], recalls[name], _kind(name), share(recalls[name])) for name in METHODS if name in recalls]
-    note = f"{_MEASURES[measure]}: share of the questions ({measure})."
+    note = f"{_MEASURES[measure]}: share of the questions ({spoken(measure)})."
     return card("Does the retriever find the passage?", note, bars(rows))
 
 
@@ -135,7 +135,7 @@ def _recall_over_time(data: Data) -> str:
     bands = list(stages.values())
     points = [(stages[point["stage"]].start + point["step"], point) for point in history]
     series = [Series(_MEASURES[measure], [(x, point[measure]) for x, point in points if measure in point], "realm")]
-    keys = [(measure, "realm")]
+    keys = [(spoken(measure), "realm")]
     word_matching = data.get("results", {}).get(measure, {}).get("bm25")
     if word_matching is not None:
         ends = (bands[0].start, word_matching), (bands[-1].end, word_matching)
@@ -146,10 +146,10 @@ def _recall_over_time(data: Data) -> str:
         keys.append(("index refreshed: all passages embedded anew", "refresh"))
     values = [point[measure] for _, point in points if measure in point]
     description = (
-        f"{measure} over training, from {share(values[0])} to {share(values[-1])}; {len(refreshes)} refreshes."
+        f"{spoken(measure)} over training, from {share(values[0])} to {share(values[-1])}; {len(refreshes)} refreshes."
     )
     chart = curves(series, description, "training steps, one stage after the other", (0, 1), bands, refreshes)
-    note = f"{measure} on the questions, measured while training. Shaded: {', '.join(band.name for band in bands)}."
+    note = f"{spoken(measure)} on the questions, measured while training. Shaded: {', '.join(band.name for band in bands)}."
     return card("How it came about", note, chart + legend(keys))
 
 
@@ -163,7 +163,8 @@ def _replaced_words(data: Data) -> str:
             for method in METHODS
             if name in groups.get(method, {})
         ]
-        parts.append(f"<h3>{text(name)} {'word' if name == '1' else 'words'} of the name replaced</h3>{bars(rows)}")
+        count = {"0": "No word", "1": "1 word"}.get(name, f"{name} words")
+        parts.append(f"<h3>{text(count)} of the name replaced</h3>{bars(rows)}")
     note = "recall@5 by how many words of a name the question replaces with others that the passages never use."
     return card("When names are replaced", note, "".join(parts)) if parts else ""
 
@@ -206,7 +207,7 @@ def _recall_table(data: Data) -> str:
         for name, title in METHODS.items()
         if any(name in results[measure] for measure in measures)
     ]
-    return table(("Retriever", *measures), rows, numbers=len(measures)) if rows else ""
+    return table(("Retriever", *map(spoken, measures)), rows, numbers=len(measures)) if rows else ""
 
 
 def _other_numbers(data: Data) -> str:

@@ -32,7 +32,7 @@ ul.bars, ul.legend { list-style: none; margin: 10px 0 0; padding: 0; }
   padding: 4px 0; line-height: 1.25; }
 .bar .track { background: var(--track); border-radius: 4px; height: 20px; overflow: hidden; }
 .bar .fill { display: block; height: 100%; border-radius: 4px; background: var(--kind); }
-.bar .value { font-variant-numeric: tabular-nums; font-weight: 600; }
+.bar .value { font-variant-numeric: tabular-nums; font-weight: 600; text-align: right; white-space: nowrap; }
 .bar.realm .label { font-weight: 700; }
 .realm { --kind: var(--realm); } .ict { --kind: var(--ict); } .bm25 { --kind: var(--bm25); }
 .control { --kind: var(--control); } .plain { --kind: var(--plain); }
@@ -43,7 +43,7 @@ ul.bars, ul.legend { list-style: none; margin: 10px 0 0; padding: 0; }
 .legend .refresh i { width: 0; height: 0; background: none; border: .42em solid transparent; border-top: 0;
   border-bottom: .75em solid var(--soft); border-radius: 0; vertical-align: -.02em; }
 figure.card { display: flex; flex-direction: column; padding: 14px; } figcaption p { margin: 0; line-height: 1.35; }
-svg.curves { display: block; width: 100%; height: auto; padding-top: 10px; } figure svg.curves { margin-top: auto; }
+svg.curves { display: block; width: 100%; max-width: 660px; height: auto; padding-top: 10px; } figure svg.curves { margin-top: auto; }
 svg text { font-size: 13px; fill: var(--soft); font-family: inherit; }
 svg .axis { font-size: 12.5px; }
 .grid { stroke: var(--line); } .frame { stroke: var(--soft); }
@@ -74,7 +74,7 @@ mark { background: var(--mark); color: var(--mark-ink); border-radius: 3px; padd
   border-top: 1px solid var(--line); }
 .reading .expression { font-family: Georgia, "Times New Roman", serif; font-style: italic; font-size: 1.05rem; }
 .reading .bar { grid-template-columns: 1fr 8em; padding: 2px 0; } .reading .bar .label { display: none; }
-.reading .bar .value { font-size: 1.1rem; }
+.reading .bar .value { font-size: 1.1rem; text-align: left; }
 .reading p { margin: .2em 0 0; }
 .settings { columns: 2; column-gap: 40px; margin: 8px 0 0; font-size: .92rem; }
 .settings div { display: flex; justify-content: space-between; gap: 12px; padding: 3px 0; break-inside: avoid;
