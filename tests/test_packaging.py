@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from realm_jax import cli
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "realm_jax"
 
@@ -125,3 +127,8 @@ def test_the_console_script_of_this_environment_is_the_command():
         pytest.skip("realm-jax is not installed in this environment")
     done = subprocess.run([script, "--version"], capture_output=True, text=True)
     assert done.stdout.startswith("realm_jax ")
+
+
+def test_the_readme_names_every_command_and_no_other():
+    named = set(re.findall(r"(?:^|`|&& |    )realm ([a-z]+)", (ROOT / "README.md").read_text(encoding="utf-8"), re.M))
+    assert named == set(cli.JOBS)
