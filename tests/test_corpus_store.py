@@ -17,7 +17,13 @@ from realm_jax.text.wordpiece import WordPiece
 WORDPIECE = WordPiece(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghij"])
 
 
-def passage(document_id: str = "d0", title: int = 2, body: int = 5, text: str = "Ein Text – 漢字.") -> Passage:
+def passage(
+    document_id: str = "d0",
+    title: int = 2,
+    body: int = 5,
+    text: str = "Ein Text – 漢字.",
+    kinds: tuple[str, ...] = ("date",),
+) -> Passage:
     """A row with `title` and `body` pieces, one sentence and one span."""
     return Passage(
         document_id=document_id,
@@ -26,12 +32,12 @@ def passage(document_id: str = "d0", title: int = 2, body: int = 5, text: str = 
         title_tokens=np.arange(10, 10 + title),
         body_tokens=np.arange(100, 100 + body),
         sentences=np.array([[0, body]]),
-        spans=np.array([[0, 1, 1]]) if body else np.zeros((0, 3)),
+        spans=[(0, 1, kind) for kind in kinds] if body else [],
     )
 
 
 def write(folder: Path, *passages: Passage, limit: int = 288) -> PassageStore:
-    with StoreWriter(folder, WORDPIECE, limit, span_kinds=("entity", "date")) as writer:
+    with StoreWriter(folder, WORDPIECE, limit) as writer:
         writer.write(columns(passages))
     return PassageStore.open(folder)
 
@@ -40,11 +46,11 @@ def test_rows_come_back_as_they_were_written(tmp_path):
     store = write(tmp_path / "store", passage("first", 2, 5), passage("second", 0, 3, text="kurz"))
     assert len(store) == 2 and store.documents == 2 and store.limit == 288
     assert store.tokenizer_fingerprint == WORDPIECE.fingerprint
-    assert store.span_kinds == ("entity", "date")
+    assert store.span_kinds == ("date",)
     assert store.title_tokens(0).tolist() == [10, 11] and store.body_tokens(0).tolist() == [100, 101, 102, 103, 104]
     assert store.title_tokens(1).tolist() == [] and store.body_tokens(1).dtype == np.uint16
     assert store.sentences(1).tolist() == [[0, 3]] and store.sentences(1).dtype == np.int32
-    assert store.spans(0).tolist() == [[0, 1, 1]] and store.spans(0).dtype == np.int32
+    assert store.spans(0).tolist() == [[0, 1, 0]] and store.spans(0).dtype == np.int32
     assert store.text(0) == "Ein Text – 漢字." and store.text(1) == "kurz"
     assert store.title(1) == "Title of second" and store.document_id(1) == "second"
     bodies, titles = store.lengths()
@@ -77,6 +83,13 @@ def test_appending_adds_rows_and_leaves_the_old_ones_alone(tmp_path):
     after.verify()
 
 
+def test_codes_of_span_kinds_mean_the_same_in_all_segments(tmp_path):
+    write(tmp_path / "store", passage("a", kinds=("date",)), passage("b", kinds=("name", "date")))
+    store = write(tmp_path / "store", passage("c", kinds=("place",)), passage("d", kinds=("name",)))
+    kinds = [[store.span_kinds[code] for code in store.spans(row)[:, 2]] for row in range(4)]
+    assert kinds == [["date"], ["name", "date"], ["place"], ["name"]]
+
+
 def test_appending_refuses_another_tokenizer_another_limit_and_known_documents(tmp_path):
     folder = tmp_path / "store"
     write(folder, passage("a"))
@@ -84,7 +97,7 @@ def test_appending_refuses_another_tokenizer_another_limit_and_known_documents(t
         write(folder, passage("b"), limit=100)
     other = WordPiece(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "z"])
     with pytest.raises(UserError, match="tokenizer is"):
-        StoreWriter(folder, other, 288, ("entity", "date"))
+        StoreWriter(folder, other, 288)
     with pytest.raises(UserError, match='document "a" is in .* already'):
         write(folder, passage("b"), passage("a"))
     with pytest.raises(UserError, match='document "b" was written twice'):
@@ -114,7 +127,7 @@ def test_a_segment_that_a_killed_writer_left_is_replaced(tmp_path):
 
 def test_the_fingerprint_covers_content_and_tokenizer(tmp_path):
     one = write(tmp_path / "one", passage("a"), passage("b"))
-    with StoreWriter(tmp_path / "two", WORDPIECE, 288, span_kinds=("entity", "date")) as writer:
+    with StoreWriter(tmp_path / "two", WORDPIECE, 288) as writer:
         writer.write(columns([passage("a")]))
         writer.write(columns([]))
         writer.write(columns([passage("b")]))

@@ -71,7 +71,7 @@ def build_store(
     """
     packer = PassagePacker(wordpiece, limit, finder)
     total = Summary()
-    with StoreWriter(folder, wordpiece, limit, spans.KINDS) as writer:
+    with StoreWriter(folder, wordpiece, limit) as writer:
         for batch, summary in _pack_in_order(packer, _batches(articles), workers or os.cpu_count() or 1):
             writer.write(batch)
             total.add(summary)
@@ -92,7 +92,6 @@ class PassagePacker:
         self._limit = limit
         self._finder_name = finder
         self._find = spans.finder(finder)
-        self._kind_codes = {kind: code for code, kind in enumerate(spans.KINDS)}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (PassagePacker, (self._wordpiece, self._limit, self._finder_name))
@@ -134,7 +133,7 @@ class PassagePacker:
         """Sentences that have pieces, none with more than `room`."""
         boundaries = sentences.split(text)
         starts = np.searchsorted(pieces.starts, [start for start, _ in boundaries])
-        stops = [*starts[1:].tolist(), len(pieces.ids)]
+        stops = [*starts.tolist()[1:], len(pieces.ids)][: len(boundaries)]
         result: list[_Sentence] = []
         for (begin, end), start, stop in zip(boundaries, starts.tolist(), stops, strict=True):
             sentence = _Sentence(begin, end, start, stop)
@@ -156,8 +155,8 @@ class PassagePacker:
             parts.append(_Sentence(begin, end, start, stop))
         return parts
 
-    def _spans(self, text: str, pieces: "_Pieces", ranges: list["_Sentence"]) -> list[list[tuple[int, int, int]]]:
-        """For each sentence its spans (start, end, kind code) in pieces of the article, in order.
+    def _spans(self, text: str, pieces: "_Pieces", ranges: list["_Sentence"]) -> list[list[tuple[int, int, str]]]:
+        """For each sentence its spans (start, end, kind) in pieces of the article, in order.
 
         A span counts if its ends are ends of pieces and it lies inside one sentence.
         """
@@ -165,11 +164,11 @@ class PassagePacker:
         firsts = np.searchsorted(pieces.ends, [span.start for span in found], "right")
         lasts = np.searchsorted(pieces.starts, [span.end for span in found], "left")
         owners = np.searchsorted([sentence.start for sentence in ranges], firsts, "right") - 1
-        result: list[set[tuple[int, int, int]]] = [set() for _ in ranges]
+        result: list[set[tuple[int, int, str]]] = [set() for _ in ranges]
         for span, first, last, owner in zip(found, firsts.tolist(), lasts.tolist(), owners.tolist(), strict=True):
             whole = first < last and pieces.starts[first] >= span.start and pieces.ends[last - 1] <= span.end
             if whole and owner >= 0 and last <= ranges[owner].stop:
-                result[owner].add((first, last, self._kind_codes[span.kind]))
+                result[owner].add((first, last, span.kind))
         return [sorted(inside) for inside in result]
 
 
@@ -200,7 +199,7 @@ def _passage(
     title_tokens: NDArray[np.uint16],
     pieces: _Pieces,
     ranges: list[_Sentence],
-    found: list[list[tuple[int, int, int]]],
+    found: list[list[tuple[int, int, str]]],
 ) -> Passage:
     """One row: its sentences and spans count pieces from the row's first piece."""
     base = ranges[0].start
@@ -211,14 +210,14 @@ def _passage(
         title_tokens=title_tokens,
         body_tokens=pieces.ids[base : ranges[-1].stop],
         sentences=np.array([(sentence.start - base, sentence.stop - base) for sentence in ranges], np.int32),
-        spans=np.array([(start - base, end - base, kind) for start, end, kind in chain(*found)], np.int32),
+        spans=[(start - base, end - base, kind) for start, end, kind in chain(*found)],
     )
 
 
 def _without_title_line(article: Article) -> str:
     """The text without a first line that repeats the title, as older versions of WikiExtractor write it."""
-    first, newline, rest = article.text.lstrip().partition("\n")
-    return rest if newline and first.strip() == article.title.strip() else article.text
+    first, _, rest = article.text.lstrip().partition("\n")
+    return rest if rest.strip() and first.strip() == article.title.strip() else article.text
 
 
 def _batches(articles: Iterable[Article]) -> Iterator[list[Article]]:

@@ -35,7 +35,7 @@ FIXED: dict[str, type[np.generic]] = {"title_lengths": np.uint16, "document_keys
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """One row to be written. Token ranges count pieces of the body: sentences [s, 2], spans [m, 3] with a kind code."""
+    """One row to be written. Ranges count pieces of the body: sentences [s, 2], spans (start, end, kind)."""
 
     document_id: str
     title: str
@@ -43,24 +43,29 @@ class Passage:
     title_tokens: NDArray[Any]
     body_tokens: NDArray[Any]
     sentences: NDArray[Any]
-    spans: NDArray[Any]
+    spans: Sequence[tuple[int, int, str]]
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Rows laid out as the files are: for each ragged column all values and the number of values of each row."""
+    """Rows laid out as the files are: for each ragged column all values and the number of values of each row.
+
+    The kind of a span is an index into `span_kinds`, the kinds of this batch in the order in which they came.
+    """
 
     rows: int
     ragged: dict[str, tuple[NDArray[Any], NDArray[np.int64]]]
     fixed: dict[str, NDArray[Any]]
+    span_kinds: tuple[str, ...]
 
 
 def columns(passages: Sequence[Passage]) -> Columns:
     """Lay out passages for `StoreWriter.write`; cheap to send between processes."""
+    codes: dict[str, int] = {}
     parts: dict[str, list[NDArray[Any]]] = {
         "tokens": [np.concatenate([p.title_tokens, p.body_tokens]).astype(np.uint16) for p in passages],
         "sentences": [np.asarray(p.sentences, np.int32).reshape(-1, 2) for p in passages],
-        "spans": [np.asarray(p.spans, np.int32).reshape(-1, 3) for p in passages],
+        "spans": [_coded(p.spans, codes) for p in passages],
         "texts": [_utf8(p.text) for p in passages],
         "titles": [_utf8(p.title) for p in passages],
         "document_ids": [_utf8(p.document_id) for p in passages],
@@ -73,7 +78,7 @@ def columns(passages: Sequence[Passage]) -> Columns:
         "title_lengths": np.array([len(p.title_tokens) for p in passages], np.uint16),
         "document_keys": np.array([_document_key(p.document_id) for p in passages], np.uint64),
     }
-    return Columns(len(passages), ragged, fixed)
+    return Columns(len(passages), ragged, fixed, tuple(codes))
 
 
 class Segment:
@@ -224,6 +229,12 @@ class Sink:
 
 def file_name(name: str) -> str:
     return f"{name}.utf8" if name in _UTF8 else f"{name}.npy"
+
+
+def _coded(spans: Sequence[tuple[int, int, str]], codes: dict[str, int]) -> NDArray[np.int32]:
+    """Spans as int32 [m, 3]; kinds that `codes` does not know yet are added to it."""
+    rows = [(start, end, codes.setdefault(kind, len(codes))) for start, end, kind in spans]
+    return np.array(rows, np.int32).reshape(-1, 3)
 
 
 def _utf8(text: str) -> NDArray[np.uint8]:

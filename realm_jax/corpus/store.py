@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -184,18 +184,19 @@ class StoreWriter:
         folder: str | os.PathLike[str],
         wordpiece: WordPiece,
         limit: int,
-        span_kinds: Sequence[str] = (),
     ):
-        """Raises UserError if an existing store was made with another tokenizer, limit or set of span kinds."""
+        """Raises UserError if an existing store was made with another tokenizer or limit."""
         self.folder = Path(folder)
         self.rows = 0
         self._made_folder = not self.folder.exists()
-        self._settings = {"limit": limit, "tokenizer": wordpiece.fingerprint, "span_kinds": list(span_kinds)}
+        self._settings = {"limit": limit, "tokenizer": wordpiece.fingerprint}
         self._earlier = PassageStore.open(self.folder) if (self.folder / MANIFEST).exists() else None
         self._entries: list[dict[str, Any]] = []
+        self._span_kinds: dict[str, int] = {}
         if self._earlier is not None:
             manifest = _read_manifest(self.folder)
             self._entries = manifest["segments"]
+            self._span_kinds = {kind: code for code, kind in enumerate(manifest["span_kinds"])}
             for key, value in self._settings.items():
                 if manifest[key] != value:
                     raise UserError(f"{self.folder}: {key} is {manifest[key]}, not {value}; append with the same one")
@@ -216,7 +217,11 @@ class StoreWriter:
 
     def write(self, batch: Columns) -> None:
         """Add rows (see `columns`)."""
+        # Codes of kinds must mean the same in all batches and segments: known ones keep theirs, new ones are added.
+        codes = [self._span_kinds.setdefault(kind, len(self._span_kinds)) for kind in batch.span_kinds]
         for name, (values, lengths) in batch.ragged.items():
+            if name == "spans" and len(values):
+                values = np.column_stack([values[:, :2], np.array(codes, np.int32)[values[:, 2]]])
             offsets = self._sinks[name].items + np.cumsum(lengths)
             self._sinks[name].write(values)
             self._sinks[f"{name}.offsets"].write(offsets)
@@ -244,7 +249,8 @@ class StoreWriter:
             sink.close()
             files[sink.path.name] = {"bytes": sink.path.stat().st_size, "sha256": sink.digest}
         digests = {name: value["sha256"] for name, value in sorted(files.items())}
-        fingerprint = _fingerprint({"tokenizer": self._settings["tokenizer"], "files": digests})
+        content = {"tokenizer": self._settings["tokenizer"], "span_kinds": list(self._span_kinds), "files": digests}
+        fingerprint = _fingerprint(content)
         return {"folder": self._segment.name, "rows": self.rows, "fingerprint": fingerprint, "files": files}
 
     def _commit(self, entry: dict[str, Any]) -> None:
@@ -260,6 +266,7 @@ class StoreWriter:
         manifest = {
             "format_version": FORMAT_VERSION,
             **self._settings,
+            "span_kinds": list(self._span_kinds),
             "fingerprint": _fingerprint([segment["fingerprint"] for segment in segments]),
             "segments": segments,
         }
