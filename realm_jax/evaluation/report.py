@@ -149,7 +149,8 @@ def _recall_over_time(data: Data) -> str:
         f"{spoken(measure)} over training, from {share(values[0])} to {share(values[-1])}; {len(refreshes)} refreshes."
     )
     chart = curves(series, description, "training steps, one stage after the other", (0, 1), bands, refreshes)
-    note = f"{spoken(measure)} on the questions, measured while training. Shaded: {', '.join(band.name for band in bands)}."
+    shaded = ", ".join(band.name for band in bands)
+    note = f"{spoken(measure)} on the questions, measured while training. Shaded: {shaded}."
     return card("How it came about", note, chart + legend(keys))
 
 

@@ -43,7 +43,8 @@ ul.bars, ul.legend { list-style: none; margin: 10px 0 0; padding: 0; }
 .legend .refresh i { width: 0; height: 0; background: none; border: .42em solid transparent; border-top: 0;
   border-bottom: .75em solid var(--soft); border-radius: 0; vertical-align: -.02em; }
 figure.card { display: flex; flex-direction: column; padding: 14px; } figcaption p { margin: 0; line-height: 1.35; }
-svg.curves { display: block; width: 100%; max-width: 660px; height: auto; padding-top: 10px; } figure svg.curves { margin-top: auto; }
+svg.curves { display: block; width: 100%; max-width: 660px; height: auto; padding-top: 10px; }
+figure svg.curves { margin-top: auto; }
 svg text { font-size: 13px; fill: var(--soft); font-family: inherit; }
 svg .axis { font-size: 12.5px; }
 .grid { stroke: var(--line); } .frame { stroke: var(--soft); }
@@ -57,7 +58,7 @@ th, td { text-align: left; padding: 7px 14px 7px 0; border-bottom: 1px solid var
   overflow-wrap: break-word; }
 thead th { color: var(--soft); font-weight: 500; font-size: .9rem; }
 tbody th { font-weight: 600; }
-td.number, th.number { text-align: right; white-space: nowrap; }
+td.number, th.number { text-align: right; white-space: nowrap; } td:last-child, th:last-child { padding-right: 0; }
 .question { font-size: 1.08rem; font-weight: 650; line-height: 1.3; margin: 0 0 .3em; }
 .verdict { margin: 0 0 .5em; } .right, .wrong { font-weight: 700; } .right { color: var(--good); }
 .wrong { color: var(--bad); }
@@ -79,7 +80,7 @@ mark { background: var(--mark); color: var(--mark-ink); border-radius: 3px; padd
 .settings { columns: 2; column-gap: 40px; margin: 8px 0 0; font-size: .92rem; }
 .settings div { display: flex; justify-content: space-between; gap: 12px; padding: 3px 0; break-inside: avoid;
   border-bottom: 1px solid var(--line); }
-.settings dt { color: var(--soft); } .settings dd { margin: 0; text-align: right; }
+.settings dt { color: var(--soft); overflow-wrap: normal; } .settings dd { margin: 0; text-align: right; }
 code { font: .92em ui-monospace, "SF Mono", Menlo, Consolas, monospace; }
 @media (max-width: 860px) {
   main { padding: 20px 14px 40px; } .card { padding: 14px; }
