@@ -88,8 +88,12 @@ def test_a_backend_that_does_not_start_is_a_problem(monkeypatch):
         raise RuntimeError("Unable to initialize backend 'cuda':\n no plugin")
 
     monkeypatch.setattr(jax, "devices", fail)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     report = doctor.examine()
-    assert report.problems == ["JAX does not start: RuntimeError: Unable to initialize backend 'cuda': no plugin"]
+    (problem,) = report.problems
+    assert problem == (
+        "JAX does not start with JAX_PLATFORMS=cuda: RuntimeError: Unable to initialize backend 'cuda': no plugin"
+    )
     assert not report.usable
 
 

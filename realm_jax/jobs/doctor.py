@@ -155,7 +155,7 @@ def find_devices() -> Devices:
         devices = jax.devices()
         memory = (devices[0].memory_stats() or {}).get("bytes_limit")
     except Exception as error:  # whatever it is that stops JAX, naming it is the purpose of this command
-        return Devices(error=" ".join(f"{type(error).__name__}: {error}".split()))
+        return Devices(error=" ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":"))
     return Devices(devices[0].platform, len(devices), devices[0].device_kind, memory)
 
 
@@ -199,7 +199,8 @@ def broken(report: Report) -> Iterable[str]:
     if missing:
         yield f"not installed: {', '.join(missing)}; run `pip install realm-jax` (in a checkout: `pip install -e .`)"
     if report.devices.error:
-        yield f"JAX does not start: {report.devices.error}"
+        wish = report.settings.get("JAX_PLATFORMS")
+        yield f"JAX does not start{f' with JAX_PLATFORMS={wish}' if wish else ''}: {report.devices.error}"
 
 
 def slow(report: Report) -> Iterable[str]:
