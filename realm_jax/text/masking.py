@@ -1,6 +1,6 @@
 """Which pieces of a sentence are hidden and predicted: salient spans, or the two ablations of the REALM paper.
 
-    salient      one dates-and-names span of the sentence, all of it (realm: salient span masking)
+    salient      one date or name of the sentence, all of it: REALM's own (Guu et al. 2020, section 3.4)
     uniform      15 % of the pieces, each on its own, as BERT does (Devlin et al. 2019, section 3.1)
     random_span  15 % of the pieces, in spans of random place and length (Joshi et al. 2020, SpanBERT, section 3.1)
 
