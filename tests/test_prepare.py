@@ -57,7 +57,10 @@ def split_questions(folder: Path, split: str) -> list[str]:
 
 def test_the_command_makes_a_folder_that_holds_everything(tmp_path, passages, questions, capsys):
     data = tmp_path / "deep" / "data"
-    command = f"prepare --passages {passages} --questions {questions} --vocabulary-size 300 --output {data}"
+    extra = write_lines(tmp_path / "extra.jsonl", [{"question": "is it so", "answers": ["yes"]}])
+    command = (
+        f"prepare --passages {passages} --questions {questions} train={extra} --vocabulary-size 300 --output {data}"
+    )
     assert cli.main(command.split()) == 0
     manifest = json.loads((data / "PREPARED.json").read_text())
     store = PassageStore.open(data / "passages")
@@ -66,13 +69,13 @@ def test_the_command_makes_a_folder_that_holds_everything(tmp_path, passages, qu
     assert manifest["tokenizer"] == store.tokenizer_fingerprint == wordpiece.fingerprint
     assert manifest["passages"] == {"rows": 3, "documents": 3, "fingerprint": store.fingerprint}
     assert manifest["pretraining"] is None and not (data / "pretraining").exists()
-    assert manifest["questions"] == {"train": 2, "dev": 1}
+    assert manifest["questions"] == {"train": 3, "dev": 1}
     assert [store.text(row) for row in range(3)] == list(TEXTS.values())
     (dev,) = read_questions(data / "questions" / "dev.jsonl")
     assert dev.answers == ["1624", "in the year 1624"] and dev.gold_passage_id == "oslo"
     assert store.rows_of("oslo") == range(2, 3)
     out = capsys.readouterr().out
-    assert "passages: 3 articles -> 3 passages\n" in out and "questions: train 2, dev 1\n" in out
+    assert "passages: 3 articles -> 3 passages\n" in out and "questions: train 3, dev 1\n" in out
     assert sorted(os.listdir(data.parent)) == ["data"], "no trace of the hidden folder"
 
 
@@ -162,8 +165,18 @@ def test_missing_files_are_named(tmp_path, passages):
         prepare(tmp_path / "absent.jsonl", tmp_path / "data")
     with pytest.raises(UserError, match=r"cannot read absent\.jsonl"):
         prepare(passages, tmp_path / "data", questions=["train=absent.jsonl"])
+    with pytest.raises(UserError, match=r"cannot read absent\.txt"):
+        prepare(passages, tmp_path / "data", vocab="absent.txt")
+
+
+def test_settings_that_cannot_work_are_refused_before_anything_is_made(tmp_path, passages):
     with pytest.raises(UserError, match="there is no such finder"):
         prepare(passages, tmp_path / "data", spans="magic")
+    with pytest.raises(UserError, match="a limit of 15 pieces leaves no room for text"):
+        prepare(passages, tmp_path / "data", limit=15)
+    with pytest.raises(UserError, match="vocabulary size 3"):
+        prepare(passages, tmp_path / "data", vocabulary_size=3)
+    assert os.listdir(tmp_path) == ["passages.jsonl"]
 
 
 def test_a_question_whose_gold_passage_has_no_words_is_left_out(tmp_path, passages, questions, capsys):

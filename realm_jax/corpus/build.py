@@ -82,12 +82,17 @@ def build_store(
     return total
 
 
+def check_limit(limit: int) -> None:
+    """Raise UserError for a limit that is too small for a title and a body."""
+    if limit < SMALLEST_LIMIT:
+        raise UserError(f"a limit of {limit} pieces leaves no room for text; use at least {SMALLEST_LIMIT}")
+
+
 class PassagePacker:
     """Turns articles into rows of a store; a pure function of an article, cheap to send to another process."""
 
     def __init__(self, wordpiece: WordPiece, limit: int, finder: str):
-        if limit < SMALLEST_LIMIT:
-            raise UserError(f"a limit of {limit} pieces leaves no room for text; use at least {SMALLEST_LIMIT}")
+        check_limit(limit)
         self._wordpiece = wordpiece
         self._limit = limit
         self._finder_name = finder

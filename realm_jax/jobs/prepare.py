@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from realm_jax.console import StageProgress
-from realm_jax.corpus.build import Summary, build_store
+from realm_jax.corpus.build import Summary, build_store, check_limit
 from realm_jax.corpus.jsonl import Article, Question, read_passages, read_questions, write_questions
 from realm_jax.corpus.store import PassageStore
 from realm_jax.errors import UserError
@@ -62,16 +62,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--questions",
         metavar="[SPLIT=]FILE",
-        action="append",
+        nargs="+",
+        action="extend",
         default=[],
         help='JSONL file of questions for a split such as train or dev; without SPLIT= the field "split" of each '
-        "question decides. May be given several times",
+        "question decides",
     )
-    add(
-        "--question-sources",
-        metavar="NAME,NAME",
-        help='keep only questions whose field "source" is one of these',
-    )
+    add("--question-sources", metavar="NAME,NAME", help='keep only questions whose field "source" is one of these')
     add(
         "--max-answer-words",
         type=_positive,
@@ -151,20 +148,22 @@ def prepare(
         print(f"{output} was prepared from the same inputs with the same settings; nothing to do")
         return
     span_finders.finder(spans)
+    check_limit(limit)
+    given = None if vocab is None else WordPiece.from_vocab(os.fspath(vocab))
     chosen = _read_all_questions(files, question_sources, max_answer_words)
     texts = {"passages": passages} | ({"pretraining": pretraining} if pretraining else {})
     counts, characters = _check_texts(texts, chosen)
     with _partial_folder(output) as folder:
-        wordpiece = _tokenizer(vocab, vocabulary_size, texts, characters)
+        wordpiece = given or _learn_vocabulary(vocabulary_size, texts, characters)
         wordpiece.save(folder / "tokenizer")
         manifest: dict[str, Any] = {"format_version": FORMAT_VERSION, "tokenizer": wordpiece.fingerprint}
         manifest |= {"passages": None, "pretraining": None}
         summaries = {}
         for name, path in texts.items():
             with StageProgress(name, counts[name]) as bar:
-                articles = read_passages(path)
-                summary = build_store(articles, wordpiece, folder / name, limit, spans, workers, bar.update)
-            summaries[name] = summary
+                summaries[name] = build_store(
+                    read_passages(path), wordpiece, folder / name, limit, spans, workers, bar.update
+                )
             manifest[name] = _store_entry(folder / name)
         manifest["questions"] = _write_questions(chosen, folder)
         manifest |= {"limit": limit, "inputs": inputs | {"settings": settings}}
@@ -298,10 +297,8 @@ def _check_texts(texts: dict[str, Path_], chosen: _Chosen) -> tuple[dict[str, in
     return counts, characters
 
 
-def _tokenizer(vocab: Path_ | None, size: int, texts: dict[str, Path_], characters: int) -> WordPiece:
-    """The given vocabulary, or one learned from all texts: of large ones from as many articles, evenly spread."""
-    if vocab is not None:
-        return WordPiece.from_vocab(os.fspath(vocab))
+def _learn_vocabulary(size: int, texts: dict[str, Path_], characters: int) -> WordPiece:
+    """A vocabulary learned from all texts, or from articles evenly spread over them when they are large."""
     articles: Iterator[Article] = chain.from_iterable(read_passages(path) for path in texts.values())
     articles = islice(articles, 0, None, 1 + characters // LEARN_FROM)
     return WordPiece.train((f"{article.title}\n{article.text}" for article in articles), size)
