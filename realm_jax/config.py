@@ -1,0 +1,199 @@
+"""Every configuration key, documented in one place and validated once.
+
+An experiment file returns `default()` with some keys changed. Sections and keys:
+
+Science (a run folder keeps them; another value on resume is an error that names the key):
+  tasks                    recipe, in order, comma-separated: any of mlm, ict, realm, qa
+  seed                     every random choice derives from it and from an example's index
+  data.path                folder written by `realm prepare`
+  data.masking             'salient', 'uniform' or 'random_span': what REALM's queries hide
+  data.predictions         predicted positions of a masked sentence at most; 0: sized to the masking
+  data.null_rate           warm-up: share of sentences read beside the empty document
+  data.ict_mask_rate       share of sentences that are taken out of their passage in the inverse cloze task
+  data.query_length        word pieces of a sentence or question, [CLS] and [SEP] counted
+  data.document_length     word pieces of a passage, title and specials counted
+  data.answers             answers a question is trained with at most
+  model.layers, width, heads, feed_forward, dropout
+                           size of each of the three BERTs, and the dropout probability
+  model.max_length         positions; 0: as many as the joint layout needs
+  model.dtype              'float32' or 'bfloat16': matrix products; LayerNorm, softmax and loss stay float32
+  model.projection         size of a retrieval vector
+  model.norm_epsilon       of the LayerNorm on retrieval vectors (1e-12: released checkpoints; 1e-3: released ICT code)
+  model.span_hidden        size of a span's representation
+  model.span_width         word pieces of an answer at most
+  model.shared_tower       one embedder for queries and passages instead of two
+  objective.marginal       'example': log Σ_z p(z|x) Π_j p(y_j|z,x), the paper's; 'token': the released code's
+  objective.retriever_gradient  False stops the gradient at the retrieval scores (a control)
+  objective.qa             'marginal': log Σ_z p(z|x) p(y|z,x); 'orqa': L_ret + L_read of the released code
+  retrieval.candidates     K: passages in the marginal, the null document counted
+  retrieval.dtype          of the stored vectors: 'float32' or 'bfloat16'
+  retrieval.qa_passages    passages read for a question
+  retrieval.qa_beam        passages that the retriever's term of 'orqa' ranks
+  refresh.every            REALM steps between two re-embeddings of the corpus (inline, on the trainer's devices)
+  <task>.steps, batch_size, learning_rate
+  <task>.warmup            steps of learning-rate warm-up; 0: min(10000, max(100, steps / 10))
+  optimizer.weight_decay, optimizer.clip
+Operations (may change on resume):
+  init_from                run folder whose final parameters a fresh run starts from; '' for none
+  mesh.data, mesh.fsdp, mesh.model   devices along each axis; one may be -1
+  retrieval.block          vectors scored at a time on a device
+  retrieval.embed_batch    passages embedded at a time
+  checkpoint.every         steps between two saves; checkpoint.keep: newest saves that stay
+  log.every                steps between two lines of metrics
+  evaluation.every         REALM steps between two measurements of recall; 0: at each refresh only
+  evaluation.questions     development questions that are measured at most; 0: all
+  evaluation.batch_size    questions read at a time
+  evaluation.passages      passages retrieved for recall
+"""
+
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from realm_jax.errors import UserError
+
+TASKS = ("mlm", "ict", "realm", "qa")
+OPERATIONS = ("init_from", "mesh", "retrieval.block", "retrieval.embed_batch", "checkpoint", "log", "evaluation")
+
+
+def _task(steps: int, batch_size: int, learning_rate: float) -> dict[str, Any]:
+    return {"steps": steps, "batch_size": batch_size, "learning_rate": learning_rate, "warmup": 0}
+
+
+def default() -> ConfigDict:
+    """The paper's sizes and hyper-parameters; a fresh, unlocked config."""
+    return ConfigDict(
+        {
+            "tasks": "mlm,ict,realm,qa",
+            "seed": 0,
+            "init_from": "",
+            "data": {
+                "path": "",
+                "masking": "salient",
+                "predictions": 0,
+                "null_rate": 0.1,
+                "ict_mask_rate": 0.9,
+                "query_length": 96,
+                "document_length": 288,
+                "answers": 8,
+            },
+            "model": {
+                "layers": 12,
+                "width": 768,
+                "heads": 12,
+                "feed_forward": 3072,
+                "max_length": 0,
+                "dropout": 0.1,
+                "dtype": "float32",
+                "projection": 128,
+                "norm_epsilon": 1e-12,
+                "span_hidden": 256,
+                "span_width": 10,
+                "shared_tower": False,
+            },
+            "objective": {"marginal": "example", "retriever_gradient": True, "qa": "marginal"},
+            "retrieval": {
+                "candidates": 8,
+                "dtype": "float32",
+                "qa_passages": 5,
+                "qa_beam": 5000,
+                "block": 65_536,
+                "embed_batch": 256,
+            },
+            "refresh": {"every": 500},
+            "mlm": _task(100_000, 512, 1e-4),
+            "ict": _task(100_000, 4096, 1e-4),
+            "realm": _task(200_000, 512, 3e-5),
+            "qa": _task(160_000, 16, 1e-5),
+            "optimizer": {"weight_decay": 0.01, "clip": 1.0},
+            "mesh": {"data": -1, "fsdp": 1, "model": 1},
+            "checkpoint": {"every": 1000, "keep": 3},
+            "log": {"every": 10},
+            "evaluation": {"every": 0, "questions": 2000, "batch_size": 64, "passages": 20},
+        }
+    )
+
+
+def task_names(config: ConfigDict) -> list[str]:
+    """The recipe of a config, in order."""
+    return [name.strip() for name in config.tasks.split(",") if name.strip()]
+
+
+def validate(config: ConfigDict) -> None:
+    """Raise UserError, with the key's name, for a value that cannot work. Touches no device."""
+    names = task_names(config)
+    _require(bool(names), "tasks", "name at least one of mlm, ict, realm, qa")
+    for name in names:
+        _require(name in TASKS, "tasks", f"there is no task {name!r}; choose among {', '.join(TASKS)}")
+        for key in ("steps", "batch_size"):
+            _require(config[name][key] > 0, f"{name}.{key}", "must be positive")
+        _require(config[name].learning_rate > 0, f"{name}.learning_rate", "must be positive")
+        _require(config[name].warmup >= 0, f"{name}.warmup", "must not be negative")
+    _require(len(set(names)) == len(names), "tasks", "a task may stand only once in a recipe")
+    _require(bool(config.data.path), "data.path", "set it to a folder written by `realm prepare`")
+    _check_choices(config)
+    _check_sizes(config)
+
+
+def _check_choices(config: ConfigDict) -> None:
+    choices = {
+        "data.masking": ("salient", "uniform", "random_span"),
+        "model.dtype": ("float32", "bfloat16"),
+        "retrieval.dtype": ("float32", "bfloat16"),
+        "objective.marginal": ("example", "token"),
+        "objective.qa": ("marginal", "orqa"),
+    }
+    for key, allowed in choices.items():
+        _require(_get(config, key) in allowed, key, f"must be one of {', '.join(allowed)}, not {_get(config, key)!r}")
+
+
+def _check_sizes(config: ConfigDict) -> None:
+    positive = (
+        "model.layers model.width model.heads model.feed_forward model.projection model.span_hidden model.span_width "
+        "retrieval.qa_passages retrieval.qa_beam retrieval.embed_batch refresh.every data.answers checkpoint.every "
+        "checkpoint.keep log.every evaluation.batch_size evaluation.passages"
+    )
+    for key in positive.split():
+        _require(_get(config, key) > 0, key, "must be positive")
+    for key in ("data.null_rate", "data.ict_mask_rate", "model.dropout"):
+        _require(0 <= _get(config, key) <= 1, key, "must lie between 0 and 1")
+    _require(config.model.width % config.model.heads == 0, "model.heads", "must divide model.width")
+    _require(config.retrieval.candidates >= 2, "retrieval.candidates", "must be at least 2: the null document and one")
+    _require(config.data.query_length >= 8, "data.query_length", "must be at least 8")
+    _require(config.data.document_length >= 16, "data.document_length", "must be at least 16")
+    _require(config.retrieval.block % 32 == 0, "retrieval.block", "must be a multiple of 32")
+    positions = config.model.max_length
+    needed = joint_length(config)
+    _require(positions in (0,) or positions >= needed, "model.max_length", f"the joint layout needs {needed} positions")
+
+
+def joint_length(config: ConfigDict) -> int:
+    """Word pieces of a query joined with a passage: both layouts less the passage's [CLS] and its title's [SEP]."""
+    return config.data.query_length + config.data.document_length - 2
+
+
+def science(config: ConfigDict) -> dict[str, Any]:
+    """Dotted key → value of what may not change on resume."""
+    return {key: value for key, value in flatten(config.to_dict()).items() if not _is_operational(key)}
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dictionaries as one with dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def _is_operational(key: str) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in OPERATIONS)
+
+
+def _get(config: ConfigDict, key: str) -> Any:
+    section, name = key.split(".")
+    return config[section][name]
+
+
+def _require(condition: bool, key: str, advice: str) -> None:
+    if not condition:
+        raise UserError(f"config.{key}: {advice}")

@@ -1,0 +1,245 @@
+"""One training example at a time, as fixed-shape arrays: pure functions of (sources, example number, random generator).
+
+Each maker first lists the examples that exist (`count`), so that the pipeline filters nothing, and then makes the i-th
+one. Keys of the arrays are those that `training/tasks.py` reads. Order and batches: `pipeline.py`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from realm_jax.corpus.jsonl import Question
+from realm_jax.corpus.store import PassageStore
+from realm_jax.errors import UserError
+from realm_jax.text import layouts
+from realm_jax.text.masking import mask, predictions_needed
+from realm_jax.text.wordpiece import WordPiece
+
+Example = dict[str, NDArray]
+Maker = Callable[[int, np.random.Generator], Example]
+MINIMUM_SENTENCE = 4  # word pieces; shorter ones ("Yes.") tell nothing about their passage
+
+
+class Lengths(NamedTuple):
+    """Fixed sizes of the arrays: word pieces of queries and documents, predictions of a sentence, answers."""
+
+    query: int
+    document: int
+    predictions: int
+    answers: int
+    span_width: int
+
+
+class Examples(NamedTuple):
+    """`count` examples; `make(i, generator)` gives the i-th."""
+
+    count: int
+    make: Maker
+
+
+def lengths_from(query: int, document: int, masking: str, predictions: int, answers: int, span_width: int) -> Lengths:
+    """Lengths of a config; `predictions` 0 sizes it to the kind of masking."""
+    return Lengths(query, document, predictions or predictions_needed(masking, query - 2), answers, span_width)
+
+
+def query_arrays(ids: NDArray, length: int, wordpiece: WordPiece, name: str = "query") -> Example:
+    """`[CLS] ids [SEP]`, padded: {name} uint16 [length] and {name}_length."""
+    layout = layouts.query(ids, length, wordpiece.special)
+    return {name: layout.ids.astype(np.uint16), f"{name}_length": np.int32(layout.used)}
+
+
+def document_arrays(title: NDArray, body: NDArray, length: int, wordpiece: WordPiece) -> Example:
+    """`[CLS] title [SEP] body [SEP]`, padded, with its length and the title's."""
+    layout = layouts.document(title, body, length, wordpiece.special)
+    return {
+        "document": layout.ids.astype(np.uint16),
+        "document_length": np.int32(layout.used),
+        "document_title_length": np.int32(min(len(title), length - 3)),
+    }
+
+
+def masked_arrays(
+    sentence: NDArray, spans: NDArray, kind: str, rng: np.random.Generator, lengths: Lengths, wordpiece: WordPiece
+) -> Example:
+    """A masked sentence as a query, with its targets; positions count [CLS]. A sentence with nothing to mask weighs 0."""
+    masked = mask(kind, sentence, spans, rng, wordpiece, lengths.predictions, room=lengths.query - 2)
+    positions = np.zeros(lengths.predictions, np.int32)
+    targets = np.zeros(lengths.predictions, np.int32)
+    weights = np.zeros(lengths.predictions, np.float32)
+    if masked is not None:
+        count = len(masked.positions)
+        positions[:count] = masked.positions + 1
+        targets[:count] = masked.targets
+        weights[:count] = 1.0
+    ids = sentence if masked is None else masked.ids
+    arrays = {"positions": positions, "targets": targets, "weights": weights}
+    return arrays | query_arrays(ids, lengths.query, wordpiece)
+
+
+class Annotated(NamedTuple):
+    """Sentences with at least one salient span, flat: row and number of the sentence in its row, int32 [n] each."""
+
+    rows: NDArray[np.int32]
+    numbers: NDArray[np.int32]
+
+
+def spans_of(store: PassageStore, row: int, number: int) -> tuple[NDArray, NDArray]:
+    """Word pieces of a row's sentence, and its salient spans relative to it, int32 [m, 2]."""
+    start, end = store.sentences(row)[number]
+    spans = store.spans(row)
+    inside = spans[(spans[:, 0] >= start) & (spans[:, 1] <= end)]
+    return store.body_tokens(row)[start:end], inside[:, :2] - start
+
+
+def salient_sentences(store: PassageStore, query_length: int) -> Annotated:
+    """All sentences that have a salient span within the query's reach."""
+    found: list[tuple[int, int]] = []
+    for row in range(len(store)):
+        sentences, spans = store.sentences(row), store.spans(row)
+        if len(spans) == 0:
+            continue
+        owner = np.searchsorted(sentences[:, 0], spans[:, 0], side="right") - 1
+        reach = spans[:, 1] - sentences[owner, 0] <= query_length - 2
+        found += [(row, number) for number in np.unique(owner[reach])]
+    rows, numbers = np.array(found, np.int32).reshape(-1, 2).T
+    return Annotated(rows, numbers)
+
+
+def recurring_spans(store: PassageStore, query_length: int) -> NDArray[np.int32]:
+    """Salient spans that occur again in another sentence of their passage: rows of (row, sentence, span, that sentence).
+
+    Only such a span can be read off the rest of its passage; in a text that repeats its facts they are common.
+    """
+    found = []
+    for row in range(len(store)):
+        sentences, spans, body = store.sentences(row), store.spans(row), store.body_tokens(row)
+        for place, (start, end, _) in enumerate(spans):
+            number = int(np.searchsorted(sentences[:, 0], start, side="right")) - 1
+            if end - sentences[number, 0] <= query_length - 2:
+                other = _recurs(body, sentences, number, body[start:end])
+                found += [] if other is None else [(row, number, place, other)]
+    return np.array(found, np.int32).reshape(-1, 4)
+
+
+def _recurs(body: NDArray[np.uint16], sentences: NDArray[np.int32], number: int, span: NDArray) -> int | None:
+    """The first sentence but `number` in which the pieces of `span` occur."""
+    text, wanted = body.tobytes(), span.tobytes()
+    place = text.find(wanted)
+    while place >= 0:
+        piece, aligned = place // body.itemsize, place % body.itemsize == 0
+        other = int(np.searchsorted(sentences[:, 0], piece, side="right")) - 1
+        if aligned and other != number and piece + len(span) <= sentences[other, 1]:
+            return other
+        place = text.find(wanted, place + 1)
+    return None
+
+
+def warmup_examples(store: PassageStore, wordpiece: WordPiece, lengths: Lengths, null_rate: float) -> Examples:
+    """A sentence with a masked salient span beside an excerpt of its passage in which the span occurs again.
+
+    The excerpt is a random choice of the other sentences, in order: short ones teach copying quickly, long ones teach
+    to find what to copy. Only pairs that any text has. A share `null_rate` is read beside the empty document, so that
+    the reader knows how to guess without one.
+    """
+    spans = recurring_spans(store, lengths.query)
+    _require(len(spans), store, "a name or date that it mentions in two sentences", "the warm-up")
+
+    def make(index: int, rng: np.random.Generator) -> Example:
+        row, number, place, other = map(int, spans[index])
+        sentences, body = store.sentences(row), store.body_tokens(row)
+        start, end = sentences[number]
+        span = store.spans(row)[place : place + 1, :2] - start
+        arrays = masked_arrays(body[start:end], span, "salient", rng, lengths, wordpiece)
+        if rng.random() < null_rate:
+            return arrays | document_arrays(body[:0], body[:0], lengths.document, wordpiece)
+        kept = rng.random(len(sentences)) < rng.random()
+        kept[other], kept[number] = True, False
+        excerpt = np.concatenate([body[first:last] for first, last in sentences[kept]])
+        return arrays | document_arrays(store.title_tokens(row), excerpt, lengths.document, wordpiece)
+
+    return Examples(len(spans), make)
+
+
+def cloze_examples(store: PassageStore, wordpiece: WordPiece, lengths: Lengths, mask_rate: float) -> Examples:
+    """Inverse cloze task: a sentence, and its passage with (a share `mask_rate`) or without that sentence removed."""
+    rows = np.array([row for row in range(len(store)) if len(store.sentences(row)) > 1], np.int32)
+    _require(len(rows), store, "a passage of two or more sentences", "the inverse cloze task")
+
+    def make(index: int, rng: np.random.Generator) -> Example:
+        row = int(rows[index])
+        sentences, body = store.sentences(row), store.body_tokens(row)
+        long_enough = np.flatnonzero(sentences[:, 1] - sentences[:, 0] >= MINIMUM_SENTENCE)
+        number = rng.choice(long_enough) if len(long_enough) else rng.integers(len(sentences))
+        start, end = sentences[number]
+        query = query_arrays(body[start:end], lengths.query, wordpiece)
+        if rng.random() < mask_rate:
+            body = np.concatenate([body[:start], body[end:]])
+        return query | document_arrays(store.title_tokens(row), body, lengths.document, wordpiece)
+
+    return Examples(len(rows), make)
+
+
+def masked_examples(store: PassageStore, wordpiece: WordPiece, lengths: Lengths, kind: str, own_text: bool) -> Examples:
+    """REALM's queries: one masked sentence a passage and pass, spans chosen as `mask(kind, …)` does.
+
+    own_text: the rows are the corpus's own, so that `own_row` names the passage that may not be retrieved (else −1).
+    For 'salient' the sentence is that of a span chosen uniformly over the passage, as in the reference.
+    """
+    sentences = salient_sentences(store, lengths.query) if kind == "salient" else _all_sentences(store)
+    _require(len(sentences.rows), store, "a salient span", "REALM pre-training")
+    rows, first = np.unique(sentences.rows, return_index=True)
+    bounds = np.append(first, len(sentences.rows))
+
+    def make(index: int, rng: np.random.Generator) -> Example:
+        row = int(rows[index])
+        numbers = sentences.numbers[bounds[index] : bounds[index + 1]]
+        parts = [spans_of(store, row, int(number)) for number in numbers]
+        share = np.array([max(1, len(spans)) if kind == "salient" else 1 for _, spans in parts], np.float64)
+        sentence, spans = parts[rng.choice(len(parts), p=share / share.sum())]
+        arrays = masked_arrays(sentence, spans, kind, rng, lengths, wordpiece)
+        text = np.zeros(lengths.query, np.uint16)
+        text[: min(len(sentence), lengths.query)] = sentence[: lengths.query]
+        arrays |= {"sentence": text, "sentence_length": np.int32(min(len(sentence), lengths.query))}
+        return arrays | {"own_row": np.int32(row if own_text else -1)}
+
+    return Examples(len(rows), make)
+
+
+def _all_sentences(store: PassageStore) -> Annotated:
+    counts = np.array([len(store.sentences(row)) for row in range(len(store))])
+    rows = np.repeat(np.arange(len(store), dtype=np.int32), counts)
+    starts = np.repeat(np.cumsum(counts) - counts, counts)
+    return Annotated(rows, (np.arange(len(rows)) - starts).astype(np.int32))
+
+
+def question_examples(questions: Sequence[Question], wordpiece: WordPiece, lengths: Lengths) -> Examples:
+    """Questions with their answers as word pieces; an answer of more than `span_width` pieces can not be a span."""
+    if not questions:
+        raise UserError("no training questions in the prepared folder; give `realm prepare --questions train=FILE`")
+    encoded = [encoding.ids for encoding in wordpiece.encode_batch([q.question for q in questions])]
+
+    def make(index: int, rng: np.random.Generator) -> Example:
+        question = questions[index]
+        return question_arrays(encoded[index], question.answers, wordpiece, lengths)
+
+    return Examples(len(questions), make)
+
+
+def question_arrays(ids: Sequence[int], answers: Sequence[str], wordpiece: WordPiece, lengths: Lengths) -> Example:
+    """One question: query arrays, answers [answers, span_width] and their lengths (0 where there is none)."""
+    pieces = np.zeros((lengths.answers, lengths.span_width), np.int32)
+    sizes = np.zeros(lengths.answers, np.int32)
+    for place, answer in enumerate(list(answers)[: lengths.answers]):
+        answer_ids = wordpiece.encode(answer).ids
+        if 0 < len(answer_ids) <= lengths.span_width:
+            pieces[place, : len(answer_ids)] = answer_ids
+            sizes[place] = len(answer_ids)
+    query = query_arrays(np.asarray(ids, np.int32), lengths.query, wordpiece)
+    return query | {"answers": pieces, "answer_lengths": sizes}
+
+
+def _require(count: int, store: PassageStore, what: str, task: str) -> None:
+    if not count:
+        raise UserError(f"{store.folder}: {task} needs at least one passage with {what}, and there is none")

@@ -1,0 +1,55 @@
+"""A prepared folder, opened: tokenizer, corpus Z, pre-training text X, questions. Read next: `examples.py`."""
+
+import dataclasses
+import os
+from pathlib import Path
+
+from realm_jax.corpus.jsonl import Question, read_questions
+from realm_jax.corpus.store import PassageStore
+from realm_jax.errors import UserError
+from realm_jax.storage import read_json
+from realm_jax.text.wordpiece import WordPiece
+
+FORMAT_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Sources:
+    """What a run reads. `pretraining` is `passages` itself where X is Z (`own_text` is true then)."""
+
+    wordpiece: WordPiece
+    passages: PassageStore
+    pretraining: PassageStore
+    questions: dict[str, list[Question]]
+
+    @property
+    def own_text(self) -> bool:
+        """Whether a row of X is the same row of Z, so that a sentence must not retrieve its own passage."""
+        return self.pretraining is self.passages
+
+
+def open_sources(folder: str | os.PathLike[str]) -> Sources:
+    """Open a folder written by `realm prepare`. Raises UserError when it is none, or when its parts do not match."""
+    folder = Path(folder)
+    if not (folder / "PREPARED.json").is_file():
+        raise UserError(
+            f"config.data.path={folder}: not a prepared folder (no PREPARED.json); make it with `realm prepare`"
+        )
+    manifest = read_json(folder / "PREPARED.json")
+    if manifest.get("format_version") != FORMAT_VERSION:
+        raise UserError(f"{folder}/PREPARED.json: unknown format version; prepare the folder again with this release")
+    wordpiece = WordPiece.load(folder / "tokenizer")
+    passages = _open_store(folder / "passages", wordpiece)
+    pretraining = _open_store(folder / "pretraining", wordpiece) if manifest.get("pretraining") else passages
+    questions = {split: read_questions(folder / "questions" / f"{split}.jsonl") for split in manifest["questions"]}
+    return Sources(wordpiece, passages, pretraining, questions)
+
+
+def _open_store(folder: Path, wordpiece: WordPiece) -> PassageStore:
+    store = PassageStore.open(folder)
+    if store.tokenizer_fingerprint != wordpiece.fingerprint:
+        raise UserError(
+            f"{folder}: built with tokenizer {store.tokenizer_fingerprint}, but {folder.parent}/tokenizer is "
+            f"{wordpiece.fingerprint}; prepare the folder again"
+        )
+    return store

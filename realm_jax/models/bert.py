@@ -1,0 +1,148 @@
+"""BERT (Devlin et al. 2019) as a Flax Linen module: embeddings and post-norm transformer layers, nothing above them.
+
+Not here: pooling and projection (`embedder.py`), word prediction and span scores (`reader.py`).
+
+The last layer can be asked for a few positions only (`positions`). A retriever needs `[CLS]` alone and a masked language
+model only the masked places, so the rest of that layer need not be computed: the same numbers for about 40 % less
+work in a two-layer model, and 7 % in a twelve-layer one.
+"""
+
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+LAYER_NORM_EPSILON = 1e-12  # as in google-research/bert and every checkpoint descended from it
+BASE_WIDTH, BASE_STDDEV = 768, 0.02  # BERT-base and its initialiser
+
+
+def initializer(width: int) -> nn.initializers.Initializer:
+    """Truncated normal with BERT's 0.02 at 768 features, scaled so that narrower models start as loud as BERT-base.
+
+    With 0.02 at 64 features attention starts almost uniform and the tied output almost flat; a tiny reader then takes
+    several times longer to learn to copy from its passage.
+    """
+    return nn.initializers.truncated_normal(BASE_STDDEV * (BASE_WIDTH / width) ** 0.5)
+
+
+@dataclasses.dataclass(frozen=True)
+class BertConfig:
+    """Sizes of one tower.
+
+    vocabulary_size: word pieces. max_length: longest sequence with a position embedding. dropout: probability, on
+    embeddings, attention and both residual branches. dtype: of the matrix products ('float32' or 'bfloat16');
+    parameters, LayerNorm and softmax are float32 always.
+    """
+
+    vocabulary_size: int
+    width: int = 768
+    layers: int = 12
+    heads: int = 12
+    feed_forward: int = 3072
+    max_length: int = 512
+    dropout: float = 0.1
+    dtype: Any = jnp.float32
+
+
+def dense(features: int, axes: tuple[str | None, str | None], config: BertConfig, name: str) -> nn.Dense:
+    """A linear layer with BERT's initialiser and logical axis names for (input, output)."""
+    return nn.Dense(
+        features,
+        dtype=config.dtype,
+        kernel_init=nn.with_logical_partitioning(initializer(config.width), axes),
+        bias_init=nn.with_logical_partitioning(nn.initializers.zeros_init(), (axes[1],)),
+        name=name,
+    )
+
+
+def layer_norm(name: str, epsilon: float = LAYER_NORM_EPSILON) -> nn.LayerNorm:
+    """LayerNorm in float32, whatever the compute dtype."""
+    return nn.LayerNorm(
+        epsilon=epsilon,
+        dtype=jnp.float32,
+        scale_init=nn.with_logical_partitioning(nn.initializers.ones_init(), ("norm",)),
+        bias_init=nn.with_logical_partitioning(nn.initializers.zeros_init(), ("norm",)),
+        name=name,
+    )
+
+
+def embedding(rows: int, width: int, axis: str | None, name: str) -> nn.Embed:
+    """A lookup table [rows, width] with BERT's initialiser."""
+    init = nn.with_logical_partitioning(initializer(width), (axis, "embed"))
+    return nn.Embed(rows, width, embedding_init=init, name=name)
+
+
+def attend(query: Array, key: Array, value: Array, mask: Array) -> Array:
+    """Softmax attention over key positions where `mask` is true.
+
+    query [batch, positions, heads, size], key and value [batch, length, heads, size], mask [batch, length] bool.
+    The softmax is float32. Returns [batch, positions, heads, size] in the dtype of `value`.
+    """
+    scale = 1.0 / jnp.sqrt(query.shape[-1]).astype(query.dtype)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query * scale, key, preferred_element_type=jnp.float32)
+    bias = jnp.where(mask, 0.0, -1e9).astype(jnp.float32)[:, None, None, :]
+    weights = jax.nn.softmax(scores + bias, axis=-1).astype(value.dtype)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, value)
+
+
+class Layer(nn.Module):
+    """One post-norm transformer layer; queries may be fewer than keys."""
+
+    config: BertConfig
+
+    @nn.compact
+    def __call__(self, queries: Array, keys: Array, mask: Array, deterministic: bool) -> Array:
+        """queries [batch, positions, width], keys [batch, length, width], mask [batch, length] → like queries."""
+        c = self.config
+        heads = lambda x: x.reshape(*x.shape[:2], c.heads, c.width // c.heads)  # noqa: E731
+        projected = [
+            heads(dense(c.width, ("embed", "heads"), c, name)(x))
+            for name, x in (("query", queries), ("key", keys), ("value", keys))
+        ]
+        attended = attend(*projected, mask).reshape(queries.shape)
+        attended = dense(c.width, ("heads", "embed"), c, "attention_output")(attended)
+        attended = nn.Dropout(c.dropout)(attended, deterministic=deterministic)
+        x = layer_norm("attention_norm")(queries + attended).astype(c.dtype)
+        hidden = dense(c.feed_forward, ("embed", "mlp"), c, "intermediate")(x)
+        hidden = dense(c.width, ("mlp", "embed"), c, "output")(jax.nn.gelu(hidden, approximate=True))
+        hidden = nn.Dropout(c.dropout)(hidden, deterministic=deterministic)
+        return layer_norm("output_norm")(x + hidden).astype(c.dtype)
+
+
+class Bert(nn.Module):
+    """Embeddings and `config.layers` layers. Call it for hidden states; `attend_words` ties an output layer to it."""
+
+    config: BertConfig
+
+    def setup(self) -> None:
+        c = self.config
+        self.words = embedding(c.vocabulary_size, c.width, "vocab", "words")
+        self.positions = embedding(c.max_length, c.width, None, "positions")
+        self.segments = embedding(2, c.width, None, "segments")
+        self.norm = layer_norm("embedding_norm")
+        self.dropout = nn.Dropout(c.dropout)
+        self.blocks = [Layer(c, name=f"layer_{i}") for i in range(c.layers)]
+
+    def __call__(
+        self, ids: Array, segments: Array, mask: Array, positions: Array | None = None, deterministic: bool = True
+    ) -> Array:
+        """Hidden states of the last layer.
+
+        ids, segments [batch, length] int; mask [batch, length] bool, true on real tokens;
+        positions [batch, m] int: compute the last layer for these alone (None: for all).
+        Returns [batch, length or m, width] in the compute dtype.
+        """
+        c = self.config
+        x = self.words(ids) + self.segments(segments) + self.positions(jnp.arange(ids.shape[1]))[None]
+        x = self.dropout(self.norm(x), deterministic=deterministic).astype(c.dtype)
+        for block in self.blocks[:-1]:
+            x = block(x, x, mask, deterministic)
+        queries = x if positions is None else jnp.take_along_axis(x, positions[:, :, None], axis=1)
+        return self.blocks[-1](queries, x, mask, deterministic)
+
+    def attend_words(self, hidden: Array) -> Array:
+        """Float32 logits [..., vocabulary] of hidden states against the word embeddings (tied output layer)."""
+        return jnp.einsum("...d,vd->...v", hidden.astype(jnp.float32), self.words.embedding.astype(jnp.float32))

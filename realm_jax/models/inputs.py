@@ -1,0 +1,115 @@
+"""The layouts on the device: masks, segments, the joint of a query and a passage, and token matching.
+
+The corpus lives on the device once, as document rows `[CLS] title [SEP] body [SEP]` (`lengths` and `title_lengths` say
+where the parts end). Everything else that a step needs of a passage is derived from such rows here, inside the step.
+The joint layout is `[CLS] query [SEP] body [SEP]`, without the title, as in the reference.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+DOCUMENT_SPECIALS = 2  # the [CLS] before and the [SEP] after the title, which the joint layout leaves out
+
+
+class Documents(NamedTuple):
+    """Document rows: ids [..., length] int, lengths [...] (specials counted), title_lengths [...] (without specials)."""
+
+    ids: Array
+    lengths: Array
+    title_lengths: Array
+
+
+class Joint(NamedTuple):
+    """Queries joined with passages. ids, segments, mask [..., joint length]; body_start [...]: index of the body."""
+
+    ids: Array
+    segments: Array
+    mask: Array
+    body_start: Array
+    lengths: Array
+
+
+def token_mask(lengths: Array, length: int) -> Array:
+    """True on the first `lengths` of `length` positions. [...] → [..., length] bool."""
+    return jnp.arange(length) < lengths[..., None]
+
+
+def document_segments(documents: Documents) -> Array:
+    """0 through the first [SEP], then 1, and 0 on padding."""
+    place = jnp.arange(documents.ids.shape[-1])
+    after_title = place >= (documents.title_lengths + DOCUMENT_SPECIALS)[..., None]
+    return (after_title & (place < documents.lengths[..., None])).astype(jnp.int32)
+
+
+def null_documents(batch: int, special: tuple[int, int]) -> Documents:
+    """The empty document `[CLS] [SEP] [SEP]`, `batch` times. special: ids of [CLS] and [SEP]."""
+    cls, sep = special
+    row = jnp.array([cls, sep, sep], jnp.int32)
+    return Documents(jnp.tile(row, (batch, 1)), jnp.full(batch, 3, jnp.int32), jnp.zeros(batch, jnp.int32))
+
+
+def join(query: Array, query_lengths: Array, documents: Documents) -> Joint:
+    """`[CLS] query [SEP] body [SEP]` for each of an example's passages.
+
+    query [batch, q] int; query_lengths [batch]; documents.ids [batch, k, d] → arrays [batch, k, q + d − 2].
+    Nothing is cut: the joint is as long as both can be together.
+    """
+    batch, count, width = documents.ids.shape
+    place = jnp.arange(query.shape[1] + width - DOCUMENT_SPECIALS)
+    offset = (documents.title_lengths + DOCUMENT_SPECIALS).astype(jnp.int32)
+    in_body = place - query_lengths[:, None]  # [batch, joint]: index in the body, negative inside the query
+    body_place = jnp.clip(in_body[:, None] + offset[..., None], 0, width - 1)
+    body = jnp.take_along_axis(documents.ids.astype(jnp.int32), body_place, axis=-1)
+    front = jnp.pad(query.astype(jnp.int32), ((0, 0), (0, place.size - query.shape[1])))
+    lengths = query_lengths[:, None] + documents.lengths.astype(jnp.int32) - offset
+    mask = place < lengths[..., None]
+    is_body = (in_body >= 0)[:, None] & mask
+    ids = jnp.where(is_body, body, jnp.where(mask, front[:, None], 0))
+    start = jnp.broadcast_to(query_lengths[:, None], (batch, count))
+    return Joint(ids, is_body.astype(jnp.int32), mask, start, lengths)
+
+
+def shift_left(x: Array, by: int) -> Array:
+    """x[..., i + by] at i, −1 past the end."""
+    return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, by),), constant_values=-1)[..., by:] if by else x
+
+
+def contains(documents: Array, phrase: Array, phrase_lengths: Array) -> Array:
+    """Whether a run of pieces occurs in each passage.
+
+    documents [batch, k, d] int, phrase [batch, p] int, phrase_lengths [batch]; → [batch, k] bool.
+    An empty phrase occurs nowhere.
+    """
+    documents = documents.astype(jnp.int32)
+
+    def check(offset: Array, match: Array) -> Array:
+        shifted = jnp.roll(padded, -offset, axis=-1)[..., : match.shape[-1]]
+        wanted = jax.lax.dynamic_index_in_dim(phrase, offset, axis=1, keepdims=True)[:, None]
+        return match & ((shifted == wanted) | (offset >= phrase_lengths)[:, None, None])
+
+    padded = jnp.pad(documents, ((0, 0), (0, 0), (0, phrase.shape[1])), constant_values=-1)
+    match = jax.lax.fori_loop(0, phrase.shape[1], check, jnp.ones(documents.shape, bool))
+    return match.any(axis=-1) & (phrase_lengths > 0)[:, None]
+
+
+def find_answers(joint: Joint, answers: Array, answer_lengths: Array, span_width: int) -> tuple[Array, Array]:
+    """The spans that may be answers, and those that are.
+
+    answers [batch, a, w] int and answer_lengths [batch, a] (0: no answer; longer than span_width never matches).
+    Returns (allowed, correct), both [batch, k, joint length, span_width] bool: entry [.., i, w] is the span of pieces
+    i … i + w. Allowed spans lie in the body, before its final [SEP].
+    """
+    place = jnp.arange(joint.ids.shape[-1])
+    body_end = joint.lengths - 1
+    starts = place >= joint.body_start[..., None]
+    allowed = jnp.stack([starts & (place + width < body_end[..., None]) for width in range(span_width)], axis=-1)
+    match = jnp.ones((*joint.ids.shape, answers.shape[1]), bool)
+    for offset in range(min(answers.shape[2], span_width)):
+        wanted = answers[:, None, None, :, offset]
+        beyond = (offset >= answer_lengths)[:, None, None, :]
+        match &= (shift_left(joint.ids, offset)[..., None] == wanted) | beyond
+    found = [(match & (answer_lengths == width + 1)[:, None, None, :]).any(axis=-1) for width in range(span_width)]
+    return allowed, jnp.stack(found, axis=-1) & allowed

@@ -1,0 +1,107 @@
+"""The marginal likelihood of REALM and of its fine-tuning: arrays in, arrays out, exact in log space.
+
+p(y|x) = Σ_z p(z|x) p(y|z,x) over K candidates, the null document at position 0 (paper, equation 1 and section 3.3).
+Not here: how candidates are found (`index/`), how log-probabilities are computed (`reader.py`).
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+NEGATIVE = -1e9  # added to what may not be chosen; finite, so that gradients stay finite
+
+
+class Marginal(NamedTuple):
+    """What one batch of marginal likelihoods says. All float32.
+
+    loss: scalar, to be minimised. log_likelihood [batch]: log p(y|x) over all of an example's masked positions.
+    null_log_likelihood [batch]: log p(y|null, x). best_log_likelihood [batch]: max over the real candidates of
+    log p(y|z,x). log_prior [batch, candidates]: log p(z|x).
+    """
+
+    loss: Array
+    log_likelihood: Array
+    null_log_likelihood: Array
+    best_log_likelihood: Array
+    log_prior: Array
+
+
+def log_prior(scores: Array, valid: Array) -> Array:
+    """log p(z|x): softmax of inner products over the valid candidates only. scores, valid [batch, candidates]."""
+    return jax.nn.log_softmax(jnp.where(valid, scores.astype(jnp.float32), NEGATIVE), axis=-1)
+
+
+def masked_word_marginal(scores: Array, word_log_p: Array, weights: Array, valid: Array, kind: str) -> Marginal:
+    """Marginal likelihood of masked words.
+
+    scores [batch, candidates]: inner products; word_log_p [batch, candidates, m]: log p(y_j|z,x) of each target;
+    weights [batch, m]: 1 on real predictions, 0 on padding; valid [batch, candidates] bool: false on excluded
+    candidates; candidate 0 is the null document.
+    kind 'example': p(y|x) = Σ_z p(z|x) Π_j p(y_j|z,x), loss is the mean over examples (the paper);
+    'token': Π_j Σ_z p(z|x) p(y_j|z,x), loss is the mean over predicted pieces (the released code).
+    An example without predictions counts for nothing.
+    """
+    prior = log_prior(scores, valid)
+    weights = weights.astype(jnp.float32)
+    word_log_p = word_log_p * weights[:, None, :]
+    reading = word_log_p.sum(axis=-1)
+    if kind == "example":
+        log_likelihood = jax.nn.logsumexp(prior + reading, axis=-1)
+        counted = weights.max(axis=-1)
+        loss = -jnp.sum(log_likelihood * counted) / jnp.maximum(counted.sum(), 1.0)
+    elif kind == "token":
+        per_word = jax.nn.logsumexp(prior[:, :, None] + word_log_p, axis=1) * weights
+        log_likelihood = per_word.sum(axis=-1)
+        loss = -per_word.sum() / jnp.maximum(weights.sum(), 1.0)
+    else:
+        raise ValueError(f"marginal must be 'example' or 'token', not {kind!r}")
+    best = jnp.max(jnp.where(valid, reading, NEGATIVE)[:, 1:], axis=-1)
+    return Marginal(loss, log_likelihood, reading[:, 0], best, prior)
+
+
+def log_sum_selected(log_p: Array, selected: Array, axis: int | tuple[int, ...]) -> Array:
+    """log Σ of exp(log_p) where `selected`; NEGATIVE where nothing is selected, with zero gradient there."""
+    masked = jnp.where(selected, log_p, NEGATIVE)
+    return jnp.where(selected.any(axis=axis), jax.nn.logsumexp(masked, axis=axis), NEGATIVE)
+
+
+def span_log_probabilities(span_scores: Array, allowed: Array) -> Array:
+    """log p(span|z,x), normalised within each passage. span_scores, allowed [batch, passages, length, width]."""
+    masked = jnp.where(allowed, span_scores, NEGATIVE)
+    total = jax.nn.logsumexp(masked, axis=(-2, -1), keepdims=True)
+    return masked - total
+
+
+def answer_marginal(scores: Array, span_scores: Array, allowed: Array, correct: Array) -> tuple[Array, Array]:
+    """Loss of −log Σ_z p(z|x) Σ_{correct spans} p(span|z,x), mean over the examples that have a correct span.
+
+    scores [batch, passages]; span_scores, allowed, correct [batch, passages, length, width].
+    Returns (loss scalar, log_likelihood [batch], NEGATIVE where no passage holds an answer).
+    """
+    prior = jax.nn.log_softmax(scores.astype(jnp.float32), axis=-1)
+    reading = span_log_probabilities(span_scores, allowed)
+    joint = prior[:, :, None, None] + reading
+    likelihood = log_sum_selected(joint, correct, axis=(1, 2, 3))
+    answered = correct.any(axis=(1, 2, 3)).astype(jnp.float32)
+    loss = -jnp.sum(jnp.where(answered > 0, likelihood, 0.0)) / jnp.maximum(answered.sum(), 1.0)
+    return loss, likelihood
+
+
+def orqa_loss(
+    beam_scores: Array, beam_correct: Array, scores: Array, span_scores: Array, allowed: Array, correct: Array
+) -> Array:
+    """ORQA's L_ret + L_read (Lee et al. 2019, section 6), as in the released fine-tuning code.
+
+    beam_scores, beam_correct [batch, c]: the retriever's beam and which passages hold an answer;
+    scores [batch, k], span_scores, allowed, correct [batch, k, length, width]: the reader's share of it. Each term is
+    one softmax over its whole beam, zero for an example without a correct entry; the mean is over all examples.
+    """
+    beam = jax.nn.log_softmax(beam_scores.astype(jnp.float32), axis=-1)
+    retriever = log_sum_selected(beam, beam_correct, axis=1)
+    final = jnp.where(allowed, span_scores + scores[:, :, None, None], NEGATIVE)
+    final = final - jax.nn.logsumexp(final, axis=(1, 2, 3), keepdims=True)
+    reader = log_sum_selected(final, correct, axis=(1, 2, 3))
+    terms = jnp.where(beam_correct.any(axis=1), -retriever, 0.0) + jnp.where(correct.any(axis=(1, 2, 3)), -reader, 0.0)
+    return terms.mean()

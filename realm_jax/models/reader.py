@@ -1,0 +1,68 @@
+"""The reader (knowledge-augmented encoder, section 3.2 of the paper): a query joined with one passage.
+
+One BERT with two heads: word prediction for pre-training (BERT's MLM head, output tied to the word embeddings), and
+span scores for question answering (ORQA's: the sum of a start and an end representation through ReLU and LayerNorm).
+"""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from realm_jax.models.bert import Bert, BertConfig, dense, initializer, layer_norm
+
+Array = jax.Array
+SPAN_NORM_EPSILON = 1e-3  # Keras's default, in the released reader
+
+
+class Reader(nn.Module):
+    """`span_hidden`: size of a span's representation; `span_width`: longest answer in word pieces."""
+
+    config: BertConfig
+    span_hidden: int = 256
+    span_width: int = 10
+
+    def setup(self) -> None:
+        c = self.config
+        self.bert = Bert(c, name="bert")
+        self.mlm_transform = dense(c.width, ("embed", "embed_out"), c, "mlm_transform")
+        self.mlm_norm = layer_norm("mlm_norm")
+        zeros = nn.with_logical_partitioning(nn.initializers.zeros_init(), ("vocab",))
+        self.mlm_bias = self.param("mlm_bias", zeros, (c.vocabulary_size,))
+        self.span_projection = dense(2 * self.span_hidden, ("embed", "mlp"), c, "span_projection")
+        self.span_norm = layer_norm("span_norm", SPAN_NORM_EPSILON)
+        self.span_score = nn.Dense(
+            1,
+            dtype=jnp.float32,
+            kernel_init=nn.with_logical_partitioning(initializer(c.width), ("span", None)),
+            bias_init=nn.with_logical_partitioning(nn.initializers.zeros_init(), (None,)),
+            name="span_score",
+        )
+
+    def word_log_probabilities(
+        self, ids: Array, segments: Array, mask: Array, positions: Array, deterministic: bool = True
+    ) -> Array:
+        """Log-probabilities of the whole vocabulary at the masked positions.
+
+        ids, segments, mask [batch, length]; positions [batch, m] int → [batch, m, vocabulary] float32.
+        """
+        hidden = self.bert(ids, segments, mask, positions=positions, deterministic=deterministic)
+        hidden = self.mlm_norm(jax.nn.gelu(self.mlm_transform(hidden), approximate=True))
+        return jax.nn.log_softmax(self.bert.attend_words(hidden) + self.mlm_bias, axis=-1)
+
+    def span_scores(self, ids: Array, segments: Array, mask: Array, deterministic: bool = True) -> Array:
+        """Score of every span by its start and width, before any masking.
+
+        Returns [batch, length, span_width] float32; entry [b, i, w] is the span of pieces i … i + w (w + 1 pieces).
+        """
+        hidden = self.bert(ids, segments, mask, deterministic=deterministic)
+        start, end = jnp.split(self.span_projection(hidden), 2, axis=-1)
+        ends = jnp.pad(end, ((0, 0), (0, self.span_width - 1), (0, 0)))
+        length = ids.shape[1]
+        ends = jnp.stack([ends[:, w : w + length] for w in range(self.span_width)], axis=2)
+        span = self.span_norm(jax.nn.relu(start[:, :, None] + ends))
+        return self.span_score(span)[..., 0]
+
+    def initialise(self, ids: Array, segments: Array, mask: Array) -> None:
+        """Touch every parameter once; used with `init` only."""
+        self.word_log_probabilities(ids, segments, mask, jnp.zeros((ids.shape[0], 1), jnp.int32))
+        self.span_scores(ids, segments, mask)

@@ -1,0 +1,98 @@
+"""REALM's three networks as one object of pure functions: two embedders and a reader over one parameter tree.
+
+    params = {'query_embedder': …, 'document_embedder': …, 'reader': …}     (one 'embedder' when the tower is shared)
+
+Read next: `likelihood.py` for the objective, `training/tasks.py` for how a task uses these functions.
+"""
+
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from realm_jax.models.bert import BertConfig
+from realm_jax.models.embedder import Embedder
+from realm_jax.models.inputs import Documents, Joint, document_segments, token_mask
+from realm_jax.models.reader import Reader
+
+Array = jax.Array
+Params = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Realm:
+    """The networks. Every method is a pure function of its arguments; `key` turns dropout on (None: off)."""
+
+    bert: BertConfig
+    projection: int = 128
+    projection_norm_epsilon: float = 1e-12
+    span_hidden: int = 256
+    span_width: int = 10
+    shared_tower: bool = False
+
+    @property
+    def embedder(self) -> Embedder:
+        return Embedder(self.bert, self.projection, self.projection_norm_epsilon)
+
+    @property
+    def reader(self) -> Reader:
+        return Reader(self.bert, self.span_hidden, self.span_width)
+
+    @property
+    def embedder_names(self) -> tuple[str, ...]:
+        """Top-level keys of the retriever's parameters."""
+        return ("embedder",) if self.shared_tower else ("query_embedder", "document_embedder")
+
+    def init_boxed(self, key: Array) -> Params:
+        """Fresh parameters, boxed with their logical axis names.
+
+        Both towers start from the same numbers, as in the released code: the inner product of equal functions begins
+        as a similarity, which training need only sharpen.
+        """
+        ids = jnp.zeros((1, 8), jnp.int32)
+        mask = jnp.ones((1, 8), bool)
+        tower = self.embedder.init(jax.random.fold_in(key, 0), ids, ids, mask)["params"]
+        reader = self.reader.init(jax.random.fold_in(key, 1), ids, ids, mask, method="initialise")["params"]
+        return {name: tower for name in self.embedder_names} | {"reader": reader}
+
+    def init(self, key: Array) -> Params:
+        """Fresh float32 parameters."""
+        return nn.unbox(self.init_boxed(key))
+
+    def embed_queries(self, params: Params, query: Array, lengths: Array, key: Array | None = None) -> Array:
+        """Embed_input. query [batch, q] int, lengths [batch] → [batch, projection] float32."""
+        tower = params[self.embedder_names[0]]
+        ids = query.astype(jnp.int32)
+        return self._embed(tower, ids, jnp.zeros_like(ids), token_mask(lengths, query.shape[1]), key)
+
+    def embed_documents(self, params: Params, documents: Documents, key: Array | None = None) -> Array:
+        """Embed_doc. documents.ids [batch, d] → [batch, projection] float32."""
+        tower = params[self.embedder_names[-1]]
+        mask = token_mask(documents.lengths, documents.ids.shape[-1])
+        return self._embed(tower, documents.ids.astype(jnp.int32), document_segments(documents), mask, key)
+
+    def _embed(self, tower: Params, ids: Array, segments: Array, mask: Array, key: Array | None) -> Array:
+        return self.embedder.apply({"params": tower}, ids, segments, mask, **_dropout(key))
+
+    def read_words(self, params: Params, joint: Joint, positions: Array, key: Array | None = None) -> Array:
+        """log p(·|z, x) at masked positions. joint arrays [batch, …], positions [batch, m] → [batch, m, vocabulary]."""
+        inputs = (joint.ids, joint.segments, joint.mask, positions)
+        return self.reader.apply(
+            {"params": params["reader"]}, *inputs, method="word_log_probabilities", **_dropout(key)
+        )
+
+    def read_spans(self, params: Params, joint: Joint, key: Array | None = None) -> Array:
+        """Span scores. joint arrays [batch, length] → [batch, length, span_width] float32."""
+        inputs = (joint.ids, joint.segments, joint.mask)
+        return self.reader.apply({"params": params["reader"]}, *inputs, method="span_scores", **_dropout(key))
+
+
+def _dropout(key: Array | None) -> dict[str, Any]:
+    return {"deterministic": True} if key is None else {"deterministic": False, "rngs": {"dropout": key}}
+
+
+def flatten_joint(joint: Joint) -> Joint:
+    """[batch, k, …] → [batch · k, …]."""
+    return Joint(*(x.reshape(-1, *x.shape[2:]) for x in joint))
