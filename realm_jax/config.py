@@ -8,7 +8,8 @@ Science (a run folder keeps them; another value on resume is an error that names
   data.path                folder written by `realm prepare`
   data.masking             'salient', 'uniform' or 'random_span': what REALM's queries hide
   data.predictions         predicted positions of a masked sentence at most; 0: sized to the masking
-  data.null_rate           warm-up: share of sentences read beside the empty document
+  data.null_rate           warm-up: share of examples that are a sentence of X beside the empty document
+  data.unrelated_rate      warm-up: share that are a sentence of X beside a passage drawn at random
   data.ict_mask_rate       share of sentences that are taken out of their passage in the inverse cloze task
   data.query_length        word pieces of a sentence or question, [CLS] and [SEP] counted
   data.document_length     word pieces of a passage, title and specials counted
@@ -71,7 +72,8 @@ def default() -> ConfigDict:
                 "path": "",
                 "masking": "salient",
                 "predictions": 0,
-                "null_rate": 0.1,
+                "null_rate": 0.2,
+                "unrelated_rate": 0.2,
                 "ict_mask_rate": 0.9,
                 "query_length": 96,
                 "document_length": 288,
@@ -155,7 +157,7 @@ def _check_sizes(config: ConfigDict) -> None:
     )
     for key in positive.split():
         _require(_get(config, key) > 0, key, "must be positive")
-    for key in ("data.null_rate", "data.ict_mask_rate", "model.dropout"):
+    for key in ("data.null_rate", "data.unrelated_rate", "data.ict_mask_rate", "model.dropout"):
         _require(0 <= _get(config, key) <= 1, key, "must lie between 0 and 1")
     _require(config.model.width % config.model.heads == 0, "model.heads", "must divide model.width")
     _require(config.retrieval.candidates >= 2, "retrieval.candidates", "must be at least 2: the null document and one")

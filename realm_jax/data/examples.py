@@ -136,30 +136,56 @@ def _recurs(body: NDArray[np.uint16], sentences: NDArray[np.int32], number: int,
     return None
 
 
-def warmup_examples(store: PassageStore, wordpiece: WordPiece, lengths: Lengths, null_rate: float) -> Examples:
-    """A sentence with a masked salient span beside an excerpt of its passage in which the span occurs again.
+def warmup_examples(
+    passages: PassageStore,
+    pretraining: PassageStore,
+    wordpiece: WordPiece,
+    lengths: Lengths,
+    null_rate: float,
+    unrelated_rate: float,
+) -> Examples:
+    """The reader's warm-up: masked salient spans of three kinds, all pairs that any text has.
 
-    The excerpt is a random choice of the other sentences, in order: short ones teach copying quickly, long ones teach
-    to find what to copy. Only pairs that any text has. A share `null_rate` is read beside the empty document, so that
-    the reader knows how to guess without one.
+    * A sentence of a passage beside an excerpt of that passage in which the span occurs again. The excerpt is a random
+      choice of the other sentences, in order: short ones teach copying quickly, long ones teach what to copy.
+    * A share `null_rate`: a sentence of the pre-training text beside the empty document (plain masked words).
+    * A share `unrelated_rate`: such a sentence beside a passage drawn at random, so that the reader does not believe
+      every passage: what retrieval offers at first is mostly wrong.
     """
-    spans = recurring_spans(store, lengths.query)
-    _require(len(spans), store, "a name or date that it mentions in two sentences", "the warm-up")
+    spans = recurring_spans(passages, lengths.query)
+    _require(len(spans), passages, "a name or date that it mentions in two sentences", "the warm-up")
+    sentences = salient_sentences(pretraining, lengths.query)
+    _require(len(sentences.rows), pretraining, "a salient span", "the warm-up")
 
     def make(index: int, rng: np.random.Generator) -> Example:
-        row, number, place, other = map(int, spans[index])
-        sentences, body = store.sentences(row), store.body_tokens(row)
-        start, end = sentences[number]
-        span = store.spans(row)[place : place + 1, :2] - start
-        arrays = masked_arrays(body[start:end], span, "salient", rng, lengths, wordpiece)
-        if rng.random() < null_rate:
-            return arrays | document_arrays(body[:0], body[:0], lengths.document, wordpiece)
-        kept = rng.random(len(sentences)) < rng.random()
-        kept[other], kept[number] = True, False
-        excerpt = np.concatenate([body[first:last] for first, last in sentences[kept]])
-        return arrays | document_arrays(store.title_tokens(row), excerpt, lengths.document, wordpiece)
+        draw = rng.random()
+        if draw >= null_rate + unrelated_rate:
+            return _excerpt_example(passages, spans[index], rng, lengths, wordpiece)
+        choice = int(rng.integers(len(sentences.rows)))
+        sentence, salient = spans_of(pretraining, int(sentences.rows[choice]), int(sentences.numbers[choice]))
+        arrays = masked_arrays(sentence, salient, "salient", rng, lengths, wordpiece)
+        if draw < null_rate:
+            return arrays | document_arrays(sentence[:0], sentence[:0], lengths.document, wordpiece)
+        row = int(rng.integers(len(passages)))
+        title, body = passages.title_tokens(row), passages.body_tokens(row)
+        return arrays | document_arrays(title, body, lengths.document, wordpiece)
 
     return Examples(len(spans), make)
+
+
+def _excerpt_example(
+    store: PassageStore, entry: NDArray[np.int32], rng: np.random.Generator, lengths: Lengths, wordpiece: WordPiece
+) -> Example:
+    """A sentence with its recurring span masked, beside some of its passage's other sentences, one with the span."""
+    row, number, place, other = map(int, entry)
+    sentences, body = store.sentences(row), store.body_tokens(row)
+    start, end = sentences[number]
+    span = store.spans(row)[place : place + 1, :2] - start
+    kept = rng.random(len(sentences)) < rng.random()
+    kept[other], kept[number] = True, False
+    excerpt = np.concatenate([body[first:last] for first, last in sentences[kept]])
+    arrays = masked_arrays(body[start:end], span, "salient", rng, lengths, wordpiece)
+    return arrays | document_arrays(store.title_tokens(row), excerpt, lengths.document, wordpiece)
 
 
 def cloze_examples(store: PassageStore, wordpiece: WordPiece, lengths: Lengths, mask_rate: float) -> Examples:

@@ -28,9 +28,14 @@ class Marginal(NamedTuple):
     log_prior: Array
 
 
+def at_least_float32(x: Array) -> Array:
+    """`x` in float32; in float64 if it is, so that the mathematics can be checked to the last digit."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
 def log_prior(scores: Array, valid: Array) -> Array:
     """log p(z|x): softmax of inner products over the valid candidates only. scores, valid [batch, candidates]."""
-    return jax.nn.log_softmax(jnp.where(valid, scores.astype(jnp.float32), NEGATIVE), axis=-1)
+    return jax.nn.log_softmax(jnp.where(valid, at_least_float32(scores), NEGATIVE), axis=-1)
 
 
 def masked_word_marginal(scores: Array, word_log_p: Array, weights: Array, valid: Array, kind: str) -> Marginal:
@@ -44,7 +49,7 @@ def masked_word_marginal(scores: Array, word_log_p: Array, weights: Array, valid
     An example without predictions counts for nothing.
     """
     prior = log_prior(scores, valid)
-    weights = weights.astype(jnp.float32)
+    weights = at_least_float32(weights)
     word_log_p = word_log_p * weights[:, None, :]
     reading = word_log_p.sum(axis=-1)
     if kind == "example":
@@ -68,10 +73,12 @@ def log_sum_selected(log_p: Array, selected: Array, axis: int | tuple[int, ...])
 
 
 def span_log_probabilities(span_scores: Array, allowed: Array) -> Array:
-    """log p(span|z,x), normalised within each passage. span_scores, allowed [batch, passages, length, width]."""
-    masked = jnp.where(allowed, span_scores, NEGATIVE)
-    total = jax.nn.logsumexp(masked, axis=(-2, -1), keepdims=True)
-    return masked - total
+    """log p(span|z,x), normalised within each passage; NEGATIVE where a span is not allowed.
+
+    span_scores, allowed [batch, passages, length, width]. A passage without an allowed span has none that is likely.
+    """
+    total = jax.nn.logsumexp(jnp.where(allowed, span_scores, NEGATIVE), axis=(-2, -1), keepdims=True)
+    return jnp.where(allowed, span_scores - total, NEGATIVE)
 
 
 def answer_marginal(scores: Array, span_scores: Array, allowed: Array, correct: Array) -> tuple[Array, Array]:
@@ -80,7 +87,7 @@ def answer_marginal(scores: Array, span_scores: Array, allowed: Array, correct: 
     scores [batch, passages]; span_scores, allowed, correct [batch, passages, length, width].
     Returns (loss scalar, log_likelihood [batch], NEGATIVE where no passage holds an answer).
     """
-    prior = jax.nn.log_softmax(scores.astype(jnp.float32), axis=-1)
+    prior = jax.nn.log_softmax(at_least_float32(scores), axis=-1)
     reading = span_log_probabilities(span_scores, allowed)
     joint = prior[:, :, None, None] + reading
     likelihood = log_sum_selected(joint, correct, axis=(1, 2, 3))
@@ -98,7 +105,7 @@ def orqa_loss(
     scores [batch, k], span_scores, allowed, correct [batch, k, length, width]: the reader's share of it. Each term is
     one softmax over its whole beam, zero for an example without a correct entry; the mean is over all examples.
     """
-    beam = jax.nn.log_softmax(beam_scores.astype(jnp.float32), axis=-1)
+    beam = jax.nn.log_softmax(at_least_float32(beam_scores), axis=-1)
     retriever = log_sum_selected(beam, beam_correct, axis=1)
     final = jnp.where(allowed, span_scores + scores[:, :, None, None], NEGATIVE)
     final = final - jax.nn.logsumexp(final, axis=(1, 2, 3), keepdims=True)

@@ -1,0 +1,150 @@
+"""Retrieval inside a step: the corpus on the devices, candidates for a query, their scores and what the reader makes of them.
+
+Pure functions of (setting, parameters, batch, index), shared by training and evaluation; a refreshed index is new data,
+not a new program. The losses made of them are in `training/tasks.py`.
+"""
+
+import dataclasses
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from realm_jax.index.exact import search
+from realm_jax.models.inputs import Documents, Joint, contains, join, null_documents
+from realm_jax.models.realm import Params, Realm, flatten_joint
+
+Array = jax.Array
+Batch = dict[str, Array]
+
+
+class Index(NamedTuple):
+    """The corpus on the device: vectors [padded rows, projection] and the document rows they stand for."""
+
+    vectors: Array
+    documents: Documents
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """Everything a loss needs beside its arrays; fixed for a run, so it is part of the compiled program."""
+
+    model: Realm
+    mesh: Mesh
+    cls_id: int
+    sep_id: int
+    rows: int  # passages in the corpus, padding not counted
+    candidates: int = 8  # the null document counted
+    marginal: str = "example"
+    retriever_gradient: bool = True
+    search_block: int = 65_536
+    qa_objective: str = "marginal"
+    qa_beam: int = 64  # passages that the retriever's term of 'orqa' ranks
+    qa_passages: int = 5  # passages that are read
+
+
+def dropoutdropout_keys(key: Array | None, count: int) -> list[Array | None]:
+    """`count` keys from one; None stays None, which means no dropout."""
+    return [None] * count if key is None else list(jax.random.split(key, count))
+
+
+def take(index: Index, rows: Array) -> Documents:
+    """The document rows of candidates. rows [...] int32 → ids [..., length]."""
+    return Documents(*(part[rows] for part in index.documents))
+
+
+class Candidates(NamedTuple):
+    """Retrieved passages without the example's own. rows, valid [batch, k]; excluded [batch]: how many were dropped."""
+
+    rows: Array
+    valid: Array
+    excluded: Array
+
+
+def retrieve(setting: Setting, params: Params, batch: Batch, index: Index, count: int) -> Candidates:
+    """The `count` best passages for each masked sentence, the example's own passage left out.
+
+    Own is the same row (`own_row`, −1 for none) or a passage in which the unmasked sentence occurs. One more than
+    `count` is searched; what is still excluded after that is marked invalid, never replaced by a second search.
+    The search uses current parameters without dropout.
+    """
+    queries = setting.model.embed_queries(params, batch["query"], batch["query_length"])
+    depth = min(count + 1, setting.rows)
+    rows = search(setting.mesh, queries, index.vectors, setting.rows, depth, setting.search_block).rows
+    found = contains(take(index, rows).ids, batch["sentence"], batch["sentence_length"])
+    own = (rows == batch["own_row"][:, None]) | found
+    order = jnp.argsort(own, axis=1, stable=True)[:, :count]
+    pick = partial(jnp.take_along_axis, indices=order, axis=1)
+    return Candidates(pick(rows), ~pick(own), own.sum(axis=1))
+
+
+def candidate_scores(setting: Setting, params: Params, batch: Batch, documents: Documents, key: Array | None) -> Array:
+    """Inner products with current parameters, null document first. documents.ids [batch, k, d] → [batch, 1 + k]."""
+    keys = dropout_keys(key, 3)
+    queries = setting.model.embed_queries(params, batch["query"], batch["query_length"], keys[0])
+    batch_size, count = documents.ids.shape[:2]
+    flat = Documents(*(part.reshape(-1, *part.shape[2:]) for part in documents))
+    vectors = setting.model.embed_documents(params, flat, keys[1]).reshape(batch_size, count, -1)
+    null = setting.model.embed_documents(params, null_documents(1, (setting.cls_id, setting.sep_id)), keys[2])
+    scores = jnp.einsum("bd,bkd->bk", queries, vectors)
+    return jnp.concatenate([queries @ null.T, scores], axis=1)
+
+
+def candidate_words(
+    setting: Setting, params: Params, batch: Batch, documents: Documents, key: Array | None
+) -> tuple[Array, Array]:
+    """log p(y_j|z,x) of every target and the likeliest pieces, null document first.
+
+    documents.ids [batch, k, d] → ([batch, 1 + k, m] float32, [batch, 1 + k, m] int32). The null document's joint is
+    short, so it is read on its own and not at the passages' length.
+    """
+    keys = dropout_keys(key, 2)
+    batch_size, count = documents.ids.shape[:2]
+    null = null_documents(batch_size, (setting.cls_id, setting.sep_id))
+    null = Documents(*(part[:, None] for part in null))
+
+    def read(candidates: Documents, part_key: Array | None) -> tuple[Array, Array]:
+        repeats = candidates.ids.shape[1]
+        joint = flatten_joint(join(batch["query"], batch["query_length"], candidates))
+        positions = jnp.repeat(batch["positions"], repeats, axis=0)
+        words = setting.model.read_words(params, joint, positions, part_key)
+        targets = jnp.repeat(batch["targets"], repeats, axis=0)
+        log_p = jnp.take_along_axis(words, targets[..., None], axis=-1)[..., 0]
+        shape = (batch_size, repeats, -1)
+        return log_p.reshape(shape), words.argmax(axis=-1).reshape(shape)
+
+    parts = [read(null, keys[0]), read(documents, keys[1])]
+    return tuple(jnp.concatenate(pair, axis=1) for pair in zip(*parts, strict=True))  # type: ignore[return-value]
+
+
+class Reading(NamedTuple):
+    """Passages read for a question. rows, scores [batch, k]; joint and span_scores of [batch, k, length(, width)]."""
+
+    rows: Array
+    scores: Array
+    joint: Joint
+    span_scores: Array
+
+
+def read_passages(
+    setting: Setting, params: Params, batch: Batch, index: Index, key: Array | None, beam: int, passages: int
+) -> tuple[Reading, Array, Array]:
+    """Retrieve a beam with the frozen vectors and read its first passages.
+
+    Returns the reading, the beam's rows [batch, beam] and scores [batch, beam]. Gradient reaches the query embedder
+    through the scores and the reader through the spans.
+    """
+    keys = dropout_keys(key, 2)
+    queries = setting.model.embed_queries(params, batch["query"], batch["query_length"], keys[0])
+    rows = search(
+        setting.mesh, queries, index.vectors, setting.rows, min(beam, setting.rows), setting.search_block
+    ).rows
+    vectors = index.vectors[rows].astype(jnp.float32)
+    scores = jnp.einsum("bd,bkd->bk", queries, jax.lax.stop_gradient(vectors))
+    read_rows = rows[:, :passages]
+    joint = join(batch["query"], batch["query_length"], take(index, read_rows))
+    spans = setting.model.read_spans(params, flatten_joint(joint), keys[1])
+    spans = spans.reshape(*joint.ids.shape, setting.model.span_width)
+    return Reading(read_rows, scores[:, :passages], joint, spans), rows, scores

@@ -1,0 +1,73 @@
+"""The corpus as vectors: every passage through the document embedder, in length buckets.
+
+A passage's padded length is a function of the passage alone, so its vector does not depend on how rows are batched or
+on how many devices share a batch. Read next: `exact.py`, which searches the vectors.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from realm_jax.errors import UserError
+from realm_jax.models.inputs import Documents
+
+BUCKET = 64  # padded lengths are multiples of this, up to the document length
+
+
+class CorpusRows(NamedTuple):
+    """The document layout of a whole corpus on the host: ids uint16 [rows, length], lengths and title_lengths [rows]."""
+
+    ids: NDArray[np.uint16]
+    lengths: NDArray[np.uint16]
+    title_lengths: NDArray[np.uint16]
+
+
+EmbedBatch = Callable[[Documents], jax.Array]
+
+
+def batches(corpus: CorpusRows, batch_size: int) -> Iterator[tuple[NDArray[np.int64], int]]:
+    """Rows and padded length of each batch; the last of a bucket is filled up with its first row."""
+    longest = corpus.ids.shape[1]
+    widths = np.minimum(-(-corpus.lengths.astype(np.int64) // BUCKET) * BUCKET, longest)
+    for width in np.unique(widths):
+        rows = np.flatnonzero(widths == width)
+        for start in range(0, len(rows), batch_size):
+            part = rows[start : start + batch_size]
+            yield np.append(part, np.full(batch_size - len(part), rows[0])), int(width)
+
+
+def embed_corpus(
+    embed: EmbedBatch, corpus: CorpusRows, batch_size: int, progress: Callable[[int], None] | None = None
+) -> NDArray[np.float32]:
+    """Vectors of all passages, float32 [rows, projection].
+
+    embed: Documents of [batch_size, width] → vectors; it is called with at most a handful of widths.
+    progress: called with the number of passages done. Raises UserError when a vector is not finite.
+    """
+    vectors: NDArray[np.float32] | None = None
+    pending: list[tuple[NDArray[np.int64], jax.Array]] = []
+    done = 0
+
+    def collect(entry: tuple[NDArray[np.int64], jax.Array]) -> None:
+        nonlocal vectors
+        rows, values = entry[0], np.asarray(entry[1], np.float32)
+        if vectors is None:
+            vectors = np.empty((len(corpus.ids), values.shape[1]), np.float32)
+        vectors[rows] = values
+
+    for rows, width in batches(corpus, batch_size):
+        documents = Documents(corpus.ids[rows, :width], corpus.lengths[rows], corpus.title_lengths[rows])
+        pending.append((rows, embed(documents)))  # dispatched; the one before is fetched while this one runs
+        if len(pending) > 1:
+            collect(pending.pop(0))
+        done = min(done + len(rows), len(corpus.ids))
+        if progress is not None:
+            progress(done)
+    for entry in pending:
+        collect(entry)
+    if vectors is None or not np.isfinite(vectors).all():
+        raise UserError("the document embedder gives values that are not finite; the run has diverged")
+    return vectors

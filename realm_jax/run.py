@@ -1,0 +1,128 @@
+"""A run's fixed parts: config, folder, data, mesh, networks, and the corpus on the devices. Shared by every job.
+
+Read next: `training/loop.py` for how it is trained, `evaluation/predict.py` for how it answers.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+from numpy.typing import NDArray
+
+from realm_jax.config import joint_length
+from realm_jax.data.examples import Lengths, lengths_from
+from realm_jax.data.sources import Sources
+from realm_jax.errors import UserError
+from realm_jax.index.candidates import Index, Setting
+from realm_jax.index.embed import CorpusRows, embed_corpus
+from realm_jax.index.exact import padded_rows
+from realm_jax.mesh import logical_sharding, make_mesh, parameter_shardings
+from realm_jax.models.bert import BertConfig
+from realm_jax.models.inputs import Documents
+from realm_jax.models.realm import Params, Realm
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run's fixed parts: config, folder, data, mesh, networks and the corpus in document layout."""
+
+    config: ConfigDict
+    workdir: Path
+    sources: Sources
+    mesh: Mesh
+    setting: Setting
+    lengths: Lengths
+
+    @property
+    def model(self) -> Realm:
+        return self.setting.model
+
+    @cached_property
+    def corpus(self) -> CorpusRows:
+        """The corpus on the host, in document layout."""
+        matrix = self.sources.passages.document_matrix(self.config.data.document_length, self.sources.wordpiece.special)
+        return CorpusRows(*matrix)
+
+    @cached_property
+    def documents(self) -> Documents:
+        """The corpus on the devices, sharded by rows."""
+        return Documents(*(self._by_rows(part) for part in self.corpus))
+
+    def index(self, vectors: NDArray) -> Index:
+        """An index of host vectors [rows, projection], stored as `retrieval.dtype` and sharded by rows."""
+        return Index(self._by_rows(vectors.astype(self.config.retrieval.dtype)), self.documents)
+
+    def _by_rows(self, array: NDArray) -> jax.Array:
+        missing = padded_rows(len(array), self.mesh.size) - len(array)
+        padded = np.concatenate([array, np.zeros((missing, *array.shape[1:]), array.dtype)]) if missing else array
+        return jax.device_put(padded, logical_sharding(self.mesh, "rows", *[None] * (array.ndim - 1)))
+
+    @cached_property
+    def _embed(self) -> Callable[[Params, Documents], jax.Array]:
+        return jax.jit(lambda params, documents: self.model.embed_documents(params, documents))
+
+    def embed(self, params: Params, progress: Callable[[int], None] | None = None) -> NDArray[np.float32]:
+        """The whole corpus through the document embedder, on this run's devices."""
+        tower = {name: params[name] for name in self.model.embedder_names}
+
+        def embed_batch(documents: Documents) -> jax.Array:
+            return self._embed(tower, put_batch(self.mesh, documents))
+
+        size = self.config.retrieval.embed_batch
+        return embed_corpus(embed_batch, self.corpus, size + -size % self.mesh.size, progress)
+
+    def initial_params(self) -> Params:
+        """Fresh parameters, born with their shardings."""
+        key = jax.random.key(self.config.seed)
+        shardings = self.param_shardings
+        return jax.jit(self.model.init, out_shardings=shardings)(key)
+
+    @cached_property
+    def param_shardings(self) -> Any:
+        return parameter_shardings(self.mesh, jax.eval_shape(self.model.init_boxed, jax.random.key(0)))
+
+
+def make_run(config: ConfigDict, workdir: Path, sources: Sources, devices: list[jax.Device] | None = None) -> Run:
+    """Everything that a validated config decides. Raises UserError where config and data do not fit."""
+    mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.model, devices)
+    rows, wanted = len(sources.passages), max(config.retrieval.candidates, config.retrieval.qa_passages)
+    if rows < wanted:
+        raise UserError(
+            f"{config.data.path}: the corpus has {rows} passages, but config.retrieval.candidates and "
+            f"config.retrieval.qa_passages need {wanted}; add passages or lower the keys"
+        )
+    for name in ("mlm", "ict", "realm", "qa"):
+        spread = mesh.shape["data"] * mesh.shape["fsdp"]
+        if config[name].batch_size % spread:
+            raise UserError(f"config.{name}.batch_size: must be a multiple of the {spread} devices that share a batch")
+    m, r, o = config.model, config.retrieval, config.objective
+    positions = m.max_length or joint_length(config)
+    bert = BertConfig(
+        sources.wordpiece.size, m.width, m.layers, m.heads, m.feed_forward, positions, m.dropout, jnp.dtype(m.dtype)
+    )
+    model = Realm(bert, m.projection, m.norm_epsilon, m.span_hidden, m.span_width, m.shared_tower)
+    special = sources.wordpiece.special
+    setting = Setting(
+        model, mesh, special.cls, special.sep, rows, r.candidates, o.marginal, o.retriever_gradient, r.block, o.qa,
+        r.qa_beam, r.qa_passages,
+    )  # fmt: skip
+    d = config.data
+    lengths = lengths_from(d.query_length, d.document_length, d.masking, d.predictions, d.answers, m.span_width)
+    return Run(config, workdir, sources, mesh, setting, lengths)
+
+
+def put_batch(mesh: Mesh, batch: Any) -> Any:
+    """Host arrays [batch, …] on the mesh, their first dimension spread over the data axes."""
+
+    def put(array: NDArray) -> jax.Array:
+        sharding = logical_sharding(mesh, "batch", *[None] * (np.ndim(array) - 1))
+        return jax.make_array_from_process_local_data(sharding, np.asarray(array))
+
+    return jax.tree.map(put, batch)

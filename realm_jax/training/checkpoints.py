@@ -1,0 +1,101 @@
+"""Checkpoints of one task: the only code that talks to Orbax.
+
+One save holds the state, the index vectors in use (if the task retrieves) and a small record: the step those vectors
+are from, seconds spent, and the environment. The input position needs no entry of its own: step × batch size examples
+have been seen. Saves are asynchronous, and a folder that was cut off in the middle is never taken for a checkpoint.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax
+import jax
+import jaxlib
+import numpy as np
+import orbax.checkpoint
+from orbax.checkpoint import v1 as ocp
+
+import realm_jax
+
+
+class Restored(NamedTuple):
+    """A checkpoint as it was saved; `vectors` is None where the task has no index."""
+
+    step: int
+    state: Any
+    vectors: jax.Array | None
+    record: dict[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints under one folder; the newest `keep` stay. Use it as a context manager: leaving waits for saves."""
+
+    def __init__(self, folder: Path, keep: int):
+        policies = ocp.training.preservation_policies
+        self._checkpointer = ocp.training.Checkpointer(
+            folder.absolute(), preservation_policy=policies.LatestN(keep), cleanup_tmp_directories=True
+        )
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._checkpointer.close()
+
+    @property
+    def latest(self) -> int | None:
+        """The newest complete step."""
+        newest = self._checkpointer.latest
+        return None if newest is None else newest.step
+
+    @property
+    def steps(self) -> Sequence[int]:
+        return [entry.step for entry in self._checkpointer.checkpoints]
+
+    def save(
+        self, step: int, state: Any, vectors: jax.Array | None, record: dict[str, Any], wait: bool = False
+    ) -> None:
+        """Save in the background; a save that is still running is finished first."""
+        if self.latest == step:
+            return
+        items = {"state": state} | ({} if vectors is None else {"index": {"vectors": vectors}})
+        self._checkpointer.save_checkpointables_async(
+            step, items, custom_metadata=record | {"environment": environment()}, force=True
+        )
+        if wait:
+            self._checkpointer.wait()
+
+    def restore(self, state: Any, vectors: Any | None) -> Restored:
+        """The newest checkpoint. `state`, `vectors`: abstract arrays with the shardings to load onto."""
+        items = {"state": state} | ({} if vectors is None else {"index": {"vectors": vectors}})
+        step = self.latest
+        loaded = self._checkpointer.load_checkpointables(step, items)
+        record = dict(self._checkpointer.checkpointables_metadata(step).custom_metadata or {})
+        index = loaded["index"]["vectors"] if "index" in loaded else None
+        return Restored(int(step or 0), loaded["state"], index, record)
+
+
+def environment() -> dict[str, Any]:
+    """What the bits of a run depend on beside its config: versions, flags, devices, cores."""
+    device = jax.devices()[0]
+    return {
+        "realm_jax": realm_jax.__version__,
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "flax": flax.__version__,
+        "orbax": orbax.checkpoint.__version__,
+        "numpy": np.__version__,
+        "platform": device.platform,
+        "device": device.device_kind,
+        "devices": jax.device_count(),
+        "processes": jax.process_count(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+    }
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """`name: before -> now` of what changed between two environments."""
+    return [f"{key}: {before.get(key)} -> {now[key]}" for key in now if before.get(key) != now[key]]

@@ -1,0 +1,77 @@
+"""A coming collapse, noticed while something can still be done.
+
+REALM's known failure: the candidates help too rarely, so the reader learns to ignore its passages, the null document
+takes the whole prior, and retrieval never recovers. It shows first in the share of examples whose candidates help,
+then in p(null), last in recall. `Watch` compares a window of steps with the best window so far.
+"""
+
+import dataclasses
+from collections import deque
+
+import numpy as np
+
+WINDOW = 20  # logged records in a window
+NULL_LIMIT = 0.8  # p(null) above which almost no gradient reaches the retriever
+USEFUL_DROP = 0.5  # share of the best window's useful candidates below which the reader is unlearning to read
+RECALL_DROP = 0.7  # share of the best recall below which the retriever is getting worse
+
+
+@dataclasses.dataclass
+class Watch:
+    """Feed it every logged record and every measured recall; each returns a warning in one line, or None."""
+
+    window: int = WINDOW
+
+    def __post_init__(self) -> None:
+        self._null: deque[float] = deque(maxlen=self.window)
+        self._gain: deque[float] = deque(maxlen=self.window)
+        self._best_gain = 0.0
+        self._best_recall = 0.0
+        self._said: set[str] = set()
+
+    def step(self, step: int, null_probability: float, candidate_gain: float) -> str | None:
+        """null_probability: mean p(null|x); candidate_gain: mean of log p(y|best candidate,x) − log p(y|null,x), nats."""
+        self._null.append(null_probability)
+        self._gain.append(candidate_gain)
+        if len(self._null) < self.window:
+            return None
+        null, gain = float(np.mean(self._null)), float(np.mean(self._gain))
+        falling = gain < USEFUL_DROP * self._best_gain
+        self._best_gain = max(self._best_gain, gain)
+        if falling and null > NULL_LIMIT:
+            return self._once(
+                "collapse",
+                f"step {step}: collapse: p(null) is {null:.2f} and the best candidate now gains {gain:.2f} nats (best "
+                f"window {self._best_gain:.2f}); too few candidates helped, so the reader stopped reading; restart with a "
+                "longer warm-up (mlm.steps) or inverse cloze stage (ict.steps), or a lower realm.learning_rate",
+            )
+        if falling:
+            return self._once(
+                "gain",
+                f"step {step}: candidates help less and less: the best one gains {gain:.2f} nats (best window "
+                f"{self._best_gain:.2f}); likely cause: the reader unlearns to read because most candidates mislead it",
+            )
+        if null > NULL_LIMIT:
+            return self._once(
+                "null",
+                f"step {step}: p(null) is {null:.2f}: little gradient is left for the retriever; likely cause: the "
+                "retriever started below the share of useful candidates that it needs (train ict longer)",
+            )
+        return None
+
+    def recall(self, step: int, recall: float) -> str | None:
+        """recall: of the gold passage or of the answer, measured with a fresh index."""
+        best, self._best_recall = self._best_recall, max(self._best_recall, recall)
+        if recall < RECALL_DROP * best:
+            return self._once(
+                f"recall {step}",
+                f"step {step}: recall fell to {recall:.3f} from {best:.3f}; likely cause: the reader no longer rewards "
+                "the passages that help (watch useful_candidates), or realm.learning_rate is too high",
+            )
+        return None
+
+    def _once(self, kind: str, message: str) -> str | None:
+        if kind in self._said:
+            return None
+        self._said.add(kind)
+        return message

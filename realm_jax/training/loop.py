@@ -1,0 +1,222 @@
+"""The train loop: one task from its first step, or from its newest checkpoint, to its last.
+
+Read `train_task` top to bottom. What a step computes is `tasks.py`; where its arrays live is `state.py`. The first-time
+reader can skip `Stop` and `_prepare_folder`.
+"""
+
+import logging
+import signal
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import jax
+import numpy as np
+
+from realm_jax.config import science
+from realm_jax.console import StageProgress
+from realm_jax.data import examples as make
+from realm_jax.data.examples import Examples
+from realm_jax.data.pipeline import batches
+from realm_jax.errors import UserError
+from realm_jax.index.candidates import Index
+from realm_jax.models.realm import Params
+from realm_jax.run import Run, put_batch
+from realm_jax.storage import read_json, write_json_atomic
+from realm_jax.training.checkpoints import Checkpoints, differences, environment
+from realm_jax.training.health import Watch
+from realm_jax.training.metrics import MetricsWriter
+from realm_jax.training.state import State, make_step, start_state
+from realm_jax.training.tasks import Task, make_task
+
+logger = logging.getLogger(__name__)
+
+Measure = Callable[[Params, Index], dict[str, Any]]
+SHOWN = ("loss", "retrieval_utility", "recall@5", "null_probability", "accuracy")
+
+
+class Preempted(Exception):
+    """SIGTERM came and the state is saved; the process should end with exit code 75."""
+
+
+class Stop:
+    """SIGTERM as a flag that the loop polls, so that a step and its save are never cut in half."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: Any = None
+
+    def __enter__(self) -> "Stop":
+        try:
+            self._before = signal.signal(signal.SIGTERM, self._ask)
+        except ValueError:  # not in the main thread: someone else owns the signals
+            self._before = None
+        return self
+
+    def _ask(self, _number: int, _frame: FrameType | None) -> None:
+        self.asked = True
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+
+
+def task_examples(run: Run, name: str) -> Examples:
+    """The examples that a task trains on."""
+    sources, config, lengths = run.sources, run.config, run.lengths
+    wordpiece, data = sources.wordpiece, config.data
+    if name == "mlm":
+        stores = (sources.passages, sources.pretraining)
+        return make.warmup_examples(*stores, wordpiece, lengths, data.null_rate, data.unrelated_rate)
+    if name == "ict":
+        return make.cloze_examples(sources.passages, wordpiece, lengths, data.ict_mask_rate)
+    if name == "realm":
+        return make.masked_examples(sources.pretraining, wordpiece, lengths, data.masking, sources.own_text)
+    return make.question_examples(sources.questions.get("train", []), wordpiece, lengths)
+
+
+def check_workdir(run: Run) -> None:
+    """Record the config in the run folder, or compare it with the one recorded there.
+
+    Raises UserError when a science key differs; another value of an operations key is logged and recorded.
+    """
+    path = run.workdir / "config.json"
+    if not path.is_file():
+        run.workdir.mkdir(parents=True, exist_ok=True)
+        write_json_atomic(path, run.config.to_dict())
+        return
+    recorded = science(type(run.config)(read_json(path)))
+    now = science(run.config)
+    for key in sorted({*recorded, *now}):
+        if recorded.get(key) != now.get(key):
+            raise UserError(
+                f"config.{key} is {now.get(key)!r}, but the run in {run.workdir} has {recorded.get(key)!r}; "
+                "set it back, or start in another --workdir"
+            )
+    write_json_atomic(path, run.config.to_dict())
+
+
+def train_task(
+    run: Run, name: str, params: Params, measure: Measure | None = None, folder: str | None = None
+) -> Params:
+    """Train one task to its last step and return all parameters.
+
+    params: where a fresh task starts. measure: called with parameters and a fresh index at every refresh.
+    folder: name under the run folder, the task's own by default. Continues from the newest checkpoint there.
+    Raises Preempted after SIGTERM, once the state is saved.
+    """
+    config, task = run.config, make_task(name, run.setting)
+    total, batch_size = config[name].steps, config[name].batch_size
+    place = run.workdir / (folder or name)
+
+    # --- State: restored, else from `params`
+    with Checkpoints(place / "checkpoints", config.checkpoint.keep) as checkpoints, Stop() as stop:
+        state = start_state(run, task, params)
+        index, record = None, {"index_step": -1, "seconds": 0.0}
+        if checkpoints.latest is not None:
+            state, index, record = _restore(run, task, checkpoints, state)
+        start = int(state.step)
+        if start >= total:
+            return state.params
+
+        # --- Records, examples, the compiled step
+        metrics_file = MetricsWriter(place, "metrics", start)
+        evaluations = MetricsWriter(place, "evaluations", start)
+        source = batches(task_examples(run, name), config.seed, name, batch_size, start, total)
+        step_function = make_step(run, task)
+        watch, shown, waiting = Watch(), {}, 0.0
+        began, pending = time.monotonic(), None
+
+        def save(step: int, wait: bool = False) -> None:
+            seconds = record["seconds"] + time.monotonic() - began
+            entry = {"index_step": record["index_step"], "seconds": seconds}
+            checkpoints.save(step, state, None if index is None else index.vectors, entry, wait)
+
+        # --- The loop
+        with StageProgress(folder or name, total, start) as bar:
+            for step in range(start, total):
+                if task.retrieves and _refresh_due(config, name, step, record["index_step"]):
+                    index, found = refresh(run, state.params, measure)
+                    record["index_step"] = step
+                    evaluations.write(step, found | {"refresh": True})
+                    shown |= found
+                    _warn(watch.recall(step, found["recall@5"]) if name == "realm" and "recall@5" in found else None)
+                asked = time.monotonic()
+                batch = put_batch(run.mesh, next(source))
+                waiting += time.monotonic() - asked
+                state, values = step_function(state, batch, index)
+                if pending is not None:  # metrics of the step before, read while this one runs
+                    shown |= _log(pending, metrics_file, watch, began, waiting, start)
+                    bar.update(step, {key: shown[key] for key in SHOWN if key in shown})
+                due = (step + 1) % config.log.every == 0 or step + 1 == total
+                age = {"index_age": step - record["index_step"]} if task.retrieves else {}
+                pending = (step + 1, values, age) if due else None
+                if stop.asked:
+                    save(step + 1, wait=True)
+                    raise Preempted(f"SIGTERM: saved {folder or name} at step {step + 1}; repeat the command to go on")
+                if (step + 1) % config.checkpoint.every == 0 and step + 1 < total:
+                    save(step + 1)
+            if pending is not None:
+                shown |= _log(pending, metrics_file, watch, began, waiting, start)
+            bar.update(total, {key: shown[key] for key in SHOWN if key in shown})
+        if measure is not None:
+            index, found = refresh(run, state.params, measure)
+            evaluations.write(total, found | {"refresh": False})
+        save(total, wait=True)
+        metrics_file.close()
+        evaluations.close()
+    return state.params
+
+
+def refresh(run: Run, params: Params, measure: Measure | None) -> tuple[Index, dict[str, Any]]:
+    """Re-embed the corpus with current parameters, and measure retrieval with the fresh index."""
+    index = run.index(run.embed(params))
+    return index, {} if measure is None else measure(params, index)
+
+
+def _refresh_due(config: Any, name: str, step: int, index_step: int) -> bool:
+    """At the start of a task; for REALM every `refresh.every` steps too. Fine-tuning keeps its index."""
+    if index_step < 0:
+        return True
+    return name == "realm" and step % config.refresh.every == 0 and step != index_step
+
+
+def _restore(
+    run: Run, task: Task, checkpoints: Checkpoints, fresh: State
+) -> tuple[State, Index | None, dict[str, Any]]:
+    """The newest checkpoint of a task, with the index that was in use."""
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), fresh)
+    vectors = None
+    if task.retrieves:
+        empty = run.index(np.zeros((run.setting.rows, run.model.projection), np.float32)).vectors
+        vectors = jax.ShapeDtypeStruct(empty.shape, empty.dtype, sharding=empty.sharding)
+    restored = checkpoints.restore(abstract, vectors)
+    changed = differences(restored.record.get("environment", {}), environment())
+    if changed:
+        logger.warning("the environment differs, so bits may too: %s", "; ".join(changed))
+    logger.info("%s: going on from step %d", task.name, restored.step)
+    index = None if restored.vectors is None else Index(restored.vectors, run.documents)
+    return restored.state, index, {key: restored.record[key] for key in ("index_step", "seconds")}
+
+
+def _log(
+    pending: tuple[int, dict[str, jax.Array], dict[str, int]],
+    to: MetricsWriter, watch: Watch, began: float, waiting: float, start: int,
+) -> dict[str, float]:  # fmt: skip
+    """Fetch, check, record and return the metrics of a step. Raises UserError when the loss is not finite."""
+    step, values, age = pending
+    numbers = {key: float(value) for key, value in jax.device_get(values).items()}
+    if not np.isfinite(numbers["loss"]):
+        raise UserError(f"step {step}: the loss is not finite; the last checkpoint is good; lower the learning rate")
+    elapsed = time.monotonic() - began
+    speed = {"steps_per_second": (step - start) / elapsed, "wait_data": waiting / elapsed}
+    to.write(step, numbers | age | speed)
+    if "null_probability" in numbers:
+        _warn(watch.step(step, numbers["null_probability"], numbers["best_candidate_gain"]))
+    return numbers
+
+
+def _warn(message: str | None) -> None:
+    if message:
+        logger.warning(message)

@@ -1,0 +1,50 @@
+"""Metrics on disk: JSON lines always, TensorBoard files beside them. Read next: `health.py`, which watches the values.
+
+A resumed run cuts its records back to the step it goes on from, so that a file never tells of a step twice.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tensorboardX import SummaryWriter
+
+from realm_jax.storage import write_atomic
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """All whole records of a JSON-lines file; [] when there is none. A last line that was cut off is left out."""
+    if not path.is_file():
+        return []
+    records = []
+    for line in path.read_text().splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return records
+
+
+class MetricsWriter:
+    """Appends records {"step": …, name: value, …} to `folder/name.jsonl` and, for numbers, to TensorBoard files."""
+
+    def __init__(self, folder: Path, name: str, start: int):
+        """`start`: steps already done; records beyond it are removed."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / f"{name}.jsonl"
+        kept = [record for record in read_lines(self._path) if record["step"] <= start]
+        write_atomic(self._path, "".join(json.dumps(record) + "\n" for record in kept))
+        self._stream = self._path.open("a")
+        self._board = SummaryWriter(str(folder / "tensorboard" / name), purge_step=start + 1)
+
+    def write(self, step: int, values: dict[str, Any]) -> None:
+        """One record, flushed, so that a killed run keeps it."""
+        self._stream.write(json.dumps({"step": step} | values) + "\n")
+        self._stream.flush()
+        for name, value in values.items():
+            if isinstance(value, int | float):
+                self._board.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._stream.close()
+        self._board.close()

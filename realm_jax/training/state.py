@@ -1,0 +1,89 @@
+"""What a step changes (`State`), placed on the mesh, and the step itself as one jitted program.
+
+Read next: `loop.py`, which drives it.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from realm_jax.index.candidates import Index
+from realm_jax.mesh import replicated
+from realm_jax.models.realm import Params
+from realm_jax.run import Run
+from realm_jax.training.optimizer import make_optimizer
+from realm_jax.training.tasks import Task
+
+
+class State(NamedTuple):
+    """What one step turns into the next. step: int32 scalar; frozen: parameters that this task does not train."""
+
+    step: jax.Array
+    trained: Params
+    frozen: Params
+    optimizer: Any
+
+    @property
+    def params(self) -> Params:
+        return {**self.frozen, **self.trained}
+
+
+def task_optimizer(config: ConfigDict, task: Task) -> Any:
+    """The optimiser of a task, from its section of the config."""
+    c = config[task.name]
+    return make_optimizer(c.learning_rate, c.steps, c.warmup, config.optimizer.weight_decay, config.optimizer.clip)
+
+
+def start_state(run: Run, task: Task, params: Params) -> State:
+    """A task's state at step 0, sharded; the parameters are copied, because a step gives its input state away."""
+    optimizer = task_optimizer(run.config, task)
+    trained = {name: params[name] for name in task.trained}
+    frozen = {name: value for name, value in params.items() if name not in task.trained}
+    shardings = state_shardings(run, task)
+
+    def build(trained: Params, frozen: Params) -> State:
+        return State(jnp.zeros((), jnp.int32), trained, frozen, optimizer.init(trained))
+
+    return jax.jit(build, out_shardings=shardings)(trained, frozen)
+
+
+def state_shardings(run: Run, task: Task) -> State:
+    """Where every array of a task's state lives; moments live where their parameters do."""
+    everywhere = replicated(run.mesh)
+    trained = {name: run.param_shardings[name] for name in task.trained}
+    frozen = {name: value for name, value in run.param_shardings.items() if name not in task.trained}
+    optimizer = task_optimizer(run.config, task)
+    shapes = jax.eval_shape(run.model.init, jax.random.key(0))
+    abstract = jax.eval_shape(optimizer.init, {name: shapes[name] for name in task.trained})
+    moments = optax.tree_utils.tree_map_params(
+        optimizer, lambda _, sharding: sharding, abstract, trained, transform_non_params=lambda _: everywhere
+    )
+    return State(everywhere, trained, frozen, moments)
+
+
+Step = Callable[[State, Any, Index | None], tuple[State, dict[str, jax.Array]]]
+
+
+def make_step(run: Run, task: Task) -> Step:
+    """One optimiser step as one jitted program; the state is donated."""
+    optimizer = task_optimizer(run.config, task)
+    seed = run.config.seed
+    dropout = run.model.bert.dropout > 0
+
+    def step(state: State, batch: Any, index: Index | None) -> tuple[State, dict[str, jax.Array]]:
+        key = jax.random.fold_in(jax.random.key(seed), state.step) if dropout else None
+
+        def loss(trained: Params) -> tuple[jax.Array, dict[str, jax.Array]]:
+            return task.loss({**state.frozen, **trained}, batch, index, key)
+
+        (_, metrics), gradients = jax.value_and_grad(loss, has_aux=True)(state.trained)
+        updates, moments = optimizer.update(gradients, state.optimizer, state.trained)
+        trained = optax.apply_updates(state.trained, updates)
+        metrics["gradient_norm"] = optax.global_norm(gradients)
+        return State(state.step + 1, trained, state.frozen, moments), metrics
+
+    shardings = state_shardings(run, task)
+    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, replicated(run.mesh)))
