@@ -1,0 +1,91 @@
+"""Tiny networks, corpora and batches that several tests share: two layers, width 16, fifty word pieces."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from realm_jax.index.exact import padded_rows
+from realm_jax.models.bert import BertConfig
+from realm_jax.models.inputs import Documents
+from realm_jax.models.realm import Realm
+from realm_jax.text import layouts
+from realm_jax.training.tasks import Index, Setting
+
+Texts = list[tuple[list[int], list[int]]]  # titles and bodies, as word pieces
+VOCABULARY = 50
+SPECIAL = layouts.Special(pad=0, cls=1, sep=2, mask=3)
+FIRST_WORD = 4  # the first piece that is none of the special ones
+QUERY, DOCUMENT, PREDICTIONS = 10, 16, 3
+
+
+def tiny_bert(**changes) -> BertConfig:
+    sizes = {"vocabulary_size": VOCABULARY, "width": 16, "layers": 2, "heads": 2, "feed_forward": 32}
+    return BertConfig(**sizes | {"max_length": QUERY + DOCUMENT, "dropout": 0.0} | changes)
+
+
+def tiny_realm(shared_tower: bool = False, **changes) -> Realm:
+    return Realm(tiny_bert(**changes), projection=8, span_hidden=8, span_width=3, shared_tower=shared_tower)
+
+
+def tiny_setting(mesh: Mesh, rows: int, model: Realm | None = None, **changes) -> Setting:
+    return Setting(model or tiny_realm(), mesh, SPECIAL.cls, SPECIAL.sep, rows, **{"candidates": 4} | changes)
+
+
+def random_words(rng: np.random.Generator, count: int) -> list[int]:
+    return rng.integers(FIRST_WORD, VOCABULARY, size=count).tolist()
+
+
+def document_rows(texts: Texts, length: int = DOCUMENT, rows: int | None = None) -> Documents:
+    """Titles and bodies in the document layout; empty rows after them up to `rows`."""
+    placed = [layouts.document(title, body, length, SPECIAL) for title, body in texts]
+    missing = (rows or len(texts)) - len(texts)
+    ids = np.array([layout.ids for layout in placed], np.uint16)
+    used = np.array([layout.used for layout in placed], np.int32)
+    titles = np.array([min(len(title), length - 3) for title, _ in texts], np.int32)
+    return Documents(*(np.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)) for x in (ids, used, titles)))
+
+
+def query_rows(queries: list[list[int]], length: int = QUERY) -> dict[str, np.ndarray]:
+    placed = [layouts.query(query, length, SPECIAL) for query in queries]
+    ids = np.array([layout.ids for layout in placed], np.uint16)
+    return {"query": ids, "query_length": np.array([layout.used for layout in placed], np.int32)}
+
+
+def random_corpus(rng: np.random.Generator, rows: int) -> Texts:
+    """Titles of one or two pieces and bodies of six to ten."""
+    return [(random_words(rng, rng.integers(1, 3)), random_words(rng, rng.integers(6, 11))) for _ in range(rows)]
+
+
+def masked_batch(rng: np.random.Generator, corpus: Texts, size: int) -> dict[str, np.ndarray]:
+    """REALM queries: the first six pieces of a body, up to three of them masked; `own_row` is that passage."""
+    own = rng.integers(len(corpus), size=size)
+    sentences = [corpus[row][1][:6] for row in own]
+    queries, positions, targets, weights = [], np.zeros((size, PREDICTIONS), np.int32), [], []
+    for place, sentence in enumerate(sentences):
+        count = int(rng.integers(1, PREDICTIONS + 1))
+        start = int(rng.integers(0, 6 - count))
+        queries.append(sentence[:start] + [SPECIAL.mask] * count + sentence[start + count :])
+        positions[place, :count] = np.arange(start, start + count) + 1
+        targets.append(sentence[start : start + count] + [0] * (PREDICTIONS - count))
+        weights.append([1.0] * count + [0.0] * (PREDICTIONS - count))
+    unmasked = np.zeros((size, QUERY), np.uint16)
+    unmasked[:, :6] = sentences
+    return query_rows(queries) | {
+        "positions": positions,
+        "targets": np.array(targets, np.int32),
+        "weights": np.array(weights, np.float32),
+        "sentence": unmasked,
+        "sentence_length": np.full(size, 6, np.int32),
+        "own_row": own.astype(np.int32),
+    }
+
+
+def embed_corpus(model: Realm, params: dict, corpus: Texts, devices: int) -> Index:
+    """The corpus as a step takes it: vectors and document rows, padded for `devices`."""
+    documents = document_rows(corpus, rows=padded_rows(len(corpus), devices))
+    return Index(model.embed_documents(params, Documents(*map(jnp.asarray, documents))), documents)
+
+
+def one_device_mesh() -> Mesh:
+    return Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), ("data", "fsdp", "model"))
