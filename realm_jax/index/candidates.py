@@ -45,7 +45,7 @@ class Setting:
     qa_passages: int = 5  # passages that are read
 
 
-def dropoutdropout_keys(key: Array | None, count: int) -> list[Array | None]:
+def dropout_keys(key: Array | None, count: int) -> list[Array | None]:
     """`count` keys from one; None stays None, which means no dropout."""
     return [None] * count if key is None else list(jax.random.split(key, count))
 
