@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from realm_jax.index.candidates import Index, Setting
 from realm_jax.index.exact import padded_rows
 from realm_jax.models.bert import BertConfig
 from realm_jax.models.inputs import Documents
 from realm_jax.models.realm import Realm
 from realm_jax.text import layouts
-from realm_jax.training.tasks import Index, Setting
 
 Texts = list[tuple[list[int], list[int]]]  # titles and bodies, as word pieces
 VOCABULARY = 50
