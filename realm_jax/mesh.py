@@ -47,7 +47,7 @@ def make_mesh(data: int = -1, fsdp: int = 1, model: int = 1, devices: list[jax.D
 
 def logical_sharding(mesh: Mesh, *names: str | None) -> NamedSharding:
     """Sharding of an array whose dimensions have these logical names, e.g. ('batch',) or ('rows', None)."""
-    return NamedSharding(mesh, nn.logical_to_mesh_axes(names, RULES))
+    return NamedSharding(mesh, PartitionSpec(*(nn.logical_to_mesh_axes(names, RULES) or ())))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -63,7 +63,7 @@ def parameter_shardings(mesh: Mesh, abstract_boxed: Any) -> Any:
     specs = nn.get_partition_spec(abstract_boxed)
 
     def place(spec: PartitionSpec, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-        axes = nn.logical_to_mesh_axes(tuple(spec), RULES)
+        axes = nn.logical_to_mesh_axes(tuple(spec), RULES) or ()
         fitting = [axis if _divides(mesh, axis, size) else None for axis, size in zip(axes, leaf.shape, strict=False)]
         return NamedSharding(mesh, PartitionSpec(*fitting))
 

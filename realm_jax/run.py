@@ -72,8 +72,8 @@ class Run:
         """The whole corpus through the document embedder, on this run's devices."""
         tower = {name: params[name] for name in self.model.embedder_names}
 
-        def embed_batch(documents: Documents) -> jax.Array:
-            return self._embed(tower, put_batch(self.mesh, documents))
+        def embed_batch(rows: CorpusRows) -> jax.Array:
+            return self._embed(tower, Documents(*put_batch(self.mesh, rows)))
 
         size = self.config.retrieval.embed_batch
         return embed_corpus(embed_batch, self.corpus, size + -size % self.mesh.size, progress)

@@ -1,11 +1,11 @@
 """One training example at a time, as fixed-shape arrays: pure functions of (sources, example number, random generator).
 
-Each maker first lists the examples that exist (`count`), so that the pipeline filters nothing, and then makes the i-th
+Each maker first lists the examples that exist (`total`), so that the pipeline filters nothing, and then makes the i-th
 one. Keys of the arrays are those that `training/tasks.py` reads. Order and batches: `pipeline.py`.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ from realm_jax.text import layouts
 from realm_jax.text.masking import mask, predictions_needed
 from realm_jax.text.wordpiece import WordPiece
 
-Example = dict[str, NDArray]
+Example = dict[str, Any]  # arrays of one example; scalars are NumPy scalars
 Maker = Callable[[int, np.random.Generator], Example]
 MINIMUM_SENTENCE = 4  # word pieces; shorter ones ("Yes.") tell nothing about their passage
 
@@ -33,9 +33,9 @@ class Lengths(NamedTuple):
 
 
 class Examples(NamedTuple):
-    """`count` examples; `make(i, generator)` gives the i-th."""
+    """`total` examples; `make(i, generator)` gives the i-th."""
 
-    count: int
+    total: int
     make: Maker
 
 
@@ -63,7 +63,7 @@ def document_arrays(title: NDArray, body: NDArray, length: int, wordpiece: WordP
 def masked_arrays(
     sentence: NDArray, spans: NDArray, kind: str, rng: np.random.Generator, lengths: Lengths, wordpiece: WordPiece
 ) -> Example:
-    """A masked sentence as a query, with its targets; positions count [CLS]. A sentence with nothing to mask weighs 0."""
+    """A masked sentence as a query, with its targets; positions count [CLS]. With nothing to mask it weighs 0."""
     masked = mask(kind, sentence, spans, rng, wordpiece, lengths.predictions, room=lengths.query - 2)
     positions = np.zeros(lengths.predictions, np.int32)
     targets = np.zeros(lengths.predictions, np.int32)
@@ -108,7 +108,9 @@ def salient_sentences(store: PassageStore, query_length: int) -> Annotated:
 
 
 def recurring_spans(store: PassageStore, query_length: int) -> NDArray[np.int32]:
-    """Salient spans that occur again in another sentence of their passage: rows of (row, sentence, span, that sentence).
+    """Salient spans that occur again in another sentence of their passage: int32 [n, 4].
+
+    A row is (passage, sentence, place of the span among the passage's, that other sentence).
 
     Only such a span can be read off the rest of its passage; in a text that repeats its facts they are common.
     """

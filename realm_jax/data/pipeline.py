@@ -21,10 +21,10 @@ def dataset(examples: Examples, seed: int, purpose: str, batch_size: int) -> gra
     """Batches without end; element s is the batch of step s, a dictionary of arrays [batch_size, …]."""
     stream = (seed, PURPOSES[purpose])
     shuffle_seed = int(np.random.SeedSequence(stream).generate_state(1)[0])
-    order = grain.MapDataset.range(examples.count).shuffle(seed=shuffle_seed).repeat()
+    order = grain.MapDataset.range(examples.total).shuffle(seed=shuffle_seed).repeat()
 
     def make(position: int, example: int) -> dict[str, NDArray]:
-        epoch = position // examples.count
+        epoch = position // examples.total
         return examples.make(int(example), np.random.default_rng((*stream, epoch, int(example))))
 
     return order.map_with_index(make).batch(batch_size)

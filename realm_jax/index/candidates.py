@@ -1,4 +1,4 @@
-"""Retrieval inside a step: the corpus on the devices, candidates for a query, their scores and what the reader makes of them.
+"""Retrieval inside a step: the corpus on the devices, candidates for a query, their scores, and reading them.
 
 Pure functions of (setting, parameters, batch, index), shared by training and evaluation; a refreshed index is new data,
 not a new program. The losses made of them are in `training/tasks.py`.

@@ -12,20 +12,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.errors import UserError
-from realm_jax.models.inputs import Documents
 
 BUCKET = 64  # padded lengths are multiples of this, up to the document length
 
 
 class CorpusRows(NamedTuple):
-    """The document layout of a whole corpus on the host: ids uint16 [rows, length], lengths and title_lengths [rows]."""
+    """A whole corpus in document layout on the host: ids uint16 [rows, length]; lengths, title_lengths [rows]."""
 
     ids: NDArray[np.uint16]
     lengths: NDArray[np.uint16]
     title_lengths: NDArray[np.uint16]
 
 
-EmbedBatch = Callable[[Documents], jax.Array]
+EmbedBatch = Callable[[CorpusRows], jax.Array]
 
 
 def batches(corpus: CorpusRows, batch_size: int) -> Iterator[tuple[NDArray[np.int64], int]]:
@@ -44,7 +43,7 @@ def embed_corpus(
 ) -> NDArray[np.float32]:
     """Vectors of all passages, float32 [rows, projection].
 
-    embed: Documents of [batch_size, width] → vectors; it is called with at most a handful of widths.
+    embed: rows of [batch_size, width] → vectors; it is called with at most a handful of widths.
     progress: called with the number of passages done. Raises UserError when a vector is not finite.
     """
     vectors: NDArray[np.float32] | None = None
@@ -59,8 +58,8 @@ def embed_corpus(
         vectors[rows] = values
 
     for rows, width in batches(corpus, batch_size):
-        documents = Documents(corpus.ids[rows, :width], corpus.lengths[rows], corpus.title_lengths[rows])
-        pending.append((rows, embed(documents)))  # dispatched; the one before is fetched while this one runs
+        batch = CorpusRows(corpus.ids[rows, :width], corpus.lengths[rows], corpus.title_lengths[rows])
+        pending.append((rows, embed(batch)))  # dispatched; the one before is fetched while this one runs
         if len(pending) > 1:
             collect(pending.pop(0))
         done = min(done + len(rows), len(corpus.ids))

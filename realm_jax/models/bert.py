@@ -2,9 +2,9 @@
 
 Not here: pooling and projection (`embedder.py`), word prediction and span scores (`reader.py`).
 
-The last layer can be asked for a few positions only (`positions`). A retriever needs `[CLS]` alone and a masked language
-model only the masked places, so the rest of that layer need not be computed: the same numbers for about 40 % less
-work in a two-layer model, and 7 % in a twelve-layer one.
+The last layer can be asked for a few positions only (`positions`). A retriever needs `[CLS]` alone and a masked
+language model only the masked places, so the rest of that layer need not be computed: the same numbers for
+about 40 % less work in a two-layer model, and 7 % in a twelve-layer one.
 """
 
 import dataclasses
@@ -97,12 +97,15 @@ class Layer(nn.Module):
     def __call__(self, queries: Array, keys: Array, mask: Array, deterministic: bool) -> Array:
         """queries [batch, positions, width], keys [batch, length, width], mask [batch, length] → like queries."""
         c = self.config
-        heads = lambda x: x.reshape(*x.shape[:2], c.heads, c.width // c.heads)  # noqa: E731
-        projected = [
-            heads(dense(c.width, ("embed", "heads"), c, name)(x))
+
+        def split_heads(x: Array) -> Array:
+            return x.reshape(*x.shape[:2], c.heads, c.width // c.heads)
+
+        query, key, value = (
+            split_heads(dense(c.width, ("embed", "heads"), c, name)(x))
             for name, x in (("query", queries), ("key", keys), ("value", keys))
-        ]
-        attended = attend(*projected, mask).reshape(queries.shape)
+        )
+        attended = attend(query, key, value, mask).reshape(queries.shape)
         attended = dense(c.width, ("heads", "embed"), c, "attention_output")(attended)
         attended = nn.Dropout(c.dropout)(attended, deterministic=deterministic)
         x = layer_norm("attention_norm")(queries + attended).astype(c.dtype)

@@ -15,7 +15,7 @@ DOCUMENT_SPECIALS = 2  # the [CLS] before and the [SEP] after the title, which t
 
 
 class Documents(NamedTuple):
-    """Document rows: ids [..., length] int, lengths [...] (specials counted), title_lengths [...] (without specials)."""
+    """Document rows: ids [..., length] int, lengths [...] (with specials), title_lengths [...] (without)."""
 
     ids: Array
     lengths: Array

@@ -27,7 +27,7 @@ class Reader(nn.Module):
         self.mlm_transform = dense(c.width, ("embed", "embed_out"), c, "mlm_transform")
         self.mlm_norm = layer_norm("mlm_norm")
         zeros = nn.with_logical_partitioning(nn.initializers.zeros_init(), ("vocab",))
-        self.mlm_bias = self.param("mlm_bias", zeros, (c.vocabulary_size,))
+        self.mlm_bias: Array = self.param("mlm_bias", zeros, (c.vocabulary_size,))  # type: ignore[assignment]
         self.span_projection = dense(2 * self.span_hidden, ("embed", "mlp"), c, "span_projection")
         self.span_norm = layer_norm("span_norm", SPAN_NORM_EPSILON)
         self.span_score = nn.Dense(

@@ -74,23 +74,24 @@ class Realm:
         return self._embed(tower, documents.ids.astype(jnp.int32), document_segments(documents), mask, key)
 
     def _embed(self, tower: Params, ids: Array, segments: Array, mask: Array, key: Array | None) -> Array:
-        return self.embedder.apply({"params": tower}, ids, segments, mask, **_dropout(key))
+        return _apply(self.embedder, tower, (ids, segments, mask), "__call__", key)
 
     def read_words(self, params: Params, joint: Joint, positions: Array, key: Array | None = None) -> Array:
         """log p(·|z, x) at masked positions. joint arrays [batch, …], positions [batch, m] → [batch, m, vocabulary]."""
         inputs = (joint.ids, joint.segments, joint.mask, positions)
-        return self.reader.apply(
-            {"params": params["reader"]}, *inputs, method="word_log_probabilities", **_dropout(key)
-        )
+        return _apply(self.reader, params["reader"], inputs, "word_log_probabilities", key)
 
     def read_spans(self, params: Params, joint: Joint, key: Array | None = None) -> Array:
         """Span scores. joint arrays [batch, length] → [batch, length, span_width] float32."""
         inputs = (joint.ids, joint.segments, joint.mask)
-        return self.reader.apply({"params": params["reader"]}, *inputs, method="span_scores", **_dropout(key))
+        return _apply(self.reader, params["reader"], inputs, "span_scores", key)
 
 
-def _dropout(key: Array | None) -> dict[str, Any]:
-    return {"deterministic": True} if key is None else {"deterministic": False, "rngs": {"dropout": key}}
+def _apply(module: nn.Module, params: Params, inputs: tuple[Array, ...], method: str, key: Array | None) -> Array:
+    dropout: dict[str, Any] = {"deterministic": True}
+    if key is not None:
+        dropout = {"deterministic": False, "rngs": {"dropout": key}}
+    return module.apply({"params": params}, *inputs, method=method, **dropout)  # type: ignore[return-value]
 
 
 def flatten_joint(joint: Joint) -> Joint:

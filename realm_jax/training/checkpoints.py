@@ -30,7 +30,7 @@ class Restored(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints under one folder; the newest `keep` stay. Use it as a context manager: leaving waits for saves."""
+    """The checkpoints under one folder; the newest `keep` stay. A context manager: leaving waits for saves."""
 
     def __init__(self, folder: Path, keep: int):
         policies = ocp.training.preservation_policies

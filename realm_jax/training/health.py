@@ -30,7 +30,7 @@ class Watch:
         self._said: set[str] = set()
 
     def step(self, step: int, null_probability: float, candidate_gain: float) -> str | None:
-        """null_probability: mean p(null|x); candidate_gain: mean of log p(y|best candidate,x) − log p(y|null,x), nats."""
+        """null_probability: mean p(null|x). candidate_gain: mean of log p(y|best candidate, x) − log p(y|null, x)."""
         self._null.append(null_probability)
         self._gain.append(candidate_gain)
         if len(self._null) < self.window:
@@ -42,8 +42,8 @@ class Watch:
             return self._once(
                 "collapse",
                 f"step {step}: collapse: p(null) is {null:.2f} and the best candidate now gains {gain:.2f} nats (best "
-                f"window {self._best_gain:.2f}); too few candidates helped, so the reader stopped reading; restart with a "
-                "longer warm-up (mlm.steps) or inverse cloze stage (ict.steps), or a lower realm.learning_rate",
+                f"window {self._best_gain:.2f}); too few candidates helped, so the reader stopped reading; restart "
+                "with a longer warm-up (mlm.steps) or inverse cloze stage (ict.steps), or a lower realm.learning_rate",
             )
         if falling:
             return self._once(

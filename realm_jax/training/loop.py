@@ -8,6 +8,7 @@ import logging
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -32,6 +33,7 @@ from realm_jax.training.tasks import Task, make_task
 
 logger = logging.getLogger(__name__)
 
+Pending = tuple[int, dict[str, jax.Array], dict[str, int]]  # step, metrics on the device, index age
 Measure = Callable[[Params, Index], dict[str, Any]]
 SHOWN = ("loss", "retrieval_utility", "recall@5", "null_probability", "accuracy")
 
@@ -113,7 +115,8 @@ def train_task(
     # --- State: restored, else from `params`
     with Checkpoints(place / "checkpoints", config.checkpoint.keep) as checkpoints, Stop() as stop:
         state = start_state(run, task, params)
-        index, record = None, {"index_step": -1, "seconds": 0.0}
+        index: Index | None = None
+        record: dict[str, Any] = {"index_step": -1, "seconds": 0.0}
         if checkpoints.latest is not None:
             state, index, record = _restore(run, task, checkpoints, state)
         start = int(state.step)
@@ -125,8 +128,9 @@ def train_task(
         evaluations = MetricsWriter(place, "evaluations", start)
         source = batches(task_examples(run, name), config.seed, name, batch_size, start, total)
         step_function = make_step(run, task)
-        watch, shown, waiting = Watch(), {}, 0.0
-        began, pending = time.monotonic(), None
+        watch, waiting, began = Watch(), 0.0, time.monotonic()
+        shown: dict[str, Any] = {}
+        pending: Pending | None = None
 
         def save(step: int, wait: bool = False) -> None:
             seconds = record["seconds"] + time.monotonic() - began
@@ -200,10 +204,22 @@ def _restore(
     return restored.state, index, {key: restored.record[key] for key in ("index_step", "seconds")}
 
 
+def restore_params(run: Run, workdir: Path, name: str, like: Params) -> Params:
+    """The newest parameters of a task in a run folder, placed like `like`.
+
+    Raises UserError when there are none.
+    """
+    task = make_task(name, run.setting)
+    with Checkpoints(workdir / name / "checkpoints", run.config.checkpoint.keep) as checkpoints:
+        if checkpoints.latest is None:
+            raise UserError(f"{workdir}: task {name} has no checkpoint; train it first (`realm train`)")
+        fresh = start_state(run, task, like)
+        return _restore(run, task, checkpoints, fresh)[0].params
+
+
 def _log(
-    pending: tuple[int, dict[str, jax.Array], dict[str, int]],
-    to: MetricsWriter, watch: Watch, began: float, waiting: float, start: int,
-) -> dict[str, float]:  # fmt: skip
+    pending: Pending, to: MetricsWriter, watch: Watch, began: float, waiting: float, start: int
+) -> dict[str, float]:
     """Fetch, check, record and return the metrics of a step. Raises UserError when the loss is not finite."""
     step, values, age = pending
     numbers = {key: float(value) for key, value in jax.device_get(values).items()}

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from ml_collections import ConfigDict
 
 from realm_jax.index.candidates import Index
 from realm_jax.mesh import replicated
@@ -50,8 +51,8 @@ def start_state(run: Run, task: Task, params: Params) -> State:
     return jax.jit(build, out_shardings=shardings)(trained, frozen)
 
 
-def state_shardings(run: Run, task: Task) -> State:
-    """Where every array of a task's state lives; moments live where their parameters do."""
+def state_shardings(run: Run, task: Task) -> Any:
+    """Where every array of a task's state lives; moments live where their parameters do. A `State` of shardings."""
     everywhere = replicated(run.mesh)
     trained = {name: run.param_shardings[name] for name in task.trained}
     frozen = {name: value for name, value in run.param_shardings.items() if name not in task.trained}
@@ -61,7 +62,7 @@ def state_shardings(run: Run, task: Task) -> State:
     moments = optax.tree_utils.tree_map_params(
         optimizer, lambda _, sharding: sharding, abstract, trained, transform_non_params=lambda _: everywhere
     )
-    return State(everywhere, trained, frozen, moments)
+    return State(everywhere, trained, frozen, moments)  # type: ignore[arg-type]
 
 
 Step = Callable[[State, Any, Index | None], tuple[State, dict[str, jax.Array]]]

@@ -148,7 +148,7 @@ class Task:
 def make_task(name: str, setting: Setting) -> Task:
     """The task called `name` ('mlm', 'ict', 'realm' or 'qa')."""
     towers = setting.model.embedder_names
-    table = {
+    table: dict[str, tuple[tuple[str, ...], Callable[..., Any], bool]] = {
         "mlm": (("reader",), mlm_loss, False),
         "ict": (towers, ict_loss, False),
         "realm": ((*towers, "reader"), realm_loss, True),
