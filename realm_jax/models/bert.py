@@ -81,10 +81,9 @@ def attend(query: Array, key: Array, value: Array, mask: Array) -> Array:
     query [batch, positions, heads, size], key and value [batch, length, heads, size], mask [batch, length] bool.
     The softmax is float32. Returns [batch, positions, heads, size] in the dtype of `value`.
     """
-    scale = 1.0 / jnp.sqrt(query.shape[-1]).astype(query.dtype)
-    scores = jnp.einsum("bqhd,bkhd->bhqk", query * scale, key, preferred_element_type=jnp.float32)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
     bias = jnp.where(mask, 0.0, -1e9).astype(jnp.float32)[:, None, None, :]
-    weights = jax.nn.softmax(scores + bias, axis=-1).astype(value.dtype)
+    weights = jax.nn.softmax(scores * query.shape[-1] ** -0.5 + bias, axis=-1).astype(value.dtype)
     return jnp.einsum("bhqk,bkhd->bqhd", weights, value)
 
 

@@ -49,13 +49,14 @@ class Realm:
         """Fresh parameters, boxed with their logical axis names.
 
         Both towers start from the same numbers, as in the released code: the inner product of equal functions begins
-        as a similarity, which training need only sharpen.
+        as a similarity, which training need only sharpen. Each has its own copy, so that both can be donated.
         """
         ids = jnp.zeros((1, 8), jnp.int32)
         mask = jnp.ones((1, 8), bool)
         tower = self.embedder.init(jax.random.fold_in(key, 0), ids, ids, mask)["params"]
         reader = self.reader.init(jax.random.fold_in(key, 1), ids, ids, mask, method="initialise")["params"]
-        return {name: tower for name in self.embedder_names} | {"reader": reader}
+        towers = {name: jax.tree.map(jnp.copy, tower) for name in self.embedder_names}
+        return towers | {"reader": reader}
 
     def init(self, key: Array) -> Params:
         """Fresh float32 parameters."""
