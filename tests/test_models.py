@@ -1,0 +1,272 @@
+"""The networks: against a NumPy transformer that never sees padding, and in the precisions that they may be run in."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from tiny import VOCABULARY, document_rows, query_rows, random_words, tiny_bert, tiny_realm
+
+from realm_jax.models.bert import Bert, initializer
+from realm_jax.models.inputs import Documents, Joint, document_segments, join
+from realm_jax.models.realm import Realm, flatten_joint
+
+BATCH = 3
+MODEL = tiny_realm()
+embed_queries = jax.jit(MODEL.embed_queries)
+embed_documents = jax.jit(MODEL.embed_documents)
+read_words = jax.jit(MODEL.read_words)
+read_spans = jax.jit(MODEL.read_spans)
+init = jax.jit(MODEL.init)
+
+
+@functools.cache
+def parameters() -> dict:
+    """Fresh parameters, all of them shifted a little, so that no bias is zero, no scale one and no tower the other."""
+    params = init(jax.random.key(0))
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda x: x + jnp.asarray(rng.normal(scale=0.05, size=x.shape), x.dtype), params)
+
+
+def queries() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(1)
+    return query_rows([random_words(rng, size) for size in (5, 3, 8)])
+
+
+def documents() -> Documents:
+    rng = np.random.default_rng(2)
+    sizes = ((2, 9), (0, 4), (3, 7))
+    return document_rows([(random_words(rng, title), random_words(rng, body)) for title, body in sizes])
+
+
+def joint() -> Joint:
+    """Each query joined with one passage."""
+    query = queries()
+    whole = join(query["query"], query["query_length"], Documents(*(part[:, None] for part in documents())))
+    return Joint(*map(np.asarray, flatten_joint(whole)))
+
+
+def noise(ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """The same sequences with random words where their padding was."""
+    words = np.random.default_rng(3).integers(4, VOCABULARY, ids.shape)
+    return np.where(np.arange(ids.shape[1]) < lengths[:, None], ids, words).astype(ids.dtype)
+
+
+# --- a transformer in NumPy, float64, written from the papers, for one sequence without padding -----------------------
+
+
+def norm(x, p, epsilon=1e-12):
+    x = x - x.mean(axis=-1, keepdims=True)
+    return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + epsilon) * p["scale"] + p["bias"]
+
+
+def linear(x, p):
+    return x @ p["kernel"] + p["bias"]
+
+
+def gelu(x):
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def attention(x, p, heads=2):
+    parts = []
+    projected = (np.split(linear(x, p[name]), heads, axis=-1) for name in ("query", "key", "value"))
+    for query, key, value in zip(*projected, strict=True):
+        weights = np.exp(query @ key.T / np.sqrt(query.shape[-1]))
+        parts.append(weights / weights.sum(axis=-1, keepdims=True) @ value)
+    return linear(np.concatenate(parts, axis=-1), p["attention_output"])
+
+
+def numpy_bert(p, ids, segments):
+    """Hidden states [n, width] of the n pieces of one sequence."""
+    words, places, kinds = (p[name]["embedding"] for name in ("words", "positions", "segments"))
+    x = norm(words[ids] + places[: len(ids)] + kinds[segments], p["embedding_norm"])
+    for layer in (p["layer_0"], p["layer_1"]):
+        x = norm(x + attention(x, layer), layer["attention_norm"])
+        x = norm(x + linear(gelu(linear(x, layer["intermediate"])), layer["output"]), layer["output_norm"])
+    return x
+
+
+def numpy_embedder(p, ids, segments):
+    pooled = np.tanh(linear(numpy_bert(p["bert"], ids, segments)[0], p["pooler"]))
+    return norm(linear(pooled, p["projection"]), p["projection_norm"])
+
+
+def in_float64(params):
+    return jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+
+
+def test_the_query_tower_is_a_transformer_a_tanh_a_projection_and_a_layer_norm():
+    query, p = queries(), in_float64(parameters()["query_embedder"])
+    found = embed_queries(parameters(), query["query"], query["query_length"])
+    for row, length in enumerate(query["query_length"]):
+        wanted = numpy_embedder(p, query["query"][row, :length], np.zeros(length, int))
+        np.testing.assert_allclose(found[row], wanted, atol=2e-5)
+
+
+def test_the_document_tower_is_the_same_network_with_segments():
+    texts, p = documents(), in_float64(parameters()["document_embedder"])
+    segments = np.asarray(document_segments(texts))
+    found = embed_documents(parameters(), texts)
+    for row, length in enumerate(texts.lengths):
+        wanted = numpy_embedder(p, texts.ids[row, :length], segments[row, :length])
+        np.testing.assert_allclose(found[row], wanted, atol=2e-5)
+
+
+def test_words_are_predicted_by_a_gelu_layer_and_the_word_embeddings():
+    inputs, positions = joint(), np.array([[1, 3], [2, 2], [8, 0]])
+    found = read_words(parameters(), inputs, positions)
+    p = in_float64(parameters()["reader"])
+    for row, length in enumerate(inputs.lengths):
+        hidden = numpy_bert(p["bert"], inputs.ids[row, :length], inputs.segments[row, :length])[positions[row]]
+        hidden = norm(gelu(linear(hidden, p["mlm_transform"])), p["mlm_norm"])
+        logits = hidden @ p["bert"]["words"]["embedding"].T + p["mlm_bias"]
+        wanted = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+        np.testing.assert_allclose(found[row], wanted, atol=3e-5)
+
+
+def test_a_span_is_scored_by_its_ends():
+    inputs = joint()
+    found = read_spans(parameters(), inputs)
+    assert found.shape == (*inputs.ids.shape, MODEL.span_width)
+    p = in_float64(parameters()["reader"])
+    for row, length in enumerate(inputs.lengths):
+        hidden = numpy_bert(p["bert"], inputs.ids[row, :length], inputs.segments[row, :length])
+        start, end = np.split(linear(hidden, p["span_projection"]), 2, axis=-1)
+        for first, width in np.ndindex(length, MODEL.span_width):
+            if first + width < length:
+                span = norm(np.maximum(start[first] + end[first + width], 0), p["span_norm"], epsilon=1e-3)
+                np.testing.assert_allclose(found[row, first, width], linear(span, p["span_score"])[0], atol=3e-5)
+
+
+def test_what_stands_in_the_padding_changes_nothing():
+    query, texts, inputs = queries(), documents(), joint()
+    noisy_query = noise(query["query"], query["query_length"])
+    noisy_texts = texts._replace(ids=noise(texts.ids, texts.lengths))
+    noisy_joint = inputs._replace(ids=noise(inputs.ids, inputs.lengths))
+    positions = np.array([[1, 3], [2, 2], [8, 0]])
+    pairs = [
+        [embed_queries(parameters(), ids, query["query_length"]) for ids in (query["query"], noisy_query)],
+        [embed_documents(parameters(), documents) for documents in (texts, noisy_texts)],
+        [read_words(parameters(), joint, positions) for joint in (inputs, noisy_joint)],
+        [np.asarray(read_spans(parameters(), joint))[inputs.mask][:, 0] for joint in (inputs, noisy_joint)],
+    ]
+    for plain, noisy in pairs:
+        np.testing.assert_array_equal(plain, noisy)
+
+
+def test_the_last_layer_at_some_positions_is_the_full_computation_there():
+    inputs, positions = joint(), jnp.array([[0, 11, 5], [6, 6, 0], [8, 1, 2]])
+    bert = jax.jit(Bert(tiny_bert()).apply)
+    arrays = ({"params": parameters()["reader"]["bert"]}, inputs.ids, inputs.segments, inputs.mask)
+    whole = jnp.take_along_axis(bert(*arrays), positions[:, :, None], axis=1)
+    np.testing.assert_allclose(bert(*arrays, positions), whole, atol=2e-6)
+
+
+# --- towers -----------------------------------------------------------------------------------------------------------
+
+
+def test_both_towers_start_equal_and_can_be_donated():
+    """Two copies: a step that is given its state for good cannot be given one array twice."""
+    params = init(jax.random.key(3))
+    assert set(params) == {"query_embedder", "document_embedder", "reader"}
+    jax.tree.map(np.testing.assert_array_equal, params["query_embedder"], params["document_embedder"])
+    step = jax.jit(lambda p: jax.tree.map(lambda x: x + 1.0, p), donate_argnums=0)
+    assert float(step(params)["query_embedder"]["bert"]["embedding_norm"]["scale"][0]) == 2.0
+
+
+def test_a_shared_tower_embeds_queries_and_documents():
+    """One tree of parameters; a document that is all title has segments 0, as a query has."""
+    model, query = tiny_realm(shared_tower=True, layers=1), queries()
+    as_document = Documents(query["query"], query["query_length"], query["query_length"] - 2)
+    assert set(jax.eval_shape(model.init, jax.random.key(0))) == {"embedder", "reader"}
+    params = {"embedder": parameters()["query_embedder"]}
+    from_query = jax.jit(model.embed_queries)(params, query["query"], query["query_length"])
+    from_document = jax.jit(model.embed_documents)(params, as_document)
+    np.testing.assert_allclose(from_query, from_document, atol=1e-6)
+
+
+@pytest.mark.parametrize("width, stddev", [(768, 0.02), (64, 0.02 * 12**0.5)])
+def test_narrow_models_start_as_loud_as_bert_base(width, stddev):
+    """As in BERT the deviation is that of the normal before it is cut at two deviations, which leaves 0.88 of it."""
+    sample = initializer(width)(jax.random.key(0), (200, 200))
+    np.testing.assert_allclose(sample.std(), 0.8796 * stddev, rtol=0.02)
+    assert jnp.abs(sample).max() <= 2 * stddev
+
+
+def test_parameters_carry_the_names_of_their_axes():
+    boxed = jax.eval_shape(MODEL.init_boxed, jax.random.key(0))
+    specs = nn.get_partition_spec(boxed)
+    bert = specs["reader"]["bert"]
+    assert tuple(bert["words"]["embedding"]) == ("vocab", "embed")
+    assert tuple(bert["layer_0"]["query"]["kernel"]) == ("embed", "heads")
+    assert tuple(bert["layer_1"]["output"]["kernel"]) == ("mlp", "embed")
+    assert tuple(specs["reader"]["mlm_bias"]) == ("vocab",)
+
+
+def test_dropout_is_off_without_a_key_and_a_function_of_the_key():
+    query = queries()
+    embed = jax.jit(tiny_realm(dropout=0.5, layers=1).embed_queries)
+    arrays = (parameters(), query["query"], query["query_length"])
+    assert "random" not in str(jax.make_jaxpr(embed)(*arrays))
+    one, again, other = (np.asarray(embed(*arrays, jax.random.key(seed))) for seed in (1, 1, 2))
+    np.testing.assert_array_equal(one, again)
+    assert np.abs(one - other).max() > 0.01
+    assert (one == 0).any(), "dropout reaches the vector itself, and so the retrieval scores"
+
+
+# --- bfloat16 ---------------------------------------------------------------------------------------------------------
+
+POSITIONS = np.ones((BATCH, 2), int)
+
+
+def everything(model: Realm, inputs: Joint, params):
+    """Vectors, scores, words and spans of one batch, as the tasks compute them."""
+    query = queries()
+    vectors = model.embed_queries(params, query["query"], query["query_length"])
+    scores = vectors @ model.embed_documents(params, documents()).T
+    return vectors, scores, model.read_words(params, inputs, POSITIONS), model.read_spans(params, inputs)
+
+
+def primitives(jaxpr):
+    """Every equation of a program, those inside its calls too."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in equation.params.values():
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from primitives(inner)
+
+
+def test_bfloat16_is_for_matrix_products_alone():
+    """LayerNorm (its reciprocal root and sums), softmax (its exponential, maximum and sum) and all results: float32."""
+    program = functools.partial(everything, tiny_realm(dtype=jnp.bfloat16), joint())
+    equations = list(primitives(jax.make_jaxpr(program)(parameters()).jaxpr))
+    sensitive = {"exp", "rsqrt", "log", "reduce_sum", "reduce_max", "div"}
+    assert {"exp", "rsqrt", "log", "reduce_sum", "reduce_max"} <= {e.primitive.name for e in equations}
+    floats = [v.aval.dtype for e in equations if e.primitive.name in sensitive for v in e.invars]
+    assert jnp.bfloat16 not in floats
+    assert {x.dtype for x in jax.eval_shape(program, parameters())} == {jnp.dtype("float32")}
+    products = [e for e in equations if e.primitive.name == "dot_general"]
+    low = [e for e in products if all(v.aval.dtype == jnp.bfloat16 for v in e.invars)]
+    towers = 2 * (2 * 8 + 1)  # eight products in each of two layers, and the pooler
+    reader = 2 * 2 * 8 + 2  # the same layers for words and for spans, the word head's layer and the span projection
+    assert len(low) == towers + reader
+
+
+def test_parameters_are_float32_whatever_the_compute_dtype():
+    fresh = jax.eval_shape(tiny_realm(dtype=jnp.bfloat16).init, jax.random.key(0))
+    assert {x.dtype for x in jax.tree.leaves(fresh)} == {jnp.dtype("float32")}
+
+
+def test_bfloat16_stays_near_float32():
+    """Vectors have unit variance, so that their errors are relative; a score is the sum of eight products of them."""
+    query, inputs = queries(), joint()
+    vectors = embed_queries(parameters(), query["query"], query["query_length"])
+    scores = vectors @ embed_documents(parameters(), documents()).T
+    exact = (vectors, scores, read_words(parameters(), inputs, POSITIONS), read_spans(parameters(), inputs))
+    close = jax.jit(functools.partial(everything, tiny_realm(dtype=jnp.bfloat16), inputs))(parameters())
+    for a, b, tolerance in zip(exact, close, (0.1, 0.3, 0.1, 0.1), strict=True):
+        assert 0 < np.abs(a - b).max() < tolerance
