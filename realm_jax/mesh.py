@@ -35,6 +35,9 @@ def make_mesh(data: int = -1, fsdp: int = 1, model: int = 1, devices: list[jax.D
     """
     devices = jax.devices() if devices is None else devices
     sizes = [data, fsdp, model]
+    for name, size in zip(AXES, sizes, strict=True):
+        if size < 1 and size != -1:
+            raise UserError(f"config.mesh.{name}: must be positive, or -1 for the devices that are left, not {size}")
     if sizes.count(-1) > 1:
         raise UserError("config.mesh: only one of data, fsdp, model may be -1")
     known = int(np.prod([s for s in sizes if s != -1]))

@@ -1,0 +1,91 @@
+"""Meshes of eight emulated devices, and which axis of a parameter goes where."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+from tiny import tiny_realm
+
+from realm_jax.errors import UserError
+from realm_jax.mesh import logical_sharding, make_mesh, parameter_shardings, replicated
+
+
+@pytest.mark.parametrize(
+    "sizes, wanted",
+    [((-1, 1, 1), (8, 1, 1)), ((2, -1, 2), (2, 2, 2)), ((1, 1, -1), (1, 1, 8)), ((2, 4, 1), (2, 4, 1))],
+)
+def test_one_axis_takes_the_devices_that_are_left(sizes, wanted):
+    mesh = make_mesh(*sizes)
+    assert mesh.axis_names == ("data", "fsdp", "model")
+    assert mesh.devices.shape == wanted
+
+
+def test_a_mesh_of_some_devices():
+    assert make_mesh(-1, 1, 1, jax.devices()[:2]).size == 2
+
+
+@pytest.mark.parametrize(
+    "sizes, named",
+    [
+        ((-1, -1, 1), "config.mesh: only one of data, fsdp, model may be -1"),
+        ((3, 1, 1), "config.mesh: data=3 x fsdp=1 x model=1 does not fit 8 devices"),
+        ((-1, 3, 1), "config.mesh: data=-1 x fsdp=3 x model=1 does not fit 8 devices"),
+        ((-1, 16, 1), "does not fit 8 devices"),
+        ((-1, 0, 1), "config.mesh.fsdp: must be positive, or -1"),
+        ((-4, -2, 1), "config.mesh.data: must be positive, or -1"),
+    ],
+)
+def test_sizes_that_cannot_be_are_named(sizes, named):
+    with pytest.raises(UserError, match=named):
+        make_mesh(*sizes)
+
+
+def test_batches_go_over_data_and_fsdp_and_corpus_rows_over_everything():
+    mesh = make_mesh(2, 2, 2)
+    assert logical_sharding(mesh, "batch").spec == PartitionSpec(("data", "fsdp"))
+    assert logical_sharding(mesh, "rows", None).spec == PartitionSpec(("data", "fsdp", "model"), None)
+    batch = jax.device_put(np.arange(8), logical_sharding(mesh, "batch"))
+    assert {shard.data.shape for shard in batch.addressable_shards} == {(2,)}
+    rows = jax.device_put(np.zeros((16, 3)), logical_sharding(mesh, "rows", None))
+    assert {shard.data.shape for shard in rows.addressable_shards} == {(2, 3)}
+    assert jax.device_put(np.arange(3), replicated(mesh)).sharding.is_fully_replicated
+
+
+def parameter_specs(mesh) -> dict[str, tuple]:
+    boxed = jax.eval_shape(tiny_realm().init_boxed, jax.random.key(0))
+    shardings = parameter_shardings(mesh, boxed)
+    leaves = jax.tree_util.tree_leaves_with_path(shardings)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): tuple(x.spec) for path, x in leaves}
+
+
+def test_parameters_are_spread_by_their_logical_axes():
+    specs = parameter_specs(make_mesh(2, 2, 2))
+    reader = {name.removeprefix("reader."): spec for name, spec in specs.items() if name.startswith("reader.")}
+    assert reader["bert.words.embedding"] == ("model", "fsdp")
+    assert reader["bert.positions.embedding"] == (None, "fsdp")
+    assert reader["bert.layer_0.query.kernel"] == ("fsdp", "model")
+    assert reader["bert.layer_0.attention_output.kernel"] == ("model", "fsdp")
+    assert reader["bert.layer_1.intermediate.kernel"] == ("fsdp", "model")
+    assert reader["bert.layer_1.intermediate.bias"] == ("model",)
+    assert reader["bert.layer_1.output.kernel"] == ("model", "fsdp")
+    assert reader["bert.layer_1.output_norm.scale"] == (None,)
+    assert reader["mlm_bias"] == ("model",)
+    assert reader["span_score.kernel"] == (None, None)
+    assert specs["query_embedder.projection.kernel"] == ("fsdp", None)
+
+
+def test_an_axis_that_the_mesh_does_not_divide_stays_whole():
+    """Fifty word pieces over four devices; the other axis of the same table is still spread."""
+    specs = parameter_specs(make_mesh(1, 2, 4))
+    assert specs["reader.bert.words.embedding"] == (None, "fsdp")
+    assert specs["reader.mlm_bias"] == (None,)
+    assert specs["reader.bert.layer_0.query.kernel"] == ("fsdp", "model")
+
+
+def test_shardings_can_be_used_to_make_the_parameters():
+    mesh = make_mesh(2, 2, 2)
+    model = tiny_realm(layers=1)
+    shardings = parameter_shardings(mesh, jax.eval_shape(model.init_boxed, jax.random.key(0)))
+    params = jax.jit(model.init, out_shardings=shardings)(jax.random.key(0))
+    words = params["reader"]["bert"]["words"]["embedding"]
+    assert {shard.data.shape for shard in words.addressable_shards} == {(25, 8)}

@@ -1,0 +1,91 @@
+"""BERT's optimiser against a loop in NumPy, and its schedule and exclusions by value."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import tiny_realm
+
+from realm_jax.training.optimizer import decayed, learning_rate, make_optimizer, warmup_steps
+
+PEAK, TOTAL, WARMUP, DECAY, CLIP = 0.1, 20, 3, 0.01, 1.0
+
+
+def published_loop(params: dict[str, np.ndarray], gradients: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """google-research/bert `optimization.py`, in float64: clip to a global norm; m and v without bias correction;
+    u = m / (√v + 1e-6), plus 0.01 · w unless a bias or a LayerNorm; w ← w − lr · u."""
+    params = {name: value.astype(np.float64) for name, value in params.items()}
+    m = {name: np.zeros_like(value) for name, value in params.items()}
+    v = {name: np.zeros_like(value) for name, value in params.items()}
+    for step, gradient in enumerate(gradients):
+        norm = np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in gradient.values()))
+        rate = PEAK * step / WARMUP if step < WARMUP else PEAK * (1 - step / TOTAL)
+        for name in params:
+            g = gradient[name].astype(np.float64) * min(1.0, CLIP / norm)
+            m[name] = 0.9 * m[name] + 0.1 * g
+            v[name] = 0.999 * v[name] + 0.001 * g**2
+            update = m[name] / (np.sqrt(v[name]) + 1e-6)
+            if name == "kernel":
+                update = update + DECAY * params[name]
+            params[name] = params[name] - rate * update
+    return params
+
+
+def test_five_steps_are_those_of_the_published_formula():
+    """Gradients of which some are clipped and some are so small that ε counts."""
+    rng = np.random.default_rng(0)
+    shapes = {"kernel": (4, 3), "bias": (3,), "scale": (3,), "mlm_bias": (5,)}
+    params = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    sizes = (0.01, 3.0, 1e-6, 1.0, 0.1)
+    gradients = [{n: (size * rng.normal(size=s)).astype(np.float32) for n, s in shapes.items()} for size in sizes]
+    optimizer = make_optimizer(PEAK, TOTAL, WARMUP, DECAY, CLIP)
+
+    @jax.jit
+    def step(params, state, gradient):
+        updates, state = optimizer.update(gradient, state, params)
+        return jax.tree.map(jnp.add, params, updates), state
+
+    state, found = optimizer.init(params), params
+    for gradient in gradients:
+        found, state = step(found, state, gradient)
+    for name, wanted in published_loop(params, gradients).items():
+        assert np.abs(wanted - params[name]).max() > 0.01
+        np.testing.assert_allclose(found[name], wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_the_first_step_moves_nothing():
+    optimizer = make_optimizer(PEAK, TOTAL, WARMUP, DECAY, CLIP)
+    params = {"kernel": jnp.ones((2, 2))}
+    updates, _ = optimizer.update({"kernel": jnp.ones((2, 2))}, optimizer.init(params), params)
+    assert not updates["kernel"].any()
+
+
+def test_the_rate_rises_to_the_peak_then_jumps_down_by_the_share_of_the_warm_up():
+    """At step W the rate is peak · (1 − W / total): the decay counts from step 0."""
+    rate = [float(learning_rate(step, 1.0, 1000, 100)) for step in (0, 1, 50, 99, 100, 500, 999, 1000, 1200)]
+    np.testing.assert_allclose(rate, [0.0, 0.01, 0.5, 0.99, 0.9, 0.5, 0.001, 0.0, 0.0], atol=1e-6)
+
+
+@pytest.mark.parametrize("total, wanted", [(10, 100), (1000, 100), (2059, 205), (100_000, 10_000), (200_000, 10_000)])
+def test_the_warm_up_is_a_tenth_between_100_and_10000(total, wanted):
+    assert warmup_steps(total) == wanted
+
+
+def test_a_warm_up_of_zero_takes_the_rule():
+    params = {"kernel": jnp.ones((1, 1))}
+    ruled, given = make_optimizer(1.0, 2000, 0, 0.0, 1.0), make_optimizer(1.0, 2000, 200, 0.0, 1.0)
+    states = [optimizer.init(params) for optimizer in (ruled, given)]
+    for _ in range(3):
+        moved = [o.update(params, state, params) for o, state in zip((ruled, given), states, strict=True)]
+        states = [state for _, state in moved]
+        np.testing.assert_array_equal(moved[0][0]["kernel"], moved[1][0]["kernel"])
+    assert moved[0][0]["kernel"] != 0
+
+
+def test_biases_and_layer_norms_do_not_decay_and_all_matrices_do():
+    params = jax.eval_shape(tiny_realm().init, jax.random.key(0))
+    flags = {jax.tree_util.keystr(path): flag for path, flag in jax.tree_util.tree_leaves_with_path(decayed(params))}
+    shapes = {jax.tree_util.keystr(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(params)}
+    assert flags == {name: len(shape) == 2 for name, shape in shapes.items()}
+    assert not flags["['reader']['mlm_bias']"] and not flags["['reader']['span_norm']['scale']"]
+    assert flags["['reader']['bert']['words']['embedding']"]
