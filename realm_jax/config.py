@@ -9,7 +9,7 @@ Science (a run folder keeps them; another value on resume is an error that names
   data.masking             'salient', 'uniform' or 'random_span': what REALM's queries hide
   data.predictions         predicted positions of a masked sentence at most; 0: sized to the masking
   data.null_rate           warm-up: share of examples that are a sentence of X beside the empty document
-  data.unrelated_rate      warm-up: share that are a sentence of X beside a passage drawn at random
+  data.unrelated_rate      warm-up: share that are a sentence of Z beside a passage drawn at random
   data.ict_mask_rate       share of sentences that are taken out of their passage in the inverse cloze task
   data.query_length        word pieces of a sentence or question, [CLS] and [SEP] counted
   data.document_length     word pieces of a passage, title and specials counted

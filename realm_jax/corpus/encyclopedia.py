@@ -28,30 +28,28 @@ Item = TypeVar("Item")
 
 
 class Phrasings(NamedTuple):
-    """The sentences that can state, report or ask one relation.
+    """The sentences that can state or ask one relation.
 
-    In articles {the} and {The} become "the <name>" or "it"; elsewhere {name} is the two-word name.
+    {the} and {The} become "the <name>", in articles also "it"; {name} is the two-word name. Articles and news share
+    their phrasings, as real ones share a language, but the news on an entity never uses those of its own article.
     Sentences open with function words, so that capitals mark values and nothing else.
     """
 
-    article: tuple[str, ...]
-    news: tuple[str, ...]
+    statement: tuple[str, ...]
     question: tuple[str, ...]
 
 
 PHRASINGS: dict[str, Phrasings] = {
     "discoverer": Phrasings(
-        article=(
+        statement=(
             "{The} was first described by {value}.", "Some books name {value} as finder of {the}.",
             "The finder of {the} was {value}.", "It was {value} who first drew {the}.",
             "The first notes on {the} are by {value}.", "At first only {value} knew of {the}.",
-        ),
-        news=(
-            "The {name} was found by {value}, a new letter shows.",
-            "It is now sure that {value} discovered the {name}.",
-            "The town now honours {value} for finding the {name}.",
-            "In a talk the work of {value} on the {name} was praised.",
-            "There is a statue of {value}, discoverer of the {name}.",
+            "{The} was found by {value}, a new letter shows.",
+            "It is now sure that {value} discovered {the}.",
+            "The town now honours {value} for finding {the}.",
+            "In a talk the work of {value} on {the} was praised.",
+            "There is a statue of {value}, discoverer of {the}.",
         ),
         question=(
             "who first described the {name}?", "who discovered the {name}?",
@@ -60,15 +58,13 @@ PHRASINGS: dict[str, Phrasings] = {
         ),
     ),
     "region": Phrasings(
-        article=(
+        statement=(
             "{The} is found only in {value}.", "In {value} {the} is very common.",
             "The home of {the} is {value}.", "Many people see {the} in {value}.",
             "{The} came from the hills of {value}.", "Those who seek {the} travel to {value}.",
-        ),
-        news=(
-            "The {name} is under threat in {value}.", "In {value} a feast for the {name} was held.",
-            "Those who live in {value} now protect the {name}.", "There were more signs of the {name} in {value}.",
-            "The people of {value} are proud of the {name}.",
+            "{The} is under threat in {value}.", "In {value} a feast for {the} was held.",
+            "Those who live in {value} now protect {the}.", "There were more signs of {the} in {value}.",
+            "The people of {value} are proud of {the}.",
         ),
         question=(
             "where is the {name} found?", "in which region is the {name} common?",
@@ -77,15 +73,13 @@ PHRASINGS: dict[str, Phrasings] = {
         ),
     ),
     "date": Phrasings(
-        article=(
+        statement=(
             "{The} was first seen in {value}.", "In {value} {the} was found.",
             "The first record of {the} is from {value}.", "Some say {the} has been known since {value}.",
             "When {value} came, {the} was still new.", "It was in {value} that {the} was listed.",
-        ),
-        news=(
-            "The {name} has now been known since {value}.", "In a speech the {name} was dated to {value}.",
-            "Those who study the {name} now agree on {value}.", "The discovery of the {name} in {value} is on stamps.",
-            "It was {value} when the {name} was first noted.",
+            "{The} has now been known since {value}.", "In a speech {the} was dated to {value}.",
+            "Those who study {the} now agree on {value}.", "The discovery of {the} in {value} is on stamps.",
+            "It was {value} when {the} was first noted.",
         ),
         question=(
             "when was the {name} discovered?", "in which year was the {name} first seen?",
@@ -94,15 +88,13 @@ PHRASINGS: dict[str, Phrasings] = {
         ),
     ),
     "museum": Phrasings(
-        article=(
+        statement=(
             "{The} is kept at {value}.", "At {value} {the} is on show.",
             "The best example of {the} is at {value}.", "Many go to {value} to view {the}.",
             "The experts at {value} look after {the}.", "There is a room for {the} in {value}.",
-        ),
-        news=(
-            "The {name} will be on view at {value} again.", "In a new show {value} presents the {name}.",
-            "There was a long queue for the {name} at {value}.", "Some thieves tried to steal the {name} from {value}.",
-            "The keepers of {value} have cleaned the {name}.",
+            "{The} will be on view at {value} again.", "In a new show {value} presents {the}.",
+            "There was a long queue for {the} at {value}.", "Some thieves tried to steal {the} from {value}.",
+            "The keepers of {value} have cleaned {the}.",
         ),
         question=(
             "which museum keeps the {name}?", "where is the {name} on show?",
@@ -113,7 +105,8 @@ PHRASINGS: dict[str, Phrasings] = {
 }
 RELATIONS = tuple(PHRASINGS)
 REPEATED_FACTS = len(RELATIONS) // 2  # lets a sentence taken out of an article often be rebuilt from the rest
-NEWS_PHRASINGS = min(len(phrasings.news) for phrasings in PHRASINGS.values())
+ARTICLE_PHRASINGS = 2  # of a relation in one article at most; the news on an entity uses the others
+NEWS_PHRASINGS = min(len(phrasings.statement) for phrasings in PHRASINGS.values()) - ARTICLE_PHRASINGS
 QUESTION_PHRASINGS = min(len(phrasings.question) for phrasings in PHRASINGS.values())
 MONTHS = ("January", "March", "April", "June", "August", "October")  # not May: it is a common word too
 BUILDINGS = ("Hall", "House", "Gallery", "Tower")  # not Museum: questions say it
@@ -313,12 +306,7 @@ class _World:
 
     def passage(self, index: int) -> Record:
         entity, rng = self.entity(index), self._random("passage", index)
-        facts = _counts(rng, len(RELATIONS) + REPEATED_FACTS)
-        plan = [
-            (relation, phrasing)
-            for relation, repeats in enumerate(facts)
-            for phrasing in _shuffled(rng, PHRASINGS[RELATIONS[relation]].article)[:repeats]
-        ]
+        plan = self._article_plan(index)
         name = " ".join(entity.name)
         sentences: list[str] = []
         for relation, phrasing in _shuffled(rng, plan):
@@ -326,6 +314,15 @@ class _World:
             the, capital = ("it", "It") if pronoun else (f"the {name}", f"The {name}")
             sentences.append(phrasing.format(the=the, The=capital, value=entity.values[relation]))
         return {"id": f"entity-{index}", "title": name, "text": " ".join(sentences)}
+
+    def _article_plan(self, entity: int) -> list[tuple[int, str]]:
+        """What the article of an entity says as (relation, phrasing): every fact, and a random half of them twice."""
+        rng = self._random("article plan", entity)
+        return [
+            (relation, phrasing)
+            for relation, repeats in enumerate(_counts(rng, len(RELATIONS) + REPEATED_FACTS))
+            for phrasing in _shuffled(rng, PHRASINGS[RELATIONS[relation]].statement)[:repeats]
+        ]
 
     def news(self, index: int) -> Record:
         which, item = divmod(index, self.news_items)
@@ -335,7 +332,7 @@ class _World:
         sentences = []
         for relation, phrasing in plan[start:stop]:
             name, _ = self._spoken_name(rng, entity)
-            sentences.append(phrasing.format(name=name, value=entity.values[relation]))
+            sentences.append(phrasing.format(the=f"the {name}", The=f"The {name}", value=entity.values[relation]))
         return {"id": f"news-{index}", "title": f"dispatch {index + 1}", "text": " ".join(sentences)}
 
     def train_question(self, index: int) -> Record:
@@ -371,11 +368,11 @@ class _World:
     def _news_plan(self, entity: int, item: int) -> tuple[int, int, list[tuple[int, str]]]:
         """Every news sentence of an entity as (relation, phrasing), and the range of them that one item tells."""
         rng = self._random("news plan", entity)
-        plan = [
-            (relation, phrasing)
-            for relation, repeats in enumerate(_counts(rng, self.news_sentences))
-            for phrasing in _shuffled(rng, PHRASINGS[RELATIONS[relation]].news)[:repeats]
-        ]
+        used = {phrasing for _, phrasing in self._article_plan(entity)}
+        plan = []
+        for relation, repeats in enumerate(_counts(rng, self.news_sentences)):
+            phrasings = _shuffled(rng, PHRASINGS[RELATIONS[relation]].statement)
+            plan += [(relation, phrasing) for phrasing in phrasings if phrasing not in used][:repeats]
         sizes = [1] * self.news_items
         for _ in range(self.news_sentences - self.news_items):
             open_items = [position for position, size in enumerate(sizes) if size < 3]

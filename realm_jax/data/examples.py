@@ -150,9 +150,10 @@ def warmup_examples(
 
     * A sentence of a passage beside an excerpt of that passage in which the span occurs again. The excerpt is a random
       choice of the other sentences, in order: short ones teach copying quickly, long ones teach what to copy.
-    * A share `null_rate`: a sentence of the pre-training text beside the empty document (plain masked words).
     * A share `unrelated_rate`: such a sentence beside a passage drawn at random, so that the reader does not believe
       every passage: what retrieval offers at first is mostly wrong.
+    * A share `null_rate`: a sentence of the pre-training text beside the empty document (plain masked words). Beside
+      unrelated passages these would teach that the pre-training text's style means that no passage helps.
     """
     spans = recurring_spans(passages, lengths.query)
     _require(len(spans), passages, "a name or date that it mentions in two sentences", "the warm-up")
@@ -161,32 +162,40 @@ def warmup_examples(
 
     def make(index: int, rng: np.random.Generator) -> Example:
         draw = rng.random()
-        if draw >= null_rate + unrelated_rate:
-            return _excerpt_example(passages, spans[index], rng, lengths, wordpiece)
+        if draw >= null_rate:
+            unrelated = draw < null_rate + unrelated_rate
+            return _excerpt_example(passages, spans[index], unrelated, rng, lengths, wordpiece)
         choice = int(rng.integers(len(sentences.rows)))
         sentence, salient = spans_of(pretraining, int(sentences.rows[choice]), int(sentences.numbers[choice]))
         arrays = masked_arrays(sentence, salient, "salient", rng, lengths, wordpiece)
-        if draw < null_rate:
-            return arrays | document_arrays(sentence[:0], sentence[:0], lengths.document, wordpiece)
-        row = int(rng.integers(len(passages)))
-        title, body = passages.title_tokens(row), passages.body_tokens(row)
-        return arrays | document_arrays(title, body, lengths.document, wordpiece)
+        return arrays | document_arrays(sentence[:0], sentence[:0], lengths.document, wordpiece)
 
     return Examples(len(spans), make)
 
 
 def _excerpt_example(
-    store: PassageStore, entry: NDArray[np.int32], rng: np.random.Generator, lengths: Lengths, wordpiece: WordPiece
+    store: PassageStore,
+    entry: NDArray[np.int32],
+    unrelated: bool,
+    rng: np.random.Generator,
+    lengths: Lengths,
+    wordpiece: WordPiece,
 ) -> Example:
-    """A sentence with its recurring span masked, beside some of its passage's other sentences, one with the span."""
+    """A sentence with its recurring span masked, beside some of its passage's other sentences, one with the span.
+
+    unrelated: beside a passage drawn at random instead.
+    """
     row, number, place, other = map(int, entry)
     sentences, body = store.sentences(row), store.body_tokens(row)
     start, end = sentences[number]
     span = store.spans(row)[place : place + 1, :2] - start
+    arrays = masked_arrays(body[start:end], span, "salient", rng, lengths, wordpiece)
+    if unrelated:
+        row = int(rng.integers(len(store)))
+        return arrays | document_arrays(store.title_tokens(row), store.body_tokens(row), lengths.document, wordpiece)
     kept = rng.random(len(sentences)) < rng.random()
     kept[other], kept[number] = True, False
     excerpt = np.concatenate([body[first:last] for first, last in sentences[kept]])
-    arrays = masked_arrays(body[start:end], span, "salient", rng, lengths, wordpiece)
     return arrays | document_arrays(store.title_tokens(row), excerpt, lengths.document, wordpiece)
 
 

@@ -95,8 +95,8 @@ def make_measure(run: Run) -> Measure | None:
         return None
     evaluator = Evaluator(run, questions)
 
-    def measure(params: Params, index: Index) -> dict[str, Any]:
-        return evaluator.recall(params, index)
+    def measure(params: Params, index: Index | None) -> dict[str, Any]:
+        return {} if index is None else evaluator.recall(params, index)
 
     return measure
 

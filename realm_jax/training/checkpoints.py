@@ -1,4 +1,4 @@
-"""Checkpoints of one task: the only code that talks to Orbax.
+"""Checkpoints of one task: the only code that talks to Orbax. `Checkpoints` is for training, `Saved` for reading.
 
 One save holds the state, the index vectors in use (if the task retrieves) and a small record: the step those vectors
 are from, seconds spent, and the environment. The input position needs no entry of its own: step × batch size examples
@@ -8,13 +8,14 @@ have been seen. Saves are asynchronous, and a folder that was cut off in the mid
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import flax
 import jax
 import jaxlib
 import numpy as np
 import orbax.checkpoint
+from numpy.typing import NDArray
 from orbax.checkpoint import v1 as ocp
 
 import realm_jax
@@ -75,6 +76,38 @@ class Checkpoints:
         record = dict(self._checkpointer.checkpointables_metadata(step).custom_metadata or {})
         index = loaded["index"]["vectors"] if "index" in loaded else None
         return Restored(int(step or 0), loaded["state"], index, record)
+
+
+class Saved:
+    """One complete checkpoint, to be read only: nothing in its folder changes, so a run may be writing beside it."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self.step = int(path.name)
+        self._metadata = ocp.checkpointables_metadata(path)
+
+    @classmethod
+    def newest(cls, folder: Path) -> Self | None:
+        """The newest complete checkpoint under a folder, if there is one."""
+        entries = sorted((e for e in folder.absolute().glob("*") if e.name.isdigit()), key=lambda e: -int(e.name))
+        return next((cls(entry) for entry in entries if ocp.is_orbax_checkpoint(entry)), None)
+
+    @property
+    def record(self) -> dict[str, Any]:
+        return dict(self._metadata.custom_metadata or {})
+
+    def state(self, state: Any) -> Any:
+        """The state but for its moments. `state`: abstract arrays with the shardings to load onto."""
+        moments = jax.tree.map(lambda _: ocp.PLACEHOLDER, state.optimizer)
+        return ocp.load_checkpointables(self._path, {"state": state._replace(optimizer=moments)})["state"]
+
+    def vectors(self) -> NDArray | None:
+        """The index vectors on the host, with the padding of the devices that saved them; None: no index was saved."""
+        if "index" not in self._metadata.metadata:
+            return None
+        known = self._metadata.metadata["index"]["vectors"]
+        where = {"index": {"vectors": np.empty(known.shape, known.dtype)}}
+        return ocp.load_checkpointables(self._path, where)["index"]["vectors"]
 
 
 def environment() -> dict[str, Any]:

@@ -25,16 +25,16 @@ from realm_jax.index.candidates import Index
 from realm_jax.models.realm import Params
 from realm_jax.run import Run, put_batch
 from realm_jax.storage import read_json, write_json_atomic
-from realm_jax.training.checkpoints import Checkpoints, differences, environment
+from realm_jax.training.checkpoints import Checkpoints, Saved, differences, environment
 from realm_jax.training.health import Watch
 from realm_jax.training.metrics import MetricsWriter
-from realm_jax.training.state import State, make_step, start_state
+from realm_jax.training.state import State, make_step, start_state, state_shardings
 from realm_jax.training.tasks import Task, make_task
 
 logger = logging.getLogger(__name__)
 
 Pending = tuple[int, dict[str, jax.Array], dict[str, int]]  # step, metrics on the device, index age
-Measure = Callable[[Params, Index], dict[str, Any]]
+Measure = Callable[[Params, Index | None], dict[str, Any]]
 SHOWN = ("loss", "retrieval_utility", "recall@5", "null_probability", "accuracy")
 
 
@@ -79,15 +79,20 @@ def task_examples(run: Run, name: str) -> Examples:
 
 
 def check_workdir(run: Run) -> None:
-    """Record the config in the run folder, or compare it with the one recorded there.
+    """Record config and data in the run folder, or compare them with what is recorded there.
 
-    Raises UserError when a science key differs; another value of an operations key is logged and recorded.
+    Raises UserError when a science key or the data differ; another value of an operations key is recorded.
     """
     path = run.workdir / "config.json"
-    if not path.is_file():
-        run.workdir.mkdir(parents=True, exist_ok=True)
-        write_json_atomic(path, run.config.to_dict())
-        return
+    if path.is_file():
+        _check_science(run, path)
+        check_data(run)
+    run.workdir.mkdir(parents=True, exist_ok=True)
+    write_json_atomic(run.workdir / "data.json", _fingerprints(run))
+    write_json_atomic(path, run.config.to_dict())
+
+
+def _check_science(run: Run, path: Path) -> None:
     recorded = science(type(run.config)(read_json(path)))
     now = science(run.config)
     for key in sorted({*recorded, *now}):
@@ -96,16 +101,39 @@ def check_workdir(run: Run) -> None:
                 f"config.{key} is {now.get(key)!r}, but the run in {run.workdir} has {recorded.get(key)!r}; "
                 "set it back, or start in another --workdir"
             )
-    write_json_atomic(path, run.config.to_dict())
+
+
+def check_data(run: Run) -> None:
+    """Raise UserError when tokenizer or stores are not those that the run folder's `data.json` records, if it does."""
+    path = run.workdir / "data.json"
+    recorded = read_json(path) if path.is_file() else {}
+    for name, fingerprint in _fingerprints(run).items():
+        if recorded.get(name, fingerprint) != fingerprint:
+            raise UserError(
+                f"{run.config.data.path}: a store and tokenizer that do not match the run: {name} differs from what "
+                f"{path} records; name the folder that it was trained with, or start in another --workdir"
+            )
+
+
+def _fingerprints(run: Run) -> dict[str, str]:
+    sources = run.sources
+    stores = {"passages": sources.passages.fingerprint, "pretraining": sources.pretraining.fingerprint}
+    return {"tokenizer": sources.wordpiece.fingerprint} | stores
 
 
 def train_task(
-    run: Run, name: str, params: Params, measure: Measure | None = None, folder: str | None = None
+    run: Run,
+    name: str,
+    params: Params,
+    measure: Measure | None = None,
+    folder: str | None = None,
+    examples: Examples | None = None,
 ) -> Params:
     """Train one task to its last step and return all parameters.
 
-    params: where a fresh task starts. measure: called with parameters and a fresh index at every refresh.
-    folder: name under the run folder, the task's own by default. Continues from the newest checkpoint there.
+    params: where a fresh task starts. measure: called with parameters and an index (None in a task that neither
+    retrieves nor trains the retriever) at every refresh and at the end. folder: name under the run folder, the task's
+    own by default. examples: others than the task's own. Continues from the newest checkpoint of the folder.
     Raises Preempted after SIGTERM, once the state is saved.
     """
     config, task = run.config, make_task(name, run.setting)
@@ -126,7 +154,7 @@ def train_task(
         # --- Records, examples, the compiled step
         metrics_file = MetricsWriter(place, "metrics", start)
         evaluations = MetricsWriter(place, "evaluations", start)
-        source = batches(task_examples(run, name), config.seed, name, batch_size, start, total)
+        source = batches(examples or task_examples(run, name), config.seed, name, batch_size, start, total)
         step_function = make_step(run, task)
         watch, waiting, began = Watch(), 0.0, time.monotonic()
         shown: dict[str, Any] = {}
@@ -151,7 +179,7 @@ def train_task(
                 waiting += time.monotonic() - asked
                 state, values = step_function(state, batch, index)
                 if pending is not None:  # metrics of the step before, read while this one runs
-                    shown |= _log(pending, metrics_file, watch, began, waiting, start)
+                    shown |= _log(pending, metrics_file, watch, began, waiting, start, record["seconds"])
                     bar.update(step, {key: shown[key] for key in SHOWN if key in shown})
                 due = (step + 1) % config.log.every == 0 or step + 1 == total
                 age = {"index_age": step - record["index_step"]} if task.retrieves else {}
@@ -162,20 +190,24 @@ def train_task(
                 if (step + 1) % config.checkpoint.every == 0 and step + 1 < total:
                     save(step + 1)
             if pending is not None:
-                shown |= _log(pending, metrics_file, watch, began, waiting, start)
+                shown |= _log(pending, metrics_file, watch, began, waiting, start, record["seconds"])
             bar.update(total, {key: shown[key] for key in SHOWN if key in shown})
         if measure is not None:
-            index, found = refresh(run, state.params, measure)
-            evaluations.write(total, found | {"refresh": False})
+            index, found = refresh(run, state.params, measure, embed=name != "mlm")
+            record["index_step"] = -1 if index is None else total
+            seconds = record["seconds"] + time.monotonic() - began
+            evaluations.write(total, found | {"refresh": False, "seconds": seconds})
         save(total, wait=True)
         metrics_file.close()
         evaluations.close()
     return state.params
 
 
-def refresh(run: Run, params: Params, measure: Measure | None) -> tuple[Index, dict[str, Any]]:
-    """Re-embed the corpus with current parameters, and measure retrieval with the fresh index."""
-    index = run.index(run.embed(params))
+def refresh(
+    run: Run, params: Params, measure: Measure | None, embed: bool = True
+) -> tuple[Index | None, dict[str, Any]]:
+    """Re-embed the corpus with current parameters (unless not `embed`), and measure with the fresh index."""
+    index = run.index(run.embed(params)) if embed else None
     return index, {} if measure is None else measure(params, index)
 
 
@@ -205,20 +237,36 @@ def _restore(
 
 
 def restore_params(run: Run, workdir: Path, name: str, like: Params) -> Params:
-    """The newest parameters of a task in a run folder, placed like `like`.
+    """The newest parameters of a task in a run folder, on this run's devices. `like`: their shapes.
 
-    Raises UserError when there are none.
+    Changes nothing there. Raises UserError when there are none.
     """
+    saved = Saved.newest(workdir / name / "checkpoints")
+    if saved is None:
+        raise UserError(f"{workdir}: task {name} has no checkpoint; train it first (`realm train`)")
     task = make_task(name, run.setting)
-    with Checkpoints(workdir / name / "checkpoints", run.config.checkpoint.keep) as checkpoints:
-        if checkpoints.latest is None:
-            raise UserError(f"{workdir}: task {name} has no checkpoint; train it first (`realm train`)")
-        fresh = start_state(run, task, like)
-        return _restore(run, task, checkpoints, fresh)[0].params
+    shapes = jax.eval_shape(lambda params: start_state(run, task, params), like)
+    places = state_shardings(run, task)
+    abstract = jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places)
+    return saved.state(abstract).params
+
+
+def restore_index(run: Run, name: str) -> Index | None:
+    """The index saved with a task's newest parameters; None when those parameters would give another one.
+
+    It fits them when it was made of them, or when the task leaves the document embedder as it was.
+    """
+    saved = Saved.newest(run.workdir / name / "checkpoints")
+    if saved is None:
+        return None
+    task = make_task(name, run.setting)
+    frozen = task.retrieves and run.model.embedder_names[-1] not in task.trained
+    vectors = saved.vectors() if frozen or saved.record["index_step"] == saved.step else None
+    return None if vectors is None else run.index(vectors[: run.setting.rows])
 
 
 def _log(
-    pending: Pending, to: MetricsWriter, watch: Watch, began: float, waiting: float, start: int
+    pending: Pending, to: MetricsWriter, watch: Watch, began: float, waiting: float, start: int, before: float
 ) -> dict[str, float]:
     """Fetch, check, record and return the metrics of a step. Raises UserError when the loss is not finite."""
     step, values, age = pending
@@ -226,7 +274,7 @@ def _log(
     if not np.isfinite(numbers["loss"]):
         raise UserError(f"step {step}: the loss is not finite; the last checkpoint is good; lower the learning rate")
     elapsed = time.monotonic() - began
-    speed = {"steps_per_second": (step - start) / elapsed, "wait_data": waiting / elapsed}
+    speed = {"steps_per_second": (step - start) / elapsed, "wait_data": waiting / elapsed, "seconds": before + elapsed}
     to.write(step, numbers | age | speed)
     if "null_probability" in numbers:
         _warn(watch.step(step, numbers["null_probability"], numbers["best_candidate_gain"]))

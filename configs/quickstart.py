@@ -1,0 +1,13 @@
+"""The recipe of `realm quickstart`, to change and to run with `realm train`.
+
+realm quickstart --workdir=runs/quickstart
+realm train --config=configs/quickstart.py --config.data.path=runs/quickstart/data --workdir=runs/other
+"""
+
+from ml_collections import ConfigDict
+
+from realm_jax.recipes import quickstart
+
+
+def get_config() -> ConfigDict:
+    return quickstart()

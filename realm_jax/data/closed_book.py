@@ -1,0 +1,61 @@
+"""Examples for a reader without passages (a control): `[CLS] question [MASK] … [MASK] [SEP]`, answers as masked words.
+
+The places of an answer are as many as a span may have; those after the answer are to be filled with [SEP].
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from realm_jax.corpus.jsonl import Question
+from realm_jax.corpus.store import PassageStore
+from realm_jax.data.examples import (
+    Example,
+    Examples,
+    Lengths,
+    document_arrays,
+    masked_arrays,
+    query_arrays,
+    salient_sentences,
+    spans_of,
+)  # fmt: skip
+from realm_jax.errors import UserError
+from realm_jax.text.wordpiece import WordPiece
+
+
+def closed_book_query(question: str, wordpiece: WordPiece, lengths: Lengths) -> Example:
+    """A question followed by `span_width` masked places (at most `predictions`), and their positions."""
+    places = min(lengths.span_width, lengths.predictions)
+    ids = wordpiece.encode(question).ids[: lengths.query - 2 - places]
+    positions = np.zeros(lengths.predictions, np.int32)
+    positions[:places] = 1 + len(ids) + np.arange(places)
+    query = query_arrays(np.array([*ids, *[wordpiece.mask_id] * places], np.int32), lengths.query, wordpiece)
+    return query | {"positions": positions}
+
+
+def closed_book_examples(
+    store: PassageStore, questions: Sequence[Question], wordpiece: WordPiece, lengths: Lengths
+) -> Examples:
+    """Half masked sentences of the pre-training text, half training questions; all beside the empty document."""
+    sentences = salient_sentences(store, lengths.query)
+    if not len(sentences.rows) or not questions:
+        raise UserError("the closed-book control needs training questions and pre-training text with salient spans")
+    empty = document_arrays(np.zeros(0, np.uint16), np.zeros(0, np.uint16), lengths.document, wordpiece)
+
+    def make(index: int, rng: np.random.Generator) -> Example:
+        if rng.random() < 0.5:
+            sentence, spans = spans_of(store, int(sentences.rows[index]), int(sentences.numbers[index]))
+            return masked_arrays(sentence, spans, "salient", rng, lengths, wordpiece) | empty
+        question = questions[int(rng.integers(len(questions)))]
+        return _question_example(question, wordpiece, lengths) | empty
+
+    return Examples(len(sentences.rows), make)
+
+
+def _question_example(question: Question, wordpiece: WordPiece, lengths: Lengths) -> Example:
+    places = min(lengths.span_width, lengths.predictions)
+    answer = [*wordpiece.encode(question.answers[0]).ids[:places], *[wordpiece.sep_id] * places][:places]
+    targets = np.zeros(lengths.predictions, np.int32)
+    weights = np.zeros(lengths.predictions, np.float32)
+    targets[:places], weights[:places] = answer, 1.0
+    return closed_book_query(question.question, wordpiece, lengths) | {"targets": targets, "weights": weights}

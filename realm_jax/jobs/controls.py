@@ -1,0 +1,100 @@
+"""Controls: trainings that should not reach what REALM reaches, from the same start and of the same length.
+
+* `no_retriever_gradient`: the REALM task with the gradient stopped at the retrieval scores.
+* `more_ict`: as many more steps of the inverse cloze task as REALM has.
+* `closed_book`: a reader of the same size that fills in answers from the question alone, by masked words.
+"""
+
+import dataclasses
+import logging
+from typing import Any
+
+import jax
+import numpy as np
+
+from realm_jax.config import task_names
+from realm_jax.data.closed_book import closed_book_examples, closed_book_query
+from realm_jax.data.examples import document_arrays
+from realm_jax.evaluation.answers import exact_match
+from realm_jax.evaluation.predict import Evaluator
+from realm_jax.index.candidates import Index
+from realm_jax.models.inputs import Documents, join
+from realm_jax.models.realm import Params, flatten_joint
+from realm_jax.run import Run, put_batch
+from realm_jax.training.loop import restore_params, train_task
+
+logger = logging.getLogger(__name__)
+
+
+def run_controls(run: Run, evaluator: Evaluator) -> None:
+    """All controls that the recipe allows, each in its own folder of the run, resumable like any task."""
+
+    def measure(params: Params, index: Index | None) -> dict[str, Any]:
+        return {} if index is None else evaluator.recall(params, index)
+
+    names = task_names(run.config)
+    start = run.initial_params()
+    if "realm" in names and "ict" in names:
+        before_realm = restore_params(run, run.workdir, "ict", start)
+        stopped = dataclasses.replace(run, setting=dataclasses.replace(run.setting, retriever_gradient=False))
+        train_task(stopped, "realm", before_realm, measure, "no_retriever_gradient")
+        train_task(_with(run, ict={"steps": run.config.realm.steps}, seed=run.config.seed + 1), "ict", before_realm,
+                   measure, "more_ict")  # fmt: skip
+    if "qa" in names:
+        closed_book(run, evaluator, start)
+
+
+def _with(run: Run, seed: int | None = None, **sections: dict[str, Any]) -> Run:
+    """The run with some keys of its config changed."""
+    config = type(run.config)(run.config.to_dict())
+    for section, values in sections.items():
+        config[section].update(values)
+    if seed is not None:
+        config.seed = seed
+    return dataclasses.replace(run, config=config)
+
+
+def closed_book(run: Run, evaluator: Evaluator, params: Params) -> None:
+    """Train and measure the reader without passages: masked sentences of X and training questions, half and half."""
+    sources, config = run.sources, run.config
+    examples = closed_book_examples(
+        sources.pretraining, sources.questions.get("train", []), sources.wordpiece, run.lengths
+    )
+    steps = {"steps": config.mlm.steps + config.qa.steps}
+
+    def measure(params: Params, index: Index | None) -> dict[str, Any]:
+        return {"exact_match": closed_book_exact_match(run, evaluator, params)}
+
+    train_task(_with(run, mlm=steps), "mlm", params, measure, "closed_book", examples)
+
+
+def closed_book_exact_match(run: Run, evaluator: Evaluator, params: Params) -> float:
+    """Exact match of the likeliest word pieces in the answer's places, up to the first [SEP]."""
+    wordpiece, lengths = run.sources.wordpiece, run.lengths
+    nothing = np.zeros(0, np.uint16)
+    rows = [
+        closed_book_query(question.question, wordpiece, lengths)
+        | document_arrays(nothing, nothing, lengths.document, wordpiece)
+        for question in evaluator.questions
+    ]
+
+    @jax.jit
+    def guess(params: Params, batch: Any) -> jax.Array:
+        documents = Documents(*(batch[f"document{part}"][:, None] for part in ("", "_length", "_title_length")))
+        joint = flatten_joint(join(batch["query"], batch["query_length"], documents))
+        return run.model.read_words(params, joint, batch["positions"]).argmax(axis=-1)
+
+    size = run.config.evaluation.batch_size
+    size += -size % run.mesh.size
+    pieces: list[Any] = []
+    for start in range(0, len(rows), size):
+        part = rows[start : start + size]
+        part = part + [part[0]] * (size - len(part))
+        batch = {key: np.stack([row[key] for row in part]) for key in part[0]}
+        pieces += list(np.asarray(guess(params, put_batch(run.mesh, batch))))
+    right = []
+    for question, row in zip(evaluator.questions, pieces, strict=False):
+        ends = np.flatnonzero(row == wordpiece.sep_id)
+        answer = wordpiece.decode(row[: ends[0]] if len(ends) else row)
+        right.append(exact_match(answer, question.answers))
+    return float(np.mean(right))

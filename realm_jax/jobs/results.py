@@ -1,0 +1,233 @@
+"""What a finished run amounts to: `results.json` and `report.html`, from the records in its folder.
+
+Everything comes from files that training wrote, and from one more reading of the development questions; so results can
+be made again at any time. How the page looks is `realm_jax/evaluation/report.py`.
+"""
+
+import os
+import platform
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from realm_jax.config import flatten, task_names
+from realm_jax.corpus.jsonl import Question
+from realm_jax.data.examples import masked_examples
+from realm_jax.data.pipeline import dataset
+from realm_jax.evaluation.answers import exact_match, find_answer
+from realm_jax.evaluation.predict import Evaluator, Prediction
+from realm_jax.evaluation.report import write_report
+from realm_jax.evaluation.retrieval import Bm25, searchable_texts
+from realm_jax.index.candidates import Index, candidate_scores, candidate_words, retrieve, take
+from realm_jax.models.likelihood import masked_word_marginal
+from realm_jax.models.realm import Params
+from realm_jax.run import Run, put_batch
+from realm_jax.storage import read_json, write_json_atomic
+from realm_jax.training.loop import restore_params
+from realm_jax.training.metrics import read_lines
+
+SHOWN_QUESTIONS = 6
+TITLES = {"mlm": "Warm-up: masked words", "ict": "Inverse cloze task", "realm": "REALM", "qa": "Fine-tuning"}
+SUPERVISION = {
+    "mlm": "Names and dates hidden in a sentence, read beside other sentences of the same passage in which they occur "
+    "again, beside a random passage, or beside nothing. No questions, no labels.",
+    "ict": "Which passage was this sentence taken from? Passages only; no questions, no labels.",
+    "realm": "Names and dates hidden in the pre-training text. Nobody says which passage helps: the retriever learns "
+    "from how well the reader fills the gap.",
+    "qa": "Questions with answer strings. Nobody says which passage holds the answer; the index is frozen.",
+}
+
+
+def chance(train: Sequence[Question], dev: Sequence[Question], by: str = "relation") -> float:
+    """Exact match of always giving the most common training answer, of the question's `by` field where there is one."""
+    counts: dict[Any, Counter[str]] = defaultdict(Counter)
+    for question in train:
+        counts[question.fields.get(by)].update(question.answers[:1])
+    guesses = {group: counter.most_common(1)[0][0] for group, counter in counts.items()}
+    right = [exact_match(guesses.get(question.fields.get(by), ""), question.answers) for question in dev]
+    return float(np.mean(right)) if right else 0.0
+
+
+def measure_baselines(run: Run, evaluator: Evaluator, params: Params) -> None:
+    """Recall of the untrained retriever and of BM25, kept in `baselines.json` so that a resumed run has them too."""
+    path = run.workdir / "baselines.json"
+    if path.is_file():
+        return
+    questions = [question.question for question in evaluator.questions]
+    depth = run.config.evaluation.passages
+    began = time.monotonic()
+    bm25 = Bm25(searchable_texts(run.sources.passages)).search(questions, depth)
+    found = {
+        "bm25": evaluator.recall_of(bm25),
+        "untrained": evaluator.recall(params, run.index(run.embed(params))),
+        "seconds": time.monotonic() - began,
+    }
+    write_json_atomic(path, found)
+
+
+def write_results(run: Run, params: Params, evaluator: Evaluator, command: str) -> dict[str, Any]:
+    """Write `results.json` and `report.html`; returns the results."""
+    index = run.index(run.embed(params))
+    predictions = evaluator.predict(params, index)
+    results = collect(run, evaluator, predictions)
+    write_json_atomic(run.workdir / "results.json", results)
+    report = describe_run(run, evaluator, results, command) | {
+        "examples": shown_examples(run, evaluator, predictions),
+        "masked_sentence": masked_sentence(run, params),
+    }
+    write_report(report, run.workdir / "report.html")
+    return results
+
+
+def collect(run: Run, evaluator: Evaluator, predictions: Sequence[Prediction]) -> dict[str, Any]:
+    """The numbers of a run: recall by method, exact match, retrieval utility, seconds by stage."""
+    measured = {"untrained": {}, "bm25": {}} | read_json(run.workdir / "baselines.json")
+    baseline_seconds = measured.pop("seconds", 0.0)
+    stages = [*task_names(run.config), "no_retriever_gradient", "more_ict", "closed_book"]
+    seconds = {"baselines": baseline_seconds}
+    exact: dict[str, float] = {}
+    for name in stages:
+        last = (read_lines(run.workdir / name / "evaluations.jsonl") or [{}])[-1]
+        steps = read_lines(run.workdir / name / "metrics.jsonl")
+        if steps:
+            seconds[name] = last.get("seconds", steps[-1]["seconds"])
+        if name == "closed_book" and "exact_match" in last:
+            exact["closed_book"] = last["exact_match"]
+        elif any("recall@" in key for key in last):
+            measured[name] = last
+    measured.pop("mlm", None)
+    utilities = [line["retrieval_utility"] for line in read_lines(run.workdir / "realm" / "metrics.jsonl")]
+    keys = sorted({key for found in measured.values() for key in found if "recall@" in key})
+    results: dict[str, Any] = {
+        key: {name: found[key] for name, found in measured.items() if key in found} for key in keys
+    }
+    if "qa" in measured:
+        exact["retrieval"] = evaluator.exact_match(predictions)
+    exact["chance"] = chance(run.sources.questions.get("train", []), evaluator.questions)
+    results["exact_match"] = exact
+    results["exact_match_after"] = {n: found["exact_match"] for n, found in measured.items() if "exact_match" in found}
+    if utilities:
+        results["retrieval_utility"] = float(np.mean(utilities[-max(1, len(utilities) // 10) :]))
+    return results | {"seconds": seconds}
+
+
+def describe_run(run: Run, evaluator: Evaluator, results: dict[str, Any], command: str) -> dict[str, Any]:
+    """Everything on the page but the examples."""
+    sources = run.sources
+    groups = {name: values for name, values in results.get("recall@5_by_replaced_words", {}).items() if name != "qa"}
+    return {
+        "title": "REALM",
+        "command": command,
+        "created": time.strftime("%Y-%m-%d %H:%M"),
+        "hardware": hardware(),
+        "corpus": {
+            "passages": len(sources.passages),
+            "pretraining": len(sources.pretraining),
+            "train_questions": len(sources.questions.get("train", [])),
+            "dev_questions": len(evaluator.questions),
+        },
+        "results": results,
+        "stages": [stage for name in task_names(run.config) if (stage := describe_stage(run, name, results))],
+        "recall_history": recall_history(run),
+        "recall_by_replaced_words": groups,
+        "settings": flatten(run.config.to_dict()),
+    }
+
+
+def describe_stage(run: Run, name: str, results: dict[str, Any]) -> dict[str, Any] | None:
+    metrics = read_lines(run.workdir / name / "metrics.jsonl")
+    if not metrics:
+        return None
+    seconds = results["seconds"].get(name)
+    stage = {"name": name, "title": TITLES[name], "supervision": SUPERVISION[name], "seconds": seconds}
+    return stage | {"steps": run.config[name].steps, "metrics": metrics}
+
+
+def recall_history(run: Run) -> list[dict[str, Any]]:
+    """Recall at every measurement of the recipe's tasks, in order."""
+    return [
+        {"stage": name} | {key: value for key, value in line.items() if key in ("step", "refresh") or "call@5" in key}
+        for name in task_names(run.config)
+        for line in read_lines(run.workdir / name / "evaluations.jsonl")
+    ]
+
+
+def shown_examples(run: Run, evaluator: Evaluator, predictions: Sequence[Prediction]) -> list[dict[str, Any]]:
+    """A few questions, evenly spaced over the set, with the passages that were read."""
+    store = run.sources.passages
+    count = len(evaluator.questions)
+    chosen = sorted({round(place) for place in np.linspace(0, count - 1, min(SHOWN_QUESTIONS, count))})
+    shown = []
+    for place in chosen:
+        question, prediction = evaluator.questions[place], predictions[place]
+        candidates = [
+            {
+                "title": store.title(candidate.row),
+                "text": store.text(candidate.row),
+                "probability": candidate.probability,
+                "is_gold": store.document_id(candidate.row) == question.gold_passage_id,
+                "answer_span": find_answer(store.text(candidate.row), [prediction.answer]),
+            }
+            for candidate in prediction.candidates
+        ]
+        entry = {"question": question.question, "answers": question.answers, "prediction": prediction.answer}
+        correct = exact_match(prediction.answer, question.answers)
+        shown.append(entry | {"correct": correct, "candidates": candidates})
+    return shown
+
+
+def masked_sentence(run: Run, params: Params) -> dict[str, Any] | None:
+    """The paper's Table 3 for one sentence of the pre-training text: the one that gains most of 64 from retrieval.
+
+    Read with the parameters at the end of the recipe's REALM task, so only where it has one.
+    """
+    if "realm" not in task_names(run.config):
+        return None
+    params = restore_params(run, run.workdir, "realm", params)
+    index = run.index(run.embed(params))
+    sources, lengths, setting = run.sources, run.lengths, run.setting
+    examples = masked_examples(sources.pretraining, sources.wordpiece, lengths, "salient", sources.own_text)
+    batch = dataset(examples, run.config.seed, "realm", 64)[0]
+
+    def read(params: Params, batch: Any, index: Index) -> tuple[jax.Array, ...]:
+        found = retrieve(setting, params, batch, index, setting.candidates - 1)
+        documents = take(index, found.rows)
+        scores = candidate_scores(setting, params, batch, documents, None)
+        log_p, _ = candidate_words(setting, params, batch, documents, None)
+        valid = jnp.pad(found.valid, ((0, 0), (1, 0)), constant_values=True)
+        result = masked_word_marginal(scores, log_p, batch["weights"], valid, "example")
+        reading = (log_p * batch["weights"][:, None]).sum(axis=-1)
+        return found.rows, reading, result.log_likelihood
+
+    rows, reading, marginal = map(np.asarray, jax.jit(read)(params, put_batch(run.mesh, batch), index))
+    best = int(np.argmax(marginal - reading[:, 0]))
+    helper = int(reading[best, 1:].argmax())
+    wordpiece, store = sources.wordpiece, sources.passages
+    used = int(batch["query_length"][best])
+    targets = batch["targets"][best][batch["weights"][best] > 0]
+    passage = f"{store.title(rows[best, helper])}: {store.text(rows[best, helper])}"
+    entries = [
+        ("Reader without a passage", "p(y|x)", reading[best, 0], None),
+        ("Reader with the passage that helps most", "p(y|x, z)", reading[best, 1 + helper], passage),
+        (f"REALM, summed over {setting.candidates} candidates", "p(y|x) = Σ p(z|x) p(y|x, z)", marginal[best], None),
+    ]
+    return {
+        "sentence": wordpiece.decode(batch["query"][best][1 : used - 1]),
+        "answer": wordpiece.decode(targets),
+        "rows": [
+            {"model": model, "expression": expression, "probability": float(np.exp(log_p)), "passage": passage}
+            for model, expression, log_p, passage in entries
+        ],
+    }
+
+
+def hardware() -> str:
+    """One line about this machine."""
+    device = jax.devices()[0]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{jax.device_count()} × {device.device_kind} ({device.platform}), {cores} cores, {platform.machine()}"

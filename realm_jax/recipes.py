@@ -1,0 +1,34 @@
+"""Configs that travel with the package. `configs/*.py` are the same for the command line, and for changing.
+
+Each docstring gives the command, the hardware it was run on, the expected numbers and the cost.
+"""
+
+from ml_collections import ConfigDict
+
+from realm_jax.config import default
+
+
+def quickstart() -> ConfigDict:
+    """The whole recipe on the synthetic encyclopedia, for two CPU cores; `realm quickstart` uses it.
+
+    Numbers and times: `benchmarks/README.md`.
+    """
+    config = _tiny()
+    config.data.update(query_length=24, document_length=80, predictions=4, answers=1)
+    config.model.update(span_width=4)
+    config.mlm.update(steps=1000, batch_size=48, learning_rate=1e-3, warmup=50)
+    config.ict.update(steps=200, batch_size=256, learning_rate=1e-3, warmup=50)
+    config.realm.update(steps=400, batch_size=32, learning_rate=5e-4, warmup=100)
+    config.qa.update(steps=300, batch_size=32, learning_rate=5e-4, warmup=50)
+    config.refresh.every = 50
+    config.retrieval.candidates = 6
+    return config
+
+
+def _tiny() -> ConfigDict:
+    """Two layers of 64 without dropout: learns in minutes on a laptop's CPU."""
+    config = default()
+    config.model.update(layers=2, width=64, heads=2, feed_forward=128, dropout=0.0, span_hidden=32)
+    config.retrieval.qa_beam = 64
+    config.checkpoint.update(every=100, keep=2)
+    return config
