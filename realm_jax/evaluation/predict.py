@@ -6,7 +6,7 @@ here: what counts as right (`answers.py`) and how retrieval is scored (`retrieva
 
 import dataclasses
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +18,7 @@ from realm_jax.corpus.jsonl import Question
 from realm_jax.data.examples import query_arrays
 from realm_jax.evaluation.answers import exact_match, normalise
 from realm_jax.evaluation.retrieval import answer_hits, by_group, found_within, gold_hits, recall_at_k
-from realm_jax.index.candidates import Index, read_passages
+from realm_jax.index.candidates import Index, Setting, read_passages
 from realm_jax.index.exact import search
 from realm_jax.models.inputs import find_answers
 from realm_jax.models.likelihood import span_log_probabilities
@@ -45,6 +45,31 @@ class Prediction(NamedTuple):
     candidates: list[Candidate]
 
 
+@partial(jax.jit, static_argnums=(0, 1))
+def _find(setting: Setting, depth: int, params: Params, batch: Any, index: Index) -> jax.Array:
+    """Rows of the `depth` best passages, int32 [batch, depth]. One program for all sets of questions of a run."""
+    queries = setting.model.embed_queries(params, batch["query"], batch["query_length"])
+    return search(setting.mesh, queries, index.vectors, setting.rows, depth, setting.search_block).rows
+
+
+@partial(jax.jit, static_argnums=0)
+def _read(setting: Setting, params: Params, batch: Any, index: Index) -> tuple[jax.Array, ...]:
+    """For the passages read, [batch, passages] each: row, p(z|x), and the likeliest span.
+
+    A span is its first piece of the body, its pieces beyond the first, and p(span|z,x).
+    """
+    passages = setting.qa_passages
+    reading, _, _ = read_passages(setting, params, batch, index, None, passages, passages)
+    nothing = jnp.zeros((reading.rows.shape[0], 1, 1), jnp.int32)
+    allowed, _ = find_answers(reading.joint, nothing, nothing[:, :, 0], setting.model.span_width)
+    log_p = span_log_probabilities(reading.span_scores, allowed)
+    flat = log_p.reshape(*log_p.shape[:2], -1)
+    best = flat.argmax(axis=-1)
+    start = best // setting.model.span_width - reading.joint.body_start
+    prior = jax.nn.softmax(reading.scores, axis=-1)
+    return reading.rows, prior, start, best % setting.model.span_width, jnp.exp(flat.max(axis=-1))
+
+
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
     """Questions against one run's corpus."""
@@ -64,20 +89,11 @@ class Evaluator:
         parts = [part + [part[0]] * (size - len(part)) for part in parts]
         return [{key: np.stack([row[key] for row in part]) for key in part[0]} for part in parts]
 
-    @cached_property
-    def _search(self) -> Any:
-        setting = self.run.setting
-        depth = min(self.run.config.evaluation.passages, setting.rows)
-
-        def find(params: Params, batch: Any, index: Index) -> jax.Array:
-            queries = setting.model.embed_queries(params, batch["query"], batch["query_length"])
-            return search(setting.mesh, queries, index.vectors, setting.rows, depth, setting.search_block).rows
-
-        return jax.jit(find)
-
     def retrieve(self, params: Params, index: Index) -> NDArray[np.int64]:
         """Rows of the best passages for every question, int64 [questions, evaluation.passages]."""
-        found = [self._search(params, put_batch(self.run.mesh, batch), index) for batch in self._batches]
+        setting = self.run.setting
+        depth = min(self.run.config.evaluation.passages, setting.rows)
+        found = [_find(setting, depth, params, put_batch(self.run.mesh, batch), index) for batch in self._batches]
         return np.concatenate([np.asarray(rows, np.int64) for rows in found])[: len(self.questions)]
 
     def recall(self, params: Params, index: Index) -> dict[str, Any]:
@@ -98,29 +114,11 @@ class Evaluator:
             found[f"recall@5_by_{GROUPED_BY}"] = by_group(found_within(hits["recall"], 5), groups)
         return found
 
-    @cached_property
-    def _read(self) -> Any:
-        setting = self.run.setting
-        passages = setting.qa_passages
-
-        def read(params: Params, batch: Any, index: Index) -> tuple[jax.Array, ...]:
-            reading, _, _ = read_passages(setting, params, batch, index, None, passages, passages)
-            nothing = jnp.zeros((reading.rows.shape[0], 1, 1), jnp.int32)
-            allowed, _ = find_answers(reading.joint, nothing, nothing[:, :, 0], setting.model.span_width)
-            log_p = span_log_probabilities(reading.span_scores, allowed)
-            flat = log_p.reshape(*log_p.shape[:2], -1)
-            best = flat.argmax(axis=-1)
-            start = best // setting.model.span_width - reading.joint.body_start
-            prior = jax.nn.softmax(reading.scores, axis=-1)
-            return reading.rows, prior, start, best % setting.model.span_width, jnp.exp(flat.max(axis=-1))
-
-        return jax.jit(read)
-
     def predict(self, params: Params, index: Index) -> list[Prediction]:
         """An answer for every question, with the passages that were read."""
         predictions: list[Prediction] = []
         for batch in self._batches:
-            outputs = self._read(params, put_batch(self.run.mesh, batch), index)
+            outputs = _read(self.run.setting, params, put_batch(self.run.mesh, batch), index)
             predictions += [self._assemble(*parts) for parts in zip(*map(np.asarray, outputs), strict=True)]
         return predictions[: len(self.questions)]
 
