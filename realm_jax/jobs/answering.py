@@ -1,0 +1,121 @@
+"""A trained run, opened to answer questions; shared by `realm ask` and `realm evaluate`, which say what to do with it.
+
+Nothing in the run folder changes, so a run can be asked while it trains. Read next: `ask.py`.
+"""
+
+import argparse
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from realm_jax.config import TASKS, task_names
+from realm_jax.console import StageProgress
+from realm_jax.errors import UserError
+from realm_jax.evaluation.predict import Candidate, Prediction
+from realm_jax.index.candidates import Index
+from realm_jax.jobs.train import reopen_run, set_up_jax
+from realm_jax.models.realm import Params
+from realm_jax.run import Run
+from realm_jax.storage import read_json
+from realm_jax.training.checkpoints import Saved
+from realm_jax.training.loop import check_data, restore_index, restore_params
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """A run as it stands at the newest checkpoint of one of its tasks, with the corpus embedded."""
+
+    run: Run
+    task: str
+    step: int
+    params: Params
+    index: Index
+
+    def answered_by(self, prediction: Prediction) -> Candidate:
+        """The passage that an answer was taken from: of those with its text, the one that contributes most."""
+        same = [c for c in prediction.candidates if self.text(c) == prediction.answer]
+        return max(same, key=lambda candidate: candidate.probability * candidate.span_probability)
+
+    def text(self, candidate: Candidate) -> str:
+        """A candidate's own answer, as it stands in its passage."""
+        return self.run.sources.passages.text(candidate.row)[slice(*candidate.span)]
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """`--workdir` and `--data`."""
+    parser.add_argument("--workdir", required=True, metavar="DIR", help="folder of a run of `realm train`")
+    parser.add_argument("--data", metavar="DIR", help="the run's prepared folder, where it was moved since")
+
+
+def open_run_to_ask(workdir: Path, data: str | None = None, overrides: dict[str, Any] | None = None) -> Run:
+    """The run of a folder on the devices that are here, with operations keys changed by `overrides`.
+
+    Raises UserError when there is no run, or when its prepared folder is gone or another one.
+    """
+    if (workdir / "config.json").is_file():  # else `reopen_run` says so
+        _check_prepared(data or read_json(workdir / "config.json")["data"]["path"], workdir)
+    set_up_jax()
+    # Trained on one machine and asked on another: every device takes a share of the passages and all parameters. Batch
+    # sizes of training must suit the devices, but nothing is trained here.
+    here = {"mesh.data": -1, "mesh.fsdp": 1, "mesh.model": 1, **{f"{n}.batch_size": jax.device_count() for n in TASKS}}
+    moved = {"data.path": data} if data else {}
+    run = reopen_run(workdir, here | moved | (overrides or {}))
+    check_data(run)
+    return run
+
+
+def _check_prepared(folder: str, workdir: Path) -> None:
+    if not (Path(folder) / "PREPARED.json").is_file():
+        raise UserError(
+            f"{folder}: the prepared folder of the run in {workdir} is not there (looked from {Path.cwd()}); "
+            "name the place that it was moved to with --data=DIR"
+        )
+
+
+def restore(run: Run, task: str | None = None) -> Trained:
+    """Parameters at the end of `task`, or of the last task of the recipe that has a checkpoint, and the index.
+
+    The corpus is embedded unless the checkpoint holds vectors that fit its parameters. Raises UserError for a task that
+    the recipe does not have, and where there is no checkpoint.
+    """
+    names = task_names(run.config)
+    if task is not None and task not in names:
+        raise UserError(f"--task={task}: the run in {run.workdir} has no such task; choose among {', '.join(names)}")
+    saved = {name: Saved.newest(run.workdir / name / "checkpoints") for name in ([task] if task else names)}
+    found = [(name, checkpoint) for name, checkpoint in saved.items() if checkpoint is not None]
+    if not found:
+        what = f"of task {task} " if task else ""
+        raise UserError(f"{run.workdir}: no checkpoint {what}yet; go on with `realm train --workdir={run.workdir}`")
+    name, checkpoint = found[-1]
+    if name != "qa":
+        logger.warning("these are the parameters of task %s: answers come from a span head that qa did not train", name)
+    if checkpoint.step < run.config[name].steps:
+        logger.warning("task %s is not done: step %d of %d", name, checkpoint.step, run.config[name].steps)
+    params = restore_params(run, run.workdir, name, jax.eval_shape(run.model.init, jax.random.key(0)))
+    return Trained(run, name, checkpoint.step, params, restore_index(run, name) or _embed(run, params))
+
+
+def _embed(run: Run, params: Params) -> Index:
+    with StageProgress("passages embedded", run.setting.rows) as bar:
+        return run.index(run.embed(params, bar.update))
+
+
+def check_question(run: Run, question: str) -> str:
+    """A question without the space around it. Raises UserError when it is empty or longer than the run reads."""
+    question = question.strip()
+    try:
+        question.encode("utf-8")
+    except UnicodeEncodeError:
+        raise UserError("the question is not valid UTF-8; type or save it as UTF-8 text") from None
+    pieces = len(run.sources.wordpiece.encode(question).ids)
+    if pieces == 0:
+        raise UserError('the question is empty; write one, such as "When was the bridge built?"')
+    most = run.config.data.query_length - 2
+    if pieces > most:
+        raise UserError(f"the question has {pieces:,} word pieces, but this run reads at most {most}; shorten it")
+    return question

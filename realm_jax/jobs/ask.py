@@ -1,0 +1,186 @@
+"""`realm ask`: answer questions with a trained run, and show the passages that the answers come from.
+
+Results go to stdout, everything else to stderr. What is asked is `answering.py`; how an answer is found is
+`realm_jax/evaluation/predict.py`.
+"""
+
+import argparse
+import io
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console
+from rich.text import Text
+
+from realm_jax.console import console as on_stderr
+from realm_jax.corpus.jsonl import Question
+from realm_jax.errors import UserError
+from realm_jax.evaluation.predict import Evaluator
+from realm_jax.jobs.answering import Trained, add_run_arguments, check_question, open_run_to_ask, restore
+
+logger = logging.getLogger(__name__)
+
+EXAMPLES = """examples:
+  realm ask --workdir=runs/wiki "Who built the bridge?"
+  realm ask --workdir=runs/wiki                                  a question a line, until an empty one
+  realm ask --workdir=runs/wiki --json < questions.txt > answers.jsonl
+"""
+SNIPPET, TITLE = 60, 30  # characters of a passage and of its title, where passages are listed
+# Passages may hold anything; control characters would steer the terminal. One for one, so that spans stay in place.
+_HARMLESS = dict.fromkeys([*range(32), *range(127, 160)], " ")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `realm ask`."""
+    parser.epilog = EXAMPLES
+    add_run_arguments(parser)
+    parser.add_argument("question", nargs="*", metavar="QUESTION", help="without one, questions are read from stdin")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a question")
+    parser.add_argument(
+        "--top", type=_positive, metavar="N", help="show N of the passages that are read (default: all)"
+    )
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answer; exit code 2 when a line from a pipe could not be asked."""
+    opened = open_run_to_ask(Path(args.workdir), args.data, {"evaluation.batch_size": 1})
+    single = check_question(opened, " ".join(args.question)) if args.question else None
+    trained = restore(opened)
+    to = Console(highlight=False)
+    to.soft_wrap = not to.is_terminal  # words are wrapped for people, lines stay whole for programs
+
+    def reply(question: str) -> None:
+        answer = ask(trained, question, args.top)
+        if args.json:
+            print(json.dumps(answer, ensure_ascii=False), flush=True)
+        else:
+            show(answer, to)
+
+    if single is not None:
+        reply(single)
+        return 0
+    if sys.stdin.isatty():
+        return _converse(trained, reply)
+    return _answer_lines(trained, reply)
+
+
+def ask(trained: Trained, question: str, top: int | None = None) -> dict[str, Any]:
+    """Answer a checked question: {"question", "answer", "probability", "passage", "candidates"}.
+
+    "passage" is where the answer stands, {"id", "title", "text", "span"}; "candidates" are the `top` likeliest passages
+    that were read, {"id", "title", "probability", "answer", "span", "text"}. Spans are characters of a passage's text.
+    """
+    prediction = Evaluator(trained.run, [Question(question, [])]).predict(trained.params, trained.index)[0]
+    store, source = trained.run.sources.passages, trained.answered_by(prediction)
+    ranked = sorted(prediction.candidates, key=lambda candidate: -candidate.probability)
+
+    def place(row: int) -> dict[str, Any]:
+        return {"id": store.document_id(row), "title": store.title(row)}
+
+    return {
+        "question": question,
+        "answer": prediction.answer,
+        "probability": prediction.probability,
+        "passage": place(source.row) | {"text": store.text(source.row), "span": list(source.span)},
+        "candidates": [
+            place(c.row)
+            | {"probability": c.probability, "answer": trained.text(c), "span": list(c.span), "text": store.text(c.row)}
+            for c in ranked[:top]
+        ],
+    }
+
+
+# ---- questions from stdin
+
+
+def _converse(trained: Trained, reply: Callable[[str], None]) -> int:
+    """One question after another on a terminal, until an empty line or the end of input."""
+    while True:
+        try:
+            line = on_stderr().input("[bold]question>[/bold] ")
+        except EOFError:
+            on_stderr().print()
+            return 0
+        if not line.strip():
+            return 0
+        try:
+            reply(check_question(trained.run, line))
+        except UserError as error:
+            logger.warning("%s", error)
+
+
+def _answer_lines(trained: Trained, reply: Callable[[str], None]) -> int:
+    """A question a line; a line that cannot be asked is named and passed over."""
+    refused = number = 0
+    for number, line in enumerate(_lines(), start=1):
+        try:
+            reply(check_question(trained.run, line))
+        except UserError as error:
+            logger.error("line %d: %s", number, error)
+            refused += 1
+    if not number:
+        raise UserError("no question was given; add one in quotes, or write one a line to stdin")
+    return 2 if refused else 0
+
+
+def _lines() -> Iterator[str]:
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # bad bytes spoil their line, not the rest
+    yield from sys.stdin
+
+
+# ---- telling
+
+
+def show(answer: dict[str, Any], to: Console) -> None:
+    """Print an answer for people; the span is in reverse on a terminal with colours and in [[…]] elsewhere."""
+    passage = answer["passage"]
+    found = Text(answer["answer"].translate(_HARMLESS) or "no answer", style="bold green")
+    to.print(Text.assemble(found, f"  (probability {answer['probability']:.3g})"))
+    to.print()
+    to.print(Text(f"{passage['title'] or 'passage'} ({passage['id']})".translate(_HARMLESS), style="bold"))
+    to.print(marked(passage["text"], passage["span"], to))
+    to.print()
+    _candidates(answer["candidates"], to)
+    to.print()
+
+
+def marked(text: str, span: list[int], to: Console, room: int | None = None) -> Text:
+    """A text with its span marked; with `room`, only so many characters around the span."""
+    start, end = span
+    first, last = 0, len(text)
+    if room is not None:
+        around = max(0, room - (end - start))
+        first = max(0, min(start - around // 2, len(text) - room))
+        last = max(end, min(len(text), first + room))
+    text = text.translate(_HARMLESS)
+    before, inside, after = text[first:start], text[start:end], text[end:last]
+    before, after = "…" * (first > 0) + before, after + "…" * (last < len(text))
+    if not inside:
+        return Text(before + after)
+    if to.color_system is None or to.no_color:
+        return Text(f"{before}[[{inside}]]{after}")
+    return Text.assemble(before, (inside, "bold reverse"), after)
+
+
+def _candidates(candidates: list[dict[str, Any]], to: Console) -> None:
+    """The passages that were read, a line each: p(z|x), title, and the surroundings of the best answer."""
+    titles = [candidate["title"].translate(_HARMLESS) for candidate in candidates]
+    width = min(TITLE, max(map(cell_len, ["title", *titles])))
+    room = max(SNIPPET // 2, to.width - width - 12) if to.is_terminal else SNIPPET
+    to.print(Text(f"p(z|x)  {set_cell_size('title', width)}  passage, its best answer marked", style="bold"))
+    for candidate, title in zip(candidates, titles, strict=True):
+        snippet = marked(candidate["text"], candidate["span"], to, room)
+        to.print(Text.assemble(f"{candidate['probability']:6.3f}  {set_cell_size(title, width)}  ", snippet))
