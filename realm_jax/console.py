@@ -33,6 +33,7 @@ def set_up_logging(level: int = logging.INFO) -> None:
     """Sends the log lines of this package to the console; warnings of other libraries keep their own way."""
     package = logging.getLogger("realm_jax")
     package.setLevel(level)
+    package.propagate = False  # absl, which other libraries set up, would print every line again
     package.handlers = [_ConsoleHandler()]
 
 

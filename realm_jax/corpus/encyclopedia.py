@@ -42,63 +42,69 @@ class Phrasings(NamedTuple):
 PHRASINGS: dict[str, Phrasings] = {
     "discoverer": Phrasings(
         statement=(
-            "{The} was first described by {value}.", "Some books name {value} as finder of {the}.",
-            "The finder of {the} was {value}.", "It was {value} who first drew {the}.",
-            "The first notes on {the} are by {value}.", "At first only {value} knew of {the}.",
-            "{The} was found by {value}, a new letter shows.",
-            "It is now sure that {value} discovered {the}.",
-            "The town now honours {value} for finding {the}.",
-            "In a talk the work of {value} on {the} was praised.",
-            "There is a statue of {value}, discoverer of {the}.",
+            "{The} was first described by {value}.",
+            "Some books name {value} as finder of {the}.",
+            "The finder of {the} was {value}.",
+            "It was {value} who first drew {the}.",
+            "The first notes on {the} are by {value}.",
+            "At first only {value} knew of {the}.",
         ),
         question=(
-            "who first described the {name}?", "who discovered the {name}?",
-            "who was the finder of the {name}?", "which person found the {name}?",
+            "who first described the {name}?",
+            "who discovered the {name}?",
+            "who was the finder of the {name}?",
+            "which person found the {name}?",
             "by whom was the {name} first described?",
         ),
     ),
     "region": Phrasings(
         statement=(
-            "{The} is found only in {value}.", "In {value} {the} is very common.",
-            "The home of {the} is {value}.", "Many people see {the} in {value}.",
-            "{The} came from the hills of {value}.", "Those who seek {the} travel to {value}.",
-            "{The} is under threat in {value}.", "In {value} a feast for {the} was held.",
-            "Those who live in {value} now protect {the}.", "There were more signs of {the} in {value}.",
-            "The people of {value} are proud of {the}.",
+            "{The} is found only in {value}.",
+            "In {value} {the} is very common.",
+            "The home of {the} is {value}.",
+            "Many people see {the} in {value}.",
+            "{The} came from the hills of {value}.",
+            "Those who seek {the} travel to {value}.",
         ),
         question=(
-            "where is the {name} found?", "in which region is the {name} common?",
-            "where does the {name} come from?", "which land is home to the {name}?",
+            "where is the {name} found?",
+            "in which region is the {name} common?",
+            "where does the {name} come from?",
+            "which land is home to the {name}?",
             "where must one travel to seek the {name}?",
         ),
     ),
     "date": Phrasings(
         statement=(
-            "{The} was first seen in {value}.", "In {value} {the} was found.",
-            "The first record of {the} is from {value}.", "Some say {the} has been known since {value}.",
-            "When {value} came, {the} was still new.", "It was in {value} that {the} was listed.",
-            "{The} has now been known since {value}.", "In a speech {the} was dated to {value}.",
-            "Those who study {the} now agree on {value}.", "The discovery of {the} in {value} is on stamps.",
-            "It was {value} when {the} was first noted.",
+            "{The} was first seen in {value}.",
+            "In {value} {the} was found.",
+            "The first record of {the} is from {value}.",
+            "Some say {the} has been known since {value}.",
+            "When {value} came, {the} was still new.",
+            "It was in {value} that {the} was listed.",
         ),
         question=(
-            "when was the {name} discovered?", "in which year was the {name} first seen?",
-            "what is the date of the first record of the {name}?", "since when is the {name} known?",
+            "when was the {name} discovered?",
+            "in which year was the {name} first seen?",
+            "what is the date of the first record of the {name}?",
+            "since when is the {name} known?",
             "when did people find the {name}?",
         ),
     ),
     "museum": Phrasings(
         statement=(
-            "{The} is kept at {value}.", "At {value} {the} is on show.",
-            "The best example of {the} is at {value}.", "Many go to {value} to view {the}.",
-            "The experts at {value} look after {the}.", "There is a room for {the} in {value}.",
-            "{The} will be on view at {value} again.", "In a new show {value} presents {the}.",
-            "There was a long queue for {the} at {value}.", "Some thieves tried to steal {the} from {value}.",
-            "The keepers of {value} have cleaned {the}.",
+            "{The} is kept at {value}.",
+            "At {value} {the} is on show.",
+            "The best example of {the} is at {value}.",
+            "Many go to {value} to view {the}.",
+            "The experts at {value} look after {the}.",
+            "There is a room for {the} in {value}.",
         ),
         question=(
-            "which museum keeps the {name}?", "where is the {name} on show?",
-            "which collection holds the {name}?", "in which museum can one view the {name}?",
+            "which museum keeps the {name}?",
+            "where is the {name} on show?",
+            "which collection holds the {name}?",
+            "in which museum can one view the {name}?",
             "what museum owns the {name}?",
         ),
     ),
@@ -439,8 +445,12 @@ def _value_pools(rng: Random, names: list[str], count: int) -> dict[str, list[st
     return {
         "discoverer": [f"{given[_below(rng, len(given))]} {surname}" for surname in surnames],
         "region": regions,
-        "date": [f"{MONTHS[_below(rng, len(MONTHS))]} {year}" if place % 4 == 0 else str(year)
-                 for place, year in enumerate(years)],
-        "museum": [f"{museum} {BUILDINGS[_below(rng, len(BUILDINGS))]}" if place % 2 == 0 else museum
-                   for place, museum in enumerate(museums)],
+        "date": [
+            f"{MONTHS[_below(rng, len(MONTHS))]} {year}" if place % 4 == 0 else str(year)
+            for place, year in enumerate(years)
+        ],
+        "museum": [
+            f"{museum} {BUILDINGS[_below(rng, len(BUILDINGS))]}" if place % 2 == 0 else museum
+            for place, museum in enumerate(museums)
+        ],
     }

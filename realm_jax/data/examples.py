@@ -193,7 +193,7 @@ def _excerpt_example(
     if unrelated:
         row = int(rng.integers(len(store)))
         return arrays | document_arrays(store.title_tokens(row), store.body_tokens(row), lengths.document, wordpiece)
-    kept = rng.random(len(sentences)) < rng.random()
+    kept = rng.random(len(sentences)) < rng.random() ** 2
     kept[other], kept[number] = True, False
     excerpt = np.concatenate([body[first:last] for first, last in sentences[kept]])
     return arrays | document_arrays(store.title_tokens(row), excerpt, lengths.document, wordpiece)

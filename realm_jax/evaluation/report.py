@@ -202,7 +202,7 @@ def _numbers(data: Data) -> str:
 
 def _recall_table(data: Data) -> str:
     results = data.get("results", {})
-    measures = [name for name in results if "recall@" in name and results[name]]
+    measures = [name for name in results if "recall@" in name and "_by_" not in name and results[name]]
     rows = [
         (title, *(share(results[measure][name]) if name in results[measure] else "–" for measure in measures))
         for name, title in METHODS.items()

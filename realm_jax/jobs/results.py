@@ -6,6 +6,7 @@ be made again at any time. How the page looks is `realm_jax/evaluation/report.py
 
 import os
 import platform
+import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -31,6 +32,8 @@ from realm_jax.storage import read_json, write_json_atomic
 from realm_jax.training.loop import restore_params
 from realm_jax.training.metrics import read_lines
 
+RECALL = re.compile(r"(answer_)?recall@\d+")
+BY_WORDS = "recall@5_by_replaced_words"
 SHOWN_QUESTIONS = 6
 TITLES = {"mlm": "Warm-up: masked words", "ict": "Inverse cloze task", "realm": "REALM", "qa": "Fine-tuning"}
 SUPERVISION = {
@@ -100,15 +103,16 @@ def collect(run: Run, evaluator: Evaluator, predictions: Sequence[Prediction]) -
             exact["closed_book"] = last["exact_match"]
         elif any("recall@" in key for key in last):
             measured[name] = last
-    measured.pop("mlm", None)
     utilities = [line["retrieval_utility"] for line in read_lines(run.workdir / "realm" / "metrics.jsonl")]
-    keys = sorted({key for found in measured.values() for key in found if "recall@" in key})
+    keys = sorted({key for found in measured.values() for key in found if RECALL.fullmatch(key)})
     results: dict[str, Any] = {
         key: {name: found[key] for name, found in measured.items() if key in found} for key in keys
     }
     if "qa" in measured:
         exact["retrieval"] = evaluator.exact_match(predictions)
     exact["chance"] = chance(run.sources.questions.get("train", []), evaluator.questions)
+    by_group = {name: found[BY_WORDS] for name, found in measured.items() if BY_WORDS in found}
+    results |= {BY_WORDS: by_group} if by_group else {}
     results["exact_match"] = exact
     results["exact_match_after"] = {n: found["exact_match"] for n, found in measured.items() if "exact_match" in found}
     if utilities:
@@ -119,7 +123,6 @@ def collect(run: Run, evaluator: Evaluator, predictions: Sequence[Prediction]) -
 def describe_run(run: Run, evaluator: Evaluator, results: dict[str, Any], command: str) -> dict[str, Any]:
     """Everything on the page but the examples."""
     sources = run.sources
-    groups = {name: values for name, values in results.get("recall@5_by_replaced_words", {}).items() if name != "qa"}
     return {
         "title": "REALM",
         "command": command,
@@ -134,7 +137,7 @@ def describe_run(run: Run, evaluator: Evaluator, results: dict[str, Any], comman
         "results": results,
         "stages": [stage for name in task_names(run.config) if (stage := describe_stage(run, name, results))],
         "recall_history": recall_history(run),
-        "recall_by_replaced_words": groups,
+        "recall_by_replaced_words": results.get(BY_WORDS, {}),
         "settings": flatten(run.config.to_dict()),
     }
 

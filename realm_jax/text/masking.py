@@ -117,8 +117,9 @@ def _budget(length: int, max_predictions: int) -> int:
 
 def _salient(spans: NDArray[np.int32], known: NDArray[np.bool_], rng: np.random.Generator) -> NDArray[np.int64]:
     """Choose one span among those within `known` `[length]` whose pieces are all known: [UNK] is no answer."""
-    fitting = [(first, last) for first, last in spans.tolist()
-               if 0 <= first < last <= len(known) and known[first:last].all()]
+    fitting = [
+        (first, last) for first, last in spans.tolist() if 0 <= first < last <= len(known) and known[first:last].all()
+    ]
     if not fitting:
         return np.zeros(0, np.int64)
     return np.arange(*fitting[rng.integers(len(fitting))])

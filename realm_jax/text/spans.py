@@ -43,16 +43,20 @@ def finder(name: str) -> SalientSpanFinder:
         return find_by_rules
     module_name, colon, function_name = name.partition(":")
     if not (module_name and colon and function_name):
-        raise UserError(f"span finder {name!r}: there is no such finder; choose rules, or name your own as "
-                        "package.module:function")
+        raise UserError(
+            f"span finder {name!r}: there is no such finder; choose rules, or name your own as package.module:function"
+        )
     try:
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"span finder {name!r}: {error}; choose rules, or a package.module:function that can be "
-                        "imported") from None
+        raise UserError(
+            f"span finder {name!r}: {error}; choose rules, or a package.module:function that can be imported"
+        ) from None
     if not callable(function):
-        raise UserError(f"span finder {name!r}: {function_name} is not a function; choose rules, or a function that "
-                        "takes a text and returns spans")
+        raise UserError(
+            f"span finder {name!r}: {function_name} is not a function; choose rules, or a function that "
+            "takes a text and returns spans"
+        )
     return function
 
 
@@ -175,8 +179,9 @@ def _runs(text: str) -> Iterator[_Run]:
     for start, end in split(text):
         first = True
         for match in _NAME.finditer(text, start, end):
-            opens = first and not any(character.isalnum() or character == _HIDDEN for character in
-                                      text[start : match.start()])
+            opens = first and not any(
+                character.isalnum() or character == _HIDDEN for character in text[start : match.start()]
+            )
             first = False
             yield _Run(match.start(), match.end(), opens or _is_after_opening_quote(text, match.start()))
 

@@ -187,8 +187,10 @@ def _read_settings(path: Path) -> dict[str, bool]:
     except (ValueError, KeyError, TypeError):
         raise UserError(f"{path}: not the settings of a tokenizer; save it again") from None
     if version != FORMAT_VERSION or not isinstance(lower_case, bool):
-        raise UserError(f"{path}: format_version {version!r}, lower_case {lower_case!r}; this program reads "
-                        f"format_version {FORMAT_VERSION} and lower_case true or false")
+        raise UserError(
+            f"{path}: format_version {version!r}, lower_case {lower_case!r}; this program reads "
+            f"format_version {FORMAT_VERSION} and lower_case true or false"
+        )
     return {"lower_case": lower_case}
 
 

@@ -274,7 +274,8 @@ def _log(
     if not np.isfinite(numbers["loss"]):
         raise UserError(f"step {step}: the loss is not finite; the last checkpoint is good; lower the learning rate")
     elapsed = time.monotonic() - began
-    speed = {"steps_per_second": (step - start) / elapsed, "wait_data": waiting / elapsed, "seconds": before + elapsed}
+    speed = {"steps_per_second": (step - start) / elapsed, "wait_data": waiting / elapsed}
+    speed["seconds"] = before + elapsed
     to.write(step, numbers | age | speed)
     if "null_probability" in numbers:
         _warn(watch.step(step, numbers["null_probability"], numbers["best_candidate_gain"]))
