@@ -23,3 +23,19 @@ def shared_data() -> Path:
     if not SHARED_DATA.is_dir():
         pytest.skip(f"no real data at {SHARED_DATA}")
     return SHARED_DATA
+
+
+@pytest.fixture(scope="session")
+def trained_run(tmp_path_factory):
+    """A tiny run (see `tiny_run.py`), trained once for all tests; they read it and leave it as it is."""
+    from tiny_run import train_tiny_run
+
+    with pytest.MonkeyPatch.context() as patch:
+        # Jobs then keep no compiled programs in the home folder.
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
+        jax.config.update("jax_disable_most_optimizations", True)  # two steps do not repay the compiler's work
+        try:
+            run = train_tiny_run(tmp_path_factory.mktemp("tiny"))
+        finally:
+            jax.config.update("jax_disable_most_optimizations", False)
+        yield run

@@ -1,0 +1,61 @@
+"""A whole run small enough for tests: sixteen people, their years of birth, and two tasks of two steps each."""
+
+import json
+from pathlib import Path
+
+import jax
+from ml_collections import ConfigDict
+
+from realm_jax.config import default
+from realm_jax.data.sources import open_sources
+from realm_jax.jobs.prepare import prepare
+from realm_jax.jobs.train import train
+from realm_jax.run import Run, make_run
+from realm_jax.training.loop import check_workdir
+
+FIRST_NAMES, LAST_NAMES = ("Ada", "Boris", "Clara", "Dmitri"), ("Almgren", "Brandt", "Corvin", "Dahl")
+PEOPLE = [f"{first} {last}" for first in FIRST_NAMES for last in LAST_NAMES]
+
+
+def write_lines(path: Path, records: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def question(number: int, **fields) -> dict:
+    """A question about a person whose passage is `p<number>`."""
+    return {"question": f"When was {PEOPLE[number]} born?", "answers": [str(1800 + number)]} | fields
+
+
+def prepare_people(folder: Path, people: list[str] = PEOPLE) -> Path:
+    """A prepared folder with a passage for each person, and questions about eight of them in both splits."""
+    folder.mkdir(parents=True, exist_ok=True)
+    passages = [
+        {"id": f"p{n}", "title": name, "text": f"{name} was born in {1800 + n}. The house in {name[:3]}ville stands."}
+        for n, name in enumerate(people)
+    ]
+    asked = [question(n, gold_passage_id=f"p{n}", split=split) for n in range(8) for split in ("train", "dev")]
+    files = write_lines(folder / "passages.jsonl", passages), write_lines(folder / "questions.jsonl", asked)
+    prepare(files[0], folder / "data", questions=[files[1]], vocabulary_size=300, workers=1)
+    return folder / "data"
+
+
+def tiny_config(data: Path) -> ConfigDict:
+    """One layer of width 16, and the tasks `ict` and `qa`."""
+    config = default()
+    sizes = {"layers": 1, "width": 16, "heads": 2, "feed_forward": 32, "projection": 8, "span_hidden": 8}
+    config.update({"tasks": "ict,qa", "model": sizes | {"dropout": 0.0}})
+    config.update({"data": {"path": str(data), "query_length": 16, "document_length": 48}})
+    config.update({"retrieval": {"candidates": 4, "qa_passages": 3}, "evaluation": {"batch_size": 8}})
+    for task in ("ict", "qa"):
+        config[task].update({"steps": 2, "batch_size": 4})
+    return config
+
+
+def train_tiny_run(folder: Path) -> Run:
+    """Prepare `folder/data` and train in `folder/run`, on one device."""
+    config = tiny_config(prepare_people(folder))
+    run = make_run(config, folder / "run", open_sources(config.data.path), jax.devices()[:1])
+    check_workdir(run)
+    train(run)
+    return run
