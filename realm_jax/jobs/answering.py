@@ -90,7 +90,7 @@ def restore(run: Run, task: str | None = None) -> Trained:
     found = [(name, checkpoint) for name, checkpoint in saved.items() if checkpoint is not None]
     if not found:
         what = f"of task {task} " if task else ""
-        raise UserError(f"{run.workdir}: no checkpoint {what}yet; go on with `realm train --workdir={run.workdir}`")
+        raise UserError(f"{run.workdir}: no checkpoint {what}yet; give the `realm train` command that started it again")
     name, checkpoint = found[-1]
     if name != "qa":
         logger.warning("these are the parameters of task %s: answers come from a span head that qa did not train", name)

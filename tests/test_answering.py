@@ -1,0 +1,95 @@
+"""A run opened to answer questions: left as it is, on other devices, and refused in one line where that cannot be."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from tiny_run import PEOPLE, prepare_people, question
+
+from realm_jax import cli
+from realm_jax.evaluation.predict import Candidate, Prediction
+from realm_jax.jobs.answering import open_run_to_ask, restore
+from realm_jax.run import Run
+from realm_jax.training.checkpoints import Saved
+from realm_jax.training.loop import restore_index, restore_params
+
+QUESTION = question(3)["question"]
+
+
+@pytest.fixture(scope="module")
+def opened(trained_run):
+    """The run, trained on one device and opened on eight."""
+    return restore(open_run_to_ask(trained_run.workdir, overrides={"evaluation.batch_size": 1}))
+
+
+def test_an_answer_found_in_several_passages_is_shown_in_the_one_that_adds_most(opened):
+    spans = [(n, opened.run.sources.passages.text(n).index("The house")) for n in (0, 1, 2)]
+    candidates = [
+        Candidate(n, p, (start, start + 9), q)
+        for (n, start), (p, q) in zip(spans, [(0.5, 0.1), (0.3, 0.9), (0.2, 0.2)], strict=True)
+    ]
+    assert opened.answered_by(Prediction("The house", 0.36, candidates)).row == 1
+
+
+def test_asking_changes_nothing_in_the_run_and_embeds_nothing_anew(trained_run, monkeypatch, capsys):
+    monkeypatch.setattr(Run, "embed", lambda *_: pytest.fail("the checkpoint holds the vectors"))
+    files = {path: path.stat().st_mtime_ns for path in trained_run.workdir.rglob("*")}
+    assert cli.main(["ask", f"--workdir={trained_run.workdir}", QUESTION]) == 0
+    assert {path: path.stat().st_mtime_ns for path in trained_run.workdir.rglob("*")} == files
+
+
+def test_the_saved_index_is_taken_only_if_the_parameters_give_it(trained_run, opened, monkeypatch):
+    run = opened.run
+    for task in ("ict", "qa"):
+        params = restore_params(trained_run, run.workdir, task, opened.params)
+        saved = np.asarray(restore_index(run, task).vectors)[: run.setting.rows]
+        np.testing.assert_allclose(saved, trained_run.embed(params), atol=1e-5)
+    monkeypatch.setattr(Saved, "record", {"index_step": 1})  # the embedders went on for a step after that
+    assert restore_index(run, "ict") is None
+    assert restore_index(run, "qa") is not None, "fine-tuning leaves the document embedder as it was"
+
+
+def test_a_run_before_fine_tuning_answers_with_a_warning(trained_run, tmp_path, capsys):
+    shutil.copytree(trained_run.workdir, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "qa")
+    assert cli.main(["ask", f"--workdir={tmp_path}/run", "--json", QUESTION]) == 0
+    out, err = capsys.readouterr()
+    assert "parameters of task ict: answers come from a span head that qa did not train" in err
+    assert json.loads(out)["candidates"]
+
+
+def refused(capsys, *arguments: str) -> str:
+    """The one line of a command that ends with exit code 2."""
+    assert cli.main(["ask", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    line = err.splitlines()[-1]
+    assert line.startswith("realm: error: ")
+    return line
+
+
+def test_a_folder_without_a_run_or_without_a_checkpoint_is_named(trained_run, tmp_path, capsys):
+    assert "no run there" in refused(capsys, f"--workdir={tmp_path}/none", QUESTION)
+    (tmp_path / "fresh").mkdir()
+    shutil.copy(trained_run.workdir / "config.json", tmp_path / "fresh")
+    assert "no checkpoint yet; give the `realm train`" in refused(capsys, f"--workdir={tmp_path}/fresh", QUESTION)
+
+
+def test_a_prepared_folder_that_moved_is_named_and_found_with_data(trained_run, tmp_path, capsys):
+    shutil.copytree(trained_run.workdir, tmp_path / "run")
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    moved = shutil.copytree(config["data"]["path"], tmp_path / "moved")
+    config["data"]["path"] = str(tmp_path / "gone")
+    (tmp_path / "run" / "config.json").write_text(json.dumps(config))
+    at = f"--workdir={tmp_path}/run"
+    assert f"{tmp_path}/gone: the prepared folder of the run" in (line := refused(capsys, at, QUESTION))
+    assert "--data=DIR" in line
+    assert cli.main(["ask", at, f"--data={moved}", QUESTION]) == 0
+
+
+def test_another_corpus_than_the_run_was_trained_with_is_refused(trained_run, tmp_path, capsys):
+    other = prepare_people(tmp_path, PEOPLE[:12])
+    capsys.readouterr()
+    line = refused(capsys, f"--workdir={trained_run.workdir}", f"--data={other}", QUESTION)
+    assert f"{other}: a store and tokenizer that do not match the run" in line
