@@ -19,6 +19,8 @@ from realm_jax.text.wordpiece import WordPiece
 
 Example = dict[str, Any]  # arrays of one example; scalars are NumPy scalars
 Maker = Callable[[int, np.random.Generator], Example]
+WHOLE_RATE = 0.5  # warm-up: excerpts that hold all other sentences; the rest are mostly short
+KEPT_RATE = 0.1  # warm-up: excerpts that hold the masked sentence too, as in the inverse cloze task
 MINIMUM_SENTENCE = 4  # word pieces; shorter ones ("Yes.") tell nothing about their passage
 
 
@@ -183,18 +185,20 @@ def _excerpt_example(
 ) -> Example:
     """A sentence with its recurring span masked, beside some of its passage's other sentences, one with the span.
 
-    unrelated: beside a passage drawn at random instead.
+    unrelated: beside an excerpt of a passage drawn at random instead, made in the same way, so that length tells
+    nothing. A share KEPT_RATE of the excerpts holds the sentence itself too, so that whole passages occur.
     """
     row, number, place, other = map(int, entry)
-    sentences, body = store.sentences(row), store.body_tokens(row)
-    start, end = sentences[number]
+    start, end = store.sentences(row)[number]
     span = store.spans(row)[place : place + 1, :2] - start
-    arrays = masked_arrays(body[start:end], span, "salient", rng, lengths, wordpiece)
+    arrays = masked_arrays(store.body_tokens(row)[start:end], span, "salient", rng, lengths, wordpiece)
     if unrelated:
         row = int(rng.integers(len(store)))
-        return arrays | document_arrays(store.title_tokens(row), store.body_tokens(row), lengths.document, wordpiece)
-    kept = rng.random(len(sentences)) < rng.random() ** 2
-    kept[other], kept[number] = True, False
+        number, other = (int(rng.integers(len(store.sentences(row)))) for _ in range(2))
+    sentences, body = store.sentences(row), store.body_tokens(row)
+    kept = rng.random(len(sentences)) < (1.0 if rng.random() < WHOLE_RATE else rng.random() ** 2)
+    kept[number] = rng.random() < KEPT_RATE
+    kept[other] = True
     excerpt = np.concatenate([body[first:last] for first, last in sentences[kept]])
     return arrays | document_arrays(store.title_tokens(row), excerpt, lengths.document, wordpiece)
 
