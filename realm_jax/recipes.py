@@ -25,6 +25,19 @@ def quickstart() -> ConfigDict:
     return config
 
 
+def wiki_small() -> ConfigDict:
+    """The same recipe on real passages of at most 288 word pieces, X = Z; see `configs/wiki_small.py`."""
+    config = _tiny()
+    config.data.update(query_length=64, document_length=288, predictions=6, answers=4)
+    config.mlm.update(steps=1500, batch_size=16, learning_rate=1e-3, warmup=50)
+    config.ict.update(steps=500, batch_size=64, learning_rate=1e-3, warmup=50)
+    config.realm.update(steps=1000, batch_size=8, learning_rate=3e-4, warmup=100)
+    config.qa.update(steps=600, batch_size=8, learning_rate=3e-4, warmup=50)
+    config.refresh.every = 250
+    config.retrieval.candidates = 5
+    return config
+
+
 def _tiny() -> ConfigDict:
     """Two layers of 64 without dropout: learns in minutes on a laptop's CPU."""
     config = default()
