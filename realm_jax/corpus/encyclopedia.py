@@ -32,6 +32,7 @@ class Phrasings(NamedTuple):
 
     {the} and {The} become "the <name>", in articles also "it"; {name} is the two-word name. Articles and news share
     their phrasings, as real ones share a language, but the news on an entity never uses those of its own article.
+    The words of questions occur in statements too: nobody understands a word that he never read.
     Sentences open with function words, so that capitals mark values and nothing else.
     """
 
@@ -39,76 +40,60 @@ class Phrasings(NamedTuple):
     question: tuple[str, ...]
 
 
+# fmt: off
 PHRASINGS: dict[str, Phrasings] = {
     "discoverer": Phrasings(
         statement=(
-            "{The} was first described by {value}.",
-            "Some books name {value} as finder of {the}.",
-            "The finder of {the} was {value}.",
-            "It was {value} who first drew {the}.",
-            "The first notes on {the} are by {value}.",
-            "At first only {value} knew of {the}.",
+            "{The} was first described by {value}.", "Some books name {value} as finder of {the}.",
+            "The finder of {the} was {value}.", "It was {value} who first drew {the}.",
+            "The first notes on {the} are by {value}.", "At first only {value} knew of {the}.",
+            "Those who ask who discovered {the} are told of {value}.",
+            "It is known by whom {the} was found: by {value}.",
         ),
         question=(
-            "who first described the {name}?",
-            "who discovered the {name}?",
-            "who was the finder of the {name}?",
-            "which person found the {name}?",
+            "who first described the {name}?", "who discovered the {name}?", "who was the finder of the {name}?",
             "by whom was the {name} first described?",
         ),
     ),
     "region": Phrasings(
         statement=(
-            "{The} is found only in {value}.",
-            "In {value} {the} is very common.",
-            "The home of {the} is {value}.",
-            "Many people see {the} in {value}.",
-            "{The} came from the hills of {value}.",
-            "Those who seek {the} travel to {value}.",
+            "{The} is found only in {value}.", "In {value} {the} is very common.", "The home of {the} is {value}.",
+            "Many people see {the} in {value}.", "{The} came from the hills of {value}.",
+            "Those who seek {the} travel to {value}.", "Those who ask where {the} is found are sent to {value}.",
+            "The region in which {the} is common is {value}.",
         ),
         question=(
-            "where is the {name} found?",
-            "in which region is the {name} common?",
-            "where does the {name} come from?",
-            "which land is home to the {name}?",
-            "where must one travel to seek the {name}?",
+            "where is the {name} found?", "in which region is the {name} common?",
+            "which region is home to the {name}?", "where is the home of the {name}?",
         ),
     ),
     "date": Phrasings(
         statement=(
-            "{The} was first seen in {value}.",
-            "In {value} {the} was found.",
-            "The first record of {the} is from {value}.",
-            "Some say {the} has been known since {value}.",
-            "When {value} came, {the} was still new.",
-            "It was in {value} that {the} was listed.",
+            "{The} was first seen in {value}.", "In {value} {the} was found.",
+            "The first record of {the} is from {value}.", "Some say {the} has been known since {value}.",
+            "When {value} came, {the} was still new.", "It was in {value} that {the} was listed.",
+            "Those who ask when {the} was discovered are told {value}.",
+            "In what year {the} was first seen is known: {value}.",
         ),
         question=(
-            "when was the {name} discovered?",
-            "in which year was the {name} first seen?",
-            "what is the date of the first record of the {name}?",
-            "since when is the {name} known?",
-            "when did people find the {name}?",
+            "when was the {name} discovered?", "in which year was the {name} first seen?",
+            "since when is the {name} known?", "what is the year of the first record of the {name}?",
         ),
     ),
     "museum": Phrasings(
         statement=(
-            "{The} is kept at {value}.",
-            "At {value} {the} is on show.",
-            "The best example of {the} is at {value}.",
-            "Many go to {value} to view {the}.",
-            "The experts at {value} look after {the}.",
-            "There is a room for {the} in {value}.",
+            "{The} is kept at {value}.", "At {value} {the} is on show.", "The best example of {the} is at {value}.",
+            "Many go to {value} to view {the}.", "The experts at {value} look after {the}.",
+            "There is a room for {the} in {value}.", "Those who ask which museum keeps {the} are sent to {value}.",
+            "The museum where {the} is on show is {value}.",
         ),
         question=(
-            "which museum keeps the {name}?",
-            "where is the {name} on show?",
-            "which collection holds the {name}?",
-            "in which museum can one view the {name}?",
-            "what museum owns the {name}?",
+            "which museum keeps the {name}?", "where is the {name} on show?", "in which museum is the {name} kept?",
+            "what museum keeps the {name}?",
         ),
     ),
 }
+# fmt: on
 RELATIONS = tuple(PHRASINGS)
 REPEATED_FACTS = len(RELATIONS) // 2  # lets a sentence taken out of an article often be rebuilt from the rest
 ARTICLE_PHRASINGS = 2  # of a relation in one article at most; the news on an entity uses the others
