@@ -102,7 +102,11 @@ def test_text_with_its_tokens_apart(expected: list[str]) -> None:
 
 def test_a_blank_line_always_ends_a_sentence_and_a_line_end_does_not() -> None:
     assert sentences("A heading\n\nThe first line\ngoes on. The end\r\n\r\nlast") == [
-        "A heading", "The first line\ngoes on.", "The end", "last"]
+        "A heading",
+        "The first line\ngoes on.",
+        "The end",
+        "last",
+    ]
 
 
 def test_ideographic_full_stops_need_no_space() -> None:

@@ -41,8 +41,9 @@ def write(folder: Path, text: str | bytes) -> Path:
 def test_questions_equal_the_reference_word_pieces(reference: WordPiece) -> None:
     questions = list(lines_of("gold/wordpiece_questions.jsonl.gz"))
     encodings = reference.encode_batch([question["text"] for question in questions])
-    equal = sum(reference.pieces(ours.ids) == theirs["wordpieces"]
-                for ours, theirs in zip(encodings, questions, strict=True))
+    equal = sum(
+        reference.pieces(ours.ids) == theirs["wordpieces"] for ours, theirs in zip(encodings, questions, strict=True)
+    )
     print(f"questions with the reference word pieces: {equal} of {len(questions)}")
     assert equal == len(questions) == 2_643
 
@@ -99,8 +100,12 @@ def test_save_and_load_keep_everything(tmp_path: Path) -> None:
 
 def test_fingerprint_changes_with_vocabulary_order_and_case() -> None:
     swapped = [*SMALL[:-2], SMALL[-1], SMALL[-2]]
-    prints = {WordPiece(SMALL).fingerprint, WordPiece(SMALL, lower_case=False).fingerprint,
-              WordPiece(swapped).fingerprint, WordPiece(SMALL[:-1]).fingerprint}
+    prints = {
+        WordPiece(SMALL).fingerprint,
+        WordPiece(SMALL, lower_case=False).fingerprint,
+        WordPiece(swapped).fingerprint,
+        WordPiece(SMALL[:-1]).fingerprint,
+    }
     assert len(prints) == 4
 
 
@@ -123,21 +128,30 @@ def wordpiece_normal(text: str) -> str:
 
 
 def test_training_gives_the_same_vocabulary_in_another_process() -> None:
-    program = ("import sys, json; from realm_jax.text.wordpiece import WordPiece; "
-               "print(WordPiece.train(json.loads(sys.argv[1]), 120).fingerprint)")
-    prints = {subprocess.run([sys.executable, "-c", program, json.dumps(TEXTS)], check=True, capture_output=True,
-                             text=True).stdout.strip() for _ in range(2)}
+    program = (
+        "import sys, json; from realm_jax.text.wordpiece import WordPiece; "
+        "print(WordPiece.train(json.loads(sys.argv[1]), 120).fingerprint)"
+    )
+    prints = {
+        subprocess.run(
+            [sys.executable, "-c", program, json.dumps(TEXTS)], check=True, capture_output=True, text=True
+        ).stdout.strip()
+        for _ in range(2)
+    }
     assert prints == {WordPiece.train(iter(TEXTS), size=120).fingerprint}
 
 
-@pytest.mark.parametrize(("content", "message"), [
-    ("", "empty"),
-    ("[PAD]\n[UNK]\n[CLS]\n[SEP]\nword\n", r"vocab\.txt: no \[MASK\]"),
-    ("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nword\nother\nword\n", r"vocab\.txt, line 8: 'word' stands on line 6"),
-    (b"[PAD]\n[UNK]\nM\xfcnchen\n", r"vocab\.txt, line 3: not UTF-8"),
-    ("[PAD]\n\n[UNK]\n", r"vocab\.txt, line 2: an empty word piece"),
-    ("\n".join(map(str, range(65_536))), "65536 word pieces; at most 65535"),
-])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "empty"),
+        ("[PAD]\n[UNK]\n[CLS]\n[SEP]\nword\n", r"vocab\.txt: no \[MASK\]"),
+        ("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nword\nother\nword\n", r"vocab\.txt, line 8: 'word' stands on line 6"),
+        (b"[PAD]\n[UNK]\nM\xfcnchen\n", r"vocab\.txt, line 3: not UTF-8"),
+        ("[PAD]\n\n[UNK]\n", r"vocab\.txt, line 2: an empty word piece"),
+        ("\n".join(map(str, range(65_536))), "65536 word pieces; at most 65535"),
+    ],
+)
 def test_a_bad_vocabulary_is_named_with_its_line(tmp_path: Path, content: str | bytes, message: str) -> None:
     with pytest.raises(UserError, match=message):
         WordPiece.from_vocab(write(tmp_path, content))

@@ -1,0 +1,448 @@
+"""Retrieval without the own passage, and the four losses against the networks' own outputs put together in NumPy."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import (
+    QUERY,
+    SPECIAL,
+    document_rows,
+    embed_corpus,
+    masked_batch,
+    one_device_mesh,
+    query_rows,
+    random_corpus,
+    random_words,
+    tiny_realm,
+    tiny_setting,
+)
+
+from realm_jax.index.candidates import (
+    Candidates,
+    Index,
+    candidate_scores,
+    candidate_words,
+    read_passages,
+    retrieve,
+    take,
+)
+from realm_jax.models.inputs import Documents
+from realm_jax.models.likelihood import masked_word_marginal
+from realm_jax.text import layouts
+from realm_jax.training.tasks import make_task, realm_metrics
+
+ROWS, BATCH = 20, 4
+MODEL = tiny_realm(layers=1)  # compiling takes nearly all of the time
+RNG = np.random.default_rng(0)
+CORPUS = random_corpus(RNG, ROWS)
+MASKED = masked_batch(RNG, CORPUS, BATCH)
+QUESTIONS = query_rows([random_words(RNG, 5) for _ in range(BATCH)])
+
+
+def setting(**changes):
+    return tiny_setting(one_device_mesh(), ROWS, MODEL, **changes)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compiler():
+    """Tiny programs that run a few times do not repay the compiler's work."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module")
+def params():
+    """Louder than fresh parameters, so that passages, words and spans differ."""
+    rng = np.random.default_rng(1)
+
+    def draw(path, leaf):
+        return jnp.asarray(rng.normal(float(path[-1].key == "scale"), 0.3, leaf.shape), leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(draw, jax.eval_shape(MODEL.init, jax.random.key(0)))
+
+
+@pytest.fixture(scope="module")
+def index(params):
+    return jax.jit(lambda p: embed_corpus(MODEL, p, CORPUS, devices=1))(params)
+
+
+@pytest.fixture(scope="module")
+def query_vectors(params):
+    embed = jax.jit(MODEL.embed_queries)
+    return np.asarray(embed(params, MASKED["query"], MASKED["query_length"]))
+
+
+# --- retrieval --------------------------------------------------------------------------------------------------------
+
+COUNT = 3
+
+
+@functools.partial(jax.jit, static_argnames="count")
+def retrieve_now(params, batch, index, count=COUNT):
+    return retrieve(setting(), params, batch, index, count)
+
+
+def ranking(query_vectors, index) -> np.ndarray:
+    """All rows for each query, best first."""
+    return np.argsort(-(query_vectors @ np.asarray(index.vectors)[:ROWS].T), axis=1, kind="stable")
+
+
+def nothing_own() -> dict:
+    return MASKED | {"own_row": np.full(BATCH, -1, np.int32), "sentence_length": np.zeros(BATCH, np.int32)}
+
+
+def test_nothing_is_excluded_where_nothing_is_own(params, index, query_vectors):
+    found = retrieve_now(params, nothing_own(), index)
+    np.testing.assert_array_equal(found.rows, ranking(query_vectors, index)[:, :COUNT])
+    assert found.valid.all() and not found.excluded.any()
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_the_own_row_is_left_out_and_the_spare_takes_its_place(params, index, query_vectors, rank):
+    """Wherever it ranks among the first: still as many passages as were asked for, in order."""
+    best = ranking(query_vectors, index)
+    found = retrieve_now(params, nothing_own() | {"own_row": best[:, rank].astype(np.int32)}, index)
+    np.testing.assert_array_equal(found.rows, np.delete(best[:, : COUNT + 1], rank, axis=1))
+    assert found.valid.all() and found.excluded.tolist() == [1] * BATCH
+
+
+def test_an_own_row_that_ranks_low_takes_no_place(params, index, query_vectors):
+    best = ranking(query_vectors, index)
+    found = retrieve_now(params, nothing_own() | {"own_row": best[:, COUNT + 2].astype(np.int32)}, index)
+    np.testing.assert_array_equal(found.rows, best[:, :COUNT])
+    assert found.valid.all() and not found.excluded.any()
+
+
+def with_sentence_in(batch: dict, index: Index, rows: np.ndarray) -> tuple[dict, Index]:
+    """The first example's sentence written into these passages, in the middle of their bodies."""
+    ids = np.array(index.documents.ids)
+    sentence = random_words(np.random.default_rng(5), 3)
+    for row in rows:
+        start = 3 + int(index.documents.title_lengths[row])
+        ids[row, start : start + 3] = sentence
+    padded = np.zeros((BATCH, QUERY), np.uint16)
+    padded[0, :3] = sentence
+    lengths = np.array([3] + [0] * (BATCH - 1), np.int32)
+    return batch | {"sentence": padded, "sentence_length": lengths}, index._replace(
+        documents=index.documents._replace(ids=ids)
+    )
+
+
+def test_a_passage_that_holds_the_sentence_is_own_whatever_its_row(params, index, query_vectors):
+    best = ranking(query_vectors, index)
+    batch, changed = with_sentence_in(nothing_own(), index, best[0, [1]])
+    found = retrieve_now(params, batch, changed)
+    np.testing.assert_array_equal(found.rows[0], best[0, [0, 2, 3]])
+    np.testing.assert_array_equal(found.rows[1:], best[1:, :COUNT])
+    assert found.valid.all() and found.excluded.tolist() == [1, 0, 0, 0]
+
+
+def test_beyond_the_one_spare_places_are_invalid_and_never_searched_again(params, index, query_vectors):
+    """Three own passages, by row and by content, among the four that are looked at: one candidate is left."""
+    best = ranking(query_vectors, index)
+    batch, changed = with_sentence_in(nothing_own(), index, best[0, [0, 2]])
+    batch["own_row"] = np.array([best[0, 3], -1, -1, -1], np.int32)
+    found = retrieve_now(params, batch, changed)
+    assert found.valid.tolist() == [[True, False, False]] + [[True] * 3] * 3
+    assert found.rows[0, 0] == best[0, 1]
+    assert found.excluded.tolist() == [3, 0, 0, 0]
+
+
+def test_an_own_passage_by_row_and_by_content_counts_once(params, index, query_vectors):
+    best = ranking(query_vectors, index)
+    batch, changed = with_sentence_in(nothing_own(), index, best[0, [0]])
+    batch["own_row"] = np.array([best[0, 0], -1, -1, -1], np.int32)
+    assert retrieve_now(params, batch, changed).excluded.tolist() == [1, 0, 0, 0]
+
+
+def test_a_corpus_that_is_smaller_than_the_candidates_is_retrieved_whole(params, index):
+    few = tiny_setting(one_device_mesh(), 2, MODEL)
+    found = retrieve(few, params, nothing_own() | {"own_row": np.array([0, 1, -1, 0], np.int32)}, index, COUNT)
+    assert found.rows.shape == (BATCH, 2)
+    assert found.valid.sum(axis=1).tolist() == [1, 1, 2, 1]
+    assert (np.sort(found.rows, axis=1) == [0, 1]).all()
+
+
+# --- candidates -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def candidates(params, index):
+    """What a REALM step computes of its candidates: found, scores, log-probabilities and guesses."""
+
+    def compute(params, batch, index):
+        found = retrieve(setting(), params, batch, index, COUNT)
+        documents = take(index, found.rows)
+        scores = candidate_scores(setting(), params, batch, documents, None)
+        return found, scores, *candidate_words(setting(), params, batch, documents, None)
+
+    return jax.tree.map(np.asarray, jax.jit(compute)(params, MASKED, index))
+
+
+def test_scores_are_inner_products_with_the_null_document_first(params, index, query_vectors, candidates):
+    found, scores, _, _ = candidates
+    null = np.asarray(MODEL.embed_documents(params, document_rows([([], [])], length=3)))
+    wanted = np.einsum("bd,bkd->bk", query_vectors, np.asarray(index.vectors)[found.rows])
+    np.testing.assert_allclose(scores, np.concatenate([query_vectors @ null.T, wanted], axis=1), atol=1e-4)
+
+
+def test_words_are_read_beside_each_candidate_and_beside_nothing(params, candidates):
+    """Each pair laid out by `text.layouts` and read on its own, at another length and with other padding."""
+    found, _, log_p, guesses = candidates
+    bodies = [[[], *(CORPUS[row][1] for row in rows)] for rows in found.rows.tolist()]
+    for place in range(1 + COUNT):
+        texts = [(MASKED["query"][i, 1 : MASKED["query_length"][i] - 1], bodies[i][place]) for i in range(BATCH)]
+        laid = [layouts.joint(query, body, QUERY + 14, SPECIAL) for query, body in texts]
+        ids, segments = (np.array([getattr(one, name) for one in laid]) for name in ("ids", "segments"))
+        mask = np.arange(QUERY + 14) < np.array([one.used for one in laid])[:, None]
+        words = read_words(params, ids, segments, mask, MASKED["positions"])
+        wanted = np.take_along_axis(words, MASKED["targets"][..., None], axis=2)[..., 0]
+        np.testing.assert_allclose(log_p[:, place], wanted, atol=1e-4)
+        np.testing.assert_array_equal(guesses[:, place], words.argmax(axis=2))
+
+
+@jax.jit
+def read_words(params, ids, segments, mask, positions):
+    return MODEL.reader.apply(
+        {"params": params["reader"]}, ids, segments, mask, positions, method="word_log_probabilities"
+    )
+
+
+# --- REALM ------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def realm_slopes(**changes):
+    loss = make_task("realm", setting(**changes)).loss
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))
+
+
+def largest(tree) -> float:
+    return max(float(jnp.abs(x).max()) for x in jax.tree.leaves(tree))
+
+
+def test_the_realm_loss_is_the_marginal_of_its_parts_and_trains_all_networks(params, index, candidates):
+    found, scores, log_p, guesses = candidates
+    (loss, metrics), slopes = realm_slopes()(params, MASKED, index, None)
+    valid = np.pad(found.valid, ((0, 0), (1, 0)), constant_values=True)
+    wanted = masked_word_marginal(scores, log_p, MASKED["weights"], valid, "example")
+    np.testing.assert_allclose(loss, wanted.loss, rtol=1e-5)
+    np.testing.assert_allclose(
+        metrics["retrieval_utility"], (wanted.log_likelihood - log_likelihood_of(log_p, 0)).mean(), rtol=1e-3, atol=1e-5
+    )
+    assert metrics["excluded"] == found.excluded.mean()
+    assert all(largest(slopes[name]) > 1e-4 for name in ("query_embedder", "document_embedder", "reader"))
+
+
+def log_likelihood_of(log_p, place):
+    return (log_p[:, place] * MASKED["weights"]).sum(axis=1)
+
+
+def test_without_the_retriever_gradient_only_the_reader_learns(params, index):
+    (loss, _), slopes = realm_slopes(retriever_gradient=False)(params, MASKED, index, None)
+    np.testing.assert_allclose(loss, realm_slopes()(params, MASKED, index, None)[0][0], rtol=1e-6)
+    assert largest(slopes["query_embedder"]) == largest(slopes["document_embedder"]) == 0.0
+    assert largest(slopes["reader"]) > 1e-4
+
+
+def test_what_a_realm_step_reports_by_hand():
+    """Two examples of two predicted pieces and of one, a null document and two passages, all equally likely a priori.
+
+    Example 1: p(y|z,x) = 1/4 beside the null document, then 1/2 and 1/8: p(y|x) = 7/24, gain of the best: log 2.
+    Example 2: 1/2 for all three: nothing gained. Pieces guessed beside the likeliest candidate (the first of equals,
+    the null document): 5 and 7 where 5 and 6 were right, and 8 where 8 was: two of three.
+    """
+    half = np.log(0.5)
+    log_p = jnp.array([[[half, half], [half, 0.0], [2 * half, half]], [[half, 9.0], [half, 9.0], [half, 9.0]]])
+    batch = {"weights": jnp.array([[1.0, 1.0], [1.0, 0.0]]), "targets": jnp.array([[5, 6], [8, 0]])}
+    guesses = jnp.array([[[5, 7], [5, 6], [0, 0]], [[8, 0], [0, 0], [0, 0]]])
+    valid = jnp.ones((2, 3), bool)
+    found = Candidates(rows=jnp.zeros((2, 2), int), valid=valid[:, 1:], excluded=jnp.array([1, 0]))
+    result = masked_word_marginal(jnp.zeros((2, 3)), log_p, batch["weights"], valid, "example")
+    metrics = {name: float(value) for name, value in realm_metrics(result, guesses, batch, found).items()}
+    wanted = {
+        "loss": -(np.log(7 / 24) + half) / 2,
+        "perplexity": np.exp(-(np.log(7 / 24) + half) / 3),
+        "accuracy": 2 / 3,
+        "retrieval_utility": np.log(7 / 6) / 2,
+        "useful_candidates": 0.5,
+        "best_candidate_gain": np.log(2) / 2,
+        "null_probability": 1 / 3,
+        "prior_entropy": np.log(3),
+        "excluded": 0.5,
+    }
+    assert metrics == pytest.approx(wanted, rel=1e-5)
+
+
+def test_an_example_whose_candidates_are_all_excluded_gains_nothing():
+    """It is left with the null document, and must not upset the means of a batch."""
+    log_p, weights = jnp.full((1, 3, 1), -2.0), jnp.ones((1, 1))
+    valid = jnp.array([[True, False, False]])
+    result = masked_word_marginal(jnp.zeros((1, 3)), log_p, weights, valid, "example")
+    found = Candidates(jnp.zeros((1, 2), int), valid[:, 1:], jnp.array([2]))
+    batch = {"weights": weights, "targets": jnp.array([[5]])}
+    metrics = realm_metrics(result, jnp.zeros((1, 3, 1), int), batch, found)
+    assert metrics["best_candidate_gain"] == metrics["retrieval_utility"] == metrics["useful_candidates"] == 0.0
+    assert metrics["null_probability"] == 1.0 and metrics["prior_entropy"] == 0.0
+
+
+# --- warm-up and inverse cloze ----------------------------------------------------------------------------------------
+
+
+def as_batch(documents: Documents) -> dict[str, np.ndarray]:
+    return {
+        "document": documents.ids,
+        "document_length": documents.lengths,
+        "document_title_length": documents.title_lengths,
+    }
+
+
+def test_the_warm_up_is_the_mean_over_predicted_pieces(params, candidates):
+    """Beside the empty document it is what REALM reads beside its null document."""
+    loss, metrics = jax.jit(make_task("mlm", setting()).loss)(
+        params, MASKED | as_batch(document_rows([([], [])] * BATCH)), None, None
+    )
+    _, _, log_p, guesses = candidates
+    weights = MASKED["weights"]
+    np.testing.assert_allclose(loss, -(log_p[:, 0] * weights).sum() / weights.sum(), rtol=1e-5)
+    right = (guesses[:, 0] == MASKED["targets"]) * weights
+    np.testing.assert_allclose(metrics["accuracy"], right.sum() / weights.sum(), rtol=1e-6)
+
+
+def test_the_inverse_cloze_task_ranks_each_sentence_among_all_passages_of_the_batch(params, index, query_vectors):
+    documents = Documents(*(part[:BATCH] for part in index.documents))
+    batch = {"query": MASKED["query"], "query_length": MASKED["query_length"]} | as_batch(documents)
+    loss, metrics = jax.jit(make_task("ict", setting()).loss)(params, batch, None, None)
+    logits = query_vectors.astype(np.float64) @ np.asarray(index.vectors[:BATCH], np.float64).T
+    log_p = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    np.testing.assert_allclose(loss, -np.diagonal(log_p).mean(), rtol=1e-4)
+    np.testing.assert_allclose(metrics["accuracy"], (log_p.argmax(axis=1) == np.arange(BATCH)).mean())
+
+
+# --- question answering -----------------------------------------------------------------------------------------------
+
+PASSAGES, BEAM, WIDTH = 3, 6, MODEL.span_width
+
+
+def asked(rows: np.ndarray) -> dict[str, np.ndarray]:
+    """The questions; an answer of two pieces from the body of each of these rows, none for a row of −1."""
+    answers, lengths = np.zeros((BATCH, 2, WIDTH), np.int32), np.zeros((BATCH, 2), np.int32)
+    for place, row in enumerate(rows):
+        if row >= 0:
+            answers[place, 1, :2], lengths[place, 1] = CORPUS[row][1][1:3], 2
+    return QUESTIONS | {"answers": answers, "answer_lengths": lengths}
+
+
+@pytest.fixture(scope="module")
+def reading(params, index):
+    """Rows and scores of the beam, and the span scores of the passages that are read."""
+
+    @jax.jit
+    def read(params, index):
+        found, rows, scores = read_passages(setting(), params, QUESTIONS, index, None, BEAM, PASSAGES)
+        return rows, scores, found.span_scores
+
+    return jax.tree.map(np.asarray, read(params, index))
+
+
+def spans_of(rows, batch, example):
+    """Of each passage that is read: the place of its body in the joint, and all spans with whether they are right."""
+    answers = [a[:n].tolist() for a, n in zip(batch["answers"][example], batch["answer_lengths"][example], strict=True)]
+    for row in rows[example, :PASSAGES]:
+        start, body = int(QUESTIONS["query_length"][example]), CORPUS[row][1]
+        spans = [(i, w) for i in range(len(body)) for w in range(WIDTH) if i + w < len(body)]
+        yield [((start + i, w), body[i : i + w + 1] in [a for a in answers if a]) for i, w in spans]
+
+
+def marginal_by_loops(rows, scores, span_scores, batch) -> list[float]:
+    """log Σ_z p(z|x) Σ_{right spans} p(span|z,x) for each question, −∞ where no span is right."""
+    found = []
+    for example in range(BATCH):
+        prior = np.exp(scores[example, :PASSAGES] - np.logaddexp.reduce(scores[example, :PASSAGES]))
+        total = 0.0
+        for p, table, spans in zip(prior, span_scores[example], spans_of(rows, batch, example), strict=True):
+            weights = np.array([np.exp(table[span]) for span, _ in spans])
+            total += p * weights[[right for _, right in spans]].sum() / weights.sum()
+        with np.errstate(divide="ignore"):
+            found.append(np.log(total))
+    return found
+
+
+@functools.cache
+def qa_slopes(objective: str):
+    loss = make_task("qa", setting(qa_objective=objective, qa_beam=BEAM, qa_passages=PASSAGES)).loss
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))
+
+
+def test_answering_is_the_marginal_over_passages_and_spans(params, index, reading):
+    """Answers in the best passage, in the third, in one that is retrieved but not read, and none at all."""
+    rows, scores, span_scores = reading
+    batch = asked(np.array([rows[0, 0], rows[1, 2], rows[2, 4], -1]))
+    (loss, metrics), slopes = qa_slopes("marginal")(params, batch, index, None)
+    likelihoods = marginal_by_loops(rows, scores.astype(np.float64), span_scores.astype(np.float64), batch)
+    assert np.isfinite(likelihoods).tolist() == [True, True, False, False]
+    np.testing.assert_allclose(loss, -np.mean(likelihoods[:2]), rtol=1e-4)
+    np.testing.assert_allclose(metrics["log_likelihood"], np.mean(likelihoods[:2]), rtol=1e-4)
+    assert metrics["answer_in_passages"] == 0.5
+    assert largest(slopes["query_embedder"]) > 1e-4 and largest(slopes["reader"]) > 1e-4
+    assert largest(slopes["document_embedder"]) == 0.0
+
+
+def test_orqa_adds_the_retriever_s_own_term_over_the_whole_beam(params, index, reading):
+    """The third question's answer is in the beam but not read: it counts for the retriever alone."""
+    rows, scores, span_scores = (x.astype(np.float64) if x.dtype == np.float32 else x for x in reading)
+    batch = asked(np.array([rows[0, 0], rows[1, 2], rows[2, 4], -1]))
+    (loss, _), _ = qa_slopes("orqa")(params, batch, index, None)
+    retriever, reader = 0.0, 0.0
+    for example, answer_row in enumerate((rows[0, 0], rows[1, 2], rows[2, 4])):
+        place = rows[example].tolist().index(answer_row)
+        retriever += np.logaddexp.reduce(scores[example]) - scores[example, place]
+        entries = [
+            (table[span] + score, right)
+            for table, score, spans in zip(
+                span_scores[example], scores[example], spans_of(rows, batch, example), strict=False
+            )
+            for span, right in spans
+        ]
+        values, right = np.array([value for value, _ in entries]), np.array([flag for _, flag in entries])
+        if right.any():
+            reader += np.logaddexp.reduce(values) - np.logaddexp.reduce(values[right])
+    np.testing.assert_allclose(loss, (retriever + reader) / BATCH, rtol=1e-4)
+
+
+@pytest.mark.parametrize("objective", ["marginal", "orqa"])
+def test_questions_without_an_answer_in_reach_teach_nothing(params, index, objective):
+    (loss, metrics), slopes = qa_slopes(objective)(params, asked(np.full(BATCH, -1)), index, None)
+    assert loss == 0.0 and largest(slopes) == 0.0
+    assert metrics["accuracy"] == metrics["answer_in_passages"] == metrics["log_likelihood"] == 0.0
+
+
+# --- the table of tasks -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, separate, shared, retrieves",
+    [
+        ("mlm", {"reader"}, {"reader"}, False),
+        ("ict", {"query_embedder", "document_embedder"}, {"embedder"}, False),
+        ("realm", {"query_embedder", "document_embedder", "reader"}, {"embedder", "reader"}, True),
+        ("qa", {"query_embedder", "reader"}, {"embedder", "reader"}, True),
+    ],
+)
+def test_each_task_names_what_it_trains(name, separate, shared, retrieves):
+    one_tower = tiny_setting(one_device_mesh(), ROWS, tiny_realm(shared_tower=True))
+    task = make_task(name, setting())
+    assert task.name == name and task.retrieves == retrieves
+    assert set(task.trained) == separate
+    assert set(make_task(name, one_tower).trained) == shared
+
+
+def test_dropout_follows_the_key(params, index):
+    loud = tiny_realm(layers=1, dropout=0.3)
+    loss = jax.jit(make_task("realm", tiny_setting(one_device_mesh(), ROWS, loud)).loss)
+    one, again, other = (float(loss(params, MASKED, index, jax.random.key(seed))[0]) for seed in (1, 1, 2))
+    assert one == again != other
