@@ -17,8 +17,8 @@ class Marginal(NamedTuple):
     """What one batch of marginal likelihoods says. All float32.
 
     loss: scalar, to be minimised. log_likelihood [batch]: log p(y|x) over all of an example's masked positions.
-    null_log_likelihood [batch]: log p(y|null, x). best_log_likelihood [batch]: max over the real candidates of
-    log p(y|z,x). log_prior [batch, candidates]: log p(z|x).
+    null_log_likelihood [batch]: log p(y|null, x). best_log_likelihood [batch]: max over the valid real candidates of
+    log p(y|z,x), that of the null document where there are none. log_prior [batch, candidates]: log p(z|x).
     """
 
     loss: Array
@@ -63,6 +63,7 @@ def masked_word_marginal(scores: Array, word_log_p: Array, weights: Array, valid
     else:
         raise ValueError(f"marginal must be 'example' or 'token', not {kind!r}")
     best = jnp.max(jnp.where(valid, reading, NEGATIVE)[:, 1:], axis=-1)
+    best = jnp.where(valid[:, 1:].any(axis=-1), best, reading[:, 0])
     return Marginal(loss, log_likelihood, reading[:, 0], best, prior)
 
 
