@@ -9,7 +9,7 @@ Science (a run folder keeps them; another value on resume is an error that names
   data.masking             'salient', 'uniform' or 'random_span': what REALM's queries hide
   data.predictions         predicted positions of a masked sentence at most; 0: sized to the masking
   data.null_rate           warm-up: share of examples that are a sentence of X beside the empty document
-  data.unrelated_rate      warm-up: share that are a sentence of Z beside a passage drawn at random
+  data.unrelated_rate      warm-up: share that are a sentence of Z beside another document's passage
   data.ict_mask_rate       share of sentences that are taken out of their passage in the inverse cloze task
   data.query_length        word pieces of a sentence or question, [CLS] and [SEP] counted
   data.document_length     word pieces of a passage, title and specials counted
@@ -24,7 +24,8 @@ Science (a run folder keeps them; another value on resume is an error that names
   model.span_width         word pieces of an answer at most
   model.shared_tower       one embedder for queries and passages instead of two
   objective.marginal       'example': log Σ_z p(z|x) Π_j p(y_j|z,x), the paper's; 'token': the released code's
-  objective.retriever_gradient  False stops the gradient at the retrieval scores (a control)
+  objective.retriever_start  REALM steps before the gradient reaches the retriever (the paper: 0); until then the reader
+                           gets used to what is retrieved
   objective.qa             'marginal': log Σ_z p(z|x) p(y|z,x); 'orqa': L_ret + L_read of the released code
   retrieval.candidates     K: passages in the marginal, the null document counted
   retrieval.dtype          of the stored vectors: 'float32' or 'bfloat16'
@@ -93,7 +94,7 @@ def default() -> ConfigDict:
                 "span_width": 10,
                 "shared_tower": False,
             },
-            "objective": {"marginal": "example", "retriever_gradient": True, "qa": "marginal"},
+            "objective": {"marginal": "example", "retriever_start": 0, "qa": "marginal"},
             "retrieval": {
                 "candidates": 8,
                 "dtype": "float32",

@@ -36,7 +36,8 @@ def run_controls(run: Run, evaluator: Evaluator) -> None:
     start = run.initial_params()
     if "realm" in names and "ict" in names:
         before_realm = restore_params(run, run.workdir, "ict", start)
-        stopped = dataclasses.replace(run, setting=dataclasses.replace(run.setting, retriever_gradient=False))
+        never = dataclasses.replace(run.setting, retriever_start=run.config.realm.steps)
+        stopped = dataclasses.replace(run, setting=never)
         train_task(stopped, "realm", before_realm, measure, "no_retriever_gradient")
         train_task(_with(run, ict={"steps": run.config.realm.steps}, seed=run.config.seed + 1), "ict", before_realm,
                    measure, "more_ict")  # fmt: skip

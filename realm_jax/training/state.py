@@ -78,7 +78,7 @@ def make_step(run: Run, task: Task) -> Step:
         key = jax.random.fold_in(jax.random.key(seed), state.step) if dropout else None
 
         def loss(trained: Params) -> tuple[jax.Array, dict[str, jax.Array]]:
-            return task.loss({**state.frozen, **trained}, batch, index, key)
+            return task.loss({**state.frozen, **trained}, batch | {"step": state.step}, index, key)
 
         (_, metrics), gradients = jax.value_and_grad(loss, has_aux=True)(state.trained)
         updates, moments = optimizer.update(gradients, state.optimizer, state.trained)
