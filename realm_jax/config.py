@@ -40,7 +40,8 @@ Operations (may change on resume):
   mesh.data, mesh.fsdp, mesh.model   devices along each axis; one may be -1
   retrieval.block          vectors scored at a time on a device
   retrieval.embed_batch    passages embedded at a time
-  checkpoint.every         steps between two saves; checkpoint.keep: newest saves that stay
+  checkpoint.every         steps between two saves
+  checkpoint.keep          newest saves that stay
   log.every                steps between two lines of metrics
   evaluation.every         REALM steps between two measurements of recall; 0: at each refresh only
   evaluation.questions     development questions that are measured at most; 0: all
@@ -154,17 +155,30 @@ def _check_sizes(config: ConfigDict) -> None:
     positive = (
         "model.layers model.width model.heads model.feed_forward model.projection model.span_hidden model.span_width "
         "retrieval.qa_passages retrieval.qa_beam retrieval.embed_batch refresh.every data.answers checkpoint.every "
-        "checkpoint.keep log.every evaluation.batch_size evaluation.passages"
+        "checkpoint.keep log.every evaluation.batch_size evaluation.passages model.norm_epsilon optimizer.clip"
     )
     for key in positive.split():
         _require(_get(config, key) > 0, key, "must be positive")
-    for key in ("data.null_rate", "data.unrelated_rate", "data.ict_mask_rate", "model.dropout"):
+    not_negative = (
+        "seed data.predictions objective.retriever_start optimizer.weight_decay evaluation.every evaluation.questions"
+    )
+    for key in not_negative.split():
+        _require(_get(config, key) >= 0, key, "must not be negative")
+    for key in ("data.null_rate", "data.unrelated_rate", "data.ict_mask_rate"):
         _require(0 <= _get(config, key) <= 1, key, "must lie between 0 and 1")
+    rest = 1 - config.data.null_rate - config.data.unrelated_rate
+    _require(rest >= 0, "data.unrelated_rate", "may not exceed 1 together with data.null_rate")
+    _require(0 <= config.model.dropout < 1, "model.dropout", "must be at least 0 and below 1")
+    for key in ("mesh.data", "mesh.fsdp", "mesh.model"):
+        _require(_get(config, key) > 0 or _get(config, key) == -1, key, "must be positive, or -1 for what is left")
     _require(config.model.width % config.model.heads == 0, "model.heads", "must divide model.width")
     _require(config.retrieval.candidates >= 2, "retrieval.candidates", "must be at least 2: the null document and one")
     _require(config.data.query_length >= 8, "data.query_length", "must be at least 8")
     _require(config.data.document_length >= 16, "data.document_length", "must be at least 16")
-    _require(config.retrieval.block % 32 == 0, "retrieval.block", "must be a multiple of 32")
+    block = config.retrieval.block
+    _require(block > 0 and block % 32 == 0, "retrieval.block", "must be a positive multiple of 32")
+    fits = config.objective.qa != "orqa" or config.retrieval.qa_beam >= config.retrieval.qa_passages
+    _require(fits, "retrieval.qa_beam", "must be at least retrieval.qa_passages")
     positions = config.model.max_length
     needed = joint_length(config)
     _require(positions in (0,) or positions >= needed, "model.max_length", f"the joint layout needs {needed} positions")
@@ -193,8 +207,9 @@ def _is_operational(key: str) -> bool:
 
 
 def _get(config: ConfigDict, key: str) -> Any:
-    section, name = key.split(".")
-    return config[section][name]
+    for name in key.split("."):
+        config = config[name]
+    return config
 
 
 def _require(condition: bool, key: str, advice: str) -> None:

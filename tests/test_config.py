@@ -1,0 +1,151 @@
+"""The config: its docstring is its reference, every bad value is named by its key, and resume keeps the science."""
+
+import re
+
+import pytest
+
+from realm_jax import config as module
+from realm_jax.config import TASKS, default, flatten, joint_length, science, task_names, validate
+from realm_jax.errors import UserError
+
+
+def documented() -> dict[str, set[str]]:
+    """Keys of the module's docstring by heading ('Science', 'Operations'); `a.b, c` names a.b and a.c."""
+    found: dict[str, set[str]] = {}
+    for line in module.__doc__.splitlines():
+        if heading := re.match(r"(Science|Operations) \(", line):
+            keys = found.setdefault(heading[1], set())
+        elif found and (entry := re.match(r"  (\S+(?:, \S+)*)(?:  |$)", line)):
+            section = ""
+            for name in entry[1].split(", "):
+                section = name.rpartition(".")[0] or section
+                key = f"{section}.{name.rpartition('.')[2]}".lstrip(".")
+                keys |= {key.replace("<task>", task) for task in (TASKS if "<task>" in key else [""])}
+    return found
+
+
+def test_every_key_is_documented_and_every_documented_key_exists():
+    keys = documented()
+    assert keys["Science"] | keys["Operations"] == set(flatten(default().to_dict()))
+    assert not keys["Science"] & keys["Operations"]
+
+
+def test_science_is_what_the_docstring_says():
+    assert set(science(default())) == documented()["Science"]
+
+
+def test_operations_may_change_and_science_may_not():
+    changed = default()
+    changed.mesh.model, changed.retrieval.block, changed.init_from = 2, 64, "elsewhere"
+    changed.checkpoint.every = changed.log.every = changed.evaluation.questions = 7
+    assert science(changed) == science(default())
+    changed.retrieval.candidates = 4
+    assert science(changed) != science(default())
+
+
+def usable():
+    config = default()
+    config.data.path = "data"
+    return config
+
+
+def test_the_default_needs_nothing_but_data():
+    validate(usable())
+    with pytest.raises(UserError, match=r"^config\.data\.path: set it to a folder written by `realm prepare`$"):
+        validate(default())
+
+
+BAD = [
+    ("tasks", ""),
+    ("tasks", "mlm,dance"),
+    ("tasks", "mlm,mlm"),
+    ("seed", -1),
+    ("data.masking", "none"),
+    ("data.predictions", -1),
+    ("data.null_rate", 1.5),
+    ("data.unrelated_rate", -0.1),
+    ("data.ict_mask_rate", 2.0),
+    ("data.query_length", 7),
+    ("data.document_length", 15),
+    ("data.answers", 0),
+    ("model.layers", 0),
+    ("model.heads", 5),
+    ("model.dropout", -0.1),
+    ("model.dropout", 1.0),
+    ("model.dtype", "float16"),
+    ("model.max_length", 100),
+    ("model.max_length", -1),
+    ("model.norm_epsilon", 0.0),
+    ("model.span_width", 0),
+    ("objective.marginal", "span"),
+    ("objective.retriever_start", -1),
+    ("objective.qa", "both"),
+    ("retrieval.candidates", 1),
+    ("retrieval.dtype", "int8"),
+    ("retrieval.block", 100),
+    ("retrieval.block", 0),
+    ("retrieval.block", -32),
+    ("refresh.every", 0),
+    ("realm.steps", 0),
+    ("qa.batch_size", 0),
+    ("mlm.learning_rate", 0.0),
+    ("ict.warmup", -1),
+    ("optimizer.weight_decay", -0.01),
+    ("optimizer.clip", 0.0),
+    ("mesh.fsdp", 0),
+    ("mesh.data", -2),
+    ("checkpoint.keep", 0),
+    ("log.every", 0),
+    ("evaluation.every", -1),
+    ("evaluation.questions", -1),
+    ("evaluation.batch_size", 0),
+]
+
+
+@pytest.mark.parametrize("key, value", BAD)
+def test_a_bad_value_is_named_by_its_key(key, value):
+    config = usable()
+    config.update_from_flattened_dict({key: value})
+    with pytest.raises(UserError, match=rf"^config\.{re.escape(key)}: ") as fault:
+        validate(config)
+    assert "\n" not in str(fault.value)
+
+
+def test_rates_that_leave_no_room_for_excerpts_are_refused():
+    config = usable()
+    config.data.null_rate, config.data.unrelated_rate = 0.6, 0.5
+    with pytest.raises(UserError, match=r"^config\.data\.unrelated_rate: "):
+        validate(config)
+
+
+def test_a_beam_of_the_released_objective_holds_the_passages_that_are_read():
+    config = usable()
+    config.objective.qa, config.retrieval.qa_beam, config.retrieval.qa_passages = "orqa", 3, 5
+    with pytest.raises(UserError, match=r"^config\.retrieval\.qa_beam: "):
+        validate(config)
+    config.objective.qa = "marginal"  # which has no beam
+    validate(config)
+
+
+def test_a_task_that_is_not_in_the_recipe_is_not_looked_at():
+    config = usable()
+    config.tasks, config.ict.steps = "realm, qa", 0
+    validate(config)
+    assert task_names(config) == ["realm", "qa"]
+
+
+def test_the_joint_layout_holds_a_whole_query_and_a_whole_passage():
+    """96 + 288 less the passage's [CLS] and the [SEP] of its title: 382 used of the released code's 384."""
+    config = usable()
+    assert joint_length(config) == 382
+    config.model.max_length = 382
+    validate(config)
+    config.model.max_length = 381
+    with pytest.raises(UserError, match="the joint layout needs 382 positions"):
+        validate(config)
+
+
+def test_a_fresh_config_each_time():
+    one = default()
+    one.model.layers = 1
+    assert default().model.layers == 12
