@@ -293,14 +293,17 @@ def question_examples(questions: Sequence[Question], wordpiece: WordPiece, lengt
 
 
 def question_arrays(ids: Sequence[int], answers: Sequence[str], wordpiece: WordPiece, lengths: Lengths) -> Example:
-    """One question: query arrays, answers [answers, span_width] and their lengths (0 where there is none)."""
+    """One question: query arrays, answers [answers, span_width] and their lengths (0 where there is none).
+
+    The first answers that can be spans are kept; one that is too long takes no place.
+    """
+    encoded = [wordpiece.encode(answer).ids for answer in answers]
+    fitting = [answer for answer in encoded if 0 < len(answer) <= lengths.span_width]
     pieces = np.zeros((lengths.answers, lengths.span_width), np.int32)
     sizes = np.zeros(lengths.answers, np.int32)
-    for place, answer in enumerate(list(answers)[: lengths.answers]):
-        answer_ids = wordpiece.encode(answer).ids
-        if 0 < len(answer_ids) <= lengths.span_width:
-            pieces[place, : len(answer_ids)] = answer_ids
-            sizes[place] = len(answer_ids)
+    for place, answer in enumerate(fitting[: lengths.answers]):
+        pieces[place, : len(answer)] = answer
+        sizes[place] = len(answer)
     query = query_arrays(np.asarray(ids, np.int32), lengths.query, wordpiece)
     return query | {"answers": pieces, "answer_lengths": sizes}
 

@@ -1,0 +1,499 @@
+"""From a prepared folder to batches: what each kind of example promises, and the order they come in."""
+
+import itertools
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from realm_jax.corpus.jsonl import Question
+from realm_jax.data import examples as data
+from realm_jax.data.examples import Examples, Lengths, lengths_from
+from realm_jax.data.pipeline import PURPOSES, batches, dataset
+from realm_jax.data.sources import Sources, open_sources
+from realm_jax.errors import UserError
+from realm_jax.jobs.prepare import prepare
+from realm_jax.models.inputs import contains
+from realm_jax.text import layouts
+
+NAMES = ("Ada Lovelace", "Karl Marx", "Marie Curie", "Alan Turing", "Emmy Noether", "Isaac Newton", "Niels Bohr")
+PLACES = ("London", "Trier", "Warsaw", "Wilmslow", "Erlangen", "Cambridge", "Copenhagen")
+LENGTHS = Lengths(query=24, document=64, predictions=4, answers=2, span_width=3)
+
+
+def article(number: int) -> dict[str, str]:
+    """Six sentences: the name in two of them, the place in two, a year in one, and one that says nothing."""
+    name, place = NAMES[number], PLACES[number]
+    text = (
+        f"The scholar {name} was born in {place} on a cold day. The family moved in {1800 + number} to a small house. "
+        f"It was a quiet life. Many people in {place} knew them well. Yes. "
+        f"In the end the work of {name} was read by all of them."
+    )
+    return {"id": f"article-{number}", "title": f"Life {number}", "text": text}
+
+
+def write_lines(path: Path, records: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory) -> Path:
+    """A folder whose corpus is its pre-training text, with two questions."""
+    folder = tmp_path_factory.mktemp("data")
+    passages = write_lines(folder / "passages.jsonl", [article(number) for number in range(len(NAMES))])
+    questions = write_lines(folder / "questions.jsonl", [{"question": "who was born in London", "answers": [NAMES[0]]}])
+    prepare(passages, folder / "ready", questions=[f"train={questions}"], vocabulary_size=400, limit=64, workers=1)
+    return folder / "ready"
+
+
+@pytest.fixture(scope="session")
+def sources(prepared) -> Sources:
+    return open_sources(prepared)
+
+
+def decode(sources: Sources, ids: np.ndarray, length: int) -> str:
+    return sources.wordpiece.decode(ids[:length].tolist())
+
+
+def rngs(count: int):
+    return (np.random.default_rng(seed) for seed in range(count))
+
+
+# --- the folder -------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_without_pretraining_text_trains_on_its_own_passages(sources):
+    assert sources.own_text and sources.pretraining is sources.passages
+    assert len(sources.passages) == len(NAMES)
+    assert [question.answers for question in sources.questions["train"]] == [["Ada Lovelace"]]
+
+
+def test_a_folder_with_pretraining_text_has_none_of_its_own(tmp_path):
+    passages = write_lines(tmp_path / "passages.jsonl", [article(0), article(1)])
+    pretraining = write_lines(tmp_path / "news.jsonl", [article(2)])
+    prepare(passages, tmp_path / "ready", pretraining=pretraining, vocabulary_size=400, limit=64, workers=1)
+    opened = open_sources(tmp_path / "ready")
+    assert not opened.own_text
+    assert (len(opened.passages), len(opened.pretraining)) == (2, 1)
+    assert opened.questions == {}
+
+
+def test_a_folder_that_is_not_prepared_is_named(tmp_path):
+    with pytest.raises(UserError, match=rf"config.data.path={tmp_path}: not a prepared folder .*realm prepare"):
+        open_sources(tmp_path)
+
+
+def copy_of(prepared: Path, to: Path) -> Path:
+    for file in prepared.rglob("*"):
+        if file.is_file():
+            target = to / file.relative_to(prepared)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(file.read_bytes())
+    return to
+
+
+def test_another_format_version_is_refused(prepared, tmp_path):
+    manifest = json.loads((prepared / "PREPARED.json").read_text())
+    (tmp_path / "PREPARED.json").write_text(json.dumps(manifest | {"format_version": 99}))
+    with pytest.raises(UserError, match="unknown format version"):
+        open_sources(tmp_path)
+
+
+def test_a_tokenizer_that_the_passages_were_not_built_with_is_refused(prepared, tmp_path):
+    """Every id would mean another word."""
+    folder = copy_of(prepared, tmp_path / "ready")
+    vocabulary = folder / "tokenizer" / "vocab.txt"
+    pieces = vocabulary.read_text().splitlines()
+    vocabulary.write_text("\n".join([*pieces[:-2], pieces[-1], pieces[-2]]) + "\n")
+    with pytest.raises(UserError, match=r"passages: built with tokenizer .* prepare the folder again"):
+        open_sources(folder)
+
+
+# --- arrays -----------------------------------------------------------------------------------------------------------
+
+
+def test_queries_and_documents_have_the_text_layouts(sources):
+    store, special = sources.passages, sources.wordpiece.special
+    title, body = store.title_tokens(0), store.body_tokens(0)
+    for length in (8, 20, 128):
+        query = data.query_arrays(body, length, sources.wordpiece)
+        wanted = layouts.query(body, length, special)
+        np.testing.assert_array_equal(query["query"], wanted.ids)
+        assert query["query"].dtype == np.uint16 and query["query_length"] == wanted.used
+        document = data.document_arrays(title, body, length, sources.wordpiece)
+        wanted = layouts.document(title, body, length, special)
+        np.testing.assert_array_equal(document["document"], wanted.ids)
+        assert document["document_length"] == wanted.used
+        assert wanted.ids[document["document_title_length"] + 1] == special.sep  # cut or not, [SEP] follows the title
+
+
+def test_a_sentence_with_nothing_to_mask_weighs_nothing(sources):
+    sentence = sources.passages.body_tokens(0)[:6]
+    none = np.zeros((0, 2), np.int32)
+    arrays = data.masked_arrays(sentence, none, "salient", np.random.default_rng(0), LENGTHS, sources.wordpiece)
+    assert not arrays["weights"].any() and not arrays["positions"].any()
+    np.testing.assert_array_equal(arrays["query"][1:7], sentence)
+
+
+def test_predictions_are_sized_to_the_masking():
+    assert lengths_from(96, 288, "salient", 0, 8, 10).predictions == 10
+    assert lengths_from(96, 288, "uniform", 0, 8, 10).predictions == round(0.15 * 94)
+    assert lengths_from(96, 288, "salient", 3, 8, 10) == Lengths(96, 288, 3, 8, 10)
+
+
+# --- spans that recur -------------------------------------------------------------------------------------------------
+
+
+class Pieces:
+    """A store of one passage, made of sentences of pieces, with every run of one or two pieces as a span."""
+
+    def __init__(self, sentences: list[list[int]]):
+        ends = np.cumsum([len(sentence) for sentence in sentences])
+        self._sentences = np.stack([ends - [len(sentence) for sentence in sentences], ends], axis=1).astype(np.int32)
+        self._body = np.array(list(itertools.chain(*sentences)), np.uint16)
+        spans = [(i, i + n, 0) for a, b in self._sentences.tolist() for n in (1, 2) for i in range(a, b - n + 1)]
+        self._spans = np.array(sorted(spans), np.int32).reshape(-1, 3)
+
+    def __len__(self):
+        return 1
+
+    def sentences(self, row):
+        return self._sentences
+
+    def spans(self, row):
+        return self._spans
+
+    def body_tokens(self, row):
+        return self._body
+
+
+def recurring_by_loops(store, query_length: int) -> list[tuple[int, int, int, int]]:
+    found = []
+    for row in range(len(store)):
+        sentences, body = store.sentences(row).tolist(), store.body_tokens(row).tolist()
+        for place, (start, end, _) in enumerate(store.spans(row).tolist()):
+            (number,) = (i for i, (a, b) in enumerate(sentences) if a <= start and end <= b)
+            others = [
+                i
+                for i, (a, b) in enumerate(sentences)
+                if i != number
+                and any(body[j : j + end - start] == body[start:end] for j in range(a, b - end + start + 1))
+            ]
+            if others and end - sentences[number][0] <= query_length - 2:
+                found.append((row, number, place, others[0]))
+    return found
+
+
+# Pieces whose bytes occur across the bounds of one another: 0x0102 in the middle of 0x02__ 0x__01.
+pieces = st.sampled_from([0x0101, 0x0102, 0x0201, 0x0202])
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.lists(pieces, min_size=1, max_size=4), min_size=1, max_size=4), st.integers(3, 8))
+def test_recurring_spans_are_those_of_plain_loops(sentences, query_length):
+    """Found in another sentence, wholly inside it; not across two, nor across the bytes of two pieces."""
+    store = Pieces(sentences)
+    assert data.recurring_spans(store, query_length).tolist() == [
+        list(entry) for entry in recurring_by_loops(store, query_length)
+    ]
+
+
+def test_recurring_spans_of_a_prepared_folder(sources):
+    """Of each article the name and the place, in both of their sentences; the year stands in one only."""
+    spans = data.recurring_spans(sources.passages, 64)
+    assert spans.tolist() == [list(entry) for entry in recurring_by_loops(sources.passages, 64)]
+    texts = Counter()
+    for row, number, place, other in spans.tolist():
+        start, end, _ = sources.passages.spans(row)[place]
+        texts[sources.wordpiece.decode(sources.passages.body_tokens(row)[start:end].tolist())] += 1
+        assert other != number
+    assert texts["london"] == 2 and texts["ada lovelace"] == 2 and texts["1800"] == 0
+
+
+def test_salient_sentences_are_those_with_a_span_in_reach(sources):
+    found = data.salient_sentences(sources.passages, 64)
+    assert Counter(found.rows.tolist()) == dict.fromkeys(range(len(NAMES)), 4)  # name, year, place, name
+    short = data.salient_sentences(sources.passages, 6)
+    for row, number in zip(*short, strict=True):
+        _, spans = data.spans_of(sources.passages, int(row), int(number))
+        assert spans[:, 1].min() <= 4
+
+
+# --- warm-up ----------------------------------------------------------------------------------------------------------
+
+
+def warmup(sources: Sources, null_rate: float, unrelated_rate: float) -> Examples:
+    store = sources.passages
+    return data.warmup_examples(store, sources.pretraining, sources.wordpiece, LENGTHS, null_rate, unrelated_rate)
+
+
+def answer_of(example: dict) -> list[int]:
+    return example["targets"][example["weights"] > 0].tolist()
+
+
+def body_of(example: dict) -> list[int]:
+    return example["document"][example["document_title_length"] + 2 : example["document_length"] - 1].tolist()
+
+
+def holds(body: list[int], phrase: list[int]) -> bool:
+    return any(body[i : i + len(phrase)] == phrase for i in range(len(body) - len(phrase) + 1))
+
+
+def test_the_warm_up_reads_the_masked_span_off_its_passage(sources):
+    examples = warmup(sources, 0.0, 0.0)
+    assert examples.total == len(data.recurring_spans(sources.passages, LENGTHS.query))
+    for index, rng in itertools.product(range(0, examples.total, 3), rngs(5)):
+        example = examples.make(index, rng)
+        answer = answer_of(example)
+        assert answer and holds(body_of(example), answer)
+        masked = example["query"][example["positions"][: len(answer)]]
+        assert (masked == sources.wordpiece.mask_id).all()
+
+
+def test_the_warm_up_s_excerpts_vary_and_keep_the_order_of_sentences(sources):
+    examples, store = warmup(sources, 0.0, 0.0), sources.passages
+    row = int(data.recurring_spans(store, LENGTHS.query)[0, 0])
+    sentences = [store.body_tokens(row)[start:end].tolist() for start, end in store.sentences(row)]
+    possible = {tuple(itertools.chain(*chosen)) for n in range(1, 7) for chosen in itertools.combinations(sentences, n)}
+    bodies = {tuple(body_of(examples.make(0, rng))) for rng in rngs(40)}
+    assert len(bodies) > 5 and bodies <= possible
+
+
+def test_the_warm_up_s_shares(sources):
+    """Beside nothing, beside a passage that is probably another one, and beside one that tells."""
+    examples = warmup(sources, 0.3, 0.4)
+    made = [examples.make(seed % examples.total, rng) for seed, rng in enumerate(rngs(400))]
+    empty = np.mean([example["document_length"] == 3 for example in made])
+    told = np.mean([holds(body_of(example), answer_of(example)) for example in made])
+    assert 0.23 < empty < 0.37
+    assert 0.25 < told < 0.45  # 0.3, and what the 0.4 share tells by chance
+
+
+def test_the_warm_up_beside_nothing_has_the_null_document(sources):
+    example = warmup(sources, 1.0, 0.0).make(0, np.random.default_rng(0))
+    cls, sep = sources.wordpiece.cls_id, sources.wordpiece.sep_id
+    assert example["document"][:4].tolist() == [cls, sep, sep, 0]
+    assert (example["document_length"], example["document_title_length"]) == (3, 0)
+    assert example["weights"].any()
+
+
+# --- inverse cloze ----------------------------------------------------------------------------------------------------
+
+
+def test_the_inverse_cloze_task_removes_the_sentence(sources):
+    """All other sentences stay, in order; short ones such as "Yes." are not asked."""
+    store = sources.passages
+    examples = data.cloze_examples(store, sources.wordpiece, LENGTHS, mask_rate=1.0)
+    assert examples.total == len(store)
+    for index, rng in itertools.product(range(examples.total), rngs(6)):
+        example = examples.make(index, rng)
+        sentence = example["query"][1 : example["query_length"] - 1].tolist()
+        sentences = [store.body_tokens(index)[start:end].tolist() for start, end in store.sentences(index)]
+        number = [one[: LENGTHS.query - 2] for one in sentences].index(sentence)
+        assert len(sentence) >= data.MINIMUM_SENTENCE
+        assert body_of(example) == list(itertools.chain(*(s for i, s in enumerate(sentences) if i != number)))
+
+
+def test_the_inverse_cloze_task_leaves_a_share_of_sentences_in(sources):
+    whole = data.cloze_examples(sources.passages, sources.wordpiece, LENGTHS, mask_rate=0.0)
+    example = whole.make(2, np.random.default_rng(0))
+    np.testing.assert_array_equal(body_of(example), sources.passages.body_tokens(2))
+    mostly = data.cloze_examples(sources.passages, sources.wordpiece, LENGTHS, mask_rate=0.9)
+    full = len(sources.passages.body_tokens(2))
+    kept = np.mean([len(body_of(mostly.make(2, rng))) == full for rng in rngs(300)])
+    assert 0.05 < kept < 0.16
+
+
+# --- REALM's queries --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["salient", "uniform", "random_span"])
+def test_masked_queries_are_their_sentence_but_for_the_predictions(sources, kind):
+    store = sources.passages
+    examples = data.masked_examples(store, sources.wordpiece, LENGTHS, kind, own_text=True)
+    assert examples.total == len(store)
+    for index, rng in itertools.product(range(examples.total), rngs(5)):
+        example = examples.make(index, rng)
+        length = int(example["sentence_length"])
+        sentence, query = example["sentence"][:length].tolist(), example["query"][1 : length + 1].tolist()
+        assert holds(store.body_tokens(index).tolist(), sentence)
+        count = int(example["weights"].sum())
+        assert count > 0 and example["weights"][:count].all()
+        places = (example["positions"][:count] - 1).tolist()
+        assert [sentence[place] for place in places] == answer_of(example)
+        untouched = set(range(min(length, LENGTHS.query - 2))) - set(places)
+        if kind != "salient":  # of a salient span that is longer than the predictions the rest is hidden too
+            assert all(query[place] == sentence[place] for place in untouched)
+        if kind != "uniform":  # which leaves some and replaces others
+            assert all(query[place] == sources.wordpiece.mask_id for place in places)
+
+
+def test_salient_queries_hide_one_whole_span(sources):
+    store = sources.passages
+    examples = data.masked_examples(store, sources.wordpiece, LENGTHS, "salient", own_text=True)
+    salient = {
+        tuple(store.body_tokens(0)[start:end].tolist()[: LENGTHS.predictions]) for start, end, _ in store.spans(0)
+    }
+    drawn = Counter(tuple(answer_of(examples.make(0, rng))) for rng in rngs(60))
+    assert set(drawn) == salient
+
+
+def test_a_span_is_chosen_uniformly_over_its_passage(sources):
+    """Sentences with two spans are drawn twice as often as those with one."""
+    store = sources.passages
+    examples = data.masked_examples(store, sources.wordpiece, LENGTHS, "salient", own_text=True)
+    counts = np.zeros(len(store.sentences(0)))
+    for rng in rngs(600):
+        sentence = examples.make(0, rng)["sentence"]
+        (number,) = (
+            i
+            for i, (start, end) in enumerate(store.sentences(0))
+            if sentence[: end - start].tolist() == store.body_tokens(0)[start:end].tolist()
+        )
+        counts[number] += 1
+    spans = np.array([len(data.spans_of(store, 0, number)[1]) for number in range(len(counts))])
+    assert spans.max() == 2 and (counts[spans == 0] == 0).all()
+    np.testing.assert_allclose(counts / counts.sum(), spans / spans.sum(), atol=0.06)
+
+
+def test_the_own_row_is_set_only_where_the_text_is_the_corpus(sources):
+    for own_text, wanted in ((True, 3), (False, -1)):
+        examples = data.masked_examples(sources.passages, sources.wordpiece, LENGTHS, "salient", own_text)
+        assert examples.make(3, np.random.default_rng(0))["own_row"] == wanted
+
+
+def test_the_sentence_is_found_in_its_own_row_on_the_device(sources):
+    """The two rules of exclusion agree: the row of an example is the one passage that holds its sentence."""
+    examples = data.masked_examples(sources.passages, sources.wordpiece, LENGTHS, "salient", own_text=True)
+    ids, _, _ = sources.passages.document_matrix(LENGTHS.document, sources.wordpiece.special)
+    made = [examples.make(index, np.random.default_rng(index)) for index in range(examples.total)]
+    sentences, lengths = (np.stack([one[name] for one in made]) for name in ("sentence", "sentence_length"))
+    found = np.asarray(contains(np.broadcast_to(ids, (len(made), *ids.shape)), sentences, lengths))
+    for row, holders in enumerate(found):
+        # "It was a quiet life." has no span and is never asked; all other sentences name their article's own things.
+        assert np.flatnonzero(holders).tolist() == [row]
+
+
+# --- questions --------------------------------------------------------------------------------------------------------
+
+
+def test_answers_that_are_longer_than_a_span_are_dropped_and_make_room(sources):
+    """`LENGTHS` has room for two answers of at most three pieces."""
+    long = "in the end the work was read by all of them"
+    question = Question("who was born in London", [long, "London", "", "Marie Curie", "Trier"])
+    examples = data.question_examples([question], sources.wordpiece, LENGTHS)
+    example = examples.make(0, np.random.default_rng(0))
+    wanted = [sources.wordpiece.encode(answer).ids for answer in ("London", "Marie Curie")]
+    assert all(len(ids) <= LENGTHS.span_width for ids in wanted)
+    assert example["answer_lengths"].tolist() == [len(ids) for ids in wanted]
+    kept = zip(example["answers"].tolist(), example["answer_lengths"], strict=True)
+    assert [ids[:size] for ids, size in kept] == wanted
+    assert decode(sources, example["query"][1:], int(example["query_length"]) - 2) == "who was born in london"
+
+
+def test_a_question_whose_answers_are_all_too_long_has_none(sources):
+    examples = data.question_examples([Question("who", ["in the end the work"])], sources.wordpiece, LENGTHS)
+    assert examples.make(0, np.random.default_rng(0))["answer_lengths"].tolist() == [0, 0]
+
+
+def test_a_folder_without_questions_cannot_be_fine_tuned(sources):
+    with pytest.raises(UserError, match="no training questions .* --questions train=FILE"):
+        data.question_examples([], sources.wordpiece, LENGTHS)
+
+
+@pytest.mark.parametrize(
+    "make, missing",
+    [
+        (lambda store, s: data.cloze_examples(store, s.wordpiece, LENGTHS, 0.9), "two or more sentences"),
+        (lambda store, s: data.masked_examples(store, s.wordpiece, LENGTHS, "salient", True), "a salient span"),
+        (lambda store, s: data.warmup_examples(store, store, s.wordpiece, LENGTHS, 0.1, 0.1), "in two sentences"),
+    ],
+)
+def test_a_corpus_that_a_task_cannot_use_is_named(tmp_path, make, missing):
+    passages = write_lines(tmp_path / "passages.jsonl", [{"id": "a", "title": "", "text": "nothing is named here"}])
+    prepare(passages, tmp_path / "ready", vocabulary_size=200, limit=32, workers=1)
+    opened = open_sources(tmp_path / "ready")
+    with pytest.raises(UserError, match=rf"{tmp_path}.*passages: .* needs at least one passage with .*{missing}"):
+        make(opened.passages, opened)
+
+
+# --- order and batches ------------------------------------------------------------------------------------------------
+
+
+def counting(total: int) -> Examples:
+    """Examples that tell their number and a draw from their generator."""
+    return Examples(total, lambda index, rng: {"index": np.int32(index), "draw": rng.random()})
+
+
+def steps(*arguments, **named) -> list[dict[str, np.ndarray]]:
+    return list(batches(*arguments, **named))
+
+
+@pytest.mark.parametrize("start", [0, 1, 5, 11])
+def test_the_batch_of_a_step_is_the_same_wherever_a_run_begins(sources, start):
+    examples = data.masked_examples(sources.passages, sources.wordpiece, LENGTHS, "salient", own_text=True)
+    whole = steps(examples, 3, "realm", 4, start=0, stop=12)
+    resumed = steps(examples, 3, "realm", 4, start=start, stop=12)
+    assert len(resumed) == 12 - start
+    for wanted, found in zip(whole[start:], resumed, strict=True):
+        assert wanted.keys() == found.keys()
+        for name, array in wanted.items():
+            np.testing.assert_array_equal(array, found[name])
+            assert len(array) == 4
+
+
+def test_nothing_is_left_when_a_run_was_at_its_end():
+    assert steps(counting(5), 0, "realm", 2, start=7, stop=7) == []
+
+
+@settings(max_examples=20, deadline=None)
+@given(total=st.integers(1, 12), batch_size=st.integers(1, 5), seed=st.integers(0, 99))
+def test_every_epoch_visits_every_example_once(total, batch_size, seed):
+    epochs = 3
+    ordered = dataset(counting(total), seed, "ict", batch_size)
+    needed = -(-epochs * total // batch_size)
+    indices = np.concatenate([ordered[step]["index"] for step in range(needed)])[: epochs * total]
+    for epoch in indices.reshape(epochs, total):
+        assert sorted(epoch.tolist()) == list(range(total))
+
+
+def test_epochs_differ_in_order_and_in_draws():
+    ordered = dataset(counting(50), 0, "realm", 50)
+    one, two = ordered[0], ordered[1]
+    assert one["index"].tolist() != two["index"].tolist()
+    assert not set(one["draw"].tolist()) & set(two["draw"].tolist())
+
+
+def draws(seed: int, purpose: str, batch_size: int, total: int = 20) -> dict[tuple[int, int], float]:
+    """The draw of each (epoch, example) in the first two epochs."""
+    ordered = dataset(counting(total), seed, purpose, batch_size)
+    found = [ordered[step] for step in range(2 * total // batch_size)]
+    indices, values = (np.concatenate([batch[name] for batch in found]) for name in ("index", "draw"))
+    return {(place // total, int(i)): float(v) for place, (i, v) in enumerate(zip(indices, values, strict=True))}
+
+
+def test_a_mask_depends_on_seed_epoch_and_example_alone():
+    """Not on the batch size nor on the place in the epoch; another seed or task draws otherwise."""
+    wanted = {
+        (epoch, example): np.random.default_rng((7, PURPOSES["realm"], epoch, example)).random()
+        for epoch in range(2)
+        for example in range(20)
+    }
+    assert draws(7, "realm", 4) == draws(7, "realm", 10) == wanted
+    assert not set(wanted.values()) & set(draws(8, "realm", 4).values())
+    assert not set(wanted.values()) & set(draws(7, "mlm", 4).values())
+
+
+def test_a_fault_in_an_example_reaches_the_run():
+    """Although examples are made ahead in a thread."""
+
+    def make(index, rng):
+        raise UserError("passages/segment-00000: damaged")
+
+    with pytest.raises(UserError, match="damaged"):
+        steps(Examples(3, make), 0, "qa", 2, start=0, stop=2)
