@@ -9,7 +9,7 @@ Science (a run folder keeps them; another value on resume is an error that names
   data.masking             'salient', 'uniform' or 'random_span': what REALM's queries hide
   data.predictions         predicted positions of a masked sentence at most; 0: sized to the masking
   data.null_rate           warm-up: share of examples that are a sentence of X beside the empty document
-  data.unrelated_rate      warm-up: share that are a sentence of Z beside another document's passage
+  data.unrelated_rate      warm-up: share that are a sentence of Z beside a passage drawn at random
   data.ict_mask_rate       share of sentences that are taken out of their passage in the inverse cloze task
   data.query_length        word pieces of a sentence or question, [CLS] and [SEP] counted
   data.document_length     word pieces of a passage, title and specials counted
@@ -24,8 +24,8 @@ Science (a run folder keeps them; another value on resume is an error that names
   model.span_width         word pieces of an answer at most
   model.shared_tower       one embedder for queries and passages instead of two
   objective.marginal       'example': log Σ_z p(z|x) Π_j p(y_j|z,x), the paper's; 'token': the released code's
-  objective.retriever_start  REALM steps before the gradient reaches the retriever (the paper: 0); until then the reader
-                           gets used to what is retrieved
+  objective.retriever_start  REALM steps before the retriever moves, while the reader gets used to what is retrieved;
+                           after as many more it moves at the full learning rate (the paper: 0)
   objective.qa             'marginal': log Σ_z p(z|x) p(y|z,x); 'orqa': L_ret + L_read of the released code
   retrieval.candidates     K: passages in the marginal, the null document counted
   retrieval.dtype          of the stored vectors: 'float32' or 'bfloat16'
@@ -74,8 +74,8 @@ def default() -> ConfigDict:
                 "path": "",
                 "masking": "salient",
                 "predictions": 0,
-                "null_rate": 0.2,
-                "unrelated_rate": 0.2,
+                "null_rate": 0.15,
+                "unrelated_rate": 0.15,
                 "ict_mask_rate": 0.9,
                 "query_length": 96,
                 "document_length": 288,

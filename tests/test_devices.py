@@ -77,7 +77,7 @@ def train(mesh: Mesh) -> Trace:
         if number % REFRESH == 0:
             index = Index(embed(params, documents), documents)
         batch = jax.device_put(batch, logical_sharding(mesh, "batch"))
-        params, state, loss, gradients, rows = step(params, state, batch | {"step": np.int32(number)}, index)
+        params, state, loss, gradients, rows = step(params, state, batch, index)
         trace.losses.append(float(loss))
         trace.gradients.append(jax.tree.map(np.asarray, gradients))
         trace.rows.append(np.asarray(rows))

@@ -89,3 +89,22 @@ def test_biases_and_layer_norms_do_not_decay_and_all_matrices_do():
     assert flags == {name: len(shape) == 2 for name, shape in shapes.items()}
     assert not flags["['reader']['mlm_bias']"] and not flags["['reader']['span_norm']['scale']"]
     assert flags["['reader']['bert']['words']['embedding']"]
+
+
+def test_a_held_retriever_stays_then_rises_to_full_updates():
+    """The reader moves from the start; the retriever not before step `start`, and fully from twice that step on."""
+    params = {"reader": {"kernel": jnp.ones(2)}, "query_embedder": {"kernel": jnp.ones(2)}}
+    gradients = jax.tree.map(jnp.ones_like, params)
+
+    def moves(start):
+        optimizer = make_optimizer(0.1, 100, 1, 0.0, 1.0, start)
+        state, found = optimizer.init(params), []
+        for _ in range(7):
+            updates, state = optimizer.update(gradients, state, params)
+            found.append([float(updates[name]["kernel"][0]) for name in ("reader", "query_embedder")])
+        return np.array(found)
+
+    held, free = moves(3), moves(0)
+    np.testing.assert_allclose(held[:, 0], free[:, 0], rtol=1e-6)
+    share = [0, 0, 0, 0, 1 / 3, 2 / 3, 1]
+    np.testing.assert_allclose(held[1:, 1], np.array(share[1:]) * free[1:, 1], rtol=1e-5)

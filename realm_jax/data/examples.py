@@ -152,8 +152,8 @@ def warmup_examples(
 
     * A sentence of a passage beside an excerpt of that passage in which the span occurs again. The excerpt is a random
       choice of the other sentences, in order: short ones teach copying quickly, long ones teach what to copy.
-    * A share `unrelated_rate`: such a sentence beside another document's passage, with a title that shares a word with
-      its own where there is one, so that the reader does not believe every passage: retrieval is mostly wrong at first.
+    * A share `unrelated_rate`: such a sentence beside a passage drawn at random, so that the reader does not believe
+      every passage: what retrieval offers at first is mostly wrong.
     * A share `null_rate`: a sentence of the pre-training text beside the empty document (plain masked words). Beside
       unrelated passages these would teach that the pre-training text's style means that no passage helps.
     """
@@ -161,12 +161,11 @@ def warmup_examples(
     _require(len(spans), passages, "a name or date that it mentions in two sentences", "the warm-up")
     sentences = salient_sentences(pretraining, lengths.query)
     _require(len(sentences.rows), pretraining, "a salient span", "the warm-up")
-    namesakes = Namesakes(passages)
 
     def make(index: int, rng: np.random.Generator) -> Example:
         draw = rng.random()
         if draw >= null_rate:
-            unrelated = namesakes if draw < null_rate + unrelated_rate else None
+            unrelated = draw < null_rate + unrelated_rate
             return _excerpt_example(passages, spans[index], unrelated, rng, lengths, wordpiece)
         choice = int(rng.integers(len(sentences.rows)))
         sentence, salient = spans_of(pretraining, int(sentences.rows[choice]), int(sentences.numbers[choice]))
@@ -176,48 +175,25 @@ def warmup_examples(
     return Examples(len(spans), make)
 
 
-class Namesakes:
-    """Passages whose titles share a word piece with a given one's: the mistakes that retrieval makes at first."""
-
-    def __init__(self, store: PassageStore) -> None:
-        titles = [store.title_tokens(row) for row in range(len(store))]
-        self._store = store
-        rows = np.repeat(np.arange(len(store), dtype=np.int32), [len(title) for title in titles])
-        pieces = np.concatenate(titles) if titles else np.zeros(0, np.uint16)
-        order = np.argsort(pieces, kind="stable")
-        self._pieces, self._rows = pieces[order], rows[order]
-
-    def draw(self, row: int, rng: np.random.Generator) -> int:
-        """A row of another document that shares a piece of this row's title; any row where there is none."""
-        title = self._store.title_tokens(row)
-        if len(title):
-            piece = title[int(rng.integers(len(title)))]
-            first, last = np.searchsorted(self._pieces, [piece, int(piece) + 1])
-            choice = int(self._rows[int(rng.integers(first, last))])
-            if self._store.document_id(choice) != self._store.document_id(row):
-                return choice
-        return int(rng.integers(len(self._store)))
-
-
 def _excerpt_example(
     store: PassageStore,
     entry: NDArray[np.int32],
-    namesakes: Namesakes | None,
+    unrelated: bool,
     rng: np.random.Generator,
     lengths: Lengths,
     wordpiece: WordPiece,
 ) -> Example:
     """A sentence with its recurring span masked, beside some of its passage's other sentences, one with the span.
 
-    namesakes: beside an excerpt of one of these passages instead, made in the same way, so that length tells nothing.
-    A share KEPT_RATE of the excerpts holds the sentence itself too, so that whole passages occur.
+    unrelated: beside an excerpt of a passage drawn at random instead, made in the same way, so that length tells
+    nothing. A share KEPT_RATE of the excerpts holds the sentence itself too, so that whole passages occur.
     """
     row, number, place, other = map(int, entry)
     start, end = store.sentences(row)[number]
     span = store.spans(row)[place : place + 1, :2] - start
     arrays = masked_arrays(store.body_tokens(row)[start:end], span, "salient", rng, lengths, wordpiece)
-    if namesakes is not None:
-        row = namesakes.draw(row, rng)
+    if unrelated:
+        row = int(rng.integers(len(store)))
         number, other = (int(rng.integers(len(store.sentences(row)))) for _ in range(2))
     sentences, body = store.sentences(row), store.body_tokens(row)
     kept = rng.random(len(sentences)) < (1.0 if rng.random() < WHOLE_RATE else rng.random() ** 2)

@@ -38,7 +38,6 @@ class Setting:
     rows: int  # passages in the corpus, padding not counted
     candidates: int = 8  # the null document counted
     marginal: str = "example"
-    retriever_start: int = 0  # REALM steps before the gradient reaches the retriever
     search_block: int = 65_536
     qa_objective: str = "marginal"
     qa_beam: int = 64  # passages that the retriever's term of 'orqa' ranks

@@ -1,6 +1,6 @@
 """Controls: trainings that should not reach what REALM reaches, from the same start and of the same length.
 
-* `no_retriever_gradient`: the REALM task with the gradient stopped at the retrieval scores.
+* `no_retriever_gradient`: the REALM task with the retriever held still, so that its gradient changes nothing.
 * `more_ict`: as many more steps of the inverse cloze task as REALM has.
 * `closed_book`: a reader of the same size that fills in answers from the question alone, by masked words.
 """
@@ -36,9 +36,8 @@ def run_controls(run: Run, evaluator: Evaluator) -> None:
     start = run.initial_params()
     if "realm" in names and "ict" in names:
         before_realm = restore_params(run, run.workdir, "ict", start)
-        never = dataclasses.replace(run.setting, retriever_start=run.config.realm.steps)
-        stopped = dataclasses.replace(run, setting=never)
-        train_task(stopped, "realm", before_realm, measure, "no_retriever_gradient")
+        never = _with(run, objective={"retriever_start": run.config.realm.steps})
+        train_task(never, "realm", before_realm, measure, "no_retriever_gradient")
         train_task(_with(run, ict={"steps": run.config.realm.steps}, seed=run.config.seed + 1), "ict", before_realm,
                    measure, "more_ict")  # fmt: skip
     if "qa" in names:

@@ -57,12 +57,29 @@ def decayed(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(rule, params)
 
 
-def make_optimizer(peak: float, total: int, warmup: int, weight_decay: float, clip: float) -> Any:
-    """The whole chain. `warmup` 0 takes BERT's rule. The state is three leaves' worth: count, m, v."""
+def hold_retriever(start: int) -> Any:
+    """No updates for anything but the reader before step `start`, then a linear rise to full ones at 2 · start.
+
+    The moments are gathered meanwhile: without bias correction, a first step from empty moments is three times too
+    long, which is enough to undo what the inverse cloze task has learnt.
+    """
+
+    def is_retriever(params: Any) -> Any:
+        return {name: jax.tree.map(lambda _, moves=name != "reader": moves, part) for name, part in params.items()}
+
+    rise = optax.scale_by_schedule(lambda step: jnp.clip((step - start) / start, 0.0, 1.0))
+    return optax.masked(rise, is_retriever)
+
+
+def make_optimizer(
+    peak: float, total: int, warmup: int, weight_decay: float, clip: float, retriever_start: int = 0
+) -> Any:
+    """The whole chain. `warmup` 0 takes BERT's rule; `retriever_start` 0 trains everything from the first step."""
     warmup = warmup or warmup_steps(total)
     return optax.chain(
         optax.clip_by_global_norm(clip),
         scale_by_bert_adam(),
         optax.add_decayed_weights(weight_decay, mask=decayed),
+        hold_retriever(retriever_start) if retriever_start else optax.identity(),
         optax.scale_by_learning_rate(lambda step: learning_rate(step, peak, total, warmup)),
     )

@@ -35,7 +35,9 @@ class State(NamedTuple):
 def task_optimizer(config: ConfigDict, task: Task) -> Any:
     """The optimiser of a task, from its section of the config."""
     c = config[task.name]
-    return make_optimizer(c.learning_rate, c.steps, c.warmup, config.optimizer.weight_decay, config.optimizer.clip)
+    hold = config.objective.retriever_start if task.name == "realm" else 0
+    decay, clip = config.optimizer.weight_decay, config.optimizer.clip
+    return make_optimizer(c.learning_rate, c.steps, c.warmup, decay, clip, hold)
 
 
 def start_state(run: Run, task: Task, params: Params) -> State:
@@ -78,7 +80,7 @@ def make_step(run: Run, task: Task) -> Step:
         key = jax.random.fold_in(jax.random.key(seed), state.step) if dropout else None
 
         def loss(trained: Params) -> tuple[jax.Array, dict[str, jax.Array]]:
-            return task.loss({**state.frozen, **trained}, batch | {"step": state.step}, index, key)
+            return task.loss({**state.frozen, **trained}, batch, index, key)
 
         (_, metrics), gradients = jax.value_and_grad(loss, has_aux=True)(state.trained)
         updates, moments = optimizer.update(gradients, state.optimizer, state.trained)

@@ -72,8 +72,6 @@ def realm_loss(setting: Setting, params: Params, batch: Batch, index: Index, key
     documents = take(index, found.rows)
     keys = dropout_keys(key, 2)
     scores = candidate_scores(setting, params, batch, documents, keys[0])
-    held = jax.lax.stop_gradient(scores)
-    scores = jnp.where(batch["step"] < setting.retriever_start, held, scores)
     log_p, guesses = candidate_words(setting, params, batch, documents, keys[1])
     valid = jnp.pad(found.valid, ((0, 0), (1, 0)), constant_values=True)
     result = likelihood.masked_word_marginal(scores, log_p, batch["weights"], valid, setting.marginal)
