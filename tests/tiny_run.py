@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 from realm_jax.config import default
 from realm_jax.data.sources import open_sources
 from realm_jax.jobs.prepare import prepare
-from realm_jax.jobs.train import train
+from realm_jax.jobs.recipe import train
 from realm_jax.run import Run, make_run
 from realm_jax.training.loop import check_workdir
 

@@ -16,7 +16,7 @@ from realm_jax.console import StageProgress
 from realm_jax.errors import UserError
 from realm_jax.evaluation.predict import Candidate, Prediction
 from realm_jax.index.candidates import Index
-from realm_jax.jobs.train import reopen_run, set_up_jax
+from realm_jax.jobs.opening import reopen_run, set_up_jax
 from realm_jax.models.realm import Params
 from realm_jax.run import Run
 from realm_jax.storage import read_json

@@ -5,27 +5,17 @@ Every stage is skipped when it is done and gone on with when it was cut off, so 
 """
 
 import argparse
-import logging
 import shutil
 from pathlib import Path
-from typing import Any
-
-from rich.table import Table
 
 from realm_jax.config import validate
-from realm_jax.console import console
 from realm_jax.corpus import encyclopedia
-from realm_jax.evaluation.predict import Evaluator
-from realm_jax.jobs.controls import run_controls
 from realm_jax.jobs.flags import add_config_argument, load_config
+from realm_jax.jobs.opening import open_run, set_up_jax
 from realm_jax.jobs.prepare import prepare
-from realm_jax.jobs.results import measure_baselines, write_results
-from realm_jax.jobs.train import PREEMPTED, dev_questions, open_run, set_up_jax, train
+from realm_jax.jobs.recipe import run_recipe
 from realm_jax.recipes import quickstart
 from realm_jax.storage import publish_folder
-from realm_jax.training.loop import Preempted
-
-logger = logging.getLogger(__name__)
 
 DEFAULT_WORKDIR = "realm-quickstart"
 ENTITIES = 3200
@@ -58,15 +48,8 @@ def run(args: argparse.Namespace) -> int:
     if config.data.path == str(workdir / "data"):
         make_data(workdir, args.entities, config.seed)
     set_up_jax()
-    run = open_run(config, workdir)
     command = f"realm quickstart --workdir={workdir}" + " --controls" * args.controls
-    try:
-        results = run_all(run, args.controls, command)
-    except Preempted as reason:
-        logger.warning("%s", reason)
-        return PREEMPTED
-    show(results, workdir)
-    return 0
+    return run_recipe(open_run(config, workdir), args.controls, command)
 
 
 def make_data(workdir: Path, entities: int, seed: int) -> None:
@@ -85,30 +68,3 @@ def make_data(workdir: Path, entities: int, seed: int) -> None:
         text / "passages.jsonl", workdir / "data", questions=questions, pretraining=text / "pretraining.jsonl",
         vocabulary_size=VOCABULARY,
     )  # fmt: skip
-
-
-def run_all(run: Any, controls: bool, command: str) -> dict[str, Any]:
-    """Baselines, the recipe, the controls if wanted, and the results."""
-    evaluator = Evaluator(run, dev_questions(run))
-    measure_baselines(run, evaluator, run.initial_params())
-    params = train(run)
-    if controls:
-        run_controls(run, evaluator)
-    return write_results(run, params, evaluator, command)
-
-
-def show(results: dict[str, Any], workdir: Path) -> None:
-    """The results as a table, and where to look next."""
-    table = Table(title="Results", title_justify="left", show_header=False)
-    for name, value in results.get("recall@5", {}).items():
-        table.add_row("recall@5", name, f"{value:.3f}")
-    for name, value in results["exact_match"].items():
-        table.add_row("exact match", name, f"{value:.3f}")
-    if "retrieval_utility" in results:
-        table.add_row("retrieval utility", "nats", f"{results['retrieval_utility']:.2f}")
-    for name, value in results["seconds"].items():
-        table.add_row("seconds", name, f"{value:.0f}")
-    console().print(table)
-    console().print(
-        f'report: {workdir / "report.html"}\nask:    realm ask --workdir={workdir} "question"', soft_wrap=True
-    )

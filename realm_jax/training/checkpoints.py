@@ -8,7 +8,7 @@ have been seen. Saves are asynchronous, and a folder that was cut off in the mid
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import flax
 import jax
@@ -19,15 +19,6 @@ from numpy.typing import NDArray
 from orbax.checkpoint import v1 as ocp
 
 import realm_jax
-
-
-class Restored(NamedTuple):
-    """A checkpoint as it was saved; `vectors` is None where the task has no index."""
-
-    step: int
-    state: Any
-    vectors: jax.Array | None
-    record: dict[str, Any]
 
 
 class Checkpoints:
@@ -68,15 +59,6 @@ class Checkpoints:
         if wait:
             self._checkpointer.wait()
 
-    def restore(self, state: Any, vectors: Any | None) -> Restored:
-        """The newest checkpoint. `state`, `vectors`: abstract arrays with the shardings to load onto."""
-        items = {"state": state} | ({} if vectors is None else {"index": {"vectors": vectors}})
-        step = self.latest
-        loaded = self._checkpointer.load_checkpointables(step, items)
-        record = dict(self._checkpointer.checkpointables_metadata(step).custom_metadata or {})
-        index = loaded["index"]["vectors"] if "index" in loaded else None
-        return Restored(int(step or 0), loaded["state"], index, record)
-
 
 class Saved:
     """One complete checkpoint, to be read only: nothing in its folder changes, so a run may be writing beside it."""
@@ -96,10 +78,9 @@ class Saved:
     def record(self) -> dict[str, Any]:
         return dict(self._metadata.custom_metadata or {})
 
-    def state(self, state: Any) -> Any:
-        """The state but for its moments. `state`: abstract arrays with the shardings to load onto."""
-        moments = jax.tree.map(lambda _: ocp.PLACEHOLDER, state.optimizer)
-        return ocp.load_checkpointables(self._path, {"state": state._replace(optimizer=moments)})["state"]
+    def state(self, abstract: Any) -> Any:
+        """The state, on any number of devices. `abstract`: arrays with the shardings to load onto; `...` is left out."""
+        return ocp.load_checkpointables(self._path, {"state": abstract})["state"]
 
     def vectors(self) -> NDArray | None:
         """The index vectors on the host, with the padding of the devices that saved them; None: no index was saved."""

@@ -1,22 +1,19 @@
 """The train loop: one task from its first step, or from its newest checkpoint, to its last.
 
 Read `train_task` top to bottom. What a step computes is `tasks.py`; where its arrays live is `state.py`. The first-time
-reader can skip `Stop` and `_prepare_folder`.
+reader can skip `Stop` and `check_workdir`.
 """
 
 import logging
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import jax
-import numpy as np
 
 from realm_jax.config import science
-from realm_jax.console import StageProgress
 from realm_jax.data import examples as make
 from realm_jax.data.examples import Examples
 from realm_jax.data.pipeline import batches
@@ -26,16 +23,13 @@ from realm_jax.models.realm import Params
 from realm_jax.run import Run, put_batch
 from realm_jax.storage import read_json, write_json_atomic
 from realm_jax.training.checkpoints import Checkpoints, Saved, differences, environment
-from realm_jax.training.health import Watch
-from realm_jax.training.metrics import MetricsWriter
+from realm_jax.training.journal import Journal, fetch
 from realm_jax.training.state import State, make_step, start_state, state_shardings
 from realm_jax.training.tasks import Task, make_task
 
 logger = logging.getLogger(__name__)
 
-Pending = tuple[int, dict[str, jax.Array], dict[str, int]]  # step, metrics on the device, index age
 Measure = Callable[[Params, Index | None], dict[str, Any]]
-SHOWN = ("loss", "retrieval_utility", "recall@5", "null_probability", "accuracy")
 
 
 class Preempted(Exception):
@@ -142,64 +136,53 @@ def train_task(
 
     # --- State: restored, else from `params`
     with Checkpoints(place / "checkpoints", config.checkpoint.keep) as checkpoints, Stop() as stop:
-        state = start_state(run, task, params)
-        index: Index | None = None
-        record: dict[str, Any] = {"index_step": -1, "seconds": 0.0}
-        if checkpoints.latest is not None:
-            state, index, record = _restore(run, task, checkpoints, state)
+        saved = Saved.newest(place / "checkpoints")
+        if saved is None:
+            state, index, index_step, seconds = start_state(run, task, params), None, -1, 0.0
+        else:
+            state, index = _restore(run, task, saved, params)
+            index_step, seconds = saved.record["index_step"], saved.record["seconds"]
         start = int(state.step)
         if start >= total:
             return state.params
 
-        # --- Records, examples, the compiled step
-        metrics_file = MetricsWriter(place, "metrics", start)
-        evaluations = MetricsWriter(place, "evaluations", start)
+        # --- Examples, the compiled step, records
         source = batches(examples or task_examples(run, name), config.seed, name, batch_size, start, total)
         step_function = make_step(run, task)
-        watch, waiting, began = Watch(), 0.0, time.monotonic()
-        shown: dict[str, Any] = {}
-        pending: Pending | None = None
+        with Journal(place, name, start, total, seconds) as journal:
 
-        def save(step: int, wait: bool = False) -> None:
-            seconds = record["seconds"] + time.monotonic() - began
-            entry = {"index_step": record["index_step"], "seconds": seconds}
-            checkpoints.save(step, state, None if index is None else index.vectors, entry, wait)
+            def save(done: int, wait: bool = False) -> None:
+                entry = {"index_step": index_step, "seconds": journal.seconds}
+                checkpoints.save(done, state, None if index is None else index.vectors, entry, wait)
 
-        # --- The loop
-        with StageProgress(folder or name, total, start) as bar:
+            # --- The loop
             for step in range(start, total):
-                if task.retrieves and _refresh_due(config, name, step, record["index_step"]):
+                if task.retrieves and _refresh_due(config, name, step, index_step):
                     index, found = refresh(run, state.params, measure)
-                    record["index_step"] = step
-                    evaluations.write(step, found | {"refresh": True})
-                    shown |= found
-                    _warn(watch.recall(step, found["recall@5"]) if name == "realm" and "recall@5" in found else None)
-                asked = time.monotonic()
-                batch = put_batch(run.mesh, next(source))
-                waiting += time.monotonic() - asked
+                    index_step = step
+                    journal.measured(step, found | {"refresh": True})
+                with journal.waiting_for_data():
+                    batch = put_batch(run.mesh, next(source))
                 state, values = step_function(state, batch, index)
-                if pending is not None:  # metrics of the step before, read while this one runs
-                    shown |= _log(pending, metrics_file, watch, began, waiting, start, record["seconds"])
-                    bar.update(step, {key: shown[key] for key in SHOWN if key in shown})
-                due = (step + 1) % config.log.every == 0 or step + 1 == total
-                age = {"index_age": step - record["index_step"]} if task.retrieves else {}
-                pending = (step + 1, values, age) if due else None
-                if stop.asked:
-                    save(step + 1, wait=True)
-                    raise Preempted(f"SIGTERM: saved {folder or name} at step {step + 1}; repeat the command to go on")
-                if (step + 1) % config.checkpoint.every == 0 and step + 1 < total:
-                    save(step + 1)
-            if pending is not None:
-                shown |= _log(pending, metrics_file, watch, began, waiting, start, record["seconds"])
-            bar.update(total, {key: shown[key] for key in SHOWN if key in shown})
-        if measure is not None:
-            index, found = refresh(run, state.params, measure, embed=name != "mlm")
-            record["index_step"] = -1 if index is None else total
-            seconds = record["seconds"] + time.monotonic() - began
-            evaluations.write(total, found | {"refresh": False, "seconds": seconds})
-        save(total, wait=True)
-        metrics_file.close()
-        evaluations.close()
+                done, preempted = step + 1, stop.asked
+                if done % config.log.every == 0 or done == total:
+                    journal.stepped(done, values, {"index_age": step - index_step} if task.retrieves else {})
+                if done < total and (preempted or done % config.checkpoint.every == 0):
+                    fetch(name, done, values)  # so that what is saved is finite
+                    journal.flush()
+                    save(done, wait=preempted)
+                if done < total and preempted:
+                    raise Preempted(f"SIGTERM: saved {place.name} at step {done}; repeat the command to go on")
+
+            # --- The last measurement and save
+            journal.flush()
+            if measure is not None:
+                index, found = refresh(run, state.params, measure, embed=name != "mlm")
+                index_step = -1 if index is None else total
+                journal.measured(total, found | {"refresh": False, "seconds": journal.seconds})
+            save(total, wait=True)
+        if stop.asked:
+            raise Preempted(f"SIGTERM: saved {place.name} at step {total}, its last; repeat the command to go on")
     return state.params
 
 
@@ -218,22 +201,22 @@ def _refresh_due(config: Any, name: str, step: int, index_step: int) -> bool:
     return name == "realm" and step % config.refresh.every == 0 and step != index_step
 
 
-def _restore(
-    run: Run, task: Task, checkpoints: Checkpoints, fresh: State
-) -> tuple[State, Index | None, dict[str, Any]]:
-    """The newest checkpoint of a task, with the index that was in use."""
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), fresh)
-    vectors = None
-    if task.retrieves:
-        empty = run.index(np.zeros((run.setting.rows, run.model.projection), np.float32)).vectors
-        vectors = jax.ShapeDtypeStruct(empty.shape, empty.dtype, sharding=empty.sharding)
-    restored = checkpoints.restore(abstract, vectors)
-    changed = differences(restored.record.get("environment", {}), environment())
+def _restore(run: Run, task: Task, saved: Saved, like: Params) -> tuple[State, Index | None]:
+    """A saved state, with the index that was in use. Both may have been saved on other devices."""
+    changed = differences(saved.record.get("environment", {}), environment())
     if changed:
         logger.warning("the environment differs, so bits may too: %s", "; ".join(changed))
-    logger.info("%s: going on from step %d", task.name, restored.step)
-    index = None if restored.vectors is None else Index(restored.vectors, run.documents)
-    return restored.state, index, {key: restored.record[key] for key in ("index_step", "seconds")}
+    logger.info("%s: going on from step %d", task.name, saved.step)
+    vectors = saved.vectors() if task.retrieves else None
+    index = None if vectors is None else run.index(vectors[: run.setting.rows])
+    return saved.state(_abstract_state(run, task, like)), index
+
+
+def _abstract_state(run: Run, task: Task, like: Params) -> State:
+    """Shapes and places of a task's state. `like`: shapes of all parameters."""
+    shapes = jax.eval_shape(lambda params: start_state(run, task, params), like)
+    places = state_shardings(run, task)
+    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places)
 
 
 def restore_params(run: Run, workdir: Path, name: str, like: Params) -> Params:
@@ -244,11 +227,9 @@ def restore_params(run: Run, workdir: Path, name: str, like: Params) -> Params:
     saved = Saved.newest(workdir / name / "checkpoints")
     if saved is None:
         raise UserError(f"{workdir}: task {name} has no checkpoint; train it first (`realm train`)")
-    task = make_task(name, run.setting)
-    shapes = jax.eval_shape(lambda params: start_state(run, task, params), like)
-    places = state_shardings(run, task)
-    abstract = jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places)
-    return saved.state(abstract).params
+    abstract = _abstract_state(run, make_task(name, run.setting), like)
+    moments = jax.tree.map(lambda _: ..., abstract.optimizer)
+    return saved.state(abstract._replace(optimizer=moments)).params
 
 
 def restore_index(run: Run, name: str) -> Index | None:
@@ -263,25 +244,3 @@ def restore_index(run: Run, name: str) -> Index | None:
     frozen = task.retrieves and run.model.embedder_names[-1] not in task.trained
     vectors = saved.vectors() if frozen or saved.record["index_step"] == saved.step else None
     return None if vectors is None else run.index(vectors[: run.setting.rows])
-
-
-def _log(
-    pending: Pending, to: MetricsWriter, watch: Watch, began: float, waiting: float, start: int, before: float
-) -> dict[str, float]:
-    """Fetch, check, record and return the metrics of a step. Raises UserError when the loss is not finite."""
-    step, values, age = pending
-    numbers = {key: float(value) for key, value in jax.device_get(values).items()}
-    if not np.isfinite(numbers["loss"]):
-        raise UserError(f"step {step}: the loss is not finite; the last checkpoint is good; lower the learning rate")
-    elapsed = time.monotonic() - began
-    speed = {"steps_per_second": (step - start) / elapsed, "wait_data": waiting / elapsed}
-    speed["seconds"] = before + elapsed
-    to.write(step, numbers | age | speed)
-    if "null_probability" in numbers:
-        _warn(watch.step(step, numbers["null_probability"], numbers["best_candidate_gain"]))
-    return numbers
-
-
-def _warn(message: str | None) -> None:
-    if message:
-        logger.warning(message)

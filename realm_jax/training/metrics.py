@@ -1,4 +1,4 @@
-"""Metrics on disk: JSON lines always, TensorBoard files beside them. Read next: `health.py`, which watches the values.
+"""Metrics on disk: JSON lines always, TensorBoard files beside them. Read next: `journal.py`, which writes them.
 
 A resumed run cuts its records back to the step it goes on from, so that a file never tells of a step twice.
 """
@@ -28,14 +28,14 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 class MetricsWriter:
     """Appends records {"step": …, name: value, …} to `folder/name.jsonl` and, for numbers, to TensorBoard files."""
 
-    def __init__(self, folder: Path, name: str, start: int):
-        """`start`: steps already done; records beyond it are removed."""
+    def __init__(self, folder: Path, name: str, last: int):
+        """`last`: records of later steps are removed; those that stay are `kept`."""
         folder.mkdir(parents=True, exist_ok=True)
-        self._path = folder / f"{name}.jsonl"
-        kept = [record for record in read_lines(self._path) if record["step"] <= start]
-        write_atomic(self._path, "".join(json.dumps(record) + "\n" for record in kept))
-        self._stream = self._path.open("a")
-        self._board = SummaryWriter(str(folder / "tensorboard" / name), purge_step=start + 1)
+        path = folder / f"{name}.jsonl"
+        self.kept = [record for record in read_lines(path) if record["step"] <= last]
+        write_atomic(path, "".join(json.dumps(record) + "\n" for record in self.kept))
+        self._stream = path.open("a")
+        self._board = SummaryWriter(str(folder / "tensorboard" / name), purge_step=last + 1)
 
     def write(self, step: int, values: dict[str, Any]) -> None:
         """One record, flushed, so that a killed run keeps it."""

@@ -1,0 +1,101 @@
+"""A recipe from its first task to its report: what `realm train` and `realm quickstart` have in common."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from realm_jax.config import task_names
+from realm_jax.console import console
+from realm_jax.corpus.jsonl import Question
+from realm_jax.evaluation.predict import Evaluator
+from realm_jax.index.candidates import Index
+from realm_jax.jobs.controls import run_controls
+from realm_jax.jobs.opening import reopen_run
+from realm_jax.jobs.results import measure_baselines, write_results
+from realm_jax.models.realm import Params
+from realm_jax.run import Run
+from realm_jax.training.loop import Measure, Preempted, restore_params, train_task
+
+logger = logging.getLogger(__name__)
+
+PREEMPTED = 75  # exit code: saved, restart freely
+
+
+def run_recipe(run: Run, controls: bool, command: str) -> int:
+    """Baselines, the tasks, the controls if wanted, results and report; returns the exit code.
+
+    Without development questions there is nothing to measure, and the tasks are all. 75 after SIGTERM, once the state
+    is saved.
+    """
+    questions = dev_questions(run)
+    try:
+        if not questions:
+            train(run)
+            return 0
+        evaluator = Evaluator(run, questions)
+        measure_baselines(run, evaluator, run.initial_params())
+        params = train(run)
+        if controls:
+            run_controls(run, evaluator)
+    except Preempted as reason:
+        logger.warning("%s", reason)
+        return PREEMPTED
+    show(write_results(run, params, evaluator, command), run.workdir)
+    return 0
+
+
+def dev_questions(run: Run) -> list[Question]:
+    """The development questions that a run is measured on; empty when the prepared folder has none."""
+    questions = run.sources.questions.get("dev", [])
+    most = run.config.evaluation.questions
+    return questions[:most] if most else questions
+
+
+def make_measure(run: Run) -> Measure | None:
+    """Recall on the development questions, as the loop wants it."""
+    questions = dev_questions(run)
+    if not questions:
+        return None
+    evaluator = Evaluator(run, questions)
+
+    def measure(params: Params, index: Index | None) -> dict[str, Any]:
+        return {} if index is None else evaluator.recall(params, index)
+
+    return measure
+
+
+def train(run: Run) -> Params:
+    """All tasks of the recipe; returns the final parameters."""
+    params = starting_params(run)
+    measure = make_measure(run)
+    for name in task_names(run.config):
+        params = train_task(run, name, params, measure if name != "mlm" else None)
+    return params
+
+
+def starting_params(run: Run) -> Params:
+    """Fresh parameters, or the final ones of the run that `init_from` names."""
+    params = run.initial_params()
+    if run.config.init_from:
+        source = reopen_run(Path(run.config.init_from))
+        params = restore_params(run, source.workdir, task_names(source.config)[-1], params)
+    return params
+
+
+def show(results: dict[str, Any], workdir: Path) -> None:
+    """The results as a table, and where to look next."""
+    table = Table(title="Results", title_justify="left", show_header=False)
+    for measure in ("recall@5", "answer_recall@5"):
+        for name, value in results.get(measure, {}).items():
+            table.add_row(measure, name, f"{value:.3f}")
+    for name, value in results["exact_match"].items():
+        table.add_row("exact match", name, f"{value:.3f}")
+    if "retrieval_utility" in results:
+        table.add_row("retrieval utility", "nats", f"{results['retrieval_utility']:.2f}")
+    for name, value in results["seconds"].items():
+        table.add_row("seconds", name, f"{value:.0f}")
+    console().print(table)
+    console().print(f"report: {workdir / 'report.html'}", soft_wrap=True)
+    console().print(f'ask:    realm ask --workdir={workdir} "question"', soft_wrap=True)
