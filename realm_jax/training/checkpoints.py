@@ -79,7 +79,7 @@ class Saved:
         return dict(self._metadata.custom_metadata or {})
 
     def state(self, abstract: Any) -> Any:
-        """The state, on any number of devices. `abstract`: arrays with the shardings to load onto; `...` is left out."""
+        """The state, on any devices. `abstract`: shapes with the shardings to load onto; `...` leaves an array out."""
         return ocp.load_checkpointables(self._path, {"state": abstract})["state"]
 
     def vectors(self) -> NDArray | None:

@@ -29,7 +29,7 @@ class Journal:
     """The records, progress and warnings of one task. A context manager: leaving closes bar and files."""
 
     def __init__(self, folder: Path, task: str, start: int, total: int, seconds: float):
-        """start: steps that are done, in `seconds`. Records and bar carry the folder's name, warnings go by the task's."""
+        """start: steps that are done, in `seconds`. The bar carries the folder's name, warnings go by the task's."""
         self._task, self._start, self._total, self._before = task, start, total, seconds
         self._metrics = MetricsWriter(folder, "metrics", start)
         # A refresh follows the save of its step, so a run that goes on from that save makes and measures it again.
