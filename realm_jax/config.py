@@ -24,6 +24,7 @@ Science (a run folder keeps them; another value on resume is an error that names
   model.span_width         word pieces of an answer at most
   model.shared_tower       one embedder for queries and passages instead of two
   objective.marginal       'example': log Σ_z p(z|x) Π_j p(y_j|z,x), the paper's; 'token': the released code's
+  objective.ict_null_weight  weight of picking the null document when the own passage is taken away (the paper: 0)
   objective.retriever_start  REALM steps before the retriever moves, while the reader gets used to what is retrieved;
                            after as many more it moves at the full learning rate (the paper: 0)
   objective.qa             'marginal': log Σ_z p(z|x) p(y|z,x); 'orqa': L_ret + L_read of the released code
@@ -95,7 +96,7 @@ def default() -> ConfigDict:
                 "span_width": 10,
                 "shared_tower": False,
             },
-            "objective": {"marginal": "example", "retriever_start": 0, "qa": "marginal"},
+            "objective": {"marginal": "example", "ict_null_weight": 0.0, "retriever_start": 0, "qa": "marginal"},
             "retrieval": {
                 "candidates": 8,
                 "dtype": "float32",

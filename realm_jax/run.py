@@ -110,7 +110,7 @@ def make_run(config: ConfigDict, workdir: Path, sources: Sources, devices: list[
     model = Realm(bert, m.projection, m.norm_epsilon, m.span_hidden, m.span_width, m.shared_tower)
     special = sources.wordpiece.special
     setting = Setting(
-        model, mesh, special.cls, special.sep, rows, r.candidates, o.marginal, r.block, o.qa,
+        model, mesh, special.cls, special.sep, rows, r.candidates, o.marginal, o.ict_null_weight, r.block, o.qa,
         r.qa_beam, r.qa_passages,
     )  # fmt: skip
     d = config.data

@@ -38,6 +38,7 @@ class Setting:
     rows: int  # passages in the corpus, padding not counted
     candidates: int = 8  # the null document counted
     marginal: str = "example"
+    ict_null_weight: float = 0.0  # weight of the null document in the inverse cloze task
     search_block: int = 65_536
     qa_objective: str = "marginal"
     qa_beam: int = 64  # passages that the retriever's term of 'orqa' ranks
@@ -79,6 +80,11 @@ def retrieve(setting: Setting, params: Params, batch: Batch, index: Index, count
     return Candidates(pick(rows), ~pick(own), own.sum(axis=1))
 
 
+def embed_null(setting: Setting, params: Params, key: Array | None) -> Array:
+    """The null document's vector [1, projection], through the document embedder."""
+    return setting.model.embed_documents(params, null_documents(1, (setting.cls_id, setting.sep_id)), key)
+
+
 def candidate_scores(setting: Setting, params: Params, batch: Batch, documents: Documents, key: Array | None) -> Array:
     """Inner products with current parameters, null document first. documents.ids [batch, k, d] → [batch, 1 + k]."""
     keys = dropout_keys(key, 3)
@@ -86,7 +92,7 @@ def candidate_scores(setting: Setting, params: Params, batch: Batch, documents: 
     batch_size, count = documents.ids.shape[:2]
     flat = Documents(*(part.reshape(-1, *part.shape[2:]) for part in documents))
     vectors = setting.model.embed_documents(params, flat, keys[1]).reshape(batch_size, count, -1)
-    null = setting.model.embed_documents(params, null_documents(1, (setting.cls_id, setting.sep_id)), keys[2])
+    null = embed_null(setting, params, keys[2])
     scores = jnp.einsum("bd,bkd->bk", queries, vectors)
     return jnp.concatenate([queries @ null.T, scores], axis=1)
 

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 def run_controls(run: Run, evaluator: Evaluator) -> None:
     """All controls that the recipe allows, each in its own folder of the run, resumable like any task."""
 
-    def measure(params: Params, index: Index | None) -> dict[str, Any]:
+    def measure(params: Params, index: Index | None, final: bool) -> dict[str, Any]:
         return {} if index is None else evaluator.recall(params, index)
 
     names = task_names(run.config)
@@ -62,7 +62,7 @@ def closed_book(run: Run, evaluator: Evaluator, params: Params) -> None:
     )
     steps = {"steps": config.mlm.steps + config.qa.steps}
 
-    def measure(params: Params, index: Index | None) -> dict[str, Any]:
+    def measure(params: Params, index: Index | None, final: bool) -> dict[str, Any]:
         return {"exact_match": closed_book_exact_match(run, evaluator, params)}
 
     train_task(_with(run, mlm=steps), "mlm", params, measure, "closed_book", examples)

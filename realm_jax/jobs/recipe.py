@@ -54,14 +54,19 @@ def dev_questions(run: Run) -> list[Question]:
 
 
 def make_measure(run: Run) -> Measure | None:
-    """Recall on the development questions, as the loop wants it."""
+    """Recall on the development questions, and exact match at the end of a task, as the loop wants it."""
     questions = dev_questions(run)
     if not questions:
         return None
     evaluator = Evaluator(run, questions)
 
-    def measure(params: Params, index: Index | None) -> dict[str, Any]:
-        return {} if index is None else evaluator.recall(params, index)
+    def measure(params: Params, index: Index | None, final: bool) -> dict[str, Any]:
+        if index is None:
+            return {}
+        found = evaluator.recall(params, index)
+        if final:
+            found["exact_match"] = evaluator.exact_match(evaluator.predict(params, index))
+        return found
 
     return measure
 

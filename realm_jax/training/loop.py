@@ -29,7 +29,7 @@ from realm_jax.training.tasks import Task, make_task
 
 logger = logging.getLogger(__name__)
 
-Measure = Callable[[Params, Index | None], dict[str, Any]]
+Measure = Callable[[Params, Index | None, bool], dict[str, Any]]
 
 
 class Preempted(Exception):
@@ -126,8 +126,9 @@ def train_task(
     """Train one task to its last step and return all parameters.
 
     params: where a fresh task starts. measure: called with parameters and an index (None in a task that neither
-    retrieves nor trains the retriever) at every refresh and at the end. folder: name under the run folder, the task's
-    own by default. examples: others than the task's own. Continues from the newest checkpoint of the folder.
+    retrieves nor trains the retriever) at every refresh and, its last argument true, at the end. folder: name under the
+    run folder, the task's own by default. examples: others than the task's own. Continues from the newest checkpoint of
+    the folder.
     Raises Preempted after SIGTERM, once the state is saved.
     """
     config, task = run.config, make_task(name, run.setting)
@@ -158,7 +159,7 @@ def train_task(
             # --- The loop
             for step in range(start, total):
                 if task.retrieves and _refresh_due(config, name, step, index_step):
-                    index, found = refresh(run, state.params, measure)
+                    index, found = refresh(run, state.params, measure, final=False)
                     index_step = step
                     journal.measured(step, found | {"refresh": True})
                 with journal.waiting_for_data():
@@ -177,21 +178,21 @@ def train_task(
             # --- The last measurement and save
             journal.flush()
             if measure is not None:
-                index, found = refresh(run, state.params, measure, embed=name != "mlm")
+                index, found = refresh(run, state.params, measure, final=True, embed=name != "mlm")
                 index_step = -1 if index is None else total
                 journal.measured(total, found | {"refresh": False, "seconds": journal.seconds})
             save(total, wait=True)
         if stop.asked:
-            raise Preempted(f"SIGTERM: saved {place.name} at step {total}, its last; repeat the command to go on")
+            raise Preempted(f"SIGTERM: saved {place.name} at step {total}; repeat the command to go on")
     return state.params
 
 
 def refresh(
-    run: Run, params: Params, measure: Measure | None, embed: bool = True
+    run: Run, params: Params, measure: Measure | None, final: bool, embed: bool = True
 ) -> tuple[Index | None, dict[str, Any]]:
     """Re-embed the corpus with current parameters (unless not `embed`), and measure with the fresh index."""
     index = run.index(run.embed(params)) if embed else None
-    return index, {} if measure is None else measure(params, index)
+    return index, {} if measure is None else measure(params, index, final)
 
 
 def _refresh_due(config: Any, name: str, step: int, index_step: int) -> bool:

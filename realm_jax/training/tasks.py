@@ -20,6 +20,7 @@ from realm_jax.index.candidates import (
     candidate_scores,
     candidate_words,
     dropout_keys,
+    embed_null,
     read_passages,
     retrieve,
     take,
@@ -52,15 +53,33 @@ def mlm_loss(setting: Setting, params: Params, batch: Batch, index: None, key: A
 
 
 def ict_loss(setting: Setting, params: Params, batch: Batch, index: None, key: Array | None) -> tuple[Array, dict]:
-    """Softmax of each sentence against all passages of the global batch (Lee et al. 2019, section 4)."""
-    keys = dropout_keys(key, 2)
+    """Softmax of each sentence against all passages of the global batch (Lee et al. 2019, section 4).
+
+    With `ict_null_weight` the null document is one more candidate, and the right one for a sentence whose own passage
+    is taken away: its score becomes the threshold under which a passage does not fit. Without that, REALM starts with
+    p(null) near 0, and a query none of whose candidates helps teaches the retriever which one harms least.
+    """
+    keys = dropout_keys(key, 3)
     queries = setting.model.embed_queries(params, batch["query"], batch["query_length"], keys[0])
     documents = Documents(*(batch[f"document{part}"] for part in ("", "_length", "_title_length")))
     vectors = setting.model.embed_documents(params, documents, keys[1])
-    log_p = jax.nn.log_softmax(queries @ vectors.T, axis=-1)
-    loss = -jnp.diagonal(log_p).mean()
-    right = log_p.argmax(axis=-1) == jnp.arange(log_p.shape[0])
+    scores = queries @ vectors.T
+    if setting.ict_null_weight:
+        null = embed_null(setting, params, keys[2])
+        loss = _cloze_with_null(scores, queries @ null.T, setting.ict_null_weight)
+    else:
+        loss = -jnp.diagonal(jax.nn.log_softmax(scores, axis=-1)).mean()
+    right = scores.argmax(axis=-1) == jnp.arange(scores.shape[0])
     return loss, {"loss": loss, "accuracy": right.mean()}
+
+
+def _cloze_with_null(scores: Array, null: Array, weight: float) -> Array:
+    """scores [batch, batch], null [batch, 1]: own passage among all and null, plus `weight` × null among the others."""
+    size = scores.shape[0]
+    found = jax.nn.log_softmax(jnp.concatenate([scores, null], axis=1), axis=1)
+    others = jnp.where(jnp.eye(size, dtype=bool), likelihood.NEGATIVE, scores)
+    missed = jax.nn.log_softmax(jnp.concatenate([others, null], axis=1), axis=1)
+    return -(jnp.diagonal(found) + weight * missed[:, -1]).mean()
 
 
 # --- REALM ------------------------------------------------------------------------------------------------------------
