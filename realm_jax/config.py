@@ -44,7 +44,6 @@ Operations (may change on resume):
   checkpoint.every         steps between two saves
   checkpoint.keep          newest saves that stay
   log.every                steps between two lines of metrics
-  evaluation.every         REALM steps between two measurements of recall; 0: at each refresh only
   evaluation.questions     development questions that are measured at most; 0: all
   evaluation.batch_size    questions read at a time
   evaluation.passages      passages retrieved for recall
@@ -114,7 +113,7 @@ def default() -> ConfigDict:
             "mesh": {"data": -1, "fsdp": 1, "model": 1},
             "checkpoint": {"every": 1000, "keep": 3},
             "log": {"every": 10},
-            "evaluation": {"every": 0, "questions": 2000, "batch_size": 64, "passages": 20},
+            "evaluation": {"questions": 2000, "batch_size": 64, "passages": 20},
         }
     )
 
@@ -160,9 +159,7 @@ def _check_sizes(config: ConfigDict) -> None:
     )
     for key in positive.split():
         _require(_get(config, key) > 0, key, "must be positive")
-    not_negative = (
-        "seed data.predictions objective.retriever_start optimizer.weight_decay evaluation.every evaluation.questions"
-    )
+    not_negative = "seed data.predictions objective.retriever_start optimizer.weight_decay evaluation.questions"
     for key in not_negative.split():
         _require(_get(config, key) >= 0, key, "must not be negative")
     for key in ("data.null_rate", "data.unrelated_rate", "data.ict_mask_rate"):

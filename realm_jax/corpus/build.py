@@ -163,7 +163,8 @@ class PassagePacker:
     def _spans(self, text: str, pieces: "_Pieces", ranges: list["_Sentence"]) -> list[list[tuple[int, int, str]]]:
         """For each sentence its spans (start, end, kind) in pieces of the article, in order.
 
-        A span counts if its ends are ends of pieces and it lies inside one sentence.
+        A span counts if its ends are ends of pieces, it lies inside one sentence and no piece of it is [UNK], which
+        nobody can predict.
         """
         found = self._find(text)
         firsts = np.searchsorted(pieces.ends, [span.start for span in found], "right")
@@ -172,7 +173,8 @@ class PassagePacker:
         result: list[set[tuple[int, int, str]]] = [set() for _ in ranges]
         for span, first, last, owner in zip(found, firsts.tolist(), lasts.tolist(), owners.tolist(), strict=True):
             whole = first < last and pieces.starts[first] >= span.start and pieces.ends[last - 1] <= span.end
-            if whole and owner >= 0 and last <= ranges[owner].stop:
+            known = self._wordpiece.unk_id not in pieces.ids[first:last]
+            if whole and known and owner >= 0 and last <= ranges[owner].stop:
                 result[owner].add((first, last, span.kind))
         return [sorted(inside) for inside in result]
 

@@ -193,7 +193,7 @@ def _excerpt_example(
     span = store.spans(row)[place : place + 1, :2] - start
     arrays = masked_arrays(store.body_tokens(row)[start:end], span, "salient", rng, lengths, wordpiece)
     if unrelated:
-        row = int(rng.integers(len(store)))
+        row = (row + 1 + int(rng.integers(max(1, len(store) - 1)))) % len(store)
         number, other = (int(rng.integers(len(store.sentences(row)))) for _ in range(2))
     sentences, body = store.sentences(row), store.body_tokens(row)
     kept = rng.random(len(sentences)) < (1.0 if rng.random() < WHOLE_RATE else rng.random() ** 2)
@@ -204,7 +204,7 @@ def _excerpt_example(
 
 
 def cloze_examples(store: PassageStore, wordpiece: WordPiece, lengths: Lengths, mask_rate: float) -> Examples:
-    """Inverse cloze task: a sentence, and its passage with (a share `mask_rate`) or without that sentence removed."""
+    """Inverse cloze task: a sentence and its passage, out of which a share `mask_rate` of the sentences is taken."""
     rows = np.array([row for row in range(len(store)) if len(store.sentences(row)) > 1], np.int32)
     _require(len(rows), store, "a passage of two or more sentences", "the inverse cloze task")
 
@@ -237,7 +237,7 @@ def masked_examples(store: PassageStore, wordpiece: WordPiece, lengths: Lengths,
         row = int(rows[index])
         numbers = sentences.numbers[bounds[index] : bounds[index + 1]]
         parts = [spans_of(store, row, int(number)) for number in numbers]
-        share = np.array([max(1, len(spans)) if kind == "salient" else 1 for _, spans in parts], np.float64)
+        share = np.array([_share(kind, spans, lengths.query - 2) for _, spans in parts], np.float64)
         sentence, spans = parts[rng.choice(len(parts), p=share / share.sum())]
         arrays = masked_arrays(sentence, spans, kind, rng, lengths, wordpiece)
         text = np.zeros(lengths.query, np.uint16)
@@ -246,6 +246,11 @@ def masked_examples(store: PassageStore, wordpiece: WordPiece, lengths: Lengths,
         return arrays | {"own_row": np.int32(row if own_text else -1)}
 
     return Examples(len(rows), make)
+
+
+def _share(kind: str, spans: NDArray[np.int32], room: int) -> int:
+    """How likely a sentence is drawn: by its spans within reach for 'salient', else like any other."""
+    return int((spans[:, 1] <= room).sum()) if kind == "salient" else 1
 
 
 def _all_sentences(store: PassageStore) -> Annotated:
