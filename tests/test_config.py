@@ -96,7 +96,7 @@ BAD = [
     ("mesh.data", -2),
     ("checkpoint.keep", 0),
     ("log.every", 0),
-    ("evaluation.every", -1),
+    ("objective.ict_null_weight", -0.1),
     ("evaluation.questions", -1),
     ("evaluation.batch_size", 0),
 ]
