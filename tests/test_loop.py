@@ -5,6 +5,9 @@
 
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,12 +19,17 @@ from quick import quick_compiler
 from tiny_run import prepare_people, tiny_config
 
 from realm_jax.data.sources import open_sources
+from realm_jax.errors import UserError
 from realm_jax.evaluation.predict import Evaluator
+from realm_jax.jobs.opening import reopen_run
 from realm_jax.run import Run, make_run
+from realm_jax.storage import read_json, write_json_atomic
 from realm_jax.training import loop
+from realm_jax.training.checkpoints import Saved
 from realm_jax.training.loop import Preempted, check_workdir, refresh, restore_params, train_task
-from realm_jax.training.metrics import read_lines
+from realm_jax.training.metrics import MetricsWriter, read_lines
 from realm_jax.training.state import make_step
+from realm_jax.training.tasks import make_task
 
 STEPS = 6
 TIMES = ("seconds", "steps_per_second", "wait_data")
@@ -53,7 +61,7 @@ def data(tmp_path_factory) -> Path:
 def open_tiny(data: Path, workdir: Path, devices: int = 1, **changes: Any) -> Run:
     """A run of the task 'realm'; `changes`: dotted config keys, with two underscores for the dot."""
     config = tiny_config(data)
-    config.tasks = "realm"
+    config.tasks, config.ict.batch_size, config.qa.batch_size = "realm", 8, 8
     config.realm.update({"steps": STEPS, "batch_size": 8, "warmup": 2, "learning_rate": 1e-3})
     config.update({"refresh": {"every": 2}, "checkpoint": {"every": 2, "keep": 2}, "log": {"every": 1}})
     config.update_from_flattened_dict({key.replace("__", "."): value for key, value in changes.items()})
@@ -167,3 +175,164 @@ def test_sigterm_saves_and_the_next_start_loses_no_step(data, sturdy, tmp_path, 
     train(run)
     assert calls == list(range(STEPS))
     assert_same_run(run, sturdy)
+
+
+# --- A compiled step, and others in its place
+
+
+def test_a_refreshed_index_and_a_restored_state_need_no_new_program(data, sturdy, tmp_path, monkeypatch):
+    """All runs before this one used the same step: over refreshes, checkpoints and restarts."""
+    step = loop.make_step(sturdy, make_task("realm", sturdy.setting))
+    assert step._cache_size() == 1
+
+
+def replace_step(monkeypatch, step: Callable[[Any, Any, Any], dict[str, float]]) -> None:
+    """Has `step(state, batch, index)` give the metrics of each step, of which nothing but the counter moves."""
+
+    def make(run: Run, task: Any) -> Any:
+        def call(state: Any, batch: Any, index: Any) -> Any:
+            values = {"loss": 1.0, "gradient_norm": 1.0} | step(state, batch, index)
+            return state._replace(step=state.step + 1), {key: np.float32(value) for key, value in values.items()}
+
+        return call
+
+    monkeypatch.setattr(loop, "make_step", make)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_goes_on_with_the_same_state_and_index_on_other_devices(data, tmp_path, monkeypatch, dtype):
+    """Sixteen passages are padded to 32 rows on one device and to 256 on eight."""
+    seen: dict[int, Any] = {}
+
+    def look(state: Any, batch: Any, index: Any) -> dict[str, float]:
+        seen[int(state.step)] = jax.tree.map(np.asarray, (state.params, state.optimizer, index.vectors))
+        assert len(jax.tree.leaves(state.trained)[0].devices()) == len(index.vectors.devices()) == devices
+        if int(state.step) == 3 and devices == 1:
+            raise Cut
+        return {}
+
+    replace_step(monkeypatch, look)
+    changes = {"retrieval__dtype": dtype, "refresh__every": 100}
+    devices = 1
+    run = open_tiny(data, tmp_path, **changes)
+    with pytest.raises(Cut):
+        train_task(run, "realm", run.initial_params())
+    params, moments, vectors = seen[2]
+    devices = 8
+    run = open_tiny(data, tmp_path, devices, mesh__fsdp=2, **changes)
+    train_task(run, "realm", jax.eval_shape(run.initial_params))
+    jax.tree.map(np.testing.assert_array_equal, seen[2][:2], (params, moments))
+    assert len(vectors) == 32 and len(seen[2][2]) == 256
+    np.testing.assert_array_equal(seen[2][2][:16], vectors[:16])
+    assert np.abs(vectors[:16].astype(np.float32)).min() > 0
+
+
+@pytest.mark.parametrize("key", ["loss", "gradient_norm"])
+def test_what_is_not_finite_is_told_with_its_step_and_never_saved(data, tmp_path, monkeypatch, key):
+    """Metrics are logged every tenth step, but a save looks at those of its own step."""
+    replace_step(monkeypatch, lambda state, *_: {key: np.nan if int(state.step) == 3 else 1.0})
+    run = open_tiny(data, tmp_path, log__every=10)
+    message = f"step 4 of realm: the {key.replace('_', ' ')} is not finite; lower config.realm.learning_rate"
+    with pytest.raises(UserError, match=message):
+        train(run)
+    newest = Saved.newest(tmp_path / "realm" / "checkpoints")
+    assert newest is not None and newest.step == 2
+
+
+@pytest.mark.slow
+def test_a_learning_rate_that_is_far_too_high_ends_with_advice(data, tmp_path):
+    with pytest.raises(UserError, match=r"not finite"):
+        train(open_tiny(data, tmp_path, realm__learning_rate=1e30))
+
+
+# --- The run folder
+
+
+def test_a_science_key_stays_and_an_operations_key_may_change(data, tmp_path):
+    open_tiny(data, tmp_path)
+    message = rf"config.realm.batch_size is 16, but the run in {tmp_path} has 8; set it back, or start in another"
+    with pytest.raises(UserError, match=message):
+        open_tiny(data, tmp_path, realm__batch_size=16)
+    assert read_json(tmp_path / "config.json")["realm"]["batch_size"] == 8
+    open_tiny(data, tmp_path, checkpoint__every=3, mesh__data=1)
+    assert read_json(tmp_path / "config.json")["checkpoint"]["every"] == 3
+
+
+def test_other_data_under_the_same_path_are_refused(data, tmp_path):
+    open_tiny(data, tmp_path)
+    fingerprints = read_json(tmp_path / "data.json")
+    write_json_atomic(tmp_path / "data.json", fingerprints | {"passages": "other"})
+    with pytest.raises(UserError, match=f"{data}: .* passages differs from what {tmp_path}/data.json records"):
+        open_tiny(data, tmp_path)
+
+
+def test_records_are_cut_back_to_a_step_and_a_torn_line_is_dropped(tmp_path):
+    first = MetricsWriter(tmp_path, "metrics", 0)
+    for step in (1, 2, 3):
+        first.write(step, {"loss": 0.5, "by": {"a": 1.0}})
+    first.close()
+    with (tmp_path / "metrics.jsonl").open("a") as stream:
+        stream.write('{"step": 4, "lo')
+    second = MetricsWriter(tmp_path, "metrics", 2)
+    assert [record["step"] for record in second.kept] == [1, 2]
+    second.write(3, {"loss": 0.25})
+    second.close()
+    found = [(record["step"], record["loss"]) for record in read_lines(tmp_path / "metrics.jsonl")]
+    assert found == [(1, 0.5), (2, 0.5), (3, 0.25)]
+    assert read_lines(tmp_path / "none.jsonl") == []
+
+
+# --- Processes that are killed
+
+
+CONFIG = """
+import sys
+
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+from tiny_run import tiny_config
+
+def get_config():
+    config = tiny_config(Path({data!r}))
+    config.tasks = "realm"
+    config.realm.update({{"steps": 60, "batch_size": 8, "warmup": 2}})
+    config.refresh.every = 5
+    config.log.every = 1
+    config.checkpoint.every = 5
+    return config
+"""
+
+
+def start(config: Path, workdir: Path) -> subprocess.Popen:
+    """`realm train` in a process of its own, on one device."""
+    command = [sys.executable, "-m", "realm_jax.cli", "train", f"--config={config}", f"--workdir={workdir}"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(config.parent / "compiled")}
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_step(process: subprocess.Popen, workdir: Path, step: int) -> None:
+    """Return when a process has recorded a step."""
+    while not any(record["step"] >= step for record in read_lines(workdir / "realm" / "metrics.jsonl")):
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_and_repeated_ends_as_one_that_never_was(data, tmp_path):
+    """`kill -9` at four steps, a SIGTERM that saves and exits with 75, then to the end."""
+    config = tmp_path / "config.py"
+    config.write_text(CONFIG.format(tests=str(Path(__file__).parent), data=str(data)))
+    quiet, killed = tmp_path / "quiet", tmp_path / "killed"
+    assert start(config, quiet).wait() == 0
+    for step, end, code in [(3, "KILL", -9), (11, "KILL", -9), (17, "KILL", -9), (33, "TERM", 75), (44, "KILL", -9)]:
+        process = start(config, killed)
+        wait_for_step(process, killed, step)
+        process.send_signal(getattr(signal, f"SIG{end}"))
+        _, told = process.communicate()
+        assert process.returncode == code, told
+        assert code != 75 or "repeat the command to go on" in told
+    assert start(config, killed).wait() == 0
+    assert_same_run(*(reopen_run(workdir) for workdir in (quiet, killed)))
+    assert records(reopen_run(quiet), "metrics")[-1]["step"] == 60
+    same, again = (read_json(workdir / "results.json") | {"seconds": None} for workdir in (quiet, killed))
+    assert same == again
