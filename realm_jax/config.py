@@ -159,7 +159,10 @@ def _check_sizes(config: ConfigDict) -> None:
     )
     for key in positive.split():
         _require(_get(config, key) > 0, key, "must be positive")
-    not_negative = "seed data.predictions objective.ict_null_weight objective.retriever_start optimizer.weight_decay evaluation.questions"
+    not_negative = (
+        "seed data.predictions objective.ict_null_weight objective.retriever_start optimizer.weight_decay "
+        "evaluation.questions"
+    )
     for key in not_negative.split():
         _require(_get(config, key) >= 0, key, "must not be negative")
     for key in ("data.null_rate", "data.unrelated_rate", "data.ict_mask_rate"):
