@@ -12,6 +12,7 @@ import numpy as np
 
 WINDOW = 20  # logged records in a window
 NULL_LIMIT = 0.8  # p(null) above which almost no gradient reaches the retriever
+LEAST_GAIN = 0.1  # nats: a best window below it is noise, not help (`useful_candidates` counts from there too)
 USEFUL_DROP = 0.5  # share of the best window's useful candidates below which the reader is unlearning to read
 RECALL_DROP = 0.7  # share of the best recall below which the retriever is getting worse
 
@@ -36,7 +37,7 @@ class Watch:
         if len(self._null) < self.window:
             return None
         null, gain = float(np.mean(self._null)), float(np.mean(self._gain))
-        falling = gain < USEFUL_DROP * self._best_gain
+        falling = self._best_gain > LEAST_GAIN and gain < USEFUL_DROP * self._best_gain
         self._best_gain = max(self._best_gain, gain)
         if falling and null > NULL_LIMIT:
             return self._once(
