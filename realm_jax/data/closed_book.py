@@ -6,6 +6,7 @@ The places of an answer are as many as a span may have; those after the answer a
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from realm_jax.corpus.jsonl import Question
 from realm_jax.corpus.store import PassageStore
@@ -23,9 +24,14 @@ from realm_jax.errors import UserError
 from realm_jax.text.wordpiece import WordPiece
 
 
+def answer_places(lengths: Lengths) -> int:
+    """Masked places after a question: `span_width`, at most `predictions`."""
+    return min(lengths.span_width, lengths.predictions)
+
+
 def closed_book_query(question: str, wordpiece: WordPiece, lengths: Lengths) -> Example:
-    """A question followed by `span_width` masked places (at most `predictions`), and their positions."""
-    places = min(lengths.span_width, lengths.predictions)
+    """A question, cut where it would leave no room, followed by the masked places, and their positions."""
+    places = answer_places(lengths)
     ids = wordpiece.encode(question).ids[: lengths.query - 2 - places]
     positions = np.zeros(lengths.predictions, np.int32)
     positions[:places] = 1 + len(ids) + np.arange(places)
@@ -33,10 +39,22 @@ def closed_book_query(question: str, wordpiece: WordPiece, lengths: Lengths) -> 
     return query | {"positions": positions}
 
 
+def closed_book_answer(pieces: NDArray, wordpiece: WordPiece, lengths: Lengths) -> str:
+    """The answer that pieces predicted at `positions` spell: those in the places, up to the first [SEP]."""
+    guesses = pieces[: answer_places(lengths)]
+    ends = np.flatnonzero(guesses == wordpiece.sep_id)
+    return wordpiece.decode(guesses[: ends[0]] if len(ends) else guesses)
+
+
 def closed_book_examples(
     store: PassageStore, questions: Sequence[Question], wordpiece: WordPiece, lengths: Lengths
 ) -> Examples:
     """Half masked sentences of the pre-training text, half training questions; all beside the empty document."""
+    room = lengths.query - 2 - answer_places(lengths)
+    if room < 1:
+        raise UserError(
+            f"config.data.query_length: the closed-book control needs {1 - room} more, for an answer after the question"
+        )
     sentences = salient_sentences(store, lengths.query)
     if not len(sentences.rows) or not questions:
         raise UserError("the closed-book control needs training questions and pre-training text with salient spans")
@@ -53,7 +71,7 @@ def closed_book_examples(
 
 
 def _question_example(question: Question, wordpiece: WordPiece, lengths: Lengths) -> Example:
-    places = min(lengths.span_width, lengths.predictions)
+    places = answer_places(lengths)
     answer = [*wordpiece.encode(question.answers[0]).ids[:places], *[wordpiece.sep_id] * places][:places]
     targets = np.zeros(lengths.predictions, np.int32)
     weights = np.zeros(lengths.predictions, np.float32)

@@ -28,14 +28,13 @@ EmbedBatch = Callable[[CorpusRows], jax.Array]
 
 
 def batches(corpus: CorpusRows, batch_size: int) -> Iterator[tuple[NDArray[np.int64], int]]:
-    """Rows and padded length of each batch; the last of a bucket is filled up with its first row."""
+    """Rows and padded length of each batch: at most `batch_size` rows, all of one bucket."""
     longest = corpus.ids.shape[1]
     widths = np.minimum(-(-corpus.lengths.astype(np.int64) // BUCKET) * BUCKET, longest)
     for width in np.unique(widths):
         rows = np.flatnonzero(widths == width)
         for start in range(0, len(rows), batch_size):
-            part = rows[start : start + batch_size]
-            yield np.append(part, np.full(batch_size - len(part), rows[0])), int(width)
+            yield rows[start : start + batch_size], int(width)
 
 
 def embed_corpus(
@@ -43,7 +42,8 @@ def embed_corpus(
 ) -> NDArray[np.float32]:
     """Vectors of all passages, float32 [rows, projection].
 
-    embed: rows of [batch_size, width] → vectors; it is called with at most a handful of widths.
+    embed: rows of [batch_size, width] → vectors; it is called with at most a handful of widths. A batch that is not
+    full is filled up with its own rows.
     progress: called with the number of passages done. Raises UserError when a vector is not finite.
     """
     vectors: NDArray[np.float32] | None = None
@@ -55,14 +55,15 @@ def embed_corpus(
         rows, values = entry[0], np.asarray(entry[1], np.float32)
         if vectors is None:
             vectors = np.empty((len(corpus.ids), values.shape[1]), np.float32)
-        vectors[rows] = values
+        vectors[rows] = values[: len(rows)]
 
     for rows, width in batches(corpus, batch_size):
-        batch = CorpusRows(corpus.ids[rows, :width], corpus.lengths[rows], corpus.title_lengths[rows])
+        full = np.resize(rows, batch_size)
+        batch = CorpusRows(corpus.ids[full, :width], corpus.lengths[full], corpus.title_lengths[full])
         pending.append((rows, embed(batch)))  # dispatched; the one before is fetched while this one runs
         if len(pending) > 1:
             collect(pending.pop(0))
-        done = min(done + len(rows), len(corpus.ids))
+        done += len(rows)
         if progress is not None:
             progress(done)
     for entry in pending:

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from realm_jax.config import task_names
-from realm_jax.data.closed_book import closed_book_examples, closed_book_query
+from realm_jax.data.closed_book import closed_book_answer, closed_book_examples, closed_book_query
 from realm_jax.data.examples import document_arrays
 from realm_jax.evaluation.answers import exact_match
 from realm_jax.evaluation.predict import Evaluator
@@ -92,9 +92,6 @@ def closed_book_exact_match(run: Run, evaluator: Evaluator, params: Params) -> f
         part = part + [part[0]] * (size - len(part))
         batch = {key: np.stack([row[key] for row in part]) for key in part[0]}
         pieces += list(np.asarray(guess(params, put_batch(run.mesh, batch))))
-    right = []
-    for question, row in zip(evaluator.questions, pieces, strict=False):
-        ends = np.flatnonzero(row == wordpiece.sep_id)
-        answer = wordpiece.decode(row[: ends[0]] if len(ends) else row)
-        right.append(exact_match(answer, question.answers))
+    answers = [closed_book_answer(row, wordpiece, lengths) for row in pieces[: len(rows)]]
+    right = [exact_match(a, question.answers) for a, question in zip(answers, evaluator.questions, strict=True)]
     return float(np.mean(right))
