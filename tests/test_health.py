@@ -95,7 +95,8 @@ def keep(folder, start: int, records: list[tuple[int, float, float]], task: str 
 
 
 @pytest.fixture
-def warnings(caplog):
+def warnings(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("realm_jax"), "propagate", True)  # the command line sets it to False
     caplog.set_level(logging.WARNING, "realm_jax")
     return lambda: [record.message for record in caplog.records if "step" in record.message]
 

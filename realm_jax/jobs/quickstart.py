@@ -5,21 +5,25 @@ Every stage is skipped when it is done and gone on with when it was cut off, so 
 """
 
 import argparse
+import dataclasses
 import shutil
 from pathlib import Path
+from typing import Any
 
 from realm_jax.config import validate
 from realm_jax.corpus import encyclopedia
+from realm_jax.errors import UserError
 from realm_jax.jobs.flags import add_config_argument, load_config
 from realm_jax.jobs.opening import open_run, set_up_jax
 from realm_jax.jobs.prepare import prepare
 from realm_jax.jobs.recipe import run_recipe
 from realm_jax.recipes import quickstart
-from realm_jax.storage import publish_folder
+from realm_jax.storage import publish_folder, read_json, write_json_atomic
 
 DEFAULT_WORKDIR = "realm-quickstart"
 ENTITIES = 3200
 VOCABULARY = 2000
+SETTINGS = "settings.json"  # of the encyclopedia, beside its files
 EXAMPLES = """examples:
   realm quickstart
   realm quickstart --controls --config.seed=1 --workdir=runs/seed1
@@ -53,18 +57,33 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_data(workdir: Path, entities: int, seed: int) -> None:
-    """The encyclopedia as ordinary JSONL files in `workdir/text`, prepared into `workdir/data`."""
+    """The encyclopedia as ordinary JSONL files in `workdir/text`, prepared into `workdir/data`.
+
+    Raises UserError when the files there were made with other settings.
+    """
     text = workdir / "text"
     settings = encyclopedia.EncyclopediaSettings(
         seed=seed, entities=entities, held_out=max(1, entities // 20), train_questions=min(4000, entities * 3)
     )
-    if not text.is_dir():
+    if text.is_dir():
+        _check_settings(text, dataclasses.asdict(settings))
+    else:
         unfinished = workdir / ".text.partial"
         shutil.rmtree(unfinished, ignore_errors=True)
         encyclopedia.write(encyclopedia.lazily(settings), unfinished)
+        write_json_atomic(unfinished / SETTINGS, dataclasses.asdict(settings))
         publish_folder(unfinished, text)
     questions = [f"{split}={text / f'questions-{split}.jsonl'}" for split in ("train", "dev")]
     prepare(
         text / "passages.jsonl", workdir / "data", questions=questions, pretraining=text / "pretraining.jsonl",
         vocabulary_size=VOCABULARY,
     )  # fmt: skip
+
+
+def _check_settings(text: Path, settings: dict[str, Any]) -> None:
+    made = read_json(text / SETTINGS)
+    for key, value in settings.items():
+        if made.get(key) != value:
+            raise UserError(
+                f"{text} was made with {key}={made.get(key)}, not {value}; ask for the same, or for another --workdir"
+            )

@@ -1,0 +1,174 @@
+"""`realm quickstart` in small: from nothing to results and report, again, and after an interruption."""
+
+from functools import partial
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from quick import quick_compiler
+
+from realm_jax import cli
+from realm_jax.corpus import encyclopedia
+from realm_jax.errors import UserError
+from realm_jax.jobs import opening
+from realm_jax.jobs import quickstart as job
+from realm_jax.run import make_run
+from realm_jax.storage import read_json
+from realm_jax.training.metrics import read_lines
+
+SIZES = {
+    "model": {"layers": 1, "width": 16, "heads": 2, "feed_forward": 32, "projection": 8, "span_hidden": 8},
+    "data": {"query_length": 24, "document_length": 48},
+    "retrieval": {"candidates": 3, "qa_passages": 3, "qa_beam": 4, "embed_batch": 32},
+    "refresh": {"every": 2},
+    "log": {"every": 1},
+    "evaluation": {"batch_size": 12},
+    "mlm": {"steps": 2, "batch_size": 4},
+    "ict": {"steps": 2, "batch_size": 8},
+    "realm": {"steps": 4, "batch_size": 4},
+    "qa": {"steps": 2, "batch_size": 4},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick(tmp_path_factory):
+    """One device, and no compiled programs in the home folder."""
+    compiled = tmp_path_factory.mktemp("compiled")
+    with quick_compiler(compiled), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(compiled))
+        patch.setattr(opening, "make_run", partial(make_run, devices=jax.devices()[:1]))
+        yield
+
+
+def quickstart(workdir: Path, *arguments: str, entities: int = 40) -> int:
+    keys = {f"{section}.{key}": value for section, values in SIZES.items() for key, value in values.items()}
+    overrides = [f"--config.{key}={value}" for key, value in keys.items()]
+    return cli.main(["quickstart", f"--workdir={workdir}", f"--entities={entities}", *overrides, *arguments])
+
+
+class Links(HTMLParser):
+    """Everything that a page would load or lead to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.found += [value or "" for name, value in attributes if name in ("href", "src", "srcset", "action", "data")]
+
+
+def links(page: Path) -> list[str]:
+    parser = Links()
+    parser.feed(page.read_text())
+    return parser.found
+
+
+def without_seconds(results: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in results.items() if key != "seconds"}
+
+
+def state_of(workdir: Path) -> dict[str, Any]:
+    """Every file of data, records and checkpoints, with its time."""
+    kept = ("results.json", "report.html", "config.json", "data.json")
+    return {
+        str(path): path.stat().st_mtime_ns for path in workdir.rglob("*") if path.is_file() and path.name not in kept
+    }
+
+
+def check_whole(workdir: Path, results: dict[str, Any], stages: set[str]) -> None:
+    """What every finished quickstart has."""
+    assert set(results["seconds"]) == {"baselines", *stages}
+    for values in (results["recall@5"], results["answer_recall@5"], results["exact_match"]):
+        assert all(0 <= value <= 1 for value in values.values())
+    page = workdir / "report.html"
+    assert "realm quickstart --workdir=" in page.read_text()
+    assert all(link.startswith(("#", "data:")) for link in links(page)), links(page)
+
+
+def test_two_tasks_end_with_results_and_a_report_and_a_second_call_does_nothing_new(tmp_path):
+    workdir = tmp_path / "run"
+    assert quickstart(workdir, "--config.tasks=ict,qa") == 0
+    results = read_json(workdir / "results.json")
+    check_whole(workdir, results, {"ict", "qa"})
+    assert set(results["recall@5"]) == {"untrained", "bm25", "ict", "qa"}
+    assert set(results["exact_match"]) == {"retrieval", "chance"}
+    files = state_of(workdir)
+    assert quickstart(workdir, "--config.tasks=ict,qa") == 0
+    assert state_of(workdir) == files
+    assert without_seconds(read_json(workdir / "results.json")) == without_seconds(results)
+
+
+@pytest.mark.slow
+def test_the_whole_recipe_with_its_controls(tmp_path):
+    workdir = tmp_path / "run"
+    assert quickstart(workdir, "--controls", entities=60) == 0
+    results = read_json(workdir / "results.json")
+    controls = {"no_retriever_gradient", "more_ict"}
+    check_whole(workdir, results, {"mlm", "ict", "realm", "qa", "closed_book"} | controls)
+    assert set(results["recall@5"]) == {"untrained", "bm25", "ict", "realm", "qa"} | controls
+    assert set(results["exact_match"]) == {"retrieval", "closed_book", "chance"}
+    assert set(results["recall@5_by_replaced_words"]) == set(results["recall@5"])
+    assert isinstance(results["retrieval_utility"], float)
+    evaluations = read_lines(workdir / "realm" / "evaluations.jsonl")
+    assert [(record["step"], record["refresh"]) for record in evaluations] == [(0, True), (2, True), (4, False)]
+    assert results["recall@5"]["realm"] == evaluations[-1]["recall@5"]
+    still = read_lines(workdir / "no_retriever_gradient" / "evaluations.jsonl")
+    assert len({record["recall@5"] for record in still}) == 1, "a retriever that is held still finds what it found"
+    assert still[0]["recall@5"] == results["recall@5"]["ict"]
+    files = state_of(workdir)
+    assert quickstart(workdir, "--controls", entities=60) == 0
+    assert state_of(workdir) == files
+    assert without_seconds(read_json(workdir / "results.json")) == without_seconds(results)
+
+
+# --- The data
+
+
+class Interrupted(Exception):
+    """Stands for the power going off."""
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+
+
+def test_data_that_were_interrupted_are_made_again(tmp_path, monkeypatch):
+    """First while the encyclopedia is written, then while it is prepared: nothing that looks whole is left."""
+    whole, workdir = tmp_path / "whole", tmp_path / "run"
+    job.make_data(whole, 20, seed=0)
+
+    def half(book: encyclopedia.Encyclopedia, folder: Path) -> None:
+        folder.mkdir(parents=True)
+        (folder / "passages.jsonl").write_text('{"id": "entity-0", "ti')
+        raise Interrupted
+
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr(encyclopedia, "write", half)
+        job.make_data(workdir, 20, seed=0)
+    assert names(workdir) == {".text.partial"}
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise Interrupted
+
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr("realm_jax.jobs.prepare.build_store", broken)
+        job.make_data(workdir, 20, seed=0)
+    assert names(workdir) == {"text"}
+    job.make_data(workdir, 20, seed=0)
+    assert names(workdir) == {"text", "data"}
+    for path in [path for path in whole.rglob("*") if path.is_file()]:
+        assert path.read_bytes() == (workdir / path.relative_to(whole)).read_bytes(), path
+
+
+def test_data_that_are_there_are_used_again_and_never_for_other_settings(tmp_path, capsys):
+    job.make_data(tmp_path, 20, seed=0)
+    before = state_of(tmp_path)
+    job.make_data(tmp_path, 20, seed=0)
+    assert state_of(tmp_path) == before
+    assert "nothing to do" in capsys.readouterr().out
+    with pytest.raises(UserError, match=f"{tmp_path}/text was made with entities=20, not 21; ask for the same, or for"):
+        job.make_data(tmp_path, 21, seed=0)
+    with pytest.raises(UserError, match="was made with seed=0, not 1"):
+        job.make_data(tmp_path, 20, seed=1)
