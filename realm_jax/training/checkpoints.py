@@ -7,12 +7,12 @@ have been seen. Saves are asynchronous, and a folder that was cut off in the mid
 
 import os
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Self
 
 import flax
 import jax
-import jaxlib
 import numpy as np
 import orbax.checkpoint
 from numpy.typing import NDArray
@@ -97,7 +97,7 @@ def environment() -> dict[str, Any]:
     return {
         "realm_jax": realm_jax.__version__,
         "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
+        "jaxlib": metadata.version("jaxlib"),
         "flax": flax.__version__,
         "orbax": orbax.checkpoint.__version__,
         "numpy": np.__version__,
