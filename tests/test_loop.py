@@ -151,7 +151,7 @@ def test_what_is_done_is_not_repeated(sturdy, monkeypatch):
     assert files == {path: path.stat().st_mtime_ns for path in sturdy.workdir.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("last", [2, STEPS - 1, STEPS])
+@pytest.mark.parametrize("last", [2, pytest.param(STEPS - 1, marks=pytest.mark.slow), STEPS])
 def test_sigterm_saves_and_the_next_start_loses_no_step(data, sturdy, tmp_path, monkeypatch, last):
     """It comes within a step, within the last step, or while the last index is being made."""
     calls = []
@@ -199,8 +199,7 @@ def replace_step(monkeypatch, step: Callable[[Any, Any, Any], dict[str, float]])
     monkeypatch.setattr(loop, "make_step", make)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_run_goes_on_with_the_same_state_and_index_on_other_devices(data, tmp_path, monkeypatch, dtype):
+def test_a_run_goes_on_with_the_same_state_and_index_on_other_devices(data, tmp_path, monkeypatch):
     """Sixteen passages are padded to 32 rows on one device and to 256 on eight."""
     seen: dict[int, Any] = {}
 
@@ -212,7 +211,7 @@ def test_a_run_goes_on_with_the_same_state_and_index_on_other_devices(data, tmp_
         return {}
 
     replace_step(monkeypatch, look)
-    changes = {"retrieval__dtype": dtype, "refresh__every": 100}
+    changes = {"retrieval__dtype": "bfloat16", "refresh__every": 100}
     devices = 1
     run = open_tiny(data, tmp_path, **changes)
     with pytest.raises(Cut):
@@ -294,7 +293,7 @@ from tiny_run import tiny_config
 
 def get_config():
     config = tiny_config(Path({data!r}))
-    config.tasks = "realm"
+    config.tasks, config.ict.batch_size, config.qa.batch_size = "realm", 8, 8
     config.realm.update({{"steps": 60, "batch_size": 8, "warmup": 2}})
     config.refresh.every = 5
     config.log.every = 1

@@ -35,6 +35,7 @@ from realm_jax.training.metrics import read_lines
 RECALL = re.compile(r"(answer_)?recall@\d+")
 BY_WORDS = "recall@5_by_replaced_words"
 SHOWN_QUESTIONS = 6
+SENTENCES = 64  # or a few more, to share them out evenly over the devices
 TITLES = {"mlm": "Warm-up: masked words", "ict": "Inverse cloze task", "realm": "REALM", "qa": "Fine-tuning"}
 SUPERVISION = {
     "mlm": "Names and dates hidden in a sentence, read beside other sentences of the same passage in which they occur "
@@ -185,7 +186,7 @@ def shown_examples(run: Run, evaluator: Evaluator, predictions: Sequence[Predict
 
 
 def masked_sentence(run: Run, params: Params) -> dict[str, Any] | None:
-    """The paper's Table 3 for one sentence of the pre-training text: the one that gains most of 64 from retrieval.
+    """The paper's Table 3 for a sentence of the pre-training text: of SENTENCES the one that retrieval helps most.
 
     Read with the parameters at the end of the recipe's REALM task, so only where it has one.
     """
@@ -195,7 +196,8 @@ def masked_sentence(run: Run, params: Params) -> dict[str, Any] | None:
     index = run.index(run.embed(params))
     sources, lengths, setting = run.sources, run.lengths, run.setting
     examples = masked_examples(sources.pretraining, sources.wordpiece, lengths, "salient", sources.own_text)
-    batch = dataset(examples, run.config.seed, "realm", 64)[0]
+    count = SENTENCES + -SENTENCES % run.mesh.size
+    batch = dataset(examples, run.config.seed, "realm", count)[0]
 
     def read(params: Params, batch: Any, index: Index) -> tuple[jax.Array, ...]:
         found = retrieve(setting, params, batch, index, setting.candidates - 1)

@@ -30,7 +30,7 @@ class Journal:
 
     def __init__(self, folder: Path, task: str, start: int, total: int, seconds: float):
         """start: steps that are done, in `seconds`. The bar carries the folder's name, warnings go by the task's."""
-        self._task, self._start, self._total, self._before = task, start, total, seconds
+        self._task, self._start, self._before = task, start, seconds
         self._metrics = MetricsWriter(folder, "metrics", start)
         # A refresh follows the save of its step, so a run that goes on from that save makes and measures it again.
         self._evaluations = MetricsWriter(folder, "evaluations", start - 1)

@@ -85,7 +85,7 @@ def make_step(run: Run, task: Task) -> Step:
         (_, metrics), gradients = jax.value_and_grad(loss, has_aux=True)(state.trained)
         updates, moments = optimizer.update(gradients, state.optimizer, state.trained)
         trained = optax.apply_updates(state.trained, updates)
-        metrics["gradient_norm"] = optax.global_norm(gradients)
+        metrics["gradient_norm"] = optax.tree.norm(gradients)
         return State(state.step + 1, trained, state.frozen, moments), metrics
 
     shardings = state_shardings(run, task)
