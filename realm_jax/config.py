@@ -5,7 +5,6 @@ An experiment file returns `default()` with some keys changed. Sections and keys
 Science (a run folder keeps them; another value on resume is an error that names the key):
   tasks                    recipe, in order, comma-separated: any of mlm, ict, realm, qa
   seed                     every random choice derives from it and from an example's index
-  data.path                folder written by `realm prepare`
   data.masking             'salient', 'uniform' or 'random_span': what REALM's queries hide
   data.predictions         predicted positions of a masked sentence at most; 0: sized to the masking
   data.null_rate           warm-up: share of examples that are a sentence of X beside the empty document
@@ -37,6 +36,7 @@ Science (a run folder keeps them; another value on resume is an error that names
   <task>.warmup            steps of learning-rate warm-up; 0: min(10000, max(100, steps / 10))
   optimizer.weight_decay, optimizer.clip
 Operations (may change on resume):
+  data.path                folder written by `realm prepare`; what is in it may not change (`data.json`)
   init_from                run folder whose final parameters a fresh run starts from; '' for none
   mesh.data, mesh.fsdp, mesh.model   devices along each axis; one may be -1
   retrieval.block          vectors scored at a time on a device
@@ -56,7 +56,16 @@ from ml_collections import ConfigDict
 from realm_jax.errors import UserError
 
 TASKS = ("mlm", "ict", "realm", "qa")
-OPERATIONS = ("init_from", "mesh", "retrieval.block", "retrieval.embed_batch", "checkpoint", "log", "evaluation")
+OPERATIONS = (
+    "data.path",
+    "init_from",
+    "mesh",
+    "retrieval.block",
+    "retrieval.embed_batch",
+    "checkpoint",
+    "log",
+    "evaluation",
+)
 
 
 def _task(steps: int, batch_size: int, learning_rate: float) -> dict[str, Any]:

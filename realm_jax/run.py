@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
-from realm_jax.config import joint_length
+from realm_jax.config import joint_length, task_names
 from realm_jax.data.examples import Lengths, lengths_from
 from realm_jax.data.sources import Sources
 from realm_jax.errors import UserError
@@ -98,10 +98,13 @@ def make_run(config: ConfigDict, workdir: Path, sources: Sources, devices: list[
             f"{config.data.path}: the corpus has {rows} passages, but config.retrieval.candidates and "
             f"config.retrieval.qa_passages need {wanted}; add passages or lower the keys"
         )
-    for name in ("mlm", "ict", "realm", "qa"):
+    for name in task_names(config):
         spread = mesh.shape["data"] * mesh.shape["fsdp"]
-        if config[name].batch_size % spread:
-            raise UserError(f"config.{name}.batch_size: must be a multiple of the {spread} devices that share a batch")
+        size = config[name].batch_size
+        if size % spread:
+            raise UserError(
+                f"config.{name}.batch_size: is {size}, but {spread} devices share a batch; set a multiple of {spread}"
+            )
     m, r, o = config.model, config.retrieval, config.objective
     positions = m.max_length or joint_length(config)
     bert = BertConfig(
