@@ -19,6 +19,7 @@ Science (a run folder keeps them; another value on resume is an error that names
   model.dtype              'float32' or 'bfloat16': matrix products; LayerNorm, softmax and loss stay float32
   model.projection         size of a retrieval vector
   model.norm_epsilon       of the LayerNorm on retrieval vectors (1e-12: released checkpoints; 1e-3: released ICT code)
+  model.norm_scale         its scale before training: the smaller, the closer fresh scores are (reference: 1)
   model.span_hidden        size of a span's representation
   model.span_width         word pieces of an answer at most
   model.shared_tower       one embedder for queries and passages instead of two
@@ -100,6 +101,7 @@ def default() -> ConfigDict:
                 "dtype": "float32",
                 "projection": 128,
                 "norm_epsilon": 1e-12,
+                "norm_scale": 1.0,
                 "span_hidden": 256,
                 "span_width": 10,
                 "shared_tower": False,
@@ -163,8 +165,9 @@ def _check_choices(config: ConfigDict) -> None:
 def _check_sizes(config: ConfigDict) -> None:
     positive = (
         "model.layers model.width model.heads model.feed_forward model.projection model.span_hidden model.span_width "
-        "retrieval.qa_passages retrieval.qa_beam retrieval.embed_batch refresh.every data.answers checkpoint.every "
-        "checkpoint.keep log.every evaluation.batch_size evaluation.passages model.norm_epsilon optimizer.clip"
+        "model.norm_epsilon model.norm_scale retrieval.qa_passages retrieval.qa_beam retrieval.embed_batch "
+        "refresh.every data.answers checkpoint.every checkpoint.keep log.every evaluation.batch_size "
+        "evaluation.passages optimizer.clip"
     )
     for key in positive.split():
         _require(_get(config, key) > 0, key, "must be positive")

@@ -110,7 +110,7 @@ def make_run(config: ConfigDict, workdir: Path, sources: Sources, devices: list[
     bert = BertConfig(
         sources.wordpiece.size, m.width, m.layers, m.heads, m.feed_forward, positions, m.dropout, jnp.dtype(m.dtype)
     )
-    model = Realm(bert, m.projection, m.norm_epsilon, m.span_hidden, m.span_width, m.shared_tower)
+    model = Realm(bert, m.projection, m.norm_epsilon, m.norm_scale, m.span_hidden, m.span_width, m.shared_tower)
     special = sources.wordpiece.special
     setting = Setting(
         model, mesh, special.cls, special.sep, rows, r.candidates, o.marginal, o.ict_null_weight, r.block, o.qa,

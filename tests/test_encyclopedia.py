@@ -88,8 +88,8 @@ def test_default_sizes(encyclopedia):
     numbers = statistics(encyclopedia)
     assert numbers["passages"] == 3200
     assert numbers["train_questions"] == 4000
-    assert numbers["dev_questions"] == 640
-    assert numbers["longest_passage_words"] <= 80
+    assert numbers["dev_questions"] == 600
+    assert numbers["longest_passage_words"] <= 60
     assert numbers["distinct_words"] <= 1500  # so that a vocabulary of 2,000 pieces keeps nearly every word whole
 
 
@@ -113,13 +113,13 @@ def test_words_of_names_synonyms_values_and_phrasings_are_distinct(world):
     assert max(counted.values()) == 1
 
 
-def test_passage_states_every_fact_and_repeats_half(encyclopedia, world):
+def test_passage_states_every_fact_and_repeats_one(encyclopedia, world):
     for index in range(0, 3200, 50):
         text = encyclopedia.passages[index]["text"]
         told = Counter(values_in(world, text))
         assert set(told) == set(world.entity(index).values)
-        assert sorted(told.values()) == [1, 1, 2, 2]
-        assert len(set(sentences(text))) == 6
+        assert sorted(told.values()) == [1, 1, 2]
+        assert len(set(sentences(text))) == 4
         assert encyclopedia.passages[index]["title"] in sentences(text)[0]
 
 
@@ -148,7 +148,7 @@ def test_more_than_half_of_the_questions_replace_a_name_word(encyclopedia, world
 def test_held_out_entities_are_asked_only_in_dev(encyclopedia, world, held_out_entities):
     held_out = {entity.name for entity in held_out_entities}
     asked = Counter((question["entity"], question["relation"]) for question in encyclopedia.dev_questions)
-    assert len(held_out) == 160 and len(asked) == 640 and set(asked.values()) == {1}
+    assert len(held_out) == 200 and len(asked) == 600 and set(asked.values()) == {1}
     spoken = {pair for item in encyclopedia.pretraining for pair in spoken_pairs(world, item["text"])}
     trained = {tuple(question["entity"].split()) for question in encyclopedia.train_questions}
     assert not held_out & (spoken | trained)
@@ -160,7 +160,7 @@ def test_words_and_values_of_held_out_entities_are_learnt_from_others(encycloped
     seen = Counter(token for item in encyclopedia.pretraining for token in words(item["text"]))
     for entity in held_out_entities:
         for word in entity.name:
-            assert seen[word] >= 5 and seen[world.synonyms[word]] >= 5
+            assert seen[world.synonyms.get(word, word)] >= 5
         assert all(seen[token] for value in entity.values for token in words(value))
 
 
@@ -172,8 +172,8 @@ def test_every_pretraining_sentence_has_its_name_and_one_value(encyclopedia, wor
         for line in lines:
             [name], [value] = spoken_pairs(world, line), values_in(world, line)
             told[name, value] += 1
-    assert len(told) == 3040 * len(RELATIONS)
-    assert sum(told.values()) == 1.5 * len(told) and set(told.values()) == {1, 2}
+    assert len(told) == 3000 * len(RELATIONS)
+    assert set(told.values()) == {2}
 
 
 def test_pretraining_repeats_no_passage_sentence_and_its_titles_reveal_nothing(encyclopedia):
@@ -201,15 +201,15 @@ def test_chance_is_small_and_counts_the_most_common_answer(encyclopedia):
 
 
 def test_no_fact_is_asked_twice_before_all_were_asked_once():
-    made = generate(5, entities=60, held_out=10, train_questions=400)
+    made = generate(5, entities=60, held_out=10, train_questions=300)
     asked = [(question["entity"], question["relation"]) for question in made.train_questions]
-    assert len(set(asked[:200])) == 200 and Counter(asked) == dict.fromkeys(asked, 2)
+    assert len(set(asked[:150])) == 150 and Counter(asked) == dict.fromkeys(asked, 2)
 
 
 def test_a_large_encyclopedia_is_read_record_by_record():
     settings = EncyclopediaSettings(seed=1, entities=100_000, held_out=500)
     large = lazily(settings)
-    assert len(large.passages) == 100_000 and len(large.dev_questions) == 2000
+    assert len(large.passages) == 100_000 and len(large.dev_questions) == 1500
     assert len(large.pretraining) == 99_500 * 3
     titles = [large.passages[index]["title"] for index in range(0, 100_000, 1000)]
     assert len(set(titles)) == 100
@@ -229,7 +229,10 @@ def test_any_share_of_held_out_entities_splits_the_whole(entities, held_out):
     assert len(asked) == held_out and not asked & told and len(asked | told) == entities
 
 
-@pytest.mark.parametrize("change", [{"held_out": 3200}, {"synonym_rate": 1.5}, {"news_per_fact": 7}, {"entities": 1}])
+@pytest.mark.parametrize(
+    "change",
+    [{"held_out": 3200}, {"synonym_rate": 1.5}, {"synonym_share": -0.1}, {"news_per_fact": 7}, {"entities": 1}],
+)
 def test_settings_that_cannot_be_kept_are_named(change):
     with pytest.raises(UserError, match=next(iter(change))):
         replace(EncyclopediaSettings(seed=1), **change)

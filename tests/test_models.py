@@ -1,5 +1,6 @@
 """The networks: against a NumPy transformer that never sees padding, and in the precisions that they may be run in."""
 
+import dataclasses
 import functools
 
 import jax
@@ -270,3 +271,18 @@ def test_bfloat16_stays_near_float32():
     close = jax.jit(functools.partial(everything, tiny_realm(dtype=jnp.bfloat16), inputs))(parameters())
     for a, b, tolerance in zip(exact, close, (0.1, 0.3, 0.1, 0.1), strict=True):
         assert 0 < np.abs(a - b).max() < tolerance
+
+
+def test_a_fresh_layer_hands_on_what_it_attends_to():
+    for tower in init(jax.random.key(3)).values():
+        for layer in ("layer_0", "layer_1"):
+            block = tower["bert"][layer]
+            product = block["value"]["kernel"] @ block["attention_output"]["kernel"]
+            np.testing.assert_allclose(product, np.eye(product.shape[0]), atol=1e-5)
+
+
+def test_norm_scale_sets_the_length_of_fresh_vectors():
+    model = dataclasses.replace(MODEL, norm_scale=0.5)
+    rows = queries()
+    vectors = model.embed_queries(model.init(jax.random.key(0)), rows["query"], rows["query_length"])
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 0.5 * model.projection**0.5, rtol=1e-4)

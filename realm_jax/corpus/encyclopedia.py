@@ -80,27 +80,14 @@ PHRASINGS: dict[str, Phrasings] = {
             "since when is the {name} known?", "what is the year of the first record of the {name}?",
         ),
     ),
-    "museum": Phrasings(
-        statement=(
-            "{The} is kept at {value}.", "At {value} {the} is on show.", "The best example of {the} is at {value}.",
-            "Many go to {value} to view {the}.", "The experts at {value} look after {the}.",
-            "There is a room for {the} in {value}.", "Those who ask which museum keeps {the} are sent to {value}.",
-            "The museum where {the} is on show is {value}.",
-        ),
-        question=(
-            "which museum keeps the {name}?", "where is the {name} on show?", "in which museum is the {name} kept?",
-            "what museum keeps the {name}?",
-        ),
-    ),
 }
 # fmt: on
 RELATIONS = tuple(PHRASINGS)
-REPEATED_FACTS = len(RELATIONS) // 2  # lets a sentence taken out of an article often be rebuilt from the rest
+REPEATED_FACTS = 1  # lets a sentence taken out of an article often be rebuilt from the rest
 ARTICLE_PHRASINGS = 2  # of a relation in one article at most; the news on an entity uses the others
 NEWS_PHRASINGS = min(len(phrasings.statement) for phrasings in PHRASINGS.values()) - ARTICLE_PHRASINGS
 QUESTION_PHRASINGS = min(len(phrasings.question) for phrasings in PHRASINGS.values())
 MONTHS = ("January", "March", "April", "June", "August", "October")  # not May: it is a common word too
-BUILDINGS = ("Hall", "House", "Gallery", "Tower")  # not Museum: questions say it
 
 
 @dataclass(frozen=True)
@@ -113,17 +100,19 @@ class EncyclopediaSettings:
     seed: int
     entities: int = 3200
     """Entities, and so passages."""
-    held_out: int = 160
+    held_out: int = 200
     """Entities that only the corpus and the development questions speak of; every relation of each is asked."""
     train_questions: int = 4000
     """Questions about the other entities; no fact is asked twice before every fact was asked once."""
-    synonym_rate: float = 0.32
-    """Chance that a name word outside the passages is replaced; 0.32 changes 54 % of the names."""
-    news_per_fact: float = 1.5
+    synonym_share: float = 0.36
+    """Share of name words that have a synonym."""
+    synonym_rate: float = 0.95
+    """Chance that such a word is replaced outside the passages; 0.36 * 0.95 changes 57 % of the names."""
+    news_per_fact: float = 2.0
     """Mean number of pre-training sentences about each fact, each in another phrasing."""
     pronoun_rate: float = 0.25
     """Chance that an article sentence after the first says "it" for the name."""
-    values_per_relation: int = 80
+    values_per_relation: int = 160
     """Distinct values a relation draws from: chance is about 1 / values_per_relation."""
 
     def __post_init__(self) -> None:
@@ -132,6 +121,7 @@ class EncyclopediaSettings:
             "entities": (2, math.inf),
             "held_out": (1, self.entities - 1),
             "train_questions": (0, known_facts * QUESTION_PHRASINGS),
+            "synonym_share": (0, 1),
             "synonym_rate": (0, 1),
             "news_per_fact": (1, NEWS_PHRASINGS),
             "pronoun_rate": (0, 1),
@@ -188,7 +178,7 @@ class LazyRecords(Sequence[Record]):
         return map(self._make, range(self._count))
 
 
-def generate(seed: int, entities: int = 3200, held_out: int = 160, **settings: Any) -> Encyclopedia:
+def generate(seed: int, entities: int = 3200, held_out: int = 200, **settings: Any) -> Encyclopedia:
     """The whole encyclopedia in memory; `settings` are further fields of `EncyclopediaSettings`."""
     lazy = lazily(EncyclopediaSettings(seed=seed, entities=entities, held_out=held_out, **settings))
     return Encyclopedia(
@@ -277,9 +267,11 @@ class _World:
         # Each name word is shared by sqrt(entities) / 2.2 entities: 26 of 3,200.
         pool = math.ceil(2.2 * math.sqrt(settings.entities))
         count = settings.values_per_relation
-        words = _invented_words(rng, 4 * pool + 4 * count)
+        words = _invented_words(rng, 4 * pool + 3 * count)
         self.firsts, self.seconds = words[:pool], words[pool : 2 * pool]
-        self.synonyms = dict(zip(words[: 2 * pool], words[2 * pool : 4 * pool], strict=True))
+        common = round(settings.synonym_share * pool)
+        replaceable = self.firsts[:common] + self.seconds[:common]
+        self.synonyms = dict(zip(replaceable, words[2 * pool :], strict=False))
         self.pools = _value_pools(rng, [word.capitalize() for word in words[4 * pool :]], count)
         self.rounds = [[_below(rng, pool) for _ in range(pool)] for _ in range(4)]
         self.news_sentences = round(settings.news_per_fact * len(RELATIONS))
@@ -307,7 +299,7 @@ class _World:
         return {"id": f"entity-{index}", "title": name, "text": " ".join(sentences)}
 
     def _article_plan(self, entity: int) -> list[tuple[int, str]]:
-        """What the article of an entity says as (relation, phrasing): every fact, and a random half of them twice."""
+        """What the article of an entity says as (relation, phrasing): every fact, and a random one of them twice."""
         rng = self._random("article plan", entity)
         return [
             (relation, phrasing)
@@ -373,7 +365,7 @@ class _World:
 
     def _spoken_name(self, rng: Random, entity: Entity) -> tuple[str, int]:
         """The name with each word replaced by its synonym at the synonym rate, and how many were."""
-        replaced = [rng.random() < self.settings.synonym_rate for _ in entity.name]
+        replaced = [rng.random() < self.settings.synonym_rate and word in self.synonyms for word in entity.name]
         words = [self.synonyms[word] if swap else word for word, swap in zip(entity.name, replaced, strict=True)]
         return " ".join(words), sum(replaced)
 
@@ -410,7 +402,7 @@ def _invented_words(rng: Random, count: int) -> list[str]:
     onsets = "b br d dr f fl g gr h j k kr l m n p pl r s st t tr v w z".split()
     vowels, codas = "aeiou", "k l lm m n nd r rk rn sk st x".split()
     phrases = [phrase for phrasings in PHRASINGS.values() for group in phrasings for phrase in group]
-    taken = {word.lower() for text in (*phrases, *MONTHS, *BUILDINGS) for word in re.findall(r"\w+", text)}
+    taken = {word.lower() for text in (*phrases, *MONTHS) for word in re.findall(r"\w+", text)}
     words: list[str] = []
     syllables = 2 if count < 50_000 else 3  # two syllables make 187,500 words
     while len(words) < count:
@@ -423,8 +415,8 @@ def _invented_words(rng: Random, count: int) -> list[str]:
 
 
 def _value_pools(rng: Random, names: list[str], count: int) -> dict[str, list[str]]:
-    """`count` distinct values for each relation out of 4 * count capitalised names; no word serves two relations."""
-    surnames, regions, museums, given = (names[part * count : (part + 1) * count] for part in range(4))
+    """`count` distinct values for each relation out of 3 * count capitalised names; no word serves two relations."""
+    surnames, regions, given = (names[part * count : (part + 1) * count] for part in range(3))
     given = given[: max(count // 2, 1)]  # given names are shared, to keep words few
     years = _shuffled(rng, range(1500, 2000))[:count]
     return {
@@ -433,9 +425,5 @@ def _value_pools(rng: Random, names: list[str], count: int) -> dict[str, list[st
         "date": [
             f"{MONTHS[_below(rng, len(MONTHS))]} {year}" if place % 4 == 0 else str(year)
             for place, year in enumerate(years)
-        ],
-        "museum": [
-            f"{museum} {BUILDINGS[_below(rng, len(BUILDINGS))]}" if place % 2 == 0 else museum
-            for place, museum in enumerate(museums)
         ],
     }

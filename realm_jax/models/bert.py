@@ -47,23 +47,29 @@ class BertConfig:
     dtype: Any = jnp.float32
 
 
-def dense(features: int, axes: tuple[str | None, str | None], config: BertConfig, name: str) -> nn.Dense:
-    """A linear layer with BERT's initialiser and logical axis names for (input, output)."""
+def dense(
+    features: int,
+    axes: tuple[str | None, str | None],
+    config: BertConfig,
+    name: str,
+    kernel_init: nn.initializers.Initializer | None = None,
+) -> nn.Dense:
+    """A linear layer with logical axis names for (input, output); BERT's initialiser unless another is given."""
     return nn.Dense(
         features,
         dtype=config.dtype,
-        kernel_init=nn.with_logical_partitioning(initializer(config.width), axes),
+        kernel_init=nn.with_logical_partitioning(kernel_init or initializer(config.width), axes),
         bias_init=nn.with_logical_partitioning(nn.initializers.zeros_init(), (axes[1],)),
         name=name,
     )
 
 
-def layer_norm(name: str, epsilon: float = LAYER_NORM_EPSILON) -> nn.LayerNorm:
-    """LayerNorm in float32, whatever the compute dtype."""
+def layer_norm(name: str, epsilon: float = LAYER_NORM_EPSILON, scale: float = 1.0) -> nn.LayerNorm:
+    """LayerNorm in float32, whatever the compute dtype, that starts with the given scale."""
     return nn.LayerNorm(
         epsilon=epsilon,
         dtype=jnp.float32,
-        scale_init=nn.with_logical_partitioning(nn.initializers.ones_init(), ("norm",)),
+        scale_init=nn.with_logical_partitioning(nn.initializers.constant(scale), ("norm",)),
         bias_init=nn.with_logical_partitioning(nn.initializers.zeros_init(), ("norm",)),
         name=name,
     )
@@ -88,7 +94,12 @@ def attend(query: Array, key: Array, value: Array, mask: Array) -> Array:
 
 
 class Layer(nn.Module):
-    """One post-norm transformer layer; queries may be fewer than keys."""
+    """One post-norm transformer layer; queries may be fewer than keys.
+
+    A fresh layer hands on what it attends to unchanged: its value matrix is orthogonal and its output matrix the
+    inverse. So a model without BERT's weights copies and compares words from its first steps, instead of after the
+    hundreds that two random matrices need to find each other (measured: `benchmarks/README.md`).
+    """
 
     config: BertConfig
 
@@ -100,12 +111,14 @@ class Layer(nn.Module):
         def split_heads(x: Array) -> Array:
             return x.reshape(*x.shape[:2], c.heads, c.width // c.heads)
 
-        query, key, value = (
-            split_heads(dense(c.width, ("embed", "heads"), c, name)(x))
-            for name, x in (("query", queries), ("key", keys), ("value", keys))
-        )
+        def undo_value(*_: Any) -> Array:
+            return nn.unbox(self.get_variable("params", "value"))["kernel"].T
+
+        query = split_heads(dense(c.width, ("embed", "heads"), c, "query")(queries))
+        key = split_heads(dense(c.width, ("embed", "heads"), c, "key")(keys))
+        value = split_heads(dense(c.width, ("embed", "heads"), c, "value", nn.initializers.orthogonal())(keys))
         attended = attend(query, key, value, mask).reshape(queries.shape)
-        attended = dense(c.width, ("heads", "embed"), c, "attention_output")(attended)
+        attended = dense(c.width, ("heads", "embed"), c, "attention_output", undo_value)(attended)
         attended = nn.Dropout(c.dropout)(attended, deterministic=deterministic)
         x = layer_norm("attention_norm")(queries + attended).astype(c.dtype)
         hidden = dense(c.feed_forward, ("embed", "mlp"), c, "intermediate")(x)

@@ -14,11 +14,16 @@ Array = jax.Array
 
 
 class Embedder(nn.Module):
-    """One tower. `projection`: size of the vector (128 in the paper). `norm_epsilon`: of the final LayerNorm."""
+    """One tower.
+
+    `projection`: size of the vector (128 in the paper). `norm_epsilon`, `norm_scale`: of the final LayerNorm; a fresh
+    vector's length is norm_scale × √projection, so scores lie within ± norm_scale² × projection.
+    """
 
     config: BertConfig
     projection: int = 128
     norm_epsilon: float = 1e-12
+    norm_scale: float = 1.0
 
     @nn.compact
     def __call__(self, ids: Array, segments: Array, mask: Array, deterministic: bool = True) -> Array:
@@ -37,5 +42,5 @@ class Embedder(nn.Module):
             bias_init=nn.with_logical_partitioning(nn.initializers.zeros_init(), ("projection",)),
             name="projection",
         )(pooled.astype(jnp.float32))
-        vector = layer_norm("projection_norm", self.norm_epsilon)(projected)
+        vector = layer_norm("projection_norm", self.norm_epsilon, self.norm_scale)(projected)
         return nn.Dropout(c.dropout)(vector, deterministic=deterministic)

@@ -27,14 +27,15 @@ class Realm:
 
     bert: BertConfig
     projection: int = 128
-    projection_norm_epsilon: float = 1e-12
+    norm_epsilon: float = 1e-12
+    norm_scale: float = 1.0
     span_hidden: int = 256
     span_width: int = 10
     shared_tower: bool = False
 
     @property
     def embedder(self) -> Embedder:
-        return Embedder(self.bert, self.projection, self.projection_norm_epsilon)
+        return Embedder(self.bert, self.projection, self.norm_epsilon, self.norm_scale)
 
     @property
     def reader(self) -> Reader:
