@@ -14,15 +14,15 @@ def quickstart() -> ConfigDict:
     Numbers and times: `benchmarks/README.md`.
     """
     config = _tiny()
-    config.data.update(query_length=24, document_length=88, predictions=4, answers=1)
+    config.data.update(query_length=20, document_length=64, predictions=4, answers=1)
     config.model.update(span_width=4)
-    config.mlm.update(steps=1200, batch_size=48, learning_rate=1e-3, warmup=50)
-    config.ict.update(steps=300, batch_size=256, learning_rate=1e-3, warmup=50)
-    config.realm.update(steps=600, batch_size=32, learning_rate=2.5e-4, warmup=50)
-    config.qa.update(steps=250, batch_size=32, learning_rate=5e-4, warmup=50)
-    config.refresh.every = 50
-    config.objective.update(retriever_start=40, ict_null_weight=0.3)
-    config.retrieval.candidates = 6
+    config.mlm.update(steps=1600, batch_size=48, learning_rate=1e-3, warmup=50)
+    config.ict.update(steps=90, batch_size=256, learning_rate=1e-3, warmup=50)
+    config.realm.update(steps=500, batch_size=24, learning_rate=5e-4, warmup=50)
+    config.qa.update(steps=300, batch_size=32, learning_rate=5e-4, warmup=50)
+    config.refresh.every = 40
+    config.objective.update(retriever_start=30, ict_null_weight=0.3)
+    config.retrieval.candidates = 16
     return config
 
 
