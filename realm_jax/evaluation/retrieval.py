@@ -5,6 +5,7 @@ how good they are. `Bm25` is the word-matching yardstick beside which learnt ret
 for what it means that a passage contains an answer.
 """
 
+import logging
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Protocol
 
@@ -13,6 +14,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from realm_jax.evaluation.answers import contains_answer, contains_words, words
+
+logging.getLogger("bm25s").setLevel(logging.WARNING)  # the library sets DEBUG, and absl prints what it says
 
 # One-letter words and stop words are kept: how little a word tells is for BM25's own weights to say.
 _BM25_WORD = r"(?u)\b\w+\b"

@@ -50,7 +50,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Measure and print."""
-    logging.getLogger("bm25s").setLevel(logging.WARNING)  # the library sets DEBUG, and absl prints what it says
     output = None if args.output is None else _checked_output(Path(args.output))
     opened = open_run_to_ask(Path(args.workdir), args.data, {"evaluation.passages": max(DEPTHS)})
     questions = read_questions(args.questions) if args.questions else _split(opened, args.split)

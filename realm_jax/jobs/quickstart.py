@@ -63,7 +63,7 @@ def make_data(workdir: Path, entities: int, seed: int) -> None:
     """
     text = workdir / "text"
     settings = encyclopedia.EncyclopediaSettings(
-        seed=seed, entities=entities, held_out=max(1, entities // 20), train_questions=min(4000, entities * 3)
+        seed=seed, entities=entities, held_out=max(1, entities // 16), train_questions=min(4000, entities * 3)
     )
     if text.is_dir():
         _check_settings(text, dataclasses.asdict(settings))
