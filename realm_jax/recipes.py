@@ -11,7 +11,7 @@ from realm_jax.config import default
 def quickstart() -> ConfigDict:
     """The whole recipe on the synthetic encyclopedia, for two CPU cores; `realm quickstart` uses it.
 
-    Numbers and times: `benchmarks/README.md`.
+    Seven minutes; recall@5 of the gold passage 0.54 before REALM and 0.98 after it: `benchmarks/README.md`.
     """
     config = _tiny()
     config.data.update(query_length=20, document_length=64, predictions=4, answers=1)
