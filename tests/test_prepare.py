@@ -213,7 +213,12 @@ def test_ctrl_c_in_the_middle_leaves_nothing_and_exits_130(tmp_path):
     passages = write_lines(tmp_path / "p.jsonl", [{"id": str(number), "text": text} for number in range(1500)])
     (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nparis\n")
     command = f"-m realm_jax.cli prepare --passages {passages} --vocab {tmp_path}/vocab.txt --output {tmp_path}/data"
-    process = subprocess.Popen([sys.executable, *command.split()], stderr=subprocess.PIPE, text=True)
+
+    def hear_interrupts():  # a test run in the background of a shell hands on that they are ignored
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    arguments = [sys.executable, *command.split()]
+    process = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, preexec_fn=hear_interrupts)
     deadline = time.monotonic() + 60
     while not any(tmp_path.glob(".data.partial-*/passages/*/tokens.npy")):
         assert process.poll() is None and time.monotonic() < deadline
