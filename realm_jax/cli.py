@@ -10,6 +10,7 @@ import argparse
 import importlib
 import os
 import select
+import shlex
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -24,7 +25,10 @@ INTERRUPTED = 130
 BROKEN_PIPE = 141  # what a shell reports for a program that SIGPIPE ended
 
 JOBS: dict[str, tuple[str, str]] = {
-    "quickstart": ("realm_jax.jobs.quickstart", "make a small world, train on it, and watch retrieval being learned"),
+    "quickstart": (
+        "realm_jax.jobs.quickstart",
+        "make a small encyclopedia, train on it, watch retrieval being learned",
+    ),
     "prepare": ("realm_jax.jobs.prepare", "turn your documents and questions into a folder to train from"),
     "train": ("realm_jax.jobs.train", "run the training recipe of a config file, or go on with it"),
     "evaluate": ("realm_jax.jobs.evaluate", "measure recall and exact match of a trained run"),
@@ -63,6 +67,7 @@ def _run(argv: list[str]) -> int:
     args, unknown = parser.parse_known_args(argv)
     takes_config = hasattr(args, "config")
     args.overrides = [argument for argument in unknown if takes_config and argument.startswith(OVERRIDE_PREFIX)]
+    args.command_line = shlex.join(["realm", *argv])
     rest = [argument for argument in unknown if argument not in args.overrides]
     if rest:
         parser.error(_unrecognized(rest, args.overrides))
@@ -87,7 +92,7 @@ def _import_job(name: str) -> ModuleType:
             raise
         raise UserError(
             f"`realm {name}` needs the Python package {error.name!r}, which is not installed; "
-            "run `pip install realm-jax` again in this environment, then `realm doctor`"
+            "run `pip install -e .` again in the folder of the source, then `realm doctor`"
         ) from error
 
 

@@ -184,6 +184,10 @@ def _check_sizes(config: ConfigDict) -> None:
     _require(0 <= config.model.dropout < 1, "model.dropout", "must be at least 0 and below 1")
     for key in ("mesh.data", "mesh.fsdp", "mesh.model"):
         _require(_get(config, key) > 0 or _get(config, key) == -1, key, "must be positive, or -1 for what is left")
+    frozen = "qa" not in task_names(config) or not config.model.shared_tower
+    _require(
+        frozen, "model.shared_tower", "cannot be fine-tuned: qa keeps the passages' tower still; leave qa out of tasks"
+    )
     _require(config.model.width % config.model.heads == 0, "model.heads", "must divide model.width")
     _require(config.retrieval.candidates >= 2, "retrieval.candidates", "must be at least 2: the null document and one")
     _require(config.data.query_length >= 8, "data.query_length", "must be at least 8")

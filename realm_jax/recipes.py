@@ -1,6 +1,6 @@
 """Configs that travel with the package. `configs/*.py` are the same for the command line, and for changing.
 
-Each docstring gives the command, the hardware it was run on, the expected numbers and the cost.
+What each costs on which hardware, and what to expect of it: `benchmarks/README.md`.
 """
 
 from ml_collections import ConfigDict
@@ -21,7 +21,7 @@ def quickstart() -> ConfigDict:
     config.realm.update(steps=500, batch_size=24, learning_rate=5e-4, warmup=50)
     config.qa.update(steps=300, batch_size=32, learning_rate=5e-4, warmup=50)
     config.refresh.every = 40
-    config.objective.update(retriever_start=30, ict_null_weight=0.3)
+    config.objective.retriever_start = 30
     config.retrieval.candidates = 16
     return config
 
@@ -34,6 +34,7 @@ def wiki_small() -> ConfigDict:
     config.ict.update(steps=500, batch_size=64, learning_rate=1e-3, warmup=50)
     config.realm.update(steps=1000, batch_size=8, learning_rate=3e-4, warmup=100)
     config.qa.update(steps=600, batch_size=8, learning_rate=3e-4, warmup=50)
+    config.objective.retriever_start = 50
     config.refresh.every = 250
     config.retrieval.candidates = 5
     return config
@@ -44,5 +45,6 @@ def _tiny() -> ConfigDict:
     config = default()
     config.model.update(layers=2, width=64, heads=2, feed_forward=128, dropout=0.0, norm_scale=0.35, span_hidden=32)
     config.retrieval.qa_beam = 64
+    config.objective.ict_null_weight = 0.3
     config.checkpoint.update(every=100, keep=2)
     return config

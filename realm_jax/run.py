@@ -84,8 +84,15 @@ class Run:
         shardings = self.param_shardings
         return jax.jit(self.model.init, out_shardings=shardings)(key)
 
+    def with_config(self, config: ConfigDict) -> "Run":
+        """The same run under another config of the same data and networks; the corpus on the devices is shared."""
+        other = dataclasses.replace(self, config=config)
+        other.__dict__.update(corpus=self.corpus, documents=self.documents)  # where cached_property keeps them
+        return other
+
     @cached_property
     def param_shardings(self) -> Any:
+        """Where each parameter lives: a tree like the parameters'."""
         return parameter_shardings(self.mesh, jax.eval_shape(self.model.init_boxed, jax.random.key(0)))
 
 
@@ -105,20 +112,49 @@ def make_run(config: ConfigDict, workdir: Path, sources: Sources, devices: list[
             raise UserError(
                 f"config.{name}.batch_size: is {size}, but {spread} devices share a batch; set a multiple of {spread}"
             )
-    m, r, o = config.model, config.retrieval, config.objective
-    positions = m.max_length or joint_length(config)
-    bert = BertConfig(
-        sources.wordpiece.size, m.width, m.layers, m.heads, m.feed_forward, positions, m.dropout, jnp.dtype(m.dtype)
-    )
-    model = Realm(bert, m.projection, m.norm_epsilon, m.norm_scale, m.span_hidden, m.span_width, m.shared_tower)
-    special = sources.wordpiece.special
+    data, retrieval, objective, special = config.data, config.retrieval, config.objective, sources.wordpiece.special
     setting = Setting(
-        model, mesh, special.cls, special.sep, rows, r.candidates, o.marginal, o.ict_null_weight, r.block, o.qa,
-        r.qa_beam, r.qa_passages,
-    )  # fmt: skip
-    d = config.data
-    lengths = lengths_from(d.query_length, d.document_length, d.masking, d.predictions, d.answers, m.span_width)
+        make_model(config, sources.wordpiece.size),
+        mesh,
+        special.cls,
+        special.sep,
+        rows,
+        candidates=retrieval.candidates,
+        marginal=objective.marginal,
+        ict_null_weight=objective.ict_null_weight,
+        search_block=retrieval.block,
+        qa_objective=objective.qa,
+        qa_beam=retrieval.qa_beam,
+        qa_passages=retrieval.qa_passages,
+    )
+    lengths = lengths_from(
+        data.query_length, data.document_length, data.masking, data.predictions, data.answers, config.model.span_width
+    )
     return Run(config, workdir, sources, mesh, setting, lengths)
+
+
+def make_model(config: ConfigDict, vocabulary_size: int) -> Realm:
+    """The networks that a config describes."""
+    model = config.model
+    bert = BertConfig(
+        vocabulary_size,
+        width=model.width,
+        layers=model.layers,
+        heads=model.heads,
+        feed_forward=model.feed_forward,
+        max_length=model.max_length or joint_length(config),
+        dropout=model.dropout,
+        dtype=jnp.dtype(model.dtype),
+    )
+    return Realm(
+        bert,
+        projection=model.projection,
+        norm_epsilon=model.norm_epsilon,
+        norm_scale=model.norm_scale,
+        span_hidden=model.span_hidden,
+        span_width=model.span_width,
+        shared_tower=model.shared_tower,
+    )
 
 
 def put_batch(mesh: Mesh, batch: Any) -> Any:

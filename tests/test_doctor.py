@@ -70,7 +70,7 @@ def test_what_is_slow_or_untested_is_a_warning_and_no_obstacle(change, warning):
 def test_a_hidden_accelerator_is_found(monkeypatch):
     monkeypatch.setattr(doctor.os.path, "exists", lambda file: file == "/dev/nvidia0")
     report = dataclasses.replace(GOOD, devices=Devices("cpu", 1, "cpu"))
-    assert "pip install 'realm-jax[cuda]'" in "\n".join(doctor.slow(report))
+    assert "pip install -e '.[cuda]'" in "\n".join(doctor.slow(report))
     hidden = dataclasses.replace(report, settings={"JAX_PLATFORMS": "cpu"})
     assert "JAX_PLATFORMS hides it" in "\n".join(doctor.slow(hidden))
 
@@ -80,7 +80,7 @@ def test_a_missing_package_is_a_problem_with_what_to_do_and_exit_code_2(monkeypa
     assert cli.main(["doctor"]) == 2
     out = capsys.readouterr().out
     assert "grain  MISSING, wanted >=0.2.18" in out
-    assert "not installed: grain; run `pip install realm-jax`" in out
+    assert "not installed: grain; run `pip install -e .`" in out
 
 
 def test_a_backend_that_does_not_start_is_a_problem(monkeypatch):

@@ -132,3 +132,11 @@ def test_the_console_script_of_this_environment_is_the_command():
 def test_the_readme_names_every_command_and_no_other():
     named = set(re.findall(r"(?:^|`|&& |    )realm ([a-z]+)", (ROOT / "README.md").read_text(encoding="utf-8"), re.M))
     assert named == set(cli.JOBS)
+
+
+def test_restart_runs_a_preempted_command_again_and_hands_on_the_last_exit_code(tmp_path):
+    count = tmp_path / "count"
+    command = f'echo again >> {count}; [ "$(wc -l < {count})" -eq 3 ] && exit 7; exit 75'
+    restart = Path(__file__).parents[1] / "launch" / "restart.sh"
+    done = subprocess.run([restart, "sh", "-c", command], timeout=30)
+    assert done.returncode == 7 and count.read_text().count("again") == 3

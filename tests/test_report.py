@@ -56,7 +56,6 @@ def sample_data() -> dict[str, Any]:
             "pretraining": 4500,
             "train_questions": 3000,
             "dev_questions": 1000,
-            "description": "An encyclopedia of made-up things, so nothing can be known without reading",
         },
         "results": {
             "recall@5": {
@@ -102,6 +101,7 @@ def sample_data() -> dict[str, Any]:
         },
         "examples": [example, wrong],
         "masked_sentence": {
+            "sentences": 64,
             "sentence": "The crossing Dalvik Stennow was built by [MASK] [MASK] .",
             "answer": "Torvald Espel",
             "rows": [

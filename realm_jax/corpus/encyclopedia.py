@@ -13,10 +13,8 @@ Read `Phrasings` and `PHRASINGS` next: they are all the English there is.
 import json
 import math
 import re
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple, TypeVar, overload
@@ -32,7 +30,7 @@ class Phrasings(NamedTuple):
 
     {the} and {The} become "the <name>", in articles also "it"; {name} is the two-word name. Articles and news share
     their phrasings, as real ones share a language, but the news on an entity never uses those of its own article.
-    The words of questions occur in statements too: nobody understands a word that he never read.
+    The words of questions occur in statements too: nobody understands a word that was never read.
     Sentences open with function words, so that capitals mark values and nothing else.
     """
 
@@ -213,45 +211,6 @@ def write(encyclopedia: Encyclopedia, folder: Path | str) -> list[Path]:
         with open(folder / name, "w", encoding="utf-8", newline="\n") as lines:
             lines.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
     return [folder / name for name in files]
-
-
-def chance(train_questions: Iterable[Record], dev_questions: Sequence[Record]) -> float:
-    """Exact match, 0 to 1, of always giving the most common training answer of the question's relation."""
-    counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    for question in train_questions:
-        counts[question["relation"]].update(question["answers"])
-    guesses = {relation: answers.most_common(1)[0][0] for relation, answers in counts.items()}
-    right = sum(guesses.get(question["relation"]) in question["answers"] for question in dev_questions)
-    return right / max(len(dev_questions), 1)
-
-
-def statistics(encyclopedia: Encyclopedia) -> Record:
-    """Sizes, distinct words, passage lengths in words and marks, and shares of questions by replaced name words."""
-    lengths = [len(_tokens(passage["text"])) for passage in encyclopedia.passages]
-    texts = (record["text"] for record in chain(encyclopedia.passages, encyclopedia.pretraining))
-    questions = (record["question"] for record in chain(encyclopedia.train_questions, encyclopedia.dev_questions))
-    words = {token for text in chain(texts, questions) for token in _tokens(text.lower())}
-    return {
-        "passages": len(encyclopedia.passages),
-        "pretraining": len(encyclopedia.pretraining),
-        "train_questions": len(encyclopedia.train_questions),
-        "dev_questions": len(encyclopedia.dev_questions),
-        "distinct_words": len(words),
-        "mean_passage_words": sum(lengths) / len(lengths),
-        "longest_passage_words": max(lengths),
-        "train_replaced_words": _replaced_shares(encyclopedia.train_questions),
-        "dev_replaced_words": _replaced_shares(encyclopedia.dev_questions),
-        "chance": chance(encyclopedia.train_questions, encyclopedia.dev_questions),
-    }
-
-
-def _replaced_shares(questions: Sequence[Record]) -> dict[int, float]:
-    counts = Counter(question["replaced_words"] for question in questions)
-    return {replaced: counts[replaced] / max(len(questions), 1) for replaced in (0, 1, 2)}
-
-
-def _tokens(text: str) -> list[str]:
-    return re.findall(r"\w+|[^\w\s]", text)
 
 
 class _World:

@@ -204,12 +204,14 @@ class Sink:
         self._header()
 
     def write(self, values: NDArray[Any]) -> None:
+        """Append values [n, *shape], cast to the column's dtype."""
         data = np.ascontiguousarray(values, self._dtype).data
         self._hash.update(data)
         self._stream.write(data)
         self.items += len(values)
 
     def close(self) -> None:
+        """Complete the header and return once the file is on the disk; nothing can be written afterwards."""
         self._stream.seek(0)
         self._header()
         flush_to_disk(self._stream)

@@ -85,6 +85,7 @@ def probability(value: float) -> str:
 
 
 def duration(seconds: float | None) -> str:
+    """A time as people write it: 3.21 s, 6 min 53 s, 1 h 2 min; – where it is unknown."""
     if seconds is None:
         return "–"
     if seconds < 60:

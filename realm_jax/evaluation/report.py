@@ -29,16 +29,33 @@ _MEASURES = {
 _STAGE_CURVES = {
     "loss": ("Loss", "nats; lower is better"),
     "accuracy": ("Accuracy", "share of predictions that are right"),
-    "recall": ("Recall in training", "share of examples whose passage is found"),
     "retrieval_utility": ("Retrieval utility", "nats gained on a masked word over reading the empty passage"),
     "null_probability": ("p(null)", "probability that the retriever gives to the empty passage"),
-    "useful_candidates": ("Useful candidates", "candidates that make the masked word more probable"),
+    "useful_candidates": ("Useful candidates", "share of sentences whose best candidate gains more than 0.1 nats"),
 }
 _SMALL_CHART = (300, 200)
 
 
 def write_report(data: Data, path: str | os.PathLike[str]) -> None:
-    """Write the page to `path`, whole or not at all. The keys of `data` are those that the sections below read."""
+    """Write the page to `path`, whole or not at all.
+
+    No key of `data` must be there, and any may be None; what needs it is left out. Shares are 0 to 1. The keys:
+
+    * `title`, `command`, `created`, `hardware`: text.
+    * `corpus`: the counts `passages`, `pretraining`, `train_questions`, `dev_questions`.
+    * `results`: `recall@N` and `answer_recall@N`, {method: share} with methods of `findings.METHODS`; `exact_match`,
+      {reader: share} with readers of `findings.READERS`; `retrieval_utility`, nats; `seconds`, {stage: seconds}.
+    * `stages`: in order, each with its `name` and, if known, `title`, `supervision`, `steps`, `seconds` and `metrics`,
+      records with a `step` and any of `_STAGE_CURVES`.
+    * `recall_history`: in order, each with its `stage` and `step`, with `recall@5` or `answer_recall@5`, and with
+      `refresh`, true where the index was made anew.
+    * `recall_by_replaced_words`: {method: {number of replaced words, as text: recall@5}}.
+    * `examples`: each with its `question` and, if known, `answers`, `prediction`, `correct` and `candidates`; of these
+      each has a `probability` and, if known, `title`, `text`, `is_gold` and `answer_span`, [start, end) in characters.
+    * `masked_sentence`: `sentence`, with [MASK]; `sentences`, of how many it was chosen; `answer`; `rows`, each with
+      `model`, `expression`, `probability` and, if known, `passage`. All but the last must be there.
+    * `settings`: {key: any value}.
+    """
     # A half of a surrogate pair has no UTF-8 form; it shows as a question mark.
     write_atomic(path, render_report(data).encode("utf-8", "replace"))
 
@@ -82,13 +99,12 @@ def _opening(data: Data) -> str:
         ("dev_questions", "questions to judge by"),
     )
     sizes = ", ".join(f"{corpus[key]:,} {name}" for key, name in counts if corpus.get(key) is not None)
-    about = ". ".join(part for part in (str(corpus.get("description", "")).rstrip("."), sizes) if part)
     return (
         f'<header><p class="kicker">{text(data.get("title", "REALM"))}</p>'
         f"<h1>{text(lead.sentence)}{figures}</h1>"
         f'<p class="note">{text(lead.footnote)}</p>'
         + grid("quarters", points)
-        + (f'<p class="note corpus">Corpus: {text(about)}.</p>' if about else "")
+        + (f'<p class="note corpus">Corpus: {text(sizes)}.</p>' if sizes else "")
         + "</header>"
     )
 

@@ -95,7 +95,10 @@ def masked_sentence(data: Data) -> str:
             f'<span class="expression">{text(row["expression"])}</span>'
             f"{bars([Bar(row['expression'], value, 'realm', probability(value))])}{passage}</div></div>"
         )
-    note = "How probable is the masked word? The same sentence without retrieval, with the right passage, and as REALM."
+    note = (
+        f"Of {masked['sentences']} sentences, the one that retrieval helps most. How probable is the masked word "
+        "without retrieval, with the passage that helps most, and as REALM?"
+    )
     body = (
         f'<p class="sentence">{_with_blank(masked["sentence"])}</p>'
         f"<p>The masked word: <b>{text(masked['answer'])}</b></p>"

@@ -1,8 +1,9 @@
 """Exact maximum inner product search over vectors that are sharded by rows over every device of a mesh.
 
-Exact means exact over the stored vectors (they may be bfloat16; products are accumulated in float32). Ties go to the
-lower row. No full score matrix exists: each device scans its rows in blocks with a running top-k, then one global top-k
-is taken over the gathered candidates. Pure and jittable; gradients do not flow through a search.
+Exact means exact over the stored vectors: they may be bfloat16, and queries are rounded to the same dtype; products are
+accumulated in float32. Ties go to the lower row. No full score matrix exists: each device scans its rows in blocks with
+a running top-k, then one global top-k is taken over the gathered candidates. Pure and jittable; gradients do not flow
+through a search.
 """
 
 from functools import partial
@@ -33,8 +34,9 @@ def padded_rows(rows: int, devices: int) -> int:
 def search(mesh: Mesh, queries: Array, vectors: Array, rows: int, k: int, block: int = 65_536) -> Neighbours:
     """The k rows of largest inner product for every query.
 
-    queries [q, d] float32; vectors [padded_rows(rows, devices), d], sharded by rows over all axes of `mesh`; rows
-    beyond `rows` are padding and never returned. k ≤ rows. block: rows scored at a time on each device.
+    queries [q, d] float32, rounded to the dtype of the vectors; vectors [padded_rows(rows, devices), d], sharded by
+    rows over all axes of `mesh`; rows beyond `rows` are padding and never returned. k ≤ rows. block: rows scored at a
+    time on each device.
     """
     every_axis = tuple(mesh.axis_names)
     per_device = vectors.shape[0] // mesh.size

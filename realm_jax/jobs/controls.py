@@ -5,8 +5,6 @@
 * `closed_book`: a reader of the same size that fills in answers from the question alone, by masked words.
 """
 
-import dataclasses
-import logging
 from typing import Any
 
 import jax
@@ -23,8 +21,6 @@ from realm_jax.models.realm import Params, flatten_joint
 from realm_jax.run import Run, put_batch
 from realm_jax.training.loop import restore_params, train_task
 
-logger = logging.getLogger(__name__)
-
 
 def run_controls(run: Run, evaluator: Evaluator) -> None:
     """All controls that the recipe allows, each in its own folder of the run, resumable like any task."""
@@ -40,7 +36,7 @@ def run_controls(run: Run, evaluator: Evaluator) -> None:
         train_task(never, "realm", before_realm, measure, "no_retriever_gradient")
         train_task(_with(run, ict={"steps": run.config.realm.steps}, seed=run.config.seed + 1), "ict", before_realm,
                    measure, "more_ict")  # fmt: skip
-    if "qa" in names:
+    if {"mlm", "qa"} <= set(names):
         closed_book(run, evaluator, start)
 
 
@@ -51,7 +47,7 @@ def _with(run: Run, seed: int | None = None, **sections: dict[str, Any]) -> Run:
         config[section].update(values)
     if seed is not None:
         config.seed = seed
-    return dataclasses.replace(run, config=config)
+    return run.with_config(config)
 
 
 def closed_book(run: Run, evaluator: Evaluator, params: Params) -> None:

@@ -89,6 +89,7 @@ class Report:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `realm doctor`."""
     parser.add_argument("--json", action="store_true", help="print one JSON object, for machines")
     parser.epilog = (
         "exit code: 0 if runs can start here, 2 if something required is missing\n\n"
@@ -97,6 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print what was found; exit code 2 when something stops every run."""
     report = examine()
     if args.json:
         print(json.dumps(dataclasses.asdict(report) | {"usable": report.usable}, indent=2))
@@ -149,6 +151,7 @@ def _version(name: str) -> str | None:
 
 
 def find_devices() -> Devices:
+    """JAX's devices, or why it does not start; starts its backend."""
     try:
         import jax
 
@@ -160,6 +163,7 @@ def find_devices() -> Devices:
 
 
 def look_at_machine() -> Machine:
+    """Cores, memory and disk, within the limits of this process and its control group."""
     memory = psutil.virtual_memory()
     folder = Path.cwd()
     limit = _container_memory_limit()
@@ -197,7 +201,7 @@ def broken(report: Report) -> Iterable[str]:
     """What stops every run, each with what to do."""
     missing = [package.name for package in report.packages if package.installed is None]
     if missing:
-        yield f"not installed: {', '.join(missing)}; run `pip install realm-jax` (in a checkout: `pip install -e .`)"
+        yield f"not installed: {', '.join(missing)}; run `pip install -e .` in the folder of the source"
     if report.devices.error:
         wish = report.settings.get("JAX_PLATFORMS")
         yield f"JAX does not start{f' with JAX_PLATFORMS={wish}' if wish else ''}: {report.devices.error}"
@@ -240,7 +244,7 @@ def _slow_devices(report: Report) -> Iterable[str]:
     for extra, files in ACCELERATOR_FILES.items():
         if any(os.path.exists(file) for file in files):
             hidden = "cpu" in report.settings.get("JAX_PLATFORMS", "")
-            advice = "JAX_PLATFORMS hides it" if hidden else f"run `pip install 'realm-jax[{extra}]'`"
+            advice = "JAX_PLATFORMS hides it" if hidden else f"run `pip install -e '.[{extra}]'`"
             yield f"a {extra.upper()} device is there, but JAX runs on the CPU: {advice}"
     if devices.count > 1:
         cores = report.machine.cores

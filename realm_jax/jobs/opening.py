@@ -1,5 +1,7 @@
 """Open a run: its config checked, its folder compared, its data, mesh and networks built."""
 
+import dataclasses
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -7,12 +9,15 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from realm_jax.config import validate
+from realm_jax.config import task_names, validate
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
-from realm_jax.run import Run, make_run
+from realm_jax.models.realm import Params
+from realm_jax.run import Run, make_model, make_run
 from realm_jax.storage import read_json
-from realm_jax.training.loop import check_workdir
+from realm_jax.training.loop import check_workdir, restore_params
+
+logger = logging.getLogger(__name__)
 
 
 def set_up_jax() -> None:
@@ -25,9 +30,26 @@ def set_up_jax() -> None:
 def open_run(config: ConfigDict, workdir: Path) -> Run:
     """A validated run over its prepared folder; its config is recorded in `workdir`, or compared with the one there."""
     validate(config)
-    run = make_run(config, workdir, open_sources(config.data.path))
+    sources = open_sources(config.data.path)
+    if "qa" in task_names(config) and not sources.questions.get("train"):
+        raise UserError(f"{config.data.path}: no training questions for the task qa; prepare some, or set config.tasks")
+    run = make_run(config, workdir, sources)
     check_workdir(run)
+    _warn_of_cut_passages(run)
     return run
+
+
+def _warn_of_cut_passages(run: Run) -> None:
+    bodies, titles = run.sources.passages.lengths()
+    length = run.config.data.document_length
+    cut = int((bodies + titles + 3 > length).sum())  # [CLS], and [SEP] after title and body
+    if cut:
+        logger.warning(
+            "%d of %d passages are longer than config.data.document_length=%d and are cut to it",
+            cut,
+            len(bodies),
+            length,
+        )
 
 
 def reopen_run(workdir: Path, overrides: dict[str, Any] | None = None) -> Run:
@@ -38,3 +60,33 @@ def reopen_run(workdir: Path, overrides: dict[str, Any] | None = None) -> Run:
     config.update_from_flattened_dict(overrides or {})
     validate(config)
     return make_run(config, workdir, open_sources(config.data.path))
+
+
+def borrow_params(run: Run, folder: Path, like: Params) -> Params:
+    """The final parameters of the run in `folder`, on this run's devices. `like`: their shapes.
+
+    Raises UserError when there are none, or when its tokenizer or a size of its networks is another.
+    """
+    if not (folder / "config.json").is_file():
+        raise UserError(f"config.init_from: {folder} is not the folder of a run (it has no config.json)")
+    config = ConfigDict(read_json(folder / "config.json"))
+    tokenizer = read_json(folder / "data.json")["tokenizer"]
+    if tokenizer != run.sources.wordpiece.fingerprint:
+        raise UserError(
+            f"config.init_from: {folder} was trained with another vocabulary; prepare {run.config.data.path} with "
+            "`realm prepare --vocab` and the vocab.txt of its tokenizer"
+        )
+    model = make_model(config, run.sources.wordpiece.size)
+    theirs = _shapes(jax.eval_shape(model.init, jax.random.key(0)))
+    ours = _shapes(like)
+    for name in sorted({*theirs, *ours}):
+        if theirs.get(name) != ours.get(name):
+            raise UserError(
+                f"config.init_from: {name} is {theirs.get(name)} in {folder} and {ours.get(name)} here; "
+                "set config.model and the lengths of config.data as they are there"
+            )
+    return restore_params(dataclasses.replace(run, config=config), folder, task_names(config)[-1], like)
+
+
+def _shapes(params: Params) -> dict[str, tuple[int, ...]]:
+    return {jax.tree_util.keystr(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(params)}

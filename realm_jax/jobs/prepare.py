@@ -344,8 +344,9 @@ def _write_questions(chosen: _Chosen, folder: Path) -> dict[str, int]:
         ]
         if len(kept) < len(questions):
             chosen.dropped["whose gold passage has no words"] += len(questions) - len(kept)
-        write_questions(folder / "questions" / f"{split}.jsonl", kept)
-        counts[split] = len(kept)
+        if kept:
+            write_questions(folder / "questions" / f"{split}.jsonl", kept)
+            counts[split] = len(kept)
     return counts
 
 

@@ -52,8 +52,7 @@ def run(args: argparse.Namespace) -> int:
     if config.data.path == str(workdir / "data"):
         make_data(workdir, args.entities, config.seed)
     set_up_jax()
-    command = f"realm quickstart --workdir={workdir}" + " --controls" * args.controls
-    return run_recipe(open_run(config, workdir), args.controls, command)
+    return run_recipe(open_run(config, workdir), args.controls, args.command_line)
 
 
 def make_data(workdir: Path, entities: int, seed: int) -> None:

@@ -9,14 +9,15 @@ from rich.table import Table
 from realm_jax.config import task_names
 from realm_jax.console import console
 from realm_jax.corpus.jsonl import Question
+from realm_jax.errors import UserError
 from realm_jax.evaluation.predict import Evaluator
 from realm_jax.index.candidates import Index
 from realm_jax.jobs.controls import run_controls
-from realm_jax.jobs.opening import reopen_run
+from realm_jax.jobs.opening import borrow_params
 from realm_jax.jobs.results import measure_baselines, write_results
 from realm_jax.models.realm import Params
 from realm_jax.run import Run
-from realm_jax.training.loop import Measure, Preempted, restore_params, train_task
+from realm_jax.training.loop import Measure, Preempted, train_task
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,8 @@ def run_recipe(run: Run, controls: bool, command: str) -> int:
     questions = dev_questions(run)
     try:
         if not questions:
+            if controls:
+                raise UserError(f"--controls: {run.config.data.path} has no development questions to measure them with")
             train(run)
             return 0
         evaluator = Evaluator(run, questions)
@@ -81,12 +84,10 @@ def train(run: Run) -> Params:
 
 
 def starting_params(run: Run) -> Params:
-    """Fresh parameters, or the final ones of the run that `init_from` names."""
+    """Fresh parameters, or the final ones of the run that `init_from` names; it is not needed once training began."""
     params = run.initial_params()
-    if run.config.init_from:
-        source = reopen_run(Path(run.config.init_from))
-        params = restore_params(run, source.workdir, task_names(source.config)[-1], params)
-    return params
+    begun = (run.workdir / task_names(run.config)[0] / "checkpoints").is_dir()
+    return borrow_params(run, Path(run.config.init_from), params) if run.config.init_from and not begun else params
 
 
 def show(results: dict[str, Any], workdir: Path) -> None:

@@ -206,7 +206,7 @@ def masked_sentence(run: Run, params: Params) -> dict[str, Any] | None:
         log_p, _ = candidate_words(setting, params, batch, documents, None)
         valid = jnp.pad(found.valid, ((0, 0), (1, 0)), constant_values=True)
         result = masked_word_marginal(scores, log_p, batch["weights"], valid, "example")
-        reading = (log_p * batch["weights"][:, None]).sum(axis=-1)
+        reading = jnp.where(valid, (log_p * batch["weights"][:, None]).sum(axis=-1), -jnp.inf)
         return found.rows, reading, result.log_likelihood
 
     rows, reading, marginal = map(np.asarray, jax.jit(read)(params, put_batch(run.mesh, batch), index))
@@ -222,6 +222,7 @@ def masked_sentence(run: Run, params: Params) -> dict[str, Any] | None:
         (f"REALM, summed over {setting.candidates} candidates", "p(y|x) = Σ p(z|x) p(y|x, z)", marginal[best], None),
     ]
     return {
+        "sentences": count,
         "sentence": wordpiece.decode(batch["query"][best][1 : used - 1]),
         "answer": wordpiece.decode(targets),
         "rows": [

@@ -33,5 +33,4 @@ def run(args: argparse.Namespace) -> int:
     """Train; exit code 75 after SIGTERM, once the state is saved."""
     config = load_config(args.config, args.overrides, default)
     set_up_jax()
-    command = f"realm train --config={args.config} --workdir={args.workdir}" + " --controls" * args.controls
-    return run_recipe(open_run(config, Path(args.workdir)), args.controls, command)
+    return run_recipe(open_run(config, Path(args.workdir)), args.controls, args.command_line)

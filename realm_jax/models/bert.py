@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 Array = jax.Array
+MASKED_BIAS = -1e9  # added to scores of places that may not be attended to; finite, so that gradients stay finite
 LAYER_NORM_EPSILON = 1e-12  # as in google-research/bert and every checkpoint descended from it
 BASE_WIDTH, BASE_STDDEV = 768, 0.02  # BERT-base and its initialiser
 
@@ -88,7 +89,7 @@ def attend(query: Array, key: Array, value: Array, mask: Array) -> Array:
     The softmax is float32. Returns [batch, positions, heads, size] in the dtype of `value`.
     """
     scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
-    bias = jnp.where(mask, 0.0, -1e9).astype(jnp.float32)[:, None, None, :]
+    bias = jnp.where(mask, 0.0, MASKED_BIAS).astype(jnp.float32)[:, None, None, :]
     weights = jax.nn.softmax(scores * query.shape[-1] ** -0.5 + bias, axis=-1).astype(value.dtype)
     return jnp.einsum("bhqk,bkhd->bqhd", weights, value)
 

@@ -23,7 +23,11 @@ class Documents(NamedTuple):
 
 
 class Joint(NamedTuple):
-    """Queries joined with passages. ids, segments, mask [..., joint length]; body_start [...]: index of the body."""
+    """Queries joined with passages.
+
+    ids, segments [..., joint length] int32; mask [..., joint length] bool, false on padding; body_start [...] int32:
+    index of the body's first piece; lengths [...] int32: places in use, specials counted.
+    """
 
     ids: Array
     segments: Array

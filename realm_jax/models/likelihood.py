@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 Array = jax.Array
-NEGATIVE = -1e9  # added to what may not be chosen; finite, so that gradients stay finite
+NEGATIVE = -1e9  # stands in place of what may not be chosen; finite, so that gradients stay finite
 
 
 class Marginal(NamedTuple):
@@ -46,7 +46,7 @@ def masked_word_marginal(scores: Array, word_log_p: Array, weights: Array, valid
     candidates; candidate 0 is the null document.
     kind 'example': p(y|x) = Σ_z p(z|x) Π_j p(y_j|z,x), loss is the mean over examples (the paper);
     'token': Π_j Σ_z p(z|x) p(y_j|z,x), loss is the mean over predicted pieces (the released code).
-    An example without predictions counts for nothing.
+    An example without predictions counts for nothing. Raises ValueError for any other kind.
     """
     prior = log_prior(scores, valid)
     weights = at_least_float32(weights)

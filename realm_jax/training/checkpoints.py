@@ -6,7 +6,6 @@ have been seen. Saves are asynchronous, and a folder that was cut off in the mid
 """
 
 import os
-from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Self
@@ -42,10 +41,6 @@ class Checkpoints:
         newest = self._checkpointer.latest
         return None if newest is None else newest.step
 
-    @property
-    def steps(self) -> Sequence[int]:
-        return [entry.step for entry in self._checkpointer.checkpoints]
-
     def save(
         self, step: int, state: Any, vectors: jax.Array | None, record: dict[str, Any], wait: bool = False
     ) -> None:
@@ -76,6 +71,7 @@ class Saved:
 
     @property
     def record(self) -> dict[str, Any]:
+        """What was saved beside the arrays: `index_step`, `seconds` and `environment`."""
         return dict(self._metadata.custom_metadata or {})
 
     def state(self, abstract: Any) -> Any:

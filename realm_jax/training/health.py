@@ -1,8 +1,9 @@
 """A coming collapse, noticed while something can still be done.
 
 REALM's known failure: the candidates help too rarely, so the reader learns to ignore its passages, the null document
-takes the whole prior, and retrieval never recovers. It shows first in the share of examples whose candidates help,
-then in p(null), last in recall. `Watch` compares a window of steps with the best window so far.
+takes the whole prior, and retrieval never recovers. It shows first in the nats that the best candidate gains over the
+null document, then in p(null), last in recall. `Watch` compares the mean gain of a window of steps with the best
+window's so far.
 """
 
 import dataclasses
@@ -13,7 +14,7 @@ import numpy as np
 WINDOW = 20  # logged records in a window
 NULL_LIMIT = 0.8  # p(null) above which almost no gradient reaches the retriever
 LEAST_GAIN = 0.1  # nats: a best window below it is noise, not help (`useful_candidates` counts from there too)
-USEFUL_DROP = 0.5  # share of the best window's useful candidates below which the reader is unlearning to read
+GAIN_DROP = 0.5  # share of the best window's gain below which the reader is unlearning to read
 RECALL_DROP = 0.7  # share of the best recall below which the retriever is getting worse
 
 
@@ -37,7 +38,7 @@ class Watch:
         if len(self._null) < self.window:
             return None
         null, gain = float(np.mean(self._null)), float(np.mean(self._gain))
-        falling = self._best_gain > LEAST_GAIN and gain < USEFUL_DROP * self._best_gain
+        falling = self._best_gain > LEAST_GAIN and gain < GAIN_DROP * self._best_gain
         self._best_gain = max(self._best_gain, gain)
         if falling and null > NULL_LIMIT:
             return self._once(

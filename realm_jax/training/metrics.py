@@ -46,5 +46,6 @@ class MetricsWriter:
                 self._board.add_scalar(name, value, step)
 
     def close(self) -> None:
+        """Close the files; nothing can be written afterwards."""
         self._stream.close()
         self._board.close()

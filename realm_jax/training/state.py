@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from ml_collections import ConfigDict
 
+from realm_jax.data.pipeline import PURPOSES
 from realm_jax.index.candidates import Index
 from realm_jax.mesh import replicated
 from realm_jax.models.realm import Params
@@ -73,11 +74,11 @@ Step = Callable[[State, Any, Index | None], tuple[State, dict[str, jax.Array]]]
 def make_step(run: Run, task: Task) -> Step:
     """One optimiser step as one jitted program; the state is donated."""
     optimizer = task_optimizer(run.config, task)
-    seed = run.config.seed
+    seed, purpose = run.config.seed, PURPOSES[task.name]
     dropout = run.model.bert.dropout > 0
 
     def step(state: State, batch: Any, index: Index | None) -> tuple[State, dict[str, jax.Array]]:
-        key = jax.random.fold_in(jax.random.key(seed), state.step) if dropout else None
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), purpose), state.step) if dropout else None
 
         def loss(trained: Params) -> tuple[jax.Array, dict[str, jax.Array]]:
             return task.loss({**state.frozen, **trained}, batch, index, key)

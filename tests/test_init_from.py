@@ -1,0 +1,60 @@
+"""A run that starts from another run's parameters: once, from the same vocabulary and sizes, and from nothing else."""
+
+import shutil
+
+import jax
+import pytest
+from quick import quick_compiler
+from tiny_run import PEOPLE, prepare_people, tiny_config, train_tiny_run
+
+from realm_jax.data.sources import open_sources
+from realm_jax.errors import UserError
+from realm_jax.jobs.recipe import starting_params, train
+from realm_jax.run import make_run
+from realm_jax.training.loop import check_workdir, restore_params
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    with quick_compiler(tmp_path_factory.mktemp("compiled")):
+        yield train_tiny_run(tmp_path_factory.mktemp("first"))
+
+
+def heir(first, folder, **changes):
+    """A run in `folder` over the same data that names the first one in init_from."""
+    config = tiny_config(first.config.data.path)
+    config.init_from = str(first.workdir)
+    config.update(changes)
+    return make_run(config, folder, open_sources(config.data.path), jax.devices()[:1])
+
+
+def test_starts_from_the_final_parameters_even_with_another_optimiser(first, tmp_path):
+    run = heir(first, tmp_path, objective={"retriever_start": 1})
+    theirs = restore_params(first, first.workdir, "qa", first.initial_params())
+    jax.tree.map(lambda a, b: None if (a == b).all() else pytest.fail("differs"), starting_params(run), theirs)
+
+
+def test_goes_on_without_the_source(first, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(first.workdir, source)
+    run = heir(first, tmp_path / "run", init_from=str(source))
+    check_workdir(run)
+    once = train(run)
+    shutil.rmtree(source)
+    jax.tree.map(lambda a, b: None if (a == b).all() else pytest.fail("differs"), train(run), once)
+
+
+def test_names_what_does_not_fit(first, tmp_path):
+    with pytest.raises(UserError, match="init_from: .*no config.json"):
+        starting_params(heir(first, tmp_path, init_from=str(tmp_path / "nowhere")))
+    with pytest.raises(UserError, match=r"init_from: .*span_\w+.* is \(.*set config.model"):
+        starting_params(heir(first, tmp_path, model={"span_hidden": 12}))
+    config = tiny_config(prepare_people(tmp_path / "other", [name[::-1].title() for name in PEOPLE]))
+    config.init_from = str(first.workdir)
+    other = make_run(config, tmp_path, open_sources(config.data.path), jax.devices()[:1])
+    with pytest.raises(UserError, match="init_from: .*another vocabulary"):
+        starting_params(other)
+
+
+def test_another_config_shares_the_corpus_on_the_devices(first):
+    assert first.with_config(first.config).documents is first.documents
