@@ -13,6 +13,7 @@ from realm_jax.evaluation.page import text
 # Curves are thinned to this many points, each the mean of its neighbours: what the eye can tell apart.
 _MOST_POINTS = 160
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 22, 12, 42
+_NAMES = 34  # what the names of bands take above the plot
 
 
 class Series(NamedTuple):
@@ -50,8 +51,9 @@ def curves(
     points = [point for one in shown for point in one.points]
     if not points:
         return '<p class="note">No finite values were logged.</p>'
-    x_ends = [x for x, _ in points] + [end for band in bands for end in (band.start, band.end)] + list(marks)
-    plot = _Plot(_span(x_ends), _rounded_span([y for _, y in points] + list(y_range or ())), *size)
+    x_ends = [0.0] + [x for x, _ in points] + [end for band in bands for end in (band.start, band.end)] + list(marks)
+    y_span = _rounded_span([y for _, y in points] + list(y_range or ()))
+    plot = _Plot(_span(x_ends), y_span, *size, top=_TOP + _NAMES * bool(bands))
     parts = [plot.bands(bands), plot.grid(x_label), plot.marks(marks), *(plot.curve(one) for one in shown)]
     return (
         f'<svg class="curves" viewBox="0 0 {size[0]} {size[1]}" role="img" aria-label="{text(description)}">'
@@ -80,8 +82,10 @@ def ticks(low: float, high: float, most: int) -> list[float]:
 class _Plot:
     """The frame of one chart: from data to places in the picture, and its parts as SVG."""
 
-    def __init__(self, x_range: tuple[float, float], y_range: tuple[float, float], width: int, height: int) -> None:
-        self.x_range, self.y_range = x_range, y_range
+    def __init__(
+        self, x_range: tuple[float, float], y_range: tuple[float, float], width: int, height: int, top: int
+    ) -> None:
+        self.x_range, self.y_range, self.top = x_range, y_range, top
         self.right, self.bottom = width - _RIGHT, height - _BOTTOM
 
     def x(self, value: float) -> float:
@@ -90,7 +94,7 @@ class _Plot:
 
     def y(self, value: float) -> float:
         low, high = self.y_range
-        return self.bottom - (value - low) / (high - low) * (self.bottom - _TOP)
+        return self.bottom - (value - low) / (high - low) * (self.bottom - self.top)
 
     def grid(self, x_label: str) -> str:
         lines = [
@@ -112,22 +116,22 @@ class _Plot:
         for index, band in enumerate(bands):
             left, width = self.x(band.start), max(self.x(band.end) - self.x(band.start), 0)
             parts.append(
-                f'<rect class="band{index % 2}" x="{left:.1f}" y="{_TOP}" width="{width:.1f}"'
-                f' height="{self.bottom - _TOP}"/>'
+                f'<rect class="band{index % 3}" x="{left:.1f}" y="{self.top}" width="{width:.1f}"'
+                f' height="{self.bottom - self.top}"/>'
             )
             lines = [band.name] if width > 8 * len(band.name) else band.name.split()
             # A stretch too narrow for its name goes without; the line above the chart names it.
-            if width > 8 * max(map(len, lines), default=0):
+            if len(lines) < 3 and width > 8 * max(map(len, lines), default=0):
                 spans = "".join(
-                    f'<tspan x="{left + 6:.1f}" y="{_TOP + 16 + 15 * row}">{text(line)}</tspan>'
-                    for row, line in enumerate(lines)
+                    f'<tspan x="{left + 2:.1f}" y="{self.top - 6 - 15 * row}">{text(line)}</tspan>'
+                    for row, line in enumerate(reversed(lines))
                 )
                 parts.append(f'<text class="axis">{spans}</text>')
         return "".join(parts)
 
     def marks(self, marks: Sequence[float]) -> str:
         return "".join(
-            f'<path class="mark" d="M{self.x(mark):.1f} {_TOP}V{self.bottom}"/>'
+            f'<path class="mark" d="M{self.x(mark):.1f} {self.top}V{self.bottom}"/>'
             f'<path class="flag" d="M{self.x(mark):.1f} {self.bottom - 9}l5 9h-10z"/>'
             for mark in marks
         )

@@ -14,7 +14,7 @@ _DEFAULT_MARGIN = 0.02
 METHODS = {
     "untrained": "Before any training",
     "ict": "Inverse cloze task",
-    "more_ict": "Cloze task, more steps",
+    "more_ict": "Inverse cloze task, longer",
     "no_retriever_gradient": "REALM, retriever held still",
     "bm25": "BM25 (matching words)",
     "realm": "REALM",
@@ -64,7 +64,7 @@ def headline(data: Mapping[str, Any]) -> Headline:
 def takeaways(data: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The other things to know: a question and its answer in a sentence or two; those that the data can carry."""
     findings = (
-        ("Is it the retrieval that learnt?", _controls(data)),
+        ("Was it the retriever that learnt?", _controls(data)),
         ("Would matching words do?", _word_matching(data)),
         ("Does it answer questions?", _reader(data)),
         ("Does reading help to predict?", _utility(data)),
@@ -160,7 +160,8 @@ def _where_words_fail(data: Mapping[str, Any]) -> str:
         return ""
     return (
         f" Where {most} of a name's words are replaced by others, BM25 finds {share(groups['bm25'][most])}"
-        f" (else {share(groups['bm25'][least])}), REALM {share(groups['realm'][most])}."
+        f" and REALM {share(groups['realm'][most])}; with {least} replaced, {share(groups['bm25'][least])}"
+        f" and {share(groups['realm'][least])}."
     )
 
 
@@ -170,9 +171,9 @@ def _reader(data: Mapping[str, Any]) -> str:
         return ""
     sentence = f"With retrieved passages it answers {share(exact['retrieval'])} of the questions exactly"
     if "closed_book" in exact:
-        sentence += f", without any {share(exact['closed_book'])}"
+        sentence += f"; a model without passages answers {share(exact['closed_book'])}"
     if "chance" in exact:
-        sentence += f" (chance: {share(exact['chance'])})"
+        sentence += f"; always giving the commonest answer, {share(exact['chance'])}"
     return sentence + "."
 
 
@@ -185,8 +186,8 @@ def _utility(data: Mapping[str, Any]) -> str:
     factor = math.exp(min(utility, 50))
     times = f"{factor:,.0f}" if factor >= 10 else f"{factor:.1f}"
     return (
-        f"A masked word is {times} times as probable with the retrieved passages as without"
-        f" (retrieval utility {utility:+.2f} nats)."
+        f"A masked word is {times} times as probable with the retrieved passages as without, in the geometric mean"
+        f" over the last steps of REALM (retrieval utility {utility:+.2f} nats)."
     )
 
 

@@ -77,9 +77,9 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: int = 0)
 
 
 def probability(value: float) -> str:
-    """A probability as people write it: 0.129, or 1.1 × 10⁻¹⁴ where three decimals would show nothing."""
+    """A probability as people write it: 0.129, or 1.1 × 10⁻¹⁴ and > 0.999 where three decimals would say 0 or 1."""
     if not math.isfinite(value) or value == 0 or value >= 0.001:
-        return f"{value:.3f}" if value < 0.9995 or value == 1 else f"{value:.6g}"
+        return "> 0.999" if 0.9995 <= value < 1 else f"{value:.3f}"
     mantissa, exponent = f"{value:.1e}".split("e")
     return f"{mantissa} × 10{str(int(exponent)).translate(str.maketrans('-0123456789', '⁻⁰¹²³⁴⁵⁶⁷⁸⁹'))}"
 

@@ -49,7 +49,8 @@ def write_report(data: Data, path: str | os.PathLike[str]) -> None:
       records with a `step` and any of `_STAGE_CURVES`.
     * `recall_history`: in order, each with its `stage` and `step`, with `recall@5` or `answer_recall@5`, and with
       `refresh`, true where the index was made anew.
-    * `recall_by_replaced_words`: {method: {number of replaced words, as text: recall@5}}.
+    * `recall_by_replaced_words`: {method: {number of replaced words, as text: recall@5}}, and
+      `questions_by_replaced_words`: {number of replaced words, as text: number of questions}.
     * `examples`: each with its `question` and, if known, `answers`, `prediction`, `correct` and `candidates`; of these
       each has a `probability` and, if known, `title`, `text`, `is_gold` and `answer_span`, [start, end) in characters.
     * `masked_sentence`: `sentence`, with [MASK]; `sentences`, of how many it was chosen; `answer`; `rows`, each with
@@ -137,7 +138,7 @@ def _supervision(data: Data) -> str:
         (_stage_title(stage), stage["supervision"], _count(stage.get("steps")), duration(stage.get("seconds")))
         for stage in stages
     ]
-    told = table(("Stage", "What it was told", "Steps", "Time"), rows, numbers=2)
+    told = f'<div class="told">{table(("Stage", "What it was told", "Steps", "Time"), rows, numbers=2)}</div>'
     note = "The supervision of each stage, in order. A stage starts from the parameters of the one before."
     return card("What was the model told?", note, told) if rows else ""
 
@@ -159,14 +160,14 @@ def _recall_over_time(data: Data) -> str:
         keys.append((f"{METHODS['bm25']}, {share(word_matching)}", "bm25"))
     refreshes = [x for x, point in points if point.get("refresh")]
     if refreshes:
-        keys.append(("index refreshed: all passages embedded anew", "refresh"))
+        keys.append(("all passages embedded anew", "refresh"))
     values = [point[measure] for _, point in points if measure in point]
     description = (
         f"{spoken(measure)} over training, from {share(values[0])} to {share(values[-1])}; {len(refreshes)} refreshes."
     )
     chart = curves(series, description, "training steps, one stage after the other", (0, 1), bands, refreshes)
     shaded = ", ".join(band.name for band in bands)
-    note = f"{spoken(measure)} on the questions, measured while training. Shaded: {shaded}."
+    note = f"{spoken(measure)} on the questions, measured while training. The shades, in order: {shaded}."
     return card("How it came about", note, chart + legend(keys))
 
 
@@ -180,9 +181,14 @@ def _replaced_words(data: Data) -> str:
             for method in METHODS
             if name in groups.get(method, {})
         ]
-        count = {"0": "No word", "1": "1 word"}.get(name, f"{name} words")
-        parts.append(f"<h3>{text(count)} of the name replaced</h3>{bars(rows)}")
-    note = "recall@5 by how many words of a name the question replaces with others that the passages never use."
+        heading = {"0": "No word", "1": "1 word"}.get(name, f"{name} words") + " of the name replaced"
+        size = data.get("questions_by_replaced_words", {}).get(name)
+        heading += f" ({size:,} questions)" if size is not None else ""
+        parts.append(f"<h3>{text(heading)}</h3>{bars(rows)}")
+    note = (
+        "recall@5 by how many words of a name the question replaces by synonyms. No passage uses them; the "
+        "pre-training text does, without saying which words belong together."
+    )
     return card("When names are replaced", note, "".join(parts)) if parts else ""
 
 
@@ -207,7 +213,7 @@ def _stage_chart(stage: Data, key: str) -> str:
     chart = curves(
         [Series(name, points, _KINDS.get(stage["name"], "other"))], description, "steps", least, size=_SMALL_CHART
     )
-    caption = f'<h3>{text(name)}: {text(_stage_title(stage))}</h3><p class="note">{text(meaning)}</p>'
+    caption = f'<h3>{text(name)} · {text(_stage_title(stage))}</h3><p class="note">{text(meaning)}</p>'
     return f'<figure class="card"><figcaption>{caption}</figcaption>{chart}</figure>'
 
 

@@ -18,8 +18,9 @@ _SNIPPET_CHARACTERS = 260
 def examples(data: Data) -> str:
     cards = [_example(example) for example in data.get("examples", ())]
     note = (
-        "The answer is marked in the passages. p(z|x) is how much the retriever trusts a passage, given the question. "
-        "The model never saw these questions in training."
+        "Marked is where a passage first has the model's answer, right or wrong. The bar is p(z|x): how much of its "
+        "trust the retriever gives to a passage, among those it found for the question. A name in a question may have "
+        "its words replaced by synonyms. The model never saw these questions in training."
     )
     return (
         f'<section><h2>Questions, answers, passages</h2><p class="note">{note}</p>{grid("pair", cards)}</section>'

@@ -3,10 +3,12 @@
 STYLE = """
 :root { color-scheme: light dark; --paper: #fbfaf7; --card: #ffffff; --ink: #18202b; --soft: #586373; --line: #dfe2e7;
   --track: #eceef1; --realm: #0b5fc4; --ict: #c8590a; --bm25: #7b6bb0; --control: #a4acb8; --plain: #c9ced6;
-  --band0: #f4f2ec; --band1: #e9eef6; --mark: #ffe08a; --mark-ink: #3d2c00; --good: #13753b; --bad: #b3261e; }
+  --band0: #f4f2ec; --band1: #e9eef6; --band2: #eff3ea;
+  --mark: #ffe08a; --mark-ink: #3d2c00; --good: #13753b; --bad: #b3261e; }
 @media (prefers-color-scheme: dark) { :root { --paper: #11151b; --card: #1a2028; --ink: #e8ebf0; --soft: #a0abba;
   --line: #303844; --track: #2a313b; --realm: #6db0ff; --ict: #f2a15f; --bm25: #b3a3ec; --control: #77818f;
-  --plain: #525c69; --band0: #1e242d; --band1: #222c3a; --mark: #6b5310; --mark-ink: #fff0c2; --good: #5fd08c;
+  --plain: #525c69; --band0: #1e242d; --band1: #222c3a; --band2: #20302a;
+  --mark: #6b5310; --mark-ink: #fff0c2; --good: #5fd08c;
   --bad: #ff8a80; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--paper); color: var(--ink); font: 16px/1.5 system-ui, -apple-system, "Segoe UI",
@@ -40,6 +42,9 @@ ul.bars, ul.legend { list-style: none; margin: 10px 0 0; padding: 0; }
 .legend { display: flex; flex-wrap: wrap; gap: 2px 18px; font-size: .9rem; color: var(--soft); }
 .legend i { display: inline-block; width: 1em; height: .28em; border-radius: 2px; margin-right: .45em;
   vertical-align: .25em; background: var(--kind, var(--soft)); }
+.legend .bm25 i { background: repeating-linear-gradient(90deg, var(--kind) 0 .35em, transparent .35em .6em);
+  width: 1.5em; }
+.legend .refresh { white-space: nowrap; }
 .legend .refresh i { width: 0; height: 0; background: none; border: .42em solid transparent; border-top: 0;
   border-bottom: .75em solid var(--soft); border-radius: 0; vertical-align: -.02em; }
 figure.card { display: flex; flex-direction: column; padding: 14px; } figcaption p { margin: 0; line-height: 1.35; }
@@ -49,7 +54,7 @@ svg text { font-size: 13px; fill: var(--soft); font-family: inherit; }
 svg .axis { font-size: 12.5px; }
 .grid { stroke: var(--line); } .frame { stroke: var(--soft); }
 .mark { stroke: var(--soft); stroke-width: .8; opacity: .35; } .flag { fill: var(--soft); }
-.band0 { fill: var(--band0); } .band1 { fill: var(--band1); }
+.band0 { fill: var(--band0); } .band1 { fill: var(--band1); } .band2 { fill: var(--band2); }
 .curve { fill: none; stroke: var(--kind); stroke-width: 2.4; stroke-linejoin: round; stroke-linecap: round; }
 .dashed { stroke-dasharray: 6 5; stroke-width: 1.8; } .dot { fill: var(--kind); }
 .scroll { overflow-x: auto; }
@@ -63,8 +68,10 @@ td.number, th.number { text-align: right; white-space: nowrap; } td:last-child, 
 .verdict { margin: 0 0 .5em; } .right, .wrong { font-weight: 700; } .right { color: var(--good); }
 .wrong { color: var(--bad); }
 .passage { border-top: 1px solid var(--line); padding: 8px 0 6px; }
-.passage .bar { grid-template-columns: 5.2em 1fr 4.2em; padding: 0 0 4px; font-size: .88rem; }
-.passage .bar .track { height: 9px; } .passage .bar .label { color: var(--soft); font-weight: 400; }
+.passage .bar { grid-template-columns: 1fr 6.2em; padding: 0 0 4px; font-size: .88rem; }
+.passage .bar .track { height: 9px; }
+.passage .label, .reading .bar .label { position: absolute; clip-path: inset(50%); width: 1px; height: 1px;
+  overflow: hidden; }
 .passage p { margin: 0; font-size: .93rem; line-height: 1.42; }
 .gold { font-size: .8rem; color: var(--good); border: 1px solid currentColor; border-radius: 99px; padding: 0 .55em;
   white-space: nowrap; }
@@ -74,7 +81,7 @@ mark { background: var(--mark); color: var(--mark-ink); border-radius: 3px; padd
 .reading { display: grid; grid-template-columns: 12em 1fr; gap: 4px 20px; padding: 14px 0;
   border-top: 1px solid var(--line); }
 .reading .expression { font-family: Georgia, "Times New Roman", serif; font-style: italic; font-size: 1.05rem; }
-.reading .bar { grid-template-columns: 1fr 8em; padding: 2px 0; } .reading .bar .label { display: none; }
+.reading .bar { grid-template-columns: 1fr 8em; padding: 2px 0; }
 .reading .bar .value { font-size: 1.1rem; text-align: left; }
 .reading p { margin: .2em 0 0; }
 .settings { columns: 2; column-gap: 40px; margin: 8px 0 0; font-size: .92rem; }
@@ -86,7 +93,11 @@ code { font: .92em ui-monospace, "SF Mono", Menlo, Consolas, monospace; }
   main { padding: 20px 14px 40px; } .card { padding: 14px; }
   .pair, .quarters { grid-template-columns: 1fr; gap: 14px; }
   .bar { grid-template-columns: 1fr 4em; gap: 1px 10px; padding: 5px 0; } .bar .label { grid-column: 1 / -1; }
-  .passage .bar { grid-template-columns: 4.6em 1fr 3.6em; } .passage .bar .label { grid-column: auto; }
+  .passage .bar { grid-template-columns: 1fr 6.2em; } .reading .bar { grid-template-columns: 1fr 6.2em; }
+  .told thead { display: none; } .told tr { display: grid; grid-template-columns: 1fr auto auto; padding: 8px 0;
+    border-bottom: 1px solid var(--line); }
+  .told th, .told td { border: 0; padding: 0 0 0 14px; } .told tbody th { padding-left: 0; }
+  .told td:nth-child(2) { grid-row: 2; grid-column: 1 / -1; padding: 2px 0 0; }
   .reading { grid-template-columns: 1fr; } .settings { columns: 1; }
   table { font-size: .9rem; } th, td { padding-right: 9px; } header .quarters { gap: 18px; }
   svg text { font-size: 17px; } svg .axis { font-size: 15.5px; }

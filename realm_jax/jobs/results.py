@@ -21,7 +21,7 @@ from realm_jax.corpus.jsonl import Question
 from realm_jax.data.examples import masked_examples
 from realm_jax.data.pipeline import dataset
 from realm_jax.evaluation.answers import exact_match, find_answer
-from realm_jax.evaluation.predict import Evaluator, Prediction
+from realm_jax.evaluation.predict import GROUPED_BY, Evaluator, Prediction
 from realm_jax.evaluation.report import write_report
 from realm_jax.evaluation.retrieval import Bm25, searchable_texts
 from realm_jax.index.candidates import Index, candidate_scores, candidate_words, retrieve, take
@@ -139,6 +139,9 @@ def describe_run(run: Run, evaluator: Evaluator, results: dict[str, Any], comman
         "stages": [stage for name in task_names(run.config) if (stage := describe_stage(run, name, results))],
         "recall_history": recall_history(run),
         "recall_by_replaced_words": results.get(BY_WORDS, {}),
+        "questions_by_replaced_words": Counter(
+            str(question.fields.get(GROUPED_BY)) for question in evaluator.questions
+        ),
         "settings": flatten(run.config.to_dict()),
     }
 
@@ -217,7 +220,7 @@ def masked_sentence(run: Run, params: Params) -> dict[str, Any] | None:
     targets = batch["targets"][best][batch["weights"][best] > 0]
     passage = f"{store.title(rows[best, helper])}: {store.text(rows[best, helper])}"
     entries = [
-        ("Reader without a passage", "p(y|x)", reading[best, 0], None),
+        ("Reader with the empty passage", "p(y|x, ∅)", reading[best, 0], None),
         ("Reader with the passage that helps most", "p(y|x, z)", reading[best, 1 + helper], passage),
         (f"REALM, summed over {setting.candidates} candidates", "p(y|x) = Σ p(z|x) p(y|x, z)", marginal[best], None),
     ]
