@@ -33,7 +33,7 @@ _STAGE_CURVES = {
     "null_probability": ("p(null)", "probability that the retriever gives to the empty passage"),
     "useful_candidates": ("Useful candidates", "share of sentences whose best candidate gains more than 0.1 nats"),
 }
-_SMALL_CHART = (300, 200)
+_SMALL_CHART, _HIGH_CHART = (300, 200), (520, 440)
 
 
 def write_report(data: Data, path: str | os.PathLike[str]) -> None:
@@ -165,7 +165,9 @@ def _recall_over_time(data: Data) -> str:
     description = (
         f"{spoken(measure)} over training, from {share(values[0])} to {share(values[-1])}; {len(refreshes)} refreshes."
     )
-    chart = curves(series, description, "training steps, one stage after the other", (0, 1), bands, refreshes)
+    chart = curves(
+        series, description, "training steps, one stage after the other", (0, 1), bands, refreshes, _HIGH_CHART
+    )
     shaded = ", ".join(band.name for band in bands)
     note = f"{spoken(measure)} on the questions, measured while training. The shades, in order: {shaded}."
     return card("How it came about", note, chart + legend(keys))
