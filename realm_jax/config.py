@@ -36,6 +36,8 @@ Science (a run folder keeps them; another value on resume is an error that names
   <task>.steps, batch_size, learning_rate
   <task>.warmup            steps of learning-rate warm-up; 0: min(10000, max(100, steps / 10))
   optimizer.weight_decay, optimizer.clip
+  evaluation.questions     development questions that are measured at most; 0: all
+  evaluation.passages      passages retrieved for recall
 Operations (may change on resume):
   data.path                folder written by `realm prepare`; what is in it may not change (`data.json`)
   init_from                run folder whose final parameters a fresh run starts from; '' for none
@@ -45,9 +47,7 @@ Operations (may change on resume):
   checkpoint.every         steps between two saves
   checkpoint.keep          newest saves that stay
   log.every                steps between two lines of metrics
-  evaluation.questions     development questions that are measured at most; 0: all
   evaluation.batch_size    questions read at a time
-  evaluation.passages      passages retrieved for recall
 """
 
 from typing import Any
@@ -65,7 +65,7 @@ OPERATIONS = (
     "retrieval.embed_batch",
     "checkpoint",
     "log",
-    "evaluation",
+    "evaluation.batch_size",
 )
 
 

@@ -4,7 +4,9 @@ A reader never sees a half-written file or folder: content is written beside its
 then renamed. POSIX file systems only. Not for scratch files of one process. Read `publish_folder` next.
 """
 
+import fcntl
 import json
+import logging
 import os
 import tempfile
 from collections.abc import Iterator
@@ -13,6 +15,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from realm_jax.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -52,6 +56,29 @@ def read_json(path: str | os.PathLike[str]) -> Any:
         raise UserError(f"{path} does not exist; check the path") from None
     except (ValueError, RecursionError) as fault:
         raise UserError(f"{path} is not readable JSON ({fault}); make it again") from None
+
+
+def make_folder(path: str | os.PathLike[str], name: str) -> None:
+    """Make a folder that can be written to, with those above it. `name`: of the flag or key that the user gave."""
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as fault:
+        raise UserError(f"{name}={path}: no folder that can be written to ({fault.strerror}); name another") from None
+
+
+@contextmanager
+def only_one(folder: Path) -> Iterator[None]:
+    """Hold a folder for this process. Raises UserError while another process of this machine holds it."""
+    with open(folder / ".lock", "a") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{folder}: another process is training there; wait for it, or stop it first") from None
+        except OSError as fault:  # a file system without locks
+            logger.debug("%s: not locked (%s)", folder, fault)
+        yield
 
 
 def publish_folder(temporary: str | os.PathLike[str], final: str | os.PathLike[str]) -> None:

@@ -11,8 +11,8 @@ from realm_jax import cli
 from realm_jax.evaluation.predict import Candidate, Prediction
 from realm_jax.jobs.answering import open_run_to_ask, restore
 from realm_jax.run import Run
-from realm_jax.training.checkpoints import Saved
-from realm_jax.training.loop import restore_index, restore_params
+from realm_jax.training.checkpoints import Gone, Saved
+from realm_jax.training.loop import restore_params, saved_index
 
 QUESTION = question(3)["question"]
 
@@ -39,15 +39,19 @@ def test_asking_changes_nothing_in_the_run_and_embeds_nothing_anew(trained_run, 
     assert {path: path.stat().st_mtime_ns for path in trained_run.workdir.rglob("*")} == files
 
 
+def newest(run, task):
+    return Saved.newest(run.workdir / task / "checkpoints")
+
+
 def test_the_saved_index_is_taken_only_if_the_parameters_give_it(trained_run, opened, monkeypatch):
     run = opened.run
     for task in ("ict", "qa"):
         params = restore_params(trained_run, run.workdir, task, opened.params)
-        saved = np.asarray(restore_index(run, task).vectors)[: run.setting.rows]
+        saved = np.asarray(saved_index(run, task, newest(run, task)).vectors)[: run.setting.rows]
         np.testing.assert_allclose(saved, trained_run.embed(params), atol=1e-5)
     monkeypatch.setattr(Saved, "record", {"index_step": 1})  # the embedders went on for a step after that
-    assert restore_index(run, "ict") is None
-    assert restore_index(run, "qa") is not None, "fine-tuning leaves the document embedder as it was"
+    assert saved_index(run, "ict", newest(run, "ict")) is None
+    assert saved_index(run, "qa", newest(run, "qa")) is not None, "fine-tuning leaves the document embedder as it was"
 
 
 def test_a_run_before_fine_tuning_answers_with_a_warning(trained_run, tmp_path, capsys):
@@ -92,4 +96,34 @@ def test_another_corpus_than_the_run_was_trained_with_is_refused(trained_run, tm
     other = prepare_people(tmp_path, PEOPLE[:12])
     capsys.readouterr()
     line = refused(capsys, f"--workdir={trained_run.workdir}", f"--data={other}", QUESTION)
-    assert f"{other}: a store and tokenizer that do not match the run" in line
+    assert f"{other}: not the data of the run" in line
+
+
+def test_a_checkpoint_that_the_run_removes_meanwhile_is_looked_for_again(opened, monkeypatch):
+    state, asked = Saved.state, []
+
+    def once_gone(saved, abstract):
+        asked.append(saved.step)
+        if len(asked) == 1:
+            raise Gone("removed")
+        return state(saved, abstract)
+
+    monkeypatch.setattr(Saved, "state", once_gone)
+    assert restore(opened.run).step == 2
+    assert asked == [2, 2]
+
+
+def test_a_damaged_checkpoint_is_named(trained_run, tmp_path, capsys):
+    shutil.copytree(trained_run.workdir, tmp_path / "run")
+    for path in (tmp_path / "run" / "qa" / "checkpoints" / "2").rglob("*"):
+        if path.is_file() and path.name != "_CHECKPOINT_METADATA":
+            path.write_bytes(path.read_bytes()[:20])
+    assert cli.main(["ask", f"--workdir={tmp_path}/run", QUESTION]) == 2
+    error = capsys.readouterr().err
+    assert "qa/checkpoints/2 is damaged" in error and "remove it to go on from the one before" in error
+
+
+def test_a_folder_with_another_config_is_no_run(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"architectures": ["BertModel"]}')
+    assert cli.main(["ask", f"--workdir={tmp_path}", QUESTION]) == 2
+    assert "config.json there is not the config of a run" in capsys.readouterr().err

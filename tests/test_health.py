@@ -117,3 +117,10 @@ def test_a_run_that_goes_on_remembers_its_best_and_what_it_said(tmp_path, warnin
 def test_other_tasks_are_not_watched(tmp_path, warnings):
     keep(tmp_path / "qa", 0, COLLAPSE, task="qa")
     assert warnings() == []
+
+
+def test_fine_tuning_without_any_answer_in_the_passages_is_told_once():
+    watch = Watch(window=3)
+    told = [watch.answers(step, share) for step, share in enumerate([0.0, 0.1, 0.0, 0.0, 0.0, 0.0])]
+    assert told[:4] == [None] * 4 and told[5] is None
+    assert "no passage that was read held an answer in the last 3 records" in told[4]

@@ -1,6 +1,8 @@
 """A run that starts from another run's parameters: once, from the same vocabulary and sizes, and from nothing else."""
 
+import json
 import shutil
+from pathlib import Path
 
 import jax
 import pytest
@@ -9,6 +11,7 @@ from tiny_run import PEOPLE, prepare_people, tiny_config, train_tiny_run
 
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
+from realm_jax.jobs.opening import check_source
 from realm_jax.jobs.recipe import starting_params, train
 from realm_jax.run import make_run
 from realm_jax.training.loop import check_workdir, restore_params
@@ -28,6 +31,27 @@ def heir(first, folder, **changes):
     return make_run(config, folder, open_sources(config.data.path), jax.devices()[:1])
 
 
+def check(run):
+    check_source(run, Path(run.config.init_from))
+
+
+def test_borrows_again_after_dying_before_the_first_checkpoint(first, tmp_path):
+    run = heir(first, tmp_path)
+    (tmp_path / "ict" / "checkpoints").mkdir(parents=True)
+    theirs = restore_params(first, first.workdir, "qa", first.initial_params())
+    jax.tree.map(lambda a, b: None if (a == b).all() else pytest.fail("differs"), starting_params(run), theirs)
+
+
+def test_refuses_a_source_that_is_not_done(first, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(first.workdir, source)
+    config = json.loads((source / "config.json").read_text())
+    config["qa"]["steps"] = 9
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="init_from: .*at step 2 of 9 of qa; let it finish"):
+        check(heir(first, tmp_path / "run", init_from=str(source)))
+
+
 def test_starts_from_the_final_parameters_even_with_another_optimiser(first, tmp_path):
     run = heir(first, tmp_path, objective={"retriever_start": 1})
     theirs = restore_params(first, first.workdir, "qa", first.initial_params())
@@ -45,15 +69,15 @@ def test_goes_on_without_the_source(first, tmp_path):
 
 
 def test_names_what_does_not_fit(first, tmp_path):
-    with pytest.raises(UserError, match="init_from: .*no config.json"):
-        starting_params(heir(first, tmp_path, init_from=str(tmp_path / "nowhere")))
+    with pytest.raises(UserError, match="init_from=.*no config.json"):
+        check(heir(first, tmp_path, init_from=str(tmp_path / "nowhere")))
     with pytest.raises(UserError, match=r"init_from: .*span_\w+.* is \(.*set config.model"):
-        starting_params(heir(first, tmp_path, model={"span_hidden": 12}))
+        check(heir(first, tmp_path, model={"span_hidden": 12}))
     config = tiny_config(prepare_people(tmp_path / "other", [name[::-1].title() for name in PEOPLE]))
     config.init_from = str(first.workdir)
     other = make_run(config, tmp_path, open_sources(config.data.path), jax.devices()[:1])
     with pytest.raises(UserError, match="init_from: .*another vocabulary"):
-        starting_params(other)
+        check(other)
 
 
 def test_another_config_shares_the_corpus_on_the_devices(first):

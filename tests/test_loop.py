@@ -4,6 +4,7 @@
 """
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,9 +22,11 @@ from tiny_run import prepare_people, tiny_config
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.evaluation.predict import Evaluator
+from realm_jax.jobs import recipe
 from realm_jax.jobs.opening import reopen_run
+from realm_jax.jobs.recipe import run_recipe
 from realm_jax.run import Run, make_run
-from realm_jax.storage import read_json, write_json_atomic
+from realm_jax.storage import only_one, read_json, write_json_atomic
 from realm_jax.training import loop
 from realm_jax.training.checkpoints import Saved
 from realm_jax.training.loop import Preempted, check_workdir, refresh, restore_params, train_task
@@ -257,11 +260,32 @@ def test_a_science_key_stays_and_an_operations_key_may_change(data, tmp_path):
     assert read_json(tmp_path / "config.json")["checkpoint"]["every"] == 3
 
 
+def test_other_questions_are_other_data(data, tmp_path):
+    open_tiny(data, tmp_path / "run")
+    shutil.copytree(data, tmp_path / "other")
+    path = tmp_path / "other" / "questions" / "train.jsonl"
+    path.write_text(path.read_text().replace("1801", "1999"))
+    with pytest.raises(UserError, match="not the data of the run: other questions"):
+        open_tiny(tmp_path / "other", tmp_path / "run")
+
+
+def test_one_process_trains_in_a_folder(data, tmp_path):
+    run = open_tiny(data, tmp_path)
+    with only_one(tmp_path), pytest.raises(UserError, match="another process is training there"):
+        run_recipe(run, False, "realm train")
+
+
+def test_sigterm_between_tasks_ends_with_75(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(recipe, "measure_baselines", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    assert run_recipe(open_tiny(data, tmp_path), False, "realm train") == 75
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
 def test_other_data_under_the_same_path_are_refused(data, tmp_path):
     open_tiny(data, tmp_path)
     fingerprints = read_json(tmp_path / "data.json")
     write_json_atomic(tmp_path / "data.json", fingerprints | {"passages": "other"})
-    with pytest.raises(UserError, match=f"{data}: .* passages differs from what {tmp_path}/data.json records"):
+    with pytest.raises(UserError, match=f"{data}: .* other passages than {tmp_path}/data.json records"):
         open_tiny(data, tmp_path)
 
 

@@ -16,12 +16,11 @@ from realm_jax.console import StageProgress
 from realm_jax.errors import UserError
 from realm_jax.evaluation.predict import Candidate, Prediction
 from realm_jax.index.candidates import Index
-from realm_jax.jobs.opening import reopen_run, set_up_jax
+from realm_jax.jobs.opening import recorded_config, reopen_run, set_up_jax
 from realm_jax.models.realm import Params
 from realm_jax.run import Run
-from realm_jax.storage import read_json
-from realm_jax.training.checkpoints import Saved
-from realm_jax.training.loop import check_data, restore_index, restore_params
+from realm_jax.training.checkpoints import Gone, Saved
+from realm_jax.training.loop import check_data, saved_index, saved_params
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +56,7 @@ def open_run_to_ask(workdir: Path, data: str | None = None, overrides: dict[str,
 
     Raises UserError when there is no run, or when its prepared folder is gone or another one.
     """
-    if (workdir / "config.json").is_file():  # else `reopen_run` says so
-        _check_prepared(data or read_json(workdir / "config.json")["data"]["path"], workdir)
+    _check_prepared(data or recorded_config(workdir).data.path, workdir)
     set_up_jax()
     # Trained on one machine and asked on another: every device takes a share of the passages and all parameters. Batch
     # sizes of training must suit the devices, but nothing is trained here.
@@ -86,18 +84,29 @@ def restore(run: Run, task: str | None = None) -> Trained:
     names = task_names(run.config)
     if task is not None and task not in names:
         raise UserError(f"--task={task}: the run in {run.workdir} has no such task; choose among {', '.join(names)}")
-    saved = {name: Saved.newest(run.workdir / name / "checkpoints") for name in ([task] if task else names)}
-    found = [(name, checkpoint) for name, checkpoint in saved.items() if checkpoint is not None]
-    if not found:
-        what = f"of task {task} " if task else ""
-        raise UserError(f"{run.workdir}: no checkpoint {what}yet; give the `realm train` command that started it again")
-    name, checkpoint = found[-1]
+    like = jax.eval_shape(run.model.init, jax.random.key(0))
+    while True:
+        name, saved = _newest(run, [task] if task else names)
+        try:
+            params, index = saved_params(run, name, saved, like), saved_index(run, name, saved)
+            break
+        except Gone:  # the run went on and removed it; there is a newer one
+            continue
     if name != "qa":
         logger.warning("these are the parameters of task %s: answers come from a span head that qa did not train", name)
-    if checkpoint.step < run.config[name].steps:
-        logger.warning("task %s is not done: step %d of %d", name, checkpoint.step, run.config[name].steps)
-    params = restore_params(run, run.workdir, name, jax.eval_shape(run.model.init, jax.random.key(0)))
-    return Trained(run, name, checkpoint.step, params, restore_index(run, name) or _embed(run, params))
+    if saved.step < run.config[name].steps:
+        logger.warning("task %s is not done: step %d of %d", name, saved.step, run.config[name].steps)
+    return Trained(run, name, saved.step, params, index or _embed(run, params))
+
+
+def _newest(run: Run, names: list[str]) -> tuple[str, Saved]:
+    """The last of these tasks that has a checkpoint, and its newest one."""
+    saved = {name: Saved.newest(run.workdir / name / "checkpoints") for name in names}
+    found = [(name, checkpoint) for name, checkpoint in saved.items() if checkpoint is not None]
+    if not found:
+        what = f"of task {names[0]} " if len(names) == 1 else ""
+        raise UserError(f"{run.workdir}: no checkpoint {what}yet; give the `realm train` command that started it again")
+    return found[-1]
 
 
 def _embed(run: Run, params: Params) -> Index:

@@ -9,12 +9,13 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from realm_jax.config import task_names, validate
+from realm_jax.config import default, task_names, validate
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.models.realm import Params
 from realm_jax.run import Run, make_model, make_run
-from realm_jax.storage import read_json
+from realm_jax.storage import make_folder, read_json
+from realm_jax.training.checkpoints import Saved
 from realm_jax.training.loop import check_workdir, restore_params
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,9 @@ def open_run(config: ConfigDict, workdir: Path) -> Run:
     if "qa" in task_names(config) and not sources.questions.get("train"):
         raise UserError(f"{config.data.path}: no training questions for the task qa; prepare some, or set config.tasks")
     run = make_run(config, workdir, sources)
+    make_folder(workdir, "--workdir")
+    if borrows(run):
+        check_source(run, Path(config.init_from))
     check_workdir(run)
     _warn_of_cut_passages(run)
     return run
@@ -54,22 +58,45 @@ def _warn_of_cut_passages(run: Run) -> None:
 
 def reopen_run(workdir: Path, overrides: dict[str, Any] | None = None) -> Run:
     """The run recorded in a folder, with operations keys changed by `overrides` (dotted keys)."""
-    if not (workdir / "config.json").is_file():
-        raise UserError(f"--workdir={workdir}: no run there (no config.json); train one with `realm train`")
-    config = ConfigDict(read_json(workdir / "config.json"))
+    config = recorded_config(workdir)
     config.update_from_flattened_dict(overrides or {})
     validate(config)
     return make_run(config, workdir, open_sources(config.data.path))
 
 
-def borrow_params(run: Run, folder: Path, like: Params) -> Params:
-    """The final parameters of the run in `folder`, on this run's devices. `like`: their shapes.
+def recorded_config(workdir: Path, name: str = "--workdir") -> ConfigDict:
+    """The config that a run recorded in its folder. `name`: of the flag or key that names the folder."""
+    if not (workdir / "config.json").is_file():
+        raise UserError(f"{name}={workdir}: no run there (no config.json); train one with `realm train`")
+    config = read_json(workdir / "config.json")
+    if not isinstance(config, dict) or not {*default().keys()} <= {*config}:
+        raise UserError(f"{name}={workdir}: config.json there is not the config of a run of `realm train`")
+    return ConfigDict(config)
 
-    Raises UserError when there are none, or when its tokenizer or a size of its networks is another.
-    """
-    if not (folder / "config.json").is_file():
-        raise UserError(f"config.init_from: {folder} is not the folder of a run (it has no config.json)")
-    config = ConfigDict(read_json(folder / "config.json"))
+
+def borrows(run: Run) -> bool:
+    """Whether the run still has to take its first parameters from `init_from`: none of its own are saved yet."""
+    first = run.workdir / task_names(run.config)[0] / "checkpoints"
+    return bool(run.config.init_from) and Saved.newest(first) is None
+
+
+def borrow_params(run: Run, like: Params) -> Params:
+    """The final parameters of the run that `init_from` names, on this run's devices. `like`: their shapes."""
+    folder = Path(run.config.init_from)
+    config = recorded_config(folder, "config.init_from")
+    return restore_params(dataclasses.replace(run, config=config), folder, task_names(config)[-1], like)
+
+
+def check_source(run: Run, folder: Path) -> None:
+    """Raise UserError when the run in `folder` is not done, or has another tokenizer or a network of another size."""
+    config = recorded_config(folder, "config.init_from")
+    last = task_names(config)[-1]
+    saved = Saved.newest(folder / last / "checkpoints")
+    if saved is None or saved.step < config[last].steps:
+        done = 0 if saved is None else saved.step
+        raise UserError(
+            f"config.init_from: {folder} is at step {done} of {config[last].steps} of {last}; let it finish first"
+        )
     tokenizer = read_json(folder / "data.json")["tokenizer"]
     if tokenizer != run.sources.wordpiece.fingerprint:
         raise UserError(
@@ -78,14 +105,13 @@ def borrow_params(run: Run, folder: Path, like: Params) -> Params:
         )
     model = make_model(config, run.sources.wordpiece.size)
     theirs = _shapes(jax.eval_shape(model.init, jax.random.key(0)))
-    ours = _shapes(like)
+    ours = _shapes(jax.eval_shape(run.model.init, jax.random.key(0)))
     for name in sorted({*theirs, *ours}):
         if theirs.get(name) != ours.get(name):
             raise UserError(
                 f"config.init_from: {name} is {theirs.get(name)} in {folder} and {ours.get(name)} here; "
                 "set config.model and the lengths of config.data as they are there"
             )
-    return restore_params(dataclasses.replace(run, config=config), folder, task_names(config)[-1], like)
 
 
 def _shapes(params: Params) -> dict[str, tuple[int, ...]]:

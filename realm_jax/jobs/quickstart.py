@@ -18,7 +18,7 @@ from realm_jax.jobs.opening import open_run, set_up_jax
 from realm_jax.jobs.prepare import prepare
 from realm_jax.jobs.recipe import run_recipe
 from realm_jax.recipes import quickstart
-from realm_jax.storage import publish_folder, read_json, write_json_atomic
+from realm_jax.storage import make_folder, publish_folder, read_json, write_json_atomic
 
 DEFAULT_WORKDIR = "realm-quickstart"
 ENTITIES = 3200
@@ -49,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
     workdir = Path(args.workdir)
     config.data.path = config.data.path or str(workdir / "data")
     validate(config)
+    make_folder(workdir, "--workdir")
     if config.data.path == str(workdir / "data"):
         make_data(workdir, args.entities, config.seed)
     set_up_jax()

@@ -1,7 +1,13 @@
 """A recipe from its first task to its report: what `realm train` and `realm quickstart` have in common."""
 
 import logging
+import shlex
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from rich.table import Table
@@ -13,10 +19,11 @@ from realm_jax.errors import UserError
 from realm_jax.evaluation.predict import Evaluator
 from realm_jax.index.candidates import Index
 from realm_jax.jobs.controls import run_controls
-from realm_jax.jobs.opening import borrow_params
+from realm_jax.jobs.opening import borrow_params, borrows
 from realm_jax.jobs.results import measure_baselines, write_results
 from realm_jax.models.realm import Params
 from realm_jax.run import Run
+from realm_jax.storage import only_one
 from realm_jax.training.loop import Measure, Preempted, train_task
 
 logger = logging.getLogger(__name__)
@@ -31,22 +38,44 @@ def run_recipe(run: Run, controls: bool, command: str) -> int:
     is saved.
     """
     questions = dev_questions(run)
+    if controls and not questions:
+        raise UserError(f"--controls: {run.config.data.path} has no development questions to measure them with")
     try:
-        if not questions:
+        with only_one(run.workdir), _preemptible():
+            if not questions:
+                train(run)
+                return 0
+            evaluator = Evaluator(run, questions)
+            measure_baselines(run, evaluator, run.initial_params())
+            params = train(run)
             if controls:
-                raise UserError(f"--controls: {run.config.data.path} has no development questions to measure them with")
-            train(run)
-            return 0
-        evaluator = Evaluator(run, questions)
-        measure_baselines(run, evaluator, run.initial_params())
-        params = train(run)
-        if controls:
-            run_controls(run, evaluator)
+                run_controls(run, evaluator)
+            results = write_results(run, params, evaluator, command)
     except Preempted as reason:
         logger.warning("%s", reason)
         return PREEMPTED
-    show(write_results(run, params, evaluator, command), run.workdir)
+    show(results, run.workdir)
     return 0
+
+
+@contextmanager
+def _preemptible() -> Iterator[None]:
+    """SIGTERM between tasks, where everything that is done is saved, ends the run at once.
+
+    Inside a task the loop takes the signal and saves first.
+    """
+
+    def preempt(_number: int, _frame: FrameType | None) -> None:
+        raise Preempted("SIGTERM: every finished task is saved; repeat the command to go on")
+
+    if threading.current_thread() is not threading.main_thread():  # someone else owns the signals
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, preempt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def dev_questions(run: Run) -> list[Question]:
@@ -84,10 +113,9 @@ def train(run: Run) -> Params:
 
 
 def starting_params(run: Run) -> Params:
-    """Fresh parameters, or the final ones of the run that `init_from` names; it is not needed once training began."""
+    """Fresh parameters, or the final ones of the run that `init_from` names, until the first checkpoint is there."""
     params = run.initial_params()
-    begun = (run.workdir / task_names(run.config)[0] / "checkpoints").is_dir()
-    return borrow_params(run, Path(run.config.init_from), params) if run.config.init_from and not begun else params
+    return borrow_params(run, params) if borrows(run) else params
 
 
 def show(results: dict[str, Any], workdir: Path) -> None:
@@ -103,5 +131,8 @@ def show(results: dict[str, Any], workdir: Path) -> None:
     for name, value in results["seconds"].items():
         table.add_row("seconds", name, f"{value:.0f}")
     console().print(table)
-    console().print(f"report: {workdir / 'report.html'}", soft_wrap=True)
-    console().print(f'ask:    realm ask --workdir={workdir} "question"', soft_wrap=True)
+    for line in (
+        f"report: {shlex.quote(str(workdir / 'report.html'))}",
+        f'ask:    realm ask --workdir={shlex.quote(str(workdir))} "question"',
+    ):
+        console().print(line, soft_wrap=True, markup=False)

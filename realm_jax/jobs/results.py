@@ -49,11 +49,11 @@ SUPERVISION = {
 
 def chance(train: Sequence[Question], dev: Sequence[Question], by: str = "relation") -> float:
     """Exact match of always giving the most common training answer, of the question's `by` field where there is one."""
-    counts: dict[Any, Counter[str]] = defaultdict(Counter)
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
     for question in train:
-        counts[question.fields.get(by)].update(question.answers[:1])
+        counts[str(question.fields.get(by))].update(question.answers[:1])
     guesses = {group: counter.most_common(1)[0][0] for group, counter in counts.items()}
-    right = [exact_match(guesses.get(question.fields.get(by), ""), question.answers) for question in dev]
+    right = [exact_match(guesses.get(str(question.fields.get(by)), ""), question.answers) for question in dev]
     return float(np.mean(right)) if right else 0.0
 
 

@@ -93,7 +93,7 @@ def answer_marginal(scores: Array, span_scores: Array, allowed: Array, correct: 
     joint = prior[:, :, None, None] + reading
     likelihood = log_sum_selected(joint, correct, axis=(1, 2, 3))
     answered = correct.any(axis=(1, 2, 3)).astype(jnp.float32)
-    loss = -jnp.sum(jnp.where(answered > 0, likelihood, 0.0)) / jnp.maximum(answered.sum(), 1.0)
+    loss = jnp.sum(jnp.where(answered > 0, -likelihood, 0.0)) / jnp.maximum(answered.sum(), 1.0)
     return loss, likelihood
 
 

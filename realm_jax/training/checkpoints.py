@@ -6,6 +6,8 @@ have been seen. Saves are asynchronous, and a folder that was cut off in the mid
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Self
@@ -18,6 +20,7 @@ from numpy.typing import NDArray
 from orbax.checkpoint import v1 as ocp
 
 import realm_jax
+from realm_jax.errors import UserError
 
 
 class Checkpoints:
@@ -55,19 +58,45 @@ class Checkpoints:
             self._checkpointer.wait()
 
 
+class Gone(Exception):
+    """A checkpoint was removed while it was read: the run went on beside us and keeps newer ones only."""
+
+
 class Saved:
-    """One complete checkpoint, to be read only: nothing in its folder changes, so a run may be writing beside it."""
+    """One complete checkpoint, to be read only: nothing in its folder changes, so a run may be writing beside it.
+
+    What reads it raises `Gone` when it was removed meanwhile, and UserError when it is damaged.
+    """
 
     def __init__(self, path: Path):
         self._path = path
         self.step = int(path.name)
-        self._metadata = ocp.checkpointables_metadata(path)
+        with self._reading():
+            self._metadata = ocp.checkpointables_metadata(path)
+            self.record["index_step"]  # every save has one
 
     @classmethod
     def newest(cls, folder: Path) -> Self | None:
         """The newest complete checkpoint under a folder, if there is one."""
-        entries = sorted((e for e in folder.absolute().glob("*") if e.name.isdigit()), key=lambda e: -int(e.name))
-        return next((cls(entry) for entry in entries if ocp.is_orbax_checkpoint(entry)), None)
+        for _ in range(100):  # a run that keeps few and saves often may remove one between a look and the next
+            entries = sorted((e for e in folder.absolute().glob("*") if e.name.isdigit()), key=lambda e: -int(e.name))
+            try:
+                return next((cls(entry) for entry in entries if ocp.is_orbax_checkpoint(entry)), None)
+            except Gone:
+                continue
+        raise UserError(f"{folder}: checkpoints vanish faster than they can be read; set config.checkpoint.keep higher")
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as fault:
+            if not (self._path / "_CHECKPOINT_METADATA").exists():
+                raise Gone(str(self._path)) from fault
+            reason = str(fault).strip().partition("\n")[0][:200]
+            raise UserError(
+                f"{self._path} is damaged ({type(fault).__name__}: {reason}); remove it to go on from the one before"
+            ) from fault
 
     @property
     def record(self) -> dict[str, Any]:
@@ -76,15 +105,17 @@ class Saved:
 
     def state(self, abstract: Any) -> Any:
         """The state, on any devices. `abstract`: shapes with the shardings to load onto; `...` leaves an array out."""
-        return ocp.load_checkpointables(self._path, {"state": abstract})["state"]
+        with self._reading():
+            return ocp.load_checkpointables(self._path, {"state": abstract})["state"]
 
     def vectors(self) -> NDArray | None:
         """The index vectors on the host, with the padding of the devices that saved them; None: no index was saved."""
         if "index" not in self._metadata.metadata:
             return None
-        known = self._metadata.metadata["index"]["vectors"]
-        where = {"index": {"vectors": np.empty(known.shape, known.dtype)}}
-        return ocp.load_checkpointables(self._path, where)["index"]["vectors"]
+        with self._reading():
+            known = self._metadata.metadata["index"]["vectors"]
+            where = {"index": {"vectors": np.empty(known.shape, known.dtype)}}
+            return ocp.load_checkpointables(self._path, where)["index"]["vectors"]
 
 
 def environment() -> dict[str, Any]:

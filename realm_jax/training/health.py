@@ -27,6 +27,7 @@ class Watch:
     def __post_init__(self) -> None:
         self._null: deque[float] = deque(maxlen=self.window)
         self._gain: deque[float] = deque(maxlen=self.window)
+        self._answered: deque[float] = deque(maxlen=self.window)
         self._best_gain = 0.0
         self._best_recall = 0.0
         self._said: set[str] = set()
@@ -60,6 +61,18 @@ class Watch:
                 "retriever started below the share of useful candidates that it needs (train ict longer)",
             )
         return None
+
+    def answers(self, step: int, answer_in_passages: float) -> str | None:
+        """answer_in_passages: share of a batch's questions for which a passage that was read holds an answer."""
+        self._answered.append(answer_in_passages)
+        if len(self._answered) < self.window or any(self._answered):
+            return None
+        return self._once(
+            "answers",
+            f"step {step}: no passage that was read held an answer in the last {self.window} records, so nothing is "
+            "learnt; likely cause: the retriever finds nothing useful (train ict or realm longer), or the answers do "
+            "not occur in the passages or are longer than model.span_width word pieces",
+        )
 
     def recall(self, step: int, recall: float) -> str | None:
         """recall: of the gold passage or of the answer, measured with a fresh index."""

@@ -94,6 +94,8 @@ class Journal:
 
     def _warning(self, record: dict[str, Any]) -> str | None:
         """What the watch says of a record of metrics or of a measurement."""
+        if "answer_in_passages" in record:
+            return self._watch.answers(record["step"], record["answer_in_passages"])
         if self._task != "realm":
             return None
         if "null_probability" in record:

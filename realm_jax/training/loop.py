@@ -4,6 +4,9 @@ Read `train_task` top to bottom. What a step computes is `tasks.py`; where its a
 reader can skip `Stop` and `check_workdir`.
 """
 
+import dataclasses
+import hashlib
+import json
 import logging
 import signal
 from collections.abc import Callable
@@ -52,6 +55,11 @@ class Stop:
 
     def _ask(self, _number: int, _frame: FrameType | None) -> None:
         self.asked = True
+
+    def check(self, kept: str) -> None:
+        """Raise Preempted if SIGTERM came. kept: what is safe."""
+        if self.asked:
+            raise Preempted(f"SIGTERM: {kept}; repeat the command to go on")
 
     def __exit__(self, *_: object) -> None:
         if self._before is not None:
@@ -104,15 +112,17 @@ def check_data(run: Run) -> None:
     for name, fingerprint in _fingerprints(run).items():
         if recorded.get(name, fingerprint) != fingerprint:
             raise UserError(
-                f"{run.config.data.path}: a store and tokenizer that do not match the run: {name} differs from what "
-                f"{path} records; name the folder that it was trained with, or start in another --workdir"
+                f"{run.config.data.path}: not the data of the run: other {name} than {path} records; "
+                "name the folder that it was trained with, or start in another --workdir"
             )
 
 
 def _fingerprints(run: Run) -> dict[str, str]:
     sources = run.sources
     stores = {"passages": sources.passages.fingerprint, "pretraining": sources.pretraining.fingerprint}
-    return {"tokenizer": sources.wordpiece.fingerprint} | stores
+    asked = {split: [dataclasses.asdict(one) for one in questions] for split, questions in sources.questions.items()}
+    questions = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+    return {"tokenizer": sources.wordpiece.fingerprint} | stores | {"questions": questions}
 
 
 def train_task(
@@ -145,6 +155,7 @@ def train_task(
             index_step, seconds = saved.record["index_step"], saved.record["seconds"]
         start = int(state.step)
         if start >= total:
+            stop.check(f"{place.name} is done")
             return state.params
 
         # --- Examples, the compiled step, records
@@ -173,7 +184,7 @@ def train_task(
                     journal.flush()
                     save(done, wait=preempted)
                 if done < total and preempted:
-                    raise Preempted(f"SIGTERM: saved {place.name} at step {done}; repeat the command to go on")
+                    stop.check(f"saved {place.name} at step {done}")
 
             # --- The last measurement and save
             journal.flush()
@@ -182,8 +193,7 @@ def train_task(
                 index_step = -1 if index is None else total
                 journal.measured(total, found | {"refresh": False, "seconds": journal.seconds})
             save(total, wait=True)
-        if stop.asked:
-            raise Preempted(f"SIGTERM: saved {place.name} at step {total}; repeat the command to go on")
+        stop.check(f"saved {place.name} at step {total}")
     return state.params
 
 
@@ -228,19 +238,21 @@ def restore_params(run: Run, workdir: Path, name: str, like: Params) -> Params:
     saved = Saved.newest(workdir / name / "checkpoints")
     if saved is None:
         raise UserError(f"{workdir}: task {name} has no checkpoint; train it first (`realm train`)")
+    return saved_params(run, name, saved, like)
+
+
+def saved_params(run: Run, name: str, saved: Saved, like: Params) -> Params:
+    """The parameters in a checkpoint of a task, on this run's devices. `like`: their shapes."""
     abstract = _abstract_state(run, make_task(name, run.setting), like)
     moments = jax.tree.map(lambda _: ..., abstract.optimizer)
     return saved.state(abstract._replace(optimizer=moments)).params
 
 
-def restore_index(run: Run, name: str) -> Index | None:
-    """The index saved with a task's newest parameters; None when those parameters would give another one.
+def saved_index(run: Run, name: str, saved: Saved) -> Index | None:
+    """The index in a checkpoint of a task; None when the parameters there would give another one.
 
     It fits them when it was made of them, or when the task leaves the document embedder as it was.
     """
-    saved = Saved.newest(run.workdir / name / "checkpoints")
-    if saved is None:
-        return None
     task = make_task(name, run.setting)
     frozen = task.retrieves and run.model.embedder_names[-1] not in task.trained
     vectors = saved.vectors() if frozen or saved.record["index_step"] == saved.step else None
