@@ -8,12 +8,17 @@ form `--config.key=value`. Read `realm_jax/jobs/quickstart.py` next.
 
 import argparse
 import importlib
+import io
 import os
 import select
 import shlex
+import signal
 import sys
-from collections.abc import Sequence
-from types import ModuleType
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType, ModuleType
+from typing import Any
 
 import realm_jax
 from realm_jax.errors import UserError
@@ -43,26 +48,103 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises `SystemExit(2)` for arguments that cannot be parsed. An exception that is not the user's mistake is a defect
     and propagates with its traceback.
     """
-    try:
-        code = _run(list(sys.argv[1:] if argv is None else argv))
-        sys.stdout.flush()  # a reader that went away shows here, not while the interpreter shuts down
-        return code
-    except UserError as error:
-        print(f"realm: error: {error}", file=sys.stderr)
-        return USER_ERROR
-    except KeyboardInterrupt:
-        print("\nrealm: interrupted; run the same command again to continue", file=sys.stderr)
-        return INTERRUPTED
-    except BrokenPipeError:
-        if not _stdout_is_broken():
-            raise
-        return BROKEN_PIPE
+    _mend_streams()
+    with _CtrlC() as ctrl_c:
+        try:
+            code = _run(list(sys.argv[1:] if argv is None else argv), ctrl_c)
+            sys.stdout.flush()  # a reader that went away shows here, not while the interpreter shuts down
+            return code
+        except KeyboardInterrupt:
+            return _interrupted()
+        except Exception as error:
+            if ctrl_c.heard:  # what some library made of it
+                return _interrupted()
+            if isinstance(error, BrokenPipeError) and _stdout_is_broken():
+                return BROKEN_PIPE
+            if not (message := _users_mistake(error)):
+                raise
+            print(f"realm: error: {message}", file=sys.stderr)
+            return USER_ERROR
 
 
-def _run(argv: list[str]) -> int:
+def _interrupted() -> int:
+    print("\nrealm: interrupted; run the same command again to continue", file=sys.stderr)
+    return INTERRUPTED
+
+
+def _users_mistake(error: Exception) -> str:
+    """The line for the user, empty for a defect. JAX looks for its devices late, wherever they are first asked for."""
+    if isinstance(error, UserError):
+        return str(error)
+    message = " ".join(str(error).split())
+    if isinstance(error, RuntimeError) and message.startswith("Unable to initialize backend"):
+        return f"JAX does not start: {message}; `realm doctor` shows the devices and settings"
+    return ""
+
+
+class _CtrlC:
+    """Ctrl-C as KeyboardInterrupt, as Python has it, but never lost: a context manager around a whole command.
+
+    `heard` says that it came, whatever became of the exception. Where nothing can be raised, as in JAX's hook on
+    garbage collection, it comes again. With a handler that is not Python's own, asyncio leaves the signal alone too.
+    """
+
+    def __init__(self) -> None:
+        self.heard = False
+        self._held = False
+        in_charge = threading.current_thread() is threading.main_thread()
+        # In the background of a shell it is to be ignored, and stays so.
+        self._installs = in_charge and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        self._otherwise = sys.unraisablehook
+
+    def __enter__(self) -> "_CtrlC":
+        if self._installs:
+            signal.signal(signal.SIGINT, self._hear)
+            sys.unraisablehook = self._repeat
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._installs:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            sys.unraisablehook = self._otherwise
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Wait with it: modules in C that are interrupted while they are imported crash or say something else."""
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+        if self.heard:
+            raise KeyboardInterrupt
+
+    def _hear(self, _number: int, _frame: FrameType | None) -> None:
+        self.heard = True
+        if not self._held:
+            raise KeyboardInterrupt
+
+    def _repeat(self, lost: Any) -> None:
+        if issubclass(lost.exc_type, KeyboardInterrupt):
+            threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT]).start()
+        else:
+            self._otherwise(lost)
+
+
+def _mend_streams() -> None:
+    """Streams that the shell closed become /dev/null; what the encoding of stdout does not have is printed as "?"."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
+    if isinstance(sys.stdout, io.TextIOWrapper) and not sys.stdout.encoding.lower().startswith("utf"):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def _run(argv: list[str], ctrl_c: _CtrlC) -> int:
     """Parses `argv`, imports the one job that it names and runs it."""
     name = next((argument for argument in argv if not argument.startswith("-")), None)
-    job = _import_job(name) if name in JOBS else None
+    with ctrl_c.held():
+        job = _import_job(name) if name in JOBS else None
     parser = _parser(name, job)
     args, unknown = parser.parse_known_args(argv)
     takes_config = hasattr(args, "config")

@@ -2,8 +2,11 @@
 
 import argparse
 import os
+import shlex
+import signal
 import subprocess
 import sys
+import threading
 import types
 from pathlib import Path
 
@@ -152,6 +155,90 @@ def test_a_reader_that_stops_reading_is_no_error():
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.fixture
+def interruptible():
+    """Ctrl-C as a terminal has it: a test run in the background of a shell hands on that it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    signal.signal(signal.SIGINT, before)
+
+
+def ctrl_c() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_an_interrupt_waits_until_the_job_is_imported(monkeypatch, tmp_path, interruptible):
+    (tmp_path / "interrupted_job.py").write_text(
+        "import signal\n"
+        "try: signal.raise_signal(signal.SIGINT)\n"
+        "except BaseException: raise ImportError('half of an extension') from None\n"
+        "add_arguments = run = lambda _: None\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(cli.JOBS, "slow", ("interrupted_job", "be interrupted"))
+    assert cli.main(["slow"]) == 130
+    assert "interrupted_job" in sys.modules
+
+
+def test_an_interrupt_that_became_another_error_is_still_one(job, interruptible, capsys):
+    def end():
+        try:
+            ctrl_c()
+        except KeyboardInterrupt:
+            raise UserError("the checkpoint is damaged; remove it") from None
+
+    job.ends = end
+    assert cli.main(["fake"]) == 130
+    assert "damaged" not in capsys.readouterr().err
+
+
+def test_an_interrupt_where_nothing_can_be_raised_comes_again(job, interruptible):
+    class Unlucky:
+        def __del__(self):
+            ctrl_c()
+
+    def end():
+        Unlucky()
+        threading.Event().wait(20)
+
+    job.ends = end
+    assert cli.main(["fake"]) == 130
+
+
+# ---- the streams
+
+
+def realm(end: str, *shell: str, **environment: str) -> subprocess.CompletedProcess:
+    """A job whose body is `end`, run with the redirections of `shell`."""
+    program = (
+        "import sys, types; from realm_jax import cli\n"
+        "job = types.ModuleType('job'); sys.modules['job'] = job; job.add_arguments = lambda parser: None\n"
+        f"job.run = lambda args: {end}\n"
+        "cli.JOBS['talk'] = ('job', 'talk'); sys.exit(cli.main(['talk']))"
+    )
+    command = " ".join([shlex.join([sys.executable, "-c", program]), *shell])
+    return subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, env=os.environ | environment)
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-"])
+def test_a_closed_stream_is_like_an_empty_one(closed):
+    done = realm("[print('text', file=f) for f in (sys.stdout, sys.stderr)] and len(sys.stdin.read())", closed)
+    assert done.returncode == 0 and b"Traceback" not in done.stderr
+
+
+def test_what_the_encoding_of_stdout_does_not_have_is_replaced():
+    assert realm("print('caf\u00e9 ok')", PYTHONIOENCODING="ascii").stdout == b"caf? ok\n"
+    assert realm("print('caf\u00e9 ok')", PYTHONIOENCODING="utf-8").stdout == "café ok\n".encode()
+
+
+def test_a_platform_that_jax_does_not_have_is_one_line():
+    done = realm("__import__('jax').devices()", JAX_PLATFORMS="bogus")
+    assert done.returncode == 2
+    (line,) = done.stderr.decode().splitlines()
+    assert line.startswith("realm: error: JAX does not start: Unable to initialize backend 'bogus'")
 
 
 # ---- configs
