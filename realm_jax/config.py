@@ -50,6 +50,9 @@ Operations (may change on resume):
   evaluation.batch_size    questions read at a time
 """
 
+import difflib
+import math
+from collections.abc import Iterable
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -136,6 +139,9 @@ def task_names(config: ConfigDict) -> list[str]:
 
 def validate(config: ConfigDict) -> None:
     """Raise UserError, with the key's name, for a value that cannot work. Touches no device."""
+    check_shape(config, default())
+    for key, value in flatten(config.to_dict()).items():
+        _require(not isinstance(value, float) or math.isfinite(value), key, "must be a finite number")
     names = task_names(config)
     _require(bool(names), "tasks", "name at least one of mlm, ict, realm, qa")
     for name in names:
@@ -148,6 +154,45 @@ def validate(config: ConfigDict) -> None:
     _require(bool(config.data.path), "data.path", "set it to a folder written by `realm prepare`")
     _check_choices(config)
     _check_sizes(config)
+
+
+def check_shape(config: ConfigDict, like: ConfigDict) -> None:
+    """Raise UserError unless `config` has the keys of `like` and no others, with values of their types."""
+    wanted, found = flatten(like.to_dict()), flatten(config.to_dict())
+    for key, value in found.items():
+        inside = next((name for name in wanted if name.startswith(f"{key}.")), None)
+        _require(inside is None, key, f"is a section; set its keys, such as {inside}")
+        _require(key in wanted, key, f"no such key, {advise(key, wanted)}")
+        _require(_fits(value, wanted[key]), key, _type_advice(value, wanted[key]))
+    for key in wanted:
+        _require(key in found, key, "is missing; begin with `realm_jax.config.default()` and change what differs")
+
+
+def _fits(value: Any, example: Any) -> bool:
+    """Whether a value is of the type of `example`. A whole number is a float too, but a truth value is no number."""
+    kind = (int, float) if isinstance(example, float) else type(example)
+    return example is None or isinstance(value, kind) and isinstance(value, bool) == isinstance(example, bool)
+
+
+def _type_advice(value: Any, example: Any) -> str:
+    given = "None" if value is None else type(value).__name__
+    return f"takes a value of type {type(example).__name__}, such as {example!r}, not {given}"
+
+
+def advise(key: str, keys: Iterable[str]) -> str:
+    """What to write in place of a key that is not there: at most three like it, or what there is at the top.
+
+    Alike are those of the same name in another section, else those alike in its section, else those alike.
+    """
+    keys = list(keys)
+    section, _, name = key.rpartition(".")
+    same_name = [known for known in keys if known.rpartition(".")[2] == name]
+    siblings = {known.rpartition(".")[2]: known for known in keys if known.rpartition(".")[0] == section}
+    alike = [siblings[close] for close in difflib.get_close_matches(name, siblings)]
+    near = (same_name or alike or difflib.get_close_matches(key, keys, cutoff=0.75))[:3]
+    if near:
+        return f"did you mean {' or '.join(near)}?"
+    return f"at the top it has {', '.join(sorted({known.partition('.')[0] for known in keys}))}"
 
 
 def _check_choices(config: ConfigDict) -> None:
@@ -177,6 +222,7 @@ def _check_sizes(config: ConfigDict) -> None:
     )
     for key in not_negative.split():
         _require(_get(config, key) >= 0, key, "must not be negative")
+    _require(config.seed < 2**32, "seed", "must be below 2**32: JAX drops the bits beyond")
     for key in ("data.null_rate", "data.unrelated_rate", "data.ict_mask_rate"):
         _require(0 <= _get(config, key) <= 1, key, "must lie between 0 and 1")
     rest = 1 - config.data.null_rate - config.data.unrelated_rate
@@ -215,7 +261,7 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested dictionaries as one with dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return flat
 
 

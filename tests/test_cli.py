@@ -15,6 +15,7 @@ from ml_collections import ConfigDict, config_dict
 
 import realm_jax
 from realm_jax import cli
+from realm_jax.config import default
 from realm_jax.errors import UserError
 from realm_jax.jobs import flags
 
@@ -251,8 +252,8 @@ def tiny_config() -> ConfigDict:
     return config
 
 
-def load(*overrides: str, path: str | None = None) -> ConfigDict:
-    return flags.load_config(path, list(overrides), tiny_config)
+def load(*overrides: str, path: str | None = None, default=tiny_config) -> ConfigDict:
+    return flags.load_config(path, list(overrides), default)
 
 
 def write(folder: Path, text: str) -> str:
@@ -282,6 +283,11 @@ def test_a_loaded_config_is_locked_and_the_default_is_not_shared():
     config = load()
     assert config.is_locked and config.train.is_locked
     assert load("--config.seed=5").seed == 5 and load().seed == 0
+
+
+def test_of_two_overrides_of_a_key_the_wrong_one_is_named():
+    with pytest.raises(UserError, match=r"^--config\.train\.steps=1e3: this key takes a value of type int"):
+        load("--config.train.steps=2", "--config.seed=1", "--config.train.steps=1e3")
 
 
 @pytest.mark.parametrize(
@@ -324,11 +330,28 @@ def test_a_config_file_gets_its_argument(tmp_path):
         "def get_config(size='tiny'):\n"
         "    return ConfigDict({'width': SIZES[size]})\n",
     )
-    assert load(path=path).width == 64
-    assert load(path=f"{path}:base").width == 768
-    assert load("--config.width=5", path=f"{path}:base").width == 5
+
+    def of(argument: str, *overrides: str) -> int:
+        return load(*overrides, path=path + argument, default=lambda: ConfigDict({"width": 1})).width
+
+    assert of("") == 64
+    assert of(":base") == 768
+    assert of(":base", "--config.width=5") == 5
     with pytest.raises(UserError, match=r"experiment\.py:4: KeyError: huge"):
-        load(path=f"{path}:huge")
+        of(":huge")
+
+
+def test_a_key_of_a_config_file_that_the_default_does_not_have_is_an_error_whatever_is_overridden(tmp_path):
+    path = write(
+        tmp_path,
+        "from realm_jax.config import default\n"
+        "def get_config():\n"
+        "    config = default()\n"
+        "    config.ict.stepss = 5\n"
+        "    return config\n",
+    )
+    with pytest.raises(UserError, match=r"^config\.ict\.stepss: no such key, did you mean ict\.steps\?$"):
+        load("--config.ict.stepss=3", path=path, default=default)
 
 
 @pytest.mark.parametrize(
@@ -369,6 +392,10 @@ def test_a_missing_config_file_is_named():
 
 def test_an_edited_config_file_is_read_anew(tmp_path):
     text = "from ml_collections import ConfigDict\ndef get_config():\n    return ConfigDict({'steps': 1})\n"
-    assert load(path=write(tmp_path, text)).steps == 1
-    assert load(path=write(tmp_path, text.replace("1}", "2}"))).steps == 2
+
+    def steps(text: str) -> int:
+        return load(path=write(tmp_path, text), default=lambda: ConfigDict({"steps": 0})).steps
+
+    assert steps(text) == 1
+    assert steps(text.replace("1}", "2}")) == 2
     assert not (tmp_path / "__pycache__").exists()

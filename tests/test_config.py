@@ -1,8 +1,10 @@
 """The config: its docstring is its reference, every bad value is named by its key, and resume keeps the science."""
 
+import math
 import re
 
 import pytest
+from ml_collections import ConfigDict
 
 from realm_jax import config as module
 from realm_jax.config import TASKS, default, flatten, joint_length, science, task_names, validate
@@ -37,7 +39,7 @@ def test_science_is_what_the_docstring_says():
 def test_operations_may_change_and_science_may_not():
     changed = default()
     changed.mesh.model, changed.retrieval.block, changed.init_from = 2, 64, "elsewhere"
-    changed.checkpoint.every = changed.log.every = changed.evaluation.questions = 7
+    changed.checkpoint.every = changed.log.every = changed.evaluation.batch_size = 7
     assert science(changed) == science(default())
     changed.retrieval.candidates = 4
     assert science(changed) != science(default())
@@ -60,6 +62,7 @@ BAD = [
     ("tasks", "mlm,dance"),
     ("tasks", "mlm,mlm"),
     ("seed", -1),
+    ("seed", 2**32),
     ("data.masking", "none"),
     ("data.predictions", -1),
     ("data.null_rate", 1.5),
@@ -76,6 +79,7 @@ BAD = [
     ("model.max_length", 100),
     ("model.max_length", -1),
     ("model.norm_epsilon", 0.0),
+    ("model.norm_scale", math.inf),
     ("model.span_width", 0),
     ("objective.marginal", "span"),
     ("objective.retriever_start", -1),
@@ -89,9 +93,11 @@ BAD = [
     ("realm.steps", 0),
     ("qa.batch_size", 0),
     ("mlm.learning_rate", 0.0),
+    ("mlm.learning_rate", math.inf),
     ("ict.warmup", -1),
     ("optimizer.weight_decay", -0.01),
     ("optimizer.clip", 0.0),
+    ("optimizer.clip", math.nan),
     ("mesh.fsdp", 0),
     ("mesh.data", -2),
     ("checkpoint.keep", 0),
@@ -109,6 +115,41 @@ def test_a_bad_value_is_named_by_its_key(key, value):
     with pytest.raises(UserError, match=rf"^config\.{re.escape(key)}: ") as fault:
         validate(config)
     assert "\n" not in str(fault.value)
+
+
+MISSHAPEN = [
+    ({"ict": {"stepss": 5}}, "ict.stepss: no such key, did you mean ict.steps?"),
+    ({"zzz": {}, "a": 1}, "a: no such key, at the top it has checkpoint, data, "),
+    ({"ict": 5}, "ict: is a section; set its keys, such as ict.batch_size"),
+    ({"ict": {"steps": None}}, "ict.steps: takes a value of type int, such as 100000, not None"),
+    ({"ict": {"steps": 3.0}}, "ict.steps: takes a value of type int, such as 100000, not float"),
+    ({"ict": {"steps": True}}, "ict.steps: takes a value of type int, such as 100000, not bool"),
+    ({"model": {"dropout": "0.1"}}, "model.dropout: takes a value of type float, such as 0.1, not str"),
+    ({"tasks": ("ict", "qa")}, "tasks: takes a value of type str, such as 'mlm,ict,realm,qa', not tuple"),
+    ({"log": {"every": {"steps": 1}}}, "log.every.steps: no such key, did you mean"),
+]
+
+
+@pytest.mark.parametrize("changes, message", MISSHAPEN)
+def test_a_config_has_the_keys_of_the_default_and_no_others(changes, message):
+    values = usable().to_dict()
+    for key, value in changes.items():
+        values[key] = values.get(key, {}) | value if isinstance(value, dict) else value
+    with pytest.raises(UserError) as fault:
+        validate(ConfigDict(values))
+    assert str(fault.value).startswith(f"config.{message}") and "\n" not in str(fault.value)
+
+
+def test_a_key_that_is_missing_is_named():
+    config = usable()
+    del config.log
+    with pytest.raises(UserError, match=r"^config\.log\.every: is missing; begin with `realm_jax.config.default\(\)`"):
+        validate(config)
+
+
+def test_a_whole_number_is_a_float_too():
+    config = ConfigDict(usable().to_dict() | {"optimizer": {"weight_decay": 0, "clip": 1}})
+    validate(config)
 
 
 def test_rates_that_leave_no_room_for_excerpts_are_refused():

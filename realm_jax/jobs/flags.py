@@ -7,7 +7,6 @@ come errors in one line that name the file, the line or the key. What the keys m
 """
 
 import argparse
-import difflib
 import inspect
 import runpy
 import traceback
@@ -19,7 +18,10 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 from ml_collections.config_flags import config_path
 
+from realm_jax.config import advise, check_shape, flatten
 from realm_jax.errors import UserError
+
+_REFUSALS = (flags.Error, TypeError, ValueError)  # what config_flags raises for a value that does not fit its key
 
 
 def add_config_argument(parser: argparse.ArgumentParser, default: str = "the built-in one") -> None:
@@ -36,11 +38,12 @@ def load_config(path: str | None, overrides: Sequence[str], default: Callable[[]
     """The config of `path` (`FILE` or `FILE:ARGUMENT`; None: of `default()`) with overrides applied, locked.
 
     `overrides` are whole arguments, `--config.train.steps=10`; the last of two for one key counts, but for a tuple each
-    is one element. Raises `UserError` for a file that is missing or breaks, for a key that the config does not have,
-    and for a value that is not of the key's type.
+    is one element. Raises `UserError` for a file that is missing or breaks, for a config in it that does not have the
+    keys of `default()`, for a key that the config does not have, and for a value that is not of the key's type.
     """
     config = default() if path is None else _load_file(path)
-    keys = _leaf_keys(config)
+    check_shape(config, default())
+    keys = list(flatten(config.to_dict()))
     for override in overrides:
         _check_override(override, keys)
     return _apply(config, list(overrides))
@@ -88,18 +91,7 @@ def _broken(name: str, error: Exception) -> UserError:
     return UserError(f"{where}: {type(error).__name__}: {what}")
 
 
-def _leaf_keys(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
-    """Dotted key → value of everything in a config that is not a section; empty sections have no entry."""
-    leaves: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, ConfigDict):
-            leaves |= _leaf_keys(value, f"{prefix}{key}.")
-        else:
-            leaves[prefix + key] = value
-    return leaves
-
-
-def _check_override(override: str, keys: dict[str, Any]) -> None:
+def _check_override(override: str, keys: list[str]) -> None:
     name, equals, _ = override.partition("=")
     key = name.removeprefix("--config.")
     if not equals:
@@ -109,45 +101,44 @@ def _check_override(override: str, keys: dict[str, Any]) -> None:
     inside = [known for known in keys if known.startswith(f"{key}.")]
     if inside:
         raise UserError(f"{name}: {key} is a section; set its keys, such as --config.{inside[0]}")
-    near = _nearest(key, list(keys))
-    sections = sorted({known.partition(".")[0] for known in keys})
-    advice = f"did you mean {' or '.join(near)}?" if near else f"at the top it has {', '.join(sections)}"
-    raise UserError(f"{name}: there is no such key in the config; {advice}")
-
-
-def _nearest(key: str, keys: list[str]) -> list[str]:
-    """At most three keys like `key`: of the same name in another section, else alike in its section, else alike."""
-    section, _, name = key.rpartition(".")
-    same_name = [known for known in keys if known.rpartition(".")[2] == name]
-    siblings = {known.rpartition(".")[2]: known for known in keys if known.rpartition(".")[0] == section}
-    alike = [siblings[close] for close in difflib.get_close_matches(name, siblings)]
-    return (same_name or alike or difflib.get_close_matches(key, keys, cutoff=0.75))[:3]
+    raise UserError(f"{name}: there is no such key in the config; {advise(key, keys)}")
 
 
 def _apply(config: ConfigDict, overrides: list[str]) -> ConfigDict:
+    """The config with overrides applied. Raises UserError that names the first one that does not fit its key."""
+    try:
+        return _parse(config, overrides)
+    except _REFUSALS as error:
+        for override in overrides:
+            if _refused(config, override):
+                raise UserError(_explain(override, config)) from error
+        raise UserError(" ".join(str(error).split())) from error
+
+
+def _refused(config: ConfigDict, override: str) -> bool:
+    try:
+        _parse(config, [override])
+    except _REFUSALS:
+        return True
+    return False
+
+
+def _parse(config: ConfigDict, overrides: list[str]) -> ConfigDict:
     """Lets config_flags parse the overrides, on flag values of its own: absl's global ones are for programs."""
     values = flags.FlagValues()
     argv = ["realm", *overrides]
-    try:
-        config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=argv)
-        values(argv)
-    except (flags.Error, TypeError, ValueError) as error:
-        raise UserError(_explain(error, config, overrides)) from error
+    config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=argv)
+    values(argv)
     return values["config"].value
 
 
-def _explain(error: Exception, config: ConfigDict, overrides: list[str]) -> str:
-    """Says which override failed and what its key takes; the library's own words where they name no override."""
-    message = " ".join(str(error).split())
-    for override in overrides:
-        name, _, text = override.partition("=")
-        key = name.removeprefix("--config.")
-        if f"config.{key}=" not in message and f"config.{key} " not in message:
-            continue
-        wanted = config_path.get_type(key, config).__name__
-        if wanted not in ("int", "float", "bool", "str", "tuple"):
-            return f"{name}: a {wanted} cannot be set on the command line; set it in a config file"
-        value = config_path.get_value(key, config)
-        example = "" if value is None else f", such as {value!r}"
-        return f"{name}={text}: this key takes a value of type {wanted}{example}"
-    return message
+def _explain(override: str, config: ConfigDict) -> str:
+    """What the key of an override takes."""
+    name, _, text = override.partition("=")
+    key = name.removeprefix("--config.")
+    wanted = config_path.get_type(key, config).__name__
+    if wanted not in ("int", "float", "bool", "str", "tuple"):
+        return f"{name}: a {wanted} cannot be set on the command line; set it in a config file"
+    value = config_path.get_value(key, config)
+    example = "" if value is None else f", such as {value!r}"
+    return f"{name}={text}: this key takes a value of type {wanted}{example}"
