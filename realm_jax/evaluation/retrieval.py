@@ -6,8 +6,8 @@ for what it means that a passage contains an answer.
 """
 
 import logging
-from collections.abc import Hashable, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 import bm25s
 import numpy as np
@@ -51,18 +51,22 @@ def recall_at_k(hits: NDArray[np.bool_], k: int) -> float:
     return float(found_within(hits, k).mean())
 
 
-def by_group(found: ArrayLike, groups: Sequence[Hashable]) -> dict[str, float]:
+def by_group(found: ArrayLike, groups: Sequence[Any]) -> dict[str, float]:
     """The share found in each group, for example by the number of replaced words of a question.
 
-    `found` is bool [questions] (from `found_within`). Groups come back in their own order, their names as text.
+    `found` is bool [questions] (from `found_within`). Groups come back with their names as text, numbers before all
+    else and in their own order.
     """
     found = np.asarray(found, bool)
     if found.shape != (len(groups),):
         raise ValueError(f"found has the shape {found.shape} but there are {len(groups)} groups")
-    members: dict[Hashable, list[bool]] = {}
+    members: dict[str, list[bool]] = {}
+    places: dict[str, tuple[bool, Any, str]] = {}
     for is_found, group in zip(found, groups, strict=True):
-        members.setdefault(group, []).append(bool(is_found))
-    return {str(group): float(np.mean(members[group])) for group in sorted(members)}  # type: ignore[type-var]
+        name, number = str(group), isinstance(group, int | float)
+        members.setdefault(name, []).append(bool(is_found))
+        places.setdefault(name, (not number, group if number else 0, name))
+    return {name: float(np.mean(members[name])) for name in sorted(members, key=places.__getitem__)}
 
 
 def gold_hits(store: PassageTexts, rows: ArrayLike, gold_passage_ids: Sequence[str | None]) -> NDArray[np.bool_]:
@@ -117,8 +121,9 @@ class Bm25:
         if not tokens:
             raise ValueError("BM25 needs at least one text")
         self.size = len(tokens)
-        self._index = bm25s.BM25()
-        self._index.index(tokens, show_progress=False)
+        self._index = bm25s.BM25() if any(tokens) else None  # the library fails on texts without any word
+        if self._index is not None:
+            self._index.index(tokens, show_progress=False)
 
     def search(self, questions: Sequence[str], k: int) -> NDArray[np.int64]:
         """The rows of the k best texts for each question, best first: int64 [questions, min(k, texts)].
@@ -126,8 +131,8 @@ class Bm25:
         Texts that share no word with the question are no candidates; -1 stands in their places.
         """
         k = min(k, self.size)
-        if len(questions) == 0:
-            return np.empty((0, k), np.int64)
+        if len(questions) == 0 or self._index is None:
+            return np.full((len(questions), k), -1, np.int64)
         found, scores = self._index.retrieve(
             _bm25_words(questions), k=k, show_progress=False, backend_selection="numpy"
         )
