@@ -44,8 +44,10 @@ def test_a_passage_has_an_id_a_title_and_a_text(tmp_path):
         (b'{"id": 7, "text": "x"}\n', r'p\.jsonl:2: "id" must hold text but holds 7'),
         (b'{"id": "b", "text": null}\n', r'p\.jsonl:2: "text" must hold text but holds null'),
         (b'{"id": "b", "title": 3, "text": "x"}\n', r'p\.jsonl:2: "title" must hold text'),
-        (b'{"id": "a", "text": "x"}\n', r'p\.jsonl:2: id "a" was already given on line 1'),
+        (b'{"id": "a", "text": "x"}\n', r"p\.jsonl:2: id 'a' was already given on line 1"),
         (b'{"id": "b", "text": "\\ud83d"}\n', r'p\.jsonl:2: "text" holds half of a surrogate pair'),
+        (b'{"id": "b", "text": "x", "more": [{"\\uD83d": 1}]}\n', r'p\.jsonl:2: "more" holds half of a surrogate pair'),
+        (b'{"id": "b", "text": "x", "\\udfff": 1}\n', r'p\.jsonl:2: "\\udfff" holds half of a surrogate pair'),
         (b'{"id": ' + b"9" * 5000 + b"}\n", r"p\.jsonl:2: not readable as JSON"),
         (b"[" * 100_000 + b"\n", r"p\.jsonl:2: not readable as JSON"),
     ],
@@ -93,6 +95,16 @@ def test_a_truncated_packed_file_is_named(tmp_path, suffix, module):
 def test_a_faulty_question_is_named_with_file_and_line(tmp_path, line, message):
     with pytest.raises(UserError, match=message):
         questions_of(tmp_path / "q.jsonl", GOOD_QUESTION + line)
+
+
+def test_a_whole_surrogate_pair_is_a_character(tmp_path):
+    (article,) = passages_of(tmp_path / "p.jsonl", b'{"id": "a", "text": "\\ud83d\\ude42"}')
+    assert article.text == "🙂"
+
+
+def test_an_id_cannot_break_the_line_of_an_error(tmp_path):
+    with pytest.raises(UserError, match=r"p\.jsonl:2: id 'a\\nb' was already given on line 1"):
+        passages_of(tmp_path / "p.jsonl", b'{"id": "a\\nb", "text": "x"}\n' * 2)
 
 
 def test_a_question_keeps_its_further_fields(tmp_path):

@@ -8,6 +8,7 @@ import gzip
 import json
 import lzma
 import os
+import re
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from typing import IO, Any, NoReturn
 from realm_jax.errors import UserError
 from realm_jax.storage import open_atomic
 
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # how JSON spells one, half of a pair or not
 LONGEST_QUESTION = 2_000  # characters; the longest question of Natural Questions and SQuAD has a few hundred
 
 
@@ -53,7 +55,7 @@ def read_passages(path: str | os.PathLike[str]) -> Iterator[Article]:
         article_id = _string(record, "id", where)
         first = lines_of_ids.setdefault(article_id, line)
         if first != line:
-            raise UserError(f'{where}: id "{article_id}" was already given on line {first}; ids must be unique')
+            raise UserError(f"{where}: id {article_id!r} was already given on line {first}; ids must be unique")
         yield Article(article_id, _string(record, "title", where, required=False), _string(record, "text", where), line)
     if not lines_of_ids:
         raise UserError(f'{path} holds no passages; give one {{"id", "title", "text"}} object a line')
@@ -123,16 +125,11 @@ def _string(record: dict[str, Any], key: str, where: str, required: bool = True)
 
 
 def _check_string(value: Any, key: str, where: str) -> str:
-    """`value` if it is a string with something in it that can be written as UTF-8."""
+    """`value` if it is a string with something in it."""
     if not isinstance(value, str):
         raise UserError(f'{where}: "{key}" must hold text but holds {json.dumps(value)[:60]}; put it in quotes')
     if not value.strip():
         raise UserError(f'{where}: "{key}" is empty; fill it or remove the line')
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
-        # JSON can spell half of a surrogate pair ("\ud83d"), which is no character.
-        raise UserError(f'{where}: "{key}" holds half of a surrogate pair; write the whole character') from None
     return value
 
 
@@ -155,7 +152,20 @@ def _record(raw: bytes, where: str) -> dict[str, Any]:
         raise UserError(f"{where}: not readable as JSON ({fault}); mend or remove the line") from None
     if not isinstance(record, dict):
         raise UserError(f"{where}: holds {str(record)[:40]!r}, not an object; write {{…}} with named fields")
+    if _SURROGATE.search(raw):
+        _check_characters(record, where)
     return record
+
+
+def _check_characters(record: dict[str, Any], where: str) -> None:
+    """Raise UserError for half of a surrogate pair, in any field: it is no character and no file can hold it."""
+    for key, value in record.items():
+        try:
+            json.dumps({key: value}, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError:
+            raise UserError(
+                f"{where}: {json.dumps(key)} holds half of a surrogate pair; write the whole character"
+            ) from None
 
 
 def _lines(path: str | os.PathLike[str]) -> Iterator[bytes]:
