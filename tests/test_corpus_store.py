@@ -98,9 +98,9 @@ def test_appending_refuses_another_tokenizer_another_limit_and_known_documents(t
     other = WordPiece(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "z"])
     with pytest.raises(UserError, match="tokenizer is"):
         StoreWriter(folder, other, 288)
-    with pytest.raises(UserError, match='document "a" is in .* already'):
+    with pytest.raises(UserError, match="document 'a' is in .* already"):
         write(folder, passage("b"), passage("a"))
-    with pytest.raises(UserError, match='document "b" was written twice'):
+    with pytest.raises(UserError, match="document 'b' was written twice"):
         write(folder, passage("b"), passage("c"), passage("b"))
     assert len(PassageStore.open(folder)) == 1
     assert not (folder / "segment-00001").exists()
@@ -162,6 +162,34 @@ def test_verify_names_a_file_with_a_flipped_bit(tmp_path, name):
     path.write_bytes(content)
     with pytest.raises(UserError, match=f"{name} is damaged"):
         PassageStore.open(folder).verify()
+
+
+def test_bytes_that_are_no_text_are_named(tmp_path):
+    folder = tmp_path / "store"
+    write(folder, passage("a"), passage("b"))
+    path = folder / "segment-00000" / "texts.utf8"
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    assert PassageStore.open(folder).text(0) == "Ein Text – 漢字."
+    with pytest.raises(
+        UserError, match=r"texts\.utf8 is damaged \(row 1: invalid start byte\); prepare the data again"
+    ):
+        PassageStore.open(folder).text(1)
+
+
+def test_a_word_piece_beyond_the_vocabulary_is_damage(tmp_path):
+    write(tmp_path / "store", passage("a", body=5))  # pieces 100 … 104
+    whole = PassageStore.open(tmp_path / "store", 105)
+    assert pickle.loads(pickle.dumps(whole)).document_matrix(16, WORDPIECE.special)[0].max() == 104
+    damaged = PassageStore.open(tmp_path / "store", 104)
+    with pytest.raises(
+        UserError, match="store is damaged: it holds word piece 104, but the vocabulary ends before 104"
+    ):
+        damaged.document_matrix(16, WORDPIECE.special)
+
+
+def test_a_title_that_cannot_be_stored_is_named_by_its_document():
+    with pytest.raises(UserError, match=r"document 'a\\nb': its title keeps 80,000 word pieces, more than 65,535; "):
+        columns([passage("a\nb", title=80_000)])
 
 
 def test_a_damaged_or_newer_manifest_is_named(tmp_path):

@@ -104,6 +104,15 @@ def test_another_format_version_is_refused(prepared, tmp_path):
         open_sources(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "manifest, message", [("[]", "unknown format version"), ('{"format_version": 1}', "PREPARED.json is damaged")]
+)
+def test_a_damaged_manifest_is_named(tmp_path, manifest, message):
+    (tmp_path / "PREPARED.json").write_text(manifest)
+    with pytest.raises(UserError, match=message):
+        open_sources(tmp_path)
+
+
 def test_a_tokenizer_that_the_passages_were_not_built_with_is_refused(prepared, tmp_path):
     """Every id would mean another word."""
     folder = copy_of(prepared, tmp_path / "ready")

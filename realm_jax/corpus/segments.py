@@ -31,6 +31,7 @@ RAGGED: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
 _UTF8 = ("texts", "titles", "document_ids")
 # Columns with one value a row. A document's key is a hash of its id: ids are found without reading all of them.
 FIXED: dict[str, type[np.generic]] = {"title_lengths": np.uint16, "document_keys": np.uint64}
+_LONGEST_TITLE = np.iinfo(np.uint16).max
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,16 @@ class Columns:
 
 
 def columns(passages: Sequence[Passage]) -> Columns:
-    """Lay out passages for `StoreWriter.write`; cheap to send between processes."""
+    """Lay out passages for `StoreWriter.write`; cheap to send between processes.
+
+    Raises UserError, with the document's id, for a title that is too long to be stored.
+    """
+    for passage in passages:
+        if len(passage.title_tokens) > _LONGEST_TITLE:
+            raise UserError(
+                f"document {passage.document_id!r}: its title keeps {len(passage.title_tokens):,} word pieces, more "
+                f"than {_LONGEST_TITLE:,}; shorten it, or set a smaller --limit, to which titles are cut"
+            )
     codes: dict[str, int] = {}
     parts: dict[str, list[NDArray[Any]]] = {
         "tokens": [np.concatenate([p.title_tokens, p.body_tokens]).astype(np.uint16) for p in passages],
@@ -86,6 +96,7 @@ class Segment:
 
     def __init__(self, folder: Path, entry: dict[str, Any]):
         self.rows: int = entry["rows"]
+        self.fingerprint: str = entry["fingerprint"]
         self.documents: int = entry["documents"]
         self._folder = folder
         self._files = entry["files"]
@@ -97,6 +108,14 @@ class Segment:
         """The values of one row of a ragged column."""
         offsets = self.offsets[name]
         return self._values[name][offsets[row] : offsets[row + 1]]
+
+    def string(self, name: str, row: int) -> str:
+        """The text of one row of a UTF-8 column. Raises UserError, naming the file, where it is damaged."""
+        try:
+            return self.ragged(name, row).tobytes().decode("utf-8")
+        except UnicodeDecodeError as fault:
+            path = self._folder / file_name(name)
+            raise UserError(f"{path} is damaged (row {row}: {fault.reason}); prepare the data again") from None
 
     def fill(
         self, ids: NDArray[np.uint16], first: int, last: int, special: Special
@@ -168,7 +187,7 @@ class Segment:
                 raise UserError(f"{self._folder / file_name(name)} is damaged; prepare the data again")
 
     def _id(self, document: int) -> str:
-        return self.ragged("document_ids", int(self.document_starts[document])).tobytes().decode("utf-8")
+        return self.string("document_ids", int(self.document_starts[document]))
 
     def _open(
         self, name: str, dtype: type[np.generic], shape: tuple[int, ...], items: int | None = None

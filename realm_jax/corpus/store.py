@@ -39,9 +39,10 @@ _MATRIX_ROWS = 4096  # rows laid out at a time: keeps the index arrays of `docum
 class PassageStore:
     """A corpus of passages, opened for reading. Rows count through all segments; a row never changes its number."""
 
-    def __init__(self, folder: Path, manifest: dict[str, Any]):
+    def __init__(self, folder: Path, manifest: dict[str, Any], vocabulary_size: int | None):
         """For `PassageStore.open` alone."""
         self.folder = folder
+        self._vocabulary_size = vocabulary_size
         self.limit: int = manifest["limit"]
         self.tokenizer_fingerprint: str = manifest["tokenizer"]
         self.span_kinds: tuple[str, ...] = tuple(manifest["span_kinds"])
@@ -50,22 +51,22 @@ class PassageStore:
         self._starts = np.cumsum([0] + [segment.rows for segment in self.segments]).tolist()
 
     @classmethod
-    def open(cls, folder: str | os.PathLike[str]) -> Self:
-        """Open a store without reading its content.
+    def open(cls, folder: str | os.PathLike[str], vocabulary_size: int | None = None) -> Self:
+        """Open a store without reading its content. With a `vocabulary_size`, word pieces beyond it are damage.
 
         Raises UserError when there is no store, its format is unknown, or a file is missing or has another size than
-        STORE.json says. Flipped bits are found by `verify` only.
+        STORE.json says. Flipped bits are found by `verify`, and as far as they cannot be read otherwise.
         """
         folder = Path(folder)
         manifest = _read_manifest(folder)
         try:
-            return cls(folder, manifest)
+            return cls(folder, manifest, vocabulary_size)
         except (KeyError, TypeError) as fault:
             raise UserError(f"{folder / MANIFEST} is damaged (at {fault}); prepare the data again") from None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process opens the files itself: pickling memory maps would copy the whole corpus."""
-        return (type(self).open, (self.folder,))
+        return (type(self).open, (self.folder, self._vocabulary_size))
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -128,7 +129,7 @@ class PassageStore:
 
         A title is cut to `length` - 3 pieces and the body to the rest, as in REALM's release. Returns ids uint16
         [rows, length], lengths uint16 [rows] (specials counted) and title lengths uint16 [rows] (after the cut).
-        Large corpora go through in slices of rows.
+        Large corpora go through in slices of rows. Raises UserError for a word piece beyond the vocabulary.
         """
         if length < 3:
             raise ValueError(f"length must hold the three special pieces, not {length}")
@@ -142,6 +143,7 @@ class PassageStore:
         for segment, first, last, target in self._runs(start, stop):
             out = slice(target, target + last - first)
             lengths[out], title_lengths[out] = segment.fill(ids[out], first, last, special)
+            self._check_pieces(ids[out])
         return ids, lengths, title_lengths
 
     def verify(self) -> None:
@@ -149,9 +151,17 @@ class PassageStore:
         for segment in self.segments:
             segment.verify()
 
+    def _check_pieces(self, ids: NDArray[np.uint16]) -> None:
+        """A word piece that no embedding exists for would spread through the results as "not a number"."""
+        if self._vocabulary_size is not None and ids.size and ids.max() >= self._vocabulary_size:
+            raise UserError(
+                f"{self.folder} is damaged: it holds word piece {ids.max()}, but the vocabulary ends before "
+                f"{self._vocabulary_size}; prepare the data again"
+            )
+
     def _string(self, name: str, row: int) -> str:
         segment, local = self._locate(row)
-        return segment.ragged(name, local).tobytes().decode("utf-8")
+        return segment.string(name, local)
 
     def _locate(self, row: int) -> tuple["Segment", int]:
         """The segment of a row and the row's number in it."""
@@ -257,10 +267,10 @@ class StoreWriter:
         """Check the documents, then make the segment exist by writing STORE.json."""
         segment = Segment(self._segment, entry | {"documents": 0})
         if (document := segment.repeated_document()) is not None:
-            raise UserError(f'document "{document}" was written twice; give each document its own id')
+            raise UserError(f"document {document!r} was written twice; give each document its own id")
         for earlier in self._earlier.segments if self._earlier else ():
             if (document := segment.shared_document(earlier)) is not None:
-                raise UserError(f'document "{document}" is in {self.folder} already; append new documents only')
+                raise UserError(f"document {document!r} is in {self.folder} already; append new documents only")
         entry["documents"] = len(segment.document_starts)
         segments = [*self._entries, entry]
         manifest = {

@@ -36,8 +36,10 @@ def open_sources(folder: str | os.PathLike[str]) -> Sources:
             f"config.data.path={folder}: not a prepared folder (no PREPARED.json); make it with `realm prepare`"
         )
     manifest = read_json(folder / "PREPARED.json")
-    if manifest.get("format_version") != FORMAT_VERSION:
+    if not isinstance(manifest, dict) or manifest.get("format_version") != FORMAT_VERSION:
         raise UserError(f"{folder}/PREPARED.json: unknown format version; prepare the folder again with this release")
+    if not isinstance(manifest.get("questions"), dict):
+        raise UserError(f"{folder}/PREPARED.json is damaged (no counts of questions); prepare the folder again")
     wordpiece = WordPiece.load(folder / "tokenizer")
     passages = _open_store(folder / "passages", wordpiece)
     pretraining = _open_store(folder / "pretraining", wordpiece) if manifest.get("pretraining") else passages
@@ -46,7 +48,7 @@ def open_sources(folder: str | os.PathLike[str]) -> Sources:
 
 
 def _open_store(folder: Path, wordpiece: WordPiece) -> PassageStore:
-    store = PassageStore.open(folder)
+    store = PassageStore.open(folder, wordpiece.size)
     if store.tokenizer_fingerprint != wordpiece.fingerprint:
         raise UserError(
             f"{folder}: built with tokenizer {store.tokenizer_fingerprint}, but {folder.parent}/tokenizer is "
