@@ -139,7 +139,7 @@ def test_an_existing_folder_is_never_overwritten(tmp_path, passages, questions):
     ("record", "message"),
     [
         ({"question": "q", "answers": ["a"], "split": "dev", "gold_passage_id": "atlantis"},
-         r'questions\.jsonl:4: gold_passage_id "atlantis" is not in .*passages\.jsonl'),
+         r"questions\.jsonl:4: gold_passage_id 'atlantis' is not in .*passages\.jsonl"),
         ({"question": "q", "answers": ["a"]}, r'questions\.jsonl:4: the question has no usable "split"'),
         ({"question": "q", "answers": ["a"], "split": "../up"}, r'jsonl:4: the question has no usable "split"'),
     ],
@@ -167,6 +167,26 @@ def test_missing_files_are_named(tmp_path, passages):
         prepare(passages, tmp_path / "data", questions=["train=absent.jsonl"])
     with pytest.raises(UserError, match=r"cannot read absent\.txt"):
         prepare(passages, tmp_path / "data", vocab="absent.txt")
+
+
+@pytest.mark.parametrize("as_what", ["passages", "pretraining", "questions", "vocab"])
+def test_a_pipe_is_refused_since_it_can_be_read_once_only(tmp_path, passages, as_what):
+    reader, writer = os.pipe()
+    inputs = {"passages": passages} | {as_what: f"/dev/fd/{reader}"}
+    if as_what == "questions":
+        inputs["questions"] = [f"train=/dev/fd/{reader}"]
+    with pytest.raises(UserError, match=rf"^/dev/fd/{reader} is no regular file, .*; save it to one and name that$"):
+        prepare(output=tmp_path / "data", **inputs)
+    os.close(reader)
+    os.close(writer)
+
+
+def test_a_cased_vocabulary_is_told_since_text_is_lower_cased(tmp_path, passages, caplog):
+    vocab = tmp_path / "vocab.txt"
+    vocab.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[unused1]", "paris", "Paris", "##N"]))
+    prepare(passages, tmp_path / "data", vocab=vocab)
+    told = f"{vocab}: 2 word pieces have capital letters, such as 'Paris', and are never used: text is lower-cased"
+    assert told in caplog.messages
 
 
 def test_settings_that_cannot_work_are_refused_before_anything_is_made(tmp_path, passages):

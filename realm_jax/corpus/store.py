@@ -55,7 +55,7 @@ class PassageStore:
         """Open a store without reading its content. With a `vocabulary_size`, word pieces beyond it are damage.
 
         Raises UserError when there is no store, its format is unknown, or a file is missing or has another size than
-        STORE.json says. Flipped bits are found by `verify`, and as far as they cannot be read otherwise.
+        STORE.json says. Flipped bits are found by `verify`, and by readers where they make no text or no word piece.
         """
         folder = Path(folder)
         manifest = _read_manifest(folder)

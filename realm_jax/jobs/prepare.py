@@ -149,7 +149,7 @@ def prepare(
         return
     span_finders.finder(spans)
     check_limit(limit)
-    given = None if vocab is None else WordPiece.from_vocab(os.fspath(vocab))
+    given = None if vocab is None else _given_vocabulary(vocab)
     chosen = _read_all_questions(files, question_sources, max_answer_words)
     texts = {"passages": passages} | ({"pretraining": pretraining} if pretraining else {})
     counts, characters = _check_texts(texts, chosen)
@@ -217,6 +217,9 @@ def _inputs(
 
 
 def _sha256(path: Path_) -> str:
+    """The hash of a file's content. Raises UserError for a pipe or device: it would be empty at the second reading."""
+    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+        raise UserError(f"{path} is no regular file, and inputs are read more than once; save it to one and name that")
     try:
         with open(path, "rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
@@ -293,8 +296,21 @@ def _check_texts(texts: dict[str, Path_], chosen: _Chosen) -> tuple[dict[str, in
             if name == "passages":
                 places.pop(article.id, None)
     for gold, where in places.items():
-        raise UserError(f'{where}: gold_passage_id "{gold}" is not in {texts["passages"]}; mend or remove it')
+        raise UserError(f"{where}: gold_passage_id {gold!r} is not in {texts['passages']}; mend or remove it")
     return counts, characters
+
+
+def _given_vocabulary(path: Path_) -> WordPiece:
+    """A vocabulary from a file, with a warning where text in lower case never meets some of its pieces."""
+    wordpiece = WordPiece.from_vocab(os.fspath(path))
+    if cased := wordpiece.cased:
+        logger.warning(
+            "%s: %d word pieces have capital letters, such as %r, and are never used: text is lower-cased",
+            path,
+            len(cased),
+            cased[0],
+        )
+    return wordpiece
 
 
 def _learn_vocabulary(size: int, texts: dict[str, Path_], characters: int) -> WordPiece:

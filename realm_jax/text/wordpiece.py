@@ -125,6 +125,12 @@ class WordPiece:
         return len(self._vocabulary)
 
     @property
+    def cased(self) -> list[str]:
+        """Pieces with capital letters, those in brackets left out: `[CLS]` and its like stand for no text."""
+        plain = (piece for piece in self._vocabulary if not (piece.startswith("[") and piece.endswith("]")))
+        return [piece for piece in plain if any(character.isupper() for character in piece)]
+
+    @property
     def special(self) -> Special:
         """Ids of the special tokens that `layouts` and `masking` use."""
         return Special(pad=self.pad_id, cls=self.cls_id, sep=self.sep_id, mask=self.mask_id)
