@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+from pathlib import Path
 
 import jax
 import pytest
@@ -46,6 +48,29 @@ def test_predictions_are_written_one_a_line_and_agree_with_the_score(trained_run
         assert record["gold_passage_id"] == f"p{number}" and 0 < record["probability"] <= 1
         assert record["prediction"] in store.text(store.rows_of(record["passage_id"])[0])
         assert record["correct"] == exact_match(record["prediction"], record["answers"])
+
+
+def put(path: Path, text: str) -> None:
+    job.write_lines(job.checked_output(path), text)
+
+
+def test_a_link_stays_and_the_file_that_it_leads_to_is_written(tmp_path):
+    (tmp_path / "there").mkdir()
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(tmp_path / "there" / "file.jsonl")
+    for text in ("one\n", "two\n"):
+        put(link, text)
+        assert link.is_symlink() and (tmp_path / "there" / "file.jsonl").read_text() == text
+
+
+def test_a_pipe_is_written_to_and_stays_one(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDWR)
+    put(tmp_path / "pipe", "one\n")
+    assert os.read(reader, 100) == b"one\n" and (tmp_path / "pipe").is_fifo()
+    os.close(reader)
+    put(Path("/dev/null"), "one\n")
+    assert Path("/dev/null").is_char_device()
 
 
 def test_an_earlier_task_can_be_measured(trained_run, capsys):
@@ -97,6 +122,7 @@ def test_a_terminal_shows_a_table_with_a_dash_for_what_was_not_measured():
         (["--split=test"], "--split=test: {data} has no such questions (it has: train, dev)"),
         (["--task=realm"], "--task=realm: the run in {run} has no such task; choose among ict, qa"),
         (["--output=nowhere/out.jsonl"], "--output=nowhere/out.jsonl: name a file in a folder that exists"),
+        (["--output=/proc/out.jsonl"], "--output=/proc: no folder that can be written to"),
         (["--questions=none.jsonl"], "cannot read none.jsonl"),
         (["--data=nowhere"], "nowhere: the prepared folder of the run in {run} is not there"),
     ],

@@ -7,6 +7,7 @@ opened.
 import argparse
 import json
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from realm_jax.evaluation.predict import Evaluator, Prediction
 from realm_jax.evaluation.retrieval import Bm25, searchable_texts
 from realm_jax.jobs.answering import Trained, add_run_arguments, open_run_to_ask, restore
 from realm_jax.run import Run
-from realm_jax.storage import write_atomic
+from realm_jax.storage import make_folder, write_atomic
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Measure and print."""
-    output = None if args.output is None else _checked_output(Path(args.output))
+    output = None if args.output is None else checked_output(Path(args.output))
     opened = open_run_to_ask(Path(args.workdir), args.data, {"evaluation.passages": max(DEPTHS)})
     questions = read_questions(args.questions) if args.questions else _split(opened, args.split)
     _look_at(opened, questions)
@@ -107,16 +108,36 @@ def write_predictions(
         }
         for question, prediction in zip(questions, predictions, strict=True)
     ]
-    write_atomic(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+    write_lines(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+
+
+def write_lines(path: Path, text: str) -> None:
+    """Write a file whole or not at all; a pipe or a device has nothing to replace and is written to as it is."""
+    if _is_special(path):
+        path.write_text(text, encoding="utf-8")
+    else:
+        write_atomic(path, text)
 
 
 # ---- before any work
 
 
-def _checked_output(path: Path) -> Path:
-    if path.is_dir() or not path.absolute().parent.is_dir():
+def checked_output(path: Path) -> Path:
+    """The file that `path` leads to, through links. Raises UserError where nothing can be written."""
+    if _is_special(path):
+        if not os.access(path, os.W_OK):
+            raise UserError(f"--output={path}: may not be written to; name another")
+        return path
+    file = Path(os.path.realpath(path))
+    if file.is_dir() or not file.parent.is_dir():
         raise UserError(f"--output={path}: name a file in a folder that exists")
-    return path
+    make_folder(file.parent, "--output")
+    return file
+
+
+def _is_special(path: Path) -> bool:
+    """Whether it is there and neither a file nor a folder."""
+    return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def _split(run: Run, split: str) -> list[Question]:
