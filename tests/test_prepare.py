@@ -172,13 +172,13 @@ def test_missing_files_are_named(tmp_path, passages):
 @pytest.mark.parametrize("as_what", ["passages", "pretraining", "questions", "vocab"])
 def test_a_pipe_is_refused_since_it_can_be_read_once_only(tmp_path, passages, as_what):
     reader, writer = os.pipe()
+    os.close(writer)
     inputs = {"passages": passages} | {as_what: f"/dev/fd/{reader}"}
     if as_what == "questions":
         inputs["questions"] = [f"train=/dev/fd/{reader}"]
     with pytest.raises(UserError, match=rf"^/dev/fd/{reader} is no regular file, .*; save it to one and name that$"):
         prepare(output=tmp_path / "data", **inputs)
     os.close(reader)
-    os.close(writer)
 
 
 def test_a_cased_vocabulary_is_told_since_text_is_lower_cased(tmp_path, passages, caplog):
