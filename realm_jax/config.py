@@ -32,7 +32,10 @@ Science (a run folder keeps them; another value on resume is an error that names
   retrieval.dtype          of the stored vectors: 'float32' or 'bfloat16'
   retrieval.qa_passages    passages read for a question
   retrieval.qa_beam        passages that the retriever's term of 'orqa' ranks
-  refresh.every            REALM steps between two re-embeddings of the corpus (inline, on the trainer's devices)
+  refresh.mode             'inline': the trainer re-embeds the corpus itself; 'async': `realm build-index` does
+  refresh.every            REALM steps between two re-embeddings (inline) or exports of the towers (async)
+  refresh.adopt_after      async: adopt the generation of export step s exactly at step s + adopt_after, waiting if it
+                           is late, which promises the same bits on resume; -1: as soon as every process has it
   <task>.steps, batch_size, learning_rate
   <task>.warmup            steps of learning-rate warm-up; 0: min(10000, max(100, steps / 10))
   optimizer.weight_decay, optimizer.clip
@@ -43,7 +46,15 @@ Operations (may change on resume):
   init_from                run folder whose final parameters a fresh run starts from; '' for none
   mesh.data, mesh.fsdp, mesh.model   devices along each axis; one may be -1
   retrieval.block          vectors scored at a time on a device
-  retrieval.embed_batch    passages embedded at a time
+  retrieval.embed_batch    passages embedded at a time on each device
+  refresh.shared           folder or URL that trainer and builder share; '': the run folder
+  refresh.max_age          async: steps after which an index counts as stale; 0: never
+  refresh.when_stale       'warn', or 'wait': export at once and wait for a newer generation, at most wait_seconds
+  refresh.wait_seconds     how long the trainer waits for a generation that it cannot do without
+  refresh.poll_seconds     between two looks at the shared folder
+  refresh.idle_exit        seconds without a sign of life of the trainer after which the builder ends
+  refresh.keep             newest generations that stay, beside those in use and those that checkpoints name
+  refresh.chunk_rows       passages in a file of vectors: what a killed builder loses at most
   checkpoint.every         steps between two saves
   checkpoint.keep          newest saves that stay
   log.every                steps between two lines of metrics
@@ -66,6 +77,14 @@ OPERATIONS = (
     "mesh",
     "retrieval.block",
     "retrieval.embed_batch",
+    "refresh.shared",
+    "refresh.max_age",
+    "refresh.when_stale",
+    "refresh.wait_seconds",
+    "refresh.poll_seconds",
+    "refresh.idle_exit",
+    "refresh.keep",
+    "refresh.chunk_rows",
     "checkpoint",
     "log",
     "evaluation.batch_size",
@@ -118,7 +137,19 @@ def default() -> ConfigDict:
                 "block": 65_536,
                 "embed_batch": 256,
             },
-            "refresh": {"every": 500},
+            "refresh": {
+                "mode": "inline",
+                "every": 500,
+                "adopt_after": -1,
+                "shared": "",
+                "max_age": 0,
+                "when_stale": "warn",
+                "wait_seconds": 7200.0,
+                "poll_seconds": 5.0,
+                "idle_exit": 3600.0,
+                "keep": 3,
+                "chunk_rows": 65_536,
+            },
             "mlm": _task(100_000, 512, 1e-4),
             "ict": _task(100_000, 4096, 1e-4),
             "realm": _task(200_000, 512, 3e-5),
@@ -130,6 +161,13 @@ def default() -> ConfigDict:
             "evaluation": {"questions": 2000, "batch_size": 64, "passages": 20},
         }
     )
+
+
+def completed(recorded: dict[str, Any]) -> ConfigDict:
+    """A config that was recorded earlier, with the default of every key that came later: what it did until then."""
+    config = default().unlock()
+    config.update(recorded)
+    return config
 
 
 def task_names(config: ConfigDict) -> list[str]:
@@ -199,6 +237,8 @@ def _check_choices(config: ConfigDict) -> None:
     choices = {
         "data.masking": ("salient", "uniform", "random_span"),
         "model.dtype": ("float32", "bfloat16"),
+        "refresh.mode": ("inline", "async"),
+        "refresh.when_stale": ("warn", "wait"),
         "retrieval.dtype": ("float32", "bfloat16"),
         "objective.marginal": ("example", "token"),
         "objective.qa": ("marginal", "orqa"),
@@ -211,14 +251,15 @@ def _check_sizes(config: ConfigDict) -> None:
     positive = (
         "model.layers model.width model.heads model.feed_forward model.projection model.span_hidden model.span_width "
         "model.norm_epsilon model.norm_scale retrieval.qa_passages retrieval.qa_beam retrieval.embed_batch "
-        "refresh.every data.answers checkpoint.every checkpoint.keep log.every evaluation.batch_size "
+        "refresh.every refresh.wait_seconds refresh.poll_seconds refresh.idle_exit refresh.keep refresh.chunk_rows "
+        "data.answers checkpoint.every checkpoint.keep log.every evaluation.batch_size "
         "evaluation.passages optimizer.clip"
     )
     for key in positive.split():
         _require(_get(config, key) > 0, key, "must be positive")
     not_negative = (
         "seed data.predictions objective.ict_null_weight objective.retriever_start optimizer.weight_decay "
-        "evaluation.questions"
+        "evaluation.questions refresh.max_age"
     )
     for key in not_negative.split():
         _require(_get(config, key) >= 0, key, "must not be negative")
@@ -230,6 +271,7 @@ def _check_sizes(config: ConfigDict) -> None:
     _require(0 <= config.model.dropout < 1, "model.dropout", "must be at least 0 and below 1")
     for key in ("mesh.data", "mesh.fsdp", "mesh.model"):
         _require(_get(config, key) > 0 or _get(config, key) == -1, key, "must be positive, or -1 for what is left")
+    _check_refresh(config.refresh)
     frozen = "qa" not in task_names(config) or not config.model.shared_tower
     _require(
         frozen, "model.shared_tower", "cannot be fine-tuned: qa keeps the passages' tower still; leave qa out of tasks"
@@ -245,6 +287,13 @@ def _check_sizes(config: ConfigDict) -> None:
     positions = config.model.max_length
     needed = joint_length(config)
     _require(positions in (0,) or positions >= needed, "model.max_length", f"the joint layout needs {needed} positions")
+
+
+def _check_refresh(refresh: ConfigDict) -> None:
+    _require(refresh.adopt_after >= -1, "refresh.adopt_after", "must be -1, or a number of steps")
+    late = max(refresh.adopt_after, 0) + refresh.every
+    fits = not refresh.max_age or refresh.mode == "inline" or refresh.max_age >= late
+    _require(fits, "refresh.max_age", f"an index grows {late} steps old before the next is due; allow at least that")
 
 
 def joint_length(config: ConfigDict) -> int:

@@ -5,7 +5,7 @@ Read next: `training/loop.py` for how it is trained, `evaluation/predict.py` for
 
 import dataclasses
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,7 @@ class Run:
     @cached_property
     def corpus(self) -> CorpusRows:
         """The corpus on the host, in document layout."""
-        matrix = self.sources.passages.document_matrix(self.config.data.document_length, self.sources.wordpiece.special)
-        return CorpusRows(*matrix)
+        return self.read_rows(0, self.setting.rows)
 
     @cached_property
     def documents(self) -> Documents:
@@ -62,21 +61,28 @@ class Run:
     def _by_rows(self, array: NDArray) -> jax.Array:
         missing = padded_rows(len(array), self.mesh.size) - len(array)
         padded = np.concatenate([array, np.zeros((missing, *array.shape[1:]), array.dtype)]) if missing else array
-        return jax.device_put(padded, logical_sharding(self.mesh, "rows", *[None] * (array.ndim - 1)))
+        places = logical_sharding(self.mesh, "rows", *[None] * (array.ndim - 1))
+        return jax.make_array_from_callback(padded.shape, places, lambda part: padded[part])
 
-    @cached_property
-    def _embed(self) -> Callable[[Params, Documents], jax.Array]:
-        return jax.jit(lambda params, documents: self.model.embed_documents(params, documents))
+    def embed(
+        self, params: Params, progress: Callable[[int], None] | None = None, rows: CorpusRows | None = None
+    ) -> NDArray[np.float32]:
+        """The corpus, or some rows of it, through the document embedder, on this run's devices.
 
-    def embed(self, params: Params, progress: Callable[[int], None] | None = None) -> NDArray[np.float32]:
-        """The whole corpus through the document embedder, on this run's devices."""
+        Every device embeds the same number at a time, whatever their number, so vectors do not depend on it.
+        """
         tower = {name: params[name] for name in self.model.embedder_names}
 
-        def embed_batch(rows: CorpusRows) -> jax.Array:
-            return self._embed(tower, Documents(*put_batch(self.mesh, rows)))
+        def embed_batch(batch: CorpusRows) -> jax.Array:
+            return _embed(self.model, tower, Documents(*put_batch(self.mesh, batch)))
 
-        size = self.config.retrieval.embed_batch
-        return embed_corpus(embed_batch, self.corpus, size + -size % self.mesh.size, progress)
+        size = self.config.retrieval.embed_batch * self.mesh.size
+        return embed_corpus(embed_batch, self.corpus if rows is None else rows, size, progress)
+
+    def read_rows(self, first: int, last: int) -> CorpusRows:
+        """Rows first … last − 1 of the corpus in document layout, from the store."""
+        length, special = self.config.data.document_length, self.sources.wordpiece.special
+        return CorpusRows(*self.sources.passages.document_matrix(length, special, slice(first, last)))
 
     def initial_params(self) -> Params:
         """Fresh parameters, born with their shardings."""
@@ -94,6 +100,11 @@ class Run:
     def param_shardings(self) -> Any:
         """Where each parameter lives: a tree like the parameters'."""
         return parameter_shardings(self.mesh, jax.eval_shape(self.model.init_boxed, jax.random.key(0)))
+
+
+@partial(jax.jit, static_argnums=0)
+def _embed(model: Realm, params: Params, documents: Documents) -> jax.Array:
+    return model.embed_documents(params, documents)
 
 
 def make_run(config: ConfigDict, workdir: Path, sources: Sources, devices: list[jax.Device] | None = None) -> Run:

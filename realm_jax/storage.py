@@ -1,22 +1,32 @@
 """Paths that several processes or runs share: everything appears whole, or not at all.
 
-A reader never sees a half-written file or folder: content is written beside its final name, flushed to the disk and
-then renamed. POSIX file systems only. Not for scratch files of one process. Read `publish_folder` next.
+Two levels. The functions at the top are for files and folders of this machine: content is written beside its final
+name, flushed to the disk and then renamed. `Folder` at the bottom is for what jobs on several machines share (exports,
+index generations, job status): a POSIX folder or a bucket (`gs://…`, `s3://…`, whatever fsspec opens).
+Not for scratch files of one process. Read `Folder` next.
 """
 
+import contextlib
 import fcntl
+import functools
+import hashlib
 import json
 import logging
 import os
+import shutil
 import tempfile
-from collections.abc import Iterator
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple, TypeVar
 
 from realm_jax.errors import UserError
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 
 @contextmanager
@@ -114,3 +124,251 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
+
+
+# --- Folders that jobs on several machines share ----------------------------------------------------------------------
+
+TRIES = 6  # of an operation on a bucket; the waits between them add up to half a minute
+FIRST_WAIT = 1.0  # seconds; doubled from try to try
+MARGIN = 1 << 28  # bytes that staging leaves free
+
+
+class StorageError(Exception):
+    """Shared storage did not do what was asked, for a reason that may pass: full, read-only, or out of reach."""
+
+
+class Damaged(Exception):
+    """A file is not what its record says; the message names it."""
+
+
+class FileEntry(NamedTuple):
+    """What a record says of a file: its name in the folder, its size and its checksum."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+def digest(data: bytes | memoryview) -> str:
+    """SHA-256 of some bytes, in hexadecimal."""
+    return hashlib.sha256(data).hexdigest()
+
+
+class Folder(ABC):
+    """A shared folder. Names are relative and have forward slashes: `index/500-1f0c/MANIFEST.json`.
+
+    A file appears whole or not at all and never changes unless it is written again. Every method raises StorageError,
+    naming the path, when storage fails; what is not there raises FileNotFoundError.
+    """
+
+    url: str
+
+    @abstractmethod
+    def read(self, name: str) -> bytes:
+        """The content of a file."""
+
+    @abstractmethod
+    def write(self, name: str, data: bytes | memoryview) -> None:
+        """Write a file, in the place of an earlier one of that name; folders on the way are made."""
+
+    @abstractmethod
+    def names(self, folder: str = "") -> list[str]:
+        """What lies directly in a folder, in order; nothing for a folder that is not there. Never from a cache."""
+
+    @abstractmethod
+    def remove(self, name: str) -> None:
+        """Remove a file, or a folder with everything in it; what is not there is removed already."""
+
+    @abstractmethod
+    def local(self, entry: FileEntry) -> Path:
+        """A verified file as one of this machine, which can be memory-mapped. Raises Damaged, or UserError if the
+        disk for staged files has no room."""
+
+    def write_json(self, name: str, value: Any) -> None:
+        self.write(name, (json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        """A JSON object. Raises Damaged when the file does not hold one."""
+        try:
+            value = json.loads(self.read(name))
+        except ValueError as fault:
+            raise Damaged(f"{self.path(name)} is not readable JSON ({fault})") from None
+        if not isinstance(value, dict):
+            raise Damaged(f"{self.path(name)} holds no JSON object")
+        return value
+
+    def read_verified(self, entry: FileEntry) -> bytes:
+        """The content of a file that is what its record says. Raises Damaged."""
+        try:
+            data = self.read(entry.name)
+        except FileNotFoundError:
+            raise Damaged(f"{self.path(entry.name)} is missing") from None
+        if len(data) != entry.bytes:
+            raise Damaged(f"{self.path(entry.name)} has {len(data):,} bytes, not {entry.bytes:,}")
+        if digest(data) != entry.sha256:
+            raise Damaged(f"{self.path(entry.name)} is damaged: its checksum is another")
+        return data
+
+    def put(self, name: str, data: bytes | memoryview) -> FileEntry:
+        """Write a file and say what it is."""
+        self.write(name, data)
+        return FileEntry(name, len(data), digest(data))
+
+    def path(self, name: str) -> str:
+        """How a person calls a file."""
+        return f"{self.url}/{name}" if name else self.url
+
+
+def open_folder(url: str | os.PathLike[str]) -> Folder:
+    """A folder by path or URL. Raises UserError for a URL that no installed file system knows."""
+    return Bucket(str(url)) if "://" in str(url) else PosixFolder(Path(url))
+
+
+class PosixFolder(Folder):
+    """A folder of a POSIX file system, which may be a network's."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.url = root, str(root)
+
+    def read(self, name: str) -> bytes:
+        with self._told(name):
+            return (self.root / name).read_bytes()
+
+    def write(self, name: str, data: bytes | memoryview) -> None:
+        with self._told(name):
+            (self.root / name).parent.mkdir(parents=True, exist_ok=True)
+            with open_atomic(self.root / name) as stream:
+                stream.write(data)
+
+    def names(self, folder: str = "") -> list[str]:
+        with self._told(folder):
+            try:
+                return sorted(name for name in os.listdir(self.root / folder) if not name.endswith(".partial"))
+            except FileNotFoundError:
+                return []
+
+    def remove(self, name: str) -> None:
+        path = self.root / name
+        with self._told(name), contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def local(self, entry: FileEntry) -> Path:
+        path = self.root / entry.name
+        with self._told(entry.name):
+            _verify_file(path, entry, self.path(entry.name))
+        return path
+
+    @contextmanager
+    def _told(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError:
+            raise
+        except OSError as fault:
+            raise StorageError(f"{self.path(name)}: {fault.strerror or fault}") from fault
+
+
+class Bucket(Folder):
+    """A folder of an object store or of anything else that fsspec opens.
+
+    Trusts little: an operation that fails is tried again (a write that raised may have happened; writing the same bytes
+    again does no harm), listings are never taken from a cache, nothing is renamed, and what was written is looked at.
+    """
+
+    def __init__(self, url: str, filesystem: Any = None, wait: Callable[[float], None] = time.sleep) -> None:
+        """filesystem, wait: others than those of the URL and the clock, for tests."""
+        import fsspec  # here, since most runs need no bucket
+
+        self.url, self._wait = url.rstrip("/"), wait
+        try:
+            found, self._root = fsspec.core.url_to_fs(self.url)
+        except (ValueError, ImportError) as fault:
+            raise UserError(f"{url}: {fault}; install what opens such paths (gs://: gcsfs, s3://: s3fs)") from None
+        self._files = filesystem or found
+
+    def read(self, name: str) -> bytes:
+        return self._try("read", name, lambda: self._files.cat_file(self._at(name)))
+
+    def write(self, name: str, data: bytes | memoryview) -> None:
+        def once() -> None:
+            self._files.pipe_file(self._at(name), bytes(data))
+            self._files.invalidate_cache()
+            found = self._files.info(self._at(name))["size"]
+            if found != len(data):
+                raise OSError(f"{found:,} bytes of {len(data):,} arrived")
+
+        self._try("write", name, once)
+
+    def names(self, folder: str = "") -> list[str]:
+        def once() -> list[str]:
+            self._files.invalidate_cache()
+            try:
+                found = self._files.ls(self._at(folder), detail=False)
+            except FileNotFoundError:
+                return []
+            return sorted({path.rstrip("/").rpartition("/")[2] for path in found} - {""})
+
+        return self._try("list", folder, once)
+
+    def remove(self, name: str) -> None:
+        def once() -> None:
+            self._files.invalidate_cache()
+            with contextlib.suppress(FileNotFoundError):
+                self._files.rm(self._at(name), recursive=True)
+
+        self._try("remove", name, once)
+
+    def local(self, entry: FileEntry) -> Path:
+        """Staged once on this machine: downloaded, verified, and only then given its name."""
+        home = staging_folder() / digest(self.url.encode())[:16]
+        path = home / entry.name
+        if path.is_file():
+            with contextlib.suppress(Damaged):
+                _verify_file(path, entry, str(path))
+                return path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(path.parent).free
+        if free < entry.bytes + MARGIN:
+            raise UserError(
+                f"{self.path(entry.name)} needs {entry.bytes + MARGIN:,} bytes of {path.parent}, which has {free:,} "
+                "free; set REALM_STAGING to a folder with more room"
+            )
+        write_atomic(path, self.read_verified(entry))
+        return path
+
+    def _at(self, name: str) -> str:
+        return f"{self._root}/{name}" if name else self._root
+
+    def _try(self, what: str, name: str, once: Callable[[], _T]) -> _T:
+        for attempt in range(TRIES):
+            try:
+                return once()
+            except FileNotFoundError:
+                raise
+            except Exception as fault:  # every file system has errors of its own
+                if attempt == TRIES - 1:
+                    raise StorageError(f"{self.path(name)}: cannot {what} it after {TRIES} tries ({fault})") from fault
+                logger.warning("%s: cannot %s it (%s); trying again", self.path(name), what, fault)
+                self._wait(FIRST_WAIT * 2**attempt)
+        raise AssertionError("the last try returns or raises")
+
+
+@functools.cache
+def staging_folder() -> Path:
+    """Where files of buckets are kept on this machine: REALM_STAGING, else a folder of the user's cache."""
+    home = os.environ.get("REALM_STAGING")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(home) if home else cache / "realm_jax" / "staged"
+
+
+def _verify_file(path: Path, entry: FileEntry, name: str) -> None:
+    try:
+        size = path.stat().st_size
+        if size != entry.bytes:
+            raise Damaged(f"{name} has {size:,} bytes, not {entry.bytes:,}")
+        with path.open("rb") as stream:
+            found = hashlib.file_digest(stream, "sha256").hexdigest()
+    except FileNotFoundError:
+        raise Damaged(f"{name} is missing") from None
+    if found != entry.sha256:
+        raise Damaged(f"{name} is damaged: its checksum is another")

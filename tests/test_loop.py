@@ -29,7 +29,7 @@ from realm_jax.run import Run, make_run
 from realm_jax.storage import only_one, read_json, write_json_atomic
 from realm_jax.training import loop
 from realm_jax.training.checkpoints import Saved
-from realm_jax.training.loop import Preempted, check_workdir, refresh, restore_params, train_task
+from realm_jax.training.loop import Preempted, check_workdir, restore_params, train_task
 from realm_jax.training.metrics import MetricsWriter, read_lines
 from realm_jax.training.state import make_step
 from realm_jax.training.tasks import make_task
@@ -157,7 +157,7 @@ def test_what_is_done_is_not_repeated(sturdy, monkeypatch):
 @pytest.mark.parametrize("last", [2, pytest.param(STEPS - 1, marks=pytest.mark.slow), STEPS])
 def test_sigterm_saves_and_the_next_start_loses_no_step(data, sturdy, tmp_path, monkeypatch, last):
     """It comes within a step, within the last step, or while the last index is being made."""
-    calls = []
+    calls, embed = [], Run.embed
 
     def note(step: int) -> None:
         calls.append(step)
@@ -167,11 +167,11 @@ def test_sigterm_saves_and_the_next_start_loses_no_step(data, sturdy, tmp_path, 
     def late(*arguments: Any, **options: Any) -> Any:
         if last == STEPS and len(calls) == STEPS:
             os.kill(os.getpid(), signal.SIGTERM)
-        return refresh(*arguments, **options)
+        return embed(*arguments, **options)
 
     run = open_tiny(data, tmp_path, checkpoint__every=100)
     at_step(monkeypatch, note)
-    monkeypatch.setattr(loop, "refresh", late)
+    monkeypatch.setattr(Run, "embed", late)
     with pytest.raises(Preempted, match=f"saved realm at step {min(last + 1, STEPS)}; repeat the command"):
         train(run)
     last = -1
@@ -193,8 +193,8 @@ def replace_step(monkeypatch, step: Callable[[Any, Any, Any], dict[str, float]])
     """Has `step(state, batch, index)` give the metrics of each step, of which nothing but the counter moves."""
 
     def make(run: Run, task: Any) -> Any:
-        def call(state: Any, batch: Any, index: Any) -> Any:
-            values = {"loss": 1.0, "gradient_norm": 1.0} | step(state, batch, index)
+        def call(state: Any, batch: Any, index: Any, control: Any) -> Any:
+            values = {"loss": 1.0, "gradient_norm": 1.0, "ready": -1} | step(state, batch, index)
             return state._replace(step=state.step + 1), {key: np.float32(value) for key, value in values.items()}
 
         return call
@@ -279,6 +279,16 @@ def test_sigterm_between_tasks_ends_with_75(data, tmp_path, monkeypatch):
     monkeypatch.setattr(recipe, "measure_baselines", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     assert run_recipe(open_tiny(data, tmp_path), False, "realm train") == 75
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_run_of_before_a_key_was_there_goes_on_with_its_default(data, tmp_path):
+    open_tiny(data, tmp_path)
+    recorded = read_json(tmp_path / "config.json")
+    del recorded["refresh"]["mode"], recorded["model"]["norm_scale"]
+    write_json_atomic(tmp_path / "config.json", recorded)
+    open_tiny(data, tmp_path)
+    with pytest.raises(UserError, match="config.model.norm_scale is 0.5, but the run in .* has 1.0"):
+        open_tiny(data, tmp_path, model__norm_scale=0.5)
 
 
 def test_other_data_under_the_same_path_are_refused(data, tmp_path):

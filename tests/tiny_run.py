@@ -47,6 +47,7 @@ def tiny_config(data: Path) -> ConfigDict:
     config.update({"tasks": "ict,qa", "model": sizes | {"dropout": 0.0}})
     config.update({"data": {"path": str(data), "query_length": 16, "document_length": 48}})
     config.update({"retrieval": {"candidates": 4, "qa_passages": 3}, "evaluation": {"batch_size": 8}})
+    config.retrieval.embed_batch = 16
     for task in ("ict", "qa"):
         config[task].update({"steps": 2, "batch_size": 4})
     return config

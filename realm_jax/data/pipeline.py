@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from realm_jax.data.examples import Examples
 
-PURPOSES = {"mlm": 1, "ict": 2, "realm": 3, "qa": 4}
+PURPOSES = {"mlm": 1, "ict": 2, "realm": 3, "qa": 4, "sample": 5}
 PREFETCH = 4  # batches made ahead, in one thread
 
 

@@ -31,6 +31,7 @@ _STAGE_CURVES = {
     "accuracy": ("Accuracy", "share of predictions that are right"),
     "retrieval_utility": ("Retrieval utility", "nats gained on a masked word over reading the empty passage"),
     "null_probability": ("p(null)", "probability that the retriever gives to the empty passage"),
+    "index_age": ("Age of the index", "training steps since its towers were current"),
     "useful_candidates": ("Useful candidates", "share of sentences whose best candidate gains more than 0.1 nats"),
 }
 _SMALL_CHART, _HIGH_CHART = (300, 200), (520, 440)
@@ -49,6 +50,8 @@ def write_report(data: Data, path: str | os.PathLike[str]) -> None:
       records with a `step` and any of `_STAGE_CURVES`.
     * `recall_history`: in order, each with its `stage` and `step`, with `recall@5` or `answer_recall@5`, and with
       `refresh`, true where the index was made anew.
+    * `adoptions`: in order, the generations of an index builder, each with its `step`, `generation`, `index_step`,
+      `waited` in seconds and, if known, `drift`.
     * `recall_by_replaced_words`: {method: {number of replaced words, as text: recall@5}}, and
       `questions_by_replaced_words`: {number of replaced words, as text: number of questions}.
     * `examples`: each with its `question` and, if known, `answers`, `prediction`, `correct` and `candidates`; of these
@@ -68,6 +71,7 @@ def render_report(data: Data) -> str:
         lambda data: grid("pair", (_recall_bars(data), _exact_match_bars(data))),
         _supervision,
         lambda data: grid("pair", (_recall_over_time(data), _replaced_words(data))),
+        _adoptions,
         examples,
         masked_sentence,
         _training_curves,
@@ -171,6 +175,25 @@ def _recall_over_time(data: Data) -> str:
     shaded = ", ".join(band.name for band in bands)
     note = f"{spoken(measure)} on the questions, measured while training. The shades, in order: {shaded}."
     return card("How it came about", note, chart + legend(keys))
+
+
+def _adoptions(data: Data) -> str:
+    rows = [
+        (
+            adoption["generation"],
+            _count(adoption["step"]),
+            _count(adoption["step"] - adoption["index_step"]),
+            duration(adoption["waited"]),
+            "–" if adoption.get("drift") is None else f"{adoption['drift']:.2f}",
+        )
+        for adoption in data.get("adoptions", ())
+    ]
+    heads = ("Generation", "Adopted at step", "Its age then, steps", "Waited for", "Overlap")
+    note = (
+        "Another process embedded all passages anew while training went on. Overlap: how much of the first eight among "
+        "the first hundred passages of the old index stays when these are scored by the new one; 1 is no drift."
+    )
+    return card("The indexes that were adopted", note, table(heads, rows, numbers=4)) if rows else ""
 
 
 def _replaced_words(data: Data) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from realm_jax.config import default, task_names, validate
+from realm_jax.config import completed, task_names, validate
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.models.realm import Params
@@ -69,9 +69,9 @@ def recorded_config(workdir: Path, name: str = "--workdir") -> ConfigDict:
     if not (workdir / "config.json").is_file():
         raise UserError(f"{name}={workdir}: no run there (no config.json); train one with `realm train`")
     config = read_json(workdir / "config.json")
-    if not isinstance(config, dict) or not {*default().keys()} <= {*config}:
+    if not isinstance(config, dict) or not {"tasks", "data", "model"} <= {*config}:
         raise UserError(f"{name}={workdir}: config.json there is not the config of a run of `realm train`")
-    return ConfigDict(config)
+    return completed(config)
 
 
 def borrows(run: Run) -> bool:

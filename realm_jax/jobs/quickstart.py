@@ -6,7 +6,13 @@ Every stage is skipped when it is done and gone on with when it was cut off, so 
 
 import argparse
 import dataclasses
+import logging
 import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +26,15 @@ from realm_jax.jobs.recipe import run_recipe
 from realm_jax.recipes import quickstart
 from realm_jax.storage import make_folder, publish_folder, read_json, write_json_atomic
 
+logger = logging.getLogger(__name__)
+
 DEFAULT_WORKDIR = "realm-quickstart"
 ENTITIES = 3200
 VOCABULARY = 2000
 SETTINGS = "settings.json"  # of the encyclopedia, beside its files
 EXAMPLES = """examples:
   realm quickstart
+  realm quickstart --async --workdir=runs/async
   realm quickstart --controls --config.seed=1 --workdir=runs/seed1
 
 Afterwards: open report.html in the run folder, or ask:  realm ask --workdir=realm-quickstart "question"
@@ -39,6 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--workdir", default=DEFAULT_WORKDIR, metavar="DIR", help=f"folder of the run (default: {DEFAULT_WORKDIR})")
     add("--entities", type=int, default=ENTITIES, metavar="N", help=f"articles of the encyclopedia ({ENTITIES})")
+    add("--async", action="store_true", dest="asynchronous", help="embed the corpus in a second process, "
+        "`realm build-index`, while training goes on")  # fmt: skip
     add("--controls", action="store_true", help="also train what should not reach REALM: no gradient to the "
         "retriever, more ICT steps instead, no passages")  # fmt: skip
 
@@ -53,7 +64,48 @@ def run(args: argparse.Namespace) -> int:
     if config.data.path == str(workdir / "data"):
         make_data(workdir, args.entities, config.seed)
     set_up_jax()
-    return run_recipe(open_run(config, workdir), args.controls, args.command_line)
+    if not args.asynchronous:
+        return run_recipe(open_run(config, workdir), args.controls, args.command_line)
+    config.refresh.update({"mode": "async", "poll_seconds": min(config.refresh.poll_seconds, 0.2)})
+    opened = open_run(config, workdir)
+    with builder_beside(workdir):
+        return run_recipe(opened, args.controls, args.command_line)
+
+
+@contextmanager
+def builder_beside(workdir: Path) -> Iterator[None]:
+    """`realm build-index` for a run as a process of its own, which is started again when it fails; its log lies in
+    WORKDIR/jobs/builder.log."""
+    command = [sys.executable, "-m", "realm_jax.cli", "build-index", f"--workdir={workdir}"]
+    (workdir / "jobs").mkdir(exist_ok=True)
+    over = threading.Event()
+    with open(workdir / "jobs" / "builder.log", "ab") as log:
+
+        def start() -> subprocess.Popen[bytes]:
+            return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+
+        running = [start()]
+
+        def watch() -> None:
+            while not over.wait(1.0):
+                if running[-1].poll() not in (None, 0):
+                    logger.warning(
+                        "the builder ended with %s; starting it again (%s)", running[-1].returncode, log.name
+                    )
+                    running.append(start())
+
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            over.set()
+            watcher.join()
+            running[-1].terminate()
+            try:
+                running[-1].wait(30)
+            except subprocess.TimeoutExpired:
+                running[-1].kill()
 
 
 def make_data(workdir: Path, entities: int, seed: int) -> None:

@@ -138,6 +138,7 @@ def describe_run(run: Run, evaluator: Evaluator, results: dict[str, Any], comman
         "results": results,
         "stages": [stage for name in task_names(run.config) if (stage := describe_stage(run, name, results))],
         "recall_history": recall_history(run),
+        "adoptions": [line for line in read_lines(run.workdir / "realm" / "evaluations.jsonl") if "generation" in line],
         "recall_by_replaced_words": results.get(BY_WORDS, {}),
         "questions_by_replaced_words": Counter(
             str(question.fields.get(GROUPED_BY)) for question in evaluator.questions

@@ -5,6 +5,7 @@ are from, seconds spent, and the environment. The input position needs no entry 
 have been seen. Saves are asynchronous, and a folder that was cut off in the middle is never taken for a checkpoint.
 """
 
+import contextlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int):
         policies = ocp.training.preservation_policies
+        self._folder = folder
         self._checkpointer = ocp.training.Checkpointer(
             folder.absolute(), preservation_policy=policies.LatestN(keep), cleanup_tmp_directories=True
         )
@@ -43,6 +45,15 @@ class Checkpoints:
         """The newest complete step."""
         newest = self._checkpointer.latest
         return None if newest is None else newest.step
+
+    def generations(self) -> list[str]:
+        """The index generations that the checkpoints under the folder name."""
+        steps = [entry for entry in self._folder.absolute().glob("*") if entry.name.isdigit()]
+        found = []
+        for entry in steps:
+            with contextlib.suppress(Gone, UserError):
+                found.append(Saved(entry).record.get("generation"))
+        return [name for name in found if name]
 
     def save(
         self, step: int, state: Any, vectors: jax.Array | None, record: dict[str, Any], wait: bool = False

@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import signal
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -16,7 +17,7 @@ from typing import Any
 
 import jax
 
-from realm_jax.config import science
+from realm_jax.config import completed, science
 from realm_jax.data import examples as make
 from realm_jax.data.examples import Examples
 from realm_jax.data.pipeline import batches
@@ -27,7 +28,8 @@ from realm_jax.run import Run, put_batch
 from realm_jax.storage import read_json, write_json_atomic
 from realm_jax.training.checkpoints import Checkpoints, Saved, differences, environment
 from realm_jax.training.journal import Journal, fetch
-from realm_jax.training.state import State, make_step, start_state, state_shardings
+from realm_jax.training.refresh import Adoption, Fresh, Inline, Refresh
+from realm_jax.training.state import State, make_step, put_control, start_state, state_shardings
 from realm_jax.training.tasks import Task, make_task
 
 logger = logging.getLogger(__name__)
@@ -95,7 +97,7 @@ def check_workdir(run: Run) -> None:
 
 
 def _check_science(run: Run, path: Path) -> None:
-    recorded = science(type(run.config)(read_json(path)))
+    recorded = science(completed(read_json(path)))
     now = science(run.config)
     for key in sorted({*recorded, *now}):
         if recorded.get(key) != now.get(key):
@@ -145,40 +147,53 @@ def train_task(
     total, batch_size = config[name].steps, config[name].batch_size
     place = run.workdir / (folder or name)
 
-    # --- State: restored, else from `params`
     with Checkpoints(place / "checkpoints", config.checkpoint.keep) as checkpoints, Stop() as stop:
+        # --- State: restored, else from `params`
         saved = Saved.newest(place / "checkpoints")
-        if saved is None:
-            state, index, index_step, seconds = start_state(run, task, params), None, -1, 0.0
-        else:
-            state, index = _restore(run, task, saved, params)
-            index_step, seconds = saved.record["index_step"], saved.record["seconds"]
+        state = start_state(run, task, params) if saved is None else _restore_state(run, task, saved, params)
         start = int(state.step)
         if start >= total:
             stop.check(f"{place.name} is done")
             return state.params
 
-        # --- Examples, the compiled step, records
+        # --- Examples, the compiled step, records, where the index comes from
         source = batches(examples or task_examples(run, name), config.seed, name, batch_size, start, total)
         step_function = make_step(run, task)
-        with Journal(place, name, start, total, seconds) as journal:
+        seconds = 0.0 if saved is None else saved.record["seconds"]
+        with (
+            Journal(place, name, start, total, seconds) as journal,
+            make_refresh(run, name, folder is None, checkpoints) as refreshes,
+        ):
+            index = None if saved is None else _restore_index(run, task, saved, refreshes, lambda: stop.asked)
+            ready: deque[jax.Array] = deque(maxlen=2)  # what every process had ready, of the last two steps
 
             def save(done: int, wait: bool = False) -> None:
-                entry = {"index_step": index_step, "seconds": journal.seconds}
-                checkpoints.save(done, state, None if index is None else index.vectors, entry, wait)
+                entry = {"index_step": -1 if index is None else index.step, "seconds": journal.seconds}
+                generation = index.generation if index is not None else ""
+                vectors = None if index is None or generation else index.index.vectors
+                checkpoints.save(done, state, vectors, entry | {"generation": generation}, wait)
+                refreshes.saved(done, generation)
 
             # --- The loop
             for step in range(start, total):
-                if task.retrieves and _refresh_due(config, name, step, index_step):
-                    index, found = refresh(run, state.params, measure, final=False)
-                    index_step = step
-                    journal.measured(step, found | {"refresh": True})
+                if task.retrieves:
+                    agreed = int(ready[0]) if len(ready) == 2 else -1
+                    fresh = refreshes.at(step, state.params, index, agreed, lambda: stop.asked)
+                    if fresh is not None:
+                        index = fresh
+                        found = {} if measure is None else measure(state.params, index.index, False)
+                        journal.measured(step, found | {"refresh": True, "index_step": index.step} | index.facts)
+                    if index is None:  # asked to stop while waiting for the first one
+                        save(step, wait=True)
+                        stop.check(f"saved {place.name} at step {step}")
                 with journal.waiting_for_data():
                     batch = put_batch(run.mesh, next(source))
-                state, values = step_function(state, batch, index)
+                control = put_control(run.mesh, refreshes.ready)
+                state, values = step_function(state, batch, None if index is None else index.index, control)
+                ready.append(values.pop("ready"))
                 done, preempted = step + 1, stop.asked
                 if done % config.log.every == 0 or done == total:
-                    journal.stepped(done, values, {"index_age": step - index_step} if task.retrieves else {})
+                    journal.stepped(done, values, {} if index is None else {"index_age": step - index.step})
                 if done < total and (preempted or done % config.checkpoint.every == 0):
                     fetch(name, done, values)  # so that what is saved is finite
                     journal.flush()
@@ -189,38 +204,42 @@ def train_task(
             # --- The last measurement and save
             journal.flush()
             if measure is not None:
-                index, found = refresh(run, state.params, measure, final=True, embed=name != "mlm")
-                index_step = -1 if index is None else total
+                last = run.index(run.embed(state.params)) if name != "mlm" else None
+                index = None if last is None else Fresh(last, total)
+                found = measure(state.params, last, True)
                 journal.measured(total, found | {"refresh": False, "seconds": journal.seconds})
             save(total, wait=True)
+            refreshes.done(total)
         stop.check(f"saved {place.name} at step {total}")
     return state.params
 
 
-def refresh(
-    run: Run, params: Params, measure: Measure | None, final: bool, embed: bool = True
-) -> tuple[Index | None, dict[str, Any]]:
-    """Re-embed the corpus with current parameters (unless not `embed`), and measure with the fresh index."""
-    index = run.index(run.embed(params)) if embed else None
-    return index, {} if measure is None else measure(params, index, final)
+def make_refresh(run: Run, name: str, own_folder: bool, checkpoints: Checkpoints) -> Refresh:
+    """Where a task's index comes from. Only REALM itself has a builder: a control and fine-tuning embed inline."""
+    if run.config.refresh.mode == "async" and name == "realm" and own_folder:
+        return Adoption(run, name, checkpoints.generations)
+    return Inline(run, name)
 
 
-def _refresh_due(config: Any, name: str, step: int, index_step: int) -> bool:
-    """At the start of a task; for REALM every `refresh.every` steps too. Fine-tuning keeps its index."""
-    if index_step < 0:
-        return True
-    return name == "realm" and step % config.refresh.every == 0 and step != index_step
-
-
-def _restore(run: Run, task: Task, saved: Saved, like: Params) -> tuple[State, Index | None]:
-    """A saved state, with the index that was in use. Both may have been saved on other devices."""
+def _restore_state(run: Run, task: Task, saved: Saved, like: Params) -> State:
+    """A saved state, which may have been saved on other devices."""
     changed = differences(saved.record.get("environment", {}), environment())
     if changed:
         logger.warning("the environment differs, so bits may too: %s", "; ".join(changed))
     logger.info("%s: going on from step %d", task.name, saved.step)
-    vectors = saved.vectors() if task.retrieves else None
-    index = None if vectors is None else run.index(vectors[: run.setting.rows])
-    return saved.state(_abstract_state(run, task, like)), index
+    return saved.state(_abstract_state(run, task, like))
+
+
+def _restore_index(
+    run: Run, task: Task, saved: Saved, refreshes: Refresh, stopping: Callable[[], bool]
+) -> Fresh | None:
+    """The index that was in use: saved vectors, or the generation that the checkpoint names."""
+    if not task.retrieves or saved.record["index_step"] < 0:
+        return None
+    if generation := saved.record.get("generation"):
+        return refreshes.restore(generation, saved.step, stopping)
+    vectors = saved.vectors()
+    return None if vectors is None else Fresh(run.index(vectors[: run.setting.rows]), saved.record["index_step"])
 
 
 def _abstract_state(run: Run, task: Task, like: Params) -> State:

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from realm_jax.data.pipeline import PURPOSES
@@ -68,16 +70,26 @@ def state_shardings(run: Run, task: Task) -> Any:
     return State(everywhere, trained, frozen, moments)  # type: ignore[arg-type]
 
 
-Step = Callable[[State, Any, Index | None], tuple[State, dict[str, jax.Array]]]
+Step = Callable[[State, Any, Index | None, jax.Array], tuple[State, dict[str, jax.Array]]]
+
+
+def put_control(mesh: Mesh, ready: int) -> jax.Array:
+    """The control word: what this process has to say to the others, int32 [devices]. The step reduces it.
+
+    ready: export step of the newest generation that is loaded here. Decisions that all processes must take at the same
+    step travel this way, inside the step, so that no host ever waits for another.
+    """
+    places = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    return jax.make_array_from_callback((mesh.size,), places, lambda part: np.full(1, ready, np.int32))
 
 
 def make_step(run: Run, task: Task) -> Step:
-    """One optimiser step as one jitted program; the state is donated."""
+    """One optimiser step as one jitted program; the state is donated. Metric `ready`: the control word, reduced."""
     optimizer = task_optimizer(run.config, task)
     seed, purpose = run.config.seed, PURPOSES[task.name]
     dropout = run.model.bert.dropout > 0
 
-    def step(state: State, batch: Any, index: Index | None) -> tuple[State, dict[str, jax.Array]]:
+    def step(state: State, batch: Any, index: Index | None, control: jax.Array) -> tuple[State, dict[str, jax.Array]]:
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), purpose), state.step) if dropout else None
 
         def loss(trained: Params) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -87,6 +99,7 @@ def make_step(run: Run, task: Task) -> Step:
         updates, moments = optimizer.update(gradients, state.optimizer, state.trained)
         trained = optax.apply_updates(state.trained, updates)
         metrics["gradient_norm"] = optax.tree.norm(gradients)
+        metrics["ready"] = control.min()
         return State(state.step + 1, trained, state.frozen, moments), metrics
 
     shardings = state_shardings(run, task)

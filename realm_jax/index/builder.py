@@ -1,0 +1,254 @@
+"""Build one generation: embed the corpus chunk by chunk with an export's towers, check it, publish its manifest.
+
+Any number of processes may build the same generation, and any of them may die: each takes the chunks that are
+nobody's yet, its own share first and then the others' from the far end, and skips what has a done mark. A chunk's bytes
+depend on the export and the corpus alone. Work may be done twice, but no listed file is ever written again. When to
+build what is `jobs/build_index.py`; what the files mean is `generations.py`. Read `Builder.build` next.
+"""
+
+import dataclasses
+import logging
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from realm_jax.index.embed import CorpusRows
+from realm_jax.index.generations import (
+    DONE,
+    MANIFEST,
+    REFUSED,
+    ChunkFile,
+    Export,
+    Manifest,
+    Unusable,
+    check_vectors,
+    generation_name,
+    numpy_dtype,
+    raw_bytes,
+    read_chunk,
+    read_manifest,
+)  # fmt: skip
+from realm_jax.storage import Damaged, FileEntry, Folder
+
+logger = logging.getLogger(__name__)
+
+CHECKED_ROWS = 64  # rows of a generation that are embedded a second time before it is published
+TOLERANCE = 0.02  # of such a vector's length: what rounding to bfloat16 may change
+
+
+class Stopped(Exception):
+    """The builder was told to stop; what it wrote stays and is gone on from."""
+
+
+class Chunk(NamedTuple):
+    """Rows first … last − 1 of the corpus, which lie in one segment, where they begin at row `within`."""
+
+    segment: str
+    within: int
+    first: int
+    last: int
+
+    @property
+    def name(self) -> str:
+        """How its files begin: by its rows, so that builders with other chunk sizes do not meet."""
+        return f"{self.first:09d}-{self.last:09d}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """What a builder needs of a corpus. segments: (fingerprint, rows) in order; read: rows in document layout."""
+
+    fingerprint: str
+    tokenizer: str
+    segments: tuple[tuple[str, int], ...]
+    read: Callable[[int, int], CorpusRows]
+
+    @property
+    def rows(self) -> int:
+        return sum(rows for _, rows in self.segments)
+
+    def chunks(self, size: int) -> list[Chunk]:
+        """The corpus in chunks of at most `size` rows, none over the border of two segments."""
+        found, start = [], 0
+        for segment, rows in self.segments:
+            for within in range(0, rows, size):
+                last = min(within + size, rows)
+                found.append(Chunk(segment, within, start + within, start + last))
+            start += rows
+        return found
+
+
+class Share(NamedTuple):
+    """This process among those that build together."""
+
+    process: int = 0
+    processes: int = 1
+
+    def order(self, count: int) -> list[int]:
+        """All `count` items: one's own first, in order; then those of others from the last to the first, so that a
+        process that is alive and one that helps out meet in the middle."""
+        own = list(range(self.process, count, self.processes))
+        return own + [item for item in reversed(range(count)) if item % self.processes != self.process]
+
+
+Embed = Callable[[CorpusRows], NDArray[np.float32]]
+Check = Callable[[], None]  # called between chunks; may raise Stopped
+
+
+@dataclasses.dataclass(frozen=True)
+class Builder:
+    """Where and how to build. writer: a name that no other writer has; told: called with chunks done and chunks."""
+
+    folder: Folder
+    corpus: Corpus
+    dtype: str
+    chunk_rows: int
+    share: Share = Share()
+    check: Check = lambda: None
+    told: Callable[[int, int], None] = lambda done, total: None
+    writer: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex[:8])
+
+    def build(self, export: Export, embed: Embed, width: int) -> Manifest:
+        """Build and publish the generation of an export, or take the one that is published already.
+
+        Raises Stopped, Unusable when a check fails, StorageError when storage does.
+        """
+        name = current_name(self.folder, export, self.corpus.fingerprint)
+        published = read_manifest(self.folder, name)
+        if published is not None:
+            return published
+        began = time.monotonic()
+        chunks = self.corpus.chunks(self.chunk_rows)
+        self._embed_missing(name, chunks, embed, width)
+        embedded = time.monotonic()
+        files = self._files(name, chunks)
+        listed = tuple(
+            ChunkFile(chunk.segment, chunk.within, chunk.within + chunk.last - chunk.first, files[number])
+            for number, chunk in enumerate(chunks)
+        )
+        manifest = Manifest(
+            name, export.step, export.parameters, self.corpus.fingerprint, self.corpus.tokenizer, self.corpus.rows,
+            width, self.dtype, listed, searcher=None, recall={}, drift={}, seconds={},
+        )  # fmt: skip
+        self._self_check(manifest, chunks, embed)
+        seconds = {"embed": embedded - began, "check": time.monotonic() - embedded}
+        manifest = dataclasses.replace(manifest, seconds={key: round(value, 3) for key, value in seconds.items()})
+        earlier = read_manifest(self.folder, name)  # of another process that was done first
+        if earlier is None:
+            self.folder.write_json(f"index/{name}/{MANIFEST}", manifest.to_json())
+        return earlier or manifest
+
+    def _embed_missing(self, name: str, chunks: list[Chunk], embed: Embed, width: int) -> None:
+        """Embed every chunk that has no done mark. Reading, the devices and writing overlap; a write that fails ends
+        the work at the next chunk."""
+        with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as writer:
+            written: Future[None] | None = None
+            for number, rows in self._read_ahead(name, chunks, reader):
+                vectors = embed(rows)
+                if vectors.shape[1] != width:
+                    raise Unusable(f"the export's towers give vectors of {vectors.shape[1]}, not {width}")
+                if written is not None:
+                    written.result()
+                written = writer.submit(self._write, name, chunks[number], vectors)
+            if written is not None:
+                written.result()
+
+    def _read_ahead(
+        self, name: str, chunks: list[Chunk], reader: ThreadPoolExecutor
+    ) -> Iterator[tuple[int, CorpusRows]]:
+        """Chunks without a done mark and their rows; the next one is read while one is embedded."""
+        todo = self._todo(name, chunks)
+        ahead = next(todo, None)
+        pending = reader.submit(self.corpus.read, *chunks[ahead][2:]) if ahead is not None else None
+        while ahead is not None and pending is not None:
+            number, rows = ahead, pending.result()
+            ahead = next(todo, None)
+            pending = reader.submit(self.corpus.read, *chunks[ahead][2:]) if ahead is not None else None
+            yield number, rows
+
+    def _todo(self, name: str, chunks: list[Chunk]) -> Iterator[int]:
+        for number in self.share.order(len(chunks)):
+            self.check()
+            marked = self._marks(name)  # anew each time: others are at work
+            self.told(len({*marked} & {chunk.name for chunk in chunks}), len(chunks))
+            if chunks[number].name not in marked:
+                yield number
+
+    def _write(self, name: str, chunk: Chunk, vectors: NDArray[np.float32]) -> None:
+        stored = vectors.astype(numpy_dtype(self.dtype))
+        path = f"index/{name}/{chunk.name}-{self.writer}"
+        check_vectors(stored, self.folder.path(f"{path}.bin"))
+        entry = self.folder.put(f"{path}.bin", raw_bytes(stored))
+        self.folder.write_json(f"{path}{DONE}", entry._asdict())
+
+    def _marks(self, name: str) -> dict[str, str]:
+        """Chunk name → done mark, of several writers' the first by name."""
+        marks = [mark for mark in self.folder.names(f"index/{name}") if mark.endswith(DONE)]
+        return {mark.rpartition("-")[0]: mark for mark in reversed(marks)}
+
+    def _files(self, name: str, chunks: list[Chunk]) -> list[FileEntry]:
+        """The files of all chunks, by their done marks.
+
+        Raises Unusable, and removes the mark, when one cannot be read: its chunk is then embedded again.
+        """
+        marks, files = self._marks(name), []
+        for chunk in chunks:
+            path = f"index/{name}/{marks.get(chunk.name)}"
+            try:
+                files.append(FileEntry(**self.folder.read_json(path)))
+            except FileNotFoundError:
+                raise Unusable(f"{self.folder.path(f'index/{name}')}: rows {chunk.name} have no done mark") from None
+            except (Damaged, TypeError) as fault:
+                self.folder.remove(path)
+                raise Unusable(f"{self.folder.path(path)} is damaged ({fault})") from None
+        return files
+
+    def _self_check(self, manifest: Manifest, chunks: list[Chunk], embed: Embed) -> None:
+        """Read every chunk back, and embed a few rows a second time. A damaged chunk loses its mark, so that it is
+        embedded again. Raises Unusable."""
+        rows = np.linspace(0, manifest.rows - 1, min(CHECKED_ROWS, manifest.rows)).astype(np.int64)
+        for chunk, listed in zip(chunks, manifest.chunks, strict=True):
+            self.check()
+            try:
+                vectors = read_chunk(self.folder, manifest, listed)
+            except Unusable:
+                self.folder.remove(f"{listed.file.name.removesuffix('.bin')}{DONE}")
+                raise
+            sample = rows[(rows >= chunk.first) & (rows < chunk.last)]
+            if not len(sample):
+                continue
+            read = [self.corpus.read(row, row + 1) for row in sample.tolist()]
+            fresh = embed(CorpusRows(*(np.concatenate(parts) for parts in zip(*read, strict=True))))
+            error = np.linalg.norm(fresh - vectors[sample - chunk.first].astype(np.float32), axis=1)
+            if (error > TOLERANCE * np.linalg.norm(fresh, axis=1)).any():
+                raise Unusable(f"{self.folder.path(listed.file.name)} holds vectors that are not those of its passages")
+
+
+def current_name(folder: Folder, export: Export, corpus: str) -> str:
+    """The generation of an export: the first one that was not found damaged after it was published."""
+    attempt = 0
+    while (reason := refusal(folder, generation_name(export.step, export.parameters, corpus, attempt))) is not None:
+        if not reason.get("again"):
+            break
+        attempt += 1
+    return generation_name(export.step, export.parameters, corpus, attempt)
+
+
+def refusal(folder: Folder, generation: str) -> dict | None:
+    """Why a generation must not be served: {"reason", "again": whether it is worth building once more}."""
+    try:
+        return folder.read_json(f"index/{generation}/{REFUSED}")
+    except FileNotFoundError:
+        return None
+    except Damaged as fault:
+        return {"reason": str(fault), "again": True}
+
+
+def refuse(folder: Folder, generation: str, reason: str, again: bool) -> None:
+    """Say that a generation must not be served."""
+    folder.write_json(f"index/{generation}/{REFUSED}", {"reason": reason, "again": again})

@@ -1,0 +1,320 @@
+"""Exports and generations: what trainer and index builder say to each other, as files in a shared folder.
+
+    exports/<step>/<fingerprint>.safetensors      both towers and sample query vectors of that step, float32
+    exports/<step>/EXPORT.json                    put last; without it the export does not exist
+    index/<step>-<nonce>/<rows>-<writer>.bin     vectors of a chunk of rows, and a `.done` mark with size and checksum
+    index/<step>-<nonce>/MANIFEST.json            put last; without it the generation does not exist
+    jobs/trainer.json, jobs/builder.json          what each job is doing, and which generations it needs (pins)
+
+Nothing that a record lists is ever written again. Writing exports is `training/exporter.py`, building generations
+`builder.py`, following them `training/follower.py`. Read `Manifest` next.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Self
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from realm_jax.storage import Damaged, FileEntry, Folder, digest
+
+FORMAT_VERSION = 1
+EXPORT, MANIFEST, REFUSED, DONE = "EXPORT.json", "MANIFEST.json", "REFUSED.json", ".done"
+QUERIES = "queries"  # name of the sample query vectors beside the towers' parameters
+Arrays = dict[str, NDArray]
+
+
+class Unusable(Exception):
+    """A generation or an export cannot be served: damaged, incomplete, or of something else. The message says why."""
+
+
+# --- Exports ----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Export:
+    """What EXPORT.json says. parameters: fingerprint of the towers; towers: the config section they are made from."""
+
+    step: int
+    parameters: str
+    tokenizer: str
+    corpus: str
+    towers: dict[str, Any]
+    file: FileEntry
+
+    def to_json(self) -> dict[str, Any]:
+        return {"format_version": FORMAT_VERSION, **dataclasses.asdict(self), "file": self.file._asdict()}
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any], where: str) -> Self:
+        """Raises Unusable for another version and for missing or wrong entries."""
+        fields = _checked(found, where, cls)
+        return cls(**fields | {"file": _entry(fields["file"], where)})
+
+
+def export_steps(folder: Folder) -> list[int]:
+    """Steps that have a folder of an export, in order; it may be incomplete."""
+    return sorted(int(name) for name in folder.names("exports") if name.isdigit())
+
+
+def read_export(folder: Folder, step: int) -> Export | None:
+    """The export of a step; None where there is none yet. Raises Unusable."""
+    name = f"exports/{step}/{EXPORT}"
+    try:
+        return Export.from_json(folder.read_json(name), folder.path(name))
+    except FileNotFoundError:
+        return None
+    except Damaged as fault:
+        raise Unusable(str(fault)) from None
+
+
+def read_towers(folder: Folder, export: Export) -> tuple[Arrays, NDArray[np.float32]]:
+    """The towers' parameters by path ('document_embedder/bert/…') and the sample queries [count, width]."""
+    try:
+        arrays = load(folder.read_verified(export.file))
+    except (Damaged, SafetensorError) as fault:
+        raise Unusable(str(fault)) from None
+    queries = arrays.pop(QUERIES)
+    return arrays, queries
+
+
+def write_export(folder: Folder, export: Mapping[str, Any], towers: Arrays, queries: NDArray[np.float32]) -> Export:
+    """Write an export, the record last. `export`: the fields of `Export` but parameters and file.
+
+    An earlier export of the step that holds the same bits stays as it is.
+    """
+    data = save({name: np.ascontiguousarray(value) for name, value in sorted({**towers, QUERIES: queries}.items())})
+    fingerprint = digest(data)
+    step = export["step"]
+    earlier = _read_export_or_none(folder, step)
+    if earlier is not None and earlier.parameters == fingerprint:
+        return earlier
+    made = Export(
+        parameters=fingerprint, file=folder.put(f"exports/{step}/{fingerprint[:16]}.safetensors", data), **export
+    )
+    folder.write_json(f"exports/{step}/{EXPORT}", made.to_json())
+    return made
+
+
+def remove_export(folder: Folder, step: int) -> None:
+    """The record first, so that nobody takes a half-removed export for a whole one."""
+    folder.remove(f"exports/{step}/{EXPORT}")
+    folder.remove(f"exports/{step}")
+
+
+def _read_export_or_none(folder: Folder, step: int) -> Export | None:
+    try:
+        return read_export(folder, step)
+    except Unusable:
+        return None
+
+
+# --- Generations ------------------------------------------------------------------------------------------------------
+
+
+class ChunkFile(NamedTuple):
+    """The vectors of rows first … last − 1 of a corpus segment, as they lie in a file."""
+
+    segment: str  # fingerprint of the segment, so that an edited corpus can share what did not change
+    first: int
+    last: int
+    file: FileEntry
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What MANIFEST.json says of a generation.
+
+    step, parameters: of the export. corpus, tokenizer: fingerprints. rows × width vectors of dtype ('float32', or
+    'bfloat16', stored as uint16), in `chunks`, in the order of the rows. searcher: the ScaNN settings and files, if
+    any. recall: {'recall@k': share} of the searcher against exact search with the export's sample queries. drift:
+    against the generation before. seconds: {part: time}.
+    """
+
+    generation: str
+    step: int
+    parameters: str
+    corpus: str
+    tokenizer: str
+    rows: int
+    width: int
+    dtype: str
+    chunks: tuple[ChunkFile, ...]
+    searcher: dict[str, Any] | None
+    recall: dict[str, float]
+    drift: dict[str, float]
+    seconds: dict[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        chunks = [chunk._asdict() | {"file": chunk.file._asdict()} for chunk in self.chunks]
+        return {"format_version": FORMAT_VERSION, **dataclasses.asdict(self), "chunks": chunks}
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any], where: str) -> Self:
+        """Raises Unusable for another version and for missing or wrong entries."""
+        fields = _checked(found, where, cls)
+        try:
+            chunks = tuple(ChunkFile(**chunk | {"file": _entry(chunk["file"], where)}) for chunk in fields["chunks"])
+        except (TypeError, KeyError) as fault:
+            raise Unusable(f"{where}: its list of chunks is damaged ({fault})") from None
+        return cls(**fields | {"chunks": chunks})
+
+    @property
+    def files(self) -> list[FileEntry]:
+        """Every file that the generation needs; names are relative to the shared folder."""
+        shards = self.searcher["shards"] if self.searcher else []
+        return [c.file for c in self.chunks] + [FileEntry(**file) for shard in shards for file in shard["files"]]
+
+
+def generation_names(folder: Folder) -> list[str]:
+    """Folders of generations, by step; a folder without a manifest is one that is being built or removed."""
+    names = [name for name in folder.names("index") if re.fullmatch(r"\d+-[0-9a-f]+", name)]
+    return sorted(names, key=lambda name: (step_of(name), name))
+
+
+def step_of(generation: str) -> int:
+    """The export step in a generation's name."""
+    return int(generation.partition("-")[0])
+
+
+def generation_name(step: int, parameters: str, corpus: str, attempt: int) -> str:
+    """The same for every builder process, so that they work on one generation without a word between them."""
+    return f"{step}-{digest(f'{parameters} {corpus} {attempt}'.encode())[:8]}"
+
+
+def read_manifest(folder: Folder, generation: str) -> Manifest | None:
+    """The manifest of a generation; None where there is none (yet). Raises Unusable."""
+    name = f"index/{generation}/{MANIFEST}"
+    try:
+        return Manifest.from_json(folder.read_json(name), folder.path(name))
+    except FileNotFoundError:
+        return None
+    except Damaged as fault:
+        raise Unusable(str(fault)) from None
+
+
+def load_vectors(folder: Folder, manifest: Manifest) -> NDArray:
+    """All vectors of a generation, verified: [rows, width] of its dtype. Raises Unusable, naming the file."""
+    vectors = np.empty((manifest.rows, manifest.width), numpy_dtype(manifest.dtype))
+    start = 0
+    for chunk in manifest.chunks:
+        stop = start + chunk.last - chunk.first
+        if stop > manifest.rows:
+            break
+        vectors[start:stop] = read_chunk(folder, manifest, chunk)
+        start = stop
+    if start != manifest.rows:
+        raise Unusable(f"{folder.path('index/' + manifest.generation)}: its chunks hold other rows than it says")
+    return vectors
+
+
+def read_chunk(folder: Folder, manifest: Manifest, chunk: ChunkFile) -> NDArray:
+    """The vectors of a chunk, verified: its checksum, and no vector that is zero or not finite."""
+    try:
+        data = folder.read_verified(chunk.file)
+    except Damaged as fault:
+        raise Unusable(str(fault)) from None
+    stored = np.frombuffer(data, np.uint16 if manifest.dtype == "bfloat16" else manifest.dtype)
+    if len(stored) != (chunk.last - chunk.first) * manifest.width:
+        raise Unusable(f"{folder.path(chunk.file.name)} holds other rows than its manifest says")
+    vectors = stored.view(numpy_dtype(manifest.dtype)).reshape(-1, manifest.width)
+    check_vectors(vectors, folder.path(chunk.file.name))
+    return vectors
+
+
+def check_vectors(vectors: NDArray, where: str) -> None:
+    """Raise Unusable when a vector is zero or not finite: a tower that diverged, or memory that went bad."""
+    lengths = np.linalg.norm(vectors.astype(np.float32), axis=1)
+    bad = np.flatnonzero(~np.isfinite(lengths) | (lengths == 0))
+    if len(bad):
+        raise Unusable(f"{where}: row {bad[0]} and {len(bad) - 1} others have a vector that is zero or not finite")
+
+
+def numpy_dtype(name: str) -> Any:
+    """The NumPy dtype of stored vectors."""
+    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
+
+
+def raw_bytes(vectors: NDArray) -> memoryview:
+    """The bytes that a chunk file holds."""
+    return np.ascontiguousarray(vectors).view(np.uint8).reshape(-1).data
+
+
+def remove_generation(folder: Folder, generation: str) -> None:
+    """The manifest first; then every file that no other generation shares."""
+    folder.remove(f"index/{generation}/{MANIFEST}")
+    kept = {file.name for other in generation_names(folder) for file in _files_or_none(folder, other)}
+    home = f"index/{generation}"
+    if not any(name.startswith(f"{home}/") for name in kept):
+        folder.remove(home)
+        return
+    for name in folder.names(home):
+        if f"{home}/{name}" not in kept:
+            folder.remove(f"{home}/{name}")
+
+
+def _files_or_none(folder: Folder, generation: str) -> Sequence[FileEntry]:
+    try:
+        manifest = read_manifest(folder, generation)
+    except Unusable:
+        return ()
+    return manifest.files if manifest else ()
+
+
+def _checked(found: Mapping[str, Any], where: str, kind: type) -> dict[str, Any]:
+    """The fields of a record, if it has them all and its version is ours."""
+    version = found.get("format_version")
+    if version != FORMAT_VERSION:
+        raise Unusable(f"{where} has format version {version}, not {FORMAT_VERSION}")
+    names = [field.name for field in dataclasses.fields(kind)]
+    if missing := [name for name in names if name not in found]:
+        raise Unusable(f"{where} is damaged: it has no {missing[0]!r}")
+    return {name: found[name] for name in names}
+
+
+def _entry(found: Any, where: str) -> FileEntry:
+    try:
+        return FileEntry(str(found["name"]), int(found["bytes"]), str(found["sha256"]))
+    except (TypeError, KeyError, ValueError) as fault:
+        raise Unusable(f"{where} is damaged: an entry of a file lacks {fault}") from None
+
+
+# --- Job status -------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Status:
+    """What a job says of itself, in jobs/<job>.json.
+
+    run: id of the run, the same over restarts. counter: grows while the job is alive; nobody compares clocks. index:
+    export step of the generation in use, −1 for none. pins: generations that must stay.
+    """
+
+    run: str
+    stage: str = ""
+    step: int = 0
+    counter: int = 0
+    done: bool = False
+    index: int = -1
+    pins: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return {"format_version": FORMAT_VERSION, **dataclasses.asdict(self)}
+
+
+def read_status(folder: Folder, job: str) -> Status | None:
+    """The status of 'trainer' or 'builder'; None where it never wrote one, or where what is there cannot be read."""
+    try:
+        found = _checked(folder.read_json(f"jobs/{job}.json"), job, Status)
+    except (FileNotFoundError, Damaged, Unusable):
+        return None
+    return Status(**found | {"pins": tuple(found["pins"])})
+
+
+def write_status(folder: Folder, job: str, status: Status) -> None:
+    folder.write_json(f"jobs/{job}.json", status.to_json())

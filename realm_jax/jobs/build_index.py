@@ -1,0 +1,247 @@
+"""`realm build-index`: the job beside training that embeds the corpus anew and publishes index generations.
+
+It follows the exports of the run in --workdir and needs nothing else of the trainer; either may start first, and either
+may be killed and started again. Several processes share the work (`--process`, `--processes`); their number may change.
+How a generation is built is `realm_jax/index/builder.py`; the files are explained in `realm_jax/index/generations.py`.
+"""
+
+import argparse
+import dataclasses
+import logging
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+from numpy.typing import NDArray
+
+from realm_jax.config import default, validate
+from realm_jax.console import StageProgress
+from realm_jax.data.sources import open_sources
+from realm_jax.errors import UserError
+from realm_jax.index.builder import Builder, Corpus, Share, Stopped, current_name, refusal
+from realm_jax.index.embed import CorpusRows
+from realm_jax.index.generations import (
+    Export,
+    Manifest,
+    Status,
+    Unusable,
+    export_steps,
+    generation_names,
+    read_export,
+    read_manifest,
+    read_status,
+    read_towers,
+    remove_generation,
+    step_of,
+    write_status,
+)  # fmt: skip
+from realm_jax.jobs.flags import add_config_argument, load_config
+from realm_jax.jobs.opening import recorded_config, set_up_jax
+from realm_jax.run import Run, make_run
+from realm_jax.storage import Folder, StorageError, make_folder
+from realm_jax.training.exporter import to_params, tower_settings
+from realm_jax.training.loop import Preempted, Stop
+from realm_jax.training.refresh import shared_folder
+
+logger = logging.getLogger(__name__)
+
+PREEMPTED = 75
+LONGEST_PAUSE = 60.0  # seconds between two tries while storage fails
+EXAMPLES = """examples:
+  realm build-index --config=configs/wiki_small.py --config.data.path=data --workdir=runs/wiki
+  realm build-index --workdir=runs/wiki --process=1 --processes=4         the second of four; the run is there already
+  realm build-index --workdir=runs/wiki --once                            the newest export, then end
+
+The config is the trainer's. The same command goes on where it was cut off.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `realm build-index`."""
+    parser.epilog = EXAMPLES
+    add_config_argument(parser, "the one that the run in --workdir has recorded, else the paper's sizes")
+    parser.add_argument("--workdir", required=True, metavar="DIR", help="folder of the run that trains")
+    parser.add_argument("--process", type=int, default=0, metavar="I", help="this process among --processes, from 0")
+    parser.add_argument("--processes", type=int, default=1, metavar="N", help="processes that share the work")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--once", action="store_true", help="build the generation of the newest export, then end")
+    which.add_argument("--step", type=int, metavar="S", help="build the generation of export step S, then end")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Build; exit code 75 after SIGTERM."""
+    if not 0 <= args.process < args.processes:
+        raise UserError(f"--process={args.process}: must be at least 0 and below --processes={args.processes}")
+    config = load_config(args.config, args.overrides, lambda: _recorded_or_default(Path(args.workdir)))
+    validate(config)
+    make_folder(Path(args.workdir), "--workdir")
+    set_up_jax()
+    opened = make_run(for_embedding(config), Path(args.workdir), open_sources(config.data.path), jax.local_devices())
+    job = Job(opened, shared_folder(opened), Share(args.process, args.processes))
+    try:
+        with Stop() as stop:
+            job.work(stop, args.step, args.once or args.step is not None)
+    except (Preempted, Stopped):
+        logger.warning("SIGTERM: what is written stays; repeat the command to go on")
+        return PREEMPTED
+    return 0
+
+
+def _recorded_or_default(workdir: Path) -> ConfigDict:
+    """The config of the run that is there already, so that the builder of a run needs its folder alone."""
+    return recorded_config(workdir) if (workdir / "config.json").is_file() else default()
+
+
+def for_embedding(config: ConfigDict) -> ConfigDict:
+    """The config on the builder's own devices: nothing is trained there, so any batch size must pass."""
+    own = ConfigDict(config.to_dict())
+    own.mesh.update({"data": -1, "fsdp": 1, "model": 1})
+    for name in ("mlm", "ict", "realm", "qa"):
+        own[name].batch_size = jax.local_device_count()
+    return own
+
+
+class Job:
+    """One builder process: follows exports until the trainer is done."""
+
+    def __init__(self, run: Run, folder: Folder, share: Share) -> None:
+        self._run, self._folder, self._share = run, folder, share
+        self._options = run.config.refresh
+        passages = run.sources.passages
+        segments = tuple((segment.fingerprint, segment.rows) for segment in passages.segments)
+        self._corpus = Corpus(passages.fingerprint, run.sources.wordpiece.fingerprint, segments, run.read_rows)
+        self._name = "builder" if share.process == 0 else f"builder-{share.process}"
+        trainer = read_status(folder, "trainer")
+        self._status = Status(trainer.run if trainer else "", stage="starting")
+        self._seen: tuple[str, int] | None = None if trainer is None else (trainer.run, trainer.counter)
+        self._moved = False  # whether the trainer gave a sign of life since this process started
+        self._quiet_since = time.monotonic()
+
+    def work(self, stop: Stop, step: int | None, once: bool) -> None:
+        """Build what is due until the trainer is done, or one generation."""
+        pause = self._options.poll_seconds
+        told = False
+        while True:
+            try:
+                export = self._due(step)
+                if export is not None:
+                    self._build(export, stop)
+                    pause, told = self._options.poll_seconds, False
+                if once and (export is not None or step is None):
+                    if export is None:
+                        raise UserError(f"{self._folder.path('exports')}: nothing to build; start the trainer first")
+                    return
+                if export is None and self._ended():
+                    return
+                self._tell("waiting" if export is None else "building", -1)
+            except (StorageError, Unusable) as fault:
+                if once:
+                    raise UserError(f"{fault}; repeat the command to go on") from None
+                logger.warning("%s; trying again", fault)
+                pause, export = min(pause * 2, LONGEST_PAUSE), None
+            if export is None:
+                if not told:
+                    logger.info("waiting for exports in %s", self._folder.path("exports"))
+                    told = True
+                stop.check("what is written stays")
+                time.sleep(pause)
+
+    def _due(self, step: int | None) -> Export | None:
+        """The export to build next: what a restarted trainer needs, else the next or the newest, as the mode says."""
+        if step is not None:
+            export = read_export(self._folder, step)
+            if export is None:
+                raise UserError(f"{self._folder.path(f'exports/{step}')}: there is no export of step {step}")
+            return self._checked(export)
+        trainer = read_status(self._folder, "trainer")
+        pinned = [step_of(name) for name in trainer.pins] if trainer else []
+        steps = [s for s in export_steps(self._folder) if s >= (trainer.index if trainer else 0) or s in pinned]
+        newest_first = self._options.adopt_after < 0
+        for candidate in sorted(steps, key=lambda s: (s not in pinned, -s if newest_first else s)):
+            export = read_export(self._folder, candidate)
+            if export is not None and self._missing(export):
+                return self._checked(export)
+            if newest_first and export is not None and candidate not in pinned:
+                return None  # the newest one is built; older ones are of no use any more
+        return None
+
+    def _missing(self, export: Export) -> bool:
+        name = current_name(self._folder, export, self._corpus.fingerprint)
+        return refusal(self._folder, name) is None and read_manifest(self._folder, name) is None
+
+    def _checked(self, export: Export) -> Export:
+        """Raises UserError for an export of another tokenizer, corpus or tower than the config's."""
+        expected = {
+            "tokenizer": self._corpus.tokenizer,
+            "corpus": self._corpus.fingerprint,
+            "towers": tower_settings(self._run),
+        }
+        for name, value in expected.items():
+            if getattr(export, name) != value:
+                raise UserError(
+                    f"{self._folder.path(f'exports/{export.step}')} was written by a run with other {name}; give this "
+                    "command the trainer's --config and config.data.path"
+                )
+        return export
+
+    def _build(self, export: Export, stop: Stop) -> None:
+        arrays, _ = read_towers(self._folder, export)
+        towers = jax.device_put(to_params(arrays))
+        began = time.monotonic()
+        with StageProgress(f"index {export.step}", self._corpus.rows) as bar:
+
+            def check() -> None:
+                if stop.asked:
+                    raise Stopped
+                self._tell("building", export.step)
+
+            def told(done: int, total: int) -> None:
+                bar.update(self._corpus.rows * done // total)
+
+            builder = Builder(
+                self._folder, self._corpus, self._run.config.retrieval.dtype, self._options.chunk_rows, self._share,
+                check, told,
+            )  # fmt: skip
+
+            def embed(rows: CorpusRows) -> NDArray[np.float32]:
+                return self._run.embed(towers, rows=rows)
+
+            manifest = builder.build(export, embed, self._run.model.projection)
+        logger.info("published generation %s (%.1f s)", manifest.generation, time.monotonic() - began)
+        self._retain(manifest)
+
+    def _retain(self, newest: Manifest) -> None:
+        """Remove generations that nobody needs: all but the newest few, those pinned, and those being built."""
+        trainer = read_status(self._folder, "trainer")
+        pins = {*trainer.pins} if trainer else set()
+        in_use = trainer.index if trainer else -1
+        names = [name for name in generation_names(self._folder) if step_of(name) <= newest.step]
+        for name in names[: -self._options.keep]:
+            if name not in pins and step_of(name) != in_use and name != newest.generation:
+                remove_generation(self._folder, name)
+
+    def _ended(self) -> bool:
+        """Whether the trainer is done, or has given no sign of life for too long (by this machine's clock alone)."""
+        trainer = read_status(self._folder, "trainer")
+        now = None if trainer is None else (trainer.run, trainer.counter)
+        if now != self._seen:
+            self._seen, self._moved, self._quiet_since = now, True, time.monotonic()
+        finished = trainer is not None and trainer.done
+        # A run that was done before this process came may be about to be extended: then only silence ends the builder.
+        if trainer is not None and finished and (self._moved or trainer.step >= self._run.config.realm.steps):
+            logger.info("the trainer is done")
+            return True
+        if time.monotonic() - self._quiet_since > self._options.idle_exit:
+            logger.warning("no sign of life of the trainer for %g s; ending", self._options.idle_exit)
+            return True
+        return False
+
+    def _tell(self, stage: str, step: int) -> None:
+        """A sign of life for the trainer and for people, when something changed or at most every few seconds."""
+        changed = dataclasses.replace(self._status, stage=stage, step=step)
+        if changed != self._status:
+            changed.counter += 1
+            self._status = changed
+            write_status(self._folder, self._name, changed)

@@ -1,0 +1,119 @@
+"""Exports: the towers of a step and sample query vectors, written to the shared folder while training goes on.
+
+The step's parameters are copied on the devices, which takes one small program; fetching and writing them is a thread's
+work. What an export is: `index/generations.py`. Read next: `follower.py`, the way back.
+"""
+
+import logging
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, Self
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from realm_jax.data.examples import masked_examples
+from realm_jax.data.pipeline import dataset
+from realm_jax.index.generations import Arrays, export_steps, remove_export, write_export
+from realm_jax.mesh import replicated
+from realm_jax.models.realm import Params, Realm
+from realm_jax.run import Run, put_batch
+from realm_jax.storage import Folder, StorageError
+
+logger = logging.getLogger(__name__)
+
+SAMPLES = 1024  # query vectors of an export, with which a builder measures its searcher
+KEPT = 3  # newest exports that stay, beside those in use
+RETRY_SECONDS = 5.0
+
+
+class Exporter:
+    """Writes exports in a thread, one after another. A context manager: leaving waits for the last one."""
+
+    def __init__(self, run: Run, folder: Folder) -> None:
+        self._run, self._folder = run, folder
+        self._pool, self._closing = ThreadPoolExecutor(1), threading.Event()
+        self._pending: Future[None] | None = None
+        self._batch = put_batch(run.mesh, sample_queries(run))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._closing.set()
+        self._pool.shutdown(wait=True)
+
+    def export(self, step: int, params: Params, needed: set[int]) -> None:
+        """Export the towers of `step`; waits for an earlier export that is still being written.
+
+        needed: steps whose exports must stay. Old ones are removed afterwards.
+        """
+        if self._pending is not None:
+            self._pending.result()
+        towers = {name: params[name] for name in self._run.model.embedder_names}
+        copies, queries = _snapshot(self._run.model, self._run.mesh, towers, self._batch)
+        if jax.process_index() == 0:
+            self._pending = self._pool.submit(self._write, step, copies, queries, needed)
+
+    def _write(self, step: int, towers: Params, queries: jax.Array, needed: set[int]) -> None:
+        sources = self._run.sources
+        record = {
+            "step": step,
+            "tokenizer": sources.wordpiece.fingerprint,
+            "corpus": sources.passages.fingerprint,
+            "towers": tower_settings(self._run),
+        }
+        arrays = to_arrays(towers)
+        while True:
+            try:
+                write_export(self._folder, record, arrays, np.asarray(queries, np.float32))
+                self._remove_old(needed | {step})
+                return
+            except StorageError as fault:
+                logger.warning("the export of step %d is not written yet: %s", step, fault)
+                if self._closing.wait(RETRY_SECONDS):
+                    return
+
+    def _remove_old(self, needed: set[int]) -> None:
+        """Later exports than the newest are of a timeline that was cut off; they stay, since it may come again."""
+        past = [step for step in export_steps(self._folder) if step <= max(needed)]
+        for step in past[:-KEPT]:
+            if step not in needed:
+                remove_export(self._folder, step)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _snapshot(model: Realm, mesh: Mesh, towers: Params, batch: Any) -> tuple[Params, jax.Array]:
+    """Copies of the towers, whole on every device, and the vectors of the sample queries."""
+    queries = model.embed_queries(towers, batch["query"], batch["query_length"])
+    return jax.lax.with_sharding_constraint((jax.tree.map(jnp.copy, towers), queries), replicated(mesh))
+
+
+def sample_queries(run: Run) -> dict[str, Any]:
+    """Masked sentences of the pre-training text, chosen by the seed alone: query arrays [count, …]."""
+    sources = run.sources
+    examples = masked_examples(sources.pretraining, sources.wordpiece, run.lengths, "salient", sources.own_text)
+    batch = dataset(examples, run.config.seed, "sample", SAMPLES + -SAMPLES % run.mesh.size)[0]
+    return {name: batch[name] for name in ("query", "query_length")}
+
+
+def tower_settings(run: Run) -> dict[str, Any]:
+    """What makes a tower a function, beside its parameters."""
+    model = run.config.model.to_dict()
+    names = ("layers", "width", "heads", "feed_forward", "dtype", "projection", "norm_epsilon", "shared_tower")
+    return {name: model[name] for name in names} | {"document_length": run.config.data.document_length}
+
+
+def to_arrays(towers: Params) -> Arrays:
+    """Parameters by path, on the host."""
+    return {name: np.asarray(value) for name, value in flax.traverse_util.flatten_dict(towers, sep="/").items()}
+
+
+def to_params(arrays: Arrays) -> Params:
+    """The inverse of `to_arrays`."""
+    return flax.traverse_util.unflatten_dict(arrays, sep="/")

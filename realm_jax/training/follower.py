@@ -1,0 +1,162 @@
+"""The trainer's way to new generations: a thread looks for them, verifies them and loads them beside the old one.
+
+Training never waits for it unless it asks to (`wait`). Only what a manifest lists, and what proves to be what it says,
+is ever handed over; anything else is told once, and the last good generation stays. Read next: `refresh.py`, which
+decides when a generation is adopted.
+"""
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from realm_jax.index.builder import current_name, refusal, refuse
+from realm_jax.index.candidates import Index
+from realm_jax.index.generations import (
+    MANIFEST,
+    Manifest,
+    Unusable,
+    generation_names,
+    load_vectors,
+    read_export,
+    read_manifest,
+    read_towers,
+    step_of,
+)  # fmt: skip
+from realm_jax.storage import Folder, StorageError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A verified generation on the devices, with its export's sample queries [count, width] if they are there."""
+
+    manifest: Manifest
+    index: Index
+    queries: NDArray[np.float32] | None
+
+
+class Wanted(NamedTuple):
+    """Generations of export steps first … last. exactly: of the last one alone."""
+
+    first: int
+    last: int
+    exactly: bool = False
+
+    def __contains__(self, step: object) -> bool:
+        return isinstance(step, int) and (step == self.last if self.exactly else self.first <= step <= self.last)
+
+
+class Follower:
+    """Loads the newest generation that is wanted. A context manager: inside, a thread looks every `poll` seconds."""
+
+    def __init__(
+        self, folder: Folder, expected: dict[str, object], make_index: Callable[[NDArray], Index], poll: float
+    ) -> None:
+        """expected: entries that a manifest must have, such as its corpus. make_index: puts vectors on the devices."""
+        self._folder, self._expected, self._make_index, self._poll = folder, expected, make_index, poll
+        self._wanted = Wanted(0, -1)
+        self._ready: Loaded | None = None
+        self._told: set[str] = set()
+        self._lock, self._wake, self._closed = threading.Lock(), threading.Event(), False
+        self._thread = threading.Thread(target=self._follow, name="follower", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed = True
+        self._wake.set()
+        self._thread.join()
+
+    def want(self, first: int, last: int, exactly: bool = False) -> None:
+        """Look for generations of export steps first … last (or of `last` alone); another one that is ready goes."""
+        with self._lock:
+            self._wanted = Wanted(first, last, exactly)
+            if self._ready is not None and self._ready.manifest.step not in self._wanted:
+                self._ready = None
+
+    @property
+    def ready(self) -> Loaded | None:
+        """The newest wanted generation that is verified and loaded."""
+        with self._lock:
+            return self._ready
+
+    def wait(self, seconds: float, asked: Callable[[], bool]) -> Loaded | None:
+        """`ready`, as soon as there is one; None after `seconds`, or when `asked` to stop waiting."""
+        until = time.monotonic() + seconds
+        self._wake.set()
+        while (found := self.ready) is None and time.monotonic() < until and not asked():
+            time.sleep(min(0.05, self._poll))
+        return found
+
+    def load(self, generation: str) -> Loaded:
+        """A generation by name. Raises Unusable, StorageError."""
+        manifest = read_manifest(self._folder, generation)
+        if manifest is None:
+            raise Unusable(f"{self._folder.path('index/' + generation)} is not there")
+        for name, value in self._expected.items():
+            found = getattr(manifest, name)
+            if found != value:
+                raise Unusable(f"{self._folder.path('index/' + generation)}: its {name} is {found}, not {value}")
+        export = read_export(self._folder, manifest.step)
+        same = export is not None and export.parameters == manifest.parameters
+        queries = read_towers(self._folder, export)[1] if export is not None and same else None
+        return Loaded(manifest, self._make_index(load_vectors(self._folder, manifest)), queries)
+
+    def _follow(self) -> None:
+        while not self._closed:
+            try:
+                self._look()
+            except StorageError as fault:
+                self._tell(f"storage: {fault}")
+            except Exception:  # a thread that died without a word would look like a builder that is late
+                logger.exception("looking for generations failed; it is tried again")
+            self._wake.wait(self._poll)
+            self._wake.clear()
+
+    def _look(self) -> None:
+        with self._lock:
+            wanted, have = self._wanted, self._ready.manifest.step if self._ready else -1
+        names = [name for name in generation_names(self._folder) if step_of(name) in wanted and step_of(name) > have]
+        for name in reversed(names):
+            loaded = self._try(name)
+            if loaded is not None:
+                with self._lock:
+                    if loaded.manifest.step in self._wanted:
+                        self._ready = loaded
+                return
+
+    def _try(self, name: str) -> Loaded | None:
+        """A generation if it is one of this run's timeline, and good."""
+        try:
+            export = read_export(self._folder, step_of(name))
+        except Unusable as fault:
+            self._tell(str(fault))
+            return None
+        if export is None or current_name(self._folder, export, str(self._expected["corpus"])) != name:
+            return None  # of parameters that this run never had, or found damaged before
+        if refusal(self._folder, name) is not None:
+            return None
+        try:
+            if read_manifest(self._folder, name) is None:
+                return None
+            return self.load(name)
+        except Unusable as fault:
+            if MANIFEST not in self._folder.names(f"index/{name}"):  # removed while it was read
+                return None
+            logger.error("generation %s is refused: %s; the last good one stays", name, fault)
+            refuse(self._folder, name, str(fault), again=True)
+            return None
+
+    def _tell(self, message: str) -> None:
+        if message not in self._told:
+            self._told.add(message)
+            logger.warning("%s; training goes on with the generation it has", message)

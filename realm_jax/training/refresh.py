@@ -1,0 +1,318 @@
+"""Where a task's index comes from: embedded by the trainer itself, or built by another job and adopted.
+
+Both answer the loop's one question, `at(step, …)`: is there a fresh index to use from this step on? Inline, every
+`refresh.every` steps; asynchronous, when a generation is due by `refresh.adopt_after` or is ready in every process.
+Read `Adoption.at` after `Inline.at`; how generations are found and verified is `follower.py`.
+"""
+
+import dataclasses
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, Protocol, Self
+
+import jax
+import jax.numpy as jnp
+from ml_collections import ConfigDict
+
+from realm_jax.errors import UserError
+from realm_jax.index.candidates import Index
+from realm_jax.index.exact import search
+from realm_jax.index.generations import (
+    Status,
+    Unusable,
+    generation_names,
+    read_export,
+    read_status,
+    step_of,
+    write_status,
+)  # fmt: skip
+from realm_jax.models.realm import Params
+from realm_jax.run import Run
+from realm_jax.storage import Folder, StorageError, open_folder
+from realm_jax.training.exporter import Exporter
+from realm_jax.training.follower import Follower, Loaded
+
+logger = logging.getLogger(__name__)
+
+STATUS_SECONDS = 5.0  # between two signs of life
+DRIFT_QUERIES, DRIFT_DEPTH, DRIFT_K = 256, 100, 8
+Stopping = Callable[[], bool]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fresh:
+    """An index to use from now on.
+
+    step: of its parameters. generation: its name, '' for one that the trainer made. facts: what to record of a change.
+    """
+
+    index: Index
+    step: int
+    generation: str = ""
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class Refresh(Protocol):
+    """Where a task's index comes from. A context manager."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def at(self, step: int, params: Params, index: Fresh | None, agreed: int, stopping: Stopping) -> Fresh | None:
+        """A fresh index to use from `step` on, or None to go on with the one in use.
+
+        agreed: export step of the newest generation that every process has ready. stopping: whether to stop waiting;
+        then the answer is None even when there is no index at all.
+        """
+
+    def restore(self, generation: str, step: int, stopping: Stopping) -> Fresh | None:
+        """The index that a checkpoint of `step` names; None when stopping."""
+
+    @property
+    def ready(self) -> int:
+        """Export step of the newest generation that this process has ready, −1 for none."""
+
+    def saved(self, step: int, generation: str) -> None:
+        """A checkpoint of `step` names this generation."""
+
+    def done(self, step: int) -> None:
+        """The task is done."""
+
+
+def shared_folder(run: Run) -> Folder:
+    """Where exports, generations and job status lie: the run folder, or `refresh.shared`."""
+    return open_folder(run.config.refresh.shared or run.workdir)
+
+
+# --- On the trainer's own devices -------------------------------------------------------------------------------------
+
+
+class Inline:
+    """The trainer embeds the corpus: at the start of a task, and for REALM every `refresh.every` steps."""
+
+    ready = -1
+
+    def __init__(self, run: Run, name: str) -> None:
+        self._run, self._every = run, run.config.refresh.every if name == "realm" else 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def at(self, step: int, params: Params, index: Fresh | None, agreed: int, stopping: Stopping) -> Fresh | None:
+        due = self._every > 0 and step % self._every == 0 and index is not None and step != index.step
+        if index is not None and not due:
+            return None
+        return Fresh(self._run.index(self._run.embed(params)), step)
+
+    def restore(self, generation: str, step: int, stopping: Stopping) -> Fresh | None:
+        raise UserError(
+            f"{self._run.workdir}: step {step} was trained with generation {generation}; set config.refresh.mode=async"
+        )
+
+    def saved(self, step: int, generation: str) -> None:
+        pass
+
+    def done(self, step: int) -> None:
+        pass
+
+
+# --- Generations of another job ---------------------------------------------------------------------------------------
+
+
+class Adoption:
+    """REALM's index in asynchronous mode: towers are exported, another job embeds, what it publishes is adopted."""
+
+    def __init__(self, run: Run, task: str, kept: Callable[[], list[str]]) -> None:
+        """kept: generations that the checkpoints still there name."""
+        self._run, self._kept = run, kept
+        self._options: ConfigDict = run.config.refresh
+        self._folder = shared_folder(run)
+        expected: dict[str, object] = {
+            "corpus": run.sources.passages.fingerprint,
+            "tokenizer": run.sources.wordpiece.fingerprint,
+            "rows": run.setting.rows,
+            "width": run.model.projection,
+            "dtype": run.config.retrieval.dtype,
+        }
+        self._follower = Follower(self._folder, expected, run.index, self._options.poll_seconds)
+        self._exporter = Exporter(run, self._folder)
+        earlier = read_status(self._folder, "trainer")
+        self._status = Status(earlier.run if earlier else uuid.uuid4().hex[:12], stage=task)
+        self._status.counter = earlier.counter if earlier else 0
+        self._told_at = -STATUS_SECONDS
+        self._stale_since: int | None = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._stack.enter_context(self._exporter)
+        self._stack.enter_context(self._follower)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    @property
+    def ready(self) -> int:
+        found = self._follower.ready
+        return -1 if found is None else found.manifest.step
+
+    def at(self, step: int, params: Params, index: Fresh | None, agreed: int, stopping: Stopping) -> Fresh | None:
+        used = -1 if index is None else index.step
+        self._tell(step, index)
+        if step % self._options.every == 0 or index is None:
+            self._exporter.export(step, params, self._needed(used))
+        if index is None:  # nothing can be trained without an index
+            return self._adopt(self._wait(step, step, True, stopping, "the first generation"), index, 0.0)
+        due = self._due(step, used)
+        if due is not None:
+            self._follower.want(due, due, exactly=True)
+        if due is not None and step == due + self._options.adopt_after:
+            began = time.monotonic()
+            found = self._wait(due, due, True, stopping, f"the generation of step {due}, due at step {step}")
+            return self._adopt(found, index, time.monotonic() - began)
+        if self._options.adopt_after < 0:
+            self._follower.want(used + 1, step)
+            if agreed > used and self._follower.ready is not None:
+                return self._adopt(self._follower.ready, index, 0.0)
+        return self._when_stale(step, params, index, stopping)
+
+    def _due(self, step: int, used: int) -> int | None:
+        """The next export step whose generation is adopted `adopt_after` steps later, if it is exported already.
+
+        The mode that promises the same bits.
+        """
+        following = used + self._options.every - used % self._options.every
+        return following if self._options.adopt_after >= 0 and following <= step else None
+
+    def _wait(self, first: int, last: int, exactly: bool, stopping: Stopping, what: str) -> Loaded | None:
+        """A generation of these export steps; None when stopping. Raises UserError after `refresh.wait_seconds`."""
+        self._follower.want(first, last, exactly)
+        found = self._follower.wait(min(1.0, self._options.poll_seconds), stopping)
+        began = time.monotonic()
+        if found is None and not stopping():
+            logger.info("waiting for %s; `realm build-index` with the same config and --workdir makes it", what)
+        while found is None and not stopping():
+            self._tell(self._status.step, None, alive=True)
+            if time.monotonic() - began > self._options.wait_seconds:
+                raise UserError(
+                    f"{self._folder.path('index')}: {what} did not come within config.refresh.wait_seconds="
+                    f"{self._options.wait_seconds:g}; start `realm build-index`, then repeat the command"
+                )
+            found = self._follower.wait(STATUS_SECONDS, stopping)
+        return found
+
+    def _adopt(self, found: Loaded | None, index: Fresh | None, waited: float) -> Fresh | None:
+        if found is None:
+            return None
+        facts: dict[str, Any] = {"generation": found.manifest.generation, "waited": round(waited, 3)}
+        if index is not None and found.queries is not None:
+            queries = jnp.asarray(found.queries[:DRIFT_QUERIES])
+            facts["drift"] = float(_overlap(self._run.mesh, self._run.setting, queries, index.index, found.index))
+        fresh = Fresh(found.index, found.manifest.step, found.manifest.generation, facts)
+        self._stale_since = None
+        return fresh
+
+    def _when_stale(self, step: int, params: Params, index: Fresh, stopping: Stopping) -> Fresh | None:
+        """Training goes on with an old index, and says so; or waits for a newer one, for a while."""
+        limit, age = self._options.max_age, step - index.step
+        if not limit or age <= limit:
+            return None
+        if self._stale_since == index.step:
+            return None
+        self._stale_since = index.step
+        if self._options.when_stale == "wait":
+            logger.warning("step %d: the index is %d steps old; waiting for a newer one", step, age)
+            self._exporter.export(step, params, self._needed(index.step))
+            began = time.monotonic()
+            try:
+                found = self._wait(index.step + 1, step, False, stopping, "a newer generation")
+                return self._adopt(found, index, time.monotonic() - began)
+            except UserError as fault:
+                logger.warning("%s; going on with the old index", fault)
+                return None
+        logger.warning(
+            "step %d: the index is %d steps old (config.refresh.max_age=%d); is `realm build-index` running?",
+            step, age, limit,
+        )  # fmt: skip
+        return None
+
+    def restore(self, generation: str, step: int, stopping: Stopping) -> Fresh | None:
+        """The generation itself; else one built anew from its export; else the newest there is, without the promise
+        of the same bits."""
+        self._status.pins = tuple({*self._kept(), generation})
+        try:
+            found: Loaded | None = self._follower.load(generation)
+        except Unusable as fault:
+            logger.warning("%s", fault)
+            found = self._rebuilt(generation, step, stopping)
+        return self._adopt(found, None, 0.0)
+
+    def _rebuilt(self, generation: str, step: int, stopping: Stopping) -> Loaded | None:
+        wanted = step_of(generation)
+        if read_export(self._folder, wanted) is not None:
+            logger.warning("it has to be built again from its export; the bits will be the same")
+            self._tell(step, None, alive=True)
+            return self._wait(wanted, wanted, True, stopping, f"generation {generation} again")
+        names = [name for name in generation_names(self._folder) if step_of(name) <= step]
+        for name in reversed(names):
+            try:
+                found = self._follower.load(name)
+            except Unusable:
+                continue
+            logger.warning("going on with generation %s: from here the bits may differ from an undisturbed run's", name)
+            return found
+        raise UserError(
+            f"{self._folder.path('index')}: neither generation {generation} nor its export is there, and no other that "
+            f"can be used at step {step}; put it back, or start in another --workdir"
+        )
+
+    def saved(self, step: int, generation: str) -> None:
+        self._status.pins = tuple(sorted({*self._kept(), generation} - {""}))
+        self._told_at = -STATUS_SECONDS  # a builder should know of the pins before it removes anything
+
+    def done(self, step: int) -> None:
+        self._status.done = True
+        self._tell(step, None, alive=True)
+
+    def _needed(self, used: int) -> set[int]:
+        """Export steps that must stay: those of pinned generations, and those still to be adopted."""
+        steps = {step_of(name) for name in self._status.pins} | {used}
+        after = self._options.adopt_after
+        if after > 0:
+            steps |= set(range(used, self._status.step + 1, self._options.every)) if used >= 0 else set()
+        return steps - {-1}
+
+    def _tell(self, step: int, index: Fresh | None, alive: bool = False) -> None:
+        """A sign of life for the builder, now and then."""
+        self._status.step = step
+        if index is not None and index.step != self._status.index:
+            self._status.index = index.step
+            self._status.pins = tuple(sorted({*self._status.pins, index.generation}))
+            alive = True
+        if not alive and time.monotonic() - self._told_at < STATUS_SECONDS:
+            return
+        self._told_at = time.monotonic()
+        self._status.counter += 1
+        if jax.process_index() == 0:
+            try:
+                write_status(self._folder, "trainer", self._status)
+            except StorageError as fault:
+                logger.warning("%s; the builder cannot see that training goes on", fault)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _overlap(mesh: Any, setting: Any, queries: jax.Array, old: Index, new: Index) -> jax.Array:
+    """Drift: of the old index's top 100 for each query, how much of their top 8 the new vectors keep; 1 is no drift."""
+    depth, k = min(DRIFT_DEPTH, setting.rows), min(DRIFT_K, setting.rows)
+    rows = search(mesh, queries, old.vectors, setting.rows, depth, setting.search_block).rows
+    scores = jnp.einsum("qd,qkd->qk", queries, new.vectors[rows].astype(jnp.float32))
+    places = jax.lax.top_k(scores, k)[1]
+    return (places < k).mean()

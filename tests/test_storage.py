@@ -1,0 +1,188 @@
+"""Shared folders: whole files or none, on a POSIX disk and on a bucket that fails in every way that buckets do."""
+
+import errno
+import os
+
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from realm_jax import storage
+from realm_jax.errors import UserError
+from realm_jax.storage import Bucket, Damaged, FileEntry, PosixFolder, StorageError, open_folder
+
+
+class Faulty(MemoryFileSystem):
+    """A bucket that lists from a cache until it is told not to, and fails as often as `faults` says.
+
+    faults: for each operation the errors that come before it succeeds; 'late' raises although the write has happened.
+    """
+
+    cachable = False
+    protocol = "faulty"
+
+    def __init__(self, faults=()):
+        super().__init__()
+        self.store, self.pseudo_dirs = {}, [""]
+        self.faults = {operation: list(errors) for operation, errors in dict(faults).items()}
+        self.listed: dict[str, list[str]] = {}
+
+    def _fail(self, operation):
+        if self.faults.get(operation):
+            raise self.faults[operation].pop(0)
+
+    def pipe_file(self, path, value, mode="overwrite", **kwargs):
+        self._fail("write")
+        super().pipe_file(path, value, mode=mode, **kwargs)
+        self._fail("late")
+
+    def cat_file(self, path, start=None, end=None, **kwargs):
+        self._fail("read")
+        return super().cat_file(path, start=start, end=end, **kwargs)
+
+    def ls(self, path, detail=True, **kwargs):
+        self._fail("list")
+        if path not in self.listed:
+            self.listed[path] = super().ls(path, detail=False, **kwargs)
+        return self.listed[path]
+
+    def invalidate_cache(self, path=None):
+        self.listed.clear()
+
+
+def bucket(**faults):
+    waited = []
+    folder = Bucket("memory://runs/one", Faulty(faults), waited.append)
+    folder.waited = waited
+    return folder
+
+
+@pytest.fixture(params=["posix", "bucket"])
+def folder(request, tmp_path):
+    return PosixFolder(tmp_path / "shared") if request.param == "posix" else bucket()
+
+
+def test_files_are_written_listed_read_and_removed(folder):
+    assert folder.names("index") == []
+    folder.write("index/5-aa/MANIFEST.json", b"{}")
+    folder.write("index/5-aa/b.bin", memoryview(b"12"))
+    folder.write("index/5-aa/b.bin", b"123")
+    assert folder.names("index") == ["5-aa"]
+    assert folder.names("index/5-aa") == ["MANIFEST.json", "b.bin"]
+    assert folder.read("index/5-aa/b.bin") == b"123"
+    folder.remove("index/5-aa/b.bin")
+    folder.remove("index/5-aa/b.bin")
+    assert folder.names("index/5-aa") == ["MANIFEST.json"]
+    folder.remove("index/5-aa")
+    assert folder.names("index") == []
+    with pytest.raises(FileNotFoundError):
+        folder.read("index/5-aa/b.bin")
+
+
+def test_what_is_read_is_what_was_written_or_named_as_damaged(folder):
+    entry = folder.put("a/b.bin", b"some vectors")
+    assert folder.read_verified(entry) == b"some vectors"
+    folder.write("a/b.bin", b"same vectors")
+    with pytest.raises(Damaged, match="a/b.bin is damaged: its checksum"):
+        folder.read_verified(entry)
+    folder.write("a/b.bin", b"some")
+    with pytest.raises(Damaged, match="a/b.bin has 4 bytes, not 12"):
+        folder.read_verified(entry)
+    folder.remove("a/b.bin")
+    with pytest.raises(Damaged, match="a/b.bin is missing"):
+        folder.read_verified(entry)
+
+
+@pytest.mark.parametrize("text", [b"{", b"[]", b"\xff"])
+def test_json_that_was_cut_is_damaged(folder, text):
+    folder.write("a.json", text)
+    with pytest.raises(Damaged, match="a.json"):
+        folder.read_json("a.json")
+
+
+# --- Buckets
+
+
+def http(code):
+    return OSError(f"HTTP {code}")
+
+
+def test_a_bucket_that_fails_for_a_while_is_asked_again():
+    folder = bucket(write=[http(429), http(503)], read=[http(500)], list=[PermissionError("403")])
+    folder.write("a/b", b"1")
+    assert folder.read("a/b") == b"1"
+    assert folder.names("a") == ["b"]
+    assert folder.waited == [1.0, 2.0, 1.0, 1.0]
+
+
+def test_a_write_that_raised_may_have_happened():
+    folder = bucket(late=[http(503)])
+    entry = folder.put("a/b", b"1")
+    assert folder.read_verified(entry) == b"1"
+
+
+def test_a_bucket_that_stays_out_of_reach_is_named_after_the_last_try():
+    folder = bucket(write=[http(403)] * 20)
+    with pytest.raises(StorageError, match=r"memory://runs/one/a/b: cannot write it after 6 tries \(HTTP 403\)"):
+        folder.write("a/b", b"1")
+    assert folder.names("a") == []
+    assert sum(folder.waited) == 31
+
+
+def test_a_listing_never_comes_from_a_cache():
+    folder = bucket()
+    folder.write("a/b", b"1")
+    assert folder.names("a") == ["b"]
+    folder._files.pipe_file("/runs/one/a/c", b"1")  # another machine
+    assert folder.names("a") == ["b", "c"]
+
+
+def test_a_file_of_a_bucket_is_staged_once_and_verified(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "staging_folder", lambda: tmp_path)
+    folder = bucket()
+    entry = folder.put("scann/0.bin", b"tree")
+    path = folder.local(entry)
+    assert path.read_bytes() == b"tree" and path.is_relative_to(tmp_path)
+    folder.remove("scann/0.bin")
+    assert folder.local(entry) == path, "it is here already"
+    path.write_bytes(b"tre3")
+    with pytest.raises(Damaged, match="is missing"):
+        folder.local(entry)
+
+
+def test_staging_looks_for_room_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "staging_folder", lambda: tmp_path)
+    folder = bucket()
+    entry = folder.put("scann/0.bin", b"tree")._replace(bytes=1 << 60)
+    with pytest.raises(UserError, match="set REALM_STAGING to a folder with more room"):
+        folder.local(entry)
+    assert not any(path.is_file() for path in tmp_path.rglob("*"))
+
+
+def test_an_unknown_kind_of_url_is_refused():
+    with pytest.raises(UserError, match="nowhere://x: .*install what opens such paths"):
+        open_folder("nowhere://x")
+
+
+# --- POSIX
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
+    folder = PosixFolder(tmp_path)
+    folder.write("a/b", b"old")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(storage, "flush_to_disk", full)
+    with pytest.raises(StorageError, match="a/b: No space left on device"):
+        folder.write("a/b", b"new")
+    assert folder.read("a/b") == b"old"
+    assert os.listdir(tmp_path / "a") == ["b"]
+
+
+def test_a_local_file_is_served_in_place(tmp_path):
+    folder = PosixFolder(tmp_path)
+    entry = folder.put("a/b", b"12")
+    assert folder.local(entry) == tmp_path / "a" / "b"
+    with pytest.raises(Damaged, match="has 2 bytes, not 3"):
+        folder.local(FileEntry("a/b", 3, entry.sha256))
