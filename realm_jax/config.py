@@ -29,6 +29,9 @@ Science (a run folder keeps them; another value on resume is an error that names
                            after as many more it moves at the full learning rate (the paper: 0)
   objective.qa             'marginal': log Σ_z p(z|x) p(y|z,x); 'orqa': L_ret + L_read of the released code
   retrieval.candidates     K: passages in the marginal, the null document counted
+  retrieval.backend        'device': exact search inside the step; 'scann': approximate search on the hosts
+  retrieval.ahead          scann: the search for step t + ahead starts before step t, with the parameters of step t
+  retrieval.query_params   what searches: 'current' query tower, or that of the index's 'generation' (the reference's)
   retrieval.dtype          of the stored vectors: 'float32' or 'bfloat16'
   retrieval.qa_passages    passages read for a question
   retrieval.qa_beam        passages that the retriever's term of 'orqa' ranks
@@ -54,6 +57,11 @@ Operations (may change on resume):
   refresh.poll_seconds     between two looks at the shared folder
   refresh.idle_exit        seconds without a sign of life of the trainer after which the builder ends
   refresh.keep             newest generations that stay, beside those in use and those that checkpoints name
+  index.min_recall         scann: a generation whose recall against exact search is lower is not published
+  index.shard_rows         scann: passages of a searcher at most; what building one needs in memory
+  index.budget             scann: passages that every shard returns, and that are then scored exactly
+  index.leaves, index.leaves_searched   scann: of a shard's tree; 0: by its size
+  index.tree_from          scann: smaller shards are scored whole
   refresh.chunk_rows       passages in a file of vectors: what a killed builder loses at most
   checkpoint.every         steps between two saves
   checkpoint.keep          newest saves that stay
@@ -77,6 +85,7 @@ OPERATIONS = (
     "mesh",
     "retrieval.block",
     "retrieval.embed_batch",
+    "index",
     "refresh.shared",
     "refresh.max_age",
     "refresh.when_stale",
@@ -131,6 +140,9 @@ def default() -> ConfigDict:
             "objective": {"marginal": "example", "ict_null_weight": 0.0, "retriever_start": 0, "qa": "marginal"},
             "retrieval": {
                 "candidates": 8,
+                "backend": "device",
+                "ahead": 1,
+                "query_params": "current",
                 "dtype": "float32",
                 "qa_passages": 5,
                 "qa_beam": 5000,
@@ -149,6 +161,14 @@ def default() -> ConfigDict:
                 "idle_exit": 3600.0,
                 "keep": 3,
                 "chunk_rows": 65_536,
+            },
+            "index": {
+                "min_recall": 0.9,
+                "shard_rows": 2_000_000,
+                "budget": 200,
+                "leaves": 0,
+                "leaves_searched": 0,
+                "tree_from": 20_000,
             },
             "mlm": _task(100_000, 512, 1e-4),
             "ict": _task(100_000, 4096, 1e-4),
@@ -237,6 +257,8 @@ def _check_choices(config: ConfigDict) -> None:
     choices = {
         "data.masking": ("salient", "uniform", "random_span"),
         "model.dtype": ("float32", "bfloat16"),
+        "retrieval.backend": ("device", "scann"),
+        "retrieval.query_params": ("current", "generation"),
         "refresh.mode": ("inline", "async"),
         "refresh.when_stale": ("warn", "wait"),
         "retrieval.dtype": ("float32", "bfloat16"),
@@ -251,6 +273,7 @@ def _check_sizes(config: ConfigDict) -> None:
     positive = (
         "model.layers model.width model.heads model.feed_forward model.projection model.span_hidden model.span_width "
         "model.norm_epsilon model.norm_scale retrieval.qa_passages retrieval.qa_beam retrieval.embed_batch "
+        "index.shard_rows index.budget "
         "refresh.every refresh.wait_seconds refresh.poll_seconds refresh.idle_exit refresh.keep refresh.chunk_rows "
         "data.answers checkpoint.every checkpoint.keep log.every evaluation.batch_size "
         "evaluation.passages optimizer.clip"
@@ -259,12 +282,12 @@ def _check_sizes(config: ConfigDict) -> None:
         _require(_get(config, key) > 0, key, "must be positive")
     not_negative = (
         "seed data.predictions objective.ict_null_weight objective.retriever_start optimizer.weight_decay "
-        "evaluation.questions refresh.max_age"
+        "evaluation.questions refresh.max_age retrieval.ahead index.leaves index.leaves_searched index.tree_from"
     )
     for key in not_negative.split():
         _require(_get(config, key) >= 0, key, "must not be negative")
     _require(config.seed < 2**32, "seed", "must be below 2**32: JAX drops the bits beyond")
-    for key in ("data.null_rate", "data.unrelated_rate", "data.ict_mask_rate"):
+    for key in ("data.null_rate", "data.unrelated_rate", "data.ict_mask_rate", "index.min_recall"):
         _require(0 <= _get(config, key) <= 1, key, "must lie between 0 and 1")
     rest = 1 - config.data.null_rate - config.data.unrelated_rate
     _require(rest >= 0, "data.unrelated_rate", "may not exceed 1 together with data.null_rate")
@@ -277,6 +300,8 @@ def _check_sizes(config: ConfigDict) -> None:
         frozen, "model.shared_tower", "cannot be fine-tuned: qa keeps the passages' tower still; leave qa out of tasks"
     )
     _require(config.model.width % config.model.heads == 0, "model.heads", "must divide model.width")
+    enough = config.retrieval.backend == "device" or config.index.budget >= config.retrieval.candidates
+    _require(enough, "index.budget", "must be at least retrieval.candidates")
     _require(config.retrieval.candidates >= 2, "retrieval.candidates", "must be at least 2: the null document and one")
     _require(config.data.query_length >= 8, "data.query_length", "must be at least 8")
     _require(config.data.document_length >= 16, "data.document_length", "must be at least 16")

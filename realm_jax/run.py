@@ -20,6 +20,7 @@ from realm_jax.config import joint_length, task_names
 from realm_jax.data.examples import Lengths, lengths_from
 from realm_jax.data.sources import Sources
 from realm_jax.errors import UserError
+from realm_jax.index.approximate import Settings as SearchSettings
 from realm_jax.index.candidates import Index, Setting
 from realm_jax.index.embed import CorpusRows, embed_corpus
 from realm_jax.index.exact import padded_rows
@@ -57,6 +58,13 @@ class Run:
     def index(self, vectors: NDArray) -> Index:
         """An index of host vectors [rows, projection], stored as `retrieval.dtype` and sharded by rows."""
         return Index(self._by_rows(vectors.astype(self.config.retrieval.dtype)), self.documents)
+
+    @property
+    def searches(self) -> SearchSettings | None:
+        """How hosts search, where `retrieval.backend` says that they do."""
+        c = self.config.index
+        settings = SearchSettings(c.shard_rows, c.budget, c.leaves, c.leaves_searched, c.tree_from)
+        return settings if self.config.retrieval.backend == "scann" else None
 
     def _by_rows(self, array: NDArray) -> jax.Array:
         missing = padded_rows(len(array), self.mesh.size) - len(array)

@@ -5,7 +5,7 @@ The builder runs in a thread of the test and works whenever it is told to, so th
 
 import logging
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import jax
 import numpy as np
@@ -60,8 +60,9 @@ def data(tmp_path_factory):
     return prepare_people(tmp_path_factory.mktemp("people"))
 
 
-def open_tiny(data, workdir, steps=STEPS, **refresh):
+def open_tiny(data, workdir, steps=STEPS, retrieval=None, **refresh):
     config = tiny_config(data)
+    config.retrieval.update(retrieval or {})
     config.tasks = "realm"
     for task in ("ict", "realm", "qa"):
         config[task].batch_size = 8
@@ -215,6 +216,47 @@ def test_a_trainer_that_is_killed_ends_with_the_same_bits(data, sturdy, tmp_path
     assert adoptions(run) == adoptions(sturdy)
 
 
+@pytest.mark.parametrize("mode", ["async", "inline"])
+@pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(3, marks=pytest.mark.slow)])
+def test_hosts_that_search_ahead_end_with_the_same_bits_after_a_kill(data, tmp_path, monkeypatch, ahead, mode):
+    """Searches that were under way are part of the checkpoint of step 6."""
+    pytest.importorskip("scann", reason="ScaNN runs on Linux alone")
+    finals = []
+    for name, cut in (("quiet", None), ("killed", 7)):
+        run = open_tiny(data, tmp_path / name, retrieval={"backend": "scann", "ahead": ahead}, mode=mode)
+        with builder(run) if mode == "async" else nullcontext(), monkeypatch.context() as patch:
+            if cut is not None:
+                cut_at(patch, cut)
+                with pytest.raises(Cut):
+                    train(run)
+            finals.append(train(run))
+    jax.tree.map(np.testing.assert_array_equal, *finals)
+    assert metrics(run) == metrics(
+        open_tiny(data, tmp_path / "quiet", retrieval={"backend": "scann", "ahead": ahead}, mode=mode)
+    )
+
+
+def test_without_searching_ahead_hosts_find_what_devices_find(data, sturdy, tmp_path):
+    """Sixteen passages are scored whole, so ScaNN's answer is exact."""
+    pytest.importorskip("scann", reason="ScaNN runs on Linux alone")
+    run = open_tiny(data, tmp_path, retrieval={"backend": "scann", "ahead": 0})
+    with builder(run):
+        final = train(run)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), final, sturdy.__dict__["final"])
+
+
+@pytest.mark.slow
+def test_the_query_tower_of_the_generation_searches_where_asked(data, sturdy, tmp_path):
+    run = open_tiny(data, tmp_path, retrieval={"query_params": "generation"})
+    with builder(run):
+        final = train(run)
+    folder = PosixFolder(run.workdir)
+    assert adoptions(run) == adoptions(sturdy)
+    assert {4, 6} <= set(export_steps(folder)), "the towers that search stay as long as their vectors"
+    same = jax.tree.leaves(jax.tree.map(np.array_equal, final, sturdy.__dict__["final"]))
+    assert not all(same)
+
+
 def test_a_generation_that_is_gone_at_a_restart_is_built_again_with_the_same_bits(data, sturdy, tmp_path, monkeypatch):
     run = open_tiny(data, tmp_path)
     cut_at(monkeypatch, 7)
@@ -268,9 +310,9 @@ def test_a_damaged_generation_is_refused_and_built_again(data, sturdy, tmp_path,
     run = open_tiny(data, tmp_path)
     build, look, damaged, gate = build_index.Builder.build, Follower._look, [], threading.Lock()
 
-    def spoiled(self, export, embed, width):
+    def spoiled(self, export, embed, queries):
         with gate:
-            manifest = build(self, export, embed, width)
+            manifest = build(self, export, embed, queries)
             if export.step == 2 and not damaged:
                 damaged.append(manifest.generation)
                 spoil(self.folder, manifest, fault)

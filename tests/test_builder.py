@@ -38,6 +38,7 @@ def embed(rows):
     return rows.ids.astype(np.float32) * [1, 2, 3, 4] + 1
 
 
+QUERIES = np.ones((3, WIDTH), np.float32)
 CORPUS = Corpus("corpus", "tokenizer", (("one", 13), ("two", 10)), read)
 ALL = embed(read(0, ROWS))
 
@@ -120,7 +121,7 @@ def test_removing_an_export_leaves_nothing(folder, export):
 
 
 def test_a_generation_holds_every_row_and_says_what_it_is(folder, export):
-    manifest = builder(folder).build(export, embed, WIDTH)
+    manifest = builder(folder).build(export, embed, QUERIES)
     np.testing.assert_array_equal(load_vectors(folder, manifest), ALL)
     assert read_manifest(folder, manifest.generation) == manifest
     assert (manifest.rows, manifest.width, manifest.step, manifest.corpus) == (ROWS, WIDTH, 10, "corpus")
@@ -130,7 +131,7 @@ def test_a_generation_holds_every_row_and_says_what_it_is(folder, export):
 
 
 def test_bfloat16_comes_back_as_bfloat16(folder, export):
-    manifest = builder(folder, dtype="bfloat16").build(export, embed, WIDTH)
+    manifest = builder(folder, dtype="bfloat16").build(export, embed, QUERIES)
     vectors = load_vectors(folder, manifest)
     assert vectors.dtype.name == "bfloat16"
     np.testing.assert_allclose(vectors.astype(np.float32), ALL, rtol=1e-2)
@@ -140,23 +141,23 @@ def test_bfloat16_comes_back_as_bfloat16(folder, export):
 @pytest.mark.parametrize("processes", [1, 3])
 def test_a_builder_that_is_killed_is_gone_on_from_also_by_others(folder, export, call, processes):
     with pytest.raises(Killed):
-        builder(folder).build(export, killed_at(call), WIDTH)
+        builder(folder).build(export, killed_at(call), QUERIES)
     written = {path: path.stat().st_mtime_ns for path in folder.root.rglob("*.bin")}
     assert read_manifest(folder, current_name(folder, export, "corpus")) is None
-    manifest = builder(folder, processes - 1, processes).build(export, embed, WIDTH)
+    manifest = builder(folder, processes - 1, processes).build(export, embed, QUERIES)
     np.testing.assert_array_equal(load_vectors(folder, manifest), ALL)
     assert {path: path.stat().st_mtime_ns for path in written} == written, "what was done is not done again"
 
 
 def test_a_builder_that_was_killed_before_the_manifest_has_only_that_to_write(folder, export):
     with pytest.raises(Killed):  # call 6 is the self-check's
-        builder(folder).build(export, killed_at(6), WIDTH)
-    manifest = builder(folder).build(export, killed_at(6), WIDTH)
+        builder(folder).build(export, killed_at(6), QUERIES)
+    manifest = builder(folder).build(export, killed_at(6), QUERIES)
     np.testing.assert_array_equal(load_vectors(folder, manifest), ALL)
 
 
 def test_processes_share_the_chunks_and_bytes_do_not_depend_on_their_number(folder, export, tmp_path):
-    alone = builder(folder).build(export, embed, WIDTH)
+    alone = builder(folder).build(export, embed, QUERIES)
     other = PosixFolder(tmp_path / "other")
     same = make_export(other, 10)
     embedded = []
@@ -173,10 +174,10 @@ def test_processes_share_the_chunks_and_bytes_do_not_depend_on_their_number(fold
         if len(embedded) == 2:
             with pytest.raises(Killed):
                 builder(other, 1, 2).build(
-                    same, lambda rows: killed_at(1)(rows) if len(embedded) > 3 else second(rows), WIDTH
+                    same, lambda rows: killed_at(1)(rows) if len(embedded) > 3 else second(rows), QUERIES
                 )
 
-    shared = builder(other, 0, 2, check=meanwhile).build(same, first, WIDTH)
+    shared = builder(other, 0, 2, check=meanwhile).build(same, first, QUERIES)
     assert {name for name, _ in embedded} == {"first", "second"}
     assert [(c.file.bytes, c.file.sha256) for c in shared.chunks] == [
         (c.file.bytes, c.file.sha256) for c in alone.chunks
@@ -188,9 +189,9 @@ def test_two_builders_at_once_waste_work_and_overwrite_nothing(folder, export):
 
     def other():
         if not manifests:
-            manifests.append(builder(folder).build(export, embed, WIDTH))
+            manifests.append(builder(folder).build(export, embed, QUERIES))
 
-    mine = builder(folder, check=other).build(export, embed, WIDTH)
+    mine = builder(folder, check=other).build(export, embed, QUERIES)
     assert mine == manifests[0] == read_manifest(folder, mine.generation)
     np.testing.assert_array_equal(load_vectors(folder, mine), ALL)
 
@@ -200,7 +201,7 @@ def test_a_builder_that_is_told_to_stop_stops_between_chunks(folder, export):
         raise Stopped
 
     with pytest.raises(Stopped):
-        builder(folder, check=stop).build(export, embed, WIDTH)
+        builder(folder, check=stop).build(export, embed, QUERIES)
     assert not list(folder.root.rglob("MANIFEST.json"))
 
 
@@ -216,7 +217,7 @@ def test_the_first_write_that_fails_ends_the_work(folder, export, monkeypatch):
 
     monkeypatch.setattr(PosixFolder, "write", full)
     with pytest.raises(OSError, match="no space"):
-        builder(folder).build(export, counted, WIDTH)
+        builder(folder).build(export, counted, QUERIES)
     assert len(calls) <= 2
 
 
@@ -227,23 +228,23 @@ def test_a_chunk_that_goes_bad_before_publication_is_found_and_embedded_again(fo
             marks[0].write_bytes(marks[0].read_bytes()[:-1] + b"?")
 
     with pytest.raises(Unusable, match="000000005-000000010-.*is damaged"):
-        builder(folder, check=spoil).build(export, embed, WIDTH)
-    manifest = builder(folder).build(export, embed, WIDTH)
+        builder(folder, check=spoil).build(export, embed, QUERIES)
+    manifest = builder(folder).build(export, embed, QUERIES)
     np.testing.assert_array_equal(load_vectors(folder, manifest), ALL)
 
 
 def test_towers_that_diverged_are_never_published(folder, export):
     with pytest.raises(Unusable, match="zero or not finite"):
-        builder(folder).build(export, lambda rows: embed(rows) * np.nan, WIDTH)
+        builder(folder).build(export, lambda rows: embed(rows) * np.nan, QUERIES)
     with pytest.raises(Unusable, match="vectors of 4, not 8"):
-        builder(folder).build(export, embed, 8)
+        builder(folder).build(export, embed, np.ones((3, 8), np.float32))
     assert not list(folder.root.rglob("MANIFEST.json"))
 
 
 def test_vectors_of_other_passages_are_found_by_embedding_some_again(folder, export):
     shift = iter([0] * 5 + [1] * 5)
     with pytest.raises(Unusable, match="holds vectors that are not those of its passages"):
-        builder(folder).build(export, lambda rows: embed(rows) + 10 * next(shift), WIDTH)
+        builder(folder).build(export, lambda rows: embed(rows) + 10 * next(shift), QUERIES)
 
 
 # --- Reading
@@ -251,7 +252,7 @@ def test_vectors_of_other_passages_are_found_by_embedding_some_again(folder, exp
 
 @pytest.fixture
 def published(folder, export):
-    return builder(folder).build(export, embed, WIDTH)
+    return builder(folder).build(export, embed, QUERIES)
 
 
 def test_a_truncated_chunk_and_a_flipped_byte_are_named(folder, published):
@@ -300,9 +301,9 @@ def test_rows_that_are_missing_are_noticed(folder, published):
 
 
 def test_a_published_generation_is_built_once_and_again_only_if_it_was_found_damaged(folder, export, published):
-    assert builder(folder).build(export, killed_at(1), WIDTH) == published
+    assert builder(folder).build(export, killed_at(1), QUERIES) == published
     refuse(folder, published.generation, "a chunk is damaged", again=True)
-    second = builder(folder).build(export, embed, WIDTH)
+    second = builder(folder).build(export, embed, QUERIES)
     assert second.generation != published.generation
     assert current_name(folder, export, "corpus") == second.generation
     refuse(folder, second.generation, "its recall is too low", again=False)

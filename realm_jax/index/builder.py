@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from realm_jax.index.approximate import Settings
 from realm_jax.index.embed import CorpusRows
 from realm_jax.index.generations import (
     DONE,
@@ -27,12 +28,15 @@ from realm_jax.index.generations import (
     Manifest,
     Unusable,
     check_vectors,
+    done_marks,
     generation_name,
     numpy_dtype,
     raw_bytes,
     read_chunk,
     read_manifest,
+    rows_name,
 )  # fmt: skip
+from realm_jax.index.searchers import build_searchers, measure
 from realm_jax.storage import Damaged, FileEntry, Folder
 
 logger = logging.getLogger(__name__)
@@ -45,6 +49,10 @@ class Stopped(Exception):
     """The builder was told to stop; what it wrote stays and is gone on from."""
 
 
+class Refused(Exception):
+    """A generation was built but is too bad to be served."""
+
+
 class Chunk(NamedTuple):
     """Rows first … last − 1 of the corpus, which lie in one segment, where they begin at row `within`."""
 
@@ -55,8 +63,8 @@ class Chunk(NamedTuple):
 
     @property
     def name(self) -> str:
-        """How its files begin: by its rows, so that builders with other chunk sizes do not meet."""
-        return f"{self.first:09d}-{self.last:09d}"
+        """How its files begin."""
+        return rows_name(self.first, self.last)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +110,11 @@ Check = Callable[[], None]  # called between chunks; may raise Stopped
 
 @dataclasses.dataclass(frozen=True)
 class Builder:
-    """Where and how to build. writer: a name that no other writer has; told: called with chunks done and chunks."""
+    """Where and how to build.
+
+    told: called with chunks done and chunks. searches: how hosts search, None where they do not; then min_recall is the
+    least that a searcher must find. writer: a name that no other writer has.
+    """
 
     folder: Folder
     corpus: Corpus
@@ -111,13 +123,17 @@ class Builder:
     share: Share = Share()
     check: Check = lambda: None
     told: Callable[[int, int], None] = lambda done, total: None
+    searches: Settings | None = None
+    min_recall: float = 0.0
     writer: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex[:8])
 
-    def build(self, export: Export, embed: Embed, width: int) -> Manifest:
+    def build(self, export: Export, embed: Embed, queries: NDArray[np.float32]) -> Manifest:
         """Build and publish the generation of an export, or take the one that is published already.
 
-        Raises Stopped, Unusable when a check fails, StorageError when storage does.
+        queries: the export's sample [count, width]. Raises Stopped; Unusable when a check fails; Refused when the
+        searcher finds too little; StorageError when storage fails.
         """
+        width = queries.shape[1]
         name = current_name(self.folder, export, self.corpus.fingerprint)
         published = read_manifest(self.folder, name)
         if published is not None:
@@ -133,15 +149,31 @@ class Builder:
         )
         manifest = Manifest(
             name, export.step, export.parameters, self.corpus.fingerprint, self.corpus.tokenizer, self.corpus.rows,
-            width, self.dtype, listed, searcher=None, recall={}, drift={}, seconds={},
+            width, self.dtype, listed, searcher=None, recall={}, seconds={},
         )  # fmt: skip
         self._self_check(manifest, chunks, embed)
-        seconds = {"embed": embedded - began, "check": time.monotonic() - embedded}
-        manifest = dataclasses.replace(manifest, seconds={key: round(value, 3) for key, value in seconds.items()})
+        checked = time.monotonic()
+        manifest = self._with_searcher(manifest, queries)
+        times = {"embed": embedded - began, "check": checked - embedded, "searcher": time.monotonic() - checked}
+        manifest = dataclasses.replace(manifest, seconds={key: round(value, 3) for key, value in times.items()})
         earlier = read_manifest(self.folder, name)  # of another process that was done first
         if earlier is None:
             self.folder.write_json(f"index/{name}/{MANIFEST}", manifest.to_json())
         return earlier or manifest
+
+    def _with_searcher(self, manifest: Manifest, queries: NDArray[np.float32]) -> Manifest:
+        """The manifest with the searcher's files and recall, where hosts search."""
+        if self.searches is None:
+            return manifest
+        built = build_searchers(self.folder, manifest, self.searches, self.share.order, self.writer, self.check)
+        manifest = dataclasses.replace(manifest, searcher=built)
+        found = measure(self.folder, manifest, queries)
+        name, value = next(iter(found.items()))
+        if value < self.min_recall:
+            reason = f"{name} of its searcher is {value:.3f}, below config.index.min_recall={self.min_recall:g}"
+            refuse(self.folder, manifest.generation, reason, again=False)
+            raise Refused(f"generation {manifest.generation} is not published: {reason}; raise index.leaves_searched")
+        return dataclasses.replace(manifest, recall=found)
 
     def _embed_missing(self, name: str, chunks: list[Chunk], embed: Embed, width: int) -> None:
         """Embed every chunk that has no done mark. Reading, the devices and writing overlap; a write that fails ends
@@ -174,7 +206,7 @@ class Builder:
     def _todo(self, name: str, chunks: list[Chunk]) -> Iterator[int]:
         for number in self.share.order(len(chunks)):
             self.check()
-            marked = self._marks(name)  # anew each time: others are at work
+            marked = done_marks(self.folder, f"index/{name}")  # anew each time: others are at work
             self.told(len({*marked} & {chunk.name for chunk in chunks}), len(chunks))
             if chunks[number].name not in marked:
                 yield number
@@ -186,17 +218,12 @@ class Builder:
         entry = self.folder.put(f"{path}.bin", raw_bytes(stored))
         self.folder.write_json(f"{path}{DONE}", entry._asdict())
 
-    def _marks(self, name: str) -> dict[str, str]:
-        """Chunk name → done mark, of several writers' the first by name."""
-        marks = [mark for mark in self.folder.names(f"index/{name}") if mark.endswith(DONE)]
-        return {mark.rpartition("-")[0]: mark for mark in reversed(marks)}
-
     def _files(self, name: str, chunks: list[Chunk]) -> list[FileEntry]:
         """The files of all chunks, by their done marks.
 
         Raises Unusable, and removes the mark, when one cannot be read: its chunk is then embedded again.
         """
-        marks, files = self._marks(name), []
+        marks, files = done_marks(self.folder, f"index/{name}"), []
         for chunk in chunks:
             path = f"index/{name}/{marks.get(chunk.name)}"
             try:

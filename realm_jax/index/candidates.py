@@ -6,7 +6,7 @@ not a new program. The losses made of them are in `training/tasks.py`.
 
 import dataclasses
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,14 @@ Batch = dict[str, Array]
 
 
 class Index(NamedTuple):
-    """The corpus on the device: vectors [padded rows, projection] and the document rows they stand for."""
+    """The corpus on the device: vectors [padded rows, projection] and the document rows they stand for.
 
-    vectors: Array
+    vectors: None where hosts search. tower: parameters of the query embedder that searches; None for the current one.
+    """
+
+    vectors: Any
     documents: Documents
+    tower: Params | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,16 +72,31 @@ def retrieve(setting: Setting, params: Params, batch: Batch, index: Index, count
 
     Own is the same row (`own_row`, −1 for none) or a passage in which the unmasked sentence occurs. One more than
     `count` is searched; what is still excluded after that is marked invalid, never replaced by a second search.
-    The search uses current parameters without dropout.
+    Where hosts search, `found` of the batch are the rows.
     """
-    queries = setting.model.embed_queries(params, batch["query"], batch["query_length"])
-    depth = min(count + 1, setting.rows)
-    rows = search(setting.mesh, queries, index.vectors, setting.rows, depth, setting.search_block).rows
+    if index.vectors is None:
+        rows = batch["found"]
+    else:
+        queries = search_queries(setting, params, batch, index.tower)
+        depth = min(count + 1, setting.rows)
+        rows = search(setting.mesh, queries, index.vectors, setting.rows, depth, setting.search_block).rows
     found = contains(take(index, rows).ids, batch["sentence"], batch["sentence_length"])
     own = (rows == batch["own_row"][:, None]) | found
     order = jnp.argsort(own, axis=1, stable=True)[:, :count]
     pick = partial(jnp.take_along_axis, indices=order, axis=1)
     return Candidates(pick(rows), ~pick(own), own.sum(axis=1))
+
+
+def search_queries(setting: Setting, params: Params, batch: Batch, tower: Params | None) -> Array:
+    """What is searched with, [batch, projection]: without dropout, by the current query embedder or by `tower`."""
+    if tower is not None:
+        params = {**params, setting.model.embedder_names[0]: tower}
+    return setting.model.embed_queries(params, batch["query"], batch["query_length"])
+
+
+def search_depth(setting: Setting) -> int:
+    """Rows searched for each masked sentence: its candidates, with its own passage in the null document's place."""
+    return min(setting.candidates, setting.rows)
 
 
 def embed_null(setting: Setting, params: Params, key: Array | None) -> Array:

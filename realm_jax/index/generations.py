@@ -132,8 +132,8 @@ class Manifest:
 
     step, parameters: of the export. corpus, tokenizer: fingerprints. rows × width vectors of dtype ('float32', or
     'bfloat16', stored as uint16), in `chunks`, in the order of the rows. searcher: the ScaNN settings and files, if
-    any. recall: {'recall@k': share} of the searcher against exact search with the export's sample queries. drift:
-    against the generation before. seconds: {part: time}.
+    any. recall: {'recall@k': share} of the searcher against exact search with the export's sample queries. seconds:
+    {part: time}.
     """
 
     generation: str
@@ -147,7 +147,6 @@ class Manifest:
     chunks: tuple[ChunkFile, ...]
     searcher: dict[str, Any] | None
     recall: dict[str, float]
-    drift: dict[str, float]
     seconds: dict[str, float]
 
     def to_json(self) -> dict[str, Any]:
@@ -225,6 +224,17 @@ def read_chunk(folder: Folder, manifest: Manifest, chunk: ChunkFile) -> NDArray:
     vectors = stored.view(numpy_dtype(manifest.dtype)).reshape(-1, manifest.width)
     check_vectors(vectors, folder.path(chunk.file.name))
     return vectors
+
+
+def rows_name(first: int, last: int) -> str:
+    """How the files of rows first … last − 1 begin, so that builders with other chunk sizes do not meet."""
+    return f"{first:09d}-{last:09d}"
+
+
+def done_marks(folder: Folder, home: str) -> dict[str, str]:
+    """`rows_name` → done mark of the chunks or shards in a folder; of several writers' the first by name."""
+    marks = [mark for mark in folder.names(home) if mark.endswith(DONE)]
+    return {mark.rpartition("-")[0]: mark for mark in reversed(marks)}
 
 
 def check_vectors(vectors: NDArray, where: str) -> None:

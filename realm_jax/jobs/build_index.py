@@ -20,7 +20,7 @@ from realm_jax.config import default, validate
 from realm_jax.console import StageProgress
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
-from realm_jax.index.builder import Builder, Corpus, Share, Stopped, current_name, refusal
+from realm_jax.index.builder import Builder, Corpus, Refused, Share, Stopped, current_name, refusal
 from realm_jax.index.embed import CorpusRows
 from realm_jax.index.generations import (
     Export,
@@ -136,6 +136,10 @@ class Job:
                 if export is None and self._ended():
                     return
                 self._tell("waiting" if export is None else "building", -1)
+            except Refused as fault:
+                if once:
+                    raise UserError(str(fault)) from None
+                logger.error("%s", fault)
             except (StorageError, Unusable) as fault:
                 if once:
                     raise UserError(f"{fault}; repeat the command to go on") from None
@@ -187,7 +191,7 @@ class Job:
         return export
 
     def _build(self, export: Export, stop: Stop) -> None:
-        arrays, _ = read_towers(self._folder, export)
+        arrays, queries = read_towers(self._folder, export)
         towers = jax.device_put(to_params(arrays))
         began = time.monotonic()
         with StageProgress(f"index {export.step}", self._corpus.rows) as bar:
@@ -202,13 +206,13 @@ class Job:
 
             builder = Builder(
                 self._folder, self._corpus, self._run.config.retrieval.dtype, self._options.chunk_rows, self._share,
-                check, told,
+                check, told, self._run.searches, self._run.config.index.min_recall,
             )  # fmt: skip
 
             def embed(rows: CorpusRows) -> NDArray[np.float32]:
                 return self._run.embed(towers, rows=rows)
 
-            manifest = builder.build(export, embed, self._run.model.projection)
+            manifest = builder.build(export, embed, queries)
         logger.info("published generation %s (%.1f s)", manifest.generation, time.monotonic() - began)
         self._retain(manifest)
 

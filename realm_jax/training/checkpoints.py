@@ -7,7 +7,7 @@ have been seen. Saves are asynchronous, and a folder that was cut off in the mid
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -55,13 +55,14 @@ class Checkpoints:
                 found.append(Saved(entry).record.get("generation"))
         return [name for name in found if name]
 
-    def save(
-        self, step: int, state: Any, vectors: jax.Array | None, record: dict[str, Any], wait: bool = False
-    ) -> None:
-        """Save in the background; a save that is still running is finished first."""
+    def save(self, step: int, state: Any, index: dict[str, Any], record: dict[str, Any], wait: bool = False) -> None:
+        """Save in the background; a save that is still running is finished first.
+
+        index: what of the index has to be saved: vectors, the query tower that searches, searches under way.
+        """
         if self.latest == step:
             return
-        items = {"state": state} | ({} if vectors is None else {"index": {"vectors": vectors}})
+        items = {"state": state} | {name: {name: value} for name, value in index.items()}
         self._checkpointer.save_checkpointables_async(
             step, items, custom_metadata=record | {"environment": environment()}, force=True
         )
@@ -119,14 +120,26 @@ class Saved:
         with self._reading():
             return ocp.load_checkpointables(self._path, {"state": abstract})["state"]
 
-    def vectors(self) -> NDArray | None:
-        """The index vectors on the host, with the padding of the devices that saved them; None: no index was saved."""
-        if "index" not in self._metadata.metadata:
+    def array(self, name: str) -> NDArray | None:
+        """An array that was saved beside the state, on the host; None if there was none."""
+        return self._beside(name, lambda known: np.empty(known.shape, known.dtype))
+
+    def tree(self, name: str, shardings: Any) -> Any:
+        """Arrays that were saved beside the state under one name, on the devices; None if there were none."""
+
+        def places(known: Any) -> Any:
+            return jax.tree.map(
+                lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), known, shardings
+            )
+
+        return self._beside(name, places)
+
+    def _beside(self, name: str, like: Callable[[Any], Any]) -> Any:
+        if name not in self._metadata.metadata:
             return None
         with self._reading():
-            known = self._metadata.metadata["index"]["vectors"]
-            where = {"index": {"vectors": np.empty(known.shape, known.dtype)}}
-            return ocp.load_checkpointables(self._path, where)["index"]["vectors"]
+            where = {name: {name: like(self._metadata.metadata[name][name])}}
+            return ocp.load_checkpointables(self._path, where)[name][name]
 
 
 def environment() -> dict[str, Any]:

@@ -12,13 +12,16 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, Self
 
+import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from realm_jax.index.approximate import Searcher
 from realm_jax.index.builder import current_name, refusal, refuse
 from realm_jax.index.candidates import Index
 from realm_jax.index.generations import (
     MANIFEST,
+    Arrays,
     Manifest,
     Unusable,
     generation_names,
@@ -28,7 +31,11 @@ from realm_jax.index.generations import (
     read_towers,
     step_of,
 )  # fmt: skip
+from realm_jax.index.searchers import load_searcher
+from realm_jax.models.realm import Params
+from realm_jax.run import Run
 from realm_jax.storage import Folder, StorageError
+from realm_jax.training.exporter import to_params
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +45,9 @@ class Loaded:
     """A verified generation on the devices, with its export's sample queries [count, width] if they are there."""
 
     manifest: Manifest
+    vectors: NDArray
     index: Index
+    searcher: Searcher | None
     queries: NDArray[np.float32] | None
 
 
@@ -56,11 +65,9 @@ class Wanted(NamedTuple):
 class Follower:
     """Loads the newest generation that is wanted. A context manager: inside, a thread looks every `poll` seconds."""
 
-    def __init__(
-        self, folder: Folder, expected: dict[str, object], make_index: Callable[[NDArray], Index], poll: float
-    ) -> None:
-        """expected: entries that a manifest must have, such as its corpus. make_index: puts vectors on the devices."""
-        self._folder, self._expected, self._make_index, self._poll = folder, expected, make_index, poll
+    def __init__(self, folder: Folder, expected: dict[str, object], run: Run, poll: float) -> None:
+        """expected: entries that a manifest must have, such as its corpus."""
+        self._folder, self._expected, self._run, self._poll = folder, expected, run, poll
         self._wanted = Wanted(0, -1)
         self._ready: Loaded | None = None
         self._told: set[str] = set()
@@ -108,8 +115,22 @@ class Follower:
                 raise Unusable(f"{self._folder.path('index/' + generation)}: its {name} is {found}, not {value}")
         export = read_export(self._folder, manifest.step)
         same = export is not None and export.parameters == manifest.parameters
-        queries = read_towers(self._folder, export)[1] if export is not None and same else None
-        return Loaded(manifest, self._make_index(load_vectors(self._folder, manifest)), queries)
+        towers, queries = read_towers(self._folder, export) if export is not None and same else ({}, None)
+        tower = self._query_tower(towers, generation)
+        vectors = load_vectors(self._folder, manifest)
+        if self._run.searches is None:
+            return Loaded(manifest, vectors, self._run.index(vectors)._replace(tower=tower), None, queries)
+        searcher = load_searcher(self._folder, manifest, vectors)
+        return Loaded(manifest, vectors, Index(None, self._run.documents, tower), searcher, queries)
+
+    def _query_tower(self, towers: Arrays, generation: str) -> Params | None:
+        """The query embedder of a generation's export, where `retrieval.query_params` says that it searches."""
+        if self._run.config.retrieval.query_params == "current":
+            return None
+        if not towers:
+            raise Unusable(f"the export of generation {generation} is gone, with the query tower that searches it")
+        name = self._run.model.embedder_names[0]
+        return jax.device_put(to_params(towers)[name], self._run.param_shardings[name])
 
     def _follow(self) -> None:
         while not self._closed:

@@ -11,6 +11,7 @@ import logging
 import signal
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,11 +25,12 @@ from realm_jax.data.pipeline import batches
 from realm_jax.errors import UserError
 from realm_jax.index.candidates import Index
 from realm_jax.models.realm import Params
-from realm_jax.run import Run, put_batch
+from realm_jax.run import Run
 from realm_jax.storage import read_json, write_json_atomic
 from realm_jax.training.checkpoints import Checkpoints, Saved, differences, environment
+from realm_jax.training.feed import Feed
 from realm_jax.training.journal import Journal, fetch
-from realm_jax.training.refresh import Adoption, Fresh, Inline, Refresh
+from realm_jax.training.refresh import Adoption, Fresh, Inline, Refresh, exact_index, made
 from realm_jax.training.state import State, make_step, put_control, start_state, state_shardings
 from realm_jax.training.tasks import Task, make_task
 
@@ -144,6 +146,7 @@ def train_task(
     Raises Preempted after SIGTERM, once the state is saved.
     """
     config, task = run.config, make_task(name, run.setting)
+    hosts_search = run.searches is not None and name == "realm"  # fine-tuning searches exactly
     total, batch_size = config[name].steps, config[name].batch_size
     place = run.workdir / (folder or name)
 
@@ -163,15 +166,22 @@ def train_task(
         with (
             Journal(place, name, start, total, seconds) as journal,
             make_refresh(run, name, folder is None, checkpoints) as refreshes,
+            ExitStack() as stack,
         ):
             index = None if saved is None else _restore_index(run, task, saved, refreshes, lambda: stop.asked)
+            in_flight = None if saved is None else saved.array("in_flight")
+            feed = stack.enter_context(Feed(run, source, task.retrieves and hosts_search, in_flight))
             ready: deque[jax.Array] = deque(maxlen=2)  # what every process had ready, of the last two steps
 
             def save(done: int, wait: bool = False) -> None:
                 entry = {"index_step": -1 if index is None else index.step, "seconds": journal.seconds}
                 generation = index.generation if index is not None else ""
-                vectors = None if index is None or generation else index.index.vectors
-                checkpoints.save(done, state, vectors, entry | {"generation": generation}, wait)
+                own: dict[str, Any] = {} if index is None or generation else {"vectors": index.vectors}
+                if own and index is not None and index.index.tower is not None:
+                    own["tower"] = index.index.tower
+                if (rows := feed.in_flight()) is not None:
+                    own["in_flight"] = rows
+                checkpoints.save(done, state, own, entry | {"generation": generation}, wait)
                 refreshes.saved(done, generation)
 
             # --- The loop
@@ -181,13 +191,14 @@ def train_task(
                     fresh = refreshes.at(step, state.params, index, agreed, lambda: stop.asked)
                     if fresh is not None:
                         index = fresh
-                        found = {} if measure is None else measure(state.params, index.index, False)
+                        found = {} if measure is None else measure(state.params, exact_index(run, index), False)
                         journal.measured(step, found | {"refresh": True, "index_step": index.step} | index.facts)
                     if index is None:  # asked to stop while waiting for the first one
                         save(step, wait=True)
                         stop.check(f"saved {place.name} at step {step}")
                 with journal.waiting_for_data():
-                    batch = put_batch(run.mesh, next(source))
+                    searcher, tower = (None, None) if index is None else (index.searcher, index.index.tower)
+                    batch = feed.next(state.params, searcher, tower)
                 control = put_control(run.mesh, refreshes.ready)
                 state, values = step_function(state, batch, None if index is None else index.index, control)
                 ready.append(values.pop("ready"))
@@ -204,9 +215,8 @@ def train_task(
             # --- The last measurement and save
             journal.flush()
             if measure is not None:
-                last = run.index(run.embed(state.params)) if name != "mlm" else None
-                index = None if last is None else Fresh(last, total)
-                found = measure(state.params, last, True)
+                index = None if name == "mlm" else made(run, run.embed(state.params), total, None, exact=True)
+                found = measure(state.params, None if index is None else exact_index(run, index), True)
                 journal.measured(total, found | {"refresh": False, "seconds": journal.seconds})
             save(total, wait=True)
             refreshes.done(total)
@@ -238,8 +248,11 @@ def _restore_index(
         return None
     if generation := saved.record.get("generation"):
         return refreshes.restore(generation, saved.step, stopping)
-    vectors = saved.vectors()
-    return None if vectors is None else Fresh(run.index(vectors[: run.setting.rows]), saved.record["index_step"])
+    vectors = saved.array("vectors")
+    if vectors is None:
+        return None
+    tower = saved.tree("tower", run.param_shardings[run.model.embedder_names[0]])
+    return made(run, vectors[: run.setting.rows], saved.record["index_step"], tower, exact=task.name != "realm")
 
 
 def _abstract_state(run: Run, task: Task, like: Params) -> State:
@@ -274,5 +287,5 @@ def saved_index(run: Run, name: str, saved: Saved) -> Index | None:
     """
     task = make_task(name, run.setting)
     frozen = task.retrieves and run.model.embedder_names[-1] not in task.trained
-    vectors = saved.vectors() if frozen or saved.record["index_step"] == saved.step else None
+    vectors = saved.array("vectors") if frozen or saved.record["index_step"] == saved.step else None
     return None if vectors is None else run.index(vectors[: run.setting.rows])

@@ -16,15 +16,19 @@ from typing import Any, Protocol, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from ml_collections import ConfigDict
+from numpy.typing import NDArray
 
 from realm_jax.errors import UserError
-from realm_jax.index.candidates import Index
+from realm_jax.index.approximate import Searcher
+from realm_jax.index.candidates import Index, Setting
 from realm_jax.index.exact import search
 from realm_jax.index.generations import (
     Status,
     Unusable,
     generation_names,
+    numpy_dtype,
     read_export,
     read_status,
     step_of,
@@ -47,12 +51,15 @@ Stopping = Callable[[], bool]
 class Fresh:
     """An index to use from now on.
 
-    step: of its parameters. generation: its name, '' for one that the trainer made. facts: what to record of a change.
+    vectors: on the host, [rows, width]. step: of its parameters. generation: its name, '' for one that the trainer
+    made. searcher: where hosts search. facts: what to record of a change.
     """
 
     index: Index
+    vectors: NDArray
     step: int
     generation: str = ""
+    searcher: Searcher | None = None
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -89,6 +96,20 @@ def shared_folder(run: Run) -> Folder:
     return open_folder(run.config.refresh.shared or run.workdir)
 
 
+def made(run: Run, vectors: NDArray, step: int, tower: Params | None, exact: bool = False) -> Fresh:
+    """An index of vectors that the trainer made itself. tower: the query embedder that shall search, None for the
+    current one. exact: on the devices also where hosts search for REALM."""
+    stored = vectors.astype(numpy_dtype(run.config.retrieval.dtype))
+    if run.searches is None or exact:
+        return Fresh(run.index(stored)._replace(tower=tower), stored, step)
+    return Fresh(Index(None, run.documents, tower), stored, step, searcher=Searcher.of(stored, run.searches))
+
+
+def exact_index(run: Run, fresh: Fresh) -> Index:
+    """The index for exact search on the devices, with which everything but REALM's own search works."""
+    return fresh.index if fresh.index.vectors is not None else run.index(fresh.vectors)
+
+
 # --- On the trainer's own devices -------------------------------------------------------------------------------------
 
 
@@ -99,6 +120,7 @@ class Inline:
 
     def __init__(self, run: Run, name: str) -> None:
         self._run, self._every = run, run.config.refresh.every if name == "realm" else 0
+        self._exact = name != "realm"
 
     def __enter__(self) -> Self:
         return self
@@ -110,7 +132,10 @@ class Inline:
         due = self._every > 0 and step % self._every == 0 and index is not None and step != index.step
         if index is not None and not due:
             return None
-        return Fresh(self._run.index(self._run.embed(params)), step)
+        tower = None
+        if self._run.config.retrieval.query_params == "generation":  # a copy: the step gives its state away
+            tower = jax.tree.map(jnp.copy, params[self._run.model.embedder_names[0]])
+        return made(self._run, self._run.embed(params), step, tower, self._exact)
 
     def restore(self, generation: str, step: int, stopping: Stopping) -> Fresh | None:
         raise UserError(
@@ -142,7 +167,7 @@ class Adoption:
             "width": run.model.projection,
             "dtype": run.config.retrieval.dtype,
         }
-        self._follower = Follower(self._folder, expected, run.index, self._options.poll_seconds)
+        self._follower = Follower(self._folder, expected, run, self._options.poll_seconds)
         self._exporter = Exporter(run, self._folder)
         earlier = read_status(self._folder, "trainer")
         self._status = Status(earlier.run if earlier else uuid.uuid4().hex[:12], stage=task)
@@ -214,11 +239,22 @@ class Adoption:
             return None
         facts: dict[str, Any] = {"generation": found.manifest.generation, "waited": round(waited, 3)}
         if index is not None and found.queries is not None:
-            queries = jnp.asarray(found.queries[:DRIFT_QUERIES])
-            facts["drift"] = float(_overlap(self._run.mesh, self._run.setting, queries, index.index, found.index))
-        fresh = Fresh(found.index, found.manifest.step, found.manifest.generation, facts)
+            queries = found.queries[:DRIFT_QUERIES]
+            facts["drift"] = self._kept_share(queries, index, found)
+        manifest = found.manifest
+        fresh = Fresh(found.index, found.vectors, manifest.step, manifest.generation, found.searcher, facts)
         self._stale_since = None
         return fresh
+
+    def _kept_share(self, queries: NDArray[np.float32], old: Fresh, new: Loaded) -> float:
+        """Drift: of the old index's top 100 for each query, how much of their top 8 the new vectors keep; 1 is none."""
+        depth, k = min(DRIFT_DEPTH, self._run.setting.rows), min(DRIFT_K, self._run.setting.rows)
+        if old.searcher is not None:
+            rows = old.searcher.search(queries, min(depth, self._run.config.index.budget))
+        else:
+            rows = np.asarray(_top_rows(self._run.setting, queries, old.index.vectors, depth))
+        scores = np.einsum("qd,qkd->qk", queries, new.vectors[rows].astype(np.float32))
+        return float((np.argsort(-scores, axis=1, kind="stable")[:, :k] < k).mean())
 
     def _when_stale(self, step: int, params: Params, index: Fresh, stopping: Stopping) -> Fresh | None:
         """Training goes on with an old index, and says so; or waits for a newer one, for a while."""
@@ -308,11 +344,6 @@ class Adoption:
                 logger.warning("%s; the builder cannot see that training goes on", fault)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def _overlap(mesh: Any, setting: Any, queries: jax.Array, old: Index, new: Index) -> jax.Array:
-    """Drift: of the old index's top 100 for each query, how much of their top 8 the new vectors keep; 1 is no drift."""
-    depth, k = min(DRIFT_DEPTH, setting.rows), min(DRIFT_K, setting.rows)
-    rows = search(mesh, queries, old.vectors, setting.rows, depth, setting.search_block).rows
-    scores = jnp.einsum("qd,qkd->qk", queries, new.vectors[rows].astype(jnp.float32))
-    places = jax.lax.top_k(scores, k)[1]
-    return (places < k).mean()
+@partial(jax.jit, static_argnums=(0, 3))
+def _top_rows(setting: Setting, queries: jax.Array, vectors: jax.Array, depth: int) -> jax.Array:
+    return search(setting.mesh, queries, vectors, setting.rows, depth, setting.search_block).rows

@@ -1,0 +1,218 @@
+"""Approximate search with ScaNN on the host, for corpora that do not fit the devices.
+
+The corpus is cut into shards of rows, each with a searcher of its own, so that building one needs the memory of a
+shard. Every shard returns a full budget of rows; the best of all by ScaNN's scores are scored again exactly with the
+stored vectors, and ties go to the lower row. So a row can be missed, but none is out of its order.
+Not for the devices' exact search: `exact.py`. Read `Searcher` next.
+"""
+
+import dataclasses
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from realm_jax.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+DIMENSIONS_PER_BLOCK = 2  # of the product quantiser, as in ORQA's release
+NOISE_SHAPING = 0.2  # anisotropic quantisation threshold that ScaNN's authors recommend for inner products
+TRAINING_ROWS = 250_000  # sample of a shard that its tree and its quantiser learn from
+BLOCK = 65_536  # rows scored at a time by `exact_rows`
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How the shards of an index are built and searched.
+
+    shard_rows: rows a shard at most. budget: rows that every shard returns, and that are scored exactly.
+    leaves, searched: of a shard's tree; 0 leaves them to the size of the shard. tree_from: rows from which a shard has
+    a tree at all; smaller ones are scored whole.
+    """
+
+    shard_rows: int
+    budget: int
+    leaves: int
+    searched: int
+    tree_from: int
+
+    def of_shard(self, rows: int) -> tuple[int, int]:
+        """Leaves of a shard's tree and how many are searched; (0, 0) for brute force.
+
+        Twice √rows leaves balance the search of centroids against that of leaves; an eighth of them and at least 32
+        are searched, what recall asks for where vectors of learnt towers lie (`benchmarks/README.md`).
+        """
+        if rows < self.tree_from:
+            return 0, 0
+        leaves = min(self.leaves or int(2 * np.sqrt(rows)), max(1, rows // 4))
+        return leaves, min(leaves, self.searched or max(32, leaves // 8))
+
+
+class Shard(NamedTuple):
+    """A searcher over rows first … last − 1."""
+
+    first: int
+    last: int
+    searcher: Any
+
+
+def shard_ranges(rows: int, shard_rows: int) -> list[tuple[int, int]]:
+    """The corpus in shards of nearly equal size."""
+    count = max(1, -(-rows // shard_rows))
+    edges = np.linspace(0, rows, count + 1).astype(np.int64).tolist()
+    return list(zip(edges, edges[1:], strict=False))
+
+
+def build_shard(vectors: NDArray[np.float32], settings: Settings, folder: Path) -> dict[str, Any]:
+    """Build the searcher of a shard and write its files into `folder`; what was chosen. vectors [rows, width]."""
+    pybind = _scann()
+    rows = len(vectors)
+    leaves, searched = settings.of_shard(rows)
+    builder = pybind.builder(vectors, min(settings.budget, rows), "dot_product").set_n_training_threads(_cores())
+    if leaves:
+        sample = min(rows, TRAINING_ROWS)
+        builder = builder.tree(leaves, searched, training_sample_size=sample).score_ah(
+            DIMENSIONS_PER_BLOCK, anisotropic_quantization_threshold=NOISE_SHAPING, training_sample_size=sample
+        )
+    else:
+        builder = builder.score_brute_force()
+    with _quiet():
+        builder.build().serialize(str(folder), relative_path=True)
+    return {"leaves": leaves, "leaves_searched": searched}
+
+
+def load_shard(folder: Path, first: int, last: int) -> Shard:
+    """A shard's searcher from its files, which the caller has verified. Nothing is unpickled."""
+    pybind = _scann()
+    assets = (folder / "scann_assets.pbtxt").read_text()
+    with _quiet():
+        found = pybind.ScannSearcher(pybind.scann_pybind.ScannNumpy(str(folder), assets))
+    return Shard(first, last, found)
+
+
+@dataclasses.dataclass(frozen=True)
+class Searcher:
+    """All shards of an index, and its stored vectors [rows, width] (an array or a memory map)."""
+
+    shards: tuple[Shard, ...]
+    vectors: NDArray
+    budget: int
+
+    @classmethod
+    def of(cls, vectors: NDArray, settings: Settings) -> Self:
+        """Build all shards in memory's time and serve them from a scratch folder; for tests and measurements."""
+        shards = []
+        for first, last in shard_ranges(len(vectors), settings.shard_rows):
+            with tempfile.TemporaryDirectory() as scratch:
+                build_shard(vectors[first:last].astype(np.float32), settings, Path(scratch))
+                shards.append(load_shard(Path(scratch), first, last))
+        return cls(tuple(shards), vectors, settings.budget)
+
+    def search(self, queries: NDArray[np.float32], k: int) -> NDArray[np.int32]:
+        """Rows of the k largest inner products, best first, int32 [queries, k]. k ≤ budget and ≤ rows."""
+        queries = as_stored(queries, self.vectors.dtype)
+        found = [_search_shard(shard, queries, min(self.budget, shard.last - shard.first)) for shard in self.shards]
+        rows, scores = (np.concatenate(parts, axis=1) for parts in zip(*found, strict=True))
+        keep = min(self.budget, rows.shape[1])
+        if keep < rows.shape[1]:
+            places = np.argpartition(-scores, keep - 1, axis=1)[:, :keep]
+            rows = np.take_along_axis(rows, places, axis=1)
+        return self._rescored(queries, rows, k)
+
+    def _rescored(self, queries: NDArray[np.float32], rows: NDArray[np.int64], k: int) -> NDArray[np.int32]:
+        rows = np.sort(rows, axis=1)  # then a stable sort leaves ties with the lower row
+        candidates = self.vectors[np.maximum(rows, 0)].astype(np.float32)
+        scores = np.einsum("qd,qrd->qr", queries, candidates)
+        scores[rows < 0] = -np.inf
+        best = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+        return np.take_along_axis(rows, best, axis=1).astype(np.int32)
+
+
+def _search_shard(shard: Shard, queries: NDArray[np.float32], count: int) -> tuple[NDArray, NDArray]:
+    """Rows of the corpus and ScaNN's scores, [queries, count] each; −1 where a shard returns fewer."""
+    rows, scores = shard.searcher.search_batched_parallel(queries, final_num_neighbors=count)
+    rows = rows.astype(np.int64)
+    missing = ~np.isfinite(scores) | (rows >= shard.last - shard.first)
+    return np.where(missing, -1, rows + shard.first), np.where(missing, -np.inf, scores)
+
+
+def exact_rows(queries: NDArray[np.float32], vectors: NDArray, k: int) -> NDArray[np.int32]:
+    """The k rows of largest inner product by brute force on the host, best first; ties go to the lower row."""
+    queries = as_stored(queries, vectors.dtype)
+    best_scores: NDArray = np.full((len(queries), 0), -np.inf, np.float32)
+    best_rows: NDArray = np.zeros((len(queries), 0), np.int64)
+    for start in range(0, len(vectors), BLOCK):
+        block = queries @ vectors[start : start + BLOCK].astype(np.float32).T
+        keep = min(k, block.shape[1])
+        places = np.sort(np.argpartition(-block, keep - 1, axis=1)[:, :keep], axis=1)
+        best_scores = np.concatenate([best_scores, np.take_along_axis(block, places, axis=1)], axis=1)
+        best_rows = np.concatenate([best_rows, places + start], axis=1)
+        order = np.argsort(-best_scores, axis=1, kind="stable")[:, :k]
+        best_scores, best_rows = (np.take_along_axis(x, order, axis=1) for x in (best_scores, best_rows))
+    return best_rows.astype(np.int32)
+
+
+def recall(found: NDArray[np.int32], exact: NDArray[np.int32]) -> float:
+    """The share of the exact rows that were found, mean over the queries."""
+    hits = (found[:, :, None] == exact[:, None, :]).any(axis=1)
+    return float(hits.mean())
+
+
+def as_stored(queries: NDArray, dtype: Any) -> NDArray[np.float32]:
+    """Queries rounded like the stored vectors, as the devices' search rounds them."""
+    rounded = queries.astype(dtype) if dtype == ml_dtypes.bfloat16 else queries
+    return np.ascontiguousarray(rounded, np.float32) if rounded.dtype == np.float32 else rounded.astype(np.float32)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _scann() -> Any:
+    """ScaNN's NumPy interface. An installed TensorFlow stays out: beside its libraries ScaNN does not load."""
+    if "scann.scann_ops.py.scann_ops_pybind" not in sys.modules:
+        with _without("tensorflow"):
+            try:
+                import scann.scann_ops.py.scann_ops_pybind  # noqa: F401
+            except ImportError as fault:
+                raise UserError(
+                    f"config.retrieval.backend=scann: ScaNN cannot be loaded ({fault}); it runs on Linux alone: "
+                    "install it there, or set config.retrieval.backend=device"
+                ) from None
+    return sys.modules["scann.scann_ops.py.scann_ops_pybind"]
+
+
+@contextmanager
+def _without(module: str) -> Iterator[None]:
+    """Make a module that was not imported yet look as if it were not installed."""
+    if module in sys.modules:
+        yield
+        return
+    sys.modules[module] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[module]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """ScaNN logs to the process's stderr from C++; its words go nowhere while it builds and loads."""
+    saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    sys.stderr.flush()
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(nowhere)

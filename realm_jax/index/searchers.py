@@ -1,0 +1,90 @@
+"""The approximate searchers of a generation, as files in a shared folder: built in shards, verified, loaded.
+
+    index/<generation>/scann/<first>-<last>-<writer>/…       what ScaNN writes for the rows first … last − 1
+    index/<generation>/scann/<first>-<last>-<writer>.done    what was chosen, and every file with size and checksum
+
+Shards are shared out and gone on from like chunks (`builder.py`). How they search is `approximate.py`.
+"""
+
+import dataclasses
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from realm_jax.index.approximate import Searcher, Settings, build_shard, exact_rows, load_shard, recall, shard_ranges
+from realm_jax.index.generations import DONE, Manifest, Unusable, done_marks, load_vectors, read_chunk, rows_name
+from realm_jax.storage import Damaged, FileEntry, Folder
+
+MEASURED_QUERIES = 256
+MEASURED_DEPTH = 8  # K of the paper
+
+
+def build_searchers(
+    folder: Folder, manifest: Manifest, settings: Settings, order: Callable[[int], list[int]], writer: str,
+    check: Callable[[], None],
+) -> dict[str, Any]:  # fmt: skip
+    """Build every shard that has no done mark; the manifest's entry of the searcher. order: of this process's work."""
+    ranges = shard_ranges(manifest.rows, settings.shard_rows)
+    home = f"index/{manifest.generation}/scann"
+    for number in order(len(ranges)):
+        check()
+        name = rows_name(*ranges[number])
+        if name not in done_marks(folder, home):
+            _build(folder, manifest, settings, ranges[number], f"{home}/{name}-{writer}")
+    marks, shards = done_marks(folder, home), []
+    for first, last in ranges:
+        path = f"{home}/{marks.get(rows_name(first, last))}"
+        try:
+            shards.append(folder.read_json(path) | {"first": first, "last": last})
+        except FileNotFoundError:
+            raise Unusable(f"{folder.path(home)}: rows {first} to {last} have no searcher") from None
+        except Damaged as fault:
+            folder.remove(path)
+            raise Unusable(str(fault)) from None
+    return {"settings": dataclasses.asdict(settings), "shards": shards}
+
+
+def load_searcher(folder: Folder, manifest: Manifest, vectors: NDArray) -> Searcher:
+    """The searcher of a generation over its vectors. Raises Unusable."""
+    if manifest.searcher is None:
+        raise Unusable(f"generation {manifest.generation} has no searcher; its builder needs retrieval.backend=scann")
+    shards = []
+    for shard in manifest.searcher["shards"]:
+        try:
+            paths = [folder.local(FileEntry(**file)) for file in shard["files"]]
+            shards.append(load_shard(paths[0].parent, shard["first"], shard["last"]))
+        except (Damaged, RuntimeError, ValueError, OSError) as fault:
+            raise Unusable(f"searcher of rows {shard['first']} to {shard['last']}: {fault}") from None
+    return Searcher(tuple(shards), vectors, manifest.searcher["settings"]["budget"])
+
+
+def measure(folder: Folder, manifest: Manifest, queries: NDArray[np.float32]) -> dict[str, float]:
+    """Recall of a generation's searcher against exact search, with sample queries of the same export."""
+    vectors = load_vectors(folder, manifest)
+    searcher = load_searcher(folder, manifest, vectors)
+    asked, depth = queries[:MEASURED_QUERIES], min(MEASURED_DEPTH, manifest.rows)
+    return {f"recall@{depth}": recall(searcher.search(asked, depth), exact_rows(asked, vectors, depth))}
+
+
+def _build(folder: Folder, manifest: Manifest, settings: Settings, rows: tuple[int, int], name: str) -> None:
+    with tempfile.TemporaryDirectory(prefix="realm-scann-") as scratch:
+        chosen = build_shard(_read_rows(folder, manifest, *rows), settings, Path(scratch))
+        files = [folder.put(f"{name}/{path.name}", path.read_bytes()) for path in sorted(Path(scratch).iterdir())]
+    folder.write_json(f"{name}{DONE}", chosen | {"files": [file._asdict() for file in files]})
+
+
+def _read_rows(folder: Folder, manifest: Manifest, first: int, last: int) -> NDArray[np.float32]:
+    """Rows first … last − 1, verified, in float32."""
+    found = np.empty((last - first, manifest.width), np.float32)
+    start = 0
+    for chunk in manifest.chunks:
+        stop = start + chunk.last - chunk.first
+        low, high = max(start, first), min(stop, last)
+        if low < high:
+            found[low - first : high - first] = read_chunk(folder, manifest, chunk)[low - start : high - start]
+        start = stop
+    return found

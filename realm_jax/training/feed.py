@@ -1,0 +1,82 @@
+"""Batches for the loop, with the rows that the hosts found for them where retrieval is approximate.
+
+`retrieval.backend=device` searches inside the step, and a batch is a batch. With `scann` the search for step t + d
+starts before step t, with the parameters of exactly step t: the queries are embedded on the devices by the loop's own
+thread, so that device programs start in one order; ScaNN then works in another thread while the devices train. d is
+`retrieval.ahead`. Searches under way are part of a checkpoint (`in_flight`): a resumed run finds what it would have.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple, Self
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from realm_jax.index.approximate import Searcher
+from realm_jax.index.candidates import Setting, search_depth, search_queries
+from realm_jax.models.realm import Params
+from realm_jax.run import Run, put_batch
+
+Batch = dict[str, Any]
+
+
+class Ahead(NamedTuple):
+    """A batch on the devices, and the rows that are being searched for it."""
+
+    batch: Batch
+    rows: Future[NDArray[np.int32]]
+
+
+class Feed:
+    """Hands out batches in order. A context manager: leaving ends the searching thread."""
+
+    def __init__(self, run: Run, source: Iterator[Batch], searches: bool, in_flight: NDArray | None = None) -> None:
+        """source: host batches. searches: whether hosts search. in_flight: rows in a checkpoint, [n, batch, k]."""
+        self._run, self._source, self._searches = run, source, searches
+        self._ahead = run.config.retrieval.ahead
+        self._pool = ThreadPoolExecutor(1)
+        self._queue: deque[Ahead] = deque()
+        for rows in [] if in_flight is None else in_flight:
+            found: Future[NDArray[np.int32]] = Future()
+            found.set_result(np.asarray(rows))
+            self._queue.append(Ahead(self._put(), found))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def next(self, params: Params, searcher: Searcher | None, tower: Params | None) -> Batch:
+        """The batch of this step. params: its parameters, with which the search of a later step starts."""
+        if not self._searches:
+            return self._put()
+        assert searcher is not None, "where hosts search, an index has a searcher"
+        while len(self._queue) <= self._ahead:
+            try:
+                batch = self._put()
+            except StopIteration:
+                break
+            queries = _queries(self._run.setting, params, batch, tower)
+            self._queue.append(Ahead(batch, self._pool.submit(self._search, searcher, queries)))
+        batch, rows = self._queue.popleft()
+        return batch | put_batch(self._run.mesh, {"found": rows.result()})
+
+    def in_flight(self) -> NDArray[np.int32] | None:
+        """Rows of the batches after this one, [n, batch, k]; waits for the searches. None where there are none."""
+        return np.stack([rows.result() for _, rows in self._queue]) if self._queue else None
+
+    def _put(self) -> Batch:
+        return put_batch(self._run.mesh, next(self._source))
+
+    def _search(self, searcher: Searcher, queries: jax.Array) -> NDArray[np.int32]:
+        return searcher.search(np.asarray(queries), search_depth(self._run.setting))
+
+
+@partial(jax.jit, static_argnums=0)
+def _queries(setting: Setting, params: Params, batch: Batch, tower: Params | None) -> jax.Array:
+    return search_queries(setting, params, batch, tower)

@@ -1,0 +1,138 @@
+"""Search on the hosts: exact where shards are small, close to it with trees, never out of order."""
+
+import dataclasses
+import subprocess
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+pytest.importorskip("scann", reason="ScaNN runs on Linux alone")
+
+from realm_jax.index.approximate import Searcher, Settings, exact_rows, recall, shard_ranges
+from realm_jax.index.builder import Builder, Corpus, Refused, refusal
+from realm_jax.index.embed import CorpusRows
+from realm_jax.index.generations import Unusable, load_vectors, read_manifest, write_export
+from realm_jax.index.searchers import load_searcher
+from realm_jax.storage import PosixFolder
+
+SETTINGS = Settings(shard_rows=3000, budget=50, leaves=0, searched=0, tree_from=10_000)
+TREES = dataclasses.replace(SETTINGS, tree_from=0, budget=200)
+
+
+def clustered(rows, width=32, seed=0):
+    """Vectors in clusters, as learnt towers give them, and queries near some of them."""
+    rng = np.random.default_rng(seed)
+    centres = rng.normal(size=(40, width)).astype(np.float32)
+
+    def draw(count):
+        return centres[rng.integers(0, 40, count)] + 0.5 * rng.normal(size=(count, width)).astype(np.float32)
+
+    return draw(rows), draw(64)
+
+
+VECTORS, ASKED = clustered(8000)
+
+
+def in_full(queries, vectors, k):
+    return np.argsort(-(queries @ vectors.T), axis=1, kind="stable")[:, :k]
+
+
+def test_exact_rows_are_those_of_a_full_sort():
+    np.testing.assert_array_equal(exact_rows(ASKED, VECTORS, 8), in_full(ASKED, VECTORS, 8))
+
+
+def test_shards_cover_all_rows_evenly():
+    assert shard_ranges(8000, 3000) == [(0, 2666), (2666, 5333), (5333, 8000)]
+    assert shard_ranges(5, 3000) == [(0, 5)]
+
+
+def test_small_shards_are_scored_whole_so_that_nothing_is_missed():
+    found = Searcher.of(VECTORS, SETTINGS).search(ASKED, 8)
+    np.testing.assert_array_equal(found, in_full(ASKED, VECTORS, 8))
+
+
+def test_trees_find_nearly_all_and_in_the_exact_order():
+    searcher = Searcher.of(VECTORS, TREES)
+    found = searcher.search(ASKED, 8)
+    assert recall(found, exact_rows(ASKED, VECTORS, 8)) > 0.9
+    scores = np.take_along_axis(ASKED @ VECTORS.T, found, axis=1)
+    assert (np.diff(scores, axis=1) <= 0).all()
+    assert all(len({*row}) == 8 for row in found.tolist())
+
+
+def test_ties_go_to_the_lower_row():
+    same = np.ones((100, 8), np.float32)
+    np.testing.assert_array_equal(Searcher.of(same, SETTINGS).search(same[:2], 3), [[0, 1, 2], [0, 1, 2]])
+
+
+def test_stored_bfloat16_is_what_is_searched():
+    stored = VECTORS.astype(ml_dtypes.bfloat16)
+    rounded = stored.astype(np.float32)
+    asked = ASKED.astype(ml_dtypes.bfloat16).astype(np.float32)
+    np.testing.assert_array_equal(Searcher.of(stored, SETTINGS).search(ASKED, 8), in_full(asked, rounded, 8))
+
+
+def test_recall_counts_what_was_found_in_any_order():
+    assert recall(np.array([[3, 1], [7, 8]]), np.array([[1, 3], [8, 9]])) == 0.75
+
+
+# --- As files
+
+
+def make(folder, settings, min_recall=0.0):
+    corpus = Corpus(
+        "corpus", "tokenizer", (("one", len(VECTORS)),),
+        lambda first, last: CorpusRows(np.arange(first, last)[:, None], *[np.ones(last - first)] * 2),
+    )  # fmt: skip
+    record = {"step": 1, "tokenizer": "tokenizer", "corpus": "corpus", "towers": {}}
+    export = write_export(folder, record, {"a": np.ones(1, np.float32)}, ASKED)
+    builder = Builder(folder, corpus, "float32", 3000, searches=settings, min_recall=min_recall)
+    return builder.build(export, lambda rows: VECTORS[rows.ids[:, 0]], ASKED)
+
+
+def test_a_generation_carries_its_searcher_and_its_recall(tmp_path):
+    folder = PosixFolder(tmp_path)
+    manifest = make(folder, TREES, min_recall=0.5)
+    assert read_manifest(folder, manifest.generation) == manifest
+    assert 0.9 < manifest.recall["recall@8"] <= 1
+    assert len(manifest.searcher["shards"]) == 3 and manifest.searcher["shards"][0]["leaves"] > 0
+    vectors = load_vectors(folder, manifest)
+    found = load_searcher(folder, manifest, vectors).search(ASKED, 8)
+    assert recall(found, exact_rows(ASKED, vectors, 8)) == manifest.recall["recall@8"]
+
+
+def test_too_low_a_recall_is_refused(tmp_path):
+    folder = PosixFolder(tmp_path)
+    poor = dataclasses.replace(TREES, leaves=500, searched=1, budget=8)
+    with pytest.raises(Refused, match=r"recall@8 of its searcher is 0\.\d+, below config.index.min_recall=0.99"):
+        make(folder, poor, min_recall=0.99)
+    names = folder.names("index")
+    assert read_manifest(folder, names[0]) is None and not refusal(folder, names[0])["again"]
+
+
+def test_a_damaged_searcher_is_named(tmp_path):
+    folder = PosixFolder(tmp_path)
+    manifest = make(folder, TREES)
+    file = manifest.searcher["shards"][1]["files"][0]
+    folder.write(file["name"], folder.read(file["name"])[:-1])
+    with pytest.raises(Unusable, match="searcher of rows 2666 to 5333: .* bytes, not"):
+        load_searcher(folder, manifest, VECTORS)
+
+
+def test_a_pickle_beside_the_files_is_never_read(tmp_path):
+    folder = PosixFolder(tmp_path)
+    manifest = make(folder, SETTINGS)
+    home = (tmp_path / manifest.searcher["shards"][0]["files"][0]["name"]).parent
+    (home / "scann_docids.pkl").write_bytes(b"cos\nsystem\n(S'touch owned'\ntR.")
+    load_searcher(folder, manifest, VECTORS).search(ASKED, 8)
+    assert not (tmp_path / "owned").exists()
+
+
+def test_an_installed_tensorflow_stays_out(tmp_path):
+    (tmp_path / "tensorflow.py").write_text("raise RuntimeError('TensorFlow was imported')")
+    code = (
+        "from realm_jax.index.approximate import _scann; _scann(); import sys; assert 'tensorflow' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin"})
