@@ -38,6 +38,7 @@ JOBS: dict[str, tuple[str, str]] = {
     "train": ("realm_jax.jobs.train", "run the training recipe of a config file, or go on with it"),
     "build-index": ("realm_jax.jobs.build_index", "embed the corpus anew beside a training run, and publish it"),
     "index": ("realm_jax.jobs.index", "list, verify, remove and search the indexes of a run"),
+    "corpus": ("realm_jax.jobs.corpus", "add, replace or remove documents; a trained run then answers from them"),
     "evaluate": ("realm_jax.jobs.evaluate", "measure recall and exact match of a trained run"),
     "ask": ("realm_jax.jobs.ask", "ask a trained run a question"),
     "doctor": ("realm_jax.jobs.doctor", "say what is installed, which devices there are, and what will be slow"),

@@ -48,7 +48,8 @@ class Run:
     @cached_property
     def corpus(self) -> CorpusRows:
         """The corpus on the host, in document layout."""
-        return self.read_rows(0, self.setting.rows)
+        length, special = self.config.data.document_length, self.sources.wordpiece.special
+        return CorpusRows(*self.sources.passages.document_matrix(length, special))
 
     @cached_property
     def documents(self) -> Documents:
@@ -87,10 +88,10 @@ class Run:
         size = self.config.retrieval.embed_batch * self.mesh.size
         return embed_corpus(embed_batch, self.corpus if rows is None else rows, size, progress)
 
-    def read_rows(self, first: int, last: int) -> CorpusRows:
-        """Rows first … last − 1 of the corpus in document layout, from the store."""
+    def read_stored(self, first: int, last: int) -> CorpusRows:
+        """Stored rows first … last − 1 of the corpus in document layout: those that its version leaves out as well."""
         length, special = self.config.data.document_length, self.sources.wordpiece.special
-        return CorpusRows(*self.sources.passages.document_matrix(length, special, slice(first, last)))
+        return CorpusRows(*self.sources.passages.stored_matrix(length, special, first, last))
 
     def initial_params(self) -> Params:
         """Fresh parameters, born with their shardings."""

@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -60,18 +60,20 @@ def build_store(
     finder: str = "rules",
     workers: int | None = None,
     progress: Callable[[int], None] | None = None,
+    replaces: Collection[str] = (),
 ) -> Summary:
     """Pack articles into the passage store `folder` (a new one, or one more segment of an existing one).
 
     `limit` counts the pieces of title and body and the three special ones of the document layout. `finder` names a
     salient-span finder. `workers` is the number of processes (None: one a core); a script that uses more than one
-    needs the usual `if __name__ == "__main__":` guard. `progress` is told the number of articles done.
+    needs the usual `if __name__ == "__main__":` guard. `progress` is told the number of articles done. `replaces`: ids
+    of documents of an existing store that the new segment takes the place of.
 
     Raises UserError when nothing is left to store, for faults in `articles`, and for a limit that is too small.
     """
     packer = PassagePacker(wordpiece, limit, finder)
     total = Summary()
-    with StoreWriter(folder, wordpiece, limit) as writer:
+    with StoreWriter(folder, wordpiece, limit, replaces) as writer:
         for batch, summary in _pack_in_order(packer, _batches(articles), workers or os.cpu_count() or 1):
             writer.write(batch)
             total.add(summary)

@@ -6,7 +6,7 @@ Read the tables of columns next.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -178,6 +178,10 @@ class Segment:
         keys, order = self._sorted_documents
         shared = order[np.isin(keys, other._sorted_documents[0])]
         return self._id(int(shared[0])) if len(shared) else None
+
+    def document_ids(self) -> Iterator[str]:
+        """The ids of all documents, in order."""
+        return (self._id(document) for document in range(len(self.document_starts)))
 
     def verify(self) -> None:
         """Raise UserError naming the first file whose content is not what was written."""

@@ -1,12 +1,13 @@
 """The passage store: word pieces, texts and annotations of a corpus in memory-mapped, append-only segments.
 
-    FOLDER/STORE.json              written last, atomically: version, limit, tokenizer, fingerprints, exact file sizes
+    FOLDER/STORE.json              written last, atomically: limit, tokenizer, fingerprints, exact file sizes, versions
     FOLDER/segment-00000/*.npy     one file a column; a ragged column has a `.offsets.npy` of int64 [rows + 1] beside it
     FOLDER/segment-00000/*.utf8    texts, titles and document ids as plain bytes, with offsets likewise
 
-A folder without STORE.json does not exist for readers. Nothing is read before it is asked for, so that a store of
-millions of passages opens at once. Not for making passages out of articles: see `realm_jax.corpus.build`.
-Read `PassageStore` next, then `StoreWriter`; the files themselves are `realm_jax.corpus.segments`.
+An edit appends a segment or leaves rows out, and so makes a new version; what is stored is never changed, and every
+version can still be opened. A folder without STORE.json does not exist for readers. Nothing is read before it is asked
+for, so that a store of millions of passages opens at once. Not for making passages out of articles: see
+`realm_jax.corpus.build`. Read `PassageStore` next, then `StoreWriter`; the files are `realm_jax.corpus.segments`.
 """
 
 import hashlib
@@ -14,7 +15,7 @@ import json
 import os
 import shutil
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -28,7 +29,7 @@ from realm_jax.storage import read_json, write_json_atomic
 from realm_jax.text.layouts import Special
 from realm_jax.text.wordpiece import WordPiece
 
-__all__ = ["Columns", "Passage", "PassageStore", "StoreWriter", "columns"]
+__all__ = ["Columns", "Passage", "PassageStore", "StoreWriter", "columns", "leave_out", "remove_documents"]
 
 FORMAT_VERSION = 1
 MANIFEST = "STORE.json"
@@ -37,44 +38,78 @@ _MATRIX_ROWS = 4096  # rows laid out at a time: keeps the index arrays of `docum
 
 
 class PassageStore:
-    """A corpus of passages, opened for reading. Rows count through all segments; a row never changes its number."""
+    """One version of a corpus of passages, opened for reading.
 
-    def __init__(self, folder: Path, manifest: dict[str, Any], vocabulary_size: int | None):
+    Rows count through all segments, without those that the version leaves out; within a version a row never changes its
+    number. *Stored* rows are counted with them.
+    """
+
+    def __init__(self, folder: Path, manifest: dict[str, Any], vocabulary_size: int | None, version: str | None):
         """For `PassageStore.open` alone."""
+        versions = _versions(manifest)
+        chosen = next((v for v in versions if v["fingerprint"] == (version or manifest["fingerprint"])), None)
+        if chosen is None:
+            raise UserError(f"{folder} has no version {version}; it was prepared anew")
         self.folder = folder
         self._vocabulary_size = vocabulary_size
         self.limit: int = manifest["limit"]
         self.tokenizer_fingerprint: str = manifest["tokenizer"]
         self.span_kinds: tuple[str, ...] = tuple(manifest["span_kinds"])
-        self.fingerprint: str = manifest["fingerprint"]
-        self.segments = [Segment(folder / entry["folder"], entry) for entry in manifest["segments"]]
+        self.fingerprint: str = chosen["fingerprint"]
+        self.versions: list[str] = [v["fingerprint"] for v in versions]
+        """Fingerprints of all versions, oldest first."""
+        entries = manifest["segments"][: chosen["segments"]]
+        self.segments = [Segment(folder / entry["folder"], entry) for entry in entries]
+        self.removed: list[list[int]] = chosen["removed"]
+        """[first, last): the stored rows of each document that the version leaves out."""
         self._starts = np.cumsum([0] + [segment.rows for segment in self.segments]).tolist()
+        self._kept = _kept_rows(self._starts[-1], self.removed)
 
     @classmethod
-    def open(cls, folder: str | os.PathLike[str], vocabulary_size: int | None = None) -> Self:
+    def open(
+        cls, folder: str | os.PathLike[str], vocabulary_size: int | None = None, version: str | None = None
+    ) -> Self:
         """Open a store without reading its content. With a `vocabulary_size`, word pieces beyond it are damage.
 
-        Raises UserError when there is no store, its format is unknown, or a file is missing or has another size than
-        STORE.json says. Flipped bits are found by `verify`, and by readers where they make no text or no word piece.
+        version: fingerprint of an earlier version; None: the newest. Raises UserError when there is no store, its
+        format or the version is unknown, or a file is missing or has another size than STORE.json says. Flipped bits
+        are found by `verify`, and by readers where they make no text or no word piece.
         """
         folder = Path(folder)
         manifest = _read_manifest(folder)
         try:
-            return cls(folder, manifest, vocabulary_size)
+            return cls(folder, manifest, vocabulary_size, version)
         except (KeyError, TypeError) as fault:
             raise UserError(f"{folder / MANIFEST} is damaged (at {fault}); prepare the data again") from None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process opens the files itself: pickling memory maps would copy the whole corpus."""
-        return (type(self).open, (self.folder, self._vocabulary_size))
+        return (type(self).open, (self.folder, self._vocabulary_size, self.fingerprint))
 
     def __len__(self) -> int:
+        return self.stored if self._kept is None else len(self._kept)
+
+    @property
+    def stored(self) -> int:
+        """Rows of all segments, those that the version leaves out among them."""
         return self._starts[-1]
+
+    def kept(self, stored: NDArray[Any]) -> NDArray[Any]:
+        """The rows of this version of an array over all stored rows."""
+        return stored if self._kept is None else stored[self._kept]
+
+    def places(self) -> NDArray[np.int32] | None:
+        """The row of each stored row, −1 for one that the version leaves out; None where it leaves out nothing."""
+        if self._kept is None:
+            return None
+        places = np.full(self.stored, -1, np.int32)
+        places[self._kept] = np.arange(len(self._kept))
+        return places
 
     @property
     def documents(self) -> int:
         """How many documents the rows come from."""
-        return sum(segment.documents for segment in self.segments)
+        return sum(segment.documents for segment in self.segments) - len(self.removed)
 
     def title_tokens(self, row: int) -> NDArray[np.uint16]:
         """Word pieces of the title, uint16 [t]."""
@@ -110,9 +145,18 @@ class PassageStore:
 
     def rows_of(self, document_id: str) -> range:
         """The rows of a document, which are adjacent; an empty range for an unknown id."""
+        stored = self.stored_rows_of(document_id)
+        if self._kept is None or not stored:
+            return stored
+        first = int(np.searchsorted(self._kept, stored.start))
+        return range(first, first + len(stored))
+
+    def stored_rows_of(self, document_id: str) -> range:
+        """The stored rows of a document of this version, which are adjacent."""
+        gone = {first for first, _ in self.removed}
         for start, segment in zip(self._starts, self.segments, strict=False):
             rows = segment.rows_of(document_id)
-            if rows:
+            if rows and start + rows.start not in gone:
                 return range(start + rows.start, start + rows.stop)
         return range(0)
 
@@ -120,7 +164,7 @@ class PassageStore:
         """Numbers of pieces of all bodies and of all titles, int32 [rows] each."""
         titles = self._all_rows([segment.fixed["title_lengths"].astype(np.int32) for segment in self.segments])
         totals = self._all_rows([np.diff(segment.offsets["tokens"]).astype(np.int32) for segment in self.segments])
-        return totals - titles, titles
+        return self.kept(totals - titles), self.kept(titles)
 
     def document_matrix(
         self, length: int, special: Special, rows: slice = slice(None)
@@ -131,12 +175,22 @@ class PassageStore:
         [rows, length], lengths uint16 [rows] (specials counted) and title lengths uint16 [rows] (after the cut).
         Large corpora go through in slices of rows. Raises UserError for a word piece beyond the vocabulary.
         """
-        if length < 3:
-            raise ValueError(f"length must hold the three special pieces, not {length}")
         start, stop, step = rows.indices(len(self))
         if step != 1:
             raise ValueError(f"rows must be adjacent, not a slice with step {step}")
-        stop = max(start, stop)
+        if self._kept is None or stop <= start:
+            return self.stored_matrix(length, special, start, max(start, stop))
+        wanted = self._kept[start:stop]
+        first = int(wanted[0])
+        ids, lengths, title_lengths = self.stored_matrix(length, special, first, int(wanted[-1]) + 1)
+        return ids[wanted - first], lengths[wanted - first], title_lengths[wanted - first]
+
+    def stored_matrix(
+        self, length: int, special: Special, start: int, stop: int
+    ) -> tuple[NDArray[np.uint16], NDArray[np.uint16], NDArray[np.uint16]]:
+        """`document_matrix` of the stored rows start … stop − 1."""
+        if length < 3:
+            raise ValueError(f"length must hold the three special pieces, not {length}")
         ids = np.full((stop - start, length), special.pad, np.uint16)
         lengths = np.empty(stop - start, np.uint16)
         title_lengths = np.empty(stop - start, np.uint16)
@@ -167,6 +221,7 @@ class PassageStore:
         """The segment of a row and the row's number in it."""
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} is not among the {len(self)} rows of {self.folder}")
+        row = row if self._kept is None else int(self._kept[row])
         index = bisect_right(self._starts, row) - 1
         return self.segments[index], row - self._starts[index]
 
@@ -194,9 +249,14 @@ class StoreWriter:
         folder: str | os.PathLike[str],
         wordpiece: WordPiece,
         limit: int,
+        replaces: Collection[str] = (),
     ):
-        """Raises UserError if an existing store was made with another tokenizer or limit."""
+        """replaces: documents of the newest version that the new one leaves out, or has in the new segment.
+
+        Raises UserError if an existing store was made with another tokenizer or limit, or has no such document.
+        """
         self.folder = Path(folder)
+        self._replaces = replaces
         self.rows = 0
         self._made_folder = not self.folder.exists()
         self._settings = {"limit": limit, "tokenizer": wordpiece.fingerprint}
@@ -268,25 +328,80 @@ class StoreWriter:
         segment = Segment(self._segment, entry | {"documents": 0})
         if (document := segment.repeated_document()) is not None:
             raise UserError(f"document {document!r} was written twice; give each document its own id")
-        for earlier in self._earlier.segments if self._earlier else ():
-            if (document := segment.shared_document(earlier)) is not None:
-                raise UserError(f"document {document!r} is in {self.folder} already; append new documents only")
+        self._check_new(segment)
         entry["documents"] = len(segment.document_starts)
-        segments = [*self._entries, entry]
-        manifest = {
-            "format_version": FORMAT_VERSION,
-            **self._settings,
-            "span_kinds": list(self._span_kinds),
-            "fingerprint": _fingerprint([segment["fingerprint"] for segment in segments]),
-            "segments": segments,
-        }
-        write_json_atomic(self.folder / MANIFEST, manifest)
+        removed = leave_out(self._earlier, self._replaces) if self._earlier else []
+        kinds = {"span_kinds": list(self._span_kinds)}
+        versions = _versions(_read_manifest(self.folder)) if self._earlier else []
+        _write_version(self.folder, self._settings | kinds, [*self._entries, entry], removed, versions)
+
+    def _check_new(self, segment: Segment) -> None:
+        """Raise UserError for a document that the newest version has already, unless it is replaced."""
+        if self._earlier is None:
+            return
+        shared = (segment.shared_document(earlier) for earlier in self._earlier.segments)
+        if all(document is None for document in shared):
+            return
+        for document in segment.document_ids():
+            if document not in self._replaces and self._earlier.stored_rows_of(document):
+                raise UserError(
+                    f"document {document!r} is in {self.folder} already; append new documents only, or replace it"
+                )
 
     def _remove(self) -> None:
         """Leave the folder as it was found."""
         shutil.rmtree(self._segment, ignore_errors=True)
         if self._made_folder:
             shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def remove_documents(folder: Path, documents: Collection[str]) -> PassageStore:
+    """Make a version of a store without some documents of the newest one. Raises UserError for an unknown one."""
+    manifest, store = _read_manifest(folder), PassageStore.open(folder)
+    settings = {key: manifest[key] for key in ("limit", "tokenizer", "span_kinds")}
+    removed = leave_out(store, documents)
+    if sum(last - first for first, last in removed) == store.stored:
+        raise UserError(f"{folder}: nothing would be left; a corpus needs at least one document")
+    _write_version(folder, settings, manifest["segments"], removed, _versions(manifest))
+    return PassageStore.open(folder)
+
+
+def leave_out(store: PassageStore, documents: Collection[str]) -> list[list[int]]:
+    """What a version leaves out that has none of these documents of `store`. Raises UserError for an unknown one."""
+    removed = list(store.removed)
+    for document in documents:
+        rows = store.stored_rows_of(document)
+        if not rows:
+            raise UserError(f"{store.folder} has no document {document!r}; `realm corpus add` adds new ones")
+        removed.append([rows.start, rows.stop])
+    return sorted(removed)
+
+
+def _write_version(
+    folder: Path, settings: dict[str, Any], segments: list[Any], removed: list[list[int]], versions: list[Any]
+) -> None:
+    fingerprints = [segment["fingerprint"] for segment in segments]
+    fingerprint = _fingerprint({"segments": fingerprints, "removed": removed} if removed else fingerprints)
+    version = {"fingerprint": fingerprint, "segments": len(segments), "removed": removed}
+    manifest = {"format_version": FORMAT_VERSION, **settings, "fingerprint": fingerprint, "segments": segments}
+    kept = [earlier for earlier in versions if earlier["fingerprint"] != fingerprint]
+    write_json_atomic(folder / MANIFEST, manifest | {"versions": [*kept, version]})
+
+
+def _versions(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    """All versions, oldest first; a store that was never edited has one."""
+    only = {"fingerprint": manifest["fingerprint"], "segments": len(manifest["segments"]), "removed": []}
+    return manifest.get("versions") or [only]
+
+
+def _kept_rows(stored: int, removed: list[list[int]]) -> NDArray[np.int64] | None:
+    """Numbers of the stored rows that are left, or None for all."""
+    if not removed:
+        return None
+    kept = np.ones(stored, bool)
+    for first, last in removed:
+        kept[first:last] = False
+    return np.flatnonzero(kept)
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:

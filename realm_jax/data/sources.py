@@ -28,8 +28,12 @@ class Sources:
         return self.pretraining is self.passages
 
 
-def open_sources(folder: str | os.PathLike[str]) -> Sources:
-    """Open a folder written by `realm prepare`. Raises UserError when it is none, or when its parts do not match."""
+def open_sources(folder: str | os.PathLike[str], version: str | None = None) -> Sources:
+    """Open a folder written by `realm prepare`. version: fingerprint of the passages that were the newest once.
+
+    A version that is not there gives the newest one. Raises UserError when the folder is none, or when its parts do not
+    match.
+    """
     folder = Path(folder)
     if not (folder / "PREPARED.json").is_file():
         raise UserError(
@@ -41,14 +45,16 @@ def open_sources(folder: str | os.PathLike[str]) -> Sources:
     if not isinstance(manifest.get("questions"), dict):
         raise UserError(f"{folder}/PREPARED.json is damaged (no counts of questions); prepare the folder again")
     wordpiece = WordPiece.load(folder / "tokenizer")
-    passages = _open_store(folder / "passages", wordpiece)
+    passages = _open_store(folder / "passages", wordpiece, version)
     pretraining = _open_store(folder / "pretraining", wordpiece) if manifest.get("pretraining") else passages
     questions = {split: read_questions(folder / "questions" / f"{split}.jsonl") for split in manifest["questions"]}
     return Sources(wordpiece, passages, pretraining, questions)
 
 
-def _open_store(folder: Path, wordpiece: WordPiece) -> PassageStore:
+def _open_store(folder: Path, wordpiece: WordPiece, version: str | None = None) -> PassageStore:
     store = PassageStore.open(folder, wordpiece.size)
+    if version in store.versions:
+        store = PassageStore.open(folder, wordpiece.size, version)
     if store.tokenizer_fingerprint != wordpiece.fingerprint:
         raise UserError(
             f"{folder}: built with tokenizer {store.tokenizer_fingerprint}, but {folder.parent}/tokenizer is "

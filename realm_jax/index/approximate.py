@@ -101,11 +101,15 @@ def load_shard(folder: Path, first: int, last: int) -> Shard:
 
 @dataclasses.dataclass(frozen=True)
 class Searcher:
-    """All shards of an index, and its stored vectors [rows, width] (an array or a memory map)."""
+    """All shards of an index, and its stored vectors [rows, width] (an array or a memory map).
+
+    places: the row that each stored row is called by, −1 for one that is left out; None where they are the same.
+    """
 
     shards: tuple[Shard, ...]
     vectors: NDArray
     budget: int
+    places: NDArray[np.int32] | None = None
 
     @classmethod
     def of(cls, vectors: NDArray, settings: Settings) -> Self:
@@ -132,6 +136,8 @@ class Searcher:
         rows = np.sort(rows, axis=1)  # then a stable sort leaves ties with the lower row
         candidates = self.vectors[np.maximum(rows, 0)].astype(np.float32)
         scores = np.einsum("qd,qrd->qr", queries, candidates)
+        if self.places is not None:
+            rows = np.where(rows < 0, -1, self.places[rows])
         scores[rows < 0] = -np.inf
         best = np.argsort(-scores, axis=1, kind="stable")[:, :k]
         return np.take_along_axis(rows, best, axis=1).astype(np.int32)

@@ -6,6 +6,7 @@ depend on the export and the corpus alone. Work may be done twice, but no listed
 build what is `jobs/build_index.py`; what the files mean is `generations.py`. Read `Builder.build` next.
 """
 
+import contextlib
 import dataclasses
 import logging
 import time
@@ -30,11 +31,13 @@ from realm_jax.index.generations import (
     check_vectors,
     done_marks,
     generation_name,
+    generation_names,
     numpy_dtype,
     raw_bytes,
     read_chunk,
     read_manifest,
     rows_name,
+    step_of,
 )  # fmt: skip
 from realm_jax.index.searchers import build_searchers, measure
 from realm_jax.storage import Damaged, FileEntry, Folder
@@ -65,6 +68,11 @@ class Chunk(NamedTuple):
     def name(self) -> str:
         """How its files begin."""
         return rows_name(self.first, self.last)
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """What it holds: rows of a segment, which any version of a corpus may have."""
+        return self.segment, self.within, self.within + self.last - self.first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,13 +148,10 @@ class Builder:
             return published
         began = time.monotonic()
         chunks = self.corpus.chunks(self.chunk_rows)
-        self._embed_missing(name, chunks, embed, width)
+        shared = self._shared(export, width)
+        self._embed_missing(name, [chunk for chunk in chunks if chunk.key not in shared], embed, width)
         embedded = time.monotonic()
-        files = self._files(name, chunks)
-        listed = tuple(
-            ChunkFile(chunk.segment, chunk.within, chunk.within + chunk.last - chunk.first, files[number])
-            for number, chunk in enumerate(chunks)
-        )
+        listed = tuple(ChunkFile(*chunk.key, shared.get(chunk.key) or self._file(name, chunk)) for chunk in chunks)
         manifest = Manifest(
             name, export.step, export.parameters, self.corpus.fingerprint, self.corpus.tokenizer, self.corpus.rows,
             width, self.dtype, listed, searcher=None, recall={}, seconds={},
@@ -174,6 +179,17 @@ class Builder:
             refuse(self.folder, manifest.generation, reason, again=False)
             raise Refused(f"generation {manifest.generation} is not published: {reason}; raise index.leaves_searched")
         return dataclasses.replace(manifest, recall=found)
+
+    def _shared(self, export: Export, width: int) -> dict[tuple[str, int, int], FileEntry]:
+        """Chunks that a published generation of the same towers has: what an edit of the corpus left as it was."""
+        found: dict[tuple[str, int, int], FileEntry] = {}
+        for other in generation_names(self.folder):
+            with contextlib.suppress(Unusable):
+                manifest = read_manifest(self.folder, other) if step_of(other) == export.step else None
+                same = manifest is not None and manifest.parameters == export.parameters
+                if manifest is not None and same and (manifest.dtype, manifest.width) == (self.dtype, width):
+                    found |= {chunk[:3]: chunk.file for chunk in manifest.chunks}
+        return found
 
     def _embed_missing(self, name: str, chunks: list[Chunk], embed: Embed, width: int) -> None:
         """Embed every chunk that has no done mark. Reading, the devices and writing overlap; a write that fails ends
@@ -218,22 +234,20 @@ class Builder:
         entry = self.folder.put(f"{path}.bin", raw_bytes(stored))
         self.folder.write_json(f"{path}{DONE}", entry._asdict())
 
-    def _files(self, name: str, chunks: list[Chunk]) -> list[FileEntry]:
-        """The files of all chunks, by their done marks.
+    def _file(self, name: str, chunk: Chunk) -> FileEntry:
+        """The file of a chunk, by its done mark.
 
-        Raises Unusable, and removes the mark, when one cannot be read: its chunk is then embedded again.
+        Raises Unusable, and removes the mark, when it cannot be read: the chunk is then embedded again.
         """
-        marks, files = done_marks(self.folder, f"index/{name}"), []
-        for chunk in chunks:
-            path = f"index/{name}/{marks.get(chunk.name)}"
-            try:
-                files.append(FileEntry(**self.folder.read_json(path)))
-            except FileNotFoundError:
-                raise Unusable(f"{self.folder.path(f'index/{name}')}: rows {chunk.name} have no done mark") from None
-            except (Damaged, TypeError) as fault:
-                self.folder.remove(path)
-                raise Unusable(f"{self.folder.path(path)} is damaged ({fault})") from None
-        return files
+        mark = done_marks(self.folder, f"index/{name}").get(chunk.name)
+        path = f"index/{name}/{mark}"
+        try:
+            return FileEntry(**self.folder.read_json(path))
+        except FileNotFoundError:
+            raise Unusable(f"{self.folder.path(f'index/{name}')}: rows {chunk.name} have no done mark") from None
+        except (Damaged, TypeError) as fault:
+            self.folder.remove(path)
+            raise Unusable(f"{self.folder.path(path)} is damaged ({fault})") from None
 
     def _self_check(self, manifest: Manifest, chunks: list[Chunk], embed: Embed) -> None:
         """Read every chunk back, and embed a few rows a second time. A damaged chunk loses its mark, so that it is

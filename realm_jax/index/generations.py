@@ -1,6 +1,7 @@
 """Exports and generations: what trainer and index builder say to each other, as files in a shared folder.
 
-    exports/<step>/<fingerprint>.safetensors      both towers and sample query vectors of that step, float32
+    exports/<step>/<fingerprint>.safetensors      both towers of that step, float32
+    exports/<step>/<fingerprint>.queries          sample query vectors of that step, float32
     exports/<step>/EXPORT.json                    put last; without it the export does not exist
     index/<step>-<nonce>/<rows>-<writer>.bin     vectors of a chunk of rows, and a `.done` mark with size and checksum
     index/<step>-<nonce>/MANIFEST.json            put last; without it the generation does not exist
@@ -25,7 +26,7 @@ from realm_jax.storage import Damaged, FileEntry, Folder, digest
 
 FORMAT_VERSION = 1
 EXPORT, MANIFEST, REFUSED, DONE = "EXPORT.json", "MANIFEST.json", "REFUSED.json", ".done"
-QUERIES = "queries"  # name of the sample query vectors beside the towers' parameters
+QUERIES = "queries"  # name of the one array in a file of sample query vectors
 Arrays = dict[str, NDArray]
 
 
@@ -46,15 +47,17 @@ class Export:
     corpus: str
     towers: dict[str, Any]
     file: FileEntry
+    queries: FileEntry
 
     def to_json(self) -> dict[str, Any]:
-        return {"format_version": FORMAT_VERSION, **dataclasses.asdict(self), "file": self.file._asdict()}
+        files = {"file": self.file._asdict(), "queries": self.queries._asdict()}
+        return {"format_version": FORMAT_VERSION, **dataclasses.asdict(self), **files}
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any], where: str) -> Self:
         """Raises Unusable for another version and for missing or wrong entries."""
         fields = _checked(found, where, cls)
-        return cls(**fields | {"file": _entry(fields["file"], where)})
+        return cls(**fields | {name: _entry(fields[name], where) for name in ("file", "queries")})
 
 
 def export_steps(folder: Folder) -> list[int]:
@@ -77,26 +80,27 @@ def read_towers(folder: Folder, export: Export) -> tuple[Arrays, NDArray[np.floa
     """The towers' parameters by path ('document_embedder/bert/…') and the sample queries [count, width]."""
     try:
         arrays = load(folder.read_verified(export.file))
-    except (Damaged, SafetensorError) as fault:
+        queries = load(folder.read_verified(export.queries))
+        return arrays, queries[QUERIES]
+    except (Damaged, SafetensorError, KeyError) as fault:
         raise Unusable(str(fault)) from None
-    queries = arrays.pop(QUERIES)
-    return arrays, queries
 
 
 def write_export(folder: Folder, export: Mapping[str, Any], towers: Arrays, queries: NDArray[np.float32]) -> Export:
-    """Write an export, the record last. `export`: the fields of `Export` but parameters and file.
+    """Write an export, the record last. `export`: the fields of `Export` but parameters and files.
 
-    An earlier export of the step that holds the same bits stays as it is.
+    An earlier export of the step that holds the same towers stays as it is.
     """
-    data = save({name: np.ascontiguousarray(value) for name, value in sorted({**towers, QUERIES: queries}.items())})
+    data = save({name: np.ascontiguousarray(value) for name, value in sorted(towers.items())})
     fingerprint = digest(data)
     step = export["step"]
     earlier = _read_export_or_none(folder, step)
     if earlier is not None and earlier.parameters == fingerprint:
         return earlier
-    made = Export(
-        parameters=fingerprint, file=folder.put(f"exports/{step}/{fingerprint[:16]}.safetensors", data), **export
-    )
+    name = f"exports/{step}/{fingerprint[:16]}"
+    sample = folder.put(f"{name}.queries", save({QUERIES: np.ascontiguousarray(queries)}))
+    file = folder.put(f"{name}.safetensors", data)
+    made = Export(parameters=fingerprint, file=file, queries=sample, **export)
     folder.write_json(f"exports/{step}/{EXPORT}", made.to_json())
     return made
 

@@ -48,8 +48,10 @@ def build_searchers(
     return {"settings": dataclasses.asdict(settings), "shards": shards}
 
 
-def load_searcher(folder: Folder, manifest: Manifest, vectors: NDArray) -> Searcher:
-    """The searcher of a generation over its vectors. Raises Unusable."""
+def load_searcher(
+    folder: Folder, manifest: Manifest, vectors: NDArray, places: NDArray[np.int32] | None = None
+) -> Searcher:
+    """The searcher of a generation over its stored vectors. places: as of `Searcher`. Raises Unusable."""
     if manifest.searcher is None:
         raise Unusable(f"generation {manifest.generation} has no searcher; its builder needs retrieval.backend=scann")
     shards = []
@@ -59,7 +61,7 @@ def load_searcher(folder: Folder, manifest: Manifest, vectors: NDArray) -> Searc
             shards.append(load_shard(paths[0].parent, shard["first"], shard["last"]))
         except (Damaged, RuntimeError, ValueError, OSError) as fault:
             raise Unusable(f"searcher of rows {shard['first']} to {shard['last']}: {fault}") from None
-    return Searcher(tuple(shards), vectors, manifest.searcher["settings"]["budget"])
+    return Searcher(tuple(shards), vectors, manifest.searcher["settings"]["budget"], places)
 
 
 def measure(folder: Folder, manifest: Manifest, queries: NDArray[np.float32]) -> dict[str, float]:

@@ -4,23 +4,36 @@ Nothing in the run folder changes, so a run can be asked while it trains. Read n
 """
 
 import argparse
+import contextlib
 import dataclasses
 import logging
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from realm_jax.config import TASKS, task_names
 from realm_jax.console import StageProgress
 from realm_jax.errors import UserError
 from realm_jax.evaluation.predict import Candidate, Prediction
 from realm_jax.index.candidates import Index
+from realm_jax.index.generations import (
+    Unusable,
+    generation_names,
+    load_vectors,
+    read_export,
+    read_manifest,
+    read_towers,
+)
 from realm_jax.jobs.opening import recorded_config, reopen_run, set_up_jax
 from realm_jax.models.realm import Params
 from realm_jax.run import Run
+from realm_jax.storage import read_json
 from realm_jax.training.checkpoints import Gone, Saved
+from realm_jax.training.exporter import to_arrays
 from realm_jax.training.loop import check_data, saved_index, saved_params
+from realm_jax.training.refresh import shared_folder
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +76,7 @@ def open_run_to_ask(workdir: Path, data: str | None = None, overrides: dict[str,
     here = {"mesh.data": -1, "mesh.fsdp": 1, "mesh.model": 1, **{f"{n}.batch_size": jax.device_count() for n in TASKS}}
     moved = {"data.path": data} if data else {}
     run = reopen_run(workdir, here | moved | (overrides or {}))
-    check_data(run)
+    check_data(run, edited=True)
     return run
 
 
@@ -88,7 +101,8 @@ def restore(run: Run, task: str | None = None) -> Trained:
     while True:
         name, saved = _newest(run, [task] if task else names)
         try:
-            params, index = saved_params(run, name, saved, like), saved_index(run, name, saved)
+            params = saved_params(run, name, saved, like)
+            index = published_index(run, params) if is_edited(run) else saved_index(run, name, saved)
             break
         except Gone:  # the run went on and removed it; there is a newer one
             continue
@@ -97,6 +111,36 @@ def restore(run: Run, task: str | None = None) -> Trained:
     if saved.step < run.config[name].steps:
         logger.warning("task %s is not done: step %d of %d", name, saved.step, run.config[name].steps)
     return Trained(run, name, saved.step, params, index or _embed(run, params))
+
+
+def restore_towers(run: Run) -> tuple[int, Params]:
+    """The towers at the end of what was trained, and the step of REALM that they count as."""
+    name, saved = _newest(run, task_names(run.config))
+    params = saved_params(run, name, saved, jax.eval_shape(run.model.init, jax.random.key(0)))
+    return run.config.realm.steps, {tower: params[tower] for tower in run.model.embedder_names}
+
+
+def is_edited(run: Run) -> bool:
+    """Whether the corpus was edited since the run was trained."""
+    return bool(read_json(run.workdir / "data.json")["passages"] != run.sources.passages.fingerprint)
+
+
+def published_index(run: Run, params: Params) -> Index | None:
+    """The index of a generation of this version of the corpus and of the towers of `params`, if there is a good one."""
+    folder, name = shared_folder(run), run.model.embedder_names[-1]
+    tower = to_arrays({name: params[name]})
+    for generation in reversed(generation_names(folder)):
+        with contextlib.suppress(Unusable):
+            manifest = read_manifest(folder, generation)
+            if manifest is None or manifest.corpus != run.sources.passages.fingerprint:
+                continue
+            export = read_export(folder, manifest.step)
+            if export is None or export.parameters != manifest.parameters:
+                continue
+            exported, _ = read_towers(folder, export)
+            if all(np.array_equal(exported[path], value) for path, value in tower.items()):
+                return run.index(run.sources.passages.kept(load_vectors(folder, manifest)))
+    return None
 
 
 def _newest(run: Run, names: list[str]) -> tuple[str, Saved]:

@@ -111,7 +111,7 @@ class Job:
         self._options = run.config.refresh
         passages = run.sources.passages
         segments = tuple((segment.fingerprint, segment.rows) for segment in passages.segments)
-        self._corpus = Corpus(passages.fingerprint, run.sources.wordpiece.fingerprint, segments, run.read_rows)
+        self._corpus = Corpus(passages.fingerprint, run.sources.wordpiece.fingerprint, segments, run.read_stored)
         self._name = "builder" if share.process == 0 else f"builder-{share.process}"
         trainer = read_status(folder, "trainer")
         self._status = Status(trainer.run if trainer else "", stage="starting")

@@ -188,7 +188,7 @@ def nearest(run: Run, folder: Folder, manifest: Manifest, text: str, top: int) -
         raise UserError(f"generation {manifest.generation} is of another corpus than {run.config.data.path}")
     try:
         arrays, _ = read_towers(folder, export)
-        index = run.index(load_vectors(folder, manifest))
+        index = run.index(run.sources.passages.kept(load_vectors(folder, manifest)))
     except Unusable as fault:
         raise UserError(str(fault)) from None
     wordpiece, length = run.sources.wordpiece, run.config.data.query_length

@@ -31,7 +31,8 @@ def set_up_jax() -> None:
 def open_run(config: ConfigDict, workdir: Path) -> Run:
     """A validated run over its prepared folder; its config is recorded in `workdir`, or compared with the one there."""
     validate(config)
-    sources = open_sources(config.data.path)
+    recorded = read_json(workdir / "data.json") if (workdir / "data.json").is_file() else {}
+    sources = open_sources(config.data.path, recorded.get("passages"))  # a run stays with the corpus that it began with
     if "qa" in task_names(config) and not sources.questions.get("train"):
         raise UserError(f"{config.data.path}: no training questions for the task qa; prepare some, or set config.tasks")
     run = make_run(config, workdir, sources)

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from numpy.typing import NDArray
 
 from realm_jax.data.examples import masked_examples
 from realm_jax.data.pipeline import dataset
@@ -61,13 +62,7 @@ class Exporter:
             self._pending = self._pool.submit(self._write, step, copies, queries, needed)
 
     def _write(self, step: int, towers: Params, queries: jax.Array, needed: set[int]) -> None:
-        sources = self._run.sources
-        record = {
-            "step": step,
-            "tokenizer": sources.wordpiece.fingerprint,
-            "corpus": sources.passages.fingerprint,
-            "towers": tower_settings(self._run),
-        }
+        record = export_record(self._run, step)
         arrays = to_arrays(towers)
         while True:
             try:
@@ -92,6 +87,23 @@ def _snapshot(model: Realm, mesh: Mesh, towers: Params, batch: Any) -> tuple[Par
     """Copies of the towers, whole on every device, and the vectors of the sample queries."""
     queries = model.embed_queries(towers, batch["query"], batch["query_length"])
     return jax.lax.with_sharding_constraint((jax.tree.map(jnp.copy, towers), queries), replicated(mesh))
+
+
+def export_record(run: Run, step: int) -> dict[str, Any]:
+    """What an export says of itself, but for its files."""
+    sources = run.sources
+    return {
+        "step": step,
+        "tokenizer": sources.wordpiece.fingerprint,
+        "corpus": sources.passages.fingerprint,
+        "towers": tower_settings(run),
+    }
+
+
+def sample_vectors(run: Run, towers: Params) -> NDArray[np.float32]:
+    """The vectors of the sample queries [count, width]."""
+    batch = put_batch(run.mesh, sample_queries(run))
+    return np.asarray(_snapshot(run.model, run.mesh, towers, batch)[1], np.float32)
 
 
 def sample_queries(run: Run) -> dict[str, Any]:

@@ -117,10 +117,11 @@ class Follower:
         same = export is not None and export.parameters == manifest.parameters
         towers, queries = read_towers(self._folder, export) if export is not None and same else ({}, None)
         tower = self._query_tower(towers, generation)
-        vectors = load_vectors(self._folder, manifest)
+        passages, stored = self._run.sources.passages, load_vectors(self._folder, manifest)
+        vectors = passages.kept(stored)
         if self._run.searches is None:
             return Loaded(manifest, vectors, self._run.index(vectors)._replace(tower=tower), None, queries)
-        searcher = load_searcher(self._folder, manifest, vectors)
+        searcher = load_searcher(self._folder, manifest, stored, passages.places())
         return Loaded(manifest, vectors, Index(None, self._run.documents, tower), searcher, queries)
 
     def _query_tower(self, towers: Arrays, generation: str) -> Params | None:

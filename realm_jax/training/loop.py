@@ -109,11 +109,14 @@ def _check_science(run: Run, path: Path) -> None:
             )
 
 
-def check_data(run: Run) -> None:
-    """Raise UserError when tokenizer or stores are not those that the run folder's `data.json` records, if it does."""
+def check_data(run: Run, edited: bool = False) -> None:
+    """Raise UserError when tokenizer, stores or questions are not those that the run folder's `data.json` records, if
+    it does. edited: a later version of the passages will do, too."""
     path = run.workdir / "data.json"
     recorded = read_json(path) if path.is_file() else {}
     for name, fingerprint in _fingerprints(run).items():
+        if edited and name in ("passages", "pretraining") and recorded.get(name) in run.sources.passages.versions:
+            continue
         if recorded.get(name, fingerprint) != fingerprint:
             raise UserError(
                 f"{run.config.data.path}: not the data of the run: other {name} than {path} records; "

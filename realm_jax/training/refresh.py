@@ -163,7 +163,7 @@ class Adoption:
         expected: dict[str, object] = {
             "corpus": run.sources.passages.fingerprint,
             "tokenizer": run.sources.wordpiece.fingerprint,
-            "rows": run.setting.rows,
+            "rows": run.sources.passages.stored,
             "width": run.model.projection,
             "dtype": run.config.retrieval.dtype,
         }

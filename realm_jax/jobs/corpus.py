@@ -1,0 +1,115 @@
+"""`realm corpus`: add, replace or remove documents of a prepared corpus; a trained run then answers from the new text.
+
+An edit makes a new version of the passages. Runs that train stay with the version they began with; `realm ask` and
+`realm evaluate` read the newest one. With --workdir the passages that changed are embedded with the run's towers and
+published as a generation that shares everything else, without any training.
+"""
+
+import argparse
+import logging
+from collections.abc import Collection
+from pathlib import Path
+
+import numpy as np
+
+from realm_jax.corpus.build import build_store
+from realm_jax.corpus.jsonl import read_passages
+from realm_jax.corpus.store import PassageStore, remove_documents
+from realm_jax.data.sources import open_sources
+from realm_jax.errors import UserError
+from realm_jax.index.builder import Builder, Corpus, Refused
+from realm_jax.index.embed import CorpusRows
+from realm_jax.index.generations import Manifest, Unusable, write_export
+from realm_jax.jobs.answering import open_run_to_ask, restore_towers
+from realm_jax.jobs.opening import recorded_config
+from realm_jax.run import Run
+from realm_jax.storage import StorageError, only_one, read_json
+from realm_jax.text.wordpiece import WordPiece
+from realm_jax.training.exporter import export_record, sample_vectors, to_arrays
+from realm_jax.training.refresh import shared_folder
+
+logger = logging.getLogger(__name__)
+
+EXAMPLES = """examples:
+  realm corpus replace new-articles.jsonl --workdir=runs/wiki      ids that are there already get the new text
+  realm corpus add more-articles.jsonl --workdir=runs/wiki
+  realm corpus remove article-17 article-18 --workdir=runs/wiki
+  realm corpus add more-articles.jsonl --data=data                 the corpus alone; runs embed it when they are asked
+
+A line of the files is {"id": …, "title": …, "text": …}, as for `realm prepare`.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `realm corpus`."""
+    parser.epilog = EXAMPLES
+    parser.add_argument("action", choices=("add", "replace", "remove"), help="what to do")
+    parser.add_argument("what", nargs="+", metavar="FILE|ID", help="add, replace: one JSONL file; remove: document ids")
+    parser.add_argument("--workdir", metavar="DIR", help="a trained run over the corpus; publish a generation for it")
+    parser.add_argument("--data", metavar="DIR", help="the prepared folder (default: the run's)")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Edit, then embed what changed."""
+    if args.data is None and args.workdir is None:
+        raise UserError("realm corpus: name the prepared folder with --data, or a run over it with --workdir")
+    data = Path(args.data or recorded_config(Path(args.workdir)).data.path)
+    open_sources(data)  # says what is wrong with it
+    with only_one(data):
+        before = PassageStore.open(data / "passages")
+        after = edit(data, args.action, args.what)
+    print(f"{data}: {len(before):,} -> {len(after):,} passages, version {after.fingerprint[:12]}")
+    if args.workdir:
+        manifest = publish(open_run_to_ask(Path(args.workdir), args.data))
+        print(f"generation {manifest.generation}: {manifest.rows:,} stored vectors")
+
+
+def edit(data: Path, action: str, what: list[str]) -> PassageStore:
+    """Make a new version of the passages of a prepared folder."""
+    folder = data / "passages"
+    if action == "remove":
+        return remove_documents(folder, what)
+    if len(what) != 1:
+        raise UserError(f"realm corpus {action}: name one file; put the documents of several into one")
+    articles = list(read_passages(what[0]))
+    if not articles:
+        raise UserError(f"{what[0]} holds no passages")
+    replaced = _replaced(PassageStore.open(folder), [article.id for article in articles], action, what[0])
+    store, settings = PassageStore.open(folder), read_json(data / "PREPARED.json")["inputs"]["settings"]
+    build_store(
+        articles, WordPiece.load(data / "tokenizer"), folder, store.limit, settings["spans"], 1, replaces=replaced
+    )
+    return PassageStore.open(folder)
+
+
+def _replaced(store: PassageStore, documents: list[str], action: str, file: str) -> Collection[str]:
+    """The documents that are there already: all of them for `replace`, none for `add`."""
+    known = [document for document in documents if store.stored_rows_of(document)]
+    if action == "add" and known:
+        raise UserError(f"{file}: document {known[0]!r} is in the corpus already; use `realm corpus replace`")
+    missing = sorted({*documents} - {*known})
+    if action == "replace" and missing:
+        raise UserError(f"{file}: document {missing[0]!r} is not in the corpus; use `realm corpus add`")
+    return known
+
+
+def publish(run: Run) -> Manifest:
+    """A generation of the newest version of the corpus by the run's final towers; embeds only what is not there yet."""
+    folder = shared_folder(run)
+    step, towers = restore_towers(run)
+    passages = run.sources.passages
+    try:
+        queries = sample_vectors(run, towers)
+        export = write_export(folder, export_record(run, step), to_arrays(towers), queries)
+        segments = tuple((segment.fingerprint, segment.rows) for segment in passages.segments)
+
+        def embed(rows: CorpusRows) -> np.ndarray:
+            return run.embed(towers, rows=rows)
+
+        corpus = Corpus(passages.fingerprint, run.sources.wordpiece.fingerprint, segments, run.read_stored)
+        c = run.config
+        builder = Builder(folder, corpus, c.retrieval.dtype, c.refresh.chunk_rows, searches=run.searches,
+                          min_recall=c.index.min_recall)  # fmt: skip
+        return builder.build(export, embed, queries)
+    except (StorageError, Unusable, Refused) as fault:
+        raise UserError(f"{fault}; the corpus is edited, but nothing is published for the run") from None

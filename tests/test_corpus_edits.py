@@ -1,0 +1,159 @@
+"""Edited corpora: every version can be opened, a run stays with its own, and answers follow the newest text."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from quick import quick_compiler
+from tiny_run import PEOPLE, train_tiny_run, write_lines
+
+from realm_jax import cli
+from realm_jax.corpus.store import PassageStore
+from realm_jax.data.sources import open_sources
+from realm_jax.errors import UserError
+from realm_jax.index.generations import generation_names, load_vectors, read_manifest
+from realm_jax.jobs.answering import is_edited, open_run_to_ask, restore
+from realm_jax.jobs.opening import open_run
+from realm_jax.run import Run
+from realm_jax.storage import PosixFolder
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    with quick_compiler(tmp_path_factory.mktemp("compiled")):
+        yield train_tiny_run(tmp_path_factory.mktemp("trained"))
+
+
+@pytest.fixture
+def workdir(trained, tmp_path, monkeypatch):
+    """A copy of the run and its data, to be edited."""
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
+    for name in ("data", "run"):
+        shutil.copytree(trained.workdir.parent / name, tmp_path / name)
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    config["data"]["path"], config["refresh"]["chunk_rows"] = str(tmp_path / "data"), 6
+    (tmp_path / "run" / "config.json").write_text(json.dumps(config))
+    return tmp_path / "run"
+
+
+def passages(workdir):
+    return PassageStore.open(workdir.parent / "data" / "passages")
+
+
+def article(number, text):
+    return {"id": f"p{number}", "title": PEOPLE[number] if number < len(PEOPLE) else f"New {number}", "text": text}
+
+
+def corpus(workdir, action, *what):
+    return cli.main(["corpus", action, *map(str, what), f"--workdir={workdir}"])
+
+
+def test_a_replaced_document_is_in_the_newest_version_alone(workdir):
+    before = passages(workdir)
+    new = write_lines(workdir.parent / "new.jsonl", [article(3, "Ada Dahl was born in 1999. She sings.")])
+    assert corpus(workdir, "replace", new) == 0
+    after = passages(workdir)
+    assert len(after) == len(before) == 16 and after.stored == 17
+    row = after.rows_of("p3").start
+    assert "1999" in after.text(row) and row == 15
+    assert after.versions == [before.fingerprint, after.fingerprint]
+    earlier = PassageStore.open(after.folder, version=before.fingerprint)
+    assert earlier.text(earlier.rows_of("p3").start) == before.text(3)
+    assert [after.document_id(n) for n in range(16)] == [f"p{n}" for n in range(16) if n != 3] + ["p3"]
+
+
+def test_rows_of_an_edited_store_are_laid_out_as_those_of_one_made_anew(workdir):
+    special = open_sources(workdir.parent / "data").wordpiece.special
+    assert corpus(workdir, "remove", "p2", "p7") == 0
+    after = passages(workdir)
+    ids, lengths, titles = after.document_matrix(48, special)
+    whole = after.stored_matrix(48, special, 0, 16)
+    left = [n for n in range(16) if n not in (2, 7)]
+    for found, stored in zip((ids, lengths, titles), whole, strict=True):
+        np.testing.assert_array_equal(found, stored[left])
+    np.testing.assert_array_equal(after.document_matrix(48, special, slice(1, 4))[0], ids[1:4])
+    np.testing.assert_array_equal(after.lengths()[0] + after.lengths()[1] + 3, lengths)
+    assert after.documents == 14 and not after.rows_of("p2") and after.rows_of("p8") == range(6, 7)
+    assert after.places().tolist() == [0, 1, -1, 2, 3, 4, 5, -1, 6, 7, 8, 9, 10, 11, 12, 13]
+
+
+def test_only_what_changed_is_embedded(workdir, monkeypatch):
+    """The first edit embeds everything once, because no generation was there; later ones share it."""
+    embedded = []
+    embed = Run.embed
+
+    def counted(self, params, progress=None, rows=None):
+        embedded.append(16 if rows is None else len(rows.ids))
+        return embed(self, params, progress, rows)
+
+    monkeypatch.setattr(Run, "embed", counted)
+    assert corpus(workdir, "remove", "p2") == 0
+    embedded.clear()
+    new = write_lines(workdir.parent / "new.jsonl", [article(16, "New 16 is a house."), article(17, "It was built.")])
+    assert corpus(workdir, "add", new) == 0
+    assert embedded[0] == 2, "the new segment; then the rows of the self-check"
+    folder = PosixFolder(workdir)
+    first, second = (read_manifest(folder, name) for name in generation_names(folder))
+    both = sorted((first, second), key=lambda manifest: manifest.rows)
+    assert [chunk.file for chunk in both[1].chunks[:3]] == [chunk.file for chunk in both[0].chunks]
+
+
+def test_what_is_served_is_every_row_of_the_newest_version(workdir):
+    new = write_lines(workdir.parent / "new.jsonl", [article(3, "Ada Dahl was born in 1999.")])
+    assert corpus(workdir, "replace", new) == 0
+    run = open_run_to_ask(workdir)
+    assert is_edited(run)
+    opened = restore(run)
+    served = np.asarray(opened.index.vectors)[:16]
+    np.testing.assert_allclose(served, run.embed(opened.params), atol=1e-5)
+    manifest = read_manifest(PosixFolder(workdir), generation_names(PosixFolder(workdir))[0])
+    assert load_vectors(PosixFolder(workdir), manifest).shape == (17, 8)
+
+
+def test_asking_reads_the_new_text_without_embedding_anything(workdir, monkeypatch, capsys):
+    new = write_lines(workdir.parent / "new.jsonl", [article(3, "Zebra zebra zebra.")])
+    assert corpus(workdir, "replace", new) == 0
+    monkeypatch.setattr(Run, "embed", lambda *_, **__: pytest.fail("the generation holds the vectors"))
+    capsys.readouterr()
+    assert cli.main(["ask", f"--workdir={workdir}", "--json", f"When was {PEOPLE[3]} born?"]) == 0
+    found = {c["id"]: c["text"] for c in json.loads(capsys.readouterr().out)["candidates"]}
+    assert found.get("p3", "Zebra zebra zebra.") == "Zebra zebra zebra."
+
+
+def test_a_run_stays_with_the_corpus_it_began_with(workdir):
+    before = passages(workdir)
+    assert corpus(workdir, "remove", "p9") == 0
+    config = open_run_to_ask(workdir).config
+    for task in ("mlm", "ict", "realm", "qa"):
+        config[task].batch_size = {"ict": 4, "qa": 4}.get(task, config[task].batch_size)
+    config.update(json.loads((workdir / "config.json").read_text()))
+    config.mesh.data = 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("realm_jax.mesh.jax.devices", lambda: jax.local_devices()[:1])
+        run = open_run(config, workdir)
+    assert run.sources.passages.fingerprint == before.fingerprint and run.setting.rows == 16
+
+
+@pytest.mark.parametrize(
+    ("action", "what", "message"),
+    [
+        ("add", [article(3, "Again.")], "document 'p3' is in the corpus already; use `realm corpus replace`"),
+        ("replace", [article(17, "Never seen.")], "document 'p17' is not in the corpus; use `realm corpus add`"),
+        ("remove", ["p99"], "has no document 'p99'"),
+        ("remove", [f"p{n}" for n in range(16)], "nothing would be left"),
+    ],
+)
+def test_edits_that_cannot_be_are_refused_and_change_nothing(workdir, capsys, action, what, message):
+    before = passages(workdir).fingerprint
+    if action != "remove":
+        what = [write_lines(workdir.parent / "new.jsonl", what)]
+    assert corpus(workdir, action, *what) == 2
+    assert message in capsys.readouterr().err
+    assert passages(workdir).versions == [before]
+
+
+def test_a_version_that_never_was_is_named(workdir):
+    with pytest.raises(UserError, match="has no version abc"):
+        PassageStore.open(workdir.parent / "data" / "passages", version="abc")
