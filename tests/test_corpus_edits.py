@@ -79,7 +79,7 @@ def test_rows_of_an_edited_store_are_laid_out_as_those_of_one_made_anew(workdir)
     assert after.places().tolist() == [0, 1, -1, 2, 3, 4, 5, -1, 6, 7, 8, 9, 10, 11, 12, 13]
 
 
-def test_only_what_changed_is_embedded(workdir, monkeypatch):
+def test_only_what_changed_is_embedded(workdir, monkeypatch, capsys):
     """The first edit embeds everything once, because no generation was there; later ones share it."""
     embedded = []
     embed = Run.embed
@@ -89,15 +89,21 @@ def test_only_what_changed_is_embedded(workdir, monkeypatch):
         return embed(self, params, progress, rows)
 
     monkeypatch.setattr(Run, "embed", counted)
+    folder = PosixFolder(workdir)
     assert corpus(workdir, "remove", "p2") == 0
+    first = read_manifest(folder, generation_names(folder)[0])
     embedded.clear()
     new = write_lines(workdir.parent / "new.jsonl", [article(16, "New 16 is a house."), article(17, "It was built.")])
     assert corpus(workdir, "add", new) == 0
     assert embedded[0] == 2, "the new segment; then the rows of the self-check"
-    folder = PosixFolder(workdir)
-    first, second = (read_manifest(folder, name) for name in generation_names(folder))
-    both = sorted((first, second), key=lambda manifest: manifest.rows)
-    assert [chunk.file for chunk in both[1].chunks[:3]] == [chunk.file for chunk in both[0].chunks]
+    second = read_manifest(folder, [n for n in generation_names(folder) if n != first.generation][0])
+    assert [chunk.file for chunk in second.chunks[:3]] == [chunk.file for chunk in first.chunks]
+    assert read_manifest(folder, first.generation) is None, "a version in between is forgotten, not what it shares"
+    assert load_vectors(folder, second).shape == (18, 8)
+    capsys.readouterr()
+    assert cli.main(["index", "search", "New 16", f"--workdir={workdir}", "--json", "--top=15"]) == 0
+    found = {json.loads(line)["id"] for line in capsys.readouterr().out.splitlines()}
+    assert "p16" in found and "p2" not in found
 
 
 def test_what_is_served_is_every_row_of_the_newest_version(workdir):

@@ -6,6 +6,7 @@ published as a generation that shares everything else, without any training.
 """
 
 import argparse
+import contextlib
 import logging
 from collections.abc import Collection
 from pathlib import Path
@@ -19,11 +20,19 @@ from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.index.builder import Builder, Corpus, Refused
 from realm_jax.index.embed import CorpusRows
-from realm_jax.index.generations import Manifest, Unusable, write_export
+from realm_jax.index.generations import (
+    Manifest,
+    Unusable,
+    generation_names,
+    read_manifest,
+    remove_generation,
+    step_of,
+    write_export,
+)
 from realm_jax.jobs.answering import open_run_to_ask, restore_towers
 from realm_jax.jobs.opening import recorded_config
 from realm_jax.run import Run
-from realm_jax.storage import StorageError, only_one, read_json
+from realm_jax.storage import Folder, StorageError, only_one, read_json
 from realm_jax.text.wordpiece import WordPiece
 from realm_jax.training.exporter import export_record, sample_vectors, to_arrays
 from realm_jax.training.refresh import shared_folder
@@ -93,6 +102,16 @@ def _replaced(store: PassageStore, documents: list[str], action: str, file: str)
     return known
 
 
+def _forget(folder: Folder, newest: Manifest, versions: list[str]) -> None:
+    """Remove what was published for versions between the first, which runs train with, and the newest."""
+    for name in generation_names(folder):
+        if step_of(name) == newest.step and name != newest.generation:
+            with contextlib.suppress(Unusable):
+                manifest = read_manifest(folder, name)
+                if manifest is not None and manifest.corpus in versions[1:]:
+                    remove_generation(folder, name)
+
+
 def publish(run: Run) -> Manifest:
     """A generation of the newest version of the corpus by the run's final towers; embeds only what is not there yet."""
     folder = shared_folder(run)
@@ -110,6 +129,8 @@ def publish(run: Run) -> Manifest:
         c = run.config
         builder = Builder(folder, corpus, c.retrieval.dtype, c.refresh.chunk_rows, searches=run.searches,
                           min_recall=c.index.min_recall)  # fmt: skip
-        return builder.build(export, embed, queries)
+        manifest = builder.build(export, embed, queries)
+        _forget(folder, manifest, passages.versions)
+        return manifest
     except (StorageError, Unusable, Refused) as fault:
         raise UserError(f"{fault}; the corpus is edited, but nothing is published for the run") from None

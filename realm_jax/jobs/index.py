@@ -4,6 +4,7 @@ What a generation is: `realm_jax/index/generations.py`. Nothing here needs the t
 """
 
 import argparse
+import contextlib
 import json
 import time
 from pathlib import Path
@@ -168,7 +169,8 @@ def _search(folder: Folder, args: argparse.Namespace) -> int:
     """The passages nearest to a text, by the query tower that was exported with the generation."""
     opened = open_run_to_ask(Path(args.workdir))
     text = check_question(opened, " ".join(args.what))
-    manifest = _manifest(folder, args.generation) if args.generation else _newest(folder)
+    corpus = opened.sources.passages.fingerprint
+    manifest = _manifest(folder, args.generation) if args.generation else _newest(folder, corpus)
     for entry in nearest(opened, folder, manifest, text, args.top):
         if args.json:
             print(json.dumps(entry, ensure_ascii=False))
@@ -215,8 +217,14 @@ def _manifest(folder: Folder, name: str) -> Manifest:
     return manifest
 
 
-def _newest(folder: Folder) -> Manifest:
+def _newest(folder: Folder, corpus: str) -> Manifest:
+    """The newest generation of a version of the corpus."""
     for name in reversed(generation_names(folder)):
-        if refusal(folder, name) is None and (manifest := read_manifest(folder, name)) is not None:
-            return manifest
-    raise UserError(f"{folder.path('index')}: no generation is published; train with refresh.mode=async")
+        with contextlib.suppress(Unusable):
+            manifest = read_manifest(folder, name)
+            if manifest is not None and manifest.corpus == corpus and refusal(folder, name) is None:
+                return manifest
+    raise UserError(
+        f"{folder.path('index')}: no generation of the corpus as it is now; train with refresh.mode=async, or publish "
+        "one with `realm corpus`"
+    )
