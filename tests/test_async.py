@@ -3,7 +3,9 @@
 The builder runs in a thread of the test and works whenever it is told to, so that nothing depends on the clock.
 """
 
+import json
 import logging
+import shutil
 import threading
 from contextlib import contextmanager, nullcontext
 
@@ -13,6 +15,7 @@ import pytest
 from quick import quick_compiler
 from tiny_run import PEOPLE, prepare_people, tiny_config
 
+from realm_jax import cli
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.index.builder import Share
@@ -408,6 +411,25 @@ def test_a_generation_of_another_corpus_is_never_adopted(data, sturdy, tmp_path)
         manifest = read_manifest(folder, name)
         assert load_vectors(folder, manifest).shape == (16, 8)
         assert manifest.corpus == sturdy.sources.passages.fingerprint
+
+
+def test_generations_are_listed_verified_and_removed_by_hand(sturdy, tmp_path, capsys):
+    shutil.copytree(sturdy.workdir, tmp_path / "run")
+    workdir, folder = f"--workdir={tmp_path}/run", PosixFolder(tmp_path / "run")
+    assert cli.main(["index", "ls", "--json", workdir]) == 0
+    found = {entry["step"]: entry for entry in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert found[6]["state"] == "published" and found[6]["in_use"] and found[4]["pinned"]
+    assert (found[6]["rows"], found[6]["age"]) == (16, 2)
+    assert cli.main(["index", "verify", workdir]) == 0
+    name = found[6]["generation"]
+    spoil(folder, read_manifest(folder, name), "flipped")
+    assert cli.main(["index", "verify", workdir]) == 1
+    assert f"{name}: DAMAGED: " in capsys.readouterr().out
+    assert cli.main(["index", "rm", name, workdir]) == 2
+    assert "is needed by the run to go on; remove it all the same with --force" in capsys.readouterr().err
+    assert cli.main(["index", "rm", name, "--force", workdir]) == 0
+    assert name not in generation_names(folder)
+    assert cli.main(["index", "rm", name, workdir]) == 2
 
 
 def test_the_final_parameters_are_in_the_checkpoint(sturdy):

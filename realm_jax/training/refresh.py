@@ -244,6 +244,7 @@ class Adoption:
         manifest = found.manifest
         fresh = Fresh(found.index, found.vectors, manifest.step, manifest.generation, found.searcher, facts)
         self._stale_since = None
+        self._tell(self._status.step, fresh)  # before the builder removes what nobody seems to need
         return fresh
 
     def _kept_share(self, queries: NDArray[np.float32], old: Fresh, new: Loaded) -> float:
