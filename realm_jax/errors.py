@@ -1,7 +1,8 @@
 """The one exception for mistakes that the user can mend.
 
 A `UserError` carries one line: what is wrong, where (file and line, or config key), and what to do.
-The command line prints it and exits with code 2; no traceback is shown.
+The command line prints it and exits with code 2; no traceback is shown. Its subclasses, such as
+`realm_jax.storage.StorageError`, are for callers that can do something about it.
 """
 
 

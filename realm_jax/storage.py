@@ -133,11 +133,11 @@ FIRST_WAIT = 1.0  # seconds; doubled from try to try
 MARGIN = 1 << 28  # bytes that staging leaves free
 
 
-class StorageError(Exception):
+class StorageError(UserError):
     """Shared storage did not do what was asked, for a reason that may pass: full, read-only, or out of reach."""
 
 
-class Damaged(Exception):
+class Damaged(UserError):
     """A file is not what its record says; the message names it."""
 
 

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("scann", reason="ScaNN runs on Linux alone")
 
 from realm_jax.index.approximate import Searcher, Settings, exact_rows, recall, shard_ranges
-from realm_jax.index.builder import Builder, Corpus, Refused, refusal
+from realm_jax.index.builder import Builder, Corpus, Refused, forgive, refusal
 from realm_jax.index.embed import CorpusRows
 from realm_jax.index.generations import Unusable, load_vectors, read_manifest, write_export
 from realm_jax.index.searchers import load_searcher
@@ -110,6 +110,11 @@ def test_too_low_a_recall_is_refused(tmp_path):
         make(folder, poor, min_recall=0.99)
     names = folder.names("index")
     assert read_manifest(folder, names[0]) is None and not refusal(folder, names[0])["again"]
+    chunks = {path: path.stat().st_mtime_ns for path in tmp_path.glob("index/*/*.bin")}
+    forgive(folder, names[0])  # as a builder does when it starts
+    manifest = make(folder, TREES, min_recall=0.5)
+    assert {shard["leaves_searched"] for shard in manifest.searcher["shards"]} != {1}, "built with the settings of now"
+    assert {path: path.stat().st_mtime_ns for path in chunks} == chunks, "nothing is embedded again"
 
 
 def test_a_damaged_searcher_is_named(tmp_path):

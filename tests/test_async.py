@@ -7,9 +7,12 @@ import json
 import logging
 import shutil
 import threading
+import time
+from collections import deque
 from contextlib import contextmanager, nullcontext
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from quick import quick_compiler
@@ -18,7 +21,7 @@ from tiny_run import PEOPLE, prepare_people, tiny_config
 from realm_jax import cli
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
-from realm_jax.index.builder import Share
+from realm_jax.index.builder import Share, Stopped
 from realm_jax.index.generations import (
     export_steps,
     generation_names,
@@ -39,7 +42,8 @@ from realm_jax.training.exporter import to_params
 from realm_jax.training.follower import Follower
 from realm_jax.training.loop import Stop, check_workdir, restore_params, train_task
 from realm_jax.training.metrics import read_lines
-from realm_jax.training.state import make_step
+from realm_jax.training.refresh import Adoption
+from realm_jax.training.state import agreed, make_step
 
 STEPS, EVERY, AFTER = 8, 2, 1
 
@@ -98,7 +102,7 @@ def builder(run):
     def work():
         try:
             make_job(run).work(stop, None, False)
-        except loop.Preempted:
+        except (loop.Preempted, Stopped):
             pass
         except Exception as fault:
             faults.append(fault)
@@ -357,6 +361,32 @@ def test_as_soon_as_it_is_ready(data, tmp_path):
     found = adoptions(run)
     assert found[0] == (0, 0) and len(found) > 1
     assert all(index < later and index <= step for (_, index), (step, later) in zip(found, found[1:], strict=False))
+
+
+def test_processes_adopt_the_same_generation_at_the_same_step(data, tmp_path, monkeypatch):
+    """Two trainer processes, of which the second sees new generations late; none is adopted before both have it."""
+    run = open_tiny(data, tmp_path, adopt_after=-1, every=1, keep=100)
+    params, look, late = run.initial_params(), Follower._look, threading.Event()
+    words, used, adopted = deque(maxlen=2), [None, None], []
+    with builder(run), Adoption(run, "realm", list) as first, Adoption(run, "realm", list) as second:
+
+        def look_late(self):
+            if self is not second._follower or not late.is_set():
+                look(self)
+
+        monkeypatch.setattr(Follower, "_look", look_late)
+        for step in range(60):
+            late.set() if step % 10 else late.clear()
+            agreed_on = int(agreed(jnp.array(words[0]))) if len(words) == 2 else -1
+            found = [one.at(step, params, used[i], agreed_on, lambda: False) for i, one in enumerate((first, second))]
+            used = [now or before for now, before in zip(found, used, strict=True)]
+            assert used[0].generation == used[1].generation
+            if found[0] is not None:
+                adopted.append(used[0].step)
+            words.append([first.announce(), second.announce()])
+            time.sleep(0.02)
+        first.done(60)
+    assert len(adopted) > 2 and adopted == sorted({*adopted})
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from realm_jax.index.builder import Builder, Corpus, Share, Stopped, current_name, refuse
+from realm_jax.index.builder import Builder, Corpus, Share, Stopped, current_name, refusal, refuse
 from realm_jax.index.embed import CorpusRows
 from realm_jax.index.generations import (
     Status,
@@ -295,6 +295,18 @@ def test_a_manifest_that_was_cut_or_is_of_another_version_is_named(folder, publi
 def test_rows_that_are_missing_are_noticed(folder, published):
     with pytest.raises(Unusable, match="other rows than it says"):
         load_vectors(folder, dataclasses.replace(published, chunks=published.chunks[:-1]))
+
+
+def test_a_damaged_chunk_of_the_corpus_before_an_edit_is_not_shared(folder, export, published):
+    """It is found when the edited corpus is built; then the older generation is refused too."""
+    edited = dataclasses.replace(CORPUS, fingerprint="edited")
+    path = folder.root / published.chunks[1].file.name
+    path.write_bytes(path.read_bytes()[:-4])
+    again = dataclasses.replace(builder(folder), corpus=edited)
+    with pytest.raises(Unusable, match="has 76 bytes, not 80"):
+        again.build(export, embed, QUERIES)
+    assert refusal(folder, published.generation)["again"]
+    np.testing.assert_array_equal(load_vectors(folder, again.build(export, embed, QUERIES)), ALL)
 
 
 # --- Again, and away

@@ -183,11 +183,13 @@ class Builder:
     def _shared(self, export: Export, width: int) -> dict[tuple[str, int, int], FileEntry]:
         """Chunks that a published generation of the same towers has: what an edit of the corpus left as it was."""
         found: dict[tuple[str, int, int], FileEntry] = {}
+        wanted = (export.parameters, self.dtype, width)
         for other in generation_names(self.folder):
+            if step_of(other) != export.step or refusal(self.folder, other) is not None:
+                continue
             with contextlib.suppress(Unusable):
-                manifest = read_manifest(self.folder, other) if step_of(other) == export.step else None
-                same = manifest is not None and manifest.parameters == export.parameters
-                if manifest is not None and same and (manifest.dtype, manifest.width) == (self.dtype, width):
+                manifest = read_manifest(self.folder, other)
+                if manifest is not None and (manifest.parameters, manifest.dtype, manifest.width) == wanted:
                     found |= {chunk[:3]: chunk.file for chunk in manifest.chunks}
         return found
 
@@ -250,15 +252,21 @@ class Builder:
             raise Unusable(f"{self.folder.path(path)} is damaged ({fault})") from None
 
     def _self_check(self, manifest: Manifest, chunks: list[Chunk], embed: Embed) -> None:
-        """Read every chunk back, and embed a few rows a second time. A damaged chunk loses its mark, so that it is
-        embedded again. Raises Unusable."""
+        """Read every chunk back, and embed a few rows a second time.
+
+        A damaged chunk loses its mark, or the generation that it is shared with is refused, so that it is embedded
+        again. Raises Unusable.
+        """
         rows = np.linspace(0, manifest.rows - 1, min(CHECKED_ROWS, manifest.rows)).astype(np.int64)
         for chunk, listed in zip(chunks, manifest.chunks, strict=True):
             self.check()
             try:
                 vectors = read_chunk(self.folder, manifest, listed)
-            except Unusable:
+            except Unusable as fault:
                 self.folder.remove(f"{listed.file.name.removesuffix('.bin')}{DONE}")
+                home = listed.file.name.split("/")[1]
+                if home != manifest.generation:
+                    refuse(self.folder, home, str(fault), again=True)
                 raise
             sample = rows[(rows >= chunk.first) & (rows < chunk.last)]
             if not len(sample):
@@ -293,3 +301,8 @@ def refusal(folder: Folder, generation: str) -> dict | None:
 def refuse(folder: Folder, generation: str, reason: str, again: bool) -> None:
     """Say that a generation must not be served."""
     folder.write_json(f"index/{generation}/{REFUSED}", {"reason": reason, "again": again})
+
+
+def forgive(folder: Folder, generation: str) -> None:
+    """Take a refusal back: the generation goes on being built where its builder left it."""
+    folder.remove(f"index/{generation}/{REFUSED}")

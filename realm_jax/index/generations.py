@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from realm_jax.errors import UserError
 from realm_jax.storage import Damaged, FileEntry, Folder, digest
 
 FORMAT_VERSION = 1
@@ -30,7 +31,7 @@ QUERIES = "queries"  # name of the one array in a file of sample query vectors
 Arrays = dict[str, NDArray]
 
 
-class Unusable(Exception):
+class Unusable(UserError):
     """A generation or an export cannot be served: damaged, incomplete, or of something else. The message says why."""
 
 

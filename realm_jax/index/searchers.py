@@ -1,12 +1,13 @@
 """The approximate searchers of a generation, as files in a shared folder: built in shards, verified, loaded.
 
-    index/<generation>/scann/<first>-<last>-<writer>/…       what ScaNN writes for the rows first … last − 1
-    index/<generation>/scann/<first>-<last>-<writer>.done    what was chosen, and every file with size and checksum
+    index/<generation>/scann-<settings>/<first>-<last>-<writer>/…      what ScaNN writes for the rows first … last − 1
+    index/<generation>/scann-<settings>/<first>-<last>-<writer>.done   what was chosen; every file, size and checksum
 
 Shards are shared out and gone on from like chunks (`builder.py`). How they search is `approximate.py`.
 """
 
 import dataclasses
+import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 
 from realm_jax.index.approximate import Searcher, Settings, build_shard, exact_rows, load_shard, recall, shard_ranges
 from realm_jax.index.generations import DONE, Manifest, Unusable, done_marks, load_vectors, read_chunk, rows_name
-from realm_jax.storage import Damaged, FileEntry, Folder
+from realm_jax.storage import Damaged, FileEntry, Folder, digest
 
 MEASURED_QUERIES = 256
 MEASURED_DEPTH = 8  # K of the paper
@@ -28,8 +29,9 @@ def build_searchers(
     check: Callable[[], None],
 ) -> dict[str, Any]:  # fmt: skip
     """Build every shard that has no done mark; the manifest's entry of the searcher. order: of this process's work."""
-    ranges = shard_ranges(manifest.rows, settings.shard_rows)
-    home = f"index/{manifest.generation}/scann"
+    ranges, chosen = shard_ranges(manifest.rows, settings.shard_rows), dataclasses.asdict(settings)
+    key = digest(json.dumps(chosen, sort_keys=True).encode())[:6]  # builders with other settings do not meet
+    home = f"index/{manifest.generation}/scann-{key}"
     for number in order(len(ranges)):
         check()
         name = rows_name(*ranges[number])
@@ -45,7 +47,7 @@ def build_searchers(
         except Damaged as fault:
             folder.remove(path)
             raise Unusable(str(fault)) from None
-    return {"settings": dataclasses.asdict(settings), "shards": shards}
+    return {"settings": chosen, "shards": shards}
 
 
 def load_searcher(

@@ -20,7 +20,7 @@ from realm_jax.config import default, validate
 from realm_jax.console import StageProgress
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
-from realm_jax.index.builder import Builder, Corpus, Refused, Share, Stopped, current_name, refusal
+from realm_jax.index.builder import Builder, Corpus, Refused, Share, Stopped, current_name, forgive, refusal
 from realm_jax.index.embed import CorpusRows
 from realm_jax.index.generations import (
     Export,
@@ -123,6 +123,7 @@ class Job:
         """Build what is due until the trainer is done, or one generation."""
         pause = self._options.poll_seconds
         told = False
+        self._forgive()
         while True:
             try:
                 export = self._due(step)
@@ -151,6 +152,13 @@ class Job:
                     told = True
                 stop.check("what is written stays")
                 time.sleep(pause)
+
+    def _forgive(self) -> None:
+        """What an earlier builder found too bad may be good enough with the settings of this one."""
+        for name in generation_names(self._folder):
+            reason = refusal(self._folder, name)
+            if reason is not None and not reason.get("again"):
+                forgive(self._folder, name)
 
     def _due(self, step: int | None) -> Export | None:
         """The export to build next: what a restarted trainer needs, else the next or the newest, as the mode says."""

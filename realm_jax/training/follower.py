@@ -138,7 +138,7 @@ class Follower:
             try:
                 self._look()
             except StorageError as fault:
-                self._tell(f"storage: {fault}")
+                self._tell(f"storage: {fault}; training goes on with the generation it has")
             except Exception:  # a thread that died without a word would look like a builder that is late
                 logger.exception("looking for generations failed; it is tried again")
             self._wake.wait(self._poll)
@@ -161,11 +161,12 @@ class Follower:
         try:
             export = read_export(self._folder, step_of(name))
         except Unusable as fault:
-            self._tell(str(fault))
+            self._tell(f"{fault}; it is passed over")
             return None
         if export is None or current_name(self._folder, export, str(self._expected["corpus"])) != name:
             return None  # of parameters that this run never had, or found damaged before
-        if refusal(self._folder, name) is not None:
+        if (refused := refusal(self._folder, name)) is not None:
+            self._tell(f"generation {name} is refused: {refused['reason']}; start its builder with other settings")
             return None
         try:
             if read_manifest(self._folder, name) is None:
@@ -181,4 +182,4 @@ class Follower:
     def _tell(self, message: str) -> None:
         if message not in self._told:
             self._told.add(message)
-            logger.warning("%s; training goes on with the generation it has", message)
+            logger.warning(message)

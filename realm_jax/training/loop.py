@@ -174,7 +174,7 @@ def train_task(
             index = None if saved is None else _restore_index(run, task, saved, refreshes, lambda: stop.asked)
             in_flight = None if saved is None else saved.array("in_flight")
             feed = stack.enter_context(Feed(run, source, task.retrieves and hosts_search, in_flight))
-            ready: deque[jax.Array] = deque(maxlen=2)  # what every process had ready, of the last two steps
+            ready: deque[jax.Array] = deque(maxlen=2)  # the answers to what was announced at the last two steps
 
             def save(done: int, wait: bool = False) -> None:
                 entry = {"index_step": -1 if index is None else index.step, "seconds": journal.seconds}
@@ -202,7 +202,7 @@ def train_task(
                 with journal.waiting_for_data():
                     searcher, tower = (None, None) if index is None else (index.searcher, index.index.tower)
                     batch = feed.next(state.params, searcher, tower)
-                control = put_control(run.mesh, refreshes.ready)
+                control = put_control(run.mesh, refreshes.announce())
                 state, values = step_function(state, batch, None if index is None else index.index, control)
                 ready.append(values.pop("ready"))
                 done, preempted = step + 1, stop.asked

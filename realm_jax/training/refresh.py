@@ -9,6 +9,7 @@ import dataclasses
 import logging
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -73,16 +74,15 @@ class Refresh(Protocol):
     def at(self, step: int, params: Params, index: Fresh | None, agreed: int, stopping: Stopping) -> Fresh | None:
         """A fresh index to use from `step` on, or None to go on with the one in use.
 
-        agreed: export step of the newest generation that every process has ready. stopping: whether to stop waiting;
-        then the answer is None even when there is no index at all.
+        agreed: export step of the generation that every process announced two steps ago, −1 where they differed.
+        stopping: whether to stop waiting; then the answer is None even when there is no index at all.
         """
 
     def restore(self, generation: str, step: int, stopping: Stopping) -> Fresh | None:
         """The index that a checkpoint of `step` names; None when stopping."""
 
-    @property
-    def ready(self) -> int:
-        """Export step of the newest generation that this process has ready, −1 for none."""
+    def announce(self) -> int:
+        """Export step of the newest generation that this process has ready, −1 for none; called once a step."""
 
     def saved(self, step: int, generation: str) -> None:
         """A checkpoint of `step` names this generation."""
@@ -116,8 +116,6 @@ def exact_index(run: Run, fresh: Fresh) -> Index:
 class Inline:
     """The trainer embeds the corpus: at the start of a task, and for REALM every `refresh.every` steps."""
 
-    ready = -1
-
     def __init__(self, run: Run, name: str) -> None:
         self._run, self._every = run, run.config.refresh.every if name == "realm" else 0
         self._exact = name != "realm"
@@ -136,6 +134,9 @@ class Inline:
         if self._run.config.retrieval.query_params == "generation":  # a copy: the step gives its state away
             tower = jax.tree.map(jnp.copy, params[self._run.model.embedder_names[0]])
         return made(self._run, self._run.embed(params), step, tower, self._exact)
+
+    def announce(self) -> int:
+        return -1
 
     def restore(self, generation: str, step: int, stopping: Stopping) -> Fresh | None:
         raise UserError(
@@ -174,6 +175,9 @@ class Adoption:
         self._status.counter = earlier.counter if earlier else 0
         self._told_at = -STATUS_SECONDS
         self._stale_since: int | None = None
+        # What was announced at the last two steps stays loaded until the processes have answered.
+        self._announced: deque[Loaded | None] = deque(maxlen=2)
+        self._waited = 0.0
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -184,9 +188,9 @@ class Adoption:
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
 
-    @property
-    def ready(self) -> int:
+    def announce(self) -> int:
         found = self._follower.ready
+        self._announced.append(found)
         return -1 if found is None else found.manifest.step
 
     def at(self, step: int, params: Params, index: Fresh | None, agreed: int, stopping: Stopping) -> Fresh | None:
@@ -205,9 +209,10 @@ class Adoption:
             return self._adopt(found, index, time.monotonic() - began)
         if self._options.adopt_after < 0:
             self._follower.want(used + 1, step)
-            if agreed > used and self._follower.ready is not None:
-                return self._adopt(self._follower.ready, index, 0.0)
-        return self._when_stale(step, params, index, stopping)
+            if agreed > used:
+                return self._adopt(self._announced[0], index, self._waited)
+            self._when_stale(step, params, index, stopping)
+        return None
 
     def _due(self, step: int, used: int) -> int | None:
         """The next export step whose generation is adopted `adopt_after` steps later, if it is exported already.
@@ -243,7 +248,7 @@ class Adoption:
             facts["drift"] = self._kept_share(queries, index, found)
         manifest = found.manifest
         fresh = Fresh(found.index, found.vectors, manifest.step, manifest.generation, found.searcher, facts)
-        self._stale_since = None
+        self._stale_since, self._waited = None, 0.0
         self._tell(self._status.step, fresh)  # before the builder removes what nobody seems to need
         return fresh
 
@@ -257,29 +262,29 @@ class Adoption:
         scores = np.einsum("qd,qkd->qk", queries, new.vectors[rows].astype(np.float32))
         return float((np.argsort(-scores, axis=1, kind="stable")[:, :k] < k).mean())
 
-    def _when_stale(self, step: int, params: Params, index: Fresh, stopping: Stopping) -> Fresh | None:
-        """Training goes on with an old index, and says so; or waits for a newer one, for a while."""
+    def _when_stale(self, step: int, params: Params, index: Fresh, stopping: Stopping) -> None:
+        """Training goes on with an old index, and says so; or waits for a newer one, for a while.
+
+        The newer one is then adopted like any other: once every process has announced it.
+        """
         limit, age = self._options.max_age, step - index.step
-        if not limit or age <= limit:
-            return None
-        if self._stale_since == index.step:
-            return None
+        if not limit or age <= limit or self._stale_since == index.step:
+            return
         self._stale_since = index.step
         if self._options.when_stale == "wait":
             logger.warning("step %d: the index is %d steps old; waiting for a newer one", step, age)
             self._exporter.export(step, params, self._needed(index.step))
             began = time.monotonic()
             try:
-                found = self._wait(index.step + 1, step, False, stopping, "a newer generation")
-                return self._adopt(found, index, time.monotonic() - began)
+                self._wait(index.step + 1, step, False, stopping, "a newer generation")
             except UserError as fault:
                 logger.warning("%s; going on with the old index", fault)
-                return None
+            self._waited = time.monotonic() - began
+            return
         logger.warning(
             "step %d: the index is %d steps old (config.refresh.max_age=%d); is `realm build-index` running?",
             step, age, limit,
         )  # fmt: skip
-        return None
 
     def restore(self, generation: str, step: int, stopping: Stopping) -> Fresh | None:
         """The generation itself; else one built anew from its export; else the newest there is, without the promise

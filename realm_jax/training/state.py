@@ -83,8 +83,13 @@ def put_control(mesh: Mesh, ready: int) -> jax.Array:
     return jax.make_array_from_callback((mesh.size,), places, lambda part: np.full(1, ready, np.int32))
 
 
+def agreed(control: jax.Array) -> jax.Array:
+    """What all processes say, −1 where they differ: int32 scalar."""
+    return jnp.where(control.min() == control.max(), control.min(), -1)
+
+
 def make_step(run: Run, task: Task) -> Step:
-    """One optimiser step as one jitted program; the state is donated. Metric `ready`: the control word, reduced."""
+    """One optimiser step as one jitted program; the state is donated. Metric `ready`: the control words' agreement."""
     optimizer = task_optimizer(run.config, task)
     seed, purpose = run.config.seed, PURPOSES[task.name]
     dropout = run.model.bert.dropout > 0
@@ -99,7 +104,7 @@ def make_step(run: Run, task: Task) -> Step:
         updates, moments = optimizer.update(gradients, state.optimizer, state.trained)
         trained = optax.apply_updates(state.trained, updates)
         metrics["gradient_norm"] = optax.tree.norm(gradients)
-        metrics["ready"] = control.min()
+        metrics["ready"] = agreed(control)
         return State(state.step + 1, trained, state.frozen, moments), metrics
 
     shardings = state_shardings(run, task)
