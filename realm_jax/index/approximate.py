@@ -121,10 +121,13 @@ class Searcher:
                 shards.append(load_shard(Path(scratch), first, last))
         return cls(tuple(shards), vectors, settings.budget)
 
-    def search(self, queries: NDArray[np.float32], k: int) -> NDArray[np.int32]:
-        """Rows of the k largest inner products, best first, int32 [queries, k]. k ≤ budget and ≤ rows."""
+    def search(self, queries: NDArray[np.float32], k: int, searched: int | None = None) -> NDArray[np.int32]:
+        """Rows of the k largest inner products, best first, int32 [queries, k]. k ≤ budget and ≤ rows.
+
+        searched: leaves of every shard's tree to search, None for what it was built with.
+        """
         queries = as_stored(queries, self.vectors.dtype)
-        found = [_search_shard(shard, queries, min(self.budget, shard.last - shard.first)) for shard in self.shards]
+        found = [_search_shard(shard, queries, self.budget, searched) for shard in self.shards]
         rows, scores = (np.concatenate(parts, axis=1) for parts in zip(*found, strict=True))
         keep = min(self.budget, rows.shape[1])
         if keep < rows.shape[1]:
@@ -143,28 +146,37 @@ class Searcher:
         return np.take_along_axis(rows, best, axis=1).astype(np.int32)
 
 
-def _search_shard(shard: Shard, queries: NDArray[np.float32], count: int) -> tuple[NDArray, NDArray]:
-    """Rows of the corpus and ScaNN's scores, [queries, count] each; −1 where a shard returns fewer."""
-    rows, scores = shard.searcher.search_batched_parallel(queries, final_num_neighbors=count)
+def _search_shard(
+    shard: Shard, queries: NDArray[np.float32], budget: int, searched: int | None
+) -> tuple[NDArray, NDArray]:
+    """Rows of the corpus and ScaNN's scores, [queries, ≤ budget] each; −1 where a shard returns fewer."""
+    count = min(budget, shard.last - shard.first)
+    rows, scores = shard.searcher.search_batched_parallel(queries, final_num_neighbors=count, leaves_to_search=searched)
     rows = rows.astype(np.int64)
     missing = ~np.isfinite(scores) | (rows >= shard.last - shard.first)
     return np.where(missing, -1, rows + shard.first), np.where(missing, -np.inf, scores)
 
 
 def exact_rows(queries: NDArray[np.float32], vectors: NDArray, k: int) -> NDArray[np.int32]:
-    """The k rows of largest inner product by brute force on the host, best first; ties go to the lower row."""
-    queries = as_stored(queries, vectors.dtype)
-    best_scores: NDArray = np.full((len(queries), 0), -np.inf, np.float32)
-    best_rows: NDArray = np.zeros((len(queries), 0), np.int64)
-    for start in range(0, len(vectors), BLOCK):
-        block = queries @ vectors[start : start + BLOCK].astype(np.float32).T
-        keep = min(k, block.shape[1])
-        places = np.sort(np.argpartition(-block, keep - 1, axis=1)[:, :keep], axis=1)
-        best_scores = np.concatenate([best_scores, np.take_along_axis(block, places, axis=1)], axis=1)
-        best_rows = np.concatenate([best_rows, places + start], axis=1)
-        order = np.argsort(-best_scores, axis=1, kind="stable")[:, :k]
-        best_scores, best_rows = (np.take_along_axis(x, order, axis=1) for x in (best_scores, best_rows))
-    return best_rows.astype(np.int32)
+    """The k rows of largest inner product by brute force on the host, best first; ties go to the lower row. k ≤ rows.
+
+    Blocks grow with the rows that are done, so that few of a block beat what is found already.
+    """
+    queries, every = as_stored(queries, vectors.dtype), np.arange(len(queries))
+    scores: NDArray = np.full((len(queries), k), -np.inf, np.float32)
+    rows: NDArray = np.full((len(queries), k), np.iinfo(np.int32).max, np.int64)
+    start = 0
+    while start < len(vectors):
+        stop = min(len(vectors), start + min(BLOCK, max(1024, start)))
+        block = queries @ as_stored(vectors[start:stop], vectors.dtype).T
+        query, place = np.nonzero(block > scores[:, -1:])
+        owner = np.concatenate([np.repeat(every, k), query])
+        all_scores = np.concatenate([scores.ravel(), block[query, place]])
+        all_rows = np.concatenate([rows.ravel(), place + start])
+        order = np.lexsort((all_rows, -all_scores, owner))
+        best = order[np.searchsorted(owner[order], every)[:, None] + np.arange(k)]
+        scores, rows, start = all_scores[best], all_rows[best], stop
+    return rows.astype(np.int32)
 
 
 def recall(found: NDArray[np.int32], exact: NDArray[np.int32]) -> float:
