@@ -145,7 +145,7 @@ def build(workdir: Path, vectors: Enlarged, queries: NDArray[np.float32]) -> Non
         return np.concatenate([vectors[number : number + 1] for number in numbers.tolist()])
 
     corpus = Corpus("enlarged", "none", (("all", vectors.rows),), read)
-    record = {"step": 0, "tokenizer": "none", "corpus": corpus.fingerprint, "towers": {}}
+    record = {"step": 0, "tokenizer": "none", "corpus": corpus.fingerprint, "towers": {}, "index": {}}
     export = write_export(folder, record, {"none": np.zeros(1, np.float32)}, queries[:1024])
     config = default()
     builder = Builder(folder, corpus, "bfloat16", config.refresh.chunk_rows, searches=settings())

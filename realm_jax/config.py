@@ -319,6 +319,8 @@ def _check_refresh(refresh: ConfigDict) -> None:
     late = max(refresh.adopt_after, 0) + refresh.every
     fits = not refresh.max_age or refresh.mode == "inline" or refresh.max_age >= late
     _require(fits, "refresh.max_age", f"an index grows {late} steps old before the next is due; allow at least that")
+    useful = not refresh.max_age or refresh.adopt_after < 0
+    _require(useful, "refresh.max_age", "with refresh.adopt_after at least 0 training waits anyway; set it to 0")
 
 
 def joint_length(config: ConfigDict) -> int:

@@ -58,7 +58,7 @@ class Run:
 
     def index(self, vectors: NDArray) -> Index:
         """An index of host vectors [rows, projection], stored as `retrieval.dtype` and sharded by rows."""
-        return Index(self._by_rows(vectors.astype(self.config.retrieval.dtype)), self.documents)
+        return Index(self._by_rows(vectors.astype(self.config.retrieval.dtype, copy=False)), self.documents)
 
     @property
     def searches(self) -> SearchSettings | None:

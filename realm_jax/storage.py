@@ -154,6 +154,9 @@ def digest(data: bytes | memoryview) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+OBJECT_STORES = ("gs", "gcs", "s3", "s3a", "az", "abfs", "abfss", "oci", "memory")  # what is written appears whole
+
+
 class Folder(ABC):
     """A shared folder. Names are relative and have forward slashes: `index/500-1f0c/MANIFEST.json`.
 
@@ -181,8 +184,12 @@ class Folder(ABC):
 
     @abstractmethod
     def local(self, entry: FileEntry) -> Path:
-        """A verified file as one of this machine, which can be memory-mapped. Raises Damaged, or UserError if the
-        disk for staged files has no room."""
+        """A verified file as one of this machine, which can be memory-mapped. Raises Damaged, and StorageError also
+        when the disk for staged files has no room."""
+
+    @abstractmethod
+    def unstage(self, folder: str) -> None:
+        """Forget what `local` copied of a folder to this machine."""
 
     def write_json(self, name: str, value: Any) -> None:
         self.write(name, (json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
@@ -220,8 +227,17 @@ class Folder(ABC):
 
 
 def open_folder(url: str | os.PathLike[str]) -> Folder:
-    """A folder by path or URL. Raises UserError for a URL that no installed file system knows."""
-    return Bucket(str(url)) if "://" in str(url) else PosixFolder(Path(url))
+    """A folder by path or URL.
+
+    Raises UserError for a URL that no installed file system knows, and for file systems on which a file that is being
+    written can be read.
+    """
+    scheme, is_url, path = str(url).partition("://")
+    if not is_url or scheme == "file":
+        return PosixFolder(Path(path if is_url else url))
+    if scheme not in OBJECT_STORES:
+        raise UserError(f"{url}: files do not appear whole there; use one of {', '.join(OBJECT_STORES)}, or a path")
+    return Bucket(str(url))
 
 
 class PosixFolder(Folder):
@@ -237,8 +253,11 @@ class PosixFolder(Folder):
     def write(self, name: str, data: bytes | memoryview) -> None:
         with self._told(name):
             (self.root / name).parent.mkdir(parents=True, exist_ok=True)
-            with open_atomic(self.root / name) as stream:
-                stream.write(data)
+            try:
+                with open_atomic(self.root / name) as stream:
+                    stream.write(data)
+            except FileNotFoundError:
+                raise StorageError(f"{self.path(name)}: its folder was removed while it was written") from None
 
     def names(self, folder: str = "") -> list[str]:
         with self._told(folder):
@@ -257,6 +276,9 @@ class PosixFolder(Folder):
         with self._told(entry.name):
             _verify_file(path, entry, self.path(entry.name))
         return path
+
+    def unstage(self, folder: str) -> None:
+        pass
 
     @contextmanager
     def _told(self, name: str) -> Iterator[None]:
@@ -320,8 +342,7 @@ class Bucket(Folder):
 
     def local(self, entry: FileEntry) -> Path:
         """Staged once on this machine: downloaded, verified, and only then given its name."""
-        home = staging_folder() / digest(self.url.encode())[:16]
-        path = home / entry.name
+        path = self._staged(entry.name)
         if path.is_file():
             with contextlib.suppress(Damaged):
                 _verify_file(path, entry, str(path))
@@ -329,12 +350,18 @@ class Bucket(Folder):
         path.parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(path.parent).free
         if free < entry.bytes + MARGIN:
-            raise UserError(
+            raise StorageError(
                 f"{self.path(entry.name)} needs {entry.bytes + MARGIN:,} bytes of {path.parent}, which has {free:,} "
                 "free; set REALM_STAGING to a folder with more room"
             )
         write_atomic(path, self.read_verified(entry))
         return path
+
+    def unstage(self, folder: str) -> None:
+        shutil.rmtree(self._staged(folder), ignore_errors=True)
+
+    def _staged(self, name: str) -> Path:
+        return staging_folder() / digest(self.url.encode())[:16] / name
 
     def _at(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root

@@ -86,7 +86,7 @@ def make(folder, settings, min_recall=0.0):
         "corpus", "tokenizer", (("one", len(VECTORS)),),
         lambda first, last: CorpusRows(np.arange(first, last)[:, None], *[np.ones(last - first)] * 2),
     )  # fmt: skip
-    record = {"step": 1, "tokenizer": "tokenizer", "corpus": "corpus", "towers": {}}
+    record = {"step": 1, "tokenizer": "tokenizer", "corpus": "corpus", "towers": {}, "index": {}}
     export = write_export(folder, record, {"a": np.ones(1, np.float32)}, ASKED)
     builder = Builder(folder, corpus, "float32", 3000, searches=settings, min_recall=min_recall)
     return builder.build(export, lambda rows: VECTORS[rows.ids[:, 0]], ASKED)
@@ -111,7 +111,7 @@ def test_too_low_a_recall_is_refused(tmp_path):
     names = folder.names("index")
     assert read_manifest(folder, names[0]) is None and not refusal(folder, names[0])["again"]
     chunks = {path: path.stat().st_mtime_ns for path in tmp_path.glob("index/*/*.bin")}
-    forgive(folder, names[0])  # as a builder does when it starts
+    forgive(folder)  # as a builder does when it starts
     manifest = make(folder, TREES, min_recall=0.5)
     assert {shard["leaves_searched"] for shard in manifest.searcher["shards"]} != {1}, "built with the settings of now"
     assert {path: path.stat().st_mtime_ns for path in chunks} == chunks, "nothing is embedded again"

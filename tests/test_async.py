@@ -3,9 +3,7 @@
 The builder runs in a thread of the test and works whenever it is told to, so that nothing depends on the clock.
 """
 
-import json
 import logging
-import shutil
 import threading
 import time
 from collections import deque
@@ -16,18 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from quick import quick_compiler
-from tiny_run import PEOPLE, prepare_people, tiny_config
+from tiny_run import prepare_people, tiny_config
 
-from realm_jax import cli
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.index.builder import Share, Stopped
 from realm_jax.index.generations import (
     export_steps,
     generation_names,
-    load_vectors,
     read_export,
-    read_manifest,
     read_status,
     read_towers,
     remove_generation,
@@ -38,11 +33,12 @@ from realm_jax.jobs.build_index import Job, for_embedding
 from realm_jax.run import make_run
 from realm_jax.storage import PosixFolder
 from realm_jax.training import loop
+from realm_jax.training.adoption import Adoption
 from realm_jax.training.exporter import to_params
 from realm_jax.training.follower import Follower
-from realm_jax.training.loop import Stop, check_workdir, restore_params, train_task
+from realm_jax.training.loop import Stop, check_workdir, train_task
 from realm_jax.training.metrics import read_lines
-from realm_jax.training.refresh import Adoption
+from realm_jax.training.refresh import Ready
 from realm_jax.training.state import agreed, make_step
 
 STEPS, EVERY, AFTER = 8, 2, 1
@@ -156,6 +152,7 @@ def test_generations_are_adopted_at_their_steps(sturdy):
 
 def test_what_is_served_is_what_was_exported(data, tmp_path, monkeypatch):
     run, served = open_tiny(data, tmp_path), {}
+    run.config.checkpoint.every = 1
     make = loop.make_step
 
     def watched(run, task):
@@ -168,25 +165,22 @@ def test_what_is_served_is_what_was_exported(data, tmp_path, monkeypatch):
         return call
 
     monkeypatch.setattr(loop, "make_step", watched)
-    kept = []
-    remove = build_index.remove_generation
-    monkeypatch.setattr(build_index, "remove_generation", lambda *args: kept.append(args) or remove(*args))
     monkeypatch.setattr("realm_jax.training.exporter.KEPT", 100)
     with builder(run):
         train(run)
+    folder = PosixFolder(run.workdir)
+    assert read_status(folder, "trainer").pins == (4, 6)
+    left = {step_of(name) for name in generation_names(folder)}
+    assert {4, 6} <= left and 0 not in left, "nobody needs that any more"
     at = dict(adoptions(run))
     assert_served_as_exported(run, {at[step]: served[step] for step in at})
-    assert kept, "old generations are removed"
 
 
-def test_old_exports_and_generations_are_removed_but_not_what_a_restart_needs(sturdy):
-    """The checkpoints of steps 6 and 8 are kept; the generations in use then were those of steps 4 and 6."""
+def test_what_a_restart_needs_stays(sturdy):
     folder = PosixFolder(sturdy.workdir)
     pins = read_status(folder, "trainer").pins
-    assert [step_of(name) for name in pins] == [4, 6]
-    assert {2, 4, 6} <= set(export_steps(folder))
-    assert {4, 6} <= {step_of(name) for name in generation_names(folder)}
-    assert 2 not in {step_of(name) for name in generation_names(folder)}, "nobody needs it any more"
+    assert pins == (0, 2, 4, 6), "in use or due at steps 3, 6 and 8: one more stays, as a save may be cut off"
+    assert {*pins} <= set(export_steps(folder)) & {step_of(name) for name in generation_names(folder)}
 
 
 class Cut(Exception):
@@ -299,16 +293,13 @@ def test_a_builder_may_come_first_and_ends_when_the_trainer_is_done(data, tmp_pa
     assert read_status(PosixFolder(run.workdir), "trainer").done
 
 
-@pytest.mark.slow
-def test_a_run_may_be_extended_after_it_was_done(data, tmp_path):
-    short = open_tiny(data, tmp_path, steps=4)
-    with builder(short):
-        train(short)
-    longer = open_tiny(data, tmp_path, steps=4)
-    longer.config.realm.steps = STEPS
-    with builder(longer):
-        train(longer)
-    assert adoptions(longer)[-1] == (7, 6)
+def test_a_run_that_is_done_is_not_extended_and_its_builder_ends_at_once(data, sturdy, caplog):
+    """The learning rate's schedule knows the number of steps: more of them would have been another run."""
+    with pytest.raises(UserError, match=r"config.realm.steps is 20, but the run in .* has 8; set it back"):
+        open_tiny(data, sturdy.workdir, steps=20)
+    with caplog.at_level(logging.INFO):
+        make_job(sturdy).work(Stop(), None, False)
+    assert "the trainer is done" in caplog.text
 
 
 @pytest.mark.parametrize("fault", ["truncated", "flipped", "nan", "manifest"])
@@ -364,104 +355,61 @@ def test_as_soon_as_it_is_ready(data, tmp_path):
 
 
 def test_processes_adopt_the_same_generation_at_the_same_step(data, tmp_path, monkeypatch):
-    """Two trainer processes, of which the second sees new generations late; none is adopted before both have it."""
-    run = open_tiny(data, tmp_path, adopt_after=-1, every=1, keep=100)
-    params, look, late = run.initial_params(), Follower._look, threading.Event()
+    """Two trainer processes, of which the second looks for generations now and then: none is adopted before both have
+    it, although newer ones come faster than the second looks."""
+    run = open_tiny(data, tmp_path, adopt_after=-1, every=3)
+    params, look = run.initial_params(), Follower._look
     words, used, adopted = deque(maxlen=2), [None, None], []
-    with builder(run), Adoption(run, "realm", list) as first, Adoption(run, "realm", list) as second:
-
-        def look_late(self):
-            if self is not second._follower or not late.is_set():
-                look(self)
-
-        monkeypatch.setattr(Follower, "_look", look_late)
-        for step in range(60):
-            late.set() if step % 10 else late.clear()
-            agreed_on = int(agreed(jnp.array(words[0]))) if len(words) == 2 else -1
-            found = [one.at(step, params, used[i], agreed_on, lambda: False) for i, one in enumerate((first, second))]
+    with builder(run), Adoption(run, "realm", 0, {}, 1) as first, Adoption(run, "realm", 0, {}, 1) as second:
+        for step in range(90):
+            if step == 1:
+                monkeypatch.setattr(
+                    Follower, "_look", lambda follower: look(follower) if follower is first._follower else None
+                )
+            if step % 10 == 9:
+                look(second._follower)
+            heard = Ready(*agreed(jnp.array(words[0])).tolist()) if len(words) == 2 else Ready()
+            found = [one.at(step, params, used[i], heard, lambda: False) for i, one in enumerate((first, second))]
             used = [now or before for now, before in zip(found, used, strict=True)]
             assert used[0].generation == used[1].generation
             if found[0] is not None:
                 adopted.append(used[0].step)
-            words.append([first.announce(), second.announce()])
+            words.append([first.announce(step), second.announce(step)])
             time.sleep(0.02)
-        first.done(60)
     assert len(adopted) > 2 and adopted == sorted({*adopted})
 
 
 @pytest.mark.slow
 def test_an_index_that_grows_too_old_is_told_or_waited_for(data, tmp_path, caplog):
+    caplog.set_level(logging.WARNING)
     run = open_tiny(data, tmp_path / "warn", adopt_after=-1, max_age=3)
-    make_job_of_first_only(run, lambda: train(run), caplog)
+    with_first_generation_only(run, lambda: train(run))
     assert "the index is 4 steps old (config.refresh.max_age=3); is `realm build-index` running?" in caplog.text
     caplog.clear()
-    run = open_tiny(data, tmp_path / "wait", adopt_after=-1, max_age=3, when_stale="wait", wait_seconds=0.2)
-    make_job_of_first_only(run, lambda: train(run), caplog)
+    run = open_tiny(data, tmp_path / "wait", adopt_after=-1, max_age=3, when_stale="wait")
+    with_first_generation_only(run, lambda: train(run), seconds=0.2)
     assert "the index is 4 steps old; waiting for a newer one" in caplog.text
     assert "going on with the old index" in caplog.text
 
 
-def make_job_of_first_only(run, act, caplog):
-    """A builder that dies after the first generation."""
+def with_first_generation_only(run, act, seconds=60.0):
+    """`act` beside a builder that dies after the first generation; then `wait_seconds` is `seconds`."""
     folder = PosixFolder(run.workdir)
     done = threading.Event()
 
     def first():
-        job = make_job(run)
         while not done.is_set():
             if 0 in export_steps(folder) and read_export(folder, 0):
-                job.work(Stop(), 0, True)
+                make_job(run).work(Stop(), 0, True)
+                run.config.refresh.wait_seconds = seconds
                 return
+            time.sleep(0.01)
 
-    run.config.refresh.wait_seconds, seconds = 60.0, run.config.refresh.wait_seconds
     thread = threading.Thread(target=first)
     thread.start()
-    with caplog.at_level(logging.WARNING):
-        run.config.refresh.wait_seconds = max(seconds, 20.0) if seconds > 1 else seconds + 10
+    try:
         act()
-    done.set()
-    thread.join()
-
-
-def test_a_builder_of_another_corpus_is_refused(data, sturdy, tmp_path):
-    other = prepare_people(tmp_path, [f"{name} Junior" for name in PEOPLE])
-    config = for_embedding(sturdy.config)
-    config.data.path = str(other)
-    job = Job(
-        make_run(config, sturdy.workdir, open_sources(other), jax.devices()[:1]), PosixFolder(sturdy.workdir), Share()
-    )
-    with pytest.raises(UserError, match=r"exports/6 was written by a run with other (tokenizer|corpus)"):
-        job.work(Stop(), 6, True)
-
-
-def test_a_generation_of_another_corpus_is_never_adopted(data, sturdy, tmp_path):
-    """Its name follows from parameters and corpus, so that a foreign one is not even looked at."""
-    folder = PosixFolder(sturdy.workdir)
-    for name in generation_names(folder):
-        manifest = read_manifest(folder, name)
-        assert load_vectors(folder, manifest).shape == (16, 8)
-        assert manifest.corpus == sturdy.sources.passages.fingerprint
-
-
-def test_generations_are_listed_verified_and_removed_by_hand(sturdy, tmp_path, capsys):
-    shutil.copytree(sturdy.workdir, tmp_path / "run")
-    workdir, folder = f"--workdir={tmp_path}/run", PosixFolder(tmp_path / "run")
-    assert cli.main(["index", "ls", "--json", workdir]) == 0
-    found = {entry["step"]: entry for entry in map(json.loads, capsys.readouterr().out.splitlines())}
-    assert found[6]["state"] == "published" and found[6]["in_use"] and found[4]["pinned"]
-    assert (found[6]["rows"], found[6]["age"]) == (16, 2)
-    assert cli.main(["index", "verify", workdir]) == 0
-    name = found[6]["generation"]
-    spoil(folder, read_manifest(folder, name), "flipped")
-    assert cli.main(["index", "verify", workdir]) == 1
-    assert f"{name}: DAMAGED: " in capsys.readouterr().out
-    assert cli.main(["index", "rm", name, workdir]) == 2
-    assert "is needed by the run to go on; remove it all the same with --force" in capsys.readouterr().err
-    assert cli.main(["index", "rm", name, "--force", workdir]) == 0
-    assert name not in generation_names(folder)
-    assert cli.main(["index", "rm", name, workdir]) == 2
-
-
-def test_the_final_parameters_are_in_the_checkpoint(sturdy):
-    saved = restore_params(sturdy, sturdy.workdir, "realm", sturdy.initial_params())
-    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, saved), sturdy.__dict__["final"])
+    finally:
+        done.set()
+        thread.join()
+        run.config.refresh.wait_seconds = 60.0

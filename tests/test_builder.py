@@ -54,7 +54,7 @@ def export(folder):
 
 
 def make_export(folder, step, scale=1.0):
-    record = {"step": step, "tokenizer": "tokenizer", "corpus": "corpus", "towers": {"width": 8}}
+    record = {"step": step, "tokenizer": "tokenizer", "corpus": "corpus", "towers": {"width": 8}, "index": {}}
     towers = {"document_embedder/kernel": np.full((2, 2), scale, np.float32)}
     return write_export(folder, record, towers, np.ones((3, WIDTH), np.float32))
 

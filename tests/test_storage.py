@@ -159,8 +159,14 @@ def test_staging_looks_for_room_first(tmp_path, monkeypatch):
 
 
 def test_an_unknown_kind_of_url_is_refused():
+    with pytest.raises(UserError, match="sftp://host/x: files do not appear whole there; use one of gs, "):
+        open_folder("sftp://host/x")
     with pytest.raises(UserError, match="nowhere://x: .*install what opens such paths"):
-        open_folder("nowhere://x")
+        Bucket("nowhere://x")
+
+
+def test_a_file_url_is_a_path(tmp_path):
+    assert open_folder(f"file://{tmp_path}").root == tmp_path
 
 
 # --- POSIX

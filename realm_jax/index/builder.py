@@ -151,7 +151,9 @@ class Builder:
         shared = self._shared(export, width)
         self._embed_missing(name, [chunk for chunk in chunks if chunk.key not in shared], embed, width)
         embedded = time.monotonic()
-        listed = tuple(ChunkFile(*chunk.key, shared.get(chunk.key) or self._file(name, chunk)) for chunk in chunks)
+        marks = done_marks(self.folder, f"index/{name}")
+        files = [shared.get(chunk.key) or self._file(name, chunk, marks) for chunk in chunks]
+        listed = tuple(ChunkFile(*chunk.key, file) for chunk, file in zip(chunks, files, strict=True))
         manifest = Manifest(
             name, export.step, export.parameters, self.corpus.fingerprint, self.corpus.tokenizer, self.corpus.rows,
             width, self.dtype, listed, searcher=None, recall={}, seconds={},
@@ -163,8 +165,19 @@ class Builder:
         manifest = dataclasses.replace(manifest, seconds={key: round(value, 3) for key, value in times.items()})
         earlier = read_manifest(self.folder, name)  # of another process that was done first
         if earlier is None:
+            self._check_presence(manifest)
             self.folder.write_json(f"index/{name}/{MANIFEST}", manifest.to_json())
         return earlier or manifest
+
+    def _check_presence(self, manifest: Manifest) -> None:
+        """Raise Unusable when somebody removed what is about to be published."""
+        homes: dict[str, set[str]] = {}
+        for file in manifest.files:
+            home, _, name = file.name.rpartition("/")
+            if home not in homes:
+                homes[home] = {*self.folder.names(home)}
+            if name not in homes[home]:
+                raise Unusable(f"{self.folder.path(file.name)} was removed while its generation was built")
 
     def _with_searcher(self, manifest: Manifest, queries: NDArray[np.float32]) -> Manifest:
         """The manifest with the searcher's files and recall, where hosts search."""
@@ -236,13 +249,12 @@ class Builder:
         entry = self.folder.put(f"{path}.bin", raw_bytes(stored))
         self.folder.write_json(f"{path}{DONE}", entry._asdict())
 
-    def _file(self, name: str, chunk: Chunk) -> FileEntry:
+    def _file(self, name: str, chunk: Chunk, marks: dict[str, str]) -> FileEntry:
         """The file of a chunk, by its done mark.
 
         Raises Unusable, and removes the mark, when it cannot be read: the chunk is then embedded again.
         """
-        mark = done_marks(self.folder, f"index/{name}").get(chunk.name)
-        path = f"index/{name}/{mark}"
+        path = f"index/{name}/{marks.get(chunk.name)}"
         try:
             return FileEntry(**self.folder.read_json(path))
         except FileNotFoundError:
@@ -278,20 +290,25 @@ class Builder:
                 raise Unusable(f"{self.folder.path(listed.file.name)} holds vectors that are not those of its passages")
 
 
+def attempts(folder: Folder, export: Export, corpus: str) -> list[str]:
+    """The names of an export's generation: those found damaged after they were published, and the one that counts."""
+    names: list[str] = []
+    while True:
+        names.append(generation_name(export.step, export.parameters, corpus, len(names)))
+        reason = refusal(folder, names[-1])
+        if reason is None or not reason.get("again"):
+            return names
+
+
 def current_name(folder: Folder, export: Export, corpus: str) -> str:
     """The generation of an export: the first one that was not found damaged after it was published."""
-    attempt = 0
-    while (reason := refusal(folder, generation_name(export.step, export.parameters, corpus, attempt))) is not None:
-        if not reason.get("again"):
-            break
-        attempt += 1
-    return generation_name(export.step, export.parameters, corpus, attempt)
+    return attempts(folder, export, corpus)[-1]
 
 
 def refusal(folder: Folder, generation: str) -> dict | None:
     """Why a generation must not be served: {"reason", "again": whether it is worth building once more}."""
     try:
-        return folder.read_json(f"index/{generation}/{REFUSED}")
+        return folder.read_json(f"index/{generation}{REFUSED}")
     except FileNotFoundError:
         return None
     except Damaged as fault:
@@ -300,9 +317,12 @@ def refusal(folder: Folder, generation: str) -> dict | None:
 
 def refuse(folder: Folder, generation: str, reason: str, again: bool) -> None:
     """Say that a generation must not be served."""
-    folder.write_json(f"index/{generation}/{REFUSED}", {"reason": reason, "again": again})
+    folder.write_json(f"index/{generation}{REFUSED}", {"reason": reason, "again": again})
 
 
-def forgive(folder: Folder, generation: str) -> None:
-    """Take a refusal back: the generation goes on being built where its builder left it."""
-    folder.remove(f"index/{generation}/{REFUSED}")
+def forgive(folder: Folder) -> None:
+    """Take back what was refused for its settings: it goes on being built where its builder left it."""
+    for name in folder.names("index"):
+        generation = name.removesuffix(REFUSED)
+        if generation != name and not (refusal(folder, generation) or {}).get("again"):
+            folder.remove(f"index/{name}")

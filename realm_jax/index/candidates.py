@@ -70,7 +70,8 @@ class Candidates(NamedTuple):
 def retrieve(setting: Setting, params: Params, batch: Batch, index: Index, count: int) -> Candidates:
     """The `count` best passages for each masked sentence, the example's own passage left out.
 
-    Own is the same row (`own_row`, −1 for none) or a passage in which the unmasked sentence occurs. One more than
+    Own is the same row (`own_row`, −1 for none) or a passage in which the unmasked sentence occurs; no row (−1) is
+    treated alike. One more than
     `count` is searched; what is still excluded after that is marked invalid, never replaced by a second search.
     Where hosts search, `found` of the batch are the rows.
     """
@@ -81,7 +82,7 @@ def retrieve(setting: Setting, params: Params, batch: Batch, index: Index, count
         depth = min(count + 1, setting.rows)
         rows = search(setting.mesh, queries, index.vectors, setting.rows, depth, setting.search_block).rows
     found = contains(take(index, rows).ids, batch["sentence"], batch["sentence_length"])
-    own = (rows == batch["own_row"][:, None]) | found
+    own = (rows == batch["own_row"][:, None]) | found | (rows < 0)
     order = jnp.argsort(own, axis=1, stable=True)[:, :count]
     pick = partial(jnp.take_along_axis, indices=order, axis=1)
     return Candidates(pick(rows), ~pick(own), own.sum(axis=1))

@@ -4,8 +4,10 @@
     exports/<step>/<fingerprint>.queries          sample query vectors of that step, float32
     exports/<step>/EXPORT.json                    put last; without it the export does not exist
     index/<step>-<nonce>/<rows>-<writer>.bin     vectors of a chunk of rows, and a `.done` mark with size and checksum
+    index/<step>-<nonce>/scann-…/                 searchers of the hosts, if any: `searchers.py`
     index/<step>-<nonce>/MANIFEST.json            put last; without it the generation does not exist
-    jobs/trainer.json, jobs/builder.json          what each job is doing, and which generations it needs (pins)
+    index/<step>-<nonce>.refused                  why a generation must not be served; outlives it
+    jobs/trainer.json, jobs/builder.json          what each job is doing, and what it needs (pins)
 
 Nothing that a record lists is ever written again. Writing exports is `training/exporter.py`, building generations
 `builder.py`, following them `training/follower.py`. Read `Manifest` next.
@@ -26,7 +28,7 @@ from realm_jax.errors import UserError
 from realm_jax.storage import Damaged, FileEntry, Folder, digest
 
 FORMAT_VERSION = 1
-EXPORT, MANIFEST, REFUSED, DONE = "EXPORT.json", "MANIFEST.json", "REFUSED.json", ".done"
+EXPORT, MANIFEST, REFUSED, DONE = "EXPORT.json", "MANIFEST.json", ".refused", ".done"
 QUERIES = "queries"  # name of the one array in a file of sample query vectors
 Arrays = dict[str, NDArray]
 
@@ -35,18 +37,24 @@ class Unusable(UserError):
     """A generation or an export cannot be served: damaged, incomplete, or of something else. The message says why."""
 
 
+class Foreign(Unusable):
+    """Perhaps whole, but not for this run or this machine: building it again would not help."""
+
+
 # --- Exports ----------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Export:
-    """What EXPORT.json says. parameters: fingerprint of the towers; towers: the config section they are made from."""
+    """What EXPORT.json says. parameters: fingerprint of the towers; towers: the config section they are made from;
+    index: how the run wants its vectors stored and searched."""
 
     step: int
     parameters: str
     tokenizer: str
     corpus: str
     towers: dict[str, Any]
+    index: dict[str, Any]
     file: FileEntry
     queries: FileEntry
 
@@ -90,12 +98,12 @@ def read_towers(folder: Folder, export: Export) -> tuple[Arrays, NDArray[np.floa
 def write_export(folder: Folder, export: Mapping[str, Any], towers: Arrays, queries: NDArray[np.float32]) -> Export:
     """Write an export, the record last. `export`: the fields of `Export` but parameters and files.
 
-    An earlier export of the step that holds the same towers stays as it is.
+    An earlier export of the step that holds the same towers stays as it is, if it is sound.
     """
     data = save({name: np.ascontiguousarray(value) for name, value in sorted(towers.items())})
     fingerprint = digest(data)
     step = export["step"]
-    earlier = _read_export_or_none(folder, step)
+    earlier = _sound_export(folder, step)
     if earlier is not None and earlier.parameters == fingerprint:
         return earlier
     name = f"exports/{step}/{fingerprint[:16]}"
@@ -107,14 +115,20 @@ def write_export(folder: Folder, export: Mapping[str, Any], towers: Arrays, quer
 
 
 def remove_export(folder: Folder, step: int) -> None:
-    """The record first, so that nobody takes a half-removed export for a whole one."""
+    """The record first, so that nobody takes a half-removed export for a whole one; what was refused of it last."""
     folder.remove(f"exports/{step}/{EXPORT}")
     folder.remove(f"exports/{step}")
+    for name in folder.names("index"):
+        if name.endswith(REFUSED) and name.startswith(f"{step}-"):
+            folder.remove(f"index/{name}")
 
 
-def _read_export_or_none(folder: Folder, step: int) -> Export | None:
+def _sound_export(folder: Folder, step: int) -> Export | None:
     try:
-        return read_export(folder, step)
+        export = read_export(folder, step)
+        if export is not None:
+            read_towers(folder, export)
+        return export
     except Unusable:
         return None
 
@@ -307,7 +321,7 @@ class Status:
     """What a job says of itself, in jobs/<job>.json.
 
     run: id of the run, the same over restarts. counter: grows while the job is alive; nobody compares clocks. index:
-    export step of the generation in use, −1 for none. pins: generations that must stay.
+    export step of the generation in use, −1 for none. pins: export steps whose generations must stay.
     """
 
     run: str
@@ -316,7 +330,7 @@ class Status:
     counter: int = 0
     done: bool = False
     index: int = -1
-    pins: tuple[str, ...] = ()
+    pins: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return {"format_version": FORMAT_VERSION, **dataclasses.asdict(self)}

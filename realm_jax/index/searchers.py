@@ -17,7 +17,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.index.approximate import Searcher, Settings, build_shard, exact_rows, load_shard, recall, shard_ranges
-from realm_jax.index.generations import DONE, Manifest, Unusable, done_marks, load_vectors, read_chunk, rows_name
+from realm_jax.index.generations import (
+    DONE,
+    Foreign,
+    Manifest,
+    Unusable,
+    done_marks,
+    load_vectors,
+    read_chunk,
+    rows_name,
+)
 from realm_jax.storage import Damaged, FileEntry, Folder, digest
 
 MEASURED_QUERIES = 256
@@ -55,14 +64,17 @@ def load_searcher(
 ) -> Searcher:
     """The searcher of a generation over its stored vectors. places: as of `Searcher`. Raises Unusable."""
     if manifest.searcher is None:
-        raise Unusable(f"generation {manifest.generation} has no searcher; its builder needs retrieval.backend=scann")
+        raise Foreign(f"generation {manifest.generation} has no searcher; its builder needs retrieval.backend=scann")
     shards = []
     for shard in manifest.searcher["shards"]:
         try:
             paths = [folder.local(FileEntry(**file)) for file in shard["files"]]
             shards.append(load_shard(paths[0].parent, shard["first"], shard["last"]))
-        except (Damaged, RuntimeError, ValueError, OSError) as fault:
+        except Damaged as fault:
             raise Unusable(f"searcher of rows {shard['first']} to {shard['last']}: {fault}") from None
+        except (RuntimeError, ValueError, OSError) as fault:  # its files are sound
+            where = f"searcher of rows {shard['first']} to {shard['last']}"
+            raise Foreign(f"{where} cannot be loaded here: {fault}") from None
     return Searcher(tuple(shards), vectors, manifest.searcher["settings"]["budget"], places)
 
 

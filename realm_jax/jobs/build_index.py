@@ -40,8 +40,8 @@ from realm_jax.index.generations import (
 from realm_jax.jobs.flags import add_config_argument, load_config
 from realm_jax.jobs.opening import recorded_config, set_up_jax
 from realm_jax.run import Run, make_run
-from realm_jax.storage import Folder, StorageError, make_folder
-from realm_jax.training.exporter import to_params, tower_settings
+from realm_jax.storage import Folder, StorageError, make_folder, read_json
+from realm_jax.training.exporter import index_settings, to_params, tower_settings
 from realm_jax.training.loop import Preempted, Stop
 from realm_jax.training.refresh import shared_folder
 
@@ -78,7 +78,8 @@ def run(args: argparse.Namespace) -> int:
     validate(config)
     make_folder(Path(args.workdir), "--workdir")
     set_up_jax()
-    opened = make_run(for_embedding(config), Path(args.workdir), open_sources(config.data.path), jax.local_devices())
+    sources = open_sources(config.data.path, recorded_corpus(Path(args.workdir)))
+    opened = make_run(for_embedding(config), Path(args.workdir), sources, jax.local_devices())
     job = Job(opened, shared_folder(opened), Share(args.process, args.processes))
     try:
         with Stop() as stop:
@@ -92,6 +93,12 @@ def run(args: argparse.Namespace) -> int:
 def _recorded_or_default(workdir: Path) -> ConfigDict:
     """The config of the run that is there already, so that the builder of a run needs its folder alone."""
     return recorded_config(workdir) if (workdir / "config.json").is_file() else default()
+
+
+def recorded_corpus(workdir: Path) -> str | None:
+    """The version of the corpus that the run began with, if it has begun: it stays with it whatever is edited."""
+    path = workdir / "data.json"
+    return read_json(path).get("passages") if path.is_file() else None
 
 
 def for_embedding(config: ConfigDict) -> ConfigDict:
@@ -116,25 +123,21 @@ class Job:
         trainer = read_status(folder, "trainer")
         self._status = Status(trainer.run if trainer else "", stage="starting")
         self._seen: tuple[str, int] | None = None if trainer is None else (trainer.run, trainer.counter)
-        self._moved = False  # whether the trainer gave a sign of life since this process started
+        self._damaged: set[int] = set()  # steps whose export was found damaged
         self._quiet_since = time.monotonic()
 
     def work(self, stop: Stop, step: int | None, once: bool) -> None:
         """Build what is due until the trainer is done, or one generation."""
         pause = self._options.poll_seconds
         told = False
-        self._forgive()
+        forgive(self._folder)  # what an earlier builder found too bad may be good enough with the settings of this one
         while True:
             try:
-                export = self._due(step)
+                export = self._only(step) if once else self._due()
                 if export is not None:
                     self._build(export, stop)
                     pause, told = self._options.poll_seconds, False
-                if once and (export is not None or step is None):
-                    if export is None:
-                        raise UserError(f"{self._folder.path('exports')}: nothing to build; start the trainer first")
-                    return
-                if export is None and self._ended():
+                if once or (export is None and self._ended()):
                     return
                 self._tell("waiting" if export is None else "building", -1)
             except Refused as fault:
@@ -150,34 +153,48 @@ class Job:
                 if not told:
                     logger.info("waiting for exports in %s", self._folder.path("exports"))
                     told = True
-                stop.check("what is written stays")
-                time.sleep(pause)
+                self._pause(pause, stop)
 
-    def _forgive(self) -> None:
-        """What an earlier builder found too bad may be good enough with the settings of this one."""
-        for name in generation_names(self._folder):
-            reason = refusal(self._folder, name)
-            if reason is not None and not reason.get("again"):
-                forgive(self._folder, name)
+    def _pause(self, seconds: float, stop: Stop) -> None:
+        until = time.monotonic() + seconds
+        while True:
+            stop.check("what is written stays")
+            if (left := until - time.monotonic()) <= 0:
+                return
+            time.sleep(min(left, 1.0))
 
-    def _due(self, step: int | None) -> Export | None:
-        """The export to build next: what a restarted trainer needs, else the next or the newest, as the mode says."""
-        if step is not None:
-            export = read_export(self._folder, step)
-            if export is None:
-                raise UserError(f"{self._folder.path(f'exports/{step}')}: there is no export of step {step}")
-            return self._checked(export)
-        trainer = read_status(self._folder, "trainer")
-        pinned = [step_of(name) for name in trainer.pins] if trainer else []
-        steps = [s for s in export_steps(self._folder) if s >= (trainer.index if trainer else 0) or s in pinned]
-        newest_first = self._options.adopt_after < 0
-        for candidate in sorted(steps, key=lambda s: (s not in pinned, -s if newest_first else s)):
+    def _only(self, step: int | None) -> Export:
+        """The export of a step, or the newest one."""
+        steps = [step] if step is not None else reversed(export_steps(self._folder))
+        for candidate in steps:
             export = read_export(self._folder, candidate)
+            if export is not None:
+                return self._checked(export)
+        what = "nothing to build" if step is None else f"there is no export of step {step}"
+        raise UserError(f"{self._folder.path('exports')}: {what}; start the trainer first")
+
+    def _due(self) -> Export | None:
+        """The export to build next: what a restarted trainer needs, else the next or the newest, as the mode says."""
+        trainer = read_status(self._folder, "trainer")
+        pinned, used = (trainer.pins, trainer.index) if trainer else ((), 0)
+        steps = [step for step in export_steps(self._folder) if step >= used or step in pinned]
+        newest_first = self._options.adopt_after < 0
+        for candidate in sorted(steps, key=lambda step: (step not in pinned, -step if newest_first else step)):
+            export = self._sound(candidate)
             if export is not None and self._missing(export):
                 return self._checked(export)
             if newest_first and export is not None and candidate not in pinned:
                 return None  # the newest one is built; older ones are of no use any more
         return None
+
+    def _sound(self, step: int) -> Export | None:
+        try:
+            return read_export(self._folder, step)
+        except Unusable as fault:  # the trainer may write it again; others wait behind it
+            if step not in self._damaged:
+                logger.warning("%s; it is passed over", fault)
+            self._damaged.add(step)
+            return None
 
     def _missing(self, export: Export) -> bool:
         name = current_name(self._folder, export, self._corpus.fingerprint)
@@ -189,12 +206,13 @@ class Job:
             "tokenizer": self._corpus.tokenizer,
             "corpus": self._corpus.fingerprint,
             "towers": tower_settings(self._run),
+            "index": index_settings(self._run),
         }
         for name, value in expected.items():
             if getattr(export, name) != value:
                 raise UserError(
                     f"{self._folder.path(f'exports/{export.step}')} was written by a run with other {name}; give this "
-                    "command the trainer's --config and config.data.path"
+                    "command the trainer's --config and config.data.path, and start it again"
                 )
         return export
 
@@ -225,13 +243,16 @@ class Job:
         self._retain(manifest)
 
     def _retain(self, newest: Manifest) -> None:
-        """Remove generations that nobody needs: all but the newest few, those pinned, and those being built."""
+        """Remove generations that nobody needs: all but the newest few, the one in use, those pinned, and those that
+        will be adopted at their steps."""
         trainer = read_status(self._folder, "trainer")
-        pins = {*trainer.pins} if trainer else set()
-        in_use = trainer.index if trainer else -1
+        if trainer is None:
+            return
+        last = newest.step if self._options.adopt_after < 0 else trainer.index
         names = [name for name in generation_names(self._folder) if step_of(name) <= newest.step]
         for name in names[: -self._options.keep]:
-            if name not in pins and step_of(name) != in_use and name != newest.generation:
+            step = step_of(name)
+            if step <= last and step not in (*trainer.pins, trainer.index) and name != newest.generation:
                 remove_generation(self._folder, name)
 
     def _ended(self) -> bool:
@@ -239,10 +260,8 @@ class Job:
         trainer = read_status(self._folder, "trainer")
         now = None if trainer is None else (trainer.run, trainer.counter)
         if now != self._seen:
-            self._seen, self._moved, self._quiet_since = now, True, time.monotonic()
-        finished = trainer is not None and trainer.done
-        # A run that was done before this process came may be about to be extended: then only silence ends the builder.
-        if trainer is not None and finished and (self._moved or trainer.step >= self._run.config.realm.steps):
+            self._seen, self._quiet_since = now, time.monotonic()
+        if trainer is not None and trainer.done:
             logger.info("the trainer is done")
             return True
         if time.monotonic() - self._quiet_since > self._options.idle_exit:
@@ -251,7 +270,7 @@ class Job:
         return False
 
     def _tell(self, stage: str, step: int) -> None:
-        """A sign of life for the trainer and for people, when something changed or at most every few seconds."""
+        """For people: what this process does, when that changed."""
         changed = dataclasses.replace(self._status, stage=stage, step=step)
         if changed != self._status:
             changed.counter += 1

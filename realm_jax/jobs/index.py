@@ -34,7 +34,7 @@ from realm_jax.index.generations import (
 from realm_jax.jobs.answering import check_question, open_run_to_ask
 from realm_jax.jobs.opening import recorded_config
 from realm_jax.run import Run
-from realm_jax.storage import Folder, StorageError, open_folder
+from realm_jax.storage import Folder, open_folder
 from realm_jax.training.exporter import to_params
 
 EXAMPLES = """examples:
@@ -60,16 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exit code 1 when `verify` finds damage."""
     folder = _folder(Path(args.workdir))
-    try:
-        if args.action == "ls":
-            return _list(folder, args.json)
-        if args.action == "verify":
-            return _verify(folder, args.what)
-        if args.action == "rm":
-            return _remove(folder, args.what, args.force)
-        return _search(folder, args)
-    except StorageError as fault:
-        raise UserError(str(fault)) from None
+    if args.action == "ls":
+        return _list(folder, args.json)
+    if args.action == "verify":
+        return _verify(folder, args.what)
+    if args.action == "rm":
+        return _remove(folder, args.what, args.force)
+    return _search(folder, args)
 
 
 def _folder(workdir: Path) -> Folder:
@@ -100,7 +97,7 @@ def describe(folder: Folder, name: str) -> dict[str, Any]:
             "seconds": sum(manifest.seconds.values()),
         }
     found["in_use"] = trainer is not None and trainer.index == step_of(name)
-    found["pinned"] = trainer is not None and name in trainer.pins
+    found["pinned"] = trainer is not None and step_of(name) in trainer.pins
     return found
 
 
@@ -188,11 +185,8 @@ def nearest(run: Run, folder: Folder, manifest: Manifest, text: str, top: int) -
         )
     if manifest.corpus != run.sources.passages.fingerprint:
         raise UserError(f"generation {manifest.generation} is of another corpus than {run.config.data.path}")
-    try:
-        arrays, _ = read_towers(folder, export)
-        index = run.index(run.sources.passages.kept(load_vectors(folder, manifest)))
-    except Unusable as fault:
-        raise UserError(str(fault)) from None
+    arrays, _ = read_towers(folder, export)
+    index = run.index(run.sources.passages.kept(load_vectors(folder, manifest)))
     wordpiece, length = run.sources.wordpiece, run.config.data.query_length
     ids = [wordpiece.cls_id, *wordpiece.encode(text).ids, wordpiece.sep_id]
     query = np.full((1, length), wordpiece.pad_id, np.int32)
@@ -208,10 +202,7 @@ def nearest(run: Run, folder: Folder, manifest: Manifest, text: str, top: int) -
 
 
 def _manifest(folder: Folder, name: str) -> Manifest:
-    try:
-        manifest = read_manifest(folder, name)
-    except Unusable as fault:
-        raise UserError(str(fault)) from None
+    manifest = read_manifest(folder, name)
     if manifest is None:
         raise UserError(f"{folder.path('index')}: there is no generation {name}; `realm index ls` lists them")
     return manifest

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 DEFAULT_WORKDIR = "realm-quickstart"
 ENTITIES = 3200
 VOCABULARY = 2000
+USER_ERROR = 2  # exit code that starting again does not mend
+LONGEST_PAUSE = 60.0  # seconds between two starts of a builder that fails
 SETTINGS = "settings.json"  # of the encyclopedia, beside its files
 EXAMPLES = """examples:
   realm quickstart
@@ -87,12 +89,15 @@ def builder_beside(workdir: Path) -> Iterator[None]:
         running = [start()]
 
         def watch() -> None:
-            while not over.wait(1.0):
-                if running[-1].poll() not in (None, 0):
-                    logger.warning(
-                        "the builder ended with %s; starting it again (%s)", running[-1].returncode, log.name
-                    )
-                    running.append(start())
+            pause = 1.0
+            while not over.wait(pause):
+                code = running[0].poll()
+                if code == USER_ERROR:
+                    logger.error("the builder cannot work: %s says why; training waits for it in vain", log.name)
+                    return
+                if code not in (None, 0):
+                    logger.warning("the builder ended with %s; starting it again (%s)", code, log.name)
+                    running[0], pause = start(), min(2 * pause, LONGEST_PAUSE)
 
         watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()
@@ -101,11 +106,11 @@ def builder_beside(workdir: Path) -> Iterator[None]:
         finally:
             over.set()
             watcher.join()
-            running[-1].terminate()
+            running[0].terminate()
             try:
-                running[-1].wait(30)
+                running[0].wait(30)
             except subprocess.TimeoutExpired:
-                running[-1].kill()
+                running[0].kill()
 
 
 def make_data(workdir: Path, entities: int, seed: int) -> None:

@@ -46,14 +46,14 @@ class Checkpoints:
         newest = self._checkpointer.latest
         return None if newest is None else newest.step
 
-    def generations(self) -> list[str]:
-        """The index generations that the checkpoints under the folder name."""
-        steps = [entry for entry in self._folder.absolute().glob("*") if entry.name.isdigit()]
-        found = []
-        for entry in steps:
-            with contextlib.suppress(Gone, UserError):
-                found.append(Saved(entry).record.get("generation"))
-        return [name for name in found if name]
+    def generations(self) -> dict[int, str]:
+        """Step → index generation of the checkpoints under the folder, '' for an index of the trainer's own."""
+        found = {}
+        for entry in self._folder.absolute().glob("*"):
+            if entry.name.isdigit():
+                with contextlib.suppress(Gone, UserError):
+                    found[int(entry.name)] = Saved(entry).record.get("generation") or ""
+        return found
 
     def save(self, step: int, state: Any, index: dict[str, Any], record: dict[str, Any], wait: bool = False) -> None:
         """Save in the background; a save that is still running is finished first.

@@ -4,8 +4,10 @@ The step's parameters are copied on the devices, which takes one small program; 
 work. What an export is: `index/generations.py`. Read next: `follower.py`, the way back.
 """
 
+import contextlib
 import logging
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, Self
@@ -29,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 SAMPLES = 1024  # query vectors of an export, with which a builder measures its searcher
 KEPT = 3  # newest exports that stay, beside those in use
-RETRY_SECONDS = 5.0
+RETRY_SECONDS, POLL_SECONDS = 5.0, 0.2
 
 
 class Exporter:
@@ -44,22 +46,33 @@ class Exporter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            self._closing.set()
+    def __exit__(self, *_: object) -> None:
+        self._closing.set()
         self._pool.shutdown(wait=True)
 
-    def export(self, step: int, params: Params, needed: set[int]) -> None:
-        """Export the towers of `step`; waits for an earlier export that is still being written.
+    def export(self, step: int, params: Params, needed: set[int], stopping: Callable[[], bool], wait: bool) -> None:
+        """Export the towers of `step`.
 
-        needed: steps whose exports must stay. Old ones are removed afterwards.
+        needed: steps whose exports must stay; old ones are removed afterwards. wait: for an earlier export that is
+        still being written, unless `stopping`; otherwise this one is left out.
         """
-        if self._pending is not None:
-            self._pending.result()
+        while not self.flush(POLL_SECONDS):
+            if not wait:
+                logger.warning("the export of step %d is left out: an earlier one is still being written", step)
+            if not wait or stopping():
+                return
         towers = {name: params[name] for name in self._run.model.embedder_names}
         copies, queries = _snapshot(self._run.model, self._run.mesh, towers, self._batch)
         if jax.process_index() == 0:
             self._pending = self._pool.submit(self._write, step, copies, queries, needed)
+
+    def flush(self, seconds: float) -> bool:
+        """Whether everything is written, at once or within some seconds."""
+        if self._pending is None:
+            return True
+        with contextlib.suppress(TimeoutError):
+            self._pending.result(seconds)
+        return self._pending.done()
 
     def _write(self, step: int, towers: Params, queries: jax.Array, needed: set[int]) -> None:
         record = export_record(self._run, step)
@@ -72,6 +85,7 @@ class Exporter:
             except StorageError as fault:
                 logger.warning("the export of step %d is not written yet: %s", step, fault)
                 if self._closing.wait(RETRY_SECONDS):
+                    logger.warning("the export of step %d is given up", step)
                     return
 
     def _remove_old(self, needed: set[int]) -> None:
@@ -97,6 +111,7 @@ def export_record(run: Run, step: int) -> dict[str, Any]:
         "tokenizer": sources.wordpiece.fingerprint,
         "corpus": sources.passages.fingerprint,
         "towers": tower_settings(run),
+        "index": index_settings(run),
     }
 
 
@@ -112,6 +127,11 @@ def sample_queries(run: Run) -> dict[str, Any]:
     examples = masked_examples(sources.pretraining, sources.wordpiece, run.lengths, "salient", sources.own_text)
     batch = dataset(examples, run.config.seed, "sample", SAMPLES + -SAMPLES % run.mesh.size)[0]
     return {name: batch[name] for name in ("query", "query_length")}
+
+
+def index_settings(run: Run) -> dict[str, Any]:
+    """What a generation of this run has to be: how vectors are stored, and whether hosts search them."""
+    return {name: run.config.retrieval[name] for name in ("dtype", "backend")}
 
 
 def tower_settings(run: Run) -> dict[str, Any]:

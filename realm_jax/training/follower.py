@@ -22,6 +22,7 @@ from realm_jax.index.candidates import Index
 from realm_jax.index.generations import (
     MANIFEST,
     Arrays,
+    Foreign,
     Manifest,
     Unusable,
     generation_names,
@@ -42,10 +43,13 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """A verified generation on the devices, with its export's sample queries [count, width] if they are there."""
+    """A verified generation, with its export's sample queries [count, width] if they are there.
+
+    vectors: on the host, where hosts search; index: on the devices.
+    """
 
     manifest: Manifest
-    vectors: NDArray
+    vectors: NDArray | None
     index: Index
     searcher: Searcher | None
     queries: NDArray[np.float32] | None
@@ -71,6 +75,7 @@ class Follower:
         self._wanted = Wanted(0, -1)
         self._ready: Loaded | None = None
         self._told: set[str] = set()
+        self.gone: set[int] = set()  # export steps whose generation, or its export, was wanted but not there
         self._lock, self._wake, self._closed = threading.Lock(), threading.Event(), False
         self._thread = threading.Thread(target=self._follow, name="follower", daemon=True)
 
@@ -108,28 +113,36 @@ class Follower:
         """A generation by name. Raises Unusable, StorageError."""
         manifest = read_manifest(self._folder, generation)
         if manifest is None:
-            raise Unusable(f"{self._folder.path('index/' + generation)} is not there")
+            raise Foreign(f"{self._folder.path('index/' + generation)} is not there")
         for name, value in self._expected.items():
             found = getattr(manifest, name)
             if found != value:
-                raise Unusable(f"{self._folder.path('index/' + generation)}: its {name} is {found}, not {value}")
-        export = read_export(self._folder, manifest.step)
-        same = export is not None and export.parameters == manifest.parameters
-        towers, queries = read_towers(self._folder, export) if export is not None and same else ({}, None)
+                raise Foreign(f"{self._folder.path('index/' + generation)}: its {name} is {found}, not {value}")
+        towers, queries = self._exported(manifest)
         tower = self._query_tower(towers, generation)
         passages, stored = self._run.sources.passages, load_vectors(self._folder, manifest)
         vectors = passages.kept(stored)
         if self._run.searches is None:
-            return Loaded(manifest, vectors, self._run.index(vectors)._replace(tower=tower), None, queries)
+            return Loaded(manifest, None, self._run.index(vectors)._replace(tower=tower), None, queries)
         searcher = load_searcher(self._folder, manifest, stored, passages.places())
         return Loaded(manifest, vectors, Index(None, self._run.documents, tower), searcher, queries)
+
+    def _exported(self, manifest: Manifest) -> tuple[Arrays, NDArray[np.float32] | None]:
+        """Towers and sample queries of a generation's export, if it is still there."""
+        try:
+            export = read_export(self._folder, manifest.step)
+            same = export is not None and export.parameters == manifest.parameters
+            return read_towers(self._folder, export) if export is not None and same else ({}, None)
+        except Unusable as fault:
+            self._tell(f"{fault}; generation {manifest.generation} is used without its export")
+            return {}, None
 
     def _query_tower(self, towers: Arrays, generation: str) -> Params | None:
         """The query embedder of a generation's export, where `retrieval.query_params` says that it searches."""
         if self._run.config.retrieval.query_params == "current":
             return None
         if not towers:
-            raise Unusable(f"the export of generation {generation} is gone, with the query tower that searches it")
+            raise Foreign(f"the export of generation {generation} is gone, with the query tower that searches it")
         name = self._run.model.embedder_names[0]
         return jax.device_put(to_params(towers)[name], self._run.param_shardings[name])
 
@@ -147,7 +160,10 @@ class Follower:
     def _look(self) -> None:
         with self._lock:
             wanted, have = self._wanted, self._ready.manifest.step if self._ready else -1
-        names = [name for name in generation_names(self._folder) if step_of(name) in wanted and step_of(name) > have]
+        names = [name for name in generation_names(self._folder) if step_of(name) in wanted]
+        if wanted.exactly and not names:
+            self.gone.add(wanted.last)
+        names = [name for name in names if step_of(name) > have]
         for name in reversed(names):
             loaded = self._try(name)
             if loaded is not None:
@@ -163,7 +179,10 @@ class Follower:
         except Unusable as fault:
             self._tell(f"{fault}; it is passed over")
             return None
-        if export is None or current_name(self._folder, export, str(self._expected["corpus"])) != name:
+        if export is None:
+            self.gone.add(step_of(name))
+            return None
+        if current_name(self._folder, export, str(self._expected["corpus"])) != name:
             return None  # of parameters that this run never had, or found damaged before
         if (refused := refusal(self._folder, name)) is not None:
             self._tell(f"generation {name} is refused: {refused['reason']}; start its builder with other settings")
@@ -172,6 +191,9 @@ class Follower:
             if read_manifest(self._folder, name) is None:
                 return None
             return self.load(name)
+        except Foreign as fault:
+            self._tell(f"{fault}; it is passed over")
+            return None
         except Unusable as fault:
             if MANIFEST not in self._folder.names(f"index/{name}"):  # removed while it was read
                 return None

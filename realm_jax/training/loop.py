@@ -17,8 +17,9 @@ from types import FrameType
 from typing import Any
 
 import jax
+import numpy as np
 
-from realm_jax.config import completed, science
+from realm_jax.config import completed, science, task_names
 from realm_jax.data import examples as make
 from realm_jax.data.examples import Examples
 from realm_jax.data.pipeline import batches
@@ -27,10 +28,12 @@ from realm_jax.index.candidates import Index
 from realm_jax.models.realm import Params
 from realm_jax.run import Run
 from realm_jax.storage import read_json, write_json_atomic
+from realm_jax.training.adoption import Adoption
 from realm_jax.training.checkpoints import Checkpoints, Saved, differences, environment
 from realm_jax.training.feed import Feed
 from realm_jax.training.journal import Journal, fetch
-from realm_jax.training.refresh import Adoption, Fresh, Inline, Refresh, exact_index, made
+from realm_jax.training.refresh import Fresh, Inline, Ready, Refresh, exact_index, made, shared_folder
+from realm_jax.training.reporter import Reporter
 from realm_jax.training.state import State, make_step, put_control, start_state, state_shardings
 from realm_jax.training.tasks import Task, make_task
 
@@ -168,7 +171,7 @@ def train_task(
         seconds = 0.0 if saved is None else saved.record["seconds"]
         with (
             Journal(place, name, start, total, seconds) as journal,
-            make_refresh(run, name, folder is None, checkpoints) as refreshes,
+            make_refresh(run, name, folder is None, start, checkpoints) as refreshes,
             ExitStack() as stack,
         ):
             index = None if saved is None else _restore_index(run, task, saved, refreshes, lambda: stop.asked)
@@ -184,25 +187,34 @@ def train_task(
                     own["tower"] = index.index.tower
                 if (rows := feed.in_flight()) is not None:
                     own["in_flight"] = rows
+                refreshes.saving(done, generation)
                 checkpoints.save(done, state, own, entry | {"generation": generation}, wait)
-                refreshes.saved(done, generation)
+
+            def save_and_stop(step: int) -> None:
+                if step > start or saved is None:
+                    journal.flush()  # raises if what would be saved is not finite
+                    save(step, wait=True)
+                stop.check(f"saved {place.name} at step {step}")
 
             # --- The loop
             for step in range(start, total):
                 if task.retrieves:
-                    agreed = int(ready[0]) if len(ready) == 2 else -1
-                    fresh = refreshes.at(step, state.params, index, agreed, lambda: stop.asked)
+                    agreed = Ready(*np.asarray(ready[0]).tolist()) if len(ready) == 2 else Ready()
+                    try:
+                        fresh = refreshes.at(step, state.params, index, agreed, lambda: stop.asked)
+                    except UserError:
+                        save_and_stop(step)
+                        raise
                     if fresh is not None:
                         index = fresh
                         found = {} if measure is None else measure(state.params, exact_index(run, index), False)
                         journal.measured(step, found | {"refresh": True, "index_step": index.step} | index.facts)
-                    if index is None:  # asked to stop while waiting for the first one
-                        save(step, wait=True)
-                        stop.check(f"saved {place.name} at step {step}")
+                    elif stop.asked:  # perhaps while waiting for one
+                        save_and_stop(step)
                 with journal.waiting_for_data():
                     searcher, tower = (None, None) if index is None else (index.searcher, index.index.tower)
                     batch = feed.next(state.params, searcher, tower)
-                control = put_control(run.mesh, refreshes.announce())
+                control = put_control(run.mesh, refreshes.announce(step))
                 state, values = step_function(state, batch, None if index is None else index.index, control)
                 ready.append(values.pop("ready"))
                 done, preempted = step + 1, stop.asked
@@ -227,11 +239,14 @@ def train_task(
     return state.params
 
 
-def make_refresh(run: Run, name: str, own_folder: bool, checkpoints: Checkpoints) -> Refresh:
+def make_refresh(run: Run, name: str, own_folder: bool, start: int, checkpoints: Checkpoints) -> Refresh:
     """Where a task's index comes from. Only REALM itself has a builder: a control and fine-tuning embed inline."""
-    if run.config.refresh.mode == "async" and name == "realm" and own_folder:
-        return Adoption(run, name, checkpoints.generations)
-    return Inline(run, name)
+    if run.config.refresh.mode == "inline" or not own_folder:
+        return Inline(run, name)
+    if name == "realm":
+        return Adoption(run, name, start, checkpoints.generations(), run.config.checkpoint.keep)
+    later = "realm" in task_names(run.config)[task_names(run.config).index(name) :]
+    return Inline(run, name, Reporter(run, shared_folder(run), name) if later else None)
 
 
 def _restore_state(run: Run, task: Task, saved: Saved, like: Params) -> State:

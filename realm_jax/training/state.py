@@ -73,19 +73,20 @@ def state_shardings(run: Run, task: Task) -> Any:
 Step = Callable[[State, Any, Index | None, jax.Array], tuple[State, dict[str, jax.Array]]]
 
 
-def put_control(mesh: Mesh, ready: int) -> jax.Array:
-    """The control word: what this process has to say to the others, int32 [devices]. The step reduces it.
+def put_control(mesh: Mesh, ready: tuple[int, int]) -> jax.Array:
+    """The control words: what this process has to say to the others, int32 [devices, 2]. The step reduces them.
 
-    ready: export step of the newest generation that is loaded here. Decisions that all processes must take at the same
-    step travel this way, inside the step, so that no host ever waits for another.
+    ready: a word for the generation that is loaded here, and its export step. Decisions that all processes must take at
+    the same step travel this way, inside the step, so that no host ever waits for another.
     """
-    places = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-    return jax.make_array_from_callback((mesh.size,), places, lambda part: np.full(1, ready, np.int32))
+    places = NamedSharding(mesh, PartitionSpec(mesh.axis_names, None))
+    return jax.make_array_from_callback((mesh.size, 2), places, lambda part: np.array([ready], np.int32))
 
 
 def agreed(control: jax.Array) -> jax.Array:
-    """What all processes say, −1 where they differ: int32 scalar."""
-    return jnp.where(control.min() == control.max(), control.min(), -1)
+    """The word that all processes say, −1 where they differ, and the newest step that any of them has: int32 [2]."""
+    words, steps = control[:, 0], control[:, 1]
+    return jnp.stack([jnp.where(words.min() == words.max(), words.min(), -1), steps.max()])
 
 
 def make_step(run: Run, task: Task) -> Step:

@@ -1,0 +1,304 @@
+"""REALM's index in asynchronous mode: towers are exported, another job embeds, what it publishes is adopted.
+
+When a generation is adopted is decided here, step by step (`Adoption.at`); loading one is the follower's work, writing
+exports the exporter's. The rules stand in docs/design.md, "Exports and generations".
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, Self, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ml_collections import ConfigDict
+from numpy.typing import NDArray
+
+from realm_jax.errors import UserError
+from realm_jax.index.builder import attempts
+from realm_jax.index.candidates import Setting
+from realm_jax.index.exact import search
+from realm_jax.index.generations import (
+    EXPORT,
+    Export,
+    Unusable,
+    export_steps,
+    generation_names,
+    read_export,
+    step_of,
+)  # fmt: skip
+from realm_jax.models.realm import Params
+from realm_jax.run import Run
+from realm_jax.storage import StorageError, digest
+from realm_jax.training.exporter import Exporter, index_settings
+from realm_jax.training.follower import Follower, Loaded
+from realm_jax.training.refresh import Fresh, Ready, Stopping, shared_folder
+from realm_jax.training.reporter import STATUS_SECONDS, Reporter
+
+logger = logging.getLogger(__name__)
+
+EXPORT_SECONDS = 30.0  # how long a checkpoint waits for an export that a restart from it will need
+DRIFT_QUERIES, DRIFT_DEPTH, DRIFT_K = 256, 100, 8
+_T = TypeVar("_T")
+
+
+class Adoption:
+    """A task's index made by another job; see `refresh.Refresh`."""
+
+    def __init__(self, run: Run, task: str, start: int, kept: dict[int, str], keep: int) -> None:
+        """start: step to begin or go on with. kept: step → generation of the checkpoints that are there; `keep` of
+        them stay."""
+        self._run, self._start = run, start
+        self._options: ConfigDict = run.config.refresh
+        self._folder = shared_folder(run)
+        expected: dict[str, object] = {
+            "corpus": run.sources.passages.fingerprint,
+            "tokenizer": run.sources.wordpiece.fingerprint,
+            "rows": run.sources.passages.stored,
+            "width": run.model.projection,
+            "dtype": index_settings(run)["dtype"],
+        }
+        self._follower = Follower(self._folder, expected, run, self._options.poll_seconds)
+        self._exporter = Exporter(run, self._folder)
+        self._reporter = Reporter(run, self._folder, task)
+        # Step and index of the checkpoints that a restart may find: those kept, and one that is still being written.
+        saves = sorted((step, step_of(generation)) for step, generation in kept.items() if generation)
+        self._saves: deque[tuple[int, int]] = deque(saves, maxlen=keep + 1)
+        self._step, self._used = start, -1  # where training is, and the export step of the index in use
+        self._newest = -1  # export step of the newest generation that any process has ready
+        self._given_up = -1  # export steps up to this one are not waited for
+        self._stale_since: int | None = None
+        # What was announced at the last two steps stays loaded until the processes have answered.
+        self._announced: deque[Loaded | None] = deque(maxlen=2)
+        self._waited = 0.0
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        if jax.process_index() == 0:
+            self._patiently(self._drop_later_exports, lambda: False)
+        for part in (self._reporter, self._exporter, self._follower):
+            self._stack.enter_context(part)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    def _drop_later_exports(self) -> None:
+        """Exports after the first step are of a timeline that was cut off. Their generations stay, and have their
+        exports again if the same bits come again."""
+        for step in export_steps(self._folder):
+            if step > self._start:
+                self._folder.remove(f"exports/{step}/{EXPORT}")
+
+    # --- Step by step
+
+    def at(self, step: int, params: Params, index: Fresh | None, agreed: Ready, stopping: Stopping) -> Fresh | None:
+        self._step, self._used = step, -1 if index is None else index.step
+        if step % self._options.every == 0 or index is None:
+            self._export(step, params, stopping)
+        if index is None:  # nothing can be trained without an index
+            return self._adopt(self._wait(step, step, True, stopping, "the first generation"), None, 0.0)
+        if self._options.adopt_after >= 0:
+            return self._at_fixed_distance(step, index, stopping)
+        self._look_for(agreed.step, step)
+        found = self._announced[0] if len(self._announced) == 2 else None
+        if found is not None and agreed == _ready(found) and agreed.step > self._used:
+            return self._adopt(found, index, self._waited)
+        self._when_stale(step, params, index, stopping)
+        return None
+
+    def announce(self, step: int) -> Ready:
+        self._tell()
+        found = self._follower.ready
+        self._announced.append(found)
+        return Ready() if found is None else _ready(found)
+
+    def _look_for(self, newest: int, step: int) -> None:
+        """What this process should load: the newest that any process has, so that all meet there; else any new one.
+
+        What is ready stays until it is adopted or some process has a newer one.
+        """
+        own = self._follower.ready
+        self._newest = max(newest, own.manifest.step if own is not None else -1)
+        if self._newest > self._used and self._newest not in self._follower.gone:
+            self._follower.want(self._newest, self._newest, exactly=True)
+        else:
+            self._follower.want(self._used + 1, step)
+
+    def _at_fixed_distance(self, step: int, index: Fresh, stopping: Stopping) -> Fresh | None:
+        """The generation of export step s at step s + `adopt_after`, waiting if it must: the same bits every time."""
+        every, done = self._options.every, max(self._used, self._given_up)
+        following = done - done % every + every
+        if following <= step:
+            self._follower.want(following, following, exactly=True)
+        due = (step - self._options.adopt_after) // every * every
+        if due <= done:
+            return None
+        if due <= self._start and self._patiently(lambda: self._export_of(due), stopping) is None:
+            logger.warning(
+                "%s is not there; going on with the index of step %d until the next one is due: from here the bits may "
+                "differ from an undisturbed run's", self._folder.path(f"exports/{due}"), self._used,
+            )  # fmt: skip
+            self._given_up = due
+            return None
+        began = time.monotonic()
+        found = self._wait(due, due, True, stopping, f"the generation of step {due}, due at step {step}")
+        return self._adopt(found, index, time.monotonic() - began)
+
+    def _export(self, step: int, params: Params, stopping: Stopping) -> None:
+        fixed = self._options.adopt_after >= 0  # then every export will be waited for
+        self._exporter.export(step, params, self._needed() | {step}, stopping, wait=fixed or self._used < 0)
+
+    def _wait(self, first: int, last: int, exactly: bool, stopping: Stopping, what: str) -> Loaded | None:
+        """A generation of these export steps; None when stopping. Raises UserError after `refresh.wait_seconds`."""
+        self._follower.want(first, last, exactly)
+        found = self._follower.wait(min(1.0, self._options.poll_seconds), stopping)
+        began = time.monotonic()
+        if found is None and not stopping():
+            logger.info("waiting for %s; `realm build-index` with the same config and --workdir makes it", what)
+        while found is None and not stopping():
+            self._tell(now=True)
+            if time.monotonic() - began > self._options.wait_seconds:
+                raise UserError(
+                    f"{self._folder.path('index')}: {what} did not come within config.refresh.wait_seconds="
+                    f"{self._options.wait_seconds:g}; start `realm build-index`, then repeat the command"
+                )
+            found = self._follower.wait(STATUS_SECONDS, stopping)
+        return found
+
+    def _adopt(self, found: Loaded | None, index: Fresh | None, waited: float) -> Fresh | None:
+        if found is None:
+            return None
+        facts: dict[str, Any] = {"generation": found.manifest.generation, "waited": round(waited, 3)}
+        if index is not None and found.queries is not None:
+            facts["drift"] = self._kept_share(found.queries[:DRIFT_QUERIES], index, found)
+        manifest = found.manifest
+        if index is not None:
+            self._folder.unstage(f"index/{index.generation}")
+        self._stale_since, self._waited, self._used = None, 0.0, manifest.step
+        self._tell(now=True)  # before the builder removes what nobody seems to need
+        return Fresh(found.index, found.vectors, manifest.step, manifest.generation, found.searcher, facts)
+
+    def _kept_share(self, queries: NDArray[np.float32], old: Fresh, new: Loaded) -> float:
+        """Drift: of the old index's top 100 for each query, how much of their top 8 the new vectors keep; 1 is none."""
+        depth, k = min(DRIFT_DEPTH, self._run.setting.rows), min(DRIFT_K, self._run.setting.rows)
+        if old.searcher is not None and new.vectors is not None:
+            rows = old.searcher.search(queries, min(depth, self._run.config.index.budget))
+            scores = np.einsum("qd,qkd->qk", queries, new.vectors[rows].astype(np.float32))
+        else:
+            scores = np.asarray(_drift_scores(self._run.setting, queries, old.index.vectors, new.index.vectors, depth))
+        return float((np.argsort(-scores, axis=1, kind="stable")[:, :k] < k).mean())
+
+    def _when_stale(self, step: int, params: Params, index: Fresh, stopping: Stopping) -> None:
+        """Training goes on with an old index, and says so; or waits for a newer one, for a while.
+
+        The newer one is then adopted like any other: once every process has announced it.
+        """
+        limit, age = self._options.max_age, step - index.step
+        if not limit or age <= limit or self._stale_since == index.step:
+            return
+        self._stale_since = index.step
+        if self._options.when_stale == "warn":
+            logger.warning(
+                "step %d: the index is %d steps old (config.refresh.max_age=%d); is `realm build-index` running?",
+                step, age, limit,
+            )  # fmt: skip
+            return
+        logger.warning("step %d: the index is %d steps old; waiting for a newer one", step, age)
+        self._export(step, params, stopping)
+        began = time.monotonic()
+        try:
+            self._wait(index.step + 1, step, False, stopping, "a newer generation")
+        except UserError as fault:
+            logger.warning("%s; going on with the old index", fault)
+        self._waited = time.monotonic() - began
+
+    # --- Restarts
+
+    def restore(self, generation: str, step: int, stopping: Stopping) -> Fresh | None:
+        """The generation itself; else one built anew from its export; else the newest there is, without the promise
+        of the same bits."""
+        self._step, self._used = step, step_of(generation)
+        self._tell(now=True)
+        try:
+            found: Loaded | None = self._patiently(lambda: self._follower.load(generation), stopping)
+        except Unusable as fault:
+            logger.warning("%s", fault)
+            found = self._rebuilt(generation, step, stopping)
+        return self._adopt(found, None, 0.0)
+
+    def _rebuilt(self, generation: str, step: int, stopping: Stopping) -> Loaded | None:
+        wanted, corpus = step_of(generation), self._run.sources.passages.fingerprint
+        export = self._patiently(lambda: self._export_of(wanted), stopping)
+        if export is not None and generation in attempts(self._folder, export, corpus):
+            logger.warning("it has to be built again from its export; the bits will be the same")
+            return self._wait(wanted, wanted, True, stopping, f"generation {generation} again")
+        names = [name for name in generation_names(self._folder) if step_of(name) <= step]
+        for name in reversed(names):
+            try:
+                found = self._follower.load(name)
+            except Unusable:
+                continue
+            logger.warning("going on with generation %s: from here the bits may differ from an undisturbed run's", name)
+            return found
+        raise UserError(
+            f"{self._folder.path('index')}: neither generation {generation} nor its export is there, and no other that "
+            f"can be used at step {step}; put it back, or start in another --workdir"
+        )
+
+    def _export_of(self, step: int) -> Export | None:
+        try:
+            return read_export(self._folder, step)
+        except Unusable as fault:
+            logger.warning("%s", fault)
+            return None
+
+    def _patiently(self, act: Callable[[], _T], stopping: Stopping) -> _T:
+        """What storage gives, trying again for `refresh.wait_seconds` while it fails."""
+        began = time.monotonic()
+        while True:
+            try:
+                return act()
+            except StorageError as fault:
+                if stopping() or time.monotonic() - began > self._options.wait_seconds:
+                    raise
+                logger.warning("%s; trying again", fault)
+                time.sleep(self._options.poll_seconds)
+
+    def saving(self, step: int, generation: str) -> None:
+        self._saves.append((step, step_of(generation) if generation else -1))
+        if self._options.adopt_after >= 0 and not self._exporter.flush(EXPORT_SECONDS):
+            logger.warning("an export that a restart from the checkpoint of step %d needs is not written yet", step)
+        self._tell(now=True)  # a builder should know what is needed before it removes anything
+
+    def done(self, step: int) -> None:
+        self._reporter.tell(step, True, done=True)
+
+    def _needed(self) -> set[int]:
+        """Export steps that must stay, with their generations: in use, or still to be adopted, now or after a restart
+        from one of the checkpoints."""
+        needed, every = {self._newest}, self._options.every
+        for saved, used in [*self._saves, (self._step + 1, self._used)]:
+            needed.add(used)
+            if self._options.adopt_after >= 0 and used >= 0:
+                needed |= set(range(used - used % every + every, saved, every))  # that of `saved` is exported again
+        return needed - {-1}
+
+    def _tell(self, now: bool = False) -> None:
+        self._reporter.tell(self._step, now, index=self._used, pins=tuple(sorted(self._needed())))
+
+
+def _ready(found: Loaded) -> Ready:
+    """What processes agree on: 28 bits of the digest of a generation's name, and its step."""
+    return Ready(int(digest(found.manifest.generation.encode())[:7], 16), found.manifest.step)
+
+
+@partial(jax.jit, static_argnums=(0, 4))
+def _drift_scores(setting: Setting, queries: jax.Array, old: jax.Array, new: jax.Array, depth: int) -> jax.Array:
+    """Scores of the new vectors for what the old ones find, best first by the old: float32 [queries, depth]."""
+    rows = search(setting.mesh, queries, old, setting.rows, depth, setting.search_block).rows
+    return jnp.einsum("qd,qkd->qk", queries, new[rows].astype(jnp.float32))

@@ -1,0 +1,72 @@
+"""What the trainer says of itself to the builder: that it lives, how far it is, what must not be removed.
+
+Written by a thread, so that slow storage does not slow training. What a status holds: `index/generations.Status`.
+"""
+
+import dataclasses
+import logging
+import time
+import uuid
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Self
+
+import jax
+
+from realm_jax.errors import UserError
+from realm_jax.index.generations import Status, read_status, write_status
+from realm_jax.run import Run
+from realm_jax.storage import Folder, StorageError, read_json, write_json_atomic
+
+logger = logging.getLogger(__name__)
+
+STATUS_SECONDS = 5.0  # between two signs of life
+RUN_ID = "run.json"  # in the run folder
+
+
+class Reporter:
+    """Writes jobs/trainer.json. A context manager: leaving waits for the last one."""
+
+    def __init__(self, run: Run, folder: Folder, task: str) -> None:
+        """Raises UserError when the shared folder is another run's."""
+        self._folder = folder
+        name, earlier = _run_id(run), read_status(folder, "trainer")
+        if earlier is not None and earlier.run != name:
+            raise UserError(f"config.refresh.shared: {folder.url} is another run's; give each a folder of its own")
+        self._status = Status(name, stage=task) if earlier is None else dataclasses.replace(earlier, stage=task)
+        self._status.done = False
+        self._told_at = -STATUS_SECONDS
+        self._pool = ThreadPoolExecutor(1)
+        self._pending: list[Future[None]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(wait=True)
+
+    def tell(self, step: int, now: bool = False, **changes: Any) -> None:
+        """A sign of life, now and then; at once when `now`, or when something else changes than the step."""
+        changed = dataclasses.replace(self._status, **changes)
+        now = now or changed != self._status
+        changed.step, self._status = step, changed
+        if not now and time.monotonic() - self._told_at < STATUS_SECONDS:
+            return
+        self._told_at = time.monotonic()
+        changed.counter += 1
+        self._pending = [write for write in self._pending if not write.done()]
+        if jax.process_index() == 0 and len(self._pending) < 2:  # one that waits will take the newest
+            self._pending.append(self._pool.submit(self._write))
+
+    def _write(self) -> None:
+        try:
+            write_status(self._folder, "trainer", self._status)
+        except StorageError as fault:
+            logger.warning("%s; the builder cannot see that training goes on", fault)
+
+
+def _run_id(run: Run) -> str:
+    """The name of a run, the same over its restarts."""
+    path = run.workdir / RUN_ID
+    if not path.is_file():
+        write_json_atomic(path, {"id": uuid.uuid4().hex[:12]})
+    return str(read_json(path)["id"])
