@@ -3,7 +3,12 @@
 The builder runs in a thread of the test and works whenever it is told to, so that nothing depends on the clock.
 """
 
+import json
 import logging
+import os
+import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections import deque
@@ -14,29 +19,35 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from quick import quick_compiler
-from tiny_run import prepare_people, tiny_config
+from tiny_run import PEOPLE, prepare_people, tiny_config
 
+from realm_jax import cli
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.index.builder import Share, Stopped
 from realm_jax.index.generations import (
+    Foreign,
     export_steps,
     generation_names,
     read_export,
+    read_manifest,
     read_status,
     read_towers,
+    remove_export,
     remove_generation,
     step_of,
+    write_export,
 )  # fmt: skip
 from realm_jax.jobs import build_index
 from realm_jax.jobs.build_index import Job, for_embedding
 from realm_jax.run import make_run
-from realm_jax.storage import PosixFolder
+from realm_jax.storage import PosixFolder, StorageError
 from realm_jax.training import loop
 from realm_jax.training.adoption import Adoption
-from realm_jax.training.exporter import to_params
+from realm_jax.training.checkpoints import Saved
+from realm_jax.training.exporter import export_record, sample_vectors, to_arrays, to_params
 from realm_jax.training.follower import Follower
-from realm_jax.training.loop import Stop, check_workdir, train_task
+from realm_jax.training.loop import Stop, check_workdir, restore_params, train_task
 from realm_jax.training.metrics import read_lines
 from realm_jax.training.refresh import Ready
 from realm_jax.training.state import agreed, make_step
@@ -293,12 +304,14 @@ def test_a_builder_may_come_first_and_ends_when_the_trainer_is_done(data, tmp_pa
     assert read_status(PosixFolder(run.workdir), "trainer").done
 
 
-def test_a_run_that_is_done_is_not_extended_and_its_builder_ends_at_once(data, sturdy, caplog):
+def test_a_run_that_is_done_is_not_extended_and_its_builder_ends(data, sturdy, caplog):
     """The learning rate's schedule knows the number of steps: more of them would have been another run."""
     with pytest.raises(UserError, match=r"config.realm.steps is 20, but the run in .* has 8; set it back"):
         open_tiny(data, sturdy.workdir, steps=20)
+    job = make_job(sturdy)
+    job._options.idle_exit = 0.1
     with caplog.at_level(logging.INFO):
-        make_job(sturdy).work(Stop(), None, False)
+        job.work(Stop(), None, False)
     assert "the trainer is done" in caplog.text
 
 
@@ -413,3 +426,219 @@ def with_first_generation_only(run, act, seconds=60.0):
         done.set()
         thread.join()
         run.config.refresh.wait_seconds = 60.0
+
+
+def test_a_builder_of_another_corpus_is_refused(data, sturdy, tmp_path):
+    other = prepare_people(tmp_path, [f"{name} Junior" for name in PEOPLE])
+    config = for_embedding(sturdy.config)
+    config.data.path = str(other)
+    job = Job(
+        make_run(config, sturdy.workdir, open_sources(other), jax.devices()[:1]), PosixFolder(sturdy.workdir), Share()
+    )
+    with pytest.raises(UserError, match=r"exports/6 was written by a run with other (tokenizer|corpus)"):
+        job.work(Stop(), 6, True)
+
+
+def test_a_generation_of_another_corpus_is_never_adopted(data, sturdy, tmp_path):
+    """Its name follows from parameters and corpus, so that a foreign one is not even looked at; by name it is refused
+    with a word, and not built again."""
+    run = open_tiny(data, tmp_path)
+    with builder(run):
+        train(run)
+    folder = PosixFolder(run.workdir)
+    own = generation_names(folder)[-1]
+    manifest = folder.read_json(f"index/{own}/MANIFEST.json")
+    foreign = f"{step_of(own)}-f123abcd"
+    folder.write_json(f"index/{foreign}/MANIFEST.json", manifest | {"generation": foreign, "corpus": "another"})
+    with Adoption(run, "realm", STEPS, {}, 1) as adoption:
+        follower = adoption._follower
+        follower.want(0, 100)
+        assert follower.wait(10, lambda: False).manifest.generation == own
+        with pytest.raises(Foreign, match="its corpus is another, not"):
+            follower.load(foreign)
+
+
+def test_a_builder_with_other_vectors_than_the_trainer_wants_is_told(sturdy):
+    config = for_embedding(sturdy.config)
+    config.retrieval.dtype = "bfloat16"
+    opened = make_run(config, sturdy.workdir, sturdy.sources, jax.devices()[:1])
+    with pytest.raises(UserError, match="exports/6 was written by a run with other index"):
+        Job(opened, PosixFolder(sturdy.workdir), Share()).work(Stop(), 6, True)
+
+
+def test_once_builds_the_newest_export_or_finds_it_built(sturdy, caplog):
+    with caplog.at_level(logging.INFO):
+        make_job(sturdy).work(Stop(), None, True)
+    assert "generation 6-" in caplog.text
+
+
+class StopWhen(Stop):
+    """SIGTERM comes once `due` says so."""
+
+    due = staticmethod(lambda: False)
+
+    @property
+    def asked(self):
+        return self.due()
+
+    @asked.setter
+    def asked(self, value):
+        pass
+
+
+def test_sigterm_while_waiting_saves_and_goes_on_with_the_same_bits(data, sturdy, tmp_path, monkeypatch):
+    """The generation of step 2 is due at step 3, where there is nobody to build it."""
+    run = open_tiny(data, tmp_path)
+    with_first_generation_only(run, lambda: train_until_waiting(run, monkeypatch))
+    assert Saved.newest(run.workdir / "realm" / "checkpoints").step == 3
+    with builder(run):
+        jax.tree.map(np.testing.assert_array_equal, train(run), sturdy.__dict__["final"])
+    assert adoptions(run) == adoptions(sturdy)
+
+
+def train_until_waiting(run, monkeypatch):
+    with monkeypatch.context() as patch:
+        waiting = threading.Event()
+        wait = Adoption._wait
+
+        def watched(self, first, *rest):
+            if first == 2:
+                waiting.set()
+            return wait(self, first, *rest)
+
+        patch.setattr(Adoption, "_wait", watched)
+        patch.setattr(StopWhen, "due", staticmethod(waiting.is_set))
+        patch.setattr(loop, "Stop", StopWhen)
+        with pytest.raises(loop.Preempted, match="saved realm at step 3"):
+            train(run)
+
+
+def test_a_generation_that_does_not_come_in_time_costs_no_step(data, sturdy, tmp_path):
+    run = open_tiny(data, tmp_path)
+    with pytest.raises(UserError, match="generation of step 2, due at step 3 did not come"):
+        with_first_generation_only(run, lambda: train(run), seconds=3.0)
+    assert Saved.newest(run.workdir / "realm" / "checkpoints").step == 3
+    with builder(run):
+        jax.tree.map(np.testing.assert_array_equal, train(run), sturdy.__dict__["final"])
+
+
+@pytest.mark.parametrize("after", [0, 2, pytest.param(5, marks=pytest.mark.slow)])
+def test_any_checkpoint_that_is_kept_can_be_gone_on_from(data, tmp_path, after):
+    """Also the one before the newest, and with several generations on their way."""
+    run = open_tiny(data, tmp_path, adopt_after=after, keep=1)
+    with builder(run):
+        final = train(run)
+    seen = metrics(run)
+    checkpoints = run.workdir / "realm" / "checkpoints"
+    shutil.rmtree(checkpoints / "8")
+    assert Saved.newest(checkpoints).step == 6
+    with builder(run):
+        jax.tree.map(np.testing.assert_array_equal, train(run), final)
+    assert metrics(run) == seen
+
+
+def test_without_the_generation_and_its_export_training_goes_on_with_another(data, tmp_path, caplog):
+    """And with newer ones afterwards."""
+    run = open_tiny(data, tmp_path)
+    with builder(run):
+        train(run)
+    folder = PosixFolder(run.workdir)
+    shutil.rmtree(run.workdir / "realm" / "checkpoints" / "8")  # the one before names the generation of step 4
+    for name in generation_names(folder):
+        if step_of(name) >= 4:
+            remove_generation(folder, name)
+    remove_export(folder, 4)
+    remove_export(folder, 6)
+    with builder(run), caplog.at_level(logging.WARNING):
+        train(run)
+    assert "going on with generation 2-" in caplog.text
+    assert "exports/4 is not there; going on with the index of step 2 until the next one is due" in caplog.text
+    assert adoptions(run)[-1] == (7, 6)
+
+
+@pytest.mark.parametrize("after", [1, -1])
+def test_what_a_cut_off_timeline_left_is_never_served(data, tmp_path, after):
+    run = open_tiny(data, tmp_path, adopt_after=after)
+    with builder(run):
+        train(run)
+    folder = PosixFolder(run.workdir)
+    shutil.rmtree(run.workdir / "realm" / "checkpoints" / "8")
+    other = jax.tree.map(lambda x: x * 1.5, run.initial_params())
+    towers = to_arrays({name: other[name] for name in run.model.embedder_names})
+    write_export(folder, export_record(run, 7), towers, sample_vectors(run, other))
+    make_job(run).work(Stop(), 7, True)
+    assert 7 in {step_of(name) for name in generation_names(folder)}
+    with builder(run):
+        train(run)
+    assert read_export(folder, 7) is None
+    assert 7 not in {index for _, index in adoptions(run)}
+
+
+def test_training_goes_on_while_exports_cannot_be_written(data, tmp_path, monkeypatch, caplog):
+    """Storage takes the first export and no other."""
+    run = open_tiny(data, tmp_path, adopt_after=-1)
+    put = PosixFolder.put
+
+    def full(self, name, content):
+        if name.startswith("exports/") and not name.startswith("exports/0/"):
+            raise StorageError(f"{name}: No space left on device")
+        return put(self, name, content)
+
+    monkeypatch.setattr(PosixFolder, "put", full)
+    with caplog.at_level(logging.WARNING), builder(run):
+        train(run)
+    assert "the export of step 2 is not written yet: exports/2/" in caplog.text
+    assert "the export of step 4 is left out: an earlier one is still being written" in caplog.text
+    assert "the export of step 2 is given up" in caplog.text
+    assert {index for _, index in adoptions(run)} == {0}
+
+
+def test_a_shared_folder_of_another_run_is_refused(data, sturdy, tmp_path):
+    run = open_tiny(data, tmp_path / "run", shared=str(sturdy.workdir))
+    with pytest.raises(UserError, match=r"config.refresh.shared: .* is another run's"):
+        train(run)
+
+
+def test_generations_are_listed_verified_and_removed_by_hand(sturdy, tmp_path, capsys):
+    shutil.copytree(sturdy.workdir, tmp_path / "run")
+    workdir, folder = f"--workdir={tmp_path}/run", PosixFolder(tmp_path / "run")
+    assert cli.main(["index", "ls", "--json", workdir]) == 0
+    found = {entry["step"]: entry for entry in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert found[6]["state"] == "published" and found[6]["in_use"] and found[4]["pinned"]
+    assert (found[6]["rows"], found[6]["age"]) == (16, 2)
+    assert cli.main(["index", "verify", workdir]) == 0
+    name = found[6]["generation"]
+    spoil(folder, read_manifest(folder, name), "flipped")
+    assert cli.main(["index", "verify", workdir]) == 1
+    assert f"{name}: DAMAGED: " in capsys.readouterr().out
+    assert cli.main(["index", "rm", name, workdir]) == 2
+    assert "is needed by the run to go on; remove it all the same with --force" in capsys.readouterr().err
+    assert cli.main(["index", "rm", name, "--force", workdir]) == 0
+    assert name not in generation_names(folder)
+    assert cli.main(["index", "rm", name, workdir]) == 2
+
+
+def test_the_final_parameters_are_in_the_checkpoint(sturdy):
+    saved = restore_params(sturdy, sturdy.workdir, "realm", sturdy.initial_params())
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, saved), sturdy.__dict__["final"])
+
+
+def test_bytes_do_not_depend_on_processes_and_devices(data, tmp_path):
+    """`realm build-index` as one process with one device, and as two processes with four devices each."""
+    chunks = []
+    for processes, devices in ((1, 1), (2, 4)):
+        run = open_tiny(data, tmp_path / str(processes))
+        params = run.initial_params()
+        towers = to_arrays({name: params[name] for name in run.model.embedder_names})
+        folder = PosixFolder(run.workdir)
+        write_export(folder, export_record(run, 0), towers, sample_vectors(run, params))
+        flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "JAX_PLATFORMS": "cpu"}
+        command = [sys.executable, "-m", "realm_jax.cli", "build-index", f"--workdir={run.workdir}", "--step=0"]
+        started = [
+            subprocess.Popen([*command, f"--process={one}", f"--processes={processes}"], env=os.environ | flags)
+            for one in range(processes)
+        ]
+        assert [process.wait(120) for process in started] == [0] * processes
+        manifest = read_manifest(folder, generation_names(folder)[0])
+        chunks.append([(chunk[:3], chunk.file.bytes, chunk.file.sha256) for chunk in manifest.chunks])
+    assert len(chunks[0]) == 3 and chunks[0] == chunks[1]

@@ -48,6 +48,7 @@ from realm_jax.training.refresh import shared_folder
 logger = logging.getLogger(__name__)
 
 PREEMPTED = 75
+GRACE = 60.0  # seconds that a trainer which is done has to change its mind
 LONGEST_PAUSE = 60.0  # seconds between two tries while storage fails
 EXAMPLES = """examples:
   realm build-index --config=configs/wiki_small.py --config.data.path=data --workdir=runs/wiki
@@ -123,6 +124,7 @@ class Job:
         trainer = read_status(folder, "trainer")
         self._status = Status(trainer.run if trainer else "", stage="starting")
         self._seen: tuple[str, int] | None = None if trainer is None else (trainer.run, trainer.counter)
+        self._moved = False  # whether the trainer gave a sign of life since this process started
         self._damaged: set[int] = set()  # steps whose export was found damaged
         self._quiet_since = time.monotonic()
 
@@ -260,11 +262,13 @@ class Job:
         trainer = read_status(self._folder, "trainer")
         now = None if trainer is None else (trainer.run, trainer.counter)
         if now != self._seen:
-            self._seen, self._quiet_since = now, time.monotonic()
-        if trainer is not None and trainer.done:
+            self._seen, self._moved, self._quiet_since = now, True, time.monotonic()
+        quiet = time.monotonic() - self._quiet_since
+        # A trainer that was done before this process came may be about to go on from an earlier checkpoint.
+        if trainer is not None and trainer.done and (self._moved or quiet > min(GRACE, self._options.idle_exit)):
             logger.info("the trainer is done")
             return True
-        if time.monotonic() - self._quiet_since > self._options.idle_exit:
+        if quiet > self._options.idle_exit:
             logger.warning("no sign of life of the trainer for %g s; ending", self._options.idle_exit)
             return True
         return False
