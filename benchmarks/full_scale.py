@@ -36,7 +36,7 @@ from realm_jax.index.searchers import load_searcher
 from realm_jax.storage import PosixFolder
 
 WIKIPEDIA = 13_353_718  # passages of the paper's corpus
-NEIGHBOURS, SPREAD = 16, 0.7
+NEIGHBOURS, SPREAD = 64, 0.8
 BATCH, DEPTH, REPEATS = 512, 8, 5
 SEARCHED = (16, 32, 64, 128, 256, 512, 1024)
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
@@ -83,7 +83,7 @@ class Run:
         tower = {name: params[name] for name in self.model.embedder_names}
 
         def embed_batch(batch: CorpusRows) -> jax.Array:
-            return _embed(self.model, tower, Documents(*put_batch(self.mesh, batch)))
+            return _embed(self.model, self.mesh, tower, Documents(*put_batch(self.mesh, batch)))
 
         size = self.config.retrieval.embed_batch * self.mesh.size
         return embed_corpus(embed_batch, self.corpus if rows is None else rows, size, progress)
@@ -111,9 +111,14 @@ class Run:
         return parameter_shardings(self.mesh, jax.eval_shape(self.model.init_boxed, jax.random.key(0)))
 
 
-@partial(jax.jit, static_argnums=0)
-def _embed(model: Realm, params: Params, documents: Documents) -> jax.Array:
-    return model.embed_documents(params, documents)
+@partial(jax.jit, static_argnums=(0, 1))
+def _embed(model: Realm, mesh: Mesh, params: Params, documents: Documents) -> jax.Array:
+    if mesh.devices.flat[0].platform != "cpu":
+        return model.embed_documents(params, documents)
+    model = dataclasses.replace(model, bert=dataclasses.replace(model.bert, sequential=True))
+    rows = logical_sharding(mesh, "batch").spec  # every device takes its own in turn
+    embed = jax.shard_map(model.embed_documents, mesh=mesh, in_specs=(PartitionSpec(), rows), out_specs=rows)
+    return embed(params, documents)
 
 
 def make_run(config: ConfigDict, workdir: Path, sources: Sources, devices: list[jax.Device] | None = None) -> Run:

@@ -10,7 +10,8 @@ import pytest
 from flax import linen as nn
 from tiny import VOCABULARY, document_rows, query_rows, random_words, tiny_bert, tiny_realm
 
-from realm_jax.models.bert import Bert, initializer
+from realm_jax.models import bert
+from realm_jax.models.bert import Bert, BertConfig, attend, attend_in_turn, initializer
 from realm_jax.models.inputs import Documents, Joint, document_segments, join
 from realm_jax.models.realm import Realm, flatten_joint
 
@@ -286,3 +287,27 @@ def test_norm_scale_sets_the_length_of_fresh_vectors():
     rows = queries()
     vectors = model.embed_queries(model.init(jax.random.key(0)), rows["query"], rows["query_length"])
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 0.5 * model.projection**0.5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 1e-6), (jnp.bfloat16, 2e-2)])
+def test_attending_in_turn_gives_what_attending_at_once_gives(dtype, tolerance):
+    parts = jax.random.normal(jax.random.key(0), (3, 4, 20, 2, 8), dtype)
+    mask = jnp.arange(20) < jnp.array([20, 7, 1, 13])[:, None]
+    at_once, in_turn = (np.asarray(way(*parts, mask), np.float32) for way in (attend, attend_in_turn))
+    np.testing.assert_allclose(in_turn, at_once, atol=tolerance)
+    few = np.asarray(attend_in_turn(parts[0][:, :1], parts[1], parts[2], mask), np.float32)
+    np.testing.assert_allclose(few, at_once[:, :1], atol=tolerance)
+
+
+def test_long_sequences_are_embedded_in_turn_where_asked(monkeypatch):
+    """The same vectors, and no product over the whole batch's scores."""
+    monkeypatch.setattr(bert, "LONG", 1)
+    config = BertConfig(30, width=8, layers=2, heads=2, feed_forward=16, max_length=12, dropout=0.0)
+    ids = jax.random.randint(jax.random.key(1), (5, 12), 0, 30)
+    mask = jnp.arange(12) < jnp.arange(8, 13)[:, None]
+    towers = [Bert(dataclasses.replace(config, sequential=sequential)) for sequential in (False, True)]
+    params = towers[0].init(jax.random.key(0), ids, ids * 0, mask)
+    states = [np.asarray(tower.apply(params, ids, ids * 0, mask)) for tower in towers]
+    np.testing.assert_allclose(*states, atol=1e-5)
+    programs = [jax.jit(tower.apply).lower(params, ids, ids * 0, mask).as_text() for tower in towers]
+    assert ["stablehlo.while" in program for program in programs] == [False, True]
