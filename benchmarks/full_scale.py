@@ -47,23 +47,24 @@ class Enlarged:
     def __init__(self, real: NDArray[np.float32], rows: int) -> None:
         self.rows, self._real = rows, real
         if rows > len(real):
-            self._near = exact_rows(real, real, NEIGHBOURS + 1)[:, 1:]
+            parts = [exact_rows(real[at : at + 2048], real, NEIGHBOURS + 1) for at in range(0, len(real), 2048)]
+            self._near = np.concatenate(parts)[:, 1:]
 
     def __getitem__(self, part: slice) -> NDArray[np.float32]:
         count, found = len(self._real), []
         for copy in range(part.start // count, -(-part.stop // count)):
             low, high = max(part.start - copy * count, 0), min(part.stop - copy * count, count)
-            found.append(self._copy(copy)[low:high])
+            found.append(self._copy(copy, slice(low, high)))
         return np.concatenate(found)
 
-    def _copy(self, number: int) -> NDArray[np.float32]:
+    def _copy(self, number: int, part: slice) -> NDArray[np.float32]:
+        real = self._real[part]
         if number == 0:
-            return self._real
-        every = np.arange(len(self._real))[:, None]
-        drawn = np.random.default_rng((1, number)).integers(0, NEIGHBOURS, (len(every), 2))
-        a, b = np.moveaxis(self._real[self._near[every, drawn]], 1, 0)
-        moved = self._real + SPREAD * (a - b)
-        return moved * (np.linalg.norm(self._real, axis=1) / np.linalg.norm(moved, axis=1))[:, None]
+            return real
+        drawn = np.random.default_rng((1, number)).integers(0, NEIGHBOURS, (len(self._real), 2))[part]
+        a, b = (self._real[near] for near in np.take_along_axis(self._near[part], drawn, axis=1).T)
+        moved = real + SPREAD * (a - b)
+        return moved * (np.linalg.norm(real, axis=1) / np.linalg.norm(moved, axis=1))[:, None]
 
 
 class Memory:

@@ -98,20 +98,23 @@ def summary(place: Path) -> dict[str, Any]:
 
 
 def show(workdir: Path, plot: Path | None) -> None:
-    """The table, as Markdown, and the plot."""
+    """The table, as Markdown, and the plot. Differences are between runs of the same seed."""
     found = [json.loads(path.read_text()) for path in sorted(workdir.glob("seed*/*/staleness.json"))]
-    print("| refresh every | queries | seeds | recall@5 | retrieval utility, nats | loss | mean index age, steps |")
-    print("|---|---|---|---|---|---|---|")
+    print("| refresh every | queries | recall@5 | less than every N, current | retrieval utility, nats | index age |")
+    print("|---|---|---|---|---|---|")
+    fresh = {one["seed"]: one["recall@5"] for one in found if (one["interval"], one["queries"]) == ("N", "current")}
     points: dict[str, list[tuple[float, float]]] = {}
     for name in INTERVALS:
         for queries in QUERIES:
             lines = [one for one in found if (one["interval"], one["queries"]) == (name, queries)]
             if not lines:
                 continue
-            cells = [interval([one[key] for one in lines]) for key in ("recall@5", "retrieval_utility", "loss")]
+            lost = [fresh[one["seed"]] - one["recall@5"] for one in lines]
+            columns = [[one["recall@5"] for one in lines], lost, [one["retrieval_utility"] for one in lines]]
+            cells = [interval(column) for column in columns]
             texts = [f"{mean:.3f} ± {half:.3f}" for mean, half in cells]
             age = statistics.fmean(one["index_age"] for one in lines)
-            print(f"| {name} | {queries} | {len(lines)} | {' | '.join(texts)} | {age:.0f} |")
+            print(f"| {name} | {queries} | {' | '.join(texts)} | {age:.0f} |")
             points.setdefault(queries, []).append(cells[0])
     if plot is not None:
         draw(points, plot)
