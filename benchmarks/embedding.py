@@ -2,8 +2,8 @@
 
 The passages come from a prepared folder; lengths fall into buckets of 64 word pieces. PyTorch runs
 `transformers.BertModel` with scaled_dot_product_attention, as it is and through `torch.compile`, then the same
-projection. Both use all cores, and both profit from the memory settings of `set_up_jax`. The vectors are compared. Every
-way embeds all batches once to warm up, then `--repeats` times, the ways in turn; the median counts.
+projection. Both use all cores, and both profit from the memory settings of `set_up_jax`. The vectors are compared.
+Every way embeds all batches once to warm up, then `--repeats` times, the ways in turn; the median counts.
 
     pip install torch==2.13.0 transformers
     python benchmarks/embedding.py --data=DIR [--passages 512]
