@@ -194,7 +194,7 @@ def replace_step(monkeypatch, step: Callable[[Any, Any, Any], dict[str, float]])
 
     def make(run: Run, task: Any) -> Any:
         def call(state: Any, batch: Any, index: Any, control: Any) -> Any:
-            values = {"loss": 1.0, "gradient_norm": 1.0, "ready": -1} | step(state, batch, index)
+            values = {"loss": 1.0, "gradient_norm": 1.0, "ready": (-1, -1)} | step(state, batch, index)
             return state._replace(step=state.step + 1), {key: np.float32(value) for key, value in values.items()}
 
         return call

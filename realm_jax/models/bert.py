@@ -51,6 +51,15 @@ class BertConfig:
     sequential: bool = False
 
 
+def product(left: Array, right: Array, *args: Any, **options: Any) -> Array:
+    """`jax.lax.dot_general` that adds up in float32 and returns the dtype of `left`.
+
+    In bfloat16 a CPU does it almost twice as fast as a product that is bfloat16 throughout; elsewhere it is the same.
+    """
+    options["preferred_element_type"] = jnp.float32
+    return jax.lax.dot_general(left, right, *args, **options).astype(left.dtype)
+
+
 def dense(
     features: int,
     axes: tuple[str | None, str | None],
@@ -62,6 +71,7 @@ def dense(
     return nn.Dense(
         features,
         dtype=config.dtype,
+        dot_general=product,
         kernel_init=nn.with_logical_partitioning(kernel_init or initializer(config.width), axes),
         bias_init=nn.with_logical_partitioning(nn.initializers.zeros_init(), (axes[1],)),
         name=name,
@@ -106,7 +116,9 @@ def attend_in_turn(query: Array, key: Array, value: Array, mask: Array) -> Array
         scores = scores * query.shape[-1] ** -0.5 + jnp.where(mask, 0.0, MASKED_BIAS)
         weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
         total = weights.sum(axis=-1).T[..., None]  # divided by after the product, which is smaller
-        return (jnp.einsum("hqk,khd->qhd", weights.astype(value.dtype), value) / total).astype(value.dtype)
+        weights = weights.astype(value.dtype)
+        attended = jnp.einsum("hqk,khd->qhd", weights, value, preferred_element_type=jnp.float32)
+        return (attended / total).astype(value.dtype)
 
     return jax.lax.map(one, (query, key, value, mask))
 
