@@ -2,7 +2,7 @@
 
 The passages come from a prepared folder; lengths fall into buckets of 64 word pieces. PyTorch runs
 `transformers.BertModel` with scaled_dot_product_attention, as it is and through `torch.compile`, then the same
-projection. Both use all cores, and both profit from the memory settings of `set_up_jax`. The vectors are compared.
+projection. Both use all cores, and both profit from the memory settings of `keep_memory`. The vectors are compared.
 Every way embeds all batches once to warm up, then `--repeats` times, the ways in turn; the median counts.
 
     pip install torch==2.13.0 transformers
@@ -27,7 +27,7 @@ from transformers import BertModel
 
 from realm_jax.data.sources import open_sources
 from realm_jax.index.embed import CorpusRows, batches, embed_corpus
-from realm_jax.jobs.opening import set_up_jax
+from realm_jax.memory import keep_memory
 from realm_jax.models.bert import BertConfig
 from realm_jax.models.embedder import Embedder
 from realm_jax.models.inputs import Documents, document_segments, token_mask
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=list(SIZES))
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     args = parser.parse_args()
-    set_up_jax()
+    keep_memory()
     sources = open_sources(args.data)
     rows = np.random.default_rng(0).choice(len(sources.passages), args.passages, replace=False)
     every = CorpusRows(*sources.passages.document_matrix(LENGTH, sources.wordpiece.special))

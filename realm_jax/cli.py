@@ -22,6 +22,7 @@ from typing import Any
 
 import realm_jax
 from realm_jax.errors import UserError
+from realm_jax.memory import keep_memory
 
 OVERRIDE_PREFIX = "--config."
 
@@ -170,6 +171,7 @@ def _set_up_logging() -> None:
 
 def _import_job(name: str) -> ModuleType:
     module, _ = JOBS[name]
+    keep_memory()
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -1,11 +1,8 @@
 """Open a run: its config checked, its folder compared, its data, mesh and networks built."""
 
-import ctypes
 import dataclasses
-import importlib.util
 import logging
 import os
-import platform
 from pathlib import Path
 from typing import Any
 
@@ -24,35 +21,11 @@ from realm_jax.training.loop import check_workdir, restore_params
 logger = logging.getLogger(__name__)
 
 
-M_ARENA_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -8, -3, -1  # of glibc's malloc.h
-
-
 def set_up_jax() -> None:
-    """What has to be set before JAX looks for devices: memory that is kept, and a persistent compilation cache, unless
-    JAX_COMPILATION_CACHE_DIR names one already."""
-    if _on_cpu_alone() and platform.libc_ver()[0] == "glibc" and "MALLOC_ARENA_MAX" not in os.environ:
-        _keep_memory()
+    """A persistent compilation cache, unless JAX_COMPILATION_CACHE_DIR names one already."""
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         jax.config.update("jax_compilation_cache_dir", str(home / "realm_jax" / "jax"))
-
-
-def _keep_memory() -> None:
-    """Let malloc keep what is freed.
-
-    XLA takes and gives back hundreds of megabytes a step. glibc returns such blocks to the system at once and gets them
-    anew, a page fault and a zeroed page each: a third of a step of the tiny recipe (`benchmarks/README.md`).
-    """
-    libc = ctypes.CDLL(None)
-    for option, value in ((M_ARENA_MAX, 1), (M_MMAP_THRESHOLD, 2**30), (M_TRIM_THRESHOLD, 2**31 - 1)):
-        libc.mallopt(option, value)
-
-
-def _on_cpu_alone() -> bool:
-    """Whether JAX will run on the CPU, as far as one can tell without asking it."""
-    if platforms := jax.config.values["jax_platforms"]:
-        return platforms == "cpu"
-    return not any(importlib.util.find_spec(name) for name in ("jax_plugins", "libtpu"))
 
 
 def open_run(config: ConfigDict, workdir: Path) -> Run:

@@ -1,0 +1,30 @@
+"""Let malloc keep what is freed, where JAX computes on the CPU alone.
+
+XLA takes and gives back hundreds of megabytes a step. glibc returns such blocks to the system and gets them anew, with
+a page fault and a zeroed page each: a third of a step of the tiny recipe (`benchmarks/README.md`). It helps only before
+other threads have allocated anything, so `cli.py` calls it before it imports a job. MALLOC_ARENA_MAX in the environment
+leaves malloc alone.
+"""
+
+import ctypes
+import importlib.util
+import os
+import platform
+
+M_ARENA_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -8, -3, -1  # of glibc's malloc.h
+
+
+def keep_memory() -> None:
+    """One arena that neither maps large blocks apart nor returns what is free; nothing without glibc, or with a device."""
+    if "MALLOC_ARENA_MAX" in os.environ or platform.libc_ver()[0] != "glibc" or not on_cpu_alone():
+        return
+    libc = ctypes.CDLL(None)
+    for option, value in ((M_ARENA_MAX, 1), (M_MMAP_THRESHOLD, 2**30), (M_TRIM_THRESHOLD, 2**31 - 1)):
+        libc.mallopt(option, value)
+
+
+def on_cpu_alone() -> bool:
+    """Whether JAX will run on the CPU, as far as one can tell without importing it."""
+    if wanted := os.environ.get("JAX_PLATFORMS"):
+        return wanted == "cpu"
+    return not any(importlib.util.find_spec(name) for name in ("jax_plugins", "libtpu"))

@@ -1,0 +1,42 @@
+"""Memory settings: taken where they help, and left alone where a user or a device decides."""
+
+import subprocess
+import sys
+
+import pytest
+
+from realm_jax import memory
+
+PROGRAM = """
+import ctypes, os, sys
+from realm_jax import memory
+calls = []
+class Libc:
+    def mallopt(self, option, value):
+        calls.append((option, value))
+memory.ctypes.CDLL = lambda name: Libc()
+memory.platform.libc_ver = lambda: (sys.argv[1], "2.39")
+memory.keep_memory()
+print([option for option, _ in calls])
+"""
+
+
+@pytest.mark.parametrize(
+    "libc, environment, expected",
+    [
+        ("glibc", {"JAX_PLATFORMS": "cpu"}, "[-8, -3, -1]"),
+        ("glibc", {"JAX_PLATFORMS": "cuda,cpu"}, "[]"),
+        ("glibc", {"JAX_PLATFORMS": "cpu", "MALLOC_ARENA_MAX": "4"}, "[]"),
+        ("musl", {"JAX_PLATFORMS": "cpu"}, "[]"),
+    ],
+)
+def test_malloc_is_told_to_keep_memory_only_where_jax_runs_on_the_cpu(libc, environment, expected):
+    found = subprocess.run([sys.executable, "-c", PROGRAM, libc], env=environment, capture_output=True, text=True)
+    assert found.stdout.strip() == expected, found.stderr
+
+
+def test_without_a_wish_the_plugins_that_are_installed_decide(monkeypatch):
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    for installed in ((), ("jax_plugins",), ("libtpu",)):
+        monkeypatch.setattr(memory.importlib.util, "find_spec", lambda name, some=installed: name in some or None)
+        assert memory.on_cpu_alone() == (not installed)
