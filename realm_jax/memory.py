@@ -15,7 +15,7 @@ M_ARENA_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -8, -3, -1  # of glibc's mallo
 
 
 def keep_memory() -> None:
-    """One arena that neither maps large blocks apart nor returns what is free; nothing without glibc, or with a device."""
+    """One arena that neither maps large blocks apart nor returns what is free. Does nothing where JAX has a device."""
     if "MALLOC_ARENA_MAX" in os.environ or platform.libc_ver()[0] != "glibc" or not on_cpu_alone():
         return
     libc = ctypes.CDLL(None)
