@@ -21,12 +21,11 @@ from types import FrameType, ModuleType
 from typing import Any
 
 import realm_jax
-from realm_jax.errors import UserError
+from realm_jax.errors import USER_ERROR, UserError
 from realm_jax.memory import keep_memory
 
 OVERRIDE_PREFIX = "--config."
 
-USER_ERROR = 2
 INTERRUPTED = 130
 BROKEN_PIPE = 141  # what a shell reports for a program that SIGPIPE ended
 

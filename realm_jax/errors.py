@@ -5,6 +5,8 @@ The command line prints it and exits with code 2; no traceback is shown. Its sub
 `realm_jax.storage.StorageError`, are for callers that can do something about it.
 """
 
+USER_ERROR = 2  # exit code
+
 
 class UserError(Exception):
     """A mistake in input, configuration or environment, described in one line."""

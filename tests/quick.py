@@ -3,9 +3,16 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import jax
+import pytest
 from jax.experimental.compilation_cache import compilation_cache
+
+from realm_jax.run import Run
+from realm_jax.training import loop
+from realm_jax.training.state import make_step
+from realm_jax.training.tasks import Task
 
 
 @contextmanager
@@ -22,6 +29,20 @@ def quick_compiler(folder: Path) -> Iterator[None]:
         yield
     finally:
         _apply({name: outside for name, (_, outside) in settings.items()})
+
+
+@contextmanager
+def shared_steps(folder: Path) -> Iterator[None]:
+    """`quick_compiler`, and runs of one test after another share their compiled step."""
+    steps: dict[Any, Any] = {}
+
+    def make(run: Run, task: Task) -> Any:
+        key = task.name, run.setting, run.config[task.name].to_json()
+        return steps.setdefault(key, make_step(run, task))
+
+    with quick_compiler(folder), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "make_step", make)
+        yield
 
 
 def _apply(values: dict) -> None:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from quick import quick_compiler
+from quick import shared_steps
 from tiny_run import PEOPLE, prepare_people, tiny_config
 
 from realm_jax import cli
@@ -50,22 +50,14 @@ from realm_jax.training.follower import Follower
 from realm_jax.training.loop import Stop, check_workdir, restore_params, train_task
 from realm_jax.training.metrics import read_lines
 from realm_jax.training.refresh import Ready
-from realm_jax.training.state import agreed, make_step
+from realm_jax.training.state import agreed
 
 STEPS, EVERY, AFTER = 8, 2, 1
 
 
 @pytest.fixture(scope="module", autouse=True)
 def quick(tmp_path_factory):
-    """Runs of one test after another share their compiled step."""
-    steps = {}
-
-    def make(run, task):
-        key = task.name, run.setting, run.config[task.name].to_json()
-        return steps.setdefault(key, make_step(run, task))
-
-    with quick_compiler(tmp_path_factory.mktemp("compiled")), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "make_step", make)
+    with shared_steps(tmp_path_factory.mktemp("compiled")):
         yield
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from quick import quick_compiler
+from quick import shared_steps
 from tiny_run import prepare_people, tiny_config
 
 from realm_jax.data.sources import open_sources
@@ -31,7 +31,6 @@ from realm_jax.training import loop
 from realm_jax.training.checkpoints import Saved
 from realm_jax.training.loop import Preempted, check_workdir, restore_params, train_task
 from realm_jax.training.metrics import MetricsWriter, read_lines
-from realm_jax.training.state import make_step
 from realm_jax.training.tasks import make_task
 
 STEPS = 6
@@ -44,15 +43,7 @@ class Cut(Exception):
 
 @pytest.fixture(scope="module", autouse=True)
 def quick(tmp_path_factory):
-    """Runs of one test after another share their compiled step."""
-    steps: dict[Any, Any] = {}
-
-    def make(run: Run, task: Any) -> Any:
-        key = task.name, run.setting, run.config[task.name].to_json()
-        return steps.setdefault(key, make_step(run, task))
-
-    with quick_compiler(tmp_path_factory.mktemp("compiled")), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "make_step", make)
+    with shared_steps(tmp_path_factory.mktemp("compiled")):
         yield
 
 

@@ -71,9 +71,8 @@ def retrieve(setting: Setting, params: Params, batch: Batch, index: Index, count
     """The `count` best passages for each masked sentence, the example's own passage left out.
 
     Own is the same row (`own_row`, −1 for none) or a passage in which the unmasked sentence occurs; no row (−1) is
-    treated alike. One more than
-    `count` is searched; what is still excluded after that is marked invalid, never replaced by a second search.
-    Where hosts search, `found` of the batch are the rows.
+    treated alike. One more than `count` is searched; what is still excluded after that is marked invalid, never
+    replaced by a second search. Where hosts search, `found` of the batch are the rows.
     """
     if index.vectors is None:
         rows = batch["found"]

@@ -216,6 +216,12 @@ def read_manifest(folder: Folder, generation: str) -> Manifest | None:
         raise Unusable(str(fault)) from None
 
 
+def export_of(folder: Folder, manifest: Manifest) -> Export | None:
+    """The export that a generation was built from; None when it is gone, or another took its place. Raises Unusable."""
+    export = read_export(folder, manifest.step)
+    return export if export is not None and export.parameters == manifest.parameters else None
+
+
 def load_vectors(folder: Folder, manifest: Manifest) -> NDArray:
     """All vectors of a generation, verified: [rows, width] of its dtype. Raises Unusable, naming the file."""
     vectors = np.empty((manifest.rows, manifest.width), numpy_dtype(manifest.dtype))

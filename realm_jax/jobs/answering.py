@@ -20,9 +20,9 @@ from realm_jax.evaluation.predict import Candidate, Prediction
 from realm_jax.index.candidates import Index
 from realm_jax.index.generations import (
     Unusable,
+    export_of,
     generation_names,
     load_vectors,
-    read_export,
     read_manifest,
     read_towers,
 )
@@ -134,8 +134,8 @@ def published_index(run: Run, params: Params) -> Index | None:
             manifest = read_manifest(folder, generation)
             if manifest is None or manifest.corpus != run.sources.passages.fingerprint:
                 continue
-            export = read_export(folder, manifest.step)
-            if export is None or export.parameters != manifest.parameters:
+            export = export_of(folder, manifest)
+            if export is None:
                 continue
             exported, _ = read_towers(folder, export)
             if all(np.array_equal(exported[path], value) for path, value in tower.items()):

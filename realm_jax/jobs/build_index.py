@@ -10,18 +10,16 @@ import dataclasses
 import logging
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
-import numpy as np
 from ml_collections import ConfigDict
-from numpy.typing import NDArray
 
 from realm_jax.config import default, validate
 from realm_jax.console import StageProgress
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.index.builder import Builder, Corpus, Refused, Share, Stopped, current_name, forgive, refusal
-from realm_jax.index.embed import CorpusRows
 from realm_jax.index.generations import (
     Export,
     Manifest,
@@ -38,16 +36,15 @@ from realm_jax.index.generations import (
     write_status,
 )  # fmt: skip
 from realm_jax.jobs.flags import add_config_argument, load_config
-from realm_jax.jobs.opening import recorded_config, set_up_jax
+from realm_jax.jobs.opening import recorded_config, recorded_corpus, set_up_jax
 from realm_jax.run import Run, make_run
-from realm_jax.storage import Folder, StorageError, make_folder, read_json
+from realm_jax.storage import Folder, StorageError, make_folder
 from realm_jax.training.exporter import index_settings, to_params, tower_settings
-from realm_jax.training.loop import Preempted, Stop
+from realm_jax.training.loop import PREEMPTED, Preempted, Stop
 from realm_jax.training.refresh import shared_folder
 
 logger = logging.getLogger(__name__)
 
-PREEMPTED = 75
 GRACE = 60.0  # seconds that a trainer which is done has to change its mind
 LONGEST_PAUSE = 60.0  # seconds between two tries while storage fails
 EXAMPLES = """examples:
@@ -96,12 +93,6 @@ def _recorded_or_default(workdir: Path) -> ConfigDict:
     return recorded_config(workdir) if (workdir / "config.json").is_file() else default()
 
 
-def recorded_corpus(workdir: Path) -> str | None:
-    """The version of the corpus that the run began with, if it has begun: it stays with it whatever is edited."""
-    path = workdir / "data.json"
-    return read_json(path).get("passages") if path.is_file() else None
-
-
 def for_embedding(config: ConfigDict) -> ConfigDict:
     """The config on the builder's own devices: nothing is trained there, so any batch size must pass."""
     own = ConfigDict(config.to_dict())
@@ -111,15 +102,29 @@ def for_embedding(config: ConfigDict) -> ConfigDict:
     return own
 
 
+def stored_corpus(run: Run) -> Corpus:
+    """The passages of a run as a builder needs them."""
+    passages = run.sources.passages
+    segments = tuple((segment.fingerprint, segment.rows) for segment in passages.segments)
+    return Corpus(passages.fingerprint, run.sources.wordpiece.fingerprint, segments, run.read_stored)
+
+
+def run_builder(run: Run, folder: Folder, **options: Any) -> Builder:
+    """The builder of a run's generations. options: further fields of `Builder`."""
+    c = run.config
+    return Builder(
+        folder, stored_corpus(run), c.retrieval.dtype, c.refresh.chunk_rows,
+        searches=run.searches, min_recall=c.index.min_recall, **options,
+    )  # fmt: skip
+
+
 class Job:
     """One builder process: follows exports until the trainer is done."""
 
     def __init__(self, run: Run, folder: Folder, share: Share) -> None:
         self._run, self._folder, self._share = run, folder, share
         self._options = run.config.refresh
-        passages = run.sources.passages
-        segments = tuple((segment.fingerprint, segment.rows) for segment in passages.segments)
-        self._corpus = Corpus(passages.fingerprint, run.sources.wordpiece.fingerprint, segments, run.read_stored)
+        self._corpus = stored_corpus(run)
         self._name = "builder" if share.process == 0 else f"builder-{share.process}"
         trainer = read_status(folder, "trainer")
         self._status = Status(trainer.run if trainer else "", stage="starting")
@@ -232,15 +237,8 @@ class Job:
             def told(done: int, total: int) -> None:
                 bar.update(self._corpus.rows * done // total)
 
-            builder = Builder(
-                self._folder, self._corpus, self._run.config.retrieval.dtype, self._options.chunk_rows, self._share,
-                check, told, self._run.searches, self._run.config.index.min_recall,
-            )  # fmt: skip
-
-            def embed(rows: CorpusRows) -> NDArray[np.float32]:
-                return self._run.embed(towers, rows=rows)
-
-            manifest = builder.build(export, embed, queries)
+            builder = run_builder(self._run, self._folder, share=self._share, check=check, told=told)
+            manifest = builder.build(export, lambda rows: self._run.embed(towers, rows=rows), queries)
         logger.info("published generation %s (%.1f s)", manifest.generation, time.monotonic() - began)
         self._retain(manifest)
 

@@ -11,15 +11,12 @@ import logging
 from collections.abc import Collection
 from pathlib import Path
 
-import numpy as np
-
 from realm_jax.corpus.build import build_store
 from realm_jax.corpus.jsonl import read_passages
 from realm_jax.corpus.store import PassageStore, remove_documents
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
-from realm_jax.index.builder import Builder, Corpus, Refused
-from realm_jax.index.embed import CorpusRows
+from realm_jax.index.builder import Refused
 from realm_jax.index.generations import (
     Manifest,
     Unusable,
@@ -30,6 +27,7 @@ from realm_jax.index.generations import (
     write_export,
 )
 from realm_jax.jobs.answering import open_run_to_ask, restore_towers
+from realm_jax.jobs.build_index import run_builder
 from realm_jax.jobs.opening import recorded_config
 from realm_jax.run import Run
 from realm_jax.storage import Folder, StorageError, only_one, read_json
@@ -116,21 +114,11 @@ def publish(run: Run) -> Manifest:
     """A generation of the newest version of the corpus by the run's final towers; embeds only what is not there yet."""
     folder = shared_folder(run)
     step, towers = restore_towers(run)
-    passages = run.sources.passages
     try:
         queries = sample_vectors(run, towers)
         export = write_export(folder, export_record(run, step), to_arrays(towers), queries)
-        segments = tuple((segment.fingerprint, segment.rows) for segment in passages.segments)
-
-        def embed(rows: CorpusRows) -> np.ndarray:
-            return run.embed(towers, rows=rows)
-
-        corpus = Corpus(passages.fingerprint, run.sources.wordpiece.fingerprint, segments, run.read_stored)
-        c = run.config
-        builder = Builder(folder, corpus, c.retrieval.dtype, c.refresh.chunk_rows, searches=run.searches,
-                          min_recall=c.index.min_recall)  # fmt: skip
-        manifest = builder.build(export, embed, queries)
-        _forget(folder, manifest, passages.versions)
+        manifest = run_builder(run, folder).build(export, lambda rows: run.embed(towers, rows=rows), queries)
+        _forget(folder, manifest, run.sources.passages.versions)
         return manifest
     except (StorageError, Unusable, Refused) as fault:
         raise UserError(f"{fault}; the corpus is edited, but nothing is published for the run") from None

@@ -22,9 +22,9 @@ from realm_jax.index.exact import search
 from realm_jax.index.generations import (
     Manifest,
     Unusable,
+    export_of,
     generation_names,
     load_vectors,
-    read_export,
     read_manifest,
     read_status,
     read_towers,
@@ -178,8 +178,8 @@ def _search(folder: Folder, args: argparse.Namespace) -> int:
 
 def nearest(run: Run, folder: Folder, manifest: Manifest, text: str, top: int) -> list[dict[str, Any]]:
     """The `top` passages by inner product: {"score", "id", "title", "text"}. Raises UserError."""
-    export = read_export(folder, manifest.step)
-    if export is None or export.parameters != manifest.parameters:
+    export = export_of(folder, manifest)
+    if export is None:
         raise UserError(
             f"{folder.path('exports')}: the export of generation {manifest.generation} is gone; name another"
         )

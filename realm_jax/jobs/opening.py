@@ -31,8 +31,7 @@ def set_up_jax() -> None:
 def open_run(config: ConfigDict, workdir: Path) -> Run:
     """A validated run over its prepared folder; its config is recorded in `workdir`, or compared with the one there."""
     validate(config)
-    recorded = read_json(workdir / "data.json") if (workdir / "data.json").is_file() else {}
-    sources = open_sources(config.data.path, recorded.get("passages"))  # a run stays with the corpus that it began with
+    sources = open_sources(config.data.path, recorded_corpus(workdir))
     if "qa" in task_names(config) and not sources.questions.get("train"):
         raise UserError(f"{config.data.path}: no training questions for the task qa; prepare some, or set config.tasks")
     run = make_run(config, workdir, sources)
@@ -42,6 +41,12 @@ def open_run(config: ConfigDict, workdir: Path) -> Run:
     check_workdir(run)
     _warn_of_cut_passages(run)
     return run
+
+
+def recorded_corpus(workdir: Path) -> str | None:
+    """The version of the corpus that the run began with, if it has begun: it stays with it whatever is edited."""
+    path = workdir / "data.json"
+    return read_json(path).get("passages") if path.is_file() else None
 
 
 def _warn_of_cut_passages(run: Run) -> None:

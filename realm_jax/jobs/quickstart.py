@@ -18,7 +18,7 @@ from typing import Any
 
 from realm_jax.config import validate
 from realm_jax.corpus import encyclopedia
-from realm_jax.errors import UserError
+from realm_jax.errors import USER_ERROR, UserError
 from realm_jax.jobs.flags import add_config_argument, load_config
 from realm_jax.jobs.opening import open_run, set_up_jax
 from realm_jax.jobs.prepare import prepare
@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 DEFAULT_WORKDIR = "realm-quickstart"
 ENTITIES = 3200
 VOCABULARY = 2000
-USER_ERROR = 2  # exit code that starting again does not mend
 LONGEST_PAUSE = 60.0  # seconds between two starts of a builder that fails
 SETTINGS = "settings.json"  # of the encyclopedia, beside its files
 EXAMPLES = """examples:

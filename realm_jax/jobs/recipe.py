@@ -24,11 +24,9 @@ from realm_jax.jobs.results import measure_baselines, write_results
 from realm_jax.models.realm import Params
 from realm_jax.run import Run
 from realm_jax.storage import only_one
-from realm_jax.training.loop import Measure, Preempted, train_task
+from realm_jax.training.loop import PREEMPTED, Measure, Preempted, train_task
 
 logger = logging.getLogger(__name__)
-
-PREEMPTED = 75  # exit code: saved, restart freely
 
 
 def run_recipe(run: Run, controls: bool, command: str) -> int:

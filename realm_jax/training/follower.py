@@ -25,6 +25,7 @@ from realm_jax.index.generations import (
     Foreign,
     Manifest,
     Unusable,
+    export_of,
     generation_names,
     load_vectors,
     read_export,
@@ -56,14 +57,14 @@ class Loaded:
 
 
 class Wanted(NamedTuple):
-    """Generations of export steps first … last. exactly: of the last one alone."""
+    """Generations of export steps first … last. exactly: of one step, whose absence is to be noted."""
 
     first: int
     last: int
     exactly: bool = False
 
     def __contains__(self, step: object) -> bool:
-        return isinstance(step, int) and (step == self.last if self.exactly else self.first <= step <= self.last)
+        return isinstance(step, int) and self.first <= step <= self.last
 
 
 class Follower:
@@ -89,7 +90,7 @@ class Follower:
         self._thread.join()
 
     def want(self, first: int, last: int, exactly: bool = False) -> None:
-        """Look for generations of export steps first … last (or of `last` alone); another one that is ready goes."""
+        """Look for generations of export steps first … last; another one that is ready goes. exactly: see `Wanted`."""
         with self._lock:
             self._wanted = Wanted(first, last, exactly)
             if self._ready is not None and self._ready.manifest.step not in self._wanted:
@@ -130,9 +131,8 @@ class Follower:
     def _exported(self, manifest: Manifest) -> tuple[Arrays, NDArray[np.float32] | None]:
         """Towers and sample queries of a generation's export, if it is still there."""
         try:
-            export = read_export(self._folder, manifest.step)
-            same = export is not None and export.parameters == manifest.parameters
-            return read_towers(self._folder, export) if export is not None and same else ({}, None)
+            export = export_of(self._folder, manifest)
+            return ({}, None) if export is None else read_towers(self._folder, export)
         except Unusable as fault:
             self._tell(f"{fault}; generation {manifest.generation} is used without its export")
             return {}, None

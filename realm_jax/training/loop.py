@@ -42,8 +42,11 @@ logger = logging.getLogger(__name__)
 Measure = Callable[[Params, Index | None, bool], dict[str, Any]]
 
 
+PREEMPTED = 75  # exit code: saved, restart freely
+
+
 class Preempted(Exception):
-    """SIGTERM came and the state is saved; the process should end with exit code 75."""
+    """SIGTERM came and the state is saved; the process should end with exit code `PREEMPTED`."""
 
 
 class Stop:
