@@ -39,3 +39,30 @@ def trained_run(tmp_path_factory):
         finally:
             jax.config.update("jax_disable_most_optimizations", False)
         yield run
+
+
+@pytest.fixture(scope="session")
+def people(tmp_path_factory):
+    """A prepared folder; see `tiny_run.py`."""
+    from tiny_run import prepare_people
+
+    return prepare_people(tmp_path_factory.mktemp("people"))
+
+
+@pytest.fixture(scope="module")
+def quick_steps(tmp_path_factory):
+    """Runs of this module share their compiled steps; see `quick.py`."""
+    from quick import shared_steps
+
+    with shared_steps(tmp_path_factory.mktemp("compiled")):
+        yield
+
+
+@pytest.fixture(scope="module")
+def sturdy(people, quick_steps, tmp_path_factory):
+    """An undisturbed run that adopts at fixed steps, with a builder beside it; tests read it and leave it as it is."""
+    from side_by_side import Trained, builder, open_tiny, train
+
+    run = open_tiny(people, tmp_path_factory.mktemp("sturdy"))
+    with builder(run):
+        return Trained(run, train(run))

@@ -4,56 +4,11 @@ import errno
 import os
 
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
+from faulty_bucket import bucket, http
 
 from realm_jax import storage
 from realm_jax.errors import UserError
 from realm_jax.storage import Bucket, Damaged, FileEntry, PosixFolder, StorageError, open_folder
-
-
-class Faulty(MemoryFileSystem):
-    """A bucket that lists from a cache until it is told not to, and fails as often as `faults` says.
-
-    faults: for each operation the errors that come before it succeeds; 'late' raises although the write has happened.
-    """
-
-    cachable = False
-    protocol = "faulty"
-
-    def __init__(self, faults=()):
-        super().__init__()
-        self.store, self.pseudo_dirs = {}, [""]
-        self.faults = {operation: list(errors) for operation, errors in dict(faults).items()}
-        self.listed: dict[str, list[str]] = {}
-
-    def _fail(self, operation):
-        if self.faults.get(operation):
-            raise self.faults[operation].pop(0)
-
-    def pipe_file(self, path, value, mode="overwrite", **kwargs):
-        self._fail("write")
-        super().pipe_file(path, value, mode=mode, **kwargs)
-        self._fail("late")
-
-    def cat_file(self, path, start=None, end=None, **kwargs):
-        self._fail("read")
-        return super().cat_file(path, start=start, end=end, **kwargs)
-
-    def ls(self, path, detail=True, **kwargs):
-        self._fail("list")
-        if path not in self.listed:
-            self.listed[path] = super().ls(path, detail=False, **kwargs)
-        return self.listed[path]
-
-    def invalidate_cache(self, path=None):
-        self.listed.clear()
-
-
-def bucket(**faults):
-    waited = []
-    folder = Bucket("memory://runs/one", Faulty(faults), waited.append)
-    folder.waited = waited
-    return folder
 
 
 @pytest.fixture(params=["posix", "bucket"])
@@ -100,10 +55,6 @@ def test_json_that_was_cut_is_damaged(folder, text):
 
 
 # --- Buckets
-
-
-def http(code):
-    return OSError(f"HTTP {code}")
 
 
 def test_a_bucket_that_fails_for_a_while_is_asked_again():

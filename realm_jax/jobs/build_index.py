@@ -130,7 +130,7 @@ class Job:
         self._status = Status(trainer.run if trainer else "", stage="starting")
         self._seen: tuple[str, int] | None = None if trainer is None else (trainer.run, trainer.counter)
         self._moved = False  # whether the trainer gave a sign of life since this process started
-        self._damaged: set[int] = set()  # steps whose export was found damaged
+        self._damaged: set[int] = set()  # steps whose export was found damaged; the trainer may write it again
         self._quiet_since = time.monotonic()
 
     def work(self, stop: Stop, step: int | None, once: bool) -> None:
@@ -186,7 +186,11 @@ class Job:
         pinned, used = (trainer.pins, trainer.index) if trainer else ((), 0)
         steps = [step for step in export_steps(self._folder) if step >= used or step in pinned]
         newest_first = self._options.adopt_after < 0
-        for candidate in sorted(steps, key=lambda step: (step not in pinned, -step if newest_first else step)):
+
+        def urgency(step: int) -> tuple[bool, bool, int]:
+            return step in self._damaged, step not in pinned, -step if newest_first else step
+
+        for candidate in sorted(steps, key=urgency):
             export = self._sound(candidate)
             if export is not None and self._missing(export):
                 return self._checked(export)
@@ -197,7 +201,7 @@ class Job:
     def _sound(self, step: int) -> Export | None:
         try:
             return read_export(self._folder, step)
-        except Unusable as fault:  # the trainer may write it again; others wait behind it
+        except Unusable as fault:  # others wait behind it
             if step not in self._damaged:
                 logger.warning("%s; it is passed over", fault)
             self._damaged.add(step)
@@ -224,7 +228,12 @@ class Job:
         return export
 
     def _build(self, export: Export, stop: Stop) -> None:
-        arrays, queries = read_towers(self._folder, export)
+        try:
+            arrays, queries = read_towers(self._folder, export)
+        except Unusable:
+            self._damaged.add(export.step)
+            raise
+        self._damaged.discard(export.step)
         towers = jax.device_put(to_params(arrays))
         began = time.monotonic()
         with StageProgress(f"index {export.step}", self._corpus.rows) as bar:

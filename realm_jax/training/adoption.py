@@ -29,6 +29,7 @@ from realm_jax.index.generations import (
     export_steps,
     generation_names,
     read_export,
+    read_towers,
     step_of,
 )  # fmt: skip
 from realm_jax.models.realm import Params
@@ -162,12 +163,13 @@ class Adoption:
             logger.info("waiting for %s; `realm build-index` with the same config and --workdir makes it", what)
         while found is None and not stopping():
             self._tell(now=True)
-            if time.monotonic() - began > self._options.wait_seconds:
+            left = self._options.wait_seconds - (time.monotonic() - began)
+            if left < 0:
                 raise UserError(
                     f"{self._folder.path('index')}: {what} did not come within config.refresh.wait_seconds="
                     f"{self._options.wait_seconds:g}; start `realm build-index`, then repeat the command"
                 )
-            found = self._follower.wait(STATUS_SECONDS, stopping)
+            found = self._follower.wait(min(STATUS_SECONDS, left), stopping)
         return found
 
     def _adopt(self, found: Loaded | None, index: Fresh | None, waited: float) -> Fresh | None:
@@ -251,8 +253,12 @@ class Adoption:
         )
 
     def _export_of(self, step: int) -> Export | None:
+        """An export that a generation can still be built from."""
         try:
-            return read_export(self._folder, step)
+            export = read_export(self._folder, step)
+            if export is not None:
+                read_towers(self._folder, export)
+            return export
         except Unusable as fault:
             logger.warning("%s", fault)
             return None

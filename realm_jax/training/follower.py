@@ -195,7 +195,8 @@ class Follower:
             self._tell(f"{fault}; it is passed over")
             return None
         except Unusable as fault:
-            if MANIFEST not in self._folder.names(f"index/{name}"):  # removed while it was read
+            if MANIFEST not in self._folder.names(f"index/{name}"):
+                logger.warning("generation %s was removed while it was read", name)
                 return None
             logger.error("generation %s is refused: %s; the last good one stays", name, fault)
             refuse(self._folder, name, str(fault), again=True)

@@ -24,7 +24,8 @@ RUN_ID = "run.json"  # in the run folder
 
 
 class Reporter:
-    """Writes jobs/trainer.json. A context manager: leaving waits for the last one."""
+    """Writes jobs/trainer.json. A context manager: entering writes the first one, so that storage which cannot be
+    written to is known before training; leaving waits for the last one."""
 
     def __init__(self, run: Run, folder: Folder, task: str) -> None:
         """Raises UserError when the shared folder is another run's."""
@@ -39,6 +40,9 @@ class Reporter:
         self._pending: list[Future[None]] = []
 
     def __enter__(self) -> Self:
+        """Raises StorageError."""
+        if jax.process_index() == 0:
+            write_status(self._folder, "trainer", self._status)
         return self
 
     def __exit__(self, *_: object) -> None:

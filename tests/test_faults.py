@@ -1,0 +1,486 @@
+"""What may go wrong between trainer and index builder, one fault after another.
+
+After each, every row that a step saw is embedded again from its generation's parameters and compared (`Watch`), and
+training has gone on, to the same bits where it adopts at fixed steps, or has stopped with a clear word.
+"""
+
+import dataclasses
+import errno
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import ExitStack, contextmanager, suppress
+
+import jax
+import numpy as np
+import pytest
+from faulty_bucket import bucket, http
+from side_by_side import (
+    Cut,
+    Watch,
+    adoptions,
+    assert_same,
+    builder,
+    cut_at,
+    make_job,
+    open_tiny,
+    spoil,
+    train,
+    until,
+)  # fmt: skip
+from tiny_run import PEOPLE, prepare_people
+
+from realm_jax import storage
+from realm_jax.data.sources import open_sources
+from realm_jax.errors import UserError
+from realm_jax.index.builder import Share
+from realm_jax.index.generations import (
+    EXPORT,
+    MANIFEST,
+    Foreign,
+    generation_names,
+    read_export,
+    read_status,
+    remove_generation,
+    step_of,
+)  # fmt: skip
+from realm_jax.jobs import build_index
+from realm_jax.jobs.build_index import Job, for_embedding
+from realm_jax.run import make_run
+from realm_jax.storage import PosixFolder, StorageError
+from realm_jax.training import follower, loop, refresh
+from realm_jax.training.adoption import Adoption
+from realm_jax.training.follower import Follower
+from realm_jax.training.loop import Stop
+
+pytestmark = pytest.mark.usefixtures("quick_steps")
+
+
+def slow(value):
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    return Watch(monkeypatch)
+
+
+@pytest.fixture
+def log(caplog):
+    caplog.set_level(logging.INFO, "realm_jax")
+    return caplog
+
+
+@pytest.fixture
+def before_write(monkeypatch):
+    """Register what is called with the path of every file that is about to be written; it may raise."""
+
+    def register(act):
+        write = storage.open_atomic
+
+        def watched(path):
+            act(str(path))
+            return write(path)
+
+        monkeypatch.setattr(storage, "open_atomic", watched)
+
+    return register
+
+
+def built(run):
+    return {step_of(name) for name in generation_names(PosixFolder(run.workdir))}
+
+
+# --- Jobs that die, come late or meet ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def mortal_builder(run, processes):
+    """A builder that dies of `Cut` and is started again as so many processes."""
+    stop, ended = Stop(), threading.Event()
+
+    def live_twice():
+        with suppress(Cut, loop.Preempted):
+            make_job(run).work(stop, None, False)
+        with ExitStack() as others:
+            for process in range(processes):
+                others.enter_context(builder(run, process, processes))
+            ended.wait()
+
+    thread = threading.Thread(target=live_twice)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.asked = True
+        ended.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("write", [1, slow(2), slow(3), 4, slow(5), slow(6), 7])
+def test_a_builder_is_killed_and_started_again(people, sturdy, tmp_path, before_write, watch, log, write):
+    """Before each of the seven writes of a generation: three chunks with their marks, and the manifest; then one
+    process comes, or two."""
+    run, seen = open_tiny(people, tmp_path), []
+
+    def kill(path):
+        if "/index/2-" in path:
+            seen.append(path)
+            if len(seen) == write:
+                raise Cut
+
+    before_write(kill)
+    with mortal_builder(run, processes=1 + write % 2):
+        assert_same(train(run), sturdy.final)
+    watch.check(run)
+    assert len(seen) > write and log.text.count("published generation 2-") >= 1
+
+
+def test_a_trainer_is_killed(people, sturdy, tmp_path, monkeypatch, watch):
+    run = open_tiny(people, tmp_path)
+    cut_at(monkeypatch, 5)
+    with builder(run):
+        with pytest.raises(Cut):
+            train(run)
+        assert_same(train(run), sturdy.final)
+    watch.check(run)
+
+
+def test_two_builders_at_once(people, sturdy, tmp_path, before_write, watch, log):
+    """Neither knows of the other: work is done twice, but no chunk that somebody may read is written again."""
+    run, written = open_tiny(people, tmp_path), []
+    before_write(lambda path: written.append(path) if path.endswith(".bin") else None)
+    with builder(run), builder(run):
+        assert_same(train(run), sturdy.final)
+    watch.check(run)
+    assert len(written) == len({*written})
+    assert {int(line.split("generation ")[1].split("-")[0]) for line in published(log)} >= {0, 2, 4, 6}
+
+
+def published(log):
+    return [record.message for record in log.records if record.message.startswith("published")]
+
+
+def test_no_builder_at_all(people, sturdy, tmp_path, watch):
+    run = open_tiny(people, tmp_path, wait_seconds=0.05)
+    with pytest.raises(UserError, match="the first generation did not come within config.refresh.wait_seconds=0.05"):
+        train(run)
+    run.config.refresh.wait_seconds = 60.0
+    with builder(run):
+        assert_same(train(run), sturdy.final)
+    watch.check(run)
+
+
+def test_the_builder_comes_first_and_ends_when_the_trainer_is_done(people, tmp_path, watch, log):
+    run = open_tiny(people, tmp_path)
+    thread = threading.Thread(target=make_job(run).work, args=(Stop(), None, False))
+    thread.start()
+    until(lambda: "waiting for exports" in log.text)
+    train(run)
+    thread.join(30)
+    assert not thread.is_alive()
+    assert read_status(PosixFolder(run.workdir), "trainer").done
+    assert "the trainer is done" in log.text
+    watch.check(run)
+
+
+def test_a_run_that_is_done_is_not_extended_and_its_builder_ends(people, sturdy, log):
+    """The learning rate's schedule knows the number of steps: more of them would have been another run."""
+    with pytest.raises(UserError, match=r"config.realm.steps is 20, but the run in .* has 8; set it back"):
+        open_tiny(people, sturdy.run.workdir, steps=20)
+    job = make_job(sturdy.run)
+    job._options.idle_exit = 0.1
+    job.work(Stop(), None, False)
+    assert "the trainer is done" in log.text
+
+
+@pytest.mark.slow
+def test_processes_that_are_killed_without_a_word(people, sturdy, tmp_path, watch):
+    """SIGKILL to a real `realm build-index` while it writes; two others go on."""
+    run = open_tiny(people, tmp_path, wait_seconds=300.0)
+    command = [sys.executable, "-m", "realm_jax.cli", "build-index", f"--workdir={run.workdir}"]
+    slow = "import time; from realm_jax import storage; put = storage.PosixFolder.put\n"
+    slow += "storage.PosixFolder.put = lambda *args: (time.sleep(1), put(*args))[1]\n"
+    slow += f"from realm_jax import cli; cli.main({command[3:]})"
+    first = subprocess.Popen([sys.executable, "-c", slow], env=os.environ)
+    others = []
+
+    def kill_and_replace():
+        until(lambda: list(run.workdir.glob("index/2-*/*.bin")), 200)
+        first.send_signal(signal.SIGKILL)
+        for process in range(2):
+            others.append(subprocess.Popen([*command, f"--process={process}", "--processes=2"], env=os.environ))
+
+    thread = threading.Thread(target=kill_and_replace)
+    thread.start()
+    final = train(run)
+    thread.join()
+    assert first.wait(10) == -signal.SIGKILL
+    assert [process.wait(120) for process in others] == [0, 0]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), final, sturdy.final)
+    watch.check(run)
+
+
+# --- Files that are not what they should be ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ["truncated", "flipped", "nan", "manifest"])
+def test_a_generation_is_damaged(people, sturdy, tmp_path, monkeypatch, watch, log, fault):
+    """Between publication and the trainer's look; the trainer adopts the second attempt in time."""
+    run = open_tiny(people, tmp_path)
+    build, look, damaged, gate = build_index.Builder.build, Follower._look, [], threading.Lock()
+
+    def spoiled(self, export, embed, queries):
+        with gate:
+            manifest = build(self, export, embed, queries)
+            if export.step == 2 and not damaged:
+                damaged.append(manifest.generation)
+                spoil(self.folder, manifest, fault)
+        return manifest
+
+    def gated(self):
+        with gate:
+            look(self)
+
+    monkeypatch.setattr(Follower, "_look", gated)
+    monkeypatch.setattr(build_index.Builder, "build", spoiled)
+    with builder(run):
+        assert_same(train(run), sturdy.final)
+    watch.check(run)
+    assert f"generation {damaged[0]} is refused: " in log.text
+
+
+def test_a_generation_is_removed_while_it_is_loaded(people, sturdy, tmp_path, monkeypatch, watch, log):
+    run, load, removed = open_tiny(people, tmp_path), follower.load_vectors, []
+
+    def gone(folder, manifest):
+        if manifest.step == 2 and not removed:
+            removed.append(manifest.generation)
+            remove_generation(folder, manifest.generation)
+        return load(folder, manifest)
+
+    monkeypatch.setattr(follower, "load_vectors", gone)
+    with builder(run):
+        assert_same(train(run), sturdy.final)
+    watch.check(run)
+    assert f"generation {removed[0]} was removed while it was read" in log.text
+    assert log.text.count(f"published generation {removed[0]}") == 2
+
+
+def test_an_export_is_half_written_while_the_builder_looks(people, sturdy, tmp_path, before_write, watch, monkeypatch):
+    run, due, looks = open_tiny(people, tmp_path), Job._due, []
+
+    def counted(self):
+        looks.append(None)
+        return due(self)
+
+    def stall(path):
+        if path.endswith(f"exports/2/{EXPORT}"):
+            so_far = len(looks)
+            until(lambda: len(looks) > so_far + 3)
+            assert list(run.workdir.glob("exports/2/*.safetensors")) and 2 not in built(run)
+
+    monkeypatch.setattr(Job, "_due", counted)
+    before_write(stall)
+    with builder(run):
+        assert_same(train(run), sturdy.final)
+    watch.check(run)
+
+
+def test_the_trainer_is_killed_in_the_middle_of_an_export(people, sturdy, tmp_path, before_write, watch):
+    run, left = open_tiny(people, tmp_path), [EXPORT]
+
+    def kill(path):
+        if left and path.endswith(f"exports/2/{left[0]}"):
+            left.clear()
+            raise Cut
+
+    before_write(kill)
+    with builder(run):
+        with pytest.raises(Cut):
+            train(run)
+        assert read_export(PosixFolder(run.workdir), 2) is None and 2 not in built(run)
+        assert_same(train(run), sturdy.final)
+    watch.check(run)
+
+
+def test_an_export_is_damaged(people, tmp_path, watch, log, monkeypatch):
+    """Its towers lose their end before the builder looks. The trainer stops; started again it passes that index over,
+    as nobody can make it any more."""
+    run, read = open_tiny(people, tmp_path, wait_seconds=1.0), build_index.read_towers
+
+    def cut(folder, export):
+        if export.step == 2:
+            folder.write(export.file.name, folder.read(export.file.name)[:-9])
+        return read(folder, export)
+
+    monkeypatch.setattr(build_index, "read_towers", cut)
+    with builder(run):
+        with pytest.raises(UserError, match="the generation of step 2, due at step 3 did not come within"):
+            train(run)
+        assert "bytes, not " in log.text and 2 not in built(run)
+        run.config.refresh.wait_seconds = 60.0
+        train(run)
+    assert "exports/2 is not there; going on with the index of step 0 until the next one is due" in log.text
+    assert adoptions(run) == [(0, 0), (5, 4), (7, 6)]
+    watch.check(run)
+
+
+# --- What belongs to something else -----------------------------------------------------------------------------------
+
+
+def test_a_builder_of_another_corpus(people, sturdy, tmp_path):
+    other = prepare_people(tmp_path, [f"{name} Junior" for name in PEOPLE])
+    config = for_embedding(sturdy.run.config)
+    config.data.path = str(other)
+    opened = make_run(config, sturdy.run.workdir, open_sources(other), jax.devices()[:1])
+    with pytest.raises(UserError, match=r"exports/6 was written by a run with other (tokenizer|corpus)"):
+        Job(opened, PosixFolder(sturdy.run.workdir), Share()).work(Stop(), 6, True)
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "corpus"])
+def test_a_builder_of_another_tokenizer_or_corpus(sturdy, name):
+    job = make_job(sturdy.run)
+    job._corpus = dataclasses.replace(job._corpus, **{"fingerprint" if name == "corpus" else name: "another"})
+    with pytest.raises(UserError, match=f"exports/6 was written by a run with other {name}; give this command the"):
+        job.work(Stop(), 6, True)
+
+
+def test_a_builder_with_other_vectors_than_the_trainer_wants(sturdy):
+    config = for_embedding(sturdy.run.config)
+    config.retrieval.dtype = "bfloat16"
+    opened = make_run(config, sturdy.run.workdir, sturdy.run.sources, jax.devices()[:1])
+    with pytest.raises(UserError, match="exports/6 was written by a run with other index"):
+        Job(opened, PosixFolder(sturdy.run.workdir), Share()).work(Stop(), 6, True)
+
+
+@pytest.mark.parametrize("name", ["tokenizer", slow("corpus")])
+def test_a_generation_of_another_tokenizer_or_corpus(people, sturdy, tmp_path, watch, log, name):
+    """It has the right name, and is passed over; nothing comes in its place until somebody removes it."""
+    run = open_tiny(people, tmp_path, wait_seconds=2.0)
+    folder = PosixFolder(run.workdir)
+    [own] = [name for name in generation_names(PosixFolder(sturdy.run.workdir)) if step_of(name) == 2]
+    manifest = PosixFolder(sturdy.run.workdir).read_json(f"index/{own}/{MANIFEST}")
+    folder.write_json(f"index/{own}/{MANIFEST}", manifest | {name: "another"})
+    with builder(run):
+        with pytest.raises(UserError, match="the generation of step 2, due at step 3 did not come within"):
+            train(run)
+        assert f"its {name} is another, not" in log.text
+        remove_generation(folder, own)
+        run.config.refresh.wait_seconds = 60.0
+        assert_same(train(run), sturdy.final)
+    watch.check(run)
+
+
+def test_a_generation_of_another_name(people, tmp_path):
+    """Names follow from parameters and corpus, so that others are not even looked at; asked for, they are refused."""
+    run = open_tiny(people, tmp_path)
+    with builder(run):
+        train(run)
+    folder = PosixFolder(run.workdir)
+    own = generation_names(folder)[-1]
+    manifest = folder.read_json(f"index/{own}/{MANIFEST}")
+    foreign = f"{step_of(own)}-f123abcd"
+    folder.write_json(f"index/{foreign}/{MANIFEST}", manifest | {"generation": foreign, "corpus": "another"})
+    with Adoption(run, "realm", run.config.realm.steps, {}, 1) as adoption:
+        adoption._follower.want(0, 100)
+        assert adoption._follower.wait(10, lambda: False).manifest.generation == own
+        with pytest.raises(Foreign, match="its corpus is another, not"):
+            adoption._follower.load(foreign)
+
+
+def test_a_shared_folder_of_another_run(people, sturdy, tmp_path):
+    run = open_tiny(people, tmp_path / "run", shared=str(sturdy.run.workdir))
+    with pytest.raises(UserError, match=r"config.refresh.shared: .* is another run's"):
+        train(run)
+
+
+# --- Storage that does not take more ----------------------------------------------------------------------------------
+
+
+def test_the_disk_is_full_for_a_while(people, sturdy, tmp_path, before_write, watch, log):
+    """The builder tries again and loses nothing."""
+    run, left = open_tiny(people, tmp_path), [errno.ENOSPC] * 3
+
+    def full(path):
+        if "/index/2-" in path and path.endswith(".bin") and left:
+            raise OSError(left.pop(), os.strerror(errno.ENOSPC))
+
+    before_write(full)
+    with builder(run):
+        assert_same(train(run), sturdy.final)
+    watch.check(run)
+    assert not left and log.text.count("No space left on device; trying again") == 3
+
+
+def test_the_disk_is_full_for_exports(people, tmp_path, before_write, watch, log):
+    """Storage takes the first export and no other: training goes on with what it has."""
+    run = open_tiny(people, tmp_path, adopt_after=-1)
+
+    def full(path):
+        if "/exports/" in path and "/exports/0/" not in path:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    before_write(full)
+    with builder(run):
+        train(run)
+    watch.check(run)
+    assert "the export of step 2 is not written yet: " in log.text and "No space left on device" in log.text
+    assert "the export of step 4 is left out: an earlier one is still being written" in log.text
+    assert "the export of step 2 is given up" in log.text
+    assert {index for _, index in adoptions(run)} == {0}
+
+
+def test_a_bucket_that_fails_now_and_then(people, sturdy, tmp_path, monkeypatch, watch, log):
+    """Writes that raise before or after they happened, reads and listings that raise: tried again, never half done."""
+    some = [None, http(503), None, None, http(429), None, None]
+    folder = bucket(
+        write=some * 20, late=some[3:] * 20, read=some * 40, list=[None, *some, PermissionError("403")] * 40
+    )
+    monkeypatch.setattr(refresh, "open_folder", lambda url: folder)
+    run = open_tiny(people, tmp_path, shared="memory://runs/one")
+    with builder(run):
+        assert_same(train(run), sturdy.final)
+    watch.check(run)
+    assert {0, 2, 4, 6} == {step_of(name) for name in generation_names(folder)}
+    for what in ("write", "read", "list"):
+        assert f"cannot {what} it (" in log.text
+    assert not list(tmp_path.glob("index")), "everything that is shared is in the bucket"
+
+
+def test_shared_storage_becomes_read_only(people, tmp_path, before_write, watch, log):
+    """After the first generation: both jobs say so, training goes on, and the run ends whole."""
+    shared = tmp_path / "shared"
+    run = open_tiny(people, tmp_path / "run", adopt_after=-1, shared=str(shared))
+
+    def read_only(path):
+        if str(shared) in path and list(shared.glob(f"index/0-*/{MANIFEST}")):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    before_write(read_only)
+    with builder(run):
+        final = train(run)
+    watch.check(run)
+    assert f"jobs/trainer.json: {os.strerror(errno.EROFS)}; the builder cannot see that training goes on" in log.text
+    assert f"the export of step 2 is not written yet: {shared}/exports/2/" in log.text
+    assert {index for _, index in adoptions(run)} == {0}
+    assert_same(train(run), final)
+
+
+def test_shared_storage_is_read_only_from_the_start(people, tmp_path, before_write):
+    shared = tmp_path / "shared"
+    run = open_tiny(people, tmp_path / "run", shared=str(shared))
+
+    def read_only(path):
+        if str(shared) in path:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    before_write(read_only)
+    began = time.monotonic()
+    with pytest.raises(StorageError, match=r"shared/jobs/trainer.json: Read-only file system"):
+        train(run)
+    assert time.monotonic() - began < run.config.refresh.wait_seconds / 2, "nobody waits for what cannot come"

@@ -1,0 +1,188 @@
+"""Training with an index that another job builds, cut off and gone on with: the same bits, or a word."""
+
+import logging
+import shutil
+import threading
+from contextlib import nullcontext
+
+import jax
+import pytest
+from side_by_side import (
+    Cut,
+    adoptions,
+    assert_same,
+    builder,
+    cut_at,
+    make_job,
+    metrics,
+    open_tiny,
+    train,
+    with_first_generation_only,
+)
+
+from realm_jax.errors import UserError
+from realm_jax.index.generations import (
+    generation_names,
+    read_export,
+    remove_export,
+    remove_generation,
+    step_of,
+    write_export,
+)  # fmt: skip
+from realm_jax.storage import PosixFolder
+from realm_jax.training import loop
+from realm_jax.training.adoption import Adoption
+from realm_jax.training.checkpoints import Saved
+from realm_jax.training.exporter import export_record, sample_vectors, to_arrays
+from realm_jax.training.loop import Stop
+
+pytestmark = pytest.mark.usefixtures("quick_steps")
+
+
+@pytest.mark.parametrize("step", [4, 7])
+def test_a_trainer_that_is_killed_ends_with_the_same_bits(people, sturdy, tmp_path, monkeypatch, step):
+    run = open_tiny(people, tmp_path)
+    cut_at(monkeypatch, step)
+    with builder(run):
+        with pytest.raises(Cut):
+            train(run)
+        final = train(run)
+    assert_same(final, sturdy.final)
+    assert metrics(run) == metrics(sturdy.run)
+    assert adoptions(run) == adoptions(sturdy.run)
+
+
+@pytest.mark.parametrize("mode", ["async", "inline"])
+@pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(3, marks=pytest.mark.slow)])
+def test_hosts_that_search_ahead_end_with_the_same_bits_after_a_kill(people, tmp_path, monkeypatch, ahead, mode):
+    """Searches that were under way are part of the checkpoint of step 6."""
+    pytest.importorskip("scann", reason="ScaNN runs on Linux alone")
+    finals = []
+    for name, cut in (("quiet", None), ("killed", 7)):
+        run = open_tiny(people, tmp_path / name, retrieval={"backend": "scann", "ahead": ahead}, mode=mode)
+        with builder(run) if mode == "async" else nullcontext(), monkeypatch.context() as patch:
+            if cut is not None:
+                cut_at(patch, cut)
+                with pytest.raises(Cut):
+                    train(run)
+            finals.append(train(run))
+    assert_same(*finals)
+    assert metrics(run) == metrics(
+        open_tiny(people, tmp_path / "quiet", retrieval={"backend": "scann", "ahead": ahead}, mode=mode)
+    )
+
+
+def test_a_generation_that_is_gone_at_a_restart_is_built_again(people, sturdy, tmp_path, monkeypatch):
+    run = open_tiny(people, tmp_path)
+    cut_at(monkeypatch, 7)
+    with builder(run), pytest.raises(Cut):
+        train(run)
+    folder = PosixFolder(run.workdir)
+    for name in generation_names(folder):
+        remove_generation(folder, name)
+    with builder(run):
+        final = train(run)
+    assert 4 in {step_of(name) for name in generation_names(folder)}, "the checkpoint of step 6 names it"
+    assert_same(final, sturdy.final)
+
+
+class StopWhen(Stop):
+    """SIGTERM comes once `due` says so."""
+
+    due = staticmethod(lambda: False)
+
+    @property
+    def asked(self):
+        return self.due()
+
+    @asked.setter
+    def asked(self, value):
+        pass
+
+
+def test_sigterm_while_waiting_saves_and_goes_on_with_the_same_bits(people, sturdy, tmp_path, monkeypatch):
+    """The generation of step 2 is due at step 3, where there is nobody to build it."""
+    run = open_tiny(people, tmp_path)
+    with_first_generation_only(run, lambda: train_until_waiting(run, monkeypatch))
+    assert Saved.newest(run.workdir / "realm" / "checkpoints").step == 3
+    with builder(run):
+        assert_same(train(run), sturdy.final)
+    assert adoptions(run) == adoptions(sturdy.run)
+
+
+def train_until_waiting(run, monkeypatch):
+    with monkeypatch.context() as patch:
+        waiting = threading.Event()
+        wait = Adoption._wait
+
+        def watched(self, first, *rest):
+            if first == 2:
+                waiting.set()
+            return wait(self, first, *rest)
+
+        patch.setattr(Adoption, "_wait", watched)
+        patch.setattr(StopWhen, "due", staticmethod(waiting.is_set))
+        patch.setattr(loop, "Stop", StopWhen)
+        with pytest.raises(loop.Preempted, match="saved realm at step 3"):
+            train(run)
+
+
+def test_a_generation_that_does_not_come_in_time_costs_no_step(people, sturdy, tmp_path):
+    run = open_tiny(people, tmp_path)
+    with pytest.raises(UserError, match="generation of step 2, due at step 3 did not come"):
+        with_first_generation_only(run, lambda: train(run), seconds=3.0)
+    assert Saved.newest(run.workdir / "realm" / "checkpoints").step == 3
+    with builder(run):
+        assert_same(train(run), sturdy.final)
+
+
+@pytest.mark.parametrize("after", [0, 2, pytest.param(5, marks=pytest.mark.slow)])
+def test_any_checkpoint_that_is_kept_can_be_gone_on_from(people, tmp_path, after):
+    """Also the one before the newest, and with several generations on their way."""
+    run = open_tiny(people, tmp_path, adopt_after=after, keep=1)
+    with builder(run):
+        final = train(run)
+    seen = metrics(run)
+    checkpoints = run.workdir / "realm" / "checkpoints"
+    shutil.rmtree(checkpoints / "8")
+    assert Saved.newest(checkpoints).step == 6
+    with builder(run):
+        assert_same(train(run), final)
+    assert metrics(run) == seen
+
+
+def test_without_the_generation_and_its_export_training_goes_on_with_another(people, tmp_path, caplog):
+    """And with newer ones afterwards."""
+    run = open_tiny(people, tmp_path)
+    with builder(run):
+        train(run)
+    folder = PosixFolder(run.workdir)
+    shutil.rmtree(run.workdir / "realm" / "checkpoints" / "8")  # the one before names the generation of step 4
+    for name in generation_names(folder):
+        if step_of(name) >= 4:
+            remove_generation(folder, name)
+    remove_export(folder, 4)
+    remove_export(folder, 6)
+    with builder(run), caplog.at_level(logging.WARNING):
+        train(run)
+    assert "going on with generation 2-" in caplog.text
+    assert "exports/4 is not there; going on with the index of step 2 until the next one is due" in caplog.text
+    assert adoptions(run)[-1] == (7, 6)
+
+
+@pytest.mark.parametrize("after", [1, -1])
+def test_what_a_cut_off_timeline_left_is_never_served(people, tmp_path, after):
+    run = open_tiny(people, tmp_path, adopt_after=after)
+    with builder(run):
+        train(run)
+    folder = PosixFolder(run.workdir)
+    shutil.rmtree(run.workdir / "realm" / "checkpoints" / "8")
+    other = jax.tree.map(lambda x: x * 1.5, run.initial_params())
+    towers = to_arrays({name: other[name] for name in run.model.embedder_names})
+    write_export(folder, export_record(run, 7), towers, sample_vectors(run, other))
+    make_job(run).work(Stop(), 7, True)
+    assert 7 in {step_of(name) for name in generation_names(folder)}
+    with builder(run):
+        train(run)
+    assert read_export(folder, 7) is None
+    assert 7 not in {index for _, index in adoptions(run)}
