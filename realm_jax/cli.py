@@ -7,6 +7,7 @@ form `--config.key=value`. Read `realm_jax/jobs/quickstart.py` next.
 """
 
 import argparse
+import errno
 import importlib
 import io
 import os
@@ -27,6 +28,7 @@ from realm_jax.memory import keep_memory
 OVERRIDE_PREFIX = "--config."
 
 INTERRUPTED = 130
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # of files outside of shared storage: records, compiled programs
 BROKEN_PIPE = 141  # what a shell reports for a program that SIGPIPE ended
 
 JOBS: dict[str, tuple[str, str]] = {
@@ -79,6 +81,9 @@ def _users_mistake(error: Exception) -> str:
     """The line for the user, empty for a defect. JAX looks for its devices late, wherever they are first asked for."""
     if isinstance(error, UserError):
         return str(error)
+    if isinstance(error, OSError) and error.errno in UNWRITABLE:
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{error.strerror}; make room there, then repeat the command: what was saved is whole"
     message = " ".join(str(error).split())
     if isinstance(error, RuntimeError) and message.startswith("Unable to initialize backend"):
         return f"JAX does not start: {message}; `realm doctor` shows the devices and settings"

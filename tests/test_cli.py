@@ -1,6 +1,7 @@
 """The command line: which job runs, what it is handed, and how each end of a run is told to the shell."""
 
 import argparse
+import errno
 import os
 import shlex
 import signal
@@ -129,6 +130,13 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(job, capsys):
     assert cli.main(["fake"]) == 2
     captured = capsys.readouterr()
     assert captured.err == "realm: error: questions.jsonl:7: no answer; give at least one\n" and not captured.out
+
+
+def test_a_full_disk_is_one_line_too(job, capsys):
+    job.ends = raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "runs/a/metrics.jsonl"))
+    assert cli.main(["fake"]) == 2
+    error = capsys.readouterr().err
+    assert "error: runs/a/metrics.jsonl: No space left on device; make room there" in error and error.count("\n") == 1
 
 
 def test_an_interrupt_says_how_to_go_on(job, capsys):

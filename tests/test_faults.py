@@ -19,6 +19,7 @@ import jax
 import numpy as np
 import pytest
 from faulty_bucket import bucket, http
+from orbax.checkpoint import v1 as ocp
 from side_by_side import (
     Cut,
     Watch,
@@ -54,6 +55,7 @@ from realm_jax.run import make_run
 from realm_jax.storage import PosixFolder, StorageError
 from realm_jax.training import follower, loop, refresh
 from realm_jax.training.adoption import Adoption
+from realm_jax.training.checkpoints import Saved
 from realm_jax.training.follower import Follower
 from realm_jax.training.loop import Stop
 
@@ -433,6 +435,25 @@ def test_the_disk_is_full_for_exports(people, tmp_path, before_write, watch, log
     assert "the export of step 4 is left out: an earlier one is still being written" in log.text
     assert "the export of step 2 is given up" in log.text
     assert {index for _, index in adoptions(run)} == {0}
+
+
+def test_the_disk_is_full_for_a_checkpoint(people, sturdy, tmp_path, monkeypatch, watch):
+    """Training stops with a word, and goes on from the checkpoint before."""
+    run, write = open_tiny(people, tmp_path), ocp.training.Checkpointer.save_checkpointables_async
+
+    def full(self, step, *rest, **options):
+        if step == 6:
+            raise ValueError("RESOURCE_EXHAUSTED: Failed writing")
+        return write(self, step, *rest, **options)
+
+    with builder(run):
+        with monkeypatch.context() as patch:
+            patch.setattr(ocp.training.Checkpointer, "save_checkpointables_async", full)
+            with pytest.raises(StorageError, match="a checkpoint could not be written .*RESOURCE_EXHAUSTED.*make room"):
+                train(run)
+        assert Saved.newest(tmp_path / "realm" / "checkpoints").step == 3
+        assert_same(train(run), sturdy.final)
+    watch.check(run)
 
 
 def test_a_bucket_that_fails_now_and_then(people, sturdy, tmp_path, monkeypatch, watch, log):

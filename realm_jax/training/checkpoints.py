@@ -22,6 +22,7 @@ from orbax.checkpoint import v1 as ocp
 
 import realm_jax
 from realm_jax.errors import UserError
+from realm_jax.storage import StorageError
 
 
 class Checkpoints:
@@ -38,7 +39,20 @@ class Checkpoints:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._checkpointer.close()
+        with self._writing():
+            self._checkpointer.close()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """What a save raises, perhaps an earlier one that ran in the background, as StorageError."""
+        try:
+            yield
+        except Exception as fault:
+            reason = " ".join(str(fault).split())[:200]
+            raise StorageError(
+                f"{self._folder}: a checkpoint could not be written ({type(fault).__name__}: {reason}); make room, "
+                "then repeat the command: it goes on from the newest whole one"
+            ) from fault
 
     @property
     def latest(self) -> int | None:
@@ -63,11 +77,12 @@ class Checkpoints:
         if self.latest == step:
             return
         items = {"state": state} | {name: {name: value} for name, value in index.items()}
-        self._checkpointer.save_checkpointables_async(
-            step, items, custom_metadata=record | {"environment": environment()}, force=True
-        )
-        if wait:
-            self._checkpointer.wait()
+        with self._writing():
+            self._checkpointer.save_checkpointables_async(
+                step, items, custom_metadata=record | {"environment": environment()}, force=True
+            )
+            if wait:
+                self._checkpointer.wait()
 
 
 class Gone(Exception):
