@@ -87,7 +87,7 @@ def compare(name: str, dtype: str, corpus: CorpusRows, words: int, repeats: int)
     for way in ways:
         apart = np.abs(vectors[way] - vectors["PyTorch"]).max()
         ratio = speed[way] / speed["PyTorch, compiled"]
-        print(f"{name:>9} {dtype:>9} {way:>22} {speed[way]:11.1f} {ratio:12.2f} {apart:19.1e}", flush=True)
+        print(f"{name:>9} {dtype:>9} {way:>22} {speed[way]:11.2f} {ratio:12.2f} {apart:19.1e}", flush=True)
 
 
 def ours(tower: Embedder, params: Any, corpus: CorpusRows) -> NDArray[np.float32]:

@@ -50,7 +50,8 @@ Operations (may change on resume):
   mesh.data, mesh.fsdp, mesh.model   devices along each axis; one may be -1
   retrieval.block          vectors scored at a time on a device
   retrieval.embed_batch    passages embedded at a time on each device
-  refresh.shared           folder or URL that trainer and builder share; '': the run folder
+  refresh.shared           folder or URL that trainer and builder share; '': the run folder. gs:// needs gcsfs, and
+                           s3:// s3fs; files that are memory-mapped are copied to $REALM_STAGING first
   refresh.max_age          async: steps after which an index counts as stale; 0: never
   refresh.when_stale       'warn', or 'wait': export at once and wait for a newer generation, at most wait_seconds
   refresh.wait_seconds     how long the trainer waits for a generation that it cannot do without

@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("scann", reason="ScaNN runs on Linux alone")
 
+from realm_jax.index import searchers
 from realm_jax.index.approximate import Searcher, Settings, exact_rows, recall, shard_ranges
 from realm_jax.index.builder import Builder, Corpus, Refused, forgive, refusal
 from realm_jax.index.embed import CorpusRows
@@ -124,6 +125,26 @@ def test_a_damaged_searcher_is_named(tmp_path):
     folder.write(file["name"], folder.read(file["name"])[:-1])
     with pytest.raises(Unusable, match="searcher of rows 2666 to 5333: .* bytes, not"):
         load_searcher(folder, manifest, VECTORS)
+
+
+def test_a_shard_that_goes_bad_before_publication_is_built_again(tmp_path, monkeypatch):
+    build, spoiled = searchers._build, []
+
+    def spoil(folder, manifest, settings, rows, name):
+        build(folder, manifest, settings, rows, name)
+        if not spoiled:
+            spoiled.append(next((tmp_path / name).glob("scann_config.pb")))
+            spoiled[0].write_bytes(spoiled[0].read_bytes()[:-1])
+
+    monkeypatch.setattr(searchers, "_build", spoil)
+    folder = PosixFolder(tmp_path)
+    with pytest.raises(Unusable, match="scann_config.pb has"):
+        make(folder, TREES)
+    good = {path: path.stat().st_mtime_ns for path in tmp_path.glob("index/*/scann-*/*.done")}
+    assert len(good) == 2
+    manifest = make(folder, TREES)
+    assert len(manifest.searcher["shards"]) == 3
+    assert {path: path.stat().st_mtime_ns for path in good} == good, "the others stay"
 
 
 def test_a_pickle_beside_the_files_is_never_read(tmp_path):

@@ -1,11 +1,13 @@
 """Training with an index that another job builds: adopted in time, the same everywhere, told and tended by hand."""
 
+import dataclasses
 import json
 import logging
 import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 
@@ -14,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from side_by_side import (
+    EVERY,
     Watch,
     adoptions,
     assert_same,
@@ -23,6 +26,7 @@ from side_by_side import (
     open_tiny,
     spoil,
     train,
+    until,
     with_first_generation_only,
 )
 
@@ -32,9 +36,11 @@ from realm_jax.index.generations import (
     generation_names,
     read_manifest,
     read_status,
+    remove_generation,
     step_of,
     write_export,
 )  # fmt: skip
+from realm_jax.jobs import build_index
 from realm_jax.storage import PosixFolder
 from realm_jax.training.adoption import Adoption
 from realm_jax.training.exporter import export_record, sample_vectors, to_arrays
@@ -110,8 +116,9 @@ def test_processes_adopt_the_same_generation_at_the_same_step(people, tmp_path, 
     it, although newer ones come faster than the second looks."""
     run = open_tiny(people, tmp_path, adopt_after=-1, every=3)
     params, look = run.initial_params(), Follower._look
+    own = run, "realm", 0, {}, 1, lambda: False
     words, used, adopted = deque(maxlen=2), [None, None], []
-    with builder(run), Adoption(run, "realm", 0, {}, 1) as first, Adoption(run, "realm", 0, {}, 1) as second:
+    with builder(run), Adoption(*own) as first, Adoption(*own) as second:
         for step in range(90):
             if step == 1:
                 monkeypatch.setattr(
@@ -120,7 +127,7 @@ def test_processes_adopt_the_same_generation_at_the_same_step(people, tmp_path, 
             if step % 10 == 9:
                 look(second._follower)
             heard = Ready(*agreed(jnp.array(words[0])).tolist()) if len(words) == 2 else Ready()
-            found = [one.at(step, params, used[i], heard, lambda: False) for i, one in enumerate((first, second))]
+            found = [one.at(step, params, used[i], heard) for i, one in enumerate((first, second))]
             used = [now or before for now, before in zip(found, used, strict=True)]
             assert used[0].generation == used[1].generation
             if found[0] is not None:
@@ -143,10 +150,64 @@ def test_an_index_that_grows_too_old_is_told_or_waited_for(people, tmp_path, cap
     assert "going on with the old index" in caplog.text
 
 
-def test_once_builds_the_newest_export_or_finds_it_built(sturdy, caplog):
+@pytest.mark.slow
+def test_waiting_for_a_newer_index_ends_when_there_is_one(people, tmp_path, caplog):
+    caplog.set_level(logging.WARNING)
+    run = open_tiny(people, tmp_path, adopt_after=-1, max_age=3, when_stale="wait")
+    make_job(run)
+    first = threading.Event()
+
+    def later():
+        until(lambda: "waiting for a newer one" in caplog.text)
+        with builder(run):
+            first.wait()
+
+    thread = threading.Thread(target=later)
+    thread.start()
+    with_first_generation_only(run, lambda: train(run))
+    first.set()
+    thread.join()
+    assert "going on with the old index" not in caplog.text
+    assert len(adoptions(run)) > 1
+
+
+def test_a_builder_that_is_slower_than_three_exports_is_not_in_vain(people, tmp_path, monkeypatch):
+    """What it works on stays."""
+    run, read = open_tiny(people, tmp_path, steps=30, adopt_after=-1), build_index.read_towers
+    step = []
+
+    def slow(folder, export):
+        until(lambda: not step or step[-1] >= min(export.step + 4 * EVERY, 29))
+        return read(folder, export)
+
+    announce = Adoption.announce
+
+    def watched(self, now):
+        step.append(now)
+        time.sleep(0.05)
+        return announce(self, now)
+
+    monkeypatch.setattr(build_index, "read_towers", slow)
+    monkeypatch.setattr(Adoption, "announce", watched)
+    with builder(run):
+        train(run)
+    assert len(adoptions(run)) > 2
+
+
+def test_once_builds_the_newest_export_or_finds_it_built(sturdy, tmp_path, caplog):
+    shutil.copytree(sturdy.run.workdir, tmp_path / "run")
+    run = dataclasses.replace(sturdy.run, workdir=tmp_path / "run")
+    folder = PosixFolder(run.workdir)
+    [newest] = [name for name in generation_names(folder) if step_of(name) == 6]
+    before = read_manifest(folder, newest)
     with caplog.at_level(logging.INFO):
-        make_job(sturdy.run).work(Stop(), None, True)
-    assert "generation 6-" in caplog.text
+        make_job(run).work(Stop(), None, True)
+        assert f"generation {newest} is there already" in caplog.text and "published" not in caplog.text
+        remove_generation(folder, newest)
+        make_job(run).work(Stop(), None, True)
+    assert f"published generation {newest}" in caplog.text
+    after = read_manifest(folder, newest)
+    assert [chunk.file.sha256 for chunk in after.chunks] == [chunk.file.sha256 for chunk in before.chunks]
 
 
 def test_generations_are_listed_verified_and_removed_by_hand(sturdy, tmp_path, capsys):
@@ -161,6 +222,8 @@ def test_generations_are_listed_verified_and_removed_by_hand(sturdy, tmp_path, c
     spoil(folder, read_manifest(folder, name), "flipped")
     assert cli.main(["index", "verify", workdir]) == 1
     assert f"{name}: DAMAGED: " in capsys.readouterr().out
+    assert cli.main(["index", "search", "a", "--top=0", workdir]) == 2
+    assert "--top=0: must be at least 1" in capsys.readouterr().err
     assert cli.main(["index", "rm", name, workdir]) == 2
     assert "is needed by the run to go on; remove it all the same with --force" in capsys.readouterr().err
     assert cli.main(["index", "rm", name, "--force", workdir]) == 0

@@ -13,7 +13,7 @@ from realm_jax import cli
 from realm_jax.corpus.store import PassageStore
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
-from realm_jax.index.generations import generation_names, load_vectors, read_manifest
+from realm_jax.index.generations import Status, generation_names, load_vectors, read_manifest, write_status
 from realm_jax.jobs.answering import is_edited, open_run_to_ask, restore
 from realm_jax.jobs.opening import open_run
 from realm_jax.run import Run
@@ -158,6 +158,17 @@ def test_edits_that_cannot_be_are_refused_and_change_nothing(workdir, capsys, ac
     assert corpus(workdir, action, *what) == 2
     assert message in capsys.readouterr().err
     assert passages(workdir).versions == [before]
+
+
+def test_a_run_that_trains_with_a_builder_keeps_its_corpus(workdir, capsys):
+    """Its builder would take the export of the edited corpus for one of its own."""
+    write_status(PosixFolder(workdir), "trainer", Status("one", stage="realm", step=5))
+    before = passages(workdir).fingerprint
+    assert corpus(workdir, "remove", "p3") == 2
+    assert "the run is at step 5 of realm and stays with its corpus; edit with --data alone" in capsys.readouterr().err
+    assert passages(workdir).fingerprint == before
+    write_status(PosixFolder(workdir), "trainer", Status("one", stage="realm", step=8, done=True))
+    assert corpus(workdir, "remove", "p3") == 0
 
 
 def test_a_version_that_never_was_is_named(workdir):

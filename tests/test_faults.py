@@ -28,6 +28,7 @@ from side_by_side import (
     builder,
     cut_at,
     make_job,
+    metrics,
     open_tiny,
     spoil,
     train,
@@ -45,6 +46,7 @@ from realm_jax.index.generations import (
     Foreign,
     generation_names,
     read_export,
+    read_manifest,
     read_status,
     remove_generation,
     step_of,
@@ -58,6 +60,7 @@ from realm_jax.training.adoption import Adoption
 from realm_jax.training.checkpoints import Saved
 from realm_jax.training.follower import Follower
 from realm_jax.training.loop import Stop
+from realm_jax.training.reporter import Reporter
 
 pytestmark = pytest.mark.usefixtures("quick_steps")
 
@@ -142,29 +145,62 @@ def test_a_builder_is_killed_and_started_again(people, sturdy, tmp_path, before_
     assert len(seen) > write and log.text.count("published generation 2-") >= 1
 
 
-def test_a_trainer_is_killed(people, sturdy, tmp_path, monkeypatch, watch):
+@pytest.mark.parametrize("step", [4, 7])
+def test_a_trainer_is_killed(people, sturdy, tmp_path, monkeypatch, watch, step):
     run = open_tiny(people, tmp_path)
-    cut_at(monkeypatch, 5)
+    cut_at(monkeypatch, step)
     with builder(run):
         with pytest.raises(Cut):
             train(run)
         assert_same(train(run), sturdy.final)
     watch.check(run)
+    assert metrics(run) == metrics(sturdy.run)
+    assert adoptions(run) == adoptions(sturdy.run)
 
 
-def test_two_builders_at_once(people, sturdy, tmp_path, before_write, watch, log):
+def test_a_trainer_is_killed_before_it_says_that_it_is_done(people, sturdy, tmp_path, monkeypatch, log):
+    """Its builder learns it from the next one, which finds nothing left to do."""
+    run = open_tiny(people, tmp_path)
+    with builder(run), monkeypatch.context() as patch:
+        patch.setattr(Reporter, "finish", raise_cut)
+        with pytest.raises(Cut):
+            train(run)
+    assert not read_status(PosixFolder(run.workdir), "trainer").done
+    assert_same(train(run), sturdy.final)
+    assert read_status(PosixFolder(run.workdir), "trainer").done
+
+
+def raise_cut(*_):
+    raise Cut
+
+
+def test_two_builders_at_once(people, sturdy, tmp_path, before_write, watch, monkeypatch):
     """Neither knows of the other: work is done twice, but no chunk that somebody may read is written again."""
-    run, written = open_tiny(people, tmp_path), []
-    before_write(lambda path: written.append(path) if path.endswith(".bin") else None)
+    run, listed = open_tiny(people, tmp_path), set()
+    folder = PosixFolder(run.workdir)
+
+    def listed_stay(path):
+        for name in generation_names(folder):
+            if (manifest := read_manifest(folder, name)) is not None:
+                listed.update(folder.path(file.name) for file in manifest.files)
+        assert path not in listed
+
+    before_write(listed_stay)
+    meet = threading.Barrier(2)
+    embed = build_index.Builder._embed_missing
+
+    def together(self, *rest):
+        with suppress(threading.BrokenBarrierError):
+            meet.wait(1.0)  # so that both begin with the same chunks
+        embed(self, *rest)
+
+    monkeypatch.setattr(build_index.Builder, "_embed_missing", together)
     with builder(run), builder(run):
         assert_same(train(run), sturdy.final)
     watch.check(run)
-    assert len(written) == len({*written})
-    assert {int(line.split("generation ")[1].split("-")[0]) for line in published(log)} >= {0, 2, 4, 6}
-
-
-def published(log):
-    return [record.message for record in log.records if record.message.startswith("published")]
+    marks = [path.name.rpartition("-")[0] for path in run.workdir.glob("index/6-*/*.done")]
+    assert len(marks) > len({*marks}), "some chunk was embedded by both"
+    assert len(listed) >= 12
 
 
 def test_no_builder_at_all(people, sturdy, tmp_path, watch):
@@ -388,7 +424,7 @@ def test_a_generation_of_another_name(people, tmp_path):
     manifest = folder.read_json(f"index/{own}/{MANIFEST}")
     foreign = f"{step_of(own)}-f123abcd"
     folder.write_json(f"index/{foreign}/{MANIFEST}", manifest | {"generation": foreign, "corpus": "another"})
-    with Adoption(run, "realm", run.config.realm.steps, {}, 1) as adoption:
+    with Adoption(run, "realm", run.config.realm.steps, {}, 1, lambda: False) as adoption:
         adoption._follower.want(0, 100)
         assert adoption._follower.wait(10, lambda: False).manifest.generation == own
         with pytest.raises(Foreign, match="its corpus is another, not"):
@@ -488,8 +524,48 @@ def test_shared_storage_becomes_read_only(people, tmp_path, before_write, watch,
     watch.check(run)
     assert f"jobs/trainer.json: {os.strerror(errno.EROFS)}; the builder cannot see that training goes on" in log.text
     assert f"the export of step 2 is not written yet: {shared}/exports/2/" in log.text
+    assert "the builder cannot see that training is done" in log.text
     assert {index for _, index in adoptions(run)} == {0}
     assert_same(train(run), final)
+
+
+def test_the_disk_stays_full_for_an_export_that_is_due(people, sturdy, tmp_path, before_write, monkeypatch, watch, log):
+    """With several on their way nobody waits for its generation yet; the trainer saves, and stops in time."""
+    run, left = open_tiny(people, tmp_path, wait_seconds=2.0), ["full"]
+    monkeypatch.setattr("realm_jax.training.adoption.EXPORT_SECONDS", 0.5)
+    monkeypatch.setattr("realm_jax.training.adoption.STATUS_SECONDS", 0.5)
+    monkeypatch.setattr("realm_jax.training.exporter.RETRY_SECONDS", 0.1)
+    run.config.refresh.adopt_after = 5
+
+    def full(path):
+        if left and "/exports/2/" in path:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    before_write(full)
+    with builder(run):
+        with pytest.raises(UserError, match="an export could not be written within config.refresh.wait_seconds=2"):
+            train(run)
+        assert Saved.newest(tmp_path / "realm" / "checkpoints").step == 4
+        left.clear()
+        run.config.refresh.wait_seconds = 60.0
+        train(run)
+    watch.check(run)
+
+
+def test_a_trainer_that_cannot_clear_up_at_its_start_hears_sigterm(people, tmp_path, monkeypatch):
+    """Exports of a timeline that was cut off cannot be removed."""
+    run = open_tiny(people, tmp_path)
+    PosixFolder(tmp_path).write("exports/90/EXPORT.json", b"{}")
+
+    def read_only(self, name):
+        raise StorageError(f"{name}: Read-only file system")
+
+    monkeypatch.setattr(PosixFolder, "remove", read_only)
+    began = time.monotonic()
+    with pytest.raises(StorageError, match="exports/90/EXPORT.json: Read-only file system"):
+        with Adoption(run, "realm", 0, {}, 1, stopping=lambda: time.monotonic() - began > 0.2):
+            pass
+    assert time.monotonic() - began < 10.0
 
 
 def test_shared_storage_is_read_only_from_the_start(people, tmp_path, before_write):

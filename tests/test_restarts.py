@@ -39,19 +39,6 @@ from realm_jax.training.loop import Stop
 pytestmark = pytest.mark.usefixtures("quick_steps")
 
 
-@pytest.mark.parametrize("step", [4, 7])
-def test_a_trainer_that_is_killed_ends_with_the_same_bits(people, sturdy, tmp_path, monkeypatch, step):
-    run = open_tiny(people, tmp_path)
-    cut_at(monkeypatch, step)
-    with builder(run):
-        with pytest.raises(Cut):
-            train(run)
-        final = train(run)
-    assert_same(final, sturdy.final)
-    assert metrics(run) == metrics(sturdy.run)
-    assert adoptions(run) == adoptions(sturdy.run)
-
-
 @pytest.mark.parametrize("mode", ["async", "inline"])
 @pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(3, marks=pytest.mark.slow)])
 def test_hosts_that_search_ahead_end_with_the_same_bits_after_a_kill(people, tmp_path, monkeypatch, ahead, mode):

@@ -191,6 +191,11 @@ def as_stored(queries: NDArray, dtype: Any) -> NDArray[np.float32]:
     return np.ascontiguousarray(rounded, np.float32) if rounded.dtype == np.float32 else rounded.astype(np.float32)
 
 
+def check_scann() -> None:
+    """Raise UserError where ScaNN cannot be loaded."""
+    _scann()
+
+
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

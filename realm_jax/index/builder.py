@@ -145,6 +145,7 @@ class Builder:
         name = current_name(self.folder, export, self.corpus.fingerprint)
         published = read_manifest(self.folder, name)
         if published is not None:
+            logger.info("generation %s is there already", name)
             return published
         began = time.monotonic()
         chunks = self.corpus.chunks(self.chunk_rows)
@@ -163,11 +164,14 @@ class Builder:
         manifest = self._with_searcher(manifest, queries)
         times = {"embed": embedded - began, "check": checked - embedded, "searcher": time.monotonic() - checked}
         manifest = dataclasses.replace(manifest, seconds={key: round(value, 3) for key, value in times.items()})
-        earlier = read_manifest(self.folder, name)  # of another process that was done first
-        if earlier is None:
-            self._check_presence(manifest)
-            self.folder.write_json(f"index/{name}/{MANIFEST}", manifest.to_json())
-        return earlier or manifest
+        earlier = read_manifest(self.folder, name)
+        if earlier is not None:
+            logger.info("generation %s was published by another process", name)
+            return earlier
+        self._check_presence(manifest)
+        self.folder.write_json(f"index/{name}/{MANIFEST}", manifest.to_json())
+        logger.info("published generation %s (%.1f s)", name, time.monotonic() - began)
+        return manifest
 
     def _check_presence(self, manifest: Manifest) -> None:
         """Raise Unusable when somebody removed what is about to be published."""

@@ -16,7 +16,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from realm_jax.index.approximate import Searcher, Settings, build_shard, exact_rows, load_shard, recall, shard_ranges
+from realm_jax.index.approximate import (
+    Searcher,
+    Settings,
+    Shard,
+    build_shard,
+    exact_rows,
+    load_shard,
+    recall,
+    shard_ranges,
+)
 from realm_jax.index.generations import (
     DONE,
     Foreign,
@@ -27,7 +36,7 @@ from realm_jax.index.generations import (
     read_chunk,
     rows_name,
 )
-from realm_jax.storage import Damaged, FileEntry, Folder, digest
+from realm_jax.storage import Damaged, FileEntry, Folder, StorageError, digest
 
 MEASURED_QUERIES = 256
 MEASURED_DEPTH = 8  # K of the paper
@@ -65,23 +74,40 @@ def load_searcher(
     """The searcher of a generation over its stored vectors. places: as of `Searcher`. Raises Unusable."""
     if manifest.searcher is None:
         raise Foreign(f"generation {manifest.generation} has no searcher; its builder needs retrieval.backend=scann")
-    shards = []
-    for shard in manifest.searcher["shards"]:
-        try:
-            paths = [folder.local(FileEntry(**file)) for file in shard["files"]]
-            shards.append(load_shard(paths[0].parent, shard["first"], shard["last"]))
-        except Damaged as fault:
-            raise Unusable(f"searcher of rows {shard['first']} to {shard['last']}: {fault}") from None
-        except (RuntimeError, ValueError, OSError) as fault:  # its files are sound
-            where = f"searcher of rows {shard['first']} to {shard['last']}"
-            raise Foreign(f"{where} cannot be loaded here: {fault}") from None
-    return Searcher(tuple(shards), vectors, manifest.searcher["settings"]["budget"], places)
+    shards = tuple(_load(folder, shard) for shard in manifest.searcher["shards"])
+    return Searcher(shards, vectors, manifest.searcher["settings"]["budget"], places)
+
+
+def _load(folder: Folder, shard: dict[str, Any]) -> Shard:
+    where = f"searcher of rows {shard['first']} to {shard['last']}"
+    try:
+        paths = [folder.local(FileEntry(**file)) for file in shard["files"]]
+        return load_shard(paths[0].parent, shard["first"], shard["last"])
+    except Damaged as fault:
+        raise Unusable(f"{where}: {fault}") from None
+    except FileNotFoundError as fault:  # staged, and removed by another process of this machine
+        raise StorageError(f"{where}: {fault}") from None
+    except (RuntimeError, ValueError, OSError) as fault:  # its files are sound
+        raise Foreign(f"{where} cannot be loaded here: {fault}") from None
 
 
 def measure(folder: Folder, manifest: Manifest, queries: NDArray[np.float32]) -> dict[str, float]:
-    """Recall of a generation's searcher against exact search, with sample queries of the same export."""
-    vectors = load_vectors(folder, manifest)
-    searcher = load_searcher(folder, manifest, vectors)
+    """Recall of a generation's searcher against exact search, with sample queries of the same export.
+
+    A shard that cannot be loaded loses its done mark, so that it is built again. Raises Unusable.
+    """
+    assert manifest.searcher is not None, "hosts search"
+    vectors, shards = load_vectors(folder, manifest), []
+    try:
+        for shard in manifest.searcher["shards"]:
+            try:
+                shards.append(_load(folder, shard))
+            except Unusable:
+                folder.remove(shard["files"][0]["name"].rpartition("/")[0] + DONE)
+                raise
+    finally:
+        folder.unstage(f"index/{manifest.generation}")
+    searcher = Searcher(tuple(shards), vectors, manifest.searcher["settings"]["budget"])
     asked, depth = queries[:MEASURED_QUERIES], min(MEASURED_DEPTH, manifest.rows)
     return {f"recall@{depth}": recall(searcher.search(asked, depth), exact_rows(asked, vectors, depth))}
 

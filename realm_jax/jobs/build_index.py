@@ -19,6 +19,7 @@ from realm_jax.config import default, validate
 from realm_jax.console import StageProgress
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
+from realm_jax.index.approximate import check_scann
 from realm_jax.index.builder import Builder, Corpus, Refused, Share, Stopped, current_name, forgive, refusal
 from realm_jax.index.generations import (
     Export,
@@ -74,6 +75,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--process={args.process}: must be at least 0 and below --processes={args.processes}")
     config = load_config(args.config, args.overrides, lambda: _recorded_or_default(Path(args.workdir)))
     validate(config)
+    if config.retrieval.backend == "scann":
+        check_scann()
     make_folder(Path(args.workdir), "--workdir")
     set_up_jax()
     sources = open_sources(config.data.path, recorded_corpus(Path(args.workdir)))
@@ -126,9 +129,8 @@ class Job:
         self._options = run.config.refresh
         self._corpus = stored_corpus(run)
         self._name = "builder" if share.process == 0 else f"builder-{share.process}"
-        trainer = read_status(folder, "trainer")
-        self._status = Status(trainer.run if trainer else "", stage="starting")
-        self._seen: tuple[str, int] | None = None if trainer is None else (trainer.run, trainer.counter)
+        self._status = Status("", stage="starting")
+        self._seen: tuple[str, int] | None = None  # what the trainer said of itself last
         self._moved = False  # whether the trainer gave a sign of life since this process started
         self._damaged: set[int] = set()  # steps whose export was found damaged; the trainer may write it again
         self._quiet_since = time.monotonic()
@@ -136,10 +138,12 @@ class Job:
     def work(self, stop: Stop, step: int | None, once: bool) -> None:
         """Build what is due until the trainer is done, or one generation."""
         pause = self._options.poll_seconds
-        told = False
-        forgive(self._folder)  # what an earlier builder found too bad may be good enough with the settings of this one
+        begun, told = False, False
         while True:
             try:
+                if not begun:
+                    self._begin()
+                    begun = True
                 export = self._only(step) if once else self._due()
                 if export is not None:
                     self._build(export, stop)
@@ -161,6 +165,13 @@ class Job:
                     logger.info("waiting for exports in %s", self._folder.path("exports"))
                     told = True
                 self._pause(pause, stop)
+
+    def _begin(self) -> None:
+        trainer = read_status(self._folder, "trainer")
+        if trainer is not None:
+            self._status.run, self._seen = trainer.run, (trainer.run, trainer.counter)
+        self._folder.unstage("index")
+        forgive(self._folder)  # what an earlier builder found too bad may be good enough with the settings of this one
 
     def _pause(self, seconds: float, stop: Stop) -> None:
         until = time.monotonic() + seconds
@@ -228,6 +239,7 @@ class Job:
         return export
 
     def _build(self, export: Export, stop: Stop) -> None:
+        self._tell("building", export.step)  # so that the trainer keeps it
         try:
             arrays, queries = read_towers(self._folder, export)
         except Unusable:
@@ -235,7 +247,6 @@ class Job:
             raise
         self._damaged.discard(export.step)
         towers = jax.device_put(to_params(arrays))
-        began = time.monotonic()
         with StageProgress(f"index {export.step}", self._corpus.rows) as bar:
 
             def check() -> None:
@@ -248,7 +259,6 @@ class Job:
 
             builder = run_builder(self._run, self._folder, share=self._share, check=check, told=told)
             manifest = builder.build(export, lambda rows: self._run.embed(towers, rows=rows), queries)
-        logger.info("published generation %s (%.1f s)", manifest.generation, time.monotonic() - began)
         self._retain(manifest)
 
     def _retain(self, newest: Manifest) -> None:

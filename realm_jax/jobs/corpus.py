@@ -22,13 +22,14 @@ from realm_jax.index.generations import (
     Unusable,
     generation_names,
     read_manifest,
+    read_status,
     remove_generation,
     step_of,
     write_export,
 )
 from realm_jax.jobs.answering import open_run_to_ask, restore_towers
 from realm_jax.jobs.build_index import run_builder
-from realm_jax.jobs.opening import recorded_config
+from realm_jax.jobs.opening import recorded_config, recorded_folder
 from realm_jax.run import Run
 from realm_jax.storage import Folder, StorageError, only_one, read_json
 from realm_jax.text.wordpiece import WordPiece
@@ -60,6 +61,8 @@ def run(args: argparse.Namespace) -> None:
     """Edit, then embed what changed."""
     if args.data is None and args.workdir is None:
         raise UserError("realm corpus: name the prepared folder with --data, or a run over it with --workdir")
+    if args.workdir:
+        _check_done(Path(args.workdir))
     data = Path(args.data or recorded_config(Path(args.workdir)).data.path)
     open_sources(data)  # says what is wrong with it
     with only_one(data):
@@ -69,6 +72,16 @@ def run(args: argparse.Namespace) -> None:
     if args.workdir:
         manifest = publish(open_run_to_ask(Path(args.workdir), args.data))
         print(f"generation {manifest.generation}: {manifest.rows:,} stored vectors")
+
+
+def _check_done(workdir: Path) -> None:
+    """Raise UserError while a trainer and its builder work with the corpus as it was."""
+    trainer = read_status(recorded_folder(workdir), "trainer")
+    if trainer is not None and not trainer.done:
+        raise UserError(
+            f"--workdir={workdir}: the run is at step {trainer.step} of {trainer.stage} and stays with its corpus; "
+            "edit with --data alone (`realm ask` embeds what changed), or wait until the run is done"
+        )
 
 
 def edit(data: Path, action: str, what: list[str]) -> PassageStore:

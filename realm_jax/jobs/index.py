@@ -15,7 +15,6 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from realm_jax.config import validate
 from realm_jax.errors import UserError
 from realm_jax.index.builder import refusal
 from realm_jax.index.exact import search
@@ -31,10 +30,10 @@ from realm_jax.index.generations import (
     remove_generation,
     step_of,
 )  # fmt: skip
-from realm_jax.jobs.answering import check_question, open_run_to_ask
-from realm_jax.jobs.opening import recorded_config
+from realm_jax.jobs.answering import add_run_arguments, check_question, open_run_to_ask
+from realm_jax.jobs.opening import recorded_folder
 from realm_jax.run import Run
-from realm_jax.storage import Folder, open_folder
+from realm_jax.storage import Damaged, Folder
 from realm_jax.training.exporter import to_params
 
 EXAMPLES = """examples:
@@ -50,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     parser.add_argument("action", choices=("ls", "verify", "rm", "search"), help="what to do")
     parser.add_argument("what", nargs="*", metavar="NAME|TEXT", help="rm, verify: generations; search: a text")
-    parser.add_argument("--workdir", required=True, metavar="DIR", help="folder of a run")
+    add_run_arguments(parser)
     parser.add_argument("--generation", metavar="NAME", help="search: in this one (default: the newest)")
     parser.add_argument("--top", type=int, default=5, metavar="N", help="search: passages to show (default: 5)")
     parser.add_argument("--force", action="store_true", help="rm: also a generation that a run needs to go on")
@@ -59,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 1 when `verify` finds damage."""
-    folder = _folder(Path(args.workdir))
+    folder = recorded_folder(Path(args.workdir))
     if args.action == "ls":
         return _list(folder, args.json)
     if args.action == "verify":
@@ -67,12 +66,6 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "rm":
         return _remove(folder, args.what, args.force)
     return _search(folder, args)
-
-
-def _folder(workdir: Path) -> Folder:
-    config = recorded_config(workdir)
-    validate(config)
-    return open_folder(config.refresh.shared or workdir)
 
 
 def describe(folder: Folder, name: str) -> dict[str, Any]:
@@ -140,7 +133,7 @@ def _verify(folder: Folder, names: list[str]) -> int:
             for file in manifest.files[len(manifest.chunks) :]:
                 folder.read_verified(file)
             print(f"{name}: sound ({manifest.rows:,} vectors, {time.monotonic() - began:.1f} s)")
-        except Unusable as fault:
+        except (Unusable, Damaged) as fault:
             damaged += 1
             print(f"{name}: DAMAGED: {fault}")
     return 1 if damaged else 0
@@ -164,7 +157,9 @@ def _remove(folder: Folder, names: list[str], force: bool) -> int:
 
 def _search(folder: Folder, args: argparse.Namespace) -> int:
     """The passages nearest to a text, by the query tower that was exported with the generation."""
-    opened = open_run_to_ask(Path(args.workdir))
+    if args.top < 1:
+        raise UserError(f"--top={args.top}: must be at least 1")
+    opened = open_run_to_ask(Path(args.workdir), args.data)
     text = check_question(opened, " ".join(args.what))
     corpus = opened.sources.passages.fingerprint
     manifest = _manifest(folder, args.generation) if args.generation else _newest(folder, corpus)

@@ -12,9 +12,10 @@ from ml_collections import ConfigDict
 from realm_jax.config import completed, task_names, validate
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
+from realm_jax.index.approximate import check_scann
 from realm_jax.models.realm import Params
 from realm_jax.run import Run, make_model, make_run
-from realm_jax.storage import make_folder, read_json
+from realm_jax.storage import Folder, make_folder, open_folder, read_json
 from realm_jax.training.checkpoints import Saved
 from realm_jax.training.loop import check_workdir, restore_params
 
@@ -31,6 +32,8 @@ def set_up_jax() -> None:
 def open_run(config: ConfigDict, workdir: Path) -> Run:
     """A validated run over its prepared folder; its config is recorded in `workdir`, or compared with the one there."""
     validate(config)
+    if config.retrieval.backend == "scann":
+        check_scann()
     sources = open_sources(config.data.path, recorded_corpus(workdir))
     if "qa" in task_names(config) and not sources.questions.get("train"):
         raise UserError(f"{config.data.path}: no training questions for the task qa; prepare some, or set config.tasks")
@@ -78,6 +81,13 @@ def recorded_config(workdir: Path, name: str = "--workdir") -> ConfigDict:
     if not isinstance(config, dict) or not {"tasks", "data", "model"} <= {*config}:
         raise UserError(f"{name}={workdir}: config.json there is not the config of a run of `realm train`")
     return completed(config)
+
+
+def recorded_folder(workdir: Path) -> Folder:
+    """The shared folder of the run that is recorded in `workdir`."""
+    config = recorded_config(workdir)
+    validate(config)
+    return open_folder(config.refresh.shared or workdir)
 
 
 def borrows(run: Run) -> bool:

@@ -16,11 +16,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ml_collections import ConfigDict
+
 from realm_jax.config import validate
 from realm_jax.corpus import encyclopedia
 from realm_jax.errors import USER_ERROR, UserError
 from realm_jax.jobs.flags import add_config_argument, load_config
-from realm_jax.jobs.opening import open_run, set_up_jax
+from realm_jax.jobs.opening import open_run, recorded_config, set_up_jax
 from realm_jax.jobs.prepare import prepare
 from realm_jax.jobs.recipe import run_recipe
 from realm_jax.recipes import quickstart
@@ -31,7 +33,8 @@ logger = logging.getLogger(__name__)
 DEFAULT_WORKDIR = "realm-quickstart"
 ENTITIES = 3200
 VOCABULARY = 2000
-LONGEST_PAUSE = 60.0  # seconds between two starts of a builder that fails
+POLL_SECONDS = 0.2  # between two looks at the shared folder, since a generation takes a second
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds between two starts of a builder that fails
 SETTINGS = "settings.json"  # of the encyclopedia, beside its files
 EXAMPLES = """examples:
   realm quickstart
@@ -62,22 +65,35 @@ def run(args: argparse.Namespace) -> int:
     config.data.path = config.data.path or str(workdir / "data")
     validate(config)
     make_folder(workdir, "--workdir")
+    _refresh_beside(config, args.overrides, workdir, args.asynchronous)
     if config.data.path == str(workdir / "data"):
         make_data(workdir, args.entities, config.seed)
     set_up_jax()
     if not args.asynchronous:
         return run_recipe(open_run(config, workdir), args.controls, args.command_line)
-    config.refresh.update({"mode": "async", "poll_seconds": min(config.refresh.poll_seconds, 0.2)})
     opened = open_run(config, workdir)
-    with builder_beside(workdir):
+    with builder_beside(workdir, [sys.executable, "-m", "realm_jax.cli", "build-index", f"--workdir={workdir}"]):
         return run_recipe(opened, args.controls, args.command_line)
 
 
+def _refresh_beside(config: ConfigDict, overrides: list[str], workdir: Path, beside: bool) -> None:
+    """Set what `--async` means in the config. Raises UserError where an override or the run itself says otherwise."""
+    mode = "async" if beside else config.refresh.mode
+    given = next((override for override in overrides if override.startswith("--config.refresh.mode=")), "")
+    if given and config.refresh.mode != mode:
+        raise UserError(f"--async: {given} says otherwise; leave one of them out")
+    if (workdir / "config.json").is_file() and recorded_config(workdir).refresh.mode != mode:
+        way = "without" if beside else "with"
+        raise UserError(f"--async: the run in {workdir} began {way} it; go on as it began, or name another --workdir")
+    config.refresh.mode = mode
+    if beside and not any(override.startswith("--config.refresh.poll_seconds=") for override in overrides):
+        config.refresh.poll_seconds = POLL_SECONDS
+
+
 @contextmanager
-def builder_beside(workdir: Path) -> Iterator[None]:
-    """`realm build-index` for a run as a process of its own, which is started again when it fails; its log lies in
+def builder_beside(workdir: Path, command: list[str]) -> Iterator[None]:
+    """The builder of a run as a process of its own, which is started again when it fails; its log lies in
     WORKDIR/jobs/builder.log."""
-    command = [sys.executable, "-m", "realm_jax.cli", "build-index", f"--workdir={workdir}"]
     (workdir / "jobs").mkdir(exist_ok=True)
     over = threading.Event()
     with open(workdir / "jobs" / "builder.log", "ab") as log:
@@ -88,7 +104,7 @@ def builder_beside(workdir: Path) -> Iterator[None]:
         running = [start()]
 
         def watch() -> None:
-            pause = 1.0
+            pause = FIRST_PAUSE
             while not over.wait(pause):
                 code = running[0].poll()
                 if code == USER_ERROR:

@@ -37,7 +37,7 @@ from realm_jax.run import Run
 from realm_jax.storage import StorageError, digest
 from realm_jax.training.exporter import Exporter, index_settings
 from realm_jax.training.follower import Follower, Loaded
-from realm_jax.training.refresh import Fresh, Ready, Stopping, shared_folder
+from realm_jax.training.refresh import Fresh, Ready, shared_folder
 from realm_jax.training.reporter import STATUS_SECONDS, Reporter
 
 logger = logging.getLogger(__name__)
@@ -50,10 +50,12 @@ _T = TypeVar("_T")
 class Adoption:
     """A task's index made by another job; see `refresh.Refresh`."""
 
-    def __init__(self, run: Run, task: str, start: int, kept: dict[int, str], keep: int) -> None:
+    def __init__(
+        self, run: Run, task: str, start: int, kept: dict[int, str], keep: int, stopping: Callable[[], bool]
+    ) -> None:
         """start: step to begin or go on with. kept: step → generation of the checkpoints that are there; `keep` of
-        them stay."""
-        self._run, self._start = run, start
+        them stay. stopping: whether to stop waiting."""
+        self._run, self._start, self._stopping = run, start, stopping
         self._options: ConfigDict = run.config.refresh
         self._folder = shared_folder(run)
         expected: dict[str, object] = {
@@ -76,13 +78,16 @@ class Adoption:
         # What was announced at the last two steps stays loaded until the processes have answered.
         self._announced: deque[Loaded | None] = deque(maxlen=2)
         self._waited = 0.0
-        self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        if jax.process_index() == 0:
-            self._patiently(self._drop_later_exports, lambda: False)
-        for part in (self._reporter, self._exporter, self._follower):
-            self._stack.enter_context(part)
+        with ExitStack() as stack:
+            stack.enter_context(self._reporter)
+            if jax.process_index() == 0:
+                self._patiently(self._drop_later_exports)
+            self._folder.unstage("index")
+            for part in (self._exporter, self._follower):
+                stack.enter_context(part)
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -97,19 +102,19 @@ class Adoption:
 
     # --- Step by step
 
-    def at(self, step: int, params: Params, index: Fresh | None, agreed: Ready, stopping: Stopping) -> Fresh | None:
+    def at(self, step: int, params: Params, index: Fresh | None, agreed: Ready) -> Fresh | None:
         self._step, self._used = step, -1 if index is None else index.step
         if step % self._options.every == 0 or index is None:
-            self._export(step, params, stopping)
+            self._export(step, params)
         if index is None:  # nothing can be trained without an index
-            return self._adopt(self._wait(step, step, True, stopping, "the first generation"), None, 0.0)
+            return self._adopt(self._wait(step, step, True, "the first generation"), None, 0.0)
         if self._options.adopt_after >= 0:
-            return self._at_fixed_distance(step, index, stopping)
+            return self._at_fixed_distance(step, index)
         self._look_for(agreed.step, step)
         found = self._announced[0] if len(self._announced) == 2 else None
         if found is not None and agreed == _ready(found) and agreed.step > self._used:
             return self._adopt(found, index, self._waited)
-        self._when_stale(step, params, index, stopping)
+        self._when_stale(step, params, index)
         return None
 
     def announce(self, step: int) -> Ready:
@@ -130,7 +135,7 @@ class Adoption:
         else:
             self._follower.want(self._used + 1, step)
 
-    def _at_fixed_distance(self, step: int, index: Fresh, stopping: Stopping) -> Fresh | None:
+    def _at_fixed_distance(self, step: int, index: Fresh) -> Fresh | None:
         """The generation of export step s at step s + `adopt_after`, waiting if it must: the same bits every time."""
         every, done = self._options.every, max(self._used, self._given_up)
         following = done - done % every + every
@@ -139,7 +144,7 @@ class Adoption:
         due = (step - self._options.adopt_after) // every * every
         if due <= done:
             return None
-        if due <= self._start and self._patiently(lambda: self._export_of(due), stopping) is None:
+        if due <= self._start and self._patiently(lambda: self._export_of(due)) is None:
             logger.warning(
                 "%s is not there; going on with the index of step %d until the next one is due: from here the bits may "
                 "differ from an undisturbed run's", self._folder.path(f"exports/{due}"), self._used,
@@ -147,21 +152,37 @@ class Adoption:
             self._given_up = due
             return None
         began = time.monotonic()
-        found = self._wait(due, due, True, stopping, f"the generation of step {due}, due at step {step}")
+        found = self._wait(due, due, True, f"the generation of step {due}, due at step {step}")
         return self._adopt(found, index, time.monotonic() - began)
 
-    def _export(self, step: int, params: Params, stopping: Stopping) -> None:
-        fixed = self._options.adopt_after >= 0  # then every export will be waited for
-        self._exporter.export(step, params, self._needed() | {step}, stopping, wait=fixed or self._used < 0)
+    def _export(self, step: int, params: Params) -> None:
+        """Export the towers of `step`. An earlier export that is still being written is waited for where its generation
+        is, too; elsewhere this one is left out."""
+        due = self._options.adopt_after >= 0 or self._used < 0
+        if due and not self._exporter.flush(EXPORT_SECONDS):
+            logger.info("waiting for an export that is still being written")
+            began = time.monotonic()
+            while not self._exporter.flush(STATUS_SECONDS) and not self._stopping():
+                self._tell()
+                if time.monotonic() - began > self._options.wait_seconds:
+                    raise UserError(
+                        f"{self._folder.path('exports')}: an export could not be written within "
+                        f"config.refresh.wait_seconds={self._options.wait_seconds:g}; make the folder writable, then "
+                        "repeat the command"
+                    )
+        if not self._exporter.flush(0):
+            logger.warning("the export of step %d is left out: an earlier one is still being written", step)
+            return
+        self._exporter.export(step, params, self._needed() | {step})
 
-    def _wait(self, first: int, last: int, exactly: bool, stopping: Stopping, what: str) -> Loaded | None:
+    def _wait(self, first: int, last: int, exactly: bool, what: str) -> Loaded | None:
         """A generation of these export steps; None when stopping. Raises UserError after `refresh.wait_seconds`."""
         self._follower.want(first, last, exactly)
-        found = self._follower.wait(min(1.0, self._options.poll_seconds), stopping)
+        found = self._follower.wait(min(1.0, self._options.poll_seconds), self._stopping)
         began = time.monotonic()
-        if found is None and not stopping():
+        if found is None and not self._stopping():
             logger.info("waiting for %s; `realm build-index` with the same config and --workdir makes it", what)
-        while found is None and not stopping():
+        while found is None and not self._stopping():
             self._tell(now=True)
             left = self._options.wait_seconds - (time.monotonic() - began)
             if left < 0:
@@ -169,7 +190,7 @@ class Adoption:
                     f"{self._folder.path('index')}: {what} did not come within config.refresh.wait_seconds="
                     f"{self._options.wait_seconds:g}; start `realm build-index`, then repeat the command"
                 )
-            found = self._follower.wait(min(STATUS_SECONDS, left), stopping)
+            found = self._follower.wait(min(STATUS_SECONDS, left), self._stopping)
         return found
 
     def _adopt(self, found: Loaded | None, index: Fresh | None, waited: float) -> Fresh | None:
@@ -179,8 +200,6 @@ class Adoption:
         if index is not None and found.queries is not None:
             facts["drift"] = self._kept_share(found.queries[:DRIFT_QUERIES], index, found)
         manifest = found.manifest
-        if index is not None:
-            self._folder.unstage(f"index/{index.generation}")
         self._stale_since, self._waited, self._used = None, 0.0, manifest.step
         self._tell(now=True)  # before the builder removes what nobody seems to need
         return Fresh(found.index, found.vectors, manifest.step, manifest.generation, found.searcher, facts)
@@ -195,7 +214,7 @@ class Adoption:
             scores = np.asarray(_drift_scores(self._run.setting, queries, old.index.vectors, new.index.vectors, depth))
         return float((np.argsort(-scores, axis=1, kind="stable")[:, :k] < k).mean())
 
-    def _when_stale(self, step: int, params: Params, index: Fresh, stopping: Stopping) -> None:
+    def _when_stale(self, step: int, params: Params, index: Fresh) -> None:
         """Training goes on with an old index, and says so; or waits for a newer one, for a while.
 
         The newer one is then adopted like any other: once every process has announced it.
@@ -211,34 +230,34 @@ class Adoption:
             )  # fmt: skip
             return
         logger.warning("step %d: the index is %d steps old; waiting for a newer one", step, age)
-        self._export(step, params, stopping)
+        self._export(step, params)
         began = time.monotonic()
         try:
-            self._wait(index.step + 1, step, False, stopping, "a newer generation")
+            self._wait(index.step + 1, step, False, "a newer generation")
         except UserError as fault:
             logger.warning("%s; going on with the old index", fault)
         self._waited = time.monotonic() - began
 
     # --- Restarts
 
-    def restore(self, generation: str, step: int, stopping: Stopping) -> Fresh | None:
+    def restore(self, generation: str, step: int) -> Fresh | None:
         """The generation itself; else one built anew from its export; else the newest there is, without the promise
         of the same bits."""
         self._step, self._used = step, step_of(generation)
         self._tell(now=True)
         try:
-            found: Loaded | None = self._patiently(lambda: self._follower.load(generation), stopping)
+            found: Loaded | None = self._patiently(lambda: self._follower.load(generation))
         except Unusable as fault:
             logger.warning("%s", fault)
-            found = self._rebuilt(generation, step, stopping)
+            found = self._rebuilt(generation, step)
         return self._adopt(found, None, 0.0)
 
-    def _rebuilt(self, generation: str, step: int, stopping: Stopping) -> Loaded | None:
+    def _rebuilt(self, generation: str, step: int) -> Loaded | None:
         wanted, corpus = step_of(generation), self._run.sources.passages.fingerprint
-        export = self._patiently(lambda: self._export_of(wanted), stopping)
+        export = self._patiently(lambda: self._export_of(wanted))
         if export is not None and generation in attempts(self._folder, export, corpus):
             logger.warning("it has to be built again from its export; the bits will be the same")
-            return self._wait(wanted, wanted, True, stopping, f"generation {generation} again")
+            return self._wait(wanted, wanted, True, f"generation {generation} again")
         names = [name for name in generation_names(self._folder) if step_of(name) <= step]
         for name in reversed(names):
             try:
@@ -263,14 +282,14 @@ class Adoption:
             logger.warning("%s", fault)
             return None
 
-    def _patiently(self, act: Callable[[], _T], stopping: Stopping) -> _T:
+    def _patiently(self, act: Callable[[], _T]) -> _T:
         """What storage gives, trying again for `refresh.wait_seconds` while it fails."""
         began = time.monotonic()
         while True:
             try:
                 return act()
             except StorageError as fault:
-                if stopping() or time.monotonic() - began > self._options.wait_seconds:
+                if self._stopping() or time.monotonic() - began > self._options.wait_seconds:
                     raise
                 logger.warning("%s; trying again", fault)
                 time.sleep(self._options.poll_seconds)
@@ -282,7 +301,7 @@ class Adoption:
         self._tell(now=True)  # a builder should know what is needed before it removes anything
 
     def done(self, step: int) -> None:
-        self._reporter.tell(step, True, done=True)
+        self._reporter.finish(step)
 
     def _needed(self) -> set[int]:
         """Export steps that must stay, with their generations: in use, or still to be adopted, now or after a restart

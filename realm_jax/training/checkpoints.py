@@ -6,7 +6,9 @@ have been seen. Saves are asynchronous, and a folder that was cut off in the mid
 """
 
 import contextlib
+import logging
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
@@ -24,6 +26,8 @@ import realm_jax
 from realm_jax.errors import UserError
 from realm_jax.storage import StorageError
 
+logger = logging.getLogger(__name__)
+
 
 class Checkpoints:
     """The checkpoints under one folder; the newest `keep` stay. A context manager: leaving waits for saves."""
@@ -38,16 +42,23 @@ class Checkpoints:
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        with self._writing():
-            self._checkpointer.close()
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            with self._writing():
+                self._checkpointer.close()
+        except StorageError as fault:
+            if kind is None:
+                raise
+            logger.error("%s", fault)  # and what came first goes on its way
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """What a save raises, perhaps an earlier one that ran in the background, as StorageError."""
+        """What storage did to a save, perhaps to an earlier one that ran in the background, as StorageError."""
         try:
             yield
-        except Exception as fault:
+        except (OSError, ValueError) as fault:
+            if isinstance(fault, ValueError) and not re.match("[A-Z]+(_[A-Z]+)*: ", str(fault)):
+                raise  # not a status of TensorStore's
             reason = " ".join(str(fault).split())[:200]
             raise StorageError(
                 f"{self._folder}: a checkpoint could not be written ({type(fault).__name__}: {reason}); make room, "

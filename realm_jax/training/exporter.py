@@ -7,7 +7,6 @@ work. What an export is: `index/generations.py`. Read next: `follower.py`, the w
 import contextlib
 import logging
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, Self
@@ -21,7 +20,15 @@ from numpy.typing import NDArray
 
 from realm_jax.data.examples import masked_examples
 from realm_jax.data.pipeline import dataset
-from realm_jax.index.generations import Arrays, export_steps, remove_export, write_export
+from realm_jax.index.generations import (
+    Arrays,
+    export_steps,
+    generation_names,
+    read_status,
+    remove_export,
+    step_of,
+    write_export,
+)
 from realm_jax.mesh import replicated
 from realm_jax.models.realm import Params, Realm
 from realm_jax.run import Run, put_batch
@@ -31,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 SAMPLES = 1024  # query vectors of an export, with which a builder measures its searcher
 KEPT = 3  # newest exports that stay, beside those in use
-RETRY_SECONDS, POLL_SECONDS = 5.0, 0.2
+RETRY_SECONDS = 5.0
 
 
 class Exporter:
@@ -50,17 +57,11 @@ class Exporter:
         self._closing.set()
         self._pool.shutdown(wait=True)
 
-    def export(self, step: int, params: Params, needed: set[int], stopping: Callable[[], bool], wait: bool) -> None:
-        """Export the towers of `step`.
+    def export(self, step: int, params: Params, needed: set[int]) -> None:
+        """Export the towers of `step`, once every earlier export is written (`flush`).
 
-        needed: steps whose exports must stay; old ones are removed afterwards. wait: for an earlier export that is
-        still being written, unless `stopping`; otherwise this one is left out.
+        needed: steps whose exports must stay; old ones are removed afterwards.
         """
-        while not self.flush(POLL_SECONDS):
-            if not wait:
-                logger.warning("the export of step %d is left out: an earlier one is still being written", step)
-            if not wait or stopping():
-                return
         towers = {name: params[name] for name in self._run.model.embedder_names}
         copies, queries = _snapshot(self._run.model, self._run.mesh, towers, self._batch)
         if jax.process_index() == 0:
@@ -91,9 +92,17 @@ class Exporter:
     def _remove_old(self, needed: set[int]) -> None:
         """Later exports than the newest are of a timeline that was cut off; they stay, since it may come again."""
         past = [step for step in export_steps(self._folder) if step <= max(needed)]
+        wanted = needed | _being_built(self._folder)
         for step in past[:-KEPT]:
-            if step not in needed:
+            if step not in wanted:
                 remove_export(self._folder, step)
+
+
+def _being_built(folder: Folder) -> set[int]:
+    """Export steps that some builder works on or has built: a generation is of no use without its export."""
+    jobs = (job.removesuffix(".json") for job in folder.names("jobs") if job.startswith("builder"))
+    statuses = (read_status(folder, job) for job in jobs)
+    return {status.step for status in statuses if status} | {step_of(name) for name in generation_names(folder)}
 
 
 @partial(jax.jit, static_argnums=(0, 1))

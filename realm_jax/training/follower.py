@@ -76,6 +76,7 @@ class Follower:
         self._wanted = Wanted(0, -1)
         self._ready: Loaded | None = None
         self._told: set[str] = set()
+        self._foreign: set[str] = set()  # generations that will not become usable while they are there
         self.gone: set[int] = set()  # export steps whose generation, or its export, was wanted but not there
         self._lock, self._wake, self._closed = threading.Lock(), threading.Event(), False
         self._thread = threading.Thread(target=self._follow, name="follower", daemon=True)
@@ -125,7 +126,10 @@ class Follower:
         vectors = passages.kept(stored)
         if self._run.searches is None:
             return Loaded(manifest, None, self._run.index(vectors)._replace(tower=tower), None, queries)
-        searcher = load_searcher(self._folder, manifest, stored, passages.places())
+        try:
+            searcher = load_searcher(self._folder, manifest, stored, passages.places())
+        finally:  # loaded, it needs no room on this machine's disk
+            self._folder.unstage(f"index/{generation}")
         return Loaded(manifest, vectors, Index(None, self._run.documents, tower), searcher, queries)
 
     def _exported(self, manifest: Manifest) -> tuple[Arrays, NDArray[np.float32] | None]:
@@ -181,6 +185,7 @@ class Follower:
             return None
         if export is None:
             self.gone.add(step_of(name))
+            self._tell(f"the export of generation {name} is gone; it is passed over")
             return None
         if current_name(self._folder, export, str(self._expected["corpus"])) != name:
             return None  # of parameters that this run never had, or found damaged before
@@ -189,9 +194,11 @@ class Follower:
             return None
         try:
             if read_manifest(self._folder, name) is None:
+                self._foreign.discard(name)
                 return None
-            return self.load(name)
+            return None if name in self._foreign else self.load(name)
         except Foreign as fault:
+            self._foreign.add(name)
             self._tell(f"{fault}; it is passed over")
             return None
         except Unusable as fault:

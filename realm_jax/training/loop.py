@@ -165,6 +165,8 @@ def train_task(
         state = start_state(run, task, params) if saved is None else _restore_state(run, task, saved, params)
         start = int(state.step)
         if start >= total:
+            if name == "realm" and folder is None and config.refresh.mode == "async":
+                Reporter(run, shared_folder(run), name).finish(total)  # the run may have been cut off before this word
             stop.check(f"{place.name} is done")
             return state.params
 
@@ -174,10 +176,10 @@ def train_task(
         seconds = 0.0 if saved is None else saved.record["seconds"]
         with (
             Journal(place, name, start, total, seconds) as journal,
-            make_refresh(run, name, folder is None, start, checkpoints) as refreshes,
+            make_refresh(run, name, folder is None, start, checkpoints, lambda: stop.asked) as refreshes,
             ExitStack() as stack,
         ):
-            index = None if saved is None else _restore_index(run, task, saved, refreshes, lambda: stop.asked)
+            index = None if saved is None else _restore_index(run, task, saved, refreshes)
             in_flight = None if saved is None else saved.array("in_flight")
             feed = stack.enter_context(Feed(run, source, task.retrieves and hosts_search, in_flight))
             ready: deque[jax.Array] = deque(maxlen=2)  # the answers to what was announced at the last two steps
@@ -204,7 +206,7 @@ def train_task(
                 if task.retrieves:
                     agreed = Ready(*np.asarray(ready[0]).tolist()) if len(ready) == 2 else Ready()
                     try:
-                        fresh = refreshes.at(step, state.params, index, agreed, lambda: stop.asked)
+                        fresh = refreshes.at(step, state.params, index, agreed)
                     except UserError:
                         save_and_stop(step)
                         raise
@@ -242,12 +244,14 @@ def train_task(
     return state.params
 
 
-def make_refresh(run: Run, name: str, own_folder: bool, start: int, checkpoints: Checkpoints) -> Refresh:
+def make_refresh(
+    run: Run, name: str, own_folder: bool, start: int, checkpoints: Checkpoints, stopping: Callable[[], bool]
+) -> Refresh:
     """Where a task's index comes from. Only REALM itself has a builder: a control and fine-tuning embed inline."""
     if run.config.refresh.mode == "inline" or not own_folder:
         return Inline(run, name)
     if name == "realm":
-        return Adoption(run, name, start, checkpoints.generations(), run.config.checkpoint.keep)
+        return Adoption(run, name, start, checkpoints.generations(), run.config.checkpoint.keep, stopping)
     later = "realm" in task_names(run.config)[task_names(run.config).index(name) :]
     return Inline(run, name, Reporter(run, shared_folder(run), name) if later else None)
 
@@ -261,14 +265,12 @@ def _restore_state(run: Run, task: Task, saved: Saved, like: Params) -> State:
     return saved.state(_abstract_state(run, task, like))
 
 
-def _restore_index(
-    run: Run, task: Task, saved: Saved, refreshes: Refresh, stopping: Callable[[], bool]
-) -> Fresh | None:
+def _restore_index(run: Run, task: Task, saved: Saved, refreshes: Refresh) -> Fresh | None:
     """The index that was in use: saved vectors, or the generation that the checkpoint names."""
     if not task.retrieves or saved.record["index_step"] < 0:
         return None
     if generation := saved.record.get("generation"):
-        return refreshes.restore(generation, saved.step, stopping)
+        return refreshes.restore(generation, saved.step)
     vectors = saved.array("vectors")
     if vectors is None:
         return None

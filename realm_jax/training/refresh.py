@@ -6,7 +6,6 @@ Read `Inline.at` and then `adoption.py`; how generations are found and verified 
 """
 
 import dataclasses
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -22,8 +21,6 @@ from realm_jax.models.realm import Params
 from realm_jax.run import Run
 from realm_jax.storage import Folder, open_folder
 from realm_jax.training.reporter import Reporter
-
-Stopping = Callable[[], bool]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,15 +54,15 @@ class Refresh(Protocol):
 
     def __exit__(self, *error: object) -> None: ...
 
-    def at(self, step: int, params: Params, index: Fresh | None, agreed: Ready, stopping: Stopping) -> Fresh | None:
+    def at(self, step: int, params: Params, index: Fresh | None, agreed: Ready) -> Fresh | None:
         """A fresh index to use from `step` on, or None to go on with the one in use.
 
-        agreed: of what the processes announced two steps ago: the word, if it was the same, and the newest step.
-        stopping: whether to stop waiting; then the answer is None even when there is no index at all.
+        agreed: of what the processes announced two steps ago: the word, if it was the same, and the newest step. After
+        SIGTERM the answer may be None even when there is no index at all.
         """
 
-    def restore(self, generation: str, step: int, stopping: Stopping) -> Fresh | None:
-        """The index that a checkpoint of `step` names; None when stopping."""
+    def restore(self, generation: str, step: int) -> Fresh | None:
+        """The index that a checkpoint of `step` names; None after SIGTERM."""
 
     def announce(self, step: int) -> Ready:
         """The generation that this process has ready; called once a step, after `at`."""
@@ -117,7 +114,7 @@ class Inline:
     def __exit__(self, *error: Any) -> None:
         (self._reporter or nullcontext()).__exit__(*error)
 
-    def at(self, step: int, params: Params, index: Fresh | None, agreed: Ready, stopping: Stopping) -> Fresh | None:
+    def at(self, step: int, params: Params, index: Fresh | None, agreed: Ready) -> Fresh | None:
         due = self._every > 0 and step % self._every == 0 and index is not None and step != index.step
         if index is not None and not due:
             return None
@@ -131,7 +128,7 @@ class Inline:
             self._reporter.tell(step)
         return Ready()
 
-    def restore(self, generation: str, step: int, stopping: Stopping) -> Fresh | None:
+    def restore(self, generation: str, step: int) -> Fresh | None:
         raise UserError(
             f"{self._run.workdir}: step {step} was trained with generation {generation}; set config.refresh.mode=async"
         )

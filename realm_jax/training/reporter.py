@@ -61,11 +61,19 @@ class Reporter:
         if jax.process_index() == 0 and len(self._pending) < 2:  # one that waits will take the newest
             self._pending.append(self._pool.submit(self._write))
 
+    def finish(self, step: int) -> None:
+        """The task is done, and this is the last word of it. The run is whole without it, so a failure is a warning."""
+        self._pool.shutdown(wait=True)
+        self._status = dataclasses.replace(self._status, step=step, done=True, counter=self._status.counter + 1)
+        if jax.process_index() == 0:
+            self._write()
+
     def _write(self) -> None:
         try:
             write_status(self._folder, "trainer", self._status)
         except StorageError as fault:
-            logger.warning("%s; the builder cannot see that training goes on", fault)
+            news = "is done" if self._status.done else "goes on"
+            logger.warning("%s; the builder cannot see that training %s", fault, news)
 
 
 def _run_id(run: Run) -> str:
