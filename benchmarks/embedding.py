@@ -26,7 +26,7 @@ from transformers import BertConfig as TorchConfig
 from transformers import BertModel
 
 from realm_jax.data.sources import open_sources
-from realm_jax.index.embed import CorpusRows, batches, embed_corpus
+from realm_jax.index.embed import CorpusRows, batches, embed_corpus, in_groups
 from realm_jax.memory import keep_memory
 from realm_jax.models.bert import BertConfig
 from realm_jax.models.embedder import Embedder
@@ -96,7 +96,7 @@ def ours(tower: Embedder, params: Any, corpus: CorpusRows) -> NDArray[np.float32
 
 @jax.jit(static_argnums=0)
 def _ours(tower: Embedder, params: Any, documents: Documents) -> jax.Array:
-    return tower.apply(params, *inputs(documents))
+    return in_groups(lambda group: tower.apply(params, *inputs(group)), documents)
 
 
 def inputs(documents: Documents) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -22,7 +22,7 @@ from realm_jax.data.sources import Sources
 from realm_jax.errors import UserError
 from realm_jax.index.approximate import Settings as SearchSettings
 from realm_jax.index.candidates import Index, Setting
-from realm_jax.index.embed import CorpusRows, embed_corpus
+from realm_jax.index.embed import CorpusRows, embed_corpus, in_groups
 from realm_jax.index.exact import padded_rows
 from realm_jax.mesh import logical_sharding, make_mesh, parameter_shardings
 from realm_jax.models.bert import BertConfig
@@ -117,8 +117,11 @@ def _embed(model: Realm, mesh: Mesh, params: Params, documents: Documents) -> ja
         return model.embed_documents(params, documents)
     model = dataclasses.replace(model, bert=dataclasses.replace(model.bert, sequential=True))
     rows = logical_sharding(mesh, "batch").spec  # every device takes its own in turn
-    embed = jax.shard_map(model.embed_documents, mesh=mesh, in_specs=(PartitionSpec(), rows), out_specs=rows)
-    return embed(params, documents)
+
+    def embed(params: Params, documents: Documents) -> jax.Array:
+        return in_groups(lambda group: model.embed_documents(params, group), documents)
+
+    return jax.shard_map(embed, mesh=mesh, in_specs=(PartitionSpec(), rows), out_specs=rows)(params, documents)
 
 
 def make_run(config: ConfigDict, workdir: Path, sources: Sources, devices: list[jax.Device] | None = None) -> Run:

@@ -12,7 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.errors import UserError
+from realm_jax.models.inputs import Documents
 
+GROUP = 8  # passages that a CPU embeds at a time
 BUCKET = 64  # padded lengths are multiples of this, up to the document length
 
 
@@ -22,6 +24,15 @@ class CorpusRows(NamedTuple):
     ids: NDArray[np.uint16]
     lengths: NDArray[np.uint16]
     title_lengths: NDArray[np.uint16]
+
+
+def in_groups(embed: Callable[[Documents], jax.Array], documents: Documents) -> jax.Array:
+    """`embed` of a batch, a few passages after another: what a layer makes of them then stays in a CPU's cache."""
+    rows = documents.ids.shape[0]
+    size = GROUP if rows % GROUP == 0 else rows
+    groups = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), documents)
+    vectors = jax.lax.map(embed, groups)
+    return vectors.reshape(rows, -1)
 
 
 EmbedBatch = Callable[[CorpusRows], jax.Array]
