@@ -47,6 +47,7 @@ Science (a run folder keeps them; another value on resume is an error that names
 Operations (may change on resume):
   data.path                folder written by `realm prepare`; what is in it may not change (`data.json`)
   init_from                run folder whose final parameters a fresh run starts from; '' for none
+  <task>.microbatches      parts of a batch whose gradients are added up one after another, to save memory
   mesh.data, mesh.fsdp, mesh.model   devices along each axis; one may be -1
   retrieval.block          vectors scored at a time on a device
   retrieval.embed_batch    passages embedded at a time on each device
@@ -98,11 +99,18 @@ OPERATIONS = (
     "checkpoint",
     "log",
     "evaluation.batch_size",
+    *(f"{task}.microbatches" for task in TASKS),
 )
 
 
 def _task(steps: int, batch_size: int, learning_rate: float) -> dict[str, Any]:
-    return {"steps": steps, "batch_size": batch_size, "learning_rate": learning_rate, "warmup": 0}
+    return {
+        "steps": steps,
+        "batch_size": batch_size,
+        "microbatches": 1,
+        "learning_rate": learning_rate,
+        "warmup": 0,
+    }
 
 
 def default() -> ConfigDict:
@@ -205,7 +213,7 @@ def validate(config: ConfigDict) -> None:
     _require(bool(names), "tasks", "name at least one of mlm, ict, realm, qa")
     for name in names:
         _require(name in TASKS, "tasks", f"there is no task {name!r}; choose among {', '.join(TASKS)}")
-        for key in ("steps", "batch_size"):
+        for key in ("steps", "batch_size", "microbatches"):
             _require(config[name][key] > 0, f"{name}.{key}", "must be positive")
         _require(config[name].learning_rate > 0, f"{name}.learning_rate", "must be positive")
         _require(config[name].warmup >= 0, f"{name}.warmup", "must not be negative")

@@ -134,11 +134,12 @@ def make_run(config: ConfigDict, workdir: Path, sources: Sources, devices: list[
             f"config.retrieval.qa_passages need {wanted}; add passages or lower the keys"
         )
     for name in task_names(config):
-        spread = mesh.shape["data"] * mesh.shape["fsdp"]
+        spread, parts = mesh.shape["data"] * mesh.shape["fsdp"], config[name].microbatches
         size = config[name].batch_size
-        if size % spread:
+        if size % (spread * parts):
             raise UserError(
-                f"config.{name}.batch_size: is {size}, but {spread} devices share a batch; set a multiple of {spread}"
+                f"config.{name}.batch_size: is {size}, but {spread} devices share a batch in {parts} part(s); set a "
+                f"multiple of {spread * parts}"
             )
     data, retrieval, objective, special = config.data, config.retrieval, config.objective, sources.wordpiece.special
     setting = Setting(

@@ -52,7 +52,7 @@ def make_step(mesh: Mesh):
     optimizer = make_optimizer(peak=0.002, total=100, warmup=2, weight_decay=0.01, clip=1.0)
 
     def step(params, state, batch, index):
-        (loss, _), gradients = jax.value_and_grad(task.loss, has_aux=True)(params, batch, index, None)
+        (loss, _), gradients = jax.value_and_grad(task.value, has_aux=True)(params, batch, index, None)
         updates, state = optimizer.update(gradients, state, params)
         rows = retrieve(setting, params, batch, index, setting.candidates - 1).rows
         return optax.apply_updates(params, updates), state, loss, gradients, rows

@@ -32,7 +32,7 @@ from realm_jax.index.candidates import (
 from realm_jax.models.inputs import Documents
 from realm_jax.models.likelihood import masked_word_marginal
 from realm_jax.text import layouts
-from realm_jax.training.tasks import make_task, realm_metrics
+from realm_jax.training.tasks import make_task, realm_metrics, reported
 
 ROWS, BATCH = 20, 4
 MODEL = tiny_realm(layers=1)  # compiling takes nearly all of the time
@@ -221,10 +221,10 @@ def largest(tree) -> float:
 def test_the_realm_loss_is_the_marginal_of_its_parts(params, index, candidates):
     """That it trains all three networks is seen in `test_devices.py`."""
     found, scores, log_p, guesses = candidates
-    loss, metrics = jax.jit(make_task("realm", setting()).loss)(params, MASKED, index, None)
+    loss, metrics = jax.jit(make_task("realm", setting()).value)(params, MASKED, index, None)
     valid = np.pad(found.valid, ((0, 0), (1, 0)), constant_values=True)
     wanted = masked_word_marginal(scores, log_p, MASKED["weights"], valid, "example")
-    np.testing.assert_allclose(loss, wanted.loss, rtol=1e-5)
+    np.testing.assert_allclose(loss, wanted.loss.value, rtol=1e-5)
     gains = wanted.log_likelihood - log_likelihood_of(log_p, 0)
     np.testing.assert_allclose(metrics["retrieval_utility"], gains.mean(), rtol=1e-3, atol=1e-5)
     assert metrics["excluded"] == found.excluded.mean()
@@ -248,7 +248,7 @@ def test_what_a_realm_step_reports_by_hand():
     valid = jnp.ones((2, 3), bool)
     found = Candidates(rows=jnp.zeros((2, 2), int), valid=valid[:, 1:], excluded=jnp.array([1, 0]))
     result = masked_word_marginal(jnp.zeros((2, 3)), log_p, batch["weights"], valid, "example")
-    metrics = {name: float(value) for name, value in realm_metrics(result, guesses, batch, found).items()}
+    metrics = {name: float(value) for name, value in reported(realm_metrics(result, guesses, batch, found)).items()}
     wanted = {
         "loss": -(np.log(7 / 24) + half) / 2,
         "perplexity": np.exp(-(np.log(7 / 24) + half) / 3),
@@ -270,7 +270,7 @@ def test_an_example_whose_candidates_are_all_excluded_gains_nothing():
     result = masked_word_marginal(jnp.zeros((1, 3)), log_p, weights, valid, "example")
     found = Candidates(jnp.zeros((1, 2), int), valid[:, 1:], jnp.array([2]))
     batch = {"weights": weights, "targets": jnp.array([[5]])}
-    metrics = realm_metrics(result, jnp.zeros((1, 3, 1), int), batch, found)
+    metrics = reported(realm_metrics(result, jnp.zeros((1, 3, 1), int), batch, found))
     assert metrics["best_candidate_gain"] == metrics["retrieval_utility"] == metrics["useful_candidates"] == 0.0
     assert metrics["null_probability"] == 1.0 and metrics["prior_entropy"] == 0.0
 
@@ -284,7 +284,7 @@ def as_batch(documents: Documents) -> dict[str, np.ndarray]:
 
 def test_the_warm_up_is_the_mean_over_predicted_pieces(params, candidates):
     """Beside the empty document it is what REALM reads beside its null document."""
-    loss, metrics = jax.jit(make_task("mlm", setting()).loss)(
+    loss, metrics = jax.jit(make_task("mlm", setting()).value)(
         params, MASKED | as_batch(document_rows([([], [])] * BATCH)), None, None
     )
     _, _, log_p, guesses = candidates
@@ -297,7 +297,7 @@ def test_the_warm_up_is_the_mean_over_predicted_pieces(params, candidates):
 def test_the_inverse_cloze_task_ranks_each_sentence_among_all_passages_of_the_batch(params, index, query_vectors):
     documents = Documents(*(part[:BATCH] for part in index.documents))
     batch = {"query": MASKED["query"], "query_length": MASKED["query_length"]} | as_batch(documents)
-    loss, metrics = jax.jit(make_task("ict", setting()).loss)(params, batch, None, None)
+    loss, metrics = jax.jit(make_task("ict", setting()).value)(params, batch, None, None)
     logits = query_vectors.astype(np.float64) @ np.asarray(index.vectors[:BATCH], np.float64).T
     log_p = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
     np.testing.assert_allclose(loss, -np.diagonal(log_p).mean(), rtol=1e-4)
@@ -355,7 +355,7 @@ def marginal_by_loops(rows, scores, span_scores, batch) -> list[float]:
 
 @functools.cache
 def qa_slopes(objective: str):
-    loss = make_task("qa", setting(qa_objective=objective, qa_beam=BEAM, qa_passages=PASSAGES)).loss
+    loss = make_task("qa", setting(qa_objective=objective, qa_beam=BEAM, qa_passages=PASSAGES)).value
     return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
 
@@ -425,7 +425,7 @@ def test_each_task_names_what_it_trains(name, separate, shared, retrieves):
 @pytest.mark.parametrize("name", ["ict", "mlm"])
 def test_dropout_follows_the_key(params, name):
     loud = tiny_realm(layers=1, dropout=0.3)
-    loss = jax.jit(make_task(name, tiny_setting(one_device_mesh(), ROWS, loud)).loss)
+    loss = jax.jit(make_task(name, tiny_setting(one_device_mesh(), ROWS, loud)).value)
     batch = MASKED | as_batch(document_rows(CORPUS[:BATCH]))
     one, again, other = (float(loss(params, batch, None, jax.random.key(seed))[0]) for seed in (1, 1, 2))
     assert one == again != other

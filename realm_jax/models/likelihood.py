@@ -13,15 +13,27 @@ Array = jax.Array
 NEGATIVE = -1e9  # stands in place of what may not be chosen; finite, so that gradients stay finite
 
 
+class Mean(NamedTuple):
+    """A mean that can be taken over the parts of a batch: sum and number of what it is over, float32 scalars."""
+
+    total: Array
+    count: Array
+
+    @property
+    def value(self) -> Array:
+        """The mean; 0 of nothing."""
+        return self.total / jnp.maximum(self.count, 1.0)
+
+
 class Marginal(NamedTuple):
     """What one batch of marginal likelihoods says. All float32.
 
-    loss: scalar, to be minimised. log_likelihood [batch]: log p(y|x) over all of an example's masked positions.
+    loss: to be minimised. log_likelihood [batch]: log p(y|x) over all of an example's masked positions.
     null_log_likelihood [batch]: log p(y|null, x). best_log_likelihood [batch]: max over the valid real candidates of
     log p(y|z,x), that of the null document where there are none. log_prior [batch, candidates]: log p(z|x).
     """
 
-    loss: Array
+    loss: Mean
     log_likelihood: Array
     null_log_likelihood: Array
     best_log_likelihood: Array
@@ -55,11 +67,11 @@ def masked_word_marginal(scores: Array, word_log_p: Array, weights: Array, valid
     if kind == "example":
         log_likelihood = jax.nn.logsumexp(prior + reading, axis=-1)
         counted = weights.max(axis=-1)
-        loss = -jnp.sum(log_likelihood * counted) / jnp.maximum(counted.sum(), 1.0)
+        loss = Mean(-jnp.sum(log_likelihood * counted), counted.sum())
     elif kind == "token":
         per_word = jax.nn.logsumexp(prior[:, :, None] + word_log_p, axis=1) * weights
         log_likelihood = per_word.sum(axis=-1)
-        loss = -per_word.sum() / jnp.maximum(weights.sum(), 1.0)
+        loss = Mean(-per_word.sum(), weights.sum())
     else:
         raise ValueError(f"marginal must be 'example' or 'token', not {kind!r}")
     best = jnp.max(jnp.where(valid, reading, NEGATIVE)[:, 1:], axis=-1)
@@ -82,24 +94,23 @@ def span_log_probabilities(span_scores: Array, allowed: Array) -> Array:
     return jnp.where(allowed, span_scores - total, NEGATIVE)
 
 
-def answer_marginal(scores: Array, span_scores: Array, allowed: Array, correct: Array) -> tuple[Array, Array]:
+def answer_marginal(scores: Array, span_scores: Array, allowed: Array, correct: Array) -> tuple[Mean, Array]:
     """Loss of −log Σ_z p(z|x) Σ_{correct spans} p(span|z,x), mean over the examples that have a correct span.
 
     scores [batch, passages]; span_scores, allowed, correct [batch, passages, length, width].
-    Returns (loss scalar, log_likelihood [batch], NEGATIVE where no passage holds an answer).
+    Returns (loss, log_likelihood [batch], NEGATIVE where no passage holds an answer).
     """
     prior = jax.nn.log_softmax(at_least_float32(scores), axis=-1)
     reading = span_log_probabilities(span_scores, allowed)
     joint = prior[:, :, None, None] + reading
     likelihood = log_sum_selected(joint, correct, axis=(1, 2, 3))
     answered = correct.any(axis=(1, 2, 3)).astype(jnp.float32)
-    loss = jnp.sum(jnp.where(answered > 0, -likelihood, 0.0)) / jnp.maximum(answered.sum(), 1.0)
-    return loss, likelihood
+    return Mean(jnp.sum(jnp.where(answered > 0, -likelihood, 0.0)), answered.sum()), likelihood
 
 
 def orqa_loss(
     beam_scores: Array, beam_correct: Array, scores: Array, span_scores: Array, allowed: Array, correct: Array
-) -> Array:
+) -> Mean:
     """ORQA's L_ret + L_read (Lee et al. 2019, section 6), as in the released fine-tuning code.
 
     beam_scores, beam_correct [batch, c]: the retriever's beam and which passages hold an answer;
@@ -112,4 +123,4 @@ def orqa_loss(
     final = final - jax.nn.logsumexp(final, axis=(1, 2, 3), keepdims=True)
     reader = log_sum_selected(final, correct, axis=(1, 2, 3))
     terms = jnp.where(beam_correct.any(axis=1), -retriever, 0.0) + jnp.where(correct.any(axis=(1, 2, 3)), -reader, 0.0)
-    return terms.mean()
+    return Mean(terms.sum(), jnp.float32(len(terms)))

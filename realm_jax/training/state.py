@@ -18,6 +18,7 @@ from realm_jax.index.candidates import Index
 from realm_jax.mesh import replicated
 from realm_jax.models.realm import Params
 from realm_jax.run import Run
+from realm_jax.training.gradients import gradients
 from realm_jax.training.optimizer import make_optimizer
 from realm_jax.training.tasks import Task
 
@@ -92,19 +93,16 @@ def agreed(control: jax.Array) -> jax.Array:
 def make_step(run: Run, task: Task) -> Step:
     """One optimiser step as one jitted program; the state is donated. Metric `ready`: the control words' agreement."""
     optimizer = task_optimizer(run.config, task)
-    seed, purpose = run.config.seed, PURPOSES[task.name]
+    seed, purpose, parts = run.config.seed, PURPOSES[task.name], run.config[task.name].microbatches
     dropout = run.model.bert.dropout > 0
 
     def step(state: State, batch: Any, index: Index | None, control: jax.Array) -> tuple[State, dict[str, jax.Array]]:
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), purpose), state.step) if dropout else None
 
-        def loss(trained: Params) -> tuple[jax.Array, dict[str, jax.Array]]:
-            return task.loss({**state.frozen, **trained}, batch, index, key)
-
-        (_, metrics), gradients = jax.value_and_grad(loss, has_aux=True)(state.trained)
-        updates, moments = optimizer.update(gradients, state.optimizer, state.trained)
+        slopes, metrics = gradients(task, state.trained, state.frozen, batch, index, key, parts)
+        updates, moments = optimizer.update(slopes, state.optimizer, state.trained)
         trained = optax.apply_updates(state.trained, updates)
-        metrics["gradient_norm"] = optax.tree.norm(gradients)
+        metrics["gradient_norm"] = optax.tree.norm(slopes)
         metrics["ready"] = agreed(control)
         return State(state.step + 1, trained, state.frozen, moments), metrics
 

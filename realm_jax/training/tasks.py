@@ -1,7 +1,9 @@
 """The four tasks: what each trains and the loss of one batch, as pure functions.
 
-A loss has the form `loss(params, batch, index, key) -> (scalar, metrics)`; `index` is None where nothing is retrieved
-and `key` None turns dropout off. Retrieval happens inside the loss (`index/candidates.py`), so a step is one program.
+A loss has the form `loss(params, batch, index, key) -> {name: Mean}`: its entry 'loss' is minimised, the others are
+reported. Means of the parts of a batch add up to those of the whole. `index` is None where nothing is retrieved and `key`
+None turns dropout off. Retrieval happens inside the loss (`index/candidates.py`), so a step is one program. Read next:
+`gradients.py`.
 """
 
 import dataclasses
@@ -27,65 +29,81 @@ from realm_jax.index.candidates import (
 )  # fmt: skip
 from realm_jax.models import likelihood
 from realm_jax.models.inputs import Documents, find_answers, join
+from realm_jax.models.likelihood import Mean
 from realm_jax.models.realm import Params, flatten_joint
 
 Array = jax.Array
-Loss = Callable[[Params, Batch, Any, Array | None], tuple[Array, dict[str, Array]]]
+Means = dict[str, Mean]
+LOG_PERPLEXITY = "log_perplexity"
+Loss = Callable[[Params, Batch, Any, Array | None], Means]
 
 
 # --- warm-up: masked words beside a given passage ---------------------------------------------------------------------
 
 
-def mlm_loss(setting: Setting, params: Params, batch: Batch, index: None, key: Array | None) -> tuple[Array, dict]:
+def mlm_loss(setting: Setting, params: Params, batch: Batch, index: None, key: Array | None) -> Means:
     """Cross-entropy of masked words, mean over predicted pieces; the passage comes with the batch."""
     documents = Documents(*(batch[f"document{part}"][:, None] for part in ("", "_length", "_title_length")))
     joint = flatten_joint(join(batch["query"], batch["query_length"], documents))
     words = setting.model.read_words(params, joint, batch["positions"], key)
     weights = batch["weights"].astype(jnp.float32)
-    total = jnp.maximum(weights.sum(), 1.0)
     log_p = jnp.take_along_axis(words, batch["targets"][..., None], axis=-1)[..., 0]
     right = (words.argmax(axis=-1) == batch["targets"]) * weights
-    loss = -(log_p * weights).sum() / total
-    return loss, {"loss": loss, "accuracy": right.sum() / total}
+    return {"loss": Mean(-(log_p * weights).sum(), weights.sum()), "accuracy": Mean(right.sum(), weights.sum())}
 
 
 # --- inverse cloze task -----------------------------------------------------------------------------------------------
 
 
-def ict_loss(setting: Setting, params: Params, batch: Batch, index: None, key: Array | None) -> tuple[Array, dict]:
-    """Softmax of each sentence against all passages of the global batch (Lee et al. 2019, section 4).
+def ict_loss(setting: Setting, params: Params, batch: Batch, index: None, key: Array | None) -> Means:
+    """Softmax of each sentence against all passages of the global batch (Lee et al. 2019, section 4)."""
+    return contrast(setting, cloze_vectors(setting, params, batch, key), cloze_null(setting, params, key))
+
+
+def cloze_vectors(setting: Setting, params: Params, batch: Batch, key: Array | None) -> tuple[Array, Array]:
+    """The vectors of sentences and of their passages, [batch, projection] both."""
+    keys = dropout_keys(key, 3)
+    queries = setting.model.embed_queries(params, batch["query"], batch["query_length"], keys[0])
+    documents = Documents(*(batch[f"document{part}"] for part in ("", "_length", "_title_length")))
+    return queries, setting.model.embed_documents(params, documents, keys[1])
+
+
+def cloze_null(setting: Setting, params: Params, key: Array | None) -> Array | None:
+    """The null document's vector [1, projection] where it takes part."""
+    return embed_null(setting, params, dropout_keys(key, 3)[2]) if setting.ict_null_weight else None
+
+
+def contrast(setting: Setting, vectors: tuple[Array, Array], null: Array | None) -> Means:
+    """The inverse cloze task between all vectors of a batch.
 
     With `ict_null_weight` the null document is one more candidate, and the right one for a sentence whose own passage
     is taken away: its score becomes the threshold under which a passage does not fit. Without that, REALM starts with
     p(null) near 0, and a query none of whose candidates helps teaches the retriever which one harms least.
     """
-    keys = dropout_keys(key, 3)
-    queries = setting.model.embed_queries(params, batch["query"], batch["query_length"], keys[0])
-    documents = Documents(*(batch[f"document{part}"] for part in ("", "_length", "_title_length")))
-    vectors = setting.model.embed_documents(params, documents, keys[1])
-    scores = queries @ vectors.T
-    if setting.ict_null_weight:
-        null = embed_null(setting, params, keys[2])
-        loss = _cloze_with_null(scores, queries @ null.T, setting.ict_null_weight)
+    queries, documents = vectors
+    scores = queries @ documents.T
+    if null is None:
+        losses = -jnp.diagonal(jax.nn.log_softmax(scores, axis=-1))
     else:
-        loss = -jnp.diagonal(jax.nn.log_softmax(scores, axis=-1)).mean()
+        losses = _cloze_with_null(scores, queries @ null.T, setting.ict_null_weight)
     right = scores.argmax(axis=-1) == jnp.arange(scores.shape[0])
-    return loss, {"loss": loss, "accuracy": right.mean()}
+    return {"loss": over_examples(losses), "accuracy": over_examples(right)}
 
 
 def _cloze_with_null(scores: Array, null: Array, weight: float) -> Array:
-    """scores [batch, batch], null [batch, 1]: own passage among all and null, plus `weight` × null among the others."""
+    """Losses [batch] of scores [batch, batch] and null [batch, 1]: own passage among all and null, plus `weight` × null
+    among the others."""
     size = scores.shape[0]
     found = jax.nn.log_softmax(jnp.concatenate([scores, null], axis=1), axis=1)
     others = jnp.where(jnp.eye(size, dtype=bool), likelihood.NEGATIVE, scores)
     missed = jax.nn.log_softmax(jnp.concatenate([others, null], axis=1), axis=1)
-    return -(jnp.diagonal(found) + weight * missed[:, -1]).mean()
+    return -(jnp.diagonal(found) + weight * missed[:, -1])
 
 
 # --- REALM ------------------------------------------------------------------------------------------------------------
 
 
-def realm_loss(setting: Setting, params: Params, batch: Batch, index: Index, key: Array | None) -> tuple[Array, dict]:
+def realm_loss(setting: Setting, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
     """−log Σ_z p(z|x) p(y|z,x) over the null document and the retrieved candidates (paper, section 3.3)."""
     found = retrieve(setting, params, batch, index, setting.candidates - 1)
     documents = take(index, found.rows)
@@ -94,10 +112,10 @@ def realm_loss(setting: Setting, params: Params, batch: Batch, index: Index, key
     log_p, guesses = candidate_words(setting, params, batch, documents, keys[1])
     valid = jnp.pad(found.valid, ((0, 0), (1, 0)), constant_values=True)
     result = likelihood.masked_word_marginal(scores, log_p, batch["weights"], valid, setting.marginal)
-    return result.loss, realm_metrics(result, guesses, batch, found)
+    return realm_metrics(result, guesses, batch, found)
 
 
-def realm_metrics(result: likelihood.Marginal, guesses: Array, batch: Batch, found: Candidates) -> dict[str, Array]:
+def realm_metrics(result: likelihood.Marginal, guesses: Array, batch: Batch, found: Candidates) -> Means:
     """What a REALM step reports; means over the examples of the batch.
 
     retrieval_utility: log p(y|x) − log p(y|null, x), nats. useful_candidates: share of examples whose best candidate
@@ -108,25 +126,25 @@ def realm_metrics(result: likelihood.Marginal, guesses: Array, batch: Batch, fou
     weights = batch["weights"].astype(jnp.float32)
     likeliest = result.log_prior.argmax(axis=1)
     guess = jnp.take_along_axis(guesses, likeliest[:, None, None], axis=1)[:, 0]
-    right = ((guess == batch["targets"]) * weights).sum() / jnp.maximum(weights.sum(), 1.0)
+    right = (guess == batch["targets"]) * weights
     gain = result.best_log_likelihood - result.null_log_likelihood
     return {
         "loss": result.loss,
-        "perplexity": jnp.exp(-result.log_likelihood.sum() / jnp.maximum(weights.sum(), 1.0)),
-        "accuracy": right,
-        "retrieval_utility": (result.log_likelihood - result.null_log_likelihood).mean(),
-        "useful_candidates": (gain > 0.1).mean(),
-        "best_candidate_gain": gain.mean(),
-        "null_probability": prior[:, 0].mean(),
-        "prior_entropy": -jnp.sum(prior * result.log_prior, axis=1).mean(),
-        "excluded": found.excluded.mean(),
+        LOG_PERPLEXITY: Mean(-result.log_likelihood.sum(), weights.sum()),
+        "accuracy": Mean(right.sum(), weights.sum()),
+        "retrieval_utility": over_examples(result.log_likelihood - result.null_log_likelihood),
+        "useful_candidates": over_examples(gain > 0.1),
+        "best_candidate_gain": over_examples(gain),
+        "null_probability": over_examples(prior[:, 0]),
+        "prior_entropy": over_examples(-jnp.sum(prior * result.log_prior, axis=1)),
+        "excluded": over_examples(found.excluded),
     }
 
 
 # --- question answering -----------------------------------------------------------------------------------------------
 
 
-def qa_loss(setting: Setting, params: Params, batch: Batch, index: Index, key: Array | None) -> tuple[Array, dict]:
+def qa_loss(setting: Setting, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
     """Fine-tuning: the paper's marginal over passages and spans, or ORQA's L_ret + L_read."""
     beam = setting.qa_beam if setting.qa_objective == "orqa" else setting.qa_passages
     reading, rows, scores = read_passages(setting, params, batch, index, key, beam, setting.qa_passages)
@@ -144,30 +162,60 @@ def qa_loss(setting: Setting, params: Params, batch: Batch, index: Index, key: A
     flat = final.reshape(final.shape[0], -1)
     right = jnp.take_along_axis(correct.reshape(flat.shape), flat.argmax(axis=1)[:, None], axis=1)
     answered = has_answer.any(axis=1)
-    return loss, {
+    return {
         "loss": loss,
-        "accuracy": right.mean(),
-        "answer_in_passages": answered.mean(),
-        "log_likelihood": jnp.where(answered, log_likelihood, 0.0).sum() / jnp.maximum(answered.sum(), 1),
+        "accuracy": over_examples(right[:, 0]),
+        "answer_in_passages": over_examples(answered),
+        "log_likelihood": Mean(jnp.where(answered, log_likelihood, 0.0).sum(), answered.sum().astype(jnp.float32)),
     }
+
+
+# --- what a step needs of them ----------------------------------------------------------------------------------------
+
+
+def over_examples(values: Array) -> Mean:
+    """The mean of one value an example, [batch]."""
+    return Mean(values.astype(jnp.float32).sum(), jnp.float32(values.shape[0]))
+
+
+def reported(means: Means) -> dict[str, Array]:
+    """The values of means; a perplexity is the exponential of one."""
+    values = {name: mean.value for name, mean in means.items()}
+    if LOG_PERPLEXITY in values:
+        values["perplexity"] = jnp.exp(values.pop(LOG_PERPLEXITY))
+    return values
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A task by name: the parameters it trains (top-level keys), its loss, and whether it retrieves."""
+    """A task by name: the parameters it trains (top-level keys), its loss, and whether it retrieves.
+
+    encode, contrast: of a loss that compares every example with every other: the vectors of some examples, and the loss
+    of all vectors and of the null document's (`null`). None where the losses of examples add up.
+    """
 
     name: str
     trained: tuple[str, ...]
     loss: Loss
     retrieves: bool
+    encode: Callable[[Params, Batch, Array | None], Any] | None = None
+    null: Callable[[Params, Array | None], Any] | None = None
+    contrast: Callable[[Any, Any], Means] | None = None
+
+    def value(self, params: Params, batch: Batch, index: Any, key: Array | None) -> tuple[Array, dict[str, Array]]:
+        """The loss of a whole batch, and everything that is reported of it."""
+        values = reported(self.loss(params, batch, index, key))
+        return values["loss"], values
 
 
 def make_task(name: str, setting: Setting) -> Task:
     """The task called `name` ('mlm', 'ict', 'realm' or 'qa')."""
     towers = setting.model.embedder_names
-    table: dict[str, tuple[tuple[str, ...], Callable[..., Any], bool]] = {
+    if name == "ict":
+        parts = (partial(part, setting) for part in (cloze_vectors, cloze_null, contrast))
+        return Task(name, towers, partial(ict_loss, setting), False, *parts)
+    table: dict[str, tuple[tuple[str, ...], Callable[..., Means], bool]] = {
         "mlm": (("reader",), mlm_loss, False),
-        "ict": (towers, ict_loss, False),
         "realm": ((*towers, "reader"), realm_loss, True),
         "qa": ((towers[0], "reader"), qa_loss, True),
     }

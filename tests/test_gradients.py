@@ -1,0 +1,108 @@
+"""Gradients of a batch part by part against all at once: the same, up to the order of sums."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import (
+    document_rows,
+    embed_corpus,
+    masked_batch,
+    one_device_mesh,
+    query_rows,
+    random_corpus,
+    random_words,
+    tiny_realm,
+    tiny_setting,
+)
+
+from realm_jax.training.gradients import gradients, split
+from realm_jax.training.tasks import make_task
+
+ROWS, BATCH = 20, 8
+MODEL = tiny_realm(layers=1)
+RNG = np.random.default_rng(3)
+CORPUS = random_corpus(RNG, ROWS)
+MASKED = masked_batch(RNG, CORPUS, BATCH)
+LOUD = tiny_realm(layers=1, dropout=0.3)
+VARIANTS = [
+    ("mlm", {}),
+    ("ict", {}),
+    ("ict", {"ict_null_weight": 0.5}),
+    ("realm", {}),
+    ("realm", {"marginal": "token"}),
+    ("qa", {}),
+    ("qa", {"qa_objective": "orqa", "qa_beam": 6}),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compiler():
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module")
+def params():
+    rng = np.random.default_rng(1)
+
+    def draw(path, leaf):
+        return jnp.asarray(rng.normal(float(path[-1].key == "scale"), 0.3, leaf.shape), leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(draw, jax.eval_shape(MODEL.init, jax.random.key(0)))
+
+
+def example_batch(name):
+    """Parts of it differ in how many pieces are masked and in how many questions have an answer."""
+    if name == "qa":
+        rng = np.random.default_rng(7)
+        answers, lengths = np.zeros((BATCH, 1, 3), np.int32), np.zeros((BATCH, 1), np.int32)
+        for example in range(0, BATCH, 3):
+            answers[example, 0, :1], lengths[example, 0] = CORPUS[example][1][:1], 1
+        asked = query_rows([random_words(rng, 5) for _ in range(BATCH)])
+        return asked | {"answers": answers, "answer_lengths": lengths}
+    documents = document_rows(CORPUS[:BATCH])
+    names = ("document", "document_length", "document_title_length")
+    return MASKED | dict(zip(names, documents, strict=True))
+
+
+def both_ways(params, name, model=MODEL, key=None, **changes):
+    task = make_task(name, tiny_setting(one_device_mesh(), ROWS, model, **changes))
+    index = jax.jit(lambda params: embed_corpus(MODEL, params, CORPUS, devices=1))(params)
+    trained = {part: params[part] for part in task.trained}
+    frozen = {part: value for part, value in params.items() if part not in task.trained}
+    batch = jax.tree.map(jnp.asarray, example_batch(name))
+    found = jax.jit(gradients, static_argnums=(0, 6))
+    return [found(task, trained, frozen, batch, index, key, parts) for parts in (1, 4)]
+
+
+@pytest.mark.parametrize("name, changes", VARIANTS)
+def test_parts_give_the_gradient_of_the_whole(params, name, changes):
+    (whole, values), (parts, found) = both_ways(params, name, **changes)
+    largest = max(float(jnp.abs(slope).max()) for slope in jax.tree.leaves(whole))
+    assert largest > 1e-3
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5 * largest), whole, parts)
+    assert values.keys() == found.keys()
+    for entry, value in values.items():
+        np.testing.assert_allclose(found[entry], value, rtol=1e-4, atol=1e-6, err_msg=entry)
+
+
+def test_parts_of_the_inverse_cloze_task_drop_the_same_units_in_both_passes(params):
+    """Otherwise the gradient would be of another function: one step along it would not lower the loss as it says."""
+    key = jax.random.key(5)
+    task = make_task("ict", tiny_setting(one_device_mesh(), ROWS, LOUD))
+    trained, frozen = {part: params[part] for part in task.trained}, {"reader": params["reader"]}
+    batch = jax.tree.map(jnp.asarray, example_batch("ict"))
+    found = jax.jit(lambda trained: gradients(task, trained, frozen, batch, None, key, 4))
+    slopes, values = found(trained)
+    squared = sum(float((slope**2).sum()) for slope in jax.tree.leaves(slopes))
+    small = 1e-3 / squared**0.5
+    _, after = found(jax.tree.map(lambda x, slope: x - small / squared**0.5 * slope, trained, slopes))
+    expected = -small * squared**0.5
+    assert float(after["loss"] - values["loss"]) == pytest.approx(expected, rel=0.05)
+
+
+def test_every_device_keeps_its_own_examples():
+    parts = split({"query": np.arange(8)}, 2)["query"]
+    assert parts.tolist() == [[0, 2, 4, 6], [1, 3, 5, 7]]
