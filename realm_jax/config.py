@@ -47,6 +47,8 @@ Science (a run folder keeps them; another value on resume is an error that names
 Operations (may change on resume):
   data.path                folder written by `realm prepare`; what is in it may not change (`data.json`)
   init_from                run folder whose final parameters a fresh run starts from; '' for none
+  model.remat              what the backward pass computes again, to save memory: 'none', 'dots' (all but products
+                           with parameters), 'layer' (all but what each layer was given)
   <task>.microbatches      parts of a batch whose gradients are added up one after another, to save memory
   mesh.data, mesh.fsdp, mesh.model   devices along each axis; one may be -1
   retrieval.block          vectors scored at a time on a device
@@ -67,6 +69,7 @@ Operations (may change on resume):
   refresh.chunk_rows       passages in a file of vectors: what a killed builder loses at most
   checkpoint.every         steps between two saves
   checkpoint.keep          newest saves that stay
+  checkpoint.keep_every    saves of every so many steps stay, too; 0: none
   log.every                steps between two lines of metrics
   evaluation.batch_size    questions read at a time
 """
@@ -85,6 +88,7 @@ OPERATIONS = (
     "data.path",
     "init_from",
     "mesh",
+    "model.remat",
     "retrieval.block",
     "retrieval.embed_batch",
     "index",
@@ -139,6 +143,7 @@ def default() -> ConfigDict:
                 "max_length": 0,
                 "dropout": 0.1,
                 "dtype": "float32",
+                "remat": "none",
                 "projection": 128,
                 "norm_epsilon": 1e-12,
                 "norm_scale": 1.0,
@@ -185,7 +190,7 @@ def default() -> ConfigDict:
             "qa": _task(160_000, 16, 1e-5),
             "optimizer": {"weight_decay": 0.01, "clip": 1.0},
             "mesh": {"data": -1, "fsdp": 1, "model": 1},
-            "checkpoint": {"every": 1000, "keep": 3},
+            "checkpoint": {"every": 1000, "keep": 3, "keep_every": 0},
             "log": {"every": 10},
             "evaluation": {"questions": 2000, "batch_size": 64, "passages": 20},
         }
@@ -266,6 +271,7 @@ def _check_choices(config: ConfigDict) -> None:
     choices = {
         "data.masking": ("salient", "uniform", "random_span"),
         "model.dtype": ("float32", "bfloat16"),
+        "model.remat": ("none", "dots", "layer"),
         "retrieval.backend": ("device", "scann"),
         "retrieval.query_params": ("current", "generation"),
         "refresh.mode": ("inline", "async"),
@@ -291,7 +297,8 @@ def _check_sizes(config: ConfigDict) -> None:
         _require(_get(config, key) > 0, key, "must be positive")
     not_negative = (
         "seed data.predictions objective.ict_null_weight objective.retriever_start optimizer.weight_decay "
-        "evaluation.questions refresh.max_age retrieval.ahead index.leaves index.leaves_searched index.tree_from"
+        "evaluation.questions checkpoint.keep_every refresh.max_age retrieval.ahead index.leaves index.leaves_searched "
+        "index.tree_from"
     )
     for key in not_negative.split():
         _require(_get(config, key) >= 0, key, "must not be negative")

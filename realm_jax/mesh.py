@@ -4,15 +4,19 @@ Axes `data`, `fsdp`, `model`; their type is always Auto, because Linen's shardin
 `RULES` is the one table from logical axis names (models, batches, corpus rows) to mesh axes.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from numpy.typing import NDArray
 
 from realm_jax.errors import UserError
 
+MOST_WHOLE = 0.1  # share of what the rules spread that may stay whole on every device
 AXES = ("data", "fsdp", "model")
 RULES = (
     ("batch", ("data", "fsdp")),
@@ -31,7 +35,8 @@ RULES = (
 def make_mesh(data: int = -1, fsdp: int = 1, model: int = 1, devices: list[jax.Device] | None = None) -> Mesh:
     """A mesh of axis sizes (data, fsdp, model); one of them may be −1 and takes the devices that are left.
 
-    Raises UserError when the sizes do not multiply to the number of devices.
+    Of several TPU slices each gets its own part of `data`, so that only gradients travel between them. Raises UserError
+    when the sizes do not multiply to the number of devices, or slices do not divide `data`.
     """
     devices = jax.devices() if devices is None else devices
     sizes = [data, fsdp, model]
@@ -45,7 +50,21 @@ def make_mesh(data: int = -1, fsdp: int = 1, model: int = 1, devices: list[jax.D
     if int(np.prod(sizes)) != len(devices):
         wanted = " x ".join(f"{name}={size}" for name, size in zip(AXES, (data, fsdp, model), strict=True))
         raise UserError(f"config.mesh: {wanted} does not fit {len(devices)} devices; set one axis to -1")
-    return Mesh(np.asarray(devices).reshape(sizes), AXES, axis_types=(AxisType.Auto,) * 3)
+    return Mesh(_arrange(sizes, devices), AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def _arrange(sizes: list[int], devices: list[jax.Device]) -> NDArray:
+    """Devices in the shape of a mesh, neighbours along its axes near to each other in hardware."""
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if slices > 1:
+        if sizes[0] % slices:
+            raise UserError(
+                f"config.mesh.data: is {sizes[0]}, but {slices} slices share it; set a multiple of {slices}"
+            )
+        return mesh_utils.create_hybrid_device_mesh([sizes[0] // slices, *sizes[1:]], [slices, 1, 1], devices)
+    if devices[0].platform == "tpu":
+        return mesh_utils.create_device_mesh(sizes, devices)
+    return np.asarray(devices).reshape(sizes)
 
 
 def logical_sharding(mesh: Mesh, *names: str | None) -> NamedSharding:
@@ -58,21 +77,54 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def put_whole(array: NDArray, sharding: NamedSharding) -> jax.Array:
+    """A host array that every process has, spread as `sharding` says; no process waits for another."""
+    return jax.make_array_from_callback(array.shape, sharding, lambda part: array[part])
+
+
+def to_host(array: jax.Array | NDArray) -> NDArray:
+    """A whole array on the host, also where other processes hold parts of it; then every process has to call this."""
+    if isinstance(array, jax.Array) and not array.is_fully_addressable and not array.is_fully_replicated:
+        assert isinstance(array.sharding, NamedSharding), "arrays of several processes live on a mesh"
+        array = jax.jit(lambda x: x, out_shardings=NamedSharding(array.sharding.mesh, PartitionSpec()))(array)
+    return np.asarray(array)
+
+
 def parameter_shardings(mesh: Mesh, abstract_boxed: Any) -> Any:
     """Shardings of a tree of abstract parameters that still carry their logical axis names.
 
-    An axis whose size the mesh does not divide stays whole.
+    An axis whose size the mesh does not divide stays whole. Raises UserError when for that reason too many parameters
+    would be whole on every device although a rule spreads them.
     """
     specs = nn.get_partition_spec(abstract_boxed)
+    spread: list[tuple[int, int, str]] = []  # of what a rule spreads: bytes, bytes that stay whole, name
 
-    def place(spec: PartitionSpec, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-        axes = nn.logical_to_mesh_axes(tuple(spec), RULES) or ()
+    def place(path: Any, spec: PartitionSpec, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+        axes = tuple(nn.logical_to_mesh_axes(tuple(spec), RULES) or ())
         fitting = [axis if _divides(mesh, axis, size) else None for axis, size in zip(axes, leaf.shape, strict=False)]
+        if _ways(mesh, axes) > 1:
+            size = leaf.size * leaf.dtype.itemsize
+            where = f"{jax.tree_util.keystr(path, simple=True, separator='.')} {leaf.shape}"
+            spread.append((size, size if _ways(mesh, fitting) == 1 else 0, where))
         return NamedSharding(mesh, PartitionSpec(*fitting))
 
-    return jax.tree.map(place, specs, nn.unbox(abstract_boxed), is_leaf=lambda x: isinstance(x, PartitionSpec))
+    is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
+    found = jax.tree_util.tree_map_with_path(place, specs, nn.unbox(abstract_boxed), is_leaf=is_spec)
+    total, whole = sum(entry[0] for entry in spread), sum(entry[1] for entry in spread)
+    if whole > MOST_WHOLE * total:
+        largest = max(spread, key=lambda entry: entry[1])[2]
+        raise UserError(
+            f"config.mesh: fsdp={mesh.shape['fsdp']}, model={mesh.shape['model']} leaves {whole / total:.0%} of the "
+            f"parameters whole on every device, most of all {largest}; choose sizes that divide it"
+        )
+    return found
 
 
 def _divides(mesh: Mesh, axis: str | tuple[str, ...] | None, size: int) -> bool:
-    names = (axis,) if isinstance(axis, str) else (axis or ())
-    return size % int(np.prod([mesh.shape[name] for name in names])) == 0
+    return size % _ways(mesh, [axis]) == 0
+
+
+def _ways(mesh: Mesh, axes: Sequence[str | tuple[str, ...] | None]) -> int:
+    """Into how many parts these mesh axes cut an array."""
+    names = [name for axis in axes for name in ((axis,) if isinstance(axis, str) else (axis or ()))]
+    return int(np.prod([mesh.shape[name] for name in names]))

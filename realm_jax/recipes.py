@@ -40,6 +40,15 @@ def wiki_small() -> ConfigDict:
     return config
 
 
+def paper(task: str) -> ConfigDict:
+    """One task at the paper's sizes, in the arithmetic of accelerators."""
+    config = default()
+    config.tasks = task
+    config.model.update(dtype="bfloat16", remat="dots")
+    config.retrieval.dtype = "bfloat16"
+    return config
+
+
 def _tiny() -> ConfigDict:
     """Two layers of 64 without dropout: learns in minutes on a laptop's CPU."""
     config = default()

@@ -126,13 +126,26 @@ def _embed(model: Realm, mesh: Mesh, params: Params, documents: Documents) -> ja
 
 def make_run(config: ConfigDict, workdir: Path, sources: Sources, devices: list[jax.Device] | None = None) -> Run:
     """Everything that a validated config decides. Raises UserError where config and data do not fit."""
-    mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.model, devices)
     rows, wanted = len(sources.passages), max(config.retrieval.candidates, config.retrieval.qa_passages)
     if rows < wanted:
         raise UserError(
             f"{config.data.path}: the corpus has {rows} passages, but config.retrieval.candidates and "
             f"config.retrieval.qa_passages need {wanted}; add passages or lower the keys"
         )
+    wordpiece = sources.wordpiece
+    bare = bare_run(config, workdir, rows, wordpiece.size, devices, (wordpiece.cls_id, wordpiece.sep_id))
+    return dataclasses.replace(bare, sources=sources)
+
+
+def bare_run(
+    config: ConfigDict, workdir: Path, rows: int, vocabulary_size: int, devices: list[jax.Device] | None = None,
+    special: tuple[int, int] = (101, 102),
+) -> Run:  # fmt: skip
+    """A run that knows the sizes of its data but has none: enough to compile its programs.
+
+    special: ids of [CLS] and [SEP], by default those of BERT's vocabulary. Raises UserError where sizes do not fit.
+    """
+    mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.model, devices)
     for name in task_names(config):
         spread, parts = mesh.shape["data"] * mesh.shape["fsdp"], config[name].microbatches
         size = config[name].batch_size
@@ -141,12 +154,11 @@ def make_run(config: ConfigDict, workdir: Path, sources: Sources, devices: list[
                 f"config.{name}.batch_size: is {size}, but {spread} devices share a batch in {parts} part(s); set a "
                 f"multiple of {spread * parts}"
             )
-    data, retrieval, objective, special = config.data, config.retrieval, config.objective, sources.wordpiece.special
+    data, retrieval, objective = config.data, config.retrieval, config.objective
     setting = Setting(
-        make_model(config, sources.wordpiece.size),
+        make_model(config, vocabulary_size),
         mesh,
-        special.cls,
-        special.sep,
+        *special,
         rows,
         candidates=retrieval.candidates,
         marginal=objective.marginal,
@@ -159,7 +171,7 @@ def make_run(config: ConfigDict, workdir: Path, sources: Sources, devices: list[
     lengths = lengths_from(
         data.query_length, data.document_length, data.masking, data.predictions, data.answers, config.model.span_width
     )
-    return Run(config, workdir, sources, mesh, setting, lengths)
+    return Run(config, workdir, None, mesh, setting, lengths)  # type: ignore[arg-type]
 
 
 def make_model(config: ConfigDict, vocabulary_size: int) -> Realm:
@@ -174,6 +186,7 @@ def make_model(config: ConfigDict, vocabulary_size: int) -> Realm:
         max_length=model.max_length or joint_length(config),
         dropout=model.dropout,
         dtype=jnp.dtype(model.dtype),
+        remat=model.remat,
     )
     return Realm(
         bert,
@@ -187,10 +200,33 @@ def make_model(config: ConfigDict, vocabulary_size: int) -> Realm:
 
 
 def put_batch(mesh: Mesh, batch: Any) -> Any:
-    """Host arrays [batch, …] on the mesh, their first dimension spread over the data axes."""
+    """Host arrays [batch, …] on the mesh, the first dimension spread over the data axes. Every process has all rows."""
 
     def put(array: NDArray) -> jax.Array:
-        sharding = logical_sharding(mesh, "batch", *[None] * (np.ndim(array) - 1))
-        return jax.make_array_from_process_local_data(sharding, np.asarray(array))
+        array = np.asarray(array)
+        sharding = logical_sharding(mesh, "batch", *[None] * (array.ndim - 1))
+        return jax.make_array_from_callback(array.shape, sharding, lambda part: array[part])
+
+    return jax.tree.map(put, batch)
+
+
+def own_rows(mesh: Mesh, batch_size: int) -> NDArray[np.int64]:
+    """Rows of a global batch that devices of this process hold, in order."""
+    places = logical_sharding(mesh, "batch").addressable_devices_indices_map((batch_size,))
+    return np.unique(np.concatenate([np.arange(batch_size)[part] for part in places.values()]))
+
+
+def put_own(mesh: Mesh, batch: Any, rows: NDArray[np.int64], batch_size: int) -> Any:
+    """`put_batch` of arrays that hold the rows of `own_rows` alone."""
+
+    def put(array: NDArray) -> jax.Array:
+        array = np.asarray(array)
+        sharding = logical_sharding(mesh, "batch", *[None] * (array.ndim - 1))
+
+        def part(index: tuple[slice, ...] | None) -> NDArray:
+            assert index is not None
+            return array[np.searchsorted(rows, np.arange(batch_size)[index[0]])]
+
+        return jax.make_array_from_callback((batch_size, *array.shape[1:]), sharding, part)
 
     return jax.tree.map(put, batch)

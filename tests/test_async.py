@@ -47,8 +47,7 @@ from realm_jax.training.exporter import export_record, sample_vectors, to_arrays
 from realm_jax.training.follower import Follower
 from realm_jax.training.loop import Stop, restore_params
 from realm_jax.training.metrics import read_lines
-from realm_jax.training.refresh import Ready
-from realm_jax.training.state import agreed
+from realm_jax.training.state import Control, agreed
 
 pytestmark = pytest.mark.usefixtures("quick_steps")
 
@@ -126,7 +125,7 @@ def test_processes_adopt_the_same_generation_at_the_same_step(people, tmp_path, 
                 )
             if step % 10 == 9:
                 look(second._follower)
-            heard = Ready(*agreed(jnp.array(words[0])).tolist()) if len(words) == 2 else Ready()
+            heard = Control(*agreed(jnp.array(words[0])).tolist()) if len(words) == 2 else Control()
             found = [one.at(step, params, used[i], heard) for i, one in enumerate((first, second))]
             used = [now or before for now, before in zip(found, used, strict=True)]
             assert used[0].generation == used[1].generation

@@ -103,6 +103,25 @@ def test_parts_of_the_inverse_cloze_task_drop_the_same_units_in_both_passes(para
     assert float(after["loss"] - values["loss"]) == pytest.approx(expected, rel=0.05)
 
 
+@pytest.mark.parametrize("remat", ["dots", "layer"])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_what_is_computed_again_gives_the_same_gradient(params, remat, dropout):
+    """And less is kept for the backward pass meanwhile."""
+    key = jax.random.key(5) if dropout else None
+    found, kept = [], []
+    batch = jax.tree.map(jnp.asarray, example_batch("mlm"))
+    for way in ("none", remat):
+        model = tiny_realm(layers=3, dropout=dropout, remat=way)
+        many = jax.jit(model.init)(jax.random.key(1))
+        task = make_task("mlm", tiny_setting(one_device_mesh(), ROWS, model))
+        found.append(jax.jit(lambda many, task=task: gradients(task, many, {}, batch, None, key, 1)[0])(many))
+        loss = lambda many, task=task: task.value(many, batch, None, key)[0]  # noqa: E731
+        back = jax.eval_shape(lambda many, loss=loss: jax.vjp(loss, many)[1], many)
+        kept.append(sum(x.size for x in jax.tree.leaves(back)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), *found)
+    assert kept[1] < 0.9 * kept[0]
+
+
 def test_every_device_keeps_its_own_examples():
     parts = split({"query": np.arange(8)}, 2)["query"]
     assert parts.tolist() == [[0, 2, 4, 6], [1, 3, 5, 7]]

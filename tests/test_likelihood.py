@@ -62,7 +62,9 @@ def test_gradient_of_the_loss_is_minus_r(problem, kind):
     loss, gradient = closed_form(scores, words, weights, valid, kind)
     with jax.enable_x64(True):
         arrays = [jnp.asarray(x) for x in (words, weights, valid)]
-        found, slope = jax.value_and_grad(lambda s: masked_word_marginal(s, *arrays, kind).loss.value)(jnp.asarray(scores))
+        found, slope = jax.value_and_grad(lambda s: masked_word_marginal(s, *arrays, kind).loss.value)(
+            jnp.asarray(scores)
+        )
         assert slope.dtype == jnp.float64
     np.testing.assert_allclose(float(found), loss, rtol=1e-12)
     np.testing.assert_allclose(np.asarray(slope), gradient, rtol=1e-9, atol=1e-14)
@@ -137,7 +139,9 @@ def test_extreme_scores_stay_finite():
     words = jnp.full((1, 3, 2), -200.0)
     inputs = (words, jnp.ones((1, 2)), jnp.ones((1, 3), bool))
     for kind in ("example", "token"):
-        value, slope = jax.value_and_grad(lambda s, kind=kind: masked_word_marginal(s, *inputs, kind).loss.value)(scores)
+        value, slope = jax.value_and_grad(lambda s, kind=kind: masked_word_marginal(s, *inputs, kind).loss.value)(
+            scores
+        )
         assert np.isfinite(value) and np.isfinite(slope).all()
 
 
@@ -195,7 +199,9 @@ def test_orqa_by_hand():
     beam = jnp.log(jnp.array([[1.0, 2.0, 3.0, 2.0]]))
     beam_correct = jnp.array([[False, False, True, True]])
     scores, *rest = answer_batch(True)
-    np.testing.assert_allclose(orqa_loss(beam, beam_correct, scores, *rest).value, -np.log(5 / 8) - np.log(8 / 20), rtol=1e-6)
+    np.testing.assert_allclose(
+        orqa_loss(beam, beam_correct, scores, *rest).value, -np.log(5 / 8) - np.log(8 / 20), rtol=1e-6
+    )
 
 
 def test_orqa_drops_a_term_without_a_correct_entry_but_divides_by_all_examples():

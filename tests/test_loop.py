@@ -3,6 +3,7 @@
 `sturdy` runs six steps with an index refreshed and a checkpoint saved every second step; every test compares with it.
 """
 
+import json
 import os
 import shutil
 import signal
@@ -19,6 +20,7 @@ import pytest
 from quick import shared_steps
 from tiny_run import prepare_people, tiny_config
 
+from realm_jax import cli
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.evaluation.predict import Evaluator
@@ -28,7 +30,7 @@ from realm_jax.jobs.recipe import run_recipe
 from realm_jax.run import Run, make_run
 from realm_jax.storage import only_one, read_json, write_json_atomic
 from realm_jax.training import loop
-from realm_jax.training.checkpoints import Saved
+from realm_jax.training.checkpoints import Saved, saved_folders
 from realm_jax.training.loop import Preempted, check_workdir, restore_params, train_task
 from realm_jax.training.metrics import MetricsWriter, read_lines
 from realm_jax.training.tasks import make_task
@@ -185,7 +187,7 @@ def replace_step(monkeypatch, step: Callable[[Any, Any, Any], dict[str, float]])
 
     def make(run: Run, task: Any) -> Any:
         def call(state: Any, batch: Any, index: Any, control: Any) -> Any:
-            values = {"loss": 1.0, "gradient_norm": 1.0, "ready": (-1, -1)} | step(state, batch, index)
+            values = {"loss": 1.0, "gradient_norm": 1.0, "heard": (-1, -1, 0)} | step(state, batch, index)
             return state._replace(step=state.step + 1), {key: np.float32(value) for key, value in values.items()}
 
         return call
@@ -360,3 +362,75 @@ def test_a_process_that_is_killed_and_repeated_ends_as_one_that_never_was(data, 
     assert records(reopen_run(quiet), "metrics")[-1]["step"] == 60
     same, again = (read_json(workdir / "results.json") | {"seconds": None} for workdir in (quiet, killed))
     assert same == again
+
+
+# --- Checkpoints that went bad, and those that stay
+
+
+def flip(folder: Path, rng: np.random.Generator) -> Path:
+    """Flip one bit of one file of a checkpoint, files chosen by their size."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.stat().st_size]
+    sizes = np.array([path.stat().st_size for path in files], float)
+    path = files[rng.choice(len(files), p=sizes / sizes.sum())]
+    content = bytearray(path.read_bytes())
+    content[int(rng.integers(len(content)))] ^= 1 << int(rng.integers(8))
+    path.write_bytes(bytes(content))
+    return path
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 12))])
+def test_one_flipped_bit_is_named_and_skipped(data, sturdy, tmp_path, monkeypatch, caplog, seed):
+    """Cut off after step 4, whose checkpoint then goes bad: training goes on from step 2, to the same bits."""
+    run = open_tiny(data, tmp_path)
+    with monkeypatch.context() as patch:
+        at_step(patch, cut_once(5))
+        with pytest.raises(Cut):
+            train(run)
+    newest = saved_folders(tmp_path / "realm" / "checkpoints")[0]
+    assert newest.name == "4"
+    path = flip(newest, np.random.default_rng(seed))
+    train(run)
+    if path.parent.name == "d":  # where Orbax keeps the arrays; a bit of its own notes may be of no consequence
+        assert f"{newest} is damaged" in caplog.text and "going on from the one before" in caplog.text
+    assert_same_run(run, sturdy)
+
+
+def cut_once(wanted: int) -> Callable[[int], None]:
+    left = [wanted]
+
+    def cut(step: int) -> None:
+        if left and step == left[0]:
+            left.clear()
+            raise Cut
+
+    return cut
+
+
+def test_checkpoints_are_listed_and_verified(data, sturdy, tmp_path, capsys):
+    shutil.copytree(sturdy.workdir, tmp_path / "run")
+    workdir = f"--workdir={tmp_path}/run"
+    assert cli.main(["checkpoints", "ls", "--json", workdir]) == 0
+    listed = {entry["checkpoint"]: entry for entry in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert f"realm/{STEPS}" in listed and listed[f"realm/{STEPS}"]["state"] == "complete"
+    assert cli.main(["checkpoints", "verify", workdir]) == 0
+    assert capsys.readouterr().out.count(": sound (") == len(listed)
+    flip(tmp_path / "run" / "realm" / "checkpoints" / str(STEPS), np.random.default_rng(0))
+    assert cli.main(["checkpoints", "verify", f"realm/{STEPS}", workdir]) == 1
+    assert f"realm/{STEPS}: DAMAGED: " in capsys.readouterr().out
+    assert cli.main(["checkpoints", "verify", "realm/77", workdir]) == 2
+
+
+def test_when_all_are_damaged_training_stops(data, tmp_path):
+    run = open_tiny(data, tmp_path)
+    train(run)
+    for folder in saved_folders(tmp_path / "realm" / "checkpoints"):
+        flip(folder, np.random.default_rng(0))
+    with pytest.raises(UserError, match="every checkpoint is damaged; start in another --workdir"):
+        train(run)
+
+
+def test_milestones_stay(data, tmp_path):
+    run = open_tiny(data, tmp_path, checkpoint__every=1, checkpoint__keep=1, checkpoint__keep_every=3)
+    train(run)
+    kept = [int(folder.name) for folder in saved_folders(tmp_path / "realm" / "checkpoints")]
+    assert kept == sorted({STEPS, *range(3, STEPS, 3)}, reverse=True)

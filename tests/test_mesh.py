@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec
 from tiny import tiny_realm
 
 from realm_jax.errors import UserError
-from realm_jax.mesh import logical_sharding, make_mesh, parameter_shardings, replicated
+from realm_jax.mesh import _arrange, logical_sharding, make_mesh, parameter_shardings, replicated
 
 
 @pytest.mark.parametrize(
@@ -80,6 +80,33 @@ def test_an_axis_that_the_mesh_does_not_divide_stays_whole():
     assert specs["reader.bert.words.embedding"] == (None, "fsdp")
     assert specs["reader.mlm_bias"] == (None,)
     assert specs["reader.bert.layer_0.query.kernel"] == ("fsdp", "model")
+
+
+def test_too_much_that_stays_whole_is_an_error():
+    """Fifty word pieces over four devices, and nothing else to spread the table by."""
+    with pytest.raises(
+        UserError, match=r"fsdp=1, model=4 leaves 16% of .* whole on every device, .*bert.words.embedding"
+    ):
+        parameter_specs(make_mesh(2, 1, 4))
+
+
+class Chip:
+    """A device of a TPU slice."""
+
+    platform, device_kind = "tpu", "TPU v5 lite"
+
+    def __init__(self, number, slice_index):
+        self.id, self.slice_index, self.process_index = number, slice_index, number // 4
+        self.coords, self.core_on_chip = (number % 4 % 2, number % 4 // 2, 0), 0
+
+
+def test_slices_share_the_data_axis():
+    chips = [Chip(number, slice_index=number // 4) for number in range(8)]
+    assert [[chip.slice_index for chip in row] for row in _arrange([4, 2, 1], chips)[:, :, 0]] == [[0, 0]] * 2 + [
+        [1, 1]
+    ] * 2
+    with pytest.raises(UserError, match=r"config.mesh.data: is 1, but 2 slices share it; set a multiple of 2"):
+        _arrange([1, 8, 1], chips)
 
 
 def test_shardings_can_be_used_to_make_the_parameters():

@@ -46,6 +46,30 @@ def lengths_from(query: int, document: int, masking: str, predictions: int, answ
     return Lengths(query, document, predictions or predictions_needed(masking, query - 2), answers, span_width)
 
 
+def array_shapes(task: str, lengths: Lengths) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """Shape and dtype of every array of an example of a task, as its maker below gives them."""
+    query = {"query": ((lengths.query,), np.uint16), "query_length": ((), np.int32)}
+    document = {
+        "document": ((lengths.document,), np.uint16),
+        "document_length": ((), np.int32),
+        "document_title_length": ((), np.int32),
+    }
+    masked: dict[str, Any] = {name: ((lengths.predictions,), np.int32) for name in ("positions", "targets")}
+    masked |= {"weights": ((lengths.predictions,), np.float32)}
+    if task == "mlm":
+        return query | masked | document
+    if task == "ict":
+        return query | document
+    if task == "realm":
+        sentence = {"sentence": ((lengths.query,), np.uint16), "sentence_length": ((), np.int32)}
+        return query | masked | sentence | {"own_row": ((), np.int32)}
+    answers = {
+        "answers": ((lengths.answers, lengths.span_width), np.int32),
+        "answer_lengths": ((lengths.answers,), np.int32),
+    }
+    return query | answers
+
+
 def query_arrays(ids: NDArray, length: int, wordpiece: WordPiece, name: str = "query") -> Example:
     """`[CLS] ids [SEP]`, padded: {name} uint16 [length] and {name}_length."""
     layout = layouts.query(ids, length, wordpiece.special)

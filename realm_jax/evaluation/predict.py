@@ -20,6 +20,7 @@ from realm_jax.evaluation.answers import exact_match, normalise
 from realm_jax.evaluation.retrieval import answer_hits, by_group, found_within, gold_hits, recall_at_k
 from realm_jax.index.candidates import Index, Setting, read_passages
 from realm_jax.index.exact import search
+from realm_jax.mesh import to_host
 from realm_jax.models.inputs import find_answers
 from realm_jax.models.likelihood import span_log_probabilities
 from realm_jax.models.realm import Params
@@ -94,7 +95,7 @@ class Evaluator:
         setting = self.run.setting
         depth = min(self.run.config.evaluation.passages, setting.rows)
         found = [_find(setting, depth, params, put_batch(self.run.mesh, batch), index) for batch in self._batches]
-        return np.concatenate([np.asarray(rows, np.int64) for rows in found])[: len(self.questions)]
+        return np.concatenate([to_host(rows).astype(np.int64) for rows in found])[: len(self.questions)]
 
     def recall(self, params: Params, index: Index) -> dict[str, Any]:
         """recall@k of the gold passage's id and answer_recall@k, for k = 1, 5, 20 as far as passages are retrieved."""
@@ -119,7 +120,7 @@ class Evaluator:
         predictions: list[Prediction] = []
         for batch in self._batches:
             outputs = _read(self.run.setting, params, put_batch(self.run.mesh, batch), index)
-            predictions += [self._assemble(*parts) for parts in zip(*map(np.asarray, outputs), strict=True)]
+            predictions += [self._assemble(*parts) for parts in zip(*map(to_host, outputs), strict=True)]
         return predictions[: len(self.questions)]
 
     def exact_match(self, predictions: Sequence[Prediction]) -> float:

@@ -9,13 +9,10 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-import bm25s
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from realm_jax.evaluation.answers import contains_answer, contains_words, words
-
-logging.getLogger("bm25s").setLevel(logging.WARNING)  # the library sets DEBUG, and absl prints what it says
 
 # One-letter words and stop words are kept: how little a word tells is for BM25's own weights to say.
 _BM25_WORD = r"(?u)\b\w+\b"
@@ -117,6 +114,7 @@ class Bm25:
     """A BM25 index over texts held in memory (the library's Lucene variant with its k1 = 1.5 and b = 0.75)."""
 
     def __init__(self, texts: Iterable[str]) -> None:
+        bm25s = _bm25s()
         tokens = _bm25_words(texts)
         if not tokens:
             raise ValueError("BM25 needs at least one text")
@@ -139,8 +137,16 @@ class Bm25:
         return np.where(np.asarray(scores) > 0, np.asarray(found), -1).astype(np.int64)
 
 
+def _bm25s() -> Any:
+    """The library. Importing it starts JAX's devices, which several processes have to do together, and later."""
+    import bm25s
+
+    logging.getLogger("bm25s").setLevel(logging.WARNING)  # the library sets DEBUG, and absl prints what it says
+    return bm25s
+
+
 def _bm25_words(texts: Iterable[str]) -> list[list[str]]:
-    tokens = bm25s.tokenize(
+    tokens = _bm25s().tokenize(
         list(texts), lower=True, token_pattern=_BM25_WORD, stopwords=[], return_ids=False, show_progress=False
     )
     assert isinstance(tokens, list)

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.errors import UserError
+from realm_jax.mesh import to_host
 from realm_jax.models.inputs import Documents
 
 GROUP = 8  # passages that a CPU embeds at a time
@@ -63,7 +64,7 @@ def embed_corpus(
 
     def collect(entry: tuple[NDArray[np.int64], jax.Array]) -> None:
         nonlocal vectors
-        rows, values = entry[0], np.asarray(entry[1], np.float32)
+        rows, values = entry[0], to_host(entry[1]).astype(np.float32, copy=False)
         if vectors is None:
             vectors = np.empty((len(corpus.ids), values.shape[1]), np.float32)
         vectors[rows] = values[: len(rows)]

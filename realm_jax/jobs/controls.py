@@ -16,6 +16,7 @@ from realm_jax.data.examples import document_arrays
 from realm_jax.evaluation.answers import exact_match
 from realm_jax.evaluation.predict import Evaluator
 from realm_jax.index.candidates import Index
+from realm_jax.mesh import to_host
 from realm_jax.models.inputs import Documents, join
 from realm_jax.models.realm import Params, flatten_joint
 from realm_jax.run import Run, put_batch
@@ -87,7 +88,7 @@ def closed_book_exact_match(run: Run, evaluator: Evaluator, params: Params) -> f
         part = rows[start : start + size]
         part = part + [part[0]] * (size - len(part))
         batch = {key: np.stack([row[key] for row in part]) for key in part[0]}
-        pieces += list(np.asarray(guess(params, put_batch(run.mesh, batch))))
+        pieces += list(to_host(guess(params, put_batch(run.mesh, batch))))
     answers = [closed_book_answer(row, wordpiece, lengths) for row in pieces[: len(rows)]]
     right = [exact_match(a, question.answers) for a, question in zip(answers, evaluator.questions, strict=True)]
     return float(np.mean(right))

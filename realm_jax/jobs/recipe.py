@@ -5,7 +5,7 @@ import shlex
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,6 +22,7 @@ from realm_jax.jobs.controls import run_controls
 from realm_jax.jobs.opening import borrow_params, borrows
 from realm_jax.jobs.results import measure_baselines, write_results
 from realm_jax.models.realm import Params
+from realm_jax.processes import is_first
 from realm_jax.run import Run
 from realm_jax.storage import only_one
 from realm_jax.training.loop import PREEMPTED, Measure, Preempted, train_task
@@ -39,7 +40,7 @@ def run_recipe(run: Run, controls: bool, command: str) -> int:
     if controls and not questions:
         raise UserError(f"--controls: {run.config.data.path} has no development questions to measure them with")
     try:
-        with only_one(run.workdir), _preemptible():
+        with only_one(run.workdir) if is_first() else nullcontext(), _preemptible():
             if not questions:
                 train(run)
                 return 0
@@ -52,7 +53,8 @@ def run_recipe(run: Run, controls: bool, command: str) -> int:
     except Preempted as reason:
         logger.warning("%s", reason)
         return PREEMPTED
-    show(results, run.workdir)
+    if is_first():
+        show(results, run.workdir)
     return 0
 
 

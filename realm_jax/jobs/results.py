@@ -25,8 +25,10 @@ from realm_jax.evaluation.predict import GROUPED_BY, Evaluator, Prediction
 from realm_jax.evaluation.report import write_report
 from realm_jax.evaluation.retrieval import Bm25, searchable_texts
 from realm_jax.index.candidates import Index, candidate_scores, candidate_words, retrieve, take
+from realm_jax.mesh import to_host
 from realm_jax.models.likelihood import masked_word_marginal
 from realm_jax.models.realm import Params
+from realm_jax.processes import is_first, told
 from realm_jax.run import Run, put_batch
 from realm_jax.storage import read_json, write_json_atomic
 from realm_jax.training.loop import restore_params
@@ -60,7 +62,7 @@ def chance(train: Sequence[Question], dev: Sequence[Question], by: str = "relati
 def measure_baselines(run: Run, evaluator: Evaluator, params: Params) -> None:
     """Recall of the untrained retriever and of BM25, kept in `baselines.json` so that a resumed run has them too."""
     path = run.workdir / "baselines.json"
-    if path.is_file():
+    if told(path.is_file()):
         return
     questions = [question.question for question in evaluator.questions]
     depth = run.config.evaluation.passages
@@ -71,19 +73,21 @@ def measure_baselines(run: Run, evaluator: Evaluator, params: Params) -> None:
         "untrained": evaluator.recall(params, run.index(run.embed(params))),
         "seconds": time.monotonic() - began,
     }
-    write_json_atomic(path, found)
+    if is_first():
+        write_json_atomic(path, found)
 
 
 def write_results(run: Run, params: Params, evaluator: Evaluator, command: str) -> dict[str, Any]:
-    """Write `results.json` and `report.html`; returns the results."""
+    """Write `results.json` and `report.html`; returns the results, in the first process alone."""
     index = run.index(run.embed(params))
     predictions = evaluator.predict(params, index)
+    sentence = masked_sentence(run, params)
+    if not is_first():
+        return {}
     results = collect(run, evaluator, predictions)
     write_json_atomic(run.workdir / "results.json", results)
-    report = describe_run(run, evaluator, results, command) | {
-        "examples": shown_examples(run, evaluator, predictions),
-        "masked_sentence": masked_sentence(run, params),
-    }
+    examples = shown_examples(run, evaluator, predictions)
+    report = describe_run(run, evaluator, results, command) | {"examples": examples, "masked_sentence": sentence}
     write_report(report, run.workdir / "report.html")
     return results
 
@@ -213,7 +217,7 @@ def masked_sentence(run: Run, params: Params) -> dict[str, Any] | None:
         reading = jnp.where(valid, (log_p * batch["weights"][:, None]).sum(axis=-1), -jnp.inf)
         return found.rows, reading, result.log_likelihood
 
-    rows, reading, marginal = map(np.asarray, jax.jit(read)(params, put_batch(run.mesh, batch), index))
+    rows, reading, marginal = map(to_host, jax.jit(read)(params, put_batch(run.mesh, batch), index))
     best = int(np.argmax(marginal - reading[:, 0]))
     helper = int(reading[best, 1:].argmax())
     wordpiece, store = sources.wordpiece, sources.passages

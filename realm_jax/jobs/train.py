@@ -8,6 +8,7 @@ from its newest checkpoint. With development questions a run ends with `results.
 import argparse
 from pathlib import Path
 
+from realm_jax import processes
 from realm_jax.config import default
 from realm_jax.jobs.flags import add_config_argument, load_config
 from realm_jax.jobs.opening import open_run, set_up_jax
@@ -16,6 +17,7 @@ from realm_jax.jobs.recipe import run_recipe
 EXAMPLES = """examples:
   realm train --config=configs/wiki_small.py --config.data.path=data --workdir=runs/wiki
   realm train --config=configs/wiki_small.py --config.tasks=ict --config.ict.steps=2000 --workdir=runs/ict
+  realm train --config=configs/wiki_small.py --workdir=gs-mount/runs/wiki --processes=auto      on every host of a pod
 
 The same command goes on where a run was cut off.
 """
@@ -26,11 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     add_config_argument(parser, "the paper's sizes")
     parser.add_argument("--workdir", required=True, metavar="DIR", help="folder of the run: made, or gone on with")
+    processes.add_arguments(parser)
     parser.add_argument("--controls", action="store_true", help="also train what should not reach REALM")
 
 
 def run(args: argparse.Namespace) -> int:
     """Train; exit code 75 after SIGTERM, once the state is saved."""
     config = load_config(args.config, args.overrides, default)
+    processes.start(args)
     set_up_jax()
     return run_recipe(open_run(config, Path(args.workdir)), args.controls, args.command_line)

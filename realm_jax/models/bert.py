@@ -37,7 +37,8 @@ class BertConfig:
     vocabulary_size: word pieces. max_length: longest sequence with a position embedding. dropout: probability, on
     embeddings, attention and both residual branches. dtype: of the matrix products ('float32' or 'bfloat16');
     parameters, LayerNorm and softmax are float32 always. sequential: attend in one long sequence after another, so that
-    its scores stay in a CPU's cache; for embedding, not for training.
+    its scores stay in a CPU's cache; for embedding, not for training. remat: 'none' keeps all that the backward pass
+    needs, 'dots' of a layer the results of products with parameters, 'layer' nothing of it.
     """
 
     vocabulary_size: int
@@ -49,6 +50,14 @@ class BertConfig:
     dropout: float = 0.1
     dtype: Any = jnp.float32
     sequential: bool = False
+    remat: str = "none"
+
+
+REMAT = {  # what is kept of a layer for the backward pass, beside what it was given; the rest is computed again
+    "none": None,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "layer": jax.checkpoint_policies.nothing_saveable,
+}
 
 
 def product(left: Array, right: Array, *args: Any, **options: Any) -> Array:
@@ -170,7 +179,8 @@ class Bert(nn.Module):
         self.segments = embedding(2, c.width, None, "segments")
         self.norm = layer_norm("embedding_norm")
         self.dropout = nn.Dropout(c.dropout)
-        self.blocks = [Layer(c, name=f"layer_{i}") for i in range(c.layers)]
+        layer = Layer if c.remat == "none" else nn.remat(Layer, static_argnums=(4,), policy=REMAT[c.remat])
+        self.blocks = [layer(c, name=f"layer_{i}") for i in range(c.layers)]
 
     def __call__(
         self, ids: Array, segments: Array, mask: Array, positions: Array | None = None, deterministic: bool = True

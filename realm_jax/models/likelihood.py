@@ -17,12 +17,12 @@ class Mean(NamedTuple):
     """A mean that can be taken over the parts of a batch: sum and number of what it is over, float32 scalars."""
 
     total: Array
-    count: Array
+    number: Array
 
     @property
     def value(self) -> Array:
         """The mean; 0 of nothing."""
-        return self.total / jnp.maximum(self.count, 1.0)
+        return self.total / jnp.maximum(self.number, 1.0)
 
 
 class Marginal(NamedTuple):

@@ -32,13 +32,16 @@ from realm_jax.index.generations import (
     read_towers,
     step_of,
 )  # fmt: skip
+from realm_jax.mesh import to_host
 from realm_jax.models.realm import Params
+from realm_jax.processes import is_first
 from realm_jax.run import Run
 from realm_jax.storage import StorageError, digest
 from realm_jax.training.exporter import Exporter, index_settings
 from realm_jax.training.follower import Follower, Loaded
-from realm_jax.training.refresh import Fresh, Ready, shared_folder
+from realm_jax.training.refresh import Fresh, Interrupted, shared_folder
 from realm_jax.training.reporter import STATUS_SECONDS, Reporter
+from realm_jax.training.state import Control
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +85,7 @@ class Adoption:
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             stack.enter_context(self._reporter)
-            if jax.process_index() == 0:
+            if is_first():
                 self._patiently(self._drop_later_exports)
             self._folder.unstage("index")
             for part in (self._exporter, self._follower):
@@ -102,7 +105,7 @@ class Adoption:
 
     # --- Step by step
 
-    def at(self, step: int, params: Params, index: Fresh | None, agreed: Ready) -> Fresh | None:
+    def at(self, step: int, params: Params, index: Fresh | None, heard: Control) -> Fresh | None:
         self._step, self._used = step, -1 if index is None else index.step
         if step % self._options.every == 0 or index is None:
             self._export(step, params)
@@ -110,18 +113,18 @@ class Adoption:
             return self._adopt(self._wait(step, step, True, "the first generation"), None, 0.0)
         if self._options.adopt_after >= 0:
             return self._at_fixed_distance(step, index)
-        self._look_for(agreed.step, step)
+        self._look_for(heard.step, step)
         found = self._announced[0] if len(self._announced) == 2 else None
-        if found is not None and agreed == _ready(found) and agreed.step > self._used:
+        if found is not None and heard[:2] == _ready(found)[:2] and heard.step > self._used:
             return self._adopt(found, index, self._waited)
         self._when_stale(step, params, index)
         return None
 
-    def announce(self, step: int) -> Ready:
+    def announce(self, step: int) -> Control:
         self._tell()
         found = self._follower.ready
         self._announced.append(found)
-        return Ready() if found is None else _ready(found)
+        return Control() if found is None else _ready(found)
 
     def _look_for(self, newest: int, step: int) -> None:
         """What this process should load: the newest that any process has, so that all meet there; else any new one.
@@ -162,7 +165,9 @@ class Adoption:
         if due and not self._exporter.flush(EXPORT_SECONDS):
             logger.info("waiting for an export that is still being written")
             began = time.monotonic()
-            while not self._exporter.flush(STATUS_SECONDS) and not self._stopping():
+            while not self._exporter.flush(STATUS_SECONDS):
+                if self._stopping():
+                    raise Interrupted
                 self._tell()
                 if time.monotonic() - began > self._options.wait_seconds:
                     raise UserError(
@@ -170,19 +175,18 @@ class Adoption:
                         f"config.refresh.wait_seconds={self._options.wait_seconds:g}; make the folder writable, then "
                         "repeat the command"
                     )
-        if not self._exporter.flush(0):
-            logger.warning("the export of step %d is left out: an earlier one is still being written", step)
-            return
         self._exporter.export(step, params, self._needed() | {step})
 
-    def _wait(self, first: int, last: int, exactly: bool, what: str) -> Loaded | None:
-        """A generation of these export steps; None when stopping. Raises UserError after `refresh.wait_seconds`."""
+    def _wait(self, first: int, last: int, exactly: bool, what: str) -> Loaded:
+        """A generation of these export steps. Raises UserError after `refresh.wait_seconds`, Interrupted."""
         self._follower.want(first, last, exactly)
         found = self._follower.wait(min(1.0, self._options.poll_seconds), self._stopping)
         began = time.monotonic()
         if found is None and not self._stopping():
             logger.info("waiting for %s; `realm build-index` with the same config and --workdir makes it", what)
-        while found is None and not self._stopping():
+        while found is None:
+            if self._stopping():
+                raise Interrupted
             self._tell(now=True)
             left = self._options.wait_seconds - (time.monotonic() - began)
             if left < 0:
@@ -193,12 +197,13 @@ class Adoption:
             found = self._follower.wait(min(STATUS_SECONDS, left), self._stopping)
         return found
 
-    def _adopt(self, found: Loaded | None, index: Fresh | None, waited: float) -> Fresh | None:
-        if found is None:
-            return None
+    def _adopt(self, found: Loaded, index: Fresh | None, waited: float) -> Fresh:
         facts: dict[str, Any] = {"generation": found.manifest.generation, "waited": round(waited, 3)}
-        if index is not None and found.queries is not None:
-            facts["drift"] = self._kept_share(found.queries[:DRIFT_QUERIES], index, found)
+        if index is not None:  # a device program, so every process runs it, even without queries to run it with
+            none = np.zeros((DRIFT_QUERIES, self._run.model.projection), np.float32)
+            queries = none if found.queries is None else found.queries[:DRIFT_QUERIES]
+            drift = self._kept_share(queries, index, found)
+            facts |= {} if found.queries is None else {"drift": drift}
         manifest = found.manifest
         self._stale_since, self._waited, self._used = None, 0.0, manifest.step
         self._tell(now=True)  # before the builder removes what nobody seems to need
@@ -211,7 +216,7 @@ class Adoption:
             rows = old.searcher.search(queries, min(depth, self._run.config.index.budget))
             scores = np.einsum("qd,qkd->qk", queries, new.vectors[rows].astype(np.float32))
         else:
-            scores = np.asarray(_drift_scores(self._run.setting, queries, old.index.vectors, new.index.vectors, depth))
+            scores = to_host(_drift_scores(self._run.setting, queries, old.index.vectors, new.index.vectors, depth))
         return float((np.argsort(-scores, axis=1, kind="stable")[:, :k] < k).mean())
 
     def _when_stale(self, step: int, params: Params, index: Fresh) -> None:
@@ -240,19 +245,19 @@ class Adoption:
 
     # --- Restarts
 
-    def restore(self, generation: str, step: int) -> Fresh | None:
+    def restore(self, generation: str, step: int) -> Fresh:
         """The generation itself; else one built anew from its export; else the newest there is, without the promise
         of the same bits."""
         self._step, self._used = step, step_of(generation)
         self._tell(now=True)
         try:
-            found: Loaded | None = self._patiently(lambda: self._follower.load(generation))
+            found: Loaded = self._patiently(lambda: self._follower.load(generation))
         except Unusable as fault:
             logger.warning("%s", fault)
             found = self._rebuilt(generation, step)
         return self._adopt(found, None, 0.0)
 
-    def _rebuilt(self, generation: str, step: int) -> Loaded | None:
+    def _rebuilt(self, generation: str, step: int) -> Loaded:
         wanted, corpus = step_of(generation), self._run.sources.passages.fingerprint
         export = self._patiently(lambda: self._export_of(wanted))
         if export is not None and generation in attempts(self._folder, export, corpus):
@@ -317,9 +322,9 @@ class Adoption:
         self._reporter.tell(self._step, now, index=self._used, pins=tuple(sorted(self._needed())))
 
 
-def _ready(found: Loaded) -> Ready:
+def _ready(found: Loaded) -> Control:
     """What processes agree on: 28 bits of the digest of a generation's name, and its step."""
-    return Ready(int(digest(found.manifest.generation.encode())[:7], 16), found.manifest.step)
+    return Control(int(digest(found.manifest.generation.encode())[:7], 16), found.manifest.step)
 
 
 @partial(jax.jit, static_argnums=(0, 4))

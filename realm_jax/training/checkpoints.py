@@ -3,9 +3,13 @@
 One save holds the state, the index vectors in use (if the task retrieves) and a small record: the step those vectors
 are from, seconds spent, and the environment. The input position needs no entry of its own: step × batch size examples
 have been seen. Saves are asynchronous, and a folder that was cut off in the middle is never taken for a checkpoint.
+
+The record also holds a checksum of every array, and reading compares it: Orbax notices what is missing, but loads most
+flipped bits without a word.
 """
 
 import contextlib
+import json
 import logging
 import os
 import re
@@ -13,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import flax
 import jax
@@ -24,19 +28,32 @@ from orbax.checkpoint import v1 as ocp
 
 import realm_jax
 from realm_jax.errors import UserError
-from realm_jax.storage import StorageError
+from realm_jax.processes import is_first
+from realm_jax.storage import StorageError, digest
+from realm_jax.training.checksums import checksums, differing
 
 logger = logging.getLogger(__name__)
 
+DAMAGED = ".damaged"  # what is set aside is called
+_T = TypeVar("_T")
+
 
 class Checkpoints:
-    """The checkpoints under one folder; the newest `keep` stay. A context manager: leaving waits for saves."""
+    """The checkpoints under one folder; the newest `keep` stay, and those of every `keep_every`-th step (0: none).
 
-    def __init__(self, folder: Path, keep: int):
+    A context manager: leaving waits for saves.
+    """
+
+    def __init__(self, folder: Path, keep: int, keep_every: int = 0):
         policies = ocp.training.preservation_policies
+        kept: list[Any] = [policies.LatestN(keep)]
+        if keep_every:
+            kept.append(policies.EveryNSteps(keep_every))
         self._folder = folder
         self._checkpointer = ocp.training.Checkpointer(
-            folder.absolute(), preservation_policy=policies.LatestN(keep), cleanup_tmp_directories=True
+            folder.absolute(),
+            preservation_policy=policies.AnyPreservationPolicy(kept),
+            cleanup_tmp_directories=True,
         )
 
     def __enter__(self) -> "Checkpoints":
@@ -88,12 +105,24 @@ class Checkpoints:
         if self.latest == step:
             return
         items = {"state": state} | {name: {name: value} for name, value in index.items()}
+        record = record | {"environment": environment(), "checksums": checksums(items)}
+        record["digest"] = _digest(record)
         with self._writing():
-            self._checkpointer.save_checkpointables_async(
-                step, items, custom_metadata=record | {"environment": environment()}, force=True
-            )
+            self._checkpointer.save_checkpointables_async(step, items, custom_metadata=record, force=True)
             if wait:
                 self._checkpointer.wait()
+
+
+def _digest(record: dict[str, Any]) -> str:
+    """A checksum of a record but for the entry that holds it."""
+    rest = {key: value for key, value in record.items() if key != "digest"}
+    return digest(json.dumps(rest, sort_keys=True).encode())
+
+
+def saved_folders(folder: Path) -> list[Path]:
+    """The folders of complete checkpoints, the newest first."""
+    entries = sorted((e for e in folder.absolute().glob("*") if e.name.isdigit()), key=lambda e: -int(e.name))
+    return [entry for entry in entries if ocp.is_orbax_checkpoint(entry)]
 
 
 class Gone(Exception):
@@ -111,18 +140,38 @@ class Saved:
         self.step = int(path.name)
         with self._reading():
             self._metadata = ocp.checkpointables_metadata(path)
-            self.record["index_step"]  # every save has one
+            if self.record["digest"] != _digest(self.record):
+                raise ValueError("its record is not as it was saved")
 
     @classmethod
     def newest(cls, folder: Path) -> Self | None:
         """The newest complete checkpoint under a folder, if there is one."""
         for _ in range(100):  # a run that keeps few and saves often may remove one between a look and the next
-            entries = sorted((e for e in folder.absolute().glob("*") if e.name.isdigit()), key=lambda e: -int(e.name))
             try:
-                return next((cls(entry) for entry in entries if ocp.is_orbax_checkpoint(entry)), None)
+                return next((cls(entry) for entry in saved_folders(folder)), None)
             except Gone:
                 continue
         raise UserError(f"{folder}: checkpoints vanish faster than they can be read; set config.checkpoint.keep higher")
+
+    @classmethod
+    def newest_sound(cls, folder: Path, load: Callable[[Self], _T]) -> _T | None:
+        """What `load` makes of the newest checkpoint that it can read; None where there is no checkpoint.
+
+        A damaged one is told and set aside under another name, so that training can save its step again; nobody else
+        may be writing in the folder. Raises UserError when there are checkpoints and all are damaged.
+        """
+        damaged = None
+        for entry in saved_folders(folder):
+            try:
+                return load(cls(entry))
+            except UserError as fault:
+                logger.error("%s; going on from the one before", fault)
+                damaged = fault
+                if is_first():
+                    entry.rename(entry.with_name(f"{entry.name}{DAMAGED}"))
+        if damaged is not None:
+            raise UserError(f"{folder}: every checkpoint is damaged; start in another --workdir")
+        return None
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -133,18 +182,20 @@ class Saved:
                 raise Gone(str(self._path)) from fault
             reason = str(fault).strip().partition("\n")[0][:200]
             raise UserError(
-                f"{self._path} is damaged ({type(fault).__name__}: {reason}); remove it to go on from the one before"
+                f"{self._path} is damaged ({type(fault).__name__}: {reason}); see `realm checkpoints verify`"
             ) from fault
 
     @property
     def record(self) -> dict[str, Any]:
-        """What was saved beside the arrays: `index_step`, `seconds` and `environment`."""
+        """What was saved beside the arrays: `index_step`, `seconds`, `generation`, `environment`, checksums."""
         return dict(self._metadata.custom_metadata or {})
 
     def state(self, abstract: Any) -> Any:
         """The state, on any devices. `abstract`: shapes with the shardings to load onto; `...` leaves an array out."""
         with self._reading():
-            return ocp.load_checkpointables(self._path, {"state": abstract})["state"]
+            return self._verified({"state": ocp.load_checkpointables(self._path, {"state": abstract})["state"]})[
+                "state"
+            ]
 
     def array(self, name: str) -> NDArray | None:
         """An array that was saved beside the state, on the host; None if there was none."""
@@ -165,7 +216,21 @@ class Saved:
             return None
         with self._reading():
             where = {name: {name: like(self._metadata.metadata[name][name])}}
-            return ocp.load_checkpointables(self._path, where)[name][name]
+            return self._verified({name: ocp.load_checkpointables(self._path, where)[name]})[name][name]
+
+    def _verified(self, items: dict[str, Any]) -> dict[str, Any]:
+        """What was loaded. Raises ValueError when it is not what was saved."""
+        if wrong := differing(self.record["checksums"], checksums(items)):
+            raise ValueError(f"{wrong[0]} and {len(wrong) - 1} other arrays are not as they were saved")
+        return items
+
+    def verify(self) -> None:
+        """Read everything, on the host. Raises UserError when it is damaged."""
+        with self._reading():
+            known = self._metadata.metadata
+            for name in known:
+                like = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), known[name])
+                self._verified({name: ocp.load_checkpointables(self._path, {name: like})[name]})
 
 
 def environment() -> dict[str, Any]:

@@ -31,6 +31,7 @@ from realm_jax.index.generations import (
 )
 from realm_jax.mesh import replicated
 from realm_jax.models.realm import Params, Realm
+from realm_jax.processes import is_first
 from realm_jax.run import Run, put_batch
 from realm_jax.storage import Folder, StorageError
 
@@ -58,14 +59,18 @@ class Exporter:
         self._pool.shutdown(wait=True)
 
     def export(self, step: int, params: Params, needed: set[int]) -> None:
-        """Export the towers of `step`, once every earlier export is written (`flush`).
+        """Export the towers of `step`, unless an earlier export is still being written (`flush`).
 
         needed: steps whose exports must stay; old ones are removed afterwards.
         """
         towers = {name: params[name] for name in self._run.model.embedder_names}
         copies, queries = _snapshot(self._run.model, self._run.mesh, towers, self._batch)
-        if jax.process_index() == 0:
+        if not is_first():
+            return
+        if self.flush(0):
             self._pending = self._pool.submit(self._write, step, copies, queries, needed)
+        else:
+            logger.warning("the export of step %d is left out: an earlier one is still being written", step)
 
     def flush(self, seconds: float) -> bool:
         """Whether everything is written, at once or within some seconds."""

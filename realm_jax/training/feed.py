@@ -13,13 +13,16 @@ from functools import partial
 from typing import Any, NamedTuple, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from numpy.typing import NDArray
 
 from realm_jax.index.approximate import Searcher
 from realm_jax.index.candidates import Setting, search_depth, search_queries
+from realm_jax.mesh import replicated
 from realm_jax.models.realm import Params
-from realm_jax.run import Run, put_batch
+from realm_jax.run import Run, put_own
 
 Batch = dict[str, Any]
 
@@ -34,15 +37,20 @@ class Ahead(NamedTuple):
 class Feed:
     """Hands out batches in order. A context manager: leaving ends the searching thread."""
 
-    def __init__(self, run: Run, source: Iterator[Batch], searches: bool, in_flight: NDArray | None = None) -> None:
-        """source: host batches. searches: whether hosts search. in_flight: rows in a checkpoint, [n, batch, k]."""
+    def __init__(
+        self, run: Run, source: Iterator[Batch], rows: NDArray[np.int64], batch_size: int, searches: bool,
+        in_flight: NDArray | None = None,
+    ) -> None:  # fmt: skip
+        """source: host batches of this process's `rows` of each global batch. searches: whether hosts search.
+        in_flight: rows in a checkpoint, [n, batch, k]."""
         self._run, self._source, self._searches = run, source, searches
+        self._rows, self._batch_size = rows, batch_size
         self._ahead = run.config.retrieval.ahead
         self._pool = ThreadPoolExecutor(1)
         self._queue: deque[Ahead] = deque()
         for rows in [] if in_flight is None else in_flight:
             found: Future[NDArray[np.int32]] = Future()
-            found.set_result(np.asarray(rows))
+            found.set_result(np.asarray(rows, np.int32)[self._rows])
             self._queue.append(Ahead(self._put(), found))
 
     def __enter__(self) -> Self:
@@ -61,22 +69,29 @@ class Feed:
                 batch = self._put()
             except StopIteration:
                 break
-            queries = _queries(self._run.setting, params, batch, tower)
+            queries = _queries(self._run.setting, params, batch, tower, replicated(self._run.mesh))
             self._queue.append(Ahead(batch, self._pool.submit(self._search, searcher, queries)))
         batch, rows = self._queue.popleft()
-        return batch | put_batch(self._run.mesh, {"found": rows.result()})
+        return batch | self._spread({"found": rows.result()})
 
-    def in_flight(self) -> NDArray[np.int32] | None:
+    def in_flight(self) -> jax.Array | None:
         """Rows of the batches after this one, [n, batch, k]; waits for the searches. None where there are none."""
-        return np.stack([rows.result() for _, rows in self._queue]) if self._queue else None
+        if not self._queue:
+            return None
+        return jnp.stack([self._spread({"found": rows.result()})["found"] for _, rows in self._queue])
 
     def _put(self) -> Batch:
-        return put_batch(self._run.mesh, next(self._source))
+        return self._spread(next(self._source))
+
+    def _spread(self, batch: Batch) -> Batch:
+        found: Batch = put_own(self._run.mesh, batch, self._rows, self._batch_size)
+        return found
 
     def _search(self, searcher: Searcher, queries: jax.Array) -> NDArray[np.int32]:
-        return searcher.search(np.asarray(queries), search_depth(self._run.setting))
+        return searcher.search(np.asarray(queries)[self._rows], search_depth(self._run.setting))
 
 
-@partial(jax.jit, static_argnums=0)
-def _queries(setting: Setting, params: Params, batch: Batch, tower: Params | None) -> jax.Array:
-    return search_queries(setting, params, batch, tower)
+@partial(jax.jit, static_argnums=(0, 4))
+def _queries(setting: Setting, params: Params, batch: Batch, tower: Params | None, whole: NamedSharding) -> jax.Array:
+    """Whole in every process, so that no other thread than the loop's starts a device program."""
+    return jax.lax.with_sharding_constraint(search_queries(setting, params, batch, tower), whole)

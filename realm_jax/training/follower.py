@@ -34,6 +34,7 @@ from realm_jax.index.generations import (
     step_of,
 )  # fmt: skip
 from realm_jax.index.searchers import load_searcher
+from realm_jax.mesh import put_whole
 from realm_jax.models.realm import Params
 from realm_jax.run import Run
 from realm_jax.storage import Folder, StorageError
@@ -148,7 +149,7 @@ class Follower:
         if not towers:
             raise Foreign(f"the export of generation {generation} is gone, with the query tower that searches it")
         name = self._run.model.embedder_names[0]
-        return jax.device_put(to_params(towers)[name], self._run.param_shardings[name])
+        return jax.tree.map(put_whole, to_params(towers)[name], self._run.param_shardings[name])
 
     def _follow(self) -> None:
         while not self._closed:
@@ -185,7 +186,7 @@ class Follower:
             return None
         if export is None:
             self.gone.add(step_of(name))
-            self._tell(f"the export of generation {name} is gone; it is passed over")
+            self._tell(f"generation {name} has no export, perhaps not yet; it is passed over")
             return None
         if current_name(self._folder, export, str(self._expected["corpus"])) != name:
             return None  # of parameters that this run never had, or found damaged before

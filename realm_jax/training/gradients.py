@@ -2,8 +2,8 @@
 
 Part by part takes the memory of one part and gives the same gradient: sums and counts add up over the parts, and only
 then is the mean taken. A loss that compares every example with every other (the inverse cloze task) takes two passes:
-first all vectors, without a gradient; then the gradient of the loss at the vectors, carried back through the towers part
-by part (Gao et al. 2021, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup").
+first all vectors, without a gradient; then the gradient of the loss at the vectors, carried back through the towers
+part by part (Gao et al. 2021, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup").
 """
 
 from typing import Any
@@ -64,7 +64,7 @@ def _summed(
     shapes = jax.eval_shape(one, numbers[0], jax.tree.map(lambda x: x[0], batch))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     (slopes, means), _ = jax.lax.scan(add, zeros, (numbers, batch))
-    count = jnp.maximum(means["loss"].count, 1.0)
+    count = jnp.maximum(means["loss"].number, 1.0)
     return jax.tree.map(lambda slope: slope / count, slopes), means
 
 

@@ -14,10 +14,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from numpy.typing import NDArray
 
 from realm_jax.config import completed, science, task_names
 from realm_jax.data import examples as make
@@ -26,15 +27,16 @@ from realm_jax.data.pipeline import batches
 from realm_jax.errors import UserError
 from realm_jax.index.candidates import Index
 from realm_jax.models.realm import Params
-from realm_jax.run import Run
+from realm_jax.processes import is_first
+from realm_jax.run import Run, own_rows
 from realm_jax.storage import read_json, write_json_atomic
 from realm_jax.training.adoption import Adoption
 from realm_jax.training.checkpoints import Checkpoints, Saved, differences, environment
 from realm_jax.training.feed import Feed
 from realm_jax.training.journal import Journal, fetch
-from realm_jax.training.refresh import Fresh, Inline, Ready, Refresh, exact_index, made, shared_folder
+from realm_jax.training.refresh import Fresh, Inline, Interrupted, Refresh, exact_index, made, shared_folder
 from realm_jax.training.reporter import Reporter
-from realm_jax.training.state import State, make_step, put_control, start_state, state_shardings
+from realm_jax.training.state import Control, State, make_step, put_control, start_state, state_shardings
 from realm_jax.training.tasks import Task, make_task
 
 logger = logging.getLogger(__name__)
@@ -99,9 +101,10 @@ def check_workdir(run: Run) -> None:
     if path.is_file():
         _check_science(run, path)
         check_data(run)
-    run.workdir.mkdir(parents=True, exist_ok=True)
-    write_json_atomic(run.workdir / "data.json", _fingerprints(run))
-    write_json_atomic(path, run.config.to_dict())
+    if is_first():
+        run.workdir.mkdir(parents=True, exist_ok=True)
+        write_json_atomic(run.workdir / "data.json", _fingerprints(run))
+        write_json_atomic(path, run.config.to_dict())
 
 
 def _check_science(run: Run, path: Path) -> None:
@@ -159,10 +162,11 @@ def train_task(
     total, batch_size = config[name].steps, config[name].batch_size
     place = run.workdir / (folder or name)
 
-    with Checkpoints(place / "checkpoints", config.checkpoint.keep) as checkpoints, Stop() as stop:
-        # --- State: restored, else from `params`
-        saved = Saved.newest(place / "checkpoints")
-        state = start_state(run, task, params) if saved is None else _restore_state(run, task, saved, params)
+    # --- State: restored, else from `params`
+    saved = Saved.newest_sound(place / "checkpoints", lambda saved: _restore(run, task, saved, params))
+    state = start_state(run, task, params) if saved is None else saved.state
+    keep = config.checkpoint
+    with Checkpoints(place / "checkpoints", keep.keep, keep.keep_every) as checkpoints, Stop() as stop:
         start = int(state.step)
         if start >= total:
             if name == "realm" and folder is None and config.refresh.mode == "async":
@@ -171,7 +175,8 @@ def train_task(
             return state.params
 
         # --- Examples, the compiled step, records, where the index comes from
-        source = batches(examples or task_examples(run, name), config.seed, name, batch_size, start, total)
+        rows = own_rows(run.mesh, batch_size)
+        source = batches(examples or task_examples(run, name), config.seed, name, batch_size, start, total, rows)
         step_function = make_step(run, task)
         seconds = 0.0 if saved is None else saved.record["seconds"]
         with (
@@ -179,10 +184,14 @@ def train_task(
             make_refresh(run, name, folder is None, start, checkpoints, lambda: stop.asked) as refreshes,
             ExitStack() as stack,
         ):
-            index = None if saved is None else _restore_index(run, task, saved, refreshes)
-            in_flight = None if saved is None else saved.array("in_flight")
-            feed = stack.enter_context(Feed(run, source, task.retrieves and hosts_search, in_flight))
-            ready: deque[jax.Array] = deque(maxlen=2)  # the answers to what was announced at the last two steps
+            try:
+                index = None if saved is None else _restore_index(run, task, saved, refreshes)
+            except Interrupted:
+                stop.check(f"{place.name} stays saved at step {start}")
+                raise
+            in_flight = None if saved is None else saved.in_flight
+            feed = stack.enter_context(Feed(run, source, rows, batch_size, task.retrieves and hosts_search, in_flight))
+            answers: deque[jax.Array] = deque(maxlen=2)  # to what was announced at the last two steps
 
             def save(done: int, wait: bool = False) -> None:
                 entry = {"index_step": -1 if index is None else index.step, "seconds": journal.seconds}
@@ -201,28 +210,33 @@ def train_task(
                     save(step, wait=True)
                 stop.check(f"saved {place.name} at step {step}")
 
+            def told_to_stop() -> bool:
+                """Several processes stop at the same step, whichever of them was told to."""
+                if jax.process_count() == 1:
+                    return stop.asked
+                stop.asked = stop.asked or bool(heard.stop)
+                return bool(heard.stop)
+
             # --- The loop
             for step in range(start, total):
+                heard = Control(*np.asarray(answers[0]).tolist()) if len(answers) == 2 else Control()
                 if task.retrieves:
-                    agreed = Ready(*np.asarray(ready[0]).tolist()) if len(ready) == 2 else Ready()
                     try:
-                        fresh = refreshes.at(step, state.params, index, agreed)
-                    except UserError:
+                        fresh = refreshes.at(step, state.params, index, heard)
+                    except (UserError, Interrupted):
                         save_and_stop(step)
                         raise
                     if fresh is not None:
                         index = fresh
                         found = {} if measure is None else measure(state.params, exact_index(run, index), False)
                         journal.measured(step, found | {"refresh": True, "index_step": index.step} | index.facts)
-                    elif stop.asked:  # perhaps while waiting for one
-                        save_and_stop(step)
                 with journal.waiting_for_data():
                     searcher, tower = (None, None) if index is None else (index.searcher, index.index.tower)
                     batch = feed.next(state.params, searcher, tower)
-                control = put_control(run.mesh, refreshes.announce(step))
+                control = put_control(run.mesh, refreshes.announce(step)._replace(stop=int(stop.asked)))
                 state, values = step_function(state, batch, None if index is None else index.index, control)
-                ready.append(values.pop("ready"))
-                done, preempted = step + 1, stop.asked
+                answers.append(values.pop("heard"))
+                done, preempted = step + 1, told_to_stop()
                 if done % config.log.every == 0 or done == total:
                     journal.stepped(done, values, {} if index is None else {"index_age": step - index.step})
                 if done < total and (preempted or done % config.checkpoint.every == 0):
@@ -256,29 +270,42 @@ def make_refresh(
     return Inline(run, name, Reporter(run, shared_folder(run), name) if later else None)
 
 
-def _restore_state(run: Run, task: Task, saved: Saved, like: Params) -> State:
-    """A saved state, which may have been saved on other devices."""
+class Restored(NamedTuple):
+    """All that a checkpoint holds, on this run's devices; they may be others than those that it was saved on.
+
+    vectors, tower: of an index that the trainer made; in_flight: searches under way. None where there are none.
+    """
+
+    state: State
+    record: dict[str, Any]
+    vectors: NDArray | None
+    tower: Params | None
+    in_flight: NDArray | None
+
+
+def _restore(run: Run, task: Task, saved: Saved, like: Params) -> Restored:
     changed = differences(saved.record.get("environment", {}), environment())
     if changed:
         logger.warning("the environment differs, so bits may too: %s", "; ".join(changed))
     logger.info("%s: going on from step %d", task.name, saved.step)
-    return saved.state(_abstract_state(run, task, like))
+    state = saved.state(abstract_state(run, task, like))
+    tower = saved.tree("tower", run.param_shardings[run.model.embedder_names[0]])
+    return Restored(state, saved.record, saved.array("vectors"), tower, saved.array("in_flight"))
 
 
-def _restore_index(run: Run, task: Task, saved: Saved, refreshes: Refresh) -> Fresh | None:
+def _restore_index(run: Run, task: Task, saved: Restored, refreshes: Refresh) -> Fresh | None:
     """The index that was in use: saved vectors, or the generation that the checkpoint names."""
     if not task.retrieves or saved.record["index_step"] < 0:
         return None
     if generation := saved.record.get("generation"):
-        return refreshes.restore(generation, saved.step)
-    vectors = saved.array("vectors")
-    if vectors is None:
+        return refreshes.restore(generation, int(saved.state.step))
+    if saved.vectors is None:
         return None
-    tower = saved.tree("tower", run.param_shardings[run.model.embedder_names[0]])
-    return made(run, vectors[: run.setting.rows], saved.record["index_step"], tower, exact=task.name != "realm")
+    vectors, step = saved.vectors[: run.setting.rows], saved.record["index_step"]
+    return made(run, vectors, step, saved.tower, exact=task.name != "realm")
 
 
-def _abstract_state(run: Run, task: Task, like: Params) -> State:
+def abstract_state(run: Run, task: Task, like: Params) -> State:
     """Shapes and places of a task's state. `like`: shapes of all parameters."""
     shapes = jax.eval_shape(lambda params: start_state(run, task, params), like)
     places = state_shardings(run, task)
@@ -298,7 +325,7 @@ def restore_params(run: Run, workdir: Path, name: str, like: Params) -> Params:
 
 def saved_params(run: Run, name: str, saved: Saved, like: Params) -> Params:
     """The parameters in a checkpoint of a task, on this run's devices. `like`: their shapes."""
-    abstract = _abstract_state(run, make_task(name, run.setting), like)
+    abstract = abstract_state(run, make_task(name, run.setting), like)
     moments = jax.tree.map(lambda _: ..., abstract.optimizer)
     return saved.state(abstract._replace(optimizer=moments)).params
 

@@ -5,10 +5,11 @@ A resumed run cuts its records back to the step it goes on from, so that a file 
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from tensorboardX import SummaryWriter
 
+from realm_jax.processes import is_first
 from realm_jax.storage import write_atomic
 
 
@@ -26,19 +27,27 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 class MetricsWriter:
-    """Appends records {"step": …, name: value, …} to `folder/name.jsonl` and, for numbers, to TensorBoard files."""
+    """Appends records {"step": …, name: value, …} to `folder/name.jsonl` and, for numbers, to TensorBoard files.
+
+    Of several processes the first one writes.
+    """
 
     def __init__(self, folder: Path, name: str, last: int):
         """`last`: records of later steps are removed; those that stay are `kept`."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{name}.jsonl"
         self.kept = [record for record in read_lines(path) if record["step"] <= last]
+        self._stream: IO[str] | None = None
+        if not is_first():
+            return
         write_atomic(path, "".join(json.dumps(record) + "\n" for record in self.kept))
         self._stream = path.open("a")
         self._board = SummaryWriter(str(folder / "tensorboard" / name), purge_step=last + 1)
 
     def write(self, step: int, values: dict[str, Any]) -> None:
         """One record, flushed, so that a killed run keeps it."""
+        if self._stream is None:
+            return
         self._stream.write(json.dumps({"step": step} | values) + "\n")
         self._stream.flush()
         for name, value in values.items():
@@ -47,5 +56,6 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Close the files; nothing can be written afterwards."""
-        self._stream.close()
-        self._board.close()
+        if self._stream is not None:
+            self._stream.close()
+            self._board.close()

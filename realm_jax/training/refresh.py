@@ -7,7 +7,7 @@ Read `Inline.at` and then `adoption.py`; how generations are found and verified 
 
 import dataclasses
 from contextlib import nullcontext
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from realm_jax.models.realm import Params
 from realm_jax.run import Run
 from realm_jax.storage import Folder, open_folder
 from realm_jax.training.reporter import Reporter
+from realm_jax.training.state import Control
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +41,8 @@ class Fresh:
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-class Ready(NamedTuple):
-    """A generation that is loaded: a word for its name and its export step, −1 for none."""
-
-    word: int = -1
-    step: int = -1
+class Interrupted(Exception):
+    """SIGTERM came while training waited for an index."""
 
 
 class Refresh(Protocol):
@@ -54,17 +52,16 @@ class Refresh(Protocol):
 
     def __exit__(self, *error: object) -> None: ...
 
-    def at(self, step: int, params: Params, index: Fresh | None, agreed: Ready) -> Fresh | None:
+    def at(self, step: int, params: Params, index: Fresh | None, heard: Control) -> Fresh | None:
         """A fresh index to use from `step` on, or None to go on with the one in use.
 
-        agreed: of what the processes announced two steps ago: the word, if it was the same, and the newest step. After
-        SIGTERM the answer may be None even when there is no index at all.
+        heard: what the processes announced two steps ago. Raises Interrupted, UserError.
         """
 
-    def restore(self, generation: str, step: int) -> Fresh | None:
-        """The index that a checkpoint of `step` names; None after SIGTERM."""
+    def restore(self, generation: str, step: int) -> Fresh:
+        """The index that a checkpoint of `step` names. Raises Interrupted, UserError."""
 
-    def announce(self, step: int) -> Ready:
+    def announce(self, step: int) -> Control:
         """The generation that this process has ready; called once a step, after `at`."""
 
     def saving(self, step: int, generation: str) -> None:
@@ -114,7 +111,7 @@ class Inline:
     def __exit__(self, *error: Any) -> None:
         (self._reporter or nullcontext()).__exit__(*error)
 
-    def at(self, step: int, params: Params, index: Fresh | None, agreed: Ready) -> Fresh | None:
+    def at(self, step: int, params: Params, index: Fresh | None, heard: Control) -> Fresh | None:
         due = self._every > 0 and step % self._every == 0 and index is not None and step != index.step
         if index is not None and not due:
             return None
@@ -123,12 +120,12 @@ class Inline:
             tower = jax.tree.map(jnp.copy, params[self._run.model.embedder_names[0]])
         return made(self._run, self._run.embed(params), step, tower, self._exact)
 
-    def announce(self, step: int) -> Ready:
+    def announce(self, step: int) -> Control:
         if self._reporter is not None:
             self._reporter.tell(step)
-        return Ready()
+        return Control()
 
-    def restore(self, generation: str, step: int) -> Fresh | None:
+    def restore(self, generation: str, step: int) -> Fresh:
         raise UserError(
             f"{self._run.workdir}: step {step} was trained with generation {generation}; set config.refresh.mode=async"
         )

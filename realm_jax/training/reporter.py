@@ -10,10 +10,9 @@ import uuid
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Self
 
-import jax
-
 from realm_jax.errors import UserError
 from realm_jax.index.generations import Status, read_status, write_status
+from realm_jax.processes import is_first
 from realm_jax.run import Run
 from realm_jax.storage import Folder, StorageError, read_json, write_json_atomic
 
@@ -41,7 +40,7 @@ class Reporter:
 
     def __enter__(self) -> Self:
         """Raises StorageError."""
-        if jax.process_index() == 0:
+        if is_first():
             write_status(self._folder, "trainer", self._status)
         return self
 
@@ -58,14 +57,14 @@ class Reporter:
         self._told_at = time.monotonic()
         changed.counter += 1
         self._pending = [write for write in self._pending if not write.done()]
-        if jax.process_index() == 0 and len(self._pending) < 2:  # one that waits will take the newest
+        if is_first() and len(self._pending) < 2:  # one that waits will take the newest
             self._pending.append(self._pool.submit(self._write))
 
     def finish(self, step: int) -> None:
         """The task is done, and this is the last word of it. The run is whole without it, so a failure is a warning."""
         self._pool.shutdown(wait=True)
         self._status = dataclasses.replace(self._status, step=step, done=True, counter=self._status.counter + 1)
-        if jax.process_index() == 0:
+        if is_first():
             self._write()
 
     def _write(self) -> None:

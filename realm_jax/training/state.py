@@ -74,24 +74,42 @@ def state_shardings(run: Run, task: Task) -> Any:
 Step = Callable[[State, Any, Index | None, jax.Array], tuple[State, dict[str, jax.Array]]]
 
 
-def put_control(mesh: Mesh, ready: tuple[int, int]) -> jax.Array:
-    """The control words: what this process has to say to the others, int32 [devices, 2]. The step reduces them.
+class Control(NamedTuple):
+    """What the processes say to each other in every step, and what they hear two steps later.
 
-    ready: a word for the generation that is loaded here, and its export step. Decisions that all processes must take at
-    the same step travel this way, inside the step, so that no host ever waits for another.
+    word: for the generation that is loaded, −1 for none; heard: that of all processes, −1 where they differ.
+    step: its export step, −1 for none; heard: the newest that any of them has.
+    stop: 1 when the process was told to stop; heard: 1 when any was.
     """
-    places = NamedSharding(mesh, PartitionSpec(mesh.axis_names, None))
-    return jax.make_array_from_callback((mesh.size, 2), places, lambda part: np.array([ready], np.int32))
+
+    word: int = -1
+    step: int = -1
+    stop: int = 0
+
+
+def put_control(mesh: Mesh, said: Control) -> jax.Array:
+    """The control words of this process, int32 [devices, 3]. The step reduces them.
+
+    Decisions that all processes must take at the same step travel this way, inside the step, so that no host ever waits
+    for another.
+    """
+    places = control_sharding(mesh)
+    return jax.make_array_from_callback((mesh.size, len(said)), places, lambda part: np.array([said], np.int32))
+
+
+def control_sharding(mesh: Mesh) -> NamedSharding:
+    """A row on every device."""
+    return NamedSharding(mesh, PartitionSpec(mesh.axis_names, None))
 
 
 def agreed(control: jax.Array) -> jax.Array:
-    """The word that all processes say, −1 where they differ, and the newest step that any of them has: int32 [2]."""
-    words, steps = control[:, 0], control[:, 1]
-    return jnp.stack([jnp.where(words.min() == words.max(), words.min(), -1), steps.max()])
+    """What all of them hear: a `Control` as int32 [3]."""
+    words, steps, stops = control.T
+    return jnp.stack([jnp.where(words.min() == words.max(), words.min(), -1), steps.max(), stops.max()])
 
 
 def make_step(run: Run, task: Task) -> Step:
-    """One optimiser step as one jitted program; the state is donated. Metric `ready`: the control words' agreement."""
+    """One optimiser step as one jitted program; the state is donated. Metric `heard`: what the control words say."""
     optimizer = task_optimizer(run.config, task)
     seed, purpose, parts = run.config.seed, PURPOSES[task.name], run.config[task.name].microbatches
     dropout = run.model.bert.dropout > 0
@@ -103,7 +121,7 @@ def make_step(run: Run, task: Task) -> Step:
         updates, moments = optimizer.update(slopes, state.optimizer, state.trained)
         trained = optax.apply_updates(state.trained, updates)
         metrics["gradient_norm"] = optax.tree.norm(slopes)
-        metrics["ready"] = agreed(control)
+        metrics["heard"] = agreed(control)
         return State(state.step + 1, trained, state.frozen, moments), metrics
 
     shardings = state_shardings(run, task)

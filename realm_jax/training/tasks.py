@@ -1,9 +1,9 @@
 """The four tasks: what each trains and the loss of one batch, as pure functions.
 
 A loss has the form `loss(params, batch, index, key) -> {name: Mean}`: its entry 'loss' is minimised, the others are
-reported. Means of the parts of a batch add up to those of the whole. `index` is None where nothing is retrieved and `key`
-None turns dropout off. Retrieval happens inside the loss (`index/candidates.py`), so a step is one program. Read next:
-`gradients.py`.
+reported. Means of the parts of a batch add up to those of the whole. `index` is None where nothing is retrieved and
+`key` None turns dropout off. Retrieval happens inside the loss (`index/candidates.py`), so a step is one program. Read
+next: `gradients.py`.
 """
 
 import dataclasses
@@ -212,8 +212,8 @@ def make_task(name: str, setting: Setting) -> Task:
     """The task called `name` ('mlm', 'ict', 'realm' or 'qa')."""
     towers = setting.model.embedder_names
     if name == "ict":
-        parts = (partial(part, setting) for part in (cloze_vectors, cloze_null, contrast))
-        return Task(name, towers, partial(ict_loss, setting), False, *parts)
+        encode, null = partial(cloze_vectors, setting), partial(cloze_null, setting)
+        return Task(name, towers, partial(ict_loss, setting), False, encode, null, partial(contrast, setting))
     table: dict[str, tuple[tuple[str, ...], Callable[..., Means], bool]] = {
         "mlm": (("reader",), mlm_loss, False),
         "realm": ((*towers, "reader"), realm_loss, True),

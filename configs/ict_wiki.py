@@ -1,0 +1,18 @@
+"""The inverse cloze task over Wikipedia, before REALM (paper, section 3.4; Lee et al. 2019).
+
+    realm prepare --passages wikipedia.jsonl.gz --vocab vocab.txt --output data/wiki
+    realm train --config=configs/ict_wiki.py --config.data.path=data/wiki --workdir=gs-mount/runs/ict --processes=auto
+
+100,000 steps of 4,096 sentences at 1e-4; a batch goes through the towers in eight parts. What it needs and costs on
+which chips: `realm plan --config=configs/ict_wiki.py`.
+"""
+
+from ml_collections import ConfigDict
+
+from realm_jax.recipes import paper
+
+
+def get_config() -> ConfigDict:
+    config = paper("ict")
+    config.ict.microbatches = 8
+    return config

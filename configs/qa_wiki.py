@@ -1,0 +1,16 @@
+"""Fine-tuning for open-domain questions over Wikipedia, with the index frozen (paper, section 4.3, as ORQA).
+
+    realm train --config=configs/qa_wiki.py --config.data.path=data/wiki --config.init_from=gs-mount/runs/realm \
+        --workdir=gs-mount/runs/qa --processes=auto
+
+160,000 steps of 16 questions at 1e-5: about 32 passes over the 79,000 questions of NaturalQuestions-Open. Five passages
+are read. What it needs: `realm plan --config=configs/qa_wiki.py --topology=v5e:4x4`.
+"""
+
+from ml_collections import ConfigDict
+
+from realm_jax.recipes import paper
+
+
+def get_config() -> ConfigDict:
+    return paper("qa")

@@ -1,0 +1,67 @@
+"""Several processes that run one program together: how they start, and what only the first of them does.
+
+Every process runs every device program, in the same order, with its own part of the data; a program that one of them
+leaves out makes the others wait for ever. So what decides whether a program runs must be the same everywhere: it
+follows from the config, travels through the step (`training/state.put_control`), or comes from the first (`told`).
+"""
+
+import argparse
+import logging
+from typing import Any
+
+import jax
+import numpy as np
+
+from realm_jax.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+AUTO = "auto"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """`--processes`, `--process` and `--coordinator`."""
+    group = parser.add_argument_group("several processes (the same command in each of them)")
+    group.add_argument("--processes", default="1", metavar="N", help="how many, or 'auto' where the machines know it: "
+        "TPU VMs, GKE, Slurm (default: 1)")  # fmt: skip
+    group.add_argument("--process", type=int, default=0, metavar="I", help="this one, from 0")
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="a free port of the machine of process 0")
+
+
+def start(args: argparse.Namespace) -> None:
+    """Connect to the other processes. Raises UserError; touches no device when there is only one process."""
+    if args.processes == AUTO:
+        _initialize()
+        return
+    if not args.processes.isdigit() or int(args.processes) < 1:
+        raise UserError(f"--processes={args.processes}: give a number, or 'auto'")
+    count = int(args.processes)
+    if not 0 <= args.process < count:
+        raise UserError(f"--process={args.process}: must be at least 0 and below --processes={count}")
+    if count > 1:
+        if not args.coordinator:
+            raise UserError("--coordinator: name a machine and a free port that every process reaches, host:port")
+        _initialize(args.coordinator, count, args.process)
+
+
+def _initialize(*where: Any) -> None:
+    try:
+        jax.distributed.initialize(*where)
+    except (RuntimeError, ValueError) as fault:
+        raise UserError(f"the processes do not find each other: {' '.join(str(fault).split())[:300]}") from None
+    if not is_first():
+        logging.getLogger("realm_jax").setLevel(logging.WARNING)  # the first one tells the rest
+
+
+def is_first() -> bool:
+    """Whether this process writes what is written once: records, configs, reports."""
+    return jax.process_index() == 0
+
+
+def told(value: int) -> int:
+    """The first process's value, in every process; all of them have to call it."""
+    if jax.process_count() == 1:
+        return value
+    from jax.experimental import multihost_utils  # here, since it is of no use to a single process
+
+    return int(multihost_utils.broadcast_one_to_all(np.int32(value)))

@@ -1,0 +1,92 @@
+"""Floating-point operations of steps and of embedding, by arithmetic: what MFU and `realm plan` count.
+
+Only matrix products count, two operations a multiply-add, and the backward pass twice the forward one. What is computed
+again to save memory does not count, nor do lookups, softmax or LayerNorm; sequences count at their padded length, since
+that is what is computed. MFU (model FLOPs utilisation) is these operations a second, over devices × their peak.
+"""
+
+import dataclasses
+
+from ml_collections import ConfigDict
+
+from realm_jax.config import joint_length
+
+# Dense bfloat16 operations a second of one JAX device, by `device_kind` (vendors' data sheets).
+PEAKS = {
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5": 459e12,
+    "TPU v5p": 459e12,
+    "TPU v6 lite": 918e12,
+    "NVIDIA A100": 312e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA H200": 989e12,
+}
+
+
+def peak(device_kind: str) -> float | None:
+    """Peak bfloat16 operations a second of a device; None where it is not known."""
+    names = [name for name in PEAKS if device_kind.startswith(name)]
+    return PEAKS[max(names, key=len)] if names else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Tower:
+    """Sizes of one BERT."""
+
+    layers: int
+    width: int
+    feed_forward: int
+
+    def forward(self, length: int, positions: int | None = None) -> float:
+        """One sequence through all layers; `positions`: the last one computes these alone (None: all)."""
+        asked = length if positions is None else positions
+        return (self.layers - 1) * self._layer(length, length) + self._layer(asked, length)
+
+    def _layer(self, queries: int, keys: int) -> float:
+        projections = 2 * (2 * queries + 2 * keys) * self.width**2  # query and output; key and value
+        attention = 2 * 2 * queries * keys * self.width
+        return projections + attention + 2 * 2 * queries * self.width * self.feed_forward
+
+
+def tower_of(config: ConfigDict) -> Tower:
+    """The one size that embedders and reader share."""
+    model = config.model
+    return Tower(model.layers, model.width, model.feed_forward)
+
+
+def embedding_flops(config: ConfigDict, length: int) -> float:
+    """One sequence to its vector, forward."""
+    head = 2 * config.model.width * (config.model.width + config.model.projection)
+    return tower_of(config).forward(length, 1) + head
+
+
+def step_flops(config: ConfigDict, task: str, vocabulary: int, predictions: int, rows: int) -> dict[str, float]:
+    """One step of a task: {part: operations}. predictions: masked pieces that are predicted; rows: passages."""
+    data, retrieval, batch = config.data, config.retrieval, config[task].batch_size
+    tower, width, joint = tower_of(config), config.model.width, joint_length(config)
+    query, document = embedding_flops(config, data.query_length), embedding_flops(config, data.document_length)
+    words = 2 * predictions * width * (width + vocabulary)
+    search = 2.0 * rows * config.model.projection
+    parts: dict[str, float] = {}
+    if task == "mlm":
+        parts["reader"] = 3 * (tower.forward(joint, predictions) + words)
+    if task == "ict":
+        parts |= {"queries": 3 * query, "documents": 3 * document, "scores": 3 * 2.0 * batch * config.model.projection}
+    if task == "realm":
+        candidates = retrieval.candidates - 1
+        reading = candidates * tower.forward(joint, predictions) + tower.forward(data.query_length + 1, predictions)
+        parts |= {
+            "search": query + (search if retrieval.backend == "device" else 0.0),
+            "queries": 3 * query,
+            "documents": 3 * candidates * document,
+            "reader": 3 * (reading + retrieval.candidates * words),
+        }
+    if task == "qa":
+        spans = 2 * joint * width * 2 * config.model.span_hidden
+        parts |= {
+            "search": search,
+            "queries": 3 * query,
+            "reader": 3 * retrieval.qa_passages * (tower.forward(joint) + spans),
+        }
+    return {name: batch * value for name, value in parts.items()}

@@ -1,0 +1,88 @@
+"""Plans: counted operations, shapes of batches, and, where the TPU compiler is installed, real programs."""
+
+import importlib.util
+import json
+
+import numpy as np
+import pytest
+from tiny_run import tiny_config
+
+from realm_jax import cli
+from realm_jax.config import default
+from realm_jax.data.examples import array_shapes, lengths_from
+from realm_jax.data.sources import open_sources
+from realm_jax.run import make_run
+from realm_jax.training.flops import Tower, embedding_flops, peak, step_flops
+from realm_jax.training.loop import task_examples
+
+COMPILER = importlib.util.find_spec("libtpu") is not None
+
+
+@pytest.mark.parametrize("task", ["ict", "realm", "qa"])
+def test_shapes_are_those_of_real_examples(people, task, tmp_path):
+    config = tiny_config(people)
+    for name in ("ict", "qa"):
+        config[name].batch_size = 8
+    run = make_run(config, tmp_path, open_sources(people))
+    example = task_examples(run, task).make(0, np.random.default_rng(0))
+    found = {name: (np.shape(value), np.asarray(value).dtype) for name, value in example.items()}
+    wanted = {name: (shape, np.dtype(dtype)) for name, (shape, dtype) in array_shapes(task, run.lengths).items()}
+    assert found == wanted
+
+
+def test_operations_of_a_tower_by_hand():
+    """Width 4, feed-forward 8, three pieces: 24 × 16 for the projections, 144 for attention, 384 for the rest."""
+    one = Tower(layers=1, width=4, feed_forward=8)
+    assert one.forward(3) == 2 * (4 * 3 * 16) + 2 * 2 * 3 * 3 * 4 + 2 * 2 * 3 * 4 * 8
+    assert Tower(2, 4, 8).forward(3) == 2 * one.forward(3)
+    first = 2 * (2 * 1 + 2 * 3) * 16 + 2 * 2 * 1 * 3 * 4 + 2 * 2 * 1 * 4 * 8
+    assert Tower(2, 4, 8).forward(3, 1) == one.forward(3) + first
+
+
+def test_operations_of_a_step_of_the_paper_s_size():
+    """330 million parameters, about 6 operations a parameter and piece: queries 96, seven documents 288, joints 382."""
+    config = default()
+    lengths = lengths_from(96, 288, "salient", 0, 8, 10)
+    parts = step_flops(config, "realm", 30_522, lengths.predictions, 13_353_718)
+    rough = 512 * 6 * 85e6 * (96 + 7 * 288 + 7 * 382 + 97)
+    assert sum(parts.values()) == pytest.approx(rough, rel=0.25)
+    assert parts["search"] < 0.02 * sum(parts.values())
+    assert embedding_flops(config, 288) == pytest.approx(2 * 85e6 * 288, rel=0.1)
+
+
+def test_peaks_are_found_by_the_device_s_name():
+    assert peak("TPU v5 lite") == 197e12 and peak("TPU v5p") == 459e12 and peak("NVIDIA H100 80GB HBM3") == 989e12
+    assert peak("cpu") is None
+
+
+SMALL = ["--config.model.layers=2", "--config.model.width=128", "--config.model.feed_forward=256",
+         "--config.realm.batch_size=64", "--config.ict.batch_size=64", "--config.mlm.batch_size=64",
+         "--config.qa.batch_size=64", "--config.model.heads=2", "--config.model.dropout=0.0"]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not COMPILER, reason="the TPU compiler is not installed")
+def test_a_plan_of_a_small_model(capsys):
+    assert cli.main(["plan", "--topology=v5e:4x4", "--passages=100000", "--json", *SMALL]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["devices"] == 16 and found["fits"] and found["bytes"]["peak"] < 2**34
+    assert found["collectives"]["all-reduce"] > 0 and found["steps_per_refresh"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not COMPILER, reason="the TPU compiler is not installed")
+def test_what_does_not_fit_is_said_with_the_keys_to_change(capsys):
+    assert cli.main(["plan", "--topology=v5e:2x2", "--config.model.dtype=bfloat16"]) == 1
+    assert "does NOT fit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--task=mlm", "--config.tasks=realm"], "--task=mlm: the recipe has realm"),
+        (["--mfu=2"], "--mfu=2.0: must lie"),
+    ],
+)
+def test_wrong_arguments_are_named(capsys, flags, message):
+    assert cli.main(["plan", *flags]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,146 @@
+"""`realm train` as two processes with four devices each: the same run as one process with eight, whoever is killed."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+from tiny_run import tiny_config
+
+from realm_jax import cli, processes
+from realm_jax.config import flatten
+from realm_jax.jobs.opening import reopen_run
+from realm_jax.storage import read_json
+from realm_jax.training.checkpoints import saved_folders
+from realm_jax.training.loop import restore_params
+from realm_jax.training.metrics import read_lines
+
+TIMES = ("seconds", "steps_per_second", "wait_data")
+
+
+def tiny_flags(data, **changes):
+    """The command line of a run of all four tasks, dotted keys with two underscores for the dot."""
+    config = tiny_config(data)
+    config.tasks = "ict,realm,qa"
+    for task in ("ict", "realm", "qa"):
+        config[task].update({"steps": 4, "batch_size": 8, "warmup": 2, "learning_rate": 1e-3})
+    config.update({"refresh": {"every": 2}, "checkpoint": {"every": 2}, "log": {"every": 1}})
+    config.update_from_flattened_dict({key.replace("__", "."): value for key, value in changes.items()})
+    return [f"--config.{key}={value}" for key, value in flatten(config.to_dict()).items() if value != ""]
+
+
+def free_port():
+    with socket.socket() as server:
+        server.bind(("localhost", 0))
+        return server.getsockname()[1]
+
+
+def start(workdir, flags, count, cache):
+    """`count` processes that share eight devices."""
+    coordinator = f"localhost:{free_port()}"
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={8 // count}",
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    }
+    several = [f"--processes={count}", f"--coordinator={coordinator}"] if count > 1 else []
+    command = [sys.executable, "-m", "realm_jax.cli", "train", f"--workdir={workdir}", *flags, *several]
+    return [
+        subprocess.Popen(
+            [*command, *([f"--process={one}"] if count > 1 else [])],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for one in range(count)
+    ]  # fmt: skip
+
+
+def finish(started, code=0):
+    outputs = [process.communicate(timeout=300)[0] for process in started]
+    assert [process.returncode for process in started] == [code] * len(started), "\n".join(outputs)[-5000:]
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def alone(people, tmp_path_factory):
+    """One process with eight devices, undisturbed."""
+    workdir = tmp_path_factory.mktemp("alone")
+    finish(start(workdir, tiny_flags(people), 1, tmp_path_factory.mktemp("cache")))
+    return workdir
+
+
+def assert_nearly_same(one, other):
+    """Other collectives add up in another order; nothing else may differ."""
+    runs = [reopen_run(workdir) for workdir in (one, other)]
+    for task in ("ict", "realm", "qa"):
+        final = [restore_params(run, run.workdir, task, jax.eval_shape(run.initial_params)) for run in runs]
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), *final)
+        lines = [read_lines(run.workdir / task / "metrics.jsonl") for run in runs]
+        assert [line["step"] for line in lines[0]] == [line["step"] for line in lines[1]] == [1, 2, 3, 4]
+        for mine, theirs in zip(*lines, strict=True):
+            assert {k: v for k, v in mine.items() if k not in TIMES} == pytest.approx(
+                {k: v for k, v in theirs.items() if k not in TIMES}, rel=1e-3, abs=1e-5
+            )
+    results = [read_json(run.workdir / "results.json") for run in runs]
+    assert results[0]["recall@5"] == results[1]["recall@5"] and results[0]["exact_match"] == results[1]["exact_match"]
+
+
+def test_two_processes_do_what_one_does(people, alone, tmp_path):
+    outputs = finish(start(tmp_path / "run", tiny_flags(people), 2, tmp_path / "cache"))
+    assert_nearly_same(alone, tmp_path / "run")
+    assert "Results" in outputs[0] and "Results" not in outputs[1]
+    assert (tmp_path / "run" / "report.html").is_file()
+
+
+@pytest.mark.slow
+def test_processes_that_are_killed_go_on_also_as_one(people, alone, tmp_path):
+    flags = tiny_flags(people, checkpoint__every=1)
+    started = start(tmp_path / "run", flags, 2, tmp_path / "cache")
+    until_saved(tmp_path / "run" / "realm" / "checkpoints", 2)
+    for process in started:
+        process.kill()
+        process.wait()
+    assert len(saved_folders(tmp_path / "run" / "qa" / "checkpoints")) == 0
+    finish(start(tmp_path / "run", flags, 1, tmp_path / "cache"))
+    assert_nearly_same(alone, tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_sigterm_to_all_saves_and_loses_no_step(people, alone, tmp_path):
+    flags = tiny_flags(people, checkpoint__every=1)
+    started = start(tmp_path / "run", flags, 2, tmp_path / "cache")
+    until_saved(tmp_path / "run" / "realm" / "checkpoints", 1)
+    for process in started:
+        process.send_signal(signal.SIGTERM)
+    finish(started, code=75)
+    finish(start(tmp_path / "run", flags, 2, tmp_path / "cache"))
+    assert_nearly_same(alone, tmp_path / "run")
+
+
+def until_saved(folder, step):
+    began = time.monotonic()
+    while not any(int(entry.name) >= step for entry in saved_folders(folder)):
+        assert time.monotonic() - began < 200
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--processes=none"], "--processes=none: give a number, or 'auto'"),
+        (["--processes=2"], "--coordinator: name a machine and a free port"),
+        (["--processes=2", "--process=2"], "--process=2: must be at least 0 and below --processes=2"),
+    ],
+)
+def test_processes_that_cannot_be_are_refused(people, tmp_path, capsys, flags, message):
+    assert cli.main(["train", f"--workdir={tmp_path}", *tiny_flags(people), *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_single_process_needs_nobody():
+    assert processes.is_first() and processes.told(7) == 7
