@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import Mesh
-from tiny import Texts, document_rows, masked_batch, random_corpus, tiny_realm, tiny_setting
+from tiny import Texts, document_rows, loud_params, masked_batch, random_corpus, tiny_realm, tiny_setting
 
 from realm_jax.index.candidates import Index, retrieve
 from realm_jax.index.exact import padded_rows
@@ -35,16 +35,6 @@ def corpus_and_batches() -> tuple[Texts, list[dict[str, np.ndarray]]]:
     return corpus, [masked_batch(rng, corpus, BATCH) for _ in range(STEPS)]
 
 
-def start() -> Any:
-    """Parameters louder than fresh ones, so that passages differ and no two of them score nearly alike."""
-    rng = np.random.default_rng(0)
-
-    def draw(path: Any, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
-        return rng.normal(float(path[-1].key == "scale"), 0.3, leaf.shape).astype(leaf.dtype)
-
-    return jax.tree_util.tree_map_with_path(draw, jax.eval_shape(MODEL.init, jax.random.key(0)))
-
-
 def make_step(mesh: Mesh):
     """One optimiser step of the task 'realm', which also tells the gradients and the retrieved rows."""
     setting = tiny_setting(mesh, ROWS, MODEL)
@@ -64,7 +54,7 @@ def train(mesh: Mesh) -> Trace:
     """Ten steps from the same parameters over the same batches; the corpus is embedded again before the sixth."""
     corpus, batches = corpus_and_batches()
     shardings = parameter_shardings(mesh, jax.eval_shape(MODEL.init_boxed, jax.random.key(0)))
-    params = jax.device_put(start(), shardings)
+    params = jax.device_put(loud_params(MODEL, seed=0), shardings)
     by_row = logical_sharding(mesh, "rows")
     documents = jax.device_put(document_rows(corpus, rows=padded_rows(ROWS, mesh.size)), by_row)
     embed = jax.jit(MODEL.embed_documents, out_shardings=by_row)

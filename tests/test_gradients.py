@@ -7,6 +7,7 @@ import pytest
 from tiny import (
     document_rows,
     embed_corpus,
+    loud_params,
     masked_batch,
     one_device_mesh,
     query_rows,
@@ -45,12 +46,7 @@ def quick_compiler():
 
 @pytest.fixture(scope="module")
 def params():
-    rng = np.random.default_rng(1)
-
-    def draw(path, leaf):
-        return jnp.asarray(rng.normal(float(path[-1].key == "scale"), 0.3, leaf.shape), leaf.dtype)
-
-    return jax.tree_util.tree_map_with_path(draw, jax.eval_shape(MODEL.init, jax.random.key(0)))
+    return jax.tree.map(jnp.asarray, loud_params(MODEL, seed=1))
 
 
 def example_batch(name):

@@ -5,11 +5,11 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 
 import jax
 import numpy as np
 import pytest
+from side_by_side import until
 from tiny_run import tiny_config
 
 from realm_jax import cli, processes
@@ -123,10 +123,7 @@ def test_sigterm_to_all_saves_and_loses_no_step(people, alone, tmp_path):
 
 
 def until_saved(folder, step):
-    began = time.monotonic()
-    while not any(int(entry.name) >= step for entry in saved_folders(folder)):
-        assert time.monotonic() - began < 200
-        time.sleep(0.05)
+    until(lambda: any(int(entry.name) >= step for entry in saved_folders(folder)), 200.0)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """`realm quickstart` in small: from nothing to results and report, again, and after an interruption."""
 
 import sys
-import time
 from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 import jax
 import pytest
 from quick import quick_compiler
+from side_by_side import until
 
 from realm_jax import cli
 from realm_jax.corpus import encyclopedia
@@ -50,13 +50,6 @@ def quickstart(workdir: Path, *arguments: str, entities: int = 40) -> int:
     return cli.main(["quickstart", f"--workdir={workdir}", f"--entities={entities}", *overrides, *arguments])
 
 
-def wait_for(true, seconds=20.0):
-    began = time.monotonic()
-    while not true():
-        assert time.monotonic() - began < seconds
-        time.sleep(0.01)
-
-
 def fake_builder(path: Path, code: int) -> list[str]:
     """A command that notes each of its starts and ends with `code` but for the third, which stays."""
     lines = (
@@ -70,7 +63,7 @@ def test_a_builder_that_fails_is_started_again_and_ended_with_the_trainer(tmp_pa
     monkeypatch.setattr(job, "FIRST_PAUSE", 0.01)
     starts = tmp_path / "starts"
     with job.builder_beside(tmp_path, fake_builder(starts, code=9)):
-        wait_for(lambda: starts.is_file() and len(starts.read_text()) == 3)
+        until(lambda: starts.is_file() and len(starts.read_text()) == 3)
     assert caplog.text.count("the builder ended with 9; starting it again") == 2
     assert (tmp_path / "jobs" / "builder.log").is_file()
 
@@ -79,7 +72,7 @@ def test_a_builder_that_says_what_is_wrong_is_not_started_again(tmp_path, monkey
     monkeypatch.setattr(job, "FIRST_PAUSE", 0.01)
     starts = tmp_path / "starts"
     with job.builder_beside(tmp_path, fake_builder(starts, code=2)):
-        wait_for(lambda: "the builder cannot work" in caplog.text)
+        until(lambda: "the builder cannot work" in caplog.text)
     assert starts.read_text() == "x"
 
 

@@ -1,5 +1,7 @@
 """Tiny networks, corpora and batches that several tests share: two layers, width 16, fifty word pieces."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ from realm_jax.index.candidates import Index, Setting
 from realm_jax.index.exact import padded_rows
 from realm_jax.models.bert import BertConfig
 from realm_jax.models.inputs import Documents
-from realm_jax.models.realm import Realm
+from realm_jax.models.realm import Params, Realm
 from realm_jax.text import layouts
 
 Texts = list[tuple[list[int], list[int]]]  # titles and bodies, as word pieces
@@ -85,6 +87,16 @@ def embed_corpus(model: Realm, params: dict, corpus: Texts, devices: int) -> Ind
     """The corpus as a step takes it: vectors and document rows, padded for `devices`."""
     documents = document_rows(corpus, rows=padded_rows(len(corpus), devices))
     return Index(model.embed_documents(params, Documents(*map(jnp.asarray, documents))), documents)
+
+
+def loud_params(model: Realm, seed: int) -> Params:
+    """Parameters louder than fresh ones, so that passages, words and spans differ and no two score nearly alike."""
+    rng = np.random.default_rng(seed)
+
+    def draw(path: Any, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+        return rng.normal(float(path[-1].key == "scale"), 0.3, leaf.shape).astype(leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(draw, jax.eval_shape(model.init, jax.random.key(0)))
 
 
 def one_device_mesh() -> Mesh:
