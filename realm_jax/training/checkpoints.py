@@ -5,15 +5,18 @@ are from, seconds spent, and the environment. The input position needs no entry 
 have been seen. Saves are asynchronous, and a folder that was cut off in the middle is never taken for a checkpoint.
 
 The record also holds a checksum of every array, and reading compares it: Orbax notices what is missing, but loads most
-flipped bits without a word.
+flipped bits without a word. Once a save is complete, the digests of its files are written beside them (`FILES.json`),
+so that damage is known before anything is loaded, and by all processes alike.
 """
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
 import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -28,13 +31,15 @@ from orbax.checkpoint import v1 as ocp
 
 import realm_jax
 from realm_jax.errors import UserError
-from realm_jax.processes import is_first
-from realm_jax.storage import StorageError, digest
+from realm_jax.processes import is_first, told
+from realm_jax.storage import StorageError, digest, read_json, write_json_atomic
 from realm_jax.training.checksums import checksums, differing
 
 logger = logging.getLogger(__name__)
 
 DAMAGED = ".damaged"  # what is set aside is called
+FILES = "FILES.json"  # in a checkpoint's folder: the digest of every other file there
+NONE, ALL_DAMAGED = -1, -2  # in place of a step
 _T = TypeVar("_T")
 
 
@@ -55,6 +60,8 @@ class Checkpoints:
             preservation_policy=policies.AnyPreservationPolicy(kept),
             cleanup_tmp_directories=True,
         )
+        self._sealing = ThreadPoolExecutor(1)
+        self._sealed: Future[None] | None = None
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -67,6 +74,8 @@ class Checkpoints:
             if kind is None:
                 raise
             logger.error("%s", fault)  # and what came first goes on its way
+        finally:
+            self._sealing.shutdown()
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -108,15 +117,42 @@ class Checkpoints:
         record = record | {"environment": environment(), "checksums": checksums(items)}
         record["digest"] = _digest(record)
         with self._writing():
-            self._checkpointer.save_checkpointables_async(step, items, custom_metadata=record, force=True)
+            saving = self._checkpointer.save_checkpointables_async(step, items, custom_metadata=record, force=True)
+            if is_first():
+                self._sealed = self._sealing.submit(_seal, saving, self._folder / str(step))
             if wait:
                 self._checkpointer.wait()
+                if self._sealed is not None:
+                    self._sealed.result()
+
+
+def _seal(saving: Any, folder: Path) -> None:
+    """Wait until a save is complete, then write the digests of its files. What fails leaves it without them."""
+    try:
+        saving.result()
+        files = {
+            file.relative_to(folder).as_posix(): _file_digest(file) for file in folder.rglob("*") if file.is_file()
+        }
+        write_json_atomic(folder / FILES, {"files": files, "digest": _digest(files)})
+    except Exception as fault:  # the save's own is raised where its end is waited for; or it was removed again
+        logger.debug("%s has no %s: %s", folder, FILES, fault)
+
+
+def _file_digest(file: Path) -> str:
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _digest(record: dict[str, Any]) -> str:
     """A checksum of a record but for the entry that holds it."""
     rest = {key: value for key, value in record.items() if key != "digest"}
     return digest(json.dumps(rest, sort_keys=True).encode())
+
+
+def _set_aside(entry: Path, fault: UserError) -> None:
+    logger.error("%s; going on from the one before", fault)
+    if is_first():
+        entry.rename(entry.with_name(f"{entry.name}{DAMAGED}"))
 
 
 def saved_folders(folder: Path) -> list[Path]:
@@ -158,20 +194,34 @@ class Saved:
         """What `load` makes of the newest checkpoint that it can read; None where there is no checkpoint.
 
         A damaged one is told and set aside under another name, so that training can save its step again; nobody else
-        may be writing in the folder. Raises UserError when there are checkpoints and all are damaged.
+        may be writing in the folder. The first process compares the files and tells the others which one it is; what
+        `load` compares are sums over all processes. Raises UserError when there are checkpoints and all are damaged.
         """
-        damaged = None
-        for entry in saved_folders(folder):
+        damaged = False
+        while True:
+            step = told(cls._choose(folder) if is_first() else NONE)
+            if step == ALL_DAMAGED or step == NONE and damaged:
+                raise UserError(f"{folder}: every checkpoint is damaged; start in another --workdir")
+            if step == NONE:
+                return None
+            entry = folder.absolute() / str(step)
             try:
                 return load(cls(entry))
             except UserError as fault:
-                logger.error("%s; going on from the one before", fault)
-                damaged = fault
-                if is_first():
-                    entry.rename(entry.with_name(f"{entry.name}{DAMAGED}"))
-        if damaged is not None:
-            raise UserError(f"{folder}: every checkpoint is damaged; start in another --workdir")
-        return None
+                damaged = True
+                _set_aside(entry, fault)
+
+    @classmethod
+    def _choose(cls, folder: Path) -> int:
+        """The step of the newest checkpoint whose files are as they were written; others are set aside."""
+        entries = saved_folders(folder)
+        for entry in entries:
+            try:
+                cls(entry).verify_files()
+                return int(entry.name)
+            except UserError as fault:
+                _set_aside(entry, fault)
+        return ALL_DAMAGED if entries else NONE
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -224,8 +274,24 @@ class Saved:
             raise ValueError(f"{wrong[0]} and {len(wrong) - 1} other arrays are not as they were saved")
         return items
 
+    def verify_files(self) -> None:
+        """Compare every file with its digest. Raises UserError when one is damaged.
+
+        A save whose process died before it wrote digests has none; its arrays have their checksums.
+        """
+        with self._reading():
+            if not (self._path / FILES).is_file():
+                return
+            sealed = read_json(self._path / FILES)
+            if sealed["digest"] != _digest(sealed["files"]):
+                raise ValueError(f"{FILES} is not as it was written")
+            for name, wanted in sealed["files"].items():
+                if _file_digest(self._path / name) != wanted:
+                    raise ValueError(f"{name} is not as it was written")
+
     def verify(self) -> None:
         """Read everything, on the host. Raises UserError when it is damaged."""
+        self.verify_files()
         with self._reading():
             known = self._metadata.metadata
             for name in known:
