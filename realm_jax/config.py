@@ -49,6 +49,7 @@ Operations (may change on resume):
   init_from                run folder whose final parameters a fresh run starts from; '' for none
   model.remat              what the backward pass computes again, to save memory: 'none', 'dots' (all but products
                            with parameters), 'layer' (all but what each layer was given)
+  model.scan               layers as one compiled loop: minutes less to compile twelve of them; other dropout draws
   <task>.microbatches      parts of a batch whose gradients are added up one after another, to save memory
   mesh.data, mesh.fsdp, mesh.model   devices along each axis; one may be -1
   retrieval.block          vectors scored at a time on a device
@@ -71,6 +72,9 @@ Operations (may change on resume):
   checkpoint.keep          newest saves that stay
   checkpoint.keep_every    saves of every so many steps stay, too; 0: none
   log.every                steps between two lines of metrics
+  log.hang_seconds         seconds without the end of a step, a refresh or a measurement after which the process ends
+                           with exit code 70 (waiting for a generation does not count); 0: never
+  log.profile_step         first of five steps that are traced, into TASK/profile; 0: none. SIGUSR1 traces the next five
   evaluation.batch_size    questions read at a time
 """
 
@@ -89,6 +93,7 @@ OPERATIONS = (
     "init_from",
     "mesh",
     "model.remat",
+    "model.scan",
     "retrieval.block",
     "retrieval.embed_batch",
     "index",
@@ -144,6 +149,7 @@ def default() -> ConfigDict:
                 "dropout": 0.1,
                 "dtype": "float32",
                 "remat": "none",
+                "scan": False,
                 "projection": 128,
                 "norm_epsilon": 1e-12,
                 "norm_scale": 1.0,
@@ -191,7 +197,7 @@ def default() -> ConfigDict:
             "optimizer": {"weight_decay": 0.01, "clip": 1.0},
             "mesh": {"data": -1, "fsdp": 1, "model": 1},
             "checkpoint": {"every": 1000, "keep": 3, "keep_every": 0},
-            "log": {"every": 10},
+            "log": {"every": 10, "hang_seconds": 3600.0, "profile_step": 0},
             "evaluation": {"questions": 2000, "batch_size": 64, "passages": 20},
         }
     )
@@ -298,7 +304,7 @@ def _check_sizes(config: ConfigDict) -> None:
     not_negative = (
         "seed data.predictions objective.ict_null_weight objective.retriever_start optimizer.weight_decay "
         "evaluation.questions checkpoint.keep_every refresh.max_age retrieval.ahead index.leaves index.leaves_searched "
-        "index.tree_from"
+        "index.tree_from log.hang_seconds log.profile_step"
     )
     for key in not_negative.split():
         _require(_get(config, key) >= 0, key, "must not be negative")

@@ -44,7 +44,7 @@ def paper(task: str) -> ConfigDict:
     """One task at the paper's sizes, in the arithmetic of accelerators."""
     config = default()
     config.tasks = task
-    config.model.update(dtype="bfloat16", remat="dots")
+    config.model.update(dtype="bfloat16", remat="dots", scan=True)
     config.retrieval.dtype = "bfloat16"
     return config
 

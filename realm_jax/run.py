@@ -83,7 +83,7 @@ class Run:
         tower = {name: params[name] for name in self.model.embedder_names}
 
         def embed_batch(batch: CorpusRows) -> jax.Array:
-            return _embed(self.model, self.mesh, tower, Documents(*put_batch(self.mesh, batch)))
+            return embed_program(self.model, self.mesh, tower, Documents(*put_batch(self.mesh, batch)))
 
         size = self.config.retrieval.embed_batch * self.mesh.size
         return embed_corpus(embed_batch, self.corpus if rows is None else rows, size, progress)
@@ -112,7 +112,8 @@ class Run:
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _embed(model: Realm, mesh: Mesh, params: Params, documents: Documents) -> jax.Array:
+def embed_program(model: Realm, mesh: Mesh, params: Params, documents: Documents) -> jax.Array:
+    """A batch of passages, spread over the mesh, to their vectors: [batch, projection] float32."""
     if mesh.devices.flat[0].platform != "cpu":
         return model.embed_documents(params, documents)
     model = dataclasses.replace(model, bert=dataclasses.replace(model.bert, sequential=True))
@@ -187,6 +188,7 @@ def make_model(config: ConfigDict, vocabulary_size: int) -> Realm:
         dropout=model.dropout,
         dtype=jnp.dtype(model.dtype),
         remat=model.remat,
+        scan=model.scan,
     )
     return Realm(
         bert,

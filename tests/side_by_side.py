@@ -20,9 +20,12 @@ from realm_jax.models.realm import Params
 from realm_jax.run import Run, make_run
 from realm_jax.training import loop
 from realm_jax.training.exporter import Exporter
-from realm_jax.training.loop import Stop, check_workdir, train_task
+from realm_jax.training.journal import TIMES
+from realm_jax.training.loop import train_task
 from realm_jax.training.metrics import read_lines
+from realm_jax.training.preemption import Preempted, Stop
 from realm_jax.training.refresh import shared_folder
+from realm_jax.training.workdir import check_workdir
 
 STEPS, EVERY, AFTER = 8, 2, 1
 
@@ -34,13 +37,13 @@ class Trained(NamedTuple):
     final: Params
 
 
-def open_tiny(data, workdir, steps=STEPS, retrieval=None, **refresh):
+def open_tiny(data, workdir, steps=STEPS, retrieval=None, task="realm", **refresh):
     config = tiny_config(data)
     config.retrieval.update(retrieval or {})
-    config.tasks = "realm"
-    for task in ("ict", "realm", "qa"):
-        config[task].batch_size = 8
-    config.realm.update({"steps": steps, "warmup": 2, "learning_rate": 1e-3})
+    config.tasks = task
+    for name in ("mlm", "ict", "realm", "qa"):
+        config[name].batch_size = 8
+    config[task].update({"steps": steps, "warmup": 2, "learning_rate": 1e-3})
     config.update({"checkpoint": {"every": 3, "keep": 2}, "log": {"every": 1}})
     config.refresh.update(
         {"mode": "async", "every": EVERY, "adopt_after": AFTER, "poll_seconds": 0.01, "chunk_rows": 6, "keep": 1}
@@ -53,7 +56,7 @@ def open_tiny(data, workdir, steps=STEPS, retrieval=None, **refresh):
 
 
 def train(run):
-    return jax.tree.map(np.asarray, train_task(run, "realm", run.initial_params()))
+    return jax.tree.map(np.asarray, train_task(run, run.config.tasks, run.initial_params()))
 
 
 def make_job(run, process=0, processes=1):
@@ -69,7 +72,7 @@ def builder(run, process=0, processes=1):
     def work():
         try:
             make_job(run, process, processes).work(stop, None, False)
-        except (loop.Preempted, Stopped):
+        except (Preempted, Stopped):
             pass
         except Exception as fault:
             faults.append(fault)
@@ -91,9 +94,8 @@ def adoptions(run):
 
 
 def metrics(run):
-    times = ("seconds", "steps_per_second", "wait_data")
-    lines = read_lines(run.workdir / "realm" / "metrics.jsonl")
-    return [{key: value for key, value in line.items() if key not in times} for line in lines]
+    lines = read_lines(run.workdir / run.config.tasks / "metrics.jsonl")
+    return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
 
 
 class Cut(Exception):

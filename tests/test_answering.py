@@ -12,7 +12,7 @@ from realm_jax.evaluation.predict import Candidate, Prediction
 from realm_jax.jobs.answering import open_run_to_ask, restore
 from realm_jax.run import Run
 from realm_jax.training.checkpoints import Gone, Saved
-from realm_jax.training.loop import restore_params, saved_index
+from realm_jax.training.restore import restore_params, saved_index
 
 QUESTION = question(3)["question"]
 

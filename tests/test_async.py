@@ -45,8 +45,9 @@ from realm_jax.storage import PosixFolder
 from realm_jax.training.adoption import Adoption
 from realm_jax.training.exporter import export_record, sample_vectors, to_arrays
 from realm_jax.training.follower import Follower
-from realm_jax.training.loop import Stop, restore_params
 from realm_jax.training.metrics import read_lines
+from realm_jax.training.preemption import Stop
+from realm_jax.training.restore import restore_params
 from realm_jax.training.state import Control, agreed
 
 pytestmark = pytest.mark.usefixtures("quick_steps")

@@ -55,11 +55,11 @@ from realm_jax.jobs import build_index
 from realm_jax.jobs.build_index import Job, for_embedding
 from realm_jax.run import make_run
 from realm_jax.storage import PosixFolder, StorageError
-from realm_jax.training import follower, loop, refresh
+from realm_jax.training import follower, refresh
 from realm_jax.training.adoption import Adoption
 from realm_jax.training.checkpoints import Saved
 from realm_jax.training.follower import Follower
-from realm_jax.training.loop import Stop
+from realm_jax.training.preemption import Preempted, Stop
 from realm_jax.training.reporter import Reporter
 
 pytestmark = pytest.mark.usefixtures("quick_steps")
@@ -109,7 +109,7 @@ def mortal_builder(run, processes):
     stop, ended = Stop(), threading.Event()
 
     def live_twice():
-        with suppress(Cut, loop.Preempted):
+        with suppress(Cut, Preempted):
             make_job(run).work(stop, None, False)
         with ExitStack() as others:
             for process in range(processes):

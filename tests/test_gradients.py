@@ -118,6 +118,29 @@ def test_what_is_computed_again_gives_the_same_gradient(params, remat, dropout):
     assert kept[1] < 0.9 * kept[0]
 
 
+def test_layers_in_a_loop_give_the_same_gradient(params):
+    """And other dropout in every layer and step."""
+    batch = jax.tree.map(jnp.asarray, example_batch("mlm"))
+    found = []
+    for scan, remat in ((False, "none"), (True, "none"), (True, "dots")):
+        model = tiny_realm(layers=3, scan=scan, remat=remat)
+        many = jax.jit(model.init)(jax.random.key(1))
+        task = make_task("mlm", tiny_setting(one_device_mesh(), ROWS, model))
+        found.append(jax.jit(lambda many, task=task: gradients(task, many, {}, batch, None, None, 1))(many))
+    for one in found[1:]:
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found[0], one)
+
+
+def test_layers_in_a_loop_drop_out_each_for_itself(params):
+    batch = jax.tree.map(jnp.asarray, example_batch("mlm"))
+    model = tiny_realm(layers=3, scan=True, dropout=0.3)
+    many = jax.jit(model.init)(jax.random.key(1))
+    task = make_task("mlm", tiny_setting(one_device_mesh(), ROWS, model))
+    loss = jax.jit(lambda key: task.value(many, batch, None, key)[0])
+    values = [float(loss(jax.random.key(n))) for n in (1, 1, 2)]
+    assert values[0] == values[1] != values[2]
+
+
 def test_every_device_keeps_its_own_examples():
     parts = split({"query": np.arange(8)}, 2)["query"]
     assert parts.tolist() == [[0, 2, 4, 6], [1, 3, 5, 7]]

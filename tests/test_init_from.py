@@ -14,7 +14,8 @@ from realm_jax.errors import UserError
 from realm_jax.jobs.opening import check_source
 from realm_jax.jobs.recipe import starting_params, train
 from realm_jax.run import make_run
-from realm_jax.training.loop import check_workdir, restore_params
+from realm_jax.training.restore import restore_params
+from realm_jax.training.workdir import check_workdir
 
 
 @pytest.fixture(scope="module")

@@ -31,12 +31,15 @@ from realm_jax.run import Run, make_run
 from realm_jax.storage import only_one, read_json, write_json_atomic
 from realm_jax.training import loop
 from realm_jax.training.checkpoints import Saved, saved_folders
-from realm_jax.training.loop import Preempted, check_workdir, restore_params, train_task
+from realm_jax.training.journal import TIMES
+from realm_jax.training.loop import train_task
 from realm_jax.training.metrics import MetricsWriter, read_lines
+from realm_jax.training.preemption import Preempted
+from realm_jax.training.restore import restore_params
 from realm_jax.training.tasks import make_task
+from realm_jax.training.workdir import check_workdir
 
 STEPS = 6
-TIMES = ("seconds", "steps_per_second", "wait_data")
 
 
 class Cut(Exception):
@@ -227,7 +230,8 @@ def test_what_is_not_finite_is_told_with_its_step_and_never_saved(data, tmp_path
     """Metrics are logged every tenth step, but a save looks at those of its own step."""
     replace_step(monkeypatch, lambda state, *_: {key: np.nan if int(state.step) == 3 else 1.0})
     run = open_tiny(data, tmp_path, log__every=10)
-    message = f"step 4 of realm: the {key.replace('_', ' ')} is not finite; lower config.realm.learning_rate"
+    what = key.replace("_", " ")
+    message = f"step 4 of realm: the {what} is not finite; the last good checkpoint is realm/2; lower config.realm.l"
     with pytest.raises(UserError, match=message):
         train(run)
     newest = Saved.newest(tmp_path / "realm" / "checkpoints")

@@ -17,10 +17,9 @@ from realm_jax.config import flatten
 from realm_jax.jobs.opening import reopen_run
 from realm_jax.storage import read_json
 from realm_jax.training.checkpoints import saved_folders
-from realm_jax.training.loop import restore_params
+from realm_jax.training.journal import TIMES
 from realm_jax.training.metrics import read_lines
-
-TIMES = ("seconds", "steps_per_second", "wait_data")
+from realm_jax.training.restore import restore_params
 
 
 def tiny_flags(data, **changes):

@@ -11,7 +11,7 @@ from realm_jax.data.sources import open_sources
 from realm_jax.jobs.prepare import prepare
 from realm_jax.jobs.recipe import train
 from realm_jax.run import Run, make_run
-from realm_jax.training.loop import check_workdir
+from realm_jax.training.workdir import check_workdir
 
 FIRST_NAMES, LAST_NAMES = ("Ada", "Boris", "Clara", "Dmitri"), ("Almgren", "Brandt", "Corvin", "Dahl")
 PEOPLE = [f"{first} {last}" for first in FIRST_NAMES for last in LAST_NAMES]
@@ -27,11 +27,14 @@ def question(number: int, **fields) -> dict:
     return {"question": f"When was {PEOPLE[number]} born?", "answers": [str(1800 + number)]} | fields
 
 
-def prepare_people(folder: Path, people: list[str] = PEOPLE) -> Path:
-    """A prepared folder with a passage for each person, and questions about eight of them in both splits."""
+def prepare_people(folder: Path, people: list[str] = PEOPLE, house: str = "in {:.3}ville") -> Path:
+    """A prepared folder with a passage for each person, and questions about eight of them in both splits.
+
+    house: where a person's house stands; with the whole name there is something that the warm-up can mask.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     passages = [
-        {"id": f"p{n}", "title": name, "text": f"{name} was born in {1800 + n}. The house in {name[:3]}ville stands."}
+        {"id": f"p{n}", "title": name, "text": f"{name} was born in {1800 + n}. The house {house.format(name)} stands."}
         for n, name in enumerate(people)
     ]
     asked = [question(n, gold_passage_id=f"p{n}", split=split) for n in range(8) for split in ("train", "dev")]

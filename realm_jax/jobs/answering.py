@@ -32,8 +32,9 @@ from realm_jax.run import Run
 from realm_jax.storage import read_json
 from realm_jax.training.checkpoints import Gone, Saved
 from realm_jax.training.exporter import to_arrays
-from realm_jax.training.loop import check_data, saved_index, saved_params
 from realm_jax.training.refresh import shared_folder
+from realm_jax.training.restore import saved_index, saved_params
+from realm_jax.training.workdir import check_data
 
 logger = logging.getLogger(__name__)
 

@@ -41,7 +41,7 @@ from realm_jax.jobs.opening import recorded_config, recorded_corpus, set_up_jax
 from realm_jax.run import Run, make_run
 from realm_jax.storage import Folder, StorageError, make_folder
 from realm_jax.training.exporter import index_settings, to_params, tower_settings
-from realm_jax.training.loop import PREEMPTED, Preempted, Stop
+from realm_jax.training.preemption import PREEMPTED, Preempted, Stop
 from realm_jax.training.refresh import shared_folder
 
 logger = logging.getLogger(__name__)

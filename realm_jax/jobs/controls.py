@@ -20,7 +20,8 @@ from realm_jax.mesh import to_host
 from realm_jax.models.inputs import Documents, join
 from realm_jax.models.realm import Params, flatten_joint
 from realm_jax.run import Run, put_batch
-from realm_jax.training.loop import restore_params, train_task
+from realm_jax.training.loop import train_task
+from realm_jax.training.restore import restore_params
 
 
 def run_controls(run: Run, evaluator: Evaluator) -> None:

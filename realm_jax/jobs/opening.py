@@ -17,7 +17,8 @@ from realm_jax.models.realm import Params
 from realm_jax.run import Run, make_model, make_run
 from realm_jax.storage import Folder, make_folder, open_folder, read_json
 from realm_jax.training.checkpoints import Saved
-from realm_jax.training.loop import check_workdir, restore_params
+from realm_jax.training.restore import restore_params
+from realm_jax.training.workdir import check_workdir
 
 logger = logging.getLogger(__name__)
 

@@ -6,6 +6,8 @@ compiler (`pip install 'realm_jax[tpu]'`). Memory and collectives are the compil
 """
 
 import argparse
+import dataclasses
+import hashlib
 import json
 import os
 import re
@@ -15,20 +17,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from ml_collections import ConfigDict
 from rich.console import Console
 from rich.table import Table
 
-from realm_jax.config import default, task_names, validate
+from realm_jax.config import default, flatten, task_names, validate
 from realm_jax.data.examples import array_shapes
 from realm_jax.errors import UserError
 from realm_jax.index.candidates import Index
 from realm_jax.index.exact import padded_rows
 from realm_jax.jobs.flags import add_config_argument, load_config
-from realm_jax.mesh import logical_sharding
+from realm_jax.mesh import logical_sharding, make_mesh, replicated
 from realm_jax.models.inputs import Documents
-from realm_jax.run import Run, bare_run
-from realm_jax.training.flops import embedding_flops, peak, step_flops
-from realm_jax.training.loop import abstract_state
+from realm_jax.run import Run, bare_run, embed_program
+from realm_jax.training.flops import embedding_flops, memory, peak, step_flops
+from realm_jax.training.restore import abstract_state
 from realm_jax.training.state import Control, control_sharding, make_step
 from realm_jax.training.tasks import make_task
 
@@ -36,6 +39,7 @@ ROWS = 13_353_718  # passages of the paper's Wikipedia
 VOCABULARY = 30_522  # word pieces of BERT's uncased vocabulary
 # The compiler asks for the machine's neighbours, of which there are none here.
 ALONE = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-8"}
+DECIDING = ("data", "model", "objective", "retrieval", "optimizer", "mesh")  # sections that decide a task's program
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 EXAMPLES = """examples:
   realm plan --config=configs/realm_wiki.py --topology=v5p:4x4x4
@@ -72,12 +76,13 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--mfu={args.mfu}: must lie above 0 and be at most 1")
     chips, helpers = devices_of(args.topology, args.num_slices), devices_of(args.builder_topology, 1)
     trainer = bare_run(config, Path("."), args.passages, args.vocabulary, chips)
-    found = plan(trainer, task, args.vocabulary, args.mfu, helpers, args.price_per_chip_hour)
+    builder = dataclasses.replace(trainer, mesh=make_mesh(-1, 1, 1, helpers)) if task == "realm" else None
+    found = plan(trainer, builder, task, args.vocabulary, args.mfu, args.price_per_chip_hour)
     if args.json:
         print(json.dumps(found, indent=1))
     else:
         show(found, args, task)
-    return 0 if found["fits"] else 1
+    return 0 if found["fits"] and found.get("builder", found)["fits"] else 1
 
 
 def devices_of(topology: str, slices: int) -> list[jax.Device]:
@@ -97,13 +102,23 @@ def devices_of(topology: str, slices: int) -> list[jax.Device]:
         ) from None
 
 
+def program_digest(config: ConfigDict, task: str) -> str:
+    """Of the keys that decide a task's program, without where its data lie."""
+    keys = {key: value for key, value in flatten(config.to_dict()).items() if key.split(".")[0] in (*DECIDING, task)}
+    keys.pop("data.path")
+    return hashlib.sha256(json.dumps(keys, sort_keys=True).encode()).hexdigest()[:16]
+
+
 def plan(
-    trainer: Run, task: str, vocabulary: int, mfu: float, helpers: list[jax.Device], price: float | None
+    trainer: Run, builder: Run | None, task: str, vocabulary: int, mfu: float, price: float | None
 ) -> dict[str, Any]:
-    """Everything that is known of a task: memory, collectives, FLOPs, and what follows by arithmetic."""
+    """Everything that is known of a task: memory, collectives, FLOPs, and what follows by arithmetic.
+
+    builder: the index builder's run on its own devices, for the task that has one.
+    """
     config, chips = trainer.config, trainer.mesh.size
-    found: dict[str, Any] = {"task": task, "device": trainer.mesh.devices.flat[0].device_kind, "devices": chips}
-    found |= memory_of(trainer, task)
+    found: dict[str, Any] = {"task": task, "device": device_kind(trainer), "devices": chips}
+    found |= step_needs(trainer, task)
     operations = step_flops(config, task, vocabulary, trainer.lengths.predictions, trainer.setting.rows)
     found["flops"] = sum(operations.values())
     found["flops_by_part"] = operations
@@ -113,23 +128,55 @@ def plan(
         found["hours"] = found["step_seconds"] * config[task].steps / 3600
         if price is not None:
             found["cost"] = found["hours"] * chips * price
-    if task == "realm" and (rate := (peak(helpers[0].device_kind) or 0.0) * mfu):
-        work = embedding_flops(config, config.data.document_length) * trainer.setting.rows
-        found["refresh_seconds"] = work / (len(helpers) * rate)
-        found["builder_devices"] = len(helpers)
-        if speed:
+    if builder is not None:
+        found |= plan_of_builder(builder, mfu)
+        if speed and "refresh_seconds" in found:
             found["steps_per_refresh"] = found["refresh_seconds"] / found["step_seconds"]
             if price is not None:
-                found["cost"] += found["hours"] * len(helpers) * price
+                found["cost"] += found["hours"] * builder.mesh.size * price
     return found
 
 
-def memory_of(trainer: Run, task: str) -> dict[str, Any]:
+def plan_of_builder(builder: Run, mfu: float) -> dict[str, Any]:
+    """The index builder's program: memory, and the time to embed every passage."""
+    length, size = builder.config.data.document_length, builder.config.retrieval.embed_batch * builder.mesh.size
+    shapes = ((size, length), (size,), (size,))
+    documents: Any = Documents(*(spread(builder, shape, jnp.uint16, "batch") for shape in shapes))  # type: ignore[arg-type]
+    whole = replicated(builder.mesh)
+    params = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole),
+        jax.eval_shape(builder.model.init, jax.random.key(0)),
+    )
+    tower = {name: params[name] for name in builder.model.embedder_names}
+    sizes = compiled_needs(embed_program.lower(builder.model, builder.mesh, tower, documents), device_kind(builder))
+    found: dict[str, Any] = {
+        "builder": sizes,
+        "builder_device": device_kind(builder),
+        "builder_devices": builder.mesh.size,
+    }
+    if rate := (peak(device_kind(builder)) or 0.0) * mfu:
+        work = embedding_flops(builder.config, length) * builder.setting.rows
+        found["refresh_seconds"] = work / (builder.mesh.size * rate)
+    return found
+
+
+def device_kind(run: Run) -> str:
+    """What the devices of a run are called."""
+    return str(run.mesh.devices.flat[0].device_kind)
+
+
+def step_needs(trainer: Run, task: str) -> dict[str, Any]:
     """Peak bytes a device and collectives of a task's step, as the compiler has them; or that it does not fit."""
     state, batch, index, control = abstract_arguments(trainer, task)
     step = make_step(trainer, make_task(task, trainer.setting))
+    second = sum(shard_bytes(leaf) for leaf in jax.tree.leaves(index.vectors)) if index is not None else 0
+    return compiled_needs(step.lower(state, batch, index, control), device_kind(trainer), second)  # type: ignore[attr-defined]
+
+
+def compiled_needs(lowered: jax.stages.Lowered, kind: str, second: int = 0) -> dict[str, Any]:
+    """What a program needs of each device. second: bytes beside it, of the generation that is being loaded."""
     try:
-        compiled = step.lower(state, batch, index, control).compile()  # type: ignore[attr-defined]
+        compiled: Any = lowered.compile()
     except jax.errors.JaxRuntimeError as fault:
         if "RESOURCE_EXHAUSTED" not in str(fault):
             raise
@@ -143,8 +190,10 @@ def memory_of(trainer: Run, task: str) -> dict[str, Any]:
         - sizes.alias_size_in_bytes
         + sizes.generated_code_size_in_bytes
     )
-    second = sum(shard_bytes(leaf) for leaf in jax.tree.leaves(index.vectors)) if index is not None else 0
     words = re.findall(rf"= \S+ ({'|'.join(COLLECTIVES)})(?:-start)?\(", compiled.as_text())
+    capacity = memory(kind)
+    if capacity and peak_bytes + second > capacity:
+        return {"fits": False, "needs": _gib(peak_bytes + second), "has": _gib(capacity)}
     return {
         "fits": True,
         "bytes": {
@@ -157,6 +206,10 @@ def memory_of(trainer: Run, task: str) -> dict[str, Any]:
     }
 
 
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f}G"
+
+
 def shard_bytes(leaf: jax.ShapeDtypeStruct) -> int:
     """Bytes of an array on each device."""
     assert leaf.sharding is not None
@@ -167,28 +220,29 @@ def shard_bytes(leaf: jax.ShapeDtypeStruct) -> int:
 def abstract_arguments(trainer: Run, task: str) -> tuple[Any, Any, Any, Any]:
     """Shapes, dtypes and places of what a step takes: state, batch, index, control words."""
     mesh, config = trainer.mesh, trainer.config
-
-    def spread(shape: tuple[int, ...], dtype: Any, axis: str) -> jax.ShapeDtypeStruct:
-        places = logical_sharding(mesh, axis, *[None] * (len(shape) - 1))
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=places)
-
     like = jax.eval_shape(trainer.model.init, jax.random.key(0))
     state = abstract_state(trainer, make_task(task, trainer.setting), like)
     size = config[task].batch_size
     shapes = array_shapes(task, trainer.lengths)
-    batch = {name: spread((size, *shape), dtype, "batch") for name, (shape, dtype) in shapes.items()}
+    batch = {name: spread(trainer, (size, *shape), dtype, "batch") for name, (shape, dtype) in shapes.items()}
     index = None
     if task in ("realm", "qa"):
         rows, length = padded_rows(trainer.setting.rows, mesh.size), config.data.document_length
         sizes = ((rows, length), (rows,), (rows,))
-        documents: Any = Documents(*(spread(shape, jnp.uint16, "rows") for shape in sizes))  # type: ignore[arg-type]
-        vectors: Any = spread((rows, trainer.model.projection), jnp.dtype(config.retrieval.dtype), "rows")
+        documents: Any = Documents(*(spread(trainer, shape, jnp.uint16, "rows") for shape in sizes))  # type: ignore[arg-type]
+        vectors: Any = spread(trainer, (rows, trainer.model.projection), jnp.dtype(config.retrieval.dtype), "rows")
         if task == "realm" and trainer.searches is not None:
-            batch["found"] = spread((size, config.retrieval.candidates), jnp.int32, "batch")
+            batch["found"] = spread(trainer, (size, config.retrieval.candidates), jnp.int32, "batch")
             vectors = None
         index = Index(vectors, documents)
     words = jax.ShapeDtypeStruct((mesh.size, len(Control())), jnp.int32, sharding=control_sharding(mesh))
     return state, batch, index, words
+
+
+def spread(run: Run, shape: tuple[int, ...], dtype: Any, axis: str) -> jax.ShapeDtypeStruct:
+    """An array whose first dimension is spread over the devices like others of that name."""
+    places = logical_sharding(run.mesh, axis, *[None] * (len(shape) - 1))
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=places)
 
 
 def show(found: dict[str, Any], args: argparse.Namespace, task: str) -> None:
@@ -208,6 +262,10 @@ def show(found: dict[str, Any], args: argparse.Namespace, task: str) -> None:
     if "step_seconds" in found:
         table.add_row(f"a step at {args.mfu:.0%} MFU", f"{found['step_seconds'] * 1e3:,.0f} ms")
         table.add_row("all steps", f"{found['hours']:,.1f} hours")
+    if "builder" in found and not found["builder"]["fits"]:
+        table.add_row("the builder's memory a device", "does NOT fit: lower config.retrieval.embed_batch")
+    elif "builder" in found:
+        table.add_row("the builder's memory a device", f"{found['builder']['bytes']['peak'] / 2**30:.2f} GiB")
     if "refresh_seconds" in found:
         table.add_row(
             f"embedding {args.passages:,} passages on {found['builder_devices']} devices",

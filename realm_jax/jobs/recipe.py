@@ -25,7 +25,8 @@ from realm_jax.models.realm import Params
 from realm_jax.processes import is_first
 from realm_jax.run import Run
 from realm_jax.storage import only_one
-from realm_jax.training.loop import PREEMPTED, Measure, Preempted, train_task
+from realm_jax.training.loop import Measure, train_task
+from realm_jax.training.preemption import PREEMPTED, Preempted
 
 logger = logging.getLogger(__name__)
 

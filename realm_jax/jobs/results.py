@@ -31,8 +31,8 @@ from realm_jax.models.realm import Params
 from realm_jax.processes import is_first, told
 from realm_jax.run import Run, put_batch
 from realm_jax.storage import read_json, write_json_atomic
-from realm_jax.training.loop import restore_params
 from realm_jax.training.metrics import read_lines
+from realm_jax.training.restore import restore_params
 
 RECALL = re.compile(r"(answer_)?recall@\d+")
 BY_WORDS = "recall@5_by_replaced_words"

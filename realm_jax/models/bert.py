@@ -38,7 +38,8 @@ class BertConfig:
     embeddings, attention and both residual branches. dtype: of the matrix products ('float32' or 'bfloat16');
     parameters, LayerNorm and softmax are float32 always. sequential: attend in one long sequence after another, so that
     its scores stay in a CPU's cache; for embedding, not for training. remat: 'none' keeps all that the backward pass
-    needs, 'dots' of a layer the results of products with parameters, 'layer' nothing of it.
+    needs, 'dots' of a layer the results of products with parameters, 'layer' nothing of it. scan: layers but for the
+    last are one compiled loop over their stacked parameters; the tree of parameters stays as it is.
     """
 
     vocabulary_size: int
@@ -51,6 +52,7 @@ class BertConfig:
     dtype: Any = jnp.float32
     sequential: bool = False
     remat: str = "none"
+    scan: bool = False
 
 
 REMAT = {  # what is kept of a layer for the backward pass, beside what it was given; the rest is computed again
@@ -194,10 +196,34 @@ class Bert(nn.Module):
         c = self.config
         x = self.words(ids) + self.segments(segments) + self.positions(jnp.arange(ids.shape[1]))[None]
         x = self.dropout(self.norm(x), deterministic=deterministic).astype(c.dtype)
-        for block in self.blocks[:-1]:
-            x = block(x, x, mask, deterministic)
+        if c.scan and len(self.blocks) > 2 and not self.is_initializing():
+            x = self._scan(x, mask, deterministic)
+        else:
+            for block in self.blocks[:-1]:
+                x = block(x, x, mask, deterministic)
         queries = x if positions is None else jnp.take_along_axis(x, positions[:, :, None], axis=1)
         return self.blocks[-1](queries, x, mask, deterministic)
+
+    def _scan(self, x: Array, mask: Array, deterministic: bool) -> Array:
+        """All layers but the last, as a loop: compiled once, whatever their number.
+
+        Matrices are stacked in the compute dtype, which is what a layer would make of them anyway.
+        """
+        c = self.config
+
+        def stack(*arrays: Array) -> Array:
+            return jnp.stack([array.astype(c.dtype) if array.ndim > 1 else array for array in arrays])
+
+        def layer(x: Array, own: tuple[Any, Array | None]) -> tuple[Array, None]:
+            params, key = own
+            rngs = {} if key is None else {"dropout": key}
+            return Layer(c, parent=None).apply({"params": params}, x, x, mask, deterministic, rngs=rngs), None  # type: ignore[return-value]
+
+        if c.remat != "none":
+            layer = jax.checkpoint(layer, policy=REMAT[c.remat], prevent_cse=False)
+        stacked = jax.tree.map(stack, *(nn.unbox(block.variables["params"]) for block in self.blocks[:-1]))
+        keys = None if deterministic else jax.random.split(self.make_rng("dropout"), len(self.blocks) - 1)
+        return jax.lax.scan(layer, x, (stacked, keys))[0]
 
     def attend_words(self, hidden: Array) -> Array:
         """Float32 logits [..., vocabulary] of hidden states against the word embeddings (tied output layer)."""

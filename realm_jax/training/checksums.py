@@ -6,6 +6,7 @@ can be verified on another, without gathering anything. Not against malice.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,11 +25,16 @@ def checksums(tree: Any) -> Sums:
 
     Where arrays belong to several processes, every process has to call this.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    arrays = {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves if hasattr(x, "dtype")}
+    arrays = named_arrays(tree)
     on_devices = {name: x for name, x in arrays.items() if isinstance(x, jax.Array)}
     found = dict(zip(on_devices, np.asarray(_device_sums(list(on_devices.values()))).tolist(), strict=True))
     return {name: found[name] if name in found else _host_sums(x) for name, x in arrays.items()}
+
+
+def named_arrays(tree: Any) -> dict[str, Any]:
+    """Path → array of every array of a tree."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves if hasattr(x, "dtype")}
 
 
 def differing(saved: Sums, found: Sums) -> list[str]:
@@ -36,9 +42,12 @@ def differing(saved: Sums, found: Sums) -> list[str]:
     return [name for name, sums in found.items() if saved.get(name) != sums]
 
 
-@jax.jit
-def _device_sums(arrays: list[Array]) -> Array:
+def leaf_sums(arrays: Sequence[Array]) -> Array:
+    """The two sums of each array, uint32 [arrays, 2]."""
     return jnp.stack([_sums(x) for x in arrays]) if arrays else jnp.zeros((0, 2), jnp.uint32)
+
+
+_device_sums = jax.jit(leaf_sums)
 
 
 def _sums(x: Array) -> Array:

@@ -24,10 +24,32 @@ PEAKS = {
 }
 
 
+# Bytes of memory that a program can have on one of them (what the TPU compiler says; for GPUs, what they have).
+MEMORY = {
+    "TPU v4": 31.75 * 2**30,
+    "TPU v5 lite": 15.75 * 2**30,
+    "TPU v5": 95.74 * 2**30,
+    "TPU v5p": 95.74 * 2**30,
+    "TPU v6 lite": 31.25 * 2**30,
+    "NVIDIA A100": 80e9,
+    "NVIDIA H100": 80e9,
+    "NVIDIA H200": 141e9,
+}
+
+
+def memory(device_kind: str) -> float | None:
+    """Bytes of a device's memory; None where it is not known."""
+    return _by_name(MEMORY, device_kind)
+
+
 def peak(device_kind: str) -> float | None:
     """Peak bfloat16 operations a second of a device; None where it is not known."""
-    names = [name for name in PEAKS if device_kind.startswith(name)]
-    return PEAKS[max(names, key=len)] if names else None
+    return _by_name(PEAKS, device_kind)
+
+
+def _by_name(table: dict[str, float], device_kind: str) -> float | None:
+    names = [name for name in table if device_kind.startswith(name)]
+    return table[max(names, key=len)] if names else None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,9 +4,12 @@ Metrics come one step late, so that the host reads those of step s while the dev
 Read next: `health.py`, which watches the values.
 """
 
+import dataclasses
 import logging
+import statistics
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -22,15 +25,42 @@ from realm_jax.training.metrics import MetricsWriter
 logger = logging.getLogger(__name__)
 
 SHOWN = ("loss", "retrieval_utility", "recall@5", "null_probability", "accuracy")
+WAITS = ("data", "index", "checkpoint")
+SPEEDS = ("steps_per_second", "step_seconds", "tflops_per_device", "mfu", "goodput")
+TIMES = ("seconds", *SPEEDS, *(f"wait_{name}" for name in WAITS))  # entries of a record that no two runs share
+TIMED = 100  # steps that the median is taken of
 Values = dict[str, jax.Array]  # scalars on the devices
 
 
-class Journal:
-    """The records, progress and warnings of one task. A context manager: leaving closes bar and files."""
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What a step is, for the records. flops: operations (`flops.py`); devices: how many; peak: of one, a second."""
 
-    def __init__(self, folder: Path, task: str, start: int, total: int, seconds: float):
-        """start: steps that are done, in `seconds`. The bar carries the folder's name, warnings go by the task's."""
-        self._task, self._start, self._before = task, start, seconds
+    flops: float
+    devices: int
+    peak: float | None
+
+
+class Journal:
+    """The records, progress and warnings of one task. A context manager: leaving closes bar and files.
+
+    What every record says of time, shares of the seconds since this start but for the last:
+    wait_data, wait_index, wait_checkpoint   the loop waited for input or a search; for an index, with the measurement
+                                             that follows it; for a save to be taken over
+    step_seconds                             median of the last `TIMED` steps, without those waits
+    tflops_per_device, mfu                   operations over step_seconds and devices; over the peak, if that is known
+    goodput                                  steps done × step_seconds over all seconds since the task's first start:
+                                             what restarts, compiling, waits and repeated steps leave
+    """
+
+    def __init__(
+        self, folder: Path, task: str, start: int, total: int, seconds: float, work: Work, born: float | None = None,
+        last_good: Callable[[], int | None] = lambda: None,
+    ) -> None:  # fmt: skip
+        """start: steps that are done, in `seconds`. born: when the task was first started, as `time.time()`; None: now.
+        last_good: newest step that is saved. The bar carries the folder's name, warnings go by the task's."""
+        self._folder, self._task, self._start, self._before = folder, task, start, seconds
+        self._work, self._last_good = work, last_good
         self._metrics = MetricsWriter(folder, "metrics", start)
         # A refresh follows the save of its step, so a run that goes on from that save makes and measures it again.
         self._evaluations = MetricsWriter(folder, "evaluations", start - 1)
@@ -40,7 +70,9 @@ class Journal:
         self._bar = StageProgress(folder.name, total, start)
         self._shown: dict[str, Any] = {}
         self._pending: tuple[int, Values, dict[str, int]] | None = None
-        self._waited, self._began = 0.0, time.monotonic()
+        self._began, self.born = time.monotonic(), time.time() if born is None else born
+        self._waited = dict.fromkeys(WAITS, 0.0)
+        self._steps: deque[float] = deque(maxlen=TIMED)
 
     def __enter__(self) -> Self:
         self._bar.__enter__()
@@ -57,11 +89,18 @@ class Journal:
         return self._before + time.monotonic() - self._began
 
     @contextmanager
-    def waiting_for_data(self) -> Iterator[None]:
-        """Around what may wait for data: counts the time."""
+    def waiting(self, what: str) -> Iterator[None]:
+        """Around what may wait for 'data', 'index' or 'checkpoint': counts the time."""
         asked = time.monotonic()
         yield
-        self._waited += time.monotonic() - asked
+        self._waited[what] += time.monotonic() - asked
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around a step with its waits: times the rest."""
+        began, waited = time.monotonic(), sum(self._waited.values())
+        yield
+        self._steps.append(time.monotonic() - began - (sum(self._waited.values()) - waited))
 
     def measured(self, step: int, found: dict[str, Any]) -> None:
         """Record a measurement."""
@@ -79,10 +118,8 @@ class Journal:
         if self._pending is None:
             return
         (step, values, further), self._pending = self._pending, None
-        numbers = fetch(self._task, step, values) | further
-        elapsed = time.monotonic() - self._began
-        speed = {"steps_per_second": (step - self._start) / elapsed, "wait_data": self._waited / elapsed}
-        self._metrics.write(step, numbers | speed | {"seconds": self.seconds})
+        numbers = self.fetch(step, values) | further
+        self._metrics.write(step, numbers | self._times(step) | {"seconds": self.seconds})
         self._shown |= numbers
         self._bar.update(step, {key: self._shown[key] for key in SHOWN if key in self._shown})
         self._tell({"step": step} | numbers)
@@ -102,17 +139,34 @@ class Journal:
             return self._watch.step(record["step"], record["null_probability"], record["best_candidate_gain"])
         return self._watch.recall(record["step"], record["recall@5"]) if "recall@5" in record else None
 
+    def _times(self, step: int) -> dict[str, float]:
+        elapsed = time.monotonic() - self._began
+        found = {"steps_per_second": (step - self._start) / elapsed}
+        found |= {f"wait_{name}": self._waited[name] / elapsed for name in WAITS}
+        if not self._steps:
+            return found
+        seconds = statistics.median(self._steps)
+        speed = self._work.flops / seconds / self._work.devices
+        found |= {"step_seconds": seconds, "tflops_per_device": speed / 1e12}
+        found["goodput"] = min(1.0, step * seconds / max(time.time() - self.born, seconds))
+        return found | ({"mfu": speed / self._work.peak} if self._work.peak else {})
 
-def fetch(task: str, step: int, values: Values) -> dict[str, float]:
-    """The metrics of a step as floats. Raises UserError when its loss or gradient is not finite.
+    def fetch(self, step: int, values: Values) -> dict[str, float]:
+        """The metrics of a step as floats. Raises UserError when its loss or gradient is not finite.
 
-    If both are finite, so are the parameters that the step made.
-    """
-    numbers = {key: float(value) for key, value in jax.device_get(values).items()}
-    for key in ("loss", "gradient_norm"):
-        if not np.isfinite(numbers[key]):
-            raise UserError(
-                f"step {step} of {task}: the {key.replace('_', ' ')} is not finite; lower config.{task}.learning_rate "
-                "and start in another --workdir"
-            )
-    return numbers
+        If both are finite, so are the parameters that the step made.
+        """
+        numbers = {key: float(value) for key, value in jax.device_get(values).items()}
+        for key in ("loss", "gradient_norm"):
+            if not np.isfinite(numbers[key]):
+                good = self._last_good()
+                saved = (
+                    "nothing is saved yet"
+                    if good is None
+                    else f"the last good checkpoint is {self._folder.name}/{good}"
+                )
+                raise UserError(
+                    f"step {step} of {self._task}: the {key.replace('_', ' ')} is not finite; {saved}; lower "
+                    f"config.{self._task}.learning_rate and start in another --workdir"
+                )
+        return numbers

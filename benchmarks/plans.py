@@ -1,0 +1,66 @@
+"""What the shipped full-scale configs need, by the TPU compiler: writes `docs/results/plans.json`.
+
+Every entry holds a digest of the keys that decide the program. A test compares it with the config, so that a config and
+its numbers change together; run this again when it fails. About ten minutes a plan on two cores.
+
+    pip install -e '.[tpu]'
+    python benchmarks/plans.py [CONFIG …] [--topology v5e:8x8 …]
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from realm_jax.config import default, task_names, validate
+from realm_jax.jobs.flags import load_config
+from realm_jax.jobs.plan import program_digest
+from realm_jax.storage import read_json, write_json_atomic
+
+ROOT = Path(__file__).resolve().parents[1]
+GOLDEN = ROOT / "docs" / "results" / "plans.json"
+WANTED = {  # config: topologies, with slices
+    "realm_wiki": ["v5e:8x8", "v5p:4x4x4", "v6e:8x8", "v5e:8x8 --num-slices=2"],
+    "realm_ccnews": ["v5e:8x8"],
+    "ict_wiki": ["v5e:8x8"],
+    "qa_wiki": ["v5e:2x4"],
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("configs", nargs="*", default=list(WANTED), choices=[*WANTED, []])
+    parser.add_argument("--topology", nargs="+", help="these alone, quoted with their further flags")
+    args = parser.parse_args()
+    known = read_json(GOLDEN) if GOLDEN.is_file() else {}
+    for name in args.configs:
+        config = load_config(str(ROOT / "configs" / f"{name}.py"), [], default)
+        config.data.path = "-"
+        validate(config)
+        task = task_names(config)[-1]
+        entry = {"digest": program_digest(config, task), "task": task}
+        if known.get(name, {}).get("digest") != entry["digest"]:
+            known[name] = entry | {"plans": {}}
+        for topology in args.topology or WANTED[name]:
+            known[name]["plans"][topology] = plan(name, topology)
+            write_json_atomic(GOLDEN, known)
+
+
+def plan(name: str, topology: str) -> dict[str, Any]:
+    """In a process of its own, since the compiler keeps its memory."""
+    began = time.monotonic()
+    flags = [f"--config={ROOT / 'configs' / name}.py", *f"--topology={topology}".split(), "--json"]
+    ended = subprocess.run([sys.executable, "-m", "realm_jax.cli", "plan", *flags], stdout=subprocess.PIPE, text=True)
+    if not ended.stdout:
+        sys.exit(f"{name} {topology}: exit code {ended.returncode}")
+    found: dict[str, Any] = json.loads(ended.stdout)
+    peak = found["bytes"]["peak"] / 2**30 if found["fits"] else float("nan")
+    print(f"{name} {topology}: fits {found['fits']}, {peak:.2f} GiB, {time.monotonic() - began:.0f} s", flush=True)
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""What watches a run from beside it: a hang, a program that is compiled again, replicas that differ; and the profiler.
+
+None of them changes what is computed.
+"""
+
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from realm_jax.errors import UserError
+from realm_jax.mesh import replicated
+from realm_jax.training.checksums import leaf_sums, named_arrays
+
+logger = logging.getLogger(__name__)
+
+HUNG = 70  # exit code: nothing moved for too long
+TRACED = 5  # steps in a profile
+
+
+class Watchdog:
+    """Ends the process with exit code `HUNG` when `beat` is not called for `limit` seconds; 0: never.
+
+    A collective that waits for a dead process waits for ever; an orchestrator restarts only what ends. The stacks of
+    all threads go to stderr first. A context manager.
+    """
+
+    def __init__(self, limit: float, what: str, end: Callable[[int], Any] = os._exit) -> None:
+        """what: is said to be stuck. end: ends the process."""
+        self._limit, self._what, self._end = limit, what, end
+        self._over = threading.Event()
+        self._last = time.monotonic()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def __enter__(self) -> Self:
+        if self._limit:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+
+    def beat(self) -> None:
+        """A sign of life."""
+        self._last = time.monotonic()
+
+    def _watch(self) -> None:
+        while not self._over.wait(min(1.0, self._limit / 4)):
+            silent = time.monotonic() - self._last
+            if silent > self._limit:
+                logger.error(
+                    "%s: nothing moved for %.0f s (config.log.hang_seconds); the stacks of all threads follow; repeat "
+                    "the command to go on from the newest checkpoint", self._what, silent,
+                )  # fmt: skip
+                faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
+                self._end(HUNG)
+                return
+
+
+class Profiler:
+    """Traces `TRACED` steps for TensorBoard or Perfetto: from step `first` on (0: none), and whenever SIGUSR1 comes.
+
+    A context manager. Of several processes those trace that are told to.
+    """
+
+    def __init__(self, folder: Path, first: int) -> None:
+        """folder: of the traces, one folder a trace."""
+        self._folder, self._first = folder, first
+        self._asked = False
+        self._until: int | None = None  # step before which the running trace ends
+        self._before: Any = None
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGUSR1, self._ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._until is not None:
+            self._stop()
+        if self._before is not None:
+            signal.signal(signal.SIGUSR1, self._before)
+
+    def _ask(self, *_: object) -> None:
+        self._asked = True
+
+    def at(self, step: int) -> None:
+        """Start or end a trace before this step."""
+        if self._until is not None and step >= self._until:
+            self._stop()
+        if self._until is None and (self._asked or self._first > 0 and step == self._first):
+            self._asked = False
+            self._until = step + TRACED
+            jax.profiler.start_trace(self._folder / str(step))
+
+    def _stop(self) -> None:
+        jax.profiler.stop_trace()
+        self._until = None
+        logger.info("a profile of %d steps is in %s", TRACED, self._folder)
+
+
+class CompileGuard:
+    """Warns when a step's program is compiled again: minutes are lost each time, and nobody asked for another one."""
+
+    def __init__(self, step: Any) -> None:
+        self._count: Callable[[], int] = getattr(step, "_cache_size", lambda: 1)
+        self._known = max(1, self._count())
+
+    def check(self, step: int) -> None:
+        """To be called after a step."""
+        count = self._count()
+        if count > self._known:
+            logger.warning(
+                "step %d: its program was compiled again (%d programs now): shape, dtype or place of an argument "
+                "changed", step, count,
+            )  # fmt: skip
+            self._known = count
+
+
+def check_replicas(mesh: Mesh, tree: Any, step: int) -> None:
+    """Raise UserError when devices that hold the same part of an array hold different bits.
+
+    A device that computes wrongly shows here first, before what it made is saved. Every process has to call this.
+    """
+    if wrong := differing_replicas(mesh, tree):
+        name, device = wrong[0]
+        raise UserError(
+            f"step {step}: device {device} holds other bits of {name} than its replicas, {len(wrong)} arrays in all; a "
+            "device computes wrongly: take it out and repeat the command, which goes on from the last checkpoint"
+        )
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _sums_by_device(mesh: Mesh, specs: tuple[PartitionSpec, ...], arrays: tuple[jax.Array, ...]) -> jax.Array:
+    """uint32 [devices, arrays, 2], in every process: the sums of what each device holds."""
+
+    def own(*parts: jax.Array) -> jax.Array:
+        return leaf_sums(parts)[None]
+
+    everyone = PartitionSpec(mesh.axis_names)
+    sums = jax.shard_map(own, mesh=mesh, in_specs=specs, out_specs=everyone, check_vma=False)(*arrays)
+    return jax.lax.with_sharding_constraint(sums, replicated(mesh))
+
+
+def differing_replicas(mesh: Mesh, tree: Any) -> list[tuple[str, Any]]:
+    """Name of every array with replicas that differ, and the first device that differs from one before it."""
+    arrays = named_arrays(tree)
+    if mesh.size == 1:
+        return []
+    specs = tuple(x.sharding.spec for x in arrays.values())
+    sums = np.asarray(_sums_by_device(mesh, specs, tuple(arrays.values())))
+    devices = list(mesh.devices.flat)
+    wrong = []
+    for number, (name, x) in enumerate(arrays.items()):
+        first: dict[str, bytes] = {}
+        places = x.sharding.devices_indices_map(x.shape)
+        for device, found in zip(devices, sums[:, number], strict=True):
+            if first.setdefault(str(places[device]), found.tobytes()) != found.tobytes():
+                wrong.append((name, device.id))
+                break
+    return wrong

@@ -1,0 +1,38 @@
+"""SIGTERM: a notice that the machine goes away. Training saves, ends with exit code `PREEMPTED` and can be repeated."""
+
+import signal
+from types import FrameType
+from typing import Any
+
+PREEMPTED = 75  # exit code: saved, restart freely
+
+
+class Preempted(Exception):
+    """SIGTERM came and the state is saved; the process should end with exit code `PREEMPTED`."""
+
+
+class Stop:
+    """SIGTERM as a flag that the loop polls, so that a step and its save are never cut in half."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: Any = None
+
+    def __enter__(self) -> "Stop":
+        try:
+            self._before = signal.signal(signal.SIGTERM, self._ask)
+        except ValueError:  # not in the main thread: someone else owns the signals
+            self._before = None
+        return self
+
+    def _ask(self, _number: int, _frame: FrameType | None) -> None:
+        self.asked = True
+
+    def check(self, kept: str) -> None:
+        """Raise Preempted if SIGTERM came. kept: what is safe."""
+        if self.asked:
+            raise Preempted(f"SIGTERM: {kept}; repeat the command to go on")
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)

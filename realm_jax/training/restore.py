@@ -1,0 +1,90 @@
+"""From a checkpoint's files to a run's devices, which may be others than those that it was saved on."""
+
+import logging
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from numpy.typing import NDArray
+
+from realm_jax.errors import UserError
+from realm_jax.index.candidates import Index
+from realm_jax.models.realm import Params
+from realm_jax.run import Run
+from realm_jax.training.checkpoints import Saved, differences, environment
+from realm_jax.training.refresh import Fresh, Refresh, made
+from realm_jax.training.state import State, start_state, state_shardings
+from realm_jax.training.tasks import Task, make_task
+
+logger = logging.getLogger(__name__)
+
+
+class Restored(NamedTuple):
+    """All that a checkpoint holds, on this run's devices; they may be others than those that it was saved on.
+
+    vectors, tower: of an index that the trainer made; in_flight: searches under way. None where there are none.
+    """
+
+    state: State
+    record: dict[str, Any]
+    vectors: NDArray | None
+    tower: Params | None
+    in_flight: NDArray | None
+
+
+def restore(run: Run, task: Task, saved: Saved, like: Params) -> Restored:
+    changed = differences(saved.record.get("environment", {}), environment())
+    if changed:
+        logger.warning("the environment differs, so bits may too: %s", "; ".join(changed))
+    logger.info("%s: going on from step %d", task.name, saved.step)
+    state = saved.state(abstract_state(run, task, like))
+    tower = saved.tree("tower", run.param_shardings[run.model.embedder_names[0]])
+    return Restored(state, saved.record, saved.array("vectors"), tower, saved.array("in_flight"))
+
+
+def restore_index(run: Run, task: Task, saved: Restored, refreshes: Refresh) -> Fresh | None:
+    """The index that was in use: saved vectors, or the generation that the checkpoint names."""
+    if not task.retrieves or saved.record["index_step"] < 0:
+        return None
+    if generation := saved.record.get("generation"):
+        return refreshes.restore(generation, int(saved.state.step))
+    if saved.vectors is None:
+        return None
+    vectors, step = saved.vectors[: run.setting.rows], saved.record["index_step"]
+    return made(run, vectors, step, saved.tower, exact=task.name != "realm")
+
+
+def abstract_state(run: Run, task: Task, like: Params) -> State:
+    """Shapes and places of a task's state. `like`: shapes of all parameters."""
+    shapes = jax.eval_shape(lambda params: start_state(run, task, params), like)
+    places = state_shardings(run, task)
+    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places)
+
+
+def restore_params(run: Run, workdir: Path, name: str, like: Params) -> Params:
+    """The newest parameters of a task in a run folder, on this run's devices. `like`: their shapes.
+
+    Changes nothing there. Raises UserError when there are none.
+    """
+    saved = Saved.newest(workdir / name / "checkpoints")
+    if saved is None:
+        raise UserError(f"{workdir}: task {name} has no checkpoint; train it first (`realm train`)")
+    return saved_params(run, name, saved, like)
+
+
+def saved_params(run: Run, name: str, saved: Saved, like: Params) -> Params:
+    """The parameters in a checkpoint of a task, on this run's devices. `like`: their shapes."""
+    abstract = abstract_state(run, make_task(name, run.setting), like)
+    moments = jax.tree.map(lambda _: ..., abstract.optimizer)
+    return saved.state(abstract._replace(optimizer=moments)).params
+
+
+def saved_index(run: Run, name: str, saved: Saved) -> Index | None:
+    """The index in a checkpoint of a task; None when the parameters there would give another one.
+
+    It fits them when it was made of them, or when the task leaves the document embedder as it was.
+    """
+    task = make_task(name, run.setting)
+    frozen = task.retrieves and run.model.embedder_names[-1] not in task.trained
+    vectors = saved.array("vectors") if frozen or saved.record["index_step"] == saved.step else None
+    return None if vectors is None else run.index(vectors[: run.setting.rows])

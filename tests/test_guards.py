@@ -1,0 +1,119 @@
+"""What watches over a run: each guard sees what it is there for, and nothing else."""
+
+import logging
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from realm_jax.errors import UserError
+from realm_jax.mesh import make_mesh
+from realm_jax.training.guards import HUNG, TRACED, CompileGuard, Profiler, Watchdog, check_replicas, differing_replicas
+from realm_jax.training.journal import Journal, Work
+from realm_jax.training.metrics import read_lines
+
+HANGS = """
+import time
+from realm_jax.training.guards import Watchdog
+def stuck():
+    time.sleep(60)
+with Watchdog(0.2, "realm") as watchdog:
+    stuck()
+"""
+
+
+def test_a_hang_ends_the_process_and_shows_where_it_was():
+    ended = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == HUNG
+    assert "realm: nothing moved for" in ended.stderr and "in stuck" in ended.stderr
+
+
+def test_who_moves_is_left_alone():
+    ended = []
+    with Watchdog(1.5, "realm", ended.append) as watchdog:
+        for _ in range(20):
+            time.sleep(0.1)
+            watchdog.beat()
+    with Watchdog(0.0, "realm", ended.append):
+        time.sleep(0.1)
+    assert not ended
+
+
+def test_sigusr1_traces_the_next_steps(tmp_path):
+    with Profiler(tmp_path, 0) as profiler:
+        for step in range(3, 12):
+            profiler.at(step)
+            if step == 3:
+                signal.raise_signal(signal.SIGUSR1)
+            jnp.ones(3).sum().block_until_ready()
+    assert [folder.name for folder in tmp_path.iterdir()] == ["4"]
+    assert list(tmp_path.rglob("*.xplane.pb"))
+
+
+def test_a_trace_that_the_end_cuts_off_is_written(tmp_path):
+    with Profiler(tmp_path, 2) as profiler:
+        for step in range(2 + TRACED - 1):
+            profiler.at(step)
+    assert list(tmp_path.rglob("*.xplane.pb")) and signal.getsignal(signal.SIGUSR1) != profiler._ask
+
+
+def test_another_program_is_told_once(caplog):
+    step = jax.jit(lambda x: x + 1)
+    guard = CompileGuard(step)
+    with caplog.at_level(logging.WARNING):
+        for number, size in enumerate((2, 2, 3, 3)):
+            step(np.ones(size))
+            guard.check(number)
+    assert [record.getMessage() for record in caplog.records] == [
+        "step 2: its program was compiled again (2 programs now): shape, dtype or place of an argument changed"
+    ]
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
+@pytest.mark.parametrize("spec", [PartitionSpec(), PartitionSpec("fsdp"), PartitionSpec(None, "fsdp")])
+def test_one_bit_in_one_replica_is_seen(spec):
+    mesh = make_mesh(2, 2, 1, jax.devices()[:4])
+    good = jax.device_put(np.arange(16, dtype=np.float32).reshape(4, 4), NamedSharding(mesh, spec))
+    assert differing_replicas(mesh, {"kernel": good}) == []
+    check_replicas(mesh, {"kernel": good}, 3)
+    parts = [np.array(shard.data) for shard in good.addressable_shards]
+    parts[2].view(np.uint32).reshape(-1)[1] ^= 1
+    devices = [shard.device for shard in good.addressable_shards]
+    placed = [jax.device_put(part, device) for part, device in zip(parts, devices, strict=True)]
+    bad = jax.make_array_from_single_device_arrays(good.shape, good.sharding, placed)
+    assert [name for name, _ in differing_replicas(mesh, {"bias": good, "kernel": bad})] == ["kernel"]
+    with pytest.raises(UserError, match="step 3: device . holds other bits of kernel than its replicas, 1 arrays"):
+        check_replicas(mesh, {"kernel": bad}, 3)
+
+
+def test_records_say_where_the_time_went(tmp_path):
+    """Four steps of 20 ms with 60 ms of waiting, by a task that was first started ten seconds ago."""
+    values = {"loss": jnp.float32(1.0), "gradient_norm": jnp.float32(1.0)}
+    with Journal(tmp_path, "mlm", 0, 4, 0.0, Work(4e6, 2, 1e9), time.time() - 10) as journal:
+        for step in range(4):
+            with journal.step():
+                with journal.waiting("data"):
+                    time.sleep(0.06)
+                time.sleep(0.02)
+                journal.stepped(step + 1, values, {})
+        journal.flush()
+    last = read_lines(tmp_path / "metrics.jsonl")[-1]
+    assert 0.02 <= last["step_seconds"] < 0.5
+    assert last["tflops_per_device"] == pytest.approx(2e-6 / last["step_seconds"])
+    assert last["mfu"] == pytest.approx(2e6 / last["step_seconds"] / 1e9)
+    assert last["wait_data"] > 0.3 and last["wait_index"] == last["wait_checkpoint"] == 0
+    assert 4 * last["step_seconds"] / 20 < last["goodput"] < 4 * last["step_seconds"] / 10
+
+
+def test_the_watchdog_s_thread_ends_with_it():
+    with Watchdog(60.0, "realm"):
+        assert any(thread.name == "watchdog" for thread in threading.enumerate())
+    time.sleep(0.1)
+    assert not any(thread.name == "watchdog" for thread in threading.enumerate())
