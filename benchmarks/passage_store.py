@@ -56,12 +56,17 @@ def main() -> None:
         print(f"{name:44}{cold[name]:>12,.4g}{warm[name]:>12,.4g}")
 
 
-def make(folder: Path, passages: int) -> float:
-    """Write the store from a few thousand different texts under a million different ids; seconds of writing."""
+def make(folder: Path, passages: int, tokenizer: Path | None = None) -> float:
+    """Write the store from a few thousand different texts under a million different ids; seconds of writing.
+
+    tokenizer: where to save that, too.
+    """
     rng = np.random.default_rng(0)
     vocabulary = ["".join(rng.choice(SYLLABLES, rng.integers(1, 4))) for _ in range(20_000)]
     texts = [text(rng, vocabulary) for _ in range(DIFFERENT_TEXTS)]
     wordpiece = WordPiece.train(texts, 8000)
+    if tokenizer is not None:
+        wordpiece.save(tokenizer)
     started = time.monotonic()
     rows = generated_rows(texts, wordpiece)
     with StoreWriter(folder, wordpiece, 288) as writer:

@@ -25,7 +25,7 @@ from realm_jax.training.metrics import MetricsWriter
 logger = logging.getLogger(__name__)
 
 SHOWN = ("loss", "retrieval_utility", "recall@5", "null_probability", "accuracy")
-WAITS = ("data", "index", "checkpoint")
+WAITS = ("data", "index", "measurement", "checkpoint")
 SPEEDS = ("steps_per_second", "step_seconds", "tflops_per_device", "mfu", "goodput")
 TIMES = ("seconds", *SPEEDS, *(f"wait_{name}" for name in WAITS))  # entries of a record that no two runs share
 TIMED = 100  # steps that the median is taken of
@@ -45,8 +45,9 @@ class Journal:
     """The records, progress and warnings of one task. A context manager: leaving closes bar and files.
 
     What every record says of time, shares of the seconds since this start but for the last:
-    wait_data, wait_index, wait_checkpoint   the loop waited for input or a search; for an index, with the measurement
-                                             that follows it; for a save to be taken over
+    wait_data, wait_index, wait_measurement, wait_checkpoint
+                                             the loop waited for input or a search, for an index, for the measurement
+                                             that follows it, for a save to be taken over
     step_seconds                             median of the last `TIMED` steps, without those waits
     tflops_per_device, mfu                   operations over step_seconds and devices; over the peak, if that is known
     goodput                                  steps done × step_seconds over all seconds since the task's first start:
@@ -90,7 +91,7 @@ class Journal:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Around what may wait for 'data', 'index' or 'checkpoint': counts the time."""
+        """Around what makes the devices wait, one of `WAITS`: counts the time."""
         asked = time.monotonic()
         yield
         self._waited[what] += time.monotonic() - asked

@@ -152,8 +152,7 @@ class _Training:
     def _one(self, step: int) -> None:
         heard = Control(*np.asarray(self._answers[0]).tolist()) if len(self._answers) == 2 else Control()
         if self._task.retrieves:
-            with self._journal.waiting("index"):
-                self._look_for_index(step, heard)
+            self._look_for_index(step, heard)
         index = self._index
         with self._journal.waiting("data"):
             searcher, tower = (None, None) if index is None else (index.searcher, index.index.tower)
@@ -168,13 +167,16 @@ class _Training:
     def _look_for_index(self, step: int, heard: Control) -> None:
         """Use a fresh index, if there is one, and measure it."""
         try:
-            fresh = self._refreshes.at(step, self.params, self._index, heard)
+            with self._journal.waiting("index"):
+                fresh = self._refreshes.at(step, self.params, self._index, heard)
         except (UserError, Interrupted):
             self._save_and_stop(step)
             raise
         if fresh is not None:
             self._index = fresh
-            found = {} if self._measure is None else self._measure(self.params, exact_index(self._run, fresh), False)
+            with self._journal.waiting("measurement"):
+                exact = exact_index(self._run, fresh)
+                found = {} if self._measure is None else self._measure(self.params, exact, False)
             self._journal.measured(step, found | {"refresh": True, "index_step": fresh.step} | fresh.facts)
 
     def _after(self, done: int, values: dict[str, jax.Array], further: dict[str, int], heard: Control) -> None:
