@@ -16,8 +16,10 @@ from typing import Any
 
 import jax
 import numpy as np
+import psutil
 import pytest
 from quick import shared_steps
+from side_by_side import until
 from tiny_run import prepare_people, tiny_config
 
 from realm_jax import cli
@@ -366,6 +368,39 @@ def test_a_process_that_is_killed_and_repeated_ends_as_one_that_never_was(data, 
     assert records(reopen_run(quiet), "metrics")[-1]["step"] == 60
     same, again = (read_json(workdir / "results.json") | {"seconds": None} for workdir in (quiet, killed))
     assert same == again
+
+
+@pytest.mark.nightly
+def test_sigterm_saves_the_quickstart_s_model_within_ten_seconds(tmp_path):
+    """And the restart goes on from the very step, once in the middle of each task."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
+    command = [sys.executable, "-m", "realm_jax.cli", "quickstart", f"--workdir={tmp_path}/run"]
+    for task in ("mlm", "ict", "realm", "qa"):
+        process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        until(lambda folder=tmp_path / "run" / task: len(read_lines(folder / "metrics.jsonl")) >= 2, 600.0)
+        process.terminate()
+        began = time.monotonic()
+        said = process.communicate(timeout=60)[1]
+        seconds = time.monotonic() - began
+        saved = saved_folders(tmp_path / "run" / task / "checkpoints")[0].name
+        print(f"{task}: exit code {process.returncode} {seconds:.1f} s after SIGTERM at step {saved}")
+        assert process.returncode == 75 and seconds < 10 and f"saved {task} at step {saved}" in said
+    ended = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True)
+    assert ended.returncode == 0 and f"qa: going on from step {saved}" in ended.stderr
+    steps = [line["step"] for line in read_lines(tmp_path / "run" / "realm" / "metrics.jsonl")]
+    assert steps == list(range(10, 501, 10))
+
+
+@pytest.mark.nightly
+def test_host_memory_does_not_grow_over_two_thousand_steps(data, tmp_path, monkeypatch):
+    """Resident memory after a quarter of the steps, and at the end, with saves, refreshes and records meanwhile."""
+    found: list[float] = []
+    at_step(monkeypatch, lambda _: found.append(psutil.Process().memory_info().rss / 1e6))
+    changes = {"realm__steps": 2000, "refresh__every": 50, "checkpoint__every": 100, "log__every": 10}
+    train(open_tiny(data, tmp_path, **changes))
+    early, late = max(found[400:600]), max(found[-200:])
+    print(f"resident {early:.0f} MB after 600 steps, {late:.0f} MB after 2,000")
+    assert late < early + 20
 
 
 # --- Checkpoints that went bad, and those that stay

@@ -15,6 +15,8 @@ from tiny_run import tiny_config
 from realm_jax import cli, processes
 from realm_jax.config import flatten
 from realm_jax.jobs.opening import reopen_run
+from realm_jax.jobs.quickstart import ENTITIES, make_data
+from realm_jax.recipes import quickstart
 from realm_jax.storage import read_json
 from realm_jax.training.checkpoints import saved_folders
 from realm_jax.training.journal import TIMES
@@ -39,14 +41,14 @@ def free_port():
         return server.getsockname()[1]
 
 
-def start(workdir, flags, count, cache):
-    """`count` processes that share eight devices."""
+def start(workdir, flags, count, cache, quick=True):
+    """`count` processes that share eight devices. quick: compile without optimisations."""
     coordinator = f"localhost:{free_port()}"
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={8 // count}",
         "JAX_COMPILATION_CACHE_DIR": str(cache),
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1" if quick else "0",
     }
     several = [f"--processes={count}", f"--coordinator={coordinator}"] if count > 1 else []
     command = [sys.executable, "-m", "realm_jax.cli", "train", f"--workdir={workdir}", *flags, *several]
@@ -59,8 +61,8 @@ def start(workdir, flags, count, cache):
     ]  # fmt: skip
 
 
-def finish(started, code=0):
-    outputs = [process.communicate(timeout=300)[0] for process in started]
+def finish(started, code=0, seconds=300):
+    outputs = [process.communicate(timeout=seconds)[0] for process in started]
     assert [process.returncode for process in started] == [code] * len(started), "\n".join(outputs)[-5000:]
     return outputs
 
@@ -119,6 +121,24 @@ def test_sigterm_to_all_saves_and_loses_no_step(people, alone, tmp_path):
     finish(started, code=75)
     finish(start(tmp_path / "run", flags, 2, tmp_path / "cache"))
     assert_nearly_same(alone, tmp_path / "run")
+
+
+@pytest.mark.nightly
+def test_a_short_realm_run_reaches_the_same_recall(tmp_path):
+    """The quickstart's encyclopedia and warm-up, and a third of its REALM steps: about ten minutes on two cores."""
+    make_data(tmp_path, ENTITIES, 0)
+    config = quickstart()
+    config.tasks, config.data.path = "mlm,ict,realm", str(tmp_path / "data")
+    config.realm.steps, config.qa.batch_size = 160, 32
+    flags = [f"--config.{key}={value}" for key, value in flatten(config.to_dict()).items() if value != ""]
+    found = []
+    for name, count in (("one", 1), ("two", 2)):
+        finish(start(tmp_path / name, flags, count, tmp_path / "cache", quick=False), seconds=1500)
+        measured = read_lines(tmp_path / name / "realm" / "evaluations.jsonl")
+        found.append((measured[0]["recall@5"], measured[-1]["recall@5"]))
+        print(f"{name}: recall@5 {found[-1][0]:.3f} before REALM, {found[-1][1]:.3f} after 160 steps")
+    assert found[0][1] > found[0][0] + 0.1
+    assert found[1][1] == pytest.approx(found[0][1], abs=0.02)
 
 
 def until_saved(folder, step):
