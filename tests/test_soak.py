@@ -1,0 +1,355 @@
+"""A soak: trainer and index builder, killed again and again at bad moments, end as if nobody had touched them.
+
+    REALM_SOAK_ROUNDS=30 REALM_SOAK_LOG=soak.log pytest -m nightly -s -n0 tests/test_soak.py
+
+A round is a whole tiny run of `realm train` beside `realm build-index`, both real processes. What is killed, when and
+how follows from the round's number; it is started again by the same command. A round passes when parameters and records
+are bit for bit those of an undisturbed run. The log has one line a round. Start reading at
+`test_a_round_ends_as_the_undisturbed_run`.
+"""
+
+import hashlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+from tiny_run import tiny_config
+
+from realm_jax.config import flatten, task_names
+from realm_jax.jobs.opening import reopen_run
+from realm_jax.storage import read_json
+from realm_jax.training.loop import restore_params
+from realm_jax.training.metrics import read_lines
+
+pytestmark = pytest.mark.nightly
+
+ROUNDS = int(os.environ.get("REALM_SOAK_ROUNDS", "30"))
+LIMIT = 400.0  # seconds that a round may take
+STEPS = 24
+TIMES = ("seconds", "steps_per_second", "wait_data", "waited")
+PREEMPTED, EARLY = 75, -signal.SIGTERM  # early: SIGTERM came before the program listened, or after it was done
+
+# --- What is run
+
+
+class Setting(NamedTuple):
+    """changes: config keys that differ from those of `flags`. processes: of the trainer."""
+
+    changes: dict[str, Any]
+    processes: int = 1
+
+
+SETTINGS = {
+    "device": Setting({}),
+    "scann": Setting({"retrieval.backend": "scann", "retrieval.ahead": 1}),  # sixteen passages are scored whole
+    "recipe": Setting({"tasks": "ict,realm,qa", "refresh.adopt_after": 0}),
+    "two": Setting({}, processes=2),
+}
+ORDER = ("device", "scann", "device", "scann", "recipe", "two")  # of the rounds, over and over
+
+
+def flags(data: Path, changes: dict[str, Any]) -> list[str]:
+    config = tiny_config(data)
+    config.tasks = "realm"
+    for task in ("ict", "realm", "qa"):
+        steps = STEPS if task == "realm" else 6
+        config[task].update({"steps": steps, "batch_size": 8, "warmup": 2, "learning_rate": 1e-3})
+    config.update({"checkpoint": {"every": 3, "keep": 2}, "log": {"every": 1}})
+    config.refresh.update({"mode": "async", "every": 3, "adopt_after": 2, "chunk_rows": 3, "keep": 1})
+    config.refresh.update({"poll_seconds": 0.02, "wait_seconds": LIMIT, "idle_exit": 30.0})
+    config.update_from_flattened_dict(changes)
+    return [f"--config.{key}={value}" for key, value in flatten(config.to_dict()).items() if value != ""]
+
+
+@dataclass
+class Job:
+    """One of the two commands, in one process or several."""
+
+    commands: list[list[str]]
+    cache: Path
+    output: Path
+    starts: int = 0
+    running: list[subprocess.Popen] = field(default_factory=list)
+
+    def start(self) -> None:
+        quick = {
+            "JAX_PLATFORMS": "cpu",
+            "JAX_COMPILATION_CACHE_DIR": str(self.cache),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        }
+        self.starts += 1
+        with self.output.open("ab") as stream:
+            self._heard = stream.tell()
+            self.running = [
+                subprocess.Popen(command, env=os.environ | quick, stdout=stream, stderr=subprocess.STDOUT)
+                for command in self.commands
+            ]
+
+    def codes(self) -> list[int | None]:
+        return [process.poll() for process in self.running]
+
+    def over(self) -> bool:
+        """Whether it ended well; AssertionError if it ended otherwise without having been killed."""
+        assert {*self.codes()} <= {None, 0}, f"{self.output.name} ended by itself with {self.codes()}\n{self.tail()}"
+        return self.codes() == [0] * len(self.running)
+
+    def listens(self) -> bool:
+        """Whether it has said a word since it was started; from then on SIGTERM is answered."""
+        return self.output.stat().st_size > self._heard
+
+    def tail(self) -> str:
+        return f"--- {self.output}\n" + self.output.read_text(errors="replace")[-4000:]
+
+
+class Pair:
+    """A run folder with both jobs."""
+
+    def __init__(self, data: Path, workdir: Path, setting: Setting, cache: Path) -> None:
+        self.workdir = workdir
+        workdir.mkdir()
+        given = [f"--workdir={workdir}", *flags(data, setting.changes)]
+        train, build = ([sys.executable, "-m", "realm_jax.cli", job, *given] for job in ("train", "build-index"))
+        together = [f"--processes={setting.processes}", f"--coordinator=localhost:{free_port()}"]
+        trains = [[*train, *together, f"--process={one}"] for one in range(setting.processes)]
+        self.trainer = Job([train] if setting.processes == 1 else trains, cache, workdir / "trainer.out")
+        self.builder = Job([build], cache, workdir / "builder.out")
+        self.jobs = {"trainer": [self.trainer], "builder": [self.builder], "both": [self.trainer, self.builder]}
+        self.until = time.monotonic() + LIMIT
+
+    def __enter__(self) -> "Pair":
+        for job in self.jobs["both"]:
+            job.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.trainer.running + self.builder.running:
+            process.kill()
+            process.wait()
+
+    def wait(self, true: Callable[[], bool]) -> None:
+        """Return once `true()` is. AssertionError, with what both jobs said last, when the round's time is over."""
+        while not true():
+            tails = "\n".join(job.tail() for job in self.jobs["both"]) if time.monotonic() > self.until else ""
+            assert not tails, f"this round hangs\n{tails}"
+            time.sleep(0.003)
+
+    def over(self) -> bool:
+        return all([job.over() for job in self.jobs["both"]])
+
+    @property
+    def step(self) -> str:
+        """How far training is, for people."""
+        found = [(path.parent.name, lines[-1]["step"]) for path in self.metrics() if (lines := read_lines(path))]
+        return "before step 1" if not found else "at {} {}".format(*found[-1])
+
+    def metrics(self) -> list[Path]:
+        return sorted(self.workdir.glob("*/metrics.jsonl"), key=lambda path: path.stat().st_mtime_ns)
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("localhost", 0))
+        return server.getsockname()[1]
+
+
+# --- When it is killed
+
+
+def files(pattern: str, workdir: Path) -> set[Hashable]:
+    """The files of a pattern, each with the time of its last change."""
+    found = set()
+    for path in workdir.glob(pattern):
+        try:
+            found.add((path, path.stat().st_mtime_ns))
+        except FileNotFoundError:  # it has its final name by now, or it was removed
+            continue
+    return found
+
+
+def adoptions(workdir: Path) -> set[Hashable]:
+    """The adoptions that are on record; after a restart they may come again."""
+    path = workdir / "realm" / "evaluations.jsonl"
+    if not path.is_file():
+        return set()
+    return {(line["step"], path.stat().st_ino) for line in read_lines(path) if "generation" in line}
+
+
+def done(workdir: Path) -> set[Hashable]:
+    path = workdir / "jobs" / "trainer.json"
+    return {"done"} if path.is_file() and read_json(path)["done"] else set()
+
+
+def steps(workdir: Path) -> set[Hashable]:
+    return {(path, path.stat().st_size) for path in workdir.glob("*/metrics.jsonl")}
+
+
+# What shows a moment: something that was not there when waiting for it began.
+MOMENTS: dict[str, Callable[[Path], set[Hashable]]] = {
+    "step": steps,
+    "save under way": partial(files, "*/checkpoints/*tmp*"),
+    "saved": partial(files, "*/checkpoints/*/_CHECKPOINT_METADATA"),
+    "half an export": partial(files, "exports/*/*.queries"),
+    "export": partial(files, "exports/*/EXPORT.json"),
+    "chunk": partial(files, "index/*/*.bin"),
+    "generation": partial(files, "index/*/MANIFEST.json"),
+    "adoption": adoptions,
+    "task done": done,
+    "start": lambda workdir: {time.monotonic()},
+}
+
+
+class Kill(NamedTuple):
+    """victim: 'trainer', 'builder' or 'both'; it gets `signal` some seconds after a moment of the run."""
+
+    victim: str
+    signal: signal.Signals
+    moment: str
+    seconds: float
+
+
+def kills(round_number: int) -> list[Kill]:
+    rng = random.Random(round_number)
+    moments = sorted(rng.sample(sorted(MOMENTS), rng.choice((3, 4))), key=lambda moment: moment == "task done")
+    return [
+        Kill(
+            rng.choice(("trainer", "builder", "both")),
+            rng.choice((signal.SIGKILL, signal.SIGTERM)),
+            moment,
+            rng.uniform(0, 10) if moment == "start" else rng.choice((0, rng.uniform(0, 0.02), rng.uniform(0, 0.5))),
+        )
+        for moment in moments
+    ]
+
+
+def carry_out(kill: Kill, pair: Pair) -> str:
+    """Wait for the moment, kill, look at the exit codes and start again; returns what to log."""
+    look = MOMENTS[kill.moment]
+    before = look(pair.workdir)
+    pair.wait(lambda: pair.over() or bool(look(pair.workdir) - before))
+    time.sleep(kill.seconds)
+    victims = [job for job in pair.jobs[kill.victim] if not job.over()]
+    told = f"{kill.victim} {kill.signal.name[3:]} {1000 * kill.seconds:.0f} ms after {kill.moment} {pair.step}"
+    for job in victims:
+        send(kill, job)
+    codes = [end(kill, pair, job) for job in victims]
+    return f"{told} -> {' '.join(map(str, codes)) or 'it was over'}"
+
+
+def send(kill: Kill, job: Job) -> None:
+    job.listened = job.listens()
+    for process in job.running:
+        process.send_signal(kill.signal)
+
+
+def end(kill: Kill, pair: Pair, job: Job) -> int:
+    """The exit code of a job that was killed; it is started again unless it was done."""
+    pair.wait(lambda: None not in job.codes())
+    allowed = {-signal.SIGKILL} if kill.signal == signal.SIGKILL else {PREEMPTED}
+    if kill.signal == signal.SIGTERM and not job.listened:
+        allowed.add(EARLY)
+    if (pair.workdir / "results.json").is_file() or done(pair.workdir):
+        allowed |= {0, EARLY}
+    codes = {*job.codes()}
+    assert len(codes) == 1 and codes <= allowed, f"{kill} of {job.output.name} ended with {job.codes()}\n{job.tail()}"
+    if codes != {0}:
+        job.start()
+    return codes.pop()
+
+
+# --- How it ends
+
+
+class Outcome(NamedTuple):
+    """What a run leaves: the checksum of all parameters, and its records but for times."""
+
+    sha256: str
+    records: dict[str, Any]
+
+
+def outcome(workdir: Path) -> Outcome:
+    run = reopen_run(workdir)
+    like = jax.eval_shape(run.initial_params)
+    names = task_names(run.config)
+    checksum = hashlib.sha256()
+    for name in names:
+        for path, value in jax.tree_util.tree_leaves_with_path(restore_params(run, workdir, name, like)):
+            checksum.update(jax.tree_util.keystr(path).encode() + np.asarray(value).tobytes())
+    lines = {f"{name}/{kind}": records(workdir, name, kind) for name in names for kind in ("metrics", "evaluations")}
+    results = read_json(workdir / "results.json") | {"seconds": None}
+    return Outcome(checksum.hexdigest(), lines | {"results": results})
+
+
+def records(workdir: Path, task: str, kind: str) -> list[dict[str, Any]]:
+    lines = read_lines(workdir / task / f"{kind}.jsonl")
+    return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
+
+
+def differing(one: Outcome, other: Outcome) -> list[str]:
+    """Names of what differs between two outcomes."""
+    found = [name for name in one.records if one.records[name] != other.records[name]]
+    return found if one.sha256 == other.sha256 else ["parameters", *found]
+
+
+# --- The soak
+
+
+@pytest.fixture(scope="module")
+def undisturbed(people, tmp_path_factory) -> Callable[[str], Outcome]:
+    """The outcome of a setting that nobody kills, worked out once."""
+    compiled = tmp_path_factory.mktemp("compiled")
+
+    @cache
+    def run(name: str) -> Outcome:
+        workdir = tmp_path_factory.mktemp("undisturbed") / name
+        with Pair(people, workdir, SETTINGS[name], compiled) as pair:
+            pair.wait(pair.over)
+        return outcome(workdir)
+
+    run.compiled = compiled
+    return run
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory) -> Callable[[str], None]:
+    """Prints a line, and appends it to the file that REALM_SOAK_LOG names."""
+    path = Path(os.environ.get("REALM_SOAK_LOG") or tmp_path_factory.mktemp("soak") / "soak.log")
+    print(f"\nlog: {path}")
+
+    def write(line: str) -> None:
+        print(line, flush=True)
+        with path.open("a") as stream:
+            stream.write(line + "\n")
+
+    return write
+
+
+@pytest.mark.parametrize("number", range(ROUNDS))
+def test_a_round_ends_as_the_undisturbed_run(people, undisturbed, log, tmp_path, number):
+    name = ORDER[number % len(ORDER)]
+    wanted, began = undisturbed(name), time.monotonic()
+    with Pair(people, tmp_path / "run", SETTINGS[name], undisturbed.compiled) as pair:
+        told = [carry_out(kill, pair) for kill in kills(number)]
+        pair.wait(pair.over)
+    found = outcome(pair.workdir)
+    restarts = sum(job.starts - 1 for job in pair.jobs["both"])
+    different = differing(wanted, found)
+    log(
+        f"round {number} {name}: {'; '.join(told)}; {restarts} restarts, {time.monotonic() - began:.0f} s, "
+        f"{found.sha256[:16]} {'DIFFERENT' if different else 'same'}"
+    )
+    assert not different, json.dumps({"differ": different, "folder": str(pair.workdir)})
