@@ -221,12 +221,13 @@ MOMENTS: dict[str, Callable[[Path], set[Hashable]]] = {
 
 
 class Kill(NamedTuple):
-    """victim: 'trainer', 'builder' or 'both'; it gets `signal` some seconds after a moment of the run."""
+    """victim: 'trainer', 'builder' or 'both'; it gets `signal` some seconds after the `nth` coming of a moment."""
 
     victim: str
     signal: signal.Signals
     moment: str
     seconds: float
+    nth: int
 
 
 def kills(round_number: int) -> list[Kill]:
@@ -240,6 +241,7 @@ def kills(round_number: int) -> list[Kill]:
             rng.choice((signal.SIGKILL, signal.SIGTERM)),
             moment,
             rng.uniform(0, 10) if moment == "start" else rng.choice((0, rng.uniform(0, 0.02), rng.uniform(0, 0.5))),
+            1 if moment in ("start", "task done") else rng.choice((1, 1, 2, 4)),
         )
         for moment in moments
     ]
@@ -248,11 +250,18 @@ def kills(round_number: int) -> list[Kill]:
 def carry_out(kill: Kill, pair: Pair) -> str:
     """Wait for the moment, kill, look at the exit codes and start again; returns what to log."""
     look = MOMENTS[kill.moment]
-    before = look(pair.workdir)
-    pair.wait(lambda: pair.over() or bool(look(pair.workdir) - before))
+    seen = look(pair.workdir)
+    enough = len(seen) + kill.nth
+
+    def came() -> bool:
+        seen.update(look(pair.workdir))
+        return len(seen) >= enough
+
+    pair.wait(lambda: pair.over() or came())
     time.sleep(kill.seconds)
     victims = [job for job in pair.jobs[kill.victim] if not job.over()]
-    told = f"{kill.victim} {kill.signal.name[3:]} {1000 * kill.seconds:.0f} ms after {kill.moment} {pair.step}"
+    moment = kill.moment if kill.nth == 1 else f"{kill.moment} no. {kill.nth}"
+    told = f"{kill.victim} {kill.signal.name[3:]} {1000 * kill.seconds:.0f} ms after {moment} {pair.step}"
     allowed = [strike(kill, job) for job in victims]
     codes = [end(pair, job, codes) for job, codes in zip(victims, allowed, strict=True)]
     return f"{told} -> {' '.join(map(str, codes)) or 'it was over'}"
