@@ -42,11 +42,14 @@ from realm_jax.index.generations import (
 )  # fmt: skip
 from realm_jax.jobs import build_index
 from realm_jax.storage import PosixFolder
+from realm_jax.training import reporter
 from realm_jax.training.adoption import Adoption
 from realm_jax.training.exporter import export_record, sample_vectors, to_arrays
 from realm_jax.training.follower import Follower
 from realm_jax.training.metrics import read_lines
 from realm_jax.training.preemption import Stop
+from realm_jax.training.refresh import shared_folder
+from realm_jax.training.reporter import Reporter
 from realm_jax.training.restore import restore_params
 from realm_jax.training.state import Control, agreed
 
@@ -135,6 +138,17 @@ def test_processes_adopt_the_same_generation_at_the_same_step(people, tmp_path, 
             words.append([first.announce(step), second.announce(step)])
             time.sleep(0.02)
     assert len(adopted) > 2 and adopted == sorted({*adopted})
+
+
+def test_the_first_process_alone_names_a_run(people, tmp_path, monkeypatch):
+    """Two that start together and each make up a name would take each other for another run."""
+    run = open_tiny(people, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(reporter, "is_first", lambda: False)
+        Reporter(run, shared_folder(run), "realm")
+        assert not (tmp_path / reporter.RUN_ID).exists()
+    Reporter(run, shared_folder(run), "realm")
+    assert (tmp_path / reporter.RUN_ID).is_file()
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ from realm_jax.storage import PosixFolder
 from realm_jax.training import loop
 from realm_jax.training.adoption import Adoption
 from realm_jax.training.checkpoints import Saved
-from realm_jax.training.exporter import export_record, sample_vectors, to_arrays
+from realm_jax.training.exporter import Exporter, export_record, sample_vectors, to_arrays
 from realm_jax.training.preemption import Preempted, Stop
 
 pytestmark = pytest.mark.usefixtures("quick_steps")
@@ -115,6 +115,26 @@ def test_any_checkpoint_that_is_kept_can_be_gone_on_from(people, tmp_path, after
     with builder(run):
         assert_same(train(run), final)
     assert metrics(run) == seen
+
+
+def test_what_is_due_at_the_step_of_a_checkpoint_is_exported_again(people, tmp_path, monkeypatch):
+    """The power goes off once step 6 is saved, before its towers are exported for use at that very step."""
+
+    def cut(exporter, step, *rest):
+        if step == 6:
+            raise Cut
+        export(exporter, step, *rest)
+
+    quiet, run, export = (*(open_tiny(people, tmp_path / name, adopt_after=0) for name in "ab"), Exporter.export)
+    with builder(quiet):
+        final = train(quiet)
+    with builder(run):
+        with monkeypatch.context() as patch, pytest.raises(Cut):
+            patch.setattr(Exporter, "export", cut)
+            train(run)
+        assert Saved.newest(run.workdir / "realm" / "checkpoints").step == 6
+        assert_same(train(run), final)
+    assert adoptions(run) == adoptions(quiet) == [(0, 0), (2, 2), (4, 4), (6, 6)]
 
 
 def test_without_the_generation_and_its_export_training_goes_on_with_another(people, tmp_path, caplog):

@@ -147,7 +147,7 @@ class Adoption:
         due = (step - self._options.adopt_after) // every * every
         if due <= done:
             return None
-        if due <= self._start and self._patiently(lambda: self._export_of(due)) is None:
+        if due < self._start and self._patiently(lambda: self._export_of(due)) is None:
             logger.warning(
                 "%s is not there; going on with the index of step %d until the next one is due: from here the bits may "
                 "differ from an undisturbed run's", self._folder.path(f"exports/{due}"), self._used,

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from realm_jax.errors import UserError
 from realm_jax.index.generations import Status, read_status, write_status
-from realm_jax.processes import is_first
+from realm_jax.processes import is_first, told
 from realm_jax.run import Run
 from realm_jax.storage import Folder, StorageError, read_json, write_json_atomic
 
@@ -29,11 +29,11 @@ class Reporter:
     def __init__(self, run: Run, folder: Folder, task: str) -> None:
         """Raises UserError when the shared folder is another run's."""
         self._folder = folder
-        name, earlier = _run_id(run), read_status(folder, "trainer")
-        if earlier is not None and earlier.run != name:
+        name = _run_id(run) if is_first() else ""
+        earlier = read_status(folder, "trainer") if is_first() else None
+        if told(earlier is not None and earlier.run != name):
             raise UserError(f"config.refresh.shared: {folder.url} is another run's; give each a folder of its own")
-        self._status = Status(name, stage=task) if earlier is None else dataclasses.replace(earlier, stage=task)
-        self._status.done = False
+        self._status = dataclasses.replace(earlier or Status(name), stage=task, done=False)
         self._told_at = -STATUS_SECONDS
         self._pool = ThreadPoolExecutor(1)
         self._pending: list[Future[None]] = []
@@ -76,7 +76,7 @@ class Reporter:
 
 
 def _run_id(run: Run) -> str:
-    """The name of a run, the same over its restarts."""
+    """The name of a run, the same over its restarts. Of several processes the first alone makes it up."""
     path = run.workdir / RUN_ID
     if not path.is_file():
         write_json_atomic(path, {"id": uuid.uuid4().hex[:12]})
