@@ -1,9 +1,9 @@
 """Let malloc keep what is freed, where JAX computes on the CPU alone.
 
-XLA takes and gives back hundreds of megabytes a step. glibc returns such blocks to the system and gets them anew, with
-a page fault and a zeroed page each: a third of a step of the tiny recipe (`benchmarks/README.md`). It helps only before
-other threads have allocated anything, so `cli.py` calls it before it imports a job. MALLOC_ARENA_MAX in the environment
-leaves malloc alone.
+XLA takes and gives back hundreds of megabytes a step, and gigabytes with larger models. glibc returns such blocks to
+the system and gets them anew, with a page fault and a zeroed page each: a third of a step of the tiny recipe
+(`benchmarks/README.md`). It helps only before other threads have allocated anything, so `cli.py` calls it before it
+imports a job. MALLOC_ARENA_MAX in the environment leaves malloc alone.
 """
 
 import ctypes
@@ -11,15 +11,15 @@ import importlib.util
 import os
 import platform
 
-M_ARENA_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -8, -3, -1  # of glibc's malloc.h
+M_ARENA_MAX, M_MMAP_MAX, M_TRIM_THRESHOLD = -8, -4, -1  # of glibc's malloc.h
 
 
 def keep_memory() -> None:
-    """One arena that neither maps large blocks apart nor returns what is free. Does nothing where JAX has a device."""
+    """One arena that maps no block apart, however large, and returns nothing. Does nothing where JAX has a device."""
     if "MALLOC_ARENA_MAX" in os.environ or platform.libc_ver()[0] != "glibc" or not on_cpu_alone():
         return
     libc = ctypes.CDLL(None)
-    for option, value in ((M_ARENA_MAX, 1), (M_MMAP_THRESHOLD, 2**30), (M_TRIM_THRESHOLD, 2**31 - 1)):
+    for option, value in ((M_ARENA_MAX, 1), (M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1)):
         libc.mallopt(option, value)
 
 

@@ -116,7 +116,7 @@ def embed_program(model: Realm, mesh: Mesh, params: Params, documents: Documents
     """A batch of passages, spread over the mesh, to their vectors: [batch, projection] float32."""
     if mesh.devices.flat[0].platform != "cpu":
         return model.embed_documents(params, documents)
-    model = dataclasses.replace(model, bert=dataclasses.replace(model.bert, sequential=True))
+    model = in_turn(model)
     rows = logical_sharding(mesh, "batch").spec  # every device takes its own in turn
 
     def embed(params: Params, documents: Documents) -> jax.Array:
@@ -156,8 +156,10 @@ def bare_run(
                 f"multiple of {spread * parts}"
             )
     data, retrieval, objective = config.data, config.retrieval, config.objective
+    model = make_model(config, vocabulary_size)
+    alone = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
     setting = Setting(
-        make_model(config, vocabulary_size),
+        in_turn(model) if alone else model,
         mesh,
         *special,
         rows,
@@ -173,6 +175,11 @@ def bare_run(
         data.query_length, data.document_length, data.masking, data.predictions, data.answers, config.model.span_width
     )
     return Run(config, workdir, None, mesh, setting, lengths)  # type: ignore[arg-type]
+
+
+def in_turn(model: Realm) -> Realm:
+    """The same networks, attending in one long sequence after another."""
+    return dataclasses.replace(model, bert=dataclasses.replace(model.bert, sequential=True))
 
 
 def make_model(config: ConfigDict, vocabulary_size: int) -> Realm:

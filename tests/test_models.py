@@ -299,6 +299,23 @@ def test_attending_in_turn_gives_what_attending_at_once_gives(dtype, tolerance):
     np.testing.assert_allclose(few, at_once[:, :1], atol=tolerance)
 
 
+@pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 1e-5), (jnp.bfloat16, 0.05)])
+def test_attending_in_turn_has_the_gradient_of_attending_at_once(dtype, tolerance):
+    """Its backward pass is written by hand. Queries may be fewer than keys."""
+    parts = jax.random.normal(jax.random.key(0), (4, 3, 20, 2, 8), dtype)
+    mask = jnp.arange(20) < jnp.array([20, 7, 1])[:, None]
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def slopes(way, query, key, value, pull):
+        return jax.vjp(lambda *parts: way(*parts, mask), query, key, value)[1](pull)
+
+    for positions in (20, 3):
+        arrays = (parts[0][:, :positions], parts[1], parts[2], parts[3][:, :positions])
+        for in_turn, at_once in zip(slopes(attend_in_turn, *arrays), slopes(attend, *arrays), strict=True):
+            assert in_turn.dtype == at_once.dtype == dtype
+            np.testing.assert_allclose(in_turn.astype(float), at_once.astype(float), atol=tolerance)
+
+
 def test_long_sequences_are_embedded_in_turn_where_asked(monkeypatch):
     """The same vectors, and no product over the whole batch's scores."""
     monkeypatch.setattr(bert, "LONG", 1)

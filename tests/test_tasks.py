@@ -166,7 +166,7 @@ def test_a_corpus_that_is_smaller_than_the_candidates_is_retrieved_whole(params,
 
 @pytest.fixture(scope="module")
 def candidates(params, index):
-    """What a REALM step computes of its candidates: found, scores, log-probabilities and guesses."""
+    """What a REALM step computes of its candidates: found, scores, log-probabilities and what is right."""
 
     def compute(params, batch, index):
         found = retrieve(setting(), params, batch, index, COUNT)
@@ -186,7 +186,7 @@ def test_scores_are_inner_products_with_the_null_document_first(params, index, q
 
 def test_words_are_read_beside_each_candidate_and_beside_nothing(params, candidates):
     """Each pair laid out by `text.layouts` and read on its own, at another length and with other padding."""
-    found, _, log_p, guesses = candidates
+    found, _, log_p, right = candidates
     bodies = [[[], *(CORPUS[row][1] for row in rows)] for rows in found.rows.tolist()]
     for place in range(1 + COUNT):
         texts = [(MASKED["query"][i, 1 : MASKED["query_length"][i] - 1], bodies[i][place]) for i in range(BATCH)]
@@ -196,7 +196,7 @@ def test_words_are_read_beside_each_candidate_and_beside_nothing(params, candida
         words = read_words(params, ids, segments, mask, MASKED["positions"])
         wanted = np.take_along_axis(words, MASKED["targets"][..., None], axis=2)[..., 0]
         np.testing.assert_allclose(log_p[:, place], wanted, atol=1e-4)
-        np.testing.assert_array_equal(guesses[:, place], words.argmax(axis=2))
+        np.testing.assert_array_equal(right[:, place], words.argmax(axis=2) == MASKED["targets"])
 
 
 @jax.jit
@@ -215,7 +215,7 @@ def largest(tree) -> float:
 
 def test_the_realm_loss_is_the_marginal_of_its_parts(params, index, candidates):
     """That it trains all three networks is seen in `test_devices.py`."""
-    found, scores, log_p, guesses = candidates
+    found, scores, log_p, _ = candidates
     loss, metrics = jax.jit(make_task("realm", setting()).value)(params, MASKED, index, None)
     valid = np.pad(found.valid, ((0, 0), (1, 0)), constant_values=True)
     wanted = masked_word_marginal(scores, log_p, MASKED["weights"], valid, "example")
@@ -233,17 +233,17 @@ def test_what_a_realm_step_reports_by_hand():
     """Two examples of two predicted pieces and of one, a null document and two passages, all equally likely a priori.
 
     Example 1: p(y|z,x) = 1/4 beside the null document, then 1/2 and 1/8: p(y|x) = 7/24, gain of the best: log 2.
-    Example 2: 1/2 for all three: nothing gained. Pieces guessed beside the likeliest candidate (the first of equals,
-    the null document): 5 and 7 where 5 and 6 were right, and 8 where 8 was: two of three.
+    Example 2: 1/2 for all three: nothing gained. Right beside the likeliest candidate (the first of equals, the null
+    document) are one of the first example's two pieces and the second's only one: two of three.
     """
     half = np.log(0.5)
     log_p = jnp.array([[[half, half], [half, 0.0], [2 * half, half]], [[half, 9.0], [half, 9.0], [half, 9.0]]])
     batch = {"weights": jnp.array([[1.0, 1.0], [1.0, 0.0]]), "targets": jnp.array([[5, 6], [8, 0]])}
-    guesses = jnp.array([[[5, 7], [5, 6], [0, 0]], [[8, 0], [0, 0], [0, 0]]])
+    right = jnp.array([[[1, 0], [1, 1], [0, 0]], [[1, 1], [0, 0], [0, 0]]], bool)
     valid = jnp.ones((2, 3), bool)
     found = Candidates(rows=jnp.zeros((2, 2), int), valid=valid[:, 1:], excluded=jnp.array([1, 0]))
     result = masked_word_marginal(jnp.zeros((2, 3)), log_p, batch["weights"], valid, "example")
-    metrics = {name: float(value) for name, value in reported(realm_metrics(result, guesses, batch, found)).items()}
+    metrics = {name: float(value) for name, value in reported(realm_metrics(result, right, batch, found)).items()}
     wanted = {
         "loss": -(np.log(7 / 24) + half) / 2,
         "perplexity": np.exp(-(np.log(7 / 24) + half) / 3),
@@ -265,7 +265,7 @@ def test_an_example_whose_candidates_are_all_excluded_gains_nothing():
     result = masked_word_marginal(jnp.zeros((1, 3)), log_p, weights, valid, "example")
     found = Candidates(jnp.zeros((1, 2), int), valid[:, 1:], jnp.array([2]))
     batch = {"weights": weights, "targets": jnp.array([[5]])}
-    metrics = reported(realm_metrics(result, jnp.zeros((1, 3, 1), int), batch, found))
+    metrics = reported(realm_metrics(result, jnp.zeros((1, 3, 1), bool), batch, found))
     assert metrics["best_candidate_gain"] == metrics["retrieval_utility"] == metrics["useful_candidates"] == 0.0
     assert metrics["null_probability"] == 1.0 and metrics["prior_entropy"] == 0.0
 
@@ -282,11 +282,10 @@ def test_the_warm_up_is_the_mean_over_predicted_pieces(params, candidates):
     loss, metrics = jax.jit(make_task("mlm", setting()).value)(
         params, MASKED | as_batch(document_rows([([], [])] * BATCH)), None, None
     )
-    _, _, log_p, guesses = candidates
+    _, _, log_p, right = candidates
     weights = MASKED["weights"]
     np.testing.assert_allclose(loss, -(log_p[:, 0] * weights).sum() / weights.sum(), rtol=1e-5)
-    right = (guesses[:, 0] == MASKED["targets"]) * weights
-    np.testing.assert_allclose(metrics["accuracy"], right.sum() / weights.sum(), rtol=1e-6)
+    np.testing.assert_allclose(metrics["accuracy"], (right[:, 0] * weights).sum() / weights.sum(), rtol=1e-6)
 
 
 def test_the_inverse_cloze_task_ranks_each_sentence_among_all_passages_of_the_batch(params, index, query_vectors):

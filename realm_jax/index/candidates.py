@@ -119,9 +119,9 @@ def candidate_scores(setting: Setting, params: Params, batch: Batch, documents: 
 def candidate_words(
     setting: Setting, params: Params, batch: Batch, documents: Documents, key: Array | None
 ) -> tuple[Array, Array]:
-    """log p(y_j|z,x) of every target and the likeliest pieces, null document first.
+    """log p(y_j|z,x) of every target and whether no piece is likelier, null document first.
 
-    documents.ids [batch, k, d] → ([batch, 1 + k, m] float32, [batch, 1 + k, m] int32). The null document's joint is
+    documents.ids [batch, k, d] → ([batch, 1 + k, m] float32, [batch, 1 + k, m] bool). The null document's joint is
     short, so it is read on its own and not at the passages' length.
     """
     keys = dropout_keys(key, 2)
@@ -133,11 +133,10 @@ def candidate_words(
         repeats = candidates.ids.shape[1]
         joint = flatten_joint(join(batch["query"], batch["query_length"], candidates))
         positions = jnp.repeat(batch["positions"], repeats, axis=0)
-        words = setting.model.read_words(params, joint, positions, part_key)
         targets = jnp.repeat(batch["targets"], repeats, axis=0)
-        log_p = jnp.take_along_axis(words, targets[..., None], axis=-1)[..., 0]
+        log_p, right = setting.model.read_targets(params, joint, positions, targets, part_key)
         shape = (batch_size, repeats, -1)
-        return log_p.reshape(shape), words.argmax(axis=-1).reshape(shape)
+        return log_p.reshape(shape), right.reshape(shape)
 
     parts = [read(null, keys[0]), read(documents, keys[1])]
     return tuple(jnp.concatenate(pair, axis=1) for pair in zip(*parts, strict=True))  # type: ignore[return-value]

@@ -37,9 +37,9 @@ class BertConfig:
     vocabulary_size: word pieces. max_length: longest sequence with a position embedding. dropout: probability, on
     embeddings, attention and both residual branches. dtype: of the matrix products ('float32' or 'bfloat16');
     parameters, LayerNorm and softmax are float32 always. sequential: attend in one long sequence after another, so that
-    its scores stay in a CPU's cache; for embedding, not for training. remat: 'none' keeps all that the backward pass
-    needs, 'dots' of a layer the results of products with parameters, 'layer' nothing of it. scan: layers but for the
-    last are one compiled loop over their stacked parameters; the tree of parameters stays as it is.
+    its scores stay in a CPU's cache; for one CPU device. remat: 'none' keeps all that the backward pass needs, 'dots' of
+    a layer the results of products with parameters, 'layer' nothing of it. scan: layers but for the last are one
+    compiled loop over their stacked parameters; the tree of parameters stays as it is.
     """
 
     vocabulary_size: int
@@ -118,20 +118,54 @@ def attend(query: Array, key: Array, value: Array, mask: Array) -> Array:
     return jnp.einsum("bhqk,bkhd->bqhd", weights, value)
 
 
+@jax.custom_vjp
 def attend_in_turn(query: Array, key: Array, value: Array, mask: Array) -> Array:
-    """`attend`, sequence after sequence. On two CPU cores three to five times as fast (`benchmarks/README.md`)."""
+    """`attend`, sequence after sequence, so that scores stay in the cache. The backward pass computes them again."""
+    return _attend_forward(query, key, value, mask)[0]
 
-    def one(entry: tuple[Array, Array, Array, Array]) -> Array:
+
+def _scores(query: Array, key: Array, mask: Array) -> Array:
+    """Of one sequence, [heads, positions, length] float32."""
+    scores = jnp.einsum("qhd,khd->hqk", query, key, preferred_element_type=jnp.float32)
+    return scores * query.shape[-1] ** -0.5 + jnp.where(mask, 0.0, MASKED_BIAS)
+
+
+def _attend_forward(query: Array, key: Array, value: Array, mask: Array) -> tuple[Array, tuple[Array, ...]]:
+    """What is attended to, and all that the backward pass needs: of the scores the logarithm of their softmax's sum."""
+
+    def one(entry: tuple[Array, ...]) -> tuple[Array, Array]:
         query, key, value, mask = entry
-        scores = jnp.einsum("qhd,khd->hqk", query, key, preferred_element_type=jnp.float32)
-        scores = scores * query.shape[-1] ** -0.5 + jnp.where(mask, 0.0, MASKED_BIAS)
-        weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
-        total = weights.sum(axis=-1).T[..., None]  # divided by after the product, which is smaller
-        weights = weights.astype(value.dtype)
-        attended = jnp.einsum("hqk,khd->qhd", weights, value, preferred_element_type=jnp.float32)
-        return (attended / total).astype(value.dtype)
+        scores = _scores(query, key, mask)
+        top = scores.max(axis=-1, keepdims=True)
+        weights = jnp.exp(scores - top)
+        total = weights.sum(axis=-1, keepdims=True)
+        attended = jnp.einsum("hqk,khd->qhd", weights.astype(value.dtype), value, preferred_element_type=jnp.float32)
+        attended /= total[..., 0].T[..., None]  # after the product, which is smaller
+        return attended.astype(value.dtype), top + jnp.log(total)
 
-    return jax.lax.map(one, (query, key, value, mask))
+    attended, log_total = jax.lax.map(one, (query, key, value, mask))
+    return attended, (query, key, value, mask, attended, log_total)
+
+
+def _attend_backward(kept: tuple[Array, ...], pull: Array) -> tuple[Array, Array, Array, None]:
+    """The gradient of a softmax s of scores is s · (g − Σ s g), and Σ s g is the pull on what was attended to."""
+
+    def one(entry: tuple[Array, ...]) -> tuple[Array, Array, Array]:
+        query, key, value, mask, attended, log_total, pull = entry
+        weights = jnp.exp(_scores(query, key, mask) - log_total)
+        pulls = jnp.einsum("qhd,khd->hqk", pull, value, preferred_element_type=jnp.float32)
+        mean = (pull.astype(jnp.float32) * attended).sum(axis=-1).T[..., None]
+        slope = (weights * (pulls - mean) * query.shape[-1] ** -0.5).astype(query.dtype)
+        return (
+            jnp.einsum("hqk,khd->qhd", slope, key),
+            jnp.einsum("hqk,qhd->khd", slope, query),
+            jnp.einsum("hqk,qhd->khd", weights.astype(value.dtype), pull),
+        )
+
+    return *jax.lax.map(one, (*kept, pull)), None
+
+
+attend_in_turn.defvjp(_attend_forward, _attend_backward)
 
 
 class Layer(nn.Module):

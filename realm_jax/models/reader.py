@@ -45,9 +45,25 @@ class Reader(nn.Module):
 
         ids, segments, mask [batch, length]; positions [batch, m] int → [batch, m, vocabulary] float32.
         """
+        return jax.nn.log_softmax(self._word_scores(ids, segments, mask, positions, deterministic), axis=-1)
+
+    def target_log_probabilities(
+        self, ids: Array, segments: Array, mask: Array, positions: Array, targets: Array, deterministic: bool = True
+    ) -> tuple[Array, Array]:
+        """Log-probabilities of one piece at each masked position, and whether no other is likelier there.
+
+        As above, and targets [batch, m] int → [batch, m] float32 and bool. One maximum over the vocabulary serves both;
+        looking for the place of the maximum would take a CPU as long as the products.
+        """
+        scores = self._word_scores(ids, segments, mask, positions, deterministic)
+        target = jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0]
+        return target - jax.nn.logsumexp(scores, axis=-1), target >= scores.max(axis=-1)
+
+    def _word_scores(self, ids: Array, segments: Array, mask: Array, positions: Array, deterministic: bool) -> Array:
+        """Before any normalisation."""
         hidden = self.bert(ids, segments, mask, positions=positions, deterministic=deterministic)
         hidden = self.mlm_norm(jax.nn.gelu(self.mlm_transform(hidden), approximate=True))
-        return jax.nn.log_softmax(self.bert.attend_words(hidden) + self.mlm_bias, axis=-1)
+        return self.bert.attend_words(hidden) + self.mlm_bias
 
     def span_scores(self, ids: Array, segments: Array, mask: Array, deterministic: bool = True) -> Array:
         """Score of every span by its start and width, before any masking.

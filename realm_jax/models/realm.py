@@ -83,17 +83,24 @@ class Realm:
         inputs = (joint.ids, joint.segments, joint.mask, positions)
         return _apply(self.reader, params["reader"], inputs, "word_log_probabilities", key)
 
+    def read_targets(
+        self, params: Params, joint: Joint, positions: Array, targets: Array, key: Array | None = None
+    ) -> tuple[Array, Array]:
+        """log p(target|z, x) at masked positions, float32 [batch, m], and whether no piece is likelier, bool."""
+        inputs = (joint.ids, joint.segments, joint.mask, positions, targets)
+        return _apply(self.reader, params["reader"], inputs, "target_log_probabilities", key)
+
     def read_spans(self, params: Params, joint: Joint, key: Array | None = None) -> Array:
         """Span scores. joint arrays [batch, length] → [batch, length, span_width] float32."""
         inputs = (joint.ids, joint.segments, joint.mask)
         return _apply(self.reader, params["reader"], inputs, "span_scores", key)
 
 
-def _apply(module: nn.Module, params: Params, inputs: tuple[Array, ...], method: str, key: Array | None) -> Array:
+def _apply(module: nn.Module, params: Params, inputs: tuple[Array, ...], method: str, key: Array | None) -> Any:
     dropout: dict[str, Any] = {"deterministic": True}
     if key is not None:
         dropout = {"deterministic": False, "rngs": {"dropout": key}}
-    return module.apply({"params": params}, *inputs, method=method, **dropout)  # type: ignore[return-value]
+    return module.apply({"params": params}, *inputs, method=method, **dropout)
 
 
 def flatten_joint(joint: Joint) -> Joint:

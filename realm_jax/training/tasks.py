@@ -45,11 +45,10 @@ def mlm_loss(setting: Setting, params: Params, batch: Batch, index: None, key: A
     """Cross-entropy of masked words, mean over predicted pieces; the passage comes with the batch."""
     documents = Documents(*(batch[f"document{part}"][:, None] for part in ("", "_length", "_title_length")))
     joint = flatten_joint(join(batch["query"], batch["query_length"], documents))
-    words = setting.model.read_words(params, joint, batch["positions"], key)
+    log_p, right = setting.model.read_targets(params, joint, batch["positions"], batch["targets"], key)
     weights = batch["weights"].astype(jnp.float32)
-    log_p = jnp.take_along_axis(words, batch["targets"][..., None], axis=-1)[..., 0]
-    right = (words.argmax(axis=-1) == batch["targets"]) * weights
-    return {"loss": Mean(-(log_p * weights).sum(), weights.sum()), "accuracy": Mean(right.sum(), weights.sum())}
+    loss, accuracy = -(log_p * weights).sum(), (right * weights).sum()
+    return {"loss": Mean(loss, weights.sum()), "accuracy": Mean(accuracy, weights.sum())}
 
 
 # --- inverse cloze task -----------------------------------------------------------------------------------------------
@@ -109,13 +108,13 @@ def realm_loss(setting: Setting, params: Params, batch: Batch, index: Index, key
     documents = take(index, found.rows)
     keys = dropout_keys(key, 2)
     scores = candidate_scores(setting, params, batch, documents, keys[0])
-    log_p, guesses = candidate_words(setting, params, batch, documents, keys[1])
+    log_p, right = candidate_words(setting, params, batch, documents, keys[1])
     valid = jnp.pad(found.valid, ((0, 0), (1, 0)), constant_values=True)
     result = likelihood.masked_word_marginal(scores, log_p, batch["weights"], valid, setting.marginal)
-    return realm_metrics(result, guesses, batch, found)
+    return realm_metrics(result, right, batch, found)
 
 
-def realm_metrics(result: likelihood.Marginal, guesses: Array, batch: Batch, found: Candidates) -> Means:
+def realm_metrics(result: likelihood.Marginal, right: Array, batch: Batch, found: Candidates) -> Means:
     """What a REALM step reports; means over the examples of the batch.
 
     retrieval_utility: log p(y|x) − log p(y|null, x), nats. useful_candidates: share of examples whose best candidate
@@ -125,8 +124,7 @@ def realm_metrics(result: likelihood.Marginal, guesses: Array, batch: Batch, fou
     prior = jnp.exp(result.log_prior)
     weights = batch["weights"].astype(jnp.float32)
     likeliest = result.log_prior.argmax(axis=1)
-    guess = jnp.take_along_axis(guesses, likeliest[:, None, None], axis=1)[:, 0]
-    right = (guess == batch["targets"]) * weights
+    right = jnp.take_along_axis(right, likeliest[:, None, None], axis=1)[:, 0] * weights
     gain = result.best_log_likelihood - result.null_log_likelihood
     return {
         "loss": result.loss,

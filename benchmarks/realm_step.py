@@ -1,0 +1,338 @@
+"""A whole REALM training step beside PyTorch: same weights, same batch, same arithmetic, on the same machine.
+
+Query tower → exact search over all vectors → gather the documents' tokens → document tower → reader over query and
+document → marginal likelihood → backward → clipping → AdamW. Ours is `make_step`, as training runs it; PyTorch's is
+`torch_realm.py`, eager and through `torch.compile`, with the whole last layer or at needed positions only. Every way
+takes its first steps from the same weights; losses and gradient norms are printed and have to agree in float32. Then
+the ways take turns, and the median counts. First one tower alone, forward and backward, beside
+`transformers.BertModel`: the PyTorch side is no slower than that.
+
+PyTorch does not compute the metrics that ours reports beside the loss.
+
+    pip install torch==2.13.0 transformers
+    python benchmarks/realm_step.py [--size 384] [--data=DIR]
+    python benchmarks/realm_step.py --device=cuda --dtype=bfloat16 --size=base --batch=64 --candidates=8
+"""
+
+import argparse
+import gc
+import itertools
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import torch
+import torch_realm
+from embedding import inputs, torch_tower
+from ml_collections import ConfigDict
+from numpy.typing import NDArray
+
+from realm_jax.config import default, joint_length
+from realm_jax.data.sources import open_sources
+from realm_jax.index.embed import CorpusRows
+from realm_jax.memory import keep_memory
+from realm_jax.models.inputs import Documents
+from realm_jax.run import Run, bare_run, put_batch
+from realm_jax.training.flops import peak, step_flops
+from realm_jax.training.state import Control, make_step, put_control, start_state
+from realm_jax.training.tasks import make_task
+
+SIZES = {"128": (128, 2, 2, 512), "384": (384, 6, 12, 1536), "base": (768, 12, 12, 3072)}
+CLS, SEP, MASK, WORDS = 101, 102, 103, 30_522  # of BERT's uncased vocabulary
+FIRST_WORD = 1000  # pieces before it are specials, letters and unused ones
+OURS = "realm_jax"
+CHECKED = 3  # first steps whose losses and gradient norms are compared; the rate is 0 at the first of them
+CLOSE = 1e-4  # relative, in float32
+Values = tuple[float, float]  # loss and norm of the gradient
+
+
+class Way(NamedTuple):
+    """One way to take a step: as it is timed, and with what is checked."""
+
+    step: Callable[[], Any]
+    checked: Callable[[], Values]
+
+
+def main() -> None:
+    args = arguments()
+    prepare_backends(args)
+    config = config_of(args)
+    corpus, words = corpus_of(args)
+    run = bare_run(config, Path("."), len(corpus.ids), words, special=(CLS, SEP))
+    run.__dict__["corpus"] = corpus  # where cached_property keeps it
+    batch = batch_of(run, np.random.default_rng(1))
+    kind = jax.devices()[0].device_kind
+    print(f"{args.size}, {args.dtype}, {kind}: {args.batch} queries of {args.query} × {args.candidates} candidates of "
+          f"{args.document}, {len(corpus.ids):,} vectors; jax {jax.__version__}, torch {torch.__version__}, "
+          f"{torch.get_num_threads()} threads", flush=True)  # fmt: skip
+    params = jax.tree.map(np.array, run.initial_params())
+    compare_towers(run, params, batch, args)
+    gc.collect()
+    compare_steps(run, params, batch, args)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--size", default="384", choices=SIZES)
+    add("--dtype", default="float32", choices=["float32", "bfloat16"])
+    add("--device", default="cpu", choices=["cpu", "cuda"])
+    add("--batch", type=int, default=8)
+    add("--candidates", type=int, default=4, help="of a query, the null document counted")
+    add("--query", type=int, default=64, help="word pieces")
+    add("--document", type=int, default=128, help="word pieces")
+    add("--predictions", type=int, default=8, help="masked pieces of a query at most")
+    add("--rows", type=int, default=100_000, help="vectors that are searched")
+    add("--remat", default="none", help="config.model.remat of ours")
+    add("--microbatches", type=int, default=1, help="config.realm.microbatches of ours")
+    add("--modes", nargs="+", default=["default"], help="of torch.compile; on a GPU try max-autotune")
+    add("--repeats", type=int, default=5)
+    add("--cpu-time", action="store_true", help="count CPU seconds: on one core that others use too")
+    add("--data", help="a prepared folder; else word pieces are drawn at random")
+    return parser.parse_args()
+
+
+def prepare_backends(args: argparse.Namespace) -> None:
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if args.device == "cpu":
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        jax.config.update("jax_platforms", "cpu")
+        keep_memory()
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+    elif jax.default_backend() != "gpu" or not torch.cuda.is_available():
+        sys.exit("--device=cuda: JAX and PyTorch both need a GPU here")
+    if args.dtype == "float32":
+        jax.config.update("jax_default_matmul_precision", "float32")  # a GPU would round to 10 bits
+
+
+def config_of(args: argparse.Namespace) -> ConfigDict:
+    config = default()
+    config.tasks = "realm"
+    model, data, task = config.model, config.data, config.realm
+    model.width, model.layers, model.heads, model.feed_forward = SIZES[args.size]
+    model.dtype, model.dropout, model.remat = args.dtype, 0.0, args.remat
+    model.norm_scale = 0.3  # fresh scores near enough to each other that every candidate and both towers matter
+    data.query_length, data.document_length, data.predictions = args.query, args.document, args.predictions
+    config.retrieval.candidates = args.candidates
+    task.batch_size, task.microbatches = args.batch, args.microbatches
+    task.steps, task.warmup, task.learning_rate = 1000, 1, 1e-5
+    return config
+
+
+def corpus_of(args: argparse.Namespace) -> tuple[CorpusRows, int]:
+    """Document rows and the size of their vocabulary."""
+    if args.data:
+        sources = open_sources(args.data)
+        every = CorpusRows(*sources.passages.document_matrix(args.document, sources.wordpiece.special))
+        return CorpusRows(*(part[: args.rows] for part in every)), sources.wordpiece.size
+    rng = np.random.default_rng(0)
+    ids = rng.integers(FIRST_WORD, WORDS, (args.rows, args.document), np.uint16)
+    lengths = rng.integers(args.document // 2, args.document + 1, args.rows).astype(np.uint16)
+    titles = rng.integers(1, 9, args.rows).astype(np.uint16)
+    each = np.arange(args.rows)
+    ids[:, 0], ids[each, titles + 1], ids[each, lengths - 1] = CLS, SEP, SEP
+    ids[np.arange(args.document) >= lengths[:, None]] = 0
+    return CorpusRows(ids, lengths, titles), WORDS
+
+
+def batch_of(run: Run, rng: np.random.Generator) -> dict[str, NDArray]:
+    """Sentences of random passages with some pieces masked."""
+    examples = [example_of(run, row, rng) for row in rng.choice(len(run.corpus.ids), run.config.realm.batch_size)]
+    return {name: np.stack([example[name] for example in examples]) for name in examples[0]}
+
+
+def example_of(run: Run, row: int, rng: np.random.Generator) -> dict[str, Any]:
+    """As `realm_jax.data.examples` makes it for REALM."""
+    size, most = run.lengths.query, run.lengths.predictions
+    body = run.corpus.ids[row, run.corpus.title_lengths[row] + 2 : run.corpus.lengths[row] - 1]
+    sentence = body[: rng.integers(size // 4, size - 1)]
+    places = np.sort(rng.choice(len(sentence), min(rng.integers(1, most + 1), len(sentence)), replace=False))
+    masked = sentence.copy()
+    masked[places] = MASK
+    pad = lambda values, length: np.pad(values, (0, length - len(values)))  # noqa: E731
+    return {
+        "query": pad(np.concatenate([[CLS], masked, [SEP]]), size).astype(np.uint16),
+        "query_length": np.int32(len(sentence) + 2),
+        "positions": pad(places + 1, most).astype(np.int32),
+        "targets": pad(sentence[places], most).astype(np.int32),
+        "weights": pad(np.ones(len(places)), most).astype(np.float32),
+        "sentence": pad(sentence, size).astype(np.uint16),
+        "sentence_length": np.int32(len(sentence)),
+        "own_row": np.int32(row),
+    }
+
+
+def compare_towers(run: Run, params: Any, batch: Any, args: argparse.Namespace) -> None:
+    """One tower over all candidates of a step, forward and backward, whole last layer in PyTorch."""
+    rows = np.arange(args.batch * (args.candidates - 1))
+    documents = Documents(*(part[rows] for part in run.corpus))
+    tower = params["document_embedder"]
+    pull = np.random.default_rng(2).normal(size=(len(rows), run.model.projection)).astype(np.float32)
+    slope = jax.jit(jax.grad(lambda tower, pull, documents: (run.model.embed_documents(
+        {"document_embedder": tower}, documents) * pull).sum()))  # fmt: skip
+    here = jax.device_put((tower, pull, documents))
+    plain = torch_realm.Embedder(sizes_of(run, needed=False))
+    torch_realm.copy_weights(plain, tower)
+    bert = torch_tower(run.model.bert, tower).train().float()
+    ids, segments, mask = (torch.from_numpy(np.array(part)).to(args.device) for part in inputs(documents))
+    arrays = ids.long(), segments.long(), mask
+    ways: dict[str, Callable[[], Any]] = {OURS: lambda: jax.block_until_ready(slope(*here))}
+    for name, model in {"plain PyTorch": plain, "transformers.BertModel": bert}.items():
+        model = model.to(args.device)
+        weight = torch.from_numpy(pull).to(args.device)
+        ways[name] = partial(tower_step, model, model, arrays, weight, args)
+        ways[f"{name}, compiled"] = partial(tower_step, model, torch.compile(model), arrays, weight, args)
+    times = in_turn(ways, args)
+    print(f"\n{'one tower, forward and backward':>32} {'ms':>9} {'to BertModel':>13}")
+    for name, found in times.items():
+        print(f"{name:>32} {found * 1e3:9.1f} {times['transformers.BertModel'] / found:13.2f}", flush=True)
+
+
+def tower_step(model: Any, call: Any, arrays: Any, pull: torch.Tensor, args: argparse.Namespace) -> None:
+    with torch.autocast(args.device, torch.bfloat16, enabled=args.dtype == "bfloat16"):
+        vectors = call(*arrays)
+    (vectors.float() * pull).sum().backward()
+    model.zero_grad()
+    synchronize(args)
+
+
+def compare_steps(run: Run, params: Any, batch: Any, args: argparse.Namespace) -> None:
+    vectors = np.random.default_rng(3).normal(size=(len(run.corpus.ids), run.model.projection)).astype(np.float32)
+    ways = {OURS: our_way(run, params, batch, vectors)}
+    for mode in (None, *args.modes):
+        for needed in (False, True):
+            name = "PyTorch eager" if mode is None else f"PyTorch compiled, {mode}"
+            name += ", needed positions" if needed else ""
+            ways[name] = their_way(run, params, batch, vectors, mode, needed, args)
+    first: dict[str, list[Values]] = {}
+    memory = {}
+    for name, way in ways.items():
+        began = time.monotonic()
+        first[name] = [way.checked() for _ in range(CHECKED)]
+        memory[name] = peak_memory(name, args)
+        print(f"{name}: {CHECKED} steps with compiling {time.monotonic() - began:.0f} s", flush=True)
+    apart = {name: difference(values, first[OURS]) for name, values in first.items()}
+    for name, values in first.items():
+        print(f"{name:>44}: loss and gradient norm of step {CHECKED} {values[-1][0]:.5f} {values[-1][1]:.5f}, "
+              f"largest difference {apart[name]:.1e}", flush=True)  # fmt: skip
+    show(in_turn({name: way.step for name, way in ways.items()}, args), memory, run, args)
+    if args.dtype == "float32" and max(apart.values()) > CLOSE:
+        sys.exit(f"losses or gradient norms differ by more than {CLOSE:.0e}")
+
+
+def show(times: dict[str, float], memory: dict[str, float], run: Run, args: argparse.Namespace) -> None:
+    words = run.model.bert.vocabulary_size
+    operations = sum(step_flops(run.config, "realm", words, args.predictions, run.setting.rows).values())
+    best = min(value for name, value in times.items() if name != OURS)
+    limit = peak(jax.devices()[0].device_kind) if args.device == "cuda" else None
+    device = f" {'MFU':>6} {'GiB':>6}" if limit else ""
+    print(f"\n{'step':>44} {'seconds':>8} {'to best PyTorch':>16} {'TFLOP/s':>8}{device}")
+    for name, seconds in times.items():
+        speed = operations / seconds
+        device = f" {speed / limit:6.1%} {memory[name]:6.1f}" if limit else ""
+        print(f"{name:>44} {seconds:8.3f} {best / seconds:16.2f} {speed / 1e12:8.2f}{device}", flush=True)
+
+
+def our_way(run: Run, params: Any, batch: Any, vectors: NDArray[np.float32]) -> Way:
+    task = make_task("realm", run.setting)
+    step = make_step(run, task)
+    index, placed = run.index(vectors), put_batch(run.mesh, batch)
+    control = put_control(run.mesh, Control())
+    state = start_state(run, task, jax.device_put(params, run.param_shardings))
+
+    def once() -> dict[str, jax.Array]:
+        nonlocal state
+        state, metrics = step(state, placed, index, control)
+        jax.block_until_ready(state)
+        return metrics
+
+    def checked() -> Values:
+        metrics = once()
+        return float(metrics["loss"]), float(metrics["gradient_norm"])
+
+    return Way(once, checked)
+
+
+def their_way(
+    run: Run, params: Any, batch: Any, vectors: NDArray, mode: str | None, needed: bool, args: argparse.Namespace
+) -> Way:
+    model = torch_realm.Realm(sizes_of(run, needed))
+    torch_realm.copy_weights(model, params)
+    bfloat16, config = args.dtype == "bfloat16", run.config
+    decay, clip = config.optimizer.weight_decay, config.optimizer.clip
+    trainer = torch_realm.Trainer(model.to(args.device), mode, bfloat16, decay, clip)
+    rows = (torch.from_numpy(part.astype(np.int64)) for part in run.corpus)
+    index = torch_realm.Index(*(part.to(args.device) for part in (torch.from_numpy(vectors), *rows)))
+    wide = {name: part if part.dtype == np.float32 else part.astype(np.int64) for name, part in batch.items()}
+    placed = {name: torch.from_numpy(part).to(args.device) for name, part in wide.items()}
+    number = itertools.count()
+
+    def once() -> None:
+        trainer.step(placed, index, rate(next(number), config))
+        synchronize(args)
+
+    def checked() -> Values:
+        loss = trainer.gradient(placed, index)
+        values = float(loss), float(trainer.gradient_norm())
+        trainer.update(rate(next(number), config))
+        return values
+
+    return Way(once, checked)
+
+
+def rate(step: int, config: ConfigDict) -> float:
+    """The learning rate of `realm_jax.training.optimizer` with one step of warm-up."""
+    return config.realm.learning_rate * (1 - step / config.realm.steps) if step else 0.0
+
+
+def sizes_of(run: Run, needed: bool) -> torch_realm.Sizes:
+    bert = run.model.bert
+    return torch_realm.Sizes(
+        bert.vocabulary_size, bert.width, bert.layers, bert.heads, bert.feed_forward, joint_length(run.config),
+        run.model.projection, run.setting.candidates, (CLS, SEP), needed,
+    )  # fmt: skip
+
+
+def in_turn(ways: dict[str, Callable[[], Any]], args: argparse.Namespace) -> dict[str, float]:
+    """Median seconds of each way; the first round warms up."""
+    clock = time.process_time if args.cpu_time else time.monotonic
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(args.repeats + 1):
+        for name, run in ways.items():
+            began = clock()
+            run()
+            times[name].append(clock() - began)
+    return {name: statistics.median(found[1:]) for name, found in times.items()}
+
+
+def difference(values: list[tuple[float, float]], others: list[tuple[float, float]]) -> float:
+    """The largest relative one among all numbers of the first steps."""
+    pair = np.array(values), np.array(others)
+    return float((np.abs(pair[0] - pair[1]) / np.abs(pair[1])).max())
+
+
+def synchronize(args: argparse.Namespace) -> None:
+    if args.device == "cuda":
+        torch.cuda.synchronize()
+
+
+def peak_memory(name: str, args: argparse.Namespace) -> float:
+    """GiB on the GPU at most: for ours since the start, for PyTorch in the way that ran last."""
+    if args.device == "cpu":
+        return float("nan")
+    if name == OURS:
+        return jax.devices()[0].memory_stats()["peak_bytes_in_use"] / 2**30
+    found = torch.cuda.max_memory_allocated() / 2**30
+    torch.cuda.reset_peak_memory_stats()
+    return found
+
+
+if __name__ == "__main__":
+    main()
