@@ -37,8 +37,8 @@ class BertConfig:
     vocabulary_size: word pieces. max_length: longest sequence with a position embedding. dropout: probability, on
     embeddings, attention and both residual branches. dtype: of the matrix products ('float32' or 'bfloat16');
     parameters, LayerNorm and softmax are float32 always. sequential: attend in one long sequence after another, so that
-    its scores stay in a CPU's cache; for one CPU device. remat: 'none' keeps all that the backward pass needs, 'dots' of
-    a layer the results of products with parameters, 'layer' nothing of it. scan: layers but for the last are one
+    its scores stay in a CPU's cache; for one CPU device. remat: 'none' keeps all that the backward pass needs, 'dots'
+    of a layer the results of products with parameters, 'layer' nothing of it. scan: layers but for the last are one
     compiled loop over their stacked parameters; the tree of parameters stays as it is.
     """
 
