@@ -1,5 +1,5 @@
 #!/bin/sh
-# Run a command, and again whenever it exits with 75 (preempted, state saved):
+# Run a command, and again whenever it exits with 75 (preempted, state saved) or 70 (hung, ended by its watchdog):
 #
 #     launch/restart.sh realm train --config=configs/wiki_small.py --workdir=runs/wiki_small
 #
@@ -7,5 +7,5 @@
 while true; do
     "$@"
     code=$?
-    [ "$code" -eq 75 ] || exit "$code"
+    [ "$code" -eq 75 ] || [ "$code" -eq 70 ] || exit "$code"
 done
