@@ -61,9 +61,10 @@ def _arrange(sizes: list[int], devices: list[jax.Device]) -> NDArray:
             raise UserError(
                 f"config.mesh.data: is {sizes[0]}, but {slices} slices share it; set a multiple of {slices}"
             )
-        return mesh_utils.create_hybrid_device_mesh([sizes[0] // slices, *sizes[1:]], [slices, 1, 1], devices)
+        within = [sizes[0] // slices, *sizes[1:]]
+        return mesh_utils.create_hybrid_device_mesh(within, [slices, 1, 1], devices, allow_split_physical_axes=True)
     if devices[0].platform == "tpu":
-        return mesh_utils.create_device_mesh(sizes, devices)
+        return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
     return np.asarray(devices).reshape(sizes)
 
 

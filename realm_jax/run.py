@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
@@ -156,7 +156,7 @@ def bare_run(
                 f"multiple of {spread * parts}"
             )
     data, retrieval, objective = config.data, config.retrieval, config.objective
-    model = make_model(config, vocabulary_size)
+    model = make_model(config, vocabulary_size, logical_sharding(mesh, "batch", None, None))
     alone = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
     setting = Setting(
         in_turn(model) if alone else model,
@@ -178,12 +178,12 @@ def bare_run(
 
 
 def in_turn(model: Realm) -> Realm:
-    """The same networks, attending in one long sequence after another."""
-    return dataclasses.replace(model, bert=dataclasses.replace(model.bert, sequential=True))
+    """The same networks for one CPU device: they attend in one long sequence after another."""
+    return dataclasses.replace(model, bert=dataclasses.replace(model.bert, sequential=True, hidden=None))
 
 
-def make_model(config: ConfigDict, vocabulary_size: int) -> Realm:
-    """The networks that a config describes."""
+def make_model(config: ConfigDict, vocabulary_size: int, hidden: NamedSharding | None = None) -> Realm:
+    """The networks that a config describes. hidden: where their hidden states live on a mesh."""
     model = config.model
     bert = BertConfig(
         vocabulary_size,
@@ -196,6 +196,7 @@ def make_model(config: ConfigDict, vocabulary_size: int) -> Realm:
         dtype=jnp.dtype(model.dtype),
         remat=model.remat,
         scan=model.scan,
+        hidden=hidden,
     )
     return Realm(
         bert,

@@ -8,11 +8,13 @@ about 40 % less work in a two-layer model, and 7 % in a twelve-layer one.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 Array = jax.Array
 MASKED_BIAS = -1e9  # added to scores of places that may not be attended to; finite, so that gradients stay finite
@@ -39,7 +41,9 @@ class BertConfig:
     parameters, LayerNorm and softmax are float32 always. sequential: attend in one long sequence after another, so that
     its scores stay in a CPU's cache; for one CPU device. remat: 'none' keeps all that the backward pass needs, 'dots'
     of a layer the results of products with parameters, 'layer' nothing of it. scan: layers but for the last are one
-    compiled loop over their stacked parameters; the tree of parameters stays as it is.
+    compiled loop over their stacked parameters; the tree of parameters stays as it is. hidden: where hidden states
+    [batch, length, width] live on a mesh; without it the compiler may spread them like parameters, and keep whole
+    batches on every device.
     """
 
     vocabulary_size: int
@@ -53,6 +57,7 @@ class BertConfig:
     sequential: bool = False
     remat: str = "none"
     scan: bool = False
+    hidden: NamedSharding | None = None
 
 
 REMAT = {  # what is kept of a layer for the backward pass, beside what it was given; the rest is computed again
@@ -229,14 +234,21 @@ class Bert(nn.Module):
         """
         c = self.config
         x = self.words(ids) + self.segments(segments) + self.positions(jnp.arange(ids.shape[1]))[None]
-        x = self.dropout(self.norm(x), deterministic=deterministic).astype(c.dtype)
+        x = self._place(self.dropout(self.norm(x), deterministic=deterministic).astype(c.dtype))
         if c.scan and len(self.blocks) > 2 and not self.is_initializing():
             x = self._scan(x, mask, deterministic)
         else:
             for block in self.blocks[:-1]:
-                x = block(x, x, mask, deterministic)
+                x = self._place(block(x, x, mask, deterministic))
         queries = x if positions is None else jnp.take_along_axis(x, positions[:, :, None], axis=1)
         return self.blocks[-1](queries, x, mask, deterministic)
+
+    def _place(self, x: Array) -> Array:
+        """Hidden states where they belong, if the batch can be divided so."""
+        hidden = self.config.hidden
+        if hidden is None or x.shape[0] % math.prod(hidden.mesh.shape[axis] for axis in hidden.spec[0]):
+            return x
+        return jax.lax.with_sharding_constraint(x, hidden)
 
     def _scan(self, x: Array, mask: Array, deterministic: bool) -> Array:
         """All layers but the last, as a loop: compiled once, whatever their number.
@@ -251,7 +263,8 @@ class Bert(nn.Module):
         def layer(x: Array, own: tuple[Any, Array | None]) -> tuple[Array, None]:
             params, key = own
             rngs = {} if key is None else {"dropout": key}
-            return Layer(c, parent=None).apply({"params": params}, x, x, mask, deterministic, rngs=rngs), None  # type: ignore[return-value]
+            x = Layer(c, parent=None).apply({"params": params}, x, x, mask, deterministic, rngs=rngs)  # type: ignore[assignment]
+            return self._place(x), None
 
         if c.remat != "none":
             layer = jax.checkpoint(layer, policy=REMAT[c.remat], prevent_cse=False)
