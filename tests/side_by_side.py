@@ -28,6 +28,7 @@ from realm_jax.training.refresh import shared_folder
 from realm_jax.training.workdir import check_workdir
 
 STEPS, EVERY, AFTER = 8, 2, 1
+PATIENCE = 300.0  # seconds that either job waits for the other, on a machine that does much else
 
 
 class Trained(NamedTuple):
@@ -47,7 +48,7 @@ def open_tiny(data, workdir, steps=STEPS, retrieval=None, task="realm", **refres
     config.update({"checkpoint": {"every": 3, "keep": 2}, "log": {"every": 1}})
     config.refresh.update(
         {"mode": "async", "every": EVERY, "adopt_after": AFTER, "poll_seconds": 0.01, "chunk_rows": 6, "keep": 1}
-        | {"wait_seconds": 60.0, "idle_exit": 60.0}
+        | {"wait_seconds": PATIENCE, "idle_exit": PATIENCE}
         | refresh
     )
     run = make_run(config, workdir, open_sources(config.data.path), jax.devices()[:1])
@@ -134,7 +135,7 @@ def spoil(folder, manifest, fault):
         folder.write(name, data[:-3] if fault == "truncated" else data[:9] + bytes([data[9] ^ 4]) + data[10:])
 
 
-def with_first_generation_only(run, act, seconds=60.0):
+def with_first_generation_only(run, act, seconds=PATIENCE):
     """`act` beside a builder that dies after the first generation; then `wait_seconds` is `seconds`."""
     folder = shared_folder(run)
     done = threading.Event()
@@ -154,7 +155,7 @@ def with_first_generation_only(run, act, seconds=60.0):
     finally:
         done.set()
         thread.join()
-        run.config.refresh.wait_seconds = 60.0
+        run.config.refresh.wait_seconds = PATIENCE
 
 
 class Watch:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from realm_jax.training.health import Watch
-from realm_jax.training.journal import Journal
+from realm_jax.training.journal import Journal, Work
 
 LENGTH = 120
 
@@ -88,7 +88,7 @@ def values(null: float, gain: float) -> dict[str, jax.Array]:
 
 def keep(folder, start: int, records: list[tuple[int, float, float]], task: str = "realm") -> None:
     """A task's records as the loop hands them over."""
-    with Journal(folder, task, start, 10 * LENGTH, 0.0) as journal:
+    with Journal(folder, task, start, 10 * LENGTH, 0.0, Work(1.0, 1, None)) as journal:
         for step, null, gain in records:
             journal.stepped(step, values(null, gain), {"index_age": 0})
         journal.flush()
