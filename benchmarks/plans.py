@@ -26,7 +26,7 @@ WANTED = {  # config: topologies, with slices
     "realm_wiki": ["v5e:8x8", "v5p:4x4x4", "v6e:8x8", "v5e:8x8 --num-slices=2"],
     "realm_ccnews": ["v5e:8x8"],
     "ict_wiki": ["v5e:8x8"],
-    "qa_wiki": ["v5e:2x4"],
+    "qa_wiki": ["v5e:4x4"],
 }
 
 
