@@ -61,7 +61,7 @@ def train(run):
 
 
 def make_job(run, process=0, processes=1):
-    own = make_run(for_embedding(run.config), run.workdir, run.sources, jax.devices()[:1])
+    own = make_run(for_embedding(run.config, jax.local_device_count()), run.workdir, run.sources, jax.devices()[:1])
     return Job(own, shared_folder(run), Share(process, processes))
 
 

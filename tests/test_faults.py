@@ -373,7 +373,7 @@ def test_an_export_is_damaged(people, tmp_path, watch, log, monkeypatch):
 
 def test_a_builder_of_another_corpus(people, sturdy, tmp_path):
     other = prepare_people(tmp_path, [f"{name} Junior" for name in PEOPLE])
-    config = for_embedding(sturdy.run.config)
+    config = for_embedding(sturdy.run.config, jax.local_device_count())
     config.data.path = str(other)
     opened = make_run(config, sturdy.run.workdir, open_sources(other), jax.devices()[:1])
     with pytest.raises(UserError, match=r"exports/6 was written by a run with other (tokenizer|corpus)"):
@@ -389,7 +389,7 @@ def test_a_builder_of_another_tokenizer_or_corpus(sturdy, name):
 
 
 def test_a_builder_with_other_vectors_than_the_trainer_wants(sturdy):
-    config = for_embedding(sturdy.run.config)
+    config = for_embedding(sturdy.run.config, jax.local_device_count())
     config.retrieval.dtype = "bfloat16"
     opened = make_run(config, sturdy.run.workdir, sturdy.run.sources, jax.devices()[:1])
     with pytest.raises(UserError, match="exports/6 was written by a run with other index"):

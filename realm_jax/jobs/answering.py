@@ -74,7 +74,9 @@ def open_run_to_ask(workdir: Path, data: str | None = None, overrides: dict[str,
     set_up_jax()
     # Trained on one machine and asked on another: every device takes a share of the passages and all parameters. Batch
     # sizes of training must suit the devices, but nothing is trained here.
-    here = {"mesh.data": -1, "mesh.fsdp": 1, "mesh.model": 1, **{f"{n}.batch_size": jax.device_count() for n in TASKS}}
+    here: dict[str, Any] = {"mesh.data": -1, "mesh.fsdp": 1, "mesh.model": 1}
+    for name in TASKS:
+        here |= {f"{name}.batch_size": jax.device_count(), f"{name}.microbatches": 1}
     moved = {"data.path": data} if data else {}
     run = reopen_run(workdir, here | moved | (overrides or {}))
     check_data(run, edited=True)

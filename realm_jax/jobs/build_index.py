@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     make_folder(Path(args.workdir), "--workdir")
     set_up_jax()
     sources = open_sources(config.data.path, recorded_corpus(Path(args.workdir)))
-    opened = make_run(for_embedding(config), Path(args.workdir), sources, jax.local_devices())
+    opened = make_run(for_embedding(config, jax.local_device_count()), Path(args.workdir), sources, jax.local_devices())
     job = Job(opened, shared_folder(opened), Share(args.process, args.processes))
     try:
         with Stop() as stop:
@@ -96,12 +96,12 @@ def _recorded_or_default(workdir: Path) -> ConfigDict:
     return recorded_config(workdir) if (workdir / "config.json").is_file() else default()
 
 
-def for_embedding(config: ConfigDict) -> ConfigDict:
-    """The config on the builder's own devices: nothing is trained there, so any batch size must pass."""
+def for_embedding(config: ConfigDict, devices: int) -> ConfigDict:
+    """The config on so many devices of the builder's own: nothing is trained there, so any batch size must pass."""
     own = ConfigDict(config.to_dict())
     own.mesh.update({"data": -1, "fsdp": 1, "model": 1})
     for name in ("mlm", "ict", "realm", "qa"):
-        own[name].batch_size = jax.local_device_count()
+        own[name].update(batch_size=devices, microbatches=1)
     return own
 
 

@@ -6,9 +6,9 @@ compiler (`pip install 'realm_jax[tpu]'`). Memory and collectives are the compil
 """
 
 import argparse
-import dataclasses
 import hashlib
 import json
+import math
 import os
 import re
 from collections import Counter
@@ -26,8 +26,9 @@ from realm_jax.data.examples import array_shapes
 from realm_jax.errors import UserError
 from realm_jax.index.candidates import Index
 from realm_jax.index.exact import padded_rows
+from realm_jax.jobs.build_index import for_embedding
 from realm_jax.jobs.flags import add_config_argument, load_config
-from realm_jax.mesh import logical_sharding, make_mesh, replicated
+from realm_jax.mesh import logical_sharding, replicated
 from realm_jax.models.inputs import Documents
 from realm_jax.run import Run, bare_run, embed_program
 from realm_jax.training.flops import embedding_flops, memory, peak, step_flops
@@ -76,7 +77,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--mfu={args.mfu}: must lie above 0 and be at most 1")
     chips, helpers = devices_of(args.topology, args.num_slices), devices_of(args.builder_topology, 1)
     trainer = bare_run(config, Path("."), args.passages, args.vocabulary, chips)
-    builder = dataclasses.replace(trainer, mesh=make_mesh(-1, 1, 1, helpers)) if task == "realm" else None
+    sizes = (args.passages, args.vocabulary)
+    builder = bare_run(for_embedding(config, len(helpers)), Path("."), *sizes, helpers) if task == "realm" else None
     found = plan(trainer, builder, task, args.vocabulary, args.mfu, args.price_per_chip_hour)
     if args.json:
         print(json.dumps(found, indent=1))
@@ -190,7 +192,7 @@ def compiled_needs(lowered: jax.stages.Lowered, kind: str, second: int = 0) -> d
         - sizes.alias_size_in_bytes
         + sizes.generated_code_size_in_bytes
     )
-    words = re.findall(rf"= \S+ ({'|'.join(COLLECTIVES)})(?:-start)?\(", compiled.as_text())
+    words = re.findall(rf"\s({'|'.join(COLLECTIVES)})(?:-start)?\(", compiled.as_text())
     capacity = memory(kind)
     if capacity and peak_bytes + second > capacity:
         return {"fits": False, "needs": _gib(peak_bytes + second), "has": _gib(capacity)}
@@ -214,7 +216,7 @@ def shard_bytes(leaf: jax.ShapeDtypeStruct) -> int:
     """Bytes of an array on each device."""
     assert leaf.sharding is not None
     shape = leaf.sharding.shard_shape(leaf.shape)
-    return int(jnp.dtype(leaf.dtype).itemsize * jnp.prod(jnp.array(shape, jnp.float32)))
+    return int(jnp.dtype(leaf.dtype).itemsize) * math.prod(shape)
 
 
 def abstract_arguments(trainer: Run, task: str) -> tuple[Any, Any, Any, Any]:
@@ -255,7 +257,7 @@ def show(found: dict[str, Any], args: argparse.Namespace, task: str) -> None:
         for name, size in found["bytes"].items():
             table.add_row(f"memory a device: {name.replace('_', ' ')}", f"{size / 2**30:.2f} GiB")
         together = ", ".join(f"{count} × {name}" for name, count in sorted(found["collectives"].items()))
-        table.add_row("collectives a step", together or "none")
+        table.add_row("collectives in the program", together or "none")
     table.add_row("operations a step", f"{found['flops'] / 1e12:,.1f} T")
     for name, value in found["flops_by_part"].items():
         table.add_row(f"  {name}", f"{value / 1e12:,.1f} T")

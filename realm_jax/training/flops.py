@@ -17,23 +17,24 @@ PEAKS = {
     "TPU v5 lite": 197e12,
     "TPU v5": 459e12,
     "TPU v5p": 459e12,
+    "TPU v5e": 197e12,
     "TPU v6 lite": 918e12,
+    "TPU v6e": 918e12,
     "NVIDIA A100": 312e12,
     "NVIDIA H100": 989e12,
     "NVIDIA H200": 989e12,
 }
 
 
-# Bytes of memory that a program can have on one of them (what the TPU compiler says; for GPUs, what they have).
+# Bytes of memory that a program can have on one of them, as the TPU compiler says.
 MEMORY = {
     "TPU v4": 31.75 * 2**30,
     "TPU v5 lite": 15.75 * 2**30,
     "TPU v5": 95.74 * 2**30,
     "TPU v5p": 95.74 * 2**30,
+    "TPU v5e": 15.75 * 2**30,
     "TPU v6 lite": 31.25 * 2**30,
-    "NVIDIA A100": 80e9,
-    "NVIDIA H100": 80e9,
-    "NVIDIA H200": 141e9,
+    "TPU v6e": 31.25 * 2**30,
 }
 
 
