@@ -32,7 +32,7 @@ WANTED = {  # config: topologies, with slices
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("configs", nargs="*", default=list(WANTED), choices=[*WANTED, []])
+    parser.add_argument("configs", nargs="*", default=list(WANTED), metavar="CONFIG", help=f"of {', '.join(WANTED)}")
     parser.add_argument("--topology", nargs="+", help="these alone, quoted with their further flags")
     args = parser.parse_args()
     known = read_json(GOLDEN) if GOLDEN.is_file() else {}

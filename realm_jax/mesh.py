@@ -49,7 +49,8 @@ def make_mesh(data: int = -1, fsdp: int = 1, model: int = 1, devices: list[jax.D
     sizes = [len(devices) // known if s == -1 else s for s in sizes]
     if int(np.prod(sizes)) != len(devices):
         wanted = " x ".join(f"{name}={size}" for name, size in zip(AXES, (data, fsdp, model), strict=True))
-        raise UserError(f"config.mesh: {wanted} does not fit {len(devices)} devices; set one axis to -1")
+        advice = "set one axis to -1" if -1 not in (data, fsdp, model) else f"choose sizes that divide {len(devices)}"
+        raise UserError(f"config.mesh: {wanted} does not fit {len(devices)} devices; {advice}")
     return Mesh(_arrange(sizes, devices), AXES, axis_types=(AxisType.Auto,) * 3)
 
 

@@ -7,6 +7,7 @@ follows from the config, travels through the step (`training/state.put_control`)
 
 import argparse
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -56,6 +57,22 @@ def _initialize(*where: Any) -> None:
 def is_first() -> bool:
     """Whether this process writes what is written once: records, configs, reports."""
     return jax.process_index() == 0
+
+
+def told_by(act: Callable[[], int]) -> int:
+    """What `act` gives in the first process, in every process. When it raises there, the others raise UserError."""
+    value, fault = 0, None
+    if is_first():
+        try:
+            value = act()
+        except Exception as raised:
+            fault = raised
+    failed = told(int(fault is not None))
+    if fault is not None:
+        raise fault
+    if failed:
+        raise UserError("the first process cannot go on, so this one ends too; its log says why")
+    return told(value)
 
 
 def told(value: int) -> int:

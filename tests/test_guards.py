@@ -99,7 +99,7 @@ def test_records_say_where_the_time_went(tmp_path):
     with Journal(tmp_path, "mlm", 0, 4, 0.0, Work(4e6, 2, 1e9), time.time() - 10) as journal:
         for step in range(4):
             with journal.step():
-                with journal.waiting("data"):
+                with journal.waiting("index"):
                     time.sleep(0.06)
                 time.sleep(0.02)
                 journal.stepped(step + 1, values, {})
@@ -108,12 +108,11 @@ def test_records_say_where_the_time_went(tmp_path):
     assert 0.02 <= last["step_seconds"] < 0.5
     assert last["tflops_per_device"] == pytest.approx(2e-6 / last["step_seconds"])
     assert last["mfu"] == pytest.approx(2e6 / last["step_seconds"] / 1e9)
-    assert last["wait_data"] > 0.3 and last["wait_index"] == last["wait_checkpoint"] == 0
+    assert last["wait_index"] > 0.3 and last["wait_data"] == last["wait_checkpoint"] == 0
     assert 4 * last["step_seconds"] / 20 < last["goodput"] < 4 * last["step_seconds"] / 10
 
 
 def test_the_watchdog_s_thread_ends_with_it():
     with Watchdog(60.0, "realm"):
         assert any(thread.name == "watchdog" for thread in threading.enumerate())
-    time.sleep(0.1)
     assert not any(thread.name == "watchdog" for thread in threading.enumerate())

@@ -30,8 +30,8 @@ from realm_jax.jobs import recipe
 from realm_jax.jobs.opening import reopen_run
 from realm_jax.jobs.recipe import run_recipe
 from realm_jax.run import Run, make_run
-from realm_jax.storage import only_one, read_json, write_json_atomic
-from realm_jax.training import loop
+from realm_jax.storage import StorageError, only_one, read_json, write_json_atomic
+from realm_jax.training import checkpoints, loop
 from realm_jax.training.checkpoints import Saved, saved_folders
 from realm_jax.training.journal import TIMES
 from realm_jax.training.loop import train_task
@@ -455,6 +455,22 @@ def test_checkpoints_are_listed_and_verified(data, sturdy, tmp_path, capsys):
     assert cli.main(["checkpoints", "verify", f"realm/{STEPS}", workdir]) == 1
     assert f"realm/{STEPS}: DAMAGED: " in capsys.readouterr().out
     assert cli.main(["checkpoints", "verify", "realm/77", workdir]) == 2
+
+
+def test_storage_that_fails_is_no_damage(data, sturdy, tmp_path, monkeypatch):
+    """Nothing is set aside; and the same step may be damaged twice, or lack the file that makes it a checkpoint."""
+    shutil.copytree(sturdy.workdir / "realm" / "checkpoints", tmp_path / "checkpoints")
+    folder, names = tmp_path / "checkpoints", sorted(entry.name for entry in (tmp_path / "checkpoints").iterdir())
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "_file_digest", lambda _: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        with pytest.raises(StorageError, match="could not be read .OSError: .Errno 5. Input/output error.; repeat"):
+            Saved.newest_sound(folder, lambda saved: saved.step)
+    assert sorted(entry.name for entry in folder.iterdir()) == names
+    for spoilt in ("FILES.json", "_CHECKPOINT_METADATA"):
+        shutil.copytree(folder / str(STEPS - 2), folder / str(STEPS), dirs_exist_ok=True)
+        (folder / str(STEPS) / spoilt).write_text("{")
+        assert Saved.newest_sound(folder, lambda saved: saved.step) == STEPS - 2
+    assert {f"{STEPS}.damaged", f"{STEPS}.damaged2"} <= {entry.name for entry in folder.iterdir()}
 
 
 def test_when_all_are_damaged_training_stops(data, tmp_path):

@@ -44,10 +44,10 @@ def run(args: argparse.Namespace) -> int:
 
 def checkpoints(workdir: Path) -> list[Path]:
     """The folders of all checkpoints of a run, those set aside as damaged too, by task and step."""
-    folders = sorted(workdir.glob("*/checkpoints"))
-    return [
-        entry for folder in folders for entry in [*reversed(saved_folders(folder)), *sorted(folder.glob(f"*{DAMAGED}"))]
-    ]
+    found: list[Path] = []
+    for folder in sorted(workdir.glob("*/checkpoints")):
+        found += [*reversed(saved_folders(folder)), *sorted(folder.glob(f"*{DAMAGED}*"))]
+    return found
 
 
 def name(workdir: Path, entry: Path) -> str:
@@ -57,7 +57,7 @@ def name(workdir: Path, entry: Path) -> str:
 
 def describe(entry: Path) -> dict[str, Any]:
     """What there is to know of a checkpoint without reading its arrays."""
-    if entry.name.endswith(DAMAGED):
+    if DAMAGED in entry.name:
         return {"state": "damaged"}
     try:
         record = Saved(entry).record
@@ -98,7 +98,7 @@ def _verify(found: dict[str, Path]) -> int:
     for key, entry in found.items():
         began = time.monotonic()
         try:
-            if entry.name.endswith(DAMAGED):
+            if DAMAGED in entry.name:
                 raise UserError(f"{entry} was found damaged and set aside; remove it")
             Saved(entry).verify()
             print(f"{key}: sound ({time.monotonic() - began:.1f} s)")

@@ -63,7 +63,7 @@ def run_recipe(run: Run, controls: bool, command: str) -> int:
 def _preemptible() -> Iterator[None]:
     """SIGTERM between tasks, where everything that is done is saved, ends the run at once.
 
-    Inside a task the loop takes the signal and saves first.
+    Inside a task the loop takes the signal and saves first. A request for a profile between tasks is ignored.
     """
 
     def preempt(_number: int, _frame: FrameType | None) -> None:
@@ -72,11 +72,12 @@ def _preemptible() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # someone else owns the signals
         yield
         return
-    before = signal.signal(signal.SIGTERM, preempt)
+    before = signal.signal(signal.SIGTERM, preempt), signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, before[0])
+        signal.signal(signal.SIGUSR1, before[1])
 
 
 def dev_questions(run: Run) -> list[Question]:

@@ -31,7 +31,7 @@ from orbax.checkpoint import v1 as ocp
 
 import realm_jax
 from realm_jax.errors import UserError
-from realm_jax.processes import is_first, told
+from realm_jax.processes import is_first, told_by
 from realm_jax.storage import StorageError, digest, read_json, write_json_atomic
 from realm_jax.training.checksums import checksums, differing
 
@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 DAMAGED = ".damaged"  # what is set aside is called
 FILES = "FILES.json"  # in a checkpoint's folder: the digest of every other file there
+PASSING = re.compile("RESOURCE_EXHAUSTED|UNAVAILABLE|DEADLINE_EXCEEDED|PERMISSION_DENIED|UNAUTHENTICATED|CANCELLED")
 NONE, ALL_DAMAGED = -1, -2  # in place of a step
 _T = TypeVar("_T")
 
@@ -113,6 +114,8 @@ class Checkpoints:
         """
         if self.latest == step:
             return
+        if self._sealed is not None:
+            self._sealed.result()  # before what it looks at can be removed
         items = {"state": state} | {name: {name: value} for name, value in index.items()}
         record = record | {"environment": environment(), "checksums": checksums(items)}
         record["digest"] = _digest(record)
@@ -149,16 +152,21 @@ def _digest(record: dict[str, Any]) -> str:
     return digest(json.dumps(rest, sort_keys=True).encode())
 
 
-def _set_aside(entry: Path, fault: UserError) -> None:
+def _set_aside(entry: Path, fault: Exception) -> None:
     logger.error("%s; going on from the one before", fault)
     if is_first():
-        entry.rename(entry.with_name(f"{entry.name}{DAMAGED}"))
+        before = len([*entry.parent.glob(f"{entry.name}{DAMAGED}*")])  # the same step may be damaged again
+        entry.rename(entry.with_name(f"{entry.name}{DAMAGED}{before + 1 if before else ''}"))
 
 
 def saved_folders(folder: Path) -> list[Path]:
     """The folders of complete checkpoints, the newest first."""
     entries = sorted((e for e in folder.absolute().glob("*") if e.name.isdigit()), key=lambda e: -int(e.name))
     return [entry for entry in entries if ocp.is_orbax_checkpoint(entry)]
+
+
+class Damaged(UserError):
+    """A checkpoint is not what was saved."""
 
 
 class Gone(Exception):
@@ -199,7 +207,7 @@ class Saved:
         """
         damaged = False
         while True:
-            step = told(cls._choose(folder) if is_first() else NONE)
+            step = told_by(lambda: cls._choose(folder))
             if step == ALL_DAMAGED or step == NONE and damaged:
                 raise UserError(f"{folder}: every checkpoint is damaged; start in another --workdir")
             if step == NONE:
@@ -207,7 +215,7 @@ class Saved:
             entry = folder.absolute() / str(step)
             try:
                 return load(cls(entry))
-            except UserError as fault:
+            except (Damaged, Gone) as fault:
                 damaged = True
                 _set_aside(entry, fault)
 
@@ -219,7 +227,7 @@ class Saved:
             try:
                 cls(entry).verify_files()
                 return int(entry.name)
-            except UserError as fault:
+            except (Damaged, Gone) as fault:  # gone: half of it, since nobody else writes here
                 _set_aside(entry, fault)
         return ALL_DAMAGED if entries else NONE
 
@@ -230,10 +238,10 @@ class Saved:
         except Exception as fault:
             if not (self._path / "_CHECKPOINT_METADATA").exists():
                 raise Gone(str(self._path)) from fault
-            reason = str(fault).strip().partition("\n")[0][:200]
-            raise UserError(
-                f"{self._path} is damaged ({type(fault).__name__}: {reason}); see `realm checkpoints verify`"
-            ) from fault
+            reason = f"{type(fault).__name__}: {str(fault).strip().partition(chr(10))[0][:200]}"
+            if _is_passing(fault):
+                raise StorageError(f"{self._path} could not be read ({reason}); repeat the command") from fault
+            raise Damaged(f"{self._path} is damaged ({reason}); see `realm checkpoints verify`") from fault
 
     @property
     def record(self) -> dict[str, Any]:
@@ -297,6 +305,13 @@ class Saved:
             for name in known:
                 like = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), known[name])
                 self._verified({name: ocp.load_checkpointables(self._path, {name: like})[name]})
+
+
+def _is_passing(fault: Exception) -> bool:
+    """Whether storage or memory failed for now, which says nothing of what was saved."""
+    if isinstance(fault, FileNotFoundError | NotADirectoryError):
+        return False
+    return isinstance(fault, OSError | MemoryError) or PASSING.match(str(fault)) is not None
 
 
 def environment() -> dict[str, Any]:

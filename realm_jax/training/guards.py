@@ -40,7 +40,7 @@ class Watchdog:
         """what: is said to be stuck. end: ends the process."""
         self._limit, self._what, self._end = limit, what, end
         self._over = threading.Event()
-        self._last = time.monotonic()
+        self._moved = False
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Self:
@@ -50,20 +50,26 @@ class Watchdog:
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
+        if self._limit:
+            self._thread.join()
 
     def beat(self) -> None:
         """A sign of life."""
-        self._last = time.monotonic()
+        self._moved = True
 
     def _watch(self) -> None:
-        while not self._over.wait(min(1.0, self._limit / 4)):
-            silent = time.monotonic() - self._last
+        tick = min(1.0, self._limit / 4)
+        silent, looked = 0.0, time.monotonic()
+        while not self._over.wait(tick):
+            now = time.monotonic()
+            passed, looked = min(now - looked, 2 * tick), now  # a machine that stood still is no hang
+            silent, self._moved = 0.0 if self._moved else silent + passed, False
             if silent > self._limit:
-                logger.error(
-                    "%s: nothing moved for %.0f s (config.log.hang_seconds); the stacks of all threads follow; repeat "
-                    "the command to go on from the newest checkpoint", self._what, silent,
-                )  # fmt: skip
                 faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
+                logger.error(
+                    "%s: nothing moved for %.0f s (config.log.hang_seconds), the stacks of all threads stand above; "
+                    "repeat the command to go on from the newest checkpoint", self._what, silent,
+                )  # fmt: skip
                 self._end(HUNG)
                 return
 
@@ -95,14 +101,18 @@ class Profiler:
     def _ask(self, *_: object) -> None:
         self._asked = True
 
-    def at(self, step: int) -> None:
-        """Start or end a trace before this step."""
+    def at(self, step: int, last: Any = None) -> None:
+        """Start or end a trace before this step. last: an array of the step before, which is waited for at the end."""
         if self._until is not None and step >= self._until:
+            jax.block_until_ready(last)
             self._stop()
         if self._until is None and (self._asked or self._first > 0 and step == self._first):
             self._asked = False
-            self._until = step + TRACED
-            jax.profiler.start_trace(self._folder / str(step))
+            try:
+                jax.profiler.start_trace(self._folder / str(step))
+                self._until = step + TRACED
+            except (OSError, RuntimeError) as fault:
+                logger.warning("no profile of step %d: %s", step, fault)
 
     def _stop(self) -> None:
         jax.profiler.stop_trace()

@@ -44,14 +44,14 @@ class Work:
 class Journal:
     """The records, progress and warnings of one task. A context manager: leaving closes bar and files.
 
-    What every record says of time, shares of the seconds since this start but for the last:
+    What every record says of time; waits are shares of the seconds since this start:
     wait_data, wait_index, wait_measurement, wait_checkpoint
                                              the loop waited for input or a search, for an index, for the measurement
                                              that follows it, for a save to be taken over
-    step_seconds                             median of the last `TIMED` steps, without those waits
+    step_seconds                             median of the last `TIMED` steps; of these waits it holds the one for data
     tflops_per_device, mfu                   operations over step_seconds and devices; over the peak, if that is known
-    goodput                                  steps done × step_seconds over all seconds since the task's first start:
-                                             what restarts, compiling, waits and repeated steps leave
+    goodput                                  steps done × step_seconds over all seconds since the first start that a
+                                             save remembers: what restarts, compiling, waits and repeats leave
     """
 
     def __init__(
@@ -98,10 +98,13 @@ class Journal:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around a step with its waits: times the rest."""
-        began, waited = time.monotonic(), sum(self._waited.values())
+        """Around a step: times it without its waits, but for those for data, during which the devices work."""
+        began, waited = time.monotonic(), self._idle()
         yield
-        self._steps.append(time.monotonic() - began - (sum(self._waited.values()) - waited))
+        self._steps.append(time.monotonic() - began - (self._idle() - waited))
+
+    def _idle(self) -> float:
+        return sum(seconds for name, seconds in self._waited.items() if name != "data")
 
     def measured(self, step: int, found: dict[str, Any]) -> None:
         """Record a measurement."""

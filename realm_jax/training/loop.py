@@ -102,19 +102,20 @@ class _Training:
         self._checkpoints, self._stop = checkpoints, stop
         self._start, self._total, size = int(state.step), config[task.name].steps, config[task.name].batch_size
         self._index: Fresh | None = None
+        self._values: dict[str, jax.Array] = {}  # what the last step reports
         self._answers: deque[jax.Array] = deque(maxlen=2)  # to what was announced at the last two steps
         self._step_function = make_step(run, task)
-        seconds, born = (0.0, None) if saved is None else (saved.record["seconds"], saved.record.get("born"))
+        seconds, born = (0.0, None) if saved is None else (saved.record["seconds"], saved.record["born"])
         counted = (self._start, self._total, seconds, work_of(run, task), born, lambda: checkpoints.latest)
         self._journal = Journal(place, task.name, *counted)
-        self._refreshes = make_refresh(run, task.name, own_folder, self._start, checkpoints, lambda: stop.asked)
+        self._watchdog = Watchdog(config.log.hang_seconds, place.name)
+        alive = self._watchdog.beat
+        self._refreshes = make_refresh(run, task.name, own_folder, self._start, checkpoints, self._stopping, alive)
         rows = own_rows(run.mesh, size)
         source = batches(examples, config.seed, task.name, size, self._start, self._total, rows)
         hosts_search = run.searches is not None and task.name == "realm"  # fine-tuning searches exactly
         in_flight = None if saved is None else saved.in_flight
         self._feed = Feed(run, source, rows, size, hosts_search, in_flight)
-        patience = config.refresh.wait_seconds if config.refresh.mode == "async" else 0.0
-        self._watchdog = Watchdog(config.log.hang_seconds and config.log.hang_seconds + patience, place.name)
         self._profiler = Profiler(place / "profile", config.log.profile_step)
         self._compiles = CompileGuard(self._step_function)
 
@@ -144,10 +145,15 @@ class _Training:
             raise
         for step in range(self._start, self._total):
             self._watchdog.beat()
-            self._profiler.at(step)
+            self._profiler.at(step, self._answers[-1] if self._answers else None)
             with self._journal.step(), jax.profiler.StepTraceAnnotation(self._task.name, step_num=step):
                 self._one(step)
         self._finish()
+
+    def _stopping(self) -> bool:
+        """Whether to stop waiting for an index; who asks is alive."""
+        self._watchdog.beat()
+        return self._stop.asked
 
     def _one(self, step: int) -> None:
         heard = Control(*np.asarray(self._answers[0]).tolist()) if len(self._answers) == 2 else Control()
@@ -172,15 +178,18 @@ class _Training:
         except (UserError, Interrupted):
             self._save_and_stop(step)
             raise
+        self._watchdog.beat()
         if fresh is not None:
             self._index = fresh
             with self._journal.waiting("measurement"):
                 exact = exact_index(self._run, fresh)
                 found = {} if self._measure is None else self._measure(self.params, exact, False)
+            self._watchdog.beat()
             self._journal.measured(step, found | {"refresh": True, "index_step": fresh.step} | fresh.facts)
 
     def _after(self, done: int, values: dict[str, jax.Array], further: dict[str, int], heard: Control) -> None:
         """Records, and a save where one is due."""
+        self._values = values
         config, preempted = self._run.config, self._told_to_stop(heard)
         if done % config.log.every == 0 or done == self._total:
             self._journal.stepped(done, values, further)
@@ -215,7 +224,9 @@ class _Training:
 
     def _save_and_stop(self, step: int) -> None:
         if step > self._start or not self._resumed:
-            self._journal.flush()  # raises if what would be saved is not finite
+            if self._values:
+                self._journal.fetch(step, self._values)  # so that what is saved is finite
+            self._journal.flush()
             self._save(step, wait=True)
         self._stop.check(f"saved {self._place.name} at step {step}")
 
@@ -226,9 +237,11 @@ class _Training:
         self._watchdog.beat()
         if self._measure is not None:
             fresh = self._task.name != "mlm"
-            self._index = made(run, run.embed(self.params), total, None, exact=True) if fresh else None
+            vectors = run.embed(self.params, lambda _: self._watchdog.beat()) if fresh else None
+            self._index = None if vectors is None else made(run, vectors, total, None, exact=True)
             found = self._measure(self.params, None if self._index is None else exact_index(run, self._index), True)
             self._journal.measured(total, found | {"refresh": False, "seconds": self._journal.seconds})
+        self._watchdog.beat()
         self._save(total, wait=True)
         self._refreshes.done(total)
         self._stop.check(f"saved {self._place.name} at step {total}")
@@ -241,12 +254,16 @@ def work_of(run: Run, task: Task) -> Work:
 
 
 def make_refresh(
-    run: Run, name: str, own_folder: bool, start: int, checkpoints: Checkpoints, stopping: Callable[[], bool]
-) -> Refresh:
-    """Where a task's index comes from. Only REALM itself has a builder: a control and fine-tuning embed inline."""
+    run: Run, name: str, own_folder: bool, start: int, checkpoints: Checkpoints, stopping: Callable[[], bool],
+    alive: Callable[[], None],
+) -> Refresh:  # fmt: skip
+    """Where a task's index comes from. Only REALM itself has a builder: a control and fine-tuning embed inline.
+
+    stopping: whether to stop waiting; alive: called again and again while the corpus is embedded.
+    """
     if run.config.refresh.mode == "inline" or not own_folder:
-        return Inline(run, name)
+        return Inline(run, name, alive)
     if name == "realm":
         return Adoption(run, name, start, checkpoints.generations(), run.config.checkpoint.keep, stopping)
     later = "realm" in task_names(run.config)[task_names(run.config).index(name) :]
-    return Inline(run, name, Reporter(run, shared_folder(run), name) if later else None)
+    return Inline(run, name, alive, Reporter(run, shared_folder(run), name) if later else None)

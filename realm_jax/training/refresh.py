@@ -6,6 +6,7 @@ Read `Inline.at` and then `adoption.py`; how generations are found and verified 
 """
 
 import dataclasses
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, Protocol, Self
 
@@ -99,10 +100,11 @@ def exact_index(run: Run, fresh: Fresh) -> Index:
 class Inline:
     """The trainer embeds the corpus: at the start of a task, and for REALM every `refresh.every` steps."""
 
-    def __init__(self, run: Run, name: str, reporter: Reporter | None = None) -> None:
-        """reporter: tells a builder that waits for a later task that the run lives."""
+    def __init__(self, run: Run, name: str, alive: Callable[[], None], reporter: Reporter | None = None) -> None:
+        """alive: called again and again while it embeds. reporter: tells a builder that waits for a later task that the
+        run lives."""
         self._run, self._every = run, run.config.refresh.every if name == "realm" else 0
-        self._exact, self._reporter = name != "realm", reporter
+        self._exact, self._alive, self._reporter = name != "realm", alive, reporter
 
     def __enter__(self) -> Self:
         (self._reporter or nullcontext()).__enter__()
@@ -118,7 +120,7 @@ class Inline:
         tower = None
         if self._run.config.retrieval.query_params == "generation":  # a copy: the step gives its state away
             tower = jax.tree.map(jnp.copy, params[self._run.model.embedder_names[0]])
-        return made(self._run, self._run.embed(params), step, tower, self._exact)
+        return made(self._run, self._run.embed(params, lambda _: self._alive()), step, tower, self._exact)
 
     def announce(self, step: int) -> Control:
         if self._reporter is not None:

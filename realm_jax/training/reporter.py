@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from realm_jax.errors import UserError
 from realm_jax.index.generations import Status, read_status, write_status
-from realm_jax.processes import is_first, told
+from realm_jax.processes import is_first, told_by
 from realm_jax.run import Run
 from realm_jax.storage import Folder, StorageError, read_json, write_json_atomic
 
@@ -29,9 +29,14 @@ class Reporter:
     def __init__(self, run: Run, folder: Folder, task: str) -> None:
         """Raises UserError when the shared folder is another run's."""
         self._folder = folder
-        name = _run_id(run) if is_first() else ""
-        earlier = read_status(folder, "trainer") if is_first() else None
-        if told(earlier is not None and earlier.run != name):
+        name, earlier = "", None
+
+        def is_taken() -> int:
+            nonlocal name, earlier
+            name, earlier = _run_id(run), read_status(folder, "trainer")
+            return int(earlier is not None and earlier.run != name)
+
+        if told_by(is_taken):
             raise UserError(f"config.refresh.shared: {folder.url} is another run's; give each a folder of its own")
         self._status = dataclasses.replace(earlier or Status(name), stage=task, done=False)
         self._told_at = -STATUS_SECONDS

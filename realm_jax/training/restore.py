@@ -33,6 +33,7 @@ class Restored(NamedTuple):
 
 
 def restore(run: Run, task: Task, saved: Saved, like: Params) -> Restored:
+    """All of a checkpoint of a task, on this run's devices. like: shapes of all parameters. Raises as `Saved` does."""
     changed = differences(saved.record.get("environment", {}), environment())
     if changed:
         logger.warning("the environment differs, so bits may too: %s", "; ".join(changed))
