@@ -140,3 +140,11 @@ def test_restart_runs_a_preempted_command_again_and_hands_on_the_last_exit_code(
     restart = Path(__file__).parents[1] / "launch" / "restart.sh"
     done = subprocess.run([restart, "sh", "-c", command], timeout=30)
     assert done.returncode == 7 and count.read_text().count("again") == 3
+
+
+def test_restart_gives_up_on_what_hangs_three_times_in_a_row(tmp_path):
+    count = tmp_path / "count"
+    command = f'echo again >> {count}; [ "$(wc -l < {count})" -eq 3 ] && exit 75; exit 70'
+    restart = Path(__file__).parents[1] / "launch" / "restart.sh"
+    done = subprocess.run([restart, "sh", "-c", command], timeout=30)
+    assert done.returncode == 70 and count.read_text().count("again") == 6

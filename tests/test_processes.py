@@ -159,4 +159,6 @@ def test_processes_that_cannot_be_are_refused(people, tmp_path, capsys, flags, m
 
 
 def test_a_single_process_needs_nobody():
-    assert processes.is_first() and processes.told(7) == 7
+    assert processes.is_first() and processes.told(7) == 7 and processes.told_by(lambda: 7) == 7
+    with pytest.raises(KeyError):
+        processes.told_by(lambda: {}["missing"])
