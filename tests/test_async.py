@@ -30,7 +30,7 @@ from side_by_side import (
     with_first_generation_only,
 )
 
-from realm_jax import cli, processes
+from realm_jax import cli
 from realm_jax.index.generations import (
     export_steps,
     generation_names,
@@ -144,8 +144,8 @@ def test_the_first_process_alone_names_a_run(people, tmp_path, monkeypatch):
     """Two that start together and each make up a name would take each other for another run."""
     run = open_tiny(people, tmp_path)
     with monkeypatch.context() as patch:
-        for module in (processes, reporter):
-            patch.setattr(module, "is_first", lambda: False)
+        for module in ("processes", "training.reporter"):
+            patch.setattr(f"realm_jax.{module}.is_first", lambda: False)
         Reporter(run, shared_folder(run), "realm")
         assert not (tmp_path / reporter.RUN_ID).exists()
     Reporter(run, shared_folder(run), "realm")
