@@ -28,16 +28,14 @@ def shared_data() -> Path:
 @pytest.fixture(scope="session")
 def trained_run(tmp_path_factory):
     """A tiny run (see `tiny_run.py`), trained once for all tests; they read it and leave it as it is."""
+    from quick import unoptimized
     from tiny_run import train_tiny_run
 
     with pytest.MonkeyPatch.context() as patch:
         # Jobs then keep no compiled programs in the home folder.
         patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
-        jax.config.update("jax_disable_most_optimizations", True)  # two steps do not repay the compiler's work
-        try:
+        with unoptimized():  # two steps do not repay the compiler's work
             run = train_tiny_run(tmp_path_factory.mktemp("tiny"))
-        finally:
-            jax.config.update("jax_disable_most_optimizations", False)
         yield run
 
 
@@ -47,6 +45,15 @@ def people(tmp_path_factory):
     from tiny_run import prepare_people
 
     return prepare_people(tmp_path_factory.mktemp("people"))
+
+
+@pytest.fixture(scope="module")
+def quick_programs():
+    """Programs of this module are compiled without optimisations: they run too briefly to repay them."""
+    from quick import unoptimized
+
+    with unoptimized():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -66,3 +73,13 @@ def sturdy(people, quick_steps, tmp_path_factory):
     run = open_tiny(people, tmp_path_factory.mktemp("sturdy"))
     with builder(run):
         return Trained(run, train(run))
+
+
+@pytest.fixture(scope="module")
+def straight(people, quick_steps, tmp_path_factory):
+    """An undisturbed run that makes its index itself; tests read it and leave it as it is."""
+    from inline_run import open_tiny, train
+
+    run = open_tiny(people, tmp_path_factory.mktemp("straight"))
+    train(run)
+    return run

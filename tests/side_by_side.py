@@ -99,27 +99,6 @@ def metrics(run):
     return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
 
 
-class Cut(Exception):
-    """Stands for the power going off."""
-
-
-def cut_at(monkeypatch, wanted):
-    make, left = loop.make_step, [wanted]
-
-    def cutting(run, task):
-        step = make(run, task)
-
-        def call(state, *rest):
-            if left and int(state.step) == left[0]:
-                left.clear()
-                raise Cut
-            return step(state, *rest)
-
-        return call
-
-    monkeypatch.setattr(loop, "make_step", cutting)
-
-
 def spoil(folder, manifest, fault):
     name = manifest.chunks[0].file.name
     if fault == "manifest":

@@ -17,6 +17,7 @@ from realm_jax.training.tasks import make_task
 
 STEPS, REFRESH, BATCH, ROWS = 10, 5, 8, 40
 MODEL = tiny_realm(layers=1)  # compiling takes nearly all of the time
+pytestmark = pytest.mark.usefixtures("quick_programs")
 
 
 class Trace(NamedTuple):
@@ -74,16 +75,8 @@ def train(mesh: Mesh) -> Trace:
     return trace._replace(params=jax.tree.map(np.asarray, params))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compiler():
-    """Ten tiny steps do not repay the compiler's work."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @pytest.fixture(scope="module")
-def on_one_device(quick_compiler) -> Trace:
+def on_one_device(quick_programs) -> Trace:
     return train(make_mesh(1, 1, 1, jax.devices()[:1]))
 
 

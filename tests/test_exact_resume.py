@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import jax
 import pytest
-from side_by_side import Cut, builder, cut_at, metrics, open_tiny, train
+from cutting import Cut, cut_at
+from side_by_side import builder, metrics, open_tiny, train
 from tiny_run import prepare_people
 
 pytestmark = pytest.mark.usefixtures("quick_steps")

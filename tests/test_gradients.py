@@ -35,13 +35,7 @@ VARIANTS = [
     ("qa", {}),
     ("qa", {"qa_objective": "orqa", "qa_beam": 6}),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compiler():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_programs")
 
 
 @pytest.fixture(scope="module")

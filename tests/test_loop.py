@@ -1,9 +1,8 @@
 """The train loop on a tiny REALM run: cut off and repeated, on other devices, with other configs, and diverging.
 
-`sturdy` runs six steps with an index refreshed and a checkpoint saved every second step; every test compares with it.
+`straight` runs six steps with an index refreshed and a checkpoint saved every second step; every test compares with it.
 """
 
-import json
 import os
 import shutil
 import signal
@@ -18,142 +17,50 @@ import jax
 import numpy as np
 import psutil
 import pytest
-from quick import shared_steps
+from cutting import Cut, at_step, cut_at
+from inline_run import STEPS, assert_same_run, final_params, open_tiny, records, train
 from side_by_side import until
-from tiny_run import prepare_people, tiny_config
 
-from realm_jax import cli
-from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
-from realm_jax.evaluation.predict import Evaluator
 from realm_jax.jobs import recipe
 from realm_jax.jobs.opening import reopen_run
 from realm_jax.jobs.recipe import run_recipe
-from realm_jax.run import Run, make_run
-from realm_jax.storage import StorageError, only_one, read_json, write_json_atomic
-from realm_jax.training import checkpoints, loop
+from realm_jax.run import Run
+from realm_jax.storage import only_one, read_json, write_json_atomic
+from realm_jax.training import loop
 from realm_jax.training.checkpoints import Saved, saved_folders
-from realm_jax.training.journal import TIMES
 from realm_jax.training.loop import train_task
 from realm_jax.training.metrics import MetricsWriter, read_lines
 from realm_jax.training.preemption import Preempted
-from realm_jax.training.restore import restore_params
 from realm_jax.training.tasks import make_task
-from realm_jax.training.workdir import check_workdir
 
-STEPS = 6
-
-
-class Cut(Exception):
-    """Stands for the power going off."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick(tmp_path_factory):
-    with shared_steps(tmp_path_factory.mktemp("compiled")):
-        yield
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return prepare_people(tmp_path_factory.mktemp("people"))
-
-
-def open_tiny(data: Path, workdir: Path, devices: int = 1, **changes: Any) -> Run:
-    """A run of the task 'realm'; `changes`: dotted config keys, with two underscores for the dot."""
-    config = tiny_config(data)
-    config.tasks, config.ict.batch_size, config.qa.batch_size = "realm", 8, 8
-    config.realm.update({"steps": STEPS, "batch_size": 8, "warmup": 2, "learning_rate": 1e-3})
-    config.update({"refresh": {"every": 2}, "checkpoint": {"every": 2, "keep": 2}, "log": {"every": 1}})
-    config.update_from_flattened_dict({key.replace("__", "."): value for key, value in changes.items()})
-    run = make_run(config, workdir, open_sources(config.data.path), jax.devices()[:devices])
-    check_workdir(run)
-    return run
-
-
-def train(run: Run, name: str = "realm") -> Any:
-    evaluator = Evaluator(run, run.sources.questions["dev"])
-
-    def measure(params: Any, index: Any, final: bool) -> dict[str, Any]:
-        return evaluator.recall(params, index)
-
-    return train_task(run, name, run.initial_params(), measure)
-
-
-@pytest.fixture(scope="module")
-def sturdy(data, tmp_path_factory) -> Run:
-    run = open_tiny(data, tmp_path_factory.mktemp("sturdy"))
-    train(run)
-    return run
-
-
-def at_step(monkeypatch, act: Callable[[int], None]) -> None:
-    """Has `act(step)` called before each step of the loop."""
-    make = loop.make_step
-
-    def watched(run: Run, task: Any) -> Any:
-        step = make(run, task)
-
-        def call(state: Any, *rest: Any) -> Any:
-            act(int(state.step))
-            return step(state, *rest)
-
-        return call
-
-    monkeypatch.setattr(loop, "make_step", watched)
-
-
-def records(run: Run, name: str, folder: str = "realm") -> list[dict[str, Any]]:
-    """The lines of a records file but for times."""
-    lines = read_lines(run.workdir / folder / f"{name}.jsonl")
-    return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
-
-
-def final_params(run: Run) -> Any:
-    return jax.tree.map(np.asarray, restore_params(run, run.workdir, "realm", jax.eval_shape(run.initial_params)))
-
-
-def assert_same_run(a: Run, b: Run) -> None:
-    """Equal parameters, metrics and measurements, bit for bit."""
-    jax.tree.map(np.testing.assert_array_equal, final_params(a), final_params(b))
-    for name in ("metrics", "evaluations"):
-        assert records(a, name) == records(b, name)
-        assert records(a, name)
-
+pytestmark = pytest.mark.usefixtures("quick_steps")
 
 # --- Cut off and repeated
 
 
-def test_a_run_that_is_cut_off_twice_ends_as_one_that_never_was(data, sturdy, tmp_path, monkeypatch):
+def test_a_run_that_is_cut_off_twice_ends_as_one_that_never_was(people, straight, tmp_path, monkeypatch):
     """Once between two checkpoints, and once when a checkpoint and a refresh have just been made."""
-    left = [3, 4]
-
-    def cut(step: int) -> None:
-        if left and step == left[0]:
-            left.pop(0)
-            raise Cut
-
-    run = open_tiny(data, tmp_path)
+    run = open_tiny(people, tmp_path)
     with monkeypatch.context() as patch:
-        at_step(patch, cut)
+        cut_at(patch, 3, 4)
         for _ in range(2):
             with pytest.raises(Cut):
                 train(run)
     train(run)
-    assert not left
-    assert_same_run(run, sturdy)
+    assert_same_run(run, straight)
 
 
-def test_what_is_done_is_not_repeated(sturdy, monkeypatch):
+def test_what_is_done_is_not_repeated(straight, monkeypatch):
     monkeypatch.setattr(loop, "make_step", None)
-    files = {path: path.stat().st_mtime_ns for path in sturdy.workdir.rglob("*") if path.is_file()}
-    params = train(sturdy)
-    jax.tree.map(np.testing.assert_array_equal, final_params(sturdy), jax.tree.map(np.asarray, params))
-    assert files == {path: path.stat().st_mtime_ns for path in sturdy.workdir.rglob("*") if path.is_file()}
+    files = {path: path.stat().st_mtime_ns for path in straight.workdir.rglob("*") if path.is_file()}
+    params = train(straight)
+    jax.tree.map(np.testing.assert_array_equal, final_params(straight), jax.tree.map(np.asarray, params))
+    assert files == {path: path.stat().st_mtime_ns for path in straight.workdir.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize("last", [2, pytest.param(STEPS - 1, marks=pytest.mark.slow), STEPS])
-def test_sigterm_saves_and_the_next_start_loses_no_step(data, sturdy, tmp_path, monkeypatch, last):
+def test_sigterm_saves_and_the_next_start_loses_no_step(people, straight, tmp_path, monkeypatch, last):
     """It comes within a step, within the last step, or while the last index is being made."""
     calls, embed = [], Run.embed
 
@@ -167,7 +74,7 @@ def test_sigterm_saves_and_the_next_start_loses_no_step(data, sturdy, tmp_path, 
             os.kill(os.getpid(), signal.SIGTERM)
         return embed(*arguments, **options)
 
-    run = open_tiny(data, tmp_path, checkpoint__every=100)
+    run = open_tiny(people, tmp_path, checkpoint__every=100)
     at_step(monkeypatch, note)
     monkeypatch.setattr(Run, "embed", late)
     with pytest.raises(Preempted, match=f"saved realm at step {min(last + 1, STEPS)}; repeat the command"):
@@ -175,15 +82,15 @@ def test_sigterm_saves_and_the_next_start_loses_no_step(data, sturdy, tmp_path, 
     last = -1
     train(run)
     assert calls == list(range(STEPS))
-    assert_same_run(run, sturdy)
+    assert_same_run(run, straight)
 
 
 # --- A compiled step, and others in its place
 
 
-def test_a_refreshed_index_and_a_restored_state_need_no_new_program(data, sturdy, tmp_path, monkeypatch):
+def test_a_refreshed_index_and_a_restored_state_need_no_new_program(people, straight, tmp_path, monkeypatch):
     """All runs before this one used the same step: over refreshes, checkpoints and restarts."""
-    step = loop.make_step(sturdy, make_task("realm", sturdy.setting))
+    step = loop.make_step(straight, make_task("realm", straight.setting))
     assert step._cache_size() == 1
 
 
@@ -200,7 +107,7 @@ def replace_step(monkeypatch, step: Callable[[Any, Any, Any], dict[str, float]])
     monkeypatch.setattr(loop, "make_step", make)
 
 
-def test_a_run_goes_on_with_the_same_state_and_index_on_other_devices(data, tmp_path, monkeypatch):
+def test_a_run_goes_on_with_the_same_state_and_index_on_other_devices(people, tmp_path, monkeypatch):
     """Sixteen passages are padded to 32 rows on one device and to 256 on eight."""
     seen: dict[int, Any] = {}
 
@@ -214,12 +121,12 @@ def test_a_run_goes_on_with_the_same_state_and_index_on_other_devices(data, tmp_
     replace_step(monkeypatch, look)
     changes = {"retrieval__dtype": "bfloat16", "refresh__every": 100}
     devices = 1
-    run = open_tiny(data, tmp_path, **changes)
+    run = open_tiny(people, tmp_path, **changes)
     with pytest.raises(Cut):
         train_task(run, "realm", run.initial_params())
     params, moments, vectors = seen[2]
     devices = 8
-    run = open_tiny(data, tmp_path, devices, mesh__fsdp=2, **changes)
+    run = open_tiny(people, tmp_path, devices, mesh__fsdp=2, **changes)
     train_task(run, "realm", jax.eval_shape(run.initial_params))
     jax.tree.map(np.testing.assert_array_equal, seen[2][:2], (params, moments))
     assert len(vectors) == 32 and len(seen[2][2]) == 256
@@ -228,10 +135,10 @@ def test_a_run_goes_on_with_the_same_state_and_index_on_other_devices(data, tmp_
 
 
 @pytest.mark.parametrize("key", ["loss", "gradient_norm"])
-def test_what_is_not_finite_is_told_with_its_step_and_never_saved(data, tmp_path, monkeypatch, key):
+def test_what_is_not_finite_is_told_with_its_step_and_never_saved(people, tmp_path, monkeypatch, key):
     """Metrics are logged every tenth step, but a save looks at those of its own step."""
     replace_step(monkeypatch, lambda state, *_: {key: np.nan if int(state.step) == 3 else 1.0})
-    run = open_tiny(data, tmp_path, log__every=10)
+    run = open_tiny(people, tmp_path, log__every=10)
     what = key.replace("_", " ")
     message = f"step 4 of realm: the {what} is not finite; the last good checkpoint is realm/2; lower config.realm.l"
     with pytest.raises(UserError, match=message):
@@ -241,61 +148,61 @@ def test_what_is_not_finite_is_told_with_its_step_and_never_saved(data, tmp_path
 
 
 @pytest.mark.slow
-def test_a_learning_rate_that_is_far_too_high_ends_with_advice(data, tmp_path):
+def test_a_learning_rate_that_is_far_too_high_ends_with_advice(people, tmp_path):
     with pytest.raises(UserError, match=r"not finite"):
-        train(open_tiny(data, tmp_path, realm__learning_rate=1e30))
+        train(open_tiny(people, tmp_path, realm__learning_rate=1e30))
 
 
 # --- The run folder
 
 
-def test_a_science_key_stays_and_an_operations_key_may_change(data, tmp_path):
-    open_tiny(data, tmp_path)
+def test_a_science_key_stays_and_an_operations_key_may_change(people, tmp_path):
+    open_tiny(people, tmp_path)
     message = rf"config.realm.batch_size is 16, but the run in {tmp_path} has 8; set it back, or start in another"
     with pytest.raises(UserError, match=message):
-        open_tiny(data, tmp_path, realm__batch_size=16)
+        open_tiny(people, tmp_path, realm__batch_size=16)
     assert read_json(tmp_path / "config.json")["realm"]["batch_size"] == 8
-    open_tiny(data, tmp_path, checkpoint__every=3, mesh__data=1)
+    open_tiny(people, tmp_path, checkpoint__every=3, mesh__data=1)
     assert read_json(tmp_path / "config.json")["checkpoint"]["every"] == 3
 
 
-def test_other_questions_are_other_data(data, tmp_path):
-    open_tiny(data, tmp_path / "run")
-    shutil.copytree(data, tmp_path / "other")
+def test_other_questions_are_other_data(people, tmp_path):
+    open_tiny(people, tmp_path / "run")
+    shutil.copytree(people, tmp_path / "other")
     path = tmp_path / "other" / "questions" / "train.jsonl"
     path.write_text(path.read_text().replace("1801", "1999"))
     with pytest.raises(UserError, match="not the data of the run: other questions"):
         open_tiny(tmp_path / "other", tmp_path / "run")
 
 
-def test_one_process_trains_in_a_folder(data, tmp_path):
-    run = open_tiny(data, tmp_path)
+def test_one_process_trains_in_a_folder(people, tmp_path):
+    run = open_tiny(people, tmp_path)
     with only_one(tmp_path), pytest.raises(UserError, match="another process is training there"):
         run_recipe(run, False, "realm train")
 
 
-def test_sigterm_between_tasks_ends_with_75(data, tmp_path, monkeypatch):
+def test_sigterm_between_tasks_ends_with_75(people, tmp_path, monkeypatch):
     monkeypatch.setattr(recipe, "measure_baselines", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-    assert run_recipe(open_tiny(data, tmp_path), False, "realm train") == 75
+    assert run_recipe(open_tiny(people, tmp_path), False, "realm train") == 75
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_a_run_of_before_a_key_was_there_goes_on_with_its_default(data, tmp_path):
-    open_tiny(data, tmp_path)
+def test_a_run_of_before_a_key_was_there_goes_on_with_its_default(people, tmp_path):
+    open_tiny(people, tmp_path)
     recorded = read_json(tmp_path / "config.json")
     del recorded["refresh"]["mode"], recorded["model"]["norm_scale"]
     write_json_atomic(tmp_path / "config.json", recorded)
-    open_tiny(data, tmp_path)
+    open_tiny(people, tmp_path)
     with pytest.raises(UserError, match="config.model.norm_scale is 0.5, but the run in .* has 1.0"):
-        open_tiny(data, tmp_path, model__norm_scale=0.5)
+        open_tiny(people, tmp_path, model__norm_scale=0.5)
 
 
-def test_other_data_under_the_same_path_are_refused(data, tmp_path):
-    open_tiny(data, tmp_path)
+def test_other_data_under_the_same_path_are_refused(people, tmp_path):
+    open_tiny(people, tmp_path)
     fingerprints = read_json(tmp_path / "data.json")
     write_json_atomic(tmp_path / "data.json", fingerprints | {"passages": "other"})
-    with pytest.raises(UserError, match=f"{data}: .* other passages than {tmp_path}/data.json records"):
-        open_tiny(data, tmp_path)
+    with pytest.raises(UserError, match=f"{people}: .* other passages than {tmp_path}/data.json records"):
+        open_tiny(people, tmp_path)
 
 
 def test_records_are_cut_back_to_a_step_and_a_torn_line_is_dropped(tmp_path):
@@ -350,10 +257,10 @@ def wait_for_step(process: subprocess.Popen, workdir: Path, step: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_and_repeated_ends_as_one_that_never_was(data, tmp_path):
+def test_a_process_that_is_killed_and_repeated_ends_as_one_that_never_was(people, tmp_path):
     """`kill -9` at four steps, a SIGTERM that saves and exits with 75, then to the end."""
     config = tmp_path / "config.py"
-    config.write_text(CONFIG.format(tests=str(Path(__file__).parent), data=str(data)))
+    config.write_text(CONFIG.format(tests=str(Path(__file__).parent), data=str(people)))
     quiet, killed = tmp_path / "quiet", tmp_path / "killed"
     assert start(config, quiet).wait() == 0
     for step, end, code in [(3, "KILL", -9), (11, "KILL", -9), (17, "KILL", -9), (33, "TERM", 75), (44, "KILL", -9)]:
@@ -392,98 +299,12 @@ def test_sigterm_saves_the_quickstart_s_model_within_ten_seconds(tmp_path):
 
 
 @pytest.mark.nightly
-def test_host_memory_does_not_grow_over_two_thousand_steps(data, tmp_path, monkeypatch):
+def test_host_memory_does_not_grow_over_two_thousand_steps(people, tmp_path, monkeypatch):
     """Resident memory after a quarter of the steps, and at the end, with saves, refreshes and records meanwhile."""
     found: list[float] = []
     at_step(monkeypatch, lambda _: found.append(psutil.Process().memory_info().rss / 1e6))
     changes = {"realm__steps": 2000, "refresh__every": 50, "checkpoint__every": 100, "log__every": 10}
-    train(open_tiny(data, tmp_path, **changes))
+    train(open_tiny(people, tmp_path, **changes))
     early, late = max(found[400:600]), max(found[-200:])
     print(f"resident {early:.0f} MB after 600 steps, {late:.0f} MB after 2,000")
     assert late < early + 20
-
-
-# --- Checkpoints that went bad, and those that stay
-
-
-def flip(folder: Path, rng: np.random.Generator) -> None:
-    """Flip one bit of one file of a checkpoint, files chosen by their size."""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.stat().st_size]
-    sizes = np.array([path.stat().st_size for path in files], float)
-    path = files[rng.choice(len(files), p=sizes / sizes.sum())]
-    content = bytearray(path.read_bytes())
-    content[int(rng.integers(len(content)))] ^= 1 << int(rng.integers(8))
-    path.write_bytes(bytes(content))
-
-
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 12))])
-def test_one_flipped_bit_is_named_and_skipped(data, sturdy, tmp_path, monkeypatch, caplog, seed):
-    """Cut off after step 4, whose checkpoint then goes bad: training goes on from step 2, to the same bits."""
-    run = open_tiny(data, tmp_path)
-    with monkeypatch.context() as patch:
-        at_step(patch, cut_once(5))
-        with pytest.raises(Cut):
-            train(run)
-    newest = saved_folders(tmp_path / "realm" / "checkpoints")[0]
-    assert newest.name == "4"
-    flip(newest, np.random.default_rng(seed))
-    train(run)
-    assert f"{newest} is damaged" in caplog.text and "going on from the one before" in caplog.text
-    assert_same_run(run, sturdy)
-
-
-def cut_once(wanted: int) -> Callable[[int], None]:
-    left = [wanted]
-
-    def cut(step: int) -> None:
-        if left and step == left[0]:
-            left.clear()
-            raise Cut
-
-    return cut
-
-
-def test_checkpoints_are_listed_and_verified(data, sturdy, tmp_path, capsys):
-    shutil.copytree(sturdy.workdir, tmp_path / "run")
-    workdir = f"--workdir={tmp_path}/run"
-    assert cli.main(["checkpoints", "ls", "--json", workdir]) == 0
-    listed = {entry["checkpoint"]: entry for entry in map(json.loads, capsys.readouterr().out.splitlines())}
-    assert f"realm/{STEPS}" in listed and listed[f"realm/{STEPS}"]["state"] == "complete"
-    assert cli.main(["checkpoints", "verify", workdir]) == 0
-    assert capsys.readouterr().out.count(": sound (") == len(listed)
-    flip(tmp_path / "run" / "realm" / "checkpoints" / str(STEPS), np.random.default_rng(0))
-    assert cli.main(["checkpoints", "verify", f"realm/{STEPS}", workdir]) == 1
-    assert f"realm/{STEPS}: DAMAGED: " in capsys.readouterr().out
-    assert cli.main(["checkpoints", "verify", "realm/77", workdir]) == 2
-
-
-def test_storage_that_fails_is_no_damage(data, sturdy, tmp_path, monkeypatch):
-    """Nothing is set aside; and the same step may be damaged twice, or lack the file that makes it a checkpoint."""
-    shutil.copytree(sturdy.workdir / "realm" / "checkpoints", tmp_path / "checkpoints")
-    folder, names = tmp_path / "checkpoints", sorted(entry.name for entry in (tmp_path / "checkpoints").iterdir())
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoints, "_file_digest", lambda _: (_ for _ in ()).throw(OSError(5, "Input/output error")))
-        with pytest.raises(StorageError, match="could not be read .OSError: .Errno 5. Input/output error.; repeat"):
-            Saved.newest_sound(folder, lambda saved: saved.step)
-    assert sorted(entry.name for entry in folder.iterdir()) == names
-    for spoilt in ("FILES.json", "_CHECKPOINT_METADATA"):
-        shutil.copytree(folder / str(STEPS - 2), folder / str(STEPS), dirs_exist_ok=True)
-        (folder / str(STEPS) / spoilt).write_text("{")
-        assert Saved.newest_sound(folder, lambda saved: saved.step) == STEPS - 2
-    assert {f"{STEPS}.damaged", f"{STEPS}.damaged2"} <= {entry.name for entry in folder.iterdir()}
-
-
-def test_when_all_are_damaged_training_stops(data, tmp_path):
-    run = open_tiny(data, tmp_path)
-    train(run)
-    for folder in saved_folders(tmp_path / "realm" / "checkpoints"):
-        flip(folder, np.random.default_rng(0))
-    with pytest.raises(UserError, match="every checkpoint is damaged; start in another --workdir"):
-        train(run)
-
-
-def test_milestones_stay(data, tmp_path):
-    run = open_tiny(data, tmp_path, checkpoint__every=1, checkpoint__keep=1, checkpoint__keep_every=3)
-    train(run)
-    kept = [int(folder.name) for folder in saved_folders(tmp_path / "realm" / "checkpoints")]
-    assert kept == sorted({STEPS, *range(3, STEPS, 3)}, reverse=True)

@@ -134,17 +134,11 @@ def test_the_readme_names_every_command_and_no_other():
     assert named == set(cli.JOBS)
 
 
-def test_restart_runs_a_preempted_command_again_and_hands_on_the_last_exit_code(tmp_path):
-    count = tmp_path / "count"
-    command = f'echo again >> {count}; [ "$(wc -l < {count})" -eq 3 ] && exit 7; exit 75'
-    restart = Path(__file__).parents[1] / "launch" / "restart.sh"
-    done = subprocess.run([restart, "sh", "-c", command], timeout=30)
-    assert done.returncode == 7 and count.read_text().count("again") == 3
-
-
-def test_restart_gives_up_on_what_hangs_three_times_in_a_row(tmp_path):
-    count = tmp_path / "count"
-    command = f'echo again >> {count}; [ "$(wc -l < {count})" -eq 3 ] && exit 75; exit 70'
-    restart = Path(__file__).parents[1] / "launch" / "restart.sh"
-    done = subprocess.run([restart, "sh", "-c", command], timeout=30)
-    assert done.returncode == 70 and count.read_text().count("again") == 6
+@pytest.mark.parametrize("ends, code, starts", [("75 75 7", 7, 3), ("70 70 75 70 70 70", 70, 6)])
+def test_restart_repeats_what_was_preempted_and_gives_up_on_three_hangs_in_a_row(tmp_path, ends, code, starts):
+    """`ends`: exit codes of the command, start after start; then 0."""
+    codes = tmp_path / "codes"
+    codes.write_text("".join(f"{end}\n" for end in [*ends.split(), "0"]))
+    command = f'code=$(head -n 1 {codes}); sed -i 1d {codes}; exit "$code"'
+    done = subprocess.run([ROOT / "launch" / "restart.sh", "sh", "-c", command], timeout=30)
+    assert done.returncode == code and len(codes.read_text().split()) == ends.count(" ") + 2 - starts

@@ -98,13 +98,20 @@ def test_two_processes_do_what_one_does(people, alone, tmp_path):
     assert (tmp_path / "run" / "report.html").is_file()
 
 
-@pytest.mark.slow
-def test_processes_that_are_killed_go_on_also_as_one(people, alone, tmp_path):
+def start_and_end(people, tmp_path, saves, signal_number):
+    """Start two processes, and send both a signal once `realm` has saved so often; what was started, and its flags."""
     flags = tiny_flags(people, checkpoint__every=1)
     started = start(tmp_path / "run", flags, 2, tmp_path / "cache")
-    until_saved(tmp_path / "run" / "realm" / "checkpoints", 2)
+    until_saved(tmp_path / "run" / "realm" / "checkpoints", saves)
     for process in started:
-        process.kill()
+        process.send_signal(signal_number)
+    return started, flags
+
+
+@pytest.mark.slow
+def test_processes_that_are_killed_go_on_also_as_one(people, alone, tmp_path):
+    started, flags = start_and_end(people, tmp_path, 2, signal.SIGKILL)
+    for process in started:
         process.wait()
     assert len(saved_folders(tmp_path / "run" / "qa" / "checkpoints")) == 0
     finish(start(tmp_path / "run", flags, 1, tmp_path / "cache"))
@@ -113,11 +120,7 @@ def test_processes_that_are_killed_go_on_also_as_one(people, alone, tmp_path):
 
 @pytest.mark.slow
 def test_sigterm_to_all_saves_and_loses_no_step(people, alone, tmp_path):
-    flags = tiny_flags(people, checkpoint__every=1)
-    started = start(tmp_path / "run", flags, 2, tmp_path / "cache")
-    until_saved(tmp_path / "run" / "realm" / "checkpoints", 1)
-    for process in started:
-        process.send_signal(signal.SIGTERM)
+    started, flags = start_and_end(people, tmp_path, 1, signal.SIGTERM)
     finish(started, code=75)
     finish(start(tmp_path / "run", flags, 2, tmp_path / "cache"))
     assert_nearly_same(alone, tmp_path / "run")

@@ -6,12 +6,11 @@ import threading
 
 import jax
 import pytest
+from cutting import Cut, cut_at
 from side_by_side import (
-    Cut,
     adoptions,
     assert_same,
     builder,
-    cut_at,
     make_job,
     metrics,
     open_tiny,

@@ -41,18 +41,11 @@ RNG = np.random.default_rng(0)
 CORPUS = random_corpus(RNG, ROWS)
 MASKED = masked_batch(RNG, CORPUS, BATCH)
 QUESTIONS = query_rows([random_words(RNG, 5) for _ in range(BATCH)])
+pytestmark = pytest.mark.usefixtures("quick_programs")
 
 
 def setting(**changes):
     return tiny_setting(one_device_mesh(), ROWS, MODEL, **changes)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compiler():
-    """Tiny programs that run a few times do not repay the compiler's work."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")
