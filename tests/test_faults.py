@@ -18,15 +18,14 @@ from contextlib import ExitStack, contextmanager, suppress
 import jax
 import numpy as np
 import pytest
+from cutting import Cut, cut_at
 from faulty_bucket import bucket, http
 from orbax.checkpoint import v1 as ocp
 from side_by_side import (
-    Cut,
     Watch,
     adoptions,
     assert_same,
     builder,
-    cut_at,
     make_job,
     metrics,
     open_tiny,
