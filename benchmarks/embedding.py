@@ -64,7 +64,7 @@ def main() -> None:
 
 def compare(name: str, dtype: str, corpus: CorpusRows, words: int, repeats: int) -> None:
     width, layers, heads, hidden = SIZES[name]
-    config = BertConfig(words, width, layers, heads, hidden, 512, 0.0, jnp.dtype(dtype), sequential=True)
+    config = BertConfig(words, width, layers, heads, hidden, 512, 0.0, jnp.dtype(dtype), attention="by_length")
     tower = Embedder(config, PROJECTION)
     some = jnp.zeros((1, 8), jnp.int32)
     params = nn.unbox(jax.jit(tower.init)(jax.random.key(0), some, some, some > 0))

@@ -46,6 +46,7 @@ for name in report.html results.json; do
 done
 step agree 120 --size=384 --batch=16 --repeats=3
 step base_long 180 --size=base --dtype=bfloat16 --batch=16 --document=288 --remat=dots
+step base_unfused 120 --size=base --dtype=bfloat16 --batch=32 --no-fused
 step base_autotune 240 --size=base --dtype=bfloat16 --batch=32 --modes max-autotune
 echo "failed:${failed:- nothing}"
 [ -z "$failed" ]

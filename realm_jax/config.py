@@ -50,6 +50,7 @@ Operations (may change on resume):
   model.remat              what the backward pass computes again, to save memory: 'none', 'dots' (all but products
                            with parameters), 'layer' (all but what each layer was given)
   model.scan               layers as one compiled loop: minutes less to compile twelve of them; other dropout draws
+  model.fused_attention    attend with one kernel that keeps no scores: on NVIDIA GPUs in bfloat16, by cuDNN
   <task>.microbatches      parts of a batch whose gradients are added up one after another, to save memory
   mesh.data, mesh.fsdp, mesh.model   devices along each axis; one may be -1
   retrieval.block          vectors scored at a time on a device
@@ -94,6 +95,7 @@ OPERATIONS = (
     "mesh",
     "model.remat",
     "model.scan",
+    "model.fused_attention",
     "retrieval.block",
     "retrieval.embed_batch",
     "index",
@@ -150,6 +152,7 @@ def default() -> ConfigDict:
                 "dtype": "float32",
                 "remat": "none",
                 "scan": False,
+                "fused_attention": True,
                 "projection": 128,
                 "norm_epsilon": 1e-12,
                 "norm_scale": 1.0,

@@ -116,7 +116,7 @@ def embed_program(model: Realm, mesh: Mesh, params: Params, documents: Documents
     """A batch of passages, spread over the mesh, to their vectors: [batch, projection] float32."""
     if mesh.devices.flat[0].platform != "cpu":
         return model.embed_documents(params, documents)
-    model = in_turn(model)
+    model = dataclasses.replace(model, bert=on_one_cpu(model.bert))
     rows = logical_sharding(mesh, "batch").spec  # every device takes its own in turn
 
     def embed(params: Params, documents: Documents) -> jax.Array:
@@ -157,9 +157,8 @@ def bare_run(
             )
     data, retrieval, objective = config.data, config.retrieval, config.objective
     model = make_model(config, vocabulary_size, logical_sharding(mesh, "batch", None, None))
-    alone = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
     setting = Setting(
-        in_turn(model) if alone else model,
+        dataclasses.replace(model, bert=suited(model.bert, mesh, config.model.fused_attention)),
         mesh,
         *special,
         rows,
@@ -177,9 +176,19 @@ def bare_run(
     return Run(config, workdir, None, mesh, setting, lengths)  # type: ignore[arg-type]
 
 
-def in_turn(model: Realm) -> Realm:
-    """The same networks for one CPU device: they attend in one long sequence after another."""
-    return dataclasses.replace(model, bert=dataclasses.replace(model.bert, sequential=True, hidden=None))
+def on_one_cpu(bert: BertConfig) -> BertConfig:
+    """The same networks for one CPU device."""
+    return dataclasses.replace(bert, attention="by_length", hidden=None)
+
+
+def suited(bert: BertConfig, mesh: Mesh, fused: bool) -> BertConfig:
+    """The way to attend that suits the devices: several CPU devices share a batch, which a loop over it would undo."""
+    platform = mesh.devices.flat[0].platform
+    if platform == "cpu" and mesh.size == 1:
+        return on_one_cpu(bert)
+    if platform == "gpu" and fused and bert.dtype == jnp.bfloat16:
+        return dataclasses.replace(bert, attention="fused")
+    return bert
 
 
 def make_model(config: ConfigDict, vocabulary_size: int, hidden: NamedSharding | None = None) -> Realm:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,10 @@ from flax import linen as nn
 from tiny import VOCABULARY, document_rows, query_rows, random_words, tiny_bert, tiny_realm
 
 from realm_jax.models import bert
-from realm_jax.models.bert import Bert, BertConfig, attend, attend_in_turn, initializer
+from realm_jax.models.bert import Bert, BertConfig, attend, attend_fused, attend_in_turn, initializer
 from realm_jax.models.inputs import Documents, Joint, document_segments, join
 from realm_jax.models.realm import Realm, flatten_joint
+from realm_jax.run import suited
 
 BATCH = 3
 MODEL = tiny_realm()
@@ -316,13 +318,46 @@ def test_attending_in_turn_has_the_gradient_of_attending_at_once(dtype, toleranc
             np.testing.assert_allclose(in_turn.astype(float), at_once.astype(float), atol=tolerance)
 
 
+@pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 1e-5), (jnp.bfloat16, 0.05)])
+def test_a_fused_kernel_is_told_of_lengths_and_scale(monkeypatch, dtype, tolerance):
+    """XLA's own version of the kernel, since cuDNN's is for GPUs; a passage without a word disturbs no other."""
+    monkeypatch.setattr(bert, "FUSED", "xla")
+    parts = jax.random.normal(jax.random.key(0), (3, 4, 20, 2, 8), dtype)
+    mask = jnp.arange(20) < jnp.array([20, 7, 1, 0])[:, None]
+    for positions in (20, 3):
+        arrays = parts[0][:, :positions], parts[1], parts[2]
+
+        def total(way, *arrays):
+            return (way(*arrays, mask)[:3].astype(jnp.float32) ** 2).sum()
+
+        ways = [jax.value_and_grad(functools.partial(total, way), (0, 1, 2))(*arrays) for way in (attend, attend_fused)]
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a.astype(float), b.astype(float), atol=tolerance), *ways)
+
+
+@pytest.mark.parametrize(
+    "platform, devices, dtype, wanted",
+    [
+        ("cpu", 1, jnp.float32, "by_length"),
+        ("cpu", 8, jnp.float32, "whole"),
+        ("gpu", 8, jnp.bfloat16, "fused"),
+        ("gpu", 8, jnp.float32, "whole"),
+        ("tpu", 8, jnp.bfloat16, "whole"),
+    ],
+)
+def test_layers_attend_in_the_way_that_suits_the_devices(platform, devices, dtype, wanted):
+    device = types.SimpleNamespace(platform=platform)
+    mesh = types.SimpleNamespace(size=devices, devices=np.array([device] * devices))
+    assert suited(BertConfig(30, dtype=jnp.dtype(dtype)), mesh, True).attention == wanted
+    assert suited(BertConfig(30, dtype=jnp.dtype(dtype)), mesh, False).attention in ("whole", "by_length")
+
+
 def test_long_sequences_are_embedded_in_turn_where_asked(monkeypatch):
     """The same vectors, and no product over the whole batch's scores."""
     monkeypatch.setattr(bert, "LONG", 1)
     config = BertConfig(30, width=8, layers=2, heads=2, feed_forward=16, max_length=12, dropout=0.0)
     ids = jax.random.randint(jax.random.key(1), (5, 12), 0, 30)
     mask = jnp.arange(12) < jnp.arange(8, 13)[:, None]
-    towers = [Bert(dataclasses.replace(config, sequential=sequential)) for sequential in (False, True)]
+    towers = [Bert(dataclasses.replace(config, attention=way)) for way in ("whole", "by_length")]
     params = towers[0].init(jax.random.key(0), ids, ids * 0, mask)
     states = [np.asarray(tower.apply(params, ids, ids * 0, mask)) for tower in towers]
     np.testing.assert_allclose(*states, atol=1e-5)

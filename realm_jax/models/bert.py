@@ -9,7 +9,7 @@ about 40 % less work in a two-layer model, and 7 % in a twelve-layer one.
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding
 Array = jax.Array
 MASKED_BIAS = -1e9  # added to scores of places that may not be attended to; finite, so that gradients stay finite
 LONG = 2**18  # scores of a sequence from which on it is worth attending in it alone
+FUSED: Literal["cudnn", "xla"] = "cudnn"  # what `jax.nn.dot_product_attention` calls the kernel
 LAYER_NORM_EPSILON = 1e-12  # as in google-research/bert and every checkpoint descended from it
 BASE_WIDTH, BASE_STDDEV = 768, 0.02  # BERT-base and its initialiser
 
@@ -38,12 +39,11 @@ class BertConfig:
 
     vocabulary_size: word pieces. max_length: longest sequence with a position embedding. dropout: probability, on
     embeddings, attention and both residual branches. dtype: of the matrix products ('float32' or 'bfloat16');
-    parameters, LayerNorm and softmax are float32 always. sequential: attend in one long sequence after another, so that
-    its scores stay in a CPU's cache; for one CPU device. remat: 'none' keeps all that the backward pass needs, 'dots'
-    of a layer the results of products with parameters, 'layer' nothing of it. scan: layers but for the last are one
-    compiled loop over their stacked parameters; the tree of parameters stays as it is. hidden: where hidden states
-    [batch, length, width] live on a mesh; without it the compiler may spread them like parameters, and keep whole
-    batches on every device.
+    parameters, LayerNorm and softmax are float32 always. attention: how layers attend (a key of ATTENTION). remat:
+    'none' keeps all that the backward pass needs, 'dots' of a layer the results of products with parameters, 'layer'
+    nothing of it. scan: layers but for the last are one compiled loop over their stacked parameters; the tree of
+    parameters stays as it is. hidden: where hidden states [batch, length, width] live on a mesh; without it the
+    compiler may spread them like parameters, and keep whole batches on every device.
     """
 
     vocabulary_size: int
@@ -54,7 +54,7 @@ class BertConfig:
     max_length: int = 512
     dropout: float = 0.1
     dtype: Any = jnp.float32
-    sequential: bool = False
+    attention: str = "whole"
     remat: str = "none"
     scan: bool = False
     hidden: NamedSharding | None = None
@@ -123,6 +123,23 @@ def attend(query: Array, key: Array, value: Array, mask: Array) -> Array:
     return jnp.einsum("bhqk,bkhd->bqhd", weights, value)
 
 
+def attend_fused(query: Array, key: Array, value: Array, mask: Array) -> Array:
+    """`attend` as one kernel of cuDNN that keeps no scores: for NVIDIA GPUs, in bfloat16, where a mask is a length.
+
+    The few queries of a last layer have few scores; they are attended to as a whole.
+    """
+    if query.shape[1] != key.shape[1]:
+        return attend(query, key, value, mask)
+    lengths = jnp.maximum(mask.sum(axis=-1), 1)
+    return jax.nn.dot_product_attention(query, key, value, key_value_seq_lengths=lengths, implementation=FUSED)
+
+
+def attend_by_length(query: Array, key: Array, value: Array, mask: Array) -> Array:
+    """`attend_in_turn` where a sequence has many scores, else `attend`: for one CPU device."""
+    long = query.shape[1] * query.shape[2] * key.shape[1] >= LONG
+    return (attend_in_turn if long else attend)(query, key, value, mask)
+
+
 @jax.custom_vjp
 def attend_in_turn(query: Array, key: Array, value: Array, mask: Array) -> Array:
     """`attend`, sequence after sequence, so that scores stay in the cache. The backward pass computes them again."""
@@ -171,6 +188,7 @@ def _attend_backward(kept: tuple[Array, ...], pull: Array) -> tuple[Array, Array
 
 
 attend_in_turn.defvjp(_attend_forward, _attend_backward)
+ATTENTION = {"whole": attend, "by_length": attend_by_length, "fused": attend_fused}
 
 
 class Layer(nn.Module):
@@ -197,8 +215,7 @@ class Layer(nn.Module):
         query = split_heads(dense(c.width, ("embed", "heads"), c, "query")(queries))
         key = split_heads(dense(c.width, ("embed", "heads"), c, "key")(keys))
         value = split_heads(dense(c.width, ("embed", "heads"), c, "value", nn.initializers.orthogonal())(keys))
-        long = c.heads * queries.shape[1] * keys.shape[1] >= LONG
-        attended = (attend_in_turn if c.sequential and long else attend)(query, key, value, mask).reshape(queries.shape)
+        attended = ATTENTION[c.attention](query, key, value, mask).reshape(queries.shape)
         attended = dense(c.width, ("heads", "embed"), c, "attention_output", undo_value)(attended)
         attended = nn.Dropout(c.dropout)(attended, deterministic=deterministic)
         x = layer_norm("attention_norm")(queries + attended).astype(c.dtype)
