@@ -43,6 +43,8 @@ def main() -> None:
         task = task_names(config)[-1]
         entry = {"digest": program_digest(config, task), "task": task}
         if known.get(name, {}).get("digest") != entry["digest"]:
+            if args.topology:
+                sys.exit(f"{name}: its program is not the recorded one; plan all of it, without --topology")
             known[name] = entry | {"plans": {}}
         for topology in args.topology or WANTED[name]:
             known[name]["plans"][topology] = plan(name, topology)

@@ -105,9 +105,10 @@ def devices_of(topology: str, slices: int) -> list[jax.Device]:
 
 
 def program_digest(config: ConfigDict, task: str) -> str:
-    """Of the keys that decide a task's program, without where its data lie."""
+    """Of the keys that decide a task's program on TPUs."""
     keys = {key: value for key, value in flatten(config.to_dict()).items() if key.split(".")[0] in (*DECIDING, task)}
-    keys.pop("data.path")
+    for key in ("data.path", "model.fused_attention"):
+        keys.pop(key)
     return hashlib.sha256(json.dumps(keys, sort_keys=True).encode()).hexdigest()[:16]
 
 
