@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import runpy
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,10 +13,13 @@ from realm_jax import cli
 from realm_jax.config import default
 from realm_jax.data.examples import array_shapes, lengths_from
 from realm_jax.data.sources import open_sources
+from realm_jax.jobs.flags import load_config
+from realm_jax.jobs.plan import program_digest
 from realm_jax.run import make_run
-from realm_jax.training.flops import Tower, embedding_flops, peak, step_flops
+from realm_jax.training.flops import Tower, embedding_flops, memory, peak, step_flops
 from realm_jax.training.loop import task_examples
 
+ROOT = Path(__file__).parents[1]
 COMPILER = importlib.util.find_spec("libtpu") is not None
 
 
@@ -74,6 +79,32 @@ def test_a_plan_of_a_small_model(capsys):
 def test_what_does_not_fit_is_said_with_the_keys_to_change(capsys):
     assert cli.main(["plan", "--topology=v5e:2x2", "--config.model.dtype=bfloat16"]) == 1
     assert "does NOT fit" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not COMPILER, reason="the TPU compiler is not installed")
+def test_trainer_and_builder_have_topologies_of_their_own(capsys):
+    topologies = ["--topology=v5e:2x4", "--num-slices=2", "--builder-topology=v6e:2x2", "--passages=100000"]
+    assert cli.main(["plan", *topologies, "--json", "--price-per-chip-hour=2", *SMALL]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["devices"], found["device"]) == (16, "TPU v5 lite")
+    assert (found["builder_devices"], found["builder_device"]) == (4, "TPU v6 lite")
+    assert found["builder"]["fits"] and found["cost"] == pytest.approx(found["hours"] * (16 + 4) * 2)
+
+
+RECORDED = runpy.run_path(str(ROOT / "benchmarks" / "plans.py"))
+
+
+@pytest.mark.parametrize("name", RECORDED["WANTED"])
+def test_what_is_recorded_is_of_the_shipped_config(name):
+    """`benchmarks/plans.py` writes the records anew; there is room in every topology that the project speaks of."""
+    recorded = json.loads(RECORDED["GOLDEN"].read_text())[name]
+    config = load_config(str(ROOT / "configs" / f"{name}.py"), [], default)
+    assert recorded["digest"] == program_digest(config, recorded["task"]), "run benchmarks/plans.py"
+    assert list(recorded["plans"]) == RECORDED["WANTED"][name]
+    for topology, found in recorded["plans"].items():
+        assert found["fits"] and found["bytes"]["peak"] < memory(found["device"]), topology
+        assert found.get("builder", found)["fits"], topology
 
 
 @pytest.mark.parametrize(
