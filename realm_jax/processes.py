@@ -2,7 +2,8 @@
 
 Every process runs every device program, in the same order, with its own part of the data; a program that one of them
 leaves out makes the others wait for ever. So what decides whether a program runs must be the same everywhere: it
-follows from the config, travels through the step (`training/state.put_control`), or comes from the first (`told`).
+follows from the config, travels through the step (`training/state.put_control`), comes from the first (`told`), or is
+voted on (`votes`).
 """
 
 import argparse
@@ -12,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from numpy.typing import NDArray
 
 from realm_jax.errors import UserError
 
@@ -73,6 +75,24 @@ def told_by(act: Callable[[], int]) -> int:
     if failed:
         raise UserError("the first process cannot go on, so this one ends too; its log says why")
     return told(value)
+
+
+def votes(*facts: bool) -> NDArray[np.bool_]:
+    """What each process says of some facts, [processes, facts], in every process; all of them have to call it.
+
+    For what one process may know before another: a signal, a file, a time that is up.
+    """
+    own = np.array([facts])
+    if jax.process_count() == 1:
+        return own
+    from jax.experimental import multihost_utils
+
+    return np.asarray(multihost_utils.process_allgather(own[0], tiled=False)).reshape(-1, len(facts))
+
+
+def anywhere(fact: bool) -> bool:
+    """Whether a fact holds in any process; all of them have to call it."""
+    return bool(votes(fact).any())
 
 
 def told(value: int) -> int:

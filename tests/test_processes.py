@@ -126,6 +126,16 @@ def test_sigterm_to_all_saves_and_loses_no_step(people, alone, tmp_path):
     assert_nearly_same(alone, tmp_path / "run")
 
 
+def test_one_process_that_is_told_to_stop_while_all_wait_for_an_index_stops_all(people, tmp_path):
+    """There is no builder. They save what they have; the same command would go on."""
+    flags = tiny_flags(people, tasks="realm", refresh__mode="async", log__hang_seconds=120.0)
+    started = start(tmp_path / "run", flags, 2, tmp_path / "cache")
+    until(lambda: (tmp_path / "run" / "exports" / "0" / "EXPORT.json").exists(), 200.0)
+    started[1].send_signal(signal.SIGTERM)
+    outputs = finish(started, code=75)
+    assert all("saved realm at step 0; repeat the command to go on" in output for output in outputs)
+
+
 @pytest.mark.nightly
 def test_a_short_realm_run_reaches_the_same_recall(tmp_path):
     """The quickstart's encyclopedia and warm-up, and a third of its REALM steps: about ten minutes on two cores."""
@@ -163,5 +173,6 @@ def test_processes_that_cannot_be_are_refused(people, tmp_path, capsys, flags, m
 
 def test_a_single_process_needs_nobody():
     assert processes.is_first() and processes.told(7) == 7 and processes.told_by(lambda: 7) == 7
+    assert processes.votes(True, False).tolist() == [[True, False]] and not processes.anywhere(False)
     with pytest.raises(KeyError):
         processes.told_by(lambda: {}["missing"])

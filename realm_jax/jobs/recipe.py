@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import jax
 from rich.table import Table
 
 from realm_jax.config import task_names
@@ -26,7 +27,7 @@ from realm_jax.processes import is_first
 from realm_jax.run import Run
 from realm_jax.storage import only_one
 from realm_jax.training.loop import Measure, train_task
-from realm_jax.training.preemption import PREEMPTED, Preempted
+from realm_jax.training.preemption import PREEMPTED, Preempted, Stop
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,8 @@ def run_recipe(run: Run, controls: bool, command: str) -> int:
 def _preemptible() -> Iterator[None]:
     """SIGTERM between tasks, where everything that is done is saved, ends the run at once.
 
-    Inside a task the loop takes the signal and saves first. A request for a profile between tasks is ignored.
+    Inside a task the loop takes the signal and saves first. One of several processes notes it for the next task, before
+    which all of them stop. A request for a profile between tasks is ignored.
     """
 
     def preempt(_number: int, _frame: FrameType | None) -> None:
@@ -72,9 +74,12 @@ def _preemptible() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # someone else owns the signals
         yield
         return
-    before = signal.signal(signal.SIGTERM, preempt), signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    before = signal.getsignal(signal.SIGTERM), signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
-        yield
+        with Stop() if jax.process_count() > 1 else nullcontext() as noted:
+            if noted is None:
+                signal.signal(signal.SIGTERM, preempt)
+            yield
     finally:
         signal.signal(signal.SIGTERM, before[0])
         signal.signal(signal.SIGUSR1, before[1])

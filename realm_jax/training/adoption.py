@@ -4,6 +4,7 @@ When a generation is adopted is decided here, step by step (`Adoption.at`); load
 exports the exporter's. The rules stand in docs/design.md, "Exports and generations".
 """
 
+import contextlib
 import logging
 import time
 from collections import deque
@@ -34,7 +35,7 @@ from realm_jax.index.generations import (
 )  # fmt: skip
 from realm_jax.mesh import to_host
 from realm_jax.models.realm import Params
-from realm_jax.processes import is_first
+from realm_jax.processes import is_first, told, votes
 from realm_jax.run import Run
 from realm_jax.storage import StorageError, digest
 from realm_jax.training.exporter import Exporter, index_settings
@@ -147,7 +148,7 @@ class Adoption:
         due = (step - self._options.adopt_after) // every * every
         if due <= done:
             return None
-        if due < self._start and self._patiently(lambda: self._export_of(due)) is None:
+        if due < self._start and told(int(self._patiently(lambda: self._export_of(due)) is None)):
             logger.warning(
                 "%s is not there; going on with the index of step %d until the next one is due: from here the bits may "
                 "differ from an undisturbed run's", self._folder.path(f"exports/{due}"), self._used,
@@ -161,41 +162,49 @@ class Adoption:
     def _export(self, step: int, params: Params) -> None:
         """Export the towers of `step`. An earlier export that is still being written is waited for where its generation
         is, too; elsewhere this one is left out."""
-        due = self._options.adopt_after >= 0 or self._used < 0
-        if due and not self._exporter.flush(EXPORT_SECONDS):
-            logger.info("waiting for an export that is still being written")
-            began = time.monotonic()
-            while not self._exporter.flush(STATUS_SECONDS):
-                if self._stopping():
-                    raise Interrupted
-                self._tell()
-                if time.monotonic() - began > self._options.wait_seconds:
-                    raise UserError(
-                        f"{self._folder.path('exports')}: an export could not be written within "
-                        f"config.refresh.wait_seconds={self._options.wait_seconds:g}; make the folder writable, then "
-                        "repeat the command"
-                    )
+        if self._options.adopt_after >= 0 or self._used < 0:
+            self._together(
+                lambda seconds: self._exporter.flush(seconds) or None,
+                EXPORT_SECONDS,
+                "waiting for an export that is still being written",
+                f"{self._folder.path('exports')}: an export could not be written within "
+                f"config.refresh.wait_seconds={self._options.wait_seconds:g}; make the folder writable, then repeat "
+                "the command",
+            )
         self._exporter.export(step, params, self._needed() | {step})
 
     def _wait(self, first: int, last: int, exactly: bool, what: str) -> Loaded:
         """A generation of these export steps. Raises UserError after `refresh.wait_seconds`, Interrupted."""
         self._follower.want(first, last, exactly)
-        found = self._follower.wait(min(1.0, self._options.poll_seconds), self._stopping)
-        began = time.monotonic()
-        if found is None and not self._stopping():
-            logger.info("waiting for %s; `realm build-index` with the same config and --workdir makes it", what)
-        while found is None:
-            if self._stopping():
+        return self._together(
+            lambda seconds: self._follower.wait(seconds, self._stopping),
+            min(1.0, self._options.poll_seconds),
+            f"waiting for {what}; `realm build-index` with the same config and --workdir makes it",
+            f"{self._folder.path('index')}: {what} did not come within config.refresh.wait_seconds="
+            f"{self._options.wait_seconds:g}; start `realm build-index`, then repeat the command",
+        )
+
+    def _together(self, look: Callable[[float], _T | None], seconds: float, waiting: str, late: str) -> _T:
+        """What `look(seconds)` gives, as soon as it gives something in every process.
+
+        Processes see a file, a signal or the end of their patience at different moments, so they vote: else one would
+        go on to a program that another never runs. Raises UserError(late) after `refresh.wait_seconds`, Interrupted.
+        """
+        began, found, said = time.monotonic(), None, False
+        while True:
+            found = look(seconds) if found is None else found
+            patience = self._options.wait_seconds - (time.monotonic() - began)
+            here, asked, tired = votes(found is not None, self._stopping(), patience < 0).T
+            if found is not None and here.all():
+                return found
+            if asked.any():
                 raise Interrupted
-            self._tell(now=True)
-            left = self._options.wait_seconds - (time.monotonic() - began)
-            if left < 0:
-                raise UserError(
-                    f"{self._folder.path('index')}: {what} did not come within config.refresh.wait_seconds="
-                    f"{self._options.wait_seconds:g}; start `realm build-index`, then repeat the command"
-                )
-            found = self._follower.wait(min(STATUS_SECONDS, left), self._stopping)
-        return found
+            if tired.any():
+                raise UserError(late)
+            if not said:
+                logger.info("%s", waiting)
+            self._tell(now=not said)
+            said, seconds = True, max(0.0, min(STATUS_SECONDS, patience))
 
     def _adopt(self, found: Loaded, index: Fresh | None, waited: float) -> Fresh:
         facts: dict[str, Any] = {"generation": found.manifest.generation, "waited": round(waited, 3)}
@@ -250,31 +259,50 @@ class Adoption:
         of the same bits."""
         self._step, self._used = step, step_of(generation)
         self._tell(now=True)
+        found = self._loaded(lambda: self._patiently(lambda: self._follower.load(generation)))
+        return self._adopt(found or self._rebuilt(generation, step), None, 0.0)
+
+    def _loaded(self, load: Callable[[], Loaded | None]) -> Loaded | None:
+        """A generation that every process has loaded, or None; what is wrong with it is said."""
+        found = None
         try:
-            found: Loaded = self._patiently(lambda: self._follower.load(generation))
+            found = load()
         except Unusable as fault:
             logger.warning("%s", fault)
-            found = self._rebuilt(generation, step)
-        return self._adopt(found, None, 0.0)
+        return found if votes(found is not None).all() else None
 
     def _rebuilt(self, generation: str, step: int) -> Loaded:
         wanted, corpus = step_of(generation), self._run.sources.passages.fingerprint
         export = self._patiently(lambda: self._export_of(wanted))
-        if export is not None and generation in attempts(self._folder, export, corpus):
+        if told(int(export is not None and generation in attempts(self._folder, export, corpus))):
             logger.warning("it has to be built again from its export; the bits will be the same")
             return self._wait(wanted, wanted, True, f"generation {generation} again")
-        names = [name for name in generation_names(self._folder) if step_of(name) <= step]
-        for name in reversed(names):
-            try:
-                found = self._follower.load(name)
-            except Unusable:
-                continue
-            logger.warning("going on with generation %s: from here the bits may differ from an undisturbed run's", name)
-            return found
+        before = self._step_before(step + 1)
+        while before >= 0:
+            found = self._loaded(partial(self._newest_of, before))
+            if found is not None:
+                name = found.manifest.generation
+                logger.warning(
+                    "going on with generation %s: from here the bits may differ from an undisturbed run's", name
+                )
+                return found
+            before = self._step_before(before)
         raise UserError(
             f"{self._folder.path('index')}: neither generation {generation} nor its export is there, and no other that "
             f"can be used at step {step}; put it back, or start in another --workdir"
         )
+
+    def _step_before(self, step: int) -> int:
+        """The last export step before `step` that has a generation, as the first process sees it; −1 for none."""
+        steps = map(step_of, generation_names(self._folder))
+        return told(max((found for found in steps if found < step), default=-1))
+
+    def _newest_of(self, step: int) -> Loaded | None:
+        """The newest generation of an export step that can be loaded."""
+        for name in reversed([name for name in generation_names(self._folder) if step_of(name) == step]):
+            with contextlib.suppress(Unusable):
+                return self._follower.load(name)
+        return None
 
     def _export_of(self, step: int) -> Export | None:
         """An export that a generation can still be built from."""

@@ -21,6 +21,7 @@ from realm_jax.data.pipeline import batches
 from realm_jax.errors import UserError
 from realm_jax.index.candidates import Index
 from realm_jax.models.realm import Params
+from realm_jax.processes import anywhere
 from realm_jax.run import Run, own_rows
 from realm_jax.training.adoption import Adoption
 from realm_jax.training.checkpoints import Checkpoints, Saved
@@ -74,11 +75,12 @@ def train_task(
     saved = Saved.newest_sound(place / "checkpoints", lambda saved: restore(run, task, saved, params))
     state = start_state(run, task, params) if saved is None else saved.state
     with Checkpoints(place / "checkpoints", keep.keep, keep.keep_every) as checkpoints, Stop() as stop:
+        stop.asked = anywhere(stop.asked)
+        stop.check("every finished task is saved")
         if int(state.step) >= run.config[name].steps:
             if name == "realm" and folder is None and run.config.refresh.mode == "async":
                 # the run may have been cut off before this word
                 Reporter(run, shared_folder(run), name).finish(run.config[name].steps)
-            stop.check(f"{place.name} is done")
             return state.params
         source = examples or task_examples(run, name)
         training = _Training(run, task, place, state, saved, checkpoints, stop, source, measure, folder is None)
@@ -141,8 +143,8 @@ class _Training:
                 self._index = restore_index(self._run, self._task, self._saved, self._refreshes)
                 self._saved = None
         except Interrupted:
+            self._stop.asked = True  # whichever process was told to
             self._stop.check(f"{self._place.name} stays saved at step {self._start}")
-            raise
         for step in range(self._start, self._total):
             self._watchdog.beat()
             self._profiler.at(step, self._answers[-1] if self._answers else None)
@@ -175,7 +177,8 @@ class _Training:
         try:
             with self._journal.waiting("index"):
                 fresh = self._refreshes.at(step, self.params, self._index, heard)
-        except (UserError, Interrupted):
+        except (UserError, Interrupted) as reason:
+            self._stop.asked = self._stop.asked or isinstance(reason, Interrupted)  # whichever process was told to
             self._save_and_stop(step)
             raise
         self._watchdog.beat()
@@ -244,6 +247,7 @@ class _Training:
         self._watchdog.beat()
         self._save(total, wait=True)
         self._refreshes.done(total)
+        self._stop.asked = anywhere(self._stop.asked)
         self._stop.check(f"saved {self._place.name} at step {total}")
 
 

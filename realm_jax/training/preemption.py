@@ -12,17 +12,24 @@ class Preempted(Exception):
 
 
 class Stop:
-    """SIGTERM as a flag that the loop polls, so that a step and its save are never cut in half."""
+    """SIGTERM as a flag that the loop polls, so that a step and its save are never cut in half.
+
+    One within another hears what the outer one has heard, and the other way round.
+    """
 
     def __init__(self) -> None:
         self.asked = False
         self._before: Any = None
+        self._outer: Stop | None = None
 
     def __enter__(self) -> "Stop":
         try:
             self._before = signal.signal(signal.SIGTERM, self._ask)
         except ValueError:  # not in the main thread: someone else owns the signals
             self._before = None
+        outer = getattr(self._before, "__self__", None)  # of a bound method
+        self._outer = outer if isinstance(outer, Stop) else None
+        self.asked = self.asked or (self._outer is not None and self._outer.asked)
         return self
 
     def _ask(self, _number: int, _frame: FrameType | None) -> None:
@@ -36,3 +43,5 @@ class Stop:
     def __exit__(self, *_: object) -> None:
         if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)
+        if self._outer is not None:
+            self._outer.asked = self._outer.asked or self.asked

@@ -43,7 +43,7 @@ class Fresh:
 
 
 class Interrupted(Exception):
-    """SIGTERM came while training waited for an index."""
+    """SIGTERM came to a process while training waited for an index; every process raises it."""
 
 
 class Refresh(Protocol):
