@@ -2,10 +2,10 @@
 
 Makes a store of generated passages (`passage_store.py`), drops its files from the page cache, and trains REALM with two
 layers of 64 on it in a fresh process, searching a million vectors in every step: on the devices, and with ScaNN on the
-hosts one step ahead. The vectors are random, since embedding is not what is measured. Prints shares of the time between
-the first and the last record, and how resident memory moves meanwhile.
+hosts `--ahead` steps before. The vectors are random, since embedding is not what is measured. Prints shares of the time
+between the first and the last record, and how anonymous memory moves meanwhile.
 
-    python benchmarks/waiting.py [--passages 1000000] [--steps 300] [--backends device scann]
+    python benchmarks/waiting.py [--passages 1000000] [--steps 300] [--backends device scann] [--ahead 1]
 """
 
 import argparse
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 from passage_store import drop_from_page_cache, make
 
 from realm_jax.data.sources import FORMAT_VERSION, open_sources
@@ -40,18 +39,27 @@ def main() -> None:
     parser.add_argument("--passages", type=int, default=1_000_000)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--backends", nargs="+", default=["device", "scann"])
+    parser.add_argument("--ahead", type=int, default=1, help="steps that the hosts search ahead (default: %(default)s)")
     parser.add_argument("--folder", type=Path, help="where to make the store (default: a temporary folder)")
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
-        print(json.dumps(measure(Path(args.measure[0]), args.measure[1], args.steps)))
+        print(json.dumps(measure(Path(args.measure[0]), args.measure[1], args.steps, args.ahead)))
         return
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
         prepared(folder, args.passages)
         for backend in args.backends:
             drop_from_page_cache(folder)
-            command = [sys.executable, __file__, f"--steps={args.steps}", "--measure", name, backend]
+            command = [
+                sys.executable,
+                __file__,
+                f"--steps={args.steps}",
+                f"--ahead={args.ahead}",
+                "--measure",
+                name,
+                backend,
+            ]
             found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
             print(backend, ", ".join(f"{key} {value:.4g}" for key, value in found.items()), flush=True)
 
@@ -63,7 +71,7 @@ def prepared(folder: Path, passages: int) -> None:
     (folder / "PREPARED.json").write_text(json.dumps(manifest))
 
 
-def measure(folder: Path, backend: str, steps: int) -> dict[str, float]:
+def measure(folder: Path, backend: str, steps: int, ahead: int) -> dict[str, float]:
     """Train, and say where the time went between step `FIRST` and the last."""
     keep_memory()
     began = time.monotonic()
@@ -73,7 +81,7 @@ def measure(folder: Path, backend: str, steps: int) -> dict[str, float]:
     config.realm.update(steps=steps, batch_size=8)
     config.refresh.every = 10 * steps
     config.checkpoint.every = steps
-    config.retrieval.backend = backend
+    config.retrieval.update(backend=backend, ahead=ahead)
     memory: list[float] = []
     with tempfile.TemporaryDirectory() as workdir:
         run = with_random_vectors(make_run(config, Path(workdir), open_sources(folder)))
@@ -89,7 +97,7 @@ def measure(folder: Path, backend: str, steps: int) -> dict[str, float]:
         waited = last[f"wait_{name}"] * last["seconds"] - first[f"wait_{name}"] * first["seconds"]
         found[f"waiting for {name} (%)"] = 100 * waited / seconds
     middle = len(memory) // 2
-    return found | {"resident half-way (MB)": memory[middle], "resident at the end (MB)": memory[-1]}
+    return found | {"anonymous memory half-way (MB)": memory[middle], "at the end (MB)": memory[-1]}
 
 
 def with_random_vectors(run: Run) -> Run:
@@ -105,12 +113,13 @@ def with_random_vectors(run: Run) -> Run:
 
 
 def watch_memory(found: list[float]) -> None:
-    """Resident memory before each step, in MB."""
+    """Anonymous memory before each step, in MB: pages of files may come and go."""
     at = Profiler.at
 
-    def watched(self: Profiler, step: int) -> None:
-        found.append(psutil.Process().memory_info().rss / 1e6)
-        at(self, step)
+    def watched(self: Profiler, *args: Any) -> None:
+        status = Path("/proc/self/status").read_text()
+        found.append(int(status.partition("RssAnon:")[2].split()[0]) / 1e3)
+        at(self, *args)
 
     Profiler.at = watched  # type: ignore[method-assign]
 

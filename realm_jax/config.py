@@ -1,4 +1,4 @@
-"""Every configuration key, documented in one place and validated once.
+"""Every configuration key, documented in one place and validated once (a tagger's keys: `tagger_config.py`).
 
 An experiment file returns `default()` with some keys changed. Sections and keys:
 
@@ -17,6 +17,7 @@ Science (a run folder keeps them; another value on resume is an error that names
                            size of each of the three BERTs, and the dropout probability
   model.max_length         positions; 0: as many as the joint layout needs
   model.dtype              'float32' or 'bfloat16': matrix products; LayerNorm, softmax and loss stay float32
+  model.hidden_act         'gelu_new' (with tanh: google-research/bert) or 'gelu' (with erf: Hugging Face's BERTs)
   model.projection         size of a retrieval vector
   model.norm_epsilon       of the LayerNorm on retrieval vectors (1e-12: released checkpoints; 1e-3: released ICT code)
   model.norm_scale         its scale before training: the smaller, the closer fresh scores are (reference: 1)
@@ -91,6 +92,7 @@ from realm_jax.errors import UserError
 TASKS = ("mlm", "ict", "realm", "qa")
 OPERATIONS = (
     "data.path",
+    "data.vocabulary",
     "init_from",
     "mesh",
     "model.remat",
@@ -111,6 +113,8 @@ OPERATIONS = (
     "log",
     "evaluation.batch_size",
     *(f"{task}.microbatches" for task in TASKS),
+    "tagger.microbatches",
+    "evaluation.every",
 )
 
 
@@ -121,6 +125,23 @@ def _task(steps: int, batch_size: int, learning_rate: float) -> dict[str, Any]:
         "microbatches": 1,
         "learning_rate": learning_rate,
         "warmup": 0,
+    }
+
+
+def bert_base(hidden_act: str) -> dict[str, Any]:
+    """What the section `model` says of the BERT in it, at the sizes of BERT-base."""
+    return {
+        "layers": 12,
+        "width": 768,
+        "heads": 12,
+        "feed_forward": 3072,
+        "max_length": 0,
+        "dropout": 0.1,
+        "dtype": "float32",
+        "hidden_act": hidden_act,
+        "remat": "none",
+        "scan": False,
+        "fused_attention": True,
     }
 
 
@@ -142,17 +163,8 @@ def default() -> ConfigDict:
                 "document_length": 288,
                 "answers": 8,
             },
-            "model": {
-                "layers": 12,
-                "width": 768,
-                "heads": 12,
-                "feed_forward": 3072,
-                "max_length": 0,
-                "dropout": 0.1,
-                "dtype": "float32",
-                "remat": "none",
-                "scan": False,
-                "fused_attention": True,
+            "model": bert_base("gelu_new")
+            | {
                 "projection": 128,
                 "norm_epsilon": 1e-12,
                 "norm_scale": 1.0,
@@ -206,10 +218,17 @@ def default() -> ConfigDict:
     )
 
 
-def completed(recorded: dict[str, Any]) -> ConfigDict:
-    """A config that was recorded earlier, with the default of every key that came later: what it did until then."""
-    config = default().unlock()
-    config.update(recorded)
+def completed(recorded: dict[str, Any], like: ConfigDict | None = None) -> ConfigDict:
+    """A config that was recorded earlier, with the default of every key that came later: what it did until then.
+
+    like: the default config of its kind, REALM's if not given. Raises UserError for what is no config.
+    """
+    config = (default() if like is None else like).unlock()
+    try:
+        config.update(recorded)
+    except (TypeError, ValueError, AttributeError, KeyError) as fault:
+        reason = " ".join(str(fault).split())[:200]
+        raise UserError(f"config.json of the run is damaged ({reason}); put back what was there") from None
     return config
 
 
@@ -221,32 +240,82 @@ def task_names(config: ConfigDict) -> list[str]:
 def validate(config: ConfigDict) -> None:
     """Raise UserError, with the key's name, for a value that cannot work. Touches no device."""
     check_shape(config, default())
-    for key, value in flatten(config.to_dict()).items():
-        _require(not isinstance(value, float) or math.isfinite(value), key, "must be a finite number")
     names = task_names(config)
-    _require(bool(names), "tasks", "name at least one of mlm, ict, realm, qa")
+    require(bool(names), "tasks", "name at least one of mlm, ict, realm, qa")
     for name in names:
-        _require(name in TASKS, "tasks", f"there is no task {name!r}; choose among {', '.join(TASKS)}")
-        for key in ("steps", "batch_size", "microbatches"):
-            _require(config[name][key] > 0, f"{name}.{key}", "must be positive")
-        _require(config[name].learning_rate > 0, f"{name}.learning_rate", "must be positive")
-        _require(config[name].warmup >= 0, f"{name}.warmup", "must not be negative")
-    _require(len(set(names)) == len(names), "tasks", "a task may stand only once in a recipe")
-    _require(bool(config.data.path), "data.path", "set it to a folder written by `realm prepare`")
+        require(name in TASKS, "tasks", f"there is no task {name!r}; choose among {', '.join(TASKS)}")
+    require(len(set(names)) == len(names), "tasks", "a task may stand only once in a recipe")
+    require(bool(config.data.path), "data.path", "set it to a folder written by `realm prepare`")
+    check_common(config)
     _check_choices(config)
     _check_sizes(config)
 
 
+def check_common(config: ConfigDict) -> None:
+    """Raise UserError for a value that cannot work, of a key that every kind of run has."""
+    for key, value in flatten(config.to_dict()).items():
+        require(not isinstance(value, float) or math.isfinite(value), key, "must be a finite number")
+    choices = {
+        "model.dtype": ("float32", "bfloat16"),
+        "model.remat": ("none", "dots", "layer"),
+        "model.hidden_act": ("gelu", "gelu_new"),
+    }
+    require_choices(config, choices)
+    tasks = [f"{name}.{key}" for name in task_names(config) for key in ("steps", "batch_size", "microbatches")]
+    rates = [f"{name}.learning_rate" for name in task_names(config)]
+    sizes = (
+        "model.layers model.width model.heads model.feed_forward optimizer.clip checkpoint.every checkpoint.keep "
+        "log.every evaluation.batch_size"
+    )
+    require_positive(config, *tasks, *rates, *sizes.split())
+    warmups = [f"{name}.warmup" for name in task_names(config)]
+    counts = "seed optimizer.weight_decay checkpoint.keep_every log.hang_seconds log.profile_step"
+    require_not_negative(config, *warmups, *counts.split())
+    require(config.seed < 2**32, "seed", "must be below 2**32: JAX drops the bits beyond")
+    require(0 <= config.model.dropout < 1, "model.dropout", "must be at least 0 and below 1")
+    require(config.model.width % config.model.heads == 0, "model.heads", "must divide model.width")
+    for key in ("mesh.data", "mesh.fsdp", "mesh.model"):
+        require(_get(config, key) > 0 or _get(config, key) == -1, key, "must be positive, or -1 for what is left")
+
+
+def require_choices(config: ConfigDict, choices: dict[str, tuple[str, ...]]) -> None:
+    """Raise UserError where a key has none of its values."""
+    for key, allowed in choices.items():
+        require(_get(config, key) in allowed, key, f"must be one of {', '.join(allowed)}, not {_get(config, key)!r}")
+
+
+def require_positive(config: ConfigDict, *keys: str) -> None:
+    """Raise UserError where a number is 0 or less."""
+    for key in keys:
+        require(_get(config, key) > 0, key, "must be positive")
+
+
+def require_not_negative(config: ConfigDict, *keys: str) -> None:
+    """Raise UserError where a number is less than 0."""
+    for key in keys:
+        require(_get(config, key) >= 0, key, "must not be negative")
+
+
 def check_shape(config: ConfigDict, like: ConfigDict) -> None:
-    """Raise UserError unless `config` has the keys of `like` and no others, with values of their types."""
+    """Raise UserError unless `config` is of the kind of `like` and has its keys and no others, with values of their
+    types."""
+    _check_kind(config, tagger="tagger" in like)
     wanted, found = flatten(like.to_dict()), flatten(config.to_dict())
     for key, value in found.items():
         inside = next((name for name in wanted if name.startswith(f"{key}.")), None)
-        _require(inside is None, key, f"is a section; set its keys, such as {inside}")
-        _require(key in wanted, key, f"no such key, {advise(key, wanted)}")
-        _require(_fits(value, wanted[key]), key, _type_advice(value, wanted[key]))
+        require(inside is None, key, f"is a section; set its keys, such as {inside}")
+        require(key in wanted, key, f"no such key, {advise(key, wanted)}")
+        require(_fits(value, wanted[key]), key, _type_advice(value, wanted[key]))
     for key in wanted:
-        _require(key in found, key, "is missing; begin with `realm_jax.config.default()` and change what differs")
+        require(key in found, key, "is missing; begin with `realm_jax.config.default()` and change what differs")
+
+
+def _check_kind(config: ConfigDict, tagger: bool) -> None:
+    found = config.get("tasks") == "tagger"
+    whole = found == ("tagger" in config)
+    require(whole, "tasks", "'tagger' goes with the config of a tagger and with no other; see configs/tagger.py")
+    require(tagger or not found, "tasks", "this is a tagger's config; `realm train` trains it, and nothing else")
+    require(found or not tagger, "tasks", "this is REALM's config; that of a tagger is configs/tagger.py")
 
 
 def _fits(value: Any, example: Any) -> bool:
@@ -279,8 +348,6 @@ def advise(key: str, keys: Iterable[str]) -> str:
 def _check_choices(config: ConfigDict) -> None:
     choices = {
         "data.masking": ("salient", "uniform", "random_span"),
-        "model.dtype": ("float32", "bfloat16"),
-        "model.remat": ("none", "dots", "layer"),
         "retrieval.backend": ("device", "scann"),
         "retrieval.query_params": ("current", "generation"),
         "refresh.mode": ("inline", "async"),
@@ -289,63 +356,52 @@ def _check_choices(config: ConfigDict) -> None:
         "objective.marginal": ("example", "token"),
         "objective.qa": ("marginal", "orqa"),
     }
-    for key, allowed in choices.items():
-        _require(_get(config, key) in allowed, key, f"must be one of {', '.join(allowed)}, not {_get(config, key)!r}")
+    require_choices(config, choices)
 
 
 def _check_sizes(config: ConfigDict) -> None:
     positive = (
-        "model.layers model.width model.heads model.feed_forward model.projection model.span_hidden model.span_width "
-        "model.norm_epsilon model.norm_scale retrieval.qa_passages retrieval.qa_beam retrieval.embed_batch "
-        "index.shard_rows index.budget "
+        "model.projection model.span_hidden model.span_width model.norm_epsilon model.norm_scale retrieval.qa_passages "
+        "retrieval.qa_beam retrieval.embed_batch index.shard_rows index.budget "
         "refresh.every refresh.wait_seconds refresh.poll_seconds refresh.idle_exit refresh.keep refresh.chunk_rows "
-        "data.answers checkpoint.every checkpoint.keep log.every evaluation.batch_size "
-        "evaluation.passages optimizer.clip"
+        "data.answers evaluation.passages"
     )
-    for key in positive.split():
-        _require(_get(config, key) > 0, key, "must be positive")
+    require_positive(config, *positive.split())
     not_negative = (
-        "seed data.predictions objective.ict_null_weight objective.retriever_start optimizer.weight_decay "
-        "evaluation.questions checkpoint.keep_every refresh.max_age retrieval.ahead index.leaves index.leaves_searched "
-        "index.tree_from log.hang_seconds log.profile_step"
+        "data.predictions objective.ict_null_weight objective.retriever_start evaluation.questions refresh.max_age "
+        "retrieval.ahead index.leaves index.leaves_searched index.tree_from"
     )
-    for key in not_negative.split():
-        _require(_get(config, key) >= 0, key, "must not be negative")
-    _require(config.seed < 2**32, "seed", "must be below 2**32: JAX drops the bits beyond")
+    require_not_negative(config, *not_negative.split())
     for key in ("data.null_rate", "data.unrelated_rate", "data.ict_mask_rate", "index.min_recall"):
-        _require(0 <= _get(config, key) <= 1, key, "must lie between 0 and 1")
+        require(0 <= _get(config, key) <= 1, key, "must lie between 0 and 1")
     rest = 1 - config.data.null_rate - config.data.unrelated_rate
-    _require(rest >= 0, "data.unrelated_rate", "may not exceed 1 together with data.null_rate")
-    _require(0 <= config.model.dropout < 1, "model.dropout", "must be at least 0 and below 1")
-    for key in ("mesh.data", "mesh.fsdp", "mesh.model"):
-        _require(_get(config, key) > 0 or _get(config, key) == -1, key, "must be positive, or -1 for what is left")
+    require(rest >= 0, "data.unrelated_rate", "may not exceed 1 together with data.null_rate")
     _check_refresh(config.refresh)
     frozen = "qa" not in task_names(config) or not config.model.shared_tower
-    _require(
+    require(
         frozen, "model.shared_tower", "cannot be fine-tuned: qa keeps the passages' tower still; leave qa out of tasks"
     )
-    _require(config.model.width % config.model.heads == 0, "model.heads", "must divide model.width")
     enough = config.retrieval.backend == "device" or config.index.budget >= config.retrieval.candidates
-    _require(enough, "index.budget", "must be at least retrieval.candidates")
-    _require(config.retrieval.candidates >= 2, "retrieval.candidates", "must be at least 2: the null document and one")
-    _require(config.data.query_length >= 8, "data.query_length", "must be at least 8")
-    _require(config.data.document_length >= 16, "data.document_length", "must be at least 16")
+    require(enough, "index.budget", "must be at least retrieval.candidates")
+    require(config.retrieval.candidates >= 2, "retrieval.candidates", "must be at least 2: the null document and one")
+    require(config.data.query_length >= 8, "data.query_length", "must be at least 8")
+    require(config.data.document_length >= 16, "data.document_length", "must be at least 16")
     block = config.retrieval.block
-    _require(block > 0 and block % 32 == 0, "retrieval.block", "must be a positive multiple of 32")
+    require(block > 0 and block % 32 == 0, "retrieval.block", "must be a positive multiple of 32")
     fits = config.objective.qa != "orqa" or config.retrieval.qa_beam >= config.retrieval.qa_passages
-    _require(fits, "retrieval.qa_beam", "must be at least retrieval.qa_passages")
+    require(fits, "retrieval.qa_beam", "must be at least retrieval.qa_passages")
     positions = config.model.max_length
     needed = joint_length(config)
-    _require(positions in (0,) or positions >= needed, "model.max_length", f"the joint layout needs {needed} positions")
+    require(positions in (0,) or positions >= needed, "model.max_length", f"the joint layout needs {needed} positions")
 
 
 def _check_refresh(refresh: ConfigDict) -> None:
-    _require(refresh.adopt_after >= -1, "refresh.adopt_after", "must be -1, or a number of steps")
+    require(refresh.adopt_after >= -1, "refresh.adopt_after", "must be -1, or a number of steps")
     late = max(refresh.adopt_after, 0) + refresh.every
     fits = not refresh.max_age or refresh.mode == "inline" or refresh.max_age >= late
-    _require(fits, "refresh.max_age", f"an index grows {late} steps old before the next is due; allow at least that")
+    require(fits, "refresh.max_age", f"an index grows {late} steps old before the next is due; allow at least that")
     useful = not refresh.max_age or refresh.adopt_after < 0
-    _require(useful, "refresh.max_age", "with refresh.adopt_after at least 0 training waits anyway; set it to 0")
+    require(useful, "refresh.max_age", "with refresh.adopt_after at least 0 training waits anyway; set it to 0")
 
 
 def joint_length(config: ConfigDict) -> int:
@@ -376,6 +432,7 @@ def _get(config: ConfigDict, key: str) -> Any:
     return config
 
 
-def _require(condition: bool, key: str, advice: str) -> None:
+def require(condition: bool, key: str, advice: str) -> None:
+    """Raise UserError, with the key's name and what to do, unless the condition holds."""
     if not condition:
         raise UserError(f"config.{key}: {advice}")

@@ -54,15 +54,15 @@ class StageProgress:
         with StageProgress("realm", total=600, start=200) as bar:
             bar.update(201, {"loss": 1.2, "recall": 0.5})
 
-    `total` and `start` are counts of finished steps; `start` is not zero for a stage that goes on from a checkpoint. On
-    a terminal it is a bar with steps, metric values (plain floats; the first ones that fit) and time left. Elsewhere it
-    is a log line at the first update, at most every `every_seconds`, and at the end.
+    `total` (None: not known) and `start` are counts of finished steps; `start` is not zero for a stage that goes on
+    from a checkpoint. On a terminal it is a bar with steps, metric values (plain floats; the first ones that fit) and
+    time left. Elsewhere it is a log line at the first update, at most every `every_seconds`, and at the end.
     """
 
     def __init__(
         self,
         name: str,
-        total: int,
+        total: int | None,
         start: int = 0,
         *,
         to: Console | None = None,
@@ -101,7 +101,7 @@ class StageProgress:
 
     def _metrics_that_fit(self, width: int) -> str:
         """The first metrics, whole ones: half a number is worse than none."""
-        steps_and_time = 2 * len(str(self._total)) + len("/") + len("0:00:00")
+        steps_and_time = 2 * len(str(self._total or self._step)) + len("/") + len("0:00:00")
         room = width - len(self._name) - steps_and_time - 3 - (BAR_WIDTH + 1 if width >= WIDTH_FOR_BAR else 0)
         shown = dict(self._metrics)
         while shown and len(describe(shown)) > room:
@@ -111,8 +111,9 @@ class StageProgress:
     def _log(self) -> None:
         now = self._clock()
         self._last_line = (now, self._step)
-        parts = [f"{self._name} {self._step}/{self._total}", describe(self._metrics)]
-        done, left = self._step - self._start, self._total - self._step
+        total = self._total or self._step
+        parts = [f"{self._name} {self._step}" + (f"/{total}" if self._total else ""), describe(self._metrics)]
+        done, left = self._step - self._start, total - self._step
         if done > 0 and left > 0:
             parts.append(f"{timedelta(seconds=round((now - self._began) / done * left))} left")
         logger.info("  ".join(part for part in parts if part))

@@ -10,3 +10,7 @@ USER_ERROR = 2  # exit code
 
 class UserError(Exception):
     """A mistake in input, configuration or environment, described in one line."""
+
+
+class Resumable(UserError):
+    """Work that ended early and can be gone on with as it is: what is finished stays."""

@@ -1,13 +1,17 @@
 """A run's fixed parts: config, folder, data, mesh, networks, and the corpus on the devices. Shared by every job.
 
-Read next: `training/loop.py` for how it is trained, `evaluation/predict.py` for how it answers.
+`BaseRun` is what the train loop needs of any run, `Run` is REALM's; a tagger's is `tagger_run.py`. Read next:
+`training/loop.py` for how it is trained, `evaluation/predict.py` for how it answers.
 """
 
+import abc
 import dataclasses
+import hashlib
+import json
 from collections.abc import Callable
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
-from realm_jax.config import joint_length, task_names
+from realm_jax.config import default, joint_length, task_names
 from realm_jax.data.examples import Lengths, lengths_from
 from realm_jax.data.sources import Sources
 from realm_jax.errors import UserError
@@ -30,20 +34,69 @@ from realm_jax.models.inputs import Documents
 from realm_jax.models.realm import Params, Realm
 
 
+class Networks(Protocol):
+    """Networks over one tree of parameters, as the train loop sees them."""
+
+    @property
+    def bert(self) -> BertConfig: ...
+
+    def init(self, key: jax.Array) -> Params: ...
+
+    def init_boxed(self, key: jax.Array) -> Params: ...
+
+
 @dataclasses.dataclass(frozen=True)
-class Run:
-    """A run's fixed parts: config, folder, data, mesh, networks and the corpus in document layout."""
+class BaseRun(abc.ABC):
+    """What is trained, and where: config, folder, mesh and networks."""
 
     config: ConfigDict
     workdir: Path
-    sources: Sources
     mesh: Mesh
+
+    @property
+    @abc.abstractmethod
+    def model(self) -> Networks:
+        """What is trained."""
+
+    @abc.abstractmethod
+    def default_config(self) -> ConfigDict:
+        """The config with which a run of this kind is compared and completed."""
+
+    @abc.abstractmethod
+    def fingerprints(self) -> dict[str, str]:
+        """Name → fingerprint of everything that the run reads."""
+
+    def initial_params(self) -> Params:
+        """Fresh parameters, born with their shardings."""
+        return jax.jit(self.model.init, out_shardings=self.param_shardings)(jax.random.key(self.config.seed))
+
+    @cached_property
+    def param_shardings(self) -> Any:
+        """Where each parameter lives: a tree like the parameters'."""
+        return parameter_shardings(self.mesh, jax.eval_shape(self.model.init_boxed, jax.random.key(0)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Run(BaseRun):
+    """A run of REALM: also its data, and the corpus in document layout."""
+
+    sources: Sources
     setting: Setting
     lengths: Lengths
 
     @property
     def model(self) -> Realm:
         return self.setting.model
+
+    def default_config(self) -> ConfigDict:
+        return default()
+
+    def fingerprints(self) -> dict[str, str]:
+        sources = self.sources
+        stores = {"passages": sources.passages.fingerprint, "pretraining": sources.pretraining.fingerprint}
+        asked = {split: [dataclasses.asdict(one) for one in some] for split, some in sources.questions.items()}
+        questions = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+        return {"tokenizer": sources.wordpiece.fingerprint} | stores | {"questions": questions}
 
     @cached_property
     def corpus(self) -> CorpusRows:
@@ -93,22 +146,11 @@ class Run:
         length, special = self.config.data.document_length, self.sources.wordpiece.special
         return CorpusRows(*self.sources.passages.stored_matrix(length, special, first, last))
 
-    def initial_params(self) -> Params:
-        """Fresh parameters, born with their shardings."""
-        key = jax.random.key(self.config.seed)
-        shardings = self.param_shardings
-        return jax.jit(self.model.init, out_shardings=shardings)(key)
-
     def with_config(self, config: ConfigDict) -> "Run":
         """The same run under another config of the same data and networks; the corpus on the devices is shared."""
         other = dataclasses.replace(self, config=config)
         other.__dict__.update(corpus=self.corpus, documents=self.documents)  # where cached_property keeps them
         return other
-
-    @cached_property
-    def param_shardings(self) -> Any:
-        """Where each parameter lives: a tree like the parameters'."""
-        return parameter_shardings(self.mesh, jax.eval_shape(self.model.init_boxed, jax.random.key(0)))
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -146,15 +188,7 @@ def bare_run(
 
     special: ids of [CLS] and [SEP], by default those of BERT's vocabulary. Raises UserError where sizes do not fit.
     """
-    mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.model, devices)
-    for name in task_names(config):
-        spread, parts = mesh.shape["data"] * mesh.shape["fsdp"], config[name].microbatches
-        size = config[name].batch_size
-        if size % (spread * parts):
-            raise UserError(
-                f"config.{name}.batch_size: is {size}, but {spread} devices share a batch in {parts} part(s); set a "
-                f"multiple of {spread * parts}"
-            )
+    mesh = mesh_for(config, devices)
     data, retrieval, objective = config.data, config.retrieval, config.objective
     model = make_model(config, vocabulary_size, logical_sharding(mesh, "batch", None, None))
     setting = Setting(
@@ -173,7 +207,21 @@ def bare_run(
     lengths = lengths_from(
         data.query_length, data.document_length, data.masking, data.predictions, data.answers, config.model.span_width
     )
-    return Run(config, workdir, None, mesh, setting, lengths)  # type: ignore[arg-type]
+    return Run(config, workdir, mesh, None, setting, lengths)  # type: ignore[arg-type]
+
+
+def mesh_for(config: ConfigDict, devices: list[jax.Device] | None = None) -> Mesh:
+    """The mesh of a config. Raises UserError where a task's batch cannot be shared out on it."""
+    mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.model, devices)
+    for name in task_names(config):
+        spread, parts = mesh.shape["data"] * mesh.shape["fsdp"], config[name].microbatches
+        size = config[name].batch_size
+        if size % (spread * parts):
+            raise UserError(
+                f"config.{name}.batch_size: is {size}, but {spread} devices share a batch in {parts} part(s); set a "
+                f"multiple of {spread * parts}"
+            )
+    return mesh
 
 
 def on_one_cpu(bert: BertConfig) -> BertConfig:
@@ -194,27 +242,32 @@ def suited(bert: BertConfig, mesh: Mesh, fused: bool) -> BertConfig:
 def make_model(config: ConfigDict, vocabulary_size: int, hidden: NamedSharding | None = None) -> Realm:
     """The networks that a config describes. hidden: where their hidden states live on a mesh."""
     model = config.model
-    bert = BertConfig(
-        vocabulary_size,
-        width=model.width,
-        layers=model.layers,
-        heads=model.heads,
-        feed_forward=model.feed_forward,
-        max_length=model.max_length or joint_length(config),
-        dropout=model.dropout,
-        dtype=jnp.dtype(model.dtype),
-        remat=model.remat,
-        scan=model.scan,
-        hidden=hidden,
-    )
     return Realm(
-        bert,
+        make_bert(model, vocabulary_size, joint_length(config), hidden),
         projection=model.projection,
         norm_epsilon=model.norm_epsilon,
         norm_scale=model.norm_scale,
         span_hidden=model.span_hidden,
         span_width=model.span_width,
         shared_tower=model.shared_tower,
+    )
+
+
+def make_bert(model: ConfigDict, vocabulary_size: int, length: int, hidden: NamedSharding | None) -> BertConfig:
+    """One BERT of a config's section `model`, with positions for `length` pieces unless it says how many."""
+    return BertConfig(
+        vocabulary_size,
+        width=model.width,
+        layers=model.layers,
+        heads=model.heads,
+        feed_forward=model.feed_forward,
+        max_length=model.max_length or length,
+        dropout=model.dropout,
+        dtype=jnp.dtype(model.dtype),
+        remat=model.remat,
+        scan=model.scan,
+        hidden_act=model.hidden_act,
+        hidden=hidden,
     )
 
 

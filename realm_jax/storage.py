@@ -79,13 +79,24 @@ def make_folder(path: str | os.PathLike[str], name: str) -> None:
 
 
 @contextmanager
-def only_one(folder: Path) -> Iterator[None]:
-    """Hold a folder for this process. Raises UserError while another process of this machine holds it."""
-    with open(folder / ".lock", "a") as stream:
+def only_one(folder: Path, lock: str = ".lock") -> Iterator[None]:
+    """Hold a folder for this process. Raises UserError while another process of this machine holds it by that lock."""
+    with open(folder / lock, "a") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"{folder}: another process is training there; wait for it, or stop it first") from None
+            raise UserError(f"{folder}: another process works there; wait for it, or stop it first") from None
+        except OSError as fault:  # a file system without locks
+            logger.debug("%s: not locked (%s)", folder, fault)
+        yield
+
+
+@contextmanager
+def one_after_another(folder: Path) -> Iterator[None]:
+    """Hold a folder for this process, after all others of this machine that hold it."""
+    with open(folder / ".lock", "a") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX)
         except OSError as fault:  # a file system without locks
             logger.debug("%s: not locked (%s)", folder, fault)
         yield

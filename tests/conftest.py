@@ -47,6 +47,23 @@ def people(tmp_path_factory):
     return prepare_people(tmp_path_factory.mktemp("people"))
 
 
+@pytest.fixture
+def passages(tmp_path) -> Path:
+    """A file of three articles; see `capitals.py`."""
+    from capitals import TEXTS, write_lines
+
+    records = [{"id": key, "title": key.title(), "text": text} for key, text in TEXTS.items()]
+    return write_lines(tmp_path / "passages.jsonl", records)
+
+
+@pytest.fixture
+def questions(tmp_path) -> Path:
+    """Questions about them."""
+    from capitals import QUESTIONS, write_lines
+
+    return write_lines(tmp_path / "questions.jsonl", QUESTIONS)
+
+
 @pytest.fixture(scope="module")
 def quick_programs():
     """Programs of this module are compiled without optimisations: they run too briefly to repay them."""

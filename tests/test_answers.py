@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import unicodedata
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realm_jax.evaluation.answers import contains_answer, exact_match, find_answer, normalise
+from realm_jax.text import patterns
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 needs_shared_data = pytest.mark.skipif(not SHARED.is_dir(), reason="the shared real data is not on this machine")
@@ -47,6 +49,66 @@ def test_a_pattern_matches_from_the_start_and_not_to_the_end():
 def test_an_invalid_pattern_matches_nothing():
     assert not exact_match("(", ["("], is_regex=True)
     assert not contains_answer("(", ["("], is_regex=True)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "reason"),
+    [
+        ("(?V1)[[a]--[b]", "incompatible"),
+        ("(?a)(?u)", "incompatible"),
+        ("i{9999999}a", "its repeat counts are above 1,000"),
+        ("i{0,9999999}a", "its repeat counts are above 1,000"),
+        ("(?x)i{99 99 999}a", "its repeat counts are above 1,000"),
+        ("i{" + "9" * 5000 + "}", "Exceeds the limit"),
+        ("(?:(?:a{1000}){1000}){1000}", "multiply to too much"),
+        ("a(?R)?b", r"\(\?R…\) calls a group again"),
+        ("(?0)", r"\(\?0…\) calls a group again"),
+        ("(a(?1))", r"\(\?1…\) calls a group again"),
+        ("(a(?-1))", r"\(\?-1…\) calls a group again"),
+        ("(?<n>a(?&n))", r"\(\?&…\) calls a group again"),
+        ("(?P<n>a(?P>n))", r"\(\?P>…\) calls a group again"),
+    ],
+)
+def test_a_pattern_that_could_fill_the_memory_is_refused_with_a_reason(pattern, reason):
+    assert re.search(reason, patterns.fault(pattern))
+    assert patterns.search(pattern, "iab") is None
+
+
+def test_a_usual_pattern_that_looks_like_those_is_none_of_them():
+    for usual in (
+        r"\(?Rome\)?",
+        r"[(?1]",
+        r"\{9999\}",
+        r"[{9999}]",
+        r"(?:\d{4}-){7}\d{4}",
+        r".{0,900}.{0,900}",
+        "(?>a)(?i)",
+    ):
+        assert patterns.fault(usual) is None, usual
+
+
+def test_a_pattern_that_takes_all_memory_counts_as_not_found(monkeypatch, caplog):
+    class Greedy:
+        def search(self, text, timeout):
+            raise MemoryError
+
+    monkeypatch.setattr(patterns, "_compiled", lambda pattern: Greedy())
+    assert patterns.search("greedy", "text") is None and "'greedy' takes" in caplog.text
+
+    def greedy(pattern):
+        raise MemoryError
+
+    monkeypatch.setattr(patterns, "_compiled", greedy)
+    assert patterns.fault("greedy") == "it takes too much memory"
+
+
+def test_a_pattern_that_never_ends_counts_as_not_found_and_is_named_once(caplog, monkeypatch):
+    monkeypatch.setattr(patterns, "SECONDS", 0.05)
+    endless = "(a|aa)+[^a]"
+    for _ in range(2):
+        assert not contains_answer("a" * 100, [endless], is_regex=True)
+    assert contains_answer("a" * 100, [endless, "a{100}"], is_regex=True)
+    assert [record.getMessage()[:29] for record in caplog.records] == [f"the pattern '{endless}' takes"[:29]]
 
 
 def test_an_answer_is_contained_word_by_word():

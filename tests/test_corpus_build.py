@@ -79,7 +79,7 @@ def test_a_first_line_that_repeats_the_title_is_left_out(tmp_path):
 def test_articles_without_words_are_dropped_and_counted(tmp_path):
     store, summary = built(tmp_path, Article("a", "Paris", "\u200b\u200b"), Article("b", "Paris", SENTENCE))
     assert [store.document_id(row) for row in range(len(store))] == ["b"]
-    assert summary.dropped == {"no words in the text": 1} and summary.documents == 1
+    assert summary.wordless == ["a"] and summary.documents == 1
     with pytest.raises(UserError, match="none of 1 articles has words"):
         built(tmp_path, Article("a", "", "\u200b"))
 
@@ -198,7 +198,7 @@ def test_real_passages_keep_their_text(tmp_path, shared_data):
     wordpiece = WordPiece.from_vocab(shared_data / "bert_vocab" / "vocab.txt")
     summary = build_store(articles, wordpiece, tmp_path / "store")
     store = PassageStore.open(tmp_path / "store")
-    assert summary.documents == 300 and not summary.dropped
+    assert summary.documents == 300 and not summary.wordless
     for article in articles:
         tokens = np.concatenate([store.body_tokens(row) for row in store.rows_of(article.id)])
         assert tokens.tolist() == wordpiece.encode(article.text).ids

@@ -50,6 +50,17 @@ def corpus(workdir, action, *what):
     return cli.main(["corpus", action, *map(str, what), f"--workdir={workdir}"])
 
 
+def test_an_edit_finds_spans_as_those_there_were_found(workdir, capsys):
+    """The rules have no identity, so what was tagged by a finder that had one is not gone on with by them."""
+    new = write_lines(workdir.parent / "new.jsonl", [article(3, "Ada Dahl was born in 1999. She sings.")])
+    path = workdir.parent / "data" / "PREPARED.json"
+    prepared = json.loads(path.read_text())
+    path.write_text(json.dumps(prepared | {"tagged": {"spans": "rules", "spans_identity": "another"}}))
+    assert corpus(workdir, "replace", new) == 2
+    assert "rules is not what found the spans there; put that back, or prepare anew" in capsys.readouterr().err
+    assert passages(workdir).stored == 16
+
+
 def test_a_replaced_document_is_in_the_newest_version_alone(workdir):
     before = passages(workdir)
     new = write_lines(workdir.parent / "new.jsonl", [article(3, "Ada Dahl was born in 1999. She sings.")])

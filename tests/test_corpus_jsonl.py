@@ -1,14 +1,17 @@
 """JSON Lines files of articles and questions: every fault is named with its file and line."""
 
+import bz2
 import gzip
 import json
 import lzma
+import tracemalloc
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from realm_jax.corpus import lines
 from realm_jax.corpus.jsonl import Article, Question, read_passages, read_questions, write_passages, write_questions
 from realm_jax.errors import UserError
 
@@ -67,7 +70,7 @@ def test_a_file_without_records_and_a_missing_file_are_named(tmp_path):
         list(read_passages(tmp_path / "absent.jsonl"))
 
 
-@pytest.mark.parametrize(("suffix", "module"), [(".gz", gzip), (".xz", lzma)])
+@pytest.mark.parametrize(("suffix", "module"), [(".gz", gzip), (".xz", lzma), (".bz2", bz2)])
 def test_a_truncated_packed_file_is_named(tmp_path, suffix, module):
     records = b"".join(b'{"id": "%d", "text": "some text"}\n' % number for number in range(1000))
     path = tmp_path / f"p.jsonl{suffix}"
@@ -89,12 +92,30 @@ def test_a_truncated_packed_file_is_named(tmp_path, suffix, module):
         (b'{"question": "x", "answers": "y"}\n', r'q\.jsonl:2: "answers" must be a list with at least one string'),
         (b'{"question": "x", "answers": [3]}\n', r'q\.jsonl:2: "answers" must hold text but holds 3'),
         (b'{"question": "x", "answers": [""]}\n', r'q\.jsonl:2: "answers" is empty'),
+        (b'{"question": "x", "answers": ["y"], "match": 7}\n', r'q\.jsonl:2: "match" is 7; write "regex" for answers'),
+        (
+            b'{"question": "x", "answers": ["y"], "match": "regexp"}\n',
+            r'q\.jsonl:2: "match" is "regexp"; write "regex"',
+        ),
         (b'{"question": "x", "answers": ["y"], "gold_passage_id": 3}\n', r'q\.jsonl:2: "gold_passage_id" must hold'),
     ],
 )
 def test_a_faulty_question_is_named_with_file_and_line(tmp_path, line, message):
     with pytest.raises(UserError, match=message):
         questions_of(tmp_path / "q.jsonl", GOOD_QUESTION + line)
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_an_endless_line_is_named_and_not_held_in_memory(tmp_path, monkeypatch, suffix):
+    monkeypatch.setattr(lines, "LONGEST_OBJECT", 1000)
+    path = tmp_path / f"p.jsonl{suffix}"
+    endless = GOOD_PASSAGE + b'{"id": "b", "text": "' + b"x" * 5_000_000 + b'"}'
+    path.write_bytes(gzip.compress(endless) if suffix else endless)
+    tracemalloc.start()
+    with pytest.raises(UserError, match=rf"p\.jsonl{suffix}:2: the line has more than 1,000 bytes"):
+        list(read_passages(path))
+    assert tracemalloc.get_traced_memory()[1] < 2_000_000
+    tracemalloc.stop()
 
 
 def test_a_whole_surrogate_pair_is_a_character(tmp_path):
@@ -113,6 +134,16 @@ def test_a_question_keeps_its_further_fields(tmp_path):
     assert questions_of(tmp_path / "q.jsonl", content) == [expected]
 
 
+@pytest.mark.parametrize(
+    ("match", "is_regex"),
+    [("null", False), ('"string"', False), ('"exact"', False), ('"norm"', False), ('"regex"', True)],
+)
+def test_a_question_says_how_its_answers_are_compared(tmp_path, match, is_regex):
+    line = f'{{"question": "who?", "answers": ["m."], "match": {match}}}'
+    (question,) = questions_of(tmp_path / "q.jsonl", line.encode())
+    assert question.is_regex == is_regex
+
+
 def test_the_field_of_nq_open_is_read_too(tmp_path):
     (question,) = questions_of(tmp_path / "q.jsonl", b'{"question": "who?", "answer": ["me"]}\n')
     assert question.answers == ["me"] and question.fields == {}
@@ -121,7 +152,7 @@ def test_the_field_of_nq_open_is_read_too(tmp_path):
 text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20).filter(str.strip)
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz", ".xz"])
+@pytest.mark.parametrize("suffix", ["", ".gz", ".xz", ".bz2"])
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     ids=st.lists(text, min_size=1, max_size=5, unique=True), title=text, body=text, answers=st.lists(text, min_size=1)

@@ -105,7 +105,7 @@ def test_another_format_version_is_refused(prepared, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "manifest, message", [("[]", "unknown format version"), ('{"format_version": 1}', "PREPARED.json is damaged")]
+    "manifest, message", [("[]", "unknown format version"), ('{"format_version": 2}', "PREPARED.json is damaged")]
 )
 def test_a_damaged_manifest_is_named(tmp_path, manifest, message):
     (tmp_path / "PREPARED.json").write_text(manifest)
@@ -413,6 +413,12 @@ def test_a_question_whose_answers_are_all_too_long_has_none(sources):
 def test_a_folder_without_questions_cannot_be_fine_tuned(sources):
     with pytest.raises(UserError, match="no training questions .* --questions train=FILE"):
         data.question_examples([], sources.wordpiece, LENGTHS)
+
+
+def test_questions_with_patterns_cannot_be_learned_from(sources):
+    questions = [Question("when", ["19[67]9"], fields={"match": "regex"}), Question("who", ["a king"])]
+    with pytest.raises(UserError, match="1 of 2 training questions have regular expressions"):
+        data.question_examples(questions, sources.wordpiece, LENGTHS)
 
 
 @pytest.mark.parametrize(

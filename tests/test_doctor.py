@@ -20,7 +20,7 @@ GOOD = doctor.Report(
     location="/env/realm_jax",
     python="3.11.7 (/env/bin/python)",
     packages=[Package("jax", "<0.11,>=0.10.2", "0.10.2", True)],
-    optional={"scann": None, "tensorflow-datasets": "4.9.9"},
+    optional={"gcsfs": None, "s3fs": "2026.2.0"},
     devices=GPU,
     machine=LARGE,
     settings={},
@@ -40,6 +40,11 @@ def test_this_environment_can_run_and_is_described_as_json(capsys):
     assert report["devices"]["count"] == jax.device_count() and report["devices"]["platform"] == "cpu"
     assert report["machine"]["cores"] >= 1 and report["machine"]["memory_free"] > 0
     assert f"{jax.device_count()} emulated devices" in " ".join(report["warnings"])
+
+
+def test_what_is_optional_is_told_by_what_it_is_for():
+    text = shown(GOOD)
+    assert "gcsfs  absent: no buckets of Google Cloud (gs://…)" in text and "s3fs   2026.2.0" in text
 
 
 def test_a_good_environment_has_nothing_to_warn_of():

@@ -125,7 +125,7 @@ def mortal_builder(run, processes):
         thread.join()
 
 
-@pytest.mark.parametrize("write", [1, slow(2), slow(3), 4, slow(5), slow(6), 7])
+@pytest.mark.parametrize("write", [1, slow(2), slow(3), 4, slow(5), slow(6), slow(7)])
 def test_a_builder_is_killed_and_started_again(people, sturdy, tmp_path, before_write, watch, log, write):
     """Before each of the seven writes of a generation: three chunks with their marks, and the manifest; then one
     process comes, or two."""

@@ -176,7 +176,7 @@ def test_other_questions_are_other_data(people, tmp_path):
 
 def test_one_process_trains_in_a_folder(people, tmp_path):
     run = open_tiny(people, tmp_path)
-    with only_one(tmp_path), pytest.raises(UserError, match="another process is training there"):
+    with only_one(tmp_path), pytest.raises(UserError, match="another process works there"):
         run_recipe(run, False, "realm train")
 
 

@@ -1,54 +1,35 @@
 """`realm prepare`: a whole folder or none, and every fault named before the slow part."""
 
+import argparse
+import bz2
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
+from capitals import QUESTIONS, TEXTS, digests, write_lines
+from made_news import expected, made_texts, make_news
 
 from realm_jax import cli
+from realm_jax.corpus import articles
 from realm_jax.corpus.jsonl import read_questions
 from realm_jax.corpus.store import PassageStore
+from realm_jax.corpus.texts import _DUMP
 from realm_jax.errors import UserError
 from realm_jax.jobs import prepare as job
 from realm_jax.jobs.prepare import prepare
+from realm_jax.storage import StorageError
+from realm_jax.text.spans import Span
 from realm_jax.text.wordpiece import WordPiece
 
-TEXTS = {
-    "paris": "Paris is the capital of France. The city has grown since 1850 along the river Seine.",
-    "rome": "Rome is the capital of Italy. The city was founded in 753 BC on the river Tiber.",
-    "oslo": "Oslo is the capital of Norway. The city burned in 1624 and was built again.",
-}
-QUESTIONS = [
-    {"question": "what is the capital of france", "answers": ["Paris"], "gold_passage_id": "paris", "split": "train"},
-    {
-        "question": "when did oslo burn",
-        "answers": ["1624", "in the year 1624"],
-        "gold_passage_id": "oslo",
-        "split": "dev",
-    },
-    {"question": "where is rome", "answers": ["on the river Tiber in Italy"], "split": "train", "source": "squad"},
-]
-
-
-def write_lines(path: Path, records: list[dict]) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
-@pytest.fixture
-def passages(tmp_path: Path) -> Path:
-    records = [{"id": key, "title": key.title(), "text": text} for key, text in TEXTS.items()]
-    return write_lines(tmp_path / "passages.jsonl", records)
-
-
-@pytest.fixture
-def questions(tmp_path: Path) -> Path:
-    return write_lines(tmp_path / "questions.jsonl", QUESTIONS)
+ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".tsv.gz")
 
 
 def split_questions(folder: Path, split: str) -> list[str]:
@@ -65,7 +46,7 @@ def test_the_command_makes_a_folder_that_holds_everything(tmp_path, passages, qu
     manifest = json.loads((data / "PREPARED.json").read_text())
     store = PassageStore.open(data / "passages")
     wordpiece = WordPiece.load(data / "tokenizer")
-    assert manifest["format_version"] == 1 and manifest["limit"] == store.limit == 288
+    assert manifest["format_version"] == 2 and manifest["limit"] == store.limit == 288
     assert manifest["tokenizer"] == store.tokenizer_fingerprint == wordpiece.fingerprint
     assert manifest["passages"] == {"rows": 3, "documents": 3, "fingerprint": store.fingerprint}
     assert manifest["pretraining"] is None and not (data / "pretraining").exists()
@@ -153,7 +134,7 @@ def test_a_faulty_question_is_named_before_anything_is_made(tmp_path, passages, 
 
 
 def test_a_faulty_passage_at_the_end_is_named_before_anything_is_made(tmp_path, passages, monkeypatch):
-    monkeypatch.setattr(job, "build_store", lambda *args: pytest.fail("the slow part began"))
+    monkeypatch.setattr(job, "pack_shards", lambda *args: pytest.fail("the slow part began"))
     with passages.open("a") as stream:
         stream.write('{"id": "x"}\n')
     with pytest.raises(UserError, match=r'passages\.jsonl:4: the record has no "text"'):
@@ -181,6 +162,28 @@ def test_a_pipe_is_refused_since_it_can_be_read_once_only(tmp_path, passages, as
     os.close(reader)
 
 
+def no_spans(text: str) -> list[Span]:
+    return []
+
+
+def test_a_finder_that_changed_under_its_name_is_told(tmp_path, passages, monkeypatch):
+    monkeypatch.setattr(no_spans, "identity", "one", raising=False)
+    given = {"vocabulary_size": 300, "shards": 1, "workers": 1, "spans": f"{__name__}:no_spans"}
+    prepare(passages, tmp_path / "data", **given)
+    prepare(passages, tmp_path / "data", **given)  # nothing to do
+    monkeypatch.setattr(no_spans, "identity", "two")
+    with pytest.raises(UserError, match="was prepared with other settings"):
+        prepare(passages, tmp_path / "data", **given)
+
+
+def test_a_tagged_folder_is_not_what_prepare_would_make(tmp_path, passages):
+    prepare(passages, tmp_path / "data", vocabulary_size=300)
+    path = tmp_path / "data" / "PREPARED.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tagged": {"spans": "tagger:x"}}))
+    with pytest.raises(UserError, match="was made by `realm tag`; choose another --output or remove the folder"):
+        prepare(passages, tmp_path / "data", vocabulary_size=300)
+
+
 def test_a_cased_vocabulary_is_told_since_text_is_lower_cased(tmp_path, passages, caplog):
     vocab = tmp_path / "vocab.txt"
     vocab.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[unused1]", "paris", "Paris", "##N"]))
@@ -189,11 +192,16 @@ def test_a_cased_vocabulary_is_told_since_text_is_lower_cased(tmp_path, passages
     assert told in caplog.messages
 
 
-def test_settings_that_cannot_work_are_refused_before_anything_is_made(tmp_path, passages):
+def test_settings_that_cannot_work_are_refused_before_anything_is_made(tmp_path, passages, monkeypatch):
+    monkeypatch.setattr(job.Processes, "extract", lambda *args: pytest.fail("the slow part began"))
     with pytest.raises(UserError, match="there is no such finder"):
         prepare(passages, tmp_path / "data", spans="magic")
     with pytest.raises(UserError, match="a limit of 15 pieces leaves no room for text"):
         prepare(passages, tmp_path / "data", limit=15)
+    assert os.listdir(tmp_path) == ["passages.jsonl"]
+
+
+def test_a_vocabulary_that_cannot_be_learned_leaves_nothing_behind(tmp_path, passages):
     with pytest.raises(UserError, match="vocabulary size 3"):
         prepare(passages, tmp_path / "data", vocabulary_size=3)
     assert os.listdir(tmp_path) == ["passages.jsonl"]
@@ -218,37 +226,222 @@ def test_a_vocabulary_is_learned_from_a_part_of_large_texts(tmp_path, passages, 
     assert wordpiece.pieces(wordpiece.encode("Norway").ids) != ["norway"]
 
 
-def test_a_full_disk_is_the_users_error_and_leaves_nothing(tmp_path, passages, monkeypatch):
+def test_a_full_disk_is_the_users_error_and_what_is_there_is_gone_on_with(tmp_path, passages, monkeypatch):
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(job, "build_store", full)
-    with pytest.raises(UserError, match="the disk of .* is full; make room or choose another --output"):
-        prepare(passages, tmp_path / "data")
-    assert os.listdir(tmp_path) == ["passages.jsonl"]
+    with monkeypatch.context() as patch:
+        patch.setattr(job, "pack_shards", full)
+        with pytest.raises(UserError, match="the disk of .* is full; make room and repeat the command to go on"):
+            prepare(passages, tmp_path / "data", vocabulary_size=300)
+    assert sorted(os.listdir(tmp_path)) == [".data.partial", "passages.jsonl"]
+    with monkeypatch.context() as patch:
+        patch.setattr(articles, "read_part", lambda *_: pytest.fail("articles were read again"))
+        prepare(passages, tmp_path / "data", vocabulary_size=300)
+    assert sorted(os.listdir(tmp_path)) == ["data", "passages.jsonl"]
 
 
-def test_ctrl_c_in_the_middle_leaves_nothing_and_exits_130(tmp_path):
-    text = " ".join(TEXTS.values()) * 20
-    passages = write_lines(tmp_path / "p.jsonl", [{"id": str(number), "text": text} for number in range(1500)])
+def test_what_was_begun_with_other_inputs_is_removed(tmp_path, passages, monkeypatch, caplog):
+    def power_cut(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(job, "pack_shards", power_cut)
+        prepare(passages, tmp_path / "data", vocabulary_size=300)
+    write_lines(passages, [{"id": "new", "text": "New text."}])
+    prepare(passages, tmp_path / "data", vocabulary_size=300)
+    assert "what was begun there with other inputs is removed" in caplog.text
+    assert PassageStore.open(tmp_path / "data" / "passages").text(0) == "New text."
+
+
+@pytest.mark.parametrize("killed", ["articles/passages/00000.jsonl", "articles/passages/00003.packed.json"])
+def test_a_preparation_that_is_killed_goes_on_to_the_same_bytes(tmp_path, killed):
+    """Ctrl-C while articles are read, and while shards are packed; then the same command."""
+    records = [{"id": f"a{n}", "title": f"Article {n}", "text": " ".join(TEXTS.values())} for n in range(3000)]
+    passages = write_lines(tmp_path / "p.jsonl", records)
     (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nparis\n")
-    command = f"-m realm_jax.cli prepare --passages {passages} --vocab {tmp_path}/vocab.txt --output {tmp_path}/data"
+    flags = f"--passages {passages} --vocab {tmp_path}/vocab.txt --shards 8 --workers 1"
+    command = [sys.executable, *f"-m realm_jax.cli prepare {flags} --output {tmp_path}/data".split()]
 
     def hear_interrupts():  # a test run in the background of a shell hands on that they are ignored
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-    arguments = [sys.executable, *command.split()]
-    process = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, preexec_fn=hear_interrupts)
-    deadline = time.monotonic() + 60
-    while not any(tmp_path.glob(".data.partial-*/passages/*/tokens.npy")):
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=hear_interrupts)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / ".data.partial" / killed).exists():
         assert process.poll() is None and time.monotonic() < deadline
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=30)
+    _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in stderr
-    assert sorted(os.listdir(tmp_path)) == ["p.jsonl", "vocab.txt"]
+    assert sorted(os.listdir(tmp_path)) == [".data.partial", "p.jsonl", "vocab.txt"]
+    assert subprocess.run(command).returncode == 0
+    assert sorted(os.listdir(tmp_path)) == ["data", "p.jsonl", "vocab.txt"]
+    prepare(passages, tmp_path / "straight", vocab=tmp_path / "vocab.txt", shards=8, workers=2)
+    assert digests(tmp_path / "data") == digests(tmp_path / "straight")
 
 
-def test_an_interrupted_folder_is_mentioned(tmp_path, passages, caplog):
-    (tmp_path / ".data.partial-abc").mkdir()
-    prepare(passages, tmp_path / "data", vocabulary_size=300)
-    assert ".data.partial-abc is left from an interrupted" in caplog.text
+@pytest.mark.parametrize("shards", [1, 4])
+def test_beam_s_workers_write_what_processes_write(tmp_path, questions, shards):
+    """DirectRunner with two workers; bundles come in any order."""
+    pytest.importorskip("apache_beam")
+    records = [{"id": key, "title": key.title(), "text": text} for key, text in TEXTS.items()]
+    records += [{"id": f"a{n}", "title": f"Article {n}", "text": " ".join(TEXTS.values())} for n in range(300)]
+    records += [{"id": "long", "title": "word " * 400, "text": "and so on " * 400}]  # both are cut, which is counted
+    passages = write_lines(tmp_path / "p.jsonl", records)
+    options = {"questions": [questions], "vocabulary_size": 300, "shards": shards}
+    prepare(passages, tmp_path / "processes", **options)
+    beam = "--runner=DirectRunner --direct_num_workers=2 --direct_running_mode=multi_threading"
+    prepare(passages, tmp_path / "beam", **options, beam=beam)
+    assert digests(tmp_path / "processes") == digests(tmp_path / "beam")
+
+
+def test_beam_knows_every_option_that_the_document_names():
+    options = pytest.importorskip("apache_beam.options.pipeline_options")
+    text = (Path(__file__).parents[1] / "docs" / "preparing.md").read_text(encoding="utf-8")
+    commands = re.findall(r"--beam='(.*?)'", text, re.S)
+    assert [re.search(r"--runner=(\w+)", command)[1] for command in commands] == [
+        "DataflowRunner", "FlinkRunner", "DirectRunner",
+    ]  # fmt: skip
+    parser = argparse.ArgumentParser()
+    for kind in (o for o in vars(options).values() if isinstance(o, type) and issubclass(o, options.PipelineOptions)):
+        if "_add_argparse_args" in vars(kind):
+            kind._add_argparse_args(parser)
+    for command in commands:
+        parser.parse_args(shlex.split(command))
+
+
+@pytest.mark.parametrize("beam", [None, "--runner=DirectRunner --direct_num_workers=2"])
+def test_news_is_filtered_and_every_record_is_accounted_for(tmp_path, passages, beam, capsys):
+    """Near-duplicates, other languages, stubs and damage among 200 records, with their reasons counted."""
+    if beam:
+        pytest.importorskip("apache_beam")
+    made = make_news(made_texts(400), 200)
+    (tmp_path / "news.jsonl").write_bytes(b"".join(record.line + b"\n" for record in made))
+    news = f"news:{tmp_path}/news.jsonl"
+    options = {"pretraining": news, "vocabulary_size": 400, "shards": 3, "beam": beam}
+    with pytest.raises(UserError, match="news.jsonl: .*first at .*; mend it, or give --skip-damage"):
+        prepare(passages, tmp_path / "strict", **options)
+    prepare(passages, tmp_path / "data", **options, skip_damage=True)
+    counts = json.loads((tmp_path / "data" / "PREPARED.json").read_text())["counts"]["pretraining"]
+    reasons = expected(made)
+    stay = reasons.pop("")
+    assert counts["records"] == len(made) and counts["articles"] == stay
+    assert Counter(counts["dropped"]) + Counter(counts["damaged"]) == reasons
+    store = PassageStore.open(tmp_path / "data" / "pretraining")
+    assert store.documents == stay
+    assert "nearly the text of another article" in capsys.readouterr().out
+    if beam:
+        prepare(passages, tmp_path / "processes", **options | {"beam": None}, skip_damage=True)
+        assert digests(tmp_path / "processes") == digests(tmp_path / "data")
+
+
+def dump_parts(folder: Path) -> list[str]:
+    """Two files of a dump, one page each."""
+    names = []
+    for number in (1, 2):
+        page = f"<page><title>City {number}</title><ns>0</ns><id>{number}</id><revision><model>wikitext</model><text>"
+        page += f"{TEXTS['paris']} {number}</text></revision></page>"
+        path = folder / f"enwiki-1-pages-articles{number}.xml-p{number}p{number}.bz2"
+        path.write_bytes(bz2.compress(f'<mediawiki version="0.11">{page}</mediawiki>'.encode()))
+        names.append(path.name)
+    return names
+
+
+@pytest.mark.parametrize("name", ["*.xml*.bz2", "", "enwiki-1-pages-articles?.xml-p*.bz2"])
+def test_a_dump_is_named_by_a_pattern_or_its_folder(tmp_path, name):
+    folder = tmp_path / "dump"
+    folder.mkdir()
+    dump_parts(folder)
+    prepare(folder / name, tmp_path / "data", vocabulary_size=100)
+    assert PassageStore.open(tmp_path / "data" / "passages").documents == 2
+
+
+def test_every_source_that_is_documented_is_known_for_what_it_is():
+    text = (Path(__file__).parents[1] / "docs" / "preparing.md").read_text(encoding="utf-8") + job.EXAMPLES
+    named = {name.strip("'\\") for name in re.findall(r"--p(?:assages|retraining)[= ]('[^']+'|\S+)", text)}
+    dumps = {name for name in named if "enwiki" in name}
+    assert len(dumps) >= 4 and all(_DUMP.search(name) for name in dumps)
+    assert all(name.endswith(ENDINGS) or name.startswith(("news:", "tfds:", "hf:")) for name in named - dumps)
+
+
+def test_a_bucket_with_other_things_in_it_is_left_alone(tmp_path, passages):
+    pytest.importorskip("apache_beam")
+    bucket = tmp_path / "bucket"
+    (bucket / "articles").mkdir(parents=True)
+    (bucket / "articles" / "precious.jsonl").write_bytes(passages.read_bytes())
+    before = digests(bucket)
+    with pytest.raises(UserError, match="exists and is no prepared folder"):
+        prepare(
+            bucket / "articles" / "precious.jsonl",
+            f"file://{bucket}",
+            vocabulary_size=100,
+            beam="--runner=DirectRunner",
+        )
+    assert digests(bucket) == before
+
+
+@pytest.mark.parametrize("beam", [None, "--runner=DirectRunner"])
+def test_a_broken_line_of_ones_own_ends_the_work_even_where_damage_is_skipped(tmp_path, passages, beam):
+    if beam:
+        pytest.importorskip("apache_beam")
+    lines = passages.read_text().splitlines()
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text("\n".join([lines[0], lines[1][:-5], lines[2]]))
+    with pytest.raises(UserError, match=r"broken.jsonl:2: not JSON"):
+        prepare(broken, tmp_path / "data", vocabulary_size=100, skip_damage=True, beam=beam)
+    broken.write_text("\n".join(lines))  # mended: read anew
+    prepare(broken, tmp_path / "data", vocabulary_size=100, skip_damage=True, beam=beam)
+    assert PassageStore.open(tmp_path / "data" / "passages").documents == 3
+
+
+def test_what_is_finished_stays_after_a_late_fault(tmp_path, passages, monkeypatch):
+    def fail(*_: object, **__: object) -> None:
+        raise StorageError("the storage is out of reach")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(job.Processes, "pack", fail)
+        with pytest.raises(UserError, match="out of reach"):
+            prepare(passages, tmp_path / "data", vocabulary_size=100)
+    monkeypatch.setattr(articles, "clean", fail)  # nothing is read again
+    prepare(passages, tmp_path / "data", vocabulary_size=100)
+    assert PassageStore.open(tmp_path / "data" / "passages").documents == 3
+    assert {path.name for path in tmp_path.iterdir()} == {"passages.jsonl", "data"}
+
+
+def test_a_command_that_lost_its_bucket_to_another_says_so(tmp_path, passages, monkeypatch):
+    pytest.importorskip("apache_beam")
+    url, options = f"file://{tmp_path}/bucket", {"vocabulary_size": 100, "beam": "--runner=DirectRunner"}
+    check, calls = job._check_claim, []
+
+    def other_first(root: str, claim: str) -> None:
+        if not calls:
+            calls.append(root)
+            prepare(passages, url, **options)
+        check(root, claim)
+
+    monkeypatch.setattr(job, "_check_claim", other_first)
+    with pytest.raises(UserError, match="another command works there now"):
+        prepare(passages, url, **options)
+    assert PassageStore.open(tmp_path / "bucket" / "passages").documents == 3
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"vocabulary_size": 5}, "vocabulary size 5"),
+        ({"limit": 2}, "limit"),
+        ({"spans": "none"}, "span finder 'none'"),
+        ({"beam": "--runner=NoSuch"}, "NoSuch"),
+        ({"beam": "--runer=DirectRunner"}, "there is no option --runer=DirectRunner"),
+        ({"beam": "--runner=DirectRunner", "workers": 2}, "--workers"),
+        ({"shards": 10**9}, "--shards=1000000000"),
+        ({"max_answer_words": 5}, "are about --questions"),
+    ],
+)
+def test_arguments_are_checked_before_a_text_is_read(tmp_path, passages, monkeypatch, options, message):
+    if "beam" in options:
+        pytest.importorskip("apache_beam")
+    monkeypatch.setattr(job.Processes, "extract", lambda *_: pytest.fail("too late"))
+    with pytest.raises(UserError, match=message):
+        prepare(passages, tmp_path / "data", **options)
+    assert [path.name for path in tmp_path.iterdir()] == ["passages.jsonl"]

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -91,6 +92,7 @@ def assert_nearly_same(one, other):
     assert results[0]["recall@5"] == results[1]["recall@5"] and results[0]["exact_match"] == results[1]["exact_match"]
 
 
+@pytest.mark.slow
 def test_two_processes_do_what_one_does(people, alone, tmp_path):
     outputs = finish(start(tmp_path / "run", tiny_flags(people), 2, tmp_path / "cache"))
     assert_nearly_same(alone, tmp_path / "run")
@@ -106,6 +108,29 @@ def start_and_end(people, tmp_path, saves, signal_number):
     for process in started:
         process.send_signal(signal_number)
     return started, flags
+
+
+@pytest.mark.parametrize("steps", [20, pytest.param(1000, marks=pytest.mark.slow)])
+def test_two_processes_make_the_batches_of_one(people, tmp_path, steps):
+    """Every example of the first batches of three tasks, whichever process makes it."""
+    script, found = Path(__file__).parent / "batch_digests.py", {}
+    for count in (1, 2):
+        several = [f"--processes={count}", f"--coordinator=localhost:{free_port()}"] if count > 1 else []
+        command = [sys.executable, str(script), str(people)]
+        outputs = [tmp_path / f"{count}-{process}.json" for process in range(count)]
+        flags = f"--xla_force_host_platform_device_count={8 // count}"
+        finish([
+            subprocess.Popen(
+                [*command, str(output), str(steps), *several, *([f"--process={process}"] if several else [])],
+                env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(script.parents[1])},
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            )
+            for process, output in enumerate(outputs)
+        ])  # fmt: skip
+        parts = [read_json(output) for output in outputs]
+        found[count] = {name: digest for part in parts for name, digest in part.items()}
+        assert sum(map(len, parts)) == len(found[count]) == 3 * 16 * steps, "each is made once"
+    assert found[1] == found[2]
 
 
 @pytest.mark.slow

@@ -194,9 +194,9 @@ def test_data_that_were_interrupted_are_made_again(tmp_path, monkeypatch):
         raise Interrupted
 
     with monkeypatch.context() as patch, pytest.raises(Interrupted):
-        patch.setattr("realm_jax.jobs.prepare.build_store", broken)
+        patch.setattr("realm_jax.jobs.prepare.pack_shards", broken)
         job.make_data(workdir, 20, seed=0)
-    assert names(workdir) == {"text"}
+    assert names(workdir) == {"text", ".data.partial"}
     job.make_data(workdir, 20, seed=0)
     assert names(workdir) == {"text", "data"}
     for path in [path for path in whole.rglob("*") if path.is_file()]:

@@ -136,6 +136,7 @@ def test_what_is_due_at_the_step_of_a_checkpoint_is_exported_again(people, tmp_p
     assert adoptions(run) == adoptions(quiet) == [(0, 0), (2, 2), (4, 4), (6, 6)]
 
 
+@pytest.mark.slow
 def test_without_the_generation_and_its_export_training_goes_on_with_another(people, tmp_path, caplog):
     """And with newer ones afterwards."""
     run = open_tiny(people, tmp_path)
@@ -155,7 +156,7 @@ def test_without_the_generation_and_its_export_training_goes_on_with_another(peo
     assert adoptions(run)[-1] == (7, 6)
 
 
-@pytest.mark.parametrize("after", [1, -1])
+@pytest.mark.parametrize("after", [1, pytest.param(-1, marks=pytest.mark.slow)])
 def test_what_a_cut_off_timeline_left_is_never_served(people, tmp_path, after):
     run = open_tiny(people, tmp_path, adopt_after=after)
     with builder(run):

@@ -56,6 +56,11 @@ def test_every_row_of_the_gold_document_is_a_hit():
     assert hits.tolist() == [[False, True, True], [False, False, True], [False, False, False]]
 
 
+def test_strings_and_patterns_in_one_set_of_questions():
+    hits = answer_hits(Shelf(), [[2], [2], [0]], [["18\\d+"], ["18\\d+"], ["the moon"]], [True, False, False])
+    assert hits.tolist() == [[True], [False], [True]]
+
+
 def test_an_answer_counts_in_the_text_and_not_in_the_title():
     hits = answer_hits(Shelf(), [[1, 2], [3, 1]], [["Eiffel tower"], ["Paris"]])
     assert hits.tolist() == [[False, True], [False, True]]

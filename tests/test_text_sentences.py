@@ -66,6 +66,21 @@ PROSE = [
     ["Was it true?!", "Yes, it was."],
 ]
 
+NEWS = [
+    ["LONDON (Reuters) - Britain's economy grew by 0.3 percent.", "Analysts had expected 0.4 percent."],
+    ["WASHINGTON, D.C. (AP) — The Senate voted 52-48 on Tuesday.", "Sen. John Roe (R-Ariz.) left."],
+    ["SALEM, Ore. (AP) — A man was shot at 3 a.m. Sunday.", "The police have no suspect."],
+    ["FRANKFURT, Germany, Oct. 3 (Xinhua) -- German shares closed higher.", "The DAX added 1.2 pct."],
+    ["NEW YORK -- Apple Inc. (NASDAQ: AAPL) rose 2.5% to $175.30.", "Microsoft Corp. (MSFT.O) fell."],
+    ["“We will not stop,” Mr. Jones said.", "“We can’t.”", "“Why not?” she asked."],
+    ['Mr. Roe tweeted: "VOTE NOW!"', "He later deleted it.", '"It was a mistake."'],
+    ["• Police came on Friday.", "• Two men were held.", "• A third fled."],
+    ["Former Pa. Gov. Ed Roe spoke.", "Atty. Gen. Jane Doe and Det. Sgt. Jim Poe listened."],
+    ["He fell ill.", "Doctors came.", "He attended Mass.", "The priest waited."],
+    ["United won 3-1 vs. Chelsea at 3:00 p.m. ET.", "No. 2 Duke beat No. 12 UNC.", "J.J. Roe had 20 points."],
+    ["The case is Roe v. Doe, No. 17-1234.", "Reuters's poll was on http://example.com/abc."],
+]
+
 TOKENISED = [
     ["He was born in 1998 .", "He was tall ."],
     ["The film stars J. R. R. Tolkien .", "It is long ."],
@@ -92,6 +107,11 @@ def sentences(text: str) -> list[str]:
 
 @pytest.mark.parametrize("expected", PROSE, ids=lambda case: case[0][:30])
 def test_prose(expected: list[str]) -> None:
+    assert sentences(" ".join(expected)) == expected
+
+
+@pytest.mark.parametrize("expected", NEWS, ids=lambda case: case[0][:30])
+def test_news(expected: list[str]) -> None:
     assert sentences(" ".join(expected)) == expected
 
 

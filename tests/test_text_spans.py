@@ -1,5 +1,6 @@
 """Salient spans: which dates and names the rules find, and what they leave alone."""
 
+import sys
 import time
 
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realm_jax.errors import UserError
-from realm_jax.text.spans import Span, find_by_rules, finder
+from realm_jax.text.spans import SalientSpanFinder, Span, find_by_rules, finder
 
 
 def found(text: str, kind: str) -> list[str]:
@@ -165,6 +166,44 @@ def whole_text(text: str) -> list[Span]:
 def test_a_finder_of_ones_own_is_plugged_in_by_name() -> None:
     assert finder("rules")("in 1843") == [Span(3, 7, "date", 1.0)]
     assert finder(f"{__name__}:whole_text")("abc") == [Span(0, 3, "all", 0.5)]
+
+
+def faulty(found: object) -> SalientSpanFinder:
+    def find(text: str) -> list[Span]:
+        if isinstance(found, Exception):
+            raise found
+        return found  # type: ignore[return-value]
+
+    return find
+
+
+@pytest.mark.parametrize(
+    "found, says",
+    [
+        (RuntimeError("no\nmemory"), "fails: RuntimeError: no memory"),
+        ([Span(0, 2, "X", 1.0), Span(1, 3, "X", 1.0)], "gives 1 to 3, where 2 of 8 characters are passed"),
+        ([Span(4, 6, "X", 1.0), Span(0, 2, "X", 1.0)], "gives 0 to 2, where 6 of 8"),
+        ([Span(2, 2, "X", 1.0)], "gives 2 to 2, .*spans must be in order, apart, not empty and inside the text"),
+        ([Span(-5, 2, "X", 1.0)], "gives -5 to 2"),
+        ([Span(0, 9, "X", 1.0)], "gives 0 to 9, where 0 of 8"),
+        ([Span(0, 2, None, 1.0)], "gives Span.*, which is no Span"),  # type: ignore[arg-type]
+        ([(0, 2, "X", 1.0)], "gives .0, 2, 'X', 1.0., which is no Span"),
+        (None, "fails: TypeError"),
+    ],
+)
+def test_what_a_finder_of_ones_own_does_wrong_is_one_line_that_names_it(monkeypatch, found, says) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "broken", faulty(found), raising=False)
+    with pytest.raises(UserError, match=f"^span finder '{__name__}:broken' {says}") as raised:
+        finder(f"{__name__}:broken")("in Paris")
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("code, says", [("x = (", "SyntaxError"), ("raise RuntimeError('here')", "RuntimeError: here")])
+def test_a_module_that_cannot_be_imported_is_one_line(monkeypatch, tmp_path, code, says) -> None:
+    (tmp_path / "broken_finder.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match=f"span finder 'broken_finder:find': {says}.*; choose rules"):
+        finder("broken_finder:find")
 
 
 @pytest.mark.parametrize("name", ["ruels", "nowhere.at_all:tag", "realm_jax.text.spans:absent", "json:__name__", ""])

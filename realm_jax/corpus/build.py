@@ -6,41 +6,42 @@ go through worker processes; the store is the same, byte for byte, whatever thei
 `realm_jax.corpus.jsonl`. Read `build_store` next, then `PassagePacker`.
 """
 
-import multiprocessing
 import os
-import signal
-import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
-from itertools import chain, islice
-from typing import Any
+from dataclasses import dataclass, field, fields
+from functools import partial
+from itertools import chain, groupby, pairwise
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from realm_jax.corpus.articles import read_shard
 from realm_jax.corpus.jsonl import Article
-from realm_jax.corpus.store import Columns, Passage, StoreWriter, columns
+from realm_jax.corpus.pool import map_in_order
+from realm_jax.corpus.segments import SegmentWriter
+from realm_jax.corpus.store import Columns, Passage, StoreWriter, columns, segment_folder
 from realm_jax.errors import UserError
+from realm_jax.storage import Folder
 from realm_jax.text import packing, sentences, spans
 from realm_jax.text.wordpiece import Encoding, WordPiece
 
 SMALLEST_LIMIT = 16  # below this a title leaves no room worth packing into
 _BATCH_ARTICLES = 512
 _BATCH_CHARACTERS = 1_000_000  # about a second of work and tens of MB of word pieces with their offsets
-_BATCHES_WORTH_A_POOL = 4  # starting processes takes about as long as doing this many batches
 
 
 @dataclass(slots=True)
 class Summary:
-    """What became of the articles; `dropped` counts articles left out by reason, `notes` what else was done."""
+    """What became of articles. wordless: ids of those left out, as no word is in them; notes: what else was done."""
 
     articles: int = 0
     documents: int = 0
     passages: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
+    wordless: list[str] = field(default_factory=list)
     notes: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: "Summary") -> None:
@@ -48,7 +49,7 @@ class Summary:
         self.articles += other.articles
         self.documents += other.documents
         self.passages += other.passages
-        self.dropped += other.dropped
+        self.wordless += other.wordless
         self.notes += other.notes
 
 
@@ -74,7 +75,7 @@ def build_store(
     packer = PassagePacker(wordpiece, limit, finder)
     total = Summary()
     with StoreWriter(folder, wordpiece, limit, replaces) as writer:
-        for batch, summary in _pack_in_order(packer, _batches(articles), workers or os.cpu_count() or 1):
+        for batch, summary in map_in_order(packer, _batches(articles), workers or os.cpu_count() or 1):
             writer.write(batch)
             total.add(summary)
             if progress is not None:
@@ -82,6 +83,75 @@ def build_store(
         if not total.passages:
             raise UserError(f"none of {total.articles} articles has words to store; check the texts")
     return total
+
+
+class Packed(NamedTuple):
+    """A shard that became a segment. entry: what STORE.json says of it."""
+
+    entry: dict[str, Any]
+    summary: Summary
+
+    def to_json(self) -> dict[str, Any]:
+        summary = {one.name: getattr(self.summary, one.name) for one in fields(Summary)}
+        return {"entry": self.entry, "summary": summary}  # a Counter is a JSON object
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Self:
+        summary = value["summary"]
+        return cls(value["entry"], Summary(**summary | {"notes": Counter(summary["notes"])}))
+
+
+def pack_shards(
+    articles: Folder,
+    shards: int,
+    packer: "PassagePacker",
+    store: Path,
+    workers: int = 1,
+    progress: Callable[[int], None] | None = None,
+) -> None:
+    """Make each shard of articles a segment of `store`, by processes of this machine; those that are packed stay.
+
+    What became of a shard is written beside it (`packed_shard`). progress: is told the number of articles done.
+    """
+    marks = set(articles.names())
+    missing = (shard for shard in range(shards) if packed_name(shard) not in marks)
+    batches = ((shard, batch) for shard in missing for batch in _batches(read_shard(articles, shard)))
+    done = 0
+    for shard, results in groupby(map_in_order(partial(_pack_of_shard, packer), batches, workers), itemgetter(0)):
+        summary = Summary()
+        with SegmentWriter(segment_folder(store, shard), packer.tokenizer) as writer:
+            for _, columns_of_batch, of_batch in results:
+                writer.write(columns_of_batch)
+                summary.add(of_batch)
+                done += of_batch.articles
+                if progress is not None:
+                    progress(done)
+        articles.write_json(packed_name(shard), Packed(writer.entry, summary).to_json())
+
+
+def pack_shard(articles: Folder, shard: int, packer: "PassagePacker", segment: Path) -> Packed:
+    """Make a shard of articles a segment; for one worker of a cluster."""
+    summary = Summary()
+    with SegmentWriter(segment, packer.tokenizer) as writer:
+        for batch in _batches(read_shard(articles, shard)):
+            columns_of_batch, of_batch = packer(batch)
+            writer.write(columns_of_batch)
+            summary.add(of_batch)
+    return Packed(writer.entry, summary)
+
+
+def packed_name(shard: int) -> str:
+    """The file beside a shard that says what became of it."""
+    return f"{shard:05d}.packed.json"
+
+
+def packed_shards(articles: Folder, shards: int) -> list[Packed]:
+    """What became of each shard."""
+    return [Packed.from_json(articles.read_json(packed_name(shard))) for shard in range(shards)]
+
+
+def _pack_of_shard(packer: "PassagePacker", shard: tuple[int, list[Article]]) -> tuple[int, Columns, Summary]:
+    return shard[0], *packer(shard[1])
 
 
 def check_limit(limit: int) -> None:
@@ -96,44 +166,69 @@ class PassagePacker:
     def __init__(self, wordpiece: WordPiece, limit: int, finder: str):
         check_limit(limit)
         self._wordpiece = wordpiece
-        self._limit = limit
+        self.limit = limit
         self._finder_name = finder
         self._find = spans.finder(finder)
 
+    @property
+    def tokenizer(self) -> str:
+        """The fingerprint of the tokenizer."""
+        return self._wordpiece.fingerprint
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return (PassagePacker, (self._wordpiece, self._limit, self._finder_name))
+        return (PassagePacker, (self._wordpiece, self.limit, self._finder_name))
 
     def __call__(self, articles: list[Article]) -> tuple[Columns, Summary]:
         """Rows of a batch of articles, in order, and what became of them."""
         summary = Summary(articles=len(articles))
         texts = [_without_title_line(article) for article in articles]
         titles = self._wordpiece.encode_batch([article.title for article in articles])
-        bodies = self._wordpiece.encode_batch(texts)
         passages: list[Passage] = []
-        for article, text, title, body in zip(articles, texts, titles, bodies, strict=True):
-            rows = self._passages(article, text, title, body, summary)
+        for article, text, title, pieces in zip(articles, texts, titles, self._pieces(texts), strict=True):
+            rows = self._passages(article, text, title, pieces, summary)
             if rows:
                 summary.documents += 1
             else:
-                summary.dropped["no words in the text"] += 1
+                summary.wordless.append(article.id)
             passages.extend(rows)
         summary.passages = len(passages)
         return columns(passages), summary
 
+    def _pieces(self, texts: list[str]) -> Iterator["_Pieces"]:
+        """The word pieces of each text. Lines are encoded one by one: no piece reaches over the end of a line, and the
+        tokenizer takes up to twice as long over many lines in one."""
+        lines = [text.split("\n") for text in texts]
+        encodings = self._wordpiece.encode_batch([*chain.from_iterable(lines)])
+        counts = np.array([len(encoding.ids) for encoding in encodings], np.int64)
+        ids = np.fromiter(chain.from_iterable(e.ids for e in encodings), np.uint16, counts.sum())
+        offsets = chain.from_iterable(chain.from_iterable(e.offsets for e in encodings))
+        places = np.fromiter(offsets, np.int64, 2 * len(ids)).reshape(-1, 2)
+        begins = np.fromiter(chain.from_iterable(map(_line_begins, lines)), np.int64, len(counts))
+        places += np.repeat(begins, counts)[:, None]
+        starts, ends = places.T.copy()
+        bounds = np.concatenate([[0], np.cumsum(counts)])[np.cumsum([0, *map(len, lines)])].tolist()
+        for first, last in pairwise(bounds):
+            yield _Pieces(ids[first:last], starts[first:last], ends[first:last])
+
     def _passages(
-        self, article: Article, text: str, title: Encoding, body: Encoding, summary: Summary
+        self, article: Article, text: str, title: Encoding, pieces: "_Pieces", summary: Summary
     ) -> list[Passage]:
         """All passages of one article."""
-        title_tokens = np.array(title.ids[: packing.max_title(self._limit)], np.uint16)
+        title_tokens = np.array(title.ids[: packing.max_title(self.limit)], np.uint16)
         summary.notes["long titles shortened"] += len(title.ids) > len(title_tokens)
-        pieces = _Pieces(body)
-        ranges = self._sentences(text, pieces, packing.body_room(len(title_tokens), self._limit), summary)
+        ranges = self._sentences(text, pieces, packing.body_room(len(title_tokens), self.limit), summary)
         if not ranges:
             return []
-        found = self._spans(text, pieces, ranges)
-        rows = packing.pack([s.stop - s.start for s in ranges], len(title_tokens), self._limit)
+        borders = np.array([(sentence.start, sentence.stop) for sentence in ranges])
+        columns = pieces.ids, pieces.starts, pieces.ends, borders, self._wordpiece.unk_id
+        found = spans.in_pieces(self._find(text), *columns)
+        rows = packing.pack([s.stop - s.start for s in ranges], len(title_tokens), self.limit)
+        begins = [*(ranges[first].start for first, _ in rows), len(pieces.ids)]
+        bounds = np.searchsorted([start for start, _, _ in found], begins)
+        own = [found[start:stop] for start, stop in pairwise(bounds.tolist())]
         return [
-            _passage(article, text, title_tokens, pieces, ranges[first:last], found[first:last]) for first, last in rows
+            _passage(article, text, title_tokens, pieces, ranges[first:last], inside)
+            for (first, last), inside in zip(rows, own, strict=True)
         ]
 
     def _sentences(self, text: str, pieces: "_Pieces", room: int, summary: Summary) -> list["_Sentence"]:
@@ -153,7 +248,8 @@ class PassagePacker:
 
     def _split(self, sentence: "_Sentence", pieces: "_Pieces", room: int) -> list["_Sentence"]:
         """Cut a sentence into parts of at most `room` pieces, between words wherever possible."""
-        words = packing.word_lengths(pieces.offsets[sentence.start : sentence.stop])
+        own = slice(sentence.start, sentence.stop)
+        words = packing.word_lengths(list(zip(pieces.starts[own].tolist(), pieces.ends[own].tolist(), strict=True)))
         parts = []
         for first, last in packing.split_long(words, room):
             start, stop = sentence.start + first, sentence.start + last
@@ -161,24 +257,6 @@ class PassagePacker:
             end = sentence.end if stop == sentence.stop else int(pieces.ends[stop - 1])
             parts.append(_Sentence(begin, end, start, stop))
         return parts
-
-    def _spans(self, text: str, pieces: "_Pieces", ranges: list["_Sentence"]) -> list[list[tuple[int, int, str]]]:
-        """For each sentence its spans (start, end, kind) in pieces of the article, in order.
-
-        A span counts if its ends are ends of pieces, it lies inside one sentence and no piece of it is [UNK], which
-        nobody can predict.
-        """
-        found = self._find(text)
-        firsts = np.searchsorted(pieces.ends, [span.start for span in found], "right")
-        lasts = np.searchsorted(pieces.starts, [span.end for span in found], "left")
-        owners = np.searchsorted([sentence.start for sentence in ranges], firsts, "right") - 1
-        result: list[set[tuple[int, int, str]]] = [set() for _ in ranges]
-        for span, first, last, owner in zip(found, firsts.tolist(), lasts.tolist(), owners.tolist(), strict=True):
-            whole = first < last and pieces.starts[first] >= span.start and pieces.ends[last - 1] <= span.end
-            known = self._wordpiece.unk_id not in pieces.ids[first:last]
-            if whole and known and owner >= 0 and last <= ranges[owner].stop:
-                result[owner].add((first, last, span.kind))
-        return [sorted(inside) for inside in result]
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,15 +269,20 @@ class _Sentence:
     stop: int
 
 
-class _Pieces:
+class _Pieces(NamedTuple):
     """Word pieces of an article: ids uint16, first characters and ends int64, all [pieces]."""
 
-    def __init__(self, encoding: Encoding):
-        self.offsets = encoding.offsets
-        self.ids = np.array(encoding.ids, np.uint16)
-        offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
-        self.starts: NDArray[np.int64] = np.ascontiguousarray(offsets[:, 0])
-        self.ends: NDArray[np.int64] = np.ascontiguousarray(offsets[:, 1])
+    ids: NDArray[np.uint16]
+    starts: NDArray[np.int64]
+    ends: NDArray[np.int64]
+
+
+def _line_begins(lines: list[str]) -> Iterator[int]:
+    """Where each line begins in the text."""
+    place = 0
+    for line in lines:
+        yield place
+        place += len(line) + 1
 
 
 def _passage(
@@ -208,7 +291,7 @@ def _passage(
     title_tokens: NDArray[np.uint16],
     pieces: _Pieces,
     ranges: list[_Sentence],
-    found: list[list[tuple[int, int, str]]],
+    found: list[tuple[int, int, str]],
 ) -> Passage:
     """One row: its sentences and spans count pieces from the row's first piece."""
     base = ranges[0].start
@@ -219,7 +302,7 @@ def _passage(
         title_tokens=title_tokens,
         body_tokens=pieces.ids[base : ranges[-1].stop],
         sentences=np.array([(sentence.start - base, sentence.stop - base) for sentence in ranges], np.int32),
-        spans=[(start - base, end - base, kind) for start, end, kind in chain(*found)],
+        spans=[(start - base, end - base, kind) for start, end, kind in found],
     )
 
 
@@ -230,7 +313,7 @@ def _without_title_line(article: Article) -> str:
 
 
 def _batches(articles: Iterable[Article]) -> Iterator[list[Article]]:
-    """Cut the stream of articles by number and by characters."""
+    """Cut the stream of articles by number and by characters; the last batch of all may be empty."""
     batch: list[Article] = []
     characters = 0
     for article in articles:
@@ -239,54 +322,4 @@ def _batches(articles: Iterable[Article]) -> Iterator[list[Article]]:
         if len(batch) == _BATCH_ARTICLES or characters >= _BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0
-    if batch:
-        yield batch
-
-
-def _pack_in_order(
-    packer: PassagePacker, batches: Iterator[list[Article]], workers: int
-) -> Iterator[tuple[Columns, Summary]]:
-    """Pack all batches, in this process when they are few, and hand the results on in order."""
-    first = list(islice(batches, _BATCHES_WORTH_A_POOL))
-    batches = chain(first, batches)
-    if workers == 1 or len(first) < _BATCHES_WORTH_A_POOL:
-        yield from map(packer, batches)
-        return
-    # "spawn": a forked child would inherit locks of threads that JAX and the tokenizer may have started.
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, context, _start_worker, (packer,))
-    try:
-        waiting: deque[Future[tuple[Columns, Summary]]] = deque()
-        for batch in batches:
-            waiting.append(pool.submit(_work, batch))
-            if len(waiting) > 2 * workers:  # enough to keep all busy, and no more of the corpus in memory
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    except BrokenProcessPool:
-        raise UserError("a worker process was killed, probably for lack of memory; use fewer workers") from None
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-_packer: PassagePacker
-
-
-def _start_worker(packer: PassagePacker) -> None:
-    """Set up a worker process: it leaves Ctrl-C to its parent and ends when the parent is gone."""
-    global _packer
-    _packer = packer
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-def _work(batch: list[Article]) -> tuple[Columns, Summary]:
-    return _packer(batch)
+    yield batch

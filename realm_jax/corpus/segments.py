@@ -6,11 +6,14 @@ Read the tables of columns next.
 """
 
 import hashlib
+import json
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,7 +64,7 @@ class Columns:
 
 
 def columns(passages: Sequence[Passage]) -> Columns:
-    """Lay out passages for `StoreWriter.write`; cheap to send between processes.
+    """Lay out passages for `SegmentWriter.write`; cheap to send between processes.
 
     Raises UserError, with the document's id, for a title that is too long to be stored.
     """
@@ -98,6 +101,7 @@ class Segment:
         self.rows: int = entry["rows"]
         self.fingerprint: str = entry["fingerprint"]
         self.documents: int = entry["documents"]
+        self.span_kinds: list[str] = entry["span_kinds"]
         self._folder = folder
         self._files = entry["files"]
         self._values = {name: self._open(name, dtype, shape) for name, (dtype, shape) in RAGGED.items()}
@@ -109,13 +113,18 @@ class Segment:
         offsets = self.offsets[name]
         return self._values[name][offsets[row] : offsets[row + 1]]
 
+    def path(self, name: str) -> Path:
+        """The file of a column."""
+        return self._folder / file_name(name)
+
     def string(self, name: str, row: int) -> str:
         """The text of one row of a UTF-8 column. Raises UserError, naming the file, where it is damaged."""
         try:
             return self.ragged(name, row).tobytes().decode("utf-8")
         except UnicodeDecodeError as fault:
-            path = self._folder / file_name(name)
-            raise UserError(f"{path} is damaged (row {row}: {fault.reason}); prepare the data again") from None
+            raise UserError(
+                f"{self.path(name)} is damaged (row {row}: {fault.reason}); prepare the data again"
+            ) from None
 
     def fill(
         self, ids: NDArray[np.uint16], first: int, last: int, special: Special
@@ -183,12 +192,33 @@ class Segment:
         """The ids of all documents, in order."""
         return (self._id(document) for document in range(len(self.document_starts)))
 
+    def all_spans(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """The rows of all salient spans, int64 [n], and the spans, int32 [n, 3]."""
+        return np.repeat(np.arange(self.rows), np.diff(self.offsets["spans"])), self._values["spans"]
+
+    def count_piece(self, piece: int) -> tuple[int, int]:
+        """How often a word piece occurs, titles too, and how many pieces there are."""
+        return int(np.count_nonzero(self._values["tokens"] == piece)), len(self._values["tokens"])
+
+    def salient_sentences(self, room: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Sentences with a salient span that ends within `room` pieces of the sentence's start, in order.
+
+        Rows, and numbers of the sentences in their rows, int64 [n] each.
+        """
+        sentences, (span_rows, spans) = self._values["sentences"], self.all_spans()
+        sentence_rows = np.repeat(np.arange(self.rows), np.diff(self.offsets["sentences"]))
+        keys = (sentence_rows << 32) + sentences[:, 0]
+        owners = np.searchsorted(keys, (span_rows << 32) + spans[:, 0], "right") - 1
+        owners = np.unique(owners[spans[:, 1] - sentences[owners, 0] <= room])
+        rows = sentence_rows[owners]
+        return rows, owners - self.offsets["sentences"][rows]
+
     def verify(self) -> None:
         """Raise UserError naming the first file whose content is not what was written."""
         arrays = {**self._values, **{f"{name}.offsets": self.offsets[name] for name in RAGGED}, **self.fixed}
         for name, array in arrays.items():
             if hashlib.sha256(np.ascontiguousarray(array).data).hexdigest() != self._files[file_name(name)]["sha256"]:
-                raise UserError(f"{self._folder / file_name(name)} is damaged; prepare the data again")
+                raise UserError(f"{self.path(name)} is damaged; prepare the data again")
 
     def _id(self, document: int) -> str:
         return self.string("document_ids", int(self.document_starts[document]))
@@ -197,7 +227,7 @@ class Segment:
         self, name: str, dtype: type[np.generic], shape: tuple[int, ...], items: int | None = None
     ) -> NDArray[Any]:
         """Map one file after a look at its size; `items` is how many values it must hold, if that is known."""
-        path = self._folder / file_name(name)
+        path = self.path(name)
         size = self._files[path.name]["bytes"]
         found = path.stat().st_size if path.exists() else None
         if found != size:
@@ -212,6 +242,80 @@ class Segment:
         if array.dtype != dtype or array.shape[1:] != shape or items not in (None, len(array)):
             raise UserError(f"{path} holds {array.dtype} {array.shape}, not what was written; prepare the data again")
         return array
+
+
+class SegmentWriter:
+    """Writes one segment: a context manager that leaves no folder behind after an exception.
+
+    All rows of a document must be written one after another, and a document is written once.
+    """
+
+    def __init__(self, folder: Path, tokenizer: str):
+        """folder: is made anew, whatever an interrupted writer left there. tokenizer: its fingerprint."""
+        self.folder = folder
+        self.rows = 0
+        self.entry: dict[str, Any] = {}
+        """What STORE.json says of the segment, once the block has ended well."""
+        self._tokenizer = tokenizer
+        self._span_kinds: dict[str, int] = {}
+
+    def __enter__(self) -> Self:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        self._sinks: dict[str, Sink] = {}
+        for name, (dtype, shape) in RAGGED.items():
+            self._sinks[name] = Sink(self.folder / file_name(name), dtype, shape)
+            self._sinks[f"{name}.offsets"] = Sink(self.folder / file_name(f"{name}.offsets"), np.int64, ())
+            self._sinks[f"{name}.offsets"].write(np.zeros(1, np.int64))
+        for name, dtype in FIXED.items():
+            self._sinks[name] = Sink(self.folder / file_name(name), dtype, ())
+        return self
+
+    def write(self, batch: Columns) -> None:
+        """Add rows (see `columns`)."""
+        # Kinds are numbered in the order in which they come, however the rows are cut into batches.
+        codes = [self._span_kinds.setdefault(kind, len(self._span_kinds)) for kind in batch.span_kinds]
+        for name, (values, lengths) in batch.ragged.items():
+            if name == "spans" and len(values):
+                values = np.column_stack([values[:, :2], np.array(codes, np.int32)[values[:, 2]]])
+            offsets = self._sinks[name].items + np.cumsum(lengths)
+            self._sinks[name].write(values)
+            self._sinks[f"{name}.offsets"].write(offsets)
+        for name, values in batch.fixed.items():
+            self._sinks[name].write(values)
+        self.rows += batch.rows
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            entry = self._finish()
+            if kind is None:
+                self.entry = self._checked(entry)
+        except BaseException:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise
+        if not self.entry:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _finish(self) -> dict[str, Any]:
+        """Complete all files."""
+        files = {}
+        for sink in self._sinks.values():
+            sink.close()
+            files[sink.path.name] = {"bytes": sink.path.stat().st_size, "sha256": sink.digest}
+        digests = {name: value["sha256"] for name, value in sorted(files.items())}
+        kinds = list(self._span_kinds)
+        content = json.dumps({"tokenizer": self._tokenizer, "span_kinds": kinds, "files": digests}, sort_keys=True)
+        fingerprint = hashlib.sha256(content.encode()).hexdigest()
+        about = {"folder": self.folder.name, "rows": self.rows, "fingerprint": fingerprint, "span_kinds": kinds}
+        return about | {"files": files}
+
+    def _checked(self, entry: dict[str, Any]) -> dict[str, Any]:
+        segment = Segment(self.folder, entry | {"documents": 0})
+        if (document := segment.repeated_document()) is not None:
+            raise UserError(f"document {document!r} was written twice; give each document its own id")
+        return entry | {"documents": len(segment.document_starts)}
 
 
 class Sink:

@@ -23,15 +23,25 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from realm_jax.corpus.segments import FIXED, RAGGED, Columns, Passage, Segment, Sink, columns, file_name
+from realm_jax.corpus.segments import Columns, Passage, Segment, SegmentWriter, columns
 from realm_jax.errors import UserError
 from realm_jax.storage import read_json, write_json_atomic
 from realm_jax.text.layouts import Special
 from realm_jax.text.wordpiece import WordPiece
 
-__all__ = ["Columns", "Passage", "PassageStore", "StoreWriter", "columns", "leave_out", "remove_documents"]
+__all__ = [
+    "Columns",
+    "Passage",
+    "PassageStore",
+    "StoreWriter",
+    "columns",
+    "first_version",
+    "leave_out",
+    "remove_documents",
+    "segment_folder",
+]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST = "STORE.json"
 
 _MATRIX_ROWS = 4096  # rows laid out at a time: keeps the index arrays of `document_matrix` near the processor
@@ -54,12 +64,14 @@ class PassageStore:
         self._vocabulary_size = vocabulary_size
         self.limit: int = manifest["limit"]
         self.tokenizer_fingerprint: str = manifest["tokenizer"]
-        self.span_kinds: tuple[str, ...] = tuple(manifest["span_kinds"])
         self.fingerprint: str = chosen["fingerprint"]
         self.versions: list[str] = [v["fingerprint"] for v in versions]
         """Fingerprints of all versions, oldest first."""
         entries = manifest["segments"][: chosen["segments"]]
         self.segments = [Segment(folder / entry["folder"], entry) for entry in entries]
+        kinds = dict.fromkeys(kind for segment in self.segments for kind in segment.span_kinds)
+        self.span_kinds: tuple[str, ...] = tuple(kinds)
+        self._codes = [np.array([[*kinds].index(kind) for kind in s.span_kinds], np.int32) for s in self.segments]
         self.removed: list[list[int]] = chosen["removed"]
         """[first, last): the stored rows of each document that the version leaves out."""
         self._starts = np.cumsum([0] + [segment.rows for segment in self.segments]).tolist()
@@ -73,7 +85,7 @@ class PassageStore:
 
         version: fingerprint of an earlier version; None: the newest. Raises UserError when there is no store, its
         format or the version is unknown, or a file is missing or has another size than STORE.json says. Flipped bits
-        are found by `verify`, and by readers where they make no text or no word piece.
+        are found by `verify`, and by readers where they make no text, no word piece or no kind of span.
         """
         folder = Path(folder)
         manifest = _read_manifest(folder)
@@ -128,8 +140,8 @@ class PassageStore:
 
     def spans(self, row: int) -> NDArray[np.int32]:
         """Start and end, in pieces of the body, and index into `span_kinds` of each salient span, int32 [m, 3]."""
-        segment, local = self._locate(row)
-        return segment.ragged("spans", local)
+        number, local = self._place(row)
+        return self._recoded(number, self.segments[number].ragged("spans", local))
 
     def title(self, row: int) -> str:
         """The whole title, also where `title_tokens` holds only the first part of a very long one."""
@@ -165,6 +177,38 @@ class PassageStore:
         titles = self._all_rows([segment.fixed["title_lengths"].astype(np.int32) for segment in self.segments])
         totals = self._all_rows([np.diff(segment.offsets["tokens"]).astype(np.int32) for segment in self.segments])
         return self.kept(totals - titles), self.kept(titles)
+
+    def sentence_counts(self) -> NDArray[np.int64]:
+        """How many sentences each row has, int64 [rows]."""
+        return self.kept(np.concatenate([np.diff(segment.offsets["sentences"]) for segment in self.segments]))
+
+    def span_counts(self) -> NDArray[np.int64]:
+        """How many salient spans each row has, int64 [rows]."""
+        return self.kept(np.concatenate([np.diff(segment.offsets["spans"]) for segment in self.segments]))
+
+    def all_spans(self) -> NDArray[np.int32]:
+        """`spans` of all rows, one after another, int32 [n, 3]."""
+        found, places = [], self.places()
+        for number, (start, segment) in enumerate(zip(self._starts, self.segments, strict=False)):
+            rows, spans = segment.all_spans()
+            if places is not None:
+                spans = spans[places[start + rows] >= 0]
+            found.append(self._recoded(number, spans))
+        return np.concatenate(found)
+
+    def count_piece(self, piece: int) -> tuple[int, int]:
+        """How often a word piece occurs in all stored rows, titles too, and how many pieces there are."""
+        counts = [segment.count_piece(piece) for segment in self.segments]
+        return sum(found for found, _ in counts), sum(every for _, every in counts)
+
+    def salient_sentences(self, room: int) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Sentences with a salient span that ends within `room` pieces of the sentence's start: segment by segment
+        their rows and their numbers in the row, int64 [n] each, in order."""
+        places = self.places()
+        for start, segment in zip(self._starts, self.segments, strict=False):
+            rows, numbers = segment.salient_sentences(room)
+            rows = rows + start if places is None else places[rows + start].astype(np.int64)
+            yield rows[rows >= 0], numbers[rows >= 0]
 
     def document_matrix(
         self, length: int, special: Special, rows: slice = slice(None)
@@ -213,17 +257,31 @@ class PassageStore:
                 f"{self._vocabulary_size}; prepare the data again"
             )
 
+    def _recoded(self, number: int, spans: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Spans of a segment, which numbers its kinds itself, with indices into `span_kinds`."""
+        try:
+            kinds = self._codes[number][spans[:, 2].view(np.uint32)]  # so that a negative one is none either
+        except IndexError:
+            path = self.segments[number].path("spans")
+            raise UserError(f"{path} is damaged (a span of no kind); prepare the data again") from None
+        return np.column_stack([spans[:, :2], kinds])
+
     def _string(self, name: str, row: int) -> str:
         segment, local = self._locate(row)
         return segment.string(name, local)
 
     def _locate(self, row: int) -> tuple["Segment", int]:
         """The segment of a row and the row's number in it."""
+        number, local = self._place(row)
+        return self.segments[number], local
+
+    def _place(self, row: int) -> tuple[int, int]:
+        """The number of a row's segment and the row's number in it."""
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} is not among the {len(self)} rows of {self.folder}")
         row = row if self._kept is None else int(self._kept[row])
         index = bisect_right(self._starts, row) - 1
-        return self.segments[index], row - self._starts[index]
+        return index, row - self._starts[index]
 
     def _runs(self, start: int, stop: int) -> Iterator[tuple["Segment", int, int, int]]:
         """Cut [start, stop) into runs inside one segment: (segment, first, last, offset from start)."""
@@ -237,11 +295,10 @@ class PassageStore:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-class StoreWriter:
-    """Writes a new store, or one more segment of an existing one; a context manager.
+class StoreWriter(SegmentWriter):
+    """Writes one more segment of a store, or the only one of a new store; a context manager.
 
     The rows exist for readers once the block ends without an exception; after an exception the folder is as before.
-    All rows of a document must be written one after another, and a document is written once.
     """
 
     def __init__(
@@ -255,85 +312,41 @@ class StoreWriter:
 
         Raises UserError if an existing store was made with another tokenizer or limit, or has no such document.
         """
-        self.folder = Path(folder)
+        self._store = Path(folder)
         self._replaces = replaces
-        self.rows = 0
-        self._made_folder = not self.folder.exists()
+        self._made_store = not self._store.exists()
         self._settings = {"limit": limit, "tokenizer": wordpiece.fingerprint}
-        self._earlier = PassageStore.open(self.folder) if (self.folder / MANIFEST).exists() else None
+        self._earlier = PassageStore.open(self._store) if (self._store / MANIFEST).exists() else None
         self._entries: list[dict[str, Any]] = []
-        self._span_kinds: dict[str, int] = {}
         if self._earlier is not None:
-            manifest = _read_manifest(self.folder)
+            manifest = _read_manifest(self._store)
             self._entries = manifest["segments"]
-            self._span_kinds = {kind: code for code, kind in enumerate(manifest["span_kinds"])}
             for key, value in self._settings.items():
                 if manifest[key] != value:
-                    raise UserError(f"{self.folder}: {key} is {manifest[key]}, not {value}; append with the same one")
-        self._segment = self.folder / f"segment-{len(self._entries):05d}"
-
-    def __enter__(self) -> Self:
-        # A segment of this name that STORE.json does not list is what an interrupted writer left.
-        shutil.rmtree(self._segment, ignore_errors=True)
-        self._segment.mkdir(parents=True)
-        self._sinks: dict[str, Sink] = {}
-        for name, (dtype, shape) in RAGGED.items():
-            self._sinks[name] = Sink(self._segment / file_name(name), dtype, shape)
-            self._sinks[f"{name}.offsets"] = Sink(self._segment / file_name(f"{name}.offsets"), np.int64, ())
-            self._sinks[f"{name}.offsets"].write(np.zeros(1, np.int64))
-        for name, dtype in FIXED.items():
-            self._sinks[name] = Sink(self._segment / file_name(name), dtype, ())
-        return self
-
-    def write(self, batch: Columns) -> None:
-        """Add rows (see `columns`)."""
-        # Codes of kinds must mean the same in all batches and segments: known ones keep theirs, new ones are added.
-        codes = [self._span_kinds.setdefault(kind, len(self._span_kinds)) for kind in batch.span_kinds]
-        for name, (values, lengths) in batch.ragged.items():
-            if name == "spans" and len(values):
-                values = np.column_stack([values[:, :2], np.array(codes, np.int32)[values[:, 2]]])
-            offsets = self._sinks[name].items + np.cumsum(lengths)
-            self._sinks[name].write(values)
-            self._sinks[f"{name}.offsets"].write(offsets)
-        for name, values in batch.fixed.items():
-            self._sinks[name].write(values)
-        self.rows += batch.rows
+                    raise UserError(f"{self._store}: {key} is {manifest[key]}, not {value}; append with the same one")
+        number = 1 + max((int(entry["folder"].rpartition("-")[2]) for entry in self._entries), default=-1)
+        super().__init__(segment_folder(self._store, number), wordpiece.fingerprint)
 
     def __exit__(
         self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            entry = self._finish()
+            super().__exit__(kind, fault, trace)
             if kind is None:
-                self._commit(entry)
+                self._commit()
         except BaseException:
             self._remove()
             raise
         if kind is not None:
             self._remove()
 
-    def _finish(self) -> dict[str, Any]:
-        """Complete all files; the segment's entry in STORE.json."""
-        files = {}
-        for sink in self._sinks.values():
-            sink.close()
-            files[sink.path.name] = {"bytes": sink.path.stat().st_size, "sha256": sink.digest}
-        digests = {name: value["sha256"] for name, value in sorted(files.items())}
-        content = {"tokenizer": self._settings["tokenizer"], "span_kinds": list(self._span_kinds), "files": digests}
-        fingerprint = _fingerprint(content)
-        return {"folder": self._segment.name, "rows": self.rows, "fingerprint": fingerprint, "files": files}
-
-    def _commit(self, entry: dict[str, Any]) -> None:
+    def _commit(self) -> None:
         """Check the documents, then make the segment exist by writing STORE.json."""
-        segment = Segment(self._segment, entry | {"documents": 0})
-        if (document := segment.repeated_document()) is not None:
-            raise UserError(f"document {document!r} was written twice; give each document its own id")
-        self._check_new(segment)
-        entry["documents"] = len(segment.document_starts)
+        self._check_new(Segment(self.folder, self.entry))
         removed = leave_out(self._earlier, self._replaces) if self._earlier else []
-        kinds = {"span_kinds": list(self._span_kinds)}
-        versions = _versions(_read_manifest(self.folder)) if self._earlier else []
-        _write_version(self.folder, self._settings | kinds, [*self._entries, entry], removed, versions)
+        versions = _versions(_read_manifest(self._store)) if self._earlier else []
+        manifest = _with_version(self._settings, [*self._entries, self.entry], removed, versions)
+        write_json_atomic(self._store / MANIFEST, manifest)
 
     def _check_new(self, segment: Segment) -> None:
         """Raise UserError for a document that the newest version has already, unless it is replaced."""
@@ -345,24 +358,34 @@ class StoreWriter:
         for document in segment.document_ids():
             if document not in self._replaces and self._earlier.stored_rows_of(document):
                 raise UserError(
-                    f"document {document!r} is in {self.folder} already; append new documents only, or replace it"
+                    f"document {document!r} is in {self._store} already; append new documents only, or replace it"
                 )
 
     def _remove(self) -> None:
         """Leave the folder as it was found."""
-        shutil.rmtree(self._segment, ignore_errors=True)
-        if self._made_folder:
-            shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if self._made_store:
+            shutil.rmtree(self._store, ignore_errors=True)
+
+
+def segment_folder(store: Path, number: int) -> Path:
+    """Where a segment of a store lies."""
+    return store / f"segment-{number:05d}"
+
+
+def first_version(limit: int, tokenizer: str, entries: list[dict[str, Any]]) -> dict[str, Any]:
+    """What STORE.json holds of a new store of segments that lie in its folder, as `SegmentWriter` describes them."""
+    return _with_version({"limit": limit, "tokenizer": tokenizer}, entries, [], [])
 
 
 def remove_documents(folder: Path, documents: Collection[str]) -> PassageStore:
     """Make a version of a store without some documents of the newest one. Raises UserError for an unknown one."""
     manifest, store = _read_manifest(folder), PassageStore.open(folder)
-    settings = {key: manifest[key] for key in ("limit", "tokenizer", "span_kinds")}
+    settings = {key: manifest[key] for key in ("limit", "tokenizer")}
     removed = leave_out(store, documents)
     if sum(last - first for first, last in removed) == store.stored:
         raise UserError(f"{folder}: nothing would be left; a corpus needs at least one document")
-    _write_version(folder, settings, manifest["segments"], removed, _versions(manifest))
+    write_json_atomic(folder / MANIFEST, _with_version(settings, manifest["segments"], removed, _versions(manifest)))
     return PassageStore.open(folder)
 
 
@@ -377,15 +400,16 @@ def leave_out(store: PassageStore, documents: Collection[str]) -> list[list[int]
     return sorted(removed)
 
 
-def _write_version(
-    folder: Path, settings: dict[str, Any], segments: list[Any], removed: list[list[int]], versions: list[Any]
-) -> None:
+def _with_version(
+    settings: dict[str, Any], segments: list[Any], removed: list[list[int]], versions: list[Any]
+) -> dict[str, Any]:
+    """STORE.json with one more version."""
     fingerprints = [segment["fingerprint"] for segment in segments]
     fingerprint = _fingerprint({"segments": fingerprints, "removed": removed} if removed else fingerprints)
     version = {"fingerprint": fingerprint, "segments": len(segments), "removed": removed}
     manifest = {"format_version": FORMAT_VERSION, **settings, "fingerprint": fingerprint, "segments": segments}
     kept = [earlier for earlier in versions if earlier["fingerprint"] != fingerprint]
-    write_json_atomic(folder / MANIFEST, manifest | {"versions": [*kept, version]})
+    return manifest | {"versions": [*kept, version]}
 
 
 def _versions(manifest: dict[str, Any]) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from realm_jax.data.examples import (
     Example,
     Examples,
     Lengths,
+    check_strings,
     document_arrays,
     masked_arrays,
     query_arrays,
@@ -55,6 +56,7 @@ def closed_book_examples(
         raise UserError(
             f"config.data.query_length: the closed-book control needs {1 - room} more, for an answer after the question"
         )
+    check_strings(questions)
     sentences = salient_sentences(store, lengths.query)
     if not len(sentences.rows) or not questions:
         raise UserError("the closed-book control needs training questions and pre-training text with salient spans")

@@ -104,13 +104,6 @@ def masked_arrays(
     return arrays | query_arrays(ids, lengths.query, wordpiece)
 
 
-class Annotated(NamedTuple):
-    """Sentences with at least one salient span, flat: row and number of the sentence in its row, int32 [n] each."""
-
-    rows: NDArray[np.int32]
-    numbers: NDArray[np.int32]
-
-
 def spans_of(store: PassageStore, row: int, number: int) -> tuple[NDArray, NDArray]:
     """Word pieces of a row's sentence, and its salient spans relative to it, int32 [m, 2]."""
     start, end = store.sentences(row)[number]
@@ -119,18 +112,24 @@ def spans_of(store: PassageStore, row: int, number: int) -> tuple[NDArray, NDArr
     return store.body_tokens(row)[start:end], inside[:, :2] - start
 
 
+class Annotated(NamedTuple):
+    """Sentences with at least one salient span, flat: row and number of the sentence in its row, int64 [n] each."""
+
+    rows: NDArray[np.int64]
+    numbers: NDArray[np.int64]
+
+
 def salient_sentences(store: PassageStore, query_length: int) -> Annotated:
     """All sentences that have a salient span within the query's reach."""
-    found: list[tuple[int, int]] = []
-    for row in range(len(store)):
-        sentences, spans = store.sentences(row), store.spans(row)
-        if len(spans) == 0:
-            continue
-        owner = np.searchsorted(sentences[:, 0], spans[:, 0], side="right") - 1
-        reach = spans[:, 1] - sentences[owner, 0] <= query_length - 2
-        found += [(row, number) for number in np.unique(owner[reach])]
-    rows, numbers = np.array(found, np.int32).reshape(-1, 2).T
-    return Annotated(rows, numbers)
+    rows, numbers = zip(*store.salient_sentences(query_length - 2), strict=True)
+    return Annotated(np.concatenate(rows), np.concatenate(numbers))
+
+
+def _salient_numbers(store: PassageStore, row: int, room: int) -> NDArray[np.int64]:
+    """`salient_sentences` of one row, without a list of all: numbers, int64 [n]."""
+    sentences, spans = store.sentences(row), store.spans(row)
+    owner = np.searchsorted(sentences[:, 0], spans[:, 0], side="right") - 1
+    return np.unique(owner[spans[:, 1] - sentences[owner, 0] <= room])
 
 
 def recurring_spans(store: PassageStore, query_length: int) -> NDArray[np.int32]:
@@ -229,7 +228,7 @@ def _excerpt_example(
 
 def cloze_examples(store: PassageStore, wordpiece: WordPiece, lengths: Lengths, mask_rate: float) -> Examples:
     """Inverse cloze task: a sentence and its passage, out of which a share `mask_rate` of the sentences is taken."""
-    rows = np.array([row for row in range(len(store)) if len(store.sentences(row)) > 1], np.int32)
+    rows = np.flatnonzero(store.sentence_counts() > 1)
     _require(len(rows), store, "a passage of two or more sentences", "the inverse cloze task")
 
     def make(index: int, rng: np.random.Generator) -> Example:
@@ -252,14 +251,16 @@ def masked_examples(store: PassageStore, wordpiece: WordPiece, lengths: Lengths,
     own_text: the rows are the corpus's own, so that `own_row` names the passage that may not be retrieved (else −1).
     For 'salient' the sentence is that of a span chosen uniformly over the passage, as in the reference.
     """
-    sentences = salient_sentences(store, lengths.query) if kind == "salient" else _all_sentences(store)
-    _require(len(sentences.rows), store, "a salient span", "REALM pre-training")
-    rows, first = np.unique(sentences.rows, return_index=True)
-    bounds = np.append(first, len(sentences.rows))
+    room = lengths.query - 2
+    if kind == "salient":
+        rows = np.concatenate([np.unique(rows) for rows, _ in store.salient_sentences(room)])
+    else:
+        rows = np.flatnonzero(store.sentence_counts())
+    _require(len(rows), store, "a salient span", "REALM pre-training")
 
     def make(index: int, rng: np.random.Generator) -> Example:
         row = int(rows[index])
-        numbers = sentences.numbers[bounds[index] : bounds[index + 1]]
+        numbers = _salient_numbers(store, row, room) if kind == "salient" else range(len(store.sentences(row)))
         parts = [spans_of(store, row, int(number)) for number in numbers]
         share = np.array([_share(kind, spans, lengths.query - 2) for _, spans in parts], np.float64)
         sentence, spans = parts[rng.choice(len(parts), p=share / share.sum())]
@@ -277,17 +278,11 @@ def _share(kind: str, spans: NDArray[np.int32], room: int) -> int:
     return int((spans[:, 1] <= room).sum()) if kind == "salient" else 1
 
 
-def _all_sentences(store: PassageStore) -> Annotated:
-    counts = np.array([len(store.sentences(row)) for row in range(len(store))])
-    rows = np.repeat(np.arange(len(store), dtype=np.int32), counts)
-    starts = np.repeat(np.cumsum(counts) - counts, counts)
-    return Annotated(rows, (np.arange(len(rows)) - starts).astype(np.int32))
-
-
 def question_examples(questions: Sequence[Question], wordpiece: WordPiece, lengths: Lengths) -> Examples:
     """Questions with their answers as word pieces; an answer of more than `span_width` pieces can not be a span."""
     if not questions:
         raise UserError("no training questions in the prepared folder; give `realm prepare --questions train=FILE`")
+    check_strings(questions)
     encoded = [encoding.ids for encoding in wordpiece.encode_batch([q.question for q in questions])]
 
     def make(index: int, rng: np.random.Generator) -> Example:
@@ -295,6 +290,15 @@ def question_examples(questions: Sequence[Question], wordpiece: WordPiece, lengt
         return question_arrays(encoded[index], question.answers, wordpiece, lengths)
 
     return Examples(len(questions), make)
+
+
+def check_strings(questions: Sequence[Question]) -> None:
+    """Raise UserError where answers are regular expressions: there is no telling which pieces they are."""
+    if patterns := sum(question.is_regex for question in questions):
+        raise UserError(
+            f"{patterns} of {len(questions)} training questions have regular expressions for answers, which cannot be "
+            "learned from; prepare training questions with answers as strings"
+        )
 
 
 def question_arrays(ids: Sequence[int], answers: Sequence[str], wordpiece: WordPiece, lengths: Lengths) -> Example:

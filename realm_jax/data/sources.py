@@ -6,11 +6,12 @@ from pathlib import Path
 
 from realm_jax.corpus.jsonl import Question, read_questions
 from realm_jax.corpus.store import PassageStore
+from realm_jax.data.staging import is_remote, staged
 from realm_jax.errors import UserError
 from realm_jax.storage import read_json
 from realm_jax.text.wordpiece import WordPiece
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,17 +29,18 @@ class Sources:
         return self.pretraining is self.passages
 
 
-def open_sources(folder: str | os.PathLike[str], version: str | None = None) -> Sources:
-    """Open a folder written by `realm prepare`. version: fingerprint of the passages that were the newest once.
+def open_sources(
+    folder: str | os.PathLike[str], version: str | None = None, flag: str = "config.data.path="
+) -> Sources:
+    """Open a folder written by `realm prepare`; one in a bucket is copied to this machine first.
 
-    A version that is not there gives the newest one. Raises UserError when the folder is none, or when its parts do not
-    match.
+    version: fingerprint of passages that were the newest once; one that is not there gives the newest. flag: what a
+    message puts before the folder, as the user gave it. Raises UserError when the folder is none, or when its parts do
+    not match.
     """
-    folder = Path(folder)
+    folder = staged(os.fspath(folder), flag) if is_remote(os.fspath(folder)) else Path(folder)
     if not (folder / "PREPARED.json").is_file():
-        raise UserError(
-            f"config.data.path={folder}: not a prepared folder (no PREPARED.json); make it with `realm prepare`"
-        )
+        raise UserError(f"{flag}{folder}: not a prepared folder (no PREPARED.json); make it with `realm prepare`")
     manifest = read_json(folder / "PREPARED.json")
     if not isinstance(manifest, dict) or manifest.get("format_version") != FORMAT_VERSION:
         raise UserError(f"{folder}/PREPARED.json: unknown format version; prepare the folder again with this release")

@@ -14,12 +14,13 @@ from collections.abc import Sequence
 
 import regex
 
+from realm_jax.text import patterns
+
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 # A word is a run of letters, numbers and combining marks; every other visible character is a word of its own. The
 # standard library's `re` cannot name these Unicode classes.
 _WORD = regex.compile(r"[\p{L}\p{N}\p{M}]+|[^\p{Z}\p{C}]")
-_PATTERN_FLAGS = re.IGNORECASE | re.MULTILINE
 
 
 def normalise(text: str) -> str:
@@ -36,11 +37,10 @@ def exact_match(prediction: str, answers: Sequence[str], is_regex: bool = False)
     """True if the prediction is one of the answers after `normalise`.
 
     With `is_regex` (CuratedTREC) each answer is a regular expression that has to match from the start of the
-    prediction, not to its end; an invalid expression matches nothing.
+    prediction, not to its end; one that is invalid or takes too long matches nothing.
     """
     if is_regex:
-        patterns = (_compile(answer) for answer in answers)
-        return any(pattern is not None and pattern.match(prediction) is not None for pattern in patterns)
+        return any(patterns.match(answer, prediction) is not None for answer in answers)
     wanted = normalise(prediction)
     return any(normalise(answer) == wanted for answer in answers)
 
@@ -75,8 +75,7 @@ def find_answer(text: str, answers: Sequence[str], is_regex: bool = False) -> tu
     For showing answers to people: a word that only NFD would break in two is treated as one here.
     """
     if is_regex:
-        matches = (pattern.search(text) for pattern in map(_compile, answers) if pattern is not None)
-        return next((match.span() for match in matches if match is not None), None)
+        return next((place for answer in answers if (place := patterns.search(answer, text)) is not None), None)
     tokens = list(_WORD.finditer(text))
     spelled = [unicodedata.normalize("NFD", token.group()).lower() for token in tokens]
     for answer in answers:
@@ -85,10 +84,3 @@ def find_answer(text: str, answers: Sequence[str], is_regex: bool = False) -> tu
             if spelled[first : first + len(wanted)] == wanted:
                 return tokens[first].start(), tokens[first + len(wanted) - 1].end()
     return None
-
-
-def _compile(pattern: str) -> re.Pattern[str] | None:
-    try:
-        return re.compile(pattern, _PATTERN_FLAGS)
-    except re.error:
-        return None

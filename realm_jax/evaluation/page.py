@@ -10,6 +10,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from realm_jax.evaluation.report_style import STYLE
+
 
 class Bar(NamedTuple):
     """One labelled value; `kind` is its colour class, `shown` the value as text."""
@@ -23,6 +25,17 @@ class Bar(NamedTuple):
 def text(value: object) -> str:
     """A value as HTML text, harmless wherever it stands, attributes included."""
     return html.escape(str(value), quote=True)
+
+
+def page(title: str, content: str) -> str:
+    """A whole document of `content`, which is HTML: it needs no network and runs no script."""
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        f"<title>{text(title)}</title><style>{STYLE}</style></head>\n"
+        f"<body><main>\n{content}\n</main></body></html>\n"
+    )
 
 
 def bars(rows: Sequence[Bar], maximum: float = 1.0) -> str:

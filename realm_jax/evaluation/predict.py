@@ -104,7 +104,8 @@ class Evaluator:
     def recall_of(self, rows: NDArray[np.int64]) -> dict[str, Any]:
         """`recall` of rows that something else retrieved (BM25)."""
         store = self.run.sources.passages
-        hits = {"answer_recall": answer_hits(store, rows, [question.answers for question in self.questions])}
+        answers = [question.answers for question in self.questions]
+        hits = {"answer_recall": answer_hits(store, rows, answers, [q.is_regex for q in self.questions])}
         gold_ids = [question.gold_passage_id for question in self.questions]
         if any(gold is not None for gold in gold_ids):
             hits["recall"] = gold_hits(store, rows, gold_ids)
@@ -125,7 +126,7 @@ class Evaluator:
 
     def exact_match(self, predictions: Sequence[Prediction]) -> float:
         """Share of the questions whose answer is right after normalisation."""
-        right = [exact_match(p.answer, q.answers) for p, q in zip(predictions, self.questions, strict=True)]
+        right = [exact_match(p.answer, q.answers, q.is_regex) for p, q in zip(predictions, self.questions, strict=True)]
         return float(np.mean(right))
 
     def _assemble(self, rows: NDArray, prior: NDArray, starts: NDArray, widths: NDArray, spans: NDArray) -> Prediction:

@@ -14,9 +14,8 @@ from typing import Any
 from realm_jax.evaluation import findings
 from realm_jax.evaluation.charts import Band, Series, curves
 from realm_jax.evaluation.findings import METHODS, READERS, share, spoken
-from realm_jax.evaluation.page import Bar, bars, card, duration, grid, legend, table, text
+from realm_jax.evaluation.page import Bar, bars, card, duration, grid, legend, page, table, text
 from realm_jax.evaluation.report_passages import examples, masked_sentence
-from realm_jax.evaluation.report_style import STYLE
 from realm_jax.storage import write_atomic
 
 Data = Mapping[str, Any]
@@ -79,15 +78,7 @@ def render_report(data: Data) -> str:
         _settings,
     )
     data = _without_none(data)
-    title = text(data.get("title", "REALM"))
-    content = "\n".join(section(data) for section in sections)
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        f"<title>{title}</title><style>{STYLE}</style></head>\n"
-        f"<body><main>\n{content}\n</main></body></html>\n"
-    )
+    return page(data.get("title", "REALM"), "\n".join(section(data) for section in sections))
 
 
 def _opening(data: Data) -> str:

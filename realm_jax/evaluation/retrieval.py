@@ -7,6 +7,7 @@ for what it means that a passage contains an answer.
 
 import logging
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -82,26 +83,24 @@ def gold_hits(store: PassageTexts, rows: ArrayLike, gold_passage_ids: Sequence[s
 
 
 def answer_hits(
-    store: PassageTexts, rows: ArrayLike, answers: Sequence[Sequence[str]], is_regex: bool = False
+    store: PassageTexts, rows: ArrayLike, answers: Sequence[Sequence[str]], is_regex: Sequence[bool] | bool = False
 ) -> NDArray[np.bool_]:
     """Which candidates contain an answer of their question in the text; the title does not count.
 
-    Arguments and result as for `gold_hits`. Each passage is read and split into words once, however often it is
-    retrieved.
+    Arguments and result as for `gold_hits`; is_regex: whether answers are regular expressions, of each question or of
+    all. Each passage is read and split into words once, however often it is retrieved.
     """
     rows = _checked(rows, len(answers))
-    prepare = str if is_regex else words
-    passages = {row: prepare(store.text(row)) for row in _distinct(rows)}
+    texts = {row: store.text(row) for row in _distinct(rows)}
+    words_of = cache(lambda row: words(texts[row]))
     hits = np.zeros(rows.shape, bool)
-    for question, wanted in enumerate(answers):
-        prepared = [prepare(answer) for answer in wanted]
+    for question, regular in enumerate(np.broadcast_to(is_regex, len(answers)).tolist()):
+        wanted = answers[question] if regular else [words(answer) for answer in answers[question]]
         for rank, row in enumerate(rows[question].tolist()):
-            if row < 0:
-                continue
-            if is_regex:
-                hits[question, rank] = contains_answer(passages[row], prepared, is_regex=True)
-            else:
-                hits[question, rank] = contains_words(passages[row], prepared)
+            if row >= 0 and regular:
+                hits[question, rank] = contains_answer(texts[row], wanted, is_regex=True)
+            elif row >= 0:
+                hits[question, rank] = contains_words(words_of(row), wanted)
     return hits
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from realm_jax.config import TASKS, task_names
 from realm_jax.console import StageProgress
+from realm_jax.data.staging import is_remote
 from realm_jax.errors import UserError
 from realm_jax.evaluation.predict import Candidate, Prediction
 from realm_jax.index.candidates import Index
@@ -79,12 +80,12 @@ def open_run_to_ask(workdir: Path, data: str | None = None, overrides: dict[str,
         here |= {f"{name}.batch_size": jax.device_count(), f"{name}.microbatches": 1}
     moved = {"data.path": data} if data else {}
     run = reopen_run(workdir, here | moved | (overrides or {}))
-    check_data(run, edited=True)
+    check_data(run, run.sources.passages.versions)
     return run
 
 
 def _check_prepared(folder: str, workdir: Path) -> None:
-    if not (Path(folder) / "PREPARED.json").is_file():
+    if not is_remote(folder) and not (Path(folder) / "PREPARED.json").is_file():
         raise UserError(
             f"{folder}: the prepared folder of the run in {workdir} is not there (looked from {Path.cwd()}); "
             "name the place that it was moved to with --data=DIR"

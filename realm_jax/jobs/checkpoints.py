@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exit code 1 when `verify` finds damage."""
     workdir = Path(args.workdir)
-    recorded_config(workdir)  # says so where there is no run
+    recorded_config(workdir, tagger=None)  # says so where there is no run
     found = {name(workdir, entry): entry for entry in checkpoints(workdir)}
     if args.action == "ls":
         return _list(found, args.json)

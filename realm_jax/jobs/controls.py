@@ -91,5 +91,5 @@ def closed_book_exact_match(run: Run, evaluator: Evaluator, params: Params) -> f
         batch = {key: np.stack([row[key] for row in part]) for key in part[0]}
         pieces += list(to_host(guess(params, put_batch(run.mesh, batch))))
     answers = [closed_book_answer(row, wordpiece, lengths) for row in pieces[: len(rows)]]
-    right = [exact_match(a, question.answers) for a, question in zip(answers, evaluator.questions, strict=True)]
+    right = [exact_match(a, q.answers, q.is_regex) for a, q in zip(answers, evaluator.questions, strict=True)]
     return float(np.mean(right))

@@ -15,6 +15,7 @@ from realm_jax.corpus.build import build_store
 from realm_jax.corpus.jsonl import read_passages
 from realm_jax.corpus.store import PassageStore, remove_documents
 from realm_jax.data.sources import open_sources
+from realm_jax.data.staging import is_remote
 from realm_jax.errors import UserError
 from realm_jax.index.builder import Refused
 from realm_jax.index.generations import (
@@ -32,6 +33,7 @@ from realm_jax.jobs.build_index import run_builder
 from realm_jax.jobs.opening import recorded_config, recorded_folder
 from realm_jax.run import Run
 from realm_jax.storage import Folder, StorageError, only_one, read_json
+from realm_jax.text import spans
 from realm_jax.text.wordpiece import WordPiece
 from realm_jax.training.exporter import export_record, sample_vectors, to_arrays
 from realm_jax.training.refresh import shared_folder
@@ -63,8 +65,11 @@ def run(args: argparse.Namespace) -> None:
         raise UserError("realm corpus: name the prepared folder with --data, or a run over it with --workdir")
     if args.workdir:
         _check_done(Path(args.workdir))
-    data = Path(args.data or recorded_config(Path(args.workdir)).data.path)
-    open_sources(data)  # says what is wrong with it
+    place = args.data or recorded_config(Path(args.workdir)).data.path
+    if is_remote(place):
+        raise UserError(f"{place}: a corpus is edited on a disk; edit it there, and copy the folder to its bucket")
+    data = Path(place)
+    open_sources(data, flag="--data=" if args.data else "config.data.path=")  # says what is wrong with it
     with only_one(data):
         before = PassageStore.open(data / "passages")
         after = edit(data, args.action, args.what)
@@ -95,10 +100,11 @@ def edit(data: Path, action: str, what: list[str]) -> PassageStore:
     if not articles:
         raise UserError(f"{what[0]} holds no passages")
     replaced = _replaced(PassageStore.open(folder), [article.id for article in articles], action, what[0])
-    store, settings = PassageStore.open(folder), read_json(data / "PREPARED.json")["inputs"]["settings"]
-    build_store(
-        articles, WordPiece.load(data / "tokenizer"), folder, store.limit, settings["spans"], 1, replaces=replaced
-    )
+    store, manifest = PassageStore.open(folder), read_json(data / "PREPARED.json")
+    made = manifest.get("tagged") or manifest["inputs"]["settings"]
+    if spans.identity(spans.finder(made["spans"])) != made.get("spans_identity"):
+        raise UserError(f"{data}: {made['spans']} is not what found the spans there; put that back, or prepare anew")
+    build_store(articles, WordPiece.load(data / "tokenizer"), folder, store.limit, made["spans"], 1, replaces=replaced)
     return PassageStore.open(folder)
 
 

@@ -26,10 +26,16 @@ GIB = 2**30
 LITTLE_MEMORY = 4 * GIB  # rules of thumb for small runs, with room for compiling and for a few checkpoints;
 LITTLE_DISK = 2 * GIB  # what a large run needs follows from its corpus and its towers
 
-# Packages that nothing here requires, with what serves in their place.
+# Packages that are used where they are there, with what is not possible without them.
 OPTIONAL = {
-    "scann": "approximate search; search is exact, on the devices",
-    "tensorflow-datasets": "sources from TFDS; documents and questions are read from JSON lines",
+    "gcsfs": "buckets of Google Cloud (gs://…)",
+    "s3fs": "buckets of S3 (s3://…)",
+    "apache-beam": "preparing on a cluster (`realm prepare --beam=…`)",
+    "datasets": "data sets of the Hugging Face hub (hf:NAME)",
+    "transformers": "salient spans by its token classifiers (--spans=hf:NAME)",
+    "spacy": "salient spans by its pipelines (--spans=spacy:NAME)",
+    "stanza": "salient spans by its pipelines (--spans=stanza:LANGUAGE)",
+    "libtpu": "`realm plan`, which compiles for TPUs",
 }
 
 # Where the driver of an accelerator shows, and the extra that brings JAX's side of it.
@@ -293,7 +299,7 @@ def _state(package: Package) -> str:
 
 
 def _optional_state(name: str, installed: str | None) -> str:
-    return f"{installed}, not used by this version" if installed else f"absent: no {OPTIONAL[name]}"
+    return installed or f"absent: no {OPTIONAL[name]}"
 
 
 def _gib(size: int) -> str:

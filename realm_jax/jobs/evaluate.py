@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser)
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--split", default="dev", help="questions of the prepared folder (default: %(default)s)")
-    source.add_argument("--questions", metavar="FILE", help="JSONL file of questions, in place of a split")
+    source.add_argument("--questions", metavar="FILE", help="file of questions, in place of a split")
     parser.add_argument("--task", help="parameters at the end of this task (default: the last with a checkpoint)")
     parser.add_argument("--output", metavar="FILE", help="write the predictions there, a JSON object a question")
     parser.add_argument("--no-bm25", action="store_true", help="leave out BM25, which holds the corpus in memory")
@@ -102,7 +102,7 @@ def write_predictions(
             "answers": question.answers,
             "prediction": prediction.answer,
             "probability": prediction.probability,
-            "correct": exact_match(prediction.answer, question.answers),
+            "correct": exact_match(prediction.answer, question.answers, question.is_regex),
             "passage_id": store.document_id(trained.answered_by(prediction).row),
             "gold_passage_id": question.gold_passage_id,
         }

@@ -34,15 +34,21 @@ def add_config_argument(parser: argparse.ArgumentParser, default: str = "the bui
     )
 
 
-def load_config(path: str | None, overrides: Sequence[str], default: Callable[[], ConfigDict]) -> ConfigDict:
+def load_config(
+    path: str | None,
+    overrides: Sequence[str],
+    default: Callable[[], ConfigDict],
+    like: Callable[[ConfigDict], ConfigDict] | None = None,
+) -> ConfigDict:
     """The config of `path` (`FILE` or `FILE:ARGUMENT`; None: of `default()`) with overrides applied, locked.
 
     `overrides` are whole arguments, `--config.train.steps=10`; the last of two for one key counts, but for a tuple each
-    is one element. Raises `UserError` for a file that is missing or breaks, for a config in it that does not have the
-    keys of `default()`, for a key that the config does not have, and for a value that is not of the key's type.
+    is one element. `like` gives the default config of the same kind, where a command takes several. Raises `UserError`
+    for a file that is missing or breaks, for a config in it that does not have the keys of its default, for a key that
+    the config does not have, and for a value that is not of the key's type.
     """
     config = default() if path is None else _load_file(path)
-    check_shape(config, default())
+    check_shape(config, default() if like is None else like(config))
     keys = list(flatten(config.to_dict()))
     for override in overrides:
         _check_override(override, keys)

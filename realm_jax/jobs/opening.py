@@ -14,8 +14,9 @@ from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.index.approximate import check_scann
 from realm_jax.models.realm import Params
-from realm_jax.run import Run, make_model, make_run
+from realm_jax.run import BaseRun, Run, make_model, make_run
 from realm_jax.storage import Folder, make_folder, open_folder, read_json
+from realm_jax.tagger_config import default_like, is_tagger
 from realm_jax.training.checkpoints import Saved
 from realm_jax.training.restore import restore_params
 from realm_jax.training.workdir import check_workdir
@@ -35,6 +36,7 @@ def open_run(config: ConfigDict, workdir: Path) -> Run:
     validate(config)
     if config.retrieval.backend == "scann":
         check_scann()
+    has_begun(workdir, tagger=False)
     sources = open_sources(config.data.path, recorded_corpus(workdir))
     if "qa" in task_names(config) and not sources.questions.get("train"):
         raise UserError(f"{config.data.path}: no training questions for the task qa; prepare some, or set config.tasks")
@@ -74,14 +76,28 @@ def reopen_run(workdir: Path, overrides: dict[str, Any] | None = None) -> Run:
     return make_run(config, workdir, open_sources(config.data.path))
 
 
-def recorded_config(workdir: Path, name: str = "--workdir") -> ConfigDict:
-    """The config that a run recorded in its folder. `name`: of the flag or key that names the folder."""
+def has_begun(workdir: Path, tagger: bool) -> bool:
+    """Whether a run has begun there. Raises UserError where it is one of the other kind, or damaged."""
+    begun = (workdir / "config.json").is_file()
+    if begun:
+        recorded_config(workdir, tagger=tagger)
+    return begun
+
+
+def recorded_config(workdir: Path, name: str = "--workdir", tagger: bool | None = False) -> ConfigDict:
+    """The config that a run recorded in its folder. `name`: of the flag or key that names the folder.
+
+    tagger: whether it must be the run of a tagger, or of REALM; None: either will do.
+    """
     if not (workdir / "config.json").is_file():
         raise UserError(f"{name}={workdir}: no run there (no config.json); train one with `realm train`")
     config = read_json(workdir / "config.json")
     if not isinstance(config, dict) or not {"tasks", "data", "model"} <= {*config}:
         raise UserError(f"{name}={workdir}: config.json there is not the config of a run of `realm train`")
-    return completed(config)
+    if tagger is not None and is_tagger(config) != tagger:
+        found, wanted = ("REALM", "a tagger") if tagger else ("a tagger", "REALM")
+        raise UserError(f"{name}={workdir}: {found} was trained there, not {wanted}; name another folder")
+    return completed(config, default_like(config))
 
 
 def recorded_folder(workdir: Path) -> Folder:
@@ -91,7 +107,7 @@ def recorded_folder(workdir: Path) -> Folder:
     return open_folder(config.refresh.shared or workdir)
 
 
-def borrows(run: Run) -> bool:
+def borrows(run: BaseRun) -> bool:
     """Whether the run still has to take its first parameters from `init_from`: none of its own are saved yet."""
     first = run.workdir / task_names(run.config)[0] / "checkpoints"
     return bool(run.config.init_from) and Saved.newest(first) is None

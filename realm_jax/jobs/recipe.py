@@ -42,7 +42,7 @@ def run_recipe(run: Run, controls: bool, command: str) -> int:
     if controls and not questions:
         raise UserError(f"--controls: {run.config.data.path} has no development questions to measure them with")
     try:
-        with only_one(run.workdir) if is_first() else nullcontext(), _preemptible():
+        with only_one(run.workdir) if is_first() else nullcontext(), preemptible():
             if not questions:
                 train(run)
                 return 0
@@ -61,7 +61,7 @@ def run_recipe(run: Run, controls: bool, command: str) -> int:
 
 
 @contextmanager
-def _preemptible() -> Iterator[None]:
+def preemptible() -> Iterator[None]:
     """SIGTERM between tasks, where everything that is done is saved, ends the run at once.
 
     Inside a task the loop takes the signal and saves first. One of several processes notes it for the next task, before

@@ -55,7 +55,8 @@ def chance(train: Sequence[Question], dev: Sequence[Question], by: str = "relati
     for question in train:
         counts[str(question.fields.get(by))].update(question.answers[:1])
     guesses = {group: counter.most_common(1)[0][0] for group, counter in counts.items()}
-    right = [exact_match(guesses.get(str(question.fields.get(by)), ""), question.answers) for question in dev]
+    guessed = [guesses.get(str(question.fields.get(by)), "") for question in dev]
+    right = [exact_match(guess, q.answers, q.is_regex) for guess, q in zip(guessed, dev, strict=True)]
     return float(np.mean(right)) if right else 0.0
 
 
@@ -188,7 +189,7 @@ def shown_examples(run: Run, evaluator: Evaluator, predictions: Sequence[Predict
             for candidate in prediction.candidates
         ]
         entry = {"question": question.question, "answers": question.answers, "prediction": prediction.answer}
-        correct = exact_match(prediction.answer, question.answers)
+        correct = exact_match(prediction.answer, question.answers, question.is_regex)
         shown.append(entry | {"correct": correct, "candidates": candidates})
     return shown
 

@@ -1,8 +1,8 @@
 """`realm train`: run the tasks of a config, each from the parameters that the one before ends with.
 
 Every task keeps its checkpoints in `WORKDIR/<task>`; a task that is done is not repeated, one that was cut off goes on
-from its newest checkpoint. With development questions a run ends with `results.json` and `report.html`. Read next:
-`realm_jax/jobs/recipe.py`.
+from its newest checkpoint. With development questions a run ends with `results.json` and `report.html`. A config whose
+task is `tagger` trains a named-entity tagger. Read next: `realm_jax/jobs/recipe.py`, or `realm_jax/jobs/tagger.py`.
 """
 
 import argparse
@@ -10,13 +10,17 @@ from pathlib import Path
 
 from realm_jax import processes
 from realm_jax.config import default
+from realm_jax.errors import UserError
 from realm_jax.jobs.flags import add_config_argument, load_config
 from realm_jax.jobs.opening import open_run, set_up_jax
 from realm_jax.jobs.recipe import run_recipe
+from realm_jax.jobs.tagger import run_tagger
+from realm_jax.tagger_config import default_like, is_tagger
 
 EXAMPLES = """examples:
   realm train --config=configs/wiki_small.py --config.data.path=data --workdir=runs/wiki
   realm train --config=configs/wiki_small.py --config.tasks=ict --config.ict.steps=2000 --workdir=runs/ict
+  realm train --config=configs/tagger.py:small --config.data.path=wikigold.conll.txt --workdir=runs/tagger
   realm train --config=configs/wiki_small.py --workdir=gs-mount/runs/wiki --processes=auto      on every host of a pod
 
 The same command goes on where a run was cut off.
@@ -34,7 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train; exit code 75 after SIGTERM, once the state is saved."""
-    config = load_config(args.config, args.overrides, default)
+    config = load_config(args.config, args.overrides, default, like=default_like)
+    if is_tagger(config) and args.controls:
+        raise UserError("--controls: a tagger has none; leave it out")
     processes.start(args)
     set_up_jax()
+    if is_tagger(config):
+        return run_tagger(config, Path(args.workdir))
     return run_recipe(open_run(config, Path(args.workdir)), args.controls, args.command_line)

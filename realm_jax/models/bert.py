@@ -9,6 +9,8 @@ about 40 % less work in a two-layer model, and 7 % in a twelve-layer one.
 
 import dataclasses
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import flax.linen as nn
@@ -42,7 +44,8 @@ class BertConfig:
     parameters, LayerNorm and softmax are float32 always. attention: how layers attend (a key of ATTENTION). remat:
     'none' keeps all that the backward pass needs, 'dots' of a layer the results of products with parameters, 'layer'
     nothing of it. scan: layers but for the last are one compiled loop over their stacked parameters; the tree of
-    parameters stays as it is. hidden: where hidden states [batch, length, width] live on a mesh; without it the
+    parameters stays as it is. hidden_act: what the feed-forward part bends its hidden features with (a key of
+    ACTIVATIONS). hidden: where hidden states [batch, length, width] live on a mesh; without it the
     compiler may spread them like parameters, and keep whole batches on every device.
     """
 
@@ -57,6 +60,7 @@ class BertConfig:
     attention: str = "whole"
     remat: str = "none"
     scan: bool = False
+    hidden_act: str = "gelu_new"
     hidden: NamedSharding | None = None
 
 
@@ -64,6 +68,12 @@ REMAT = {  # what is kept of a layer for the backward pass, beside what it was g
     "none": None,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "layer": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {  # names as in Hugging Face's config.json
+    "gelu_new": partial(jax.nn.gelu, approximate=True),  # with tanh, as google-research/bert has it
+    "gelu": partial(jax.nn.gelu, approximate=False),  # with erf, as Hugging Face's BERT; at most 0.0005 apart
 }
 
 
@@ -220,7 +230,7 @@ class Layer(nn.Module):
         attended = nn.Dropout(c.dropout)(attended, deterministic=deterministic)
         x = layer_norm("attention_norm")(queries + attended).astype(c.dtype)
         hidden = dense(c.feed_forward, ("embed", "mlp"), c, "intermediate")(x)
-        hidden = dense(c.width, ("mlp", "embed"), c, "output")(jax.nn.gelu(hidden, approximate=True))
+        hidden = dense(c.width, ("mlp", "embed"), c, "output")(ACTIVATIONS[c.hidden_act](hidden))
         hidden = nn.Dropout(c.dropout)(hidden, deterministic=deterministic)
         return layer_norm("output_norm")(x + hidden).astype(c.dtype)
 
@@ -241,16 +251,18 @@ class Bert(nn.Module):
         self.blocks = [layer(c, name=f"layer_{i}") for i in range(c.layers)]
 
     def __call__(
-        self, ids: Array, segments: Array, mask: Array, positions: Array | None = None, deterministic: bool = True
-    ) -> Array:
+        self, ids: Array, segments: Array, mask: Array, positions: Array | None = None, deterministic: bool = True,
+        features: Array | None = None,
+    ) -> Array:  # fmt: skip
         """Hidden states of the last layer.
 
         ids, segments [batch, length] int; mask [batch, length] bool, true on real tokens;
-        positions [batch, m] int: compute the last layer for these alone (None: for all).
-        Returns [batch, length or m, width] in the compute dtype.
+        positions [batch, m] int: compute the last layer for these alone (None: for all); features [batch, length,
+        width]: added to the embeddings. Returns [batch, length or m, width] in the compute dtype.
         """
         c = self.config
         x = self.words(ids) + self.segments(segments) + self.positions(jnp.arange(ids.shape[1]))[None]
+        x = x if features is None else x + features
         x = self._place(self.dropout(self.norm(x), deterministic=deterministic).astype(c.dtype))
         if c.scan and len(self.blocks) > 2 and not self.is_initializing():
             x = self._scan(x, mask, deterministic)

@@ -8,7 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from realm_jax.models.bert import Bert, BertConfig, dense, initializer, layer_norm
+from realm_jax.models.bert import ACTIVATIONS, Bert, BertConfig, dense, initializer, layer_norm
 
 Array = jax.Array
 SPAN_NORM_EPSILON = 1e-3  # Keras's default, in the released reader
@@ -62,7 +62,7 @@ class Reader(nn.Module):
     def _word_scores(self, ids: Array, segments: Array, mask: Array, positions: Array, deterministic: bool) -> Array:
         """Before any normalisation."""
         hidden = self.bert(ids, segments, mask, positions=positions, deterministic=deterministic)
-        hidden = self.mlm_norm(jax.nn.gelu(self.mlm_transform(hidden), approximate=True))
+        hidden = self.mlm_norm(ACTIVATIONS[self.config.hidden_act](self.mlm_transform(hidden)))
         return self.bert.attend_words(hidden) + self.mlm_bias
 
     def span_scores(self, ids: Array, segments: Array, mask: Array, deterministic: bool = True) -> Array:

@@ -33,7 +33,7 @@ _QUOTE = '"'
 # Always before a name or a number.
 _TITLES = frozenset(
     "mr mrs ms mx dr prof gen lt col sgt capt cpt maj cmdr adm cpl pvt brig rev fr sr hon sen rep gov pres messrs mme "
-    "mlle mgr msgr mt ss sts v vs cf c ca approx viz eg ie nr".split()
+    "mlle mgr msgr mt ss sts v vs cf c ca approx viz eg ie nr atty asst supt det insp pfc spc amb ald".split()
 )
 # Before a number they are abbreviations, elsewhere words or the end of a sentence.
 _BEFORE_NUMBERS = frozenset(
@@ -44,6 +44,11 @@ _BEFORE_NUMBERS = frozenset(
 _EITHER = frozenset(
     "inc ltd co corp bros llc plc jr esq etc al st ft ave blvd rd dept univ assn est eds trans dist hr min max oz lb "
     "lbs sq mi div fl cent mk isa bl gov't int'l orig prod var subsp sp spp".split()
+)
+# Likewise, where datelines have them ("SALEM, Ore. (AP)"). With a small letter some of them are words.
+_STATES = frozenset(
+    "Ala Ariz Ark Calif Colo Conn Del Fla Ga Ill Ind Kan Ky La Mass Md Mich Minn Miss Mo Mont Neb Nev Okla Ore Pa "
+    "Tenn Tex Va Vt Wash Wis Wyo".split()
 )
 OPENERS = frozenset(
     "the a an in on at of he she it they we i you his her its their our my your this that these those there here when "
@@ -135,7 +140,7 @@ def _ends_after(before: str, whole_sentence: bool, text: str, word: int) -> bool
     if lower in _BEFORE_NUMBERS and (text[word].isdigit() or _ROMAN.match(text, word)):
         return False
     initial = len(before) == 1 and before.isupper()
-    if initial or lower in _EITHER or _ACRONYM.fullmatch(before):
+    if initial or lower in _EITHER or before in _STATES or _ACRONYM.fullmatch(before):
         next_word = _WORD.match(text, word)
         return next_word is not None and next_word[0].lower() in OPENERS
     return not (whole_sentence and before.isdigit())  # "1. Apples" is one item of a list

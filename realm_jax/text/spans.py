@@ -1,19 +1,35 @@
 """Salient spans: the dates and names of a text, which masked queries hide and the retriever must find again.
 
 REALM tagged entities with a trained model and dates with a regular expression (Guu et al. 2020, section 3.4). The rules
-here need no model: dates in their usual forms, and runs of capitalised words. A better tagger is plugged in by name,
-`package.module:function`; the function takes a text and returns `Span`s. Next to read: `masking.py`.
+here need no model: dates in their usual forms, and runs of capitalised words. A better tagger is plugged in by name:
+one that `realm train` made, one of the libraries in `span_adapters.py`, or a function of your own that takes a text and
+returns `Span`s. Next to read: `masking.py`.
 """
 
+import dataclasses
 import importlib
 import re
-from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator, Sequence
+from numbers import Integral
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from realm_jax.errors import UserError
 from realm_jax.text.sentences import OPENERS, split
 
 DATE, NAME = "date", "name"
+# Finders with a model, by the first part of their name: what makes one, given the rest of the name.
+MAKERS = {
+    "tagger": "realm_jax.jobs.tagger:finder",  # tagger:WORKDIR, of a run of `realm train`
+    "hf": "realm_jax.text.span_adapters:hugging_face",  # hf:NAME
+    "spacy": "realm_jax.text.span_adapters:spacy_model",  # spacy:NAME
+    "stanza": "realm_jax.text.span_adapters:stanza_model",  # stanza:LANGUAGE
+}
+CHOICES = (
+    "choose rules, or a name such as tagger:WORKDIR, hf:NAME, spacy:NAME, stanza:LANGUAGE or package.module:function"
+)
 MAX_NAME_WORDS = 8  # longer runs of capitalised words are rows of tables
 MAX_CAPITALS_WORDS = 5  # longer runs in capital letters are headings
 
@@ -28,36 +44,85 @@ class Span(NamedTuple):
 
 
 class SalientSpanFinder(Protocol):
-    """Finds the salient spans of a text: in order, not overlapping, none empty."""
+    """Finds the salient spans of a text: in order, not overlapping, none empty.
+
+    One that may change under its name, such as a model that is trained on, has an attribute `identity` that tells.
+    """
 
     def __call__(self, text: str) -> list[Span]: ...
 
 
 def finder(name: str) -> SalientSpanFinder:
-    """Return the finder of that name: "rules", or any `package.module:function` that can be imported.
+    """Return the finder of that name: "rules", one of MAKERS, or any `package.module:function` that can be imported.
 
     Raises:
-        UserError: there is no such finder.
+        UserError: there is no such finder, or what it needs is not there. A finder that fails, or whose spans are not
+            what they must be, raises it too, in one line that names the finder.
     """
     if name == "rules":
         return find_by_rules
-    module_name, colon, function_name = name.partition(":")
-    if not (module_name and colon and function_name):
-        raise UserError(
-            f"span finder {name!r}: there is no such finder; choose rules, or name your own as package.module:function"
-        )
+    first, colon, rest = name.partition(":")
+    if not (first and colon and rest):
+        raise UserError(f"span finder {name!r}: there is no such finder; {CHOICES}")
+    if first in MAKERS:
+        module, _, function = MAKERS[first].partition(":")
+        return _Checked(name, _function(module, function, name)(rest))
+    return _Checked(name, _function(first, rest, name))
+
+
+def identity(finder: SalientSpanFinder) -> str | None:
+    """What tells a finder from others of its name; None where the name tells it."""
+    return getattr(finder, "identity", None)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Checked:
+    """A finder from elsewhere, whose spans are looked at."""
+
+    name: str
+    find: SalientSpanFinder
+
+    @property
+    def identity(self) -> str | None:
+        return identity(self.find)
+
+    def __call__(self, text: str) -> list[Span]:
+        try:
+            found = list(self.find(text))
+        except UserError:
+            raise
+        except Exception as fault:
+            raise UserError(f"span finder {self.name!r} fails: {_reason(fault)}; on {text[:40]!r}") from fault
+        reached = 0
+        for span in found:
+            if not (isinstance(span, Span) and isinstance(span.kind, str) and _are_whole(span.start, span.end)):
+                raise UserError(f"span finder {self.name!r} gives {span!r}, which is no Span(start, end, kind, score)")
+            if not reached <= span.start < span.end <= len(text):
+                raise UserError(
+                    f"span finder {self.name!r} gives {span.start} to {span.end}, where {reached} of {len(text)} "
+                    "characters are passed; spans must be in order, apart, not empty and inside the text"
+                )
+            reached = span.end
+        return found
+
+
+def _are_whole(*numbers: object) -> bool:
+    return all(isinstance(number, Integral) for number in numbers)
+
+
+def _reason(fault: Exception) -> str:
+    return f"{type(fault).__name__}: {' '.join(str(fault).split())[:200]}"
+
+
+def _function(module: str, function: str, name: str) -> Any:
+    """A function of a module. name: of the finder, for errors."""
     try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(
-            f"span finder {name!r}: {error}; choose rules, or a package.module:function that can be imported"
-        ) from None
-    if not callable(function):
-        raise UserError(
-            f"span finder {name!r}: {function_name} is not a function; choose rules, or a function that "
-            "takes a text and returns spans"
-        )
-    return function
+        found = getattr(importlib.import_module(module), function)
+    except Exception as fault:  # whatever a module does when it is imported
+        raise UserError(f"span finder {name!r}: {_reason(fault)}; {CHOICES}") from None
+    if not callable(found):
+        raise UserError(f"span finder {name!r}: {function} is not a function; {CHOICES}")
+    return found
 
 
 def find_by_rules(text: str) -> list[Span]:
@@ -70,6 +135,53 @@ def find_by_rules(text: str) -> list[Span]:
     dates = [Span(match.start(), match.end(), DATE, 1.0) for match in _DATE.finditer(text) if _is_date(match)]
     names = _names(_without(text, dates))
     return sorted(dates + names)
+
+
+def in_pieces(
+    found: Sequence[Span], ids: NDArray[np.uint16], starts: NDArray[np.int64], ends: NDArray[np.int64],
+    sentences: NDArray[np.integer], unknown: int,
+) -> list[tuple[int, int, str]]:  # fmt: skip
+    """Spans of characters as they are stored: (first piece, piece behind the last, kind), in order.
+
+    ids, starts, ends: pieces and their ranges of characters; sentences: ranges of pieces [sentences, 2]; unknown: the
+    id of [UNK]. A span counts if its ends are ends of pieces, it lies in one sentence and no piece of it is [UNK],
+    which nobody can predict.
+    """
+    firsts = np.searchsorted(ends, [span.start for span in found], "right").tolist()
+    lasts = np.searchsorted(starts, [span.end for span in found], "left").tolist()
+    owners = (np.searchsorted(sentences[:, 0], firsts, "right") - 1).tolist()
+    kept = set()
+    for span, first, last, owner in zip(found, firsts, lasts, owners, strict=True):
+        whole = first < last and starts[first] >= span.start and ends[last - 1] <= span.end
+        if whole and unknown not in ids[first:last] and owner >= 0 and last <= sentences[owner, 1]:
+            kept.add((first, last, span.kind))
+    return sorted(kept)
+
+
+def find_dates(text: str) -> list[Span]:
+    """The dates that the rules find, a month alone among them."""
+    return [span for span in find_by_rules(text) if span.kind == DATE]
+
+
+def with_dates(text: str, names: Sequence[Span], dates: Sequence[Span]) -> list[Span]:
+    """Names and dates in order; dates win: of a name around one stays what is written like a name on either side.
+
+    "1998 FIFA World Cup" is a date and "FIFA World Cup", and "the Summer of 1969" is "Summer" and a date.
+    """
+    kept = []
+    for name in names:
+        start = name.start
+        for date in (date for date in dates if date.start < name.end and name.start < date.end):
+            kept += _part_of(text, name, start, date.start)
+            start = date.end
+        kept += _part_of(text, name, start, name.end) if start > name.start else [name]
+    return sorted([*kept, *dates])
+
+
+def _part_of(text: str, name: Span, start: int, end: int) -> list[Span]:
+    """What of a name lies in a range, from its first word with a capital to its last."""
+    words = [word for word in _ANY_WORD.finditer(text, start, max(start, end)) if word[0][0].isupper()]
+    return [Span(words[0].start(), words[-1].end(), name.kind, name.score)] if words else []
 
 
 # Dates
@@ -143,6 +255,7 @@ _JOINING = (
 )
 _NAME = re.compile(rf"(?<![\w'’]){_NAME_WORD}(?:(?:\s(?:{_JOINING}\s)?|\s?-\s?){_NAME_WORD})*")
 _WORD = re.compile(r"[^\s-]+")
+_ANY_WORD = re.compile(r"\w+")
 # Words that open a sentence or a quotation and are no part of the name behind them, and are never a name alone.
 _FUNCTION_WORDS = OPENERS | frozenset(
     "i'm i've i'd is are was were be been has have had does did can could would shall should might must if so too very "

@@ -26,6 +26,7 @@ from realm_jax.text.layouts import Special
 PAD, UNK, CLS, SEP, MASK = SPECIAL_PIECES = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 VOCABULARY_FILE = "vocab.txt"
 SETTINGS_FILE = "settings.json"
+FILES = (VOCABULARY_FILE, SETTINGS_FILE)  # in the order in which they are written
 FORMAT_VERSION = 1
 MAX_SIZE = 65_535  # ids are stored as uint16
 MIN_TRAINED_SIZE = 64  # the special tokens and both forms of a few dozen characters
@@ -38,6 +39,12 @@ class Encoding(NamedTuple):
 
     ids: list[int]
     offsets: list[tuple[int, int]]
+
+
+def check_size(size: int) -> None:
+    """Raise UserError for a size that no vocabulary can be learned in."""
+    if not MIN_TRAINED_SIZE <= size <= MAX_SIZE:
+        raise UserError(f"vocabulary size {size}: choose between {MIN_TRAINED_SIZE} and {MAX_SIZE}")
 
 
 class WordPiece:
@@ -86,8 +93,7 @@ class WordPiece:
         Raises:
             UserError: `size` is out of range, or the texts hold no word.
         """
-        if not MIN_TRAINED_SIZE <= size <= MAX_SIZE:
-            raise UserError(f"vocabulary size {size}: choose between {MIN_TRAINED_SIZE} and {MAX_SIZE}")
+        check_size(size)
         words = _count_words(texts, lower_case)
         if not words:
             raise UserError("no word to learn a vocabulary from: the texts are empty")
@@ -126,9 +132,9 @@ class WordPiece:
 
     @property
     def cased(self) -> list[str]:
-        """Pieces with capital letters, those in brackets left out: `[CLS]` and its like stand for no text."""
+        """Pieces that text in lower case never has, save those in brackets: `[CLS]` and its like stand for no text."""
         plain = (piece for piece in self._vocabulary if not (piece.startswith("[") and piece.endswith("]")))
-        return [piece for piece in plain if any(character.isupper() for character in piece)]
+        return [piece for piece in plain if piece != piece.lower()]  # not ℝ, which has no other form
 
     @property
     def special(self) -> Special:

@@ -40,7 +40,7 @@ from realm_jax.run import Run
 from realm_jax.storage import StorageError, digest
 from realm_jax.training.exporter import Exporter, index_settings
 from realm_jax.training.follower import Follower, Loaded
-from realm_jax.training.refresh import Fresh, Interrupted, shared_folder
+from realm_jax.training.refresh import Fresh, Interrupted, OfCorpus, shared_folder
 from realm_jax.training.reporter import STATUS_SECONDS, Reporter
 from realm_jax.training.state import Control
 
@@ -51,15 +51,17 @@ DRIFT_QUERIES, DRIFT_DEPTH, DRIFT_K = 256, 100, 8
 _T = TypeVar("_T")
 
 
-class Adoption:
+class Adoption(OfCorpus):
     """A task's index made by another job; see `refresh.Refresh`."""
 
     def __init__(
-        self, run: Run, task: str, start: int, kept: dict[int, str], keep: int, stopping: Callable[[], bool]
-    ) -> None:
+        self, run: Run, task: str, start: int, kept: dict[int, str], keep: int, stopping: Callable[[], bool],
+        alive: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
         """start: step to begin or go on with. kept: step → generation of the checkpoints that are there; `keep` of
-        them stay. stopping: whether to stop waiting."""
-        self._run, self._start, self._stopping = run, start, stopping
+        them stay. stopping: whether to stop waiting. alive: called again and again while the corpus is embedded."""
+        super().__init__(run, task, alive)
+        self._start, self._stopping = start, stopping
         self._options: ConfigDict = run.config.refresh
         self._folder = shared_folder(run)
         expected: dict[str, object] = {

@@ -15,16 +15,23 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from numpy.typing import NDArray
 
 from realm_jax.index.approximate import Searcher
 from realm_jax.index.candidates import Setting, search_depth, search_queries
 from realm_jax.mesh import replicated
 from realm_jax.models.realm import Params
-from realm_jax.run import Run, put_own
+from realm_jax.run import put_own
 
 Batch = dict[str, Any]
+
+
+class Search(NamedTuple):
+    """How hosts search: the task's setting, and how many steps before a batch is due."""
+
+    setting: Setting
+    ahead: int
 
 
 class Ahead(NamedTuple):
@@ -38,14 +45,13 @@ class Feed:
     """Hands out batches in order. A context manager: leaving ends the searching thread."""
 
     def __init__(
-        self, run: Run, source: Iterator[Batch], rows: NDArray[np.int64], batch_size: int, searches: bool,
+        self, mesh: Mesh, source: Iterator[Batch], rows: NDArray[np.int64], batch_size: int, search: Search | None,
         in_flight: NDArray | None = None,
     ) -> None:  # fmt: skip
-        """source: host batches of this process's `rows` of each global batch. searches: whether hosts search.
+        """source: host batches of this process's `rows` of each global batch. search: where hosts search.
         in_flight: rows in a checkpoint, [n, batch, k]."""
-        self._run, self._source, self._searches = run, source, searches
+        self._mesh, self._source, self._how = mesh, source, search
         self._rows, self._batch_size = rows, batch_size
-        self._ahead = run.config.retrieval.ahead
         self._pool = ThreadPoolExecutor(1)
         self._queue: deque[Ahead] = deque()
         for rows in [] if in_flight is None else in_flight:
@@ -61,16 +67,17 @@ class Feed:
 
     def next(self, params: Params, searcher: Searcher | None, tower: Params | None) -> Batch:
         """The batch of this step. params: its parameters, with which the search of a later step starts."""
-        if not self._searches:
+        if self._how is None:
             return self._put()
         assert searcher is not None, "where hosts search, an index has a searcher"
-        while len(self._queue) <= self._ahead:
+        while len(self._queue) <= self._how.ahead:
             try:
                 batch = self._put()
             except StopIteration:
                 break
-            queries = _queries(self._run.setting, params, batch, tower, replicated(self._run.mesh))
-            self._queue.append(Ahead(batch, self._pool.submit(self._search, searcher, queries)))
+            queries = _queries(self._how.setting, params, batch, tower, replicated(self._mesh))
+            depth = search_depth(self._how.setting)
+            self._queue.append(Ahead(batch, self._pool.submit(self._search, searcher, queries, depth)))
         batch, rows = self._queue.popleft()
         return batch | self._spread({"found": rows.result()})
 
@@ -84,11 +91,11 @@ class Feed:
         return self._spread(next(self._source))
 
     def _spread(self, batch: Batch) -> Batch:
-        found: Batch = put_own(self._run.mesh, batch, self._rows, self._batch_size)
+        found: Batch = put_own(self._mesh, batch, self._rows, self._batch_size)
         return found
 
-    def _search(self, searcher: Searcher, queries: jax.Array) -> NDArray[np.int32]:
-        return searcher.search(np.asarray(queries)[self._rows], search_depth(self._run.setting))
+    def _search(self, searcher: Searcher, queries: jax.Array, depth: int) -> NDArray[np.int32]:
+        return searcher.search(np.asarray(queries)[self._rows], depth)
 
 
 @partial(jax.jit, static_argnums=(0, 4))

@@ -24,7 +24,7 @@ from realm_jax.training.metrics import MetricsWriter
 
 logger = logging.getLogger(__name__)
 
-SHOWN = ("loss", "retrieval_utility", "recall@5", "null_probability", "accuracy")
+SHOWN = ("loss", "retrieval_utility", "recall@5", "null_probability", "f1", "accuracy")
 WAITS = ("data", "index", "measurement", "checkpoint")
 SPEEDS = ("steps_per_second", "step_seconds", "tflops_per_device", "mfu", "goodput")
 TIMES = ("seconds", *SPEEDS, *(f"wait_{name}" for name in WAITS))  # entries of a record that no two runs share

@@ -1,13 +1,16 @@
 """The train loop: one task from its first step, or from its newest checkpoint, to its last.
 
-Read `train_task`, then `_Training` top to bottom. What a step computes is `tasks.py`; where its arrays live is
-`state.py`; what watches over a run is `guards.py`.
+Read `train_task`, which says what the loop needs to know of a task of REALM (`Course`), then `follow` and `_Training`
+top to bottom. What a step computes is `tasks.py`; where its arrays live is `state.py`; what watches over a run is
+`guards.py`. A tagger takes the same loop: `tagging.py`.
 """
 
+import dataclasses
 import logging
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,23 +25,45 @@ from realm_jax.errors import UserError
 from realm_jax.index.candidates import Index
 from realm_jax.models.realm import Params
 from realm_jax.processes import anywhere
-from realm_jax.run import Run, own_rows
+from realm_jax.run import BaseRun, Run, own_rows
 from realm_jax.training.adoption import Adoption
 from realm_jax.training.checkpoints import Checkpoints, Saved
-from realm_jax.training.feed import Feed
+from realm_jax.training.feed import Feed, Search
 from realm_jax.training.flops import peak, step_flops
 from realm_jax.training.guards import CompileGuard, Profiler, Watchdog, check_replicas
 from realm_jax.training.journal import Journal, Work
 from realm_jax.training.preemption import Stop
-from realm_jax.training.refresh import Fresh, Inline, Interrupted, Refresh, exact_index, made, shared_folder
+from realm_jax.training.refresh import Fresh, Inline, Interrupted, Refresh, shared_folder
 from realm_jax.training.reporter import Reporter
-from realm_jax.training.restore import Restored, restore, restore_index
+from realm_jax.training.restore import Restored, restore
 from realm_jax.training.state import Control, State, make_step, put_control, start_state
 from realm_jax.training.tasks import Task, make_task
 
 logger = logging.getLogger(__name__)
 
 Measure = Callable[[Params, Index | None, bool], dict[str, Any]]
+MakeRefresh = Callable[[int, Checkpoints, Callable[[], bool], Callable[[], None]], Refresh]
+
+
+@dataclasses.dataclass(frozen=True)
+class Course:
+    """What the loop has to know of a task.
+
+    examples: called when something is left to train. work: what a step is to the devices. refresh: where the index
+    comes from, by (first step, checkpoints, whether to stop waiting, what to call again and again while the corpus is
+    embedded). search: where hosts search ahead of a step. measure, every: called with parameters and an index (None
+    without one) at every refresh and every so many steps (0: never), and, its last argument true, at the end. over:
+    called when the task turns out to be done.
+    """
+
+    task: Task
+    examples: Callable[[], Examples]
+    work: Work
+    refresh: MakeRefresh
+    search: Search | None = None
+    measure: Measure | None = None
+    every: int = 0
+    over: Callable[[], None] = lambda: None
 
 
 def task_examples(run: Run, name: str) -> Examples:
@@ -63,27 +88,40 @@ def train_task(
     folder: str | None = None,
     examples: Examples | None = None,
 ) -> Params:
-    """Train one task to its last step and return all parameters.
+    """Train one task of REALM to its last step and return all parameters.
 
-    params: where a fresh task starts. measure: called with parameters and an index (None in a task that neither
-    retrieves nor trains the retriever) at every refresh and, its last argument true, at the end. folder: name under the
-    run folder, the task's own by default. examples: others than the task's own. Continues from the newest checkpoint of
-    the folder.
+    params: where a fresh task starts. measure: see `Course`; there is no index in a task that neither retrieves nor
+    trains the retriever. folder: name under the run folder, the task's own by default. examples: others than the task's
+    own. Continues from the newest checkpoint of the folder.
     Raises Preempted after SIGTERM, once the state is saved.
     """
-    task, place, keep = make_task(name, run.setting), run.workdir / (folder or name), run.config.checkpoint
+    task = make_task(name, run.setting)
+
+    def over() -> None:
+        if name == "realm" and folder is None and run.config.refresh.mode == "async":
+            # the run may have been cut off before this word
+            Reporter(run, shared_folder(run), name).finish(run.config[name].steps)
+
+    hosts_search = run.searches is not None and name == "realm"  # fine-tuning searches exactly
+    search = Search(run.setting, run.config.retrieval.ahead) if hosts_search else None
+    refresh = partial(make_refresh, run, name, folder is None)
+    make_examples = lambda: examples or task_examples(run, name)  # noqa: E731
+    course = Course(task, make_examples, work_of(run, task), refresh, search, measure, over=over)
+    return follow(run, course, params, run.workdir / (folder or name))
+
+
+def follow(run: BaseRun, course: Course, params: Params, place: Path) -> Params:
+    """Train to the last step in the folder `place` and return all parameters; see `train_task`."""
+    task, keep = course.task, run.config.checkpoint
     saved = Saved.newest_sound(place / "checkpoints", lambda saved: restore(run, task, saved, params))
     state = start_state(run, task, params) if saved is None else saved.state
     with Checkpoints(place / "checkpoints", keep.keep, keep.keep_every) as checkpoints, Stop() as stop:
         stop.asked = anywhere(stop.asked)
         stop.check("every finished task is saved")
-        if int(state.step) >= run.config[name].steps:
-            if name == "realm" and folder is None and run.config.refresh.mode == "async":
-                # the run may have been cut off before this word
-                Reporter(run, shared_folder(run), name).finish(run.config[name].steps)
+        if int(state.step) >= run.config[task.name].steps:
+            course.over()
             return state.params
-        source = examples or task_examples(run, name)
-        training = _Training(run, task, place, state, saved, checkpoints, stop, source, measure, folder is None)
+        training = _Training(run, course, place, state, saved, checkpoints, stop)
         del saved, state  # their arrays go when the training needs them no longer
         with training:
             training.run_to_the_end()
@@ -94,12 +132,13 @@ class _Training:
     """A task's state, and everything that serves it on its way. A context manager."""
 
     def __init__(
-        self, run: Run, task: Task, place: Path, state: State, saved: Restored | None, checkpoints: Checkpoints,
-        stop: Stop, examples: Examples, measure: Measure | None, own_folder: bool,
+        self, run: BaseRun, course: Course, place: Path, state: State, saved: Restored | None, checkpoints: Checkpoints,
+        stop: Stop,
     ) -> None:  # fmt: skip
-        """place: the folder under the run folder; own_folder: whether it is the task's own."""
-        config = run.config
-        self._run, self._task, self._place, self._measure = run, task, place, measure
+        """place: the folder under the run folder."""
+        config, task = run.config, course.task
+        self._run, self._task, self._place = run, task, place
+        self._measure, self._every = course.measure, course.every
         self._state, self._saved, self._resumed = state, saved, saved is not None
         self._checkpoints, self._stop = checkpoints, stop
         self._start, self._total, size = int(state.step), config[task.name].steps, config[task.name].batch_size
@@ -108,16 +147,15 @@ class _Training:
         self._answers: deque[jax.Array] = deque(maxlen=2)  # to what was announced at the last two steps
         self._step_function = make_step(run, task)
         seconds, born = (0.0, None) if saved is None else (saved.record["seconds"], saved.record["born"])
-        counted = (self._start, self._total, seconds, work_of(run, task), born, lambda: checkpoints.latest)
+        counted = (self._start, self._total, seconds, course.work, born, lambda: checkpoints.latest)
         self._journal = Journal(place, task.name, *counted)
         self._watchdog = Watchdog(config.log.hang_seconds, place.name)
         alive = self._watchdog.beat
-        self._refreshes = make_refresh(run, task.name, own_folder, self._start, checkpoints, self._stopping, alive)
+        self._refreshes = course.refresh(self._start, checkpoints, self._stopping, alive)
         rows = own_rows(run.mesh, size)
-        source = batches(examples, config.seed, task.name, size, self._start, self._total, rows)
-        hosts_search = run.searches is not None and task.name == "realm"  # fine-tuning searches exactly
+        source = batches(course.examples(), config.seed, task.name, size, self._start, self._total, rows)
         in_flight = None if saved is None else saved.in_flight
-        self._feed = Feed(run, source, rows, size, hosts_search, in_flight)
+        self._feed = Feed(run.mesh, source, rows, size, course.search, in_flight)
         self._profiler = Profiler(place / "profile", config.log.profile_step)
         self._compiles = CompileGuard(self._step_function)
 
@@ -140,7 +178,7 @@ class _Training:
         """Every step that is left, then the last measurement and save."""
         try:
             if self._saved is not None:
-                self._index = restore_index(self._run, self._task, self._saved, self._refreshes)
+                self._index = self._refreshes.resume(self._saved) if self._task.retrieves else None
                 self._saved = None
         except Interrupted:
             self._stop.asked = True  # whichever process was told to
@@ -161,6 +199,8 @@ class _Training:
         heard = Control(*np.asarray(self._answers[0]).tolist()) if len(self._answers) == 2 else Control()
         if self._task.retrieves:
             self._look_for_index(step, heard)
+        if self._every and step and step % self._every == 0:
+            self._look_in_between(step)
         index = self._index
         with self._journal.waiting("data"):
             searcher, tower = (None, None) if index is None else (index.searcher, index.index.tower)
@@ -185,10 +225,18 @@ class _Training:
         if fresh is not None:
             self._index = fresh
             with self._journal.waiting("measurement"):
-                exact = exact_index(self._run, fresh)
+                exact = self._refreshes.exact(fresh)
                 found = {} if self._measure is None else self._measure(self.params, exact, False)
             self._watchdog.beat()
             self._journal.measured(step, found | {"refresh": True, "index_step": fresh.step} | fresh.facts)
+
+    def _look_in_between(self, step: int) -> None:
+        """Measure what a task without an index has learnt so far."""
+        assert self._measure is not None, "a course that says when to measure says how"
+        with self._journal.waiting("measurement"):
+            found = self._measure(self.params, None, False)
+        self._watchdog.beat()
+        self._journal.measured(step, found)
 
     def _after(self, done: int, values: dict[str, jax.Array], further: dict[str, int], heard: Control) -> None:
         """Records, and a save where one is due."""
@@ -235,14 +283,13 @@ class _Training:
 
     def _finish(self) -> None:
         """The last measurement, with a fresh index, and the last save."""
-        run, total = self._run, self._total
+        total = self._total
         self._journal.flush()
         self._watchdog.beat()
         if self._measure is not None:
-            fresh = self._task.name != "mlm"
-            vectors = run.embed(self.params, lambda _: self._watchdog.beat()) if fresh else None
-            self._index = None if vectors is None else made(run, vectors, total, None, exact=True)
-            found = self._measure(self.params, None if self._index is None else exact_index(run, self._index), True)
+            self._index = self._refreshes.last(total, self.params)
+            exact = None if self._index is None else self._refreshes.exact(self._index)
+            found = self._measure(self.params, exact, True)
             self._journal.measured(total, found | {"refresh": False, "seconds": self._journal.seconds})
         self._watchdog.beat()
         self._save(total, wait=True)
@@ -268,6 +315,7 @@ def make_refresh(
     if run.config.refresh.mode == "inline" or not own_folder:
         return Inline(run, name, alive)
     if name == "realm":
-        return Adoption(run, name, start, checkpoints.generations(), run.config.checkpoint.keep, stopping)
+        kept = checkpoints.generations()
+        return Adoption(run, name, start, kept, run.config.checkpoint.keep, stopping, alive)
     later = "realm" in task_names(run.config)[task_names(run.config).index(name) :]
     return Inline(run, name, alive, Reporter(run, shared_folder(run), name) if later else None)

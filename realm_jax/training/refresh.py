@@ -2,13 +2,15 @@
 
 Both answer the loop's one question, `at(step, …)`: is there a fresh index to use from this step on? Inline, every
 `refresh.every` steps; asynchronous, when a generation is due by `refresh.adopt_after` or is ready in every process.
-Read `Inline.at` and then `adoption.py`; how generations are found and verified is `follower.py`.
+Read `Inline.at` and then `adoption.py`; how generations are found and verified is
+`follower.py`.
 """
 
+import abc
 import dataclasses
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +24,7 @@ from realm_jax.models.realm import Params
 from realm_jax.run import Run
 from realm_jax.storage import Folder, open_folder
 from realm_jax.training.reporter import Reporter
+from realm_jax.training.restore import Restored
 from realm_jax.training.state import Control
 
 
@@ -46,24 +49,37 @@ class Interrupted(Exception):
     """SIGTERM came to a process while training waited for an index; every process raises it."""
 
 
-class Refresh(Protocol):
-    """Where a task's index comes from. A context manager."""
+class Refresh:
+    """Where a task's index comes from: nowhere, for a task that has no corpus. A context manager."""
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(self, *error: object) -> None: ...
+    def __exit__(self, *error: object) -> None:
+        pass
 
     def at(self, step: int, params: Params, index: Fresh | None, heard: Control) -> Fresh | None:
         """A fresh index to use from `step` on, or None to go on with the one in use.
 
         heard: what the processes announced two steps ago. Raises Interrupted, UserError.
         """
+        return None
 
-    def restore(self, generation: str, step: int) -> Fresh:
-        """The index that a checkpoint of `step` names. Raises Interrupted, UserError."""
+    def resume(self, saved: Restored) -> Fresh | None:
+        """The index that was in use when a checkpoint was saved. Raises Interrupted, UserError."""
+        return None
+
+    def exact(self, fresh: Fresh) -> Index:
+        """The index for exact search on the devices, with which everything but REALM's own search works."""
+        return fresh.index
+
+    def last(self, step: int, params: Params) -> Fresh | None:
+        """The index that the parameters at the end of the task are measured with."""
+        return None
 
     def announce(self, step: int) -> Control:
         """The generation that this process has ready; called once a step, after `at`."""
+        return Control()
 
     def saving(self, step: int, generation: str) -> None:
         """A checkpoint of `step` is about to be written, which names this generation."""
@@ -86,25 +102,53 @@ def made(run: Run, vectors: NDArray, step: int, tower: Params | None, exact: boo
     return Fresh(Index(None, run.documents, tower), stored, step, searcher=Searcher.of(stored, run.searches))
 
 
-def exact_index(run: Run, fresh: Fresh) -> Index:
-    """The index for exact search on the devices, with which everything but REALM's own search works."""
-    if fresh.index.vectors is not None:
-        return fresh.index
-    assert fresh.vectors is not None, "where hosts search, they have the vectors"
-    return run.index(fresh.vectors)
+class OfCorpus(Refresh, abc.ABC):
+    """What every index of a run's corpus can do, whoever makes it."""
+
+    def __init__(self, run: Run, task: str, alive: Callable[[], None]) -> None:
+        """alive: called again and again while the corpus is embedded."""
+        self._run, self._task, self._alive = run, task, alive
+
+    @abc.abstractmethod
+    def restore(self, generation: str, step: int) -> Fresh:
+        """The generation that a checkpoint of `step` names. Raises Interrupted, UserError."""
+
+    def resume(self, saved: Restored) -> Fresh | None:
+        """Of saved vectors, or the generation that the checkpoint names."""
+        if saved.record["index_step"] < 0:
+            return None
+        if generation := saved.record.get("generation"):
+            return self.restore(generation, int(saved.state.step))
+        if saved.vectors is None:
+            return None
+        vectors, step = saved.vectors[: self._run.setting.rows], saved.record["index_step"]
+        return made(self._run, vectors, step, saved.tower, exact=self._task != "realm")
+
+    def exact(self, fresh: Fresh) -> Index:
+        if fresh.index.vectors is not None:
+            return fresh.index
+        assert fresh.vectors is not None, "where hosts search, they have the vectors"
+        return self._run.index(fresh.vectors)
+
+    def last(self, step: int, params: Params) -> Fresh | None:
+        """None after the warm-up, which trains no retriever."""
+        if self._task == "mlm":
+            return None
+        return made(self._run, self._run.embed(params, lambda _: self._alive()), step, None, exact=True)
 
 
 # --- On the trainer's own devices -------------------------------------------------------------------------------------
 
 
-class Inline:
+class Inline(OfCorpus):
     """The trainer embeds the corpus: at the start of a task, and for REALM every `refresh.every` steps."""
 
     def __init__(self, run: Run, name: str, alive: Callable[[], None], reporter: Reporter | None = None) -> None:
         """alive: called again and again while it embeds. reporter: tells a builder that waits for a later task that the
         run lives."""
-        self._run, self._every = run, run.config.refresh.every if name == "realm" else 0
-        self._exact, self._alive, self._reporter = name != "realm", alive, reporter
+        super().__init__(run, name, alive)
+        self._every, self._exact = run.config.refresh.every if name == "realm" else 0, name != "realm"
+        self._reporter = reporter
 
     def __enter__(self) -> Self:
         (self._reporter or nullcontext()).__enter__()
@@ -131,9 +175,3 @@ class Inline:
         raise UserError(
             f"{self._run.workdir}: step {step} was trained with generation {generation}; set config.refresh.mode=async"
         )
-
-    def saving(self, step: int, generation: str) -> None:
-        pass
-
-    def done(self, step: int) -> None:
-        pass

@@ -10,9 +10,8 @@ from numpy.typing import NDArray
 from realm_jax.errors import UserError
 from realm_jax.index.candidates import Index
 from realm_jax.models.realm import Params
-from realm_jax.run import Run
+from realm_jax.run import BaseRun, Run
 from realm_jax.training.checkpoints import Saved, differences, environment
-from realm_jax.training.refresh import Fresh, Refresh, made
 from realm_jax.training.state import State, start_state, state_shardings
 from realm_jax.training.tasks import Task, make_task
 
@@ -32,30 +31,18 @@ class Restored(NamedTuple):
     in_flight: NDArray | None
 
 
-def restore(run: Run, task: Task, saved: Saved, like: Params) -> Restored:
+def restore(run: BaseRun, task: Task, saved: Saved, like: Params) -> Restored:
     """All of a checkpoint of a task, on this run's devices. like: shapes of all parameters. Raises as `Saved` does."""
     changed = differences(saved.record.get("environment", {}), environment())
     if changed:
         logger.warning("the environment differs, so bits may too: %s", "; ".join(changed))
     logger.info("%s: going on from step %d", task.name, saved.step)
     state = saved.state(abstract_state(run, task, like))
-    tower = saved.tree("tower", run.param_shardings[run.model.embedder_names[0]])
+    tower = saved.tree("tower", run.param_shardings[task.trained[0]]) if task.retrieves else None
     return Restored(state, saved.record, saved.array("vectors"), tower, saved.array("in_flight"))
 
 
-def restore_index(run: Run, task: Task, saved: Restored, refreshes: Refresh) -> Fresh | None:
-    """The index that was in use: saved vectors, or the generation that the checkpoint names."""
-    if not task.retrieves or saved.record["index_step"] < 0:
-        return None
-    if generation := saved.record.get("generation"):
-        return refreshes.restore(generation, int(saved.state.step))
-    if saved.vectors is None:
-        return None
-    vectors, step = saved.vectors[: run.setting.rows], saved.record["index_step"]
-    return made(run, vectors, step, saved.tower, exact=task.name != "realm")
-
-
-def abstract_state(run: Run, task: Task, like: Params) -> State:
+def abstract_state(run: BaseRun, task: Task, like: Params) -> State:
     """Shapes and places of a task's state. `like`: shapes of all parameters."""
     shapes = jax.eval_shape(lambda params: start_state(run, task, params), like)
     places = state_shardings(run, task)
@@ -74,8 +61,13 @@ def restore_params(run: Run, workdir: Path, name: str, like: Params) -> Params:
 
 
 def saved_params(run: Run, name: str, saved: Saved, like: Params) -> Params:
-    """The parameters in a checkpoint of a task, on this run's devices. `like`: their shapes."""
-    abstract = abstract_state(run, make_task(name, run.setting), like)
+    """The parameters in a checkpoint of a task of REALM, on this run's devices. `like`: their shapes."""
+    return task_params(run, make_task(name, run.setting), saved, like)
+
+
+def task_params(run: BaseRun, task: Task, saved: Saved, like: Params) -> Params:
+    """The parameters in a checkpoint of any task, on this run's devices. `like`: their shapes."""
+    abstract = abstract_state(run, task, like)
     moments = jax.tree.map(lambda _: ..., abstract.optimizer)
     return saved.state(abstract._replace(optimizer=moments)).params
 

@@ -17,7 +17,7 @@ from realm_jax.data.pipeline import PURPOSES
 from realm_jax.index.candidates import Index
 from realm_jax.mesh import replicated
 from realm_jax.models.realm import Params
-from realm_jax.run import Run
+from realm_jax.run import BaseRun
 from realm_jax.training.gradients import gradients
 from realm_jax.training.optimizer import make_optimizer
 from realm_jax.training.tasks import Task
@@ -44,7 +44,7 @@ def task_optimizer(config: ConfigDict, task: Task) -> Any:
     return make_optimizer(c.learning_rate, c.steps, c.warmup, decay, clip, hold)
 
 
-def start_state(run: Run, task: Task, params: Params) -> State:
+def start_state(run: BaseRun, task: Task, params: Params) -> State:
     """A task's state at step 0, sharded; the parameters are copied, because a step gives its input state away."""
     optimizer = task_optimizer(run.config, task)
     trained = {name: params[name] for name in task.trained}
@@ -57,7 +57,7 @@ def start_state(run: Run, task: Task, params: Params) -> State:
     return jax.jit(build, out_shardings=shardings)(trained, frozen)
 
 
-def state_shardings(run: Run, task: Task) -> Any:
+def state_shardings(run: BaseRun, task: Task) -> Any:
     """Where every array of a task's state lives; moments live where their parameters do. A `State` of shardings."""
     everywhere = replicated(run.mesh)
     trained = {name: run.param_shardings[name] for name in task.trained}
@@ -108,7 +108,7 @@ def agreed(control: jax.Array) -> jax.Array:
     return jnp.stack([jnp.where(words.min() == words.max(), words.min(), -1), steps.max(), stops.max()])
 
 
-def make_step(run: Run, task: Task) -> Step:
+def make_step(run: BaseRun, task: Task) -> Step:
     """One optimiser step as one jitted program; the state is donated. Metric `heard`: what the control words say."""
     optimizer = task_optimizer(run.config, task)
     seed, purpose, parts = run.config.seed, PURPOSES[task.name], run.config[task.name].microbatches

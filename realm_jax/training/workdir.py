@@ -1,18 +1,16 @@
 """What a run folder was made for: config and data are recorded there, and compared at every start."""
 
-import dataclasses
-import hashlib
-import json
+from collections.abc import Collection
 from pathlib import Path
 
 from realm_jax.config import completed, science
 from realm_jax.errors import UserError
 from realm_jax.processes import is_first
-from realm_jax.run import Run
+from realm_jax.run import BaseRun
 from realm_jax.storage import read_json, write_json_atomic
 
 
-def check_workdir(run: Run) -> None:
+def check_workdir(run: BaseRun) -> None:
     """Record config and data in the run folder, or compare them with what is recorded there.
 
     Raises UserError when a science key or the data differ; another value of an operations key is recorded.
@@ -23,12 +21,12 @@ def check_workdir(run: Run) -> None:
         check_data(run)
     if is_first():
         run.workdir.mkdir(parents=True, exist_ok=True)
-        write_json_atomic(run.workdir / "data.json", _fingerprints(run))
+        write_json_atomic(run.workdir / "data.json", run.fingerprints())
         write_json_atomic(path, run.config.to_dict())
 
 
-def _check_science(run: Run, path: Path) -> None:
-    recorded = science(completed(read_json(path)))
+def _check_science(run: BaseRun, path: Path) -> None:
+    recorded = science(completed(read_json(path), run.default_config()))
     now = science(run.config)
     for key in sorted({*recorded, *now}):
         if recorded.get(key) != now.get(key):
@@ -38,24 +36,24 @@ def _check_science(run: Run, path: Path) -> None:
             )
 
 
-def check_data(run: Run, edited: bool = False) -> None:
-    """Raise UserError when tokenizer, stores or questions are not those that the run folder's `data.json` records, if
-    it does. edited: a later version of the passages will do, too."""
+def check_data(run: BaseRun, versions: Collection[str] = ()) -> None:
+    """Raise UserError when the data are not those that the run folder's `data.json` records, if it does.
+
+    versions: fingerprints of passages that will do, too.
+    """
     path = run.workdir / "data.json"
     recorded = read_json(path) if path.is_file() else {}
-    for name, fingerprint in _fingerprints(run).items():
-        if edited and name in ("passages", "pretraining") and recorded.get(name) in run.sources.passages.versions:
+    now = run.fingerprints()
+    for name in sorted({*recorded, *now} if recorded else ()):
+        if name in ("passages", "pretraining") and recorded.get(name) in versions:
             continue
-        if recorded.get(name, fingerprint) != fingerprint:
+        if recorded.get(name) != now.get(name):
+            found = f"other {name} than {path} records"
+            if name not in now:
+                found = f"no {name}, which {path} records"
+            if name not in recorded:
+                found = f"{name}, which {path} does not record"
             raise UserError(
-                f"{run.config.data.path}: not the data of the run: other {name} than {path} records; "
+                f"{run.config.data.path}: not the data of the run: {found}; "
                 "name the folder that it was trained with, or start in another --workdir"
             )
-
-
-def _fingerprints(run: Run) -> dict[str, str]:
-    sources = run.sources
-    stores = {"passages": sources.passages.fingerprint, "pretraining": sources.pretraining.fingerprint}
-    asked = {split: [dataclasses.asdict(one) for one in questions] for split, questions in sources.questions.items()}
-    questions = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
-    return {"tokenizer": sources.wordpiece.fingerprint} | stores | {"questions": questions}

@@ -1,0 +1,75 @@
+"""Examples a second that one core makes for each task, and what 512 examples a step ask of a host.
+
+Takes a prepared folder and the paper's lengths, and makes batches in the thread that asks for them, as the loop has
+them made ahead. Opening a pipeline (finding the sentences with salient spans) is given apart.
+
+    python benchmarks/examples.py --data DIR [--seconds 10]
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+
+from realm_jax.config import default
+from realm_jax.data.closed_book import closed_book_examples
+from realm_jax.data.examples import (
+    Examples,
+    cloze_examples,
+    lengths_from,
+    masked_examples,
+    question_examples,
+    warmup_examples,
+)
+from realm_jax.data.pipeline import dataset
+from realm_jax.data.sources import open_sources
+
+BATCH = 512
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", required=True, help="folder of realm prepare")
+    parser.add_argument("--seconds", type=float, default=10)
+    args = parser.parse_args()
+    sources, config = open_sources(args.data), default()
+    data, wordpiece, passages = config.data, sources.wordpiece, sources.passages
+    questions = sources.questions.get("train", [])
+    sizes = (data.query_length, data.document_length, data.masking, data.predictions, data.answers)
+    lengths = lengths_from(*sizes, config.model.span_width)
+    x, own = sources.pretraining, sources.own_text
+    print(f"{len(passages):,} passages, {len(x):,} of text to learn from, {len(questions):,} questions; {lengths}")
+    rates = data.null_rate, data.unrelated_rate
+    makers: dict[str, tuple[str, Callable[[], Examples]]] = {
+        "mlm": ("mlm", lambda: warmup_examples(passages, x, wordpiece, lengths, *rates)),
+        "ict": ("ict", lambda: cloze_examples(passages, wordpiece, lengths, data.ict_mask_rate)),
+    }
+    for kind in ("salient", "uniform", "random_span"):
+        makers[f"realm, {kind}"] = "realm", lambda kind=kind: masked_examples(x, wordpiece, lengths, kind, own)
+    if questions:
+        makers["qa"] = "qa", lambda: question_examples(questions, wordpiece, lengths)
+        makers["closed book"] = "mlm", lambda: closed_book_examples(x, questions, wordpiece, lengths)
+    for name, (purpose, maker) in makers.items():
+        print(name, ", ".join(f"{key} {value:.4g}" for key, value in measure(purpose, maker, args.seconds).items()))
+
+
+def measure(purpose: str, maker: Callable[[], Examples], seconds: float) -> dict[str, float]:
+    """Seconds to open; examples a second of one core; its seconds for BATCH examples; cores for a step of 200 ms."""
+    began = time.perf_counter()
+    batches = dataset(maker(), 0, purpose, BATCH)
+    batches[0]
+    opened = time.perf_counter()
+    step = 1
+    while time.perf_counter() - opened < seconds:
+        batches[step]
+        step += 1
+    each = (time.perf_counter() - opened) / (step - 1)
+    return {
+        "opened and first batch, s": opened - began,
+        "examples/s": BATCH / each,
+        f"s for {BATCH}": each,
+        "cores at 200 ms a step": each / 0.2,
+    }
+
+
+if __name__ == "__main__":
+    main()

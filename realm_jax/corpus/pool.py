@@ -1,0 +1,76 @@
+"""A pure function over many batches in worker processes, results in the order of the batches."""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from itertools import chain, islice
+from typing import Any, TypeVar
+
+from realm_jax.errors import Resumable
+
+_BATCHES_WORTH_A_POOL = 4  # starting processes takes about as long as doing this many batches
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+
+def map_in_order(function: Callable[[_T], _R], batches: Iterable[_T], workers: int) -> Iterator[_R]:
+    """`map`, by so many processes; in this one when the batches are few.
+
+    A script that uses more than one process needs the usual `if __name__ == "__main__":` guard. Raises Resumable when
+    the system kills a worker.
+    """
+    batches = iter(batches)
+    first = list(islice(batches, _BATCHES_WORTH_A_POOL))
+    batches = chain(first, batches)
+    if workers == 1 or len(first) < _BATCHES_WORTH_A_POOL:
+        yield from map(function, batches)
+        return
+    # "spawn": a forked child would inherit locks of threads that JAX and the tokenizer may have started.
+    context = multiprocessing.get_context("spawn")
+    others = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(workers, context, _start_worker, (function,))
+    try:
+        waiting: deque[Future[_R]] = deque()
+        for batch in batches:
+            waiting.append(pool.submit(_work, batch))
+            if len(waiting) > 2 * workers:  # enough to keep all busy, and no more of the corpus in memory
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool:
+        raise Resumable("a worker process was killed, probably for lack of memory; use fewer workers") from None
+    except BaseException:
+        for process in set(multiprocessing.active_children()) - others:
+            process.terminate()  # it writes nothing, and may have minutes to go
+        raise
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+_function: Callable[[Any], Any]
+
+
+def _start_worker(function: Callable[[Any], Any]) -> None:
+    """Set up a worker process: it leaves Ctrl-C to its parent and ends when the parent is gone."""
+    global _function
+    _function = function
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _work(batch: Any) -> Any:
+    return _function(batch)

@@ -1,0 +1,259 @@
+"""The TFDS datasets `open_qa/nq_open`, `open_qa/web_questions` and `open_qa/curated_trec`, with ORQA's splits.
+
+    import realm_jax.data.open_qa  # makes the names known
+    builder = tensorflow_datasets.builder("open_qa/web_questions")
+    builder.download_and_prepare()
+    builder.as_data_source("dev")[0]  # {"question": b"…", "answers": [b"…"], "match": b"string", …}
+
+Nothing of it needs TensorFlow: records are kept in ArrayRecord files. What was published is taken from TFDS's manual
+folder if it lies there, and downloaded otherwise. Importing this takes a second, so nothing imports it that does not
+use it. Not for other question files: `realm_jax.corpus.formats`. Read `OpenQa` next; the files and the rule of the
+splits are in `realm_jax.data.question_sets`.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import io
+import json
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tensorflow_datasets as tfds
+
+from realm_jax.corpus.jsonl import Question, pattern_fault, read_questions
+from realm_jax.data.question_sets import PREFIX, SETS, SPLITS, Found, QuestionSet, find_files, instructions, resplit
+from realm_jax.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+REFUSE, LEAVE_OUT = "refuse", "leave_out"
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class OpenQaConfig(tfds.core.BuilderConfig):
+    """One question set. Further configs, under other names, may choose among its answers.
+
+    `questions`: a name of `question_sets.SETS`. `max_answer_tokens`: keep answers of at most that many words between
+    white space, and questions that have one; the published NQ-open went through such a rule already (with the tokens of
+    HTML pages, where punctuation counts), other sets did not. `invalid_patterns`: whether a regular expression that
+    does not compile is refused, or its question left out and counted.
+    """
+
+    questions: str
+    max_answer_tokens: int | None = None
+    invalid_patterns: str = REFUSE
+
+    def __post_init__(self) -> None:
+        if self.questions not in SETS:
+            raise UserError(f"questions={self.questions!r}: no such set; choose one of {', '.join(SETS)}")
+        if self.invalid_patterns not in (REFUSE, LEAVE_OUT):
+            raise UserError(f"invalid_patterns={self.invalid_patterns!r}: choose {REFUSE!r} or {LEAVE_OUT!r}")
+        if self.max_answer_tokens is not None and self.max_answer_tokens < 1:
+            raise UserError(f"max_answer_tokens={self.max_answer_tokens}: no answer is so short; choose 1 or more")
+
+
+def checksums(sets: Mapping[str, QuestionSet]) -> dict[str, Any]:
+    """What TFDS compares downloads with, by URL."""
+    return {
+        file.url: tfds.download.checksums.UrlInfo(size=file.bytes, checksum=file.sha256, filename=file.name)
+        for published in sets.values()
+        for files in published.editions[0].values()
+        for file in files
+    }
+
+
+class OpenQa(tfds.core.GeneratorBasedBuilder):
+    """Questions with answer strings, or with regular expressions, in ORQA's splits train, dev and test.
+
+    Features: `question` and `answers`, verbatim; `match`, "string" or "regex", for how answers are meant; `id` of the
+    row, as published or its file and line; `source`, the name of the set. The order is that of the files.
+    """
+
+    VERSION = tfds.core.Version("1.0.0")
+    BUILDER_CONFIGS = [
+        OpenQaConfig(name=name, questions=name, description=published.title) for name, published in SETS.items()
+    ]
+    MANUAL_DOWNLOAD_INSTRUCTIONS = "Where there is no network, put into this folder, or into one in it with the name "
+    MANUAL_DOWNLOAD_INSTRUCTIONS += "of the set: " + "; ".join(f"{name}: {instructions(name)}" for name in SETS)
+    url_infos = checksums(SETS)  # TFDS reads them from a file unless they are here
+
+    def __init__(self, *, file_format: Any = "array_record", **kwargs: Any):
+        super().__init__(file_format=file_format, **kwargs)
+
+    @property
+    def published(self) -> QuestionSet:
+        """What the config's questions are."""
+        return SETS[self.builder_config.questions]
+
+    def _info(self) -> tfds.core.DatasetInfo:
+        text = tfds.features.Text
+        return tfds.core.DatasetInfo(
+            builder=self,
+            description="Questions of open-domain question answering with the splits of ORQA (Lee et al. 2019).",
+            features=tfds.features.FeaturesDict(
+                {
+                    "question": text(),
+                    "answers": tfds.features.Sequence(text()),
+                    "match": text(),
+                    "id": text(),
+                    "source": text(),
+                }
+            ),
+            homepage=self.published.homepage,
+            license=self.published.license,
+            disable_shuffling=True,
+            metadata=tfds.core.MetadataDict(),
+        )
+
+    def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict[str, Iterator[tuple[int, Any]]]:
+        folders, advice = _manual_folders(dl_manager, self.builder_config.questions)
+        found = find_files(folders, self.published) or self._download(dl_manager, advice)
+        left_out: Counter[str] = Counter()
+        official = {split: self._read(files, left_out) for split, files in found.items()}
+        splits = resplit(official["train"], official["test"])
+        self._report(splits, left_out)
+        return {split: self._generate_examples(questions) for split, questions in splits.items()}
+
+    def _generate_examples(self, questions: Sequence[Question]) -> Iterator[tuple[int, dict[str, Any]]]:
+        for number, question in enumerate(questions):
+            fields = {"question": question.question, "answers": question.answers, "id": question.fields["id"]}
+            match = "regex" if question.is_regex else "string"
+            yield number, fields | {"match": match, "source": self.builder_config.questions}
+
+    def _download(self, dl_manager: tfds.download.DownloadManager, advice: str) -> Found:
+        """Fetch the edition that can be fetched; checksums are compared."""
+        urls = {split: {file.name: file.url for file in files} for split, files in self.published.editions[0].items()}
+        # At once, since without a network it takes minutes to fail.
+        logger.warning("%s: downloading it from %s; or %s", self.info.full_name, self.published.homepage, advice)
+        try:
+            fetched = dl_manager.download(urls)
+        except Exception as fault:  # whatever the network library raises
+            reason = " ".join(str(fault).split())[:300]
+            name = type(fault).__name__
+            raise UserError(f"{self.info.full_name}: cannot download it ({name}: {reason}); {advice}") from None
+        return {split: {name: Path(path) for name, path in files.items()} for split, files in fetched.items()}
+
+    def _read(self, files: Mapping[str, Path], left_out: Counter[str]) -> list[Question]:
+        """The questions of an official split; what is left out is counted by reason."""
+        questions = []
+        for name, path in files.items():
+            for question in read_questions(path, check_patterns=False):
+                kept, reason = self._keep(question, f"{path}:{question.line}")
+                if kept is None:
+                    left_out[reason] += 1
+                else:
+                    row = kept.fields.get("id")
+                    kept.fields["id"] = str(row) if isinstance(row, str | int) else f"{name}:{question.line}"
+                    questions.append(kept)
+        return questions
+
+    def _keep(self, question: Question, where: str) -> tuple[Question | None, str]:
+        """The question with the answers that count, or None and the reason."""
+        if not self.published.belongs(question):
+            return None, "that were added to the files for another purpose"
+        if (fault := pattern_fault(question)) is not None:
+            if self.builder_config.invalid_patterns == REFUSE:
+                raise UserError(
+                    f"{where}: {fault}; mend the pattern, or set invalid_patterns={LEAVE_OUT!r} in a config"
+                )
+            logger.warning("%s: %s; its question is left out", where, fault)
+            return None, "with a pattern that does not compile"
+        most = self.builder_config.max_answer_tokens
+        if most is None or question.is_regex:
+            return question, ""
+        answers = [answer for answer in question.answers if len(answer.split()) <= most]
+        if not answers:
+            return None, f"without an answer of at most {most} words"
+        return dataclasses.replace(question, answers=answers), ""
+
+    def _report(self, splits: Mapping[str, Sequence[Question]], left_out: Counter[str]) -> None:
+        """Say what was left out, and whether the numbers are those that were published."""
+        self.info.metadata["left_out"] = dict(left_out)
+        for reason, count in left_out.items():
+            logger.warning("%s: %d questions %s are left out", self.info.full_name, count, reason)
+        for split, questions in splits.items():
+            if not questions:
+                raise UserError(f"{self.info.full_name}: no question is left for {split}; check the files")
+            expected = self.published.sizes[split]
+            if len(questions) != expected:
+                logger.warning(
+                    "%s: %s has %d questions; %d were published", self.info.full_name, split, len(questions), expected
+                )
+
+
+def read(name: str, split: str | None = None) -> list[Question]:
+    """Questions of `tfds:open_qa/NAME`, of one split or all, each with its split, source and id in `fields`.
+
+    They are prepared first where they are not yet, in TFDS's folder (`TFDS_DATA_DIR`). Raises UserError for another
+    name or split, and for whatever keeps them from being prepared or read.
+    """
+    questions = name.removeprefix(f"{PREFIX}{OpenQa.name}/")
+    if questions not in SETS:
+        known = ", ".join(f"{PREFIX}{OpenQa.name}/{each}" for each in SETS)
+        raise UserError(f"{name}: no such question set; choose one of {known}")
+    if split not in (None, *SPLITS):
+        raise UserError(f"{name} has no split {split}; choose one of {', '.join(SPLITS)}")
+    try:
+        builder = _prepared(questions)
+        sources = {each: builder.as_data_source(each) for each in SPLITS if split in (None, each)}
+        return [
+            _question(record, each, line)
+            for each, source in sources.items()
+            for line, record in enumerate(source, start=1)
+        ]
+    except UserError:
+        raise
+    except OSError as fault:
+        place = fault.filename or "TFDS's folder"
+        raise UserError(f"{name}: {fault.strerror or fault}: {place}; set TFDS_DATA_DIR to another folder") from None
+    except Exception as fault:  # of damaged files, or of another format, as TFDS and ArrayRecord see fit
+        reason = " ".join(str(fault).split())[:200]
+        raise UserError(
+            f"{name}: what lies in TFDS's folder cannot be read ({reason}); remove its {OpenQa.name}/{questions}"
+        ) from None
+
+
+def fingerprint(questions: Sequence[Question]) -> str:
+    """SHA-256 of the content of questions: two preparations of the same files agree."""
+    digest = hashlib.sha256()
+    for question in questions:
+        digest.update(
+            json.dumps([question.question, question.answers, question.fields], sort_keys=True).encode() + b"\n"
+        )
+    return digest.hexdigest()
+
+
+def _prepared(questions: str) -> OpenQa:
+    """The builder of a set whose files are there."""
+    data_dir = os.environ.get("TFDS_DATA_DIR")  # as it is now; TFDS looks when it is imported
+    builder = OpenQa(config=questions, data_dir=data_dir)
+    if not builder.data_path.exists():
+        logger.info("preparing %s in %s", builder.info.full_name, builder.data_dir)
+        tfds.disable_progress_bar()
+        logging.getLogger("urllib3").setLevel(logging.ERROR)  # it tells of each try; the last one's fault is told below
+        with contextlib.redirect_stdout(io.StringIO()):  # where it would announce itself
+            builder.download_and_prepare(download_config=tfds.download.DownloadConfig(try_download_gcs=False))
+    return builder
+
+
+def _question(record: Mapping[str, Any], split: str, line: int) -> Question:
+    """A record of the data source."""
+    texts = {key: record[key].decode("utf-8") for key in ("question", "match", "id", "source")}
+    fields = {"split": split, "source": texts["source"], "id": texts["id"]}
+    if texts["match"] == "regex":
+        fields["match"] = "regex"
+    return Question(texts["question"], [answer.decode("utf-8") for answer in record["answers"]], None, fields, line)
+
+
+def _manual_folders(dl_manager: tfds.download.DownloadManager, questions: str) -> tuple[list[Path], str]:
+    """Where files may have been put, and what to say to somebody who has to put them there."""
+    try:
+        folder = Path(dl_manager.manual_dir)
+    except AssertionError as fault:  # there is none, or nothing in it; the first line says where it would be
+        return [], f"put {instructions(questions)} into TFDS's folder ({str(fault).partition('. ')[0]})"
+    return [folder / questions, folder], f"put {instructions(questions)} into {folder}"

@@ -1,0 +1,87 @@
+"""A prepared folder in a bucket, copied to this machine's disk once: nothing remote is memory-mapped.
+
+A copy is verified before PREPARED.json is put into it, and a store that has been edited since is brought up to date, so
+that it takes its new segments alone. Processes of one machine wait for the one that copies.
+"""
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+from realm_jax.corpus.store import MANIFEST as STORE
+from realm_jax.corpus.store import PassageStore
+from realm_jax.errors import UserError
+from realm_jax.storage import Folder, StorageError, digest, one_after_another, open_folder, staging_folder, write_atomic
+from realm_jax.text.wordpiece import FILES
+
+logger = logging.getLogger(__name__)
+
+PREPARED = "PREPARED.json"
+MARGIN = 1 << 30  # bytes of the disk that are left free
+
+
+def is_remote(path: str) -> bool:
+    """Whether a path is the URL of a bucket."""
+    return "://" in path and not path.startswith("file://")
+
+
+def staged(url: str, flag: str = "config.data.path=") -> Path:
+    """The copy of a prepared folder on this machine's disk.
+
+    flag: what a message puts before the URL. Raises UserError where there is no such folder, and StorageError where it
+    cannot be read or the disk is too small.
+    """
+    folder = open_folder(url)
+    copy = staging_folder() / f"data-{digest(folder.url.encode())[:16]}"
+    copy.mkdir(parents=True, exist_ok=True)
+    with one_after_another(copy):
+        try:
+            prepared = folder.read(PREPARED)
+        except FileNotFoundError:
+            raise UserError(
+                f"{flag}{url}: not a prepared folder (no {PREPARED}); make it with `realm prepare`"
+            ) from None
+        manifest = folder.read_json(PREPARED)
+        stores = {name: folder.read(f"{name}/{STORE}") for name in ("passages", "pretraining") if manifest.get(name)}
+        if not _is_current(copy, {PREPARED: prepared} | {f"{name}/{STORE}": data for name, data in stores.items()}):
+            (copy / PREPARED).unlink(missing_ok=True)
+            _copy(folder, copy, manifest, stores)
+            write_atomic(copy / PREPARED, prepared)
+    return copy
+
+
+def _is_current(copy: Path, records: dict[str, bytes]) -> bool:
+    return all((copy / name).is_file() and (copy / name).read_bytes() == data for name, data in records.items())
+
+
+def _copy(folder: Folder, copy: Path, manifest: dict[str, Any], stores: dict[str, bytes]) -> None:
+    small = [f"tokenizer/{name}" for name in FILES] + [f"questions/{split}.jsonl" for split in manifest["questions"]]
+    large = {
+        f"{name}/{segment['folder']}/{file}": known["bytes"]
+        for name in stores
+        for segment in folder.read_json(f"{name}/{STORE}")["segments"]
+        for file, known in segment["files"].items()
+    }
+    missing = {name: size for name, size in large.items() if not _has(copy / name, size)}
+    wanted, free = sum(missing.values()) + MARGIN, shutil.disk_usage(copy).free
+    if free < wanted:
+        raise StorageError(
+            f"{folder.url} needs {wanted:,} bytes of {copy}, which has {free:,} free; set REALM_STAGING to a folder "
+            "with more room"
+        )
+    logger.info("%s: copying %d files, %.1f GB, to %s", folder.url, len(missing), sum(missing.values()) / 1e9, copy)
+    for name in [*small, *missing]:
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(copy / name, folder.read(name))
+    for name, record in stores.items():
+        write_atomic(copy / name / STORE, record)
+        try:
+            PassageStore.open(copy / name).verify()
+        except UserError:
+            shutil.rmtree(copy / name)  # so that it is copied again
+            raise
+
+
+def _has(path: Path, size: int) -> bool:
+    return path.is_file() and path.stat().st_size == size

@@ -1,0 +1,192 @@
+"""`realm train` of a named-entity tagger, and a trained one as the span finder `tagger:WORKDIR`.
+
+    WORKDIR/config.json, data.json   as of every run
+    WORKDIR/tokenizer/               the vocabulary
+    WORKDIR/kinds.json               kinds of names, in the order of the labels
+    WORKDIR/tagger/                  checkpoints, metrics.jsonl, evaluations.jsonl (dev set)
+    WORKDIR/results.json             precision, recall and F1 on dev and test, written last
+
+A trained tagger needs its folder alone. Read `run_tagger` next; the network is `realm_jax/models/tagger.py`.
+"""
+
+import logging
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+from rich.table import Table
+
+from realm_jax.console import console
+from realm_jax.data.conll import Document, open_tagged
+from realm_jax.data.tagged import annotated, kinds_of
+from realm_jax.errors import UserError
+from realm_jax.evaluation.entities import Scores, entity_scores
+from realm_jax.evaluation.tagging import TextTagger, WindowTagger
+from realm_jax.index.candidates import Index
+from realm_jax.jobs.opening import borrows, has_begun, recorded_config, set_up_jax
+from realm_jax.jobs.recipe import preemptible
+from realm_jax.models.tagger import Params
+from realm_jax.processes import is_first
+from realm_jax.storage import make_folder, only_one, read_json, write_json_atomic
+from realm_jax.tagger_config import TAGGER, validate
+from realm_jax.tagger_run import TaggerRun, make_tagger_run
+from realm_jax.text.spans import NAME, find_by_rules
+from realm_jax.text.tags import Entity
+from realm_jax.text.wordpiece import WordPiece
+from realm_jax.training.checkpoints import Saved
+from realm_jax.training.preemption import PREEMPTED, Preempted
+from realm_jax.training.restore import task_params
+from realm_jax.training.tagging import tagger_task, train_tagger
+from realm_jax.training.workdir import check_workdir
+
+logger = logging.getLogger(__name__)
+
+KINDS, TOKENIZER, VOCABULARY = "kinds.json", "tokenizer", "vocab.txt"
+
+
+def run_tagger(config: ConfigDict, workdir: Path) -> int:
+    """Train, measure and write the results; returns the exit code, 75 after SIGTERM, once the state is saved."""
+    run = open_tagger_run(config, workdir)
+    try:
+        with only_one(workdir) if is_first() else nullcontext(), preemptible():
+            results = train(run)
+    except Preempted as reason:
+        logger.warning("%s", reason)
+        return PREEMPTED
+    if is_first():
+        show(results)
+    return 0
+
+
+def open_tagger_run(config: ConfigDict, workdir: Path, devices: list[jax.Device] | None = None) -> TaggerRun:
+    """A validated run over its annotated text; config and vocabulary are recorded in `workdir`, or compared with those
+    there. Raises UserError, also where the weights of `init_from` do not fit."""
+    validate(config)
+    begun = has_begun(workdir, tagger=True)
+    splits = open_tagged(config.data.path)
+    given = not begun or Path(config.data.vocabulary).is_file()  # compared with that of the run
+    wordpiece = _vocabulary(config, splits["train"]) if given else WordPiece.load(workdir / TOKENIZER)
+    run = make_tagger_run(config, workdir, wordpiece, kinds_of(splits["train"]), splits, devices)
+    make_folder(workdir, "--workdir")
+    if borrows(run):
+        _ = run.encoder  # says what does not fit before anything is recorded
+    if is_first() and not begun:
+        wordpiece.save(workdir / TOKENIZER)
+        write_json_atomic(workdir / KINDS, list(run.tagger.kinds))
+    check_workdir(run)
+    return run
+
+
+def _vocabulary(config: ConfigDict, documents: Sequence[Document]) -> WordPiece:
+    """The vocabulary that the config names, that of the weights, or one learned from the training text."""
+    data = config.data
+    path = data.vocabulary or (str(Path(config.init_from) / VOCABULARY) if config.init_from else "")
+    if path:
+        wordpiece = WordPiece.from_vocab(path, data.lower_case)
+        if data.lower_case != (not wordpiece.cased):
+            found = f"a piece with capital letters, {wordpiece.cased[0]!r}" if data.lower_case else "no capital letters"
+            raise UserError(f"{path}: has {found}; set config.data.lower_case={not data.lower_case}")
+        return wordpiece
+    return WordPiece.train((annotated(document).text for document in documents), data.vocabulary_size, data.lower_case)
+
+
+def train(run: TaggerRun) -> dict[str, Any]:
+    """Train to the end and write `results.json`; returns it."""
+    windows = window_tagger(run)
+
+    def measure(params: Params, index: Index | None, final: bool) -> dict[str, Any]:
+        return score(windows, params, run.splits["dev"])
+
+    fresh = run.initial_params()
+    params = train_tagger(run, run.with_weights(fresh) if borrows(run) else fresh, measure)
+    measured = [split for split in ("dev", "test") if split in run.splits]
+    results: dict[str, Any] = {split: score(windows, params, run.splits[split]) for split in measured}
+    results["rules"] = {split: score_rules(run.splits[split]) for split in measured}
+    if is_first():
+        saved = Saved.newest(run.workdir / TAGGER / "checkpoints")
+        assert saved is not None, "training ends with a save"
+        results |= {"kinds": list(run.tagger.kinds), "seconds": saved.record["seconds"]}
+        write_json_atomic(run.workdir / "results.json", results)
+    return results
+
+
+def window_tagger(run: TaggerRun) -> WindowTagger:
+    """The run's network over windows, on its devices."""
+    batch = run.config.evaluation.batch_size
+    return WindowTagger(run.tagger, run.mesh, run.wordpiece, run.config.data.length, batch)
+
+
+def score(windows: WindowTagger, params: Params, documents: Sequence[Document]) -> Scores:
+    """How well the names of annotated documents are found; their own sentences are read."""
+    texts = [annotated(document) for document in documents]
+    found = windows(params, [text.text for text in texts], [text.sentences for text in texts])
+    guesses = [[Entity(span.start, span.end, span.kind) for span in spans] for spans in found]
+    return entity_scores([text.entities for text in texts], guesses)
+
+
+def score_rules(documents: Sequence[Document]) -> Scores:
+    """How well the rules do without a model, which know no kinds: only the scores of boundaries say something."""
+    texts = [annotated(document) for document in documents]
+    found = [[span for span in find_by_rules(text.text) if span.kind == NAME] for text in texts]
+    guesses = [[Entity(span.start, span.end, span.kind) for span in spans] for spans in found]
+    return entity_scores([text.entities for text in texts], guesses)
+
+
+def show(results: dict[str, Any]) -> None:
+    """The results as a table."""
+    table = Table("", "precision", "recall", "F1", "of boundaries", "", "F1", title="Names found", title_justify="left")
+    measures = ("precision", "recall", "f1")
+    for split, rules in results["rules"].items():
+        own = [f"{results[split][key]:.3f}" for key in measures]
+        table.add_row(split, *own, *(f"{results[split][f'boundary_{key}']:.3f}" for key in measures))
+        table.add_row(f"{split}, by rules", *"–––", *(f"{rules[f'boundary_{key}']:.3f}" for key in measures))
+    console().print(table)
+
+
+# --- a trained tagger -------------------------------------------------------------------------------------------------
+
+
+def finder(workdir: str) -> TextTagger:
+    """The span finder `tagger:WORKDIR`: the newest parameters of a run, on this process's devices.
+
+    Raises UserError when there is no tagger, or it has no checkpoint yet.
+    """
+    set_up_jax()
+    return open_tagger(Path(workdir), jax.local_devices())
+
+
+def open_tagger(workdir: Path, devices: list[jax.Device] | None = None, batch_size: int | None = None) -> TextTagger:
+    """A trained tagger on these devices (None: all). batch_size: windows on each, as in its config if not given.
+
+    Raises UserError when there is none, and when its vocabulary, its kinds or its config are not those of its training.
+    """
+    config = recorded_config(workdir, "tagger", tagger=True)
+    here = {"mesh.data": -1, "mesh.fsdp": 1, "mesh.model": 1, "init_from": ""}
+    here |= {"tagger.batch_size": len(devices or jax.devices()), "tagger.microbatches": 1}
+    config.update_from_flattened_dict(here)
+    if batch_size is not None:
+        config.evaluation.batch_size = batch_size
+    validate(config)
+    run = make_tagger_run(config, workdir, WordPiece.load(workdir / TOKENIZER), _recorded_kinds(workdir), {}, devices)
+    recorded = read_json(workdir / "data.json")
+    for name, file in {"tokenizer": TOKENIZER, "kinds": KINDS, "network": "config.json"}.items():
+        if not isinstance(recorded, dict) or recorded.get(name) != run.fingerprints()[name]:
+            raise UserError(f"tagger={workdir}: {file} is not what it was trained with; put that back, or train anew")
+    saved = Saved.newest(workdir / TAGGER / "checkpoints")
+    if saved is None:
+        raise UserError(f"tagger={workdir}: has no checkpoint yet; go on with `realm train`")
+    if saved.step < config.tagger.steps:
+        logger.warning("tagger=%s is not done: step %d of %d", workdir, saved.step, config.tagger.steps)
+    like = jax.eval_shape(run.tagger.init, jax.random.key(0))
+    params = task_params(run, tagger_task(run.tagger), saved, like)
+    return TextTagger(window_tagger(run), params, f"tagger:{workdir}", saved.record["digest"])
+
+
+def _recorded_kinds(workdir: Path) -> tuple[str, ...]:
+    kinds = read_json(workdir / KINDS)
+    if not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
+        raise UserError(f"tagger={workdir}: {KINDS} is no list of kinds; put back what was there")
+    return tuple(kinds)

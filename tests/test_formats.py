@@ -1,0 +1,322 @@
+"""Files of other projects: each is read into our own articles and questions, or refused with file and line."""
+
+import bz2
+import csv
+import gzip
+import json
+import lzma
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from realm_jax.corpus.jsonl import Article, Question, read_passages, read_questions
+from realm_jax.errors import UserError
+
+DPR_PASSAGES = (
+    b"id\ttext\ttitle\n"
+    b'1\t"Aaron Aaron ( or ; ""Ah\xc3\xa4r\xc3\xb4n"") is a prophet, high priest"\tAaron\n'
+    b"2\tGod at Sinai granted Aaron the priesthood\tAaron\n"
+    b'3\t"A tab\tand\na line end"\t"The ""Title"""\n'
+)
+DPR_RETRIEVER = [
+    {
+        "dataset": "nq_train_psgs_w100",
+        "question": "big little lies season 2 how many episodes",
+        "answers": ["seven"],
+        "positive_ctxs": [
+            {"title": "Big Little Lies", "text": "of seven", "score": 1000, "passage_id": "18768923"},
+            {"title": "Big Little Lies", "text": "seven", "score": 13, "passage_id": "9"},
+        ],
+        "negative_ctxs": [{"title": "Cloud", "text": "x", "passage_id": "2"}],
+        "hard_negative_ctxs": [],
+    },
+    {"question": "who", "answers": ["me"], "positive_ctxs": [], "negative_ctxs": [], "hard_negative_ctxs": []},
+    {"question": "what", "answers": ["it"], "positive_ctxs": [{"title": "T", "text": "it", "psg_id": 7}]},
+]
+
+
+def write(path: Path, content: bytes | str) -> Path:
+    content = content.encode("utf-8") if isinstance(content, str) else content
+    packed = {".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress}.get(path.suffix, bytes)
+    path.write_bytes(packed(content))
+    return path
+
+
+# --- Passages ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["psgs_w100.tsv", "psgs_w100.tsv.gz", "psgs_w100.TSV.xz", "psgs_w100.tsv.bz2"])
+def test_a_table_of_dpr_is_read_with_its_quotes(tmp_path, name):
+    assert list(read_passages(write(tmp_path / name, DPR_PASSAGES))) == [
+        Article("1", "Aaron", 'Aaron Aaron ( or ; "Ahärôn") is a prophet, high priest', 2),
+        Article("2", "Aaron", "God at Sinai granted Aaron the priesthood", 3),
+        Article("3", 'The "Title"', "A tab\tand\na line end", 4),
+    ]
+
+
+def test_a_field_of_a_table_may_be_a_long_article(tmp_path):
+    (article,) = read_passages(write(tmp_path / "p.tsv", "id\ttext\ttitle\n1\t" + 200_000 * "x" + "\tA\n"))
+    assert len(article.text) == 200_000
+
+
+def test_the_columns_of_a_table_are_found_by_their_names(tmp_path):
+    path = write(tmp_path / "p.tsv", "\ufefftitle\tid\tviews\ttext\r\nA\t1\t9\tSome text\r\n\r\nB\t2\t9\tMore\r\n")
+    assert list(read_passages(path)) == [Article("1", "A", "Some text", 2), Article("2", "B", "More", 4)]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("1\tSome text\tA\n", r"p\.tsv:1: the first line of a table of passages must name its columns"),
+        ("id\ttext\ttitle\n1\tSome text\n", r"p\.tsv:2: the row has 2 columns"),
+        ("id\ttext\ttitle\n1\tx\tA\n1\ty\tB\n", r"p\.tsv:3: id '1' was already given on line 2"),
+        ("id\ttext\ttitle\n1\t\tA\n", r'p\.tsv:2: "text" is empty'),
+        ('id\ttext\ttitle\n1\tx\tA\n2\t"y\tB\n3\tz\tC\n', r"p\.tsv:3: no row of columns \(unexpected end of data\)"),
+        ('id\ttext\ttitle\n1\t"x" y\tA\n', r"p\.tsv:2: no row of columns"),
+        (b"id\ttext\ttitle\n1\t\xff\tA\n", r"p\.tsv:2: byte 3 of the line is not UTF-8"),
+        ("", r"p\.tsv holds no passages"),
+    ],
+)
+def test_a_faulty_table_of_passages_is_named_with_file_and_line(tmp_path, content, message):
+    with pytest.raises(UserError, match=message):
+        list(read_passages(write(tmp_path / "p.tsv", content)))
+
+
+def test_the_sections_of_atlas_go_behind_the_title(tmp_path):
+    lines = [
+        {"id": "7", "title": "Oslo", "section": "History", "text": "It burned."},
+        {"id": "8", "title": "Oslo", "section": "", "text": "A city."},
+        {"id": "9", "section": "History", "text": "Of nothing."},
+    ]
+    path = write(tmp_path / "text-list-100-sec.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+    assert [article.title for article in read_passages(path)] == ["Oslo: History", "Oslo", ""]
+
+
+# --- Questions --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("indent", [None, 4])
+@pytest.mark.parametrize("suffix", ["", ".gz", ".xz"])
+def test_questions_of_dpr_have_their_first_positive_passage_as_gold(tmp_path, indent, suffix):
+    path = write(tmp_path / f"nq-train.json{suffix}", json.dumps(DPR_RETRIEVER, indent=indent))
+    read = read_questions(path)
+    assert [question.gold_passage_id for question in read] == ["18768923", None, "7"]
+    assert [question.answers for question in read] == [["seven"], ["me"], ["it"]]
+    assert read[0].fields == {"dataset": "nq_train_psgs_w100"}, "no passages"
+
+
+def test_questions_of_a_reader_lose_their_passages(tmp_path):
+    found = [{"id": "3", "title": "T", "text": "x", "score": "81.2", "has_answer": False}]
+    line = {"question": "who", "answers": ["me", "I"], "ctxs": found}
+    (question,) = read_questions(write(tmp_path / "nq-test.json", json.dumps([line])))
+    assert question == Question("who", ["me", "I"], line=1)
+    (question,) = read_questions(write(tmp_path / "fid.jsonl", json.dumps({"question": "who", "target": "me"} | line)))
+    assert question.answers == ["me", "I"] and question.fields == {"target": "me"}
+    (question,) = read_questions(write(tmp_path / "atlas.jsonl", json.dumps({"question": "who", "target": "me"})))
+    assert question == Question("who", ["me"], line=1)
+
+
+def test_a_table_of_answers_is_read_with_either_quote(tmp_path):
+    path = write(
+        tmp_path / "nq-test.qa.csv",
+        "who got the first nobel prize in physics\t['Wilhelm Conrad Röntgen']\n"
+        "who wrote it\t[\"O'Hara\", 'a \\'b\\'', 'tab\\t', '\\u00e9',]\n"
+        '"what is ""it"""\t"[""one"", \'two\']"\n',
+    )
+    assert [(question.question, question.answers) for question in read_questions(path)] == [
+        ("who got the first nobel prize in physics", ["Wilhelm Conrad Röntgen"]),
+        ("who wrote it", ["O'Hara", "a 'b'", "tab\t", "é"]),
+        ('what is "it"', ["one", "two"]),
+    ]
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        "__import__('os').system('true')",
+        "['a'] + ['b']",
+        "['a' 'b']",
+        "['a', 3]",
+        "[b'a']",
+        "[f'{1}']",
+        "'a'",
+        "['a'",
+        "['\\x']",
+        "['\\ud83d']",
+        "['\\N{no such character}']",
+        "[" * 5000 + "]" * 5000,
+        "[" + "-" * 60_000 + "1]",
+        "['" + "\\" * 60_001 + "]",
+    ],
+)
+def test_nothing_but_a_list_of_strings_is_evaluated(tmp_path, answers):
+    path = write(tmp_path / "q.csv", f"who\t['me']\nwhat\t{answers}\n")
+    with pytest.raises(UserError, match=r"q\.csv:2: the second column holds .* not a list of quoted answers"):
+        read_questions(path)
+
+
+@pytest.mark.filterwarnings("error")
+def test_answers_of_curated_trec_are_patterns_whatever_the_file(tmp_path):
+    pattern = r"New\s?York|\d+"
+    table = write(tmp_path / "large2470-train.tsv", f'1434\tfactoid\twhat "site"?\t{pattern}\n\n9\tfactoid\twho \t.*\n')
+    first, second = read_questions(table)
+    assert first == Question('what "site"?', [pattern], None, {"match": "regex", "id": "1434"}, 1)
+    assert (second.question, second.line) == ("who ", 3), "verbatim"
+    lines = json.dumps({"question": "where", "answer": [pattern]}) + "\n"
+    for name, content in {
+        "CuratedTrec-train.txt": lines,
+        "CuratedTrec.resplit.dev.jsonl": lines,
+        "curatedtrec-test.qa.csv": f"where\t['{pattern}']\n",
+    }.items():
+        (question,) = read_questions(write(tmp_path / name, content))
+        assert question == Question("where", [pattern], None, {"match": "regex"}, 1), name
+    (question,) = read_questions(write(tmp_path / "WebQuestions-train.txt", lines))
+    assert question.fields == {}
+
+
+@pytest.mark.parametrize("pattern", ["(", "a{99999999999}", "*"])
+def test_a_pattern_that_does_not_compile_is_named(tmp_path, pattern):
+    path = write(tmp_path / "t.tsv", f"1\tfactoid\twho\t.\n2\tfactoid\twhat\t{pattern}\n")
+    with pytest.raises(UserError, match=r"t\.tsv:2: .* is no regular expression .*; mend the pattern or remove"):
+        read_questions(path)
+    assert len(read_questions(path, check_patterns=False)) == 2
+    plain = write(tmp_path / "q.jsonl", json.dumps({"question": "what", "answers": [pattern]}))
+    assert read_questions(plain)[0].answers == [pattern], "a string like any other"
+
+
+def test_web_questions_have_names_of_their_own(tmp_path):
+    line = {"qId": "wqr000001", "answers": ["Yiddish"], "qText": "what language?"}
+    (question,) = read_questions(write(tmp_path / "val.json", f"[\n {json.dumps(line)}\n]\n"))
+    assert question == Question("what language?", ["Yiddish"], None, {"id": "wqr000001"}, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("q.csv", "who\t['me']\nwhat\n", r"q\.csv:2: the row has 1 columns"),
+        ("q.csv", "who\n", r"q\.csv:1: the first line has 1 columns; tables of questions have two"),
+        ("q.tsv", "id\ttext\ttitle\n", r"q\.tsv:1: the first line has 3 columns"),
+        ("q.tsv", "1\tfactoid\twho\t.\n\n2\twhat\t.\n", r"q\.tsv:3: the row has 3 columns, the first line four"),
+        ("q.tsv", "1\tfactoid\t\t.\n", r'q\.tsv:1: "question" is empty'),
+        ("q.tsv", "", r"q\.tsv holds no questions"),
+        ("q.csv", "who\t[]\n", r'q\.csv:1: "answers" must be a list with at least one string'),
+        ("q.json", '[{"question": "who", "answers": ["me"]},\n 3]', r"q\.json:2: the array holds '3\]', not an object"),
+        ("q.json", '\n[\n{"question": "who",\n "answers": [}]', r"q\.json:4: not readable as JSON \(Expecting value\)"),
+        ("q.json", '[\n{"question": "who", "answers": ["me', r"q\.json:2: not readable as JSON \(Unterminated"),
+        ("q.json", '[\n{"question": "who", "answers": ["me"]}\n', r"q\.json:3: .*\(the array does not end\)"),
+        ("q.json", '[{"question": "who", "answers": ["me"]}\n{}]', r"q\.json:2: .*\(no comma after an object\)"),
+        ("q.json", '[{"question": "who", "answers": ["me"]}]\n\n]', r"q\.json:3: .*\(there is more after the end"),
+        ("q.json", '[{"question": "who", "answers": ["me"]},]', r"q\.json:1: the array holds '\]', not an object"),
+        ("q.json", '[\n{"question": "\\ud83d"}]', r'q\.json:2: "question" holds half of a surrogate pair'),
+        ("q.json", b'[\n{"question": "who"},\n{"question": "\xff"}]', r"q\.json:3: a byte of the line is not UTF-8"),
+        ("q.json", b'[\n{"question": "\xc3', r"q\.json:2: a byte of the line is not UTF-8"),
+        ("q.json", '[{"question": ' + "9" * 5000 + "}]", r"q\.json:1: not readable as JSON"),
+        ("q.json", '[{"question": ' + "[" * 100_000, r"q\.json:1: not readable as JSON"),
+        ("q.json", "[]", r"q\.json holds no questions"),
+    ],
+)
+def test_a_faulty_file_of_questions_is_named_with_file_and_line(tmp_path, name, content, message):
+    with pytest.raises(UserError, match=message):
+        read_questions(write(tmp_path / name, content))
+
+
+def test_an_array_may_be_read_in_pieces_of_any_size(tmp_path, monkeypatch):
+    lines = [{"question": f"who is {n} é\n?", "answers": ['"]}', "\\"], "n": [n, -1.5e3, None]} for n in range(50)]
+    path = write(tmp_path / "q.json", "\ufeff \n" + json.dumps(lines, indent=1, ensure_ascii=False))
+    whole = read_questions(path)
+    assert [question.question for question in whole] == [line["question"] for line in lines]
+    assert [question.line for question in whole] == [3 + 12 * n for n in range(50)]
+    for size in (1, 2, 3, 7, 64):
+        monkeypatch.setattr("realm_jax.corpus.lines._CHUNK", size)
+        assert read_questions(path) == whole
+
+
+def test_an_object_without_end_is_not_read_for_ever(tmp_path, monkeypatch):
+    monkeypatch.setattr("realm_jax.corpus.lines._CHUNK", 10)
+    monkeypatch.setattr("realm_jax.corpus.lines.LONGEST_OBJECT", 1000)
+    with pytest.raises(UserError, match=r"q\.json:1: .*an object is longer than 1,000 characters"):
+        read_questions(write(tmp_path / "q.json", '[{"question": "' + "x" * 5000))
+
+
+# --- Any bytes --------------------------------------------------------------------------------------------------------
+
+NAMES = ["f.jsonl", "f.json", "f.txt", "f.tsv", "f.csv", "curatedtrec.csv", "f.json.gz", "f.tsv.xz"]
+pieces = st.lists(
+    st.one_of(
+        st.binary(max_size=8),
+        st.sampled_from(
+            [b"[", b"]", b"{", b"}", b",", b":", b"\t", b"\n", b"\r", b'"', b"'", b"\\", b"\\ud83d", b"\xef\xbb\xbf"]
+            + [
+                b"id\ttext\ttitle\n",
+                b"who\t['me']\n",
+                b"1\tfactoid\twho\t.\n",
+                b'"question": "who"',
+                b'"answers": ["("]',
+            ]
+            + [
+                b'{"id": "a", "text": "x"}',
+                b'{"question": "q", "answers": ["a"]}',
+                b'"match": "regex"',
+                b"1e999",
+                b"NaN",
+            ]
+            + [b'{"question": "q", "target": 3, "positive_ctxs": [{"passage_id": [1]}]}', b'{"qText": "q", "qId": 1}']
+        ),
+    ),
+    max_size=12,
+).map(b"".join)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(content=pieces, packed=st.booleans())
+def test_any_bytes_are_read_or_refused_in_one_line(tmp_path, name, content, packed):
+    path = tmp_path / name
+    write(path, content) if packed else path.write_bytes(content)
+    for read in (read_questions, read_passages):
+        try:
+            for found in read(path):
+                assert isinstance(found, Question | Article) and found.line >= 1
+        except UserError as fault:
+            assert name in str(fault) and "\n" not in str(fault)
+
+
+text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\r"), min_size=1, max_size=20).filter(
+    str.strip
+)
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rows=st.lists(st.tuples(text, st.lists(text, min_size=1, max_size=3)), min_size=1, max_size=5))
+def test_what_csv_writes_is_read_back(tmp_path, rows):
+
+    with open(tmp_path / "q.csv", "w", encoding="utf-8", newline="") as stream:
+        writer = csv.writer(stream, delimiter="\t", lineterminator="\n")
+        writer.writerows((question, repr(answers)) for question, answers in rows)
+    first = (tmp_path / "q.csv").read_text(encoding="utf-8").partition("\n")[0]
+    if (
+        first.count("\t") == 1
+    ):  # a first line that goes on behind a quoted tab or line end hides how many columns it has
+        read = [(question.question, question.answers) for question in read_questions(tmp_path / "q.csv")]
+        assert read == rows
+
+
+# --- Real files -------------------------------------------------------------------------------------------------------
+
+
+def test_real_files_are_read_whole(shared_data):
+    sizes = {
+        "webquestions/devtest.json": 189,
+        "webquestions/val.json": 755,
+        "webquestions/trainmodel.json": 2_834,
+        "webquestions/test.json": 2_032,
+        "curatedtrec/large2470-train.tsv": 1_704,
+        "curatedtrec/large2470-test.tsv": 766,
+        "curatedtrec/curated-full.tsv": 867,
+        "nq_open/NQ-open.dev.jsonl": 3_610,
+        "nq_open/NQ-open.efficientqa.test.1.1.jsonl": 1_769,
+        "nq_open/densephrases_nq_train_subset7500/train.json": 6_000,
+    }
+    assert {name: len(read_questions(shared_data / name)) for name in sizes} == sizes

@@ -1,0 +1,100 @@
+"""`realm inspect data`: what is shown is what is stored."""
+
+import re
+
+import numpy as np
+import pytest
+
+from realm_jax import cli
+from realm_jax.corpus.statistics import histogram, statistics
+from realm_jax.data.sources import open_sources
+from realm_jax.jobs.inspect import pieces_of
+from realm_jax.jobs.prepare import prepare
+
+
+@pytest.fixture
+def data(tmp_path, passages, questions):
+    prepare(passages, tmp_path / "data", questions=[questions], vocabulary_size=300, shards=2)
+    return tmp_path / "data"
+
+
+def test_passages_are_shown_with_their_spans_and_a_query(data, capsys):
+    assert cli.main(["inspect", "data", str(data), "--document=oslo"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "Oslo is the capital of Norway. The city burned in 1624 and was built again." in out
+    hidden = re.search(r"\[MASK\].* = (\w+)", out)
+    assert hidden and hidden[1] in ("norway", "1624")
+    assert "questions train 2, dev 1" in out
+
+
+def test_the_text_is_cut_at_its_spans(data):
+    sources = open_sources(data)
+    (row,) = sources.passages.rows_of("oslo")
+    pieces = pieces_of(sources.passages, row, sources.wordpiece)
+    assert "".join(piece.text for piece in pieces) == sources.passages.text(row)
+    assert [(p.text, p.kind) for p in pieces if p.kind] == [("Norway", "name"), ("1624", "date")]
+
+
+@pytest.mark.parametrize("masking", ["uniform", "random_span"])
+def test_every_kind_of_masking_can_be_looked_at(data, capsys, masking):
+    assert cli.main(["inspect", "data", str(data), f"--masking={masking}", "--rows=2", "--text=pretraining"]) == 0
+    assert capsys.readouterr().out.count(" = ") == 2
+
+
+def test_the_numbers_are_those_of_plain_loops(data):
+    sources = open_sources(data)
+    store, rows = sources.passages, range(len(sources.passages))
+    found = statistics(store, sources.wordpiece)
+    spans = [store.span_kinds[kind] for row in rows for _, _, kind in store.spans(row)]
+    assert found.kinds == {kind: spans.count(kind) for kind in found.kinds} and sum(found.kinds.values()) == len(spans)
+    assert found.numbers["word pieces"] == sum(len(store.body_tokens(row)) for row in rows)
+    assert found.histograms["sentences of a passage"].mean == np.mean([len(store.sentences(row)) for row in rows])
+    assert ("italy", "name", 1) in found.spans
+
+
+def test_a_histogram_counts_every_value_once():
+    found = histogram(np.array([3, 3, 4, 90, 17]))
+    assert found.counts.sum() == 5 and found.edges[0] == 3 and found.edges[-1] > 90 and len(found.counts) <= 16
+    assert histogram(np.array([], int)).counts.sum() == 0
+
+
+def test_the_page_needs_nothing_from_elsewhere(data, tmp_path, capsys):
+    assert cli.main(["inspect", "data", str(data), "--rows=0", f"--html={tmp_path}/page.html"]) == 0
+    page = (tmp_path / "page.html").read_text()
+    assert (
+        "salient spans of a passage" in page and "<script" not in page and "http" not in page.replace("http-equiv", "")
+    )
+
+
+def test_what_is_not_there_is_said(data, capsys):
+    assert cli.main(["inspect", "data", str(data), "--document=bern"]) == 2
+    assert "has no such document" in capsys.readouterr().err
+    assert cli.main(["inspect", "data", f"{data}/absent"]) == 2
+    assert f"{data}/absent: not a prepared folder" in (said := capsys.readouterr().err) and "config" not in said
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--rows=-1", "--rows=-1: must be at least 0"),
+        ("--seed=-1", "--seed=-1: must be at least 0"),
+        ("--query-length=0", "--query-length=0: must be at least 8"),
+        ("--html=absent/page.html", "--html=absent/page.html: its folder does not exist"),
+        ("--html=.", "--html=.: is a folder; name a file"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_shown(data, capsys, flag, message):
+    assert cli.main(["inspect", "data", str(data), flag]) == 2
+    said = capsys.readouterr()
+    assert message in said.err and not said.out
+
+
+@pytest.mark.parametrize("kind", [99, -1])
+def test_a_span_of_no_kind_is_damage_of_a_file(data, capsys, kind):
+    path = next(data.glob("passages/segment-*/spans.npy"))
+    spans = np.load(path)
+    spans[:, 2] = kind
+    np.save(path, spans)
+    for rows in (0, 9):  # of all spans, of a row's
+        assert cli.main(["inspect", "data", str(data), f"--rows={rows}"]) == 2
+        assert f"{path} is damaged (a span of no kind); prepare the data again" in capsys.readouterr().err

