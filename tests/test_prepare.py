@@ -18,7 +18,7 @@ from capitals import QUESTIONS, TEXTS, digests, write_lines
 from made_news import expected, made_texts, make_news
 
 from realm_jax import cli
-from realm_jax.corpus import articles
+from realm_jax.corpus import articles, runners
 from realm_jax.corpus.jsonl import read_questions
 from realm_jax.corpus.store import PassageStore
 from realm_jax.corpus.texts import _DUMP
@@ -134,7 +134,7 @@ def test_a_faulty_question_is_named_before_anything_is_made(tmp_path, passages, 
 
 
 def test_a_faulty_passage_at_the_end_is_named_before_anything_is_made(tmp_path, passages, monkeypatch):
-    monkeypatch.setattr(job, "pack_shards", lambda *args: pytest.fail("the slow part began"))
+    monkeypatch.setattr(runners, "pack_shards", lambda *args: pytest.fail("the slow part began"))
     with passages.open("a") as stream:
         stream.write('{"id": "x"}\n')
     with pytest.raises(UserError, match=r'passages\.jsonl:4: the record has no "text"'):
@@ -193,7 +193,7 @@ def test_a_cased_vocabulary_is_told_since_text_is_lower_cased(tmp_path, passages
 
 
 def test_settings_that_cannot_work_are_refused_before_anything_is_made(tmp_path, passages, monkeypatch):
-    monkeypatch.setattr(job.Processes, "extract", lambda *args: pytest.fail("the slow part began"))
+    monkeypatch.setattr(runners.Processes, "extract", lambda *args: pytest.fail("the slow part began"))
     with pytest.raises(UserError, match="there is no such finder"):
         prepare(passages, tmp_path / "data", spans="magic")
     with pytest.raises(UserError, match="a limit of 15 pieces leaves no room for text"):
@@ -231,7 +231,7 @@ def test_a_full_disk_is_the_users_error_and_what_is_there_is_gone_on_with(tmp_pa
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(job, "pack_shards", full)
+        patch.setattr(runners, "pack_shards", full)
         with pytest.raises(UserError, match="the disk of .* is full; make room and repeat the command to go on"):
             prepare(passages, tmp_path / "data", vocabulary_size=300)
     assert sorted(os.listdir(tmp_path)) == [".data.partial", "passages.jsonl"]
@@ -246,7 +246,7 @@ def test_what_was_begun_with_other_inputs_is_removed(tmp_path, passages, monkeyp
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(job, "pack_shards", power_cut)
+        patch.setattr(runners, "pack_shards", power_cut)
         prepare(passages, tmp_path / "data", vocabulary_size=300)
     write_lines(passages, [{"id": "new", "text": "New text."}])
     prepare(passages, tmp_path / "data", vocabulary_size=300)
@@ -399,7 +399,7 @@ def test_what_is_finished_stays_after_a_late_fault(tmp_path, passages, monkeypat
         raise StorageError("the storage is out of reach")
 
     with monkeypatch.context() as patch:
-        patch.setattr(job.Processes, "pack", fail)
+        patch.setattr(runners.Processes, "pack", fail)
         with pytest.raises(UserError, match="out of reach"):
             prepare(passages, tmp_path / "data", vocabulary_size=100)
     monkeypatch.setattr(articles, "clean", fail)  # nothing is read again
@@ -411,7 +411,7 @@ def test_what_is_finished_stays_after_a_late_fault(tmp_path, passages, monkeypat
 def test_a_command_that_lost_its_bucket_to_another_says_so(tmp_path, passages, monkeypatch):
     pytest.importorskip("apache_beam")
     url, options = f"file://{tmp_path}/bucket", {"vocabulary_size": 100, "beam": "--runner=DirectRunner"}
-    check, calls = job._check_claim, []
+    check, calls = job.check_claim, []
 
     def other_first(root: str, claim: str) -> None:
         if not calls:
@@ -419,7 +419,7 @@ def test_a_command_that_lost_its_bucket_to_another_says_so(tmp_path, passages, m
             prepare(passages, url, **options)
         check(root, claim)
 
-    monkeypatch.setattr(job, "_check_claim", other_first)
+    monkeypatch.setattr(job, "check_claim", other_first)
     with pytest.raises(UserError, match="another command works there now"):
         prepare(passages, url, **options)
     assert PassageStore.open(tmp_path / "bucket" / "passages").documents == 3
@@ -441,7 +441,7 @@ def test_a_command_that_lost_its_bucket_to_another_says_so(tmp_path, passages, m
 def test_arguments_are_checked_before_a_text_is_read(tmp_path, passages, monkeypatch, options, message):
     if "beam" in options:
         pytest.importorskip("apache_beam")
-    monkeypatch.setattr(job.Processes, "extract", lambda *_: pytest.fail("too late"))
+    monkeypatch.setattr(runners.Processes, "extract", lambda *_: pytest.fail("too late"))
     with pytest.raises(UserError, match=message):
         prepare(passages, tmp_path / "data", **options)
     assert [path.name for path in tmp_path.iterdir()] == ["passages.jsonl"]

@@ -36,7 +36,7 @@ FAULT = "FAULT.json"  # of a shard that cannot be packed
 
 
 class Beam(NamedTuple):
-    """A `realm_jax.jobs.prepare.Runner`: one of Beam's, which tells of progress itself."""
+    """A `realm_jax.corpus.runners.Runner`: one of Beam's, which tells of progress itself."""
 
     options: Any
 
