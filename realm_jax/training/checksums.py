@@ -50,6 +50,7 @@ def leaf_sums(arrays: Sequence[Array]) -> Array:
 _device_sums = jax.jit(leaf_sums)
 
 
+@jax.jit  # traced once for all arrays of a shape: a model has many alike
 def _sums(x: Array) -> Array:
     words = _words(x)
     place = jnp.zeros((), jnp.uint32)
