@@ -82,6 +82,7 @@ def test_what_a_restart_needs_stays(sturdy):
     assert {*pins} <= set(export_steps(folder)) & {step_of(name) for name in generation_names(folder)}
 
 
+@pytest.mark.slow
 def test_without_searching_ahead_hosts_find_what_devices_find(people, sturdy, tmp_path):
     """Sixteen passages are scored whole, so ScaNN's answer is exact."""
     pytest.importorskip("scann", reason="ScaNN runs on Linux alone")
@@ -186,6 +187,7 @@ def test_waiting_for_a_newer_index_ends_when_there_is_one(people, tmp_path, capl
     assert len(adoptions(run)) > 1
 
 
+@pytest.mark.slow
 def test_a_builder_that_is_slower_than_three_exports_is_not_in_vain(people, tmp_path, monkeypatch):
     """What it works on stays."""
     run, read = open_tiny(people, tmp_path, steps=30, adopt_after=-1), build_index.read_towers

@@ -144,7 +144,7 @@ def test_a_builder_is_killed_and_started_again(people, sturdy, tmp_path, before_
     assert len(seen) > write and log.text.count("published generation 2-") >= 1
 
 
-@pytest.mark.parametrize("step", [4, 7])
+@pytest.mark.parametrize("step", [slow(4), 7])
 def test_a_trainer_is_killed(people, sturdy, tmp_path, monkeypatch, watch, step):
     run = open_tiny(people, tmp_path)
     cut_at(monkeypatch, step)
@@ -528,6 +528,7 @@ def test_shared_storage_becomes_read_only(people, tmp_path, before_write, watch,
     assert_same(train(run), final)
 
 
+@pytest.mark.slow
 def test_the_disk_stays_full_for_an_export_that_is_due(people, sturdy, tmp_path, before_write, monkeypatch, watch, log):
     """With several on their way nobody waits for its generation yet; the trainer saves, and stops in time."""
     run, left = open_tiny(people, tmp_path, wait_seconds=2.0), ["full"]

@@ -31,9 +31,9 @@ VARIANTS = [
     ("ict", {}),
     ("ict", {"ict_null_weight": 0.5}),
     ("realm", {}),
-    ("realm", {"marginal": "token"}),
+    pytest.param("realm", {"marginal": "token"}, marks=pytest.mark.slow),
     ("qa", {}),
-    ("qa", {"qa_objective": "orqa", "qa_beam": 6}),
+    pytest.param("qa", {"qa_objective": "orqa", "qa_beam": 6}, marks=pytest.mark.slow),
 ]
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
@@ -93,7 +93,7 @@ def test_parts_of_the_inverse_cloze_task_drop_the_same_units_in_both_passes(para
     assert float(after["loss"] - values["loss"]) == pytest.approx(expected, rel=0.05)
 
 
-@pytest.mark.parametrize("remat", ["dots", "layer"])
+@pytest.mark.parametrize("remat", [pytest.param("dots", marks=pytest.mark.slow), "layer"])
 @pytest.mark.parametrize("dropout", [0.0, pytest.param(0.3, marks=pytest.mark.slow)])
 def test_what_is_computed_again_gives_the_same_gradient(params, remat, dropout):
     """And less is kept for the backward pass meanwhile."""

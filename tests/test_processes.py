@@ -151,6 +151,7 @@ def test_sigterm_to_all_saves_and_loses_no_step(people, alone, tmp_path):
     assert_nearly_same(alone, tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_one_process_that_is_told_to_stop_while_all_wait_for_an_index_stops_all(people, tmp_path):
     """There is no builder. They save what they have; the same command would go on."""
     flags = tiny_flags(people, tasks="realm", refresh__mode="async", log__hang_seconds=120.0)

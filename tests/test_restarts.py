@@ -101,7 +101,7 @@ def test_a_generation_that_does_not_come_in_time_costs_no_step(people, sturdy, t
         assert_same(train(run), sturdy.final)
 
 
-@pytest.mark.parametrize("after", [0, 2, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("after", [0, *(pytest.param(after, marks=pytest.mark.slow) for after in (2, 5))])
 def test_any_checkpoint_that_is_kept_can_be_gone_on_from(people, tmp_path, after):
     """Also the one before the newest, and with several generations on their way."""
     run = open_tiny(people, tmp_path, adopt_after=after, keep=1)
@@ -116,6 +116,7 @@ def test_any_checkpoint_that_is_kept_can_be_gone_on_from(people, tmp_path, after
     assert metrics(run) == seen
 
 
+@pytest.mark.slow
 def test_what_is_due_at_the_step_of_a_checkpoint_is_exported_again(people, tmp_path, monkeypatch):
     """The power goes off once step 6 is saved, before its towers are exported for use at that very step."""
 

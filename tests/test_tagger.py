@@ -238,6 +238,7 @@ def test_a_run_that_is_cut_off_ends_as_one_that_never_was(corpus, trained, tmp_p
     assert read_json(tmp_path / "results.json") | seconds == read_json(trained / "results.json") | seconds
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_the_next_start_goes_on(corpus, trained, tmp_path, monkeypatch):
     def stop(step: int) -> None:
         if step == 17:
@@ -252,6 +253,7 @@ def test_sigterm_saves_and_the_next_start_goes_on(corpus, trained, tmp_path, mon
     assert read_json(tmp_path / "results.json")["dev"]["f1"] > 0.8
 
 
+@pytest.mark.slow
 def test_eight_devices_and_microbatches_train_the_same(corpus, trained, tmp_path):
     run = open_tiny(corpus, tmp_path, 8, mesh__fsdp=2, tagger__steps=10)
     assert run.param_shardings["tagger"]["bert"]["layer_0"]["query"]["kernel"].spec[0] == "fsdp"
