@@ -23,14 +23,14 @@ from side_by_side import until
 from realm_jax.errors import UserError
 from realm_jax.jobs import recipe
 from realm_jax.jobs.opening import reopen_run
-from realm_jax.jobs.recipe import run_recipe
+from realm_jax.jobs.recipe import preemptible, run_recipe
 from realm_jax.run import Run
 from realm_jax.storage import only_one, read_json, write_json_atomic
 from realm_jax.training import loop
 from realm_jax.training.checkpoints import Saved, saved_folders
 from realm_jax.training.loop import train_task
 from realm_jax.training.metrics import MetricsWriter, read_lines
-from realm_jax.training.preemption import Preempted
+from realm_jax.training.preemption import Preempted, Stop
 from realm_jax.training.tasks import make_task
 
 pytestmark = pytest.mark.usefixtures("quick_steps")
@@ -56,6 +56,17 @@ def test_what_is_done_is_not_repeated(straight, monkeypatch):
     params = train(straight)
     jax.tree.map(np.testing.assert_array_equal, final_params(straight), jax.tree.map(np.asarray, params))
     assert files == {path: path.stat().st_mtime_ns for path in straight.workdir.rglob("*") if path.is_file()}
+
+
+def test_sigterm_between_tasks_is_heard_by_the_next_where_python_drops_its_exception():
+    """It does so in callbacks of weak references, for one."""
+    before = signal.getsignal(signal.SIGTERM)
+    with preemptible():
+        with pytest.raises(Preempted, match="every finished task is saved; repeat the command"):
+            os.kill(os.getpid(), signal.SIGTERM)
+        with Stop() as task, pytest.raises(Preempted):
+            task.check("nothing is lost")
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.mark.parametrize("last", [2, pytest.param(STEPS - 1, marks=pytest.mark.slow), STEPS])

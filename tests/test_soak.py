@@ -8,6 +8,7 @@ are bit for bit those of an undisturbed run. The log has one line a round. Start
 `test_a_round_ends_as_the_undisturbed_run`.
 """
 
+import glob
 import hashlib
 import os
 import random
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -180,11 +182,9 @@ def free_port() -> int:
 def files(pattern: str, workdir: Path) -> set[Hashable]:
     """The files of a pattern, each with the time of its last change."""
     found = set()
-    for path in workdir.glob(pattern):
-        try:
-            found.add((path, path.stat().st_mtime_ns))
-        except FileNotFoundError:  # it has its final name by now, or it was removed
-            continue
+    for path in glob.iglob(pattern, root_dir=workdir, include_hidden=True):  # a folder may go meanwhile
+        with suppress(FileNotFoundError):  # it has its final name by now, or it was removed
+            found.add((path, (workdir / path).stat().st_mtime_ns))
     return found
 
 

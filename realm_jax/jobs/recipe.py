@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import jax
@@ -68,21 +67,15 @@ def preemptible() -> Iterator[None]:
     which all of them stop. A request for a profile between tasks is ignored.
     """
 
-    def preempt(_number: int, _frame: FrameType | None) -> None:
-        raise Preempted("SIGTERM: every finished task is saved; repeat the command to go on")
-
     if threading.current_thread() is not threading.main_thread():  # someone else owns the signals
         yield
         return
-    before = signal.getsignal(signal.SIGTERM), signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
-        with Stop() if jax.process_count() > 1 else nullcontext() as noted:
-            if noted is None:
-                signal.signal(signal.SIGTERM, preempt)
+        with Stop("" if jax.process_count() > 1 else "every finished task is saved"):
             yield
     finally:
-        signal.signal(signal.SIGTERM, before[0])
-        signal.signal(signal.SIGUSR1, before[1])
+        signal.signal(signal.SIGUSR1, before)
 
 
 def dev_questions(run: Run) -> list[Question]:

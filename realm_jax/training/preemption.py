@@ -14,11 +14,13 @@ class Preempted(Exception):
 class Stop:
     """SIGTERM as a flag that the loop polls, so that a step and its save are never cut in half.
 
-    One within another hears what the outer one has heard, and the other way round.
+    One within another hears what the outer one has heard, and the other way round. at_once: what is safe wherever the
+    signal comes; Preempted is then raised on the spot, and the flag stays for the next one within where that is lost:
+    Python drops exceptions in some of its own callbacks, and libraries catch what they do not know.
     """
 
-    def __init__(self) -> None:
-        self.asked = False
+    def __init__(self, at_once: str = "") -> None:
+        self.asked, self._at_once = False, at_once
         self._before: Any = None
         self._outer: Stop | None = None
 
@@ -34,6 +36,8 @@ class Stop:
 
     def _ask(self, _number: int, _frame: FrameType | None) -> None:
         self.asked = True
+        if self._at_once:
+            self.check(self._at_once)
 
     def check(self, kept: str) -> None:
         """Raise Preempted if SIGTERM came. kept: what is safe."""
