@@ -101,15 +101,15 @@ def _share(percent: int) -> int:
 
 
 def _body(text: str) -> list[str]:
-    """Paragraphs of two sentences, 150 words or a little more in all."""
+    """Two or more paragraphs of two sentences (the last may have one), 150 words or a little more in all."""
     whole = [" ".join(text[start:end].split()) for start, end in sentences.split(text)]
     paragraphs = [" ".join(whole[at : at + 2]) for at in range(0, len(whole), 2)]
     words = 0
     for number, paragraph in enumerate(paragraphs, start=1):
         words += len(paragraph.split())
-        if words >= 150:
+        if words >= 150 and number > 1:
             return paragraphs[:number]
-    raise ValueError(f"a text of {words} words, fewer than 150: {text[:40]!r}")
+    raise ValueError(f"a text of {words} words in {len(paragraphs)} paragraphs, too few: {text[:40]!r}")
 
 
 def _pair(kind: str, body: list[str], number: int, rng: Random) -> list[MadeRecord]:
