@@ -6,7 +6,6 @@
 
 import abc
 import dataclasses
-import hashlib
 import json
 from collections.abc import Callable
 from functools import cached_property, partial
@@ -32,6 +31,7 @@ from realm_jax.mesh import logical_sharding, make_mesh, parameter_shardings
 from realm_jax.models.bert import BertConfig
 from realm_jax.models.inputs import Documents
 from realm_jax.models.realm import Params, Realm
+from realm_jax.storage import digest
 
 
 class Networks(Protocol):
@@ -95,7 +95,7 @@ class Run(BaseRun):
         sources = self.sources
         stores = {"passages": sources.passages.fingerprint, "pretraining": sources.pretraining.fingerprint}
         asked = {split: [dataclasses.asdict(one) for one in some] for split, some in sources.questions.items()}
-        questions = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+        questions = digest(json.dumps(asked, sort_keys=True).encode())
         return {"tokenizer": sources.wordpiece.fingerprint} | stores | {"questions": questions}
 
     @cached_property

@@ -165,6 +165,12 @@ def digest(data: bytes | memoryview) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+def file_digest(path: str | os.PathLike[str]) -> str:
+    """SHA-256 of a file on a disk, in hexadecimal. Raises OSError."""
+    with open(path, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
 OBJECT_STORES = ("gs", "gcs", "s3", "s3a", "az", "abfs", "abfss", "oci", "memory")  # what is written appears whole
 
 
@@ -404,8 +410,7 @@ def _verify_file(path: Path, entry: FileEntry, name: str) -> None:
         size = path.stat().st_size
         if size != entry.bytes:
             raise Damaged(f"{name} has {size:,} bytes, not {entry.bytes:,}")
-        with path.open("rb") as stream:
-            found = hashlib.file_digest(stream, "sha256").hexdigest()
+        found = file_digest(path)
     except FileNotFoundError:
         raise Damaged(f"{name} is missing") from None
     if found != entry.sha256:

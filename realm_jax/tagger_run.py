@@ -5,7 +5,6 @@ it tags.
 """
 
 import dataclasses
-import hashlib
 import json
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +19,7 @@ from realm_jax.mesh import logical_sharding, put_whole
 from realm_jax.models.tagger import Params, Tagger
 from realm_jax.models.weights import load_bert
 from realm_jax.run import BaseRun, make_bert, mesh_for, suited
+from realm_jax.storage import digest
 from realm_jax.text.wordpiece import WordPiece
 
 # Keys of config.model without which parameters mean nothing, or something else.
@@ -44,7 +44,7 @@ class TaggerRun(BaseRun):
     def fingerprints(self) -> dict[str, str]:
         network = {key: self.config.model[key] for key in NETWORK} | {"length": self.config.data.length}
         parts: dict[str, Any] = {"kinds": self.tagger.kinds, "network": network} | self.splits
-        hashes = {name: hashlib.sha256(json.dumps(part).encode()).hexdigest() for name, part in parts.items()}
+        hashes = {name: digest(json.dumps(part).encode()) for name, part in parts.items()}
         return {"tokenizer": self.wordpiece.fingerprint} | hashes
 
     @cached_property

@@ -63,7 +63,7 @@ def test_storage_that_fails_is_no_damage(people, straight, tmp_path, monkeypatch
     shutil.copytree(straight.workdir / "realm" / "checkpoints", tmp_path / "checkpoints")
     folder, names = tmp_path / "checkpoints", sorted(entry.name for entry in (tmp_path / "checkpoints").iterdir())
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoints, "_file_digest", lambda _: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        patch.setattr(checkpoints, "file_digest", lambda _: (_ for _ in ()).throw(OSError(5, "Input/output error")))
         with pytest.raises(StorageError, match="could not be read .OSError: .Errno 5. Input/output error.; repeat"):
             Saved.newest_sound(folder, lambda saved: saved.step)
     assert sorted(entry.name for entry in folder.iterdir()) == names

@@ -1,6 +1,5 @@
 """What `--passages` and `--pretraining` may name, as sources of articles. Read `realm_jax.corpus.articles` next."""
 
-import hashlib
 import os
 import re
 from collections import Counter
@@ -17,6 +16,7 @@ from realm_jax.corpus.news import NewsSettings
 from realm_jax.corpus.ranges import file_system
 from realm_jax.corpus.records import Dropped
 from realm_jax.errors import UserError
+from realm_jax.storage import file_digest
 
 SHARD_BYTES, MOST_SHARDS = 8 << 20, 512  # of packed input; a cluster's worker takes a shard at a time
 UNKNOWN_SHARDS = 64  # of a source whose size nobody knows
@@ -71,8 +71,7 @@ def identity(path: str | os.PathLike[str]) -> dict[str, Any]:
     if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
         raise UserError(f"{path} is no regular file, and inputs are read more than once; save it to one and name that")
     try:
-        with open(path, "rb") as stream:
-            return {"file": Path(path).name, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
+        return {"file": Path(path).name, "sha256": file_digest(path)}
     except OSError as fault:
         raise UserError(f"cannot read {path} ({fault.strerror}); check the path and its permissions") from None
 

@@ -10,7 +10,6 @@ so that damage is known before anything is loaded, and by all processes alike.
 """
 
 import contextlib
-import hashlib
 import json
 import logging
 import os
@@ -32,7 +31,7 @@ from orbax.checkpoint import v1 as ocp
 import realm_jax
 from realm_jax.errors import UserError
 from realm_jax.processes import is_first, told_by
-from realm_jax.storage import StorageError, digest, read_json, write_json_atomic
+from realm_jax.storage import StorageError, digest, file_digest, read_json, write_json_atomic
 from realm_jax.training.checksums import checksums, differing
 
 logger = logging.getLogger(__name__)
@@ -133,17 +132,10 @@ def _seal(saving: Any, folder: Path) -> None:
     """Wait until a save is complete, then write the digests of its files. What fails leaves it without them."""
     try:
         saving.result()
-        files = {
-            file.relative_to(folder).as_posix(): _file_digest(file) for file in folder.rglob("*") if file.is_file()
-        }
+        files = {file.relative_to(folder).as_posix(): file_digest(file) for file in folder.rglob("*") if file.is_file()}
         write_json_atomic(folder / FILES, {"files": files, "digest": _digest(files)})
     except Exception as fault:  # the save's own is raised where its end is waited for; or it was removed again
         logger.debug("%s has no %s: %s", folder, FILES, fault)
-
-
-def _file_digest(file: Path) -> str:
-    with open(file, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _digest(record: dict[str, Any]) -> str:
@@ -294,7 +286,7 @@ class Saved:
             if sealed["digest"] != _digest(sealed["files"]):
                 raise ValueError(f"{FILES} is not as it was written")
             for name, wanted in sealed["files"].items():
-                if _file_digest(self._path / name) != wanted:
+                if file_digest(self._path / name) != wanted:
                     raise ValueError(f"{name} is not as it was written")
 
     def verify(self) -> None:

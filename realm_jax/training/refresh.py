@@ -2,8 +2,7 @@
 
 Both answer the loop's one question, `at(step, …)`: is there a fresh index to use from this step on? Inline, every
 `refresh.every` steps; asynchronous, when a generation is due by `refresh.adopt_after` or is ready in every process.
-Read `Inline.at` and then `adoption.py`; how generations are found and verified is
-`follower.py`.
+Read `Inline.at` and then `adoption.py`; how generations are found and verified is `follower.py`.
 """
 
 import abc
