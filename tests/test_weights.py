@@ -130,7 +130,7 @@ def test_old_names_of_layer_norm_are_known(tmp_path):
             "has 11 word pieces, but the vocabulary has 12; the vocabulary file and the weights do",
         ),
         ({"feed_forward": 16}, r"0.intermediate.dense.weight is \(8, 12\), but the model needs \(8, 16\)"),
-        ({"max_length": 20}, "has 9 positions, but the model 20; set config.data.length, and .* to at most 9"),
+        ({"max_length": 20}, "has 9 positions, but the model 20; set the lengths of config.data, .* to at most 9"),
         ({"heads": 4}, "num_attention_heads is 2, but config.model.heads is 4"),
         ({"hidden_act": "gelu_new"}, "hidden_act is 'gelu', but config.model.hidden_act is 'gelu_new'"),
     ],
@@ -168,7 +168,7 @@ def test_a_bert_of_another_kind_is_refused_by_its_tensors(tmp_path):
 @pytest.mark.parametrize(
     "change, says",
     [
-        (lambda x: (10 * x).astype(np.int8), "is int8; fetch the model in float32"),
+        (lambda x: (10 * x).astype(np.int8), "is I8; fetch the model in float32"),
         (lambda x: np.where(x > 0, x, np.nan).astype(np.float32), "holds numbers that are not finite"),
         (lambda x: np.full_like(x, np.inf), "holds numbers that are not finite"),
         (lambda x: x.astype(ml_dtypes.bfloat16) * np.nan, "holds numbers that are not finite"),
