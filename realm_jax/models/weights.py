@@ -275,8 +275,10 @@ def _check_extent(file: Any, names: set[str], prefix: str, path: Path, config: B
 
 
 def _check_settings(path: Path, wanted: dict[str, tuple[str, Any]]) -> None:
-    """What shapes do not tell: heads, the activation, the epsilons of LayerNorm, and whether it is a plain BERT. Nothing
-    to compare without the file."""
+    """What shapes do not tell: heads, activation, the epsilons of LayerNorm, and whether it is a plain BERT.
+
+    Nothing to compare without the file.
+    """
     if not path.is_file():
         return
     try:
