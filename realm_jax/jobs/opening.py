@@ -15,9 +15,11 @@ from realm_jax.errors import UserError
 from realm_jax.index.approximate import check_scann
 from realm_jax.jobs.starting import find_weights, is_weights, local_source, with_weights
 from realm_jax.models.realm import Params
+from realm_jax.models.weights import WEIGHTS
 from realm_jax.run import Run, make_model, make_run
 from realm_jax.storage import Folder, make_folder, open_folder, read_json
 from realm_jax.tagger_config import default_like, is_tagger
+from realm_jax.text.wordpiece import WordPiece
 from realm_jax.training.checkpoints import Saved
 from realm_jax.training.restore import restore_params
 from realm_jax.training.workdir import check_workdir
@@ -41,9 +43,7 @@ def open_run(config: ConfigDict, workdir: Path) -> Run:
     sources = open_sources(config.data.path, recorded_corpus(workdir))
     if "qa" in task_names(config) and not sources.questions.get("train"):
         raise UserError(f"{config.data.path}: no training questions for the task qa; prepare some, or set config.tasks")
-    source = local_source(config.init_from) if borrows(config, workdir) else None
-    if source is not None and is_weights(source):
-        find_weights(source, make_model(config, sources.wordpiece.size), sources.wordpiece)  # says what does not fit
+    source = _source(config, workdir, sources.wordpiece)
     run = make_run(config, workdir, sources)
     make_folder(workdir, "--workdir")
     if source is not None and not is_weights(source):
@@ -51,6 +51,20 @@ def open_run(config: ConfigDict, workdir: Path) -> Run:
     check_workdir(run)
     _warn_of_cut_passages(run)
     return run
+
+
+def _source(config: ConfigDict, workdir: Path, wordpiece: WordPiece) -> Path | None:
+    """The folder that a run still has to start from, if any. Raises UserError for weights in it that do not fit."""
+    if not borrows(config, workdir):
+        return None
+    folder = local_source(config.init_from)
+    if is_weights(folder):
+        find_weights(folder, make_model(config, wordpiece.size), wordpiece)
+    elif not (folder / "data.json").is_file():
+        raise UserError(
+            f"config.init_from={config.init_from}: no run folder, and none with {WEIGHTS}; name one of them, or hf:NAME"
+        )
+    return folder
 
 
 def recorded_corpus(workdir: Path) -> str | None:
