@@ -5,6 +5,7 @@ tiny, so that a number that went to another place shows; one model is a real one
 """
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ transformers = pytest.importorskip("transformers")
 
 CLOSE = 1e-4
 MODEL = tiny_realm(max_length=31, hidden_act="gelu")
+loud = functools.cache(functools.partial(loud_params, seed=1))
 LENGTHS = (3, 17, 31, 8)  # of sequences in a batch
 
 
@@ -124,7 +126,7 @@ def test_a_masked_language_model_gives_hidden_states_and_words(tmp_path, hidden_
         wanted = theirs(**inputs.theirs(), output_hidden_states=True)
     hidden = apply(Bert(model.bert), reader["bert"], *inputs.ours)
     np.testing.assert_allclose(hidden[inputs.mask], wanted.hidden_states[-1].numpy()[inputs.mask], atol=CLOSE)
-    full = loud_params(model, 0)["reader"] | reader
+    full = loud(MODEL)["reader"] | reader
     words = torch.log_softmax(wanted.logits, -1).numpy()
     np.testing.assert_allclose(word_log_probabilities(model, full, inputs)[inputs.mask], words[inputs.mask], atol=CLOSE)
 
@@ -159,7 +161,7 @@ def test_a_real_model_gives_the_hidden_states_of_its_own_library():
 
 
 def test_what_is_saved_opens_as_bert(tmp_path):
-    params, inputs = loud_params(MODEL, 4), batch(4)
+    params, inputs = loud(MODEL), batch(4)
     tower = transformers.BertModel.from_pretrained(saved(tmp_path, "query_embedder", "bert", params)).eval()
     reader = transformers.BertForMaskedLM.from_pretrained(saved(tmp_path, "reader", "bert", params)).eval()
     with torch.no_grad():
@@ -172,7 +174,7 @@ def test_what_is_saved_opens_as_bert(tmp_path):
 
 @pytest.mark.parametrize("network", ["query_embedder", "reader"])
 def test_what_their_library_saves_again_has_the_same_bits(tmp_path, network):
-    params = loud_params(MODEL, 5)
+    params = loud(MODEL)
     folder = saved(tmp_path, network, "bert", params)
     kind = transformers.BertForMaskedLM if network == "reader" else transformers.BertModel
     kind.from_pretrained(folder).save_pretrained(tmp_path / "again")
@@ -196,7 +198,7 @@ def vectors(params: Params, name: str, inputs: Batch) -> np.ndarray:
 
 
 def test_an_embedder_gives_the_same_vectors(realm_of_transformers, tmp_path):
-    params, inputs = loud_params(MODEL, 6), batch(6)
+    params, inputs = loud(MODEL), batch(6)
     for name, theirs in zip(MODEL.embedder_names, towers(realm_of_transformers, tmp_path, params), strict=True):
         with torch.no_grad():
             wanted = theirs(**inputs.theirs()).projected_score.numpy()
@@ -208,7 +210,7 @@ def test_an_embedder_gives_the_same_vectors(realm_of_transformers, tmp_path):
 
 def test_a_scorer_gives_the_same_relevance(realm_of_transformers, tmp_path):
     """Three candidates for each of two queries, through towers that differ."""
-    params = loud_params(MODEL, 7)
+    params = loud(MODEL)
     query, document = towers(realm_of_transformers, tmp_path, params)
     settings = type(document.config).from_pretrained(tmp_path / "document_embedder-realm", num_candidates=3)
     scorer = realm_of_transformers.RealmScorer(settings, query_embedder=query)
@@ -227,7 +229,7 @@ def test_a_scorer_gives_the_same_relevance(realm_of_transformers, tmp_path):
 def test_the_knowledge_augmented_encoder_gives_the_same_marginal_loss(realm_of_transformers, tmp_path):
     """Per token, over three candidates of which the first is as any other; positions and targets are an example's."""
     rng = np.random.default_rng(9)
-    params, count = loud_params(MODEL, 9), 3
+    params, count = loud(MODEL), 3
     folder = saved(tmp_path, "reader", "realm", params)
     theirs = realm_of_transformers.RealmKnowledgeAugEncoder.from_pretrained(folder, num_candidates=count).eval()
     inputs = batch(9, (31, 14, 22, 9, 25, 31))
@@ -270,7 +272,7 @@ def read_targets(params: Params, inputs: Batch, positions: np.ndarray, targets: 
 def test_a_reader_gives_the_same_spans_and_losses(realm_of_transformers, tmp_path):
     """One question, as there: a beam of six passages, of which three are read; two of these hold an answer."""
     rng = np.random.default_rng(10)
-    params, read_passages, width = loud_params(MODEL, 10), 3, MODEL.span_width
+    params, read_passages, width = loud(MODEL), 3, MODEL.span_width
     folder = saved(tmp_path, "reader", "realm", params)
     theirs = realm_of_transformers.RealmReader.from_pretrained(folder, reader_beam_size=read_passages).eval()
     inputs = batch(10, (31, 19, 26))

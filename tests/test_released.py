@@ -122,8 +122,10 @@ def test_other_checkpoints_are_refused():
         UserError, match="here: module/bert/a/kernel and module/module/bert/a/kernel are both bert.a.we"
     ):
         released.wanted([*names, "module/bert/a/kernel", "module/module/bert/a/kernel"], "here")
-    with pytest.raises(UserError, match="here: has no word embeddings of a BERT"):
+    with pytest.raises(UserError, match="here: has no bert.embeddings.word_embeddings.weight for its network; name"):
         released.wanted(["global_step"], "here")
+    with pytest.raises(UserError, match="here: has no bert.embeddings.word_embeddings.weight for its embedder; name"):
+        released.wanted([*names, "module/dense/kernel"], "here")
 
 
 # ---- converting

@@ -36,7 +36,11 @@ HEADS = {  # of the networks, before and after
     },
 }
 LEAVES = {"kernel": "weight", "gamma": "weight", "beta": "bias", "output_bias": "bias"}
-FIRST = "embeddings.word_embeddings.weight"
+REQUIRED = (  # which tell the sizes
+    "bert.embeddings.word_embeddings.weight",
+    "bert.embeddings.position_embeddings.weight",
+    "bert.encoder.layer.0.intermediate.dense.weight",
+)
 
 
 def network_of(name: str) -> tuple[str, str] | None:
@@ -72,7 +76,7 @@ def wanted(names: Iterable[str], path: str) -> dict[str, dict[str, str]]:
     """Network → Hugging Face's name → the variable's, of all variables of a checkpoint.
 
     Raises UserError, naming `path`, for a variable of a network that is not known, for two that are the same tensor,
-    and where there is no network.
+    and for a network without a BERT.
     """
     found: dict[str, dict[str, str]] = {}
     for name in sorted(names):
@@ -88,8 +92,10 @@ def wanted(names: Iterable[str], path: str) -> dict[str, dict[str, str]]:
         if tensor in found.setdefault(network, {}):
             raise UserError(f"{path}: {found[network][tensor]} and {name} are both {tensor}; name one of REALM or ORQA")
         found[network][tensor] = name
-    if not any(f"bert.{FIRST}" in tensors for tensors in found.values()):
-        raise UserError(f"{path}: has no word embeddings of a BERT; name a checkpoint of REALM, ORQA or BERT")
+    for network in found or {"network": {}}:
+        for name in REQUIRED:
+            if name not in found.get(network, {}):
+                raise UserError(f"{path}: has no {name} for its {network}; name a checkpoint of REALM, ORQA or BERT")
     return found
 
 
@@ -103,13 +109,13 @@ def sizes(tensors: Mapping[str, NDArray]) -> dict[str, Any]:
 
     The heads are those of every BERT that was released: of 64 features.
     """
-    words, positions = (tensors[f"bert.embeddings.{kind}_embeddings.weight"].shape for kind in ("word", "position"))
+    words, positions, intermediate = (tensors[name].shape for name in REQUIRED)
     layers = {int(match[1]) for name in tensors if (match := re.match(r"bert\.encoder\.layer\.(\d+)\.", name))}
     return {
         "vocab_size": words[0],
         "hidden_size": words[1],
         "num_hidden_layers": len(layers),
         "num_attention_heads": max(words[1] // 64, 1),
-        "intermediate_size": tensors["bert.encoder.layer.0.intermediate.dense.weight"].shape[0],
+        "intermediate_size": intermediate[0],
         "max_position_embeddings": positions[0],
     }

@@ -234,12 +234,11 @@ def _full(prefix: str, name: str) -> str:
 def _name(names: set[str], prefix: str, tensor: Tensor, path: Path) -> str:
     """What a parameter is called in the file."""
     name = _full(prefix, tensor.name)
-    for usual, other in OTHER_NAMES.items():
-        if name not in names and name.endswith(usual):
-            name = name.removesuffix(usual) + other
-    if name not in names:
+    others = [name.removesuffix(usual) + other for usual, other in OTHER_NAMES.items() if name.endswith(usual)]
+    found = next((known for known in (name, *others) if known in names), None)
+    if found is None:
         raise UserError(f"{path}: has no {name}; set config.model to the sizes of the file's BERT")
-    return name
+    return found
 
 
 def _check_tensor(stored: Any, name: str, tensor: Tensor, path: Path) -> None:
