@@ -109,7 +109,7 @@ def with_weights(run: Run, params: Params, folder: Path) -> Params:
         theirs = read(source)
         places = {key: run.param_shardings[network][key] for key in theirs}
         params[network] = params[network] | jax.tree.map(put_whole, theirs, places)
-    logger.info("config.init_from=%s: %s", run.config.init_from, describe(found, list(params)))
+    logger.info("config.init_from=%s: %s", run.config.init_from, describe(found, list(networks(run.model))))
     return params
 
 
