@@ -44,6 +44,10 @@ JOBS: dict[str, tuple[str, str]] = {
     "index": ("realm_jax.jobs.index", "list, verify, remove and search the indexes of a run"),
     "corpus": ("realm_jax.jobs.corpus", "add, replace or remove documents; a trained run then answers from them"),
     "checkpoints": ("realm_jax.jobs.checkpoints", "list and verify what a run has saved"),
+    "weights": (
+        "realm_jax.jobs.weights",
+        "write a run's networks for Hugging Face's library, or convert released ones",
+    ),
     "evaluate": ("realm_jax.jobs.evaluate", "measure recall and exact match of a trained run"),
     "ask": ("realm_jax.jobs.ask", "ask a trained run a question"),
     "plan": ("realm_jax.jobs.plan", "say what a run on TPUs needs and costs, without a TPU"),

@@ -47,7 +47,9 @@ Science (a run folder keeps them; another value on resume is an error that names
   evaluation.passages      passages retrieved for recall
 Operations (may change on resume):
   data.path                folder written by `realm prepare`; what is in it may not change (`data.json`)
-  init_from                run folder whose final parameters a fresh run starts from; '' for none
+  init_from                what a fresh run starts from: a run folder, whose final parameters it takes; a folder with
+                           model.safetensors of a BERT, or with one for each network, as `realm weights` writes them;
+                           hf:NAME, a BERT of the Hugging Face hub; '' for none
   model.remat              what the backward pass computes again, to save memory: 'none', 'dots' (all but products
                            with parameters), 'layer' (all but what each layer was given)
   model.scan               layers as one compiled loop: minutes less to compile twelve of them; other dropout draws

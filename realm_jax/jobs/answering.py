@@ -60,9 +60,9 @@ class Trained:
         return self.run.sources.passages.text(candidate.row)[slice(*candidate.span)]
 
 
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """`--workdir` and `--data`."""
-    parser.add_argument("--workdir", required=True, metavar="DIR", help="folder of a run of `realm train`")
+def add_run_arguments(parser: argparse._ActionsContainer, required: bool = True) -> None:
+    """`--workdir` and `--data`. required: whether the first has to be given."""
+    parser.add_argument("--workdir", required=required, metavar="DIR", help="folder of a run of `realm train`")
     parser.add_argument("--data", metavar="DIR", help="the run's prepared folder, where it was moved since")
 
 
@@ -103,7 +103,7 @@ def restore(run: Run, task: str | None = None) -> Trained:
         raise UserError(f"--task={task}: the run in {run.workdir} has no such task; choose among {', '.join(names)}")
     like = jax.eval_shape(run.model.init, jax.random.key(0))
     while True:
-        name, saved = _newest(run, [task] if task else names)
+        name, saved = newest_saved(run, [task] if task else names)
         try:
             params = saved_params(run, name, saved, like)
             index = published_index(run, params) if is_edited(run) else saved_index(run, name, saved)
@@ -119,7 +119,7 @@ def restore(run: Run, task: str | None = None) -> Trained:
 
 def restore_towers(run: Run) -> tuple[int, Params]:
     """The towers at the end of what was trained, and the step of REALM that they count as."""
-    name, saved = _newest(run, task_names(run.config))
+    name, saved = newest_saved(run, task_names(run.config))
     params = saved_params(run, name, saved, jax.eval_shape(run.model.init, jax.random.key(0)))
     return run.config.realm.steps, {tower: params[tower] for tower in run.model.embedder_names}
 
@@ -147,7 +147,7 @@ def published_index(run: Run, params: Params) -> Index | None:
     return None
 
 
-def _newest(run: Run, names: list[str]) -> tuple[str, Saved]:
+def newest_saved(run: Run, names: list[str]) -> tuple[str, Saved]:
     """The last of these tasks that has a checkpoint, and its newest one."""
     saved = {name: Saved.newest(run.workdir / name / "checkpoints") for name in names}
     found = [(name, checkpoint) for name, checkpoint in saved.items() if checkpoint is not None]

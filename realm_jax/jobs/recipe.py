@@ -113,9 +113,9 @@ def train(run: Run) -> Params:
 
 
 def starting_params(run: Run) -> Params:
-    """Fresh parameters, or the final ones of the run that `init_from` names, until the first checkpoint is there."""
+    """Fresh parameters, or those that `init_from` names, until the first checkpoint is there."""
     params = run.initial_params()
-    return borrow_params(run, params) if borrows(run) else params
+    return borrow_params(run, params) if borrows(run.config, run.workdir) else params
 
 
 def show(results: dict[str, Any], workdir: Path) -> None:
