@@ -17,7 +17,7 @@ from realm_jax.config import TASKS, task_names
 from realm_jax.console import StageProgress
 from realm_jax.data.staging import is_remote
 from realm_jax.errors import UserError
-from realm_jax.evaluation.predict import Candidate, Prediction
+from realm_jax.evaluation.predict import Answer, Candidate
 from realm_jax.index.candidates import Index
 from realm_jax.index.generations import (
     Unusable,
@@ -50,10 +50,15 @@ class Trained:
     params: Params
     index: Index
 
-    def answered_by(self, prediction: Prediction) -> Candidate:
-        """The passage that an answer was taken from: of those with its text, the one that contributes most."""
-        same = [c for c in prediction.candidates if self.text(c) == prediction.answer]
-        return max(same, key=lambda candidate: candidate.probability * candidate.span_probability)
+    def place(self, row: int) -> dict[str, Any]:
+        """Where a passage is from: {"id", "part", "title"}; part: which of the passages of its document, from 0."""
+        store = self.run.sources.passages
+        document = store.document_id(row)
+        return {"id": document, "part": row - store.rows_of(document).start, "title": store.title(row)}
+
+    def source(self, answer: Answer) -> dict[str, Any]:
+        """Where an answer stands: `place` with {"span"}, characters of the passage's text."""
+        return self.place(answer.row) | {"span": list(answer.span)}
 
     def text(self, candidate: Candidate) -> str:
         """A candidate's own answer, as it stands in its passage."""

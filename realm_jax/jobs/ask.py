@@ -30,6 +30,7 @@ EXAMPLES = """examples:
   realm ask --workdir=runs/wiki                                  a question a line, until an empty one
   realm ask --workdir=runs/wiki --json < questions.txt > answers.jsonl
 """
+NBEST = 5  # answers that are told of a question
 SNIPPET, TITLE = 60, 30  # characters of a passage and of its title, where passages are listed
 # Passages may hold anything; control characters would steer the terminal. One for one, so that spans stay in place.
 _HARMLESS = dict.fromkeys([*range(32), *range(127, 160)], " ")
@@ -77,25 +78,26 @@ def run(args: argparse.Namespace) -> int:
 
 
 def ask(trained: Trained, question: str, top: int | None = None) -> dict[str, Any]:
-    """Answer a checked question: {"question", "answer", "probability", "passage", "candidates"}.
+    """Answer a checked question: {"question", "answer", "probability", "passage", "nbest", "candidates"}.
 
-    "passage" is where the answer stands, {"id", "title", "text", "span"}; "candidates" are the `top` likeliest passages
-    that were read, {"id", "title", "probability", "answer", "span", "text"}. Spans are characters of a passage's text.
+    "passage" is where the answer stands, {"id", "part", "title", "text", "span"}; "nbest" are the likeliest answers,
+    {"answer", "probability", "passage"}; "candidates" are the `top` likeliest passages that were read, {"id", "part",
+    "title", "probability", "answer", "span", "text"}. Spans are characters of a passage's text.
     """
     prediction = Evaluator(trained.run, [Question(question, [])]).predict(trained.params, trained.index)[0]
-    store, source = trained.run.sources.passages, trained.answered_by(prediction)
+    store, best = trained.run.sources.passages, prediction.nbest[0]
     ranked = sorted(prediction.candidates, key=lambda candidate: -candidate.probability)
-
-    def place(row: int) -> dict[str, Any]:
-        return {"id": store.document_id(row), "title": store.title(row)}
-
     return {
         "question": question,
-        "answer": prediction.answer,
-        "probability": prediction.probability,
-        "passage": place(source.row) | {"text": store.text(source.row), "span": list(source.span)},
+        "answer": best.text,
+        "probability": best.probability,
+        "passage": trained.source(best) | {"text": store.text(best.row)},
+        "nbest": [
+            {"answer": answer.text, "probability": answer.probability, "passage": trained.source(answer)}
+            for answer in prediction.nbest[:NBEST]
+        ],
         "candidates": [
-            place(c.row)
+            trained.place(c.row)
             | {"probability": c.probability, "answer": trained.text(c), "span": list(c.span), "text": store.text(c.row)}
             for c in ranked[:top]
         ],
