@@ -10,6 +10,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -21,6 +22,7 @@ from realm_jax.errors import UserError
 from realm_jax.evaluation.answers import exact_match, full_match, squad_match, token_f1
 from realm_jax.evaluation.retrieval import DEPTHS, found_within
 from realm_jax.evaluation.significance import interval
+from realm_jax.storage import read_json
 
 Record = dict[str, Any]
 Measures = dict[str, NDArray[np.float64]]
@@ -119,7 +121,7 @@ def _at_depths(name: str, records: Sequence[Record], hits_of: Callable[[Record],
 
 def read_predictions(path: str | os.PathLike[str]) -> list[Record]:
     """The records of a predictions file. Raises UserError, with file and line, for one that cannot be scored."""
-    records = []
+    records: list[Record] = []
     for line, record in json_records(path):
         if (fault := _fault(record)) is not None:
             raise UserError(f"{path}:{line}: {fault}; is this a file of `realm predict`?")
@@ -127,6 +129,20 @@ def read_predictions(path: str | os.PathLike[str]) -> list[Record]:
     if not records:
         raise UserError(f"{path} holds no predictions; make them with `realm predict`")
     return records
+
+
+def settings_file(predictions: Path) -> Path:
+    """The record beside a predictions file of what made it."""
+    return predictions.with_name(f"{predictions.name}.settings.json")
+
+
+def read_settings(predictions: str | os.PathLike[str]) -> dict[str, Any]:
+    """What made a predictions file, as far as it is known; nothing for a file of another system."""
+    file = settings_file(Path(predictions))
+    found = read_json(file) if file.is_file() else {}
+    if not isinstance(found, dict):
+        raise UserError(f"{file} holds no JSON object; remove it")
+    return found
 
 
 def _fault(record: Record) -> str | None:

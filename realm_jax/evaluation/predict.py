@@ -56,7 +56,7 @@ class Prediction(NamedTuple):
 
     nbest: list[Answer]
     candidates: list[Candidate]
-    retrieved: NDArray[np.int64]
+    retrieved: NDArray[np.int32]
     scores: NDArray[np.float32]
 
     @property

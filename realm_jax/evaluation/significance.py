@@ -70,9 +70,8 @@ def difference(a: ArrayLike, b: ArrayLike, seed: int = 0) -> Difference:
     only_a, only_b = int((change < 0).sum()), int((change > 0).sum())
     is_binary = bool(np.isin(np.concatenate([first, second]), (0, 1)).all())
     mcnemar = _mcnemar(only_a, only_b) if is_binary else None
-    return Difference(
-        float(change.mean()), *interval(change, seed), _permutation(change, seed), mcnemar, only_a, only_b
-    )
+    low, high = interval(change, seed)
+    return Difference(float(change.mean()), low, high, _permutation(change, seed), mcnemar, only_a, only_b)
 
 
 def _permutation(change: NDArray[np.float64], seed: int) -> float:

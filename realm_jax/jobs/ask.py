@@ -21,7 +21,8 @@ from realm_jax.console import console as on_stderr
 from realm_jax.corpus.jsonl import Question
 from realm_jax.errors import UserError
 from realm_jax.evaluation.predict import Evaluator
-from realm_jax.jobs.answering import Trained, add_run_arguments, check_question, open_run_to_ask, restore
+from realm_jax.jobs.answering import Trained, add_run_arguments, check_question, open_run_to_ask, positive, restore
+from realm_jax.jobs.predict import NBEST
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +31,6 @@ EXAMPLES = """examples:
   realm ask --workdir=runs/wiki                                  a question a line, until an empty one
   realm ask --workdir=runs/wiki --json < questions.txt > answers.jsonl
 """
-NBEST = 5  # answers that are told of a question
 SNIPPET, TITLE = 60, 30  # characters of a passage and of its title, where passages are listed
 # Passages may hold anything; control characters would steer the terminal. One for one, so that spans stay in place.
 _HARMLESS = dict.fromkeys([*range(32), *range(127, 160)], " ")
@@ -42,16 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser)
     parser.add_argument("question", nargs="*", metavar="QUESTION", help="without one, questions are read from stdin")
     parser.add_argument("--json", action="store_true", help="print one JSON object a question")
-    parser.add_argument(
-        "--top", type=_positive, metavar="N", help="show N of the passages that are read (default: all)"
-    )
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value
+    parser.add_argument("--top", type=positive, metavar="N", help="show N of the passages that are read (default: all)")
 
 
 def run(args: argparse.Namespace) -> int:
