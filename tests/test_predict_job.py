@@ -41,15 +41,23 @@ def records(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.fixture(scope="module")
+def trained(trained_run):
+    return restore(open_run_to_ask(trained_run.workdir, overrides={"evaluation.passages": 20}))
+
+
 @pytest.fixture
-def quick(trained_run, predicted, monkeypatch):
-    """The command without opening and restoring the run each time; how often it was restored."""
-    opened = open_run_to_ask(trained_run.workdir)
-    trained, restored = restore(opened), []
-    monkeypatch.setattr(
-        predict, "open_run_to_ask", lambda _, __, keys: (opened.config.update_from_flattened_dict(keys), opened)[1]
-    )
-    monkeypatch.setattr(predict, "restore", lambda *_: restored.append(1) or trained)
+def quick(trained, monkeypatch) -> list[str | None]:
+    """The command without opening and restoring the run again; the tasks that it would have restored."""
+    restored: list[str | None] = []
+
+    def opened(_workdir, _data, overrides):
+        config = type(trained.run.config)(trained.run.config.to_dict())
+        config.update_from_flattened_dict(overrides)
+        return trained.run.with_config(config)
+
+    monkeypatch.setattr(predict, "open_run_to_ask", opened)
+    monkeypatch.setattr(predict, "restore", lambda _, task: restored.append(task) or trained)
     return restored
 
 
@@ -100,7 +108,7 @@ def test_a_file_that_was_cut_off_ends_with_the_same_bytes(trained_run, asked, pr
     output.write_bytes(predicted.read_bytes()[:cut])
     predict.settings_file(output).write_bytes(predict.settings_file(predicted).read_bytes())
     assert run("predict", f"--workdir={trained_run.workdir}", f"--questions={asked}", f"--output={output}") == 0
-    assert output.read_bytes() == predicted.read_bytes() and quick == [1]
+    assert output.read_bytes() == predicted.read_bytes() and quick == [None]
 
 
 def test_a_file_that_is_done_needs_no_model(trained_run, asked, predicted, quick, capsys):

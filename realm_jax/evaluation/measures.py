@@ -193,12 +193,13 @@ def trec_qrels(records: Sequence[Record]) -> str:
 
 def _trec_ids(records: Sequence[Record]) -> list[str]:
     """One word for each question."""
-    ids = [_trec(str(record["id"])) for record in records]
+    ids = [_trec(record["id"]) for record in records]
     twice = next((one for one, count in Counter(ids).items() if count > 1), None)
     if twice is not None:
         raise UserError(f"two questions have the id {twice}; TREC's files need one for each")
     return ids
 
 
-def _trec(name: str) -> str:
-    return re.sub(r"[\s%]", lambda found: quote(found[0]), name) or "-"
+def _trec(name: Any) -> str:
+    """A name as one word."""
+    return re.sub(r"[\s%]", lambda found: quote(found[0]), str(name)) or "-"
