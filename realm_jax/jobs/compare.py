@@ -60,10 +60,9 @@ def compare(first: Sequence[Record], second: Sequence[Record], path: str) -> dic
         both = ~np.isnan(left[name]) & ~np.isnan(right[name])
         a, b = left[name][both], right[name][both]
         if len(a):
-            value, *tests = difference(a, b)
-            fields = ("low", "high", "p", "mcnemar", "only_a", "only_b")
-            means = {"a": float(a.mean()), "b": float(b.mean()), "difference": value, "questions": len(a)}
-            measures[name] = means | dict(zip(fields, tests, strict=True))
+            tests = difference(a, b)._asdict()
+            means = {"a": float(a.mean()), "b": float(b.mean()), "difference": tests.pop("value")}
+            measures[name] = means | tests | {"questions": len(a)}
     return {"questions": len(first), "methods": METHODS, "measures": measures}
 
 
