@@ -80,6 +80,9 @@ Operations (may change on resume):
                            with exit code 70 (waiting for a generation does not count); 0: never
   log.profile_step         first of five steps that are traced, into TASK/profile; 0: none. SIGUSR1 traces the next five
   evaluation.batch_size    questions read at a time
+  evaluation.spans         likeliest spans of each passage that answers are made of
+  evaluation.aggregate     probability of an answer that occurs several times: 'marginal', the sum over passages and
+                           occurrences, or 'max', the likeliest occurrence (ORQA's decoding)
 """
 
 import difflib
@@ -114,6 +117,8 @@ OPERATIONS = (
     "checkpoint",
     "log",
     "evaluation.batch_size",
+    "evaluation.spans",
+    "evaluation.aggregate",
     *(f"{task}.microbatches" for task in TASKS),
     "tagger.microbatches",
     "evaluation.every",
@@ -215,7 +220,7 @@ def default() -> ConfigDict:
             "mesh": {"data": -1, "fsdp": 1, "model": 1},
             "checkpoint": {"every": 1000, "keep": 3, "keep_every": 0},
             "log": {"every": 10, "hang_seconds": 3600.0, "profile_step": 0},
-            "evaluation": {"questions": 2000, "batch_size": 64, "passages": 20},
+            "evaluation": {"questions": 2000, "batch_size": 64, "passages": 20, "spans": 20, "aggregate": "marginal"},
         }
     )
 
@@ -357,6 +362,7 @@ def _check_choices(config: ConfigDict) -> None:
         "retrieval.dtype": ("float32", "bfloat16"),
         "objective.marginal": ("example", "token"),
         "objective.qa": ("marginal", "orqa"),
+        "evaluation.aggregate": ("marginal", "max"),
     }
     require_choices(config, choices)
 
@@ -366,7 +372,7 @@ def _check_sizes(config: ConfigDict) -> None:
         "model.projection model.span_hidden model.span_width model.norm_epsilon model.norm_scale retrieval.qa_passages "
         "retrieval.qa_beam retrieval.embed_batch index.shard_rows index.budget "
         "refresh.every refresh.wait_seconds refresh.poll_seconds refresh.idle_exit refresh.keep refresh.chunk_rows "
-        "data.answers evaluation.passages"
+        "data.answers evaluation.passages evaluation.spans"
     )
     require_positive(config, *positive.split())
     not_negative = (

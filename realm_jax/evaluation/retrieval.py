@@ -17,6 +17,7 @@ from realm_jax.evaluation.answers import contains_answer, contains_words, words
 
 # One-letter words and stop words are kept: how little a word tells is for BM25's own weights to say.
 _BM25_WORD = r"(?u)\b\w+\b"
+DEPTHS = (1, 5, 20, 100)  # at which recall is told, as far as passages are retrieved
 
 
 class PassageTexts(Protocol):

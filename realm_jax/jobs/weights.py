@@ -24,9 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from realm_jax.config import TASKS, task_names
+from realm_jax.config import TASKS
 from realm_jax.errors import UserError
-from realm_jax.jobs.answering import add_run_arguments, newest_saved, open_run_to_ask
+from realm_jax.jobs.answering import add_run_arguments, newest, open_run_to_ask
 from realm_jax.jobs.starting import SHARED, TOKENIZER, TOWERS
 from realm_jax.models import released
 from realm_jax.models.bert import LAYER_NORM_EPSILON
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=("export", "convert"), help="a run to folders, or TensorFlow's checkpoints")
     parser.add_argument("--output", required=True, metavar="DIR", help="folder to make")
     export, convert = parser.add_argument_group("export"), parser.add_argument_group("convert")
-    add_run_arguments(export, required=False)
+    add_run_arguments(export, instead=export)
     export.add_argument("--task", choices=TASKS, help="parameters at the end of it (default: of the last one trained)")
     export.add_argument(
         "--names", choices=("bert", "realm"), default="bert",
@@ -95,10 +95,7 @@ def export(workdir: Path, output: Path, names: str = "bert", task: str | None = 
             f"--names=realm: RealmEmbedder has LayerNorm's epsilon {LAYER_NORM_EPSILON:g} on its vectors, but the run "
             f"has config.model.norm_epsilon={model.norm_epsilon:g}; give --names=bert"
         )
-    recipe = task_names(opened.config)
-    if task is not None and task not in recipe:
-        raise UserError(f"--task={task}: the run in {workdir} has no such task; choose among {', '.join(recipe)}")
-    name, saved = newest_saved(opened, [task] if task else recipe)
+    name, saved = newest(opened, task)
     if saved.step < opened.config[name].steps:
         logger.warning("task %s is not done: step %d of %d", name, saved.step, opened.config[name].steps)
     params = saved_params(opened, name, saved, jax.eval_shape(model.init, jax.random.key(0)))

@@ -59,6 +59,11 @@ def match(pattern: str, text: str) -> tuple[int, int] | None:
     return _run("match", pattern, text)
 
 
+def full_match(pattern: str, text: str) -> tuple[int, int] | None:
+    """(start, end) of a text that a pattern matches as a whole; None as for `match`."""
+    return _run("fullmatch", pattern, text)
+
+
 def search(pattern: str, text: str) -> tuple[int, int] | None:
     """(start, end) of the first place that a pattern matches, whatever the case; None as for `match`."""
     return _run("search", pattern, text)
