@@ -90,10 +90,13 @@ class Evaluator:
         parts = [part + [part[0]] * (size - len(part)) for part in parts]
         return [{key: np.stack([row[key] for row in part]) for key in part[0]} for part in parts]
 
-    def retrieve(self, params: Params, index: Index) -> NDArray[np.int64]:
-        """Rows of the best passages for every question, int64 [questions, evaluation.passages]."""
+    def retrieve(self, params: Params, index: Index, depth: int = 0) -> NDArray[np.int64]:
+        """Rows of the `depth` best passages for every question, `evaluation.passages` of them by default.
+
+        int64 [questions, depth].
+        """
         setting = self.run.setting
-        depth = min(self.run.config.evaluation.passages, setting.rows)
+        depth = min(depth or self.run.config.evaluation.passages, setting.rows)
         found = [_find(setting, depth, params, put_batch(self.run.mesh, batch), index) for batch in self._batches]
         return np.concatenate([to_host(rows).astype(np.int64) for rows in found])[: len(self.questions)]
 
