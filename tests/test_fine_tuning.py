@@ -160,7 +160,8 @@ def test_fine_tuning_learns_from_patterns(patterned, tmp_path):
     run = open_fine(patterned, tmp_path, retrieval__qa_beam=16, evaluation__qa_every=0)
     train_recipe(run)
     answers = read_json(tmp_path / "qa" / "answers.json")["answers"]
-    assert len(answers) == 8 and answers[0] == [] and all("180" in a for some in answers[1:] for a in some)
+    assert len(answers) == 8 and answers[0] == []
+    assert all(text.removeprefix("in ").startswith("18") for some in answers[1:] for text in some)
     assert {"1803", "in 1803"} <= set(answers[3])
     metrics = read_lines(tmp_path / "qa" / "metrics.jsonl")
     assert metrics[-1]["answer_in_passages"] > 0 and metrics[-1]["loss"] > 0
