@@ -35,9 +35,12 @@ Science (a run folder keeps them; another value on resume is an error that names
   retrieval.query_params   what searches: 'current' query tower, or that of the index's 'generation' (the reference's)
   retrieval.dtype          of the stored vectors: 'float32' or 'bfloat16'
   retrieval.qa_passages    passages read for a question
+  retrieval.qa_titles      read them with their titles
   retrieval.qa_beam        passages that the retriever's term of 'orqa' ranks
   refresh.mode             'inline': the trainer re-embeds the corpus itself; 'async': `realm build-index` does
   refresh.every            REALM steps between two re-embeddings (inline) or exports of the towers (async)
+  refresh.qa_every         steps of fine-tuning between two re-embeddings, the document tower trained as well; 0: it and
+                           the index stay as REALM left them (the paper)
   refresh.adopt_after      async: adopt the generation of export step s exactly at step s + adopt_after, waiting if it
                            is late, which promises the same bits on resume; -1: as soon as every process has it
   <task>.steps, batch_size, learning_rate
@@ -45,6 +48,8 @@ Science (a run folder keeps them; another value on resume is an error that names
   optimizer.weight_decay, optimizer.clip
   evaluation.questions     development questions that are measured at most; 0: all
   evaluation.passages      passages retrieved for recall
+  evaluation.qa_every      steps of fine-tuning between two measurements; it ends with the parameters of largest exact
+                           match among those measured; 0: with the last ones
 Operations (may change on resume):
   data.path                folder written by `realm prepare`; what is in it may not change (`data.json`)
   init_from                what a fresh run starts from: a run folder, whose final parameters it takes; a folder with
@@ -187,6 +192,7 @@ def default() -> ConfigDict:
                 "query_params": "current",
                 "dtype": "float32",
                 "qa_passages": 5,
+                "qa_titles": False,
                 "qa_beam": 5000,
                 "block": 65_536,
                 "embed_batch": 256,
@@ -194,6 +200,7 @@ def default() -> ConfigDict:
             "refresh": {
                 "mode": "inline",
                 "every": 500,
+                "qa_every": 0,
                 "adopt_after": -1,
                 "shared": "",
                 "max_age": 0,
@@ -220,7 +227,9 @@ def default() -> ConfigDict:
             "mesh": {"data": -1, "fsdp": 1, "model": 1},
             "checkpoint": {"every": 1000, "keep": 3, "keep_every": 0},
             "log": {"every": 10, "hang_seconds": 3600.0, "profile_step": 0},
-            "evaluation": {"questions": 2000, "batch_size": 64, "passages": 20, "spans": 20, "aggregate": "marginal"},
+            "evaluation": {
+                "questions": 2000, "batch_size": 64, "passages": 20, "spans": 20, "aggregate": "marginal", "qa_every": 0,
+            },
         }
     )
 
@@ -377,7 +386,7 @@ def _check_sizes(config: ConfigDict) -> None:
     require_positive(config, *positive.split())
     not_negative = (
         "data.predictions objective.ict_null_weight objective.retriever_start evaluation.questions refresh.max_age "
-        "retrieval.ahead index.leaves index.leaves_searched index.tree_from"
+        "retrieval.ahead refresh.qa_every evaluation.qa_every index.leaves index.leaves_searched index.tree_from"
     )
     require_not_negative(config, *not_negative.split())
     for key in ("data.null_rate", "data.unrelated_rate", "data.ict_mask_rate", "index.min_recall"):
@@ -385,9 +394,11 @@ def _check_sizes(config: ConfigDict) -> None:
     rest = 1 - config.data.null_rate - config.data.unrelated_rate
     require(rest >= 0, "data.unrelated_rate", "may not exceed 1 together with data.null_rate")
     _check_refresh(config.refresh)
-    frozen = "qa" not in task_names(config) or not config.model.shared_tower
+    moves = "qa" not in task_names(config) or not config.model.shared_tower or config.refresh.qa_every > 0
     require(
-        frozen, "model.shared_tower", "cannot be fine-tuned: qa keeps the passages' tower still; leave qa out of tasks"
+        moves,
+        "model.shared_tower",
+        "cannot be fine-tuned while the passages' tower is still; set refresh.qa_every, or leave qa out of tasks",
     )
     enough = config.retrieval.backend == "device" or config.index.budget >= config.retrieval.candidates
     require(enough, "index.budget", "must be at least retrieval.candidates")
@@ -413,8 +424,9 @@ def _check_refresh(refresh: ConfigDict) -> None:
 
 
 def joint_length(config: ConfigDict) -> int:
-    """Word pieces of a query joined with a passage: both layouts less the passage's [CLS] and its title's [SEP]."""
-    return config.data.query_length + config.data.document_length - 2
+    """Word pieces of a query joined with a passage: both layouts less the passage's [CLS] and its title's [SEP], which
+    stays where titles are read."""
+    return config.data.query_length + config.data.document_length - (1 if config.retrieval.qa_titles else 2)
 
 
 def science(config: ConfigDict) -> dict[str, Any]:

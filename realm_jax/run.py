@@ -203,6 +203,8 @@ def bare_run(
         qa_objective=objective.qa,
         qa_beam=retrieval.qa_beam,
         qa_passages=retrieval.qa_passages,
+        qa_titles=retrieval.qa_titles,
+        qa_documents=config.refresh.qa_every > 0,
     )
     lengths = lengths_from(
         data.query_length, data.document_length, data.masking, data.predictions, data.answers, config.model.span_width

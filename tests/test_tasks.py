@@ -383,6 +383,18 @@ def test_orqa_adds_the_retriever_s_own_term_over_the_whole_beam(params, index, r
 
 
 @pytest.mark.parametrize("objective", ["marginal", "orqa"])
+def test_a_trained_document_tower_scores_what_is_read(params, index, reading, objective):
+    """With vectors of the tower as it is the loss is the same; with others it follows the tower, not the vectors."""
+    batch = asked(np.array([reading[0][0, 0], reading[0][1, 2], -1, -1]))
+    changes = {"qa_objective": objective, "qa_beam": BEAM, "qa_passages": PASSAGES, "qa_documents": True}
+    task = make_task("qa", setting(**changes))
+    assert set(task.trained) == {"query_embedder", "document_embedder", "reader"}
+    (loss, _), slopes = jax.jit(jax.value_and_grad(task.value, has_aux=True))(params, batch, index, None)
+    np.testing.assert_allclose(loss, qa_slopes(objective)(params, batch, index, None)[0][0], rtol=1e-5)
+    assert largest(slopes["document_embedder"]) > 1e-4
+
+
+@pytest.mark.parametrize("objective", ["marginal", "orqa"])
 def test_questions_without_an_answer_in_reach_teach_nothing(params, index, objective):
     (loss, metrics), slopes = qa_slopes(objective)(params, asked(np.full(BATCH, -1)), index, None)
     assert loss == 0.0 and largest(slopes) == 0.0

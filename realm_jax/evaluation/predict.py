@@ -151,10 +151,14 @@ class Evaluator:
         """Passages retrieved for each question: `evaluation.passages`, or all."""
         return min(self.run.config.evaluation.passages, self.run.setting.rows)
 
-    def retrieve(self, params: Params, index: Index) -> NDArray[np.int64]:
-        """Rows of the best passages for every question, int64 [questions, evaluation.passages]."""
+    def retrieve(self, params: Params, index: Index, depth: int = 0) -> NDArray[np.int64]:
+        """Rows of the best passages for every question, `evaluation.passages` of them or `depth`.
+
+        int64 [questions, depth].
+        """
         setting, mesh = self.run.setting, self.run.mesh
-        found = [_find(setting, self.depth, params, put_batch(mesh, batch), index) for batch in self._batches]
+        depth = min(depth, setting.rows) or self.depth
+        found = [_find(setting, depth, params, put_batch(mesh, batch), index) for batch in self._batches]
         return np.concatenate([to_host(rows).astype(np.int64) for rows in found])[: len(self.questions)]
 
     def recall(self, params: Params, index: Index) -> dict[str, Any]:

@@ -13,11 +13,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from realm_jax.index.exact import search
-from realm_jax.models.inputs import Documents, Joint, contains, join, null_documents
+from realm_jax.models.inputs import Documents, Joint, contains, hold_answers, join, null_documents
 from realm_jax.models.realm import Params, Realm, flatten_joint
 
 Array = jax.Array
 Batch = dict[str, Array]
+BEAM_PART = 64  # passages of a beam that are looked through at a time
 
 
 class Index(NamedTuple):
@@ -47,6 +48,8 @@ class Setting:
     qa_objective: str = "marginal"
     qa_beam: int = 64  # passages that the retriever's term of 'orqa' ranks
     qa_passages: int = 5  # passages that are read
+    qa_titles: bool = False  # with their titles
+    qa_documents: bool = False  # whether fine-tuning trains the document embedder as well
 
 
 def dropout_keys(key: Array | None, count: int) -> list[Array | None]:
@@ -87,6 +90,20 @@ def retrieve(setting: Setting, params: Params, batch: Batch, index: Index, count
     return Candidates(pick(rows), ~pick(own), own.sum(axis=1))
 
 
+def beam_answers(setting: Setting, batch: Batch, index: Index, rows: Array) -> Array:
+    """Which passages of a beam hold an answer of their question, as spans of word pieces: [batch, beam] bool.
+
+    rows [batch, beam]. The texts of BEAM_PART passages a question are on hand at a time, however long the beam is.
+    """
+    count, beam = rows.shape
+    parts = -(-beam // BEAM_PART)
+    padded = jnp.pad(rows, ((0, 0), (0, parts * BEAM_PART - beam)))
+    split = padded.reshape(count, parts, BEAM_PART).swapaxes(0, 1)
+    answers = (batch["answers"], batch["answer_lengths"], setting.model.span_width)
+    found = jax.lax.map(lambda part: hold_answers(take(index, part), *answers), split)
+    return found.swapaxes(0, 1).reshape(count, -1)[:, :beam]
+
+
 def search_queries(setting: Setting, params: Params, batch: Batch, tower: Params | None) -> Array:
     """What is searched with, [batch, projection]: without dropout, by the current query embedder or by `tower`."""
     if tower is not None:
@@ -104,13 +121,17 @@ def embed_null(setting: Setting, params: Params, key: Array | None) -> Array:
     return setting.model.embed_documents(params, null_documents(1, (setting.cls_id, setting.sep_id)), key)
 
 
+def embed_taken(setting: Setting, params: Params, documents: Documents, key: Array | None) -> Array:
+    """The vectors of candidates by current parameters. documents.ids [batch, k, d] → [batch, k, projection]."""
+    flat = Documents(*(part.reshape(-1, *part.shape[2:]) for part in documents))
+    return setting.model.embed_documents(params, flat, key).reshape(*documents.ids.shape[:2], -1)
+
+
 def candidate_scores(setting: Setting, params: Params, batch: Batch, documents: Documents, key: Array | None) -> Array:
     """Inner products with current parameters, null document first. documents.ids [batch, k, d] → [batch, 1 + k]."""
     keys = dropout_keys(key, 3)
     queries = setting.model.embed_queries(params, batch["query"], batch["query_length"], keys[0])
-    batch_size, count = documents.ids.shape[:2]
-    flat = Documents(*(part.reshape(-1, *part.shape[2:]) for part in documents))
-    vectors = setting.model.embed_documents(params, flat, keys[1]).reshape(batch_size, count, -1)
+    vectors = embed_taken(setting, params, documents, keys[1])
     null = embed_null(setting, params, keys[2])
     scores = jnp.einsum("bd,bkd->bk", queries, vectors)
     return jnp.concatenate([queries @ null.T, scores], axis=1)
@@ -154,12 +175,13 @@ class Reading(NamedTuple):
 def read_passages(
     setting: Setting, params: Params, batch: Batch, index: Index, key: Array | None, beam: int, passages: int
 ) -> tuple[Reading, Array, Array]:
-    """Retrieve a beam with the frozen vectors and read its first passages.
+    """Retrieve a beam with the stored vectors and read its first passages.
 
     Returns the reading, the beam's rows [batch, beam] and scores [batch, beam]. Gradient reaches the query embedder
-    through the scores and the reader through the spans.
+    through the scores, with `qa_documents` the document embedder through those of the passages that are read, and the
+    reader through the spans.
     """
-    keys = dropout_keys(key, 2)
+    keys = dropout_keys(key, 3 if setting.qa_documents else 2)
     queries = setting.model.embed_queries(params, batch["query"], batch["query_length"], keys[0])
     rows = search(
         setting.mesh, queries, index.vectors, setting.rows, min(beam, setting.rows), setting.search_block
@@ -167,7 +189,11 @@ def read_passages(
     vectors = index.vectors[rows].astype(jnp.float32)
     scores = jnp.einsum("bd,bkd->bk", queries, jax.lax.stop_gradient(vectors))
     read_rows = rows[:, :passages]
-    joint = join(batch["query"], batch["query_length"], take(index, read_rows))
+    documents = take(index, read_rows)
+    if setting.qa_documents:
+        fresh = jnp.einsum("bd,bkd->bk", queries, embed_taken(setting, params, documents, keys[2]))
+        scores = jnp.concatenate([fresh, scores[:, passages:]], axis=1)
+    joint = join(batch["query"], batch["query_length"], documents, setting.qa_titles)
     spans = setting.model.read_spans(params, flatten_joint(joint), keys[1])
     spans = spans.reshape(*joint.ids.shape, setting.model.span_width)
     return Reading(read_rows, scores[:, :passages], joint, spans), rows, scores

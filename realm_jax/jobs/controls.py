@@ -63,7 +63,7 @@ def closed_book(run: Run, evaluator: Evaluator, params: Params) -> None:
     def measure(params: Params, index: Index | None, final: bool) -> dict[str, Any]:
         return {"exact_match": closed_book_exact_match(run, evaluator, params)}
 
-    train_task(_with(run, mlm=steps), "mlm", params, measure, "closed_book", examples)
+    train_task(_with(run, mlm=steps), "mlm", params, measure, "closed_book", lambda: examples)
 
 
 def closed_book_exact_match(run: Run, evaluator: Evaluator, params: Params) -> float:

@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from rich.table import Table
 from realm_jax.config import task_names
 from realm_jax.console import console
 from realm_jax.corpus.jsonl import Question
+from realm_jax.data.examples import Examples, question_examples
 from realm_jax.errors import UserError
 from realm_jax.evaluation.predict import Evaluator
 from realm_jax.index.candidates import Index
 from realm_jax.jobs.controls import run_controls
+from realm_jax.jobs.matched_answers import training_questions
 from realm_jax.jobs.opening import borrow_params, borrows
 from realm_jax.jobs.results import measure_baselines, write_results
 from realm_jax.models.realm import Params
@@ -108,8 +111,14 @@ def train(run: Run) -> Params:
     params = starting_params(run)
     measure = make_measure(run)
     for name in task_names(run.config):
-        params = train_task(run, name, params, measure if name != "mlm" else None)
+        examples = partial(questions_to_learn, run, params) if name == "qa" else None
+        params = train_task(run, name, params, measure if name != "mlm" else None, examples=examples)
     return params
+
+
+def questions_to_learn(run: Run, params: Params) -> Examples:
+    """The examples of fine-tuning from `params`; patterns for answers become strings."""
+    return question_examples(training_questions(run, params), run.sources.wordpiece, run.lengths)
 
 
 def starting_params(run: Run) -> Params:

@@ -69,6 +69,17 @@ def search(pattern: str, text: str) -> tuple[int, int] | None:
     return _run("search", pattern, text)
 
 
+def every(pattern: str, text: str) -> list[tuple[int, int]]:
+    """(start, end) of all places that a pattern matches, none within another; empty as `match` is None."""
+    if fault(pattern) is not None:
+        return []
+    try:
+        return [found.span() for found in _compiled(pattern).finditer(text, timeout=SECONDS)]
+    except (TimeoutError, MemoryError):
+        _tell(pattern)
+        return []
+
+
 def _run(method: str, pattern: str, text: str) -> tuple[int, int] | None:
     if fault(pattern) is not None:
         return None

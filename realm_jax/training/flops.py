@@ -112,4 +112,6 @@ def step_flops(config: ConfigDict, task: str, vocabulary: int, predictions: int,
             "queries": 3 * query,
             "reader": 3 * retrieval.qa_passages * (tower.forward(joint) + spans),
         }
+        if config.refresh.qa_every:
+            parts["documents"] = 3 * retrieval.qa_passages * document
     return {name: batch * value for name, value in parts.items()}

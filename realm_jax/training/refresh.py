@@ -72,6 +72,10 @@ class Refresh:
         """The index for exact search on the devices, with which everything but REALM's own search works."""
         return fresh.index
 
+    def fitting(self, step: int, params: Params, index: Fresh | None) -> Index | None:
+        """The index that the parameters are measured with before `step`. index: the one in use."""
+        return None
+
     def last(self, step: int, params: Params) -> Fresh | None:
         """The index that the parameters at the end of the task are measured with."""
         return None
@@ -129,6 +133,15 @@ class OfCorpus(Refresh, abc.ABC):
         assert fresh.vectors is not None, "where hosts search, they have the vectors"
         return self._run.index(fresh.vectors)
 
+    def fitting(self, step: int, params: Params, index: Fresh | None) -> Index | None:
+        """Of the index in use, unless the passages' tower has moved since it was made."""
+        if index is None:
+            return None
+        still = self._task == "qa" and not self._run.setting.qa_documents
+        if still or index.step == step:
+            return self.exact(index)
+        return made(self._run, self._run.embed(params, lambda _: self._alive()), step, None, exact=True).index
+
     def last(self, step: int, params: Params) -> Fresh | None:
         """None after the warm-up, which trains no retriever."""
         if self._task == "mlm":
@@ -140,13 +153,15 @@ class OfCorpus(Refresh, abc.ABC):
 
 
 class Inline(OfCorpus):
-    """The trainer embeds the corpus: at the start of a task, and for REALM every `refresh.every` steps."""
+    """The trainer embeds the corpus: at the start of a task, for REALM every `refresh.every` steps, and for fine-tuning
+    every `refresh.qa_every` (0: never again)."""
 
     def __init__(self, run: Run, name: str, alive: Callable[[], None], reporter: Reporter | None = None) -> None:
         """alive: called again and again while it embeds. reporter: tells a builder that waits for a later task that the
         run lives."""
         super().__init__(run, name, alive)
-        self._every, self._exact = run.config.refresh.every if name == "realm" else 0, name != "realm"
+        self._every = {"realm": run.config.refresh.every, "qa": run.config.refresh.qa_every}.get(name, 0)
+        self._exact = name != "realm"
         self._reporter = reporter
 
     def __enter__(self) -> Self:

@@ -19,6 +19,7 @@ from realm_jax.index.candidates import (
     Candidates,
     Index,
     Setting,
+    beam_answers,
     candidate_scores,
     candidate_words,
     dropout_keys,
@@ -151,8 +152,7 @@ def qa_loss(setting: Setting, params: Params, batch: Batch, index: Index, key: A
     loss, log_likelihood = likelihood.answer_marginal(reading.scores, reading.span_scores, allowed, correct)
     has_answer = correct.any(axis=(2, 3))
     if setting.qa_objective == "orqa":
-        beam_joint = join(batch["query"], batch["query_length"], take(index, rows))
-        beam_correct = find_answers(beam_joint, *answers)[1].any(axis=(2, 3))
+        beam_correct = beam_answers(setting, batch, index, rows)
         loss = likelihood.orqa_loss(scores, beam_correct, reading.scores, reading.span_scores, allowed, correct)
     final = jax.nn.log_softmax(reading.scores)[:, :, None, None] + likelihood.span_log_probabilities(
         reading.span_scores, allowed
@@ -215,7 +215,7 @@ def make_task(name: str, setting: Setting) -> Task:
     table: dict[str, tuple[tuple[str, ...], Callable[..., Means], bool]] = {
         "mlm": (("reader",), mlm_loss, False),
         "realm": ((*towers, "reader"), realm_loss, True),
-        "qa": ((towers[0], "reader"), qa_loss, True),
+        "qa": ((*(towers if setting.qa_documents else towers[:1]), "reader"), qa_loss, True),
     }
     trained, loss, retrieves = table[name]
     return Task(name, trained, partial(loss, setting), retrieves)
