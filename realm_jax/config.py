@@ -228,7 +228,12 @@ def default() -> ConfigDict:
             "checkpoint": {"every": 1000, "keep": 3, "keep_every": 0},
             "log": {"every": 10, "hang_seconds": 3600.0, "profile_step": 0},
             "evaluation": {
-                "questions": 2000, "batch_size": 64, "passages": 20, "spans": 20, "aggregate": "marginal", "qa_every": 0,
+                "questions": 2000,
+                "batch_size": 64,
+                "passages": 20,
+                "spans": 20,
+                "aggregate": "marginal",
+                "qa_every": 0,
             },
         }
     )
