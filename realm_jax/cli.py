@@ -54,6 +54,7 @@ JOBS: dict[str, tuple[str, str]] = {
         "measure answers and retrieval of a trained run, or of a file of predictions",
     ),
     "compare": ("realm_jax.jobs.compare", "say whether two files of predictions differ by more than chance"),
+    "ablate": ("realm_jax.jobs.ablate", "train what differs in one thing, under several seeds, and tabulate it"),
     "ask": ("realm_jax.jobs.ask", "ask a trained run a question"),
     "plan": ("realm_jax.jobs.plan", "say what a run on TPUs needs and costs, without a TPU"),
     "doctor": ("realm_jax.jobs.doctor", "say what is installed, which devices there are, and what will be slow"),

@@ -6,6 +6,8 @@ Science (a run folder keeps them; another value on resume is an error that names
   tasks                    recipe, in order, comma-separated: any of mlm, ict, realm, qa
   seed                     every random choice derives from it and from an example's index
   data.masking             'salient', 'uniform' or 'random_span': what REALM's queries hide
+  data.text                what REALM's queries are masked from: 'pretraining', X of the prepared folder, or 'passages',
+                           so that X = Z
   data.predictions         predicted positions of a masked sentence at most; 0: sized to the masking
   data.null_rate           warm-up: share of examples that are a sentence of X beside the empty document
   data.unrelated_rate      warm-up: share that are a sentence of Z beside a passage drawn at random
@@ -30,6 +32,8 @@ Science (a run folder keeps them; another value on resume is an error that names
                            after as many more it moves at the full learning rate (the paper: 0)
   objective.qa             'marginal': log Σ_z p(z|x) p(y|z,x); 'orqa': L_ret + L_read of the released code
   retrieval.candidates     K: passages in the marginal, the null document counted
+  retrieval.null_document  whether the null document takes part in REALM's marginal; without it K − 1 passages do
+  retrieval.exclude_own    whether a masked sentence may not retrieve the passage that it stands in
   retrieval.backend        'device': exact search inside the step; 'scann': approximate search on the hosts
   retrieval.ahead          scann: the search for step t + ahead starts before step t, with the parameters of step t
   retrieval.query_params   what searches: 'current' query tower, or that of the index's 'generation' (the reference's)
@@ -167,6 +171,7 @@ def default() -> ConfigDict:
             "data": {
                 "path": "",
                 "masking": "salient",
+                "text": "pretraining",
                 "predictions": 0,
                 "null_rate": 0.15,
                 "unrelated_rate": 0.15,
@@ -187,6 +192,8 @@ def default() -> ConfigDict:
             "objective": {"marginal": "example", "ict_null_weight": 0.0, "retriever_start": 0, "qa": "marginal"},
             "retrieval": {
                 "candidates": 8,
+                "null_document": True,
+                "exclude_own": True,
                 "backend": "device",
                 "ahead": 1,
                 "query_params": "current",
@@ -369,6 +376,7 @@ def advise(key: str, keys: Iterable[str]) -> str:
 def _check_choices(config: ConfigDict) -> None:
     choices = {
         "data.masking": ("salient", "uniform", "random_span"),
+        "data.text": ("pretraining", "passages"),
         "retrieval.backend": ("device", "scann"),
         "retrieval.query_params": ("current", "generation"),
         "refresh.mode": ("inline", "async"),

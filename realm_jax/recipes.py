@@ -3,6 +3,8 @@
 What each costs on which hardware, and what to expect of it: `benchmarks/README.md`.
 """
 
+from typing import Any
+
 from ml_collections import ConfigDict
 
 from realm_jax.config import default
@@ -38,6 +40,49 @@ def wiki_small() -> ConfigDict:
     config.refresh.every = 250
     config.retrieval.candidates = 5
     return config
+
+
+def ablations() -> ConfigDict:
+    """The paper's table 2 on the encyclopedia, and more rows of its kind; see `configs/ablations.py`."""
+    stale = f"refresh.every={30 * quickstart().refresh.every}"
+    often = f"refresh.every={quickstart().refresh.every // 4}"
+    own = "data.text=passages"
+    rows = {
+        "start": _row("", "mlm,ict"),
+        "pretrained": _row("", "realm", "start"),
+        "realm": _row("REALM", "qa", "pretrained", paper=(38.2, 38.5)),
+        "realm_retriever": _row("REALM retriever, baseline encoder", "qa", "pretrained", "start", paper=(37.4, 38.5)),
+        "realm_encoder": _row("Baseline retriever, REALM encoder", "qa", "start", "pretrained", paper=(35.3, 13.9)),
+        "baseline": _row("Baseline (ORQA)", "qa", "start", paper=(31.3, 13.9)),
+        "uniform": _row(
+            "Random uniform masks", "realm,qa", "start", changes=("data.masking=uniform",), paper=(32.3, 24.2)
+        ),
+        "spans": _row(
+            "Random span masks", "realm,qa", "start", changes=("data.masking=random_span",), paper=(35.3, 26.1)
+        ),
+        "stale": _row("30 × stale index", "realm,qa", "start", changes=(stale,), paper=(28.7, 15.1)),
+        "often": _row("Four times as many refreshes", "realm,qa", "start", changes=(often,)),
+        "no_null": _row("No null document", "realm,qa", "start", changes=("retrieval.null_document=False",)),
+        "token": _row("Marginal a word piece", "realm,qa", "start", changes=("objective.marginal=token",)),
+        "own_text": _row("X = Z", "realm,qa", "start", changes=(own,)),
+        "trivial": _row(
+            "X = Z, trivial retrievals allowed", "realm,qa", "start", changes=(own, "retrieval.exclude_own=False")
+        ),
+        "no_ict": _row("No inverse cloze task", "mlm,realm,qa"),
+        "shared": _row(
+            "One tower, trained to the end",
+            "mlm,ict,realm,qa",
+            changes=("model.shared_tower=True", "refresh.qa_every=100"),
+        ),
+    }
+    return ConfigDict({"seeds": (0, 1, 2), "entities": 3200, "base": quickstart(), "rows": rows})
+
+
+def _row(
+    title: str, tasks: str, start: str = "", reader: str = "", changes: tuple[str, ...] = (),
+    paper: tuple[float, ...] = (),
+) -> dict[str, Any]:  # fmt: skip
+    return {"title": title, "tasks": tasks, "start": start, "reader": reader, "changes": changes, "paper": paper}
 
 
 def paper(task: str) -> ConfigDict:

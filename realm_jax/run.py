@@ -177,6 +177,8 @@ def make_run(config: ConfigDict, workdir: Path, sources: Sources, devices: list[
         )
     wordpiece = sources.wordpiece
     bare = bare_run(config, workdir, rows, wordpiece.size, devices, (wordpiece.cls_id, wordpiece.sep_id))
+    if config.data.text == "passages":
+        sources = dataclasses.replace(sources, pretraining=sources.passages)
     return dataclasses.replace(bare, sources=sources)
 
 
@@ -197,6 +199,8 @@ def bare_run(
         *special,
         rows,
         candidates=retrieval.candidates,
+        null_document=retrieval.null_document,
+        exclude_own=retrieval.exclude_own,
         marginal=objective.marginal,
         ict_null_weight=objective.ict_null_weight,
         search_block=retrieval.block,

@@ -147,6 +147,16 @@ def test_an_own_passage_by_row_and_by_content_counts_once(params, index, query_v
     assert retrieve_now(params, batch, changed).excluded.tolist() == [1, 0, 0, 0]
 
 
+def test_own_passages_stay_where_trivial_retrievals_are_allowed(params, index, query_vectors):
+    best = ranking(query_vectors, index)
+    batch, changed = with_sentence_in(nothing_own(), index, best[0, [1]])
+    allowed = tiny_setting(one_device_mesh(), ROWS, MODEL, exclude_own=False)
+    batch["own_row"] = best[:, 0].astype(np.int32)
+    found = jax.jit(functools.partial(retrieve, allowed, count=COUNT))(params, batch, changed)
+    np.testing.assert_array_equal(found.rows, best[:, :COUNT])
+    assert found.valid.all() and not found.excluded.any()
+
+
 def test_a_corpus_that_is_smaller_than_the_candidates_is_retrieved_whole(params, index):
     found = retrieve_now(params, nothing_own() | {"own_row": np.array([0, 1, -1, 0], np.int32)}, index, rows=2)
     assert found.rows.shape == (BATCH, 2)
@@ -206,13 +216,15 @@ def largest(tree) -> float:
     return max(float(jnp.abs(x).max()) for x in jax.tree.leaves(tree))
 
 
-def test_the_realm_loss_is_the_marginal_of_its_parts(params, index, candidates):
+@pytest.mark.parametrize("null_document", [True, False])
+def test_the_realm_loss_is_the_marginal_of_its_parts(params, index, candidates, null_document):
     """That it trains all three networks is seen in `test_devices.py`."""
     found, scores, log_p, _ = candidates
-    loss, metrics = jax.jit(make_task("realm", setting()).value)(params, MASKED, index, None)
-    valid = np.pad(found.valid, ((0, 0), (1, 0)), constant_values=True)
+    loss, metrics = jax.jit(make_task("realm", setting(null_document=null_document)).value)(params, MASKED, index, None)
+    valid = np.pad(found.valid, ((0, 0), (1, 0)), constant_values=null_document)
     wanted = masked_word_marginal(scores, log_p, MASKED["weights"], valid, "example")
     np.testing.assert_allclose(loss, wanted.loss.value, rtol=1e-5)
+    assert (metrics["null_probability"] > 0) == null_document
     gains = wanted.log_likelihood - log_likelihood_of(log_p, 0)
     np.testing.assert_allclose(metrics["retrieval_utility"], gains.mean(), rtol=1e-3, atol=1e-5)
     assert metrics["excluded"] == found.excluded.mean()

@@ -42,6 +42,8 @@ class Setting:
     sep_id: int
     rows: int  # passages in the corpus, padding not counted
     candidates: int = 8  # the null document counted
+    null_document: bool = True  # whether it takes part
+    exclude_own: bool = True  # whether a sentence's own passage does not
     marginal: str = "example"
     ict_null_weight: float = 0.0  # weight of the null document in the inverse cloze task
     search_block: int = 65_536
@@ -71,7 +73,7 @@ class Candidates(NamedTuple):
 
 
 def retrieve(setting: Setting, params: Params, batch: Batch, index: Index, count: int) -> Candidates:
-    """The `count` best passages for each masked sentence, the example's own passage left out.
+    """The `count` best passages for each masked sentence, with `exclude_own` the example's own passage left out.
 
     Own is the same row (`own_row`, −1 for none) or a passage in which the unmasked sentence occurs; no row (−1) is
     treated alike. One more than `count` is searched; what is still excluded after that is marked invalid, never
@@ -83,8 +85,10 @@ def retrieve(setting: Setting, params: Params, batch: Batch, index: Index, count
         queries = search_queries(setting, params, batch, index.tower)
         depth = min(count + 1, setting.rows)
         rows = search(setting.mesh, queries, index.vectors, setting.rows, depth, setting.search_block).rows
-    found = contains(take(index, rows).ids, batch["sentence"], batch["sentence_length"])
-    own = (rows == batch["own_row"][:, None]) | found | (rows < 0)
+    own = rows < 0
+    if setting.exclude_own:
+        own |= contains(take(index, rows).ids, batch["sentence"], batch["sentence_length"])
+        own |= rows == batch["own_row"][:, None]
     order = jnp.argsort(own, axis=1, stable=True)[:, :count]
     pick = partial(jnp.take_along_axis, indices=order, axis=1)
     return Candidates(pick(rows), ~pick(own), own.sum(axis=1))

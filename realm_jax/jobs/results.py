@@ -213,7 +213,7 @@ def masked_sentence(run: Run, params: Params) -> dict[str, Any] | None:
         documents = take(index, found.rows)
         scores = candidate_scores(setting, params, batch, documents, None)
         log_p, _ = candidate_words(setting, params, batch, documents, None)
-        valid = jnp.pad(found.valid, ((0, 0), (1, 0)), constant_values=True)
+        valid = jnp.pad(found.valid, ((0, 0), (1, 0)), constant_values=setting.null_document)
         result = masked_word_marginal(scores, log_p, batch["weights"], valid, "example")
         reading = jnp.where(valid, (log_p * batch["weights"][:, None]).sum(axis=-1), -jnp.inf)
         return found.rows, reading, result.log_likelihood

@@ -110,7 +110,7 @@ def realm_loss(setting: Setting, params: Params, batch: Batch, index: Index, key
     keys = dropout_keys(key, 2)
     scores = candidate_scores(setting, params, batch, documents, keys[0])
     log_p, right = candidate_words(setting, params, batch, documents, keys[1])
-    valid = jnp.pad(found.valid, ((0, 0), (1, 0)), constant_values=True)
+    valid = jnp.pad(found.valid, ((0, 0), (1, 0)), constant_values=setting.null_document)
     result = likelihood.masked_word_marginal(scores, log_p, batch["weights"], valid, setting.marginal)
     return realm_metrics(result, right, batch, found)
 

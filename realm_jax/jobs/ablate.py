@@ -1,0 +1,207 @@
+"""`realm ablate`: trainings that differ in one thing, under several seeds, and one table of what they come to.
+
+A row is a run like any other, `WORKDIR/seed-<n>/<row>`: its config is the base with the row's changes, and it starts
+from fresh parameters or from where another row ended. So a row that is done is not repeated, and one that was cut off
+goes on. The rows are in the config file; the table is `realm_jax/evaluation/ablations.py`.
+"""
+
+import argparse
+import dataclasses
+import logging
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+from rich.console import Console
+from rich.table import Table
+
+from realm_jax.config import default, require, task_names, validate
+from realm_jax.errors import UserError
+from realm_jax.evaluation.ablations import HEADS, Measured, Row, cells, html, markdown
+from realm_jax.jobs.flags import add_config_argument, load_config, with_overrides
+from realm_jax.jobs.opening import open_run, set_up_jax
+from realm_jax.jobs.quickstart import make_data
+from realm_jax.jobs.recipe import preemptible, train
+from realm_jax.jobs.results import hardware
+from realm_jax.jobs.weights import export
+from realm_jax.recipes import ablations
+from realm_jax.storage import make_folder, only_one, publish_folder, write_atomic, write_json_atomic
+from realm_jax.training.metrics import read_lines
+from realm_jax.training.preemption import PREEMPTED, Preempted
+
+logger = logging.getLogger(__name__)
+
+EXAMPLES = """examples:
+  realm ablate --config=configs/ablations.py --workdir=runs/ablations
+  realm ablate --config=configs/ablations.py --workdir=runs/ablations --seeds=0 --rows=realm,baseline
+  realm ablate --config=configs/ablations.py --config.base.data.path=data/wiki --workdir=runs/wiki
+
+The table lies in ablations.md, ablations.html and ablations.json of the folder, and grows with every row.
+"""
+ROW = {"title": "", "tasks": "", "start": "", "reader": "", "changes": (), "paper": ()}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `realm ablate`."""
+    parser.epilog = EXAMPLES
+    add_config_argument(parser, "configs/ablations.py, which is built in: the paper's table 2 and more")
+    parser.add_argument("--workdir", required=True, metavar="DIR", help="folder of the runs: made, or gone on with")
+    parser.add_argument("--seeds", metavar="N,N", help="in place of the config's seeds")
+    parser.add_argument("--rows", metavar="NAME,NAME", help="these rows, and those that they start from (default: all)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train what is missing; exit code 75 after SIGTERM, once the state is saved."""
+    config = load_config(args.config, args.overrides, ablations, like=_like)
+    check(config)
+    rows = wanted(config, args.rows)
+    seeds = _seeds(args.seeds) if args.seeds else list(config.seeds)
+    workdir = Path(args.workdir)
+    make_folder(workdir, "--workdir")
+    if not config.base.data.path:
+        make_data(workdir, config.entities, config.base.seed)
+        config.base.data.path = str(workdir / "data")
+    set_up_jax()
+    try:
+        with only_one(workdir), preemptible():
+            for seed in seeds:
+                for name in rows:
+                    train_row(config, name, seed, workdir / f"seed-{seed}")
+                    write_table(config, workdir)
+    except Preempted as reason:
+        logger.warning("%s", reason)
+        return PREEMPTED
+    show(table_rows(config, workdir), workdir)
+    return 0
+
+
+def _like(config: ConfigDict) -> ConfigDict:
+    """What a config of ablations has; `check` looks at its rows."""
+    return ConfigDict({"seeds": (0,), "entities": 0, "base": default(), "rows": config.get("rows", ConfigDict())})
+
+
+def check(config: ConfigDict) -> None:
+    """Raise UserError, with the key's name, for rows that cannot be trained."""
+    require(bool(config.seeds), "seeds", "name one at least")
+    require(bool(config.rows), "rows", "there is none")
+    before: list[str] = []
+    for name, row in config.rows.items():
+        key = f"rows.{name}"
+        require(isinstance(row, ConfigDict) and {*row} == {*ROW}, key, f"must have the keys {', '.join(ROW)}")
+        for other in ("start", "reader"):
+            known = row[other] in ("", *before)
+            require(known, f"{key}.{other}", f"names no row above it: {row[other]!r}")
+        require(not row.reader or bool(row.start), f"{key}.reader", "needs a start, whose towers go with it")
+        require(len(row.paper) in (0, 2), f"{key}.paper", "takes exact match and recall@5, or nothing")
+        trial = row_config(config, name, config.seeds[0], Path())
+        trial.data.path = trial.data.path or "data"
+        validate(trial)
+        shown = not row.title or "qa" in task_names(trial)
+        require(shown, f"{key}.title", "a row of the table has to end with the task qa; leave its title empty")
+        before.append(name)
+
+
+def _seeds(text: str) -> list[int]:
+    if not all(part.strip().isdecimal() for part in text.split(",")):
+        raise UserError(f"--seeds={text}: takes whole numbers, such as --seeds=0,1,2")
+    return [int(part) for part in text.split(",")]
+
+
+def wanted(config: ConfigDict, names: str | None) -> list[str]:
+    """The rows to train, in the order of the config: those that are named, and those that they start from."""
+    chosen = {name.strip() for name in names.split(",")} if names else set(config.rows)
+    for name in sorted(chosen - set(config.rows)):
+        raise UserError(f"--rows: there is no row {name!r}; choose among {', '.join(config.rows)}")
+    for name in reversed(list(config.rows)):
+        row = config.rows[name]
+        chosen |= {row.start, row.reader} if name in chosen else set()
+    return [name for name in config.rows if name in chosen]
+
+
+def row_config(config: ConfigDict, name: str, seed: int, place: Path) -> ConfigDict:
+    """The config of the run of a row. place: the seed's folder."""
+    row = config.rows[name]
+    found = with_overrides(ConfigDict(config.base.to_dict()), [f"--config.{change}" for change in row.changes])
+    found.update(tasks=row.tasks, seed=seed, init_from=str(start_of(row, place)) if row.start else "")
+    return found
+
+
+def start_of(row: ConfigDict, place: Path) -> Path:
+    """What a row starts from: the run of another, or the towers of one with the reader of another."""
+    return place / "weights" / f"{row.start}+{row.reader}" if row.reader else place / row.start
+
+
+def train_row(config: ConfigDict, name: str, seed: int, place: Path) -> None:
+    """Train a row under a seed, as far as it is not done. Raises Preempted once the state is saved."""
+    row = config.rows[name]
+    logger.info("seed %d: %s", seed, row.title or name)
+    if row.reader and not start_of(row, place).is_dir():
+        join_networks(place / row.start, place / row.reader, start_of(row, place))
+    opened = open_run(row_config(config, name, seed, place), place / name)
+    with only_one(opened.workdir):
+        train(opened)
+    jax.clear_caches()  # the programs of one row are of no use to the next
+
+
+def join_networks(towers: Path, reader: Path, output: Path) -> None:
+    """A folder of weights with the towers of one run and the reader of another, whole or not at all."""
+    parts = output.parent / f".{output.name}.parts"
+    shutil.rmtree(parts, ignore_errors=True)
+    parts.mkdir(parents=True)
+    export(towers, parts / "whole")
+    export(reader, parts / "other")
+    shutil.rmtree(parts / "whole" / "reader")
+    (parts / "other" / "reader").rename(parts / "whole" / "reader")
+    publish_folder(parts / "whole", output)
+    shutil.rmtree(parts)
+
+
+def measured(folder: Path) -> Measured | None:
+    """What the run of a row comes to; None while it is not done."""
+    lines = read_lines(folder / "qa" / "evaluations.jsonl")
+    if not lines or "exact_match" not in lines[-1] or "seconds" not in lines[-1]:
+        return None
+    stages = [read_lines(place / "evaluations.jsonl") for place in sorted(folder.iterdir()) if place.is_dir()]
+    seconds = sum(stage[-1].get("seconds", 0.0) for stage in stages if stage)
+    return Measured(lines[-1]["exact_match"], lines[0]["answer_recall@5"], lines[0].get("recall@5"), seconds)
+
+
+def table_rows(config: ConfigDict, workdir: Path) -> list[Row]:
+    """The rows with a title, with all the seeds that lie in the folder."""
+    rows = []
+    for name, row in config.rows.items():
+        if row.title:
+            folders = sorted(workdir.glob(f"seed-*/{name}"), key=lambda folder: int(folder.parent.name[5:]))
+            seeds = {int(folder.parent.name[5:]): measured(folder) for folder in folders}
+            rows.append(Row(row.title, tuple(row.paper), {seed: one for seed, one in seeds.items() if one}))
+    return rows
+
+
+def write_table(config: ConfigDict, workdir: Path) -> None:
+    """Write what is known so far."""
+    rows = table_rows(config, workdir)
+    if not any(row.seeds for row in rows):
+        return
+    note = f"{config.entities:,} articles of the encyclopedia" if config.entities else config.base.data.path
+    note = f"{note}; {hardware()}."
+    write_atomic(workdir / "ablations.md", markdown(rows, note))
+    write_atomic(workdir / "ablations.html", html(rows, note))
+    write_json_atomic(workdir / "ablations.json", [_record(row) for row in rows])
+
+
+def _record(row: Row) -> dict[str, Any]:
+    return dataclasses.asdict(row) | {"seeds": {str(seed): one._asdict() for seed, one in row.seeds.items()}}
+
+
+def show(rows: Sequence[Row], workdir: Path) -> None:
+    """The table, and where it lies."""
+    found, screen = Table(box=None, pad_edge=False), Console(highlight=False)
+    for place, head in enumerate(HEADS):
+        found.add_column(head, justify="left" if place == 0 else "right")
+    for line in cells(rows):
+        found.add_row(*line)
+    screen.print(found)
+    screen.print(f"{workdir / 'ablations.md'} and ablations.html are written", soft_wrap=True, markup=False)
