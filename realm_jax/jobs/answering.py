@@ -158,10 +158,11 @@ def _check_prepared(folder: str, workdir: Path) -> None:
         )
 
 
-def restore(run: Run, task: str | None = None) -> Trained:
+def restore(run: Run, task: str | None = None, for_answers: bool = True) -> Trained:
     """Parameters at the end of `task`, or of the last task of the recipe that has a checkpoint, and the index.
 
-    The corpus is embedded unless the checkpoint holds vectors that fit its parameters. Raises UserError for a task that
+    for_answers: whether questions will be answered with them, of which those of other tasks than qa know nothing. The
+    corpus is embedded unless the checkpoint holds vectors that fit its parameters. Raises UserError for a task that
     the recipe does not have, and where there is no checkpoint.
     """
     like = jax.eval_shape(run.model.init, jax.random.key(0))
@@ -173,7 +174,7 @@ def restore(run: Run, task: str | None = None) -> Trained:
             break
         except Gone:  # the run went on and removed it; there is a newer one
             continue
-    if name != "qa":
+    if name != "qa" and for_answers:
         logger.warning("these are the parameters of task %s: answers come from a span head that qa did not train", name)
     if saved.step < run.config[name].steps:
         logger.warning("task %s is not done: step %d of %d", name, saved.step, run.config[name].steps)
