@@ -38,6 +38,7 @@ Science (a run folder keeps them; another value on resume is an error that names
   retrieval.ahead          scann: the search for step t + ahead starts before step t, with the parameters of step t
   retrieval.query_params   what searches: 'current' query tower, or that of the index's 'generation' (the reference's)
   retrieval.dtype          of the stored vectors: 'float32' or 'bfloat16'
+  retrieval.qa_search      what finds the passages of a question: 'vectors', or 'bm25', with the reader alone trained
   retrieval.qa_passages    passages read for a question
   retrieval.qa_titles      read them with their titles
   retrieval.qa_beam        passages that the retriever's term of 'orqa' ranks
@@ -89,6 +90,7 @@ Operations (may change on resume):
                            with exit code 70 (waiting for a generation does not count); 0: never
   log.profile_step         first of five steps that are traced, into TASK/profile; 0: none. SIGUSR1 traces the next five
   evaluation.batch_size    questions read at a time
+  evaluation.qa_passages   passages read for a question that is measured or asked; 0: as many as in training
   evaluation.spans         likeliest spans of each passage that answers are made of
   evaluation.aggregate     probability of an answer that occurs several times: 'marginal', the sum over passages and
                            occurrences, or 'max', the likeliest occurrence (ORQA's decoding)
@@ -126,6 +128,7 @@ OPERATIONS = (
     "checkpoint",
     "log",
     "evaluation.batch_size",
+    "evaluation.qa_passages",
     "evaluation.spans",
     "evaluation.aggregate",
     *(f"{task}.microbatches" for task in TASKS),
@@ -198,6 +201,7 @@ def default() -> ConfigDict:
                 "ahead": 1,
                 "query_params": "current",
                 "dtype": "float32",
+                "qa_search": "vectors",
                 "qa_passages": 5,
                 "qa_titles": False,
                 "qa_beam": 5000,
@@ -238,6 +242,7 @@ def default() -> ConfigDict:
                 "questions": 2000,
                 "batch_size": 64,
                 "passages": 20,
+                "qa_passages": 0,
                 "spans": 20,
                 "aggregate": "marginal",
                 "qa_every": 0,
@@ -384,6 +389,7 @@ def _check_choices(config: ConfigDict) -> None:
         "retrieval.dtype": ("float32", "bfloat16"),
         "objective.marginal": ("example", "token"),
         "objective.qa": ("marginal", "orqa"),
+        "retrieval.qa_search": ("vectors", "bm25"),
         "evaluation.aggregate": ("marginal", "max"),
     }
     require_choices(config, choices)
@@ -399,7 +405,8 @@ def _check_sizes(config: ConfigDict) -> None:
     require_positive(config, *positive.split())
     not_negative = (
         "data.predictions objective.ict_null_weight objective.retriever_start evaluation.questions refresh.max_age "
-        "retrieval.ahead refresh.qa_every evaluation.qa_every index.leaves index.leaves_searched index.tree_from"
+        "retrieval.ahead refresh.qa_every evaluation.qa_every evaluation.qa_passages index.leaves "
+        "index.leaves_searched index.tree_from"
     )
     require_not_negative(config, *not_negative.split())
     for key in ("data.null_rate", "data.unrelated_rate", "data.ict_mask_rate", "index.min_recall"):
@@ -413,6 +420,8 @@ def _check_sizes(config: ConfigDict) -> None:
         "model.shared_tower",
         "cannot be fine-tuned while the passages' tower is still; set refresh.qa_every, or leave qa out of tasks",
     )
+    searched = config.retrieval.qa_search == "vectors" or not config.refresh.qa_every
+    require(searched, "refresh.qa_every", "trains vectors that retrieval.qa_search=bm25 does not search; set it to 0")
     enough = config.retrieval.backend == "device" or config.index.budget >= config.retrieval.candidates
     require(enough, "index.budget", "must be at least retrieval.candidates")
     require(config.retrieval.candidates >= 2, "retrieval.candidates", "must be at least 2: the null document and one")

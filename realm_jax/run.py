@@ -114,6 +114,12 @@ class Run(BaseRun):
         return Index(self._by_rows(vectors.astype(self.config.retrieval.dtype, copy=False)), self.documents)
 
     @property
+    def answering(self) -> Setting:
+        """The setting under which questions are measured and asked: it may read more passages than training does."""
+        passages = self.config.evaluation.qa_passages or self.setting.qa_passages
+        return dataclasses.replace(self.setting, qa_passages=passages)
+
+    @property
     def searches(self) -> SearchSettings | None:
         """How hosts search, where `retrieval.backend` says that they do."""
         c = self.config.index
@@ -169,11 +175,12 @@ def embed_program(model: Realm, mesh: Mesh, params: Params, documents: Documents
 
 def make_run(config: ConfigDict, workdir: Path, sources: Sources, devices: list[jax.Device] | None = None) -> Run:
     """Everything that a validated config decides. Raises UserError where config and data do not fit."""
-    rows, wanted = len(sources.passages), max(config.retrieval.candidates, config.retrieval.qa_passages)
+    rows, read = len(sources.passages), max(config.retrieval.qa_passages, config.evaluation.qa_passages)
+    wanted = max(config.retrieval.candidates, read)
     if rows < wanted:
         raise UserError(
-            f"{config.data.path}: the corpus has {rows} passages, but config.retrieval.candidates and "
-            f"config.retrieval.qa_passages need {wanted}; add passages or lower the keys"
+            f"{config.data.path}: the corpus has {rows} passages, but config.retrieval.candidates, "
+            f"retrieval.qa_passages and evaluation.qa_passages need {wanted}; add passages or lower the keys"
         )
     wordpiece = sources.wordpiece
     bare = bare_run(config, workdir, rows, wordpiece.size, devices, (wordpiece.cls_id, wordpiece.sep_id))
@@ -208,6 +215,7 @@ def bare_run(
         qa_beam=retrieval.qa_beam,
         qa_passages=retrieval.qa_passages,
         qa_titles=retrieval.qa_titles,
+        qa_words=retrieval.qa_search == "bm25",
         qa_documents=config.refresh.qa_every > 0,
     )
     lengths = lengths_from(

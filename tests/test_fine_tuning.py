@@ -10,6 +10,8 @@ from tiny_run import PEOPLE, question, write_lines
 from realm_jax.config import default, validate
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
+from realm_jax.evaluation.predict import Evaluator
+from realm_jax.evaluation.retrieval import Bm25, searchable_texts
 from realm_jax.jobs.matched_answers import strings_of, training_questions
 from realm_jax.jobs.prepare import prepare
 from realm_jax.jobs.recipe import train as train_recipe
@@ -125,6 +127,61 @@ def test_one_tower_for_both_can_be_fine_tuned_once_it_may_move():
         validate(config)
     config.refresh.qa_every = 1000
     validate(config)
+
+
+# --- passages found by their words -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("objective", ["marginal", "orqa"])
+def test_a_reader_learns_from_what_bm25_finds(people, tmp_path, objective):
+    """Nothing else learns; predictions read BM25's passages in its order, with its scores as p(z|x)."""
+    changes = {"objective__qa": objective, "retrieval__qa_beam": 8, "evaluation__qa_every": 0}
+    run = open_fine(people, tmp_path, retrieval__qa_search="bm25", **changes)
+    first = jax.tree.map(np.asarray, run.initial_params())
+    last = train_recipe(run)
+    for name in run.model.embedder_names:
+        assert_same(jax.tree.map(np.asarray, last[name]), first[name])
+    pairs = zip(jax.tree.leaves(last["reader"]), jax.tree.leaves(first["reader"]), strict=True)
+    assert max(np.abs(np.asarray(x) - y).max() for x, y in pairs) > 1e-3
+    questions = run.sources.questions["dev"]
+    evaluator, bm25 = Evaluator(run, questions), Bm25(searchable_texts(run.sources.passages))
+    rows, scores = bm25.scored([question.question for question in questions], len(PEOPLE))
+    index = run.index(run.embed(last))
+    np.testing.assert_array_equal(evaluator.retrieve(last, index), rows)
+    for found, wanted, score in zip(evaluator.predict(last, index), rows, scores, strict=True):
+        assert [one.row for one in found.candidates] == wanted[:3].tolist()
+        np.testing.assert_allclose(found.scores, score, rtol=1e-6)
+        if objective == "marginal":
+            prior = np.exp(score[:3] - np.logaddexp.reduce(score[:3]))
+            np.testing.assert_allclose([one.probability for one in found.candidates], prior, rtol=1e-5)
+
+
+def test_texts_that_share_no_word_come_last_with_score_0():
+    rows, scores = Bm25(["alpha beta", "gamma", "delta"]).scored(["gamma"], 3)
+    assert rows[0, 0] == 1 and scores[0, 0] > 0 and scores[0, 1:].tolist() == [0, 0]
+    assert sorted(rows[0].tolist()) == [0, 1, 2]
+
+
+def test_vectors_that_are_not_searched_are_not_trained():
+    config = default()
+    config.data.path, config.retrieval.qa_search, config.refresh.qa_every = "data", "bm25", 10
+    with pytest.raises(UserError, match=r"refresh\.qa_every: trains vectors"):
+        validate(config)
+
+
+# --- more passages than in training -----------------------------------------------------------------------------------
+
+
+def test_more_passages_can_be_read_than_in_training(fallen):
+    run, last, _ = fallen
+    config = type(run.config)(run.config.to_dict())
+    config.evaluation.qa_passages = 7
+    more, index = run.with_config(config), run.index(run.embed(last))
+    few, many = (Evaluator(one, run.sources.questions["dev"]).predict(last, index) for one in (run, more))
+    for a, b in zip(few, many, strict=True):
+        assert (len(a.candidates), len(b.candidates)) == (3, 7)
+        assert [one.row for one in b.candidates[:3]] == [one.row for one in a.candidates]
+        assert sum(one.probability for one in b.candidates) == pytest.approx(1, abs=1e-5)
 
 
 # --- regular expressions for answers ----------------------------------------------------------------------------------

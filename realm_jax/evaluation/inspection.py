@@ -246,13 +246,17 @@ def inspect_question(run: Run, params: Params, index: Index, question: str, answ
     Raises UserError for an answer that can be no span.
     """
     lengths, wordpiece = run.lengths, run.sources.wordpiece
+    if run.setting.qa_words:
+        raise UserError(
+            "config.retrieval.qa_search=bm25: there is no p(z|x) to look at; `realm ask` shows what is read"
+        )
     example = question_arrays(wordpiece.encode(question).ids, [answer], wordpiece, lengths)
     if not example["answer_lengths"].any():
         raise UserError(
             f"the answer {answer!r} has no word pieces or more than config.model.span_width={lengths.span_width}"
         )
     batch = {key: np.stack([value] * run.mesh.size) for key, value in example.items()}
-    found = _look_at_question(run.setting, params, put_batch(run.mesh, batch), index)
+    found = _look_at_question(run.answering, params, put_batch(run.mesh, batch), index)
     rows, prior, reading, held = (to_host(part)[0] for part in found)
     passages = _passages(rows.tolist(), prior, reading)
     return Seen(answer, _marginal(passages), None, float(held), passages)

@@ -15,9 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.corpus.jsonl import Question
-from realm_jax.data.examples import query_arrays
+from realm_jax.data.examples import Found, query_arrays
 from realm_jax.evaluation.answers import exact_match, normalise
-from realm_jax.evaluation.retrieval import DEPTHS, answer_hits, by_group, found_within, gold_hits, recall_at_k
+from realm_jax.evaluation.retrieval import (
+    DEPTHS,
+    Bm25,
+    answer_hits,
+    by_group,
+    found_within,
+    gold_hits,
+    recall_at_k,
+    searchable_texts,
+)
 from realm_jax.index.candidates import Index, Setting, read_passages
 from realm_jax.index.exact import search
 from realm_jax.mesh import to_host
@@ -122,6 +131,12 @@ def _read(setting: Setting, depth: int, spans: int, params: Params, batch: Any, 
     return _Read(rows, scores, jnp.exp(prior), starts, places % width, best)
 
 
+def found_by_words(run: Run, questions: Sequence[Question], depth: int) -> Found:
+    """The `depth` best passages of questions by BM25, which holds the words of the whole corpus in memory meanwhile."""
+    index = Bm25(searchable_texts(run.sources.passages))
+    return Found(*index.scored([question.question for question in questions], depth))
+
+
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
     """Questions against one run's corpus."""
@@ -141,10 +156,20 @@ class Evaluator:
         encoded = self.run.sources.wordpiece.encode_batch([question.question for question in self.questions])
         length, wordpiece = self.run.lengths.query, self.run.sources.wordpiece
         rows = [query_arrays(np.asarray(item.ids, np.int32), length, wordpiece) for item in encoded]
+        if self._found is not None:
+            rows = [row | self._found.arrays(number) for number, row in enumerate(rows)]
         size = self.batch_size
         parts = [rows[start : start + size] for start in range(0, len(rows), size)]
         parts = [part + [part[0]] * (size - len(part)) for part in parts]
         return [{key: np.stack([row[key] for row in part]) for key in part[0]} for part in parts]
+
+    @cached_property
+    def _found(self) -> Found | None:
+        """The passages of all questions where their words find them."""
+        return self._by_words(max(self.depth, self.run.answering.qa_passages)) if self.run.setting.qa_words else None
+
+    def _by_words(self, depth: int) -> Found:
+        return found_by_words(self.run, self.questions, depth)
 
     @property
     def depth(self) -> int:
@@ -158,6 +183,9 @@ class Evaluator:
         """
         setting, mesh = self.run.setting, self.run.mesh
         depth = min(depth, setting.rows) or self.depth
+        if self._found is not None:
+            found = self._found if depth <= self._found.rows.shape[1] else self._by_words(depth)
+            return found.rows[:, :depth].astype(np.int64)
         found = [_find(setting, depth, params, put_batch(mesh, batch), index) for batch in self._batches]
         return np.concatenate([to_host(rows).astype(np.int64) for rows in found])[: len(self.questions)]
 
@@ -189,7 +217,7 @@ class Evaluator:
         run, left = self.run, len(self.questions)
         for batch in self._batches:
             spans = run.config.evaluation.spans
-            outputs = _read(run.setting, self.depth, spans, params, put_batch(run.mesh, batch), index)
+            outputs = _read(run.answering, self.depth, spans, params, put_batch(run.mesh, batch), index)
             parts = zip(*map(to_host, outputs), strict=True)
             yield [self._assemble(_Read(*question)) for question in [*parts][:left]]
             left -= len(batch["query"])

@@ -51,6 +51,7 @@ class Setting:
     qa_beam: int = 64  # passages that the retriever's term of 'orqa' ranks
     qa_passages: int = 5  # passages that are read
     qa_titles: bool = False  # with their titles
+    qa_words: bool = False  # whether they come with a question, found by its words
     qa_documents: bool = False  # whether fine-tuning trains the document embedder as well
 
 
@@ -120,6 +121,11 @@ def search_depth(setting: Setting) -> int:
     return min(setting.candidates, setting.rows)
 
 
+def question_depth(setting: Setting) -> int:
+    """Passages that a question of fine-tuning retrieves."""
+    return min(setting.qa_beam if setting.qa_objective == "orqa" else setting.qa_passages, setting.rows)
+
+
 def embed_null(setting: Setting, params: Params, key: Array | None) -> Array:
     """The null document's vector [1, projection], through the document embedder."""
     return setting.model.embed_documents(params, null_documents(1, (setting.cls_id, setting.sep_id)), key)
@@ -183,15 +189,18 @@ def read_passages(
 
     Returns the reading, the beam's rows [batch, beam] and scores [batch, beam]. Gradient reaches the query embedder
     through the scores, with `qa_documents` the document embedder through those of the passages that are read, and the
-    reader through the spans.
+    reader through the spans. With `qa_words` the beam comes with the batch, as `found` and `found_scores`, and the
+    reader alone learns.
     """
     keys = dropout_keys(key, 3 if setting.qa_documents else 2)
-    queries = setting.model.embed_queries(params, batch["query"], batch["query_length"], keys[0])
-    rows = search(
-        setting.mesh, queries, index.vectors, setting.rows, min(beam, setting.rows), setting.search_block
-    ).rows
-    vectors = index.vectors[rows].astype(jnp.float32)
-    scores = jnp.einsum("bd,bkd->bk", queries, jax.lax.stop_gradient(vectors))
+    if setting.qa_words:
+        rows, scores = batch["found"][:, :beam], batch["found_scores"][:, :beam]
+    else:
+        queries = setting.model.embed_queries(params, batch["query"], batch["query_length"], keys[0])
+        depth = min(beam, setting.rows)
+        rows = search(setting.mesh, queries, index.vectors, setting.rows, depth, setting.search_block).rows
+        vectors = index.vectors[rows].astype(jnp.float32)
+        scores = jnp.einsum("bd,bkd->bk", queries, jax.lax.stop_gradient(vectors))
     read_rows = rows[:, :passages]
     documents = take(index, read_rows)
     if setting.qa_documents:

@@ -83,6 +83,7 @@ def add_question_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--passages", type=positive, default=20, metavar="N", help="passages to retrieve (default: %(default)s)"
     )
+    parser.add_argument("--read", type=positive, metavar="N", help="passages to read (default: as many as in training)")
     parser.add_argument(
         "--aggregate",
         choices=("marginal", "max"),
@@ -102,6 +103,7 @@ def positive(text: str) -> int:
 def overrides_of(args: argparse.Namespace) -> dict[str, Any]:
     """What the arguments of `add_question_arguments` change in the run's config."""
     found: dict[str, Any] = {"evaluation.passages": args.passages}
+    found |= {"evaluation.qa_passages": args.read} if args.read else {}
     return found | ({"evaluation.aggregate": args.aggregate} if args.aggregate else {})
 
 

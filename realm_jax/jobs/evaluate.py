@@ -84,7 +84,7 @@ def _evaluate_run(args: argparse.Namespace) -> tuple[dict[str, Any], list[Record
 
 
 def _evaluate_file(args: argparse.Namespace) -> tuple[dict[str, Any], list[Record]]:
-    for flag in ("data", "split", "questions", "task", "aggregate"):
+    for flag in ("data", "split", "questions", "task", "aggregate", "read"):
         if vars(args)[flag]:
             raise UserError(f"--{flag}: goes with --workdir; what is in --predictions={args.predictions} is fixed")
     scored, made = read_predictions(args.predictions), read_settings(args.predictions)

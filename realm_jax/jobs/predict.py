@@ -141,7 +141,7 @@ def describe(run: Run, task: str, step: int) -> dict[str, Any]:
         "step": step,
         "parameters": sum(x.size for x in jax.tree.leaves(shapes)),
         "passages": run.setting.rows,
-        "passages_read": min(run.setting.qa_passages, run.setting.rows),
+        "passages_read": min(run.answering.qa_passages, run.setting.rows),
     }
 
 

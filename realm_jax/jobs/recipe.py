@@ -18,8 +18,8 @@ from realm_jax.console import console
 from realm_jax.corpus.jsonl import Question
 from realm_jax.data.examples import Examples, question_examples
 from realm_jax.errors import UserError
-from realm_jax.evaluation.predict import Evaluator
-from realm_jax.index.candidates import Index
+from realm_jax.evaluation.predict import Evaluator, found_by_words
+from realm_jax.index.candidates import Index, question_depth
 from realm_jax.jobs.controls import run_controls
 from realm_jax.jobs.matched_answers import training_questions
 from realm_jax.jobs.opening import borrow_params, borrows
@@ -118,7 +118,9 @@ def train(run: Run) -> Params:
 
 def questions_to_learn(run: Run, params: Params) -> Examples:
     """The examples of fine-tuning from `params`; patterns for answers become strings."""
-    return question_examples(training_questions(run, params), run.sources.wordpiece, run.lengths)
+    questions = training_questions(run, params)
+    found = found_by_words(run, questions, question_depth(run.setting)) if run.setting.qa_words else None
+    return question_examples(questions, run.sources.wordpiece, run.lengths, found)
 
 
 def starting_params(run: Run) -> Params:

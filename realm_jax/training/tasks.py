@@ -24,6 +24,7 @@ from realm_jax.index.candidates import (
     candidate_words,
     dropout_keys,
     embed_null,
+    question_depth,
     read_passages,
     retrieve,
     take,
@@ -145,7 +146,7 @@ def realm_metrics(result: likelihood.Marginal, right: Array, batch: Batch, found
 
 def qa_loss(setting: Setting, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
     """Fine-tuning: the paper's marginal over passages and spans, or ORQA's L_ret + L_read."""
-    beam = setting.qa_beam if setting.qa_objective == "orqa" else setting.qa_passages
+    beam = question_depth(setting)
     reading, rows, scores = read_passages(setting, params, batch, index, key, beam, setting.qa_passages)
     answers = (batch["answers"], batch["answer_lengths"], setting.model.span_width)
     allowed, correct = find_answers(reading.joint, *answers)
@@ -206,6 +207,13 @@ class Task:
         return values["loss"], values
 
 
+def question_towers(setting: Setting) -> tuple[str, ...]:
+    """The embedders that fine-tuning trains."""
+    if setting.qa_words:
+        return ()
+    return setting.model.embedder_names if setting.qa_documents else setting.model.embedder_names[:1]
+
+
 def make_task(name: str, setting: Setting) -> Task:
     """The task called `name` ('mlm', 'ict', 'realm' or 'qa')."""
     towers = setting.model.embedder_names
@@ -215,7 +223,7 @@ def make_task(name: str, setting: Setting) -> Task:
     table: dict[str, tuple[tuple[str, ...], Callable[..., Means], bool]] = {
         "mlm": (("reader",), mlm_loss, False),
         "realm": ((*towers, "reader"), realm_loss, True),
-        "qa": ((*(towers if setting.qa_documents else towers[:1]), "reader"), qa_loss, True),
+        "qa": ((*question_towers(setting), "reader"), qa_loss, True),
     }
     trained, loss, retrieves = table[name]
     return Task(name, trained, partial(loss, setting), retrieves)
