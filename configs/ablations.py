@@ -2,15 +2,16 @@
 
     realm ablate --config=configs/ablations.py --workdir=runs/ablations
 
-A row is `title`, shown in the table ("" for one that others only start from); `tasks`; `start`, the row whose
-parameters it begins with ("" for fresh ones); `reader`, the row that its reader is from instead; `changes` of the base,
-as on the command line; `paper`, exact match and recall@5 there, or nothing. Add a row of your own:
+`table` names the rows that are shown, in order; others are only started from. A row is `title`; `tasks`; `start`, the
+row whose parameters it begins with ("" for fresh ones); `reader`, the row that its reader is from instead; `changes` of
+the base, as on the command line; `paper`, exact match and recall@5 there, or nothing. Add a row of your own:
 
     config = recipes.ablations()
     config.rows.wider = dict(
-        title="16 candidates more", tasks="realm,qa", start="start", reader="", changes=("retrieval.candidates=32",),
-        paper=(),
+        title="32 candidates", tasks="realm,qa", start="start", reader="", paper=(),
+        changes=("retrieval.candidates=32",),
     )
+    config.table = (*config.table, "wider")
 
 `seeds` are those of training; the encyclopedia is the same for all. Hardware: two CPU cores. What came of it, and the
 time: `docs/results/ablations.md`.

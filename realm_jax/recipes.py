@@ -75,7 +75,8 @@ def ablations() -> ConfigDict:
             changes=("model.shared_tower=True", "refresh.qa_every=100"),
         ),
     }
-    return ConfigDict({"seeds": (0, 1, 2), "entities": 3200, "base": quickstart(), "rows": rows})
+    table = tuple(name for name, row in rows.items() if row["title"])
+    return ConfigDict({"seeds": (0, 1, 2), "entities": 3200, "base": quickstart(), "table": table, "rows": rows})
 
 
 def _row(

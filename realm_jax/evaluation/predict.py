@@ -186,8 +186,8 @@ class Evaluator:
         if self._found is not None:
             found = self._found if depth <= self._found.rows.shape[1] else self._by_words(depth)
             return found.rows[:, :depth].astype(np.int64)
-        found = [_find(setting, depth, params, put_batch(mesh, batch), index) for batch in self._batches]
-        return np.concatenate([to_host(rows).astype(np.int64) for rows in found])[: len(self.questions)]
+        rows = [_find(setting, depth, params, put_batch(mesh, batch), index) for batch in self._batches]
+        return np.concatenate([to_host(part).astype(np.int64) for part in rows])[: len(self.questions)]
 
     def recall(self, params: Params, index: Index) -> dict[str, Any]:
         """recall@k of the gold passage's id and answer_recall@k, for k of DEPTHS as far as passages are retrieved."""

@@ -9,7 +9,7 @@ import argparse
 import dataclasses
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,28 +80,29 @@ def run(args: argparse.Namespace) -> int:
 
 def _like(config: ConfigDict) -> ConfigDict:
     """What a config of ablations has; `check` looks at its rows."""
-    return ConfigDict({"seeds": (0,), "entities": 0, "base": default(), "rows": config.get("rows", ConfigDict())})
+    rows = config.get("rows", ConfigDict())
+    return ConfigDict({"seeds": (0,), "entities": 0, "base": default(), "table": ("",), "rows": rows})
 
 
 def check(config: ConfigDict) -> None:
     """Raise UserError, with the key's name, for rows that cannot be trained."""
     require(bool(config.seeds), "seeds", "name one at least")
-    require(bool(config.rows), "rows", "there is none")
-    before: list[str] = []
+    require(bool(config.table), "table", "name a row at least")
+    for name in config.table:
+        require(name in config.rows, "table", f"there is no row {name!r}; choose among {', '.join(config.rows)}")
     for name, row in config.rows.items():
         key = f"rows.{name}"
         require(isinstance(row, ConfigDict) and {*row} == {*ROW}, key, f"must have the keys {', '.join(ROW)}")
         for other in ("start", "reader"):
-            known = row[other] in ("", *before)
-            require(known, f"{key}.{other}", f"names no row above it: {row[other]!r}")
+            require(row[other] in ("", *config.rows), f"{key}.{other}", f"there is no row {row[other]!r}")
         require(not row.reader or bool(row.start), f"{key}.reader", "needs a start, whose towers go with it")
         require(len(row.paper) in (0, 2), f"{key}.paper", "takes exact match and recall@5, or nothing")
         trial = row_config(config, name, config.seeds[0], Path())
         trial.data.path = trial.data.path or "data"
         validate(trial)
-        shown = not row.title or "qa" in task_names(trial)
-        require(shown, f"{key}.title", "a row of the table has to end with the task qa; leave its title empty")
-        before.append(name)
+        ends_well = name not in config.table or task_names(trial)[-1] == "qa"
+        require(ends_well, f"{key}.tasks", "a row of the table has to end with qa; take it out of config.table")
+    in_order(config, config.rows)
 
 
 def _seeds(text: str) -> list[int]:
@@ -111,14 +112,29 @@ def _seeds(text: str) -> list[int]:
 
 
 def wanted(config: ConfigDict, names: str | None) -> list[str]:
-    """The rows to train, in the order of the config: those that are named, and those that they start from."""
-    chosen = {name.strip() for name in names.split(",")} if names else set(config.rows)
-    for name in sorted(chosen - set(config.rows)):
-        raise UserError(f"--rows: there is no row {name!r}; choose among {', '.join(config.rows)}")
-    for name in reversed(list(config.rows)):
-        row = config.rows[name]
-        chosen |= {row.start, row.reader} if name in chosen else set()
-    return [name for name in config.rows if name in chosen]
+    """The rows to train, in order: those of the table, or that are named, and before each what it starts from."""
+    chosen = [name.strip() for name in names.split(",")] if names else config.table
+    for name in chosen:
+        if name not in config.rows:
+            raise UserError(f"--rows: there is no row {name!r}; choose among {', '.join(config.rows)}")
+    return in_order(config, chosen)
+
+
+def in_order(config: ConfigDict, names: Iterable[str]) -> list[str]:
+    """Rows with those that they start from, those first. Raises UserError where one starts from itself."""
+    found: list[str] = []
+
+    def add(name: str, above: tuple[str, ...]) -> None:
+        require(name not in above, f"rows.{name}.start", f"it would start from itself, by way of {', '.join(above)}")
+        for other in (config.rows[name].start, config.rows[name].reader):
+            if other:
+                add(other, (*above, name))
+        if name not in found:
+            found.append(name)
+
+    for name in names:
+        add(name, ())
+    return found
 
 
 def row_config(config: ConfigDict, name: str, seed: int, place: Path) -> ConfigDict:
@@ -170,13 +186,13 @@ def measured(folder: Path) -> Measured | None:
 
 
 def table_rows(config: ConfigDict, workdir: Path) -> list[Row]:
-    """The rows with a title, with all the seeds that lie in the folder."""
+    """The rows of the table, with all the seeds that lie in the folder."""
     rows = []
-    for name, row in config.rows.items():
-        if row.title:
-            folders = sorted(workdir.glob(f"seed-*/{name}"), key=lambda folder: int(folder.parent.name[5:]))
-            seeds = {int(folder.parent.name[5:]): measured(folder) for folder in folders}
-            rows.append(Row(row.title, tuple(row.paper), {seed: one for seed, one in seeds.items() if one}))
+    for name in config.table:
+        folders = sorted(workdir.glob(f"seed-*/{name}"), key=lambda folder: int(folder.parent.name[5:]))
+        seeds = {int(folder.parent.name[5:]): measured(folder) for folder in folders}
+        found = {seed: one for seed, one in seeds.items() if one is not None}
+        rows.append(Row(config.rows[name].title or name, tuple(config.rows[name].paper), found))
     return rows
 
 
