@@ -6,7 +6,6 @@ compiler (`pip install 'realm_jax[tpu]'`). Memory and collectives are the compil
 """
 
 import argparse
-import hashlib
 import json
 import math
 import os
@@ -104,12 +103,12 @@ def devices_of(topology: str, slices: int) -> list[jax.Device]:
         ) from None
 
 
-def program_digest(config: ConfigDict, task: str) -> str:
-    """Of the keys that decide a task's program on TPUs."""
+def program_keys(config: ConfigDict, task: str) -> dict[str, Any]:
+    """The keys that decide a task's program on TPUs."""
     keys = {key: value for key, value in flatten(config.to_dict()).items() if key.split(".")[0] in (*DECIDING, task)}
     for key in ("data.path", "model.fused_attention"):
         keys.pop(key)
-    return hashlib.sha256(json.dumps(keys, sort_keys=True).encode()).hexdigest()[:16]
+    return keys
 
 
 def plan(
