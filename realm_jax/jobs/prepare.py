@@ -212,7 +212,7 @@ def prepare(
     if (own := span_finders.identity(finder)) is not None:
         settings["spans_identity"] = own
     inputs = _inputs(sources, vocab, files) | {"settings": settings}
-    if is_prepared(os.fspath(output), inputs):
+    if is_prepared(os.fspath(output), inputs, skip_damage):
         print(f"{output} was prepared from the same inputs with the same settings; nothing to do")
         return
     given = None if vocab is None else _given_vocabulary(vocab)
