@@ -393,7 +393,7 @@ def _print_summary(output: Path_, made: Made, dropped_questions: Counter[str], s
         print(_with_reasons(line, "dropped", dropped) + _with_reasons("", "", summary.notes))
         for kind, times, names in counts.common_notes():
             print(f"  {times:,} × {kind}, such as {', '.join(one for one, _ in names[:5])}")
-        for reason, samples in counts.samples.items():
+        for reason, samples in sorted(counts.samples.items()):
             print(f"  {reason}, such as: " + " | ".join(sample[:100] for _, _, sample in samples))
     told = ", ".join(f"{split} {count:,}" for split, count in made.manifest["questions"].items()) or "none"
     print(_with_reasons(f"questions: {told}", "dropped", dropped_questions))
