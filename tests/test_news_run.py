@@ -38,7 +38,7 @@ def test_news_is_learned_from_beside_whole_articles(shared_data, tmp_path):
     print(realm("prepare", f"--passages={articles}", f"--pretraining=news:{news}", f"--vocab={vocabulary}",
                 "--skip-damage", f"--output={data}"))  # fmt: skip
     check_counts(data, made)
-    # A retriever that has learned to find a sentence's own passage, of which it mostly is left to see the words.
+    # Sentences mostly stay in their passages, so that the retriever soon finds them there.
     cloze = {"data.ict_mask_rate": 0.1, "ict.steps": 500, "ict.batch_size": 32, "ict.learning_rate": 5e-4}
     overrides = {"data.path": data, "log.every": 1, "tasks": "ict,realm", "realm.steps": STEPS,
                  "realm.batch_size": BATCH, "refresh.every": REFRESH} | cloze  # fmt: skip
