@@ -5,6 +5,7 @@ Articles are read by `realm_jax.corpus.articles` and packed by `realm_jax.corpus
 """
 
 import argparse
+import json
 import logging
 import os
 import tempfile
@@ -211,7 +212,7 @@ def prepare(
     }
     if (own := span_finders.identity(finder)) is not None:
         settings["spans_identity"] = own
-    inputs = _inputs(sources, vocab, files) | {"settings": settings}
+    inputs = json.loads(json.dumps(_inputs(sources, vocab, files) | {"settings": settings}))  # as they are read again
     if is_prepared(os.fspath(output), inputs):
         print(f"{output} was prepared from the same inputs with the same settings; nothing to do")
         return
