@@ -340,6 +340,9 @@ def test_news_is_filtered_and_every_record_is_accounted_for(tmp_path, passages, 
         UserError, match="prepared with --skip-damage, which found damage in [0-9]+ places; give the flag"
     ):
         prepare(passages, tmp_path / "data", **options)
+    prepare(passages, tmp_path / "data", **options, skip_damage=True)
+    told = capsys.readouterr().out
+    assert "nearly the text of another article" in told and "nothing to do" in told.splitlines()[-1]
     counts = json.loads((tmp_path / "data" / "PREPARED.json").read_text())["counts"]["pretraining"]
     reasons = expected(made)
     stay = reasons.pop("")
@@ -347,7 +350,6 @@ def test_news_is_filtered_and_every_record_is_accounted_for(tmp_path, passages, 
     assert Counter(counts["dropped"]) + Counter(counts["damaged"]) == reasons
     store = PassageStore.open(tmp_path / "data" / "pretraining")
     assert store.documents == stay
-    assert "nearly the text of another article" in capsys.readouterr().out
     if beam:
         prepare(passages, tmp_path / "processes", **options | {"beam": None}, skip_damage=True)
         assert digests(tmp_path / "processes") == digests(tmp_path / "data")

@@ -5,6 +5,7 @@ Articles are read by `realm_jax.corpus.articles` and packed by `realm_jax.corpus
 """
 
 import argparse
+import json
 import logging
 import os
 import tempfile
@@ -211,7 +212,7 @@ def prepare(
     }
     if (own := span_finders.identity(finder)) is not None:
         settings["spans_identity"] = own
-    inputs = _inputs(sources, vocab, files) | {"settings": settings}
+    inputs = json.loads(json.dumps(_inputs(sources, vocab, files) | {"settings": settings}))  # as they are read again
     if is_prepared(os.fspath(output), inputs, skip_damage):
         print(f"{output} was prepared from the same inputs with the same settings; nothing to do")
         return
@@ -393,7 +394,7 @@ def _print_summary(output: Path_, made: Made, dropped_questions: Counter[str], s
         print(_with_reasons(line, "dropped", dropped) + _with_reasons("", "", summary.notes))
         for kind, times, names in counts.common_notes():
             print(f"  {times:,} × {kind}, such as {', '.join(one for one, _ in names[:5])}")
-        for reason, samples in counts.samples.items():
+        for reason, samples in sorted(counts.samples.items()):
             print(f"  {reason}, such as: " + " | ".join(sample[:100] for _, _, sample in samples))
     told = ", ".join(f"{split} {count:,}" for split, count in made.manifest["questions"].items()) or "none"
     print(_with_reasons(f"questions: {told}", "dropped", dropped_questions))

@@ -5,7 +5,6 @@ bucket PREPARED.json comes last instead. What was cut off does not look whole, a
 """
 
 import errno
-import json
 import logging
 import os
 import shutil
@@ -105,11 +104,11 @@ def unfinished(output: str, inputs: dict[str, Any], anywhere: bool, claim: str) 
 
 def _begin(folder: Folder, inputs: dict[str, Any], claim: str) -> None:
     """Go on with what an earlier command with the same inputs left; what others left is removed."""
-    record, wanted, found = f"{ARTICLES}/{INPUTS}", json.loads(json.dumps(inputs)), None
+    record, found = f"{ARTICLES}/{INPUTS}", None
     if INPUTS in folder.names(ARTICLES):
         with suppress(UserError):
             found = folder.read_json(record)
-    if found == wanted:
+    if found == inputs:
         logger.info("%s: going on with what was begun", folder.url)
     else:
         begun = sorted({*folder.names()} & {*OWN})
