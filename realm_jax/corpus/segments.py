@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.errors import UserError
-from realm_jax.storage import flush_to_disk
+from realm_jax.storage import digest, flush_to_disk
 from realm_jax.text.layouts import Special
 
 # Columns with any number of values a row: dtype and shape of one value. UTF-8 columns are bytes without a header.
@@ -217,7 +217,7 @@ class Segment:
         """Raise UserError naming the first file whose content is not what was written."""
         arrays = {**self._values, **{f"{name}.offsets": self.offsets[name] for name in RAGGED}, **self.fixed}
         for name, array in arrays.items():
-            if hashlib.sha256(np.ascontiguousarray(array).data).hexdigest() != self._files[file_name(name)]["sha256"]:
+            if digest(np.ascontiguousarray(array).data) != self._files[file_name(name)]["sha256"]:
                 raise UserError(f"{self.path(name)} is damaged; prepare the data again")
 
     def _id(self, document: int) -> str:
@@ -307,7 +307,7 @@ class SegmentWriter:
         digests = {name: value["sha256"] for name, value in sorted(files.items())}
         kinds = list(self._span_kinds)
         content = json.dumps({"tokenizer": self._tokenizer, "span_kinds": kinds, "files": digests}, sort_keys=True)
-        fingerprint = hashlib.sha256(content.encode()).hexdigest()
+        fingerprint = digest(content.encode())
         about = {"folder": self.folder.name, "rows": self.rows, "fingerprint": fingerprint, "span_kinds": kinds}
         return about | {"files": files}
 

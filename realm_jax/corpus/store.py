@@ -10,7 +10,6 @@ for, so that a store of millions of passages opens at once. Not for making passa
 `realm_jax.corpus.build`. Read `PassageStore` next, then `StoreWriter`; the files are `realm_jax.corpus.segments`.
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -25,7 +24,7 @@ from numpy.typing import NDArray
 
 from realm_jax.corpus.segments import Columns, Passage, Segment, SegmentWriter, columns
 from realm_jax.errors import UserError
-from realm_jax.storage import read_json, write_json_atomic
+from realm_jax.storage import digest, read_json, write_json_atomic
 from realm_jax.text.layouts import Special
 from realm_jax.text.wordpiece import WordPiece
 
@@ -441,4 +440,4 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 def _fingerprint(value: Any) -> str:
     """SHA-256 of a JSON value."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode("utf-8")).hexdigest()
+    return digest(json.dumps(value, sort_keys=True).encode("utf-8"))
