@@ -3,8 +3,8 @@
     realm ablate --config=configs/ablations.py --workdir=runs/ablations
 
 `table` names the rows that are shown, in order; others are only started from. A row is `title`; `tasks`; `start`, the
-row whose parameters it begins with ("" for fresh ones); `reader`, the row that its reader is from instead; `changes` of
-the base, as on the command line; `paper`, exact match and recall@5 there, or nothing. Add a row of your own:
+row whose parameters it begins with ("" for the start of the base); `reader`, the row that its reader is from instead;
+`changes` of the base, as on the command line; `paper`, exact match and recall@5 there, or nothing. Add one of your own:
 
     config = recipes.ablations()
     config.rows.wider = dict(

@@ -113,6 +113,15 @@ class Run(BaseRun):
         """An index of host vectors [rows, projection], stored as `retrieval.dtype` and sharded by rows."""
         return Index(self._by_rows(vectors.astype(self.config.retrieval.dtype, copy=False)), self.documents)
 
+    def finds_by_words(self, task: str) -> bool:
+        """Whether a task takes the passages that words find, and has no use for vectors."""
+        return task == "qa" and self.setting.qa_words
+
+    @property
+    def bare_index(self) -> Index:
+        """The passages alone, where something else than their vectors finds them."""
+        return Index(None, self.documents)
+
     @property
     def answering(self) -> Setting:
         """The setting under which questions are measured and asked: it may read more passages than training does."""

@@ -246,10 +246,6 @@ def inspect_question(run: Run, params: Params, index: Index, question: str, answ
     Raises UserError for an answer that can be no span.
     """
     lengths, wordpiece = run.lengths, run.sources.wordpiece
-    if run.setting.qa_words:
-        raise UserError(
-            "config.retrieval.qa_search=bm25: there is no p(z|x) to look at; `realm ask` shows what is read"
-        )
     example = question_arrays(wordpiece.encode(question).ids, [answer], wordpiece, lengths)
     if not example["answer_lengths"].any():
         raise UserError(

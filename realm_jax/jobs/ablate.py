@@ -1,8 +1,9 @@
 """`realm ablate`: trainings that differ in one thing, under several seeds, and one table of what they come to.
 
 A row is a run like any other, `WORKDIR/seed-<n>/<row>`: its config is the base with the row's changes, and it starts
-from fresh parameters or from where another row ended. So a row that is done is not repeated, and one that was cut off
-goes on. The rows are in the config file; the table is `realm_jax/evaluation/ablations.py`.
+where the base does (from fresh parameters, or `init_from`) or from where another row ended. So a row that is done is
+not repeated, and one that was cut off goes on. The rows are in the config file; the table is
+`realm_jax/evaluation/ablations.py`.
 """
 
 import argparse
@@ -141,7 +142,9 @@ def row_config(config: ConfigDict, name: str, seed: int, place: Path) -> ConfigD
     """The config of the run of a row. place: the seed's folder."""
     row = config.rows[name]
     found = with_overrides(ConfigDict(config.base.to_dict()), [f"--config.{change}" for change in row.changes])
-    found.update(tasks=row.tasks, seed=seed, init_from=str(start_of(row, place)) if row.start else "")
+    found.update(tasks=row.tasks, seed=seed)
+    if row.start:
+        found.init_from = str(start_of(row, place))
     return found
 
 

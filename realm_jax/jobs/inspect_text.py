@@ -72,6 +72,10 @@ def run(args: argparse.Namespace) -> None:
     if is_question:
         check_question(opened, args.subject)
     trained = restore(opened, args.task or _task(opened.config, is_question), for_answers=is_question)
+    if opened.finds_by_words(trained.task):
+        raise UserError(
+            "config.retrieval.qa_search=bm25: there is no p(z|x) to look at; `realm ask` shows what is read"
+        )
     if args.alignment:
         align(trained, args.subject, args.spans, Path(args.alignment))
         return

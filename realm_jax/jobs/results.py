@@ -31,8 +31,9 @@ from realm_jax.models.realm import Params
 from realm_jax.processes import is_first, told
 from realm_jax.run import Run, put_batch
 from realm_jax.storage import read_json, write_json_atomic
+from realm_jax.training.checkpoints import Saved
 from realm_jax.training.metrics import read_lines
-from realm_jax.training.restore import restore_params
+from realm_jax.training.restore import restore_params, saved_index
 
 RECALL = re.compile(r"(answer_)?recall@\d+")
 BY_WORDS = "recall@5_by_replaced_words"
@@ -61,7 +62,7 @@ def chance(train: Sequence[Question], dev: Sequence[Question], by: str = "relati
 
 
 def measure_baselines(run: Run, evaluator: Evaluator, params: Params) -> None:
-    """Recall of the untrained retriever and of BM25, kept in `baselines.json` so that a resumed run has them too."""
+    """Recall of BM25 and of fresh parameters, kept in `baselines.json` so that a resumed run has them too."""
     path = run.workdir / "baselines.json"
     if told(path.is_file()):
         return
@@ -69,18 +70,17 @@ def measure_baselines(run: Run, evaluator: Evaluator, params: Params) -> None:
     depth = run.config.evaluation.passages
     began = time.monotonic()
     bm25 = Bm25(searchable_texts(run.sources.passages)).search(questions, depth)
-    found = {
-        "bm25": evaluator.recall_of(bm25),
-        "untrained": evaluator.recall(params, run.index(run.embed(params))),
-        "seconds": time.monotonic() - began,
-    }
+    found: dict[str, Any] = {"bm25": evaluator.recall_of(bm25)}
+    if not run.config.init_from:  # else the first measurement of the first task says where the run began
+        found["untrained"] = evaluator.recall(params, run.index(run.embed(params)))
+    found["seconds"] = time.monotonic() - began
     if is_first():
         write_json_atomic(path, found)
 
 
 def write_results(run: Run, params: Params, evaluator: Evaluator, command: str) -> dict[str, Any]:
     """Write `results.json` and `report.html`; returns the results, in the first process alone."""
-    index = run.index(run.embed(params))
+    index = final_index(run, task_names(run.config)[-1], params)
     predictions = evaluator.predict(params, index)
     sentence = masked_sentence(run, params)
     if not is_first():
@@ -91,6 +91,13 @@ def write_results(run: Run, params: Params, evaluator: Evaluator, command: str) 
     report = describe_run(run, evaluator, results, command) | {"examples": examples, "masked_sentence": sentence}
     write_report(report, run.workdir / "report.html")
     return results
+
+
+def final_index(run: Run, task: str, params: Params) -> Index:
+    """The index of the parameters at the end of a task: as it was saved with them, or made anew."""
+    saved = Saved.newest(run.workdir / task / "checkpoints")
+    index = None if saved is None else saved_index(run, task, saved)
+    return run.index(run.embed(params)) if index is None else index
 
 
 def collect(run: Run, evaluator: Evaluator, predictions: Sequence[Prediction]) -> dict[str, Any]:
@@ -202,7 +209,7 @@ def masked_sentence(run: Run, params: Params) -> dict[str, Any] | None:
     if "realm" not in task_names(run.config):
         return None
     params = restore_params(run, run.workdir, "realm", params)
-    index = run.index(run.embed(params))
+    index = final_index(run, "realm", params)
     sources, lengths, setting = run.sources, run.lengths, run.setting
     examples = masked_examples(sources.pretraining, sources.wordpiece, lengths, "salient", sources.own_text)
     count = SENTENCES + -SENTENCES % run.mesh.size

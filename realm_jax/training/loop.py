@@ -274,7 +274,9 @@ class _Training:
         entry: dict[str, Any] = {"index_step": -1 if index is None else index.step}
         entry |= {"seconds": self._journal.seconds, "born": self._journal.born}
         generation = index.generation if index is not None else ""
-        own: dict[str, Any] = {} if index is None or generation else {"vectors": index.vectors}
+        own: dict[str, Any] = {}
+        if index is not None and not generation and index.vectors is not None:
+            own["vectors"] = index.vectors
         if own and index is not None and index.index.tower is not None:
             own["tower"] = index.index.tower
         if (rows := self._feed.in_flight()) is not None:
@@ -290,10 +292,11 @@ class _Training:
             self._save(step, wait=True)
         self._stop.check(f"saved {self._place.name} at step {step}")
 
-    def _measured_last(self) -> dict[str, Any]:
-        """What the parameters are worth, with an index of their own, which stays."""
+    def _measured_last(self, step: int) -> dict[str, Any]:
+        """What the parameters, those of `step`, are worth, with an index of their own, which stays."""
         assert self._measure is not None
-        self._index = self._refreshes.last(self._total, self.params)
+        index = self._refreshes.last(step, self.params, self._index)
+        self._index = None if index is None else dataclasses.replace(index, step=self._total)
         exact = None if self._index is None else self._refreshes.exact(self._index)
         found = self._measure(self.params, exact, True)
         self._watchdog.beat()
@@ -305,12 +308,12 @@ class _Training:
         self._journal.flush()
         self._watchdog.beat()
         if self._measure is not None:
-            found = self._measured_last()
+            found = self._measured_last(total)
             self._best.look(total, self._state, found)
             if (better := self._best.other_than(total, self.params)) is not None:
                 step, params = better
                 self._state = self._state._replace(trained={name: params[name] for name in self._task.trained})
-                found = self._measured_last() | {"best_step": step}
+                found = self._measured_last(step) | {"best_step": step}
             self._journal.measured(total, found | {"refresh": False, "seconds": self._journal.seconds})
         self._watchdog.beat()
         self._save(total, wait=True)
