@@ -21,7 +21,7 @@ def get_config() -> ConfigDict:
         "realm": row | {"title": "REALM", "start": "pretrained"},
         "orqa": row | {"title": "ORQA: no pre-training but ICT"},
         "bm25": row | {"title": "BM25 and a reader", "changes": ("retrieval.qa_search=bm25",)},
+        "closed_book": row | {"title": "A reader without passages", "tasks": "closed_book"},
     }
-    return ConfigDict(
-        {"seeds": (0,), "entities": 0, "base": recipes.wiki_minilm(), "table": ("realm", "orqa", "bm25"), "rows": rows}
-    )
+    table = ("realm", "orqa", "bm25", "closed_book")
+    return ConfigDict({"seeds": (0,), "entities": 0, "base": recipes.wiki_minilm(), "table": table, "rows": rows})

@@ -3,7 +3,8 @@
 An experiment file returns `default()` with some keys changed. Sections and keys:
 
 Science (a run folder keeps them; another value on resume is an error that names the key):
-  tasks                    recipe, in order, comma-separated: any of mlm, ict, realm, qa
+  tasks                    recipe, in order, comma-separated: any of mlm, ict, realm, qa; or closed_book, a reader
+                           without passages to compare with (mlm may come before it)
   seed                     every random choice derives from it and from an example's index
   data.masking             'salient', 'uniform' or 'random_span': what REALM's queries hide
   data.text                what REALM's queries are masked from: 'pretraining', X of the prepared folder, or 'passages',
@@ -105,7 +106,7 @@ from ml_collections import ConfigDict
 
 from realm_jax.errors import UserError
 
-TASKS = ("mlm", "ict", "realm", "qa")
+TASKS = ("mlm", "ict", "realm", "qa", "closed_book")
 OPERATIONS = (
     "data.path",
     "data.vocabulary",
@@ -234,6 +235,7 @@ def default() -> ConfigDict:
             "ict": _task(100_000, 4096, 1e-4),
             "realm": _task(200_000, 512, 3e-5),
             "qa": _task(160_000, 16, 1e-5),
+            "closed_book": _task(160_000, 16, 1e-5),
             "optimizer": {"weight_decay": 0.01, "clip": 1.0},
             "mesh": {"data": -1, "fsdp": 1, "model": 1},
             "checkpoint": {"every": 1000, "keep": 3, "keep_every": 0},
@@ -274,10 +276,12 @@ def validate(config: ConfigDict) -> None:
     """Raise UserError, with the key's name, for a value that cannot work. Touches no device."""
     check_shape(config, default())
     names = task_names(config)
-    require(bool(names), "tasks", "name at least one of mlm, ict, realm, qa")
+    require(bool(names), "tasks", f"name at least one of {', '.join(TASKS)}")
     for name in names:
         require(name in TASKS, "tasks", f"there is no task {name!r}; choose among {', '.join(TASKS)}")
     require(len(set(names)) == len(names), "tasks", "a task may stand only once in a recipe")
+    alone = "closed_book" not in names or {*names} <= {"mlm", "closed_book"}
+    require(alone, "tasks", "closed_book is a recipe of its own, at most with mlm before it")
     require(bool(config.data.path), "data.path", "set it to a folder written by `realm prepare`")
     check_common(config)
     _check_choices(config)

@@ -22,6 +22,7 @@ def quickstart() -> ConfigDict:
     config.ict.update(steps=90, batch_size=256, learning_rate=1e-3, warmup=50)
     config.realm.update(steps=500, batch_size=24, learning_rate=5e-4, warmup=50)
     config.qa.update(steps=300, batch_size=32, learning_rate=5e-4, warmup=50)
+    config.closed_book.update(steps=1900, batch_size=48, learning_rate=1e-3, warmup=50)
     config.refresh.every = 40
     config.objective.retriever_start = 30
     config.retrieval.candidates = 16
@@ -36,6 +37,7 @@ def wiki_small() -> ConfigDict:
     config.ict.update(steps=500, batch_size=64, learning_rate=1e-3, warmup=50)
     config.realm.update(steps=1000, batch_size=8, learning_rate=3e-4, warmup=100)
     config.qa.update(steps=600, batch_size=8, learning_rate=3e-4, warmup=50)
+    config.closed_book.update(steps=2100, batch_size=16, learning_rate=1e-3, warmup=50)
     config.objective.retriever_start = 50
     config.refresh.every = 250
     config.retrieval.candidates = 5
@@ -54,6 +56,7 @@ def wiki_minilm() -> ConfigDict:
     config.ict.update(steps=150, batch_size=32, learning_rate=1e-4, warmup=15)
     config.realm.update(steps=120, batch_size=4, learning_rate=3e-5, warmup=10)
     config.qa.update(steps=200, batch_size=4, learning_rate=5e-5, warmup=20)
+    config.closed_book.update(steps=400, batch_size=16, learning_rate=1e-4, warmup=20)
     config.retrieval.candidates = 5
     config.refresh.every = 1000
     config.checkpoint.update(every=50, keep=1)

@@ -113,13 +113,13 @@ class Run(BaseRun):
         """An index of host vectors [rows, projection], stored as `retrieval.dtype` and sharded by rows."""
         return Index(self._by_rows(vectors.astype(self.config.retrieval.dtype, copy=False)), self.documents)
 
-    def finds_by_words(self, task: str) -> bool:
-        """Whether a task takes the passages that words find, and has no use for vectors."""
-        return task == "qa" and self.setting.qa_words
+    def needs_vectors(self, task: str) -> bool:
+        """Whether what a task trained finds passages by their vectors, and not by words, or reads none at all."""
+        return task != "closed_book" and not (task == "qa" and self.setting.qa_words)
 
     @property
     def bare_index(self) -> Index:
-        """The passages alone, where something else than their vectors finds them."""
+        """The passages alone, where nothing finds them by their vectors."""
         return Index(None, self.documents)
 
     @property

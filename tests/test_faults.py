@@ -328,6 +328,7 @@ def test_an_export_is_half_written_while_the_builder_looks(people, sturdy, tmp_p
     watch.check(run)
 
 
+@pytest.mark.slow
 def test_the_trainer_is_killed_in_the_middle_of_an_export(people, sturdy, tmp_path, before_write, watch):
     run, left = open_tiny(people, tmp_path), [EXPORT]
 
@@ -345,6 +346,7 @@ def test_the_trainer_is_killed_in_the_middle_of_an_export(people, sturdy, tmp_pa
     watch.check(run)
 
 
+@pytest.mark.slow
 def test_an_export_is_damaged(people, tmp_path, watch, log, monkeypatch):
     """Its towers lose their end before the builder looks. The trainer stops; started again it passes that index over,
     as nobody can make it any more."""
@@ -508,6 +510,7 @@ def test_a_bucket_that_fails_now_and_then(people, sturdy, tmp_path, monkeypatch,
     assert not list(tmp_path.glob("index")), "everything that is shared is in the bucket"
 
 
+@pytest.mark.slow
 def test_shared_storage_becomes_read_only(people, tmp_path, before_write, watch, log):
     """After the first generation: both jobs say so, training goes on, and the run ends whole."""
     shared = tmp_path / "shared"

@@ -73,6 +73,7 @@ def test_fine_tuning_ends_with_the_parameters_that_measured_best(fallen):
     assert_same(last, restore_params(run, run.workdir, "qa", jax.eval_shape(run.initial_params)))
 
 
+@pytest.mark.slow
 def test_the_last_parameters_stay_when_they_are_the_best(people, tmp_path):
     run = open_fine(people, tmp_path)
     last, seen = train(run, sign=1.0)
@@ -80,7 +81,7 @@ def test_the_last_parameters_stay_when_they_are_the_best(people, tmp_path):
     assert_same(last, seen[-1][0])
 
 
-@pytest.mark.parametrize("before", [3, 5])
+@pytest.mark.parametrize("before", [pytest.param(3, marks=pytest.mark.slow), 5])
 def test_a_run_that_is_cut_off_ends_with_the_same_best(people, tmp_path, monkeypatch, fallen, before):
     run, *_ = fallen
     with monkeypatch.context() as patch, pytest.raises(Cut):
@@ -132,7 +133,7 @@ def test_one_tower_for_both_can_be_fine_tuned_once_it_may_move():
 # --- passages found by their words -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("objective", ["marginal", "orqa"])
+@pytest.mark.parametrize("objective", ["marginal", pytest.param("orqa", marks=pytest.mark.slow)])
 def test_a_reader_learns_from_what_bm25_finds(people, tmp_path, objective):
     """Nothing else learns; predictions read BM25's passages in its order, with its scores as p(z|x)."""
     changes = {"objective__qa": objective, "retrieval__qa_beam": 8, "evaluation__qa_every": 0}

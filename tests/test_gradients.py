@@ -112,6 +112,7 @@ def test_what_is_computed_again_gives_the_same_gradient(params, remat, dropout):
     assert kept[1] < 0.9 * kept[0]
 
 
+@pytest.mark.slow
 def test_layers_in_a_loop_give_the_same_gradient(params):
     """And other dropout in every layer and step."""
     batch = jax.tree.map(jnp.asarray, example_batch("mlm"))

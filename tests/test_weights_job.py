@@ -80,6 +80,7 @@ def test_each_network_has_a_folder_that_is_whole(trained_run, exported):
     assert json.loads((exported / "reader" / "config.json").read_text())["architectures"] == ["BertForMaskedLM"]
 
 
+@pytest.mark.slow
 def test_a_task_and_transformers_realm_can_be_asked_for(trained_run, tmp_path):
     command = ["weights", "export", f"--workdir={trained_run.workdir}", f"--output={tmp_path / 'ict'}"]
     assert cli.main([*command, "--task=ict", "--names=realm"]) == 0

@@ -57,7 +57,7 @@ def array_shapes(task: str, lengths: Lengths, found: int = 0) -> dict[str, tuple
     }
     masked: dict[str, Any] = {name: ((lengths.predictions,), np.int32) for name in ("positions", "targets")}
     masked |= {"weights": ((lengths.predictions,), np.float32)}
-    if task == "mlm":
+    if task in ("mlm", "closed_book"):
         return query | masked | document
     if task == "ict":
         return query | document

@@ -26,10 +26,13 @@ NOTE = (
 
 
 class Measured(NamedTuple):
-    """What one training of a row comes to. recall: None where questions have no gold passage; seconds: of training."""
+    """What one training of a row comes to; seconds: of training.
+
+    answer_recall, recall: None where nothing was retrieved, or questions have no gold passage.
+    """
 
     exact_match: float
-    answer_recall: float
+    answer_recall: float | None
     recall: float | None
     seconds: float
 
@@ -76,6 +79,7 @@ def cells(rows: Sequence[Row]) -> list[list[str]]:
 
 def _cells(first: Row, row: Row) -> list[str]:
     found = list(row.seeds.values())
+    answers = [one.answer_recall for one in found if one.answer_recall is not None]
     gold = [one.recall for one in found if one.recall is not None]
     ahead = None if row is first else lead(first, row)
     paper = [f"{value:.1f}" for value in row.paper] or ["", ""]
@@ -83,7 +87,7 @@ def _cells(first: Row, row: Row) -> list[str]:
         row.title,
         _percent(mean_of([one.exact_match for one in found])),
         "" if ahead is None else _percent(ahead),
-        _percent(mean_of([one.answer_recall for one in found])),
+        _percent(mean_of(answers)) if answers else "",
         _percent(mean_of(gold)) if gold else "",
         *paper,
         str(len(found)),

@@ -42,6 +42,7 @@ EXAMPLES = """examples:
 
 The table lies in ablations.md, ablations.html and ablations.json of the folder, and grows with every row.
 """
+ANSWERING = ("qa", "closed_book")  # tasks that end with answers to questions
 ROW = {"title": "", "tasks": "", "start": "", "reader": "", "changes": (), "paper": ()}
 
 
@@ -101,7 +102,7 @@ def check(config: ConfigDict) -> None:
         trial = row_config(config, name, config.seeds[0], Path())
         trial.data.path = trial.data.path or "data"
         validate(trial)
-        ends_well = name not in config.table or task_names(trial)[-1] == "qa"
+        ends_well = name not in config.table or task_names(trial)[-1] in ANSWERING
         require(ends_well, f"{key}.tasks", "a row of the table has to end with qa; take it out of config.table")
     in_order(config, config.rows)
 
@@ -180,12 +181,12 @@ def join_networks(towers: Path, reader: Path, output: Path) -> None:
 
 def measured(folder: Path) -> Measured | None:
     """What the run of a row comes to; None while it is not done."""
-    lines = read_lines(folder / "qa" / "evaluations.jsonl")
+    lines = next(filter(None, (read_lines(folder / task / "evaluations.jsonl") for task in ANSWERING)), [])
     if not lines or "exact_match" not in lines[-1] or "seconds" not in lines[-1]:
         return None
     stages = [read_lines(place / "evaluations.jsonl") for place in sorted(folder.iterdir()) if place.is_dir()]
     seconds = sum(stage[-1].get("seconds", 0.0) for stage in stages if stage)
-    return Measured(lines[-1]["exact_match"], lines[0]["answer_recall@5"], lines[0].get("recall@5"), seconds)
+    return Measured(lines[-1]["exact_match"], lines[0].get("answer_recall@5"), lines[0].get("recall@5"), seconds)
 
 
 def table_rows(config: ConfigDict, workdir: Path) -> list[Row]:

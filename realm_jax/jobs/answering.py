@@ -160,6 +160,14 @@ def _check_prepared(folder: str, workdir: Path) -> None:
         )
 
 
+def check_reads(trained: Trained) -> None:
+    """Raise UserError for a reader without passages: there is nothing to show beside its answers."""
+    if trained.task == "closed_book":
+        raise UserError(
+            f"{trained.run.workdir}: closed_book was trained there, which answers without passages; use `realm predict`"
+        )
+
+
 def restore(run: Run, task: str | None = None, for_answers: bool = True) -> Trained:
     """Parameters at the end of `task`, or of the last task of the recipe that has a checkpoint, and the index.
 
@@ -172,11 +180,15 @@ def restore(run: Run, task: str | None = None, for_answers: bool = True) -> Trai
         name, saved = newest(run, task)
         try:
             params = saved_params(run, name, saved, like)
-            index = published_index(run, params) if is_edited(run) else saved_index(run, name, saved)
+            index = (
+                published_index(run, params)
+                if is_edited(run) and run.needs_vectors(name)
+                else saved_index(run, name, saved)
+            )
             break
         except Gone:  # the run went on and removed it; there is a newer one
             continue
-    if name != "qa" and for_answers:
+    if name not in ("qa", "closed_book") and for_answers:
         logger.warning("these are the parameters of task %s: answers come from a span head that qa did not train", name)
     if saved.step < run.config[name].steps:
         logger.warning("task %s is not done: step %d of %d", name, saved.step, run.config[name].steps)

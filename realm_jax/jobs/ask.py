@@ -21,7 +21,15 @@ from realm_jax.console import console as on_stderr
 from realm_jax.corpus.jsonl import Question
 from realm_jax.errors import UserError
 from realm_jax.evaluation.predict import Evaluator
-from realm_jax.jobs.answering import Trained, add_run_arguments, check_question, open_run_to_ask, positive, restore
+from realm_jax.jobs.answering import (
+    Trained,
+    add_run_arguments,
+    check_question,
+    check_reads,
+    open_run_to_ask,
+    positive,
+    restore,
+)
 from realm_jax.jobs.predict import NBEST
 
 logger = logging.getLogger(__name__)
@@ -50,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
     opened = open_run_to_ask(Path(args.workdir), args.data, {"evaluation.batch_size": 1})
     single = check_question(opened, " ".join(args.question)) if args.question else None
     trained = restore(opened)
+    check_reads(trained)
     to = Console(highlight=False)
     to.soft_wrap = not to.is_terminal  # words are wrapped for people, lines stay whole for programs
 

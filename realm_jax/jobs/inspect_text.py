@@ -72,9 +72,10 @@ def run(args: argparse.Namespace) -> None:
     if is_question:
         check_question(opened, args.subject)
     trained = restore(opened, args.task or _task(opened.config, is_question), for_answers=is_question)
-    if opened.finds_by_words(trained.task):
+    if not opened.needs_vectors(trained.task):
         raise UserError(
-            "config.retrieval.qa_search=bm25: there is no p(z|x) to look at; `realm ask` shows what is read"
+            f"there is no p(z|x) to look at: task {trained.task} of {args.workdir} found no passages by their vectors; "
+            "name another with --task"
         )
     if args.alignment:
         align(trained, args.subject, args.spans, Path(args.alignment))
@@ -215,7 +216,10 @@ def show(told: dict[str, Any], to: Console) -> None:
         to.print(f"{meant:<72} {number}", markup=False)
     shown = Table(box=None, pad_edge=False)
     for head in HEADS:
-        shown.add_column(head, justify="left" if head == "passage" else "right", no_wrap=True)
+        if head == "passage":
+            shown.add_column(head, no_wrap=True)
+        else:
+            shown.add_column(head, justify="right", no_wrap=True, min_width=8)
     for one in told["passages"]:
         text = " ".join(one["text"].split())[:SNIPPET]
         shown.add_row(*_numbers(one), f"{_name(one)}: {text}".replace("[", r"\["))

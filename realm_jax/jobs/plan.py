@@ -234,6 +234,8 @@ def abstract_arguments(trainer: Run, task: str) -> tuple[Any, Any, Any, Any]:
         sizes = ((rows, length), (rows,), (rows,))
         documents: Any = Documents(*(spread(trainer, shape, jnp.uint16, "rows") for shape in sizes))  # type: ignore[arg-type]
         vectors: Any = spread(trainer, (rows, trainer.model.projection), jnp.dtype(config.retrieval.dtype), "rows")
+        if not trainer.needs_vectors(task):
+            vectors = None
         if task == "realm" and trainer.searches is not None:
             batch["found"] = spread(trainer, (size, config.retrieval.candidates), jnp.int32, "batch")
             vectors = None

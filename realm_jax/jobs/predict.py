@@ -22,6 +22,7 @@ import numpy as np
 from realm_jax.console import StageProgress
 from realm_jax.corpus.jsonl import Question
 from realm_jax.errors import UserError
+from realm_jax.evaluation.closed_book import recall_answers
 from realm_jax.evaluation.measures import Record, settings_file, write_record
 from realm_jax.evaluation.predict import Answer, Evaluator, Prediction
 from realm_jax.evaluation.retrieval import answer_hits
@@ -56,6 +57,8 @@ of the predictions has in addition
   nbest                     the likeliest answers, each with probability and passage
   retrieved                 {"id", "score", "has_answer"}: the best passages, the first of them read
   reader_oracle             whether a right answer could have been chosen in the passages that were read
+
+Of a reader without passages (task closed_book) prediction and probability are all.
 
 The same command goes on where it was cut off.
 """
@@ -141,7 +144,7 @@ def describe(run: Run, task: str, step: int) -> dict[str, Any]:
         "step": step,
         "parameters": sum(x.size for x in jax.tree.leaves(shapes)),
         "passages": run.setting.rows,
-        "passages_read": min(run.answering.qa_passages, run.setting.rows),
+        "passages_read": 0 if task == "closed_book" else min(run.answering.qa_passages, run.setting.rows),
     }
 
 
@@ -202,6 +205,9 @@ def records(
     trained: Trained, questions: Sequence[Question], nbest: int = NBEST, first: int = 0
 ) -> Iterator[list[Record]]:
     """The records of questions `first` …, a batch at a time; see `EXAMPLES` for their fields."""
+    if trained.task == "closed_book":
+        yield from _recalled(trained, questions, first)
+        return
     evaluator = Evaluator(trained.run, questions[first:])
     for predictions in evaluator.predict_batches(trained.params, trained.index):
         asked = questions[first : first + len(predictions)]
@@ -214,6 +220,17 @@ def records(
             for number, (question, prediction, has_answer) in enumerate(zip(asked, predictions, hits, strict=True), 1)
         ]
         first += len(predictions)
+
+
+def _recalled(trained: Trained, questions: Sequence[Question], first: int) -> Iterator[list[Record]]:
+    """The records of a reader without passages: one answer to each question, from nowhere."""
+    for answers in recall_answers(trained.run, questions[first:], trained.params):
+        yield [
+            known_of(questions[number], number + 1)
+            | {"prediction": answer.text, "probability": _short(answer.probability)}
+            for number, answer in enumerate(answers, first)
+        ]
+        first += len(answers)
 
 
 def known_of(question: Question, number: int) -> Record:

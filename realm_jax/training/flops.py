@@ -92,7 +92,7 @@ def step_flops(config: ConfigDict, task: str, vocabulary: int, predictions: int,
     words = 2 * predictions * width * (width + vocabulary)
     search = 2.0 * rows * config.model.projection
     parts: dict[str, float] = {}
-    if task == "mlm":
+    if task in ("mlm", "closed_book"):
         parts["reader"] = 3 * (tower.forward(joint, predictions) + words)
     if task == "ict":
         parts |= {"queries": 3 * query, "documents": 3 * document, "scores": 3 * 2.0 * batch * config.model.projection}

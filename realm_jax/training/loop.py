@@ -19,6 +19,7 @@ import numpy as np
 
 from realm_jax.config import task_names
 from realm_jax.data import examples as make
+from realm_jax.data.closed_book import closed_book_examples
 from realm_jax.data.examples import Examples
 from realm_jax.data.pipeline import batches
 from realm_jax.errors import UserError
@@ -80,6 +81,8 @@ def task_examples(run: Run, name: str) -> Examples:
         return make.cloze_examples(sources.passages, wordpiece, lengths, data.ict_mask_rate)
     if name == "realm":
         return make.masked_examples(sources.pretraining, wordpiece, lengths, data.masking, sources.own_text)
+    if name == "closed_book":
+        return closed_book_examples(sources.pretraining, sources.questions.get("train", []), wordpiece, lengths)
     return make.question_examples(sources.questions.get("train", []), wordpiece, lengths)
 
 

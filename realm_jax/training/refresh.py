@@ -129,7 +129,7 @@ class OfCorpus(Refresh, abc.ABC):
         return made(self._run, vectors, step, saved.tower, exact=self._task != "realm")
 
     def exact(self, fresh: Fresh) -> Index:
-        if fresh.index.vectors is not None or self._run.finds_by_words(self._task):
+        if fresh.index.vectors is not None or not self._run.needs_vectors(self._task):
             return fresh.index
         assert fresh.vectors is not None, "where hosts search, they have the vectors"
         return self._run.index(fresh.vectors)
@@ -143,8 +143,8 @@ class OfCorpus(Refresh, abc.ABC):
         return self._made(step, params).index
 
     def last(self, step: int, params: Params, index: Fresh | None) -> Fresh | None:
-        """Of the index in use, unless the passages' tower has moved since; None after the warm-up, which has none."""
-        if self._task == "mlm":
+        """Of the index in use, unless the passages' tower has moved since; None for a reader's own task."""
+        if self._task in ("mlm", "closed_book"):
             return None
         if index is not None and self._still(step, index):
             return index
@@ -157,7 +157,7 @@ class OfCorpus(Refresh, abc.ABC):
     def _made(self, step: int, params: Params, tower: Params | None = None, known: NDArray | None = None,
               exact: bool = True) -> Fresh:  # fmt: skip
         """An index of parameters. known: its vectors, where they are known; else see `made`."""
-        if self._run.finds_by_words(self._task):
+        if not self._run.needs_vectors(self._task):
             return Fresh(self._run.bare_index, None, step)
         vectors = self._run.embed(params, lambda _: self._alive()) if known is None else known
         return made(self._run, vectors, step, tower, exact)

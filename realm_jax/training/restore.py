@@ -78,7 +78,7 @@ def task_params(run: BaseRun, task: Task, saved: Saved, like: Params) -> Params:
 
 def saved_index(run: Run, name: str, saved: Saved) -> Index | None:
     """The index in a checkpoint of a task; None when the parameters there would give another one."""
-    if run.finds_by_words(name):
+    if not run.needs_vectors(name):
         return run.bare_index
     vectors = saved_vectors(run, name, saved)
     return None if vectors is None else run.index(vectors)

@@ -44,7 +44,7 @@ Loss = Callable[[Params, Batch, Any, Array | None], Means]
 
 
 def mlm_loss(setting: Setting, params: Params, batch: Batch, index: None, key: Array | None) -> Means:
-    """Cross-entropy of masked words, mean over predicted pieces; the passage comes with the batch."""
+    """Cross-entropy of masked words, mean over predicted pieces; the passage, if any, comes with the batch."""
     documents = Documents(*(batch[f"document{part}"][:, None] for part in ("", "_length", "_title_length")))
     joint = flatten_joint(join(batch["query"], batch["query_length"], documents))
     log_p, right = setting.model.read_targets(params, joint, batch["positions"], batch["targets"], key)
@@ -215,13 +215,14 @@ def question_towers(setting: Setting) -> tuple[str, ...]:
 
 
 def make_task(name: str, setting: Setting) -> Task:
-    """The task called `name` ('mlm', 'ict', 'realm' or 'qa')."""
+    """The task called `name`, one of `config.TASKS`."""
     towers = setting.model.embedder_names
     if name == "ict":
         encode, null = partial(cloze_vectors, setting), partial(cloze_null, setting)
         return Task(name, towers, partial(ict_loss, setting), False, encode, null, partial(contrast, setting))
     table: dict[str, tuple[tuple[str, ...], Callable[..., Means], bool]] = {
         "mlm": (("reader",), mlm_loss, False),
+        "closed_book": (("reader",), mlm_loss, False),
         "realm": ((*towers, "reader"), realm_loss, True),
         "qa": ((*question_towers(setting), "reader"), qa_loss, True),
     }
