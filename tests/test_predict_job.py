@@ -210,3 +210,16 @@ def test_other_questions_are_not_compared(predicted, tmp_path, capsys):
     assert "o.jsonl: question 4 is" in capsys.readouterr().err
     assert run("compare", predicted, short) == 2
     assert "s.jsonl: has 2 predictions, the other file 20" in capsys.readouterr().err
+
+
+def test_questions_that_share_their_passage_with_training_can_be_left_out(trained_run, predicted, capsys):
+    data = trained_run.config.data.path
+    assert run("evaluate", f"--predictions={predicted}", f"--unseen={data}", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["questions"] == 9, "training asks about the first eight people; one question has no passage"
+    assert found["measures"]["recall@1"]["questions"] == 8
+    seen = write_lines(predicted.with_name("seen.jsonl"), records(predicted)[:8])
+    assert run("evaluate", f"--predictions={seen}", f"--unseen={data}") == 2
+    assert f"--unseen={data}: leaves no question" in capsys.readouterr().err
+    assert run("evaluate", f"--predictions={seen}", f"--unseen={predicted.parent}") == 2
+    assert f"--unseen={predicted.parent}: not a prepared folder" in capsys.readouterr().err

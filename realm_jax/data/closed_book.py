@@ -1,4 +1,4 @@
-"""Examples for a reader without passages (a control): `[CLS] question [MASK] … [MASK] [SEP]`, answers as masked words.
+"""Examples for a reader without passages: `[CLS] question [MASK] … [MASK] [SEP]`, answers as masked words.
 
 The places of an answer are as many as a span may have; those after the answer are to be filled with [SEP].
 """
@@ -54,12 +54,12 @@ def closed_book_examples(
     room = lengths.query - 2 - answer_places(lengths)
     if room < 1:
         raise UserError(
-            f"config.data.query_length: the closed-book control needs {1 - room} more, for an answer after the question"
+            f"config.data.query_length: the task closed_book needs {1 - room} more, for an answer after the question"
         )
     check_strings(questions)
     sentences = salient_sentences(store, lengths.query)
     if not len(sentences.rows) or not questions:
-        raise UserError("the closed-book control needs training questions and pre-training text with salient spans")
+        raise UserError("the task closed_book needs training questions and pre-training text with salient spans")
     empty = document_arrays(np.zeros(0, np.uint16), np.zeros(0, np.uint16), lengths.document, wordpiece)
 
     def make(index: int, rng: np.random.Generator) -> Example:

@@ -8,12 +8,13 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
 
 from realm_jax.corpus.jsonl import Question
+from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.evaluation.measures import (
     Record,
@@ -39,11 +40,13 @@ from realm_jax.jobs.answering import (
 from realm_jax.jobs.predict import checked_output, describe, is_special, records
 from realm_jax.storage import write_atomic
 
+_T = TypeVar("_T")
 EXAMPLES = """examples:
   realm evaluate --workdir=runs/wiki
   realm evaluate --workdir=runs/wiki --task=realm --json         before fine-tuning
   realm evaluate --workdir=runs/wiki --questions=test.jsonl --passages=100 --trec=run.txt --qrels=qrels.txt
   realm evaluate --predictions=predictions.jsonl                 what `realm predict` wrote; needs no device
+  realm evaluate --predictions=predictions.jsonl --unseen=data/wiki
 
 Where there is no terminal a line is `name value`, or `name value low high` with the ends of the interval.
 """
@@ -57,6 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser, instead=what)
     what.add_argument("--predictions", metavar="FILE", help="a file of `realm predict`, in place of a run")
     add_question_arguments(parser)
+    parser.add_argument(
+        "--unseen",
+        metavar="DIR",
+        help="leave out questions whose gold passage is that of a training question of this prepared folder",
+    )
     parser.add_argument("--trec", metavar="FILE", help="write what was retrieved there, as a TREC run")
     parser.add_argument("--qrels", metavar="FILE", help="write the gold passages there, as TREC's judgements")
     parser.add_argument("--no-bm25", action="store_true", help="leave out BM25, which holds the corpus in memory")
@@ -80,6 +88,9 @@ def run(args: argparse.Namespace) -> None:
 def _evaluate_run(args: argparse.Namespace) -> tuple[dict[str, Any], list[Record]]:
     opened = open_run_to_ask(Path(args.workdir), args.data, overrides_of(args))
     questions = questions_of(opened, args, need_answers=True)
+    if args.unseen:
+        seen = gold_in_training(args.unseen)
+        questions = _left([one for one in questions if one.gold_passage_id not in seen], args)
     return evaluate(restore(opened, args.task), questions, bm25=not args.no_bm25)
 
 
@@ -88,8 +99,26 @@ def _evaluate_file(args: argparse.Namespace) -> tuple[dict[str, Any], list[Recor
         if vars(args)[flag]:
             raise UserError(f"--{flag}: goes with --workdir; what is in --predictions={args.predictions} is fixed")
     scored, made = read_predictions(args.predictions), read_settings(args.predictions)
+    if args.unseen:
+        seen = gold_in_training(args.unseen)
+        scored = _left([record for record in scored if record.get("gold_passage_id") not in seen], args)
     facts = {name: made[name] for name in FACTS if name in made} | {"questions": len(scored)}
     return facts | _measured(scored), scored
+
+
+def gold_in_training(folder: str) -> set[str]:
+    """The gold passages of the training questions of a prepared folder. Raises UserError where they have none."""
+    questions = open_sources(folder, flag="--unseen=").questions.get("train", [])
+    seen = {question.gold_passage_id for question in questions if question.gold_passage_id is not None}
+    if not seen:
+        raise UserError(f"--unseen={folder}: no training question there has a gold passage; name another folder")
+    return seen
+
+
+def _left(found: list[_T], args: argparse.Namespace) -> list[_T]:
+    if not found:
+        raise UserError(f"--unseen={args.unseen}: leaves no question; name the folder that the run was trained with")
+    return found
 
 
 def evaluate(trained: Trained, questions: Sequence[Question], bm25: bool = True) -> tuple[dict[str, Any], list[Record]]:
