@@ -3,7 +3,8 @@
 Not for work of any kind: each command is a module of `realm_jax.jobs` with `add_arguments(parser)` and
 `run(args) -> int | None`, imported only when its command is given, so that `realm --help` needs no JAX. A job that
 takes a config calls `realm_jax.jobs.flags.add_config_argument`; its `args.overrides` then holds the arguments of the
-form `--config.key=value`. Read `realm_jax/jobs/quickstart.py` next.
+form `--config.key=value`, and `args.spec_overrides` those of the form `--spec.key=value`. Read
+`realm_jax/jobs/quickstart.py` next.
 """
 
 import argparse
@@ -25,7 +26,7 @@ import realm_jax
 from realm_jax.errors import USER_ERROR, UserError
 from realm_jax.memory import keep_memory
 
-OVERRIDE_PREFIX = "--config."
+OVERRIDES = {"config": "overrides", "spec": "spec_overrides"}  # --config.key=value → args.overrides
 
 INTERRUPTED = 130
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # of files outside of shared storage: records, compiled programs
@@ -40,6 +41,7 @@ JOBS: dict[str, tuple[str, str]] = {
     "inspect": ("realm_jax.jobs.inspect", "look at prepared passages, their spans and the queries masked from them"),
     "train": ("realm_jax.jobs.train", "run the training recipe of a config file, or go on with it"),
     "tag": ("realm_jax.jobs.tag", "find the salient spans of prepared passages with a trained tagger"),
+    "launch": ("realm_jax.jobs.launch", "start a run here, on TPU VMs or on GKE; see it, stop it, remove it"),
     "build-index": ("realm_jax.jobs.build_index", "embed the corpus anew beside a training run, and publish it"),
     "index": ("realm_jax.jobs.index", "list, verify, remove and search the indexes of a run"),
     "corpus": ("realm_jax.jobs.corpus", "add, replace or remove documents; a trained run then answers from them"),
@@ -169,12 +171,14 @@ def _run(argv: list[str], ctrl_c: _CtrlC) -> int:
         job = _import_job(name) if name in JOBS else None
     parser = _parser(name, job)
     args, unknown = parser.parse_known_args(argv)
-    takes_config = hasattr(args, "config")
-    args.overrides = [argument for argument in unknown if takes_config and argument.startswith(OVERRIDE_PREFIX)]
+    rest = unknown
+    for flag, place in OVERRIDES.items():
+        found = [argument for argument in rest if hasattr(args, flag) and argument.startswith(f"--{flag}.")]
+        setattr(args, place, found)
+        rest = [argument for argument in rest if argument not in found]
     args.command_line = shlex.join(["realm", *argv])
-    rest = [argument for argument in unknown if argument not in args.overrides]
     if rest:
-        parser.error(_unrecognized(rest, args.overrides))
+        parser.error(_unrecognized(rest, [one for one in unknown if one not in rest]))
     assert job is not None, "the parser requires a command of the table"
     _set_up_logging()
     code = job.run(args)

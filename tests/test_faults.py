@@ -536,7 +536,7 @@ def test_the_disk_stays_full_for_an_export_that_is_due(people, sturdy, tmp_path,
     """With several on their way nobody waits for its generation yet; the trainer saves, and stops in time."""
     run, left = open_tiny(people, tmp_path, wait_seconds=2.0), ["full"]
     monkeypatch.setattr("realm_jax.training.adoption.EXPORT_SECONDS", 0.5)
-    monkeypatch.setattr("realm_jax.training.adoption.STATUS_SECONDS", 0.5)
+    monkeypatch.setattr("realm_jax.training.adoption.BEAT_SECONDS", 0.5)
     monkeypatch.setattr("realm_jax.training.exporter.RETRY_SECONDS", 0.1)
     run.config.refresh.adopt_after = 5
 

@@ -15,7 +15,8 @@ Nothing that a record lists is ever written again. Writing exports is `training/
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import ml_dtypes
@@ -340,6 +341,29 @@ class Status:
 
     def to_json(self) -> dict[str, Any]:
         return {"format_version": FORMAT_VERSION, **dataclasses.asdict(self)}
+
+
+BEAT_SECONDS = 5.0  # between two signs of life
+
+
+class Beat:
+    """Calls `act` every BEAT_SECONDS in a thread, however long the work takes between. A context manager."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._act, self._over = act, threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._over.wait(BEAT_SECONDS):
+            self._act()
 
 
 def read_status(folder: Folder, job: str) -> Status | None:

@@ -6,6 +6,7 @@ How a generation is built is `realm_jax/index/builder.py`; the files are explain
 """
 
 import argparse
+import contextlib
 import dataclasses
 import logging
 import time
@@ -22,6 +23,7 @@ from realm_jax.errors import UserError
 from realm_jax.index.approximate import check_scann
 from realm_jax.index.builder import Builder, Corpus, Refused, Share, Stopped, current_name, forgive, refusal
 from realm_jax.index.generations import (
+    Beat,
     Export,
     Manifest,
     Status,
@@ -137,6 +139,11 @@ class Job:
 
     def work(self, stop: Stop, step: int | None, once: bool) -> None:
         """Build what is due until the trainer is done, or one generation."""
+        with Beat(self._live):
+            self._work(stop, step, once)
+        self._tell("ended", -1, done=True)
+
+    def _work(self, stop: Stop, step: int | None, once: bool) -> None:
         pause = self._options.poll_seconds
         begun, told = False, False
         while True:
@@ -290,10 +297,15 @@ class Job:
             return True
         return False
 
-    def _tell(self, stage: str, step: int) -> None:
-        """For people: what this process does, when that changed."""
-        changed = dataclasses.replace(self._status, stage=stage, step=step)
+    def _tell(self, stage: str, step: int, done: bool = False) -> None:
+        """What this process does, when that changed."""
+        changed = dataclasses.replace(self._status, stage=stage, step=step, done=done)
         if changed != self._status:
-            changed.counter += 1
             self._status = changed
-            write_status(self._folder, self._name, changed)
+            self._live()
+
+    def _live(self) -> None:
+        """A sign of life. What storage does to it is told where work is stored."""
+        self._status.counter += 1
+        with contextlib.suppress(StorageError):
+            write_status(self._folder, self._name, self._status)

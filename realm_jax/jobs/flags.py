@@ -39,55 +39,58 @@ def load_config(
     overrides: Sequence[str],
     default: Callable[[], ConfigDict],
     like: Callable[[ConfigDict], ConfigDict] | None = None,
+    kind: str = "config",
 ) -> ConfigDict:
     """The config of `path` (`FILE` or `FILE:ARGUMENT`; None: of `default()`) with overrides applied, locked.
+
+    kind: its name in flags (`--config.section.key`) and in files (`get_config`).
 
     `overrides` are whole arguments, `--config.train.steps=10`; the last of two for one key counts, but for a tuple each
     is one element. `like` gives the default config of the same kind, where a command takes several. Raises `UserError`
     for a file that is missing or breaks, for a config in it that does not have the keys of its default, for a key that
     the config does not have, and for a value that is not of the key's type.
     """
-    config = default() if path is None else _load_file(path)
+    config = default() if path is None else _load_file(path, kind)
     check_shape(config, default() if like is None else like(config))
-    return with_overrides(config, overrides)
+    return with_overrides(config, overrides, kind)
 
 
-def with_overrides(config: ConfigDict, overrides: Sequence[str]) -> ConfigDict:
+def with_overrides(config: ConfigDict, overrides: Sequence[str], kind: str = "config") -> ConfigDict:
     """The config with overrides applied, locked; see `load_config`."""
     keys = list(flatten(config.to_dict()))
     for override in overrides:
-        _check_override(override, keys)
-    return _apply(config, list(overrides))
+        _check_override(override, keys, kind)
+    return _apply(config, list(overrides), kind)
 
 
-def _load_file(path: str) -> ConfigDict:
+def _load_file(path: str, kind: str) -> ConfigDict:
     """Runs a config file and its `get_config`; what breaks in there is reported with its line in that file."""
     name, colon, argument = path.partition(":")
     if not Path(name).is_file():
-        raise UserError(f"--config={path}: there is no file {name} (looked from {Path.cwd()})")
+        raise UserError(f"--{kind}={path}: there is no file {name} (looked from {Path.cwd()})")
     try:
-        get_config = runpy.run_path(name, run_name="realm_config").get("get_config")
+        get_config = runpy.run_path(name, run_name="realm_config").get(f"get_{kind}")
     except Exception as error:
         raise _broken(name, error) from error
     if not callable(get_config):
-        raise UserError(f"{name}: a config file must define get_config(), which returns a ConfigDict")
+        raise UserError(f"{name}: a {kind} file must define get_{kind}(), which returns a ConfigDict")
     arguments = [argument] if colon else []
-    _check_arguments(get_config, arguments, path)
+    _check_arguments(get_config, arguments, path, kind)
     try:
         config = get_config(*arguments)
     except Exception as error:
         raise _broken(name, error) from error
     if not isinstance(config, ConfigDict):
-        raise UserError(f"{name}: get_config() must return a ConfigDict, not {type(config).__name__}")
+        raise UserError(f"{name}: get_{kind}() must return a ConfigDict, not {type(config).__name__}")
     return config
 
 
-def _check_arguments(get_config: Callable[..., Any], arguments: list[str], path: str) -> None:
+def _check_arguments(get_config: Callable[..., Any], arguments: list[str], path: str, kind: str) -> None:
     try:
         inspect.signature(get_config).bind(*arguments)
     except TypeError:
-        wanted = "takes no :ARGUMENT" if arguments else "needs an argument; write --config=FILE:ARGUMENT"
-        raise UserError(f"--config={path}: get_config{inspect.signature(get_config)} {wanted}") from None
+        wanted = "takes no :ARGUMENT" if arguments else f"needs an argument; write --{kind}=FILE:ARGUMENT"
+        raise UserError(f"--{kind}={path}: get_{kind}{inspect.signature(get_config)} {wanted}") from None
 
 
 def _broken(name: str, error: Exception) -> UserError:
@@ -102,51 +105,51 @@ def _broken(name: str, error: Exception) -> UserError:
     return UserError(f"{where}: {type(error).__name__}: {what}")
 
 
-def _check_override(override: str, keys: list[str]) -> None:
+def _check_override(override: str, keys: list[str], kind: str) -> None:
     name, equals, _ = override.partition("=")
-    key = name.removeprefix("--config.")
+    key = name.removeprefix(f"--{kind}.")
     if not equals:
         raise UserError(f"{override}: no value; write {override}=VALUE")
     if key in keys:
         return
     inside = [known for known in keys if known.startswith(f"{key}.")]
     if inside:
-        raise UserError(f"{name}: {key} is a section; set its keys, such as --config.{inside[0]}")
-    raise UserError(f"{name}: there is no such key in the config; {advise(key, keys)}")
+        raise UserError(f"{name}: {key} is a section; set its keys, such as --{kind}.{inside[0]}")
+    raise UserError(f"{name}: there is no such key in the {kind}; {advise(key, keys)}")
 
 
-def _apply(config: ConfigDict, overrides: list[str]) -> ConfigDict:
+def _apply(config: ConfigDict, overrides: list[str], kind: str) -> ConfigDict:
     """The config with overrides applied. Raises UserError that names the first one that does not fit its key."""
     try:
-        return _parse(config, overrides)
+        return _parse(config, overrides, kind)
     except _REFUSALS as error:
         for override in overrides:
-            if _refused(config, override):
-                raise UserError(_explain(override, config)) from error
+            if _refused(config, override, kind):
+                raise UserError(_explain(override, config, kind)) from error
         raise UserError(" ".join(str(error).split())) from error
 
 
-def _refused(config: ConfigDict, override: str) -> bool:
+def _refused(config: ConfigDict, override: str, kind: str) -> bool:
     try:
-        _parse(config, [override])
+        _parse(config, [override], kind)
     except _REFUSALS:
         return True
     return False
 
 
-def _parse(config: ConfigDict, overrides: list[str]) -> ConfigDict:
+def _parse(config: ConfigDict, overrides: list[str], kind: str) -> ConfigDict:
     """Lets config_flags parse the overrides, on flag values of its own: absl's global ones are for programs."""
     values = flags.FlagValues()
     argv = ["realm", *overrides]
-    config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=argv)
+    config_flags.DEFINE_config_dict(kind, config, flag_values=values, sys_argv=argv)
     values(argv)
-    return values["config"].value
+    return values[kind].value
 
 
-def _explain(override: str, config: ConfigDict) -> str:
+def _explain(override: str, config: ConfigDict, kind: str) -> str:
     """What the key of an override takes."""
     name, _, text = override.partition("=")
-    key = name.removeprefix("--config.")
+    key = name.removeprefix(f"--{kind}.")
     wanted = config_path.get_type(key, config).__name__
     if wanted not in ("int", "float", "bool", "str", "tuple"):
         return f"{name}: a {wanted} cannot be set on the command line; set it in a config file"

@@ -24,6 +24,7 @@ from realm_jax.index.builder import attempts
 from realm_jax.index.candidates import Setting
 from realm_jax.index.exact import search
 from realm_jax.index.generations import (
+    BEAT_SECONDS,
     EXPORT,
     Export,
     Unusable,
@@ -41,7 +42,7 @@ from realm_jax.storage import StorageError, digest
 from realm_jax.training.exporter import Exporter, index_settings
 from realm_jax.training.follower import Follower, Loaded
 from realm_jax.training.refresh import Fresh, Interrupted, OfCorpus, shared_folder
-from realm_jax.training.reporter import STATUS_SECONDS, Reporter
+from realm_jax.training.reporter import Reporter
 from realm_jax.training.state import Control
 
 logger = logging.getLogger(__name__)
@@ -206,7 +207,7 @@ class Adoption(OfCorpus):
             if not said:
                 logger.info("%s", waiting)
             self._tell(now=not said)
-            said, seconds = True, max(0.0, min(STATUS_SECONDS, patience))
+            said, seconds = True, max(0.0, min(BEAT_SECONDS, patience))
 
     def _adopt(self, found: Loaded, index: Fresh | None, waited: float) -> Fresh:
         facts: dict[str, Any] = {"generation": found.manifest.generation, "waited": round(waited, 3)}

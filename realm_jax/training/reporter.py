@@ -5,20 +5,20 @@ Written by a thread, so that slow storage does not slow training. What a status 
 
 import dataclasses
 import logging
+import threading
 import time
 import uuid
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Self
 
 from realm_jax.errors import UserError
-from realm_jax.index.generations import Status, read_status, write_status
+from realm_jax.index.generations import BEAT_SECONDS, Beat, Status, read_status, write_status
 from realm_jax.processes import is_first, told_by
 from realm_jax.run import Run
 from realm_jax.storage import Folder, StorageError, read_json, write_json_atomic
 
 logger = logging.getLogger(__name__)
 
-STATUS_SECONDS = 5.0  # between two signs of life
 RUN_ID = "run.json"  # in the run folder
 
 
@@ -39,17 +39,20 @@ class Reporter:
         if told_by(is_taken):
             raise UserError(f"config.refresh.shared: {folder.url} is another run's; give each a folder of its own")
         self._status = dataclasses.replace(earlier or Status(name), stage=task, done=False)
-        self._told_at = -STATUS_SECONDS
+        self._told_at = -BEAT_SECONDS
         self._pool = ThreadPoolExecutor(1)
         self._pending: list[Future[None]] = []
+        self._beat, self._counting = Beat(self._live), threading.Lock()
 
     def __enter__(self) -> Self:
         """Raises StorageError."""
         if is_first():
             write_status(self._folder, "trainer", self._status)
+        self._beat.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._beat.__exit__()
         self._pool.shutdown(wait=True)
 
     def tell(self, step: int, now: bool = False, **changes: Any) -> None:
@@ -57,16 +60,24 @@ class Reporter:
         changed = dataclasses.replace(self._status, **changes)
         now = now or changed != self._status
         changed.step, self._status = step, changed
-        if not now and time.monotonic() - self._told_at < STATUS_SECONDS:
-            return
-        self._told_at = time.monotonic()
-        changed.counter += 1
+        if now or time.monotonic() - self._told_at >= BEAT_SECONDS:
+            self._live()
+
+    def _live(self) -> None:
+        """Write it with the next count, whichever thread asks."""
+        with self._counting:
+            self._told_at = time.monotonic()
+            self._status.counter += 1
+            self._submit()
+
+    def _submit(self) -> None:
         self._pending = [write for write in self._pending if not write.done()]
         if is_first() and len(self._pending) < 2:  # one that waits will take the newest
             self._pending.append(self._pool.submit(self._write))
 
     def finish(self, step: int) -> None:
         """The task is done, and this is the last word of it. The run is whole without it, so a failure is a warning."""
+        self._beat.__exit__()
         self._pool.shutdown(wait=True)
         self._status = dataclasses.replace(self._status, step=step, done=True, counter=self._status.counter + 1)
         if is_first():

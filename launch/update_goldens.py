@@ -1,0 +1,41 @@
+"""Write what `realm launch --dry-run` prints for every spec here and every cloud into `golden/`.
+
+    python launch/update_goldens.py
+
+Run it after a change that is meant to change what is sent, and read the difference before it is committed.
+"""
+
+from pathlib import Path
+
+from realm_jax.jobs.flags import load_config
+from realm_jax.jobs.launch import TARGETS
+from realm_jax.launch import spec as specs
+from realm_jax.launch.spec import describe
+
+HERE = Path(__file__).resolve().parent
+GOLDEN = HERE / "golden"
+CLOUDS = ("jobset", "queued_resources")
+SET = (
+    "--spec.image=us-docker.pkg.dev/my-project/realm/realm:1",
+    "--spec.gcloud.project=my-project",
+    "--spec.gcloud.zone=us-west4-a",
+    "--spec.kubernetes.service_account=realm",
+)
+OVERRIDES = ("--config.data.path=gs://my-bucket/data", "--config.realm.steps=200000", "--config.refresh.mode=async")
+
+
+def goldens() -> dict[str, str]:
+    """File name → content."""
+    found = {}
+    for file in sorted(HERE.glob("v*.py")):
+        spec = load_config(str(file), SET, specs.default, kind="spec")
+        launch = describe(spec, "configs/realm_wiki.py", OVERRIDES, "gs://my-bucket/runs/realm")
+        for target in CLOUDS:
+            found[f"{target}-{file.stem}.txt"] = TARGETS[target](launch).plan()
+    return found
+
+
+if __name__ == "__main__":
+    GOLDEN.mkdir(exist_ok=True)
+    for name, text in goldens().items():
+        (GOLDEN / name).write_text(text)

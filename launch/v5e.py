@@ -1,0 +1,20 @@
+"""64 chips of TPU v5e for the trainer, and 2 machines of their own for the index builder.
+
+    realm launch --target=jobset --spec=launch/v5e.py --spec.image=IMAGE --config=configs/realm_wiki.py \\
+        --config.data.path=gs://BUCKET/data --workdir=gs://BUCKET/runs/realm --dry-run
+
+`realm plan --config=configs/realm_wiki.py --topology=v5e:8x8 --builder-topology=v5e:2x4` says what it costs. From an
+empty project to this command: `docs/launch.md`.
+"""
+
+from ml_collections import ConfigDict
+
+from realm_jax.launch.spec import default
+
+
+def get_spec() -> ConfigDict:
+    spec = default()
+    spec.name = "realm-v5e"
+    spec.trainer.update(slice="v5e:8x8", slices=1)
+    spec.builder.update(slice="v5e:2x4", slices=2)
+    return spec

@@ -1,0 +1,59 @@
+"""gcloud and kubectl: the only place that calls them. What they complain of becomes one line that says what to do."""
+
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+
+from realm_jax.errors import UserError
+
+INSTALL = {
+    "gcloud": "install the Google Cloud CLI (cloud.google.com/sdk) and run `gcloud auth login`",
+    "kubectl": "install it (`gcloud components install kubectl`) and run `gcloud container clusters get-credentials`",
+}
+# What their messages have in common over versions, and what a user does about it; the first that is found counts.
+KNOWN = (
+    (r"do not currently have an active account|[Rr]eauthentication|invalid_grant|credentials.*(expired|not found)",
+     "not logged in; run `gcloud auth login`, then repeat the command"),
+    (r"must be logged in to the server|Unauthorized|gke-gcloud-auth-plugin",
+     "kubectl is not logged in; run `gcloud container clusters get-credentials CLUSTER`, then repeat the command"),
+    (r"PERMISSION_DENIED|Forbidden|does not have permission",
+     "not allowed; ask for the roles in docs/launch.md, or name another project"),
+    (r"[Qq]uota|RESOURCE_EXHAUSTED",
+     "over the project's quota; ask for more (console: IAM > Quotas), or name another zone, capacity or slice"),
+    (r"ALREADY_EXISTS|AlreadyExists|already exists",
+     "is there already; see `realm launch list`, and remove it with `realm launch delete`, or set spec.name"),
+    (r"SUSPENDED|SUSPENDING|state FAILED",
+     "lost its machines; remove it with `realm launch delete`, then start again: training goes on from its checkpoint"),
+    (r"NOT_FOUND|NotFound|not found", "is not there; see `realm launch list`"),
+    (r'no matches for kind "JobSet"', "the cluster has no JobSet; install it as docs/launch.md says"),
+    (r"field is immutable|Value is immutable",
+     "runs already with other settings; remove it with `realm launch delete`, then start again"),
+    (r"[Uu]nable to connect|connection refused|no such host|timed? ?out",
+     "cannot be reached; check the network and the cluster's name, then repeat the command"),
+)  # fmt: skip
+
+
+def call(words: Sequence[str], about: str, stdin: str | None = None) -> str:
+    """What a tool prints. about: what is asked, for messages. Raises UserError, with what to do, where it fails."""
+    if shutil.which(words[0]) is None:
+        raise UserError(f"{words[0]} is not installed; {INSTALL[words[0]]}")
+    done = subprocess.run(list(words), input=stdin, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UserError(explain(words[0], about, done.stderr or done.stdout))
+    return done.stdout
+
+
+def stream(words: Sequence[str]) -> int:
+    """Run a tool with its output on this terminal, until it ends or Ctrl-C; its exit code."""
+    if shutil.which(words[0]) is None:
+        raise UserError(f"{words[0]} is not installed; {INSTALL[words[0]]}")
+    return subprocess.call(list(words))
+
+
+def explain(tool: str, about: str, complaint: str) -> str:
+    """One line for what a tool complains of."""
+    told = " ".join(complaint.split())
+    advice = next((advice for pattern, advice in KNOWN if re.search(pattern, told)), None)
+    reason = told.removeprefix("ERROR: ")[:300] or "it failed without a word"
+    return f"{about}: {advice} ({tool}: {reason})" if advice else f"{about}: {tool} failed: {reason}"
