@@ -188,7 +188,7 @@ def test_a_service_starts_again_after_crashes_and_preemptions_and_not_after_mist
     job.write_text(script.replace("2 ** failures", "0").replace(": 60", ": 0"))
     docker = tmp_path / "docker"
     docker.write_text(
-        f"#!/bin/bash\ncode=$(head -n1 {tmp_path}/codes); sed -i 1d {tmp_path}/codes; echo run >>{tmp_path}/runs\nexit $code\n"
+        f"#!/bin/bash\ncd {tmp_path}\ncode=$(head -n1 codes)\nsed -i 1d codes\necho run >>runs\nexit $code\n"
     )
     docker.chmod(0o755)
     for codes, wanted, runs in (("75 75 0", 0, 3), ("2", 2, 1), ("1 70 1", 1, 3), ("1 1 0", 0, 3)):
