@@ -148,13 +148,3 @@ def test_the_console_script_of_this_environment_is_the_command():
 def test_the_readme_names_every_command_and_no_other():
     named = set(re.findall(r"(?:^|`|&& |    )realm ([a-z-]+)", (ROOT / "README.md").read_text(encoding="utf-8"), re.M))
     assert named == set(cli.JOBS)
-
-
-@pytest.mark.parametrize("ends, code, starts", [("75 75 7", 7, 3), ("70 70 75 70 70 70", 70, 6)])
-def test_restart_repeats_what_was_preempted_and_gives_up_on_three_hangs_in_a_row(tmp_path, ends, code, starts):
-    """`ends`: exit codes of the command, start after start; then 0."""
-    codes = tmp_path / "codes"
-    codes.write_text("".join(f"{end}\n" for end in [*ends.split(), "0"]))
-    command = f'code=$(head -n 1 {codes}); sed -i 1d {codes}; exit "$code"'
-    done = subprocess.run([ROOT / "launch" / "restart.sh", "sh", "-c", command], timeout=30)
-    assert done.returncode == code and len(codes.read_text().split()) == ends.count(" ") + 2 - starts

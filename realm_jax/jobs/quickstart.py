@@ -52,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--workdir", default=DEFAULT_WORKDIR, metavar="DIR", help=f"folder of the run (default: {DEFAULT_WORKDIR})")
     add("--entities", type=int, default=ENTITIES, metavar="N", help=f"articles of the encyclopedia ({ENTITIES})")
+    add("--data-only", action="store_true", help="make WORKDIR/data and end: for `realm train` and `realm launch`")
     add("--async", action="store_true", dest="asynchronous", help="embed the corpus in a second process, "
         "`realm build-index`, while training goes on")  # fmt: skip
     add("--controls", action="store_true", help="also train what should not reach REALM: no gradient to the "
@@ -68,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
     _refresh_beside(config, args.overrides, workdir, args.asynchronous)
     if config.data.path == str(workdir / "data"):
         make_data(workdir, args.entities, config.seed)
+    if args.data_only:
+        return 0
     set_up_jax()
     if not args.asynchronous:
         return run_recipe(open_run(config, workdir), args.controls, args.command_line)

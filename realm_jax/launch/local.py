@@ -34,7 +34,8 @@ logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.2
 STATUS_SECONDS = 30.0  # between two lines about the run
-LONGEST_PAUSE = 60.0
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # before a failed job is started again
+PROGRAM = [sys.executable, "-m", "realm_jax.cli"]  # `realm` of this environment
 INTERRUPTED = 130
 RECORD = "launch.json"  # in WORKDIR/logs: the supervisor's process
 
@@ -145,7 +146,7 @@ class Supervisor:
                 logger.error("%s: %s, for the %dth time without progress; given up", job.name, _how(code), job.failures)
                 self._ended(job, code)
                 return
-            pause = min(2.0 ** (job.failures - 1), LONGEST_PAUSE)
+            pause = min(FIRST_PAUSE * 2.0 ** (job.failures - 1), LONGEST_PAUSE)
         job.children, job.resume_at = [], time.monotonic() + pause
         logger.warning("%s: %s; starting it again in %g s", job.name, _how(code), pause)
 
@@ -209,7 +210,7 @@ class Supervisor:
         """number: among all processes of the launch."""
         log = open(self._workdir / "logs" / f"{name}.log", "ab")
         process = subprocess.Popen(
-            [sys.executable, "-m", "realm_jax.cli", *words[1:]],
+            [*PROGRAM, *words[1:]],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
