@@ -1,4 +1,4 @@
-"""Write what `realm launch --dry-run` prints for every spec here and every cloud into `golden/`.
+"""Write what `realm launch --dry-run` prints for every spec here and every target into `golden/`.
 
     python launch/update_goldens.py
 
@@ -6,6 +6,8 @@ Run it after a change that is meant to change what is sent, and read the differe
 """
 
 from pathlib import Path
+
+from ml_collections import ConfigDict
 
 from realm_jax.jobs.flags import load_config
 from realm_jax.jobs.launch import TARGETS
@@ -32,7 +34,15 @@ def goldens() -> dict[str, str]:
         launch = describe(spec, "configs/realm_wiki.py", OVERRIDES, "gs://my-bucket/runs/realm")
         for target in CLOUDS:
             found[f"{target}-{file.stem}.txt"] = TARGETS[target](launch).plan()
+    found["local.txt"] = TARGETS["local"](describe(here(), "configs/quickstart.py", OVERRIDES[2:], "runs/try")).plan()
     return found
+
+
+def here() -> ConfigDict:
+    """Two processes that train together and two that build indexes."""
+    spec = specs.default()
+    spec.trainer.processes, spec.builder.processes = 2, 2
+    return spec
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def test_what_is_sent_is_what_was_read_and_committed():
         sys.path.pop(0)
     kept = {file.name: file.read_text() for file in GOLDEN.glob("*.txt")}
     assert goldens() == kept, "python launch/update_goldens.py writes them; read the difference"
-    assert len(kept) == 6
+    assert len(kept) == 7
 
 
 def test_manifests_are_what_jobset_s_own_definition_allows(shared_data):
