@@ -30,7 +30,7 @@ def tiny_ablations(data: Path) -> ConfigDict:
     for task in ("ict", "realm", "qa", "closed_book"):
         config.base[task].update(steps=2, batch_size=8)
     config.base.refresh.every = 1
-    config.entities = 0
+    config.encyclopedia = ConfigDict()
     config.rows.start.tasks = "ict"
     return config
 

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     workdir = Path(args.workdir)
     make_folder(workdir, "--workdir")
     if not config.base.data.path:
-        make_data(workdir, config.entities, config.base.seed)
+        make_data(workdir, seed=config.base.seed, **config.encyclopedia)
         config.base.data.path = str(workdir / "data")
     set_up_jax()
     try:
@@ -83,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
 def _like(config: ConfigDict) -> ConfigDict:
     """What a config of ablations has; `check` looks at its rows."""
     rows = config.get("rows", ConfigDict())
-    return ConfigDict({"seeds": (0,), "entities": 0, "base": default(), "table": ("",), "rows": rows})
+    made = config.get("encyclopedia", ConfigDict())
+    return ConfigDict({"seeds": (0,), "encyclopedia": made, "base": default(), "table": ("",), "rows": rows})
 
 
 def check(config: ConfigDict) -> None:
@@ -205,7 +206,8 @@ def write_table(config: ConfigDict, workdir: Path) -> None:
     rows = table_rows(config, workdir)
     if not any(row.seeds for row in rows):
         return
-    note = f"{config.entities:,} articles of the encyclopedia" if config.entities else config.base.data.path
+    made = ", ".join(f"{key}={value}" for key, value in config.encyclopedia.items())
+    note = f"The encyclopedia with {made}" if made else config.base.data.path
     note = f"{note}; {hardware()}."
     write_atomic(workdir / "ablations.md", markdown(rows, note))
     write_atomic(workdir / "ablations.html", html(rows, note))
