@@ -141,6 +141,16 @@ def test_rows_that_cannot_be_trained_are_refused(change, told):
         ablate.check(config)
 
 
+def test_an_encyclopedia_that_cannot_be_made_is_refused():
+    config = ablations()
+    config.encyclopedia = ConfigDict({"entitees": 3200})
+    with pytest.raises(UserError, match="config.encyclopedia: takes entities, held_out"):
+        ablate.check(config)
+    config.encyclopedia = ConfigDict()
+    with pytest.raises(UserError, match="config.encyclopedia: needs entities; or name a prepared folder"):
+        ablate.check(config)
+
+
 def test_a_config_of_another_kind_is_refused(tmp_path, capsys):
     file = tmp_path / "config.py"
     file.write_text("from realm_jax.config import default as get_config\n")

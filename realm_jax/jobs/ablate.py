@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from realm_jax.config import default, require, task_names, validate
+from realm_jax.corpus.encyclopedia import EncyclopediaSettings
 from realm_jax.errors import UserError
 from realm_jax.evaluation.ablations import HEADS, Measured, Row, cells, html, markdown
 from realm_jax.jobs.flags import add_config_argument, load_config, with_overrides
@@ -91,6 +92,11 @@ def check(config: ConfigDict) -> None:
     """Raise UserError, with the key's name, for rows that cannot be trained."""
     require(bool(config.seeds), "seeds", "name one at least")
     require(bool(config.table), "table", "name a row at least")
+    known = {field.name for field in dataclasses.fields(EncyclopediaSettings)} - {"seed"}
+    made = {*config.encyclopedia}
+    require(made <= known, "encyclopedia", f"takes {', '.join(sorted(known))}")
+    given = bool(config.base.data.path) or "entities" in made
+    require(given, "encyclopedia", "needs entities; or name a prepared folder in base.data.path")
     for name in config.table:
         require(name in config.rows, "table", f"there is no row {name!r}; choose among {', '.join(config.rows)}")
     for name, row in config.rows.items():
