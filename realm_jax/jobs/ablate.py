@@ -41,7 +41,8 @@ EXAMPLES = """examples:
   realm ablate --config=configs/ablations.py --workdir=runs/ablations --seeds=0 --rows=realm,baseline
   realm ablate --config=configs/ablations.py --config.base.data.path=data/wiki --workdir=runs/wiki
 
-The table lies in ablations.md, ablations.html and ablations.json of the folder, and grows with every row.
+The table lies in ablations.md, ablations.html and ablations.json of the folder, and grows with every row. Commands for
+different seeds may work in one folder at the same time: `taskset --cpu-list=0 realm ablate … --seeds=0 &` and so on.
 """
 ANSWERING = ("qa", "closed_book")  # tasks that end with answers to questions
 ROW = {"title": "", "tasks": "", "start": "", "reader": "", "changes": (), "paper": ()}
@@ -65,15 +66,14 @@ def run(args: argparse.Namespace) -> int:
     workdir = Path(args.workdir)
     make_folder(workdir, "--workdir")
     if not config.base.data.path:
-        make_data(workdir, seed=config.base.seed, **config.encyclopedia)
+        with only_one(workdir):
+            make_data(workdir, seed=config.base.seed, **config.encyclopedia)
         config.base.data.path = str(workdir / "data")
     set_up_jax()
     try:
-        with only_one(workdir), preemptible():
+        with preemptible():
             for seed in seeds:
-                for name in rows:
-                    train_row(config, name, seed, workdir / f"seed-{seed}")
-                    write_table(config, workdir)
+                train_seed(config, rows, seed, workdir)
     except Preempted as reason:
         logger.warning("%s", reason)
         return PREEMPTED
@@ -159,6 +159,16 @@ def row_config(config: ConfigDict, name: str, seed: int, place: Path) -> ConfigD
 def start_of(row: ConfigDict, place: Path) -> Path:
     """What a row starts from: the run of another, or the towers of one with the reader of another."""
     return place / "weights" / f"{row.start}+{row.reader}" if row.reader else place / row.start
+
+
+def train_seed(config: ConfigDict, rows: Sequence[str], seed: int, workdir: Path) -> None:
+    """Train rows under a seed. Several seeds may be trained at once, by as many commands."""
+    place = workdir / f"seed-{seed}"
+    make_folder(place, "--workdir")
+    with only_one(place):
+        for name in rows:
+            train_row(config, name, seed, place)
+            write_table(config, workdir)
 
 
 def train_row(config: ConfigDict, name: str, seed: int, place: Path) -> None:
