@@ -30,7 +30,7 @@ from realm_jax.jobs.recipe import preemptible, train
 from realm_jax.jobs.results import hardware
 from realm_jax.jobs.weights import export
 from realm_jax.recipes import ablations
-from realm_jax.storage import make_folder, only_one, publish_folder, write_atomic, write_json_atomic
+from realm_jax.storage import make_folder, one_after_another, only_one, publish_folder, write_atomic, write_json_atomic
 from realm_jax.training.metrics import read_lines
 from realm_jax.training.preemption import PREEMPTED, Preempted
 
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     workdir = Path(args.workdir)
     make_folder(workdir, "--workdir")
     if not config.base.data.path:
-        with only_one(workdir):
+        with one_after_another(workdir):
             make_data(workdir, seed=config.base.seed, **config.encyclopedia)
         config.base.data.path = str(workdir / "data")
     set_up_jax()
