@@ -129,7 +129,7 @@ def test_the_shipped_rows_hold_together_and_differ():
         ({"start": "realm"}, "config.rows.realm.start: it would start from itself, by way of realm"),
         ({"changes": ("data.maskng=uniform",)}, "data.maskng"),
         ({"changes": ("data.masking=none",)}, "data.masking: must be one of"),
-        ({"tasks": "realm"}, "config.rows.realm.tasks: a row of the table has to end with qa"),
+        ({"tasks": "realm"}, "config.rows.realm.tasks: a row of the table has to end with qa or closed_book"),
         ({"paper": (1.0,)}, "config.rows.realm.paper: takes exact match and recall@5"),
         ({"start": "", "reader": "start"}, "config.rows.realm.reader: needs a start"),
     ],

@@ -110,7 +110,11 @@ def check(config: ConfigDict) -> None:
         trial.data.path = trial.data.path or "data"
         validate(trial)
         ends_well = name not in config.table or task_names(trial)[-1] in ANSWERING
-        require(ends_well, f"{key}.tasks", "a row of the table has to end with qa; take it out of config.table")
+        require(
+            ends_well,
+            f"{key}.tasks",
+            "a row of the table has to end with qa or closed_book; take it out of config.table",
+        )
     in_order(config, config.rows)
 
 
@@ -223,7 +227,8 @@ def write_table(config: ConfigDict, workdir: Path) -> None:
     if not any(row.seeds for row in rows):
         return
     made = ", ".join(f"{key}={value}" for key, value in config.encyclopedia.items())
-    note = f"The encyclopedia with {made}" if made else config.base.data.path
+    is_made = Path(config.base.data.path) == workdir / "data"
+    note = f"The encyclopedia with {made}" if is_made else config.base.data.path
     note = f"{note}; {hardware()}."
     write_atomic(workdir / "ablations.md", markdown(rows, note))
     write_atomic(workdir / "ablations.html", html(rows, note))
