@@ -83,7 +83,7 @@ def run_seed(workdir: Path, seed: int) -> None:
 
 def at_the_end(run: Run) -> Measure:
     """The recipe's measure, but not at every refresh."""
-    whole = retrieval_measure(run)
+    whole = retrieval_measure(run, "realm")
     assert whole is not None, "the encyclopedia has questions"
     return lambda params, index, final: whole(params, index, True) if final else {}
 

@@ -13,8 +13,9 @@ row whose parameters it begins with ("" for the start of the base); `reader`, th
     )
     config.table = (*config.table, "wider")
 
-`seeds` are those of training; the encyclopedia is the same for all. Hardware: two CPU cores. What came of it, and the
-time: `docs/results/ablations.md`.
+`encyclopedia` holds settings of `realm_jax/corpus/encyclopedia.py`, and nothing where `base.data.path` names a prepared
+folder. `seeds` are those of training; the encyclopedia is the same for all. Hardware: two CPU cores. What came of it,
+and the time: `docs/results/ablations.md`.
 """
 
 from ml_collections import ConfigDict

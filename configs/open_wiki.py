@@ -24,4 +24,4 @@ def get_config() -> ConfigDict:
         "closed_book": row | {"title": "A reader without passages", "tasks": "closed_book"},
     }
     table = ("realm", "orqa", "bm25", "closed_book")
-    return ConfigDict({"seeds": (0,), "entities": 0, "base": recipes.wiki_minilm(), "table": table, "rows": rows})
+    return ConfigDict({"seeds": (0,), "encyclopedia": {}, "base": recipes.wiki_minilm(), "table": table, "rows": rows})

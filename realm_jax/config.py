@@ -7,8 +7,8 @@ Science (a run folder keeps them; another value on resume is an error that names
                            without passages to compare with (mlm may come before it)
   seed                     every random choice derives from it and from an example's index
   data.masking             'salient', 'uniform' or 'random_span': what REALM's queries hide
-  data.text                what REALM's queries are masked from: 'pretraining', X of the prepared folder, or 'passages',
-                           so that X = Z
+  data.text                X, the text that is learned from: 'pretraining' of the prepared folder, or 'passages', so
+                           that X = Z
   data.predictions         predicted positions of a masked sentence at most; 0: sized to the masking
   data.null_rate           warm-up: share of examples that are a sentence of X beside the empty document
   data.unrelated_rate      warm-up: share that are a sentence of Z beside a passage drawn at random
@@ -418,7 +418,8 @@ def _check_sizes(config: ConfigDict) -> None:
     rest = 1 - config.data.null_rate - config.data.unrelated_rate
     require(rest >= 0, "data.unrelated_rate", "may not exceed 1 together with data.null_rate")
     _check_refresh(config.refresh)
-    moves = "qa" not in task_names(config) or not config.model.shared_tower or config.refresh.qa_every > 0
+    trained = "qa" in task_names(config) and config.retrieval.qa_search == "vectors"
+    moves = not trained or not config.model.shared_tower or config.refresh.qa_every > 0
     require(
         moves,
         "model.shared_tower",

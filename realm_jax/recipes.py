@@ -64,9 +64,16 @@ def wiki_minilm() -> ConfigDict:
 
 
 def ablations() -> ConfigDict:
-    """The paper's table 2 on the encyclopedia, and more rows of its kind; see `configs/ablations.py`."""
-    stale = f"refresh.every={30 * quickstart().refresh.every}"
-    often = f"refresh.every={quickstart().refresh.every // 4}"
+    """The paper's table 2 on the encyclopedia, and more rows of its kind; see `configs/ablations.py`.
+
+    Searched with the query tower of the index, as the released code does: then an old index is old as a whole.
+    """
+    harder = {"entities": 3200, "synonym_share": 0.6}
+    base = quickstart()
+    base.retrieval.query_params = "generation"
+    base.refresh.every = 10
+    base.qa.steps = 150
+    stale, often = (f"refresh.every={every}" for every in (30 * base.refresh.every, base.refresh.every // 2))
     own = "data.text=passages"
     rows = {
         "start": _row("", "mlm,ict"),
@@ -82,7 +89,7 @@ def ablations() -> ConfigDict:
             "Random span masks", "realm,qa", "start", changes=("data.masking=random_span",), paper=(35.3, 26.1)
         ),
         "stale": _row("30 × stale index", "realm,qa", "start", changes=(stale,), paper=(28.7, 15.1)),
-        "often": _row("Four times as many refreshes", "realm,qa", "start", changes=(often,)),
+        "often": _row("Twice as many refreshes", "realm,qa", "start", changes=(often,)),
         "no_null": _row("No null document", "realm,qa", "start", changes=("retrieval.null_document=False",)),
         "token": _row("Marginal a word piece", "realm,qa", "start", changes=("objective.marginal=token",)),
         "own_text": _row("X = Z", "realm,qa", "start", changes=(own,)),
@@ -97,7 +104,7 @@ def ablations() -> ConfigDict:
         ),
     }
     table = tuple(name for name, row in rows.items() if row["title"])
-    return ConfigDict({"seeds": (0, 1, 2), "entities": 3200, "base": quickstart(), "table": table, "rows": rows})
+    return ConfigDict({"seeds": (0, 1, 2), "encyclopedia": harder, "base": base, "table": table, "rows": rows})
 
 
 def _row(

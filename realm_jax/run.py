@@ -113,9 +113,13 @@ class Run(BaseRun):
         """An index of host vectors [rows, projection], stored as `retrieval.dtype` and sharded by rows."""
         return Index(self._by_rows(vectors.astype(self.config.retrieval.dtype, copy=False)), self.documents)
 
+    def finds_by_words(self, task: str) -> bool:
+        """Whether what a task trained reads the passages that BM25 finds."""
+        return task == "qa" and self.setting.qa_words
+
     def needs_vectors(self, task: str) -> bool:
         """Whether what a task trained finds passages by their vectors, and not by words, or reads none at all."""
-        return task != "closed_book" and not (task == "qa" and self.setting.qa_words)
+        return task != "closed_book" and not self.finds_by_words(task)
 
     @property
     def bare_index(self) -> Index:

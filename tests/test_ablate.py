@@ -30,7 +30,7 @@ def tiny_ablations(data: Path) -> ConfigDict:
     for task in ("ict", "realm", "qa", "closed_book"):
         config.base[task].update(steps=2, batch_size=8)
     config.base.refresh.every = 1
-    config.entities = 0
+    config.encyclopedia = ConfigDict()
     config.rows.start.tasks = "ict"
     return config
 
@@ -129,7 +129,7 @@ def test_the_shipped_rows_hold_together_and_differ():
         ({"start": "realm"}, "config.rows.realm.start: it would start from itself, by way of realm"),
         ({"changes": ("data.maskng=uniform",)}, "data.maskng"),
         ({"changes": ("data.masking=none",)}, "data.masking: must be one of"),
-        ({"tasks": "realm"}, "config.rows.realm.tasks: a row of the table has to end with qa"),
+        ({"tasks": "realm"}, "config.rows.realm.tasks: a row of the table has to end with qa or closed_book"),
         ({"paper": (1.0,)}, "config.rows.realm.paper: takes exact match and recall@5"),
         ({"start": "", "reader": "start"}, "config.rows.realm.reader: needs a start"),
     ],
@@ -138,6 +138,16 @@ def test_rows_that_cannot_be_trained_are_refused(change, told):
     config = ablations()
     config.rows.realm.update(change)
     with pytest.raises(UserError, match=told.replace("(", r"\(")):
+        ablate.check(config)
+
+
+def test_an_encyclopedia_that_cannot_be_made_is_refused():
+    config = ablations()
+    config.encyclopedia = ConfigDict({"entitees": 3200})
+    with pytest.raises(UserError, match="config.encyclopedia: takes entities, held_out"):
+        ablate.check(config)
+    config.encyclopedia = ConfigDict()
+    with pytest.raises(UserError, match="config.encyclopedia: needs entities; or name a prepared folder"):
         ablate.check(config)
 
 

@@ -97,7 +97,7 @@ def test_half_the_examples_are_questions_and_half_masked_sentences_all_without_a
 
 
 def test_what_is_missing_is_named(sources):
-    with pytest.raises(UserError, match="needs training questions and pre-training text with salient spans"):
+    with pytest.raises(UserError, match="the task closed_book needs training questions"):
         closed_book_examples(sources.pretraining, [], sources.wordpiece, LENGTHS)
     with pytest.raises(UserError, match="config.data.query_length: the task closed_book needs 2 more"):
         closed_book_examples(sources.pretraining, [], sources.wordpiece, LENGTHS._replace(query=5))

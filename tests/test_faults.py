@@ -144,7 +144,7 @@ def test_a_builder_is_killed_and_started_again(people, sturdy, tmp_path, before_
     assert len(seen) > write and log.text.count("published generation 2-") >= 1
 
 
-@pytest.mark.parametrize("step", [slow(4), 7])
+@pytest.mark.parametrize("step", [slow(4), slow(7)])
 def test_a_trainer_is_killed(people, sturdy, tmp_path, monkeypatch, watch, step):
     run = open_tiny(people, tmp_path)
     cut_at(monkeypatch, step)
@@ -397,7 +397,7 @@ def test_a_builder_with_other_vectors_than_the_trainer_wants(sturdy):
         Job(opened, PosixFolder(sturdy.run.workdir), Share()).work(Stop(), 6, True)
 
 
-@pytest.mark.parametrize("name", ["tokenizer", slow("corpus")])
+@pytest.mark.parametrize("name", [slow("tokenizer"), slow("corpus")])
 def test_a_generation_of_another_tokenizer_or_corpus(people, sturdy, tmp_path, watch, log, name):
     """It has the right name, and is passed over; nothing comes in its place until somebody removes it."""
     run = open_tiny(people, tmp_path, wait_seconds=2.0)

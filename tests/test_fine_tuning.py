@@ -1,5 +1,7 @@
 """Fine-tuning beyond the paper's: the best parameters on the way, and a document tower that is trained."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -119,6 +121,11 @@ def test_passages_are_read_with_their_titles(people, tmp_path):
     assert run.model.bert.max_length == run.config.data.query_length + run.config.data.document_length - 1
     train(run)
     assert len(measurements(run)) == 3
+    params, questions = run.initial_params(), run.sources.questions["dev"]
+    index = run.index(run.embed(params))
+    without = dataclasses.replace(run, setting=dataclasses.replace(run.setting, qa_titles=False))
+    told, untold = (Evaluator(one, questions).predict(params, index) for one in (run, without))
+    assert [one.probability for one in told] != pytest.approx([one.probability for one in untold], rel=1e-3)
 
 
 def test_one_tower_for_both_can_be_fine_tuned_once_it_may_move():
@@ -127,6 +134,8 @@ def test_one_tower_for_both_can_be_fine_tuned_once_it_may_move():
     with pytest.raises(UserError, match=r"set refresh\.qa_every"):
         validate(config)
     config.refresh.qa_every = 1000
+    validate(config)
+    config.retrieval.qa_search, config.refresh.qa_every = "bm25", 0  # no tower is trained
     validate(config)
 
 
@@ -145,7 +154,7 @@ def test_a_reader_learns_from_what_bm25_finds(people, tmp_path, objective):
     pairs = zip(jax.tree.leaves(last["reader"]), jax.tree.leaves(first["reader"]), strict=True)
     assert max(np.abs(np.asarray(x) - y).max() for x, y in pairs) > 1e-3
     questions = run.sources.questions["dev"]
-    evaluator, bm25 = Evaluator(run, questions), Bm25(searchable_texts(run.sources.passages))
+    evaluator, bm25 = Evaluator(run, questions, by_words=True), Bm25(searchable_texts(run.sources.passages))
     rows, scores = bm25.scored([question.question for question in questions], len(PEOPLE))
     index = run.index(run.embed(last))
     np.testing.assert_array_equal(evaluator.retrieve(last, index), rows)

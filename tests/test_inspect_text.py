@@ -96,12 +96,7 @@ def test_an_unknown_blank_is_filled_with_the_likeliest_answer(trained):
     check_sums(seen)
     probabilities = [seen.probability, *(p for _, p in seen.others)]
     assert probabilities == sorted(probabilities, reverse=True)
-    wordpiece = trained.run.sources.wordpiece
-    if len(wordpiece.encode(seen.answer).ids) == 2:
-        again = inspect_masked(
-            trained.run, trained.params, trained.index, Masked("Ada Brandt was born in ", seen.answer, ".")
-        )
-        assert again.alone == pytest.approx(seen.alone, rel=1e-3)
+    assert len({seen.answer, *(answer for answer, _ in seen.others)}) == 1 + len(seen.others) > 1
 
 
 def test_the_numbers_of_a_question_add_up(trained_run):
@@ -160,7 +155,8 @@ def test_the_command_shows_json_pages_and_alignments(trained_run, tmp_path, caps
     assert cli.main(["inspect", "text", "When was Ada Almgren born?", workdir, "--answer=1800", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["task"] == "qa"
     file = tmp_path / "alignment.jsonl"
-    text = "Ada Almgren was born in 1800. Boris Dahl was born in 1807."
+    long = "Clara " * 30 + "was born in 1809."
+    text = f"Ada Almgren was born in 1800. {long} Boris Dahl was born in 1807."
     assert cli.main(["inspect", "text", text, workdir, "--task=ict", f"--alignment={file}"]) == 0
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert {line["text"][slice(*line["span"])] for line in lines} >= {"1800", "1807"}
@@ -176,6 +172,8 @@ def test_the_command_shows_json_pages_and_alignments(trained_run, tmp_path, caps
         (["who?", "--workdir=x", "--bert=y"], "--bert: goes with a sentence that has a blank"),
         (["a [b]", "--workdir=x", "--answer=y"], "--answer: goes with a question"),
         (["a [b]", "--workdir=x", "--pieces=2"], "--pieces: goes with a blank that is to be filled"),
+        (["a [b]", "--workdir=x", "--spans=rules"], "--spans: goes with --alignment"),
+        (["a b.", "--workdir=x", "--alignment=y", "--json"], "--json: does nothing with --alignment"),
         (["a [b]", "--workdir=x", "--html=no/x.html"], "--html=no/x.html: name a file in a folder that exists"),
     ],
 )

@@ -20,7 +20,9 @@ from tiny import (
     tiny_realm,
     tiny_setting,
 )
+from tiny_run import tiny_config
 
+from realm_jax.data.sources import open_sources
 from realm_jax.index.candidates import (
     Candidates,
     Index,
@@ -32,6 +34,7 @@ from realm_jax.index.candidates import (
 )
 from realm_jax.models.inputs import Documents
 from realm_jax.models.likelihood import masked_word_marginal
+from realm_jax.run import make_run
 from realm_jax.text import layouts
 from realm_jax.training.tasks import make_task, realm_metrics, reported
 
@@ -440,3 +443,17 @@ def test_dropout_follows_the_key(params, name):
     batch = MASKED | as_batch(document_rows(CORPUS[:BATCH]))
     one, again, other = (float(loss(params, batch, None, jax.random.key(seed))[0]) for seed in (1, 1, 2))
     assert one == again != other
+
+
+def test_what_may_be_retrieved_is_set_by_the_config(people, tmp_path):
+    def made(**changes):
+        config = tiny_config(people)
+        config.update_from_flattened_dict({key.replace("__", "."): value for key, value in changes.items()})
+        return make_run(config, tmp_path, open_sources(people), jax.devices()[:1])
+
+    usual = made()
+    assert usual.setting.null_document and usual.setting.exclude_own and usual.sources.pretraining is not None
+    assert not made(retrieval__null_document=False).setting.null_document
+    assert not made(retrieval__exclude_own=False).setting.exclude_own
+    own = made(data__text="passages").sources
+    assert own.own_text and own.pretraining is own.passages

@@ -156,6 +156,10 @@ def _fault(record: Record) -> str | None:
         isinstance(one, dict) and {"id", "score"} <= {*one} for one in retrieved
     ):
         return '"retrieved" must be a list of passages with "id" and "score"'
+    if not all(isinstance(one["score"], int | float) for one in retrieved):
+        return 'every "score" of "retrieved" must be a number'
+    if not isinstance(record.get("reader_oracle", False), bool | int | float):
+        return '"reader_oracle" must be true or false'
     return None
 
 

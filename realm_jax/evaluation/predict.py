@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.corpus.jsonl import Question
+from realm_jax.corpus.store import PassageStore
 from realm_jax.data.examples import Found, query_arrays
 from realm_jax.evaluation.answers import exact_match, normalise
 from realm_jax.evaluation.retrieval import (
@@ -132,17 +133,24 @@ def _read(setting: Setting, depth: int, spans: int, params: Params, batch: Any, 
 
 
 def found_by_words(run: Run, questions: Sequence[Question], depth: int) -> Found:
-    """The `depth` best passages of questions by BM25, which holds the words of the whole corpus in memory meanwhile."""
-    index = Bm25(searchable_texts(run.sources.passages))
-    return Found(*index.scored([question.question for question in questions], depth))
+    """The `depth` best passages of questions by BM25."""
+    return Found(*_words_of(run.sources.passages).scored([question.question for question in questions], depth))
+
+
+@lru_cache(1)
+def _words_of(store: PassageStore) -> Bm25:
+    """The words of a corpus, which stay in memory: questions may come one by one."""
+    return Bm25(searchable_texts(store))
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
-    """Questions against one run's corpus."""
+    """Questions against one run's corpus. by_words: whether BM25 finds the passages (`Run.finds_by_words`), whatever
+    vectors an index has."""
 
     run: Run
     questions: Sequence[Question]
+    by_words: bool = False
 
     @property
     def batch_size(self) -> int:
@@ -166,9 +174,9 @@ class Evaluator:
     @cached_property
     def _found(self) -> Found | None:
         """The passages of all questions where their words find them."""
-        return self._by_words(max(self.depth, self.run.answering.qa_passages)) if self.run.setting.qa_words else None
+        return self._found_at(max(self.depth, self.run.answering.qa_passages)) if self.by_words else None
 
-    def _by_words(self, depth: int) -> Found:
+    def _found_at(self, depth: int) -> Found:
         return found_by_words(self.run, self.questions, depth)
 
     @property
@@ -184,7 +192,7 @@ class Evaluator:
         setting, mesh = self.run.setting, self.run.mesh
         depth = min(depth, setting.rows) or self.depth
         if self._found is not None:
-            found = self._found if depth <= self._found.rows.shape[1] else self._by_words(depth)
+            found = self._found if depth <= self._found.rows.shape[1] else self._found_at(depth)
             return found.rows[:, :depth].astype(np.int64)
         rows = [_find(setting, depth, params, put_batch(mesh, batch), index) for batch in self._batches]
         return np.concatenate([to_host(part).astype(np.int64) for part in rows])[: len(self.questions)]
@@ -215,9 +223,10 @@ class Evaluator:
     def predict_batches(self, params: Params, index: Index) -> Iterator[list[Prediction]]:
         """`predict`, `batch_size` questions at a time."""
         run, left = self.run, len(self.questions)
+        setting = dataclasses.replace(run.answering, qa_words=self.by_words)
         for batch in self._batches:
             spans = run.config.evaluation.spans
-            outputs = _read(run.answering, self.depth, spans, params, put_batch(run.mesh, batch), index)
+            outputs = _read(setting, self.depth, spans, params, put_batch(run.mesh, batch), index)
             parts = zip(*map(to_host, outputs), strict=True)
             yield [self._assemble(_Read(*question)) for question in [*parts][:left]]
             left -= len(batch["query"])

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from realm_jax.config import default, require, task_names, validate
+from realm_jax.corpus.encyclopedia import EncyclopediaSettings
 from realm_jax.errors import UserError
 from realm_jax.evaluation.ablations import HEADS, Measured, Row, cells, html, markdown
 from realm_jax.jobs.flags import add_config_argument, load_config, with_overrides
@@ -29,7 +30,7 @@ from realm_jax.jobs.recipe import preemptible, train
 from realm_jax.jobs.results import hardware
 from realm_jax.jobs.weights import export
 from realm_jax.recipes import ablations
-from realm_jax.storage import make_folder, only_one, publish_folder, write_atomic, write_json_atomic
+from realm_jax.storage import make_folder, one_after_another, only_one, publish_folder, write_atomic, write_json_atomic
 from realm_jax.training.metrics import read_lines
 from realm_jax.training.preemption import PREEMPTED, Preempted
 
@@ -40,7 +41,8 @@ EXAMPLES = """examples:
   realm ablate --config=configs/ablations.py --workdir=runs/ablations --seeds=0 --rows=realm,baseline
   realm ablate --config=configs/ablations.py --config.base.data.path=data/wiki --workdir=runs/wiki
 
-The table lies in ablations.md, ablations.html and ablations.json of the folder, and grows with every row.
+The table lies in ablations.md, ablations.html and ablations.json of the folder, and grows with every row. Commands for
+different seeds may work in one folder at the same time: `taskset --cpu-list=0 realm ablate … --seeds=0 &` and so on.
 """
 ANSWERING = ("qa", "closed_book")  # tasks that end with answers to questions
 ROW = {"title": "", "tasks": "", "start": "", "reader": "", "changes": (), "paper": ()}
@@ -64,15 +66,14 @@ def run(args: argparse.Namespace) -> int:
     workdir = Path(args.workdir)
     make_folder(workdir, "--workdir")
     if not config.base.data.path:
-        make_data(workdir, config.entities, config.base.seed)
+        with one_after_another(workdir):
+            make_data(workdir, seed=config.base.seed, **config.encyclopedia)
         config.base.data.path = str(workdir / "data")
     set_up_jax()
     try:
-        with only_one(workdir), preemptible():
+        with preemptible():
             for seed in seeds:
-                for name in rows:
-                    train_row(config, name, seed, workdir / f"seed-{seed}")
-                    write_table(config, workdir)
+                train_seed(config, rows, seed, workdir)
     except Preempted as reason:
         logger.warning("%s", reason)
         return PREEMPTED
@@ -83,13 +84,19 @@ def run(args: argparse.Namespace) -> int:
 def _like(config: ConfigDict) -> ConfigDict:
     """What a config of ablations has; `check` looks at its rows."""
     rows = config.get("rows", ConfigDict())
-    return ConfigDict({"seeds": (0,), "entities": 0, "base": default(), "table": ("",), "rows": rows})
+    made = config.get("encyclopedia", ConfigDict())
+    return ConfigDict({"seeds": (0,), "encyclopedia": made, "base": default(), "table": ("",), "rows": rows})
 
 
 def check(config: ConfigDict) -> None:
     """Raise UserError, with the key's name, for rows that cannot be trained."""
     require(bool(config.seeds), "seeds", "name one at least")
     require(bool(config.table), "table", "name a row at least")
+    known = {field.name for field in dataclasses.fields(EncyclopediaSettings)} - {"seed"}
+    made = {*config.encyclopedia}
+    require(made <= known, "encyclopedia", f"takes {', '.join(sorted(known))}")
+    given = bool(config.base.data.path) or "entities" in made
+    require(given, "encyclopedia", "needs entities; or name a prepared folder in base.data.path")
     for name in config.table:
         require(name in config.rows, "table", f"there is no row {name!r}; choose among {', '.join(config.rows)}")
     for name, row in config.rows.items():
@@ -103,7 +110,11 @@ def check(config: ConfigDict) -> None:
         trial.data.path = trial.data.path or "data"
         validate(trial)
         ends_well = name not in config.table or task_names(trial)[-1] in ANSWERING
-        require(ends_well, f"{key}.tasks", "a row of the table has to end with qa; take it out of config.table")
+        require(
+            ends_well,
+            f"{key}.tasks",
+            "a row of the table has to end with qa or closed_book; take it out of config.table",
+        )
     in_order(config, config.rows)
 
 
@@ -152,6 +163,16 @@ def row_config(config: ConfigDict, name: str, seed: int, place: Path) -> ConfigD
 def start_of(row: ConfigDict, place: Path) -> Path:
     """What a row starts from: the run of another, or the towers of one with the reader of another."""
     return place / "weights" / f"{row.start}+{row.reader}" if row.reader else place / row.start
+
+
+def train_seed(config: ConfigDict, rows: Sequence[str], seed: int, workdir: Path) -> None:
+    """Train rows under a seed. Several seeds may be trained at once, by as many commands."""
+    place = workdir / f"seed-{seed}"
+    make_folder(place, "--workdir")
+    with only_one(place):
+        for name in rows:
+            train_row(config, name, seed, place)
+            write_table(config, workdir)
 
 
 def train_row(config: ConfigDict, name: str, seed: int, place: Path) -> None:
@@ -205,7 +226,9 @@ def write_table(config: ConfigDict, workdir: Path) -> None:
     rows = table_rows(config, workdir)
     if not any(row.seeds for row in rows):
         return
-    note = f"{config.entities:,} articles of the encyclopedia" if config.entities else config.base.data.path
+    made = ", ".join(f"{key}={value}" for key, value in config.encyclopedia.items())
+    is_made = Path(config.base.data.path) == workdir / "data"
+    note = f"The encyclopedia with {made}" if is_made else config.base.data.path
     note = f"{note}; {hardware()}."
     write_atomic(workdir / "ablations.md", markdown(rows, note))
     write_atomic(workdir / "ablations.html", html(rows, note))

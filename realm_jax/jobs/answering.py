@@ -40,6 +40,8 @@ from realm_jax.training.workdir import check_data
 
 logger = logging.getLogger(__name__)
 
+PASSAGES = 20  # to retrieve for a question, if nothing else is asked for
+
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
@@ -80,9 +82,7 @@ def add_question_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--split", help="questions of the prepared folder (default: dev)")
     source.add_argument("--questions", metavar="FILE", help="file of questions, in place of a split")
     parser.add_argument("--task", help="parameters at the end of this task (default: the last with a checkpoint)")
-    parser.add_argument(
-        "--passages", type=positive, default=20, metavar="N", help="passages to retrieve (default: %(default)s)"
-    )
+    parser.add_argument("--passages", type=positive, metavar="N", help=f"passages to retrieve (default: {PASSAGES})")
     parser.add_argument("--read", type=positive, metavar="N", help="passages to read (default: as many as in training)")
     parser.add_argument(
         "--aggregate",
@@ -102,7 +102,7 @@ def positive(text: str) -> int:
 
 def overrides_of(args: argparse.Namespace) -> dict[str, Any]:
     """What the arguments of `add_question_arguments` change in the run's config."""
-    found: dict[str, Any] = {"evaluation.passages": args.passages}
+    found: dict[str, Any] = {"evaluation.passages": args.passages or PASSAGES}
     found |= {"evaluation.qa_passages": args.read} if args.read else {}
     return found | ({"evaluation.aggregate": args.aggregate} if args.aggregate else {})
 

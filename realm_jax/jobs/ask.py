@@ -84,7 +84,7 @@ def ask(trained: Trained, question: str, top: int | None = None) -> dict[str, An
     {"answer", "probability", "passage"}; "candidates" are the `top` likeliest passages that were read, {"id", "part",
     "title", "probability", "answer", "span", "text"}. Spans are characters of a passage's text.
     """
-    prediction = Evaluator(trained.run, [Question(question, [])]).predict(trained.params, trained.index)[0]
+    prediction = _evaluator(trained, question).predict(trained.params, trained.index)[0]
     store, best = trained.run.sources.passages, prediction.nbest[0]
     ranked = sorted(prediction.candidates, key=lambda candidate: -candidate.probability)
     return {
@@ -102,6 +102,10 @@ def ask(trained: Trained, question: str, top: int | None = None) -> dict[str, An
             for c in ranked[:top]
         ],
     }
+
+
+def _evaluator(trained: Trained, question: str) -> Evaluator:
+    return Evaluator(trained.run, [Question(question, [])], trained.run.finds_by_words(trained.task))
 
 
 # ---- questions from stdin

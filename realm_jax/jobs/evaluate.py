@@ -77,12 +77,12 @@ def run(args: argparse.Namespace) -> None:
     checked = {flag: checked_output(Path(path), f"--{flag}") for flag, path in files.items()}
     found, scored = _evaluate_file(args) if args.predictions else _evaluate_run(args)
     texts = {"trec": lambda: trec_run(scored, f"realm-{found.get('task', 'run')}"), "qrels": lambda: trec_qrels(scored)}
-    for flag, path in checked.items():
-        write_lines(path, texts[flag]())
     if args.json:
         print(json.dumps(found, ensure_ascii=False))
     else:
         show(found, Console(highlight=False))
+    for flag, path in checked.items():
+        write_lines(path, texts[flag]())
 
 
 def _evaluate_run(args: argparse.Namespace) -> tuple[dict[str, Any], list[Record]]:
@@ -95,9 +95,11 @@ def _evaluate_run(args: argparse.Namespace) -> tuple[dict[str, Any], list[Record
 
 
 def _evaluate_file(args: argparse.Namespace) -> tuple[dict[str, Any], list[Record]]:
-    for flag in ("data", "split", "questions", "task", "aggregate", "read"):
+    for flag in ("data", "split", "questions", "task", "aggregate", "read", "passages", "no_bm25"):
         if vars(args)[flag]:
-            raise UserError(f"--{flag}: goes with --workdir; what is in --predictions={args.predictions} is fixed")
+            raise UserError(
+                f"--{flag.replace('_', '-')}: goes with --workdir; what is in --predictions={args.predictions} is fixed"
+            )
     scored, made = read_predictions(args.predictions), read_settings(args.predictions)
     if args.unseen:
         seen = gold_in_training(args.unseen)

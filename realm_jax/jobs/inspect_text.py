@@ -6,6 +6,7 @@ computed in `realm_jax/evaluation/inspection.py`. `--alignment` masks every sali
 
 import argparse
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ from realm_jax.text import sentences
 from realm_jax.text.spans import finder
 from realm_jax.training.restore import saved_params
 
+logger = logging.getLogger(__name__)
+
 HEADS = ("p(z|x)", "p(y|z,x)", "p(z|x,y)", "r(z)", "passage")
 SNIPPET = 160  # characters of a passage in a line
 
@@ -55,7 +58,7 @@ def add_arguments(add: argparse._ActionsContainer) -> None:
     add.add_argument(
         "--alignment", metavar="FILE", help="write which passages explain each salient span, as JSON Lines"
     )
-    add.add_argument("--spans", default="rules", metavar="NAME", help="how they are found (default: rules)")
+    add.add_argument("--spans", metavar="NAME", help="how they are found (default: rules)")
     add.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -72,13 +75,12 @@ def run(args: argparse.Namespace) -> None:
     if is_question:
         check_question(opened, args.subject)
     trained = restore(opened, args.task or _task(opened.config, is_question), for_answers=is_question)
-    if not opened.needs_vectors(trained.task):
+    if opened.setting.qa_words if is_question else not opened.needs_vectors(trained.task):
         raise UserError(
-            f"there is no p(z|x) to look at: task {trained.task} of {args.workdir} found no passages by their vectors; "
-            "name another with --task"
+            f"there is no p(z|x) to look at: task {trained.task} of {args.workdir} finds no passages by their vectors"
         )
     if args.alignment:
-        align(trained, args.subject, args.spans, Path(args.alignment))
+        align(trained, args.subject, args.spans or "rules", Path(args.alignment))
         return
     seen = _question(trained, args.subject, args.answer) if text is None else _sentence(trained, text, args.pieces)
     told = tell(trained, args.subject, seen)
@@ -96,6 +98,13 @@ def _check(args: argparse.Namespace, text: Masked | None) -> None:
     """Raise UserError for flags that would do nothing."""
     if text is None and args.bert:
         raise UserError("--bert: goes with a sentence that has a blank, such as '3 is a [Fermat] prime.'")
+    if args.alignment:
+        unused = [flag for flag in ("answer", "bert", "html", "json") if getattr(args, flag)]
+        if unused:
+            raise UserError(f"--{unused[0]}: does nothing with --alignment; leave it out")
+        return
+    if args.spans:
+        raise UserError("--spans: goes with --alignment")
     if text is not None and args.answer:
         raise UserError("--answer: goes with a question; write what stands in the blank into it: [the word]")
     if (text is None or text.answer is not None) and args.pieces != 1:
@@ -159,7 +168,11 @@ def align(trained: Trained, text: str, spans: str, output: Path) -> None:
     """Write a line for each salient span of a text: its sentence, and every passage with p(z|x) and p(z|x,y)."""
     lines = []
     for sentence, (start, end) in _masked_spans(text, spans):
-        seen = _sentence(trained, Masked(sentence[:start], sentence[start:end], sentence[end:]), 1)
+        try:
+            seen = _sentence(trained, Masked(sentence[:start], sentence[start:end], sentence[end:]), 1)
+        except UserError as fault:  # one sentence that is too long does not end the others
+            logger.warning("%r is left out: %s", sentence, fault)
+            continue
         told = tell(trained, sentence, seen) | {"span": [start, end]}
         told["passages"] = sorted(told["passages"], key=lambda one: -one["posterior"])
         lines.append(json.dumps(told, ensure_ascii=False) + "\n")

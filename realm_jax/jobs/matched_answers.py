@@ -19,6 +19,7 @@ from realm_jax.run import Run
 from realm_jax.storage import make_folder, read_json, write_json_atomic
 from realm_jax.text import patterns
 from realm_jax.text.wordpiece import WordPiece
+from realm_jax.training.restore import embedded_before
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,10 @@ def training_questions(run: Run, params: Params) -> list[Question]:
 
 def _matched(run: Run, params: Params, questions: Sequence[Question]) -> list[list[str]]:
     store, depth = run.sources.passages, min(run.config.retrieval.qa_beam, run.setting.rows)
-    found = Evaluator(run, questions).retrieve(params, run.index(run.embed(params)), depth)
+    by_words = run.finds_by_words("qa")
+    known = None if by_words else embedded_before(run, "qa", params)
+    index = run.bare_index if by_words else run.index(run.embed(params) if known is None else known)
+    found = Evaluator(run, questions, by_words).retrieve(params, index, depth)
     answers = [
         strings_of(question.answers, (store.text(row) for row in rows), run.sources.wordpiece, run.lengths.span_width)
         for question, rows in zip(questions, found.tolist(), strict=True)

@@ -19,12 +19,19 @@ def dev_questions(run: Run) -> list[Question]:
     return questions[:most] if most else questions
 
 
-def retrieval_measure(run: Run) -> Measure | None:
+def measure_of(run: Run, task: str) -> Measure | None:
+    """What a task is measured with; None for the warm-up, and without development questions."""
+    if task == "mlm":
+        return None
+    return closed_book_measure(run) if task == "closed_book" else retrieval_measure(run, task)
+
+
+def retrieval_measure(run: Run, task: str) -> Measure | None:
     """Recall on the development questions, and exact match at the end of a task, as the loop wants it."""
     questions = dev_questions(run)
     if not questions:
         return None
-    evaluator = Evaluator(run, questions)
+    evaluator = Evaluator(run, questions, run.finds_by_words(task))
 
     def measure(params: Params, index: Index | None, final: bool) -> dict[str, Any]:
         if index is None:

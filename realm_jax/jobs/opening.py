@@ -10,6 +10,7 @@ import jax
 from ml_collections import ConfigDict
 
 from realm_jax.config import completed, task_names, validate
+from realm_jax.data.closed_book import check_closed_book
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.index.approximate import check_scann
@@ -45,6 +46,8 @@ def open_run(config: ConfigDict, workdir: Path) -> Run:
         raise UserError(f"{config.data.path}: no training questions for the task qa; prepare some, or set config.tasks")
     source = _source(config, workdir, sources.wordpiece)
     run = make_run(config, workdir, sources)
+    if "closed_book" in task_names(config):
+        check_closed_book(sources.questions.get("train", []), run.lengths)
     make_folder(workdir, "--workdir")
     if source is not None and not is_weights(source):
         check_source(run, source)

@@ -12,6 +12,7 @@ import argparse
 import json
 import logging
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -139,10 +140,11 @@ def settings_of(run: Run, task: str, saved: Saved, questions: Sequence[Question]
 def describe(run: Run, task: str, step: int) -> dict[str, Any]:
     """What numbers of a run are told with: {"task", "step", "parameters", "passages", "passages_read"}."""
     shapes = jax.eval_shape(run.model.init, jax.random.key(0))
+    used = shapes if run.needs_vectors(task) else {"reader": shapes["reader"]}
     return {
         "task": task,
         "step": step,
-        "parameters": sum(x.size for x in jax.tree.leaves(shapes)),
+        "parameters": sum(x.size for x in jax.tree.leaves(used)),
         "passages": run.setting.rows,
         "passages_read": 0 if task == "closed_book" else min(run.answering.qa_passages, run.setting.rows),
     }
@@ -191,7 +193,7 @@ def _append(
     with StageProgress("questions answered", len(questions)) as bar:
         for batch in records(trained, questions, nbest, done):
             stream.write("".join(map(write_record, batch)).encode())
-            flush_to_disk(stream) if stream.seekable() else stream.flush()
+            flush_to_disk(stream) if stat.S_ISREG(os.fstat(stream.fileno()).st_mode) else stream.flush()
             done += len(batch)
             bar.update(done)
             if stop is not None and done < len(questions):
@@ -208,7 +210,7 @@ def records(
     if trained.task == "closed_book":
         yield from _recalled(trained, questions, first)
         return
-    evaluator = Evaluator(trained.run, questions[first:])
+    evaluator = Evaluator(trained.run, questions[first:], trained.run.finds_by_words(trained.task))
     for predictions in evaluator.predict_batches(trained.params, trained.index):
         asked = questions[first : first + len(predictions)]
         rows = np.stack([prediction.retrieved for prediction in predictions])

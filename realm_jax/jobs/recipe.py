@@ -21,7 +21,7 @@ from realm_jax.evaluation.predict import Evaluator, found_by_words
 from realm_jax.index.candidates import question_depth
 from realm_jax.jobs.controls import run_controls
 from realm_jax.jobs.matched_answers import training_questions
-from realm_jax.jobs.measuring import closed_book_measure, dev_questions, retrieval_measure
+from realm_jax.jobs.measuring import dev_questions, measure_of
 from realm_jax.jobs.opening import borrow_params, borrows
 from realm_jax.jobs.results import measure_baselines, write_results
 from realm_jax.models.realm import Params
@@ -55,7 +55,7 @@ def run_recipe(run: Run, controls: bool, command: str) -> int:
             params = train(run)
             if controls:
                 run_controls(run, evaluator)
-            results = write_results(run, params, evaluator, command)
+            results = write_results(run, params, questions, command)
     except Preempted as reason:
         logger.warning("%s", reason)
         return PREEMPTED
@@ -86,11 +86,9 @@ def preemptible() -> Iterator[None]:
 def train(run: Run) -> Params:
     """All tasks of the recipe; returns the final parameters."""
     params = starting_params(run)
-    measure = retrieval_measure(run)
-    measures = {"mlm": None, "closed_book": closed_book_measure(run)}
     for name in task_names(run.config):
         examples = partial(questions_to_learn, run, params) if name == "qa" else None
-        params = train_task(run, name, params, measures.get(name, measure), examples=examples)
+        params = train_task(run, name, params, measure_of(run, name), examples=examples)
     return params
 
 

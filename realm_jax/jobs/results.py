@@ -46,7 +46,7 @@ SUPERVISION = {
     "ict": "Which passage was this sentence taken from? Passages only; no questions, no labels.",
     "realm": "Names and dates hidden in the pre-training text. Nobody says which passage helps: the retriever learns "
     "from how well the reader fills the gap.",
-    "qa": "Questions with answer strings. Nobody says which passage holds the answer; the index is frozen.",
+    "qa": "Questions with answer strings. Nobody says which passage holds the answer.",
 }
 
 
@@ -78,9 +78,10 @@ def measure_baselines(run: Run, evaluator: Evaluator, params: Params) -> None:
         write_json_atomic(path, found)
 
 
-def write_results(run: Run, params: Params, evaluator: Evaluator, command: str) -> dict[str, Any]:
+def write_results(run: Run, params: Params, questions: Sequence[Question], command: str) -> dict[str, Any]:
     """Write `results.json` and `report.html`; returns the results, in the first process alone."""
-    index = final_index(run, task_names(run.config)[-1], params)
+    last = task_names(run.config)[-1]
+    index, evaluator = final_index(run, last, params), Evaluator(run, questions, run.finds_by_words(last))
     predictions = evaluator.predict(params, index)
     sentence = masked_sentence(run, params)
     if not is_first():
@@ -95,7 +96,7 @@ def write_results(run: Run, params: Params, evaluator: Evaluator, command: str) 
 
 def final_index(run: Run, task: str, params: Params) -> Index:
     """The index of the parameters at the end of a task: as it was saved with them, or made anew."""
-    saved = Saved.newest(run.workdir / task / "checkpoints")
+    saved = Saved.newest_of_first(run.workdir / task / "checkpoints")
     index = None if saved is None else saved_index(run, task, saved)
     return run.index(run.embed(params)) if index is None else index
 
@@ -222,11 +223,12 @@ def masked_sentence(run: Run, params: Params) -> dict[str, Any] | None:
         log_p, _ = candidate_words(setting, params, batch, documents, None)
         valid = jnp.pad(found.valid, ((0, 0), (1, 0)), constant_values=setting.null_document)
         result = masked_word_marginal(scores, log_p, batch["weights"], valid, "example")
-        reading = jnp.where(valid, (log_p * batch["weights"][:, None]).sum(axis=-1), -jnp.inf)
+        reading = (log_p * batch["weights"][:, None]).sum(axis=-1)
+        reading = reading.at[:, 1:].set(jnp.where(found.valid, reading[:, 1:], -jnp.inf))
         return found.rows, reading, result.log_likelihood
 
     rows, reading, marginal = map(to_host, jax.jit(read)(params, put_batch(run.mesh, batch), index))
-    best = int(np.argmax(marginal - reading[:, 0]))
+    best, counted = int(np.argmax(marginal - reading[:, 0])), setting.candidates - (not setting.null_document)
     helper = int(reading[best, 1:].argmax())
     wordpiece, store = sources.wordpiece, sources.passages
     used = int(batch["query_length"][best])
@@ -235,7 +237,12 @@ def masked_sentence(run: Run, params: Params) -> dict[str, Any] | None:
     entries = [
         ("Reader with the empty passage", "p(y|x, ∅)", reading[best, 0], None),
         ("Reader with the passage that helps most", "p(y|x, z)", reading[best, 1 + helper], passage),
-        (f"REALM, summed over {setting.candidates} candidates", "p(y|x) = Σ p(z|x) p(y|x, z)", marginal[best], None),
+        (
+            f"REALM, summed over {counted} candidates",
+            "p(y|x) = Σ p(z|x) p(y|x, z)",
+            marginal[best],
+            None,
+        ),
     ]
     return {
         "sentences": count,

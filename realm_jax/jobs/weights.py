@@ -55,9 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(export, instead=export)
     export.add_argument("--task", choices=TASKS, help="parameters at the end of it (default: of the last one trained)")
     export.add_argument(
-        "--names", choices=("bert", "realm"), default="bert",
-        help="'bert': opens as BertModel and BertForMaskedLM; 'realm': as RealmEmbedder and RealmReader of "
-        "transformers 4.x",
+        "--names", choices=("bert", "realm"),
+        help="'bert', the default: opens as BertModel and BertForMaskedLM; 'realm': as RealmEmbedder and RealmReader "
+        "of transformers 4.x",
     )  # fmt: skip
     told = {
         "embedder": "the towers: folder of a released module, or prefix of a checkpoint",
@@ -74,10 +74,14 @@ def run(args: argparse.Namespace) -> None:
     output = Path(args.output)
     if os.path.lexists(output):
         raise UserError(f"--output={output} already exists; remove it or choose another folder")
+    others = (*CONVERTED, "vocab") if args.action == "export" else ("workdir", "data", "task", "names")
+    unused = [flag for flag in others if getattr(args, flag)]
+    if unused:
+        raise UserError(f"--{unused[0]}: does nothing with `realm weights {args.action}`; leave it out")
     if args.action == "export":
         if not args.workdir:
             raise UserError("realm weights export: name a run with --workdir")
-        export(Path(args.workdir), output, args.names, args.task, args.data)
+        export(Path(args.workdir), output, args.names or "bert", args.task, args.data)
     else:
         convert({name: getattr(args, name) for name in CONVERTED if getattr(args, name)}, output, args.vocab)
 

@@ -27,14 +27,14 @@ class Best:
         """Keep the parameters of a step if they measured better than all before; of equals the first stay."""
         if not self._name:
             return
-        saved = Saved.newest(self._folder)
+        saved = Saved.newest_of_first(self._folder)
         if saved is None or found[self._name] > saved.record["value"]:
             with Checkpoints(self._folder, keep=1) as checkpoints:
                 checkpoints.save(step, state, {}, {"value": found[self._name]}, wait=True)
 
     def other_than(self, step: int, like: Params) -> tuple[int, Params] | None:
         """The step and parameters that were best; None where they are those of `step`. like: shapes of all of them."""
-        saved = Saved.newest(self._folder) if self._name else None
+        saved = Saved.newest_of_first(self._folder) if self._name else None
         if saved is None or saved.step == step:
             return None
         value = saved.record["value"]

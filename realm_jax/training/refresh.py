@@ -123,6 +123,8 @@ class OfCorpus(Refresh, abc.ABC):
             return None
         if generation := saved.record.get("generation"):
             return self.restore(generation, int(saved.state.step))
+        if not self._run.needs_vectors(self._task):
+            return Fresh(self._run.bare_index, None, saved.record["index_step"])
         if saved.vectors is None:
             return None
         vectors, step = saved.vectors[: self._run.setting.rows], saved.record["index_step"]
@@ -192,7 +194,8 @@ class Inline(OfCorpus):
         tower = None
         if self._run.config.retrieval.query_params == "generation":  # a copy: the step gives its state away
             tower = jax.tree.map(jnp.copy, params[self._run.model.embedder_names[0]])
-        known = embedded_before(self._run, self._task, params) if index is None else None
+        first = index is None and self._run.needs_vectors(self._task)
+        known = embedded_before(self._run, self._task, params) if first else None
         return self._made(step, params, tower, known, self._exact)
 
     def announce(self, step: int) -> Control:

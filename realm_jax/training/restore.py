@@ -12,6 +12,7 @@ from realm_jax.config import completed, task_names
 from realm_jax.errors import UserError
 from realm_jax.index.candidates import Index
 from realm_jax.models.realm import Params
+from realm_jax.processes import votes
 from realm_jax.run import BaseRun, Run
 from realm_jax.storage import read_json
 from realm_jax.training.checkpoints import Damaged, Gone, Saved, differences, environment
@@ -100,13 +101,13 @@ def embedded_before(run: Run, name: str, params: Params) -> NDArray | None:
     with the same document embedder; else None. [rows, projection]."""
     names = task_names(run.config)
     source = (run.workdir, names[names.index(name) - 1]) if name != names[0] else _last_of_source(run)
-    if source is None:
+    saved = None if source is None else Saved.newest_of_first(source[0] / source[1] / "checkpoints")
+    if source is None or saved is None or not _has_tower(saved, run.model.embedder_names[-1], params):
         return None
+    found = None
     with contextlib.suppress(Gone, Damaged):
-        saved = Saved.newest(source[0] / source[1] / "checkpoints")
-        if saved is not None and _has_tower(saved, run.model.embedder_names[-1], params):
-            return saved_vectors(run, source[1], saved)
-    return None
+        found = saved_vectors(run, source[1], saved)
+    return found if votes(found is not None).all() else None
 
 
 def _last_of_source(run: Run) -> tuple[Path, str] | None:

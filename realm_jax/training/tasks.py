@@ -155,9 +155,10 @@ def qa_loss(setting: Setting, params: Params, batch: Batch, index: Index, key: A
     if setting.qa_objective == "orqa":
         beam_correct = beam_answers(setting, batch, index, rows)
         loss = likelihood.orqa_loss(scores, beam_correct, reading.scores, reading.span_scores, allowed, correct)
-    final = jax.nn.log_softmax(reading.scores)[:, :, None, None] + likelihood.span_log_probabilities(
-        reading.span_scores, allowed
+    prior, spans = likelihood.answer_log_probabilities(
+        reading.scores, reading.span_scores, allowed, setting.qa_objective
     )
+    final = prior[:, :, None, None] + spans
     flat = final.reshape(final.shape[0], -1)
     right = jnp.take_along_axis(correct.reshape(flat.shape), flat.argmax(axis=1)[:, None], axis=1)
     answered = has_answer.any(axis=1)
