@@ -237,8 +237,8 @@ def test_queued_resources_are_created_listed_stopped_and_deleted(tools, capsys):
     assert cli.main(["launch", "delete", *GCLOUD, WORKDIR, *more]) == 0
     words = [one["words"] for one in calls(folder)]
     nodes = [one[5] for one in words if "ssh" in one]
-    assert nodes == ["realm-trainer-0", "realm-trainer-1", "realm-builder-0"]
-    assert [one[5] for one in words if "delete" in one] == ["realm-trainer"], "the builder is not there"
+    assert nodes == ["realm-trainer-0", "realm-trainer-1"], "the builder is not there"
+    assert [one[5] for one in words if "delete" in one] == ["realm-trainer"]
 
 
 # ---- what they complain of
@@ -278,6 +278,13 @@ def test_a_tool_that_is_not_installed_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert cli.main(["launch", "list", *JOBSET, WORKDIR]) == 2
     assert "kubectl is not installed; install it" in capsys.readouterr().err
+
+
+def test_a_recipe_without_realm_has_no_builder(capsys, tmp_path):
+    for target in (["--target=local", f"--workdir={tmp_path}"], [*JOBSET, WORKDIR], [*GCLOUD, WORKDIR]):
+        assert cli.main(["launch", *target, "--config.tasks=qa", "--dry-run"]) == 0
+        out = capsys.readouterr().out
+        assert "train" in out and "build-index" not in out and "async" not in out
 
 
 def test_a_dry_run_prints_and_asks_for_nothing(tools, capsys):

@@ -114,17 +114,26 @@ def _launch(args: argparse.Namespace) -> Launch:
     if args.action == "start":
         config.data.path = config.data.path or "-"
         validate(config)
-    overrides = [*args.overrides, *_beside(config, args.overrides, spec)] if args.action == "start" else []
+    if args.action == "start" and "realm" not in task_names(config):
+        spec.builder.update(processes=0, slices=0)  # no other task follows an index
+    overrides = (
+        [*args.overrides, *_beside(config, args.overrides, spec, args.target == "local")]
+        if args.action == "start"
+        else []
+    )
     return describe(spec, args.config or "", overrides, args.workdir)
 
 
-def _beside(config: ConfigDict, overrides: list[str], spec: ConfigDict) -> list[str]:
+def _beside(config: ConfigDict, overrides: list[str], spec: ConfigDict, local: bool) -> list[str]:
     """What a builder beside the trainer means in the config. Raises UserError where an override says otherwise."""
-    if not spec.builder.processes or "realm" not in task_names(config) or config.refresh.mode == "async":
+    beside = spec.builder.processes if local else spec.builder.slices
+    if not beside or config.refresh.mode == "async":
         return []
     given = next((override for override in overrides if override.startswith("--config.refresh.mode=")), None)
     if given:
-        raise UserError(f"{given}: the spec has index builders; leave it out, or set spec.builder.processes=0")
+        raise UserError(
+            f"{given}: the spec has index builders; leave it out, or set spec.builder.processes and spec.builder.slices to 0"
+        )
     return ["--config.refresh.mode=async"]
 
 

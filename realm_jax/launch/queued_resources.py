@@ -156,7 +156,8 @@ class QueuedResources:
 
     def stop(self) -> None:
         """SIGTERM to every container, which saves; the machines stay."""
-        for name in parts(self._launch):
+        there = {item["name"] for item in self.items()}
+        for name in there & {*parts(self._launch)}:
             for node in self._nodes(name.removeprefix(f"{self._launch.name}-")):
                 call(self._ssh(node, "all", f"sudo systemctl stop {SERVICE}"), f"machines of {node}")
 
