@@ -116,12 +116,8 @@ def _launch(args: argparse.Namespace) -> Launch:
         validate(config)
     if args.action == "start" and "realm" not in task_names(config):
         spec.builder.update(processes=0, slices=0)  # no other task follows an index
-    overrides = (
-        [*args.overrides, *_beside(config, args.overrides, spec, args.target == "local")]
-        if args.action == "start"
-        else []
-    )
-    return describe(spec, args.config or "", overrides, args.workdir)
+    mode = _beside(config, args.overrides, spec, args.target == "local") if args.action == "start" else []
+    return describe(spec, args.config or "", [*args.overrides, *mode], args.workdir)
 
 
 def _beside(config: ConfigDict, overrides: list[str], spec: ConfigDict, local: bool) -> list[str]:
@@ -132,7 +128,7 @@ def _beside(config: ConfigDict, overrides: list[str], spec: ConfigDict, local: b
     given = next((override for override in overrides if override.startswith("--config.refresh.mode=")), None)
     if given:
         raise UserError(
-            f"{given}: the spec has index builders; leave it out, or set spec.builder.processes and spec.builder.slices to 0"
+            f"{given}: the spec has index builders; leave it out, or set spec.builder.processes and slices to 0"
         )
     return ["--config.refresh.mode=async"]
 
