@@ -47,7 +47,7 @@ def main() -> None:
         makers[f"realm, {kind}"] = "realm", lambda kind=kind: masked_examples(x, wordpiece, lengths, kind, own)
     if questions:
         makers["qa"] = "qa", lambda: question_examples(questions, wordpiece, lengths)
-        makers["closed book"] = "mlm", lambda: closed_book_examples(x, questions, wordpiece, lengths)
+        makers["closed book"] = "closed_book", lambda: closed_book_examples(x, questions, wordpiece, lengths)
     for name, (purpose, maker) in makers.items():
         print(name, ", ".join(f"{key} {value:.4g}" for key, value in measure(purpose, maker, args.seconds).items()))
 

@@ -44,7 +44,17 @@ JOBS: dict[str, tuple[str, str]] = {
     "index": ("realm_jax.jobs.index", "list, verify, remove and search the indexes of a run"),
     "corpus": ("realm_jax.jobs.corpus", "add, replace or remove documents; a trained run then answers from them"),
     "checkpoints": ("realm_jax.jobs.checkpoints", "list and verify what a run has saved"),
-    "evaluate": ("realm_jax.jobs.evaluate", "measure recall and exact match of a trained run"),
+    "weights": (
+        "realm_jax.jobs.weights",
+        "write a run's networks for Hugging Face's library, or convert released ones",
+    ),
+    "predict": ("realm_jax.jobs.predict", "answer a file of questions with a trained run"),
+    "evaluate": (
+        "realm_jax.jobs.evaluate",
+        "measure answers and retrieval of a trained run, or of a file of predictions",
+    ),
+    "compare": ("realm_jax.jobs.compare", "say whether two files of predictions differ by more than chance"),
+    "ablate": ("realm_jax.jobs.ablate", "train what differs in one thing, under several seeds, and tabulate it"),
     "ask": ("realm_jax.jobs.ask", "ask a trained run a question"),
     "plan": ("realm_jax.jobs.plan", "say what a run on TPUs needs and costs, without a TPU"),
     "doctor": ("realm_jax.jobs.doctor", "say what is installed, which devices there are, and what will be slow"),

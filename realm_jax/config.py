@@ -3,9 +3,12 @@
 An experiment file returns `default()` with some keys changed. Sections and keys:
 
 Science (a run folder keeps them; another value on resume is an error that names the key):
-  tasks                    recipe, in order, comma-separated: any of mlm, ict, realm, qa
+  tasks                    recipe, in order, comma-separated: any of mlm, ict, realm, qa; or closed_book, a reader
+                           without passages to compare with (mlm may come before it)
   seed                     every random choice derives from it and from an example's index
   data.masking             'salient', 'uniform' or 'random_span': what REALM's queries hide
+  data.text                X, the text that is learned from: 'pretraining' of the prepared folder, or 'passages', so
+                           that X = Z
   data.predictions         predicted positions of a masked sentence at most; 0: sized to the masking
   data.null_rate           warm-up: share of examples that are a sentence of X beside the empty document
   data.unrelated_rate      warm-up: share that are a sentence of Z beside a passage drawn at random
@@ -30,14 +33,20 @@ Science (a run folder keeps them; another value on resume is an error that names
                            after as many more it moves at the full learning rate (the paper: 0)
   objective.qa             'marginal': log Σ_z p(z|x) p(y|z,x); 'orqa': L_ret + L_read of the released code
   retrieval.candidates     K: passages in the marginal, the null document counted
+  retrieval.null_document  whether the null document takes part in REALM's marginal; without it K − 1 passages do
+  retrieval.exclude_own    whether a masked sentence may not retrieve the passage that it stands in
   retrieval.backend        'device': exact search inside the step; 'scann': approximate search on the hosts
   retrieval.ahead          scann: the search for step t + ahead starts before step t, with the parameters of step t
   retrieval.query_params   what searches: 'current' query tower, or that of the index's 'generation' (the reference's)
   retrieval.dtype          of the stored vectors: 'float32' or 'bfloat16'
+  retrieval.qa_search      what finds the passages of a question: 'vectors', or 'bm25', with the reader alone trained
   retrieval.qa_passages    passages read for a question
+  retrieval.qa_titles      read them with their titles
   retrieval.qa_beam        passages that the retriever's term of 'orqa' ranks
   refresh.mode             'inline': the trainer re-embeds the corpus itself; 'async': `realm build-index` does
   refresh.every            REALM steps between two re-embeddings (inline) or exports of the towers (async)
+  refresh.qa_every         steps of fine-tuning between two re-embeddings, the document tower trained as well; 0: it and
+                           the index stay as REALM left them (the paper)
   refresh.adopt_after      async: adopt the generation of export step s exactly at step s + adopt_after, waiting if it
                            is late, which promises the same bits on resume; -1: as soon as every process has it
   <task>.steps, batch_size, learning_rate
@@ -45,9 +54,13 @@ Science (a run folder keeps them; another value on resume is an error that names
   optimizer.weight_decay, optimizer.clip
   evaluation.questions     development questions that are measured at most; 0: all
   evaluation.passages      passages retrieved for recall
+  evaluation.qa_every      steps of fine-tuning between two measurements; it ends with the parameters of largest exact
+                           match among those measured; 0: with the last ones
 Operations (may change on resume):
   data.path                folder written by `realm prepare`; what is in it may not change (`data.json`)
-  init_from                run folder whose final parameters a fresh run starts from; '' for none
+  init_from                what a fresh run starts from: a run folder, whose final parameters it takes; a folder with
+                           model.safetensors of a BERT, or with one for each network, as `realm weights` writes them;
+                           hf:NAME, a BERT of the Hugging Face hub; '' for none
   model.remat              what the backward pass computes again, to save memory: 'none', 'dots' (all but products
                            with parameters), 'layer' (all but what each layer was given)
   model.scan               layers as one compiled loop: minutes less to compile twelve of them; other dropout draws
@@ -78,6 +91,10 @@ Operations (may change on resume):
                            with exit code 70 (waiting for a generation does not count); 0: never
   log.profile_step         first of five steps that are traced, into TASK/profile; 0: none. SIGUSR1 traces the next five
   evaluation.batch_size    questions read at a time
+  evaluation.qa_passages   passages read for a question that is measured or asked; 0: as many as in training
+  evaluation.spans         likeliest spans of each passage that answers are made of
+  evaluation.aggregate     probability of an answer that occurs several times: 'marginal', the sum over passages and
+                           occurrences, or 'max', the likeliest occurrence (ORQA's decoding)
 """
 
 import difflib
@@ -89,7 +106,7 @@ from ml_collections import ConfigDict
 
 from realm_jax.errors import UserError
 
-TASKS = ("mlm", "ict", "realm", "qa")
+TASKS = ("mlm", "ict", "realm", "qa", "closed_book")
 OPERATIONS = (
     "data.path",
     "data.vocabulary",
@@ -112,6 +129,9 @@ OPERATIONS = (
     "checkpoint",
     "log",
     "evaluation.batch_size",
+    "evaluation.qa_passages",
+    "evaluation.spans",
+    "evaluation.aggregate",
     *(f"{task}.microbatches" for task in TASKS),
     "tagger.microbatches",
     "evaluation.every",
@@ -155,6 +175,7 @@ def default() -> ConfigDict:
             "data": {
                 "path": "",
                 "masking": "salient",
+                "text": "pretraining",
                 "predictions": 0,
                 "null_rate": 0.15,
                 "unrelated_rate": 0.15,
@@ -175,11 +196,15 @@ def default() -> ConfigDict:
             "objective": {"marginal": "example", "ict_null_weight": 0.0, "retriever_start": 0, "qa": "marginal"},
             "retrieval": {
                 "candidates": 8,
+                "null_document": True,
+                "exclude_own": True,
                 "backend": "device",
                 "ahead": 1,
                 "query_params": "current",
                 "dtype": "float32",
+                "qa_search": "vectors",
                 "qa_passages": 5,
+                "qa_titles": False,
                 "qa_beam": 5000,
                 "block": 65_536,
                 "embed_batch": 256,
@@ -187,6 +212,7 @@ def default() -> ConfigDict:
             "refresh": {
                 "mode": "inline",
                 "every": 500,
+                "qa_every": 0,
                 "adopt_after": -1,
                 "shared": "",
                 "max_age": 0,
@@ -209,11 +235,20 @@ def default() -> ConfigDict:
             "ict": _task(100_000, 4096, 1e-4),
             "realm": _task(200_000, 512, 3e-5),
             "qa": _task(160_000, 16, 1e-5),
+            "closed_book": _task(160_000, 16, 1e-5),
             "optimizer": {"weight_decay": 0.01, "clip": 1.0},
             "mesh": {"data": -1, "fsdp": 1, "model": 1},
             "checkpoint": {"every": 1000, "keep": 3, "keep_every": 0},
             "log": {"every": 10, "hang_seconds": 3600.0, "profile_step": 0},
-            "evaluation": {"questions": 2000, "batch_size": 64, "passages": 20},
+            "evaluation": {
+                "questions": 2000,
+                "batch_size": 64,
+                "passages": 20,
+                "qa_passages": 0,
+                "spans": 20,
+                "aggregate": "marginal",
+                "qa_every": 0,
+            },
         }
     )
 
@@ -241,10 +276,12 @@ def validate(config: ConfigDict) -> None:
     """Raise UserError, with the key's name, for a value that cannot work. Touches no device."""
     check_shape(config, default())
     names = task_names(config)
-    require(bool(names), "tasks", "name at least one of mlm, ict, realm, qa")
+    require(bool(names), "tasks", f"name at least one of {', '.join(TASKS)}")
     for name in names:
         require(name in TASKS, "tasks", f"there is no task {name!r}; choose among {', '.join(TASKS)}")
     require(len(set(names)) == len(names), "tasks", "a task may stand only once in a recipe")
+    alone = "closed_book" not in names or {*names} <= {"mlm", "closed_book"}
+    require(alone, "tasks", "closed_book is a recipe of its own, at most with mlm before it")
     require(bool(config.data.path), "data.path", "set it to a folder written by `realm prepare`")
     check_common(config)
     _check_choices(config)
@@ -348,6 +385,7 @@ def advise(key: str, keys: Iterable[str]) -> str:
 def _check_choices(config: ConfigDict) -> None:
     choices = {
         "data.masking": ("salient", "uniform", "random_span"),
+        "data.text": ("pretraining", "passages"),
         "retrieval.backend": ("device", "scann"),
         "retrieval.query_params": ("current", "generation"),
         "refresh.mode": ("inline", "async"),
@@ -355,6 +393,8 @@ def _check_choices(config: ConfigDict) -> None:
         "retrieval.dtype": ("float32", "bfloat16"),
         "objective.marginal": ("example", "token"),
         "objective.qa": ("marginal", "orqa"),
+        "retrieval.qa_search": ("vectors", "bm25"),
+        "evaluation.aggregate": ("marginal", "max"),
     }
     require_choices(config, choices)
 
@@ -364,12 +404,13 @@ def _check_sizes(config: ConfigDict) -> None:
         "model.projection model.span_hidden model.span_width model.norm_epsilon model.norm_scale retrieval.qa_passages "
         "retrieval.qa_beam retrieval.embed_batch index.shard_rows index.budget "
         "refresh.every refresh.wait_seconds refresh.poll_seconds refresh.idle_exit refresh.keep refresh.chunk_rows "
-        "data.answers evaluation.passages"
+        "data.answers evaluation.passages evaluation.spans"
     )
     require_positive(config, *positive.split())
     not_negative = (
         "data.predictions objective.ict_null_weight objective.retriever_start evaluation.questions refresh.max_age "
-        "retrieval.ahead index.leaves index.leaves_searched index.tree_from"
+        "retrieval.ahead refresh.qa_every evaluation.qa_every evaluation.qa_passages index.leaves "
+        "index.leaves_searched index.tree_from"
     )
     require_not_negative(config, *not_negative.split())
     for key in ("data.null_rate", "data.unrelated_rate", "data.ict_mask_rate", "index.min_recall"):
@@ -377,10 +418,15 @@ def _check_sizes(config: ConfigDict) -> None:
     rest = 1 - config.data.null_rate - config.data.unrelated_rate
     require(rest >= 0, "data.unrelated_rate", "may not exceed 1 together with data.null_rate")
     _check_refresh(config.refresh)
-    frozen = "qa" not in task_names(config) or not config.model.shared_tower
+    trained = "qa" in task_names(config) and config.retrieval.qa_search == "vectors"
+    moves = not trained or not config.model.shared_tower or config.refresh.qa_every > 0
     require(
-        frozen, "model.shared_tower", "cannot be fine-tuned: qa keeps the passages' tower still; leave qa out of tasks"
+        moves,
+        "model.shared_tower",
+        "cannot be fine-tuned while the passages' tower is still; set refresh.qa_every, or leave qa out of tasks",
     )
+    searched = config.retrieval.qa_search == "vectors" or not config.refresh.qa_every
+    require(searched, "refresh.qa_every", "trains vectors that retrieval.qa_search=bm25 does not search; set it to 0")
     enough = config.retrieval.backend == "device" or config.index.budget >= config.retrieval.candidates
     require(enough, "index.budget", "must be at least retrieval.candidates")
     require(config.retrieval.candidates >= 2, "retrieval.candidates", "must be at least 2: the null document and one")
@@ -405,8 +451,9 @@ def _check_refresh(refresh: ConfigDict) -> None:
 
 
 def joint_length(config: ConfigDict) -> int:
-    """Word pieces of a query joined with a passage: both layouts less the passage's [CLS] and its title's [SEP]."""
-    return config.data.query_length + config.data.document_length - 2
+    """Word pieces of a query joined with a passage: both layouts less the passage's [CLS] and its title's [SEP], which
+    stays where titles are read."""
+    return config.data.query_length + config.data.document_length - (1 if config.retrieval.qa_titles else 2)
 
 
 def science(config: ConfigDict) -> dict[str, Any]:

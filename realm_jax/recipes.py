@@ -3,6 +3,8 @@
 What each costs on which hardware, and what to expect of it: `benchmarks/README.md`.
 """
 
+from typing import Any
+
 from ml_collections import ConfigDict
 
 from realm_jax.config import default
@@ -20,6 +22,7 @@ def quickstart() -> ConfigDict:
     config.ict.update(steps=90, batch_size=256, learning_rate=1e-3, warmup=50)
     config.realm.update(steps=500, batch_size=24, learning_rate=5e-4, warmup=50)
     config.qa.update(steps=300, batch_size=32, learning_rate=5e-4, warmup=50)
+    config.closed_book.update(steps=1900, batch_size=48, learning_rate=1e-3, warmup=50)
     config.refresh.every = 40
     config.objective.retriever_start = 30
     config.retrieval.candidates = 16
@@ -34,10 +37,81 @@ def wiki_small() -> ConfigDict:
     config.ict.update(steps=500, batch_size=64, learning_rate=1e-3, warmup=50)
     config.realm.update(steps=1000, batch_size=8, learning_rate=3e-4, warmup=100)
     config.qa.update(steps=600, batch_size=8, learning_rate=3e-4, warmup=50)
+    config.closed_book.update(steps=2100, batch_size=16, learning_rate=1e-3, warmup=50)
     config.objective.retriever_start = 50
     config.refresh.every = 250
     config.retrieval.candidates = 5
     return config
+
+
+def wiki_minilm() -> ConfigDict:
+    """Six layers of 384 that start from MiniLM, on real passages of at most 128 word pieces; see
+    `configs/wiki_minilm.py`."""
+    config = default()
+    config.tasks = "ict,realm,qa"
+    config.data.update(query_length=48, document_length=128, predictions=6, answers=4, ict_mask_rate=0.5)
+    config.model.update(
+        layers=6, width=384, heads=12, feed_forward=1536, hidden_act="gelu", dropout=0.0, dtype="bfloat16"
+    )
+    config.ict.update(steps=150, batch_size=32, learning_rate=1e-4, warmup=15)
+    config.realm.update(steps=120, batch_size=4, learning_rate=3e-5, warmup=10)
+    config.qa.update(steps=200, batch_size=4, learning_rate=5e-5, warmup=20)
+    config.closed_book.update(steps=400, batch_size=16, learning_rate=1e-4, warmup=20)
+    config.retrieval.candidates = 5
+    config.refresh.every = 1000
+    config.checkpoint.update(every=50, keep=1)
+    return config
+
+
+def ablations() -> ConfigDict:
+    """The paper's table 2 on the encyclopedia, and more rows of its kind; see `configs/ablations.py`.
+
+    Searched with the query tower of the index, as the released code does: then an old index is old as a whole.
+    """
+    harder = {"entities": 3200, "synonym_share": 0.6}
+    base = quickstart()
+    base.retrieval.query_params = "generation"
+    base.refresh.every = 10
+    base.qa.steps = 150
+    stale, often = (f"refresh.every={every}" for every in (30 * base.refresh.every, base.refresh.every // 2))
+    own = "data.text=passages"
+    rows = {
+        "start": _row("", "mlm,ict"),
+        "pretrained": _row("", "realm", "start"),
+        "realm": _row("REALM", "qa", "pretrained", paper=(38.2, 38.5)),
+        "realm_retriever": _row("REALM retriever, baseline encoder", "qa", "pretrained", "start", paper=(37.4, 38.5)),
+        "realm_encoder": _row("Baseline retriever, REALM encoder", "qa", "start", "pretrained", paper=(35.3, 13.9)),
+        "baseline": _row("Baseline (ORQA)", "qa", "start", paper=(31.3, 13.9)),
+        "uniform": _row(
+            "Random uniform masks", "realm,qa", "start", changes=("data.masking=uniform",), paper=(32.3, 24.2)
+        ),
+        "spans": _row(
+            "Random span masks", "realm,qa", "start", changes=("data.masking=random_span",), paper=(35.3, 26.1)
+        ),
+        "stale": _row("30 × stale index", "realm,qa", "start", changes=(stale,), paper=(28.7, 15.1)),
+        "often": _row("Twice as many refreshes", "realm,qa", "start", changes=(often,)),
+        "no_null": _row("No null document", "realm,qa", "start", changes=("retrieval.null_document=False",)),
+        "token": _row("Marginal a word piece", "realm,qa", "start", changes=("objective.marginal=token",)),
+        "own_text": _row("X = Z", "realm,qa", "start", changes=(own,)),
+        "trivial": _row(
+            "X = Z, trivial retrievals allowed", "realm,qa", "start", changes=(own, "retrieval.exclude_own=False")
+        ),
+        "no_ict": _row("No inverse cloze task", "mlm,realm,qa"),
+        "shared": _row(
+            "One tower, trained to the end",
+            "mlm,ict,realm,qa",
+            changes=("model.shared_tower=True", "refresh.qa_every=100"),
+        ),
+    }
+    table = tuple(name for name, row in rows.items() if row["title"])
+    return ConfigDict({"seeds": (0, 1, 2), "encyclopedia": harder, "base": base, "table": table, "rows": rows})
+
+
+def _row(
+    title: str, tasks: str, start: str = "", reader: str = "", changes: tuple[str, ...] = (),
+    paper: tuple[float, ...] = (),
+) -> dict[str, Any]:  # fmt: skip
+    return {"title": title, "tasks": tasks, "start": start, "reader": reader, "changes": changes, "paper": paper}
 
 
 def paper(task: str) -> ConfigDict:

@@ -113,6 +113,25 @@ class Run(BaseRun):
         """An index of host vectors [rows, projection], stored as `retrieval.dtype` and sharded by rows."""
         return Index(self._by_rows(vectors.astype(self.config.retrieval.dtype, copy=False)), self.documents)
 
+    def finds_by_words(self, task: str) -> bool:
+        """Whether what a task trained reads the passages that BM25 finds."""
+        return task == "qa" and self.setting.qa_words
+
+    def needs_vectors(self, task: str) -> bool:
+        """Whether what a task trained finds passages by their vectors, and not by words, or reads none at all."""
+        return task != "closed_book" and not self.finds_by_words(task)
+
+    @property
+    def bare_index(self) -> Index:
+        """The passages alone, where nothing finds them by their vectors."""
+        return Index(None, self.documents)
+
+    @property
+    def answering(self) -> Setting:
+        """The setting under which questions are measured and asked: it may read more passages than training does."""
+        passages = self.config.evaluation.qa_passages or self.setting.qa_passages
+        return dataclasses.replace(self.setting, qa_passages=passages)
+
     @property
     def searches(self) -> SearchSettings | None:
         """How hosts search, where `retrieval.backend` says that they do."""
@@ -169,14 +188,17 @@ def embed_program(model: Realm, mesh: Mesh, params: Params, documents: Documents
 
 def make_run(config: ConfigDict, workdir: Path, sources: Sources, devices: list[jax.Device] | None = None) -> Run:
     """Everything that a validated config decides. Raises UserError where config and data do not fit."""
-    rows, wanted = len(sources.passages), max(config.retrieval.candidates, config.retrieval.qa_passages)
+    rows, read = len(sources.passages), max(config.retrieval.qa_passages, config.evaluation.qa_passages)
+    wanted = max(config.retrieval.candidates, read)
     if rows < wanted:
         raise UserError(
-            f"{config.data.path}: the corpus has {rows} passages, but config.retrieval.candidates and "
-            f"config.retrieval.qa_passages need {wanted}; add passages or lower the keys"
+            f"{config.data.path}: the corpus has {rows} passages, but config.retrieval.candidates, "
+            f"retrieval.qa_passages and evaluation.qa_passages need {wanted}; add passages or lower the keys"
         )
     wordpiece = sources.wordpiece
     bare = bare_run(config, workdir, rows, wordpiece.size, devices, (wordpiece.cls_id, wordpiece.sep_id))
+    if config.data.text == "passages":
+        sources = dataclasses.replace(sources, pretraining=sources.passages)
     return dataclasses.replace(bare, sources=sources)
 
 
@@ -197,12 +219,17 @@ def bare_run(
         *special,
         rows,
         candidates=retrieval.candidates,
+        null_document=retrieval.null_document,
+        exclude_own=retrieval.exclude_own,
         marginal=objective.marginal,
         ict_null_weight=objective.ict_null_weight,
         search_block=retrieval.block,
         qa_objective=objective.qa,
         qa_beam=retrieval.qa_beam,
         qa_passages=retrieval.qa_passages,
+        qa_titles=retrieval.qa_titles,
+        qa_words=retrieval.qa_search == "bm25",
+        qa_documents=config.refresh.qa_every > 0,
     )
     lengths = lengths_from(
         data.query_length, data.document_length, data.masking, data.predictions, data.answers, config.model.span_width

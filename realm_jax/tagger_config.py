@@ -23,7 +23,8 @@ Operations (may change on resume):
                            change (`data.json`)
   data.vocabulary          vocab.txt of word pieces; '': that of `init_from`, else one learned from the training text;
                            the content may not change
-  init_from                folder with model.safetensors of a BERT that fresh parameters are taken from; '' for none
+  init_from                folder with model.safetensors of a BERT that fresh parameters are taken from, or hf:NAME, a
+                           BERT of the Hugging Face hub; '' for none
   model.remat              what the backward pass computes again, to save memory: 'none', 'dots', 'layer'
   model.scan               layers as one compiled loop
   model.fused_attention    attend with one kernel that keeps no scores: on NVIDIA GPUs in bfloat16, by cuDNN

@@ -6,7 +6,6 @@ it tags.
 
 import dataclasses
 import json
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +46,10 @@ class TaggerRun(BaseRun):
         hashes = {name: digest(json.dumps(part).encode()) for name, part in parts.items()}
         return {"tokenizer": self.wordpiece.fingerprint} | hashes
 
-    @cached_property
-    def encoder(self) -> Params:
-        """The encoder of `init_from`, on the host. Raises UserError where it does not fit."""
-        return load_bert(Path(self.config.init_from), self.tagger.bert)
-
-    def with_weights(self, params: Params) -> Params:
-        """Parameters with the encoder of `init_from` in place of their own. Raises UserError where it does not fit."""
-        placed = jax.tree.map(put_whole, self.encoder, self.param_shardings["tagger"]["bert"])
+    def with_weights(self, params: Params, folder: Path) -> Params:
+        """Parameters with the encoder of a folder in place of their own. Raises UserError where it does not fit."""
+        encoder = load_bert(folder, self.tagger.bert)
+        placed = jax.tree.map(put_whole, encoder, self.param_shardings["tagger"]["bert"])
         return {"tagger": params["tagger"] | {"bert": placed}}
 
 

@@ -8,7 +8,9 @@ import pytest
 from tiny_run import PEOPLE, prepare_people, question
 
 from realm_jax import cli
-from realm_jax.evaluation.predict import Candidate, Prediction
+from realm_jax.corpus.jsonl import Question
+from realm_jax.evaluation.answers import normalise
+from realm_jax.evaluation.predict import Answer, Evaluator, merge
 from realm_jax.jobs.answering import open_run_to_ask, restore
 from realm_jax.run import Run
 from realm_jax.training.checkpoints import Gone, Saved
@@ -23,13 +25,49 @@ def opened(trained_run):
     return restore(open_run_to_ask(trained_run.workdir, overrides={"evaluation.batch_size": 1}))
 
 
-def test_an_answer_found_in_several_passages_is_shown_in_the_one_that_adds_most(opened):
-    spans = [(n, opened.run.sources.passages.text(n).index("The house")) for n in (0, 1, 2)]
-    candidates = [
-        Candidate(n, p, (start, start + 9), q)
-        for (n, start), (p, q) in zip(spans, [(0.5, 0.1), (0.3, 0.9), (0.2, 0.2)], strict=True)
+ONE = Answer("The house", 0.05, 0, (4, 13))
+TWO = Answer("house", 0.27, 1, (2, 7))
+OTHER = Answer("1803", 0.29, 2, (0, 4))
+
+
+def test_occurrences_of_one_answer_are_added_and_it_is_shown_where_it_is_likeliest():
+    first, second = merge([ONE, OTHER, TWO], "marginal")
+    assert first == TWO._replace(probability=pytest.approx(0.32)) and second == OTHER
+
+
+def test_or_the_likeliest_occurrence_speaks_for_all():
+    assert merge([ONE, OTHER, TWO], "max") == [OTHER, TWO]
+
+
+def test_marks_and_articles_are_no_common_answer():
+    lone = [Answer(text, 0.2, 0, (0, 1)) for text in (".", "a", ",", "a")]
+    assert [(answer.text, answer.probability) for answer in merge(lone, "marginal")] == [
+        ("a", 0.4),
+        (".", 0.2),
+        (",", 0.2),
     ]
-    assert opened.answered_by(Prediction("The house", 0.36, candidates)).row == 1
+
+
+def test_the_answers_are_those_of_a_walk_over_all_spans(opened):
+    """With every span kept, an answer's probability is Σ_z p(z|x) Σ p(span|z,x) over all of them: 1 in all."""
+    run = opened.run.with_config(opened.run.config.copy_and_resolve_references())
+    run.config.evaluation.spans = 10_000
+    evaluator = Evaluator(run, [Question(QUESTION, ["1803"])])
+    (found,) = evaluator.predict(opened.params, opened.index)
+    assert sum(answer.probability for answer in found.nbest) == pytest.approx(1, abs=1e-5)
+    assert len({normalise(answer.text) or answer.text for answer in found.nbest}) == len(found.nbest)
+    likeliest = [answer.probability for answer in found.nbest]
+    assert likeliest == sorted(likeliest, reverse=True)
+    for answer in found.nbest:
+        assert opened.run.sources.passages.text(answer.row)[slice(*answer.span)] == answer.text != ""
+    read = [candidate.row for candidate in found.candidates]
+    assert found.retrieved[: len(read)].tolist() == read
+    assert sorted(found.scores.tolist(), reverse=True) == found.scores.tolist()
+    texts = [run.sources.passages.text(row) for row in read]
+    for asked in ("1803", "1815", "house"):
+        assert evaluator.reader_oracle(Question(QUESTION, [asked]), found) == any(asked in text for text in texts)
+        pattern = Question(QUESTION, [asked], fields={"match": "regex"})
+        assert evaluator.reader_oracle(pattern, found) == any(asked in text for text in texts)
 
 
 def test_asking_changes_nothing_in_the_run_and_embeds_nothing_anew(trained_run, monkeypatch, capsys):

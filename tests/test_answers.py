@@ -10,7 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realm_jax.evaluation.answers import contains_answer, exact_match, find_answer, normalise
+from realm_jax.evaluation.answers import (
+    contains_answer,
+    exact_match,
+    find_answer,
+    full_match,
+    normalise,
+    squad_match,
+    token_f1,
+    words,
+)
 from realm_jax.text import patterns
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -44,6 +53,22 @@ def test_accents_count_but_their_spelling_does_not():
 def test_a_pattern_matches_from_the_start_and_not_to_the_end():
     assert exact_match("Sept 11", ["sept(ember)?"], is_regex=True)
     assert not exact_match("on Sept 11", ["sept(ember)?"], is_regex=True)
+
+
+def test_a_full_match_reaches_the_end():
+    assert full_match("September", ["june", "sept(ember)?"])
+    assert not full_match("Sept 11", ["sept(ember)?"]) and not full_match("(", ["("])
+
+
+def test_squads_scorer_tells_the_two_spellings_of_an_accent_apart():
+    assert exact_match("Beyonce\u0301", ["Beyonc\u00e9"]) and not squad_match("Beyonce\u0301", ["Beyonc\u00e9"])
+    assert squad_match("the Beyonc\u00e9!", ["Beyonc\u00e9"])
+
+
+def test_f1_counts_words_as_often_as_they_occur_and_takes_the_best_answer():
+    assert token_f1("the new New York", ["York"]) == pytest.approx(2 * (1 / 3) * 1 / (1 / 3 + 1))
+    assert token_f1("New York, New York", ["new york", "new york new york"]) == 1
+    assert token_f1("Paris", ["Rome"]) == token_f1("the", ["a"]) == token_f1("Paris", []) == 0
 
 
 def test_an_invalid_pattern_matches_nothing():
@@ -145,12 +170,15 @@ def test_a_normalised_answer_has_single_spaces_and_still_matches(text: str):
 
 
 @needs_shared_data
-def test_normalise_agrees_with_the_reference_scorer():
+def test_normalise_agrees_with_the_reference_scorers():
+    """ORQA's, SQuAD's, that of DPR's reader, and what DPR's retriever does to a text before it takes words."""
     vectors = read_lines("gold/normalise_vectors.jsonl.gz")
-    assert [normalise(vector["in"]) for vector in vectors] == [vector["orqa"] for vector in vectors]
-    # SQuAD's scorer leaves Unicode composed, so without accents both agree.
-    plain = [vector for vector in vectors if vector["in"].isascii()]
-    assert [normalise(vector["in"]) for vector in plain] == [vector["squad"] for vector in plain]
+    assert len(vectors) > 500
+    for vector in vectors:
+        text = vector["in"]
+        assert normalise(text) == vector["orqa"]
+        assert normalise(text, decomposed=False) == vector["squad"] == vector["dpr"]
+        assert unicodedata.normalize("NFD", text) == vector["dpr_nfd"] and words(text) == words(vector["dpr_nfd"])
 
 
 @needs_shared_data

@@ -28,7 +28,7 @@ def flip(folder: Path, rng: np.random.Generator) -> None:
     path.write_bytes(bytes(content))
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 12))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 12))])
 def test_one_flipped_bit_is_named_and_skipped(people, straight, tmp_path, monkeypatch, caplog, seed):
     """Cut off after step 4, whose checkpoint then goes bad: training goes on from step 2, to the same bits."""
     run = open_tiny(people, tmp_path)

@@ -1,14 +1,25 @@
-"""The control without passages: how a question and its answer lie in a query, and how predictions are read back."""
+"""A reader without passages: how a question and its answer lie in a query, how predictions are read back, and a run."""
 
+import json
+
+import jax
 import numpy as np
 import pytest
-from tiny_run import PEOPLE, prepare_people
+from tiny_run import PEOPLE, prepare_people, tiny_config
 
+from realm_jax import cli
+from realm_jax.config import validate
 from realm_jax.corpus.jsonl import Question
-from realm_jax.data.closed_book import closed_book_answer, closed_book_examples, closed_book_query
-from realm_jax.data.examples import Lengths
+from realm_jax.data.closed_book import answer_places, closed_book_answer, closed_book_examples, closed_book_query
+from realm_jax.data.examples import Lengths, document_arrays
 from realm_jax.data.sources import Sources, open_sources
 from realm_jax.errors import UserError
+from realm_jax.evaluation.closed_book import recall_answers
+from realm_jax.jobs.recipe import train
+from realm_jax.models.inputs import Documents, join
+from realm_jax.models.realm import flatten_joint
+from realm_jax.run import make_run
+from realm_jax.training.workdir import check_workdir
 
 LENGTHS = Lengths(query=20, document=48, predictions=6, answers=2, span_width=4)
 QUESTION = "When was Ada Dahl born?"
@@ -86,7 +97,68 @@ def test_half_the_examples_are_questions_and_half_masked_sentences_all_without_a
 
 
 def test_what_is_missing_is_named(sources):
-    with pytest.raises(UserError, match="needs training questions and pre-training text with salient spans"):
+    with pytest.raises(UserError, match="the task closed_book needs training questions"):
         closed_book_examples(sources.pretraining, [], sources.wordpiece, LENGTHS)
-    with pytest.raises(UserError, match="config.data.query_length: the closed-book control needs 2 more"):
+    with pytest.raises(UserError, match="config.data.query_length: the task closed_book needs 2 more"):
         closed_book_examples(sources.pretraining, [], sources.wordpiece, LENGTHS._replace(query=5))
+
+
+@pytest.fixture(scope="module")
+def alone(people, tmp_path_factory, quick_steps):
+    """A run of the task by itself."""
+    config = tiny_config(people)
+    config.tasks = "closed_book"
+    config.closed_book.update(steps=2, batch_size=4)
+    run = make_run(config, tmp_path_factory.mktemp("alone"), open_sources(people), jax.devices()[:1])
+    check_workdir(run)
+    train(run)
+    return run
+
+
+def test_answers_from_nowhere_are_predicted_and_measured(alone, tmp_path, capsys):
+    output = tmp_path / "predictions.jsonl"
+    assert cli.main(["predict", f"--workdir={alone.workdir}", f"--output={output}"]) == 0
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    assert len(lines) == 8 and all(0 < line["probability"] <= 1 and "retrieved" not in line for line in lines)
+    assert cli.main(["evaluate", f"--predictions={output}", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {*found["measures"]} == {"exact_match", "exact_match_squad", "f1"} and found["passages_read"] == 0
+    last = [json.loads(line) for line in (alone.workdir / "closed_book" / "evaluations.jsonl").open()][-1]
+    assert found["measures"]["exact_match"]["value"] == last["exact_match"]
+
+
+def test_the_probability_is_of_the_pieces_up_to_the_end(alone):
+    params = alone.initial_params()
+    (answers,) = recall_answers(alone, [Question("When was Ada Dahl born?", ["1803"], None, {}, 1)], params)
+    query = closed_book_query("When was Ada Dahl born?", alone.sources.wordpiece, alone.lengths)
+    nothing = np.zeros(0, np.uint16)
+    row = query | document_arrays(nothing, nothing, alone.lengths.document, alone.sources.wordpiece)
+    documents = Documents(*(row[f"document{part}"][None, None] for part in ("", "_length", "_title_length")))
+    joint = flatten_joint(join(row["query"][None], row["query_length"][None], documents))
+    log_p = np.asarray(jax.nn.log_softmax(alone.model.read_words(params, joint, row["positions"][None])))[0]
+    pieces = log_p.argmax(axis=-1)
+    assert answers[0].text == closed_book_answer(pieces, alone.sources.wordpiece, alone.lengths)
+    ends = np.flatnonzero(pieces == alone.sources.wordpiece.sep_id)
+    last = min([*ends, answer_places(alone.lengths) - 1])
+    assert answers[0].probability == pytest.approx(np.exp(log_p.max(axis=-1)[: last + 1].sum()), rel=1e-4)
+
+
+def told(capsys) -> str:
+    return capsys.readouterr().err
+
+
+def test_there_is_nothing_to_show_beside_its_answers(alone, capsys):
+    workdir = f"--workdir={alone.workdir}"
+    assert cli.main(["ask", workdir, "When was Ada Dahl born?"]) == 2
+    assert "closed_book was trained there, which answers without passages; use `realm predict`" in told(capsys)
+    assert cli.main(["inspect", "text", "Ada was born in [1803].", workdir]) == 2
+    assert "there is no p(z|x) to look at: task closed_book" in told(capsys)
+
+
+def test_it_is_a_recipe_of_its_own(people):
+    config = tiny_config(people)
+    config.tasks = "mlm,closed_book"
+    validate(config)
+    config.tasks = "ict,closed_book"
+    with pytest.raises(UserError, match="config.tasks: closed_book is a recipe of its own"):
+        validate(config)

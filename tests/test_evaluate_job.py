@@ -1,4 +1,4 @@
-"""`realm evaluate`: what it measures, how it tells, and the predictions that it writes."""
+"""`realm evaluate`: what it measures, how it tells, and the files for TREC's tools that it writes."""
 
 import io
 import json
@@ -11,8 +11,8 @@ from rich.console import Console
 from tiny_run import question, write_lines
 
 from realm_jax import cli
-from realm_jax.evaluation.answers import exact_match
 from realm_jax.jobs import evaluate as job
+from realm_jax.jobs.predict import checked_output
 from realm_jax.run import Run
 
 
@@ -24,34 +24,37 @@ def test_the_measures_are_lines_where_there_is_no_terminal(trained_run, capsys):
     assert evaluate(trained_run) == 0
     out, err = capsys.readouterr()
     assert "bm25s" not in err
-    values = dict(line.rsplit(" ", 1) for line in out.splitlines())
+    lines = out.splitlines()
+    others = dict(line.removeprefix("bm25 ").split(" ") for line in lines if line.startswith("bm25 "))
+    values = {line.split(" ")[0]: line.split(" ")[1:] for line in lines if not line.startswith("bm25 ")}
     parameters = sum(x.size for x in jax.tree.leaves(jax.eval_shape(trained_run.initial_params)))
-    counts = {"task": "qa", "step": "2", "questions": "8", "passages": "16", "parameters": str(parameters)}
-    assert {name: values[name] for name in counts} == counts
-    assert 0 <= float(values["recall@1"]) <= float(values["recall@5"]) <= 1
-    assert float(values["answer_recall@5"]) >= float(values["recall@5"]), "the gold passage holds the answer"
-    assert values["bm25 recall@1"] == values["bm25 answer_recall@1"] == "1.0000", "names are in one passage each"
+    counts = {"task": "qa", "step": "2", "questions": "8", "passages": "16", "passages_read": "3"}
+    counts["parameters"] = str(parameters)
+    assert {name: values.pop(name) for name in counts} == {name: [value] for name, value in counts.items()}
+    assert {"exact_match", "exact_match_squad", "f1", "recall@1", "answer_recall@5", "reader_oracle"} < values.keys()
+    for value, low, high in (map(float, line) for line in values.values()):
+        assert 0 <= low <= value <= high <= 1
+    assert float(values["answer_recall@5"][0]) >= float(values["recall@5"][0]), "the gold passage holds the answer"
+    assert others["recall@1"] == others["answer_recall@1"] == "1.0000", "names are in one passage each"
     assert "recall@20" not in values, "there are only sixteen passages"
 
 
-def test_predictions_are_written_one_a_line_and_agree_with_the_score(trained_run, tmp_path, capsys):
-    output = tmp_path / "predictions.jsonl"
-    assert evaluate(trained_run, "--json", "--no-bm25", f"--output={output}") == 0
+def test_what_was_retrieved_and_what_should_have_been_are_written_for_trec(trained_run, tmp_path, capsys):
+    files = f"--trec={tmp_path}/run.txt", f"--qrels={tmp_path}/qrels.txt"
+    assert evaluate(trained_run, "--json", "--no-bm25", "--passages=4", *files) == 0
     found = json.loads(capsys.readouterr().out)
-    records = [json.loads(line) for line in output.read_text().splitlines()]
-    assert len(records) == found["questions"] == 8 and "bm25" not in found
-    assert found["exact_match"] == sum(record["correct"] for record in records) / 8
-    store = trained_run.sources.passages
-    for number, record in enumerate(records):
-        asked = question(number)
-        assert (record["question"], record["answers"]) == (asked["question"], asked["answers"])
-        assert record["gold_passage_id"] == f"p{number}" and 0 < record["probability"] <= 1
-        assert record["prediction"] in store.text(store.rows_of(record["passage_id"])[0])
-        assert record["correct"] == exact_match(record["prediction"], record["answers"])
+    assert "bm25" not in found and "recall@5" not in found["measures"], "only four passages were retrieved"
+    ranked = [line.split(" ") for line in (tmp_path / "run.txt").read_text().splitlines()]
+    assert [line[0] for line in ranked] == [str(n) for n in range(1, 9) for _ in range(4)]
+    assert [line[3] for line in ranked] == ["1", "2", "3", "4"] * 8
+    judged = dict(line.split(" 0 ") for line in (tmp_path / "qrels.txt").read_text().splitlines())
+    assert judged == {str(n + 1): f"p{n} 1" for n in range(8)}
+    first = [judged[line[0]] == f"{line[2]} 1" for line in ranked if line[3] == "1"]
+    assert found["measures"]["recall@1"]["value"] == sum(first) / 8
 
 
 def put(path: Path, text: str) -> None:
-    job.write_lines(job.checked_output(path), text)
+    job.write_lines(checked_output(path, "--trec"), text)
 
 
 def test_a_link_stays_and_the_file_that_it_leads_to_is_written(tmp_path):
@@ -81,7 +84,7 @@ def test_an_earlier_task_can_be_measured(trained_run, capsys):
         json.loads(line) for line in (trained_run.workdir / "ict" / "evaluations.jsonl").read_text().splitlines()
     ]
     assert found["task"] == "ict" and "span head that qa did not train" in err
-    assert found["retrieval"]["recall@5"] == recorded[-1]["recall@5"], "what training measured at its end"
+    assert found["measures"]["recall@5"]["value"] == recorded[-1]["recall@5"], "what training measured at its end"
 
 
 def test_questions_of_a_file_need_no_gold_passage(trained_run, tmp_path, capsys):
@@ -89,7 +92,8 @@ def test_questions_of_a_file_need_no_gold_passage(trained_run, tmp_path, capsys)
     assert evaluate(trained_run, f"--questions={file}", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["questions"] == 2
-    assert set(found["retrieval"]) == set(found["bm25"]) == {"answer_recall@1", "answer_recall@5"}
+    assert found["bm25"].keys() == {"answer_recall@1", "answer_recall@5"}
+    assert not any(name.startswith("recall") for name in found["measures"])
 
 
 def test_gold_passages_that_are_not_there_and_questions_that_are_cut_are_warned_of(trained_run, tmp_path, capsys):
@@ -97,23 +101,33 @@ def test_gold_passages_that_are_not_there_and_questions_that_are_cut_are_warned_
     file = write_lines(tmp_path / "mine.jsonl", records)
     assert evaluate(trained_run, f"--questions={file}", "--json", "--no-bm25") == 0
     out, err = capsys.readouterr()
-    assert json.loads(out)["retrieval"]["recall@5"] == 0
+    assert json.loads(out)["measures"]["recall@5"] == {"value": 0, "low": None, "high": None, "questions": 1}
     assert "1 gold passages, such as 'elsewhere'" in err
     assert "1 questions are longer than the 14 word pieces" in err
 
 
 def test_a_terminal_shows_a_table_with_a_dash_for_what_was_not_measured():
-    found = {"task": "qa", "step": 2, "questions": 8, "passages": 16, "parameters": 23278, "exact_match": 0.125}
-    found |= {"retrieval": {"answer_recall@1": 0.25, "answer_recall@5": 0.5}, "bm25": {"answer_recall@1": 1.0}}
-    to = Console(file=io.StringIO(), force_terminal=True, color_system=None, width=100, highlight=False)
+    found = {"task": "qa", "step": 2, "questions": 8, "passages": 16, "passages_read": 3, "parameters": 23278}
+    found |= {"bm25": {"answer_recall@1": 1.0}, "measures": {}}
+    for name, value in {"exact_match": 0.125, "answer_recall@1": 0.25}.items():
+        found["measures"][name] = {"value": value, "low": 0.0, "high": 0.375, "questions": 8}
+    to = Console(file=io.StringIO(), force_terminal=True, color_system=None, width=120, highlight=False)
     job.show(found, to)
     rows = [line.split() for line in to.file.getvalue().splitlines()]
-    assert rows[0] == ["measure", "after", "qa", "BM25"]
-    assert ["answer_recall@1", "answer", "in", "a", "passage", "25.0%", "100.0%"] in rows
-    assert ["answer_recall@20", "answer", "in", "a", "passage", "–", "–"] in rows
-    assert ["exact", "match", "12.5%", "–"] in rows
-    assert not any(row[0].startswith("recall@") for row in rows)
+    assert rows[0] == ["measure", "after", "qa", "95", "%", "BM25", "questions"]
+    assert rows[1][:7] == ["exact_match", "12.5%", "0.0%", "…", "37.5%", "–", "8"] and "ORQA's" in rows[1]
+    assert rows[2][:7] == ["answer_recall@1", "25.0%", "0.0%", "…", "37.5%", "100.0%", "8"]
     assert "23,278" in rows[-1]
+
+
+def test_patterns_are_measured_in_both_senses(trained_run, tmp_path, capsys):
+    patterns = [question(n) | {"answers": ["\\w+"], "match": "regex"} for n in (1, 2)]
+    file = write_lines(tmp_path / "mine.jsonl", patterns)
+    assert evaluate(trained_run, f"--questions={file}", "--json", "--no-bm25") == 0
+    found = json.loads(capsys.readouterr().out)["measures"]
+    assert found["regex_match"] == found["exact_match"] and found["reader_oracle"]["value"] == 1
+    assert found["regex_full_match"]["value"] <= found["regex_match"]["value"]
+    assert not {"f1", "exact_match_squad"} & found.keys()
 
 
 @pytest.mark.parametrize(
@@ -121,8 +135,8 @@ def test_a_terminal_shows_a_table_with_a_dash_for_what_was_not_measured():
     [
         (["--split=test"], "--split=test: {data} has no such questions (it has: train, dev)"),
         (["--task=realm"], "--task=realm: the run in {run} has no such task; choose among ict, qa"),
-        (["--output=nowhere/out.jsonl"], "--output=nowhere/out.jsonl: name a file in a folder that exists"),
-        (["--output=/proc/out.jsonl"], "--output=/proc: no folder that can be written to"),
+        (["--trec=nowhere/run.txt"], "--trec=nowhere/run.txt: name a file in a folder that exists"),
+        (["--trec=/proc/run.txt"], "--trec=/proc: no folder that can be written to"),
         (["--questions=none.jsonl"], "cannot read none.jsonl"),
         (["--data=nowhere"], "nowhere: the prepared folder of the run in {run} is not there"),
     ],

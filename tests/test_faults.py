@@ -144,7 +144,7 @@ def test_a_builder_is_killed_and_started_again(people, sturdy, tmp_path, before_
     assert len(seen) > write and log.text.count("published generation 2-") >= 1
 
 
-@pytest.mark.parametrize("step", [slow(4), 7])
+@pytest.mark.parametrize("step", [slow(4), slow(7)])
 def test_a_trainer_is_killed(people, sturdy, tmp_path, monkeypatch, watch, step):
     run = open_tiny(people, tmp_path)
     cut_at(monkeypatch, step)
@@ -157,6 +157,7 @@ def test_a_trainer_is_killed(people, sturdy, tmp_path, monkeypatch, watch, step)
     assert adoptions(run) == adoptions(sturdy.run)
 
 
+@pytest.mark.slow
 def test_a_trainer_is_killed_before_it_says_that_it_is_done(people, sturdy, tmp_path, monkeypatch, log):
     """Its builder learns it from the next one, which finds nothing left to do."""
     run = open_tiny(people, tmp_path)
@@ -202,6 +203,7 @@ def test_two_builders_at_once(people, sturdy, tmp_path, before_write, watch, mon
     assert len(listed) >= 12
 
 
+@pytest.mark.slow
 def test_no_builder_at_all(people, sturdy, tmp_path, watch):
     run = open_tiny(people, tmp_path, wait_seconds=0.05)
     with pytest.raises(UserError, match="the first generation did not come within config.refresh.wait_seconds=0.05"):
@@ -328,6 +330,7 @@ def test_an_export_is_half_written_while_the_builder_looks(people, sturdy, tmp_p
     watch.check(run)
 
 
+@pytest.mark.slow
 def test_the_trainer_is_killed_in_the_middle_of_an_export(people, sturdy, tmp_path, before_write, watch):
     run, left = open_tiny(people, tmp_path), [EXPORT]
 
@@ -345,6 +348,7 @@ def test_the_trainer_is_killed_in_the_middle_of_an_export(people, sturdy, tmp_pa
     watch.check(run)
 
 
+@pytest.mark.slow
 def test_an_export_is_damaged(people, tmp_path, watch, log, monkeypatch):
     """Its towers lose their end before the builder looks. The trainer stops; started again it passes that index over,
     as nobody can make it any more."""
@@ -395,7 +399,7 @@ def test_a_builder_with_other_vectors_than_the_trainer_wants(sturdy):
         Job(opened, PosixFolder(sturdy.run.workdir), Share()).work(Stop(), 6, True)
 
 
-@pytest.mark.parametrize("name", ["tokenizer", slow("corpus")])
+@pytest.mark.parametrize("name", [slow("tokenizer"), slow("corpus")])
 def test_a_generation_of_another_tokenizer_or_corpus(people, sturdy, tmp_path, watch, log, name):
     """It has the right name, and is passed over; nothing comes in its place until somebody removes it."""
     run = open_tiny(people, tmp_path, wait_seconds=2.0)
@@ -508,6 +512,7 @@ def test_a_bucket_that_fails_now_and_then(people, sturdy, tmp_path, monkeypatch,
     assert not list(tmp_path.glob("index")), "everything that is shared is in the bucket"
 
 
+@pytest.mark.slow
 def test_shared_storage_becomes_read_only(people, tmp_path, before_write, watch, log):
     """After the first generation: both jobs say so, training goes on, and the run ends whole."""
     shared = tmp_path / "shared"

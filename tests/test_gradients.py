@@ -93,8 +93,9 @@ def test_parts_of_the_inverse_cloze_task_drop_the_same_units_in_both_passes(para
     assert float(after["loss"] - values["loss"]) == pytest.approx(expected, rel=0.05)
 
 
-@pytest.mark.parametrize("remat", [pytest.param("dots", marks=pytest.mark.slow), "layer"])
-@pytest.mark.parametrize("dropout", [0.0, pytest.param(0.3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["dots", "layer"])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_what_is_computed_again_gives_the_same_gradient(params, remat, dropout):
     """And less is kept for the backward pass meanwhile."""
     key = jax.random.key(5) if dropout else None
@@ -112,6 +113,7 @@ def test_what_is_computed_again_gives_the_same_gradient(params, remat, dropout):
     assert kept[1] < 0.9 * kept[0]
 
 
+@pytest.mark.slow
 def test_layers_in_a_loop_give_the_same_gradient(params):
     """And other dropout in every layer and step."""
     batch = jax.tree.map(jnp.asarray, example_batch("mlm"))

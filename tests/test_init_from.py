@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 from quick import quick_compiler
 from tiny_run import PEOPLE, prepare_people, tiny_config, train_tiny_run
@@ -13,8 +14,9 @@ from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.jobs.opening import check_source
 from realm_jax.jobs.recipe import starting_params, train
-from realm_jax.run import make_run
-from realm_jax.training.restore import restore_params
+from realm_jax.run import Run, make_run
+from realm_jax.training.checkpoints import Damaged, Saved
+from realm_jax.training.restore import embedded_before, restore_params
 from realm_jax.training.workdir import check_workdir
 
 
@@ -57,6 +59,58 @@ def test_starts_from_the_final_parameters_even_with_another_optimiser(first, tmp
     run = heir(first, tmp_path, objective={"retriever_start": 1})
     theirs = restore_params(first, first.workdir, "qa", first.initial_params())
     jax.tree.map(lambda a, b: None if (a == b).all() else pytest.fail("differs"), starting_params(run), theirs)
+
+
+@pytest.fixture
+def embeddings(monkeypatch):
+    """A list that grows with every time that the corpus is embedded."""
+    found, embed = [], Run.embed
+
+    def counted(run, *arguments):
+        found.append(run.workdir)
+        return embed(run, *arguments)
+
+    monkeypatch.setattr(Run, "embed", counted)
+    return found
+
+
+def test_the_corpus_is_embedded_once_for_the_same_parameters(first, tmp_path, embeddings):
+    """At the end of ict. Fine-tuning, which leaves the passages' tower as it is, and an heir take the vectors."""
+    run = train_tiny_run(tmp_path)
+    assert len(embeddings) == 1
+    saved = Saved.newest(run.workdir / "qa" / "checkpoints").array("vectors")
+    np.testing.assert_array_equal(saved, Saved.newest(run.workdir / "ict" / "checkpoints").array("vectors"))
+    np.testing.assert_array_equal(saved, embed_anew(run))
+    embeddings.clear()
+    other = heir(run, tmp_path / "other", tasks="qa")
+    check_workdir(other)
+    train(other)
+    assert embeddings == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"retrieval": {"dtype": "bfloat16"}}, pytest.param({"model": {"dtype": "bfloat16"}}, marks=pytest.mark.slow)],
+)
+def test_vectors_that_were_made_otherwise_are_made_anew(first, tmp_path, embeddings, change):
+    other = heir(first, tmp_path, tasks="qa", **change)
+    check_workdir(other)
+    train(other)
+    assert len(embeddings) == 1
+
+
+def test_vectors_of_a_damaged_checkpoint_are_made_anew(first, tmp_path, monkeypatch):
+    run = heir(first, tmp_path, tasks="qa")
+    params = starting_params(run)
+    assert embedded_before(run, "qa", params) is not None
+    assert embedded_before(run, "qa", run.initial_params()) is None
+    monkeypatch.setattr(Saved, "array", lambda *_: (_ for _ in ()).throw(Damaged("not as it was saved")))
+    assert embedded_before(run, "qa", params) is None
+
+
+def embed_anew(run):
+    like = run.initial_params()
+    return run.embed(restore_params(run, run.workdir, "ict", like))
 
 
 def test_goes_on_without_the_source(first, tmp_path):

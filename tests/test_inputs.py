@@ -14,6 +14,7 @@ from realm_jax.text import layouts
 join = jax.jit(inputs.join)
 contains = jax.jit(inputs.contains)
 find_answers = jax.jit(inputs.find_answers, static_argnames="span_width")
+hold_answers = jax.jit(inputs.hold_answers, static_argnames="span_width")
 document_segments = jax.jit(inputs.document_segments)
 
 QUERY, DOCUMENT = 8, 12
@@ -135,6 +136,20 @@ def test_answers_are_found_as_by_plain_loops(queries, texts, answers):
             body = range(int(joint.body_start[example, place]), int(joint.lengths[example, place]) - 1)
             found = [{tuple(span) for span in np.argwhere(x[example, place]).tolist()} for x in (allowed, correct)]
             assert tuple(found) == spans_by_loops(ids, body, answers[example])
+    holding = hold_answers(two_by_two(document_rows(texts, DOCUMENT)), *answer_arrays(answers, 4), span_width=WIDTH)
+    assert holding.tolist() == correct.any(axis=(2, 3)).tolist()
+
+
+def test_a_joint_with_titles_has_them_before_the_body_and_no_span_in_them():
+    """[CLS] 4 [SEP] 5 [SEP] 6 5 [SEP]: the title says 5 as well."""
+    query, documents = query_rows([[4]], 4), document_rows([([5], [6, 5]), ([], [6])], length=8)
+    documents = Documents(*(part[None] for part in documents))
+    joint = inputs.join(query["query"], query["query_length"], documents, titles=True)
+    assert joint.ids[0].tolist() == [[1, 4, 2, 5, 2, 6, 5, 2, 0, 0, 0], [1, 4, 2, 2, 6, 2, 0, 0, 0, 0, 0]]
+    assert joint.segments[0].tolist() == [[0, 0, 0, 1, 1, 1, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0]]
+    assert joint.body_start.tolist() == [[5, 4]] and joint.lengths.tolist() == [[8, 6]]
+    _, correct = inputs.find_answers(joint, *answer_arrays([[[5]]], 2), 2)
+    assert np.argwhere(correct[0]).tolist() == [[0, 6, 0]]
 
 
 def test_no_span_reaches_into_the_final_separator():

@@ -8,7 +8,7 @@ import pytest
 from realm_jax import cli
 from realm_jax.corpus.statistics import histogram, statistics
 from realm_jax.data.sources import open_sources
-from realm_jax.jobs.inspect import pieces_of
+from realm_jax.jobs.inspect_data import pieces_of
 from realm_jax.jobs.prepare import prepare
 
 
@@ -79,8 +79,8 @@ def test_what_is_not_there_is_said(data, capsys):
         ("--rows=-1", "--rows=-1: must be at least 0"),
         ("--seed=-1", "--seed=-1: must be at least 0"),
         ("--query-length=0", "--query-length=0: must be at least 8"),
-        ("--html=absent/page.html", "--html=absent/page.html: its folder does not exist"),
-        ("--html=.", "--html=.: is a folder; name a file"),
+        ("--html=absent/page.html", "--html=absent/page.html: name a file in a folder that exists"),
+        ("--html=.", "--html=.: name a file in a folder that exists"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_is_shown(data, capsys, flag, message):

@@ -10,6 +10,7 @@ from realm_jax.models.likelihood import NEGATIVE
 
 # Compiled as they are in a step; one at a time is slower to test.
 masked_word_marginal = jax.jit(likelihood.masked_word_marginal, static_argnames="kind")
+answer_log_probabilities = jax.jit(likelihood.answer_log_probabilities, static_argnames="objective")
 answer_marginal = jax.jit(likelihood.answer_marginal)
 orqa_loss = jax.jit(likelihood.orqa_loss)
 span_log_probabilities = jax.jit(likelihood.span_log_probabilities)
@@ -209,6 +210,17 @@ def test_orqa_drops_a_term_without_a_correct_entry_but_divides_by_all_examples()
     beam_correct = jnp.array([[False, False, True, True], [False] * 4])
     loss = orqa_loss(beam, beam_correct, *answer_batch(False, False))
     np.testing.assert_allclose(loss.value, -np.log(5 / 8) / 2, rtol=1e-6)
+
+
+def test_what_is_held_of_passages_and_spans_by_hand():
+    """'marginal': 3/4 and 1/4, spans by themselves. 'orqa': weights 3 · (1, 2, 1) and 1 · (3, 3, 2) of 20 in all."""
+    scores, spans, allowed, _ = answer_batch(True)
+    for objective, passages in {"marginal": [3 / 4, 1 / 4], "orqa": [12 / 20, 8 / 20]}.items():
+        prior, within = answer_log_probabilities(scores, spans, allowed, objective)
+        np.testing.assert_allclose(np.exp(prior[0]), passages, rtol=1e-5)
+        np.testing.assert_allclose(np.exp(within[0, :, 0]), [[1 / 4, 2 / 4], [3 / 8, 3 / 8]], rtol=1e-5)
+    with pytest.raises(ValueError, match="'marginal' or 'orqa', not 'max'"):
+        answer_log_probabilities(scores, spans, allowed, "max")
 
 
 def test_no_answer_in_any_passage_gives_no_loss_and_no_gradient():

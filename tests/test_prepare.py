@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from realm_jax.corpus import articles, runners
 from realm_jax.corpus.jsonl import read_questions
 from realm_jax.corpus.store import PassageStore
 from realm_jax.corpus.texts import _DUMP
+from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.jobs import prepare as job
 from realm_jax.jobs.prepare import prepare
@@ -99,6 +101,18 @@ def test_preparing_the_same_again_does_nothing(tmp_path, passages, questions, ca
     prepare(passages, data, questions=[questions], vocabulary_size=300)
     assert "same inputs with the same settings; nothing to do" in capsys.readouterr().out
     assert (data / "PREPARED.json").stat().st_mtime_ns == before.st_mtime_ns
+    shutil.rmtree(data / "passages")
+    with pytest.raises(UserError, match=r"is damaged \(no passages/STORE.json\); remove the folder"):
+        prepare(passages, data, questions=[questions], vocabulary_size=300)
+
+
+def test_questions_that_went_are_missed(tmp_path, passages, questions):
+    data = tmp_path / "data"
+    prepare(passages, data, questions=[questions], vocabulary_size=300)
+    file = data / "questions" / "train.jsonl"
+    file.write_text(file.read_text().splitlines(keepends=True)[0])
+    with pytest.raises(UserError, match=r"train.jsonl is damaged \(1 questions, not 2\); prepare the folder again"):
+        open_sources(data)
 
 
 def test_an_existing_folder_is_never_overwritten(tmp_path, passages, questions):
@@ -322,6 +336,10 @@ def test_news_is_filtered_and_every_record_is_accounted_for(tmp_path, passages, 
     with pytest.raises(UserError, match="news.jsonl: .*first at .*; mend it, or give --skip-damage"):
         prepare(passages, tmp_path / "strict", **options)
     prepare(passages, tmp_path / "data", **options, skip_damage=True)
+    with pytest.raises(
+        UserError, match="prepared with --skip-damage, which found damage in [0-9]+ places; give the flag"
+    ):
+        prepare(passages, tmp_path / "data", **options)
     prepare(passages, tmp_path / "data", **options, skip_damage=True)
     told = capsys.readouterr().out
     assert "nearly the text of another article" in told and "nothing to do" in told.splitlines()[-1]

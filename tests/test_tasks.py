@@ -20,7 +20,9 @@ from tiny import (
     tiny_realm,
     tiny_setting,
 )
+from tiny_run import tiny_config
 
+from realm_jax.data.sources import open_sources
 from realm_jax.index.candidates import (
     Candidates,
     Index,
@@ -32,6 +34,7 @@ from realm_jax.index.candidates import (
 )
 from realm_jax.models.inputs import Documents
 from realm_jax.models.likelihood import masked_word_marginal
+from realm_jax.run import make_run
 from realm_jax.text import layouts
 from realm_jax.training.tasks import make_task, realm_metrics, reported
 
@@ -147,6 +150,16 @@ def test_an_own_passage_by_row_and_by_content_counts_once(params, index, query_v
     assert retrieve_now(params, batch, changed).excluded.tolist() == [1, 0, 0, 0]
 
 
+def test_own_passages_stay_where_trivial_retrievals_are_allowed(params, index, query_vectors):
+    best = ranking(query_vectors, index)
+    batch, changed = with_sentence_in(nothing_own(), index, best[0, [1]])
+    allowed = tiny_setting(one_device_mesh(), ROWS, MODEL, exclude_own=False)
+    batch["own_row"] = best[:, 0].astype(np.int32)
+    found = jax.jit(functools.partial(retrieve, allowed, count=COUNT))(params, batch, changed)
+    np.testing.assert_array_equal(found.rows, best[:, :COUNT])
+    assert found.valid.all() and not found.excluded.any()
+
+
 def test_a_corpus_that_is_smaller_than_the_candidates_is_retrieved_whole(params, index):
     found = retrieve_now(params, nothing_own() | {"own_row": np.array([0, 1, -1, 0], np.int32)}, index, rows=2)
     assert found.rows.shape == (BATCH, 2)
@@ -206,13 +219,15 @@ def largest(tree) -> float:
     return max(float(jnp.abs(x).max()) for x in jax.tree.leaves(tree))
 
 
-def test_the_realm_loss_is_the_marginal_of_its_parts(params, index, candidates):
+@pytest.mark.parametrize("null_document", [True, False])
+def test_the_realm_loss_is_the_marginal_of_its_parts(params, index, candidates, null_document):
     """That it trains all three networks is seen in `test_devices.py`."""
     found, scores, log_p, _ = candidates
-    loss, metrics = jax.jit(make_task("realm", setting()).value)(params, MASKED, index, None)
-    valid = np.pad(found.valid, ((0, 0), (1, 0)), constant_values=True)
+    loss, metrics = jax.jit(make_task("realm", setting(null_document=null_document)).value)(params, MASKED, index, None)
+    valid = np.pad(found.valid, ((0, 0), (1, 0)), constant_values=null_document)
     wanted = masked_word_marginal(scores, log_p, MASKED["weights"], valid, "example")
     np.testing.assert_allclose(loss, wanted.loss.value, rtol=1e-5)
+    assert (metrics["null_probability"] > 0) == null_document
     gains = wanted.log_likelihood - log_likelihood_of(log_p, 0)
     np.testing.assert_allclose(metrics["retrieval_utility"], gains.mean(), rtol=1e-3, atol=1e-5)
     assert metrics["excluded"] == found.excluded.mean()
@@ -383,6 +398,18 @@ def test_orqa_adds_the_retriever_s_own_term_over_the_whole_beam(params, index, r
 
 
 @pytest.mark.parametrize("objective", ["marginal", "orqa"])
+def test_a_trained_document_tower_scores_what_is_read(params, index, reading, objective):
+    """With vectors of the tower as it is the loss is the same; with others it follows the tower, not the vectors."""
+    batch = asked(np.array([reading[0][0, 0], reading[0][1, 2], -1, -1]))
+    changes = {"qa_objective": objective, "qa_beam": BEAM, "qa_passages": PASSAGES, "qa_documents": True}
+    task = make_task("qa", setting(**changes))
+    assert set(task.trained) == {"query_embedder", "document_embedder", "reader"}
+    (loss, _), slopes = jax.jit(jax.value_and_grad(task.value, has_aux=True))(params, batch, index, None)
+    np.testing.assert_allclose(loss, qa_slopes(objective)(params, batch, index, None)[0][0], rtol=1e-5)
+    assert largest(slopes["document_embedder"]) > 1e-4
+
+
+@pytest.mark.parametrize("objective", ["marginal", "orqa"])
 def test_questions_without_an_answer_in_reach_teach_nothing(params, index, objective):
     (loss, metrics), slopes = qa_slopes(objective)(params, asked(np.full(BATCH, -1)), index, None)
     assert loss == 0.0 and largest(slopes) == 0.0
@@ -416,3 +443,17 @@ def test_dropout_follows_the_key(params, name):
     batch = MASKED | as_batch(document_rows(CORPUS[:BATCH]))
     one, again, other = (float(loss(params, batch, None, jax.random.key(seed))[0]) for seed in (1, 1, 2))
     assert one == again != other
+
+
+def test_what_may_be_retrieved_is_set_by_the_config(people, tmp_path):
+    def made(**changes):
+        config = tiny_config(people)
+        config.update_from_flattened_dict({key.replace("__", "."): value for key, value in changes.items()})
+        return make_run(config, tmp_path, open_sources(people), jax.devices()[:1])
+
+    usual = made()
+    assert usual.setting.null_document and usual.setting.exclude_own and usual.sources.pretraining is not None
+    assert not made(retrieval__null_document=False).setting.null_document
+    assert not made(retrieval__exclude_own=False).setting.exclude_own
+    own = made(data__text="passages").sources
+    assert own.own_text and own.pretraining is own.passages

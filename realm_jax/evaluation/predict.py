@@ -5,8 +5,8 @@ here: what counts as right (`answers.py`) and how retrieval is scored (`retrieva
 """
 
 import dataclasses
-from collections.abc import Sequence
-from functools import cached_property, partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -15,16 +15,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.corpus.jsonl import Question
-from realm_jax.data.examples import query_arrays
+from realm_jax.corpus.store import PassageStore
+from realm_jax.data.examples import Found, query_arrays
 from realm_jax.evaluation.answers import exact_match, normalise
-from realm_jax.evaluation.retrieval import answer_hits, by_group, found_within, gold_hits, recall_at_k
+from realm_jax.evaluation.retrieval import (
+    DEPTHS,
+    Bm25,
+    answer_hits,
+    by_group,
+    found_within,
+    gold_hits,
+    recall_at_k,
+    searchable_texts,
+)
 from realm_jax.index.candidates import Index, Setting, read_passages
 from realm_jax.index.exact import search
 from realm_jax.mesh import to_host
 from realm_jax.models.inputs import find_answers
-from realm_jax.models.likelihood import span_log_probabilities
+from realm_jax.models.likelihood import answer_log_probabilities
 from realm_jax.models.realm import Params
 from realm_jax.run import Run, put_batch
+from realm_jax.text import patterns
 
 GROUPED_BY = "replaced_words"  # a question field that recall is also given by, where questions have it
 
@@ -38,12 +49,51 @@ class Candidate(NamedTuple):
     span_probability: float
 
 
-class Prediction(NamedTuple):
-    """answer: text as it stands in its passage; probability: summed over the passages that give the same answer."""
+class Answer(NamedTuple):
+    """A text as it stands in the passage of a row, at `span` (characters), with its probability."""
 
-    answer: str
+    text: str
     probability: float
+    row: int
+    span: tuple[int, int]
+
+
+class Prediction(NamedTuple):
+    """nbest: different answers, the likeliest first, at least one; candidates: the passages that were read.
+
+    retrieved, scores: rows and inner products of the best passages, [evaluation.passages], those that were read first.
+    """
+
+    nbest: list[Answer]
     candidates: list[Candidate]
+    retrieved: NDArray[np.int32]
+    scores: NDArray[np.float32]
+
+    @property
+    def answer(self) -> str:
+        """The likeliest answer."""
+        return self.nbest[0].text
+
+    @property
+    def probability(self) -> float:
+        """That of the likeliest answer."""
+        return self.nbest[0].probability
+
+
+def merge(occurrences: Iterable[Answer], aggregate: str) -> list[Answer]:
+    """One answer for all occurrences that are the same after `normalise`, the likeliest first.
+
+    It has the text and the place of its likeliest occurrence; its probability is the sum over the occurrences
+    ('marginal') or that of the likeliest ('max'). What normalises to nothing is the same only letter by letter.
+    """
+    same: dict[str, list[Answer]] = {}
+    for occurrence in occurrences:
+        same.setdefault(normalise(occurrence.text) or occurrence.text, []).append(occurrence)
+    best = [max(group, key=lambda one: one.probability) for group in same.values()]
+    if aggregate == "marginal":
+        totals = [sum(one.probability for one in group) for group in same.values()]
+        best = [one._replace(probability=total) for one, total in zip(best, totals, strict=True)]
+    return sorted(best, key=lambda one: -one.probability)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -53,30 +103,60 @@ def _find(setting: Setting, depth: int, params: Params, batch: Any, index: Index
     return search(setting.mesh, queries, index.vectors, setting.rows, depth, setting.search_block).rows
 
 
-@partial(jax.jit, static_argnums=0)
-def _read(setting: Setting, params: Params, batch: Any, index: Index) -> tuple[jax.Array, ...]:
-    """For the passages read, [batch, passages] each: row, p(z|x), and the likeliest span.
+class _Read(NamedTuple):
+    """What `_read` finds for each question of a batch; retrieved, scores [depth], prior [passages]: p(z|x).
 
-    A span is its first piece of the body, its pieces beyond the first, and p(span|z,x).
+    starts, widths, log_p [passages, spans]: a span's first piece of the body, its pieces beyond the first, and
+    log p(span|z,x), the likeliest first; NEGATIVE or less where a passage has no more.
     """
-    passages = setting.qa_passages
-    reading, _, _ = read_passages(setting, params, batch, index, None, passages, passages)
+
+    retrieved: Any
+    scores: Any
+    prior: Any
+    starts: Any
+    widths: Any
+    log_p: Any
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _read(setting: Setting, depth: int, spans: int, params: Params, batch: Any, index: Index) -> _Read:
+    """Retrieve `depth` passages, read the first, and take the likeliest spans of each."""
+    passages, width = setting.qa_passages, setting.model.span_width
+    reading, rows, scores = read_passages(setting, params, batch, index, None, max(depth, passages), passages)
     nothing = jnp.zeros((reading.rows.shape[0], 1, 1), jnp.int32)
-    allowed, _ = find_answers(reading.joint, nothing, nothing[:, :, 0], setting.model.span_width)
-    log_p = span_log_probabilities(reading.span_scores, allowed)
+    allowed, _ = find_answers(reading.joint, nothing, nothing[:, :, 0], width)
+    prior, log_p = answer_log_probabilities(reading.scores, reading.span_scores, allowed, setting.qa_objective)
     flat = log_p.reshape(*log_p.shape[:2], -1)
-    best = flat.argmax(axis=-1)
-    start = best // setting.model.span_width - reading.joint.body_start
-    prior = jax.nn.softmax(reading.scores, axis=-1)
-    return reading.rows, prior, start, best % setting.model.span_width, jnp.exp(flat.max(axis=-1))
+    best, places = jax.lax.top_k(flat, min(spans, flat.shape[-1]))
+    starts = places // width - reading.joint.body_start[..., None]
+    return _Read(rows, scores, jnp.exp(prior), starts, places % width, best)
+
+
+def found_by_words(run: Run, questions: Sequence[Question], depth: int) -> Found:
+    """The `depth` best passages of questions by BM25."""
+    return Found(*_words_of(run.sources.passages).scored([question.question for question in questions], depth))
+
+
+@lru_cache(1)
+def _words_of(store: PassageStore) -> Bm25:
+    """The words of a corpus, which stay in memory: questions may come one by one."""
+    return Bm25(searchable_texts(store))
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
-    """Questions against one run's corpus."""
+    """Questions against one run's corpus. by_words: whether BM25 finds the passages (`Run.finds_by_words`), whatever
+    vectors an index has."""
 
     run: Run
     questions: Sequence[Question]
+    by_words: bool = False
+
+    @property
+    def batch_size(self) -> int:
+        """Questions read at a time: `evaluation.batch_size`, or a few more to share them out over the devices."""
+        size: int = self.run.config.evaluation.batch_size
+        return size + -size % self.run.mesh.size
 
     @cached_property
     def _batches(self) -> list[dict[str, NDArray]]:
@@ -84,21 +164,41 @@ class Evaluator:
         encoded = self.run.sources.wordpiece.encode_batch([question.question for question in self.questions])
         length, wordpiece = self.run.lengths.query, self.run.sources.wordpiece
         rows = [query_arrays(np.asarray(item.ids, np.int32), length, wordpiece) for item in encoded]
-        size = self.run.config.evaluation.batch_size
-        size += -size % self.run.mesh.size
+        if self._found is not None:
+            rows = [row | self._found.arrays(number) for number, row in enumerate(rows)]
+        size = self.batch_size
         parts = [rows[start : start + size] for start in range(0, len(rows), size)]
         parts = [part + [part[0]] * (size - len(part)) for part in parts]
         return [{key: np.stack([row[key] for row in part]) for key in part[0]} for part in parts]
 
-    def retrieve(self, params: Params, index: Index) -> NDArray[np.int64]:
-        """Rows of the best passages for every question, int64 [questions, evaluation.passages]."""
-        setting = self.run.setting
-        depth = min(self.run.config.evaluation.passages, setting.rows)
-        found = [_find(setting, depth, params, put_batch(self.run.mesh, batch), index) for batch in self._batches]
-        return np.concatenate([to_host(rows).astype(np.int64) for rows in found])[: len(self.questions)]
+    @cached_property
+    def _found(self) -> Found | None:
+        """The passages of all questions where their words find them."""
+        return self._found_at(max(self.depth, self.run.answering.qa_passages)) if self.by_words else None
+
+    def _found_at(self, depth: int) -> Found:
+        return found_by_words(self.run, self.questions, depth)
+
+    @property
+    def depth(self) -> int:
+        """Passages retrieved for each question: `evaluation.passages`, or all."""
+        return min(self.run.config.evaluation.passages, self.run.setting.rows)
+
+    def retrieve(self, params: Params, index: Index, depth: int = 0) -> NDArray[np.int64]:
+        """Rows of the best passages for every question, `evaluation.passages` of them or `depth`.
+
+        int64 [questions, depth].
+        """
+        setting, mesh = self.run.setting, self.run.mesh
+        depth = min(depth, setting.rows) or self.depth
+        if self._found is not None:
+            found = self._found if depth <= self._found.rows.shape[1] else self._found_at(depth)
+            return found.rows[:, :depth].astype(np.int64)
+        rows = [_find(setting, depth, params, put_batch(mesh, batch), index) for batch in self._batches]
+        return np.concatenate([to_host(part).astype(np.int64) for part in rows])[: len(self.questions)]
 
     def recall(self, params: Params, index: Index) -> dict[str, Any]:
-        """recall@k of the gold passage's id and answer_recall@k, for k = 1, 5, 20 as far as passages are retrieved."""
+        """recall@k of the gold passage's id and answer_recall@k, for k of DEPTHS as far as passages are retrieved."""
         return self.recall_of(self.retrieve(params, index))
 
     def recall_of(self, rows: NDArray[np.int64]) -> dict[str, Any]:
@@ -109,7 +209,7 @@ class Evaluator:
         gold_ids = [question.gold_passage_id for question in self.questions]
         if any(gold is not None for gold in gold_ids):
             hits["recall"] = gold_hits(store, rows, gold_ids)
-        depths = [k for k in (1, 5, 20) if k <= rows.shape[1]]
+        depths = [k for k in DEPTHS if k <= rows.shape[1]]
         found: dict[str, Any] = {f"{name}@{k}": recall_at_k(hit, k) for name, hit in hits.items() for k in depths}
         groups = [question.fields.get(GROUPED_BY) for question in self.questions]
         if "recall" in hits and 5 in depths and None not in groups:
@@ -117,37 +217,84 @@ class Evaluator:
         return found
 
     def predict(self, params: Params, index: Index) -> list[Prediction]:
-        """An answer for every question, with the passages that were read."""
-        predictions: list[Prediction] = []
+        """Answers for every question, with the passages that were read."""
+        return [prediction for batch in self.predict_batches(params, index) for prediction in batch]
+
+    def predict_batches(self, params: Params, index: Index) -> Iterator[list[Prediction]]:
+        """`predict`, `batch_size` questions at a time."""
+        run, left = self.run, len(self.questions)
+        setting = dataclasses.replace(run.answering, qa_words=self.by_words)
         for batch in self._batches:
-            outputs = _read(self.run.setting, params, put_batch(self.run.mesh, batch), index)
-            predictions += [self._assemble(*parts) for parts in zip(*map(to_host, outputs), strict=True)]
-        return predictions[: len(self.questions)]
+            spans = run.config.evaluation.spans
+            outputs = _read(setting, self.depth, spans, params, put_batch(run.mesh, batch), index)
+            parts = zip(*map(to_host, outputs), strict=True)
+            yield [self._assemble(_Read(*question)) for question in [*parts][:left]]
+            left -= len(batch["query"])
 
     def exact_match(self, predictions: Sequence[Prediction]) -> float:
         """Share of the questions whose answer is right after normalisation."""
         right = [exact_match(p.answer, q.answers, q.is_regex) for p, q in zip(predictions, self.questions, strict=True)]
         return float(np.mean(right))
 
-    def _assemble(self, rows: NDArray, prior: NDArray, starts: NDArray, widths: NDArray, spans: NDArray) -> Prediction:
-        """One question's passages: p(answer|x) = Σ_z p(z|x) p(span|z,x) over passages that give the same answer."""
-        candidates = []
-        totals: dict[str, float] = {}
-        texts: dict[str, tuple[float, str]] = {}
-        for row, p, start, width, span in zip(rows.tolist(), prior, starts, widths, spans, strict=True):
-            characters = self._characters(row, int(start), int(start + width))
-            text = self.run.sources.passages.text(row)[slice(*characters)]
-            candidates.append(Candidate(row, float(p), characters, float(span)))
-            key, joint = normalise(text), float(p) * float(span)
-            totals[key] = totals.get(key, 0.0) + joint
-            texts[key] = max(texts.get(key, (-1.0, "")), (joint, text))
-        best = max(totals, key=lambda key: totals[key])
-        return Prediction(texts[best][1], totals[best], candidates)
+    def reader_oracle(self, question: Question, prediction: Prediction) -> bool:
+        """Whether any span that the reader could have chosen is right, by its word pieces as ORQA has it.
+
+        Of answers that are regular expressions: whether the text of a passage that was read matches anywhere.
+        """
+        rows = [candidate.row for candidate in prediction.candidates]
+        if question.is_regex:
+            texts = [self._read_text(row) for row in rows]
+            return any(patterns.search(answer, text) is not None for answer in question.answers for text in texts)
+        encode, longest = self.run.sources.wordpiece.encode, self.run.setting.model.span_width
+        wanted = [np.asarray(encode(answer).ids) for answer in question.answers]
+        return any(
+            _occurs(answer, self._read_pieces(row)) for row in rows for answer in wanted if 0 < len(answer) <= longest
+        )
+
+    def _assemble(self, read: _Read) -> Prediction:
+        """One question's passages, and its answers: p(answer|x) over the occurrences that were found."""
+        candidates: list[Candidate] = []
+        occurrences: list[Answer] = []
+        within, prior = np.exp(read.log_p).tolist(), read.prior.tolist()
+        for place, row in enumerate(read.retrieved.tolist()[: len(prior)]):
+            text = self.run.sources.passages.text(row)
+            ends = zip(read.starts[place].tolist(), read.widths[place].tolist(), strict=True)
+            spans = [self._characters(row, start, start + more) for start, more in ends]
+            candidates.append(Candidate(row, prior[place], spans[0], within[place][0]))
+            found = zip(spans, within[place], strict=True)
+            occurrences += [Answer(text[slice(*span)], prior[place] * p, row, span) for span, p in found if p > 0]
+        nbest = merge(occurrences, self.run.config.evaluation.aggregate)
+        return Prediction(
+            nbest or [Answer("", 0.0, candidates[0].row, (0, 0))], candidates, read.retrieved, read.scores
+        )
 
     def _characters(self, row: int, first: int, last: int) -> tuple[int, int]:
         """Characters of body pieces first … last of a row, in its original text."""
-        offsets = self.run.sources.wordpiece.encode(self.run.sources.passages.text(row)).offsets
-        if not offsets or first < 0:
+        offsets = self._offsets(row)
+        if not len(offsets) or first < 0:
             return 0, 0
         last = min(last, len(offsets) - 1)
-        return offsets[min(first, last)][0], offsets[last][1]
+        return int(offsets[min(first, last), 0]), int(offsets[last, 1])
+
+    @cached_property
+    def _offsets(self) -> Callable[[int], NDArray[np.int32]]:
+        """Start and end of each piece of a row's body in its text, int32 [pieces, 2]. Rows come again."""
+        encode, store = self.run.sources.wordpiece.encode, self.run.sources.passages
+        return lru_cache(4096)(lambda row: np.array(encode(store.text(row)).offsets, np.int32).reshape(-1, 2))
+
+    def _read_pieces(self, row: int) -> NDArray[np.uint16]:
+        """The body of a row as far as it is read: beside its title and three special pieces."""
+        store, room = self.run.sources.passages, self.run.config.data.document_length - 3
+        return store.body_tokens(row)[: room - min(room, len(store.title_tokens(row)))]
+
+    def _read_text(self, row: int) -> str:
+        """The text of `_read_pieces`."""
+        ends = self._offsets(row)[: len(self._read_pieces(row)), 1]
+        return self.run.sources.passages.text(row)[: int(ends.max(initial=0))]
+
+
+def _occurs(pieces: NDArray, body: NDArray) -> bool:
+    """Whether a run of pieces stands somewhere in a body."""
+    if len(pieces) > len(body):
+        return False
+    return bool((np.lib.stride_tricks.sliding_window_view(body, len(pieces)) == pieces).all(axis=-1).any())

@@ -17,6 +17,7 @@ from realm_jax.evaluation.answers import contains_answer, contains_words, words
 
 # One-letter words and stop words are kept: how little a word tells is for BM25's own weights to say.
 _BM25_WORD = r"(?u)\b\w+\b"
+DEPTHS = (1, 5, 20, 100)  # at which recall is told, as far as passages are retrieved
 
 
 class PassageTexts(Protocol):
@@ -127,13 +128,16 @@ class Bm25:
 
         Texts that share no word with the question are no candidates; -1 stands in their places.
         """
+        rows, scores = self.scored(questions, k)
+        return np.where(scores > 0, rows, -1).astype(np.int64)
+
+    def scored(self, questions: Sequence[str], k: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """Rows and scores of the k best texts, [questions, min(k, texts)]: those that share no word have score 0."""
         k = min(k, self.size)
         if len(questions) == 0 or self._index is None:
-            return np.full((len(questions), k), -1, np.int64)
-        found, scores = self._index.retrieve(
-            _bm25_words(questions), k=k, show_progress=False, backend_selection="numpy"
-        )
-        return np.where(np.asarray(scores) > 0, np.asarray(found), -1).astype(np.int64)
+            return np.tile(np.arange(k, dtype=np.int32), (len(questions), 1)), np.zeros((len(questions), k), np.float32)
+        rows, scores = self._index.retrieve(_bm25_words(questions), k=k, show_progress=False, backend_selection="numpy")
+        return np.asarray(rows, np.int32), np.asarray(scores, np.float32)
 
 
 def _bm25s() -> Any:

@@ -13,11 +13,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from realm_jax.index.exact import search
-from realm_jax.models.inputs import Documents, Joint, contains, join, null_documents
+from realm_jax.models.inputs import Documents, Joint, contains, hold_answers, join, null_documents
 from realm_jax.models.realm import Params, Realm, flatten_joint
 
 Array = jax.Array
 Batch = dict[str, Array]
+BEAM_PART = 64  # passages of a beam that are looked through at a time
 
 
 class Index(NamedTuple):
@@ -41,12 +42,17 @@ class Setting:
     sep_id: int
     rows: int  # passages in the corpus, padding not counted
     candidates: int = 8  # the null document counted
+    null_document: bool = True  # whether it takes part
+    exclude_own: bool = True  # whether a sentence's own passage does not
     marginal: str = "example"
     ict_null_weight: float = 0.0  # weight of the null document in the inverse cloze task
     search_block: int = 65_536
     qa_objective: str = "marginal"
     qa_beam: int = 64  # passages that the retriever's term of 'orqa' ranks
     qa_passages: int = 5  # passages that are read
+    qa_titles: bool = False  # with their titles
+    qa_words: bool = False  # whether they come with a question, found by its words
+    qa_documents: bool = False  # whether fine-tuning trains the document embedder as well
 
 
 def dropout_keys(key: Array | None, count: int) -> list[Array | None]:
@@ -68,7 +74,7 @@ class Candidates(NamedTuple):
 
 
 def retrieve(setting: Setting, params: Params, batch: Batch, index: Index, count: int) -> Candidates:
-    """The `count` best passages for each masked sentence, the example's own passage left out.
+    """The `count` best passages for each masked sentence, with `exclude_own` the example's own passage left out.
 
     Own is the same row (`own_row`, −1 for none) or a passage in which the unmasked sentence occurs; no row (−1) is
     treated alike. One more than `count` is searched; what is still excluded after that is marked invalid, never
@@ -80,11 +86,27 @@ def retrieve(setting: Setting, params: Params, batch: Batch, index: Index, count
         queries = search_queries(setting, params, batch, index.tower)
         depth = min(count + 1, setting.rows)
         rows = search(setting.mesh, queries, index.vectors, setting.rows, depth, setting.search_block).rows
-    found = contains(take(index, rows).ids, batch["sentence"], batch["sentence_length"])
-    own = (rows == batch["own_row"][:, None]) | found | (rows < 0)
+    own = rows < 0
+    if setting.exclude_own:
+        own |= contains(take(index, rows).ids, batch["sentence"], batch["sentence_length"])
+        own |= rows == batch["own_row"][:, None]
     order = jnp.argsort(own, axis=1, stable=True)[:, :count]
     pick = partial(jnp.take_along_axis, indices=order, axis=1)
     return Candidates(pick(rows), ~pick(own), own.sum(axis=1))
+
+
+def beam_answers(setting: Setting, batch: Batch, index: Index, rows: Array) -> Array:
+    """Which passages of a beam hold an answer of their question, as spans of word pieces: [batch, beam] bool.
+
+    rows [batch, beam]. The texts of BEAM_PART passages a question are on hand at a time, however long the beam is.
+    """
+    count, beam = rows.shape
+    parts = -(-beam // BEAM_PART)
+    padded = jnp.pad(rows, ((0, 0), (0, parts * BEAM_PART - beam)))
+    split = padded.reshape(count, parts, BEAM_PART).swapaxes(0, 1)
+    answers = (batch["answers"], batch["answer_lengths"], setting.model.span_width)
+    found = jax.lax.map(lambda part: hold_answers(take(index, part), *answers), split)
+    return found.swapaxes(0, 1).reshape(count, -1)[:, :beam]
 
 
 def search_queries(setting: Setting, params: Params, batch: Batch, tower: Params | None) -> Array:
@@ -99,18 +121,27 @@ def search_depth(setting: Setting) -> int:
     return min(setting.candidates, setting.rows)
 
 
+def question_depth(setting: Setting) -> int:
+    """Passages that a question of fine-tuning retrieves."""
+    return min(setting.qa_beam if setting.qa_objective == "orqa" else setting.qa_passages, setting.rows)
+
+
 def embed_null(setting: Setting, params: Params, key: Array | None) -> Array:
     """The null document's vector [1, projection], through the document embedder."""
     return setting.model.embed_documents(params, null_documents(1, (setting.cls_id, setting.sep_id)), key)
+
+
+def embed_taken(setting: Setting, params: Params, documents: Documents, key: Array | None) -> Array:
+    """The vectors of candidates by current parameters. documents.ids [batch, k, d] → [batch, k, projection]."""
+    flat = Documents(*(part.reshape(-1, *part.shape[2:]) for part in documents))
+    return setting.model.embed_documents(params, flat, key).reshape(*documents.ids.shape[:2], -1)
 
 
 def candidate_scores(setting: Setting, params: Params, batch: Batch, documents: Documents, key: Array | None) -> Array:
     """Inner products with current parameters, null document first. documents.ids [batch, k, d] → [batch, 1 + k]."""
     keys = dropout_keys(key, 3)
     queries = setting.model.embed_queries(params, batch["query"], batch["query_length"], keys[0])
-    batch_size, count = documents.ids.shape[:2]
-    flat = Documents(*(part.reshape(-1, *part.shape[2:]) for part in documents))
-    vectors = setting.model.embed_documents(params, flat, keys[1]).reshape(batch_size, count, -1)
+    vectors = embed_taken(setting, params, documents, keys[1])
     null = embed_null(setting, params, keys[2])
     scores = jnp.einsum("bd,bkd->bk", queries, vectors)
     return jnp.concatenate([queries @ null.T, scores], axis=1)
@@ -154,20 +185,28 @@ class Reading(NamedTuple):
 def read_passages(
     setting: Setting, params: Params, batch: Batch, index: Index, key: Array | None, beam: int, passages: int
 ) -> tuple[Reading, Array, Array]:
-    """Retrieve a beam with the frozen vectors and read its first passages.
+    """Retrieve a beam with the stored vectors and read its first passages.
 
     Returns the reading, the beam's rows [batch, beam] and scores [batch, beam]. Gradient reaches the query embedder
-    through the scores and the reader through the spans.
+    through the scores, with `qa_documents` the document embedder through those of the passages that are read, and the
+    reader through the spans. With `qa_words` the beam comes with the batch, as `found` and `found_scores`, and the
+    reader alone learns.
     """
-    keys = dropout_keys(key, 2)
-    queries = setting.model.embed_queries(params, batch["query"], batch["query_length"], keys[0])
-    rows = search(
-        setting.mesh, queries, index.vectors, setting.rows, min(beam, setting.rows), setting.search_block
-    ).rows
-    vectors = index.vectors[rows].astype(jnp.float32)
-    scores = jnp.einsum("bd,bkd->bk", queries, jax.lax.stop_gradient(vectors))
+    keys = dropout_keys(key, 3 if setting.qa_documents else 2)
+    if setting.qa_words:
+        rows, scores = batch["found"][:, :beam], batch["found_scores"][:, :beam]
+    else:
+        queries = setting.model.embed_queries(params, batch["query"], batch["query_length"], keys[0])
+        depth = min(beam, setting.rows)
+        rows = search(setting.mesh, queries, index.vectors, setting.rows, depth, setting.search_block).rows
+        vectors = index.vectors[rows].astype(jnp.float32)
+        scores = jnp.einsum("bd,bkd->bk", queries, jax.lax.stop_gradient(vectors))
     read_rows = rows[:, :passages]
-    joint = join(batch["query"], batch["query_length"], take(index, read_rows))
+    documents = take(index, read_rows)
+    if setting.qa_documents:
+        fresh = jnp.einsum("bd,bkd->bk", queries, embed_taken(setting, params, documents, keys[2]))
+        scores = jnp.concatenate([fresh, scores[:, passages:]], axis=1)
+    joint = join(batch["query"], batch["query_length"], documents, setting.qa_titles)
     spans = setting.model.read_spans(params, flatten_joint(joint), keys[1])
     spans = spans.reshape(*joint.ids.shape, setting.model.span_width)
     return Reading(read_rows, scores[:, :passages], joint, spans), rows, scores

@@ -1,4 +1,4 @@
-"""A trained run, opened to answer questions; shared by `realm ask` and `realm evaluate`, which say what to do with it.
+"""A trained run, opened to answer questions; shared by `realm ask`, `predict` and `evaluate`, which say what to do.
 
 Nothing in the run folder changes, so a run can be asked while it trains. Read next: `ask.py`.
 """
@@ -15,9 +15,10 @@ import numpy as np
 
 from realm_jax.config import TASKS, task_names
 from realm_jax.console import StageProgress
+from realm_jax.corpus.jsonl import Question, read_questions
 from realm_jax.data.staging import is_remote
 from realm_jax.errors import UserError
-from realm_jax.evaluation.predict import Candidate, Prediction
+from realm_jax.evaluation.predict import Answer, Candidate
 from realm_jax.index.candidates import Index
 from realm_jax.index.generations import (
     Unusable,
@@ -39,6 +40,8 @@ from realm_jax.training.workdir import check_data
 
 logger = logging.getLogger(__name__)
 
+PASSAGES = 20  # to retrieve for a question, if nothing else is asked for
+
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
@@ -50,20 +53,85 @@ class Trained:
     params: Params
     index: Index
 
-    def answered_by(self, prediction: Prediction) -> Candidate:
-        """The passage that an answer was taken from: of those with its text, the one that contributes most."""
-        same = [c for c in prediction.candidates if self.text(c) == prediction.answer]
-        return max(same, key=lambda candidate: candidate.probability * candidate.span_probability)
+    def place(self, row: int) -> dict[str, Any]:
+        """Where a passage is from: {"id", "part", "title"}; part: which of the passages of its document, from 0."""
+        store = self.run.sources.passages
+        document = store.document_id(row)
+        return {"id": document, "part": row - store.rows_of(document).start, "title": store.title(row)}
+
+    def source(self, answer: Answer) -> dict[str, Any]:
+        """Where an answer stands: `place` with {"span"}, characters of the passage's text."""
+        return self.place(answer.row) | {"span": list(answer.span)}
 
     def text(self, candidate: Candidate) -> str:
         """A candidate's own answer, as it stands in its passage."""
         return self.run.sources.passages.text(candidate.row)[slice(*candidate.span)]
 
 
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """`--workdir` and `--data`."""
-    parser.add_argument("--workdir", required=True, metavar="DIR", help="folder of a run of `realm train`")
+def add_run_arguments(parser: argparse._ActionsContainer, instead: argparse._ActionsContainer | None = None) -> None:
+    """`--workdir` and `--data`. instead: where `--workdir` goes, if something else may stand in its place."""
+    (instead or parser).add_argument(
+        "--workdir", required=instead is None, metavar="DIR", help="folder of a run of `realm train`"
+    )
     parser.add_argument("--data", metavar="DIR", help="the run's prepared folder, where it was moved since")
+
+
+def add_question_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which questions, with which parameters, and how they are answered; see `questions_of` and `overrides_of`."""
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--split", help="questions of the prepared folder (default: dev)")
+    source.add_argument("--questions", metavar="FILE", help="file of questions, in place of a split")
+    parser.add_argument("--task", help="parameters at the end of this task (default: the last with a checkpoint)")
+    parser.add_argument("--passages", type=positive, metavar="N", help=f"passages to retrieve (default: {PASSAGES})")
+    parser.add_argument("--read", type=positive, metavar="N", help="passages to read (default: as many as in training)")
+    parser.add_argument(
+        "--aggregate",
+        choices=("marginal", "max"),
+        help="probability of an answer: summed over passages and occurrences, or that of the likeliest (default: the "
+        "run's, marginal unless it says otherwise)",
+    )
+
+
+def positive(text: str) -> int:
+    """A number of an argument, at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def overrides_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What the arguments of `add_question_arguments` change in the run's config."""
+    found: dict[str, Any] = {"evaluation.passages": args.passages or PASSAGES}
+    found |= {"evaluation.qa_passages": args.read} if args.read else {}
+    return found | ({"evaluation.aggregate": args.aggregate} if args.aggregate else {})
+
+
+def questions_of(run: Run, args: argparse.Namespace, need_answers: bool) -> list[Question]:
+    """The questions that the arguments name. Warns of those that cannot be answered, or found, as they stand."""
+    if args.questions:
+        questions = read_questions(args.questions, need_answers=need_answers)
+    else:
+        questions = _split(run, args.split or "dev")
+    most = run.config.data.query_length - 2
+    encoded = run.sources.wordpiece.encode_batch([question.question for question in questions])
+    if cut := sum(len(item.ids) > most for item in encoded):
+        logger.warning("%d questions are longer than the %d word pieces that the run reads; they are cut", cut, most)
+    gold = {question.gold_passage_id for question in questions if question.gold_passage_id is not None}
+    if absent := [name for name in gold if not run.sources.passages.rows_of(name)]:
+        logger.warning("%d gold passages, such as %r, are not in the corpus: misses", len(absent), min(absent))
+    return questions
+
+
+def _split(run: Run, split: str) -> list[Question]:
+    questions = run.sources.questions.get(split)
+    if not questions:
+        known = ", ".join(run.sources.questions) or "none"
+        raise UserError(
+            f"--split={split}: {run.config.data.path} has no such questions (it has: {known}); "
+            "choose another split, or give a file with --questions"
+        )
+    return questions
 
 
 def open_run_to_ask(workdir: Path, data: str | None = None, overrides: dict[str, Any] | None = None) -> Run:
@@ -92,25 +160,35 @@ def _check_prepared(folder: str, workdir: Path) -> None:
         )
 
 
-def restore(run: Run, task: str | None = None) -> Trained:
+def check_reads(trained: Trained) -> None:
+    """Raise UserError for a reader without passages: there is nothing to show beside its answers."""
+    if trained.task == "closed_book":
+        raise UserError(
+            f"{trained.run.workdir}: closed_book was trained there, which answers without passages; use `realm predict`"
+        )
+
+
+def restore(run: Run, task: str | None = None, for_answers: bool = True) -> Trained:
     """Parameters at the end of `task`, or of the last task of the recipe that has a checkpoint, and the index.
 
-    The corpus is embedded unless the checkpoint holds vectors that fit its parameters. Raises UserError for a task that
+    for_answers: whether questions will be answered with them, of which those of other tasks than qa know nothing. The
+    corpus is embedded unless the checkpoint holds vectors that fit its parameters. Raises UserError for a task that
     the recipe does not have, and where there is no checkpoint.
     """
-    names = task_names(run.config)
-    if task is not None and task not in names:
-        raise UserError(f"--task={task}: the run in {run.workdir} has no such task; choose among {', '.join(names)}")
     like = jax.eval_shape(run.model.init, jax.random.key(0))
     while True:
-        name, saved = _newest(run, [task] if task else names)
+        name, saved = newest(run, task)
         try:
             params = saved_params(run, name, saved, like)
-            index = published_index(run, params) if is_edited(run) else saved_index(run, name, saved)
+            index = (
+                published_index(run, params)
+                if is_edited(run) and run.needs_vectors(name)
+                else saved_index(run, name, saved)
+            )
             break
         except Gone:  # the run went on and removed it; there is a newer one
             continue
-    if name != "qa":
+    if name not in ("qa", "closed_book") and for_answers:
         logger.warning("these are the parameters of task %s: answers come from a span head that qa did not train", name)
     if saved.step < run.config[name].steps:
         logger.warning("task %s is not done: step %d of %d", name, saved.step, run.config[name].steps)
@@ -119,7 +197,7 @@ def restore(run: Run, task: str | None = None) -> Trained:
 
 def restore_towers(run: Run) -> tuple[int, Params]:
     """The towers at the end of what was trained, and the step of REALM that they count as."""
-    name, saved = _newest(run, task_names(run.config))
+    name, saved = newest(run)
     params = saved_params(run, name, saved, jax.eval_shape(run.model.init, jax.random.key(0)))
     return run.config.realm.steps, {tower: params[tower] for tower in run.model.embedder_names}
 
@@ -147,8 +225,12 @@ def published_index(run: Run, params: Params) -> Index | None:
     return None
 
 
-def _newest(run: Run, names: list[str]) -> tuple[str, Saved]:
-    """The last of these tasks that has a checkpoint, and its newest one."""
+def newest(run: Run, task: str | None = None) -> tuple[str, Saved]:
+    """The newest checkpoint of `task`, or of the last task that has one, with the task's name. Raises as `restore`."""
+    names = task_names(run.config)
+    if task is not None and task not in names:
+        raise UserError(f"--task={task}: the run in {run.workdir} has no such task; choose among {', '.join(names)}")
+    names = names if task is None else [task]
     saved = {name: Saved.newest(run.workdir / name / "checkpoints") for name in names}
     found = [(name, checkpoint) for name, checkpoint in saved.items() if checkpoint is not None]
     if not found:

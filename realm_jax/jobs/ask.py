@@ -21,7 +21,16 @@ from realm_jax.console import console as on_stderr
 from realm_jax.corpus.jsonl import Question
 from realm_jax.errors import UserError
 from realm_jax.evaluation.predict import Evaluator
-from realm_jax.jobs.answering import Trained, add_run_arguments, check_question, open_run_to_ask, restore
+from realm_jax.jobs.answering import (
+    Trained,
+    add_run_arguments,
+    check_question,
+    check_reads,
+    open_run_to_ask,
+    positive,
+    restore,
+)
+from realm_jax.jobs.predict import NBEST
 
 logger = logging.getLogger(__name__)
 
@@ -41,16 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser)
     parser.add_argument("question", nargs="*", metavar="QUESTION", help="without one, questions are read from stdin")
     parser.add_argument("--json", action="store_true", help="print one JSON object a question")
-    parser.add_argument(
-        "--top", type=_positive, metavar="N", help="show N of the passages that are read (default: all)"
-    )
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value
+    parser.add_argument("--top", type=positive, metavar="N", help="show N of the passages that are read (default: all)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -58,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
     opened = open_run_to_ask(Path(args.workdir), args.data, {"evaluation.batch_size": 1})
     single = check_question(opened, " ".join(args.question)) if args.question else None
     trained = restore(opened)
+    check_reads(trained)
     to = Console(highlight=False)
     to.soft_wrap = not to.is_terminal  # words are wrapped for people, lines stay whole for programs
 
@@ -77,29 +78,34 @@ def run(args: argparse.Namespace) -> int:
 
 
 def ask(trained: Trained, question: str, top: int | None = None) -> dict[str, Any]:
-    """Answer a checked question: {"question", "answer", "probability", "passage", "candidates"}.
+    """Answer a checked question: {"question", "answer", "probability", "passage", "nbest", "candidates"}.
 
-    "passage" is where the answer stands, {"id", "title", "text", "span"}; "candidates" are the `top` likeliest passages
-    that were read, {"id", "title", "probability", "answer", "span", "text"}. Spans are characters of a passage's text.
+    "passage" is where the answer stands, {"id", "part", "title", "text", "span"}; "nbest" are the likeliest answers,
+    {"answer", "probability", "passage"}; "candidates" are the `top` likeliest passages that were read, {"id", "part",
+    "title", "probability", "answer", "span", "text"}. Spans are characters of a passage's text.
     """
-    prediction = Evaluator(trained.run, [Question(question, [])]).predict(trained.params, trained.index)[0]
-    store, source = trained.run.sources.passages, trained.answered_by(prediction)
+    prediction = _evaluator(trained, question).predict(trained.params, trained.index)[0]
+    store, best = trained.run.sources.passages, prediction.nbest[0]
     ranked = sorted(prediction.candidates, key=lambda candidate: -candidate.probability)
-
-    def place(row: int) -> dict[str, Any]:
-        return {"id": store.document_id(row), "title": store.title(row)}
-
     return {
         "question": question,
-        "answer": prediction.answer,
-        "probability": prediction.probability,
-        "passage": place(source.row) | {"text": store.text(source.row), "span": list(source.span)},
+        "answer": best.text,
+        "probability": best.probability,
+        "passage": trained.source(best) | {"text": store.text(best.row)},
+        "nbest": [
+            {"answer": answer.text, "probability": answer.probability, "passage": trained.source(answer)}
+            for answer in prediction.nbest[:NBEST]
+        ],
         "candidates": [
-            place(c.row)
+            trained.place(c.row)
             | {"probability": c.probability, "answer": trained.text(c), "span": list(c.span), "text": store.text(c.row)}
             for c in ranked[:top]
         ],
     }
+
+
+def _evaluator(trained: Trained, question: str) -> Evaluator:
+    return Evaluator(trained.run, [Question(question, [])], trained.run.finds_by_words(trained.task))
 
 
 # ---- questions from stdin

@@ -2,24 +2,19 @@
 
 * `no_retriever_gradient`: the REALM task with the retriever held still, so that its gradient changes nothing.
 * `more_ict`: as many more steps of the inverse cloze task as REALM has.
-* `closed_book`: a reader of the same size that fills in answers from the question alone, by masked words.
+* `closed_book`: a reader of the same size that fills in answers from the question alone; a task like any other.
 """
 
 from typing import Any
 
-import jax
-import numpy as np
-
 from realm_jax.config import task_names
-from realm_jax.data.closed_book import closed_book_answer, closed_book_examples, closed_book_query
-from realm_jax.data.examples import document_arrays
-from realm_jax.evaluation.answers import exact_match
 from realm_jax.evaluation.predict import Evaluator
 from realm_jax.index.candidates import Index
-from realm_jax.mesh import to_host
-from realm_jax.models.inputs import Documents, join
-from realm_jax.models.realm import Params, flatten_joint
-from realm_jax.run import Run, put_batch
+from realm_jax.jobs.measuring import closed_book_measure
+from realm_jax.jobs.opening import borrow_params
+from realm_jax.models.realm import Params
+from realm_jax.run import Run
+from realm_jax.training.checkpoints import Saved
 from realm_jax.training.loop import train_task
 from realm_jax.training.restore import restore_params
 
@@ -32,14 +27,17 @@ def run_controls(run: Run, evaluator: Evaluator) -> None:
 
     names = task_names(run.config)
     start = run.initial_params()
+    begun = Saved.newest_of_first(run.workdir / "closed_book" / "checkpoints") is not None
+    if run.config.init_from and not begun:  # afterwards its source may go
+        start = borrow_params(run, start)
     if "realm" in names and "ict" in names:
         before_realm = restore_params(run, run.workdir, "ict", start)
         never = _with(run, objective={"retriever_start": run.config.realm.steps})
         train_task(never, "realm", before_realm, measure, "no_retriever_gradient")
         train_task(_with(run, ict={"steps": run.config.realm.steps}, seed=run.config.seed + 1), "ict", before_realm,
                    measure, "more_ict")  # fmt: skip
-    if {"mlm", "qa"} <= set(names):
-        closed_book(run, evaluator, start)
+    if "qa" in names and "closed_book" not in names:
+        train_task(run, "closed_book", start, closed_book_measure(run))
 
 
 def _with(run: Run, seed: int | None = None, **sections: dict[str, Any]) -> Run:
@@ -50,46 +48,3 @@ def _with(run: Run, seed: int | None = None, **sections: dict[str, Any]) -> Run:
     if seed is not None:
         config.seed = seed
     return run.with_config(config)
-
-
-def closed_book(run: Run, evaluator: Evaluator, params: Params) -> None:
-    """Train and measure the reader without passages: masked sentences of X and training questions, half and half."""
-    sources, config = run.sources, run.config
-    examples = closed_book_examples(
-        sources.pretraining, sources.questions.get("train", []), sources.wordpiece, run.lengths
-    )
-    steps = {"steps": config.mlm.steps + config.qa.steps}
-
-    def measure(params: Params, index: Index | None, final: bool) -> dict[str, Any]:
-        return {"exact_match": closed_book_exact_match(run, evaluator, params)}
-
-    train_task(_with(run, mlm=steps), "mlm", params, measure, "closed_book", examples)
-
-
-def closed_book_exact_match(run: Run, evaluator: Evaluator, params: Params) -> float:
-    """Exact match of the likeliest word pieces in the answer's places, up to the first [SEP]."""
-    wordpiece, lengths = run.sources.wordpiece, run.lengths
-    nothing = np.zeros(0, np.uint16)
-    rows = [
-        closed_book_query(question.question, wordpiece, lengths)
-        | document_arrays(nothing, nothing, lengths.document, wordpiece)
-        for question in evaluator.questions
-    ]
-
-    @jax.jit
-    def guess(params: Params, batch: Any) -> jax.Array:
-        documents = Documents(*(batch[f"document{part}"][:, None] for part in ("", "_length", "_title_length")))
-        joint = flatten_joint(join(batch["query"], batch["query_length"], documents))
-        return run.model.read_words(params, joint, batch["positions"]).argmax(axis=-1)
-
-    size = run.config.evaluation.batch_size
-    size += -size % run.mesh.size
-    pieces: list[Any] = []
-    for start in range(0, len(rows), size):
-        part = rows[start : start + size]
-        part = part + [part[0]] * (size - len(part))
-        batch = {key: np.stack([row[key] for row in part]) for key in part[0]}
-        pieces += list(to_host(guess(params, put_batch(run.mesh, batch))))
-    answers = [closed_book_answer(row, wordpiece, lengths) for row in pieces[: len(rows)]]
-    right = [exact_match(a, q.answers, q.is_regex) for a, q in zip(answers, evaluator.questions, strict=True)]
-    return float(np.mean(right))

@@ -1,195 +1,188 @@
-"""`realm evaluate`: recall and exact match of a trained run on questions, with BM25's recall beside it.
+"""`realm evaluate`: one table of all measures, of a trained run or of a file of `realm predict`, with intervals.
 
-What a hit and a right answer are is defined in `realm_jax/evaluation/answers.py`; read `answering.py` for how a run is
-opened.
+What is measured is `realm_jax/evaluation/measures.py`; a run is measured by way of the same records that a file holds.
+BM25's recall stands beside a run's.
 """
 
 import argparse
 import json
-import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import jax
 from rich.console import Console
 from rich.table import Table
 
-from realm_jax.corpus.jsonl import Question, read_questions
+from realm_jax.corpus.jsonl import Question
+from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
-from realm_jax.evaluation.answers import exact_match
-from realm_jax.evaluation.predict import Evaluator, Prediction
+from realm_jax.evaluation.measures import (
+    Record,
+    measure,
+    read_predictions,
+    read_settings,
+    summarise,
+    trec_qrels,
+    trec_run,
+    words_of,
+)
+from realm_jax.evaluation.predict import Evaluator
 from realm_jax.evaluation.retrieval import Bm25, searchable_texts
-from realm_jax.jobs.answering import Trained, add_run_arguments, open_run_to_ask, restore
-from realm_jax.run import Run
-from realm_jax.storage import make_folder, write_atomic
+from realm_jax.jobs.answering import (
+    Trained,
+    add_question_arguments,
+    add_run_arguments,
+    open_run_to_ask,
+    overrides_of,
+    questions_of,
+    restore,
+)
+from realm_jax.jobs.predict import checked_output, describe, is_special, records
+from realm_jax.storage import write_atomic
 
-logger = logging.getLogger(__name__)
-
+_T = TypeVar("_T")
 EXAMPLES = """examples:
   realm evaluate --workdir=runs/wiki
   realm evaluate --workdir=runs/wiki --task=realm --json         before fine-tuning
-  realm evaluate --workdir=runs/wiki --questions=test.jsonl --output=predictions.jsonl
+  realm evaluate --workdir=runs/wiki --questions=test.jsonl --passages=100 --trec=run.txt --qrels=qrels.txt
+  realm evaluate --predictions=predictions.jsonl                 what `realm predict` wrote; needs no device
+  realm evaluate --predictions=predictions.jsonl --unseen=data/wiki
+
+Where there is no terminal a line is `name value`, or `name value low high` with the ends of the interval.
 """
-DEPTHS = (1, 5, 20)
-MEASURES = {"recall": "gold passage found", "answer_recall": "answer in a passage"}
+FACTS = ("task", "step", "questions", "passages", "passages_read", "parameters")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `realm evaluate`."""
     parser.epilog = EXAMPLES
-    add_run_arguments(parser)
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument("--split", default="dev", help="questions of the prepared folder (default: %(default)s)")
-    source.add_argument("--questions", metavar="FILE", help="file of questions, in place of a split")
-    parser.add_argument("--task", help="parameters at the end of this task (default: the last with a checkpoint)")
-    parser.add_argument("--output", metavar="FILE", help="write the predictions there, a JSON object a question")
+    what = parser.add_mutually_exclusive_group(required=True)
+    add_run_arguments(parser, instead=what)
+    what.add_argument("--predictions", metavar="FILE", help="a file of `realm predict`, in place of a run")
+    add_question_arguments(parser)
+    parser.add_argument(
+        "--unseen",
+        metavar="DIR",
+        help="leave out questions whose gold passage is that of a training question of this prepared folder",
+    )
+    parser.add_argument("--trec", metavar="FILE", help="write what was retrieved there, as a TREC run")
+    parser.add_argument("--qrels", metavar="FILE", help="write the gold passages there, as TREC's judgements")
     parser.add_argument("--no-bm25", action="store_true", help="leave out BM25, which holds the corpus in memory")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure and print."""
-    output = None if args.output is None else checked_output(Path(args.output))
-    opened = open_run_to_ask(Path(args.workdir), args.data, {"evaluation.passages": max(DEPTHS)})
-    questions = read_questions(args.questions) if args.questions else _split(opened, args.split)
-    _look_at(opened, questions)
-    trained = restore(opened, args.task)
-    found, predictions = evaluate(trained, questions, bm25=not args.no_bm25)
-    if output is not None:
-        write_predictions(output, trained, questions, predictions)
+    """Measure, write and print."""
+    files = {flag: vars(args)[flag] for flag in ("trec", "qrels") if vars(args)[flag]}
+    checked = {flag: checked_output(Path(path), f"--{flag}") for flag, path in files.items()}
+    found, scored = _evaluate_file(args) if args.predictions else _evaluate_run(args)
+    texts = {"trec": lambda: trec_run(scored, f"realm-{found.get('task', 'run')}"), "qrels": lambda: trec_qrels(scored)}
     if args.json:
         print(json.dumps(found, ensure_ascii=False))
     else:
         show(found, Console(highlight=False))
+    for flag, path in checked.items():
+        write_lines(path, texts[flag]())
 
 
-def evaluate(
-    trained: Trained, questions: Sequence[Question], bm25: bool = True
-) -> tuple[dict[str, Any], list[Prediction]]:
-    """Everything that is measured, and the predictions.
+def _evaluate_run(args: argparse.Namespace) -> tuple[dict[str, Any], list[Record]]:
+    opened = open_run_to_ask(Path(args.workdir), args.data, overrides_of(args))
+    questions = questions_of(opened, args, need_answers=True)
+    if args.unseen:
+        seen = gold_in_training(args.unseen)
+        questions = _left([one for one in questions if one.gold_passage_id not in seen], args)
+    return evaluate(restore(opened, args.task), questions, bm25=not args.no_bm25)
 
-    {"task", "step", "questions", "passages", "parameters", "exact_match", "retrieval": {"recall@1", …}, "bm25": {…}};
-    a depth that the corpus does not have passages for is left out, and `recall@k` where no question has a gold passage.
+
+def _evaluate_file(args: argparse.Namespace) -> tuple[dict[str, Any], list[Record]]:
+    for flag in ("data", "split", "questions", "task", "aggregate", "read", "passages", "no_bm25"):
+        if vars(args)[flag]:
+            raise UserError(
+                f"--{flag.replace('_', '-')}: goes with --workdir; what is in --predictions={args.predictions} is fixed"
+            )
+    scored, made = read_predictions(args.predictions), read_settings(args.predictions)
+    if args.unseen:
+        seen = gold_in_training(args.unseen)
+        scored = _left([record for record in scored if record.get("gold_passage_id") not in seen], args)
+    facts = {name: made[name] for name in FACTS if name in made} | {"questions": len(scored)}
+    return facts | _measured(scored), scored
+
+
+def gold_in_training(folder: str) -> set[str]:
+    """The gold passages of the training questions of a prepared folder. Raises UserError where they have none."""
+    questions = open_sources(folder, flag="--unseen=").questions.get("train", [])
+    seen = {question.gold_passage_id for question in questions if question.gold_passage_id is not None}
+    if not seen:
+        raise UserError(f"--unseen={folder}: no training question there has a gold passage; name another folder")
+    return seen
+
+
+def _left(found: list[_T], args: argparse.Namespace) -> list[_T]:
+    if not found:
+        raise UserError(f"--unseen={args.unseen}: leaves no question; name the folder that the run was trained with")
+    return found
+
+
+def evaluate(trained: Trained, questions: Sequence[Question], bm25: bool = True) -> tuple[dict[str, Any], list[Record]]:
+    """Everything that is measured, and the records that it is measured on.
+
+    {"task", "step", "parameters", "passages", "passages_read", "questions", "measures": {"exact_match": {"value",
+    "low", "high", "questions"}, …}, "bm25": {"recall@1", …}}; a measure that no question has is left out.
     """
-    evaluator = Evaluator(trained.run, questions)
-    predictions = evaluator.predict(trained.params, trained.index)
-    rows = evaluator.retrieve(trained.params, trained.index)
-    found = {
-        "task": trained.task,
-        "step": trained.step,
-        "questions": len(questions),
-        "passages": trained.run.setting.rows,
-        "parameters": sum(x.size for x in jax.tree.leaves(trained.params)),
-        "exact_match": evaluator.exact_match(predictions),
-        "retrieval": evaluator.recall_of(rows),
-    }
-    if bm25:
-        index = Bm25(searchable_texts(trained.run.sources.passages))
-        found["bm25"] = evaluator.recall_of(index.search([q.question for q in questions], rows.shape[1]))
-    return found, predictions
+    scored = [record for batch in records(trained, questions) for record in batch]
+    found = describe(trained.run, trained.task, trained.step) | {"questions": len(scored)} | _measured(scored)
+    if bm25 and trained.task != "closed_book":
+        evaluator, index = Evaluator(trained.run, questions), Bm25(searchable_texts(trained.run.sources.passages))
+        others = evaluator.recall_of(index.search([q.question for q in questions], evaluator.depth))
+        found["bm25"] = {name: value for name, value in others.items() if name in found["measures"]}
+    return found, scored
 
 
-def write_predictions(
-    path: Path, trained: Trained, questions: Sequence[Question], predictions: Sequence[Prediction]
-) -> None:
-    """One JSON object a question: what was asked, what was answered, from which passage, and whether it is right."""
-    store = trained.run.sources.passages
-    records = [
-        {
-            "question": question.question,
-            "answers": question.answers,
-            "prediction": prediction.answer,
-            "probability": prediction.probability,
-            "correct": exact_match(prediction.answer, question.answers, question.is_regex),
-            "passage_id": store.document_id(trained.answered_by(prediction).row),
-            "gold_passage_id": question.gold_passage_id,
-        }
-        for question, prediction in zip(questions, predictions, strict=True)
-    ]
-    write_lines(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+def _measured(scored: Sequence[Record]) -> dict[str, Any]:
+    return {"measures": {name: summarise(values) for name, values in measure(scored).items()}}
 
 
 def write_lines(path: Path, text: str) -> None:
     """Write a file whole or not at all; a pipe or a device has nothing to replace and is written to as it is."""
-    if _is_special(path):
+    if is_special(path):
         path.write_text(text, encoding="utf-8")
     else:
         write_atomic(path, text)
-
-
-# ---- before any work
-
-
-def checked_output(path: Path) -> Path:
-    """The file that `path` leads to, through links. Raises UserError where nothing can be written."""
-    if _is_special(path):
-        if not os.access(path, os.W_OK):
-            raise UserError(f"--output={path}: may not be written to; name another")
-        return path
-    file = Path(os.path.realpath(path))
-    if file.is_dir() or not file.parent.is_dir():
-        raise UserError(f"--output={path}: name a file in a folder that exists")
-    make_folder(file.parent, "--output")
-    return file
-
-
-def _is_special(path: Path) -> bool:
-    """Whether it is there and neither a file nor a folder."""
-    return path.exists() and not path.is_file() and not path.is_dir()
-
-
-def _split(run: Run, split: str) -> list[Question]:
-    questions = run.sources.questions.get(split)
-    if not questions:
-        known = ", ".join(run.sources.questions) or "none"
-        raise UserError(
-            f"--split={split}: {run.config.data.path} has no such questions (it has: {known}); "
-            "choose another split, or give a file with --questions"
-        )
-    return questions
-
-
-def _look_at(run: Run, questions: Sequence[Question]) -> None:
-    """Warn of questions that cannot be answered as they stand."""
-    most = run.config.data.query_length - 2
-    encoded = run.sources.wordpiece.encode_batch([question.question for question in questions])
-    if cut := sum(len(item.ids) > most for item in encoded):
-        logger.warning("%d questions are longer than the %d word pieces that the run reads; they are cut", cut, most)
-    gold = {question.gold_passage_id for question in questions if question.gold_passage_id is not None}
-    if absent := [name for name in gold if not run.sources.passages.rows_of(name)]:
-        logger.warning("%d gold passages, such as %r, are not in the corpus: misses", len(absent), min(absent))
 
 
 # ---- telling
 
 
 def show(found: dict[str, Any], to: Console) -> None:
-    """A table on a terminal; elsewhere `name value` lines, with `bm25 ` before those of BM25."""
-    facts = ("task", "step", "questions", "passages", "parameters")
-    if not to.is_terminal:
-        lines = {name: found[name] for name in (*facts, "exact_match")} | found["retrieval"]
-        lines |= {f"bm25 {name}": value for name, value in found.get("bm25", {}).items()}
-        for name, value in lines.items():
-            print(name, f"{value:.4f}" if isinstance(value, float) else json.dumps(value).strip('"'))
+    """A table on a terminal; elsewhere lines, with `bm25 ` before those of BM25."""
+    facts = {name: found[name] for name in FACTS if name in found}
+    if to.is_terminal:
+        to.print(_table(found))
+        to.print("   ".join(f"{name} {value:,}" for name, value in facts.items() if name != "task"), style="dim")
         return
-    to.print(_table(found))
-    to.print("   ".join(f"{name} {found[name]:,}" for name in facts[1:]), style="dim")
+    lines = {name: [value] for name, value in facts.items()}
+    lines |= {name: [one[key] for key in ("value", "low", "high")] for name, one in found["measures"].items()}
+    lines |= {f"bm25 {name}": [value] for name, value in found.get("bm25", {}).items()}
+    for name, values in lines.items():
+        print(name, *map(_plain, values))
+
+
+def _plain(value: Any) -> str:
+    """A value in a line for programs: four digits of a share, `-` for what is not there."""
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if isinstance(value, float) else json.dumps(value).strip('"')
 
 
 def _table(found: dict[str, Any]) -> Table:
-    table = Table("measure", f"after {found['task']}", box=None, pad_edge=False, header_style="bold")
-    table.add_column("BM25")
+    table = Table("measure", box=None, pad_edge=False, header_style="bold")
+    for head in (f"after {found['task']}" if "task" in found else "value", "95 %", "BM25", "questions"):
+        table.add_column(head, justify="right", no_wrap=True)
+    table.add_column("", style="dim")
     others = found.get("bm25", {})
-
-    def cell(values: dict[str, Any], name: str) -> str:
-        return f"{values[name]:.1%}" if name in values else "–"
-
-    for measure, words in MEASURES.items():
-        if f"{measure}@1" in found["retrieval"]:
-            for k in DEPTHS:
-                name = f"{measure}@{k}"
-                table.add_row(f"{name}  {words}", cell(found["retrieval"], name), cell(others, name))
-    table.add_row("exact match", cell(found, "exact_match"), "–", style="bold")
+    for name, one in found["measures"].items():
+        other = f"{others[name]:.1%}" if name in others else "–"
+        style = "bold" if name == "exact_match" else None
+        ends = "–" if one["low"] is None else f"{one['low']:.1%} … {one['high']:.1%}"
+        table.add_row(name, f"{one['value']:.1%}", ends, other, f"{one['questions']:,}", words_of(name), style=style)
     return table

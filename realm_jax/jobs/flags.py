@@ -49,6 +49,11 @@ def load_config(
     """
     config = default() if path is None else _load_file(path)
     check_shape(config, default() if like is None else like(config))
+    return with_overrides(config, overrides)
+
+
+def with_overrides(config: ConfigDict, overrides: Sequence[str]) -> ConfigDict:
+    """The config with overrides applied, locked; see `load_config`."""
     keys = list(flatten(config.to_dict()))
     for override in overrides:
         _check_override(override, keys)

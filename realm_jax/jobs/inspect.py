@@ -1,200 +1,42 @@
-"""`realm inspect data`: prepared passages with their salient spans in colour, queries masked from them, and numbers.
+"""`realm inspect`: look at prepared data, or at how a trained model predicts a text.
 
-    realm inspect data data/wiki --rows=3
-    realm inspect data data/wiki --html=wiki.html
-
-Not for a trained model. Read `realm_jax.corpus.statistics` for the numbers.
+`data` is `inspect_data.py`, `text` is `inspect_text.py`.
 """
 
 import argparse
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
-import numpy as np
-from rich.console import Console
-from rich.text import Text
-
-from realm_jax.corpus.statistics import Histogram, Statistics, statistics
-from realm_jax.corpus.store import PassageStore
-from realm_jax.data.examples import Example, Lengths, lengths_from, masked_arrays, spans_of
-from realm_jax.data.sources import Sources, open_sources
-from realm_jax.errors import UserError
-from realm_jax.evaluation.page import Bar, bars, card, grid, page, table
-from realm_jax.storage import write_atomic
-from realm_jax.text.masking import KINDS
-from realm_jax.text.wordpiece import WordPiece
+from realm_jax.jobs import inspect_data, inspect_text
+from realm_jax.jobs.predict import checked_output
 
 EXAMPLES = """examples:
   realm inspect data data/wiki                                three passages drawn at random, and numbers
   realm inspect data data/wiki --document=article-17          the passages of a document
   realm inspect data data/wiki --text=pretraining --masking=random_span --rows=5
   realm inspect data data/wiki --html=wiki.html               histograms
+  realm inspect text "3 is a [Fermat] prime." --workdir=runs/wiki --bert=runs/bert
+  realm inspect text "The bridge was built in ____." --workdir=runs/wiki --html=bridge.html
+  realm inspect text "Who built the bridge?" --workdir=runs/wiki --answer="John Smith"
+  realm inspect text "$(cat article.txt)" --workdir=runs/wiki --alignment=article.jsonl
 """
-COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "red")  # of kinds of spans, in their order
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `realm inspect`."""
     parser.epilog = EXAMPLES
-    add = parser.add_argument
-    add("what", choices=("data",), help="what to look at: a prepared folder")
-    add("folder", metavar="DIR", help="folder written by `realm prepare`, or its URL")
-    add("--text", choices=("passages", "pretraining"), default="passages", help="which texts (default: passages)")
-    add("--rows", type=int, default=3, metavar="N", help="passages to show (default: 3)")
-    add("--document", metavar="ID", help="show the passages of this document instead")
-    add("--seed", type=int, default=0, metavar="N", help="of the choice of passages and masks (default: 0)")
-    add("--masking", choices=KINDS, default="salient", help="how queries are masked (default: salient)")
-    add("--query-length", type=int, default=64, metavar="N", help="word pieces of a query (default: 64)")
-    add("--html", metavar="FILE", help="also write the numbers as a page with histograms")
+    parser.add_argument(
+        "what", choices=("data", "text"), help="a prepared folder, or how a trained model predicts a text"
+    )
+    parser.add_argument(
+        "subject", metavar="DIR|TEXT", help="folder written by `realm prepare`, or its URL; a sentence or a question"
+    )
+    parser.add_argument("--html", metavar="FILE", help="also write what is shown as a page")
+    inspect_data.add_arguments(parser.add_argument_group("data"))
+    inspect_text.add_arguments(parser.add_argument_group("text"))
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the command."""
-    _check(args)
-    sources = open_sources(args.folder, flag="")
-    store = sources.passages if args.text == "passages" else sources.pretraining
-    lengths = lengths_from(args.query_length, store.limit, args.masking, 0, 1, 1)
-    screen = Console(highlight=False)
-    for row in chosen_rows(store, args.document, args.rows, args.seed):
-        show_passage(screen, store, row, sources.wordpiece)
-        show_query(screen, store, row, sources.wordpiece, lengths, args.masking, args.seed)
-    found = statistics(store, sources.wordpiece)
-    show_numbers(screen, found, sources)
+    """Look, and show."""
     if args.html:
-        write_atomic(args.html, render(args.folder, args.text, found))
-        screen.print(f"{args.html} is written")
-
-
-def _check(args: argparse.Namespace) -> None:
-    """Raise UserError for what would fail later."""
-    for flag, value, least in (("rows", args.rows, 0), ("seed", args.seed, 0), ("query-length", args.query_length, 8)):
-        if value < least:
-            raise UserError(f"--{flag}={value}: must be at least {least}")
-    if args.html and Path(args.html).is_dir():
-        raise UserError(f"--html={args.html}: is a folder; name a file")
-    if args.html and not Path(args.html).absolute().parent.is_dir():
-        raise UserError(f"--html={args.html}: its folder does not exist; make it, or choose another file")
-
-
-def chosen_rows(store: PassageStore, document: str | None, count: int, seed: int) -> list[int]:
-    """The rows of a document, or some drawn at random. Raises UserError for a document that is not there."""
-    if document is not None:
-        rows = store.rows_of(document)
-        if not rows:
-            raise UserError(f"--document={document}: {store.folder} has no such document")
-        return list(rows)
-    rng = np.random.default_rng(seed)
-    return sorted(rng.choice(len(store), min(count, len(store)), replace=False).tolist())
-
-
-class Piece(NamedTuple):
-    """A stretch of a passage's text. kind: of the salient span that it is, or None."""
-
-    text: str
-    kind: str | None
-
-
-def pieces_of(store: PassageStore, row: int, wordpiece: WordPiece) -> list[Piece]:
-    """The text of a row cut at its salient spans, found again by the characters that their word pieces stand for."""
-    text = store.text(row)
-    encoding = wordpiece.encode(text)
-    if not np.array_equal(encoding.ids, store.body_tokens(row)):
-        raise UserError(f"{store.folder}: the text of row {row} does not give its word pieces; prepare the data again")
-    pieces, last = [], 0
-    for start, end, kind in store.spans(row):
-        first, stop = encoding.offsets[start][0], encoding.offsets[end - 1][1]
-        pieces += [Piece(text[last:first], None), Piece(text[first:stop], store.span_kinds[kind])]
-        last = stop
-    return [piece for piece in [*pieces, Piece(text[last:], None)] if piece.text]
-
-
-def show_passage(screen: Console, store: PassageStore, row: int, wordpiece: WordPiece) -> None:
-    """A passage with its spans in colour."""
-    head = Text(f"{store.title(row) or '(no title)'}", style="bold")
-    head.append(f"   row {row} of {len(store):,}, document {store.document_id(row)}", style="dim")
-    screen.print(head)
-    body = Text()
-    for piece in pieces_of(store, row, wordpiece):
-        body.append(piece.text, style=f"bold {colour(store, piece.kind)}" if piece.kind else "")
-    screen.print(body)
-
-
-def colour(store: PassageStore, kind: str) -> str:
-    """The colour of a kind of span."""
-    return COLOURS[store.span_kinds.index(kind) % len(COLOURS)]
-
-
-def show_query(
-    screen: Console, store: PassageStore, row: int, wordpiece: WordPiece, lengths: Lengths, masking: str, seed: int
-) -> None:
-    """A query as pre-training makes it from this passage, and what is to be predicted."""
-    query = masked_query(store, row, wordpiece, lengths, masking, seed)
-    if query is None:
-        screen.print("  no query: nothing in it can be masked\n", style="dim")
-        return
-    line = Text("  ")
-    for number, piece in enumerate(wordpiece.pieces(query["query"][: query["query_length"]].tolist())):
-        masked = number in query["positions"][query["weights"] > 0]
-        joined = piece.removeprefix("##")
-        line.append(" " * (number > 0 and joined == piece) + joined, style="bold red" if masked else "dim")
-    targets = query["targets"][query["weights"] > 0]
-    line.append(f"   = {wordpiece.decode(targets)}", style="bold")
-    screen.print(line)
-    screen.print()
-
-
-def masked_query(
-    store: PassageStore, row: int, wordpiece: WordPiece, lengths: Lengths, masking: str, seed: int
-) -> Example | None:
-    """A masked sentence of a row; None where nothing can be masked."""
-    rng = np.random.default_rng((seed, row))
-    for number in rng.permutation(len(store.sentences(row))):
-        sentence, spans = spans_of(store, row, int(number))
-        found = masked_arrays(sentence, spans, masking, rng, lengths, wordpiece)
-        if found["weights"].any():
-            return found
-    return None
-
-
-def show_numbers(screen: Console, found: Statistics, sources: Sources) -> None:
-    """Numbers, one a line, and what the folder holds beside the texts."""
-    for name, value in found.numbers.items():
-        screen.print(f"{name:>24}  {_number(value)}")
-    kinds = ", ".join(f"{kind} {count:,}" for kind, count in found.kinds.items())
-    screen.print(f"{'of kinds':>24}  {kinds or 'none'}")
-    for name, one in found.histograms.items():
-        screen.print(f"{name:>29}  mean {one.mean:.1f}, median {one.median:.0f}, most {one.most}")
-    counts = ", ".join(f"{split} {len(questions):,}" for split, questions in sources.questions.items())
-    screen.print(f"{'questions':>24}  {counts or 'none'}")
-
-
-def render(folder: str, which: str, found: Statistics) -> str:
-    """The numbers and histograms as a page."""
-    numbers = table(("", ""), [(name, _number(value)) for name, value in found.numbers.items()], numbers=1)
-    spans = table(("span", "kind", "times"), [(s, kind, f"{times:,}") for s, kind, times in found.spans], numbers=1)
-    most = max(found.kinds.values(), default=1) or 1
-    kinds = bars([Bar(kind, count, "realm", f"{count:,}") for kind, count in found.kinds.items()], most)
-    charts = [card(name, _spread(one), bars(list(_bars(one)), max(1, one.counts.max())))
-              for name, one in found.histograms.items()]  # fmt: skip
-    cards = [
-        card("The corpus in numbers", "", numbers),
-        card("Kinds of salient spans", "", kinds),
-        *charts,
-        card("Most common salient spans", "As word pieces, in passages evenly spread over the corpus.", spans),
-    ]
-    return page(f"{which} of {Path(folder).name}", f"<header><h1>{which.title()}</h1></header>" + grid("pair", cards))
-
-
-def _bars(one: Histogram) -> Iterator[Bar]:
-    for first, after, count in zip(one.edges[:-1], one.edges[1:], one.counts, strict=True):
-        label = f"{first}" if after - first == 1 else f"{first} – {after - 1}"
-        yield Bar(label, float(count), "plain", f"{count:,}")
-
-
-def _spread(one: Histogram) -> str:
-    return f"Mean {one.mean:.1f}, median {one.median:.0f}."
-
-
-def _number(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:.2%}"
+        checked_output(Path(args.html), "--html")
+    (inspect_data if args.what == "data" else inspect_text).run(args)

@@ -10,13 +10,17 @@ import jax
 from ml_collections import ConfigDict
 
 from realm_jax.config import completed, task_names, validate
+from realm_jax.data.closed_book import check_closed_book
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.index.approximate import check_scann
+from realm_jax.jobs.starting import find_weights, is_weights, local_source, with_weights
 from realm_jax.models.realm import Params
-from realm_jax.run import BaseRun, Run, make_model, make_run
+from realm_jax.models.weights import WEIGHTS
+from realm_jax.run import Run, make_model, make_run
 from realm_jax.storage import Folder, make_folder, open_folder, read_json
 from realm_jax.tagger_config import default_like, is_tagger
+from realm_jax.text.wordpiece import WordPiece
 from realm_jax.training.checkpoints import Saved
 from realm_jax.training.restore import restore_params
 from realm_jax.training.workdir import check_workdir
@@ -40,13 +44,30 @@ def open_run(config: ConfigDict, workdir: Path) -> Run:
     sources = open_sources(config.data.path, recorded_corpus(workdir))
     if "qa" in task_names(config) and not sources.questions.get("train"):
         raise UserError(f"{config.data.path}: no training questions for the task qa; prepare some, or set config.tasks")
+    source = _source(config, workdir, sources.wordpiece)
     run = make_run(config, workdir, sources)
+    if "closed_book" in task_names(config):
+        check_closed_book(sources.questions.get("train", []), run.lengths)
     make_folder(workdir, "--workdir")
-    if borrows(run):
-        check_source(run, Path(config.init_from))
+    if source is not None and not is_weights(source):
+        check_source(run, source)
     check_workdir(run)
     _warn_of_cut_passages(run)
     return run
+
+
+def _source(config: ConfigDict, workdir: Path, wordpiece: WordPiece) -> Path | None:
+    """The folder that a run still has to start from, if any. Raises UserError for weights in it that do not fit."""
+    if not borrows(config, workdir):
+        return None
+    folder = local_source(config.init_from)
+    if is_weights(folder):
+        find_weights(folder, make_model(config, wordpiece.size), wordpiece)
+    elif not (folder / "data.json").is_file():
+        raise UserError(
+            f"config.init_from={config.init_from}: no run folder, and none with {WEIGHTS}; name one of them, or hf:NAME"
+        )
+    return folder
 
 
 def recorded_corpus(workdir: Path) -> str | None:
@@ -107,17 +128,19 @@ def recorded_folder(workdir: Path) -> Folder:
     return open_folder(config.refresh.shared or workdir)
 
 
-def borrows(run: BaseRun) -> bool:
-    """Whether the run still has to take its first parameters from `init_from`: none of its own are saved yet."""
-    first = run.workdir / task_names(run.config)[0] / "checkpoints"
-    return bool(run.config.init_from) and Saved.newest(first) is None
+def borrows(config: ConfigDict, workdir: Path) -> bool:
+    """Whether a run still has to take its first parameters from `init_from`: none of its own are saved yet."""
+    return bool(config.init_from) and Saved.newest(workdir / task_names(config)[0] / "checkpoints") is None
 
 
-def borrow_params(run: Run, like: Params) -> Params:
-    """The final parameters of the run that `init_from` names, on this run's devices. `like`: their shapes."""
-    folder = Path(run.config.init_from)
+def borrow_params(run: Run, fresh: Params) -> Params:
+    """What `init_from` names, on this run's devices: weights in place of fresh parameters, or the final parameters of
+    another run."""
+    folder = local_source(run.config.init_from)
+    if is_weights(folder):
+        return with_weights(run, fresh, folder)
     config = recorded_config(folder, "config.init_from")
-    return restore_params(dataclasses.replace(run, config=config), folder, task_names(config)[-1], like)
+    return restore_params(dataclasses.replace(run, config=config), folder, task_names(config)[-1], fresh)
 
 
 def check_source(run: Run, folder: Path) -> None:

@@ -6,7 +6,6 @@ compiler (`pip install 'realm_jax[tpu]'`). Memory and collectives are the compil
 """
 
 import argparse
-import hashlib
 import json
 import math
 import os
@@ -24,7 +23,7 @@ from rich.table import Table
 from realm_jax.config import default, flatten, task_names, validate
 from realm_jax.data.examples import array_shapes
 from realm_jax.errors import UserError
-from realm_jax.index.candidates import Index
+from realm_jax.index.candidates import Index, question_depth
 from realm_jax.index.exact import padded_rows
 from realm_jax.jobs.build_index import for_embedding
 from realm_jax.jobs.flags import add_config_argument, load_config
@@ -104,12 +103,12 @@ def devices_of(topology: str, slices: int) -> list[jax.Device]:
         ) from None
 
 
-def program_digest(config: ConfigDict, task: str) -> str:
-    """Of the keys that decide a task's program on TPUs."""
+def program_keys(config: ConfigDict, task: str) -> dict[str, Any]:
+    """The keys that decide a task's program on TPUs."""
     keys = {key: value for key, value in flatten(config.to_dict()).items() if key.split(".")[0] in (*DECIDING, task)}
     for key in ("data.path", "model.fused_attention"):
         keys.pop(key)
-    return hashlib.sha256(json.dumps(keys, sort_keys=True).encode()).hexdigest()[:16]
+    return keys
 
 
 def plan(
@@ -226,7 +225,8 @@ def abstract_arguments(trainer: Run, task: str) -> tuple[Any, Any, Any, Any]:
     like = jax.eval_shape(trainer.model.init, jax.random.key(0))
     state = abstract_state(trainer, make_task(task, trainer.setting), like)
     size = config[task].batch_size
-    shapes = array_shapes(task, trainer.lengths)
+    found = question_depth(trainer.setting) if trainer.setting.qa_words else 0
+    shapes = array_shapes(task, trainer.lengths, found)
     batch = {name: spread(trainer, (size, *shape), dtype, "batch") for name, (shape, dtype) in shapes.items()}
     index = None
     if task in ("realm", "qa"):
@@ -234,6 +234,8 @@ def abstract_arguments(trainer: Run, task: str) -> tuple[Any, Any, Any, Any]:
         sizes = ((rows, length), (rows,), (rows,))
         documents: Any = Documents(*(spread(trainer, shape, jnp.uint16, "rows") for shape in sizes))  # type: ignore[arg-type]
         vectors: Any = spread(trainer, (rows, trainer.model.projection), jnp.dtype(config.retrieval.dtype), "rows")
+        if not trainer.needs_vectors(task):
+            vectors = None
         if task == "realm" and trainer.searches is not None:
             batch["found"] = spread(trainer, (size, config.retrieval.candidates), jnp.int32, "batch")
             vectors = None

@@ -213,7 +213,7 @@ def prepare(
     if (own := span_finders.identity(finder)) is not None:
         settings["spans_identity"] = own
     inputs = json.loads(json.dumps(_inputs(sources, vocab, files) | {"settings": settings}))  # as they are read again
-    if is_prepared(os.fspath(output), inputs):
+    if is_prepared(os.fspath(output), inputs, skip_damage):
         print(f"{output} was prepared from the same inputs with the same settings; nothing to do")
         return
     given = None if vocab is None else _given_vocabulary(vocab)

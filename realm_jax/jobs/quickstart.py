@@ -128,15 +128,14 @@ def builder_beside(workdir: Path, command: list[str]) -> Iterator[None]:
                 running[0].kill()
 
 
-def make_data(workdir: Path, entities: int, seed: int) -> None:
+def make_data(workdir: Path, entities: int, seed: int, **others: Any) -> None:
     """The encyclopedia as ordinary JSONL files in `workdir/text`, prepared into `workdir/data`.
 
-    Raises UserError when the files there were made with other settings.
+    others: of `EncyclopediaSettings`. Raises UserError when the files there were made with other settings.
     """
     text = workdir / "text"
-    settings = encyclopedia.EncyclopediaSettings(
-        seed=seed, entities=entities, held_out=max(1, entities // 16), train_questions=min(4000, entities * 3)
-    )
+    sizes = {"held_out": max(1, entities // 16), "train_questions": min(4000, entities * 3)}
+    settings = encyclopedia.EncyclopediaSettings(seed=seed, entities=entities, **(sizes | others))
     if text.is_dir():
         _check_settings(text, dataclasses.asdict(settings))
     else:

@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,20 @@ from rich.table import Table
 
 from realm_jax.config import task_names
 from realm_jax.console import console
-from realm_jax.corpus.jsonl import Question
+from realm_jax.data.examples import Examples, question_examples
 from realm_jax.errors import UserError
-from realm_jax.evaluation.predict import Evaluator
-from realm_jax.index.candidates import Index
+from realm_jax.evaluation.predict import Evaluator, found_by_words
+from realm_jax.index.candidates import question_depth
 from realm_jax.jobs.controls import run_controls
+from realm_jax.jobs.matched_answers import training_questions
+from realm_jax.jobs.measuring import dev_questions, measure_of
 from realm_jax.jobs.opening import borrow_params, borrows
 from realm_jax.jobs.results import measure_baselines, write_results
 from realm_jax.models.realm import Params
 from realm_jax.processes import is_first
 from realm_jax.run import Run
 from realm_jax.storage import only_one
-from realm_jax.training.loop import Measure, train_task
+from realm_jax.training.loop import train_task
 from realm_jax.training.preemption import PREEMPTED, Preempted, Stop
 
 logger = logging.getLogger(__name__)
@@ -34,15 +37,17 @@ logger = logging.getLogger(__name__)
 def run_recipe(run: Run, controls: bool, command: str) -> int:
     """Baselines, the tasks, the controls if wanted, results and report; returns the exit code.
 
-    Without development questions there is nothing to measure, and the tasks are all. 75 after SIGTERM, once the state
-    is saved.
+    Without development questions there is nothing to measure, and without passages nothing to report: the tasks are
+    all then. 75 after SIGTERM, once the state is saved.
     """
     questions = dev_questions(run)
     if controls and not questions:
         raise UserError(f"--controls: {run.config.data.path} has no development questions to measure them with")
+    if controls and "closed_book" in task_names(run.config):
+        raise UserError("--controls: closed_book is a control itself; leave it out")
     try:
         with only_one(run.workdir) if is_first() else nullcontext(), preemptible():
-            if not questions:
+            if not questions or "closed_book" in task_names(run.config):
                 train(run)
                 return 0
             evaluator = Evaluator(run, questions)
@@ -50,7 +55,7 @@ def run_recipe(run: Run, controls: bool, command: str) -> int:
             params = train(run)
             if controls:
                 run_controls(run, evaluator)
-            results = write_results(run, params, evaluator, command)
+            results = write_results(run, params, questions, command)
     except Preempted as reason:
         logger.warning("%s", reason)
         return PREEMPTED
@@ -78,44 +83,26 @@ def preemptible() -> Iterator[None]:
         signal.signal(signal.SIGUSR1, before)
 
 
-def dev_questions(run: Run) -> list[Question]:
-    """The development questions that a run is measured on; empty when the prepared folder has none."""
-    questions = run.sources.questions.get("dev", [])
-    most = run.config.evaluation.questions
-    return questions[:most] if most else questions
-
-
-def make_measure(run: Run) -> Measure | None:
-    """Recall on the development questions, and exact match at the end of a task, as the loop wants it."""
-    questions = dev_questions(run)
-    if not questions:
-        return None
-    evaluator = Evaluator(run, questions)
-
-    def measure(params: Params, index: Index | None, final: bool) -> dict[str, Any]:
-        if index is None:
-            return {}
-        found = evaluator.recall(params, index)
-        if final:
-            found["exact_match"] = evaluator.exact_match(evaluator.predict(params, index))
-        return found
-
-    return measure
-
-
 def train(run: Run) -> Params:
     """All tasks of the recipe; returns the final parameters."""
     params = starting_params(run)
-    measure = make_measure(run)
     for name in task_names(run.config):
-        params = train_task(run, name, params, measure if name != "mlm" else None)
+        examples = partial(questions_to_learn, run, params) if name == "qa" else None
+        params = train_task(run, name, params, measure_of(run, name), examples=examples)
     return params
 
 
+def questions_to_learn(run: Run, params: Params) -> Examples:
+    """The examples of fine-tuning from `params`; patterns for answers become strings."""
+    questions = training_questions(run, params)
+    found = found_by_words(run, questions, question_depth(run.setting)) if run.setting.qa_words else None
+    return question_examples(questions, run.sources.wordpiece, run.lengths, found)
+
+
 def starting_params(run: Run) -> Params:
-    """Fresh parameters, or the final ones of the run that `init_from` names, until the first checkpoint is there."""
+    """Fresh parameters, or those that `init_from` names, until the first checkpoint is there."""
     params = run.initial_params()
-    return borrow_params(run, params) if borrows(run) else params
+    return borrow_params(run, params) if borrows(run.config, run.workdir) else params
 
 
 def show(results: dict[str, Any], workdir: Path) -> None:

@@ -31,8 +31,9 @@ from realm_jax.models.realm import Params
 from realm_jax.processes import is_first, told
 from realm_jax.run import Run, put_batch
 from realm_jax.storage import read_json, write_json_atomic
+from realm_jax.training.checkpoints import Saved
 from realm_jax.training.metrics import read_lines
-from realm_jax.training.restore import restore_params
+from realm_jax.training.restore import restore_params, saved_index
 
 RECALL = re.compile(r"(answer_)?recall@\d+")
 BY_WORDS = "recall@5_by_replaced_words"
@@ -45,7 +46,7 @@ SUPERVISION = {
     "ict": "Which passage was this sentence taken from? Passages only; no questions, no labels.",
     "realm": "Names and dates hidden in the pre-training text. Nobody says which passage helps: the retriever learns "
     "from how well the reader fills the gap.",
-    "qa": "Questions with answer strings. Nobody says which passage holds the answer; the index is frozen.",
+    "qa": "Questions with answer strings. Nobody says which passage holds the answer.",
 }
 
 
@@ -61,7 +62,7 @@ def chance(train: Sequence[Question], dev: Sequence[Question], by: str = "relati
 
 
 def measure_baselines(run: Run, evaluator: Evaluator, params: Params) -> None:
-    """Recall of the untrained retriever and of BM25, kept in `baselines.json` so that a resumed run has them too."""
+    """Recall of BM25 and of fresh parameters, kept in `baselines.json` so that a resumed run has them too."""
     path = run.workdir / "baselines.json"
     if told(path.is_file()):
         return
@@ -69,18 +70,18 @@ def measure_baselines(run: Run, evaluator: Evaluator, params: Params) -> None:
     depth = run.config.evaluation.passages
     began = time.monotonic()
     bm25 = Bm25(searchable_texts(run.sources.passages)).search(questions, depth)
-    found = {
-        "bm25": evaluator.recall_of(bm25),
-        "untrained": evaluator.recall(params, run.index(run.embed(params))),
-        "seconds": time.monotonic() - began,
-    }
+    found: dict[str, Any] = {"bm25": evaluator.recall_of(bm25)}
+    if not run.config.init_from:  # else the first measurement of the first task says where the run began
+        found["untrained"] = evaluator.recall(params, run.index(run.embed(params)))
+    found["seconds"] = time.monotonic() - began
     if is_first():
         write_json_atomic(path, found)
 
 
-def write_results(run: Run, params: Params, evaluator: Evaluator, command: str) -> dict[str, Any]:
+def write_results(run: Run, params: Params, questions: Sequence[Question], command: str) -> dict[str, Any]:
     """Write `results.json` and `report.html`; returns the results, in the first process alone."""
-    index = run.index(run.embed(params))
+    last = task_names(run.config)[-1]
+    index, evaluator = final_index(run, last, params), Evaluator(run, questions, run.finds_by_words(last))
     predictions = evaluator.predict(params, index)
     sentence = masked_sentence(run, params)
     if not is_first():
@@ -91,6 +92,13 @@ def write_results(run: Run, params: Params, evaluator: Evaluator, command: str) 
     report = describe_run(run, evaluator, results, command) | {"examples": examples, "masked_sentence": sentence}
     write_report(report, run.workdir / "report.html")
     return results
+
+
+def final_index(run: Run, task: str, params: Params) -> Index:
+    """The index of the parameters at the end of a task: as it was saved with them, or made anew."""
+    saved = Saved.newest_of_first(run.workdir / task / "checkpoints")
+    index = None if saved is None else saved_index(run, task, saved)
+    return run.index(run.embed(params)) if index is None else index
 
 
 def collect(run: Run, evaluator: Evaluator, predictions: Sequence[Prediction]) -> dict[str, Any]:
@@ -202,7 +210,7 @@ def masked_sentence(run: Run, params: Params) -> dict[str, Any] | None:
     if "realm" not in task_names(run.config):
         return None
     params = restore_params(run, run.workdir, "realm", params)
-    index = run.index(run.embed(params))
+    index = final_index(run, "realm", params)
     sources, lengths, setting = run.sources, run.lengths, run.setting
     examples = masked_examples(sources.pretraining, sources.wordpiece, lengths, "salient", sources.own_text)
     count = SENTENCES + -SENTENCES % run.mesh.size
@@ -213,13 +221,14 @@ def masked_sentence(run: Run, params: Params) -> dict[str, Any] | None:
         documents = take(index, found.rows)
         scores = candidate_scores(setting, params, batch, documents, None)
         log_p, _ = candidate_words(setting, params, batch, documents, None)
-        valid = jnp.pad(found.valid, ((0, 0), (1, 0)), constant_values=True)
+        valid = jnp.pad(found.valid, ((0, 0), (1, 0)), constant_values=setting.null_document)
         result = masked_word_marginal(scores, log_p, batch["weights"], valid, "example")
-        reading = jnp.where(valid, (log_p * batch["weights"][:, None]).sum(axis=-1), -jnp.inf)
+        reading = (log_p * batch["weights"][:, None]).sum(axis=-1)
+        reading = reading.at[:, 1:].set(jnp.where(found.valid, reading[:, 1:], -jnp.inf))
         return found.rows, reading, result.log_likelihood
 
     rows, reading, marginal = map(to_host, jax.jit(read)(params, put_batch(run.mesh, batch), index))
-    best = int(np.argmax(marginal - reading[:, 0]))
+    best, counted = int(np.argmax(marginal - reading[:, 0])), setting.candidates - (not setting.null_document)
     helper = int(reading[best, 1:].argmax())
     wordpiece, store = sources.wordpiece, sources.passages
     used = int(batch["query_length"][best])
@@ -228,7 +237,12 @@ def masked_sentence(run: Run, params: Params) -> dict[str, Any] | None:
     entries = [
         ("Reader with the empty passage", "p(y|x, ∅)", reading[best, 0], None),
         ("Reader with the passage that helps most", "p(y|x, z)", reading[best, 1 + helper], passage),
-        (f"REALM, summed over {setting.candidates} candidates", "p(y|x) = Σ p(z|x) p(y|x, z)", marginal[best], None),
+        (
+            f"REALM, summed over {counted} candidates",
+            "p(y|x) = Σ p(z|x) p(y|x, z)",
+            marginal[best],
+            None,
+        ),
     ]
     return {
         "sentences": count,

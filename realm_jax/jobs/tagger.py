@@ -28,7 +28,9 @@ from realm_jax.evaluation.tagging import TextTagger, WindowTagger
 from realm_jax.index.candidates import Index
 from realm_jax.jobs.opening import borrows, has_begun, recorded_config, set_up_jax
 from realm_jax.jobs.recipe import preemptible
+from realm_jax.jobs.starting import local_source
 from realm_jax.models.tagger import Params
+from realm_jax.models.weights import load_bert
 from realm_jax.processes import is_first
 from realm_jax.storage import make_folder, only_one, read_json, write_json_atomic
 from realm_jax.tagger_config import TAGGER, validate
@@ -71,8 +73,8 @@ def open_tagger_run(config: ConfigDict, workdir: Path, devices: list[jax.Device]
     wordpiece = _vocabulary(config, splits["train"]) if given else WordPiece.load(workdir / TOKENIZER)
     run = make_tagger_run(config, workdir, wordpiece, kinds_of(splits["train"]), splits, devices)
     make_folder(workdir, "--workdir")
-    if borrows(run):
-        _ = run.encoder  # says what does not fit before anything is recorded
+    if borrows(config, workdir):
+        load_bert(local_source(config.init_from), run.tagger.bert)  # says what does not fit before anything is recorded
     if is_first() and not begun:
         wordpiece.save(workdir / TOKENIZER)
         write_json_atomic(workdir / KINDS, list(run.tagger.kinds))
@@ -83,7 +85,7 @@ def open_tagger_run(config: ConfigDict, workdir: Path, devices: list[jax.Device]
 def _vocabulary(config: ConfigDict, documents: Sequence[Document]) -> WordPiece:
     """The vocabulary that the config names, that of the weights, or one learned from the training text."""
     data = config.data
-    path = data.vocabulary or (str(Path(config.init_from) / VOCABULARY) if config.init_from else "")
+    path = data.vocabulary or (str(local_source(config.init_from) / VOCABULARY) if config.init_from else "")
     if path:
         wordpiece = WordPiece.from_vocab(path, data.lower_case)
         if data.lower_case != (not wordpiece.cased):
@@ -101,7 +103,9 @@ def train(run: TaggerRun) -> dict[str, Any]:
         return score(windows, params, run.splits["dev"])
 
     fresh = run.initial_params()
-    params = train_tagger(run, run.with_weights(fresh) if borrows(run) else fresh, measure)
+    if borrows(run.config, run.workdir):
+        fresh = run.with_weights(fresh, local_source(run.config.init_from))
+    params = train_tagger(run, fresh, measure)
     measured = [split for split in ("dev", "test") if split in run.splits]
     results: dict[str, Any] = {split: score(windows, params, run.splits[split]) for split in measured}
     results["rules"] = {split: score_rules(run.splits[split]) for split in measured}

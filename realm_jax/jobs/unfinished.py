@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from realm_jax.corpus.store import MANIFEST as STORE
 from realm_jax.data.sources import FORMAT_VERSION
 from realm_jax.errors import Resumable, UserError
 from realm_jax.storage import Folder, StorageError, only_one, open_folder, publish_folder
@@ -26,7 +27,7 @@ INPUTS, CLAIM = "INPUTS.json", "CLAIM.json"  # in it: what is prepared, and by w
 OWN = (ARTICLES, TOKENIZER, "passages", "pretraining", "questions")  # what a command that was cut off may leave
 
 
-def is_prepared(output: str, inputs: dict[str, Any]) -> bool:
+def is_prepared(output: str, inputs: dict[str, Any], skip_damage: bool) -> bool:
     """Whether `output` is already what would be made. Raises UserError when it is anything else."""
     folder = open_folder(output)
     names = folder.names()
@@ -47,6 +48,15 @@ def is_prepared(output: str, inputs: dict[str, Any]) -> bool:
     if manifest.get("inputs") != inputs:
         changed = [name for name, value in inputs.items() if manifest["inputs"].get(name) != value]
         raise UserError(f"{output} was prepared with other {' and '.join(changed)}; {advice}")
+    lost = sum(sum(counts["damaged"].values()) for counts in manifest["counts"].values())
+    if lost and not skip_damage:
+        raise UserError(
+            f"{output} was prepared with --skip-damage, which found damage in {lost} places; give the flag again to "
+            "keep it as it is, or remove the folder"
+        )
+    for store in ("passages", "pretraining") if manifest.get("pretraining") else ("passages",):
+        if STORE not in folder.names(store):
+            raise UserError(f"{output} is damaged (no {store}/{STORE}); remove the folder")
     return True
 
 

@@ -32,7 +32,12 @@ def initializer(width: int) -> nn.initializers.Initializer:
     With 0.02 at 64 features attention starts almost uniform and the tied output almost flat; a tiny reader then takes
     several times longer to learn to copy from its passage.
     """
-    return nn.initializers.truncated_normal(BASE_STDDEV * (BASE_WIDTH / width) ** 0.5)
+    return nn.initializers.truncated_normal(initializer_stddev(width))
+
+
+def initializer_stddev(width: int) -> float:
+    """Of the normal distribution that `initializer` cuts off."""
+    return BASE_STDDEV * (BASE_WIDTH / width) ** 0.5
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 The corpus lives on the device once, as document rows `[CLS] title [SEP] body [SEP]` (`lengths` and `title_lengths` say
 where the parts end). Everything else that a step needs of a passage is derived from such rows here, inside the step.
-The joint layout is `[CLS] query [SEP] body [SEP]`, without the title, as in the reference.
+The joint layout is `[CLS] query [SEP] body [SEP]`, without the title, as in the reference; fine-tuning can have it too.
 """
 
 from typing import NamedTuple
@@ -55,16 +55,17 @@ def null_documents(batch: int, special: tuple[int, int]) -> Documents:
     return Documents(jnp.tile(row, (batch, 1)), jnp.full(batch, 3, jnp.int32), jnp.zeros(batch, jnp.int32))
 
 
-def join(query: Array, query_lengths: Array, documents: Documents) -> Joint:
-    """`[CLS] query [SEP] body [SEP]` for each of an example's passages.
+def join(query: Array, query_lengths: Array, documents: Documents, titles: bool = False) -> Joint:
+    """`[CLS] query [SEP] body [SEP]` for each of an example's passages; with `titles`, `title [SEP]` before the body.
 
-    query [batch, q] int; query_lengths [batch]; documents.ids [batch, k, d] → arrays [batch, k, q + d − 2].
-    Nothing is cut: the joint is as long as both can be together.
+    query [batch, q] int; query_lengths [batch]; documents.ids [batch, k, d] → arrays [batch, k, q + d − 2], with titles
+    [batch, k, q + d − 1]. Nothing is cut: the joint is as long as both can be together.
     """
-    batch, count, width = documents.ids.shape
-    place = jnp.arange(query.shape[1] + width - DOCUMENT_SPECIALS)
-    offset = (documents.title_lengths + DOCUMENT_SPECIALS).astype(jnp.int32)
-    in_body = place - query_lengths[:, None]  # [batch, joint]: index in the body, negative inside the query
+    width = documents.ids.shape[-1]
+    body_offset = (documents.title_lengths + DOCUMENT_SPECIALS).astype(jnp.int32)
+    offset = jnp.ones_like(body_offset) if titles else body_offset  # where in a row begins what is joined
+    place = jnp.arange(query.shape[1] + width - (1 if titles else DOCUMENT_SPECIALS))
+    in_body = place - query_lengths[:, None]  # [batch, joint]: index behind the query, negative inside it
     body_place = jnp.clip(in_body[:, None] + offset[..., None], 0, width - 1)
     body = jnp.take_along_axis(documents.ids.astype(jnp.int32), body_place, axis=-1)
     front = jnp.pad(query.astype(jnp.int32), ((0, 0), (0, place.size - query.shape[1])))
@@ -72,7 +73,7 @@ def join(query: Array, query_lengths: Array, documents: Documents) -> Joint:
     mask = place < lengths[..., None]
     is_body = (in_body >= 0)[:, None] & mask
     ids = jnp.where(is_body, body, jnp.where(mask, front[:, None], 0))
-    start = jnp.broadcast_to(query_lengths[:, None], (batch, count))
+    start = query_lengths[:, None] + body_offset - offset
     return Joint(ids, is_body.astype(jnp.int32), mask, start, lengths)
 
 
@@ -97,6 +98,22 @@ def contains(documents: Array, phrase: Array, phrase_lengths: Array) -> Array:
     padded = jnp.pad(documents, ((0, 0), (0, 0), (0, phrase.shape[1])), constant_values=-1)
     match = jax.lax.fori_loop(0, phrase.shape[1], check, jnp.ones(documents.shape, bool))
     return match.any(axis=-1) & (phrase_lengths > 0)[:, None]
+
+
+def hold_answers(documents: Documents, answers: Array, answer_lengths: Array, span_width: int) -> Array:
+    """Whether a passage's body has an answer that a span can be: the passages with a correct span in `find_answers`.
+
+    documents.ids [batch, k, d]; answers [batch, a, w] int, answer_lengths [batch, a] as there → [batch, k] bool.
+    """
+    ids, width = documents.ids.astype(jnp.int32), min(answers.shape[2], span_width)
+    place = jnp.arange(ids.shape[-1])
+    match = place >= (documents.title_lengths + DOCUMENT_SPECIALS)[..., None]  # where a body's pieces begin
+    match = match[:, :, None] & (place + answer_lengths[:, None, :, None] < documents.lengths[..., None, None])
+    match &= ((answer_lengths > 0) & (answer_lengths <= width))[:, None, :, None]
+    for offset in range(width):
+        wanted = answers[:, None, :, offset, None]
+        match &= (shift_left(ids, offset)[:, :, None] == wanted) | (offset >= answer_lengths)[:, None, :, None]
+    return match.any(axis=(2, 3))
 
 
 def find_answers(joint: Joint, answers: Array, answer_lengths: Array, span_width: int) -> tuple[Array, Array]:

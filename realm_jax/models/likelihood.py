@@ -94,6 +94,23 @@ def span_log_probabilities(span_scores: Array, allowed: Array) -> Array:
     return jnp.where(allowed, span_scores - total, NEGATIVE)
 
 
+def answer_log_probabilities(scores: Array, span_scores: Array, allowed: Array, objective: str) -> tuple[Array, Array]:
+    """What a model that was fine-tuned with `objective` holds of passages and spans: (log p(z|x), log p(span|z,x)).
+
+    scores [batch, passages]; span_scores, allowed [batch, passages, length, width] → [batch, passages] and
+    [batch, passages, length, width] float32, NEGATIVE or less where a span is not allowed. 'marginal': one softmax over
+    the passages, and one over the spans of each. 'orqa': a single softmax over all spans of all passages, each with its
+    passage's score; p(z|x) is then what falls to a passage. Raises ValueError for any other objective.
+    """
+    spans = span_log_probabilities(span_scores, allowed)
+    if objective == "marginal":
+        return jax.nn.log_softmax(at_least_float32(scores), axis=-1), spans
+    if objective == "orqa":
+        totals = jax.nn.logsumexp(jnp.where(allowed, span_scores, NEGATIVE), axis=(-2, -1))
+        return jax.nn.log_softmax(at_least_float32(scores) + totals, axis=-1), spans
+    raise ValueError(f"objective must be 'marginal' or 'orqa', not {objective!r}")
+
+
 def answer_marginal(scores: Array, span_scores: Array, allowed: Array, correct: Array) -> tuple[Mean, Array]:
     """Loss of −log Σ_z p(z|x) Σ_{correct spans} p(span|z,x), mean over the examples that have a correct span.
 

@@ -1,34 +1,32 @@
-"""Weights of a BERT that was trained elsewhere: Hugging Face's `model.safetensors`, into this package's tree.
+"""Weights that Hugging Face's library understands: `model.safetensors` and `config.json`, in and out.
 
-Only the encoder: embeddings and layers. A folder also holds `config.json`, which is compared where it is there, and the
-vocabulary, which is not read here. Pickled weights (`pytorch_model.bin`) are never opened. Read next: `bert.py`.
+One folder holds one network. Its *parts* are the encoder, and whatever there is of pooler, projection, word head and
+span head; what a file does not have stays as it was. Names are those of `BertModel` and `BertForMaskedLM`, and of
+transformers' `RealmEmbedder` and `RealmReader` for the parts that are REALM's own. Pickled weights
+(`pytorch_model.bin`) are never opened; the vocabulary beside them is not read here. Read next: `bert.py`.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from realm_jax.errors import UserError
-from realm_jax.models.bert import LAYER_NORM_EPSILON, BertConfig
+from realm_jax.models.bert import LAYER_NORM_EPSILON, BertConfig, initializer_stddev
+from realm_jax.models.reader import SPAN_NORM_EPSILON
+from realm_jax.models.realm import Realm
 
 WEIGHTS, SETTINGS = "model.safetensors", "config.json"
-PREFIXES = ("", "bert.")  # of a bare encoder, and of one with a head
+PREFIXES = ("", "bert.", "realm.")  # of a bare encoder, of one with a head, and of REALM's networks in transformers
+HEADS = ("cls.", "qa_outputs.")  # their tensors' names have no prefix
 Params = dict[str, Any]
 
-# Ours → theirs. A kernel [input, output] is stored there the other way round; old files call LayerNorm's parts by
-# TensorFlow's names.
-EMBEDDINGS = {
-    ("words", "embedding"): "embeddings.word_embeddings.weight",
-    ("positions", "embedding"): "embeddings.position_embeddings.weight",
-    ("segments", "embedding"): "embeddings.token_type_embeddings.weight",
-    ("embedding_norm", "scale"): "embeddings.LayerNorm.weight",
-    ("embedding_norm", "bias"): "embeddings.LayerNorm.bias",
-}
-LAYER = {
+LAYER = {  # ours → theirs
     "query": "attention.self.query",
     "key": "attention.self.key",
     "value": "attention.self.value",
@@ -38,131 +36,330 @@ LAYER = {
     "output": "output.dense",
     "output_norm": "output.LayerNorm",
 }
-FLOATS = ("float32", "float16", "bfloat16", "float64")
+WORDS, POSITIONS = "embeddings.word_embeddings.weight", "embeddings.position_embeddings.weight"
+WORD_HEAD = "word head"
+TIED = "cls.predictions.decoder.weight"  # the word embeddings once more, in some files
+FLOATS = ("F32", "F16", "BF16", "F64")
 SAME_ACTIVATION = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new"}  # theirs → ours: all with tanh
-PLAIN = {"model_type": "bert", "position_embedding_type": "absolute", "is_decoder": False}  # in their settings
-OLD_NAMES = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+PLAIN = {  # in their settings
+    "model_type": ("bert", "realm"),
+    "position_embedding_type": ("absolute",),
+    "is_decoder": (False,),
+}
+OTHER_NAMES = {  # the end of a name → what files of older releases, and some of newer ones, have in its place
+    "LayerNorm.weight": "LayerNorm.gamma",
+    "LayerNorm.bias": "LayerNorm.beta",
+    "cls.predictions.bias": "cls.predictions.decoder.bias",
+}
+
+
+class Tensor(NamedTuple):
+    """A parameter: its place in the network's tree, their name for it without the prefix, and its shape here.
+
+    A kernel [input, output] is stored there the other way round.
+    """
+
+    path: tuple[str, ...]
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def turned(self) -> bool:
+        return self.path[-1] == "kernel"
+
+
+class Part(NamedTuple):
+    """Tensors that come and go together.
+
+    settings: what their config.json has to say of them: their key → (our key, our value).
+    """
+
+    title: str
+    tensors: tuple[Tensor, ...]
+    settings: dict[str, tuple[str, Any]] = {}
+
+
+# --- The parts of each network ----------------------------------------------------------------------------------------
+
+
+def encoder(c: BertConfig) -> Part:
+    """A `Bert`, at `bert` in the tree of its network."""
+    tensors = [
+        Tensor(("bert", "words", "embedding"), WORDS, (c.vocabulary_size, c.width)),
+        Tensor(("bert", "positions", "embedding"), POSITIONS, (c.max_length, c.width)),
+        Tensor(("bert", "segments", "embedding"), "embeddings.token_type_embeddings.weight", (2, c.width)),
+        *_norm(("bert", "embedding_norm"), "embeddings.LayerNorm", c.width),
+    ]
+    sizes = {"intermediate": (c.width, c.feed_forward), "output": (c.feed_forward, c.width)}
+    for number in range(c.layers):
+        for part, name in LAYER.items():
+            place, theirs = ("bert", f"layer_{number}", part), f"encoder.layer.{number}.{name}"
+            if part.endswith("_norm"):
+                tensors += _norm(place, theirs, c.width)
+            else:
+                tensors += _linear(place, theirs, sizes.get(part, (c.width, c.width)))
+    settings = {
+        "num_attention_heads": ("config.model.heads", c.heads),
+        "hidden_act": ("config.model.hidden_act", c.hidden_act),
+        "layer_norm_eps": ("the epsilon of LayerNorm, which is fixed,", LAYER_NORM_EPSILON),
+    }
+    return Part("encoder", tuple(tensors), settings)
+
+
+def networks(model: Realm) -> dict[str, tuple[Part, ...]]:
+    """Name of a network, at the top of the parameters → its parts, the encoder first."""
+    c = model.bert
+    pooler = Part("pooler", (*_linear(("pooler",), "pooler.dense", (c.width, c.width)),))
+    projection = (
+        *_linear(("projection",), "cls.dense", (c.width, model.projection)),
+        *_norm(("projection_norm",), "cls.LayerNorm", model.projection),
+    )
+    epsilon = {"projection_layer_norm_eps": ("config.model.norm_epsilon", model.norm_epsilon)}
+    tower = encoder(c), pooler, Part("projection", projection, epsilon)
+    reader = encoder(c), _word_head(c), _span_head(c, model.span_hidden)
+    return {name: tower for name in model.embedder_names} | {"reader": reader}
+
+
+def _word_head(c: BertConfig) -> Part:
+    tensors = (
+        *_linear(("mlm_transform",), "cls.predictions.transform.dense", (c.width, c.width)),
+        *_norm(("mlm_norm",), "cls.predictions.transform.LayerNorm", c.width),
+        Tensor(("mlm_bias",), "cls.predictions.bias", (c.vocabulary_size,)),
+    )
+    return Part(WORD_HEAD, tensors)
+
+
+def _span_head(c: BertConfig, hidden: int) -> Part:
+    tensors = (
+        *_linear(("span_projection",), "qa_outputs.dense_intermediate", (c.width, 2 * hidden)),
+        *_norm(("span_norm",), "qa_outputs.layer_normalization", hidden),
+        *_linear(("span_score",), "qa_outputs.dense_output", (hidden, 1)),
+    )
+    epsilon = {"reader_layer_norm_eps": ("the epsilon of the span head, which is fixed,", SPAN_NORM_EPSILON)}
+    return Part("span head", tensors, epsilon)
+
+
+def _linear(path: tuple[str, ...], name: str, shape: tuple[int, int]) -> Iterator[Tensor]:
+    yield Tensor((*path, "kernel"), f"{name}.weight", shape)
+    yield Tensor((*path, "bias"), f"{name}.bias", shape[1:])
+
+
+def _norm(path: tuple[str, ...], name: str, width: int) -> Iterator[Tensor]:
+    yield Tensor((*path, "scale"), f"{name}.weight", (width,))
+    yield Tensor((*path, "bias"), f"{name}.bias", (width,))
+
+
+# --- In ---------------------------------------------------------------------------------------------------------------
+
+
+class Source(NamedTuple):
+    """A file that fits: where each tensor of the parts in it is, and the titles of the parts it has and has not."""
+
+    path: Path
+    names: tuple[tuple[Tensor, str], ...]
+    found: tuple[str, ...]
+    missing: tuple[str, ...]
 
 
 def load_bert(folder: Path, config: BertConfig) -> Params:
-    """The parameters of a `Bert` of this config, float32 on the host.
+    """The parameters of a `Bert` of this config, float32 on the host. Raises UserError as `find` and `read` do."""
+    params: Params = read(find(folder, config, [encoder(config)]))["bert"]
+    return params
 
-    Positions beyond `config.max_length` are left out. Raises UserError for a folder without safe weights, for a file
-    that cannot be read, for a tensor that is missing or of another shape, which it names with both shapes, for numbers
-    that are none, and for parts that a BERT does not have.
+
+def find(folder: Path, config: BertConfig, parts: Sequence[Part]) -> Source:
+    """What there is of a network in a folder; the encoder, the first of its parts, has to be. Reads no parameters.
+
+    Raises UserError for a folder without safe weights, for a file that cannot be read, for a tensor that is missing or
+    of another shape, which it names with both shapes, for numbers that are no floats, for settings that differ, and for
+    what a BERT does not have.
     """
     path = folder / WEIGHTS
     if not path.is_file():
         raise UserError(f"{folder}: has no {WEIGHTS}; name a folder with a BERT that was saved as safetensors")
-    _check_settings(folder / SETTINGS, config)
+    source = _opened(path, lambda file: _find(file, path, config, parts))
+    found = {key: value for part in parts if part.title in source.found for key, value in part.settings.items()}
+    _check_settings(folder / SETTINGS, found)
+    return source
+
+
+def read(source: Source) -> Params:
+    """The network's parameters that the file has, as a tree of float32 arrays on the host.
+
+    Positions beyond those of the network are left out. Raises UserError where a number is not finite.
+    """
+    return _opened(source.path, lambda file: _read(file, source))
+
+
+def _opened(path: Path, use: Any) -> Any:
     try:
         with safe_open(path, "numpy") as file:
-            return _read(file, path, config)
+            return use(file)
     except (SafetensorError, OSError, TypeError) as fault:
         raise UserError(f"{path}: cannot be read ({' '.join(str(fault).split())[:200]}); fetch it again") from None
 
 
-def _read(file: Any, path: Path, config: BertConfig) -> Params:
+def _find(file: Any, path: Path, config: BertConfig, parts: Sequence[Part]) -> Source:
     names = set(file.keys())
-    prefix = next((prefix for prefix in PREFIXES if prefix + EMBEDDINGS["words", "embedding"] in names), None)
+    prefix = next((prefix for prefix in PREFIXES if prefix + WORDS in names), None)
     if prefix is None:
-        raise UserError(f"{path}: has no {EMBEDDINGS['words', 'embedding']}; it is not the file of a BERT")
+        raise UserError(f"{path}: has no {WORDS}; it is not the file of a BERT")
     _check_extent(file, names, prefix, path, config)
-    params: Params = {}
+    present = [part for part in parts if part == parts[0] or _has(file, names, prefix, part)]
+    places = []
+    for part in present:
+        for tensor in part.tensors:
+            name = _name(names, prefix, tensor, path)
+            _check_tensor(file.get_slice(name), name, tensor, path)
+            places.append((tensor, name))
     left = {name for name in names if name.startswith((f"{prefix}embeddings.", f"{prefix}encoder."))}
-    left.discard(f"{prefix}embeddings.position_ids")  # 0, 1, 2, …, in files of older releases
-    for (*parents, leaf), name, shape in _wanted(config):
-        found = _name(names, prefix + name, path)
-        left.discard(found)
-        array = file.get_tensor(found)
-        if array.dtype.name not in FLOATS:
-            raise UserError(f"{path}: {found} is {array.dtype}; fetch the model in float32, float16 or bfloat16")
-        if leaf == "kernel":
-            array = array.T
-        if name == EMBEDDINGS["positions", "embedding"]:
-            array = array[: config.max_length]
-        if array.shape != shape:
-            raise UserError(f"{path}: {found} is {array.shape}, but the model needs {shape}; set config.model")
-        place = params
-        for parent in parents:
-            place = place.setdefault(parent, {})
-        place[leaf] = np.ascontiguousarray(array, np.float32)
-        if not np.isfinite(place[leaf]).all():
-            raise UserError(f"{path}: {found} holds numbers that are not finite; fetch it again")
+    left -= {name for _, name in places} | {f"{prefix}embeddings.position_ids"}  # 0, 1, 2, …, in older files
     for name in sorted(left):
         raise UserError(f"{path}: has {name}, which this BERT has no place for; choose a plain BERT")
-    return params
+    titles = tuple(part.title for part in present)
+    return Source(path, tuple(places), titles, tuple(part.title for part in parts if part.title not in titles))
+
+
+def _has(file: Any, names: set[str], prefix: str, part: Part) -> bool:
+    """Whether a file has a part. An output layer that is not tied to the word embeddings makes another word head."""
+    if part.title == WORD_HEAD and TIED in names:
+        return np.array_equal(file.get_tensor(TIED), file.get_tensor(prefix + WORDS))
+    return any(_full(prefix, tensor.name) in names for tensor in part.tensors)
+
+
+def _full(prefix: str, name: str) -> str:
+    return name if name.startswith(HEADS) else prefix + name
+
+
+def _name(names: set[str], prefix: str, tensor: Tensor, path: Path) -> str:
+    """What a parameter is called in the file."""
+    name = _full(prefix, tensor.name)
+    others = [name.removesuffix(usual) + other for usual, other in OTHER_NAMES.items() if name.endswith(usual)]
+    found = next((known for known in (name, *others) if known in names), None)
+    if found is None:
+        raise UserError(f"{path}: has no {name}; set config.model to the sizes of the file's BERT")
+    return found
+
+
+def _check_tensor(stored: Any, name: str, tensor: Tensor, path: Path) -> None:
+    """Raise UserError unless what is stored under a name is of the tensor's shape, in floats."""
+    if stored.get_dtype() not in FLOATS:
+        raise UserError(f"{path}: {name} is {stored.get_dtype()}; fetch the model in float32, float16 or bfloat16")
+    shape = tuple(stored.get_shape())
+    shape = shape[::-1] if tensor.turned else shape
+    if tensor.name == POSITIONS:
+        shape = (min(shape[0], tensor.shape[0]), *shape[1:])
+    if shape != tensor.shape:
+        raise UserError(f"{path}: {name} is {shape}, but the model needs {tensor.shape}; set config.model")
 
 
 def _check_extent(file: Any, names: set[str], prefix: str, path: Path, config: BertConfig) -> None:
     """Raise UserError for what is commonly wrong: another vocabulary, too few positions, too many layers."""
 
-    def rows(key: str) -> int:
-        name = prefix + EMBEDDINGS[key, "embedding"]
-        return next(iter(file.get_slice(name).get_shape()), 0) if name in names else 0
+    def rows(name: str) -> int:
+        return next(iter(file.get_slice(prefix + name).get_shape()), 0) if prefix + name in names else 0
 
-    if (words := rows("words")) != config.vocabulary_size:
+    if (words := rows(WORDS)) != config.vocabulary_size:
         raise UserError(
             f"{path}: has {words} word pieces, but the vocabulary has {config.vocabulary_size}; the vocabulary file "
             "and the weights do not match"
         )
-    if (positions := rows("positions")) < config.max_length:
+    if (positions := rows(POSITIONS)) < config.max_length:
         raise UserError(
-            f"{path}: has {positions} positions, but the model {config.max_length}; set config.data.length, and "
-            f"config.model.max_length if it is not 0, to at most {positions}"
+            f"{path}: has {positions} positions, but the model {config.max_length}; set the lengths of config.data, "
+            f"and config.model.max_length if it is not 0, to at most {positions}"
         )
     if any(name.startswith(f"{prefix}encoder.layer.{config.layers}.") for name in names):
         raise UserError(f"{path}: has more than the model's {config.layers} layers; set config.model.layers")
 
 
-def _wanted(config: BertConfig) -> Iterator[tuple[tuple[str, ...], str, tuple[int, ...]]]:
-    """(our path, their name, our shape) of every parameter."""
-    width, hidden = config.width, config.feed_forward
-    rows = {"words": config.vocabulary_size, "positions": config.max_length, "segments": 2}
-    for ours, theirs in EMBEDDINGS.items():
-        yield ours, theirs, (rows[ours[0]], width) if ours[0] in rows else (width,)
-    sizes = {"intermediate": (width, hidden), "output": (hidden, width)}
-    for number in range(config.layers):
-        for part, theirs in LAYER.items():
-            leaves: dict[str, tuple[str, tuple[int, ...]]] = {}
-            if part.endswith("_norm"):
-                leaves = {"scale": ("weight", (width,)), "bias": ("bias", (width,))}
-            else:
-                size = sizes.get(part, (width, width))
-                leaves = {"kernel": ("weight", size), "bias": ("bias", size[1:])}
-            for leaf, (name, shape) in leaves.items():
-                yield (f"layer_{number}", part, leaf), f"encoder.layer.{number}.{theirs}.{name}", shape
+def _check_settings(path: Path, wanted: dict[str, tuple[str, Any]]) -> None:
+    """What shapes do not tell: heads, activation, the epsilons of LayerNorm, and whether it is a plain BERT.
 
-
-def _name(names: set[str], name: str, path: Path) -> str:
-    """What a parameter is called in the file."""
-    for new, old in OLD_NAMES.items():
-        if name not in names and name.endswith(new):
-            name = name.removesuffix(new) + old
-    if name not in names:
-        raise UserError(f"{path}: has no {name}; set config.model to the sizes of the file's BERT")
-    return name
-
-
-def _check_settings(path: Path, config: BertConfig) -> None:
-    """What shapes do not tell: heads, the activation, the epsilon of LayerNorm, and whether it is a plain BERT. Nothing
-    to compare without the file."""
+    Nothing to compare without the file.
+    """
     if not path.is_file():
         return
     try:
         settings = dict(json.loads(path.read_text("utf-8")))
     except (ValueError, TypeError, OSError) as fault:
         raise UserError(f"{path}: cannot be read ({fault}); fetch it again, or remove it") from None
-    activation = settings.get("hidden_act", config.hidden_act)
-    settings["hidden_act"] = SAME_ACTIVATION.get(str(activation), activation)
-    for name, wanted in PLAIN.items():
-        if settings.get(name, wanted) != wanted:
-            raise UserError(f"{path}: {name} is {settings[name]!r}, not {wanted!r}; choose a plain BERT")
-    ours = {
-        "num_attention_heads": ("config.model.heads", config.heads),
-        "hidden_act": ("config.model.hidden_act", config.hidden_act),
-        "layer_norm_eps": ("the epsilon of LayerNorm, which is fixed,", LAYER_NORM_EPSILON),
-    }
-    for name, (key, own) in ours.items():
+    for name, plain in PLAIN.items():
+        if settings.get(name, plain[0]) not in plain:
+            raise UserError(f"{path}: {name} is {settings[name]!r}, not {plain[0]!r}; choose a plain BERT")
+    if settings.get("model_type") == "realm":  # transformers has one epsilon for a tower
+        settings.setdefault("projection_layer_norm_eps", settings.get("layer_norm_eps", LAYER_NORM_EPSILON))
+    activation = settings.get("hidden_act")
+    if activation is not None:
+        settings["hidden_act"] = SAME_ACTIVATION.get(str(activation), activation)
+    for name, (key, own) in wanted.items():
         if settings.get(name, own) != own:
             raise UserError(f"{path}: {name} is {settings[name]!r}, but {key} is {own!r}; they must be the same")
+
+
+def _read(file: Any, source: Source) -> Params:
+    params: Params = {}
+    for tensor, name in source.names:
+        array = file.get_tensor(name)
+        array = array.T if tensor.turned else array
+        if tensor.name == POSITIONS:
+            array = array[: tensor.shape[0]]
+        place = params
+        for parent in tensor.path[:-1]:
+            place = place.setdefault(parent, {})
+        place[tensor.path[-1]] = array = np.ascontiguousarray(array, np.float32)
+        if not np.isfinite(array).all():
+            raise UserError(f"{source.path}: {name} holds numbers that are not finite; fetch it again")
+    return params
+
+
+# --- Out --------------------------------------------------------------------------------------------------------------
+
+
+def save(folder: Path, params: Params, parts: Sequence[Part], kind: str, settings: dict[str, Any]) -> None:
+    """Write a network's parameters and settings into a new folder; `find` and `read` give the same bits again.
+
+    kind: 'bert' or 'realm', whose names the encoder gets.
+    """
+    folder.mkdir()
+    tensors: dict[str, NDArray[np.float32]] = {}
+    for part in parts:
+        for tensor in part.tensors:
+            array: Any = params
+            for key in tensor.path:
+                array = array[key]
+            array = np.asarray(array, np.float32)
+            tensors[_full(f"{kind}.", tensor.name)] = np.ascontiguousarray(array.T if tensor.turned else array)
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})  # without which transformers does not open it
+    (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
+
+
+def settings_of(model: Realm, network: str, kind: str) -> dict[str, Any]:
+    """The config.json of a network. kind: 'bert' or 'realm', the library's model that it is for.
+
+    Of the architectures it names, BERT's are without the parts that are REALM's own: their tensors lie in the file.
+    """
+    c = model.bert
+    classes = {"bert": ("BertForMaskedLM", "BertModel"), "realm": ("RealmReader", "RealmEmbedder")}
+    return {
+        "architectures": [classes[kind][network != "reader"]],
+        "model_type": kind,
+        "vocab_size": c.vocabulary_size,
+        "hidden_size": c.width,
+        "num_hidden_layers": c.layers,
+        "num_attention_heads": c.heads,
+        "intermediate_size": c.feed_forward,
+        "hidden_act": c.hidden_act,
+        "hidden_dropout_prob": c.dropout,
+        "attention_probs_dropout_prob": 0.0,  # dropout acts on what is attended to, not on how much
+        "max_position_embeddings": c.max_length,
+        "type_vocab_size": 2,
+        "initializer_range": initializer_stddev(c.width),
+        "layer_norm_eps": LAYER_NORM_EPSILON,
+        "torch_dtype": "float32",
+        "retriever_proj_size": model.projection,
+        "projection_layer_norm_eps": model.norm_epsilon,
+        "span_hidden_size": model.span_hidden,
+        "max_span_width": model.span_width,
+        "reader_layer_norm_eps": SPAN_NORM_EPSILON,
+    }

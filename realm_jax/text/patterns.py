@@ -59,9 +59,25 @@ def match(pattern: str, text: str) -> tuple[int, int] | None:
     return _run("match", pattern, text)
 
 
+def full_match(pattern: str, text: str) -> tuple[int, int] | None:
+    """(start, end) of a text that a pattern matches as a whole; None as for `match`."""
+    return _run("fullmatch", pattern, text)
+
+
 def search(pattern: str, text: str) -> tuple[int, int] | None:
     """(start, end) of the first place that a pattern matches, whatever the case; None as for `match`."""
     return _run("search", pattern, text)
+
+
+def every(pattern: str, text: str) -> list[tuple[int, int]]:
+    """(start, end) of all places that a pattern matches, none within another; empty as `match` is None."""
+    if fault(pattern) is not None:
+        return []
+    try:
+        return [found.span() for found in _compiled(pattern).finditer(text, timeout=SECONDS)]
+    except (TimeoutError, MemoryError):
+        _tell(pattern)
+        return []
 
 
 def _run(method: str, pattern: str, text: str) -> tuple[int, int] | None:

@@ -190,6 +190,17 @@ class Saved:
         raise UserError(f"{folder}: checkpoints vanish faster than they can be read; set config.checkpoint.keep higher")
 
     @classmethod
+    def newest_of_first(cls, folder: Path) -> Self | None:
+        """`newest`, as the first of several processes sees it; all of them have to call it."""
+
+        def step() -> int:
+            found = cls.newest(folder)
+            return NONE if found is None else found.step
+
+        newest = told_by(step)
+        return None if newest == NONE else cls(folder.absolute() / str(newest))
+
+    @classmethod
     def newest_sound(cls, folder: Path, load: Callable[[Self], _T]) -> _T | None:
         """What `load` makes of the newest checkpoint that it can read; None where there is no checkpoint.
 

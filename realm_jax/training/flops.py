@@ -92,7 +92,7 @@ def step_flops(config: ConfigDict, task: str, vocabulary: int, predictions: int,
     words = 2 * predictions * width * (width + vocabulary)
     search = 2.0 * rows * config.model.projection
     parts: dict[str, float] = {}
-    if task == "mlm":
+    if task in ("mlm", "closed_book"):
         parts["reader"] = 3 * (tower.forward(joint, predictions) + words)
     if task == "ict":
         parts |= {"queries": 3 * query, "documents": 3 * document, "scores": 3 * 2.0 * batch * config.model.projection}
@@ -107,9 +107,9 @@ def step_flops(config: ConfigDict, task: str, vocabulary: int, predictions: int,
         }
     if task == "qa":
         spans = 2 * joint * width * 2 * config.model.span_hidden
-        parts |= {
-            "search": search,
-            "queries": 3 * query,
-            "reader": 3 * retrieval.qa_passages * (tower.forward(joint) + spans),
-        }
+        parts["reader"] = 3 * retrieval.qa_passages * (tower.forward(joint) + spans)
+        if retrieval.qa_search == "vectors":
+            parts |= {"search": search, "queries": 3 * query}
+        if config.refresh.qa_every:
+            parts["documents"] = 3 * retrieval.qa_passages * document
     return {name: batch * value for name, value in parts.items()}

@@ -19,6 +19,7 @@ import numpy as np
 
 from realm_jax.config import task_names
 from realm_jax.data import examples as make
+from realm_jax.data.closed_book import closed_book_examples
 from realm_jax.data.examples import Examples
 from realm_jax.data.pipeline import batches
 from realm_jax.errors import UserError
@@ -27,6 +28,7 @@ from realm_jax.models.realm import Params
 from realm_jax.processes import anywhere
 from realm_jax.run import BaseRun, Run, own_rows
 from realm_jax.training.adoption import Adoption
+from realm_jax.training.best import Best
 from realm_jax.training.checkpoints import Checkpoints, Saved
 from realm_jax.training.feed import Feed, Search
 from realm_jax.training.flops import peak, step_flops
@@ -51,9 +53,10 @@ class Course:
 
     examples: called when something is left to train. work: what a step is to the devices. refresh: where the index
     comes from, by (first step, checkpoints, whether to stop waiting, what to call again and again while the corpus is
-    embedded). search: where hosts search ahead of a step. measure, every: called with parameters and an index (None
-    without one) at every refresh and every so many steps (0: never), and, its last argument true, at the end. over:
-    called when the task turns out to be done.
+    embedded). search: where hosts search ahead of a step. measure: called with parameters and an index (None without
+    one) at every refresh and, its last argument true, every so many steps (`every`; 0: never) and at the end. best: the
+    name of a value in that; the task ends with the parameters for which it was largest ('': with the last
+    ones). over: called when the task turns out to be done.
     """
 
     task: Task
@@ -63,6 +66,7 @@ class Course:
     search: Search | None = None
     measure: Measure | None = None
     every: int = 0
+    best: str = ""
     over: Callable[[], None] = lambda: None
 
 
@@ -77,6 +81,8 @@ def task_examples(run: Run, name: str) -> Examples:
         return make.cloze_examples(sources.passages, wordpiece, lengths, data.ict_mask_rate)
     if name == "realm":
         return make.masked_examples(sources.pretraining, wordpiece, lengths, data.masking, sources.own_text)
+    if name == "closed_book":
+        return closed_book_examples(sources.pretraining, sources.questions.get("train", []), wordpiece, lengths)
     return make.question_examples(sources.questions.get("train", []), wordpiece, lengths)
 
 
@@ -86,13 +92,13 @@ def train_task(
     params: Params,
     measure: Measure | None = None,
     folder: str | None = None,
-    examples: Examples | None = None,
+    examples: Callable[[], Examples] | None = None,
 ) -> Params:
     """Train one task of REALM to its last step and return all parameters.
 
     params: where a fresh task starts. measure: see `Course`; there is no index in a task that neither retrieves nor
-    trains the retriever. folder: name under the run folder, the task's own by default. examples: others than the task's
-    own. Continues from the newest checkpoint of the folder.
+    trains the retriever. folder: name under the run folder, the task's own by default. examples: makes others than the
+    task's own. Continues from the newest checkpoint of the folder.
     Raises Preempted after SIGTERM, once the state is saved.
     """
     task = make_task(name, run.setting)
@@ -105,8 +111,11 @@ def train_task(
     hosts_search = run.searches is not None and name == "realm"  # fine-tuning searches exactly
     search = Search(run.setting, run.config.retrieval.ahead) if hosts_search else None
     refresh = partial(make_refresh, run, name, folder is None)
-    make_examples = lambda: examples or task_examples(run, name)  # noqa: E731
-    course = Course(task, make_examples, work_of(run, task), refresh, search, measure, over=over)
+    course = Course(
+        task, examples or partial(task_examples, run, name), work_of(run, task), refresh, search, measure, over=over
+    )
+    if name == "qa" and measure is not None and (every := run.config.evaluation.qa_every):
+        course = dataclasses.replace(course, every=every, best="exact_match")
     return follow(run, course, params, run.workdir / (folder or name))
 
 
@@ -139,6 +148,7 @@ class _Training:
         config, task = run.config, course.task
         self._run, self._task, self._place = run, task, place
         self._measure, self._every = course.measure, course.every
+        self._best = Best(run, task, place, course.best)
         self._state, self._saved, self._resumed = state, saved, saved is not None
         self._checkpoints, self._stop = checkpoints, stop
         self._start, self._total, size = int(state.step), config[task.name].steps, config[task.name].batch_size
@@ -231,10 +241,12 @@ class _Training:
             self._journal.measured(step, found | {"refresh": True, "index_step": fresh.step} | fresh.facts)
 
     def _look_in_between(self, step: int) -> None:
-        """Measure what a task without an index has learnt so far."""
+        """Measure what was learnt so far."""
         assert self._measure is not None, "a course that says when to measure says how"
         with self._journal.waiting("measurement"):
-            found = self._measure(self.params, None, False)
+            found = self._measure(self.params, self._refreshes.fitting(step, self.params, self._index), True)
+            self._watchdog.beat()
+            self._best.look(step, self._state, found)
         self._watchdog.beat()
         self._journal.measured(step, found)
 
@@ -265,7 +277,9 @@ class _Training:
         entry: dict[str, Any] = {"index_step": -1 if index is None else index.step}
         entry |= {"seconds": self._journal.seconds, "born": self._journal.born}
         generation = index.generation if index is not None else ""
-        own: dict[str, Any] = {} if index is None or generation else {"vectors": index.vectors}
+        own: dict[str, Any] = {}
+        if index is not None and not generation and index.vectors is not None:
+            own["vectors"] = index.vectors
         if own and index is not None and index.index.tower is not None:
             own["tower"] = index.index.tower
         if (rows := self._feed.in_flight()) is not None:
@@ -281,15 +295,28 @@ class _Training:
             self._save(step, wait=True)
         self._stop.check(f"saved {self._place.name} at step {step}")
 
+    def _measured_last(self, step: int) -> dict[str, Any]:
+        """What the parameters, those of `step`, are worth, with an index of their own, which stays."""
+        assert self._measure is not None
+        index = self._refreshes.last(step, self.params, self._index)
+        self._index = None if index is None else dataclasses.replace(index, step=self._total)
+        exact = None if self._index is None else self._refreshes.exact(self._index)
+        found = self._measure(self.params, exact, True)
+        self._watchdog.beat()
+        return found
+
     def _finish(self) -> None:
         """The last measurement, with a fresh index, and the last save."""
         total = self._total
         self._journal.flush()
         self._watchdog.beat()
         if self._measure is not None:
-            self._index = self._refreshes.last(total, self.params)
-            exact = None if self._index is None else self._refreshes.exact(self._index)
-            found = self._measure(self.params, exact, True)
+            found = self._measured_last(total)
+            self._best.look(total, self._state, found)
+            if (better := self._best.other_than(total, self.params)) is not None:
+                step, params = better
+                self._state = self._state._replace(trained={name: params[name] for name in self._task.trained})
+                found = self._measured_last(step) | {"best_step": step}
             self._journal.measured(total, found | {"refresh": False, "seconds": self._journal.seconds})
         self._watchdog.beat()
         self._save(total, wait=True)

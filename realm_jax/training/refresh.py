@@ -23,7 +23,7 @@ from realm_jax.models.realm import Params
 from realm_jax.run import Run
 from realm_jax.storage import Folder, open_folder
 from realm_jax.training.reporter import Reporter
-from realm_jax.training.restore import Restored
+from realm_jax.training.restore import Restored, embedded_before
 from realm_jax.training.state import Control
 
 
@@ -31,7 +31,8 @@ from realm_jax.training.state import Control
 class Fresh:
     """An index to use from now on.
 
-    vectors: on the host, [rows, width]; None for a generation that the devices search. step: of its parameters.
+    vectors: on the host, [rows, width]; None for a generation that the devices search, and where words find passages.
+    step: of its parameters.
     generation: its name, '' for one that the trainer made. searcher: where hosts search. facts: what to record of a
     change.
     """
@@ -72,8 +73,12 @@ class Refresh:
         """The index for exact search on the devices, with which everything but REALM's own search works."""
         return fresh.index
 
-    def last(self, step: int, params: Params) -> Fresh | None:
-        """The index that the parameters at the end of the task are measured with."""
+    def fitting(self, step: int, params: Params, index: Fresh | None) -> Index | None:
+        """The index that the parameters are measured with before `step`. index: the one in use."""
+        return None
+
+    def last(self, step: int, params: Params, index: Fresh | None) -> Fresh | None:
+        """The index that the parameters at the end of the task are measured with. index: the one in use."""
         return None
 
     def announce(self, step: int) -> Control:
@@ -118,35 +123,61 @@ class OfCorpus(Refresh, abc.ABC):
             return None
         if generation := saved.record.get("generation"):
             return self.restore(generation, int(saved.state.step))
+        if not self._run.needs_vectors(self._task):
+            return Fresh(self._run.bare_index, None, saved.record["index_step"])
         if saved.vectors is None:
             return None
         vectors, step = saved.vectors[: self._run.setting.rows], saved.record["index_step"]
         return made(self._run, vectors, step, saved.tower, exact=self._task != "realm")
 
     def exact(self, fresh: Fresh) -> Index:
-        if fresh.index.vectors is not None:
+        if fresh.index.vectors is not None or not self._run.needs_vectors(self._task):
             return fresh.index
         assert fresh.vectors is not None, "where hosts search, they have the vectors"
         return self._run.index(fresh.vectors)
 
-    def last(self, step: int, params: Params) -> Fresh | None:
-        """None after the warm-up, which trains no retriever."""
-        if self._task == "mlm":
+    def fitting(self, step: int, params: Params, index: Fresh | None) -> Index | None:
+        """Of the index in use, unless the passages' tower has moved since it was made."""
+        if index is None:
             return None
-        return made(self._run, self._run.embed(params, lambda _: self._alive()), step, None, exact=True)
+        if self._still(step, index):
+            return self.exact(index)
+        return self._made(step, params).index
+
+    def last(self, step: int, params: Params, index: Fresh | None) -> Fresh | None:
+        """Of the index in use, unless the passages' tower has moved since; None for a reader's own task."""
+        if self._task in ("mlm", "closed_book"):
+            return None
+        if index is not None and self._still(step, index):
+            return index
+        return self._made(step, params)
+
+    def _still(self, step: int, index: Fresh) -> bool:
+        """Whether the passages' tower is at `step` what it was when an index was made."""
+        return index.step == step or self._task == "qa" and not self._run.setting.qa_documents
+
+    def _made(self, step: int, params: Params, tower: Params | None = None, known: NDArray | None = None,
+              exact: bool = True) -> Fresh:  # fmt: skip
+        """An index of parameters. known: its vectors, where they are known; else see `made`."""
+        if not self._run.needs_vectors(self._task):
+            return Fresh(self._run.bare_index, None, step)
+        vectors = self._run.embed(params, lambda _: self._alive()) if known is None else known
+        return made(self._run, vectors, step, tower, exact)
 
 
 # --- On the trainer's own devices -------------------------------------------------------------------------------------
 
 
 class Inline(OfCorpus):
-    """The trainer embeds the corpus: at the start of a task, and for REALM every `refresh.every` steps."""
+    """The trainer embeds the corpus: at the start of a task, unless that before it left the vectors, for REALM every
+    `refresh.every` steps, and for fine-tuning every `refresh.qa_every` (0: never again)."""
 
     def __init__(self, run: Run, name: str, alive: Callable[[], None], reporter: Reporter | None = None) -> None:
         """alive: called again and again while it embeds. reporter: tells a builder that waits for a later task that the
         run lives."""
         super().__init__(run, name, alive)
-        self._every, self._exact = run.config.refresh.every if name == "realm" else 0, name != "realm"
+        self._every = {"realm": run.config.refresh.every, "qa": run.config.refresh.qa_every}.get(name, 0)
+        self._exact = name != "realm"
         self._reporter = reporter
 
     def __enter__(self) -> Self:
@@ -163,7 +194,9 @@ class Inline(OfCorpus):
         tower = None
         if self._run.config.retrieval.query_params == "generation":  # a copy: the step gives its state away
             tower = jax.tree.map(jnp.copy, params[self._run.model.embedder_names[0]])
-        return made(self._run, self._run.embed(params, lambda _: self._alive()), step, tower, self._exact)
+        first = index is None and self._run.needs_vectors(self._task)
+        known = embedded_before(self._run, self._task, params) if first else None
+        return self._made(step, params, tower, known, self._exact)
 
     def announce(self, step: int) -> Control:
         if self._reporter is not None:

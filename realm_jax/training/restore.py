@@ -1,5 +1,6 @@
 """From a checkpoint's files to a run's devices, which may be others than those that it was saved on."""
 
+import contextlib
 import logging
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -7,11 +8,15 @@ from typing import Any, NamedTuple
 import jax
 from numpy.typing import NDArray
 
+from realm_jax.config import completed, task_names
 from realm_jax.errors import UserError
 from realm_jax.index.candidates import Index
 from realm_jax.models.realm import Params
+from realm_jax.processes import votes
 from realm_jax.run import BaseRun, Run
-from realm_jax.training.checkpoints import Saved, differences, environment
+from realm_jax.storage import read_json
+from realm_jax.training.checkpoints import Damaged, Gone, Saved, differences, environment
+from realm_jax.training.checksums import checksums
 from realm_jax.training.state import State, start_state, state_shardings
 from realm_jax.training.tasks import Task, make_task
 
@@ -73,11 +78,53 @@ def task_params(run: BaseRun, task: Task, saved: Saved, like: Params) -> Params:
 
 
 def saved_index(run: Run, name: str, saved: Saved) -> Index | None:
-    """The index in a checkpoint of a task; None when the parameters there would give another one.
+    """The index in a checkpoint of a task; None when the parameters there would give another one."""
+    if not run.needs_vectors(name):
+        return run.bare_index
+    vectors = saved_vectors(run, name, saved)
+    return None if vectors is None else run.index(vectors)
 
-    It fits them when it was made of them, or when the task leaves the document embedder as it was.
+
+def saved_vectors(run: Run, name: str, saved: Saved) -> NDArray | None:
+    """The corpus as the document embedder in a checkpoint of a task embeds it; None where the vectors there are others.
+
+    They fit it when they were made by it, or when the task leaves it as it was. [rows, projection].
     """
     task = make_task(name, run.setting)
     frozen = task.retrieves and run.model.embedder_names[-1] not in task.trained
     vectors = saved.array("vectors") if frozen or saved.record["index_step"] == saved.step else None
-    return None if vectors is None else run.index(vectors[: run.setting.rows])
+    return None if vectors is None else vectors[: run.setting.rows]
+
+
+def embedded_before(run: Run, name: str, params: Params) -> NDArray | None:
+    """The corpus as the parameters embed it, where the task before `name`, or the run that this one starts from, ended
+    with the same document embedder; else None. [rows, projection]."""
+    names = task_names(run.config)
+    source = (run.workdir, names[names.index(name) - 1]) if name != names[0] else _last_of_source(run)
+    saved = None if source is None else Saved.newest_of_first(source[0] / source[1] / "checkpoints")
+    if source is None or saved is None or not _has_tower(saved, run.model.embedder_names[-1], params):
+        return None
+    found = None
+    with contextlib.suppress(Gone, Damaged):
+        found = saved_vectors(run, source[1], saved)
+    return found if votes(found is not None).all() else None
+
+
+def _last_of_source(run: Run) -> tuple[Path, str] | None:
+    """Folder and last task of the run in `init_from`, if it embeds the same passages in the same way."""
+    folder = Path(run.config.init_from)
+    if not run.config.init_from or not (folder / "config.json").is_file() or not (folder / "data.json").is_file():
+        return None
+    theirs, data = completed(read_json(folder / "config.json"), run.default_config()), read_json(folder / "data.json")
+    same = theirs.model == run.config.model and theirs.retrieval.dtype == run.config.retrieval.dtype
+    same = same and theirs.data.document_length == run.config.data.document_length
+    alike = same and data.get("passages") == run.sources.passages.fingerprint
+    return (folder, task_names(theirs)[-1]) if alike else None
+
+
+def _has_tower(saved: Saved, tower: str, params: Params) -> bool:
+    """Whether a checkpoint was saved with these very bits of an embedder."""
+    found = checksums({tower: params[tower]})
+    places = (f"state.{part}." for part in ("trained", "frozen"))
+    known = saved.record["checksums"]
+    return any(all(known.get(place + path) == sums for path, sums in found.items()) for place in places)

@@ -19,10 +19,12 @@ from realm_jax.index.candidates import (
     Candidates,
     Index,
     Setting,
+    beam_answers,
     candidate_scores,
     candidate_words,
     dropout_keys,
     embed_null,
+    question_depth,
     read_passages,
     retrieve,
     take,
@@ -42,7 +44,7 @@ Loss = Callable[[Params, Batch, Any, Array | None], Means]
 
 
 def mlm_loss(setting: Setting, params: Params, batch: Batch, index: None, key: Array | None) -> Means:
-    """Cross-entropy of masked words, mean over predicted pieces; the passage comes with the batch."""
+    """Cross-entropy of masked words, mean over predicted pieces; the passage, if any, comes with the batch."""
     documents = Documents(*(batch[f"document{part}"][:, None] for part in ("", "_length", "_title_length")))
     joint = flatten_joint(join(batch["query"], batch["query_length"], documents))
     log_p, right = setting.model.read_targets(params, joint, batch["positions"], batch["targets"], key)
@@ -109,7 +111,7 @@ def realm_loss(setting: Setting, params: Params, batch: Batch, index: Index, key
     keys = dropout_keys(key, 2)
     scores = candidate_scores(setting, params, batch, documents, keys[0])
     log_p, right = candidate_words(setting, params, batch, documents, keys[1])
-    valid = jnp.pad(found.valid, ((0, 0), (1, 0)), constant_values=True)
+    valid = jnp.pad(found.valid, ((0, 0), (1, 0)), constant_values=setting.null_document)
     result = likelihood.masked_word_marginal(scores, log_p, batch["weights"], valid, setting.marginal)
     return realm_metrics(result, right, batch, found)
 
@@ -144,19 +146,19 @@ def realm_metrics(result: likelihood.Marginal, right: Array, batch: Batch, found
 
 def qa_loss(setting: Setting, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
     """Fine-tuning: the paper's marginal over passages and spans, or ORQA's L_ret + L_read."""
-    beam = setting.qa_beam if setting.qa_objective == "orqa" else setting.qa_passages
+    beam = question_depth(setting)
     reading, rows, scores = read_passages(setting, params, batch, index, key, beam, setting.qa_passages)
     answers = (batch["answers"], batch["answer_lengths"], setting.model.span_width)
     allowed, correct = find_answers(reading.joint, *answers)
     loss, log_likelihood = likelihood.answer_marginal(reading.scores, reading.span_scores, allowed, correct)
     has_answer = correct.any(axis=(2, 3))
     if setting.qa_objective == "orqa":
-        beam_joint = join(batch["query"], batch["query_length"], take(index, rows))
-        beam_correct = find_answers(beam_joint, *answers)[1].any(axis=(2, 3))
+        beam_correct = beam_answers(setting, batch, index, rows)
         loss = likelihood.orqa_loss(scores, beam_correct, reading.scores, reading.span_scores, allowed, correct)
-    final = jax.nn.log_softmax(reading.scores)[:, :, None, None] + likelihood.span_log_probabilities(
-        reading.span_scores, allowed
+    prior, spans = likelihood.answer_log_probabilities(
+        reading.scores, reading.span_scores, allowed, setting.qa_objective
     )
+    final = prior[:, :, None, None] + spans
     flat = final.reshape(final.shape[0], -1)
     right = jnp.take_along_axis(correct.reshape(flat.shape), flat.argmax(axis=1)[:, None], axis=1)
     answered = has_answer.any(axis=1)
@@ -206,16 +208,24 @@ class Task:
         return values["loss"], values
 
 
+def question_towers(setting: Setting) -> tuple[str, ...]:
+    """The embedders that fine-tuning trains."""
+    if setting.qa_words:
+        return ()
+    return setting.model.embedder_names if setting.qa_documents else setting.model.embedder_names[:1]
+
+
 def make_task(name: str, setting: Setting) -> Task:
-    """The task called `name` ('mlm', 'ict', 'realm' or 'qa')."""
+    """The task called `name`, one of `config.TASKS`."""
     towers = setting.model.embedder_names
     if name == "ict":
         encode, null = partial(cloze_vectors, setting), partial(cloze_null, setting)
         return Task(name, towers, partial(ict_loss, setting), False, encode, null, partial(contrast, setting))
     table: dict[str, tuple[tuple[str, ...], Callable[..., Means], bool]] = {
         "mlm": (("reader",), mlm_loss, False),
+        "closed_book": (("reader",), mlm_loss, False),
         "realm": ((*towers, "reader"), realm_loss, True),
-        "qa": ((towers[0], "reader"), qa_loss, True),
+        "qa": ((*question_towers(setting), "reader"), qa_loss, True),
     }
     trained, loss, retrieves = table[name]
     return Task(name, trained, partial(loss, setting), retrieves)

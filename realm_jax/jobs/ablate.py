@@ -1,0 +1,250 @@
+"""`realm ablate`: trainings that differ in one thing, under several seeds, and one table of what they come to.
+
+A row is a run like any other, `WORKDIR/seed-<n>/<row>`: its config is the base with the row's changes, and it starts
+where the base does (from fresh parameters, or `init_from`) or from where another row ended. So a row that is done is
+not repeated, and one that was cut off goes on. The rows are in the config file; the table is
+`realm_jax/evaluation/ablations.py`.
+"""
+
+import argparse
+import dataclasses
+import logging
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+from rich.console import Console
+from rich.table import Table
+
+from realm_jax.config import default, require, task_names, validate
+from realm_jax.corpus.encyclopedia import EncyclopediaSettings
+from realm_jax.errors import UserError
+from realm_jax.evaluation.ablations import HEADS, Measured, Row, cells, html, markdown
+from realm_jax.jobs.flags import add_config_argument, load_config, with_overrides
+from realm_jax.jobs.opening import open_run, set_up_jax
+from realm_jax.jobs.quickstart import make_data
+from realm_jax.jobs.recipe import preemptible, train
+from realm_jax.jobs.results import hardware
+from realm_jax.jobs.weights import export
+from realm_jax.recipes import ablations
+from realm_jax.storage import make_folder, one_after_another, only_one, publish_folder, write_atomic, write_json_atomic
+from realm_jax.training.metrics import read_lines
+from realm_jax.training.preemption import PREEMPTED, Preempted
+
+logger = logging.getLogger(__name__)
+
+EXAMPLES = """examples:
+  realm ablate --config=configs/ablations.py --workdir=runs/ablations
+  realm ablate --config=configs/ablations.py --workdir=runs/ablations --seeds=0 --rows=realm,baseline
+  realm ablate --config=configs/ablations.py --config.base.data.path=data/wiki --workdir=runs/wiki
+
+The table lies in ablations.md, ablations.html and ablations.json of the folder, and grows with every row. Commands for
+different seeds may work in one folder at the same time: `taskset --cpu-list=0 realm ablate … --seeds=0 &` and so on.
+"""
+ANSWERING = ("qa", "closed_book")  # tasks that end with answers to questions
+ROW = {"title": "", "tasks": "", "start": "", "reader": "", "changes": (), "paper": ()}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `realm ablate`."""
+    parser.epilog = EXAMPLES
+    add_config_argument(parser, "configs/ablations.py, which is built in: the paper's table 2 and more")
+    parser.add_argument("--workdir", required=True, metavar="DIR", help="folder of the runs: made, or gone on with")
+    parser.add_argument("--seeds", metavar="N,N", help="in place of the config's seeds")
+    parser.add_argument("--rows", metavar="NAME,NAME", help="these rows, and those that they start from (default: all)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train what is missing; exit code 75 after SIGTERM, once the state is saved."""
+    config = load_config(args.config, args.overrides, ablations, like=_like)
+    check(config)
+    rows = wanted(config, args.rows)
+    seeds = _seeds(args.seeds) if args.seeds else list(config.seeds)
+    workdir = Path(args.workdir)
+    make_folder(workdir, "--workdir")
+    if not config.base.data.path:
+        with one_after_another(workdir):
+            make_data(workdir, seed=config.base.seed, **config.encyclopedia)
+        config.base.data.path = str(workdir / "data")
+    set_up_jax()
+    try:
+        with preemptible():
+            for seed in seeds:
+                train_seed(config, rows, seed, workdir)
+    except Preempted as reason:
+        logger.warning("%s", reason)
+        return PREEMPTED
+    show(table_rows(config, workdir), workdir)
+    return 0
+
+
+def _like(config: ConfigDict) -> ConfigDict:
+    """What a config of ablations has; `check` looks at its rows."""
+    rows = config.get("rows", ConfigDict())
+    made = config.get("encyclopedia", ConfigDict())
+    return ConfigDict({"seeds": (0,), "encyclopedia": made, "base": default(), "table": ("",), "rows": rows})
+
+
+def check(config: ConfigDict) -> None:
+    """Raise UserError, with the key's name, for rows that cannot be trained."""
+    require(bool(config.seeds), "seeds", "name one at least")
+    require(bool(config.table), "table", "name a row at least")
+    known = {field.name for field in dataclasses.fields(EncyclopediaSettings)} - {"seed"}
+    made = {*config.encyclopedia}
+    require(made <= known, "encyclopedia", f"takes {', '.join(sorted(known))}")
+    given = bool(config.base.data.path) or "entities" in made
+    require(given, "encyclopedia", "needs entities; or name a prepared folder in base.data.path")
+    for name in config.table:
+        require(name in config.rows, "table", f"there is no row {name!r}; choose among {', '.join(config.rows)}")
+    for name, row in config.rows.items():
+        key = f"rows.{name}"
+        require(isinstance(row, ConfigDict) and {*row} == {*ROW}, key, f"must have the keys {', '.join(ROW)}")
+        for other in ("start", "reader"):
+            require(row[other] in ("", *config.rows), f"{key}.{other}", f"there is no row {row[other]!r}")
+        require(not row.reader or bool(row.start), f"{key}.reader", "needs a start, whose towers go with it")
+        require(len(row.paper) in (0, 2), f"{key}.paper", "takes exact match and recall@5, or nothing")
+        trial = row_config(config, name, config.seeds[0], Path())
+        trial.data.path = trial.data.path or "data"
+        validate(trial)
+        ends_well = name not in config.table or task_names(trial)[-1] in ANSWERING
+        require(
+            ends_well,
+            f"{key}.tasks",
+            "a row of the table has to end with qa or closed_book; take it out of config.table",
+        )
+    in_order(config, config.rows)
+
+
+def _seeds(text: str) -> list[int]:
+    if not all(part.strip().isdecimal() for part in text.split(",")):
+        raise UserError(f"--seeds={text}: takes whole numbers, such as --seeds=0,1,2")
+    return [int(part) for part in text.split(",")]
+
+
+def wanted(config: ConfigDict, names: str | None) -> list[str]:
+    """The rows to train, in order: those of the table, or that are named, and before each what it starts from."""
+    chosen = [name.strip() for name in names.split(",")] if names else config.table
+    for name in chosen:
+        if name not in config.rows:
+            raise UserError(f"--rows: there is no row {name!r}; choose among {', '.join(config.rows)}")
+    return in_order(config, chosen)
+
+
+def in_order(config: ConfigDict, names: Iterable[str]) -> list[str]:
+    """Rows with those that they start from, those first. Raises UserError where one starts from itself."""
+    found: list[str] = []
+
+    def add(name: str, above: tuple[str, ...]) -> None:
+        require(name not in above, f"rows.{name}.start", f"it would start from itself, by way of {', '.join(above)}")
+        for other in (config.rows[name].start, config.rows[name].reader):
+            if other:
+                add(other, (*above, name))
+        if name not in found:
+            found.append(name)
+
+    for name in names:
+        add(name, ())
+    return found
+
+
+def row_config(config: ConfigDict, name: str, seed: int, place: Path) -> ConfigDict:
+    """The config of the run of a row. place: the seed's folder."""
+    row = config.rows[name]
+    found = with_overrides(ConfigDict(config.base.to_dict()), [f"--config.{change}" for change in row.changes])
+    found.update(tasks=row.tasks, seed=seed)
+    if row.start:
+        found.init_from = str(start_of(row, place))
+    return found
+
+
+def start_of(row: ConfigDict, place: Path) -> Path:
+    """What a row starts from: the run of another, or the towers of one with the reader of another."""
+    return place / "weights" / f"{row.start}+{row.reader}" if row.reader else place / row.start
+
+
+def train_seed(config: ConfigDict, rows: Sequence[str], seed: int, workdir: Path) -> None:
+    """Train rows under a seed. Several seeds may be trained at once, by as many commands."""
+    place = workdir / f"seed-{seed}"
+    make_folder(place, "--workdir")
+    with only_one(place):
+        for name in rows:
+            train_row(config, name, seed, place)
+            write_table(config, workdir)
+
+
+def train_row(config: ConfigDict, name: str, seed: int, place: Path) -> None:
+    """Train a row under a seed, as far as it is not done. Raises Preempted once the state is saved."""
+    row = config.rows[name]
+    logger.info("seed %d: %s", seed, row.title or name)
+    if row.reader and not start_of(row, place).is_dir():
+        join_networks(place / row.start, place / row.reader, start_of(row, place))
+    opened = open_run(row_config(config, name, seed, place), place / name)
+    with only_one(opened.workdir):
+        train(opened)
+    jax.clear_caches()  # the programs of one row are of no use to the next
+
+
+def join_networks(towers: Path, reader: Path, output: Path) -> None:
+    """A folder of weights with the towers of one run and the reader of another, whole or not at all."""
+    parts = output.parent / f".{output.name}.parts"
+    shutil.rmtree(parts, ignore_errors=True)
+    parts.mkdir(parents=True)
+    export(towers, parts / "whole")
+    export(reader, parts / "other")
+    shutil.rmtree(parts / "whole" / "reader")
+    (parts / "other" / "reader").rename(parts / "whole" / "reader")
+    publish_folder(parts / "whole", output)
+    shutil.rmtree(parts)
+
+
+def measured(folder: Path) -> Measured | None:
+    """What the run of a row comes to; None while it is not done."""
+    lines = next(filter(None, (read_lines(folder / task / "evaluations.jsonl") for task in ANSWERING)), [])
+    if not lines or "exact_match" not in lines[-1] or "seconds" not in lines[-1]:
+        return None
+    stages = [read_lines(place / "evaluations.jsonl") for place in sorted(folder.iterdir()) if place.is_dir()]
+    seconds = sum(stage[-1].get("seconds", 0.0) for stage in stages if stage)
+    return Measured(lines[-1]["exact_match"], lines[0].get("answer_recall@5"), lines[0].get("recall@5"), seconds)
+
+
+def table_rows(config: ConfigDict, workdir: Path) -> list[Row]:
+    """The rows of the table, with all the seeds that lie in the folder."""
+    rows = []
+    for name in config.table:
+        folders = sorted(workdir.glob(f"seed-*/{name}"), key=lambda folder: int(folder.parent.name[5:]))
+        seeds = {int(folder.parent.name[5:]): measured(folder) for folder in folders}
+        found = {seed: one for seed, one in seeds.items() if one is not None}
+        rows.append(Row(config.rows[name].title or name, tuple(config.rows[name].paper), found))
+    return rows
+
+
+def write_table(config: ConfigDict, workdir: Path) -> None:
+    """Write what is known so far."""
+    rows = table_rows(config, workdir)
+    if not any(row.seeds for row in rows):
+        return
+    made = ", ".join(f"{key}={value}" for key, value in config.encyclopedia.items())
+    is_made = Path(config.base.data.path) == workdir / "data"
+    note = f"The encyclopedia with {made}" if is_made else config.base.data.path
+    note = f"{note}; {hardware()}."
+    write_atomic(workdir / "ablations.md", markdown(rows, note))
+    write_atomic(workdir / "ablations.html", html(rows, note))
+    write_json_atomic(workdir / "ablations.json", [_record(row) for row in rows])
+
+
+def _record(row: Row) -> dict[str, Any]:
+    return dataclasses.asdict(row) | {"seeds": {str(seed): one._asdict() for seed, one in row.seeds.items()}}
+
+
+def show(rows: Sequence[Row], workdir: Path) -> None:
+    """The table, and where it lies."""
+    found, screen = Table(box=None, pad_edge=False), Console(highlight=False)
+    for place, head in enumerate(HEADS):
+        found.add_column(head, justify="left" if place == 0 else "right")
+    for line in cells(rows):
+        found.add_row(*line)
+    screen.print(found)
+    screen.print(f"{workdir / 'ablations.md'} and ablations.html are written", soft_wrap=True, markup=False)

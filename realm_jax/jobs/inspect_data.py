@@ -1,0 +1,189 @@
+"""`realm inspect data`: prepared passages with their salient spans in colour, queries masked from them, and numbers.
+
+    realm inspect data data/wiki --rows=3
+    realm inspect data data/wiki --html=wiki.html
+
+Not for a trained model. Read `realm_jax.corpus.statistics` for the numbers.
+"""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+
+from realm_jax.corpus.statistics import Histogram, Statistics, statistics
+from realm_jax.corpus.store import PassageStore
+from realm_jax.data.examples import Example, Lengths, lengths_from, masked_arrays, spans_of
+from realm_jax.data.sources import Sources, open_sources
+from realm_jax.errors import UserError
+from realm_jax.evaluation.page import Bar, bars, card, grid, page, table
+from realm_jax.storage import write_atomic
+from realm_jax.text.masking import KINDS
+from realm_jax.text.wordpiece import WordPiece
+
+COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "red")  # of kinds of spans, in their order
+
+
+def add_arguments(add: argparse._ActionsContainer) -> None:
+    """The arguments of `realm inspect data`, but those that it shares with `realm inspect text`."""
+    add.add_argument(
+        "--text", choices=("passages", "pretraining"), default="passages", help="which texts (default: passages)"
+    )
+    add.add_argument("--rows", type=int, default=3, metavar="N", help="passages to show (default: 3)")
+    add.add_argument("--document", metavar="ID", help="show the passages of this document instead")
+    add.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of the choice of passages and masks (default: 0)"
+    )
+    add.add_argument("--masking", choices=KINDS, default="salient", help="how queries are masked (default: salient)")
+    add.add_argument("--query-length", type=int, default=64, metavar="N", help="word pieces of a query (default: 64)")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Show passages of the folder `args.subject`, and numbers."""
+    _check(args)
+    sources = open_sources(args.subject, flag="")
+    store = sources.passages if args.text == "passages" else sources.pretraining
+    lengths = lengths_from(args.query_length, store.limit, args.masking, 0, 1, 1)
+    screen = Console(highlight=False)
+    for row in chosen_rows(store, args.document, args.rows, args.seed):
+        show_passage(screen, store, row, sources.wordpiece)
+        show_query(screen, store, row, sources.wordpiece, lengths, args.masking, args.seed)
+    found = statistics(store, sources.wordpiece)
+    show_numbers(screen, found, sources)
+    if args.html:
+        write_atomic(args.html, render(args.subject, args.text, found))
+        screen.print(f"{args.html} is written")
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raise UserError for what would fail later."""
+    for flag, value, least in (("rows", args.rows, 0), ("seed", args.seed, 0), ("query-length", args.query_length, 8)):
+        if value < least:
+            raise UserError(f"--{flag}={value}: must be at least {least}")
+
+
+def chosen_rows(store: PassageStore, document: str | None, count: int, seed: int) -> list[int]:
+    """The rows of a document, or some drawn at random. Raises UserError for a document that is not there."""
+    if document is not None:
+        rows = store.rows_of(document)
+        if not rows:
+            raise UserError(f"--document={document}: {store.folder} has no such document")
+        return list(rows)
+    rng = np.random.default_rng(seed)
+    return sorted(rng.choice(len(store), min(count, len(store)), replace=False).tolist())
+
+
+class Piece(NamedTuple):
+    """A stretch of a passage's text. kind: of the salient span that it is, or None."""
+
+    text: str
+    kind: str | None
+
+
+def pieces_of(store: PassageStore, row: int, wordpiece: WordPiece) -> list[Piece]:
+    """The text of a row cut at its salient spans, found again by the characters that their word pieces stand for."""
+    text = store.text(row)
+    encoding = wordpiece.encode(text)
+    if not np.array_equal(encoding.ids, store.body_tokens(row)):
+        raise UserError(f"{store.folder}: the text of row {row} does not give its word pieces; prepare the data again")
+    pieces, last = [], 0
+    for start, end, kind in store.spans(row):
+        first, stop = encoding.offsets[start][0], encoding.offsets[end - 1][1]
+        pieces += [Piece(text[last:first], None), Piece(text[first:stop], store.span_kinds[kind])]
+        last = stop
+    return [piece for piece in [*pieces, Piece(text[last:], None)] if piece.text]
+
+
+def show_passage(screen: Console, store: PassageStore, row: int, wordpiece: WordPiece) -> None:
+    """A passage with its spans in colour."""
+    head = Text(f"{store.title(row) or '(no title)'}", style="bold")
+    head.append(f"   row {row} of {len(store):,}, document {store.document_id(row)}", style="dim")
+    screen.print(head)
+    body = Text()
+    for piece in pieces_of(store, row, wordpiece):
+        body.append(piece.text, style=f"bold {colour(store, piece.kind)}" if piece.kind else "")
+    screen.print(body)
+
+
+def colour(store: PassageStore, kind: str) -> str:
+    """The colour of a kind of span."""
+    return COLOURS[store.span_kinds.index(kind) % len(COLOURS)]
+
+
+def show_query(
+    screen: Console, store: PassageStore, row: int, wordpiece: WordPiece, lengths: Lengths, masking: str, seed: int
+) -> None:
+    """A query as pre-training makes it from this passage, and what is to be predicted."""
+    query = masked_query(store, row, wordpiece, lengths, masking, seed)
+    if query is None:
+        screen.print("  no query: nothing in it can be masked\n", style="dim")
+        return
+    line = Text("  ")
+    for number, piece in enumerate(wordpiece.pieces(query["query"][: query["query_length"]].tolist())):
+        masked = number in query["positions"][query["weights"] > 0]
+        joined = piece.removeprefix("##")
+        line.append(" " * (number > 0 and joined == piece) + joined, style="bold red" if masked else "dim")
+    targets = query["targets"][query["weights"] > 0]
+    line.append(f"   = {wordpiece.decode(targets)}", style="bold")
+    screen.print(line)
+    screen.print()
+
+
+def masked_query(
+    store: PassageStore, row: int, wordpiece: WordPiece, lengths: Lengths, masking: str, seed: int
+) -> Example | None:
+    """A masked sentence of a row; None where nothing can be masked."""
+    rng = np.random.default_rng((seed, row))
+    for number in rng.permutation(len(store.sentences(row))):
+        sentence, spans = spans_of(store, row, int(number))
+        found = masked_arrays(sentence, spans, masking, rng, lengths, wordpiece)
+        if found["weights"].any():
+            return found
+    return None
+
+
+def show_numbers(screen: Console, found: Statistics, sources: Sources) -> None:
+    """Numbers, one a line, and what the folder holds beside the texts."""
+    for name, value in found.numbers.items():
+        screen.print(f"{name:>24}  {_number(value)}")
+    kinds = ", ".join(f"{kind} {count:,}" for kind, count in found.kinds.items())
+    screen.print(f"{'of kinds':>24}  {kinds or 'none'}")
+    for name, one in found.histograms.items():
+        screen.print(f"{name:>29}  mean {one.mean:.1f}, median {one.median:.0f}, most {one.most}")
+    counts = ", ".join(f"{split} {len(questions):,}" for split, questions in sources.questions.items())
+    screen.print(f"{'questions':>24}  {counts or 'none'}")
+
+
+def render(folder: str, which: str, found: Statistics) -> str:
+    """The numbers and histograms as a page."""
+    numbers = table(("", ""), [(name, _number(value)) for name, value in found.numbers.items()], numbers=1)
+    spans = table(("span", "kind", "times"), [(s, kind, f"{times:,}") for s, kind, times in found.spans], numbers=1)
+    most = max(found.kinds.values(), default=1) or 1
+    kinds = bars([Bar(kind, count, "realm", f"{count:,}") for kind, count in found.kinds.items()], most)
+    charts = [card(name, _spread(one), bars(list(_bars(one)), max(1, one.counts.max())))
+              for name, one in found.histograms.items()]  # fmt: skip
+    cards = [
+        card("The corpus in numbers", "", numbers),
+        card("Kinds of salient spans", "", kinds),
+        *charts,
+        card("Most common salient spans", "As word pieces, in passages evenly spread over the corpus.", spans),
+    ]
+    return page(f"{which} of {Path(folder).name}", f"<header><h1>{which.title()}</h1></header>" + grid("pair", cards))
+
+
+def _bars(one: Histogram) -> Iterator[Bar]:
+    for first, after, count in zip(one.edges[:-1], one.edges[1:], one.counts, strict=True):
+        label = f"{first}" if after - first == 1 else f"{first} – {after - 1}"
+        yield Bar(label, float(count), "plain", f"{count:,}")
+
+
+def _spread(one: Histogram) -> str:
+    return f"Mean {one.mean:.1f}, median {one.median:.0f}."
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.2%}"

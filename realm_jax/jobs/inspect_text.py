@@ -1,0 +1,253 @@
+"""`realm inspect text`: which passages a trained model reads for a text, and what each of them makes of the prediction.
+
+A sentence has a blank, `___` or `[the word]`; a question has none. The numbers are those of the paper's table 3,
+computed in `realm_jax/evaluation/inspection.py`. `--alignment` masks every salient span of a text in turn.
+"""
+
+import argparse
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from realm_jax.config import task_names
+from realm_jax.corpus.jsonl import Question
+from realm_jax.errors import UserError
+from realm_jax.evaluation.inspection import (
+    Masked,
+    Seen,
+    inspect_masked,
+    inspect_question,
+    parse,
+    read_alone,
+)
+from realm_jax.evaluation.page import Bar, bars, card, page, probability, table
+from realm_jax.evaluation.predict import Evaluator
+from realm_jax.jobs.answering import (
+    Trained,
+    add_run_arguments,
+    check_question,
+    newest,
+    open_run_to_ask,
+    positive,
+    restore,
+)
+from realm_jax.jobs.predict import checked_output
+from realm_jax.storage import write_atomic
+from realm_jax.text import sentences
+from realm_jax.text.spans import finder
+from realm_jax.training.restore import saved_params
+
+logger = logging.getLogger(__name__)
+
+HEADS = ("p(z|x)", "p(y|z,x)", "p(z|x,y)", "r(z)", "passage")
+SNIPPET = 160  # characters of a passage in a line
+
+
+def add_arguments(add: argparse._ActionsContainer) -> None:
+    """The arguments of `realm inspect text`, but those that it shares with `realm inspect data`."""
+    add_run_arguments(add, instead=add)
+    add.add_argument("--task", help="parameters at the end of this task (default: realm's for a sentence)")
+    add.add_argument("--answer", metavar="TEXT", help="of a question: what is looked at (default: the likeliest)")
+    add.add_argument("--pieces", type=positive, default=1, metavar="N", help="word pieces of a blank ___ (default: 1)")
+    add.add_argument("--bert", metavar="DIR", help="run whose reader was trained without passages, to stand beside")
+    add.add_argument(
+        "--alignment", metavar="FILE", help="write which passages explain each salient span, as JSON Lines"
+    )
+    add.add_argument("--spans", metavar="NAME", help="how they are found (default: rules)")
+    add.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Look at the text `args.subject`."""
+    if not args.workdir:
+        raise UserError("realm inspect text: name a run with --workdir")
+    if args.alignment:
+        checked_output(Path(args.alignment), "--alignment")
+    text = None if args.alignment else parse(args.subject)
+    _check(args, text)
+    opened = open_run_to_ask(Path(args.workdir), args.data, {"evaluation.batch_size": 1})
+    is_question = text is None and not args.alignment
+    if is_question:
+        check_question(opened, args.subject)
+    trained = restore(opened, args.task or _task(opened.config, is_question), for_answers=is_question)
+    if opened.setting.qa_words if is_question else not opened.needs_vectors(trained.task):
+        raise UserError(
+            f"there is no p(z|x) to look at: task {trained.task} of {args.workdir} finds no passages by their vectors"
+        )
+    if args.alignment:
+        align(trained, args.subject, args.spans or "rules", Path(args.alignment))
+        return
+    seen = _question(trained, args.subject, args.answer) if text is None else _sentence(trained, text, args.pieces)
+    told = tell(trained, args.subject, seen)
+    if args.bert and text is not None:
+        told["bert"] = _bert(args.bert, text._replace(answer=seen.answer), args.data)
+    if args.json:
+        print(json.dumps(told, ensure_ascii=False))
+    else:
+        show(told, Console(highlight=False))
+    if args.html:
+        write_atomic(args.html, render(told))
+
+
+def _check(args: argparse.Namespace, text: Masked | None) -> None:
+    """Raise UserError for flags that would do nothing."""
+    if text is None and args.bert:
+        raise UserError("--bert: goes with a sentence that has a blank, such as '3 is a [Fermat] prime.'")
+    if args.alignment:
+        unused = [flag for flag in ("answer", "bert", "html", "json") if getattr(args, flag)]
+        if unused:
+            raise UserError(f"--{unused[0]}: does nothing with --alignment; leave it out")
+        return
+    if args.spans:
+        raise UserError("--spans: goes with --alignment")
+    if text is not None and args.answer:
+        raise UserError("--answer: goes with a question; write what stands in the blank into it: [the word]")
+    if (text is None or text.answer is not None) and args.pieces != 1:
+        raise UserError("--pieces: goes with a blank that is to be filled: ___")
+
+
+def _task(config: Any, is_question: bool) -> str | None:
+    """The task whose parameters are meant when none is named; None: the last."""
+    return None if is_question or "realm" not in task_names(config) else "realm"
+
+
+def _sentence(trained: Trained, text: Masked, pieces: int) -> Seen:
+    return inspect_masked(trained.run, trained.params, trained.index, text, pieces)
+
+
+def _question(trained: Trained, question: str, answer: str | None) -> Seen:
+    if answer is None:
+        evaluator = Evaluator(trained.run, [Question(question, [])])
+        answer = evaluator.predict(trained.params, trained.index)[0].answer
+    return inspect_question(trained.run, trained.params, trained.index, question, answer)
+
+
+def _bert(workdir: str, text: Masked, data: str | None) -> float:
+    """p(y|x) of another run's reader beside the empty passage."""
+    other = open_run_to_ask(Path(workdir), data)
+    params = other.initial_params()
+    return read_alone(other, saved_params(other, *newest(other), params), text)
+
+
+def tell(trained: Trained, text: str, seen: Seen) -> dict[str, Any]:
+    """Everything that is shown, as JSON has it.
+
+    {"text", "task", "step", "answer", "probability", "alone", "held", "others": [{"answer", "probability"}],
+    "passages": [{"id", "part", "title", "text", "prior", "likelihood", "posterior", "gain"}]}; the null document's id
+    is null.
+    """
+    store = trained.run.sources.passages
+    passages = []
+    for one in seen.passages:
+        nothing = {"id": None, "part": 0, "title": "", "text": ""}
+        place = nothing if one.row is None else trained.place(one.row) | {"text": store.text(one.row)}
+        numbers = {"prior": one.prior, "likelihood": one.likelihood, "posterior": one.posterior, "gain": one.gain}
+        passages.append(place | numbers)
+    return {
+        "text": text,
+        "task": trained.task,
+        "step": trained.step,
+        "answer": seen.answer,
+        "probability": seen.probability,
+        "alone": seen.alone,
+        "held": seen.held,
+        "others": [{"answer": answer, "probability": p} for answer, p in seen.others],
+        "passages": passages,
+    }
+
+
+# ---- alignment
+
+
+def align(trained: Trained, text: str, spans: str, output: Path) -> None:
+    """Write a line for each salient span of a text: its sentence, and every passage with p(z|x) and p(z|x,y)."""
+    lines = []
+    for sentence, (start, end) in _masked_spans(text, spans):
+        try:
+            seen = _sentence(trained, Masked(sentence[:start], sentence[start:end], sentence[end:]), 1)
+        except UserError as fault:  # one sentence that is too long does not end the others
+            logger.warning("%r is left out: %s", sentence, fault)
+            continue
+        told = tell(trained, sentence, seen) | {"span": [start, end]}
+        told["passages"] = sorted(told["passages"], key=lambda one: -one["posterior"])
+        lines.append(json.dumps(told, ensure_ascii=False) + "\n")
+        best, y = told["passages"][0], told["answer"]
+        print(f"{y}: p(y|x) {seen.probability:.3g}, best explained by {_name(best)} ({best['posterior']:.3f})")
+    if not lines:
+        raise UserError("--alignment: the text has no salient span; choose other --spans, or write a [blank]")
+    write_atomic(output, "".join(lines))
+    print(f"{output} is written")
+
+
+def _masked_spans(text: str, spans: str) -> Iterator[tuple[str, tuple[int, int]]]:
+    find = finder(spans)
+    for start, end in sentences.split(text):
+        sentence = " ".join(text[start:end].split())
+        for span in find(sentence):
+            yield sentence, (span.start, span.end)
+
+
+# ---- showing
+
+
+def _name(passage: dict[str, Any]) -> str:
+    if passage["id"] is None:
+        return "the empty passage"
+    return f"{passage['title'] or 'passage'} ({passage['id']}, part {passage['part']})"
+
+
+def _facts(told: dict[str, Any]) -> list[tuple[str, str]]:
+    """The rows of the paper's table above its passages: what is meant, and the number."""
+    answer = f"y = {told['answer']!r}"
+    facts = [("(a) BERT, trained without passages: p(y|x)", probability(told["bert"]))] if "bert" in told else []
+    if told["alone"] is not None:
+        facts.append(("(a) this reader beside the empty passage: p(y|x,∅)", probability(told["alone"])))
+    best = max(told["passages"], key=lambda one: one["likelihood"])
+    facts.append((f"(b) beside {_name(best)}: p(y|z,x)", probability(best["likelihood"])))
+    facts.append(
+        (f"(c) marginal over {len(told['passages'])} passages: p(y|x), {answer}", probability(told["probability"]))
+    )
+    facts.append(("    share of the whole corpus's probability that they hold", probability(told["held"])))
+    facts += [(f"    instead: {one['answer']!r}", probability(one["probability"])) for one in told["others"]]
+    return facts
+
+
+def _numbers(one: dict[str, Any]) -> list[str]:
+    return [f"{one['prior']:.3f}", probability(one["likelihood"]), f"{one['posterior']:.3f}", f"{one['gain']:+.3f}"]
+
+
+def show(told: dict[str, Any], to: Console) -> None:
+    """The facts, then a passage a line."""
+    to.soft_wrap = not to.is_terminal
+    to.print(told["text"], style="bold", markup=False)
+    for meant, number in _facts(told):
+        to.print(f"{meant:<72} {number}", markup=False)
+    shown = Table(box=None, pad_edge=False)
+    for head in HEADS:
+        if head == "passage":
+            shown.add_column(head, no_wrap=True)
+        else:
+            shown.add_column(head, justify="right", no_wrap=True, min_width=8)
+    for one in told["passages"]:
+        text = " ".join(one["text"].split())[:SNIPPET]
+        shown.add_row(*_numbers(one), f"{_name(one)}: {text}".replace("[", r"\["))
+    to.print(shown)
+
+
+def render(told: dict[str, Any]) -> str:
+    """The same as a page, with the passages whole."""
+    rows = [Bar(_name(one), one["posterior"], "realm", f"{one['posterior']:.3f}") for one in told["passages"]]
+    lines = [[*_numbers(one), _name(one), one["text"]] for one in told["passages"]]
+    cards = [
+        card(
+            told["text"], f"Parameters after step {told['step']} of {told['task']}.", table(("", ""), _facts(told), 1)
+        ),
+        card("Which passage explains it", "p(z|x,y): the posterior.", bars(rows)),
+        card("Passages", "r(z) = p(z|x,y) − p(z|x).", table((*HEADS, "text"), lines)),
+    ]
+    return page("REALM: a prediction", "".join(cards))

@@ -1,0 +1,98 @@
+"""Regular expressions as a training signal (CuratedTREC): the strings that they match where their question leads.
+
+A span has to be compared with word pieces on the devices, which no regular expression can be. So before fine-tuning
+each question with patterns searches with the parameters that fine-tuning starts from, and what its patterns match in
+the passages found becomes its answers. They are kept in TASK/answers.json, since a run that goes on must have the same.
+"""
+
+import dataclasses
+import logging
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from realm_jax.corpus.jsonl import Question
+from realm_jax.errors import UserError
+from realm_jax.evaluation.predict import Evaluator
+from realm_jax.models.realm import Params
+from realm_jax.processes import is_first, told_by
+from realm_jax.run import Run
+from realm_jax.storage import make_folder, read_json, write_json_atomic
+from realm_jax.text import patterns
+from realm_jax.text.wordpiece import WordPiece
+from realm_jax.training.restore import embedded_before
+
+logger = logging.getLogger(__name__)
+
+ANSWERS = "answers.json"
+
+
+def training_questions(run: Run, params: Params) -> list[Question]:
+    """The training questions, with strings for answers. params: what fine-tuning starts from.
+
+    A question none of whose patterns matches keeps no answer, and teaches nothing. Raises UserError where that is so
+    for all, or where the kept answers are of other questions.
+    """
+    questions = run.sources.questions.get("train", [])
+    regular = [question for question in questions if question.is_regex]
+    if not regular:
+        return questions
+    path = run.workdir / "qa" / ANSWERS
+    if told_by(lambda: int(path.is_file())):
+        answers = read_json(path)["answers"]
+    else:
+        answers = _matched(run, params, regular)
+        if is_first():
+            make_folder(path.parent, "--workdir")
+            write_json_atomic(path, {"answers": answers})
+    if len(answers) != len(regular):
+        raise UserError(f"{path}: has answers of {len(answers)} questions, not {len(regular)}; remove it")
+    strings = iter(answers)
+    return [
+        dataclasses.replace(question, answers=next(strings), fields=question.fields | {"match": "string"})
+        if question.is_regex
+        else question
+        for question in questions
+    ]
+
+
+def _matched(run: Run, params: Params, questions: Sequence[Question]) -> list[list[str]]:
+    store, depth = run.sources.passages, min(run.config.retrieval.qa_beam, run.setting.rows)
+    by_words = run.finds_by_words("qa")
+    known = None if by_words else embedded_before(run, "qa", params)
+    index = run.bare_index if by_words else run.index(run.embed(params) if known is None else known)
+    found = Evaluator(run, questions, by_words).retrieve(params, index, depth)
+    answers = [
+        strings_of(question.answers, (store.text(row) for row in rows), run.sources.wordpiece, run.lengths.span_width)
+        for question, rows in zip(questions, found.tolist(), strict=True)
+    ]
+    without = sum(not strings for strings in answers)
+    logger.info(
+        "qa: %d questions have patterns for answers; in the first %d passages they match nothing for %d",
+        len(questions),
+        depth,
+        without,
+    )
+    if without == len(questions):
+        raise UserError(
+            f"no pattern of {without} training questions matches in the {depth} passages that are found for it; train "
+            "the retriever first, or set config.retrieval.qa_beam higher"
+        )
+    return answers
+
+
+def strings_of(expressions: Iterable[str], texts: Iterable[str], wordpiece: WordPiece, span_width: int) -> list[str]:
+    """What patterns match in texts and can be a span, the most frequent first; of equals the one found first.
+
+    Two strings of the same word pieces are one.
+    """
+    counts: Counter[tuple[int, ...]] = Counter()
+    spelt: dict[tuple[int, ...], str] = {}
+    expressions = list(expressions)
+    for text in texts:
+        for expression in expressions:
+            for start, end in patterns.every(expression, text):
+                pieces = tuple(wordpiece.encode(text[start:end]).ids)
+                if 0 < len(pieces) <= span_width:
+                    counts[pieces] += 1
+                    spelt.setdefault(pieces, text[start:end])
+    return [spelt[pieces] for pieces, _ in counts.most_common()]

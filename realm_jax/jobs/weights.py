@@ -1,0 +1,227 @@
+"""`realm weights`: a trained run's networks as folders for Hugging Face's library, and released checkpoints made such.
+
+    OUTPUT/query_embedder/       model.safetensors, config.json, vocab.txt, tokenizer_config.json
+    OUTPUT/document_embedder/    or `embedder` for both, where the run has one tower
+    OUTPUT/reader/
+
+The folder appears whole or not at all, and `config.init_from` takes it. Read next: `realm_jax/models/weights.py` for
+names, `realm_jax/models/released.py` for TensorFlow's.
+"""
+
+import argparse
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+
+from realm_jax.config import TASKS
+from realm_jax.errors import UserError
+from realm_jax.jobs.answering import add_run_arguments, newest, open_run_to_ask
+from realm_jax.jobs.starting import SHARED, TOKENIZER, TOWERS
+from realm_jax.models import released
+from realm_jax.models.bert import LAYER_NORM_EPSILON
+from realm_jax.models.weights import SETTINGS, WEIGHTS, networks, save, settings_of
+from realm_jax.storage import publish_folder
+from realm_jax.text.wordpiece import VOCABULARY_FILE, WordPiece
+from realm_jax.training.restore import saved_params
+
+logger = logging.getLogger(__name__)
+
+EXAMPLES = """examples:
+  realm weights export --workdir=runs/wiki --output=weights/wiki
+  realm weights export --workdir=runs/wiki --output=weights/wiki-realm --names=realm      for transformers 4
+  realm weights convert --embedder=cc_news_pretrained/embedder --bert=cc_news_pretrained/bert --output=weights/cc_news
+  realm train --config=configs/qa_wiki.py --config.init_from=weights/cc_news --workdir=runs/qa
+"""
+CONVERTED = ("embedder", "bert", "finetuned")  # flags
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `realm weights`."""
+    parser.epilog = EXAMPLES
+    parser.add_argument("action", choices=("export", "convert"), help="a run to folders, or TensorFlow's checkpoints")
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder to make")
+    export, convert = parser.add_argument_group("export"), parser.add_argument_group("convert")
+    add_run_arguments(export, instead=export)
+    export.add_argument("--task", choices=TASKS, help="parameters at the end of it (default: of the last one trained)")
+    export.add_argument(
+        "--names", choices=("bert", "realm"),
+        help="'bert', the default: opens as BertModel and BertForMaskedLM; 'realm': as RealmEmbedder and RealmReader "
+        "of transformers 4.x",
+    )  # fmt: skip
+    told = {
+        "embedder": "the towers: folder of a released module, or prefix of a checkpoint",
+        "bert": "the reader: the same, or a BERT of google-research/bert",
+        "finetuned": "the query tower and the reader with its span head: prefix of a fine-tuned ORQA checkpoint",
+    }
+    for name in CONVERTED:
+        convert.add_argument(f"--{name}", metavar="PATH", help=told[name])
+    convert.add_argument("--vocab", metavar="FILE", help="vocab.txt (default: that of a module's assets)")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Make the folder."""
+    output = Path(args.output)
+    if os.path.lexists(output):
+        raise UserError(f"--output={output} already exists; remove it or choose another folder")
+    others = (*CONVERTED, "vocab") if args.action == "export" else ("workdir", "data", "task", "names")
+    unused = [flag for flag in others if getattr(args, flag)]
+    if unused:
+        raise UserError(f"--{unused[0]}: does nothing with `realm weights {args.action}`; leave it out")
+    if args.action == "export":
+        if not args.workdir:
+            raise UserError("realm weights export: name a run with --workdir")
+        export(Path(args.workdir), output, args.names or "bert", args.task, args.data)
+    else:
+        convert({name: getattr(args, name) for name in CONVERTED if getattr(args, name)}, output, args.vocab)
+
+
+def export(workdir: Path, output: Path, names: str = "bert", task: str | None = None, data: str | None = None) -> None:
+    """Write the networks of a run, at its newest checkpoint of `task` or of the last task that has one.
+
+    names: 'bert' or 'realm'. data: the run's prepared folder, where it was moved. Raises UserError where there is no
+    checkpoint, and where `names` cannot say what the networks are.
+    """
+    opened = open_run_to_ask(workdir, data)
+    model, wordpiece = opened.model, opened.sources.wordpiece
+    if names == "realm" and model.norm_epsilon != LAYER_NORM_EPSILON:
+        raise UserError(
+            f"--names=realm: RealmEmbedder has LayerNorm's epsilon {LAYER_NORM_EPSILON:g} on its vectors, but the run "
+            f"has config.model.norm_epsilon={model.norm_epsilon:g}; give --names=bert"
+        )
+    name, saved = newest(opened, task)
+    if saved.step < opened.config[name].steps:
+        logger.warning("task %s is not done: step %d of %d", name, saved.step, opened.config[name].steps)
+    params = saved_params(opened, name, saved, jax.eval_shape(model.init, jax.random.key(0)))
+    with _whole(output) as folder:
+        for network, parts in networks(model).items():
+            settings = settings_of(model, network, names) | {"pad_token_id": wordpiece.pad_id}
+            save(folder / network, jax.tree.map(np.asarray, params[network]), parts, names, settings)
+            _save_vocabulary(folder / network, wordpiece, model.bert.max_length)
+    logger.info("%s: %s of %s at step %d of %s", output, ", ".join(params), workdir, saved.step, name)
+
+
+# --- TensorFlow's checkpoints -----------------------------------------------------------------------------------------
+
+
+def convert(paths: dict[str, str], output: Path, vocabulary: str | None = None) -> None:
+    """Write the networks of released checkpoints. paths: by flag, `embedder`, `bert`, `finetuned`.
+
+    A fine-tuned checkpoint trains the query tower and the reader; its passages' tower is the pre-trained one. Raises
+    UserError where a checkpoint cannot be read, or has other networks than its flag says.
+    """
+    if not paths:
+        raise UserError("realm weights convert: name what to convert with --embedder, --bert or --finetuned")
+    if "finetuned" in paths and "bert" in paths:
+        raise UserError("--finetuned has a reader of its own; leave out --bert")
+    wordpiece = _vocabulary(paths, vocabulary)
+    found = {flag: _networks(f"--{flag}={path}", read_checkpoint(_prefix(path))) for flag, path in paths.items()}
+    query, document = TOWERS
+    places = {  # folder → where its tensors are
+        (document if "finetuned" in paths else SHARED): ("embedder", released.EMBEDDER),
+        query: ("finetuned", released.EMBEDDER),
+        "reader": ("finetuned" if "finetuned" in paths else "bert", released.READER),
+    }
+    with _whole(output) as folder:
+        for name, (flag, network) in places.items():
+            if flag not in paths:
+                continue
+            if network not in found[flag]:
+                raise UserError(f"--{flag}={paths[flag]}: has no {network}; it has {', '.join(found[flag])}")
+            _save_released(folder / name, found[flag][network], wordpiece)
+    logger.info("%s: %s", output, ", ".join(name for name, (flag, _) in places.items() if flag in paths))
+
+
+def read_checkpoint(prefix: Path) -> dict[str, NDArray]:
+    """The networks' variables in a checkpoint of TensorFlow, by name.
+
+    Raises UserError without TensorFlow, and for what it cannot read.
+    """
+    try:
+        import tensorflow  # here, since it is optional
+    except ImportError:
+        raise UserError(f"{prefix}: reading it needs TensorFlow; run `pip install '.[tensorflow]'`") from None
+    try:
+        reader = tensorflow.train.load_checkpoint(str(prefix))
+        names = [name for name in reader.get_variable_to_shape_map() if released.network_of(name)]
+        return {name: reader.get_tensor(name) for name in names}
+    except (ValueError, tensorflow.errors.OpError) as fault:
+        reason = " ".join(str(fault).split())[:200]
+        raise UserError(f"{prefix}: no checkpoint of TensorFlow that can be read ({reason}); name its prefix") from None
+
+
+def _prefix(path: str) -> Path:
+    """A module's folder keeps its checkpoint in `variables`."""
+    inner = Path(path) / "variables" / "variables"
+    return inner if inner.parent.is_dir() else Path(path)
+
+
+def _networks(path: str, variables: dict[str, NDArray]) -> dict[str, dict[str, NDArray]]:
+    """Network → Hugging Face's name → array."""
+    return {
+        network: {tensor: released.turned(name, variables[name]) for tensor, name in tensors.items()}
+        for network, tensors in released.wanted(variables, path).items()
+    }
+
+
+def _save_released(folder: Path, tensors: dict[str, NDArray], wordpiece: WordPiece) -> None:
+    """Settings are those of the released networks, as far as shapes do not tell: tanh-GELU, epsilons, uncased text."""
+    folder.mkdir()
+    arrays = {name: np.ascontiguousarray(array, np.float32) for name, array in tensors.items()}
+    save_file(arrays, folder / WEIGHTS, metadata={"format": "pt"})
+    settings: dict[str, Any] = {"model_type": "bert", "hidden_act": "gelu_new", "layer_norm_eps": LAYER_NORM_EPSILON}
+    settings |= released.sizes(tensors) | {"type_vocab_size": 2, "pad_token_id": wordpiece.pad_id}
+    if (words := settings["vocab_size"]) != wordpiece.size:
+        raise UserError(f"--vocab: has {wordpiece.size} word pieces, but {folder.name} has {words}; name its vocab.txt")
+    _write_json(folder / SETTINGS, settings)
+    _save_vocabulary(folder, wordpiece, settings["max_position_embeddings"])
+
+
+def _vocabulary(paths: dict[str, str], vocabulary: str | None) -> WordPiece:
+    assets = [Path(path) / "assets" / VOCABULARY_FILE for path in paths.values()]
+    path = vocabulary or next((asset for asset in assets if asset.is_file()), None)
+    if path is None:
+        raise UserError(f"there is no {assets[0]}; name the vocabulary of the weights with --vocab")
+    cased = WordPiece.from_vocab(path, lower_case=False).cased
+    return WordPiece.from_vocab(path, lower_case=not cased)
+
+
+# --- What both write --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _whole(output: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes `output` when the block ends well and is removed otherwise."""
+    try:
+        output.absolute().parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".partial", dir=output.absolute().parent))
+    except OSError as fault:
+        raise UserError(f"--output={output}: cannot be written ({fault.strerror}); choose another folder") from None
+    try:
+        yield work
+        publish_folder(work, output)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+
+
+def _save_vocabulary(folder: Path, wordpiece: WordPiece, length: int) -> None:
+    """What Hugging Face's BertTokenizer needs."""
+    pieces = wordpiece.pieces(range(wordpiece.size))
+    (folder / VOCABULARY_FILE).write_text("".join(f"{piece}\n" for piece in pieces), "utf-8", newline="\n")
+    tokenizer = {"tokenizer_class": "BertTokenizer", "do_lower_case": wordpiece.lower_case, "model_max_length": length}
+    _write_json(folder / TOKENIZER, tokenizer)
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", "utf-8")

@@ -1,0 +1,185 @@
+"""`realm ablate`: rows that start from each other, seeds, and the table of what they come to."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+from tiny_run import tiny_config
+
+from realm_jax import cli
+from realm_jax.data.sources import open_sources
+from realm_jax.errors import UserError
+from realm_jax.evaluation.ablations import HEADS, Measured, Row, cells, html, lead, markdown, mean_of
+from realm_jax.jobs import ablate
+from realm_jax.jobs.starting import with_weights
+from realm_jax.recipes import ablations
+from realm_jax.run import make_run
+from realm_jax.training.restore import restore_params
+
+
+def tiny_ablations(data: Path) -> ConfigDict:
+    """Two towers of one layer: what others start from, REALM, a mixture, the baseline, and a reader alone."""
+    config = ablations()
+    alone = {"title": "Closed book", "tasks": "closed_book", "start": "start", "reader": "", "changes": (), "paper": ()}
+    config.rows.closed_book = alone
+    config.table = ("realm", "realm_retriever", "baseline", "closed_book")
+    config.base = tiny_config(data)
+    for task in ("ict", "realm", "qa", "closed_book"):
+        config.base[task].update(steps=2, batch_size=8)
+    config.base.refresh.every = 1
+    config.encyclopedia = ConfigDict()
+    config.rows.start.tasks = "ict"
+    return config
+
+
+@pytest.fixture(scope="module")
+def ablated(people, tmp_path_factory, quick_steps):
+    """The folder of two seeds, the second of REALM alone, and its config."""
+    folder = tmp_path_factory.mktemp("ablated")
+    config = tiny_ablations(people)
+    file = folder / "config.py"
+    file.write_text(
+        f"from ml_collections import ConfigDict\ndef get_config(): return ConfigDict({config.to_dict()!r})\n"
+    )
+    command = ["ablate", f"--config={file}", f"--workdir={folder / 'runs'}"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "clear_caches", lambda: None)  # the rows of a test share their programs
+        assert cli.main([*command, "--seeds=0"]) == 0
+        assert cli.main([*command, "--seeds=3", "--rows=realm"]) == 0
+    return folder / "runs", config, file
+
+
+def params_of(folder: Path, row: str, task: str):
+    config = ConfigDict(json.loads((folder / row / "config.json").read_text()))
+    run = make_run(config, folder / row, open_sources(config.data.path))
+    return run, restore_params(run, folder / row, task, run.initial_params())
+
+
+def same(a, b) -> bool:
+    return all(jax.tree.leaves(jax.tree.map(lambda x, y: bool((np.asarray(x) == np.asarray(y)).all()), a, b)))
+
+
+def test_the_table_has_every_row_with_its_seeds(ablated):
+    folder, config, _ = ablated
+    rows = ablate.table_rows(config, folder)
+    titles = [config.rows[name].title for name in config.table]
+    assert [row.title for row in rows] == titles and titles[0] == "REALM"
+    assert [sorted(row.seeds) for row in rows] == [[0, 3], [0], [0], [0]]
+    text = (folder / "ablations.md").read_text()
+    assert all(title in text for title in titles) and "38.2" in text
+    assert "Baseline (ORQA)" in (folder / "ablations.html").read_text()
+    kept = json.loads((folder / "ablations.json").read_text())
+    assert [row["title"] for row in kept] == titles and {*kept[0]["seeds"]} == {"0", "3"}
+    closed = rows[-1].seeds[0]
+    assert 0 <= closed.exact_match <= 1 and closed.answer_recall is None and cells(rows)[-1][3] == ""
+
+
+def test_a_mixture_has_the_towers_of_one_row_and_the_reader_of_another(ablated):
+    folder = ablated[0] / "seed-0"
+    run, towers = params_of(folder, "pretrained", "realm")
+    _, reader = params_of(folder, "start", "ict")
+    mixed = with_weights(run, run.initial_params(), folder / "weights" / "pretrained+start")
+    assert same(mixed["query_embedder"], towers["query_embedder"])
+    assert same(mixed["document_embedder"], towers["document_embedder"])
+    assert same(mixed["reader"], reader["reader"]) and not same(mixed["reader"], towers["reader"])
+
+
+def test_zero_shot_recall_is_that_of_the_towers_a_row_begins_with(ablated):
+    folder = ablated[0] / "seed-0"
+    first = {}
+    for row in ("realm", "realm_retriever", "baseline"):
+        found = ablate.measured(folder / row)
+        first[row] = found.answer_recall, found.recall
+    assert first["realm"] == first["realm_retriever"]
+    last = [json.loads(line) for line in (folder / "start" / "ict" / "evaluations.jsonl").read_text().splitlines()][-1]
+    assert first["baseline"] == (last["answer_recall@5"], last["recall@5"])
+
+
+def test_what_is_done_is_not_trained_again(ablated, capsys):
+    folder, _, file = ablated
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("metrics.jsonl")}
+    assert cli.main(["ablate", f"--config={file}", f"--workdir={folder}", "--seeds=3", "--rows=realm"]) == 0
+    assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("metrics.jsonl")}
+    assert "ablations.md" in capsys.readouterr().out
+
+
+def test_rows_bring_those_that_they_start_from():
+    config = ablations()
+    assert ablate.wanted(config, "realm_encoder") == ["start", "pretrained", "realm_encoder"]
+    assert ablate.wanted(config, "no_ict") == ["no_ict"]
+    assert sorted(ablate.wanted(config, None)) == sorted(config.rows)
+    with pytest.raises(UserError, match="--rows: there is no row 'relam'; choose among baseline"):
+        ablate.wanted(config, "relam")
+
+
+def test_the_shipped_rows_hold_together_and_differ():
+    config = ablations()
+    ablate.check(config)
+    made = [ablate.row_config(config, name, 0, Path("x")).to_json() for name in config.rows]
+    assert len({*made}) == len(made)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"start": "later"}, "config.rows.realm.start: there is no row 'later'"),
+        ({"start": "realm"}, "config.rows.realm.start: it would start from itself, by way of realm"),
+        ({"changes": ("data.maskng=uniform",)}, "data.maskng"),
+        ({"changes": ("data.masking=none",)}, "data.masking: must be one of"),
+        ({"tasks": "realm"}, "config.rows.realm.tasks: a row of the table has to end with qa or closed_book"),
+        ({"paper": (1.0,)}, "config.rows.realm.paper: takes exact match and recall@5"),
+        ({"start": "", "reader": "start"}, "config.rows.realm.reader: needs a start"),
+    ],
+)
+def test_rows_that_cannot_be_trained_are_refused(change, told):
+    config = ablations()
+    config.rows.realm.update(change)
+    with pytest.raises(UserError, match=told.replace("(", r"\(")):
+        ablate.check(config)
+
+
+def test_an_encyclopedia_that_cannot_be_made_is_refused():
+    config = ablations()
+    config.encyclopedia = ConfigDict({"entitees": 3200})
+    with pytest.raises(UserError, match="config.encyclopedia: takes entities, held_out"):
+        ablate.check(config)
+    config.encyclopedia = ConfigDict()
+    with pytest.raises(UserError, match="config.encyclopedia: needs entities; or name a prepared folder"):
+        ablate.check(config)
+
+
+def test_a_config_of_another_kind_is_refused(tmp_path, capsys):
+    file = tmp_path / "config.py"
+    file.write_text("from realm_jax.config import default as get_config\n")
+    assert cli.main(["ablate", f"--config={file}", f"--workdir={tmp_path / 'out'}"]) == 2
+    assert "no such key" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert cli.main(["ablate", f"--workdir={tmp_path / 'out'}", "--seeds=a"]) == 2
+    assert "--seeds=a: takes whole numbers" in capsys.readouterr().err
+
+
+def row(title: str, exact: dict[int, float], recall: float | None = 0.5) -> Row:
+    return Row(title, (), {seed: Measured(value, 0.25, recall, 61.0) for seed, value in exact.items()})
+
+
+def test_intervals_are_students_t():
+    mean = mean_of([0.1, 0.2, 0.3])
+    assert mean.value == pytest.approx(0.2)
+    assert mean.high - mean.value == pytest.approx(4.302653 * 0.1 / 3**0.5, rel=1e-6)  # t of 2 degrees of freedom
+    assert mean_of([0.4]) == (0.4, None, None)
+
+
+def test_a_lead_is_taken_seed_by_seed():
+    first, other = row("a", {0: 0.5, 1: 0.9, 2: 0.7}), row("b", {1: 0.7, 2: 0.5, 9: 0.0})
+    found = lead(first, other)
+    assert (found.value, found.low, found.high) == pytest.approx((0.2, 0.2, 0.2))
+    assert lead(first, row("c", {7: 0.1})) is None
+
+
+def test_a_table_has_no_row_without_a_seed_and_no_gold_where_there_is_none():
+    rows = [row("a <b>", {0: 0.5}, None), row("c", {})]
+    assert cells(rows) == [["a <b>", "50.0", "", "25.0", "", "", "", "1", "1 min 1 s"]]
+    assert len(cells(rows)[0]) == len(HEADS)
+    assert "| a <b> | 50.0 |" in markdown(rows, "note") and "a &lt;b&gt;" in html(rows, "note")

@@ -1,0 +1,245 @@
+"""Fine-tuning beyond the paper's: the best parameters on the way, and a document tower that is trained."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from cutting import Cut, cut_at
+from inline_run import open_tiny
+from tiny_run import PEOPLE, question, write_lines
+
+from realm_jax.config import default, validate
+from realm_jax.data.sources import open_sources
+from realm_jax.errors import UserError
+from realm_jax.evaluation.predict import Evaluator
+from realm_jax.evaluation.retrieval import Bm25, searchable_texts
+from realm_jax.jobs.matched_answers import strings_of, training_questions
+from realm_jax.jobs.prepare import prepare
+from realm_jax.jobs.recipe import train as train_recipe
+from realm_jax.storage import read_json, write_json_atomic
+from realm_jax.training.loop import train_task
+from realm_jax.training.metrics import read_lines
+from realm_jax.training.restore import restore_params
+
+pytestmark = pytest.mark.usefixtures("quick_steps")
+STEPS = 6
+
+
+def open_fine(people, workdir, **changes):
+    """Six steps of fine-tuning, measured before the third and the fifth and at the end."""
+    fixed = {"tasks": "qa", "qa__steps": STEPS, "qa__learning_rate": 1e-2, "qa__warmup": 1, "evaluation__qa_every": 2}
+    return open_tiny(people, workdir, **fixed | changes)
+
+
+def train(run, sign=-1.0):
+    """Fine-tune, exact match said to fall (sign −1) or to rise the further parameters are from the first ones.
+
+    Returns the last parameters on the host, and those that were measured together with the index.
+    """
+    first, seen = jax.tree.map(np.asarray, run.initial_params()), []
+
+    def measure(params, index, final):
+        params = jax.tree.map(np.asarray, params)
+        seen.append((params, np.asarray(index.vectors)[: run.setting.rows]))
+        parts = zip(jax.tree.leaves(params), jax.tree.leaves(first), strict=True)
+        return {"exact_match": sign * float(sum(np.abs(x - y).sum() for x, y in parts))} if final else {}
+
+    last = train_task(run, "qa", run.initial_params(), measure)
+    return jax.tree.map(np.asarray, last), seen
+
+
+def measurements(run):
+    """Lines of the record that say how good parameters are, without times."""
+    lines = [line for line in read_lines(run.workdir / "qa" / "evaluations.jsonl") if "exact_match" in line]
+    return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
+
+
+def assert_same(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@pytest.fixture(scope="module")
+def fallen(people, tmp_path_factory):
+    """A run whose first measurement was its best."""
+    run = open_fine(people, tmp_path_factory.mktemp("fallen"))
+    return run, *train(run)
+
+
+def test_fine_tuning_ends_with_the_parameters_that_measured_best(fallen):
+    run, last, seen = fallen
+    found = measurements(run)
+    assert [line["step"] for line in found] == [2, 4, STEPS] and found[0]["exact_match"] > found[1]["exact_match"]
+    assert found[-1]["best_step"] == 2 and found[-1]["exact_match"] == found[0]["exact_match"]
+    assert_same(last, seen[1][0])  # the first was measured with the first index, before any step
+    assert_same(last, restore_params(run, run.workdir, "qa", jax.eval_shape(run.initial_params)))
+
+
+@pytest.mark.slow
+def test_the_last_parameters_stay_when_they_are_the_best(people, tmp_path):
+    run = open_fine(people, tmp_path)
+    last, seen = train(run, sign=1.0)
+    assert "best_step" not in measurements(run)[-1]
+    assert_same(last, seen[-1][0])
+
+
+@pytest.mark.parametrize("before", [pytest.param(3, marks=pytest.mark.slow), 5])
+def test_a_run_that_is_cut_off_ends_with_the_same_best(people, tmp_path, monkeypatch, fallen, before):
+    run, *_ = fallen
+    with monkeypatch.context() as patch, pytest.raises(Cut):
+        cut_at(patch, before)
+        train(open_fine(people, tmp_path))
+    again = open_fine(people, tmp_path)
+    assert_same(train(again)[0], fallen[1])
+    assert measurements(again) == measurements(run)
+
+
+def test_a_document_tower_that_is_trained_is_embedded_anew(people, tmp_path):
+    """Every two steps, and for what is measured; with the paper's frozen one nothing of it moves."""
+    run = open_fine(people, tmp_path, refresh__qa_every=2)
+    last, seen = train(run, sign=1.0)
+    before = jax.tree.map(np.asarray, run.initial_params()["document_embedder"])
+    moved = [
+        np.abs(x - y).max() for x, y in zip(*map(jax.tree.leaves, (last["document_embedder"], before)), strict=True)
+    ]
+    assert max(moved) > 1e-3
+    for params, vectors in seen:
+        np.testing.assert_allclose(vectors, run.embed(params), atol=1e-5)
+    refreshes = [
+        line["index_step"] for line in read_lines(run.workdir / "qa" / "evaluations.jsonl") if line.get("refresh")
+    ]
+    assert refreshes == [0, 2, 4]
+
+
+def test_a_frozen_document_tower_stays(fallen):
+    run, last, _ = fallen
+    assert_same(last["document_embedder"], jax.tree.map(np.asarray, run.initial_params()["document_embedder"]))
+
+
+def test_passages_are_read_with_their_titles(people, tmp_path):
+    run = open_fine(people, tmp_path, retrieval__qa_titles=True)
+    assert run.model.bert.max_length == run.config.data.query_length + run.config.data.document_length - 1
+    train(run)
+    assert len(measurements(run)) == 3
+    params, questions = run.initial_params(), run.sources.questions["dev"]
+    index = run.index(run.embed(params))
+    without = dataclasses.replace(run, setting=dataclasses.replace(run.setting, qa_titles=False))
+    told, untold = (Evaluator(one, questions).predict(params, index) for one in (run, without))
+    assert [one.probability for one in told] != pytest.approx([one.probability for one in untold], rel=1e-3)
+
+
+def test_one_tower_for_both_can_be_fine_tuned_once_it_may_move():
+    config = default()
+    config.data.path, config.model.shared_tower = "data", True
+    with pytest.raises(UserError, match=r"set refresh\.qa_every"):
+        validate(config)
+    config.refresh.qa_every = 1000
+    validate(config)
+    config.retrieval.qa_search, config.refresh.qa_every = "bm25", 0  # no tower is trained
+    validate(config)
+
+
+# --- passages found by their words -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("objective", ["marginal", pytest.param("orqa", marks=pytest.mark.slow)])
+def test_a_reader_learns_from_what_bm25_finds(people, tmp_path, objective):
+    """Nothing else learns; predictions read BM25's passages in its order, with its scores as p(z|x)."""
+    changes = {"objective__qa": objective, "retrieval__qa_beam": 8, "evaluation__qa_every": 0}
+    run = open_fine(people, tmp_path, retrieval__qa_search="bm25", **changes)
+    first = jax.tree.map(np.asarray, run.initial_params())
+    last = train_recipe(run)
+    for name in run.model.embedder_names:
+        assert_same(jax.tree.map(np.asarray, last[name]), first[name])
+    pairs = zip(jax.tree.leaves(last["reader"]), jax.tree.leaves(first["reader"]), strict=True)
+    assert max(np.abs(np.asarray(x) - y).max() for x, y in pairs) > 1e-3
+    questions = run.sources.questions["dev"]
+    evaluator, bm25 = Evaluator(run, questions, by_words=True), Bm25(searchable_texts(run.sources.passages))
+    rows, scores = bm25.scored([question.question for question in questions], len(PEOPLE))
+    index = run.index(run.embed(last))
+    np.testing.assert_array_equal(evaluator.retrieve(last, index), rows)
+    for found, wanted, score in zip(evaluator.predict(last, index), rows, scores, strict=True):
+        assert [one.row for one in found.candidates] == wanted[:3].tolist()
+        np.testing.assert_allclose(found.scores, score, rtol=1e-6)
+        if objective == "marginal":
+            prior = np.exp(score[:3] - np.logaddexp.reduce(score[:3]))
+            np.testing.assert_allclose([one.probability for one in found.candidates], prior, rtol=1e-5)
+
+
+def test_texts_that_share_no_word_come_last_with_score_0():
+    rows, scores = Bm25(["alpha beta", "gamma", "delta"]).scored(["gamma"], 3)
+    assert rows[0, 0] == 1 and scores[0, 0] > 0 and scores[0, 1:].tolist() == [0, 0]
+    assert sorted(rows[0].tolist()) == [0, 1, 2]
+
+
+def test_vectors_that_are_not_searched_are_not_trained():
+    config = default()
+    config.data.path, config.retrieval.qa_search, config.refresh.qa_every = "data", "bm25", 10
+    with pytest.raises(UserError, match=r"refresh\.qa_every: trains vectors"):
+        validate(config)
+
+
+# --- more passages than in training -----------------------------------------------------------------------------------
+
+
+def test_more_passages_can_be_read_than_in_training(fallen):
+    run, last, _ = fallen
+    config = type(run.config)(run.config.to_dict())
+    config.evaluation.qa_passages = 7
+    more, index = run.with_config(config), run.index(run.embed(last))
+    few, many = (Evaluator(one, run.sources.questions["dev"]).predict(last, index) for one in (run, more))
+    for a, b in zip(few, many, strict=True):
+        assert (len(a.candidates), len(b.candidates)) == (3, 7)
+        assert [one.row for one in b.candidates[:3]] == [one.row for one in a.candidates]
+        assert sum(one.probability for one in b.candidates) == pytest.approx(1, abs=1e-5)
+
+
+# --- regular expressions for answers ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def patterned(tmp_path_factory):
+    """A prepared folder whose training questions have patterns for answers, one of which matches nowhere."""
+    folder = tmp_path_factory.mktemp("patterned")
+    passages = [
+        {"id": f"p{n}", "title": name, "text": f"{name} was born in {1800 + n}."} for n, name in enumerate(PEOPLE)
+    ]
+    asked = [question(n, split=split) for n in range(8) for split in ("train", "dev")]
+    for record in asked:
+        year = record["answers"][0]
+        record |= {"answers": [f"{year[:3]}[{year[3]}]", "in 18\\d\\d"], "match": "regex"}
+    asked[0]["answers"] = ["nowhere", "no (one|body)"]
+    files = write_lines(folder / "passages.jsonl", passages), write_lines(folder / "questions.jsonl", asked)
+    prepare(files[0], folder / "data", questions=[files[1]], vocabulary_size=300, workers=1)
+    return folder / "data"
+
+
+def test_patterns_become_the_strings_that_they_match(patterned):
+    wordpiece = open_sources(patterned).wordpiece
+    texts = ["Born in 1801, or 1802.", "In 1802 she went.", "1802 to 1803"]
+    assert strings_of(["180[1-2]"], texts, wordpiece, 10) == ["1802", "1801"]
+    assert strings_of(["IN 1802|in 1802", "("], texts, wordpiece, 10) == ["In 1802"], "no pattern, and no case"
+    assert strings_of(["Born.*1802"], texts, wordpiece, 3) == [], "too long for a span"
+
+
+def test_fine_tuning_learns_from_patterns(patterned, tmp_path):
+    """The answers stand in the passages found first; a run that goes on has the same."""
+    run = open_fine(patterned, tmp_path, retrieval__qa_beam=16, evaluation__qa_every=0)
+    train_recipe(run)
+    answers = read_json(tmp_path / "qa" / "answers.json")["answers"]
+    assert len(answers) == 8 and answers[0] == []
+    assert all(text.removeprefix("in ").startswith("18") for some in answers[1:] for text in some)
+    assert {"1803", "in 1803"} <= set(answers[3])
+    metrics = read_lines(tmp_path / "qa" / "metrics.jsonl")
+    assert metrics[-1]["answer_in_passages"] > 0 and metrics[-1]["loss"] > 0
+    write_json_atomic(tmp_path / "qa" / "answers.json", {"answers": [["1800"]] * 8})
+    assert [q.answers for q in training_questions(run, run.initial_params())] == [["1800"]] * 8
+    assert not any(q.is_regex for q in training_questions(run, run.initial_params()))
+
+
+def test_patterns_that_match_nothing_at_all_are_an_error(patterned, tmp_path):
+    run = open_fine(patterned, tmp_path)
+    for one in run.sources.questions["train"]:
+        one.answers[:] = ["nowhere"]
+    with pytest.raises(UserError, match="no pattern of 8 training questions matches in the 16 passages"):
+        training_questions(run, run.initial_params())

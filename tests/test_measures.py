@@ -1,0 +1,133 @@
+"""Records of predictions: what each question counts, what is left out, and TREC's files."""
+
+import json
+import math
+
+import pytest
+from tiny_run import write_lines
+
+from realm_jax.errors import UserError
+from realm_jax.evaluation.measures import measure, read_predictions, summarise, trec_qrels, trec_run, words_of
+
+
+def passages(*hits: bool, gold: int | None = None) -> list[dict]:
+    names = [f"d{place}" if place != gold else "gold" for place in range(len(hits))]
+    return [
+        {"id": name, "score": -place, "has_answer": hit}
+        for place, (name, hit) in enumerate(zip(names, hits, strict=True))
+    ]
+
+
+RIGHT = {
+    "question": "Who sang it?",
+    "answers": ["the Beatles", "Beatles band"],
+    "prediction": "Beatles!",
+    "gold_passage_id": "gold",
+    "retrieved": passages(False, True, False, False, True, gold=4),
+    "reader_oracle": True,
+}
+PATTERN = {
+    "question": "When?",
+    "answers": ["19[67]\\d"],
+    "match": "regex",
+    "prediction": "1969, in July",
+    "retrieved": passages(True, False, False, False, False),
+    "reader_oracle": False,
+}
+WRONG = RIGHT | {"prediction": "a band", "retrieved": passages(*[False] * 5), "reader_oracle": False}
+OPEN = {"question": "Why?", "prediction": "1969", "retrieved": [{"id": "d1", "score": 1.0}]}
+
+
+def means(*records: dict) -> dict[str, float]:
+    return {name: summarise(values)["value"] for name, values in measure(records).items()}
+
+
+def test_each_measure_is_over_the_questions_that_have_it():
+    found = measure([RIGHT, PATTERN, WRONG, OPEN])
+    counted = {name: summarise(values)["questions"] for name, values in found.items()}
+    assert counted == {
+        "exact_match": 3,
+        "exact_match_squad": 2,
+        "f1": 2,
+        "regex_match": 1,
+        "regex_full_match": 1,
+        "answer_recall@1": 3,
+        "answer_recall@5": 3,
+        "recall@1": 2,
+        "recall@5": 2,
+        "reader_oracle": 3,
+    }
+    assert all(math.isnan(values[3]) for values in found.values()), "without answers there is nothing to measure"
+    assert all(words_of(name) for name in found)
+
+
+def test_the_values_by_hand():
+    assert means(RIGHT, PATTERN, WRONG) == pytest.approx(
+        {
+            "exact_match": 2 / 3,
+            "exact_match_squad": 1 / 2,
+            "f1": (1 + 2 / 3) / 2,
+            "regex_match": 1,
+            "regex_full_match": 0,
+            "answer_recall@1": 1 / 3,
+            "answer_recall@5": 2 / 3,
+            "recall@1": 0,
+            "recall@5": 1 / 2,
+            "reader_oracle": 1 / 3,
+        }
+    )
+
+
+def test_recall_is_told_as_deep_as_every_question_goes():
+    short = RIGHT | {"retrieved": passages(True, False)}
+    assert {"answer_recall@1", "recall@1"} <= (found := means(RIGHT, short)).keys()
+    assert not {"answer_recall@5", "recall@5"} & found.keys()
+
+
+def test_answers_are_enough(tmp_path):
+    """A file of another system has no passages."""
+    file = write_lines(tmp_path / "theirs.jsonl", [{key: RIGHT[key] for key in ("question", "answers", "prediction")}])
+    assert measure(read_predictions(file)).keys() == {"exact_match", "exact_match_squad", "f1"}
+
+
+def test_a_run_for_trec_names_every_document_once_and_keeps_the_order():
+    retrieved = [("a b", 2.5), ("c", 2.5), ("a b", 2.0), ("50%", 2.5000002)]
+    records = [{"id": 7, "retrieved": [{"id": name, "score": score} for name, score in retrieved]}]
+    fields = [line.split(" ") for line in trec_run(records, "my run").splitlines()]
+    assert [(line[0], line[1], line[2], line[3], line[5]) for line in fields] == [
+        ("7", "Q0", "a%20b", "1", "my%20run"),
+        ("7", "Q0", "c", "2", "my%20run"),
+        ("7", "Q0", "50%25", "3", "my%20run"),
+    ]
+    scores = [float(line[4]) for line in fields]
+    assert scores == sorted(set(scores), reverse=True) and scores == pytest.approx([2.5] * 3, abs=1e-5)
+
+
+def test_judgements_for_trec_are_the_gold_passages():
+    assert trec_qrels([{"id": "q1", "gold_passage_id": "p 4"}, {"id": "q2"}]) == "q1 0 p%204 1\n"
+    with pytest.raises(UserError, match="two questions have the id q1"):
+        trec_qrels([{"id": "q1"}, {"id": "q1"}])
+
+
+@pytest.mark.parametrize(
+    "record, message",
+    [
+        ({"question": "Who?"}, '"question" and "prediction" must be texts'),
+        (RIGHT | {"answers": "Rome"}, '"answers" must be a list of texts'),
+        (RIGHT | {"retrieved": [{"id": "d1"}]}, '"retrieved" must be a list of passages'),
+    ],
+)
+def test_what_cannot_be_scored_is_named(tmp_path, record, message):
+    file = write_lines(tmp_path / "p.jsonl", [RIGHT, record])
+    with pytest.raises(UserError, match="p.jsonl:2: " + message):
+        read_predictions(file)
+
+
+def test_no_answers_at_all_and_no_predictions_at_all(tmp_path):
+    with pytest.raises(UserError, match="no question has answers"):
+        measure([OPEN])
+    with pytest.raises(UserError, match="holds no predictions"):
+        read_predictions(write_lines(tmp_path / "p.jsonl", []))
+    (tmp_path / "p.jsonl").write_text(json.dumps(OPEN) + "\n" + json.dumps(OPEN)[:20])
+    with pytest.raises(UserError, match="p.jsonl:2"):
+        read_predictions(tmp_path / "p.jsonl")

@@ -1,0 +1,54 @@
+"""Intervals and comparisons: against closed forms, and on samples where one can count."""
+
+import math
+
+import numpy as np
+import pytest
+
+from realm_jax.evaluation.significance import PERMUTATIONS, difference, interval
+
+
+def test_an_interval_is_that_of_the_normal_distribution_where_there_are_many_questions():
+    right = np.arange(1000) % 10 < 3
+    low, high = interval(right)
+    half = 1.96 * math.sqrt(0.3 * 0.7 / 1000)
+    assert (low, high) == (pytest.approx(0.3 - half, abs=0.003), pytest.approx(0.3 + half, abs=0.003))
+    assert interval(right) == (low, high) and interval(right, seed=1) != (low, high)
+
+
+def test_one_question_has_no_interval_and_equal_ones_an_empty_one():
+    assert interval([1.0]) == (None, None)
+    assert interval([1.0] * 5) == (1, 1)
+
+
+def test_few_questions_that_differ_are_counted_out():
+    """Five changes to the better, none to the worse: 2 of the 32 ways to give them signs are as far from 0."""
+    a, b = np.zeros(50), np.zeros(50)
+    b[:5] = 1
+    found = difference(a, b)
+    assert found.value == 0.1 and (found.only_a, found.only_b) == (0, 5)
+    assert found.p == found.mcnemar == pytest.approx(2 / 32)
+    assert found.low <= 0.1 <= found.high
+
+
+def test_a_clear_difference_has_the_smallest_p_that_can_be_drawn():
+    found = difference(np.zeros(200), np.arange(200) % 2)
+    assert found.p == pytest.approx(2 / (PERMUTATIONS + 1)) and found.mcnemar == pytest.approx(2 / 2.0**100)
+    assert found.low > 0.4
+
+
+def test_shares_of_words_have_no_mcnemar():
+    found = difference([0.5, 0.2, 1.0], [0.5, 0.4, 1.0])
+    assert found.mcnemar is None and found.p == 1 and found.value == pytest.approx(0.2 / 3)
+
+
+def test_a_run_does_not_differ_from_itself():
+    found = difference([0, 1, 1], [0, 1, 1])
+    assert found[:3] == (0, 0, 0) and found.p == found.mcnemar == 1
+
+
+def test_samples_of_other_questions_are_refused():
+    with pytest.raises(ValueError, match="the same questions"):
+        difference([1, 0], [1])
+    with pytest.raises(ValueError, match="the same questions"):
+        difference([], [])

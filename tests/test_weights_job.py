@@ -1,0 +1,233 @@
+"""`realm weights export`, and runs that start from weights: a folder, one for each network, or a model of the hub."""
+
+import json
+import logging
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from test_weights import assert_same_bits
+from tiny import loud_params
+from tiny_run import tiny_config
+
+from realm_jax import cli
+from realm_jax.data.sources import open_sources
+from realm_jax.errors import UserError
+from realm_jax.jobs import opening, starting
+from realm_jax.jobs import weights as job
+from realm_jax.jobs.opening import open_run
+from realm_jax.jobs.recipe import starting_params
+from realm_jax.models import weights
+from realm_jax.models.realm import Params
+from realm_jax.models.weights import networks, settings_of
+from realm_jax.run import Run, make_model, make_run
+from realm_jax.text.wordpiece import WordPiece
+from realm_jax.training.restore import restore_params
+
+FETCHED = ["model.safetensors", "config.json", "vocab.txt", "tokenizer_config.json"]
+FILES = ["config.json", "model.safetensors", "tokenizer_config.json", "vocab.txt"]
+
+
+@pytest.fixture(scope="module")
+def exported(trained_run, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("exported") / "weights"
+    job.export(trained_run.workdir, folder)
+    return folder
+
+
+def heir(people: Path, folder: Path, init_from: Path | str, **model) -> Run:
+    """A fresh run over the same data that names weights in init_from."""
+    config = tiny_config(people)
+    config.update({"init_from": str(init_from), "model": model})
+    return make_run(config, folder, open_sources(config.data.path), jax.devices()[:1])
+
+
+def one_bert(people: Path, folder: Path, network: str = "reader", parts: int = 2) -> tuple[Path, Params]:
+    """A folder with one network of the tiny run's sizes and its parameters, without their last part."""
+    config = tiny_config(people)
+    wordpiece = open_sources(people).wordpiece
+    model = make_model(config, wordpiece.size)
+    params = loud_params(model, 0)[network]
+    weights.save(folder, params, networks(model)[network][:parts], "bert", settings_of(model, network, "bert"))
+    wordpiece.save(folder)
+    return folder, params
+
+
+def on_host(params: Params) -> Params:
+    return jax.tree.map(np.asarray, params)
+
+
+# ---- out
+
+
+def test_an_exported_run_is_what_another_starts_from_bit_for_bit(trained_run, exported, tmp_path):
+    theirs = restore_params(trained_run, trained_run.workdir, "qa", trained_run.initial_params())
+    run = heir(Path(trained_run.config.data.path), tmp_path, exported)
+    assert_same_bits(on_host(starting_params(run)), on_host(theirs))
+
+
+def test_each_network_has_a_folder_that_is_whole(trained_run, exported):
+    assert sorted(path.name for path in exported.parent.iterdir()) == ["weights"]
+    assert sorted(path.name for path in exported.iterdir()) == ["document_embedder", "query_embedder", "reader"]
+    for folder in exported.iterdir():
+        assert sorted(path.name for path in folder.iterdir()) == FILES
+        found = WordPiece.from_vocab(folder / "vocab.txt")
+        assert found.fingerprint == trained_run.sources.wordpiece.fingerprint
+    assert json.loads((exported / "reader" / "config.json").read_text())["architectures"] == ["BertForMaskedLM"]
+
+
+@pytest.mark.slow
+def test_a_task_and_transformers_realm_can_be_asked_for(trained_run, tmp_path):
+    command = ["weights", "export", f"--workdir={trained_run.workdir}", f"--output={tmp_path / 'ict'}"]
+    assert cli.main([*command, "--task=ict", "--names=realm"]) == 0
+    assert json.loads((tmp_path / "ict" / "reader" / "config.json").read_text())["architectures"] == ["RealmReader"]
+    theirs = restore_params(trained_run, trained_run.workdir, "ict", trained_run.initial_params())
+    run = heir(Path(trained_run.config.data.path), tmp_path / "run", tmp_path / "ict")
+    assert_same_bits(on_host(starting_params(run)), on_host(theirs))
+
+
+def test_what_cannot_be_exported_is_told_and_leaves_nothing(trained_run, tmp_path, monkeypatch):
+    with pytest.raises(UserError, match="--task=mlm: the run in .* has no such task; choose among ict, qa"):
+        job.export(trained_run.workdir, tmp_path / "out", task="mlm")
+    other = tmp_path / "run"
+    shutil.copytree(trained_run.workdir, other)
+    config = json.loads((other / "config.json").read_text())
+    config["model"]["norm_epsilon"] = 1e-3
+    (other / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="the run has config.model.norm_epsilon=0.001; give --names=bert"):
+        job.export(other, tmp_path / "out", names="realm")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(job, "_save_vocabulary", full)
+    with pytest.raises(OSError, match="No space"):
+        job.export(trained_run.workdir, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_folder_that_is_there_is_not_written_over(tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    assert cli.main(["weights", "export", "--workdir=nowhere", f"--output={tmp_path / 'out'}"]) == 2
+    assert "out already exists; remove it or choose another folder" in capsys.readouterr().err
+    assert cli.main(["weights", "export", f"--output={tmp_path / 'other'}"]) == 2
+    assert "name a run with --workdir" in capsys.readouterr().err
+
+
+# ---- in
+
+
+def test_one_bert_goes_into_every_network_and_the_rest_is_fresh(people, tmp_path, caplog):
+    folder, theirs = one_bert(people, tmp_path / "bert")
+    run = heir(people, tmp_path / "run", folder)
+    with caplog.at_level(logging.INFO):
+        found = on_host(starting_params(run))
+    fresh = on_host(run.initial_params())
+    for network in found:
+        assert_same_bits(found[network]["bert"], theirs["bert"])
+    for name in ("mlm_transform", "mlm_norm", "mlm_bias"):
+        assert_same_bits(found["reader"][name], theirs[name])
+    for name in ("pooler", "projection", "projection_norm"):
+        assert_same_bits(found["query_embedder"][name], fresh["query_embedder"][name])
+    assert_same_bits(found["reader"]["span_score"], fresh["reader"]["span_score"])
+    (line,) = [record.message for record in caplog.records if "init_from" in record.message]
+    assert line.endswith(
+        "query_embedder: encoder; fresh: pooler, projection | document_embedder: encoder; fresh: pooler, projection | "
+        "reader: encoder, word head; fresh: span head"
+    )
+
+
+@pytest.mark.slow
+def test_a_folder_may_have_one_tower_for_both_and_no_reader(people, tmp_path):
+    _, theirs = one_bert(people, tmp_path / "embedder", "query_embedder", 3)
+    run = heir(people, tmp_path / "run", tmp_path)
+    found = on_host(starting_params(run))
+    assert_same_bits(found["query_embedder"], theirs)
+    assert_same_bits(found["document_embedder"], theirs)
+    assert_same_bits(found["reader"], on_host(run.initial_params()["reader"]))
+
+
+def test_two_towers_do_not_go_into_one(people, tmp_path):
+    one_bert(people, tmp_path / "query_embedder", "query_embedder", 3)
+    config = tiny_config(people)
+    config.model.shared_tower = True
+    model, wordpiece = make_model(config, open_sources(people).wordpiece.size), open_sources(people).wordpiece
+    with pytest.raises(UserError, match="has two towers; set config.model.shared_tower=False"):
+        starting.find_weights(tmp_path, model, wordpiece)
+
+
+@pytest.mark.parametrize(
+    "model, says",
+    [
+        ({"width": 32}, r"word_embeddings.weight is \(\d+, 16\), but the model needs \(\d+, 32\)"),
+        ({"layers": 2}, "has no bert.encoder.layer.1.attention.self.query.weight; set config.model"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu_new', but config.model.hidden_act is 'gelu'"),
+        ({"max_length": 100}, "has 62 positions, but the model 100"),
+    ],
+)
+def test_what_does_not_fit_is_told_before_a_device_is_asked_for(people, tmp_path, monkeypatch, model, says):
+    folder, _ = one_bert(people, tmp_path / "bert")
+    config = tiny_config(people)
+    config.update({"init_from": str(folder), "model": model})
+    monkeypatch.setattr(opening, "make_run", lambda *_: pytest.fail("a mesh was made"))
+    with pytest.raises(UserError, match=says):
+        open_run(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_source_that_is_none_is_told(people, tmp_path):
+    config = tiny_config(people)
+    config.init_from = "nowhere"
+    with pytest.raises(UserError, match="init_from=nowhere: no run folder, and none with model.safetensors; name one"):
+        open_run(config, tmp_path / "run")
+
+
+def test_another_vocabulary_is_refused(people, tmp_path):
+    folder, _ = one_bert(people, tmp_path / "bert")
+    config = tiny_config(people)
+    config.init_from = str(folder)
+    (folder / "tokenizer_config.json").write_text('{"do_lower_case": false}')
+    with pytest.raises(UserError, match="do_lower_case is False, but the data were prepared with True; prepare the"):
+        open_run(config, tmp_path / "run")
+    path = folder / "vocab.txt"
+    pieces = path.read_text().splitlines()
+    path.write_text("".join(f"{piece}\n" for piece in [*pieces[:-2], pieces[-1], pieces[-2]]))
+    with pytest.raises(UserError, match="vocab.txt: not the word pieces of the prepared data; prepare the data with"):
+        open_run(config, tmp_path / "run")
+    path.unlink()
+    (folder / "tokenizer_config.json").unlink()
+    wordpiece = open_sources(people).wordpiece
+    assert starting.find_weights(folder, make_model(config, wordpiece.size), wordpiece)  # nothing to compare
+
+
+# ---- from the hub
+
+
+def test_a_model_of_the_hub_is_fetched_without_what_is_not_needed(people, tmp_path, monkeypatch):
+    folder, theirs = one_bert(people, tmp_path / "bert")
+    asked = []
+
+    def snapshot_download(name: str, **options) -> str:
+        asked.append((name, options))
+        return str(folder)
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=snapshot_download))
+    run = heir(people, tmp_path / "run", "hf:someone/bert@v2")
+    assert_same_bits(on_host(starting_params(run))["reader"]["bert"], theirs["bert"])
+    assert asked == [("someone/bert", {"revision": "v2", "allow_patterns": FETCHED})]
+
+
+def test_a_hub_that_is_out_of_reach_or_not_installed_is_told_in_one_line(monkeypatch):
+    def fail(*_: object, **__: object) -> None:
+        raise ConnectionError("no route\nto host")
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=fail))
+    with pytest.raises(UserError, match=r"init_from=hf:bert: cannot be fetched \(ConnectionError: no route to host\)"):
+        starting.local_source("hf:bert")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(UserError, match=r"init_from=hf:bert: needs Hugging Face's hub; run `pip install"):
+        starting.local_source("hf:bert")
