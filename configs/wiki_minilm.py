@@ -1,6 +1,6 @@
 """Real passages and search queries, warm-started from a small BERT that is made for retrieval: minutes, not days.
 
-    realm prepare --passages passages.jsonl.gz --questions questions.jsonl.gz --question-sources nq_train,nq_dev \
+    realm prepare --passages passages.jsonl.gz --questions questions.jsonl.gz \
         --vocab MINILM/vocab.txt --max-answer-words 5 --limit 128 --output data
     realm train --config=configs/wiki_minilm.py --config.init_from=MINILM --config.data.path=data --workdir=runs/realm
 

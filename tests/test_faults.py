@@ -157,6 +157,7 @@ def test_a_trainer_is_killed(people, sturdy, tmp_path, monkeypatch, watch, step)
     assert adoptions(run) == adoptions(sturdy.run)
 
 
+@pytest.mark.slow
 def test_a_trainer_is_killed_before_it_says_that_it_is_done(people, sturdy, tmp_path, monkeypatch, log):
     """Its builder learns it from the next one, which finds nothing left to do."""
     run = open_tiny(people, tmp_path)
@@ -202,6 +203,7 @@ def test_two_builders_at_once(people, sturdy, tmp_path, before_write, watch, mon
     assert len(listed) >= 12
 
 
+@pytest.mark.slow
 def test_no_builder_at_all(people, sturdy, tmp_path, watch):
     run = open_tiny(people, tmp_path, wait_seconds=0.05)
     with pytest.raises(UserError, match="the first generation did not come within config.refresh.wait_seconds=0.05"):

@@ -88,7 +88,10 @@ def test_the_corpus_is_embedded_once_for_the_same_parameters(first, tmp_path, em
     assert embeddings == []
 
 
-@pytest.mark.parametrize("change", [{"retrieval": {"dtype": "bfloat16"}}, {"model": {"dtype": "bfloat16"}}])
+@pytest.mark.parametrize(
+    "change",
+    [{"retrieval": {"dtype": "bfloat16"}}, pytest.param({"model": {"dtype": "bfloat16"}}, marks=pytest.mark.slow)],
+)
 def test_vectors_that_were_made_otherwise_are_made_anew(first, tmp_path, embeddings, change):
     other = heir(first, tmp_path, tasks="qa", **change)
     check_workdir(other)

@@ -117,6 +117,7 @@ def replace_step(monkeypatch, step: Callable[[Any, Any, Any], dict[str, float]])
     monkeypatch.setattr(loop, "make_step", make)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_same_state_and_index_on_other_devices(people, tmp_path, monkeypatch):
     """Sixteen passages are padded to 32 rows on one device and to 256 on eight."""
     seen: dict[int, Any] = {}

@@ -158,6 +158,7 @@ def test_without_the_generation_and_its_export_training_goes_on_with_another(peo
     assert adoptions(run)[-1] == (7, 6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [1, pytest.param(-1, marks=pytest.mark.slow)])
 def test_what_a_cut_off_timeline_left_is_never_served(people, tmp_path, after):
     run = open_tiny(people, tmp_path, adopt_after=after)

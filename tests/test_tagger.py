@@ -223,6 +223,7 @@ def test_a_run_learns_and_leaves_its_results(trained):
     assert losses(trained)[-1][1] < 0.3 * losses(trained)[0][1]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_cut_off_ends_as_one_that_never_was(corpus, trained, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         cut_at(patch, 13, 20)
@@ -278,6 +279,7 @@ def test_another_config_or_other_text_is_refused_in_its_folder(corpus, trained, 
         open_tiny(tmp_path, trained)
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_imported_weights(corpus, tmp_path):
     """With their vocabulary; what does not fit is told before anything is recorded."""
     words = WordPiece.train([annotated(document).text for document in open_tagged(corpus)["train"]], 100)

@@ -141,6 +141,7 @@ def test_one_bert_goes_into_every_network_and_the_rest_is_fresh(people, tmp_path
     )
 
 
+@pytest.mark.slow
 def test_a_folder_may_have_one_tower_for_both_and_no_reader(people, tmp_path):
     _, theirs = one_bert(people, tmp_path / "embedder", "query_embedder", 3)
     run = heir(people, tmp_path / "run", tmp_path)
