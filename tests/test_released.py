@@ -191,6 +191,16 @@ def test_pre_trained_modules_become_a_tower_and_a_reader(tensorflow, tmp_path):
     assert "span_score" not in found
 
 
+def test_a_tower_of_the_published_code_says_that_its_epsilon_is_another(tensorflow, tmp_path):
+    renamed = {name.replace("LayerNorm/", "layer_normalization/") if "module/module/LayerNorm/" in name else name: array
+               for name, array in checkpoint(TOWER, 0).items()}  # fmt: skip
+    tensorflow["tower.ckpt"] = renamed
+    vocabulary(tmp_path)
+    job.convert({"embedder": "tower.ckpt"}, tmp_path / "out", str(tmp_path / "vocab.txt"))
+    with pytest.raises(UserError, match="projection_layer_norm_eps is 0.001, but config.model.norm_epsilon is 1e-12"):
+        read_back(tmp_path / "out" / "embedder", "query_embedder")
+
+
 def test_a_fine_tuned_checkpoint_has_the_questions_tower_and_the_reader(tensorflow, tmp_path):
     tensorflow["model.ckpt-7"] = tuned = checkpoint(QUESTION, 0) | checkpoint(READER, 1)
     tensorflow["embedder"] = checkpoint(TOWER, 2)

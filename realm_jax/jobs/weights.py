@@ -138,7 +138,8 @@ def convert(paths: dict[str, str], output: Path, vocabulary: str | None = None) 
                 continue
             if network not in found[flag]:
                 raise UserError(f"--{flag}={paths[flag]}: has no {network}; it has {', '.join(found[flag])}")
-            _save_released(folder / name, found[flag][network], wordpiece)
+            tensors, heads = found[flag][network]
+            _save_released(folder / name, tensors, wordpiece, heads)
     logger.info("%s: %s", output, ", ".join(name for name, (flag, _) in places.items() if flag in paths))
 
 
@@ -166,21 +167,26 @@ def _prefix(path: str) -> Path:
     return inner if inner.parent.is_dir() else Path(path)
 
 
-def _networks(path: str, variables: dict[str, NDArray]) -> dict[str, dict[str, NDArray]]:
-    """Network → Hugging Face's name → array."""
+def _networks(path: str, variables: dict[str, NDArray]) -> dict[str, tuple[dict[str, NDArray], dict[str, float]]]:
+    """Network → (Hugging Face's name → array, the epsilons of its heads)."""
     return {
-        network: {tensor: released.turned(name, variables[name]) for tensor, name in tensors.items()}
+        network: (
+            {tensor: released.turned(name, variables[name]) for tensor, name in tensors.items()},
+            released.epsilons(network, tensors.values()),
+        )
         for network, tensors in released.wanted(variables, path).items()
     }
 
 
-def _save_released(folder: Path, tensors: dict[str, NDArray], wordpiece: WordPiece) -> None:
+def _save_released(
+    folder: Path, tensors: dict[str, NDArray], wordpiece: WordPiece, heads: dict[str, float]
+) -> None:  # fmt: skip
     """Settings are those of the released networks, as far as shapes do not tell: tanh-GELU, epsilons, uncased text."""
     folder.mkdir()
     arrays = {name: np.ascontiguousarray(array, np.float32) for name, array in tensors.items()}
     save_file(arrays, folder / WEIGHTS, metadata={"format": "pt"})
     settings: dict[str, Any] = {"model_type": "bert", "hidden_act": "gelu_new", "layer_norm_eps": LAYER_NORM_EPSILON}
-    settings |= released.sizes(tensors) | {"type_vocab_size": 2, "pad_token_id": wordpiece.pad_id}
+    settings |= heads | released.sizes(tensors) | {"type_vocab_size": 2, "pad_token_id": wordpiece.pad_id}
     if (words := settings["vocab_size"]) != wordpiece.size:
         raise UserError(f"--vocab: has {wordpiece.size} word pieces, but {folder.name} has {words}; name its vocab.txt")
     _write_json(folder / SETTINGS, settings)

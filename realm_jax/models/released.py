@@ -17,8 +17,11 @@ from typing import Any
 from numpy.typing import NDArray
 
 from realm_jax.errors import UserError
+from realm_jax.models.bert import LAYER_NORM_EPSILON
+from realm_jax.models.reader import SPAN_NORM_EPSILON
 
 EMBEDDER, READER = "embedder", "reader"
+KERAS_EPSILON = 1e-3
 # What no network has a place for: the optimiser's variables and counters, the next-sentence head, a tower's word head.
 UNUSED = re.compile(
     r"(^|/)(adam_[mv]|AdamWeightDecayOptimizer(_\d+)?|global_step|block_emb|cls/seq_relationship)($|/)"
@@ -70,6 +73,14 @@ def tensor_name(network: str, name: str) -> str:
             leaf = match.groups()[-1]
             return ours + LEAVES.get(leaf, leaf)
     raise KeyError(name)
+
+
+def epsilons(network: str, names: Iterable[str]) -> dict[str, float]:
+    """What the LayerNorms of a network's heads add to a variance, by their names: Keras's own has Keras's default."""
+    if network == READER:
+        return {"reader_layer_norm_eps": SPAN_NORM_EPSILON}
+    is_keras = any("layer_normalization/" in name for name in names)
+    return {"projection_layer_norm_eps": KERAS_EPSILON if is_keras else LAYER_NORM_EPSILON}
 
 
 def wanted(names: Iterable[str], path: str) -> dict[str, dict[str, str]]:
