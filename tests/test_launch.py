@@ -284,7 +284,7 @@ def test_a_recipe_without_realm_has_no_builder(capsys, tmp_path):
     for target in (["--target=local", f"--workdir={tmp_path}"], [*JOBSET, WORKDIR], [*GCLOUD, WORKDIR]):
         assert cli.main(["launch", *target, "--config.tasks=qa", "--dry-run"]) == 0
         out = capsys.readouterr().out
-        assert "train" in out and "build-index" not in out and "async" not in out
+        assert "train" in out and "build-index" not in out and "refresh.mode" not in out
 
 
 def test_a_dry_run_prints_and_asks_for_nothing(tools, capsys):
