@@ -72,7 +72,6 @@ def ablations() -> ConfigDict:
     base = quickstart()
     base.retrieval.query_params = "generation"
     base.refresh.every = 10
-    base.qa.steps = 150
     stale, often = (f"refresh.every={every}" for every in (30 * base.refresh.every, base.refresh.every // 2))
     own = "data.text=passages"
     rows = {

@@ -33,7 +33,7 @@ class Way(NamedTuple):
 
 SCANN = [Way("realm", mode, "scann", ahead) for mode in ("inline", "async") for ahead in (0, 1, 3)]
 WAYS = [Way("mlm"), Way("ict"), Way("realm"), Way("realm", "async"), Way("qa"), *SCANN]
-QUICK = {Way("ict"), Way("realm", "async"), Way("qa")}
+QUICK = {Way("realm", "async"), Way("qa")}
 
 
 def sha256(params) -> str:

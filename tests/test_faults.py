@@ -476,6 +476,7 @@ def test_the_disk_is_full_for_exports(people, tmp_path, before_write, watch, log
     assert {index for _, index in adoptions(run)} == {0}
 
 
+@pytest.mark.slow
 def test_the_disk_is_full_for_a_checkpoint(people, sturdy, tmp_path, monkeypatch, watch):
     """Training stops with a word, and goes on from the checkpoint before."""
     run, write = open_tiny(people, tmp_path), ocp.training.Checkpointer.save_checkpointables_async

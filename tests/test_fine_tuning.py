@@ -116,6 +116,7 @@ def test_a_frozen_document_tower_stays(fallen):
     assert_same(last["document_embedder"], jax.tree.map(np.asarray, run.initial_params()["document_embedder"]))
 
 
+@pytest.mark.slow
 def test_passages_are_read_with_their_titles(people, tmp_path):
     run = open_fine(people, tmp_path, retrieval__qa_titles=True)
     assert run.model.bert.max_length == run.config.data.query_length + run.config.data.document_length - 1

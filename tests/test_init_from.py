@@ -38,6 +38,7 @@ def check(run):
     check_source(run, Path(run.config.init_from))
 
 
+@pytest.mark.slow
 def test_borrows_again_after_dying_before_the_first_checkpoint(first, tmp_path):
     run = heir(first, tmp_path)
     (tmp_path / "ict" / "checkpoints").mkdir(parents=True)

@@ -37,6 +37,7 @@ from realm_jax.training.preemption import Preempted, Stop
 pytestmark = pytest.mark.usefixtures("quick_steps")
 
 
+@pytest.mark.slow
 def test_a_generation_that_is_gone_at_a_restart_is_built_again(people, sturdy, tmp_path, monkeypatch):
     run = open_tiny(people, tmp_path)
     cut_at(monkeypatch, 7)

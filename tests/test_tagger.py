@@ -411,6 +411,7 @@ def get_config():
 """
 
 
+@pytest.mark.slow
 def test_realm_train_takes_a_tagger_s_config(corpus, tmp_path, capsys):
     path = tmp_path / "config.py"
     path.write_text(CONFIG.format(tests=str(Path(__file__).parent), corpus=str(corpus)))

@@ -10,6 +10,7 @@ import numpy as np
 from realm_jax.corpus.jsonl import Question
 from realm_jax.data.closed_book import answer_places, closed_book_answer, closed_book_query
 from realm_jax.data.examples import document_arrays
+from realm_jax.evaluation.predict import Evaluator
 from realm_jax.mesh import to_host
 from realm_jax.models.inputs import Documents, join
 from realm_jax.models.realm import Params, Realm, flatten_joint
@@ -24,11 +25,10 @@ class Recalled(NamedTuple):
 
 
 def recall_answers(run: Run, questions: Sequence[Question], params: Params) -> Iterator[list[Recalled]]:
-    """The answers to all questions, a batch at a time: `evaluation.batch_size` of them."""
+    """The answers to all questions, a batch at a time, as `Evaluator` has them."""
     wordpiece, lengths, nothing = run.sources.wordpiece, run.lengths, np.zeros(0, np.uint16)
     empty = document_arrays(nothing, nothing, lengths.document, wordpiece)
-    size = run.config.evaluation.batch_size
-    size += -size % run.mesh.size
+    size = Evaluator(run, questions).batch_size
     for start in range(0, len(questions), size):
         asked = questions[start : start + size]
         rows = [closed_book_query(question.question, wordpiece, lengths) | empty for question in asked]

@@ -134,12 +134,12 @@ def _read(setting: Setting, depth: int, spans: int, params: Params, batch: Any, 
 
 def found_by_words(run: Run, questions: Sequence[Question], depth: int) -> Found:
     """The `depth` best passages of questions by BM25."""
-    return Found(*_words_of(run.sources.passages).scored([question.question for question in questions], depth))
+    return Found(*bm25_of(run.sources.passages).scored([question.question for question in questions], depth))
 
 
 @lru_cache(1)
-def _words_of(store: PassageStore) -> Bm25:
-    """The words of a corpus, which stay in memory: questions may come one by one."""
+def bm25_of(store: PassageStore) -> Bm25:
+    """BM25 over a corpus, whose words stay in memory: questions may come one by one, or one set after another."""
     return Bm25(searchable_texts(store))
 
 

@@ -26,8 +26,7 @@ from realm_jax.evaluation.measures import (
     trec_run,
     words_of,
 )
-from realm_jax.evaluation.predict import Evaluator
-from realm_jax.evaluation.retrieval import Bm25, searchable_texts
+from realm_jax.evaluation.predict import Evaluator, bm25_of
 from realm_jax.jobs.answering import (
     Trained,
     add_question_arguments,
@@ -132,7 +131,7 @@ def evaluate(trained: Trained, questions: Sequence[Question], bm25: bool = True)
     scored = [record for batch in records(trained, questions) for record in batch]
     found = describe(trained.run, trained.task, trained.step) | {"questions": len(scored)} | _measured(scored)
     if bm25 and trained.task != "closed_book":
-        evaluator, index = Evaluator(trained.run, questions), Bm25(searchable_texts(trained.run.sources.passages))
+        evaluator, index = Evaluator(trained.run, questions), bm25_of(trained.run.sources.passages)
         others = evaluator.recall_of(index.search([q.question for q in questions], evaluator.depth))
         found["bm25"] = {name: value for name, value in others.items() if name in found["measures"]}
     return found, scored
