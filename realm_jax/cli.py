@@ -38,7 +38,7 @@ JOBS: dict[str, tuple[str, str]] = {
         "make a small encyclopedia, train on it, watch retrieval being learned",
     ),
     "prepare": ("realm_jax.jobs.prepare", "turn your documents and questions into a folder to train from"),
-    "inspect": ("realm_jax.jobs.inspect", "look at prepared passages, their spans and the queries masked from them"),
+    "inspect": ("realm_jax.jobs.inspect", "look at prepared data, or at how a trained model predicts a text"),
     "train": ("realm_jax.jobs.train", "run the training recipe of a config file, or go on with it"),
     "tag": ("realm_jax.jobs.tag", "find the salient spans of prepared passages with a trained tagger"),
     "launch": ("realm_jax.jobs.launch", "start a run here, on TPU VMs or on GKE; see it, stop it, remove it"),

@@ -168,7 +168,6 @@ def test_the_command_shows_json_pages_and_alignments(trained_run, tmp_path, caps
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["who?"], "name a run with --workdir"),
         (["who?", "--workdir=x", "--bert=y"], "--bert: goes with a sentence that has a blank"),
         (["a [b]", "--workdir=x", "--answer=y"], "--answer: goes with a question"),
         (["a [b]", "--workdir=x", "--pieces=2"], "--pieces: goes with a blank that is to be filled"),
@@ -179,6 +178,20 @@ def test_the_command_shows_json_pages_and_alignments(trained_run, tmp_path, caps
 )
 def test_flags_that_would_do_nothing_are_refused(arguments, told, capsys):
     assert cli.main(["inspect", "text", *arguments]) == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["text", "who?"], "the following arguments are required: --workdir"),
+        (["text", "who?", "--workdir=x", "--rows=3"], "unrecognized arguments: --rows=3"),
+        (["data", "x", "--pieces=3"], "unrecognized arguments: --pieces=3"),
+    ],
+)
+def test_each_kind_has_flags_of_its_own(arguments, told, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["inspect", *arguments])
     assert told in capsys.readouterr().err
 
 

@@ -19,24 +19,25 @@ EXAMPLES = """examples:
   realm inspect text "Who built the bridge?" --workdir=runs/wiki --answer="John Smith"
   realm inspect text "$(cat article.txt)" --workdir=runs/wiki --alignment=article.jsonl
 """
+KINDS = {
+    "data": (inspect_data, "DIR", "a folder written by `realm prepare`, or its URL"),
+    "text": (inspect_text, "TEXT", "how a trained model predicts a sentence or a question"),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `realm inspect`."""
+    """The arguments of `realm inspect`: those of each kind are its own."""
     parser.epilog = EXAMPLES
-    parser.add_argument(
-        "what", choices=("data", "text"), help="a prepared folder, or how a trained model predicts a text"
-    )
-    parser.add_argument(
-        "subject", metavar="DIR|TEXT", help="folder written by `realm prepare`, or its URL; a sentence or a question"
-    )
-    parser.add_argument("--html", metavar="FILE", help="also write what is shown as a page")
-    inspect_data.add_arguments(parser.add_argument_group("data"))
-    inspect_text.add_arguments(parser.add_argument_group("text"))
+    kinds = parser.add_subparsers(dest="what", metavar="data|text", required=True)
+    for name, (job, subject, told) in KINDS.items():
+        kind = kinds.add_parser(name, help=told, description=f"See {told}.", allow_abbrev=parser.allow_abbrev)
+        kind.add_argument("subject", metavar=subject, help=told)
+        kind.add_argument("--html", metavar="FILE", help="also write what is shown as a page")
+        job.add_arguments(kind)
 
 
 def run(args: argparse.Namespace) -> None:
     """Look, and show."""
     if args.html:
         checked_output(Path(args.html), "--html")
-    (inspect_data if args.what == "data" else inspect_text).run(args)
+    KINDS[args.what][0].run(args)

@@ -28,8 +28,8 @@ from realm_jax.text.wordpiece import WordPiece
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "red")  # of kinds of spans, in their order
 
 
-def add_arguments(add: argparse._ActionsContainer) -> None:
-    """The arguments of `realm inspect data`, but those that it shares with `realm inspect text`."""
+def add_arguments(add: argparse.ArgumentParser) -> None:
+    """The arguments of `realm inspect data`, but those of both kinds."""
     add.add_argument(
         "--text", choices=("passages", "pretraining"), default="passages", help="which texts (default: passages)"
     )

@@ -48,9 +48,9 @@ HEADS = ("p(z|x)", "p(y|z,x)", "p(z|x,y)", "r(z)", "passage")
 SNIPPET = 160  # characters of a passage in a line
 
 
-def add_arguments(add: argparse._ActionsContainer) -> None:
-    """The arguments of `realm inspect text`, but those that it shares with `realm inspect data`."""
-    add_run_arguments(add, instead=add)
+def add_arguments(add: argparse.ArgumentParser) -> None:
+    """The arguments of `realm inspect text`, but those of both kinds."""
+    add_run_arguments(add)
     add.add_argument("--task", help="parameters at the end of this task (default: realm's for a sentence)")
     add.add_argument("--answer", metavar="TEXT", help="of a question: what is looked at (default: the likeliest)")
     add.add_argument("--pieces", type=positive, default=1, metavar="N", help="word pieces of a blank ___ (default: 1)")
@@ -64,8 +64,6 @@ def add_arguments(add: argparse._ActionsContainer) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Look at the text `args.subject`."""
-    if not args.workdir:
-        raise UserError("realm inspect text: name a run with --workdir")
     if args.alignment:
         checked_output(Path(args.alignment), "--alignment")
     text = None if args.alignment else parse(args.subject)
