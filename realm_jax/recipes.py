@@ -68,7 +68,7 @@ def ablations() -> ConfigDict:
 
     Searched with the query tower of the index, as the released code does: then an old index is old as a whole.
     """
-    harder = {"entities": 3200, "synonym_share": 0.6}
+    harder = {"entities": 3200, "synonym_share": 0.6, "plain_questions": True}
     base = quickstart()
     base.retrieval.query_params = "generation"
     base.refresh.every = 10

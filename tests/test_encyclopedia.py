@@ -3,7 +3,7 @@
 import json
 import re
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import chain
 
 import pytest
@@ -148,6 +148,15 @@ def test_more_than_half_of_the_questions_replace_a_name_word(encyclopedia, world
             left = set(question["entity"].split()) & set(words(question["question"]))
             assert len(left) == 2 - question["replaced_words"]
             assert spoken_pairs(world, question["question"]) == [tuple(question["entity"].split())]
+
+
+def test_plain_training_questions_teach_no_synonyms(encyclopedia):
+    plain = generate(**asdict(replace(encyclopedia.settings, plain_questions=True)))
+    for field in ("passages", "pretraining", "dev_questions"):
+        assert list(getattr(plain, field)) == list(getattr(encyclopedia, field))
+    for question, other in zip(plain.train_questions, encyclopedia.train_questions, strict=True):
+        assert question["entity"] in question["question"] and question["replaced_words"] == 0
+        assert {**other, "question": "", "replaced_words": 0} == {**question, "question": ""}
 
 
 def test_held_out_entities_are_asked_only_in_dev(encyclopedia, world, held_out_entities):

@@ -147,6 +147,7 @@ def test_training_gives_the_same_vocabulary_in_another_process() -> None:
         ("", "empty"),
         ("[PAD]\n[UNK]\n[CLS]\n[SEP]\nword\n", r"vocab\.txt: no \[MASK\]"),
         ("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nword\nother\nword\n", r"vocab\.txt, line 8: 'word' stands on line 6"),
+        ("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\n", r"vocab\.txt: special pieces alone; every word would be \[UNK\]"),
         (b"[PAD]\n[UNK]\nM\xfcnchen\n", r"vocab\.txt, line 3: not UTF-8"),
         ("[PAD]\n\n[UNK]\n", r"vocab\.txt, line 2: an empty word piece"),
         ("\n".join(map(str, range(65_536))), "65536 word pieces; at most 65535"),
@@ -159,6 +160,11 @@ def test_a_bad_vocabulary_is_named_with_its_line(tmp_path: Path, content: str | 
 
 def test_windows_line_ends_are_read(tmp_path: Path) -> None:
     wordpiece = WordPiece.from_vocab(write(tmp_path, "\r\n".join(SMALL) + "\r\n"))
+    assert wordpiece.fingerprint == WordPiece(SMALL).fingerprint
+
+
+def test_a_byte_order_mark_is_no_piece(tmp_path: Path) -> None:
+    wordpiece = WordPiece.from_vocab(write(tmp_path, "\ufeff" + "\n".join(SMALL)))
     assert wordpiece.fingerprint == WordPiece(SMALL).fingerprint
 
 

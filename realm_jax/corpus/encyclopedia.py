@@ -106,6 +106,9 @@ class EncyclopediaSettings:
     """Share of name words that have a synonym."""
     synonym_rate: float = 0.95
     """Chance that such a word is replaced outside the passages; 0.36 * 0.95 changes 57 % of the names."""
+    plain_questions: bool = False
+    """Whether training questions call everything as its article does: synonyms can then be learnt from the pre-training
+    text alone."""
     news_per_fact: float = 2.0
     """Mean number of pre-training sentences about each fact, each in another phrasing."""
     pronoun_rate: float = 0.25
@@ -294,6 +297,8 @@ class _World:
         entity = self.entity(which)
         choices = _shuffled(self._random(f"{split} phrasing", fact), PHRASINGS[RELATIONS[relation]].question)
         name, replaced = self._spoken_name(self._random(f"{split} question", index), entity)
+        if split == "train" and self.settings.plain_questions:
+            name, replaced = " ".join(entity.name), 0
         return {
             "question": choices[around].format(name=name),
             "answers": [entity.values[relation]],

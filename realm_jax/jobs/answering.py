@@ -28,6 +28,7 @@ from realm_jax.index.generations import (
     read_manifest,
     read_towers,
 )
+from realm_jax.jobs.flags import positive
 from realm_jax.jobs.opening import recorded_config, reopen_run, set_up_jax
 from realm_jax.models.realm import Params
 from realm_jax.run import Run
@@ -90,14 +91,6 @@ def add_question_arguments(parser: argparse.ArgumentParser) -> None:
         help="probability of an answer: summed over passages and occurrences, or that of the likeliest (default: the "
         "run's, marginal unless it says otherwise)",
     )
-
-
-def positive(text: str) -> int:
-    """A number of an argument, at least 1."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value
 
 
 def overrides_of(args: argparse.Namespace) -> dict[str, Any]:

@@ -27,9 +27,9 @@ from realm_jax.jobs.answering import (
     check_question,
     check_reads,
     open_run_to_ask,
-    positive,
     restore,
 )
+from realm_jax.jobs.flags import positive
 from realm_jax.jobs.predict import NBEST
 
 logger = logging.getLogger(__name__)

@@ -33,9 +33,9 @@ from realm_jax.jobs.answering import (
     check_question,
     newest,
     open_run_to_ask,
-    positive,
     restore,
 )
+from realm_jax.jobs.flags import positive
 from realm_jax.jobs.predict import checked_output
 from realm_jax.storage import write_atomic
 from realm_jax.text import sentences

@@ -34,10 +34,10 @@ from realm_jax.jobs.answering import (
     newest,
     open_run_to_ask,
     overrides_of,
-    positive,
     questions_of,
     restore,
 )
+from realm_jax.jobs.flags import positive
 from realm_jax.run import Run
 from realm_jax.storage import digest, flush_to_disk, make_folder, only_one, read_json, write_json_atomic
 from realm_jax.training.checkpoints import Saved

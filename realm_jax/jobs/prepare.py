@@ -30,6 +30,7 @@ from realm_jax.corpus.store import first_version
 from realm_jax.corpus.texts import Input, identity, open_texts
 from realm_jax.data.sources import FORMAT_VERSION
 from realm_jax.errors import UserError
+from realm_jax.jobs.flags import positive
 from realm_jax.jobs.questions import Chosen, QuestionFile, published_identity, question_file, read_all
 from realm_jax.jobs.unfinished import ARTICLES, MANIFEST, TOKENIZER, check_claim, is_prepared, unfinished
 from realm_jax.storage import open_folder
@@ -73,10 +74,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--pretraining", metavar="FILE", help="file of the texts to pre-train on (default: the passages)")
     _add_question_arguments(add)
     _add_text_arguments(parser)
-    add("--workers", type=_positive, metavar="N", help="processes to use (default: one a core)")
+    add("--workers", type=positive, metavar="N", help="processes to use (default: one a core)")
     add(
         "--shards",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="parts of a corpus that are packed one by one, by hash of the id (default: one for each 8 MiB of input)",
     )
@@ -106,7 +107,7 @@ def _add_question_arguments(add: Callable[..., Any]) -> None:
     add("--question-sources", metavar="NAME,NAME", help='keep only questions whose field "source" is one of these')
     add(
         "--max-answer-words",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="keep only answers of at most N words, and questions that have one; NQ-open has 5; regular expressions "
         "stay (default: keep all)",
@@ -123,7 +124,7 @@ def _add_text_arguments(parser: argparse.ArgumentParser) -> None:
     vocabulary.add_argument("--vocab", metavar="FILE", help="vocab.txt of a BERT to use")
     vocabulary.add_argument(
         "--vocabulary-size",
-        type=_positive,
+        type=positive,
         default=DEFAULT_VOCABULARY_SIZE,
         metavar="N",
         help="most word pieces of a vocabulary learned from the texts, or from every n-th article of large ones "
@@ -131,7 +132,7 @@ def _add_text_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--limit",
-        type=_positive,
+        type=positive,
         default=DEFAULT_LIMIT,
         metavar="N",
         help="most word pieces of a passage, its title and three special ones included (default: %(default)s)",
@@ -222,12 +223,6 @@ def prepare(
     with unfinished(os.fspath(output), inputs, beam is not None, claim) as root:
         made = Work(worker, root, claim, sources, inputs, skip_damage).make(given, chosen)
     _print_summary(output, made, chosen.dropped, time.monotonic() - started)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return int(text)
 
 
 def _inputs(sources: dict[str, Input], vocab: Path_ | None, questions: list[QuestionFile]) -> dict[str, Any]:

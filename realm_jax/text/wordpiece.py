@@ -178,12 +178,14 @@ def _check(vocabulary: Sequence[str], source: str) -> None:
     missing = [piece for piece in SPECIAL_PIECES if piece not in line_of]
     if missing:
         raise UserError(f"{source}: no {' '.join(missing)}; a BERT vocabulary holds {' '.join(SPECIAL_PIECES)}")
+    if len(vocabulary) == len(SPECIAL_PIECES):
+        raise UserError(f"{source}: special pieces alone; every word would be {UNK}")
 
 
 def _read_vocabulary(path: Path) -> list[str]:
     raw = _read(path)
     try:
-        text = raw.decode("utf-8")
+        text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         raise UserError(f"{path}, line {line}: not UTF-8; save the vocabulary as UTF-8 text") from None
