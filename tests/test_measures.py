@@ -7,7 +7,15 @@ import pytest
 from tiny_run import write_lines
 
 from realm_jax.errors import UserError
-from realm_jax.evaluation.measures import measure, read_predictions, summarise, trec_qrels, trec_run, words_of
+from realm_jax.evaluation.measures import (
+    measure,
+    read_predictions,
+    settings_file,
+    summarise,
+    trec_qrels,
+    trec_run,
+    words_of,
+)
 
 
 def passages(*hits: bool, gold: int | None = None) -> list[dict]:
@@ -131,3 +139,21 @@ def test_no_answers_at_all_and_no_predictions_at_all(tmp_path):
     (tmp_path / "p.jsonl").write_text(json.dumps(OPEN) + "\n" + json.dumps(OPEN)[:20])
     with pytest.raises(UserError, match="p.jsonl:2"):
         read_predictions(tmp_path / "p.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("cut", "told"),
+    [
+        (lambda text: text[: text.index("\n") + 1], "1 of 2 questions are answered; repeat the `realm predict` command"),
+        (lambda text: text[:-9], "1 of 2 questions are answered; repeat the `realm predict` command"),
+        (lambda text: "", "0 of 2 questions are answered; repeat the `realm predict` command"),
+        (lambda text: text * 2, "holds 4 lines for 2 questions; remove the file"),
+    ],
+)
+def test_a_file_that_is_not_all_that_was_asked_is_refused(tmp_path, cut, told):
+    file = write_lines(tmp_path / "p.jsonl", [RIGHT, WRONG])
+    settings_file(file).write_text('{"lines": 2}')
+    assert len(read_predictions(file)) == 2
+    file.write_text(cut(file.read_text()))
+    with pytest.raises(UserError, match=told):
+        read_predictions(file)

@@ -120,7 +120,11 @@ def _at_depths(name: str, records: Sequence[Record], hits_of: Callable[[Record],
 
 
 def read_predictions(path: str | os.PathLike[str]) -> list[Record]:
-    """The records of a predictions file. Raises UserError, with file and line, for one that cannot be scored."""
+    """The records of a predictions file. Raises UserError, with file and line, for one that cannot be scored.
+
+    Also raised where `realm predict` has not written all of it, or something was added to what it wrote.
+    """
+    _check_whole(Path(path))
     records: list[Record] = []
     for line, record in json_records(path):
         if (fault := _fault(record)) is not None:
@@ -143,6 +147,31 @@ def read_settings(predictions: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise UserError(f"{file} holds no JSON object; remove it")
     return found
+
+
+def whole_lines(predictions: Path) -> int:
+    """How many lines of a predictions file were written to their ends."""
+    with open(predictions, "rb") as stream:
+        return sum(line.endswith(b"\n") for line in stream)
+
+
+def _check_whole(path: Path) -> None:
+    """Raise UserError unless a file has as many lines as its settings promise; a file without them is as it is."""
+    asked = read_settings(path).get("lines")
+    if not isinstance(asked, int) or not path.is_file():
+        return
+    found = whole_lines(path)
+    if found < asked:
+        raise UserError(
+            f"{path}: {found:,} of {asked:,} questions are answered; repeat the `realm predict` command that wrote it"
+        )
+    if found > asked:
+        raise UserError(surplus(path, found, asked))
+
+
+def surplus(name: str | os.PathLike[str], found: int, asked: int) -> str:
+    """What is said of a file with more lines than questions."""
+    return f"{name}: holds {found:,} lines for {asked:,} questions; remove the file and predict again"
 
 
 def _fault(record: Record) -> str | None:
