@@ -157,3 +157,16 @@ def test_a_file_that_is_not_all_that_was_asked_is_refused(tmp_path, cut, told):
     file.write_text(cut(file.read_text()))
     with pytest.raises(UserError, match=told):
         read_predictions(file)
+
+
+def test_a_question_for_which_nothing_was_retrieved_is_a_miss(tmp_path):
+    first = RIGHT | {"retrieved": passages(True, gold=0)}
+    found = measure([first, RIGHT | {"retrieved": []}])
+    assert found["recall@1"].tolist() == found["answer_recall@1"].tolist() == [1, 0]
+    assert means(RIGHT | {"retrieved": []})["recall@1"] == 0
+    unlooked = [RIGHT | {"retrieved": [{"id": "gold", "score": 1}]}, RIGHT | {"retrieved": []}]
+    found = measure(unlooked)
+    assert found["recall@1"].tolist() == [1, 0] and "answer_recall@1" not in found
+    unknown = {key: value for key, value in RIGHT.items() if key != "retrieved"}
+    with pytest.raises(UserError, match='p.jsonl:2: some lines have "retrieved" and some not'):
+        read_predictions(write_lines(tmp_path / "p.jsonl", [RIGHT, unknown]))

@@ -52,7 +52,7 @@ def measure(records: Sequence[Record]) -> Measures:
     if not any(record.get("answers") for record in records):
         raise UserError("no question has answers to compare with; predict questions that have them")
     found: Measures = {name: _each(records, of) for name, of in _ANSWERS.items()}
-    found |= _at_depths("answer_recall", records, _has_answer)
+    found |= _at_depths("answer_recall", records, _has_answer) if _was_looked(records) else {}
     found |= _at_depths("recall", records, _is_gold)
     found["reader_oracle"] = np.array([float(record.get("reader_oracle", np.nan)) for record in records])
     return {name: values for name, values in found.items() if not np.isnan(values).all()}
@@ -93,22 +93,33 @@ def _each(records: Sequence[Record], of: Callable[[Record], float]) -> NDArray[n
 
 def _has_answer(record: Record) -> list[bool] | None:
     """Which of the retrieved passages have an answer; None where nobody looked."""
-    found = [passage.get("has_answer") for passage in record.get("retrieved", ())]
-    return None if not found or None in found else found
+    if not record.get("answers") or "retrieved" not in record:
+        return None
+    found = [passage.get("has_answer") for passage in record["retrieved"]]
+    return None if None in found else found
 
 
 def _is_gold(record: Record) -> list[bool] | None:
     """Which of the retrieved passages are the one that the question was asked about; None where there is none."""
     gold, retrieved = record.get("gold_passage_id"), record.get("retrieved")
-    return [passage["id"] == gold for passage in retrieved] if gold is not None and retrieved else None
+    return None if gold is None or retrieved is None else [str(passage["id"]) == str(gold) for passage in retrieved]
+
+
+def _was_looked(records: Sequence[Record]) -> bool:
+    """Whether anybody looked for answers in what was retrieved; where nothing was, there is nothing to look at."""
+    retrieved = [passage for record in records for passage in record.get("retrieved", ())]
+    return not retrieved or any("has_answer" in passage for passage in retrieved)
 
 
 def _at_depths(name: str, records: Sequence[Record], hits_of: Callable[[Record], list[bool] | None]) -> Measures:
-    """Whether the first k passages have a hit, for k of DEPTHS as far as all questions have passages."""
+    """Whether the first k passages have a hit, for k of DEPTHS as far as all questions have passages.
+
+    A question for which nothing was retrieved is a miss at every depth.
+    """
     hits = [hits_of(record) for record in records]
     counted = [number for number, one in enumerate(hits) if one is not None]
-    room = min((len(one) for one in hits if one is not None), default=0)
-    matrix = np.array([one[:room] for one in hits if one is not None], bool)
+    room = min((len(one) for one in hits if one), default=min(1, len(counted)))
+    matrix = np.array([one[:room] or [False] * room for one in hits if one is not None], bool)
     found: Measures = {}
     for k in (k for k in DEPTHS if k <= room):
         found[f"{name}@{k}"] = np.full(len(records), np.nan)
@@ -129,6 +140,10 @@ def read_predictions(path: str | os.PathLike[str]) -> list[Record]:
     for line, record in json_records(path):
         if (fault := _fault(record)) is not None:
             raise UserError(f"{path}:{line}: {fault}; is this a file of `realm predict`?")
+        if records and ("retrieved" in record) != ("retrieved" in records[0]):
+            raise UserError(
+                f'{path}:{line}: some lines have "retrieved" and some not; write an empty list where nothing was found'
+            )
         records.append({"id": str(len(records) + 1)} | record)
     if not records:
         raise UserError(f"{path} holds no predictions; make them with `realm predict`")
