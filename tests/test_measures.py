@@ -123,6 +123,17 @@ def test_judgements_for_trec_are_the_gold_passages():
         ({"question": "Who?"}, '"question" and "prediction" must be texts'),
         (RIGHT | {"answers": "Rome"}, '"answers" must be a list of texts'),
         (RIGHT | {"retrieved": [{"id": "d1"}]}, '"retrieved" must be a list of passages'),
+        (RIGHT | {"retrieved": ["d1"]}, '"retrieved" must be a list of passages'),
+        (RIGHT | {"retrieved": [{"id": ["d1"], "score": 1}]}, 'every "id" of "retrieved" must be a text'),
+        (RIGHT | {"retrieved": [{"id": "d1", "score": math.nan}]}, 'every "score" of "retrieved" must be a finite'),
+        (RIGHT | {"retrieved": [{"id": "d1", "score": 10**400}]}, 'every "score" of "retrieved" must be a finite'),
+        (RIGHT | {"retrieved": [{"id": "d1", "score": True}]}, 'every "score" of "retrieved" must be a finite'),
+        (RIGHT | {"retrieved": passages(True) + [{"id": "d", "score": 0, "has_answer": "false"}]}, 'every "has_answer"'),
+        (RIGHT | {"gold_passage_id": 1.5}, '"gold_passage_id" must be a text or a whole number'),
+        (RIGHT | {"reader_oracle": 7}, '"reader_oracle" must be true or false'),
+        (RIGHT | {"reader_oracle": math.inf}, '"reader_oracle" must be true or false'),
+        (RIGHT | {"match": "regexp"}, '"match" must be "regex"'),
+        (RIGHT | {"match": ["regex"]}, '"match" must be "regex"'),
     ],
 )
 def test_what_cannot_be_scored_is_named(tmp_path, record, message):
@@ -170,3 +181,9 @@ def test_a_question_for_which_nothing_was_retrieved_is_a_miss(tmp_path):
     unknown = {key: value for key, value in RIGHT.items() if key != "retrieved"}
     with pytest.raises(UserError, match='p.jsonl:2: some lines have "retrieved" and some not'):
         read_predictions(write_lines(tmp_path / "p.jsonl", [RIGHT, unknown]))
+
+
+@pytest.mark.parametrize(("gold", "found"), [("12", 12), (12, "12"), (12, 12)])
+def test_ids_that_are_numbers_are_compared_as_text(tmp_path, gold, found):
+    record = RIGHT | {"gold_passage_id": gold, "retrieved": [{"id": found, "score": 1}]}
+    assert means(*read_predictions(write_lines(tmp_path / "p.jsonl", [record])))["recall@1"] == 1

@@ -17,6 +17,7 @@ from urllib.parse import quote
 import numpy as np
 from numpy.typing import NDArray
 
+from realm_jax.corpus.jsonl import MATCHES
 from realm_jax.corpus.lines import json_records
 from realm_jax.errors import UserError
 from realm_jax.evaluation.answers import exact_match, full_match, squad_match, token_f1
@@ -26,6 +27,7 @@ from realm_jax.storage import read_json
 
 Record = dict[str, Any]
 Measures = dict[str, NDArray[np.float64]]
+_LARGEST = float(np.finfo(np.float32).max)
 
 WORDS = {
     "exact_match": "ORQA's and NQ-open's; patterns match from the start",
@@ -196,20 +198,38 @@ def _fault(record: Record) -> str | None:
         return '"question" and "prediction" must be texts'
     if not isinstance(answers, list) or not all(isinstance(answer, str) for answer in answers):
         return '"answers" must be a list of texts'
-    if not isinstance(retrieved, list) or not all(
-        isinstance(one, dict) and {"id", "score"} <= {*one} for one in retrieved
-    ):
-        return '"retrieved" must be a list of passages with "id" and "score"'
-    if not all(isinstance(one["score"], int | float) for one in retrieved):
-        return 'every "score" of "retrieved" must be a number'
-    if not isinstance(record.get("reader_oracle", False), bool | int | float):
+    if not isinstance(kind := record.get("match"), str | None) or kind not in MATCHES:
+        return '"match" must be "regex" for answers that are patterns, or "string"'
+    if not _is_id(record.get("gold_passage_id", "")) and record["gold_passage_id"] is not None:
+        return '"gold_passage_id" must be a text or a whole number'
+    if not isinstance(record.get("reader_oracle", False), bool):
         return '"reader_oracle" must be true or false'
+    if not isinstance(retrieved, list):
+        return '"retrieved" must be a list of passages with "id" and "score"'
+    return next((fault for passage in retrieved if (fault := _passage_fault(passage)) is not None), None)
+
+
+def _passage_fault(passage: Any) -> str | None:
+    """What is wrong with a retrieved passage, if anything. A score has to fit a float32, as a TREC run has it."""
+    if not isinstance(passage, dict) or not {"id", "score"} <= passage.keys():
+        return '"retrieved" must be a list of passages with "id" and "score"'
+    if not _is_id(passage["id"]):
+        return 'every "id" of "retrieved" must be a text or a whole number'
+    score = passage["score"]
+    if isinstance(score, bool) or not isinstance(score, int | float) or not abs(score) <= _LARGEST:
+        return 'every "score" of "retrieved" must be a finite number'
+    if not isinstance(passage.get("has_answer", False), bool):
+        return 'every "has_answer" of "retrieved" must be true or false'
     return None
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, str | int) and not isinstance(value, bool)
 
 
 def write_record(record: Record) -> str:
     """A record as a line of a predictions file."""
-    return json.dumps(record, ensure_ascii=False) + "\n"
+    return json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def trec_run(records: Sequence[Record], tag: str) -> str:

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> None:
     found = {name: _facts(path) for name, path in files.items()}
     found |= compare(read_predictions(args.a), read_predictions(args.b), args.b)
     if args.json:
-        print(json.dumps(found, ensure_ascii=False))
+        print(json.dumps(found, ensure_ascii=False, allow_nan=False))
     else:
         show(found, Console(highlight=False))
 
