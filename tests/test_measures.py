@@ -16,6 +16,7 @@ from realm_jax.evaluation.measures import (
     trec_run,
     words_of,
 )
+from realm_jax.jobs.compare import compare
 
 
 def passages(*hits: bool, gold: int | None = None) -> list[dict]:
@@ -128,7 +129,10 @@ def test_judgements_for_trec_are_the_gold_passages():
         (RIGHT | {"retrieved": [{"id": "d1", "score": math.nan}]}, 'every "score" of "retrieved" must be a finite'),
         (RIGHT | {"retrieved": [{"id": "d1", "score": 10**400}]}, 'every "score" of "retrieved" must be a finite'),
         (RIGHT | {"retrieved": [{"id": "d1", "score": True}]}, 'every "score" of "retrieved" must be a finite'),
-        (RIGHT | {"retrieved": passages(True) + [{"id": "d", "score": 0, "has_answer": "false"}]}, 'every "has_answer"'),
+        (
+            RIGHT | {"retrieved": passages(True) + [{"id": "d", "score": 0, "has_answer": "false"}]},
+            'every "has_answer"',
+        ),
         (RIGHT | {"gold_passage_id": 1.5}, '"gold_passage_id" must be a text or a whole number'),
         (RIGHT | {"reader_oracle": 7}, '"reader_oracle" must be true or false'),
         (RIGHT | {"reader_oracle": math.inf}, '"reader_oracle" must be true or false'),
@@ -155,7 +159,10 @@ def test_no_answers_at_all_and_no_predictions_at_all(tmp_path):
 @pytest.mark.parametrize(
     ("cut", "told"),
     [
-        (lambda text: text[: text.index("\n") + 1], "1 of 2 questions are answered; repeat the `realm predict` command"),
+        (
+            lambda text: text[: text.index("\n") + 1],
+            "1 of 2 questions are answered; repeat the `realm predict` command",
+        ),
         (lambda text: text[:-9], "1 of 2 questions are answered; repeat the `realm predict` command"),
         (lambda text: "", "0 of 2 questions are answered; repeat the `realm predict` command"),
         (lambda text: text * 2, "holds 4 lines for 2 questions; remove the file"),
@@ -187,3 +194,9 @@ def test_a_question_for_which_nothing_was_retrieved_is_a_miss(tmp_path):
 def test_ids_that_are_numbers_are_compared_as_text(tmp_path, gold, found):
     record = RIGHT | {"gold_passage_id": gold, "retrieved": [{"id": found, "score": 1}]}
     assert means(*read_predictions(write_lines(tmp_path / "p.jsonl", [record])))["recall@1"] == 1
+
+
+def test_questions_with_other_gold_passages_are_not_compared():
+    assert compare([RIGHT], [RIGHT | {"gold_passage_id": None}], "b.jsonl")["questions"] == 1
+    with pytest.raises(UserError, match="b.jsonl: the gold passage of question 2 is 'other', in the other file 'gold'"):
+        compare([RIGHT, WRONG], [RIGHT, WRONG | {"gold_passage_id": "other"}], "b.jsonl")
