@@ -164,7 +164,7 @@ def test_no_answers_at_all_and_no_predictions_at_all(tmp_path):
             "1 of 2 questions are answered; repeat the `realm predict` command",
         ),
         (lambda text: text[:-9], "1 of 2 questions are answered; repeat the `realm predict` command"),
-        (lambda text: "", "0 of 2 questions are answered; repeat the `realm predict` command"),
+        (lambda _: "", "0 of 2 questions are answered; repeat the `realm predict` command"),
         (lambda text: text * 2, "holds 4 lines for 2 questions; remove the file"),
     ],
 )

@@ -240,7 +240,7 @@ def trec_run(records: Sequence[Record], tag: str) -> str:
     written as in URLs. Raises UserError where two questions have one id.
     """
     lines = []
-    for number, record in zip(_trec_ids(records), records, strict=True):
+    for number, record in zip(trec_ids(records), records, strict=True):
         documents: dict[str, float] = {}
         for passage in record.get("retrieved", ()):
             documents.setdefault(_trec(passage["id"]), passage["score"])
@@ -253,14 +253,12 @@ def trec_run(records: Sequence[Record], tag: str) -> str:
 
 def trec_qrels(records: Sequence[Record]) -> str:
     """The gold passages as TREC's judgements, `qid 0 docid 1` a line. Raises as `trec_run` does."""
-    golds = [
-        (number, record.get("gold_passage_id")) for number, record in zip(_trec_ids(records), records, strict=True)
-    ]
+    golds = [(number, record.get("gold_passage_id")) for number, record in zip(trec_ids(records), records, strict=True)]
     return "".join(f"{number} 0 {_trec(gold)} 1\n" for number, gold in golds if gold is not None)
 
 
-def _trec_ids(records: Sequence[Record]) -> list[str]:
-    """One word for each question."""
+def trec_ids(records: Sequence[Record]) -> list[str]:
+    """One word for each question. Raises UserError where two would have the same."""
     ids = [_trec(record["id"]) for record in records]
     twice = next((one for one, count in Counter(ids).items() if count > 1), None)
     if twice is not None:

@@ -31,6 +31,7 @@ from realm_jax.jobs.answering import (
     Trained,
     add_question_arguments,
     add_run_arguments,
+    check_passages,
     newest,
     open_run_to_ask,
     overrides_of,
@@ -76,9 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nbest",
         type=positive,
-        default=NBEST,
         metavar="N",
-        help="answers to write of a question (default: %(default)s)",
+        help=f"answers to write of a question (default: {NBEST})",
     )
 
 
@@ -86,10 +86,11 @@ def run(args: argparse.Namespace) -> int:
     """Predict; exit code 75 after SIGTERM."""
     output = checked_output(Path(args.output), "--output")
     opened = open_run_to_ask(Path(args.workdir), args.data, overrides_of(args))
+    check_passages(opened, args)
     questions = questions_of(opened, args, need_answers=False)
     try:
         with Stop() as stop:
-            predict(opened, args.task, questions, output, args.nbest, stop)
+            predict(opened, args.task, questions, output, args.nbest or NBEST, stop)
     except Preempted as reason:
         logger.warning("%s", reason)
         return PREEMPTED
@@ -293,6 +294,8 @@ def checked_output(path: Path, flag: str) -> Path:
     if file.is_dir() or not file.parent.is_dir():
         raise UserError(f"{flag}={path}: name a file in a folder that exists")
     make_folder(file.parent, flag)
+    if file.exists() and not os.access(file, os.W_OK):
+        raise UserError(f"{flag}={path}: may not be written to; name another")
     return file
 
 
