@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> None:
     found, scored = _evaluate_file(args) if args.predictions else _evaluate_run(args)
     texts = {"trec": lambda: trec_run(scored, f"realm-{found.get('task', 'run')}"), "qrels": lambda: trec_qrels(scored)}
     if args.json:
-        print(json.dumps(found, ensure_ascii=False))
+        print(json.dumps(found, ensure_ascii=False, allow_nan=False))
     else:
         show(found, Console(highlight=False))
     for flag, path in checked.items():

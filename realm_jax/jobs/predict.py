@@ -24,7 +24,7 @@ from realm_jax.console import StageProgress
 from realm_jax.corpus.jsonl import Question
 from realm_jax.errors import UserError
 from realm_jax.evaluation.closed_book import recall_answers
-from realm_jax.evaluation.measures import Record, settings_file, write_record
+from realm_jax.evaluation.measures import Record, settings_file, surplus, write_record
 from realm_jax.evaluation.predict import Answer, Evaluator, Prediction
 from realm_jax.evaluation.retrieval import answer_hits
 from realm_jax.jobs.answering import (
@@ -128,6 +128,7 @@ def settings_of(run: Run, task: str, saved: Saved, questions: Sequence[Question]
         "checkpoint": saved.record["digest"],
         "corpus": run.sources.passages.fingerprint,
         "questions": digest(json.dumps(asked).encode()),
+        "lines": len(questions),
         "retrieved": evaluation.passages,
         "spans": evaluation.spans,
         "aggregate": evaluation.aggregate,
@@ -174,13 +175,18 @@ def _begin(output: Path, settings: dict[str, Any], questions: int) -> int:
 
 
 def _cut(output: Path, questions: int, batch_size: int) -> int:
-    """Cut a file off after its last whole batch; returns the number of lines that are left."""
+    """Cut a file off after its last whole batch; returns the number of lines that are left.
+
+    Raises UserError where there are more lines than questions: which of them are right is not known.
+    """
     ends = [0]
     with open(output, "r+b") as stream:
         for line in stream:
             if line.endswith(b"\n"):
                 ends.append(ends[-1] + len(line))
         lines = len(ends) - 1
+        if lines > questions:
+            raise UserError(surplus(f"--output={output}", lines, questions))
         kept = lines if lines == questions else lines - lines % batch_size
         stream.truncate(ends[kept])
     return kept
