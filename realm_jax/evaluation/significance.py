@@ -25,8 +25,9 @@ METHODS = (
 class Difference(NamedTuple):
     """b − a, means over the same questions. p: of a paired permutation test.
 
-    low, high: ends of the interval, None for fewer than two questions or where all differ alike. mcnemar: p of McNemar's exact test, None where
-    values are others than 0 and 1. only_a, only_b: questions on which a, or b, is better.
+    low, high: ends of the interval, None for fewer than two questions or where all differ alike. mcnemar: p of
+    McNemar's exact test, None where values are others than 0 and 1. only_a, only_b: questions on which a, or b, is
+    better.
     """
 
     value: float

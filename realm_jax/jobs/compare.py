@@ -82,8 +82,8 @@ def _check_same(first: Sequence[Record], second: Sequence[Record], path: str) ->
         golds = [str(one["gold_passage_id"]) for one in pair if one.get("gold_passage_id") is not None]
         if len(set(golds)) > 1:
             raise UserError(
-                f"{path}: the gold passage of question {number} is {golds[1]!r}, in the other file {golds[0]!r}; predict "
-                "the same questions over the same corpus"
+                f"{path}: the gold passage of question {number} is {golds[1]!r}, in the other file {golds[0]!r}; "
+                "predict the same questions over the same corpus"
             )
 
 
