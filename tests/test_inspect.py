@@ -86,12 +86,11 @@ def test_a_pipe_is_written_to_and_a_link_followed(data, tmp_path, capsys):
 def test_texts_cannot_steer_the_terminal_or_use_its_markup(tmp_path, capsys):
     text = "The [b]bridge[/b] was \x1b[31mbuilt in 1850\x9b by Ada."
     file = write_lines(tmp_path / "p.jsonl", [{"id": "a[/b]\x1b", "title": "[x]\x1b]0;t\x07", "text": text}])
-    asked = write_lines(tmp_path / "q.jsonl", [{"question": "who?", "answers": ["Ada"], "split": "[dim]x"}])
-    prepare(file, tmp_path / "data", questions=[asked], vocabulary_size=300)
+    prepare(file, tmp_path / "data", vocabulary_size=300)
     assert cli.main(["inspect", "data", f"{tmp_path}/data"]) == 0
     out = capsys.readouterr().out
     assert "[x]" in out and "The [b]bridge[/b] was  [31mbuilt in 1850  by Ada." in " ".join(out.split("\n"))
-    assert "document a[/b]" in out and "[dim]x 1" in out
+    assert "document a[/b]" in out
     assert not any(ord(character) < 32 or 127 <= ord(character) < 160 for character in out.replace("\n", ""))
 
 

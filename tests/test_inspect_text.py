@@ -254,7 +254,8 @@ def test_the_run_beside_is_checked_before_anything_is_restored(trained_run, unre
 
 
 def test_the_run_beside_has_the_same_vocabulary(trained_run, unrestored, monkeypatch, capsys):
-    cased = WordPiece(trained_run.sources.wordpiece.pieces(range(300)), lower_case=False)
+    own = trained_run.sources.wordpiece
+    cased = WordPiece(own.pieces(range(own.size)), lower_case=False)
     other = dataclasses.replace(trained_run, sources=dataclasses.replace(trained_run.sources, wordpiece=cased))
     runs = [trained_run, other]
     monkeypatch.setattr(job, "open_run_to_ask", lambda *_: runs.pop(0))
