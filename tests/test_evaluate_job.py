@@ -176,7 +176,9 @@ def test_what_would_be_written_over_or_be_empty_is_refused(tmp_path, capsys):
     assert file.read_bytes() == before and not (tmp_path / "one").exists()
 
 
-@pytest.mark.parametrize("flag", ["workdir", "data", "split", "questions", "predictions", "unseen", "trec", "qrels"])
+@pytest.mark.parametrize(
+    "flag", ["workdir", "data", "split", "questions", "task", "predictions", "unseen", "trec", "qrels"]
+)
 def test_an_empty_flag_is_not_taken_for_an_absent_one(flag, capsys):
     with pytest.raises(SystemExit, match="2"):
         cli.main(["evaluate", f"--{flag}="])
@@ -195,6 +197,20 @@ def test_a_file_that_may_not_be_written_to_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: False)  # the administrator may write to all files
     with pytest.raises(UserError, match="--output=.*there: may not be written to"):
         checked_output(tmp_path / "there", "--output")
+
+
+def test_as_many_passages_are_retrieved_as_are_read():
+    args = Namespace(passages=None, read=30, aggregate=None)
+    assert answering.overrides_of(args) == {"evaluation.passages": 30, "evaluation.qa_passages": 30}
+    assert answering.overrides_of(Namespace(passages=None, read=3, aggregate=None))["evaluation.passages"] == 20
+
+
+def test_a_corpus_has_no_more_passages_to_read_than_it_has(monkeypatch):
+    monkeypatch.setattr(answering, "newest", lambda *_: ("qa", None))
+    small = SimpleNamespace(answering=SimpleNamespace(qa_passages=5), setting=SimpleNamespace(rows=3))
+    answering.check_passages(small, Namespace(task=None, passages=3))
+    with pytest.raises(UserError, match="--passages=2: fewer than the 3 that are read"):
+        answering.check_passages(small, Namespace(task=None, passages=2))
 
 
 @pytest.mark.parametrize("flags", [{"passages": 5}, {"read": 5}, {"aggregate": "max"}, {"nbest": 5}, {}])

@@ -133,6 +133,11 @@ def test_judgements_for_trec_are_the_gold_passages():
             RIGHT | {"retrieved": passages(True) + [{"id": "d", "score": 0, "has_answer": "false"}]},
             'every "has_answer"',
         ),
+        (
+            RIGHT | {"retrieved": passages(True) + [{"id": "d", "score": 0}]},
+            'either every passage of "retrieved" or none has "has_answer"',
+        ),
+        (RIGHT | {"id": {"a": 1}}, '"id" must be a text or a whole number'),
         (RIGHT | {"gold_passage_id": 1.5}, '"gold_passage_id" must be a text or a whole number'),
         (RIGHT | {"reader_oracle": 7}, '"reader_oracle" must be true or false'),
         (RIGHT | {"reader_oracle": math.inf}, '"reader_oracle" must be true or false'),
@@ -174,6 +179,19 @@ def test_a_file_that_is_not_all_that_was_asked_is_refused(tmp_path, cut, told):
     assert len(read_predictions(file)) == 2
     file.write_text(cut(file.read_text()))
     with pytest.raises(UserError, match=told):
+        read_predictions(file)
+
+
+def test_an_id_that_is_null_is_none(tmp_path):
+    file = write_lines(tmp_path / "p.jsonl", [RIGHT, RIGHT | {"id": None}])
+    assert [record["id"] for record in read_predictions(file)][1] == "2"
+
+
+@pytest.mark.parametrize("step", ["NaN", '"one"', "1.5"])
+def test_settings_that_are_no_numbers_are_refused(tmp_path, step):
+    file = write_lines(tmp_path / "p.jsonl", [RIGHT])
+    settings_file(file).write_text(f'{{"lines": 1, "step": {step}}}')
+    with pytest.raises(UserError, match='p.jsonl.settings.json: "step" must be a whole number'):
         read_predictions(file)
 
 

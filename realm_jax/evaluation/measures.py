@@ -28,6 +28,7 @@ from realm_jax.storage import read_json
 Record = dict[str, Any]
 Measures = dict[str, NDArray[np.float64]]
 _LARGEST = float(np.finfo(np.float32).max)
+_COUNTS = ("step", "parameters", "passages", "passages_read", "lines")  # numbers of a settings file that are shown
 
 WORDS = {
     "exact_match": "ORQA's and NQ-open's; patterns match from the start",
@@ -97,8 +98,10 @@ def _has_answer(record: Record) -> list[bool] | None:
     """Which of the retrieved passages have an answer; None where nobody looked."""
     if not record.get("answers") or "retrieved" not in record:
         return None
-    found = [passage.get("has_answer") for passage in record["retrieved"]]
-    return None if None in found else found
+    retrieved = record["retrieved"]
+    if any("has_answer" not in passage for passage in retrieved):
+        return None
+    return [passage["has_answer"] for passage in retrieved]
 
 
 def _is_gold(record: Record) -> list[bool] | None:
@@ -146,7 +149,8 @@ def read_predictions(path: str | os.PathLike[str]) -> list[Record]:
             raise UserError(
                 f'{path}:{line}: some lines have "retrieved" and some not; write an empty list where nothing was found'
             )
-        records.append({"id": str(len(records) + 1)} | record)
+        number = str(len(records) + 1)
+        records.append(record | {"id": number if record.get("id") is None else record["id"]})
     if not records:
         raise UserError(f"{path} holds no predictions; make them with `realm predict`")
     return records
@@ -163,6 +167,9 @@ def read_settings(predictions: str | os.PathLike[str]) -> dict[str, Any]:
     found = read_json(file) if file.is_file() else {}
     if not isinstance(found, dict):
         raise UserError(f"{file} holds no JSON object; remove it")
+    wrong = [key for key in _COUNTS if not isinstance(found.get(key, 0), int)]
+    if wrong:
+        raise UserError(f'{file}: "{wrong[0]}" must be a whole number; remove the file, or predict again')
     return found
 
 
@@ -200,13 +207,18 @@ def _fault(record: Record) -> str | None:
         return '"answers" must be a list of texts'
     if not isinstance(kind := record.get("match"), str | None) or kind not in MATCHES:
         return '"match" must be "regex" for answers that are patterns, or "string"'
-    if not _is_id(record.get("gold_passage_id", "")) and record["gold_passage_id"] is not None:
-        return '"gold_passage_id" must be a text or a whole number'
+    for name in ("id", "gold_passage_id"):
+        if record.get(name) is not None and not _is_id(record[name]):
+            return f'"{name}" must be a text or a whole number'
     if not isinstance(record.get("reader_oracle", False), bool):
         return '"reader_oracle" must be true or false'
     if not isinstance(retrieved, list):
         return '"retrieved" must be a list of passages with "id" and "score"'
-    return next((fault for passage in retrieved if (fault := _passage_fault(passage)) is not None), None)
+    if (fault := next(filter(None, map(_passage_fault, retrieved)), None)) is not None:
+        return fault
+    if len({"has_answer" in passage for passage in retrieved}) > 1:
+        return 'either every passage of "retrieved" or none has "has_answer"'
+    return None
 
 
 def _passage_fault(passage: Any) -> str | None:

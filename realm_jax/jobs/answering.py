@@ -91,8 +91,15 @@ def add_question_arguments(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--split", type=filled, help="questions of the prepared folder (default: dev)")
     source.add_argument("--questions", type=filled, metavar="FILE", help="file of questions, in place of a split")
-    parser.add_argument("--task", help="parameters at the end of this task (default: the last with a checkpoint)")
-    parser.add_argument("--passages", type=positive, metavar="N", help=f"passages to retrieve (default: {PASSAGES})")
+    parser.add_argument(
+        "--task", type=filled, help="parameters at the end of this task (default: the last with a checkpoint)"
+    )
+    parser.add_argument(
+        "--passages",
+        type=positive,
+        metavar="N",
+        help=f"passages to retrieve (default: {PASSAGES}, or as many as --read)",
+    )
     parser.add_argument("--read", type=positive, metavar="N", help="passages to read (default: as many as in training)")
     parser.add_argument(
         "--aggregate",
@@ -104,7 +111,7 @@ def add_question_arguments(parser: argparse.ArgumentParser) -> None:
 
 def overrides_of(args: argparse.Namespace) -> dict[str, Any]:
     """What the arguments of `add_question_arguments` change in the run's config."""
-    found: dict[str, Any] = {"evaluation.passages": args.passages or PASSAGES}
+    found: dict[str, Any] = {"evaluation.passages": args.passages or max(PASSAGES, args.read or 0)}
     found |= {"evaluation.qa_passages": args.read} if args.read else {}
     return found | ({"evaluation.aggregate": args.aggregate} if args.aggregate else {})
 
@@ -116,10 +123,11 @@ def check_passages(run: Run, args: argparse.Namespace) -> None:
         given = [flag for flag in ("passages", "read", "aggregate", "nbest") if vars(args).get(flag) is not None]
         if given:
             raise UserError(f"--{given[0]}: {run.workdir} answers without passages (closed_book); leave it out")
-    elif args.passages is not None and args.passages < run.answering.qa_passages:
+        return
+    read = min(run.answering.qa_passages, run.setting.rows)
+    if args.passages is not None and args.passages < read:
         raise UserError(
-            f"--passages={args.passages}: fewer than the {run.answering.qa_passages} that are read; retrieve more, or "
-            "read fewer with --read"
+            f"--passages={args.passages}: fewer than the {read} that are read; retrieve more, or read fewer with --read"
         )
 
 
