@@ -21,12 +21,21 @@ logger = logging.getLogger(__name__)
 # Below this width the bar itself is left out: steps, loss and time left say more than eight cells of a bar.
 WIDTH_FOR_BAR = 72
 BAR_WIDTH = 16
+_CONTROLS = dict.fromkeys([*range(32), *range(127, 160)], " ")
 
 
 @functools.cache
 def console() -> Console:
     """The console on stderr that all progress and log lines go through."""
     return Console(stderr=True)
+
+
+def harmless(text: str) -> str:
+    """`text` with a space for each control character, so that it cannot steer a terminal and spans stay in place.
+
+    For what comes from passages and other files, which may hold anything. Print it as rich's `Text`: a str is markup.
+    """
+    return text.translate(_CONTROLS)
 
 
 def set_up_logging(level: int = logging.INFO) -> None:

@@ -44,7 +44,7 @@ def open_atomic(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
-    _flush_folder(final.parent)
+    _flush(final.parent)
 
 
 def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> None:
@@ -103,16 +103,17 @@ def one_after_another(folder: Path) -> Iterator[None]:
 
 
 def publish_folder(temporary: str | os.PathLike[str], final: str | os.PathLike[str]) -> None:
-    """Give a finished folder its final name in one step. Raises UserError when that name is taken.
+    """Give a finished folder its final name in one step, once all of it is on the disk. Raises UserError when that name
+    is taken.
 
     Both must lie on one file system: make `temporary` beside `final`.
     """
     if os.path.lexists(final):
         raise UserError(f"{final} already exists; remove it or choose another folder")
-    _flush_folder(Path(temporary))
+    _flush_tree(Path(temporary))
     os.chmod(temporary, 0o777 & ~_umask())
     os.rename(temporary, final)
-    _flush_folder(Path(final).parent)
+    _flush(Path(final).parent)
 
 
 def flush_to_disk(stream: IO[bytes]) -> None:
@@ -121,9 +122,14 @@ def flush_to_disk(stream: IO[bytes]) -> None:
     os.fsync(stream.fileno())
 
 
-def _flush_folder(folder: Path) -> None:
-    """A rename is durable only once the folder that holds the name is."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def _flush_tree(folder: Path) -> None:
+    for part in (*folder.rglob("*"), folder):
+        _flush(part)
+
+
+def _flush(path: Path) -> None:
+    """Wait until a file is on the disk, or the names in a folder: a rename is durable only once they are."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 from tiny_run import tiny_config
 
 from realm_jax import cli
+from realm_jax.config import default, flatten
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.evaluation.ablations import HEADS, Measured, Row, cells, html, lead, markdown, mean_of
@@ -120,6 +121,12 @@ def test_the_shipped_rows_hold_together_and_differ():
     ablate.check(config)
     made = [ablate.row_config(config, name, 0, Path("x")).to_json() for name in config.rows]
     assert len({*made}) == len(made)
+    base = flatten(config.base.to_dict())
+    for name, row in config.rows.items():
+        changed = flatten(ablate.row_config(config, name, 0, Path("x")).to_dict())
+        for change in row.changes:
+            key = change.partition("=")[0]
+            assert changed[key] != base[key], (name, change)
 
 
 @pytest.mark.parametrize(
@@ -132,12 +139,24 @@ def test_the_shipped_rows_hold_together_and_differ():
         ({"tasks": "realm"}, "config.rows.realm.tasks: a row of the table has to end with qa or closed_book"),
         ({"paper": (1.0,)}, "config.rows.realm.paper: takes exact match and recall@5"),
         ({"start": "", "reader": "start"}, "config.rows.realm.reader: needs a start"),
+        ({"changes": "retrieval.candidates=32"}, "config.rows.realm.changes: takes a tuple"),
+        ({"changes": ("seed=9",)}, "config.rows.realm.changes: seed follows from tasks, start and seeds"),
     ],
 )
 def test_rows_that_cannot_be_trained_are_refused(change, told):
     config = ablations()
-    config.rows.realm.update(change)
+    config.rows.realm = ConfigDict(config.rows.realm.to_dict() | change)
     with pytest.raises(UserError, match=told.replace("(", r"\(")):
+        ablate.check(config)
+
+
+@pytest.mark.parametrize("seeds", [(), (0, -1), "x"])
+def test_seeds_that_are_none_are_refused(seeds):
+    config = ablations()
+    config.unlock()
+    del config.seeds
+    config.seeds = seeds
+    with pytest.raises(UserError, match="config.seeds: takes one whole number at least"):
         ablate.check(config)
 
 
@@ -158,6 +177,53 @@ def test_a_config_of_another_kind_is_refused(tmp_path, capsys):
     assert "no such key" in capsys.readouterr().err and not (tmp_path / "out").exists()
     assert cli.main(["ablate", f"--workdir={tmp_path / 'out'}", "--seeds=a"]) == 2
     assert "--seeds=a: takes whole numbers" in capsys.readouterr().err
+
+
+def evaluated(folder: Path, config: ConfigDict, exact: float, **changes) -> None:
+    """A run that was measured: zero-shot recall 0.25, more at the end, 100 + 20 seconds."""
+    other = ConfigDict(config.to_dict())
+    with other.unlocked():
+        other.update_from_flattened_dict(changes)
+    (folder / "qa").mkdir(parents=True)
+    (folder / "config.json").write_text(other.to_json())
+    lines = [{"answer_recall@5": 0.25, "recall@5": 0.5}, {"exact_match": exact, "answer_recall@5": 1, "seconds": 20.0}]
+    (folder / "qa" / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "realm").mkdir()
+    (folder / "realm" / "metrics.jsonl").write_text('{"step": 9, "seconds": 100.0}\n')
+
+
+def test_zero_shot_recall_is_the_first_and_exact_match_the_last_of_a_run(tmp_path):
+    evaluated(tmp_path / "row", default(), 0.75)
+    assert ablate.measured(tmp_path / "row") == Measured(0.75, 0.25, 0.5, 120.0)
+    assert ablate.measured(tmp_path / "row", [tmp_path / "row"]).seconds == 240.0
+
+
+def test_what_was_trained_with_another_config_is_left_out_and_named(tmp_path, caplog):
+    config = ablations()
+    for seed, steps in ((0, 300), (1, 2), (2, 300)):
+        place = tmp_path / f"seed-{seed}"
+        now = ablate.row_config(config, "baseline", seed, place)
+        evaluated(place / "baseline", now, 0.5, **{"qa.steps": steps})
+    evaluated(tmp_path / "seed-2" / "start", ablate.row_config(config, "start", 2, tmp_path), 0.5, **{"mlm.steps": 9})
+    evaluated(tmp_path / "seed-0.old" / "baseline", now, 0.5)
+    found = {row.title: sorted(row.seeds) for row in ablate.table_rows(config, tmp_path, warn=True)}
+    assert found["Baseline (ORQA)"] == [0]
+    assert "seed-1/baseline is left out of the table: baseline has qa.steps=2, the config 300" in caplog.text
+    assert "seed-2/baseline is left out of the table: start has mlm.steps=9, the config 1600" in caplog.text
+
+
+def test_mixtures_go_with_the_rows_that_they_are_of(ablated, tmp_path):
+    for name in ("pretrained+start", "start+pretrained", "other+more"):
+        (tmp_path / "weights" / name).mkdir(parents=True)
+    ablate._forget_mixtures("pretrained", tmp_path)
+    assert [path.name for path in (tmp_path / "weights").iterdir()] == ["other+more"]
+
+
+def test_titles_are_no_markup(tmp_path, capsys):
+    rows = [row("REALM [no null] [/]", {0: 0.5}), row("K=8 | null", {0: 0.5})]
+    ablate.show(rows, tmp_path)
+    assert "REALM" in (shown := capsys.readouterr().out) and "[no" in shown
+    assert r"| K=8 \| null |" in markdown(rows, "note")
 
 
 def row(title: str, exact: dict[int, float], recall: float | None = 0.5) -> Row:

@@ -3,7 +3,9 @@
 import io
 import json
 import os
+from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -11,6 +13,8 @@ from rich.console import Console
 from tiny_run import question, write_lines
 
 from realm_jax import cli
+from realm_jax.errors import UserError
+from realm_jax.jobs import answering
 from realm_jax.jobs import evaluate as job
 from realm_jax.jobs.predict import checked_output
 from realm_jax.run import Run
@@ -138,6 +142,8 @@ def test_patterns_are_measured_in_both_senses(trained_run, tmp_path, capsys):
         (["--trec=nowhere/run.txt"], "--trec=nowhere/run.txt: name a file in a folder that exists"),
         (["--trec=/proc/run.txt"], "--trec=/proc: no folder that can be written to"),
         (["--questions=none.jsonl"], "cannot read none.jsonl"),
+        (["--passages=2"], "--passages=2: fewer than the 3 that are read"),
+        (["--passages=2", "--read=6"], "--passages=2: fewer than the 6 that are read"),
         (["--data=nowhere"], "nowhere: the prepared folder of the run in {run} is not there"),
     ],
 )
@@ -146,3 +152,74 @@ def test_mistakes_are_told_in_one_line(trained_run, capsys, arguments, message):
     out, err = capsys.readouterr()
     data = trained_run.config.data.path
     assert out == "" and message.format(run=trained_run.workdir, data=data) in err.splitlines()[-1]
+
+
+def test_what_would_be_written_over_or_be_empty_is_refused(tmp_path, capsys):
+    line = {"question": "Who?", "prediction": "she", "answers": ["she"]}
+    file = write_lines(tmp_path / "mine.jsonl", [line, line])
+    (tmp_path / "link.txt").symlink_to(file)
+    before = file.read_bytes()
+    for arguments, message in (
+        ([f"--trec={file}"], "is the file of --predictions; name another"),
+        ([f"--qrels={tmp_path}/link.txt"], "is the file of --predictions; name another"),
+        (
+            [f"--trec={tmp_path}/one", f"--qrels={tmp_path}/../{tmp_path.name}/one"],
+            "is the file of --trec; name another",
+        ),
+        ([f"--trec={tmp_path}/one"], "nothing was retrieved"),
+        ([f"--qrels={tmp_path}/one"], "no question has a gold passage"),
+        ([f"--unseen={tmp_path}"], "no measured question has a gold passage"),
+    ):
+        assert cli.main(["evaluate", f"--predictions={file}", *arguments]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and message in err.splitlines()[-1]
+    assert file.read_bytes() == before and not (tmp_path / "one").exists()
+
+
+@pytest.mark.parametrize(
+    "flag", ["workdir", "data", "split", "questions", "task", "predictions", "unseen", "trec", "qrels"]
+)
+def test_an_empty_flag_is_not_taken_for_an_absent_one(flag, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["evaluate", f"--{flag}="])
+    assert f"argument --{flag}: it is empty; give a value or leave the flag out" in capsys.readouterr().err
+
+
+def test_two_questions_of_one_id_are_told_before_anything_is_measured(trained_run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(job, "restore", lambda *_: pytest.fail("the model was loaded"))
+    file = write_lines(tmp_path / "mine.jsonl", [question(1, id="a"), question(2, id="a")])
+    assert evaluate(trained_run, f"--questions={file}", f"--trec={tmp_path}/run.txt") == 2
+    assert "two questions have the id a" in capsys.readouterr().err
+
+
+def test_a_file_that_may_not_be_written_to_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "there").write_text("kept")
+    monkeypatch.setattr(os, "access", lambda *_: False)  # the administrator may write to all files
+    with pytest.raises(UserError, match="--output=.*there: may not be written to"):
+        checked_output(tmp_path / "there", "--output")
+
+
+def test_as_many_passages_are_retrieved_as_are_read():
+    args = Namespace(passages=None, read=30, aggregate=None)
+    assert answering.overrides_of(args) == {"evaluation.passages": 30, "evaluation.qa_passages": 30}
+    assert answering.overrides_of(Namespace(passages=None, read=3, aggregate=None))["evaluation.passages"] == 20
+
+
+def test_a_corpus_has_no_more_passages_to_read_than_it_has(monkeypatch):
+    monkeypatch.setattr(answering, "newest", lambda *_: ("qa", None))
+    small = SimpleNamespace(answering=SimpleNamespace(qa_passages=5), setting=SimpleNamespace(rows=3))
+    answering.check_passages(small, Namespace(task=None, passages=3))
+    with pytest.raises(UserError, match="--passages=2: fewer than the 3 that are read"):
+        answering.check_passages(small, Namespace(task=None, passages=2))
+
+
+@pytest.mark.parametrize("flags", [{"passages": 5}, {"read": 5}, {"aggregate": "max"}, {"nbest": 5}, {}])
+def test_flags_about_passages_do_nothing_without_passages(monkeypatch, flags):
+    monkeypatch.setattr(answering, "newest", lambda *_: ("closed_book", None))
+    args = Namespace(**{"task": None, "passages": None, "read": None, "aggregate": None} | flags)
+    run = SimpleNamespace(workdir="runs/mine")
+    if flags:
+        with pytest.raises(UserError, match=f"--{next(iter(flags))}: runs/mine answers without passages"):
+            answering.check_passages(run, args)
+    else:
+        answering.check_passages(run, args)

@@ -1,9 +1,12 @@
 """`realm inspect data`: what is shown is what is stored."""
 
+import os
 import re
+import threading
 
 import numpy as np
 import pytest
+from capitals import write_lines
 
 from realm_jax import cli
 from realm_jax.corpus.statistics import histogram, statistics
@@ -66,6 +69,31 @@ def test_the_page_needs_nothing_from_elsewhere(data, tmp_path, capsys):
     )
 
 
+def test_a_pipe_is_written_to_and_a_link_followed(data, tmp_path, capsys):
+    pipe, link, read = tmp_path / "pipe", tmp_path / "link.html", []
+    os.mkfifo(pipe)
+    link.symlink_to(tmp_path / "page.html")
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()), daemon=True)
+    reader.start()
+    assert cli.main(["inspect", "data", str(data), "--rows=0", f"--html={pipe}"]) == 0
+    reader.join(10)
+    assert pipe.is_fifo() and "<!doctype html>" in read[0]
+    assert cli.main(["inspect", "data", str(data), "--rows=0", f"--html={link}"]) == 0
+    assert link.is_symlink() and (tmp_path / "page.html").read_text() == read[0]
+    assert f"{link} is written" in capsys.readouterr().out
+
+
+def test_texts_cannot_steer_the_terminal_or_use_its_markup(tmp_path, capsys):
+    text = "The [b]bridge[/b] was \x1b[31mbuilt in 1850\x9b by Ada."
+    file = write_lines(tmp_path / "p.jsonl", [{"id": "a[/b]\x1b", "title": "[x]\x1b]0;t\x07", "text": text}])
+    prepare(file, tmp_path / "data", vocabulary_size=300)
+    assert cli.main(["inspect", "data", f"{tmp_path}/data"]) == 0
+    out = capsys.readouterr().out
+    assert "[x]" in out and "The [b]bridge[/b] was  [31mbuilt in 1850  by Ada." in " ".join(out.split("\n"))
+    assert "document a[/b]" in out
+    assert not any(ord(character) < 32 or 127 <= ord(character) < 160 for character in out.replace("\n", ""))
+
+
 def test_what_is_not_there_is_said(data, capsys):
     assert cli.main(["inspect", "data", str(data), "--document=bern"]) == 2
     assert "has no such document" in capsys.readouterr().err
@@ -80,6 +108,8 @@ def test_what_is_not_there_is_said(data, capsys):
         ("--seed=-1", "--seed=-1: must be at least 0"),
         ("--query-length=0", "--query-length=0: must be at least 8"),
         ("--html=absent/page.html", "--html=absent/page.html: name a file in a folder that exists"),
+        ("--html=", "--html=: is empty; give a value, or leave the flag out"),
+        ("--document=", "--document=: is empty"),
         ("--html=.", "--html=.: name a file in a folder that exists"),
     ],
 )

@@ -1,10 +1,13 @@
 """`realm inspect text`: its numbers are those of the model's parts, and they add up."""
 
+import dataclasses
+import io
 import json
 
 import jax
 import numpy as np
 import pytest
+from rich.console import Console
 
 from realm_jax import cli
 from realm_jax.errors import UserError
@@ -16,9 +19,11 @@ from realm_jax.evaluation.inspection import (
     parse,
     read_alone,
 )
+from realm_jax.jobs import inspect_text as job
 from realm_jax.jobs.answering import restore
 from realm_jax.models.inputs import Documents, join, null_documents
 from realm_jax.models.realm import flatten_joint
+from realm_jax.text.wordpiece import WordPiece
 
 SENTENCE = "Ada Brandt was born in [1801]."
 
@@ -67,7 +72,8 @@ def test_likelihoods_are_what_the_reader_says_beside_each_passage(trained, seen)
         log_p = [words[place, example["targets"][place]] for place in range(count)]
         assert one.likelihood == pytest.approx(float(np.exp(np.sum(log_p))), rel=1e-3)
     (alone,) = [one.likelihood for one in seen.passages if one.row is None]
-    assert seen.alone == alone == pytest.approx(read_alone(run, trained.params, parse(SENTENCE)), rel=1e-4)
+    again = read_alone(run, trained.params, parse(SENTENCE), seen.targets)
+    assert seen.alone == alone == pytest.approx(again, rel=1e-4)
 
 
 def test_the_share_is_of_the_null_document_and_the_whole_corpus(trained, seen):
@@ -99,6 +105,30 @@ def test_an_unknown_blank_is_filled_with_the_likeliest_answer(trained):
     assert len({seen.answer, *(answer for answer, _ in seen.others)}) == 1 + len(seen.others) > 1
 
 
+def with_bias(params, wordpiece, pieces: dict[str, float]):
+    """The parameters with some pieces made likelier in every place."""
+    ids = {wordpiece.pieces([number])[0]: number for number in range(wordpiece.size)}
+
+    def changed(path, leaf):
+        if "mlm_bias" not in jax.tree_util.keystr(path):
+            return leaf
+        for piece, more in pieces.items():
+            leaf = leaf.at[ids[piece]].add(more)
+        return leaf
+
+    return jax.tree_util.tree_map_with_path(changed, params)
+
+
+def test_what_is_no_text_fills_no_blank_and_others_are_read_beside_the_very_same_pieces(trained):
+    """The likeliest pieces of all are special ones, then the end of a word, which read as text is other pieces."""
+    run, wordpiece, text = trained.run, trained.run.sources.wordpiece, parse("Ada Brandt was born in ____.")
+    params = with_bias(trained.params, wordpiece, {"[PAD]": 90, "[UNK]": 80, "##b": 60})
+    seen = inspect_masked(run, params, trained.index, text)
+    assert wordpiece.pieces(seen.targets) == ["##b"] and not seen.others
+    assert wordpiece.encode(seen.answer).ids != seen.targets
+    assert read_alone(run, params, text, seen.targets) == pytest.approx(seen.alone, rel=1e-4)
+
+
 def test_the_numbers_of_a_question_add_up(trained_run):
     trained = restore(trained_run)
     question, store = "When was Ada Almgren born?", trained.run.sources.passages
@@ -109,6 +139,14 @@ def test_the_numbers_of_a_question_add_up(trained_run):
     check_sums(seen, null=False)
     assert [one.row for one in seen.passages] == [one.row for one in read]
     assert all((one.likelihood > 0) == (answer in store.text(one.row)) for one in seen.passages)
+
+
+def test_an_answer_that_no_passage_holds_has_no_posterior(trained_run):
+    trained = restore(trained_run)
+    seen = inspect_question(trained.run, trained.params, trained.index, "When was Ada Almgren born?", "dahl ada")
+    assert seen.probability == 0 and all(one.likelihood == 0 for one in seen.passages)
+    assert all(one.posterior is None and one.gain is None for one in seen.passages)
+    assert sum(one.prior for one in seen.passages) == pytest.approx(1, abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -140,24 +178,33 @@ def test_what_cannot_be_masked_is_told(trained_run, text, told):
         masked_text(parse(text), 1, trained_run.lengths, trained_run.sources.wordpiece)
 
 
+def linked(path):
+    """A link to a file that is there already: it is the file that is written."""
+    target = path.with_name(f"target-of-{path.name}")
+    target.write_text("old")
+    path.symlink_to(target)
+    return path
+
+
 def test_the_command_shows_json_pages_and_alignments(trained_run, tmp_path, capsys):
     workdir = f"--workdir={trained_run.workdir}"
-    page = tmp_path / "page.html"
+    page = linked(tmp_path / "page.html")
     command = ["inspect", "text", SENTENCE, workdir, "--task=ict", f"--bert={trained_run.workdir}", f"--html={page}"]
     assert cli.main(command) == 0
     out = capsys.readouterr().out
     assert "(a) BERT" in out and "(c) marginal" in out and "p(z|x,y)" in out
-    assert "r(z)" in page.read_text() and "the empty passage" in page.read_text()
+    assert "r(z)" in page.read_text() and "the empty passage" in page.read_text() and page.is_symlink()
     assert cli.main([*command, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["answer"] == "1801" and 0 < told["bert"] < 1
     assert sum(one["prior"] for one in told["passages"]) == pytest.approx(1, abs=1e-5)
     assert cli.main(["inspect", "text", "When was Ada Almgren born?", workdir, "--answer=1800", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["task"] == "qa"
-    file = tmp_path / "alignment.jsonl"
+    file = linked(tmp_path / "alignment.jsonl")
     long = "Clara " * 30 + "was born in 1809."
     text = f"Ada Almgren was born in 1800. {long} Boris Dahl was born in 1807."
     assert cli.main(["inspect", "text", text, workdir, "--task=ict", f"--alignment={file}"]) == 0
+    assert f"{file} is written" in capsys.readouterr().out and file.is_symlink()
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert {line["text"][slice(*line["span"])] for line in lines} >= {"1800", "1807"}
     for line in lines:
@@ -174,11 +221,86 @@ def test_the_command_shows_json_pages_and_alignments(trained_run, tmp_path, caps
         (["a [b]", "--workdir=x", "--spans=rules"], "--spans: goes with --alignment"),
         (["a b.", "--workdir=x", "--alignment=y", "--json"], "--json: does nothing with --alignment"),
         (["a [b]", "--workdir=x", "--html=no/x.html"], "--html=no/x.html: name a file in a folder that exists"),
+        (["a [b]", "--workdir=x", "--html="], "--html=: is empty; give a value, or leave the flag out"),
+        (["a [b]", "--workdir=x", "--bert="], "--bert=: is empty"),
+        (["who?", "--workdir=x", "--answer="], "--answer=: is empty"),
+        (["x\udcff [b]", "--workdir=x"], "the text: is not valid UTF-8; type or save it as UTF-8 text"),
+        (["x\udcff b.", "--workdir=x", "--alignment=y"], "the text: is not valid UTF-8"),
+        (["who?", "--workdir=x", "--answer=\udcff"], "--answer: is not valid UTF-8"),
     ],
 )
 def test_flags_that_would_do_nothing_are_refused(arguments, told, capsys):
     assert cli.main(["inspect", "text", *arguments]) == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.fixture
+def unrestored(monkeypatch):
+    """Nothing may be restored or embedded."""
+
+    def fail(*_, **__):
+        raise AssertionError("restored")
+
+    monkeypatch.setattr(job, "restore", fail)
+
+
+def test_the_run_beside_is_checked_before_anything_is_restored(trained_run, unrestored, tmp_path, capsys):
+    command = ["inspect", "text", SENTENCE, f"--workdir={trained_run.workdir}"]
+    assert cli.main([*command, f"--bert={tmp_path}"]) == 2
+    assert f"--bert={tmp_path}: no run there" in capsys.readouterr().err
+    (tmp_path / "config.json").write_bytes((trained_run.workdir / "config.json").read_bytes())
+    assert cli.main([*command, f"--bert={tmp_path}"]) == 2
+    assert f"--bert: {tmp_path}: no checkpoint yet" in capsys.readouterr().err
+
+
+def test_the_run_beside_has_the_same_vocabulary(trained_run, unrestored, monkeypatch, capsys):
+    own = trained_run.sources.wordpiece
+    cased = WordPiece(own.pieces(range(own.size)), lower_case=False)
+    other = dataclasses.replace(trained_run, sources=dataclasses.replace(trained_run.sources, wordpiece=cased))
+    runs = [trained_run, other]
+    monkeypatch.setattr(job, "open_run_to_ask", lambda *_: runs.pop(0))
+    workdir = trained_run.workdir
+    assert cli.main(["inspect", "text", SENTENCE, f"--workdir={workdir}", f"--bert={workdir}"]) == 2
+    assert f"--bert={workdir}: its vocabulary is not that of --workdir={workdir}" in capsys.readouterr().err
+
+
+# ---- what is shown
+
+
+def told(**passage):
+    """What is shown of a sentence with one passage."""
+    one = {"id": "p", "part": 0, "title": "Title", "text": "word " * 60, "prior": 1.0, "likelihood": 1.1e-14}
+    one |= {"posterior": 1.0, "gain": 0.0} | passage
+    numbers = {"probability": 1.1e-14, "alone": 1.1e-14, "held": 0.5}
+    return {"text": "a [b]", "task": "realm", "step": 1, "answer": "b", "others": [], "passages": [one]} | numbers
+
+
+def shown(what, width=80, terminal=False) -> list[str]:
+    to = Console(file=io.StringIO(), width=width, force_terminal=terminal, color_system=None, highlight=False)
+    job.show(what, to)
+    return to.file.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("width", [80, 180])
+@pytest.mark.parametrize("terminal", [True, False])
+def test_numbers_are_whole_whatever_the_width(width, terminal):
+    lines = shown(told(), width, terminal)
+    assert len(lines) == 7 and all("1.1 × 10⁻¹⁴  " in line for line in (lines[1], lines[2], lines[3], lines[6]))
+    assert lines[-1].startswith(" 1.000  1.1 × 10⁻¹⁴     1.000  +0.000  Title (p, part 0): word word")
+    assert (lines[-1].endswith("…") and len(lines[-1]) == width) if terminal else lines[-1].count("word") == 32
+
+
+def test_passages_and_titles_cannot_steer_the_terminal_or_use_its_markup():
+    lines = shown(told(title="[x] :smile: \x1b]0;t\x07", text="a \\[/b] c \x1b[31mred\x9b"))
+    assert lines[-1].endswith("[x] :smile:  ]0;t  (p, part 0): a \\[/b] c  [31mred ")
+    assert not any(ord(character) < 32 or 127 <= ord(character) < 160 for line in lines for character in line)
+
+
+def test_an_answer_that_stands_nowhere_is_said_to():
+    nowhere = told(likelihood=0.0, posterior=None, gain=None) | {"probability": 0.0, "alone": None}
+    assert any("the answer stands in none of the passages that were read" in line for line in shown(nowhere))
+    assert shown(nowhere)[-1].split()[:4] == ["1.000", "0.000", "–", "–"]
+    assert "the answer stands in none of the passages that were read" in job.render(nowhere)
 
 
 @pytest.mark.parametrize(

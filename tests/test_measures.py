@@ -7,7 +7,16 @@ import pytest
 from tiny_run import write_lines
 
 from realm_jax.errors import UserError
-from realm_jax.evaluation.measures import measure, read_predictions, summarise, trec_qrels, trec_run, words_of
+from realm_jax.evaluation.measures import (
+    measure,
+    read_predictions,
+    settings_file,
+    summarise,
+    trec_qrels,
+    trec_run,
+    words_of,
+)
+from realm_jax.jobs.compare import compare
 
 
 def passages(*hits: bool, gold: int | None = None) -> list[dict]:
@@ -115,6 +124,25 @@ def test_judgements_for_trec_are_the_gold_passages():
         ({"question": "Who?"}, '"question" and "prediction" must be texts'),
         (RIGHT | {"answers": "Rome"}, '"answers" must be a list of texts'),
         (RIGHT | {"retrieved": [{"id": "d1"}]}, '"retrieved" must be a list of passages'),
+        (RIGHT | {"retrieved": ["d1"]}, '"retrieved" must be a list of passages'),
+        (RIGHT | {"retrieved": [{"id": ["d1"], "score": 1}]}, 'every "id" of "retrieved" must be a text'),
+        (RIGHT | {"retrieved": [{"id": "d1", "score": math.nan}]}, 'every "score" of "retrieved" must be a finite'),
+        (RIGHT | {"retrieved": [{"id": "d1", "score": 10**400}]}, 'every "score" of "retrieved" must be a finite'),
+        (RIGHT | {"retrieved": [{"id": "d1", "score": True}]}, 'every "score" of "retrieved" must be a finite'),
+        (
+            RIGHT | {"retrieved": passages(True) + [{"id": "d", "score": 0, "has_answer": "false"}]},
+            'every "has_answer"',
+        ),
+        (
+            RIGHT | {"retrieved": passages(True) + [{"id": "d", "score": 0}]},
+            'either every passage of "retrieved" or none has "has_answer"',
+        ),
+        (RIGHT | {"id": {"a": 1}}, '"id" must be a text or a whole number'),
+        (RIGHT | {"gold_passage_id": 1.5}, '"gold_passage_id" must be a text or a whole number'),
+        (RIGHT | {"reader_oracle": 7}, '"reader_oracle" must be true or false'),
+        (RIGHT | {"reader_oracle": math.inf}, '"reader_oracle" must be true or false'),
+        (RIGHT | {"match": "regexp"}, '"match" must be "regex"'),
+        (RIGHT | {"match": ["regex"]}, '"match" must be "regex"'),
     ],
 )
 def test_what_cannot_be_scored_is_named(tmp_path, record, message):
@@ -131,3 +159,62 @@ def test_no_answers_at_all_and_no_predictions_at_all(tmp_path):
     (tmp_path / "p.jsonl").write_text(json.dumps(OPEN) + "\n" + json.dumps(OPEN)[:20])
     with pytest.raises(UserError, match="p.jsonl:2"):
         read_predictions(tmp_path / "p.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("cut", "told"),
+    [
+        (
+            lambda text: text[: text.index("\n") + 1],
+            "1 of 2 questions are answered; repeat the `realm predict` command",
+        ),
+        (lambda text: text[:-9], "1 of 2 questions are answered; repeat the `realm predict` command"),
+        (lambda _: "", "0 of 2 questions are answered; repeat the `realm predict` command"),
+        (lambda text: text * 2, "holds 4 lines for 2 questions; remove the file"),
+    ],
+)
+def test_a_file_that_is_not_all_that_was_asked_is_refused(tmp_path, cut, told):
+    file = write_lines(tmp_path / "p.jsonl", [RIGHT, WRONG])
+    settings_file(file).write_text('{"lines": 2}')
+    assert len(read_predictions(file)) == 2
+    file.write_text(cut(file.read_text()))
+    with pytest.raises(UserError, match=told):
+        read_predictions(file)
+
+
+def test_an_id_that_is_null_is_none(tmp_path):
+    file = write_lines(tmp_path / "p.jsonl", [RIGHT, RIGHT | {"id": None}])
+    assert [record["id"] for record in read_predictions(file)][1] == "2"
+
+
+@pytest.mark.parametrize("step", ["NaN", '"one"', "1.5"])
+def test_settings_that_are_no_numbers_are_refused(tmp_path, step):
+    file = write_lines(tmp_path / "p.jsonl", [RIGHT])
+    settings_file(file).write_text(f'{{"lines": 1, "step": {step}}}')
+    with pytest.raises(UserError, match='p.jsonl.settings.json: "step" must be a whole number'):
+        read_predictions(file)
+
+
+def test_a_question_for_which_nothing_was_retrieved_is_a_miss(tmp_path):
+    first = RIGHT | {"retrieved": passages(True, gold=0)}
+    found = measure([first, RIGHT | {"retrieved": []}])
+    assert found["recall@1"].tolist() == found["answer_recall@1"].tolist() == [1, 0]
+    assert means(RIGHT | {"retrieved": []})["recall@1"] == 0
+    unlooked = [RIGHT | {"retrieved": [{"id": "gold", "score": 1}]}, RIGHT | {"retrieved": []}]
+    found = measure(unlooked)
+    assert found["recall@1"].tolist() == [1, 0] and "answer_recall@1" not in found
+    unknown = {key: value for key, value in RIGHT.items() if key != "retrieved"}
+    with pytest.raises(UserError, match='p.jsonl:2: some lines have "retrieved" and some not'):
+        read_predictions(write_lines(tmp_path / "p.jsonl", [RIGHT, unknown]))
+
+
+@pytest.mark.parametrize(("gold", "found"), [("12", 12), (12, "12"), (12, 12)])
+def test_ids_that_are_numbers_are_compared_as_text(tmp_path, gold, found):
+    record = RIGHT | {"gold_passage_id": gold, "retrieved": [{"id": found, "score": 1}]}
+    assert means(*read_predictions(write_lines(tmp_path / "p.jsonl", [record])))["recall@1"] == 1
+
+
+def test_questions_with_other_gold_passages_are_not_compared():
+    assert compare([RIGHT], [RIGHT | {"gold_passage_id": None}], "b.jsonl")["questions"] == 1
+    with pytest.raises(UserError, match="b.jsonl: the gold passage of question 2 is 'other', in the other file 'gold'"):
+        compare([RIGHT, WRONG], [RIGHT, WRONG | {"gold_passage_id": "other"}], "b.jsonl")

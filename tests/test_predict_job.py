@@ -41,6 +41,14 @@ def records(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def copied(predicted: Path, folder: Path, content: bytes) -> Path:
+    """A file of other content with the settings of `predicted`."""
+    file = folder / "predictions.jsonl"
+    file.write_bytes(content)
+    predict.settings_file(file).write_bytes(predict.settings_file(predicted).read_bytes())
+    return file
+
+
 @pytest.fixture(scope="module")
 def trained(trained_run):
     return restore(open_run_to_ask(trained_run.workdir, overrides={"evaluation.passages": 20}))
@@ -104,11 +112,21 @@ def test_the_file_is_measured_like_the_run(trained_run, asked, predicted, tmp_pa
 
 @pytest.mark.parametrize("cut", [0, 10, -1, 9_000])
 def test_a_file_that_was_cut_off_ends_with_the_same_bytes(trained_run, asked, predicted, quick, tmp_path, cut):
-    output = tmp_path / "predictions.jsonl"
-    output.write_bytes(predicted.read_bytes()[:cut])
-    predict.settings_file(output).write_bytes(predict.settings_file(predicted).read_bytes())
+    output = copied(predicted, tmp_path, predicted.read_bytes()[:cut])
     assert run("predict", f"--workdir={trained_run.workdir}", f"--questions={asked}", f"--output={output}") == 0
     assert output.read_bytes() == predicted.read_bytes() and quick == [None]
+
+
+def test_lines_that_were_added_are_refused(trained_run, asked, predicted, quick, tmp_path, capsys):
+    file = copied(predicted, tmp_path, predicted.read_bytes() * 2)
+    before = file.read_bytes()
+    for command in (
+        ["evaluate", f"--predictions={file}"],
+        ["predict", f"--workdir={trained_run.workdir}", f"--questions={asked}", f"--output={file}"],
+    ):
+        assert run(*command) == 2
+        assert f"{file}: holds 40 lines for 20 questions" in capsys.readouterr().err
+    assert file.read_bytes() == before and not quick
 
 
 def test_a_file_that_is_done_needs_no_model(trained_run, asked, predicted, quick, capsys):

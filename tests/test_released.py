@@ -228,8 +228,8 @@ def test_converting_says_what_is_wrong_and_leaves_nothing(tensorflow, tmp_path):
     for says, (paths, vocab) in wrong.items():
         with pytest.raises(UserError, match=says):
             job.convert(paths, out, vocab)
-    (tmp_path / "vocab.txt").write_text("[PAD]\n[CLS]\n[SEP]\n[MASK]\n[UNK]\n")
-    with pytest.raises(UserError, match=f"--vocab: has 5 word pieces, but reader has {VOCABULARY}"):
+    (tmp_path / "vocab.txt").write_text("[PAD]\n[CLS]\n[SEP]\n[MASK]\n[UNK]\nword\n")
+    with pytest.raises(UserError, match=f"--vocab: has 6 word pieces, but reader has {VOCABULARY}"):
         job.convert({"bert": "bert.ckpt"}, out, words)
     assert [path.name for path in tmp_path.iterdir()] == ["vocab.txt"]
 

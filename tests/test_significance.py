@@ -16,9 +16,12 @@ def test_an_interval_is_that_of_the_normal_distribution_where_there_are_many_que
     assert interval(right) == (low, high) and interval(right, seed=1) != (low, high)
 
 
-def test_one_question_has_no_interval_and_equal_ones_an_empty_one():
+def test_one_question_has_no_interval_and_equal_ones_an_exact_one():
     assert interval([1.0]) == (None, None)
-    assert interval([1.0] * 5) == (1, 1)
+    wrong = 0.025 ** (1 / 8)  # none of eight right is as likely as this level's half, and no less, at this share wrong
+    assert interval([0.0] * 8) == (0, pytest.approx(1 - wrong))
+    assert interval([1.0] * 8) == (pytest.approx(wrong), 1)
+    assert interval([0.5] * 8) == (None, None)
 
 
 def test_few_questions_that_differ_are_counted_out():
@@ -44,7 +47,8 @@ def test_shares_of_words_have_no_mcnemar():
 
 def test_a_run_does_not_differ_from_itself():
     found = difference([0, 1, 1], [0, 1, 1])
-    assert found[:3] == (0, 0, 0) and found.p == found.mcnemar == 1
+    assert found[:3] == (0, None, None) and found.p == found.mcnemar == 1
+    assert difference([0, 0, 0], [1, 1, 1])[:3] == (1, None, None), "a difference is no share of right answers"
 
 
 def test_samples_of_other_questions_are_refused():

@@ -26,7 +26,7 @@ NOTE = (
 
 
 class Measured(NamedTuple):
-    """What one training of a row comes to; seconds: of training.
+    """What one training of a row comes to; seconds: of training, that of what it starts from with it.
 
     answer_recall, recall: None where nothing was retrieved, or questions have no gold passage.
     """
@@ -102,7 +102,8 @@ def _percent(mean: Mean) -> str:
 
 def markdown(rows: Sequence[Row], note: str) -> str:
     """The table with what it was measured on, as Markdown."""
-    lines = [list(HEADS), ["---"] * len(HEADS), *cells(rows)]
+    filled = [[cell.replace("|", r"\|") for cell in line] for line in cells(rows)]
+    lines = [list(HEADS), ["---"] * len(HEADS), *filled]
     return "\n".join([f"{note}\n", *(f"| {' | '.join(line)} |" for line in lines), f"\n{NOTE}\n"])
 
 

@@ -48,17 +48,20 @@ class Masked(NamedTuple):
 
 
 class Passage(NamedTuple):
-    """One z. row: None for the null document; prior p(z|x), likelihood p(y|z,x) and posterior p(z|x,y)."""
+    """One z. row: None for the null document; prior p(z|x), likelihood p(y|z,x) and posterior p(z|x,y).
+
+    There is no posterior (None) where y can be said beside no passage: its p(y|x), the divisor, is 0.
+    """
 
     row: int | None
     prior: float
     likelihood: float
-    posterior: float
+    posterior: float | None
 
     @property
-    def gain(self) -> float:
-        """r(z)."""
-        return self.posterior - self.prior
+    def gain(self) -> float | None:
+        """r(z); None where there is no posterior."""
+        return None if self.posterior is None else self.posterior - self.prior
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +70,8 @@ class Seen:
 
     probability: p(y|x), the sum of prior × likelihood over `passages`, whose priors add up to 1; alone: p(y|x) beside
     the null document, None for a question; held: the share of exp(score) over the whole corpus that falls to
-    `passages`; others: further answers with their p(y|x), the likeliest first.
+    `passages`; others: further answers with their p(y|x), the likeliest first; targets: the word pieces of the answer,
+    none for a question.
     """
 
     answer: str
@@ -76,6 +80,7 @@ class Seen:
     held: float
     passages: list[Passage]
     others: list[tuple[str, float]] = dataclasses.field(default_factory=list)
+    targets: list[int] = dataclasses.field(default_factory=list)
 
 
 def parse(text: str) -> Masked | None:
@@ -130,7 +135,7 @@ class Look(NamedTuple):
     """What `look` finds for each text of a batch; candidates are the null document and k passages.
 
     rows [batch, k]; log_p(z|x) prior and log p(y|z,x) reading [batch, 1 + k]; held [batch]; guesses [batch, 1 + k, m]:
-    the likeliest piece in every place.
+    the likeliest piece in every place that is text.
     """
 
     rows: Any
@@ -141,8 +146,8 @@ class Look(NamedTuple):
 
 
 @partial(jax.jit, static_argnums=0)
-def look(setting: Setting, params: Params, batch: Any, index: Index) -> Look:
-    """Retrieve for masked texts and read them beside every candidate."""
+def look(setting: Setting, params: Params, batch: Any, index: Index, special: Any) -> Look:
+    """Retrieve for masked texts and read them beside every candidate. special [s] int: the pieces that are no text."""
     found = retrieve(setting, params, batch, index, setting.candidates - 1)
     documents = take(index, found.rows)
     valid = jnp.pad(found.valid, ((0, 0), (1, 0)), constant_values=setting.null_document)
@@ -151,7 +156,7 @@ def look(setting: Setting, params: Params, batch: Any, index: Index) -> Look:
     reading = (log_p * batch["weights"][:, None]).sum(axis=-1)
     nothing = null_documents(len(found.rows), (setting.cls_id, setting.sep_id))
     parts = [Documents(*(part[:, None] for part in nothing)), documents]
-    guesses = jnp.concatenate([_likeliest(setting, params, batch, part) for part in parts], axis=1)
+    guesses = jnp.concatenate([_likeliest(setting, params, batch, part, special) for part in parts], axis=1)
     prior = log_prior(scores, valid)
     null = jnp.where(setting.null_document, scores[:, 0], NEGATIVE)
     total = jnp.logaddexp(null, _log_total(setting, params, batch, index))
@@ -159,12 +164,12 @@ def look(setting: Setting, params: Params, batch: Any, index: Index) -> Look:
     return Look(found.rows, prior, reading, held, guesses)
 
 
-def _likeliest(setting: Setting, params: Params, batch: Any, documents: Documents) -> jax.Array:
-    """The likeliest piece in every place beside each passage, [batch, k, m]."""
+def _likeliest(setting: Setting, params: Params, batch: Any, documents: Documents, special: Any) -> jax.Array:
+    """The likeliest piece of text in every place beside each passage, [batch, k, m]."""
     repeats = documents.ids.shape[1]
     joint = flatten_joint(join(batch["query"], batch["query_length"], documents))
     words = setting.model.read_words(params, joint, jnp.repeat(batch["positions"], repeats, axis=0))
-    return words.argmax(axis=-1).reshape(len(batch["query"]), repeats, -1)
+    return words.at[..., special].set(-jnp.inf).argmax(axis=-1).reshape(len(batch["query"]), repeats, -1)
 
 
 def _log_total(setting: Setting, params: Params, batch: Any, index: Index) -> jax.Array:
@@ -185,46 +190,60 @@ def inspect_masked(run: Run, params: Params, index: Index, text: Masked, pieces:
     (seen,) = _look_at(run, params, index, [example])
     count = int(example["weights"].sum())
     if text.answer is not None:
-        return _seen(seen, wordpiece.decode(example["targets"][:count]))
+        return _seen(seen, example["targets"][:count], wordpiece)
     guesses = np.unique(seen.guesses[np.isfinite(seen.prior) & (seen.prior > np.log(1e-9))][:, :count], axis=0)
-    trials = [example | {"targets": np.pad(guess, (0, run.lengths.predictions - count)).astype(np.int32)}
-              for guess in guesses]  # fmt: skip
-    found = [_seen(one, wordpiece.decode(guess)) for one, guess in
-             zip(_look_at(run, params, index, trials), guesses, strict=True)]  # fmt: skip
+    looks = _look_at(run, params, index, [_filled_in(example, guess) for guess in guesses])
+    found = [_seen(one, guess, wordpiece) for one, guess in zip(looks, guesses, strict=True)]
     best, *others = sorted(found, key=lambda one: -one.probability)
     return dataclasses.replace(best, others=[(one.answer, one.probability) for one in others])
+
+
+def _filled_in(example: Example, targets: Sequence[int] | NDArray) -> Example:
+    """An example of `masked_text` with other word pieces in its blank, as many as it has."""
+    padded = np.zeros_like(example["targets"])
+    padded[: len(targets)] = targets
+    return example | {"targets": padded}
 
 
 def _look_at(run: Run, params: Params, index: Index, examples: Sequence[Example]) -> list[Look]:
     """`look` at some examples, on the host; the batch is filled up for the devices."""
     filled = [*examples, *[examples[0]] * (-len(examples) % run.mesh.size)]
     batch = {key: np.stack([example[key] for example in filled]) for key in filled[0]}
-    found = jax.tree.map(to_host, look(run.setting, params, put_batch(run.mesh, batch), index))
+    special = np.array(sorted(run.sources.wordpiece.special_ids), np.int32)
+    found = jax.tree.map(to_host, look(run.setting, params, put_batch(run.mesh, batch), index, special))
     return [Look(*(part[i] for part in found)) for i in range(len(examples))]
 
 
-def _seen(found: Look, answer: str) -> Seen:
+def _seen(found: Look, targets: NDArray, wordpiece: WordPiece) -> Seen:
     passages = _passages([None, *found.rows.tolist()], found.prior, found.reading)
-    return Seen(answer, _marginal(passages), float(np.exp(found.reading[0])), float(found.held), passages)
+    alone, pieces = float(np.exp(found.reading[0])), targets.tolist()
+    return Seen(wordpiece.decode(pieces), _marginal(passages), alone, float(found.held), passages, targets=pieces)
 
 
 def _passages(rows: Sequence[int | None], prior: NDArray, reading: NDArray) -> list[Passage]:
     """The candidates that take part, the likeliest a priori first."""
     joint = prior.astype(np.float64) + reading
-    posterior = np.exp(joint - np.logaddexp.reduce(joint))
-    numbers = zip(rows, np.exp(prior), np.exp(reading), posterior, strict=True)
-    found = [Passage(row, *map(float, values)) for row, *values in numbers]
-    taking_part = [one for one, log_p in zip(found, prior, strict=True) if log_p > NEGATIVE / 2]
-    return sorted(taking_part, key=lambda one: -one.prior)
+    taking_part = prior > NEGATIVE / 2
+    total = np.logaddexp.reduce(joint[taking_part])
+    posterior: list[float | None] = [None] * len(joint)
+    if total > NEGATIVE / 2:
+        posterior = np.exp(joint - total).tolist()
+    numbers = zip(rows, np.exp(prior).tolist(), np.exp(reading).tolist(), posterior, strict=True)
+    found = [Passage(*values) for values, takes_part in zip(numbers, taking_part, strict=True) if takes_part]
+    return sorted(found, key=lambda one: -one.prior)
 
 
 def _marginal(passages: Sequence[Passage]) -> float:
     return sum(one.prior * one.likelihood for one in passages)
 
 
-def read_alone(run: Run, params: Params, text: Masked) -> float:
-    """p(y|x) of a reader beside the null document: BERT, where it was trained so. The text has to have its answer."""
-    example = masked_text(text, 1, run.lengths, run.sources.wordpiece)
+def read_alone(run: Run, params: Params, text: Masked, targets: Sequence[int]) -> float:
+    """p(y|x) of a reader beside the null document: BERT, where it was trained so.
+
+    targets: y, in word pieces of this run. Text would not do: pieces that were guessed, such as `##nri`, are others
+    when they are read as text and encoded again.
+    """
+    example = _filled_in(masked_text(text, len(targets), run.lengths, run.sources.wordpiece), targets)
     batch = {key: np.stack([value] * run.mesh.size) for key, value in example.items()}
     return float(np.exp(to_host(_alone(run.setting, params, put_batch(run.mesh, batch)))[0]))
 

@@ -17,6 +17,7 @@ from urllib.parse import quote
 import numpy as np
 from numpy.typing import NDArray
 
+from realm_jax.corpus.jsonl import MATCHES
 from realm_jax.corpus.lines import json_records
 from realm_jax.errors import UserError
 from realm_jax.evaluation.answers import exact_match, full_match, squad_match, token_f1
@@ -26,6 +27,8 @@ from realm_jax.storage import read_json
 
 Record = dict[str, Any]
 Measures = dict[str, NDArray[np.float64]]
+_LARGEST = float(np.finfo(np.float32).max)
+_COUNTS = ("step", "parameters", "passages", "passages_read", "lines")  # numbers of a settings file that are shown
 
 WORDS = {
     "exact_match": "ORQA's and NQ-open's; patterns match from the start",
@@ -52,7 +55,7 @@ def measure(records: Sequence[Record]) -> Measures:
     if not any(record.get("answers") for record in records):
         raise UserError("no question has answers to compare with; predict questions that have them")
     found: Measures = {name: _each(records, of) for name, of in _ANSWERS.items()}
-    found |= _at_depths("answer_recall", records, _has_answer)
+    found |= _at_depths("answer_recall", records, _has_answer) if _was_looked(records) else {}
     found |= _at_depths("recall", records, _is_gold)
     found["reader_oracle"] = np.array([float(record.get("reader_oracle", np.nan)) for record in records])
     return {name: values for name, values in found.items() if not np.isnan(values).all()}
@@ -93,22 +96,35 @@ def _each(records: Sequence[Record], of: Callable[[Record], float]) -> NDArray[n
 
 def _has_answer(record: Record) -> list[bool] | None:
     """Which of the retrieved passages have an answer; None where nobody looked."""
-    found = [passage.get("has_answer") for passage in record.get("retrieved", ())]
-    return None if not found or None in found else found
+    if not record.get("answers") or "retrieved" not in record:
+        return None
+    retrieved = record["retrieved"]
+    if any("has_answer" not in passage for passage in retrieved):
+        return None
+    return [passage["has_answer"] for passage in retrieved]
 
 
 def _is_gold(record: Record) -> list[bool] | None:
     """Which of the retrieved passages are the one that the question was asked about; None where there is none."""
     gold, retrieved = record.get("gold_passage_id"), record.get("retrieved")
-    return [passage["id"] == gold for passage in retrieved] if gold is not None and retrieved else None
+    return None if gold is None or retrieved is None else [str(passage["id"]) == str(gold) for passage in retrieved]
+
+
+def _was_looked(records: Sequence[Record]) -> bool:
+    """Whether anybody looked for answers in what was retrieved; where nothing was, there is nothing to look at."""
+    retrieved = [passage for record in records for passage in record.get("retrieved", ())]
+    return not retrieved or any("has_answer" in passage for passage in retrieved)
 
 
 def _at_depths(name: str, records: Sequence[Record], hits_of: Callable[[Record], list[bool] | None]) -> Measures:
-    """Whether the first k passages have a hit, for k of DEPTHS as far as all questions have passages."""
+    """Whether the first k passages have a hit, for k of DEPTHS as far as all questions have passages.
+
+    A question for which nothing was retrieved is a miss at every depth.
+    """
     hits = [hits_of(record) for record in records]
     counted = [number for number, one in enumerate(hits) if one is not None]
-    room = min((len(one) for one in hits if one is not None), default=0)
-    matrix = np.array([one[:room] for one in hits if one is not None], bool)
+    room = min((len(one) for one in hits if one), default=min(1, len(counted)))
+    matrix = np.array([one[:room] or [False] * room for one in hits if one is not None], bool)
     found: Measures = {}
     for k in (k for k in DEPTHS if k <= room):
         found[f"{name}@{k}"] = np.full(len(records), np.nan)
@@ -120,12 +136,21 @@ def _at_depths(name: str, records: Sequence[Record], hits_of: Callable[[Record],
 
 
 def read_predictions(path: str | os.PathLike[str]) -> list[Record]:
-    """The records of a predictions file. Raises UserError, with file and line, for one that cannot be scored."""
+    """The records of a predictions file. Raises UserError, with file and line, for one that cannot be scored.
+
+    Also raised where `realm predict` has not written all of it, or something was added to what it wrote.
+    """
+    _check_whole(Path(path))
     records: list[Record] = []
     for line, record in json_records(path):
         if (fault := _fault(record)) is not None:
             raise UserError(f"{path}:{line}: {fault}; is this a file of `realm predict`?")
-        records.append({"id": str(len(records) + 1)} | record)
+        if records and ("retrieved" in record) != ("retrieved" in records[0]):
+            raise UserError(
+                f'{path}:{line}: some lines have "retrieved" and some not; write an empty list where nothing was found'
+            )
+        number = str(len(records) + 1)
+        records.append(record | {"id": number if record.get("id") is None else record["id"]})
     if not records:
         raise UserError(f"{path} holds no predictions; make them with `realm predict`")
     return records
@@ -142,7 +167,35 @@ def read_settings(predictions: str | os.PathLike[str]) -> dict[str, Any]:
     found = read_json(file) if file.is_file() else {}
     if not isinstance(found, dict):
         raise UserError(f"{file} holds no JSON object; remove it")
+    wrong = [key for key in _COUNTS if not isinstance(found.get(key, 0), int)]
+    if wrong:
+        raise UserError(f'{file}: "{wrong[0]}" must be a whole number; remove the file, or predict again')
     return found
+
+
+def whole_lines(predictions: Path) -> int:
+    """How many lines of a predictions file were written to their ends."""
+    with open(predictions, "rb") as stream:
+        return sum(line.endswith(b"\n") for line in stream)
+
+
+def _check_whole(path: Path) -> None:
+    """Raise UserError unless a file has as many lines as its settings promise; a file without them is as it is."""
+    asked = read_settings(path).get("lines")
+    if not isinstance(asked, int) or not path.is_file():
+        return
+    found = whole_lines(path)
+    if found < asked:
+        raise UserError(
+            f"{path}: {found:,} of {asked:,} questions are answered; repeat the `realm predict` command that wrote it"
+        )
+    if found > asked:
+        raise UserError(surplus(path, found, asked))
+
+
+def surplus(name: str | os.PathLike[str], found: int, asked: int) -> str:
+    """What is said of a file with more lines than questions."""
+    return f"{name}: holds {found:,} lines for {asked:,} questions; remove the file and predict again"
 
 
 def _fault(record: Record) -> str | None:
@@ -152,20 +205,43 @@ def _fault(record: Record) -> str | None:
         return '"question" and "prediction" must be texts'
     if not isinstance(answers, list) or not all(isinstance(answer, str) for answer in answers):
         return '"answers" must be a list of texts'
-    if not isinstance(retrieved, list) or not all(
-        isinstance(one, dict) and {"id", "score"} <= {*one} for one in retrieved
-    ):
-        return '"retrieved" must be a list of passages with "id" and "score"'
-    if not all(isinstance(one["score"], int | float) for one in retrieved):
-        return 'every "score" of "retrieved" must be a number'
-    if not isinstance(record.get("reader_oracle", False), bool | int | float):
+    if not isinstance(kind := record.get("match"), str | None) or kind not in MATCHES:
+        return '"match" must be "regex" for answers that are patterns, or "string"'
+    for name in ("id", "gold_passage_id"):
+        if record.get(name) is not None and not _is_id(record[name]):
+            return f'"{name}" must be a text or a whole number'
+    if not isinstance(record.get("reader_oracle", False), bool):
         return '"reader_oracle" must be true or false'
+    if not isinstance(retrieved, list):
+        return '"retrieved" must be a list of passages with "id" and "score"'
+    if (fault := next(filter(None, map(_passage_fault, retrieved)), None)) is not None:
+        return fault
+    if len({"has_answer" in passage for passage in retrieved}) > 1:
+        return 'either every passage of "retrieved" or none has "has_answer"'
     return None
+
+
+def _passage_fault(passage: Any) -> str | None:
+    """What is wrong with a retrieved passage, if anything. A score has to fit a float32, as a TREC run has it."""
+    if not isinstance(passage, dict) or not {"id", "score"} <= passage.keys():
+        return '"retrieved" must be a list of passages with "id" and "score"'
+    if not _is_id(passage["id"]):
+        return 'every "id" of "retrieved" must be a text or a whole number'
+    score = passage["score"]
+    if isinstance(score, bool) or not isinstance(score, int | float) or not abs(score) <= _LARGEST:
+        return 'every "score" of "retrieved" must be a finite number'
+    if not isinstance(passage.get("has_answer", False), bool):
+        return 'every "has_answer" of "retrieved" must be true or false'
+    return None
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, str | int) and not isinstance(value, bool)
 
 
 def write_record(record: Record) -> str:
     """A record as a line of a predictions file."""
-    return json.dumps(record, ensure_ascii=False) + "\n"
+    return json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def trec_run(records: Sequence[Record], tag: str) -> str:
@@ -176,7 +252,7 @@ def trec_run(records: Sequence[Record], tag: str) -> str:
     written as in URLs. Raises UserError where two questions have one id.
     """
     lines = []
-    for number, record in zip(_trec_ids(records), records, strict=True):
+    for number, record in zip(trec_ids(records), records, strict=True):
         documents: dict[str, float] = {}
         for passage in record.get("retrieved", ()):
             documents.setdefault(_trec(passage["id"]), passage["score"])
@@ -189,14 +265,12 @@ def trec_run(records: Sequence[Record], tag: str) -> str:
 
 def trec_qrels(records: Sequence[Record]) -> str:
     """The gold passages as TREC's judgements, `qid 0 docid 1` a line. Raises as `trec_run` does."""
-    golds = [
-        (number, record.get("gold_passage_id")) for number, record in zip(_trec_ids(records), records, strict=True)
-    ]
+    golds = [(number, record.get("gold_passage_id")) for number, record in zip(trec_ids(records), records, strict=True)]
     return "".join(f"{number} 0 {_trec(gold)} 1\n" for number, gold in golds if gold is not None)
 
 
-def _trec_ids(records: Sequence[Record]) -> list[str]:
-    """One word for each question."""
+def trec_ids(records: Sequence[Record]) -> list[str]:
+    """One word for each question. Raises UserError where two would have the same."""
     ids = [_trec(record["id"]) for record in records]
     twice = next((one for one, count in Counter(ids).items() if count > 1), None)
     if twice is not None:

@@ -16,16 +16,18 @@ PERMUTATIONS = 9_999
 _AT_A_TIME = 2_000_000  # numbers drawn at once
 
 METHODS = (
-    f"intervals: {LEVEL:.0%}, percentile bootstrap over questions ({RESAMPLES:,} resamples); p: paired permutation "
-    f"test (signs of the differences, {PERMUTATIONS:,} draws); McNemar: exact, for measures that are right or wrong"
+    f"intervals: {LEVEL:.0%}, percentile bootstrap over questions ({RESAMPLES:,} resamples), none where all questions "
+    f"differ alike; p: paired permutation test (signs of the differences, {PERMUTATIONS:,} draws); McNemar: exact, for "
+    "measures that are right or wrong"
 )
 
 
 class Difference(NamedTuple):
     """b − a, means over the same questions. p: of a paired permutation test.
 
-    low, high: ends of the interval, None for fewer than two questions. mcnemar: p of McNemar's exact test, None where
-    values are others than 0 and 1. only_a, only_b: questions on which a, or b, is better.
+    low, high: ends of the interval, None for fewer than two questions or where all differ alike. mcnemar: p of
+    McNemar's exact test, None where values are others than 0 and 1. only_a, only_b: questions on which a, or b, is
+    better.
     """
 
     value: float
@@ -37,13 +39,25 @@ class Difference(NamedTuple):
     only_b: int
 
 
-def interval(values: ArrayLike, seed: int = 0) -> tuple[float, float] | tuple[None, None]:
-    """Ends of the percentile bootstrap interval of a mean; (None, None) for fewer than two values.
+Ends = tuple[float, float] | tuple[None, None]
 
-    values: float [questions].
+
+def interval(values: ArrayLike, seed: int = 0) -> Ends:
+    """Ends of the interval of a mean of shares; (None, None) for fewer than two values.
+
+    values: float [questions], each of 0 to 1. The interval is the percentile bootstrap's. Where all values are equal
+    that has no width: then it is Clopper and Pearson's exact one if they are all 0 or all 1, and there is none else.
     """
     sample = np.asarray(values, np.float64)
-    if len(sample) < 2:
+    if len(sample) > 1 and (sample == sample[0]).all() and sample[0] in (0, 1):
+        found = stats.binomtest(int(sample.sum()), len(sample)).proportion_ci(LEVEL, method="exact")
+        return float(found.low), float(found.high)
+    return _bootstrap(sample, seed)
+
+
+def _bootstrap(sample: NDArray[np.float64], seed: int) -> Ends:
+    """The percentile bootstrap interval; (None, None) where there are no two different values to draw from."""
+    if len(sample) < 2 or (sample == sample[0]).all():
         return None, None
     found = stats.bootstrap(
         (sample,),
@@ -70,7 +84,7 @@ def difference(a: ArrayLike, b: ArrayLike, seed: int = 0) -> Difference:
     only_a, only_b = int((change < 0).sum()), int((change > 0).sum())
     is_binary = bool(np.isin(np.concatenate([first, second]), (0, 1)).all())
     mcnemar = _mcnemar(only_a, only_b) if is_binary else None
-    low, high = interval(change, seed)
+    low, high = _bootstrap(change, seed)
     return Difference(float(change.mean()), low, high, _permutation(change, seed), mcnemar, only_a, only_b)
 
 

@@ -18,13 +18,14 @@ import jax
 from ml_collections import ConfigDict
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from realm_jax.config import default, require, task_names, validate
+from realm_jax.config import default, require, science, task_names, validate
 from realm_jax.corpus.encyclopedia import EncyclopediaSettings
 from realm_jax.errors import UserError
 from realm_jax.evaluation.ablations import HEADS, Measured, Row, cells, html, markdown
 from realm_jax.jobs.flags import add_config_argument, load_config, with_overrides
-from realm_jax.jobs.opening import open_run, set_up_jax
+from realm_jax.jobs.opening import open_run, recorded_config, set_up_jax
 from realm_jax.jobs.quickstart import make_data
 from realm_jax.jobs.recipe import preemptible, train
 from realm_jax.jobs.results import hardware
@@ -45,6 +46,7 @@ The table lies in ablations.md, ablations.html and ablations.json of the folder,
 different seeds may work in one folder at the same time: `taskset --cpu-list=0 realm ablate … --seeds=0 &` and so on.
 """
 ANSWERING = ("qa", "closed_book")  # tasks that end with answers to questions
+SET_BY_ROWS = ("tasks", "seed", "init_from")  # keys that a row's own entries decide
 ROW = {"title": "", "tasks": "", "start": "", "reader": "", "changes": (), "paper": ()}
 
 
@@ -77,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     except Preempted as reason:
         logger.warning("%s", reason)
         return PREEMPTED
-    show(table_rows(config, workdir), workdir)
+    show(table_rows(config, workdir, warn=True), workdir)
     return 0
 
 
@@ -90,7 +92,8 @@ def _like(config: ConfigDict) -> ConfigDict:
 
 def check(config: ConfigDict) -> None:
     """Raise UserError, with the key's name, for rows that cannot be trained."""
-    require(bool(config.seeds), "seeds", "name one at least")
+    whole = all(isinstance(seed, int) and seed >= 0 for seed in config.seeds)
+    require(bool(config.seeds) and whole, "seeds", "takes one whole number at least, such as (0, 1, 2)")
     require(bool(config.table), "table", "name a row at least")
     known = {field.name for field in dataclasses.fields(EncyclopediaSettings)} - {"seed"}
     made = {*config.encyclopedia}
@@ -106,6 +109,7 @@ def check(config: ConfigDict) -> None:
             require(row[other] in ("", *config.rows), f"{key}.{other}", f"there is no row {row[other]!r}")
         require(not row.reader or bool(row.start), f"{key}.reader", "needs a start, whose towers go with it")
         require(len(row.paper) in (0, 2), f"{key}.paper", "takes exact match and recall@5, or nothing")
+        _check_changes(row.changes, f"{key}.changes")
         trial = row_config(config, name, config.seeds[0], Path())
         trial.data.path = trial.data.path or "data"
         validate(trial)
@@ -116,6 +120,14 @@ def check(config: ConfigDict) -> None:
             "a row of the table has to end with qa or closed_book; take it out of config.table",
         )
     in_order(config, config.rows)
+
+
+def _check_changes(changes: Any, key: str) -> None:
+    is_tuple = isinstance(changes, tuple) and all(isinstance(change, str) for change in changes)
+    require(is_tuple, key, "takes a tuple, such as ('data.masking=uniform',) with its comma")
+    for change in changes:
+        name = change.partition("=")[0]
+        require(name not in SET_BY_ROWS, key, f"{name} follows from tasks, start and seeds of the rows; leave it out")
 
 
 def _seeds(text: str) -> list[int]:
@@ -179,12 +191,25 @@ def train_row(config: ConfigDict, name: str, seed: int, place: Path) -> None:
     """Train a row under a seed, as far as it is not done. Raises Preempted once the state is saved."""
     row = config.rows[name]
     logger.info("seed %d: %s", seed, row.title or name)
+    if not (place / name).exists():
+        _forget_mixtures(name, place)
     if row.reader and not start_of(row, place).is_dir():
         join_networks(place / row.start, place / row.reader, start_of(row, place))
     opened = open_run(row_config(config, name, seed, place), place / name)
+    if not opened.sources.questions.get("dev"):
+        raise UserError(
+            f"{config.base.data.path}: no development questions, which rows are measured with; prepare some"
+        )
     with only_one(opened.workdir):
         train(opened)
     jax.clear_caches()  # the programs of one row are of no use to the next
+
+
+def _forget_mixtures(name: str, place: Path) -> None:
+    """Remove what was joined from the networks of a row that is trained anew."""
+    for mixture in (place / "weights").glob("*"):
+        if name in mixture.name.split("+"):
+            shutil.rmtree(mixture)
 
 
 def join_networks(towers: Path, reader: Path, output: Path) -> None:
@@ -200,25 +225,54 @@ def join_networks(towers: Path, reader: Path, output: Path) -> None:
     shutil.rmtree(parts)
 
 
-def measured(folder: Path) -> Measured | None:
-    """What the run of a row comes to; None while it is not done."""
+def measured(folder: Path, origins: Iterable[Path] = ()) -> Measured | None:
+    """What the run of a row comes to; None while it is not done.
+
+    origins: the runs that it starts from, whose time counts too.
+    """
     lines = next(filter(None, (read_lines(folder / task / "evaluations.jsonl") for task in ANSWERING)), [])
     if not lines or "exact_match" not in lines[-1] or "seconds" not in lines[-1]:
         return None
-    stages = [read_lines(place / "evaluations.jsonl") for place in sorted(folder.iterdir()) if place.is_dir()]
-    seconds = sum(stage[-1].get("seconds", 0.0) for stage in stages if stage)
+    seconds = sum(_seconds(task) for run in (folder, *origins) for task in run.glob("*/"))
     return Measured(lines[-1]["exact_match"], lines[0].get("answer_recall@5"), lines[0].get("recall@5"), seconds)
 
 
-def table_rows(config: ConfigDict, workdir: Path) -> list[Row]:
-    """The rows of the table, with all the seeds that lie in the folder."""
+def _seconds(task: Path) -> float:
+    lines = read_lines(task / "metrics.jsonl") + read_lines(task / "evaluations.jsonl")
+    return max((line.get("seconds", 0.0) for line in lines), default=0.0)
+
+
+def table_rows(config: ConfigDict, workdir: Path, warn: bool = False) -> list[Row]:
+    """The rows of the table, with all the seeds that lie in the folder and were trained with this config.
+
+    warn: say which are left out, as they were trained with another.
+    """
+    seeds = sorted(int(place.name[5:]) for place in workdir.glob("seed-*") if place.name[5:].isdecimal())
     rows = []
     for name in config.table:
-        folders = sorted(workdir.glob(f"seed-*/{name}"), key=lambda folder: int(folder.parent.name[5:]))
-        seeds = {int(folder.parent.name[5:]): measured(folder) for folder in folders}
-        found = {seed: one for seed, one in seeds.items() if one is not None}
+        found = {}
+        for seed in seeds:
+            place = workdir / f"seed-{seed}"
+            origins = in_order(config, [name])[:-1]
+            one = measured(place / name, [place / origin for origin in origins])
+            if one is None:
+                continue
+            if other := next(filter(None, (_otherwise(config, part, seed, place) for part in (*origins, name))), ""):
+                if warn:
+                    logger.warning("%s is left out of the table: %s", place / name, other)
+                continue
+            found[seed] = one
         rows.append(Row(config.rows[name].title or name, tuple(config.rows[name].paper), found))
     return rows
+
+
+def _otherwise(config: ConfigDict, name: str, seed: int, place: Path) -> str:
+    """How the run of a row was trained otherwise than its config says now; empty where it was not, or is gone."""
+    if not (place / name / "config.json").is_file():
+        return ""
+    recorded, now = science(recorded_config(place / name)), science(row_config(config, name, seed, place))
+    key = next((key for key in sorted({*recorded, *now}) if recorded.get(key) != now.get(key)), "")
+    return f"{name} has {key}={recorded.get(key)!r}, the config {now.get(key)!r}" if key else ""
 
 
 def write_table(config: ConfigDict, workdir: Path) -> None:
@@ -242,9 +296,12 @@ def _record(row: Row) -> dict[str, Any]:
 def show(rows: Sequence[Row], workdir: Path) -> None:
     """The table, and where it lies."""
     found, screen = Table(box=None, pad_edge=False), Console(highlight=False)
+    if not any(row.seeds for row in rows):
+        screen.print("no row of the table is trained yet", markup=False)
+        return
     for place, head in enumerate(HEADS):
         found.add_column(head, justify="left" if place == 0 else "right")
     for line in cells(rows):
-        found.add_row(*line)
+        found.add_row(*map(Text, line))
     screen.print(found)
     screen.print(f"{workdir / 'ablations.md'} and ablations.html are written", soft_wrap=True, markup=False)

@@ -69,21 +69,37 @@ class Trained:
         return self.run.sources.passages.text(candidate.row)[slice(*candidate.span)]
 
 
+def filled(text: str) -> str:
+    """The type of an argument that says something."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("it is empty; give a value or leave the flag out")
+    return text
+
+
 def add_run_arguments(parser: argparse._ActionsContainer, instead: argparse._ActionsContainer | None = None) -> None:
     """`--workdir` and `--data`. instead: where `--workdir` goes, if something else may stand in its place."""
     (instead or parser).add_argument(
-        "--workdir", required=instead is None, metavar="DIR", help="folder of a run of `realm train`"
+        "--workdir", type=filled, required=instead is None, metavar="DIR", help="folder of a run of `realm train`"
     )
-    parser.add_argument("--data", metavar="DIR", help="the run's prepared folder, where it was moved since")
+    parser.add_argument(
+        "--data", type=filled, metavar="DIR", help="the run's prepared folder, where it was moved since"
+    )
 
 
 def add_question_arguments(parser: argparse.ArgumentParser) -> None:
     """Which questions, with which parameters, and how they are answered; see `questions_of` and `overrides_of`."""
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--split", help="questions of the prepared folder (default: dev)")
-    source.add_argument("--questions", metavar="FILE", help="file of questions, in place of a split")
-    parser.add_argument("--task", help="parameters at the end of this task (default: the last with a checkpoint)")
-    parser.add_argument("--passages", type=positive, metavar="N", help=f"passages to retrieve (default: {PASSAGES})")
+    source.add_argument("--split", type=filled, help="questions of the prepared folder (default: dev)")
+    source.add_argument("--questions", type=filled, metavar="FILE", help="file of questions, in place of a split")
+    parser.add_argument(
+        "--task", type=filled, help="parameters at the end of this task (default: the last with a checkpoint)"
+    )
+    parser.add_argument(
+        "--passages",
+        type=positive,
+        metavar="N",
+        help=f"passages to retrieve (default: {PASSAGES}, or as many as --read)",
+    )
     parser.add_argument("--read", type=positive, metavar="N", help="passages to read (default: as many as in training)")
     parser.add_argument(
         "--aggregate",
@@ -95,9 +111,24 @@ def add_question_arguments(parser: argparse.ArgumentParser) -> None:
 
 def overrides_of(args: argparse.Namespace) -> dict[str, Any]:
     """What the arguments of `add_question_arguments` change in the run's config."""
-    found: dict[str, Any] = {"evaluation.passages": args.passages or PASSAGES}
+    found: dict[str, Any] = {"evaluation.passages": args.passages or max(PASSAGES, args.read or 0)}
     found |= {"evaluation.qa_passages": args.read} if args.read else {}
     return found | ({"evaluation.aggregate": args.aggregate} if args.aggregate else {})
+
+
+def check_passages(run: Run, args: argparse.Namespace) -> None:
+    """Raise UserError for arguments about passages that would do nothing, or that leave too few to read."""
+    task, _ = newest(run, args.task)
+    if task == "closed_book":
+        given = [flag for flag in ("passages", "read", "aggregate", "nbest") if vars(args).get(flag) is not None]
+        if given:
+            raise UserError(f"--{given[0]}: {run.workdir} answers without passages (closed_book); leave it out")
+        return
+    read = min(run.answering.qa_passages, run.setting.rows)
+    if args.passages is not None and args.passages < read:
+        raise UserError(
+            f"--passages={args.passages}: fewer than the {read} that are read; retrieve more, or read fewer with --read"
+        )
 
 
 def questions_of(run: Run, args: argparse.Namespace, need_answers: bool) -> list[Question]:

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from realm_jax.console import console as on_stderr
+from realm_jax.console import harmless
 from realm_jax.corpus.jsonl import Question
 from realm_jax.errors import UserError
 from realm_jax.evaluation.predict import Evaluator
@@ -40,8 +41,6 @@ EXAMPLES = """examples:
   realm ask --workdir=runs/wiki --json < questions.txt > answers.jsonl
 """
 SNIPPET, TITLE = 60, 30  # characters of a passage and of its title, where passages are listed
-# Passages may hold anything; control characters would steer the terminal. One for one, so that spans stay in place.
-_HARMLESS = dict.fromkeys([*range(32), *range(127, 160)], " ")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -153,10 +152,10 @@ def _lines() -> Iterator[str]:
 def show(answer: dict[str, Any], to: Console) -> None:
     """Print an answer for people; the span is in reverse on a terminal with colours and in [[…]] elsewhere."""
     passage = answer["passage"]
-    found = Text(answer["answer"].translate(_HARMLESS) or "no answer", style="bold green")
+    found = Text(harmless(answer["answer"]) or "no answer", style="bold green")
     to.print(Text.assemble(found, f"  (probability {answer['probability']:.3g})"))
     to.print()
-    to.print(Text(f"{passage['title'] or 'passage'} ({passage['id']})".translate(_HARMLESS), style="bold"))
+    to.print(Text(harmless(f"{passage['title'] or 'passage'} ({passage['id']})"), style="bold"))
     to.print(marked(passage["text"], passage["span"], to))
     to.print()
     _candidates(answer["candidates"], to)
@@ -171,7 +170,7 @@ def marked(text: str, span: list[int], to: Console, room: int | None = None) -> 
         around = max(0, room - (end - start))
         first = max(0, min(start - around // 2, len(text) - room))
         last = max(end, min(len(text), first + room))
-    text = text.translate(_HARMLESS)
+    text = harmless(text)
     before, inside, after = text[first:start], text[start:end], text[end:last]
     before, after = "…" * (first > 0) + before, after + "…" * (last < len(text))
     if not inside:
@@ -183,7 +182,7 @@ def marked(text: str, span: list[int], to: Console, room: int | None = None) -> 
 
 def _candidates(candidates: list[dict[str, Any]], to: Console) -> None:
     """The passages that were read, a line each: p(z|x), title, and the surroundings of the best answer."""
-    titles = [candidate["title"].translate(_HARMLESS) for candidate in candidates]
+    titles = [harmless(candidate["title"]) for candidate in candidates]
     width = min(TITLE, max(map(cell_len, ["title", *titles])))
     room = max(SNIPPET // 2, to.width - width - 12) if to.is_terminal else SNIPPET
     to.print(Text(f"p(z|x)  {set_cell_size('title', width)}  passage, its best answer marked", style="bold"))

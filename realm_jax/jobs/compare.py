@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> None:
     found = {name: _facts(path) for name, path in files.items()}
     found |= compare(read_predictions(args.a), read_predictions(args.b), args.b)
     if args.json:
-        print(json.dumps(found, ensure_ascii=False))
+        print(json.dumps(found, ensure_ascii=False, allow_nan=False))
     else:
         show(found, Console(highlight=False))
 
@@ -67,7 +67,7 @@ def compare(first: Sequence[Record], second: Sequence[Record], path: str) -> dic
 
 
 def _check_same(first: Sequence[Record], second: Sequence[Record], path: str) -> None:
-    """Raise UserError at the first question that is another, or has other answers."""
+    """Raise UserError at the first question that is another, or has other answers or another gold passage."""
     if len(first) != len(second):
         raise UserError(
             f"{path}: has {len(second):,} predictions, the other file {len(first):,}; predict the same questions"
@@ -78,6 +78,12 @@ def _check_same(first: Sequence[Record], second: Sequence[Record], path: str) ->
             raise UserError(
                 f"{path}: question {number} is {other[0][:60]!r}, in the other file {asked[0][:60]!r}, or its answers "
                 "differ; predict the same questions in the same order"
+            )
+        golds = [str(one["gold_passage_id"]) for one in pair if one.get("gold_passage_id") is not None]
+        if len(set(golds)) > 1:
+            raise UserError(
+                f"{path}: the gold passage of question {number} is {golds[1]!r}, in the other file {golds[0]!r}; "
+                "predict the same questions over the same corpus"
             )
 
 

@@ -6,6 +6,7 @@ BM25's recall stands beside a run's.
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +23,7 @@ from realm_jax.evaluation.measures import (
     read_predictions,
     read_settings,
     summarise,
+    trec_ids,
     trec_qrels,
     trec_run,
     words_of,
@@ -31,12 +33,15 @@ from realm_jax.jobs.answering import (
     Trained,
     add_question_arguments,
     add_run_arguments,
+    check_passages,
+    filled,
+    newest,
     open_run_to_ask,
     overrides_of,
     questions_of,
     restore,
 )
-from realm_jax.jobs.predict import checked_output, describe, is_special, records
+from realm_jax.jobs.predict import checked_output, describe, is_special, known_of, records
 from realm_jax.storage import write_atomic
 
 _T = TypeVar("_T")
@@ -57,15 +62,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     what = parser.add_mutually_exclusive_group(required=True)
     add_run_arguments(parser, instead=what)
-    what.add_argument("--predictions", metavar="FILE", help="a file of `realm predict`, in place of a run")
+    what.add_argument("--predictions", type=filled, metavar="FILE", help="a file of `realm predict`, in place of a run")
     add_question_arguments(parser)
     parser.add_argument(
         "--unseen",
+        type=filled,
         metavar="DIR",
         help="leave out questions whose gold passage is that of a training question of this prepared folder",
     )
-    parser.add_argument("--trec", metavar="FILE", help="write what was retrieved there, as a TREC run")
-    parser.add_argument("--qrels", metavar="FILE", help="write the gold passages there, as TREC's judgements")
+    parser.add_argument("--trec", type=filled, metavar="FILE", help="write what was retrieved there, as a TREC run")
+    parser.add_argument(
+        "--qrels", type=filled, metavar="FILE", help="write the gold passages there, as TREC's judgements"
+    )
     parser.add_argument("--no-bm25", action="store_true", help="leave out BM25, which holds the corpus in memory")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -73,23 +81,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Measure, write and print."""
     files = {flag: vars(args)[flag] for flag in ("trec", "qrels") if vars(args)[flag]}
+    _check_apart(args)
     checked = {flag: checked_output(Path(path), f"--{flag}") for flag, path in files.items()}
     found, scored = _evaluate_file(args) if args.predictions else _evaluate_run(args)
     texts = {"trec": lambda: trec_run(scored, f"realm-{found.get('task', 'run')}"), "qrels": lambda: trec_qrels(scored)}
     if args.json:
-        print(json.dumps(found, ensure_ascii=False))
+        print(json.dumps(found, ensure_ascii=False, allow_nan=False))
     else:
         show(found, Console(highlight=False))
     for flag, path in checked.items():
         write_lines(path, texts[flag]())
 
 
+def _check_apart(args: argparse.Namespace) -> None:
+    """Raise UserError where a file would be written over another that is written or read."""
+    taken: dict[str, str] = {}
+    for flag in ("predictions", "questions", "trec", "qrels"):
+        path = vars(args)[flag]
+        if path is None or is_special(Path(path)):
+            continue
+        other = taken.setdefault(os.path.realpath(path), flag)
+        if other != flag:
+            raise UserError(f"--{flag}={path}: is the file of --{other}; name another")
+
+
+def _check_trec(args: argparse.Namespace, asked: Sequence[Record], retrieves: bool) -> None:
+    """Raise UserError where the files for TREC would be empty, or two questions have one id."""
+    if args.trec and not retrieves:
+        raise UserError(f"--trec={args.trec}: nothing was retrieved that could be written; leave the flag out")
+    if args.qrels and all(one.get("gold_passage_id") is None for one in asked):
+        raise UserError(f"--qrels={args.qrels}: no question has a gold passage; leave the flag out")
+    if args.trec or args.qrels:
+        trec_ids(asked)
+
+
 def _evaluate_run(args: argparse.Namespace) -> tuple[dict[str, Any], list[Record]]:
     opened = open_run_to_ask(Path(args.workdir), args.data, overrides_of(args))
+    check_passages(opened, args)
     questions = questions_of(opened, args, need_answers=True)
     if args.unseen:
-        seen = gold_in_training(args.unseen)
-        questions = _left([one for one in questions if one.gold_passage_id not in seen], args)
+        questions = _unseen(questions, [one.gold_passage_id for one in questions], args)
+    asked = [known_of(question, number) for number, question in enumerate(questions, start=1)]
+    _check_trec(args, asked, newest(opened, args.task)[0] != "closed_book")
     return evaluate(restore(opened, args.task), questions, bm25=not args.no_bm25)
 
 
@@ -101,8 +134,8 @@ def _evaluate_file(args: argparse.Namespace) -> tuple[dict[str, Any], list[Recor
             )
     scored, made = read_predictions(args.predictions), read_settings(args.predictions)
     if args.unseen:
-        seen = gold_in_training(args.unseen)
-        scored = _left([record for record in scored if record.get("gold_passage_id") not in seen], args)
+        scored = _unseen(scored, [record.get("gold_passage_id") for record in scored], args)
+    _check_trec(args, scored, any(record.get("retrieved") for record in scored))
     facts = {name: made[name] for name in FACTS if name in made} | {"questions": len(scored)}
     return facts | _measured(scored), scored
 
@@ -116,10 +149,15 @@ def gold_in_training(folder: str) -> set[str]:
     return seen
 
 
-def _left(found: list[_T], args: argparse.Namespace) -> list[_T]:
-    if not found:
+def _unseen(found: Sequence[_T], golds: Sequence[Any], args: argparse.Namespace) -> list[_T]:
+    """What is left of the questions without those of which training had the gold passage; golds: of each, or None."""
+    if all(gold is None for gold in golds):
+        raise UserError(f"--unseen={args.unseen}: no measured question has a gold passage; leave the flag out")
+    seen = gold_in_training(args.unseen)
+    left = [one for one, gold in zip(found, golds, strict=True) if gold is None or str(gold) not in seen]
+    if not left:
         raise UserError(f"--unseen={args.unseen}: leaves no question; name the folder that the run was trained with")
-    return found
+    return left
 
 
 def evaluate(trained: Trained, questions: Sequence[Question], bm25: bool = True) -> tuple[dict[str, Any], list[Record]]:

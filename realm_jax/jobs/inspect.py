@@ -6,6 +6,7 @@
 import argparse
 from pathlib import Path
 
+from realm_jax.errors import UserError
 from realm_jax.jobs import inspect_data, inspect_text
 from realm_jax.jobs.predict import checked_output
 
@@ -38,6 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Look, and show."""
-    if args.html:
-        checked_output(Path(args.html), "--html")
-    KINDS[args.what][0].run(args)
+    for name, value in vars(args).items():
+        if value == "" and name != "subject":
+            raise UserError(f"--{name.replace('_', '-')}=: is empty; give a value, or leave the flag out")
+    html = None if args.html is None else checked_output(Path(args.html), "--html")
+    KINDS[args.what][0].run(args, html)

@@ -15,13 +15,14 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
+from realm_jax.console import harmless
 from realm_jax.corpus.statistics import Histogram, Statistics, statistics
 from realm_jax.corpus.store import PassageStore
 from realm_jax.data.examples import Example, Lengths, lengths_from, masked_arrays, spans_of
 from realm_jax.data.sources import Sources, open_sources
 from realm_jax.errors import UserError
 from realm_jax.evaluation.page import Bar, bars, card, grid, page, table
-from realm_jax.storage import write_atomic
+from realm_jax.jobs.evaluate import write_lines
 from realm_jax.text.masking import KINDS
 from realm_jax.text.wordpiece import WordPiece
 
@@ -42,8 +43,8 @@ def add_arguments(add: argparse.ArgumentParser) -> None:
     add.add_argument("--query-length", type=int, default=64, metavar="N", help="word pieces of a query (default: 64)")
 
 
-def run(args: argparse.Namespace) -> None:
-    """Show passages of the folder `args.subject`, and numbers."""
+def run(args: argparse.Namespace, html: Path | None) -> None:
+    """Show passages of the folder `args.subject`, and numbers. html: a checked file for the page."""
     _check(args)
     sources = open_sources(args.subject, flag="")
     store = sources.passages if args.text == "passages" else sources.pretraining
@@ -54,9 +55,9 @@ def run(args: argparse.Namespace) -> None:
         show_query(screen, store, row, sources.wordpiece, lengths, args.masking, args.seed)
     found = statistics(store, sources.wordpiece)
     show_numbers(screen, found, sources)
-    if args.html:
-        write_atomic(args.html, render(args.subject, args.text, found))
-        screen.print(f"{args.html} is written")
+    if html:
+        write_lines(html, render(args.subject, args.text, found))
+        print(f"{args.html} is written")
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -100,12 +101,12 @@ def pieces_of(store: PassageStore, row: int, wordpiece: WordPiece) -> list[Piece
 
 def show_passage(screen: Console, store: PassageStore, row: int, wordpiece: WordPiece) -> None:
     """A passage with its spans in colour."""
-    head = Text(f"{store.title(row) or '(no title)'}", style="bold")
-    head.append(f"   row {row} of {len(store):,}, document {store.document_id(row)}", style="dim")
+    head = Text(harmless(store.title(row)) or "(no title)", style="bold")
+    head.append(harmless(f"   row {row} of {len(store):,}, document {store.document_id(row)}"), style="dim")
     screen.print(head)
     body = Text()
     for piece in pieces_of(store, row, wordpiece):
-        body.append(piece.text, style=f"bold {colour(store, piece.kind)}" if piece.kind else "")
+        body.append(harmless(piece.text), style=f"bold {colour(store, piece.kind)}" if piece.kind else "")
     screen.print(body)
 
 
@@ -125,10 +126,10 @@ def show_query(
     line = Text("  ")
     for number, piece in enumerate(wordpiece.pieces(query["query"][: query["query_length"]].tolist())):
         masked = number in query["positions"][query["weights"] > 0]
-        joined = piece.removeprefix("##")
-        line.append(" " * (number > 0 and joined == piece) + joined, style="bold red" if masked else "dim")
+        joined = harmless(piece.removeprefix("##"))
+        line.append(" " * (number > 0 and not piece.startswith("##")) + joined, style="bold red" if masked else "dim")
     targets = query["targets"][query["weights"] > 0]
-    line.append(f"   = {wordpiece.decode(targets)}", style="bold")
+    line.append(harmless(f"   = {wordpiece.decode(targets)}"), style="bold")
     screen.print(line)
     screen.print()
 
@@ -148,14 +149,19 @@ def masked_query(
 
 def show_numbers(screen: Console, found: Statistics, sources: Sources) -> None:
     """Numbers, one a line, and what the folder holds beside the texts."""
-    for name, value in found.numbers.items():
-        screen.print(f"{name:>24}  {_number(value)}")
     kinds = ", ".join(f"{kind} {count:,}" for kind, count in found.kinds.items())
-    screen.print(f"{'of kinds':>24}  {kinds or 'none'}")
-    for name, one in found.histograms.items():
-        screen.print(f"{name:>29}  mean {one.mean:.1f}, median {one.median:.0f}, most {one.most}")
     counts = ", ".join(f"{split} {len(questions):,}" for split, questions in sources.questions.items())
-    screen.print(f"{'questions':>24}  {counts or 'none'}")
+    lines = [
+        *(f"{name:>24}  {_number(value)}" for name, value in found.numbers.items()),
+        f"{'of kinds':>24}  {kinds or 'none'}",
+        *(
+            f"{name:>29}  mean {one.mean:.1f}, median {one.median:.0f}, most {one.most}"
+            for name, one in found.histograms.items()
+        ),
+        f"{'questions':>24}  {counts or 'none'}",
+    ]
+    for line in lines:
+        screen.print(Text(harmless(line)))
 
 
 def render(folder: str, which: str, found: Statistics) -> str:

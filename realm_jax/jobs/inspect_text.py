@@ -11,10 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from realm_jax.config import task_names
+from realm_jax.console import harmless
 from realm_jax.corpus.jsonl import Question
 from realm_jax.errors import UserError
 from realm_jax.evaluation.inspection import (
@@ -22,6 +24,7 @@ from realm_jax.evaluation.inspection import (
     Seen,
     inspect_masked,
     inspect_question,
+    masked_text,
     parse,
     read_alone,
 )
@@ -35,9 +38,11 @@ from realm_jax.jobs.answering import (
     open_run_to_ask,
     restore,
 )
+from realm_jax.jobs.evaluate import write_lines
 from realm_jax.jobs.flags import positive
+from realm_jax.jobs.opening import recorded_config
 from realm_jax.jobs.predict import checked_output
-from realm_jax.storage import write_atomic
+from realm_jax.run import Run
 from realm_jax.text import sentences
 from realm_jax.text.spans import finder
 from realm_jax.training.restore import saved_params
@@ -46,6 +51,7 @@ logger = logging.getLogger(__name__)
 
 HEADS = ("p(z|x)", "p(y|z,x)", "p(z|x,y)", "r(z)", "passage")
 SNIPPET = 160  # characters of a passage in a line
+NOWHERE = "the answer stands in none of the passages that were read"
 
 
 def add_arguments(add: argparse.ArgumentParser) -> None:
@@ -62,38 +68,47 @@ def add_arguments(add: argparse.ArgumentParser) -> None:
     add.add_argument("--json", action="store_true", help="print one JSON object")
 
 
-def run(args: argparse.Namespace) -> None:
-    """Look at the text `args.subject`."""
-    if args.alignment:
-        checked_output(Path(args.alignment), "--alignment")
-    text = None if args.alignment else parse(args.subject)
+def run(args: argparse.Namespace, html: Path | None) -> None:
+    """Look at the text `args.subject`. html: a checked file for the page."""
+    alignment = checked_output(Path(args.alignment), "--alignment") if args.alignment else None
+    text = None if alignment else parse(args.subject)
     _check(args, text)
     opened = open_run_to_ask(Path(args.workdir), args.data, {"evaluation.batch_size": 1})
-    is_question = text is None and not args.alignment
+    is_question = text is None and not alignment
     if is_question:
         check_question(opened, args.subject)
+    if text:
+        masked_text(text, args.pieces, opened.lengths, opened.sources.wordpiece)
+    bert = _open_bert(args, opened, text) if args.bert and text else None
     trained = restore(opened, args.task or _task(opened.config, is_question), for_answers=is_question)
     if opened.setting.qa_words if is_question else not opened.needs_vectors(trained.task):
         raise UserError(
             f"there is no p(z|x) to look at: task {trained.task} of {args.workdir} finds no passages by their vectors"
         )
-    if args.alignment:
-        align(trained, args.subject, args.spans or "rules", Path(args.alignment))
+    if alignment:
+        align(trained, args.subject, args.spans or "rules", alignment)
+        print(f"{args.alignment} is written")
         return
     seen = _question(trained, args.subject, args.answer) if text is None else _sentence(trained, text, args.pieces)
     told = tell(trained, args.subject, seen)
-    if args.bert and text is not None:
-        told["bert"] = _bert(args.bert, text._replace(answer=seen.answer), args.data)
+    if bert and text:
+        params = saved_params(bert, *newest(bert), bert.initial_params())
+        told["bert"] = read_alone(bert, params, text, seen.targets)
     if args.json:
         print(json.dumps(told, ensure_ascii=False))
     else:
         show(told, Console(highlight=False))
-    if args.html:
-        write_atomic(args.html, render(told))
+    if html:
+        write_lines(html, render(told))
 
 
 def _check(args: argparse.Namespace, text: Masked | None) -> None:
-    """Raise UserError for flags that would do nothing."""
+    """Raise UserError for texts that are none, and for flags that would do nothing."""
+    for name, value in (("the text", args.subject), ("--answer", args.answer or "")):
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError:
+            raise UserError(f"{name}: is not valid UTF-8; type or save it as UTF-8 text") from None
     if text is None and args.bert:
         raise UserError("--bert: goes with a sentence that has a blank, such as '3 is a [Fermat] prime.'")
     if args.alignment:
@@ -125,11 +140,18 @@ def _question(trained: Trained, question: str, answer: str | None) -> Seen:
     return inspect_question(trained.run, trained.params, trained.index, question, answer)
 
 
-def _bert(workdir: str, text: Masked, data: str | None) -> float:
-    """p(y|x) of another run's reader beside the empty passage."""
-    other = open_run_to_ask(Path(workdir), data)
-    params = other.initial_params()
-    return read_alone(other, saved_params(other, *newest(other), params), text)
+def _open_bert(args: argparse.Namespace, opened: Run, text: Masked) -> Run:
+    """The run of --bert. Raises UserError for one that cannot read the text, or not in the same word pieces."""
+    recorded_config(Path(args.bert), "--bert")
+    try:
+        other = open_run_to_ask(Path(args.bert), args.data)
+        newest(other)
+        masked_text(text, args.pieces, other.lengths, other.sources.wordpiece)
+    except UserError as fault:
+        raise UserError(f"--bert: {fault}") from None
+    if other.sources.wordpiece.fingerprint != opened.sources.wordpiece.fingerprint:
+        raise UserError(f"--bert={args.bert}: its vocabulary is not that of --workdir={args.workdir}; name another run")
+    return other
 
 
 def tell(trained: Trained, text: str, seen: Seen) -> dict[str, Any]:
@@ -137,7 +159,7 @@ def tell(trained: Trained, text: str, seen: Seen) -> dict[str, Any]:
 
     {"text", "task", "step", "answer", "probability", "alone", "held", "others": [{"answer", "probability"}],
     "passages": [{"id", "part", "title", "text", "prior", "likelihood", "posterior", "gain"}]}; the null document's id
-    is null.
+    is null, and so are posteriors and gains where the answer stands in none of the passages.
     """
     store = trained.run.sources.passages
     passages = []
@@ -175,11 +197,11 @@ def align(trained: Trained, text: str, spans: str, output: Path) -> None:
         told["passages"] = sorted(told["passages"], key=lambda one: -one["posterior"])
         lines.append(json.dumps(told, ensure_ascii=False) + "\n")
         best, y = told["passages"][0], told["answer"]
-        print(f"{y}: p(y|x) {seen.probability:.3g}, best explained by {_name(best)} ({best['posterior']:.3f})")
+        explained = f"best explained by {_name(best)} ({best['posterior']:.3f})"
+        print(harmless(f"{y}: p(y|x) {seen.probability:.3g}, {explained}"))
     if not lines:
         raise UserError("--alignment: the text has no salient span; choose other --spans, or write a [blank]")
-    write_atomic(output, "".join(lines))
-    print(f"{output} is written")
+    write_lines(output, "".join(lines))
 
 
 def _masked_spans(text: str, spans: str) -> Iterator[tuple[str, tuple[int, int]]]:
@@ -205,8 +227,11 @@ def _facts(told: dict[str, Any]) -> list[tuple[str, str]]:
     facts = [("(a) BERT, trained without passages: p(y|x)", probability(told["bert"]))] if "bert" in told else []
     if told["alone"] is not None:
         facts.append(("(a) this reader beside the empty passage: p(y|x,∅)", probability(told["alone"])))
-    best = max(told["passages"], key=lambda one: one["likelihood"])
-    facts.append((f"(b) beside {_name(best)}: p(y|z,x)", probability(best["likelihood"])))
+    if _is_nowhere(told):
+        facts.append((f"(b) {NOWHERE}", ""))
+    else:
+        best = max(told["passages"], key=lambda one: one["likelihood"])
+        facts.append((f"(b) beside {_name(best)}: p(y|z,x)", probability(best["likelihood"])))
     facts.append(
         (f"(c) marginal over {len(told['passages'])} passages: p(y|x), {answer}", probability(told["probability"]))
     )
@@ -215,37 +240,51 @@ def _facts(told: dict[str, Any]) -> list[tuple[str, str]]:
     return facts
 
 
+def _is_nowhere(told: dict[str, Any]) -> bool:
+    return all(one["posterior"] is None for one in told["passages"])
+
+
 def _numbers(one: dict[str, Any]) -> list[str]:
-    return [f"{one['prior']:.3f}", probability(one["likelihood"]), f"{one['posterior']:.3f}", f"{one['gain']:+.3f}"]
+    known = one["posterior"] is not None
+    posterior, gain = (f"{one['posterior']:.3f}", f"{one['gain']:+.3f}") if known else ("–", "–")
+    return [f"{one['prior']:.3f}", probability(one["likelihood"]), posterior, gain]
 
 
 def show(told: dict[str, Any], to: Console) -> None:
-    """The facts, then a passage a line."""
+    """The facts, then a passage a line, of which a terminal sees the beginning; numbers are whole everywhere."""
     to.soft_wrap = not to.is_terminal
-    to.print(told["text"], style="bold", markup=False)
-    for meant, number in _facts(told):
-        to.print(f"{meant:<72} {number}", markup=False)
-    shown = Table(box=None, pad_edge=False)
-    for head in HEADS:
-        if head == "passage":
-            shown.add_column(head, no_wrap=True)
-        else:
-            shown.add_column(head, justify="right", no_wrap=True, min_width=8)
-    for one in told["passages"]:
-        text = " ".join(one["text"].split())[:SNIPPET]
-        shown.add_row(*_numbers(one), f"{_name(one)}: {text}".replace("[", r"\["))
-    to.print(shown)
+    to.print(Text(harmless(told["text"]), style="bold"))
+    facts = [(harmless(meant), number) for meant, number in _facts(told)]
+    width = max(cell_len(number) for _, number in facts)
+    for meant, number in facts:
+        to.print(Text(f"{number.rjust(width)}  {meant}"))
+    for line in _table(told["passages"]):
+        to.print(line, no_wrap=True, overflow="ellipsis" if to.is_terminal else "ignore")
+
+
+def _table(passages: list[dict[str, Any]]) -> Iterator[Text]:
+    """A line of names, and one for each passage: its numbers below each other, then where it is from and its text."""
+    rows = [[*_numbers(one), f"{_name(one)}: {' '.join(one['text'].split())[:SNIPPET]}"] for one in passages]
+    *columns, last = zip(HEADS, *rows, strict=True)
+    widths = [max(map(cell_len, column)) for column in columns]
+    for numbers, passage in zip(zip(*columns, strict=True), last, strict=True):
+        cells = [number.rjust(width) for number, width in zip(numbers, widths, strict=True)]
+        yield Text("  ".join([*cells, harmless(passage)]))
 
 
 def render(told: dict[str, Any]) -> str:
     """The same as a page, with the passages whole."""
-    rows = [Bar(_name(one), one["posterior"], "realm", f"{one['posterior']:.3f}") for one in told["passages"]]
+    if _is_nowhere(told):
+        explained = table(("", ""), [(NOWHERE, "–")], 1)
+    else:
+        rows = [Bar(_name(one), one["posterior"], "realm", f"{one['posterior']:.3f}") for one in told["passages"]]
+        explained = bars(rows)
     lines = [[*_numbers(one), _name(one), one["text"]] for one in told["passages"]]
     cards = [
         card(
             told["text"], f"Parameters after step {told['step']} of {told['task']}.", table(("", ""), _facts(told), 1)
         ),
-        card("Which passage explains it", "p(z|x,y): the posterior.", bars(rows)),
+        card("Which passage explains it", "p(z|x,y): the posterior.", explained),
         card("Passages", "r(z) = p(z|x,y) − p(z|x).", table((*HEADS, "text"), lines)),
     ]
     return page("REALM: a prediction", "".join(cards))

@@ -27,7 +27,10 @@ def measure_of(run: Run, task: str) -> Measure | None:
 
 
 def retrieval_measure(run: Run, task: str) -> Measure | None:
-    """Recall on the development questions, and exact match at the end of a task, as the loop wants it."""
+    """Recall on the development questions, and exact match at the end of fine-tuning, as the loop wants it.
+
+    Before, nothing has taught the reader which words answer a question.
+    """
     questions = dev_questions(run)
     if not questions:
         return None
@@ -37,7 +40,7 @@ def retrieval_measure(run: Run, task: str) -> Measure | None:
         if index is None:
             return {}
         found = evaluator.recall(params, index)
-        if final:
+        if final and task == "qa":
             found["exact_match"] = evaluator.exact_match(evaluator.predict(params, index))
         return found
 

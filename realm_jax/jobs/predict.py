@@ -24,13 +24,14 @@ from realm_jax.console import StageProgress
 from realm_jax.corpus.jsonl import Question
 from realm_jax.errors import UserError
 from realm_jax.evaluation.closed_book import recall_answers
-from realm_jax.evaluation.measures import Record, settings_file, write_record
+from realm_jax.evaluation.measures import Record, settings_file, surplus, write_record
 from realm_jax.evaluation.predict import Answer, Evaluator, Prediction
 from realm_jax.evaluation.retrieval import answer_hits
 from realm_jax.jobs.answering import (
     Trained,
     add_question_arguments,
     add_run_arguments,
+    check_passages,
     newest,
     open_run_to_ask,
     overrides_of,
@@ -76,9 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nbest",
         type=positive,
-        default=NBEST,
         metavar="N",
-        help="answers to write of a question (default: %(default)s)",
+        help=f"answers to write of a question (default: {NBEST})",
     )
 
 
@@ -86,10 +86,11 @@ def run(args: argparse.Namespace) -> int:
     """Predict; exit code 75 after SIGTERM."""
     output = checked_output(Path(args.output), "--output")
     opened = open_run_to_ask(Path(args.workdir), args.data, overrides_of(args))
+    check_passages(opened, args)
     questions = questions_of(opened, args, need_answers=False)
     try:
         with Stop() as stop:
-            predict(opened, args.task, questions, output, args.nbest, stop)
+            predict(opened, args.task, questions, output, args.nbest or NBEST, stop)
     except Preempted as reason:
         logger.warning("%s", reason)
         return PREEMPTED
@@ -128,6 +129,7 @@ def settings_of(run: Run, task: str, saved: Saved, questions: Sequence[Question]
         "checkpoint": saved.record["digest"],
         "corpus": run.sources.passages.fingerprint,
         "questions": digest(json.dumps(asked).encode()),
+        "lines": len(questions),
         "retrieved": evaluation.passages,
         "spans": evaluation.spans,
         "aggregate": evaluation.aggregate,
@@ -174,13 +176,18 @@ def _begin(output: Path, settings: dict[str, Any], questions: int) -> int:
 
 
 def _cut(output: Path, questions: int, batch_size: int) -> int:
-    """Cut a file off after its last whole batch; returns the number of lines that are left."""
+    """Cut a file off after its last whole batch; returns the number of lines that are left.
+
+    Raises UserError where there are more lines than questions: which of them are right is not known.
+    """
     ends = [0]
     with open(output, "r+b") as stream:
         for line in stream:
             if line.endswith(b"\n"):
                 ends.append(ends[-1] + len(line))
         lines = len(ends) - 1
+        if lines > questions:
+            raise UserError(surplus(f"--output={output}", lines, questions))
         kept = lines if lines == questions else lines - lines % batch_size
         stream.truncate(ends[kept])
     return kept
@@ -287,6 +294,8 @@ def checked_output(path: Path, flag: str) -> Path:
     if file.is_dir() or not file.parent.is_dir():
         raise UserError(f"{flag}={path}: name a file in a folder that exists")
     make_folder(file.parent, flag)
+    if file.exists() and not os.access(file, os.W_OK):
+        raise UserError(f"{flag}={path}: may not be written to; name another")
     return file
 
 

@@ -128,7 +128,6 @@ def collect(run: Run, evaluator: Evaluator, predictions: Sequence[Prediction]) -
     by_group = {name: found[BY_WORDS] for name, found in measured.items() if BY_WORDS in found}
     results |= {BY_WORDS: by_group} if by_group else {}
     results["exact_match"] = exact
-    results["exact_match_after"] = {n: found["exact_match"] for n, found in measured.items() if "exact_match" in found}
     if utilities:
         results["retrieval_utility"] = float(np.mean(utilities[-max(1, len(utilities) // 10) :]))
     return results | {"seconds": seconds}
