@@ -39,9 +39,10 @@ def goldens() -> dict[str, str]:
 
 
 def here() -> ConfigDict:
-    """Two processes that train together and two that build indexes."""
+    """Two processes that train together and two that build indexes, each on a GPU of its own."""
     spec = specs.default()
     spec.trainer.processes, spec.builder.processes = 2, 2
+    spec.local.gpus = ("0", "1", "2", "3")
     return spec
 
 

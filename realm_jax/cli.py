@@ -170,15 +170,16 @@ def _run(argv: list[str], ctrl_c: _CtrlC) -> int:
     with ctrl_c.held():
         job = _import_job(name) if name in JOBS else None
     parser = _parser(name, job)
-    args, unknown = parser.parse_known_args(argv)
-    rest = unknown
+    # Taken out first: argparse would take one with a space in it for a word without a flag.
+    overrides = {flag: [one for one in argv if one.startswith(f"--{flag}.")] for flag in OVERRIDES}
+    given = [one for found in overrides.values() for one in found]
+    args, rest = parser.parse_known_args([one for one in argv if one not in given])
     for flag, place in OVERRIDES.items():
-        found = [argument for argument in rest if hasattr(args, flag) and argument.startswith(f"--{flag}.")]
-        setattr(args, place, found)
-        rest = [argument for argument in rest if argument not in found]
+        setattr(args, place, overrides[flag])
+        rest += [] if hasattr(args, flag) else overrides[flag]
     args.command_line = shlex.join(["realm", *argv])
     if rest:
-        parser.error(_unrecognized(rest, [one for one in unknown if one not in rest]))
+        parser.error(_unrecognized(rest, [one for one in given if one not in rest]))
     assert job is not None, "the parser requires a command of the table"
     _set_up_logging()
     code = job.run(args)

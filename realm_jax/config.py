@@ -333,18 +333,19 @@ def require_not_negative(config: ConfigDict, *keys: str) -> None:
         require(_get(config, key) >= 0, key, "must not be negative")
 
 
-def check_shape(config: ConfigDict, like: ConfigDict) -> None:
+def check_shape(config: ConfigDict, like: ConfigDict, kind: str = "config") -> None:
     """Raise UserError unless `config` is of the kind of `like` and has its keys and no others, with values of their
-    types."""
+    types. kind: what messages call it."""
     _check_kind(config, tagger="tagger" in like)
     wanted, found = flatten(like.to_dict()), flatten(config.to_dict())
+    begin = "realm_jax.config.default()" if kind == "config" else f"realm_jax.launch.{kind}.default()"
     for key, value in found.items():
         inside = next((name for name in wanted if name.startswith(f"{key}.")), None)
-        require(inside is None, key, f"is a section; set its keys, such as {inside}")
-        require(key in wanted, key, f"no such key, {advise(key, wanted)}")
-        require(_fits(value, wanted[key]), key, _type_advice(value, wanted[key]))
+        require(inside is None, key, f"is a section; set its keys, such as {inside}", kind)
+        require(key in wanted, key, f"no such key, {advise(key, wanted)}", kind)
+        require(_fits(value, wanted[key]), key, _type_advice(value, wanted[key]), kind)
     for key in wanted:
-        require(key in found, key, "is missing; begin with `realm_jax.config.default()` and change what differs")
+        require(key in found, key, f"is missing; begin with `{begin}` and change what differs", kind)
 
 
 def _check_kind(config: ConfigDict, tagger: bool) -> None:
@@ -479,7 +480,7 @@ def _get(config: ConfigDict, key: str) -> Any:
     return config
 
 
-def require(condition: bool, key: str, advice: str) -> None:
-    """Raise UserError, with the key's name and what to do, unless the condition holds."""
+def require(condition: bool, key: str, advice: str, kind: str = "config") -> None:
+    """Raise UserError, with the key's name and what to do, unless the condition holds. kind: before the key."""
     if not condition:
-        raise UserError(f"config.{key}: {advice}")
+        raise UserError(f"{kind}.{key}: {advice}")

@@ -5,6 +5,7 @@ One console serves bars and log lines, so that a line appears above a running ba
 Not for metrics that are kept: those are written by `realm_jax/training/metrics.py`.
 """
 
+import contextlib
 import functools
 import logging
 import time
@@ -24,10 +25,17 @@ BAR_WIDTH = 16
 _CONTROLS = dict.fromkeys([*range(32), *range(127, 160)], " ")
 
 
+class _Console(Console):
+    """Goes on in silence once nobody reads any more: training does not end with the terminal that watched it."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
 @functools.cache
 def console() -> Console:
     """The console on stderr that all progress and log lines go through."""
-    return Console(stderr=True)
+    return _Console(stderr=True)
 
 
 def harmless(text: str) -> str:
@@ -54,7 +62,8 @@ class _ConsoleHandler(logging.Handler):
         style = {logging.WARNING: "yellow", logging.ERROR: "bold red"}.get(record.levelno, "")
         prefix = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
         line = Text.assemble((moment, "dim"), " ", (prefix + record.getMessage(), style))
-        console().print(line, soft_wrap=True)
+        with contextlib.suppress(OSError):  # a terminal that hung up, a full disk
+            console().print(line, soft_wrap=True)
 
 
 class StageProgress:

@@ -39,6 +39,13 @@ def make_mesh(data: int = -1, fsdp: int = 1, model: int = 1, devices: list[jax.D
     when the sizes do not multiply to the number of devices, or slices do not divide `data`.
     """
     devices = jax.devices() if devices is None else devices
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    sizes = mesh_sizes(data, fsdp, model, len(devices), slices)
+    return Mesh(_arrange(sizes, devices, slices), AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def mesh_sizes(data: int, fsdp: int, model: int, devices: int, slices: int = 1) -> list[int]:
+    """Sizes of the axes on so many devices of so many slices. Raises UserError as `make_mesh`; touches no device."""
     sizes = [data, fsdp, model]
     for name, size in zip(AXES, sizes, strict=True):
         if size < 1 and size != -1:
@@ -46,22 +53,19 @@ def make_mesh(data: int = -1, fsdp: int = 1, model: int = 1, devices: list[jax.D
     if sizes.count(-1) > 1:
         raise UserError("config.mesh: only one of data, fsdp, model may be -1")
     known = int(np.prod([s for s in sizes if s != -1]))
-    sizes = [len(devices) // known if s == -1 else s for s in sizes]
-    if int(np.prod(sizes)) != len(devices):
+    sizes = [devices // known if s == -1 else s for s in sizes]
+    if int(np.prod(sizes)) != devices:
         wanted = " x ".join(f"{name}={size}" for name, size in zip(AXES, (data, fsdp, model), strict=True))
-        advice = "set one axis to -1" if -1 not in (data, fsdp, model) else f"choose sizes that divide {len(devices)}"
-        raise UserError(f"config.mesh: {wanted} does not fit {len(devices)} devices; {advice}")
-    return Mesh(_arrange(sizes, devices), AXES, axis_types=(AxisType.Auto,) * 3)
+        advice = "set one axis to -1" if -1 not in (data, fsdp, model) else f"choose sizes that divide {devices}"
+        raise UserError(f"config.mesh: {wanted} does not fit {devices} devices; {advice}")
+    if sizes[0] % slices:
+        raise UserError(f"config.mesh.data: is {sizes[0]}, but {slices} slices share it; set a multiple of {slices}")
+    return sizes
 
 
-def _arrange(sizes: list[int], devices: list[jax.Device]) -> NDArray:
+def _arrange(sizes: list[int], devices: list[jax.Device], slices: int) -> NDArray:
     """Devices in the shape of a mesh, neighbours along its axes near to each other in hardware."""
-    slices = len({getattr(device, "slice_index", 0) for device in devices})
     if slices > 1:
-        if sizes[0] % slices:
-            raise UserError(
-                f"config.mesh.data: is {sizes[0]}, but {slices} slices share it; set a multiple of {slices}"
-            )
         within = [sizes[0] // slices, *sizes[1:]]
         return mesh_utils.create_hybrid_device_mesh(within, [slices, 1, 1], devices, allow_split_physical_axes=True)
     if devices[0].platform == "tpu":

@@ -240,15 +240,19 @@ def bare_run(
 def mesh_for(config: ConfigDict, devices: list[jax.Device] | None = None) -> Mesh:
     """The mesh of a config. Raises UserError where a task's batch cannot be shared out on it."""
     mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.model, devices)
+    check_batches(config, mesh.shape["data"] * mesh.shape["fsdp"])
+    return mesh
+
+
+def check_batches(config: ConfigDict, spread: int) -> None:
+    """Raise UserError where a task's batch cannot be shared out over so many devices."""
     for name in task_names(config):
-        spread, parts = mesh.shape["data"] * mesh.shape["fsdp"], config[name].microbatches
-        size = config[name].batch_size
+        size, parts = config[name].batch_size, config[name].microbatches
         if size % (spread * parts):
             raise UserError(
                 f"config.{name}.batch_size: is {size}, but {spread} devices share a batch in {parts} part(s); set a "
                 f"multiple of {spread * parts}"
             )
-    return mesh
 
 
 def on_one_cpu(bert: BertConfig) -> BertConfig:

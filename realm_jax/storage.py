@@ -91,6 +91,18 @@ def only_one(folder: Path, lock: str = ".lock") -> Iterator[None]:
         yield
 
 
+def is_held(folder: Path, lock: str = ".lock") -> bool:
+    """Whether some process of this machine holds a folder (`only_one`)."""
+    try:
+        with open(folder / lock) as stream:
+            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # never held, or a file system without locks
+        return False
+    return False
+
+
 @contextmanager
 def one_after_another(folder: Path) -> Iterator[None]:
     """Hold a folder for this process, after all others of this machine that hold it."""

@@ -100,3 +100,25 @@ def straight(people, quick_steps, tmp_path_factory):
     run = open_tiny(people, tmp_path_factory.mktemp("straight"))
     train(run)
     return run
+
+
+@pytest.fixture
+def tools(tmp_path, monkeypatch):
+    """gcloud and kubectl that only write down what they are asked, and buckets in memory; call it with their answers.
+
+    Gives the folder of the fakes. May be called again, for other answers.
+    """
+    from fake_tools import install
+
+    from realm_jax.storage import open_folder
+
+    def in_memory(url):
+        return open_folder(str(url).replace("gs://", f"memory://{tmp_path.name}/"))
+
+    def put(*answers: dict) -> Path:
+        install(tmp_path / "bin", list(answers))
+        monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+        return tmp_path / "bin"
+
+    monkeypatch.setattr("realm_jax.launch.status.open_folder", in_memory)
+    return put

@@ -16,15 +16,15 @@ FLAGS = {
     (
         "gcloud",
         "queued-resources create",
-    ): "project zone accelerator-type runtime-version node-id node-count "
+    ): "quiet project zone accelerator-type type topology runtime-version node-id node-count "
     "node-prefix spot reserved service-account network metadata-from-file async",
-    ("gcloud", "queued-resources list"): "project zone filter format",
-    ("gcloud", "queued-resources delete"): "project zone force quiet async",
-    ("gcloud", "tpu-vm ssh"): "project zone worker command",
+    ("gcloud", "queued-resources list"): "quiet project zone filter format",
+    ("gcloud", "queued-resources delete"): "quiet project zone force async",
+    ("gcloud", "tpu-vm ssh"): "quiet project zone worker command",
     ("kubectl", "apply"): "context namespace filename",
     ("kubectl", "get"): "context namespace selector output",
     ("kubectl", "patch"): "context namespace type patch",
-    ("kubectl", "delete"): "context namespace selector ignore-not-found",
+    ("kubectl", "delete"): "context namespace cascade ignore-not-found",
     ("kubectl", "logs"): "context namespace selector container tail follow",
 }
 
@@ -55,7 +55,7 @@ def main() -> int:
 
 def install(folder: Path, answers: list[dict]) -> None:
     """Put both on a folder that is to come first on PATH."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     for tool in ("gcloud", "kubectl"):
         program = folder / tool
         program.write_text(f"#!{sys.executable}\n{Path(__file__).read_text()}")

@@ -1,11 +1,10 @@
-"""`realm launch --target=local`: a gang and independent processes, how their ends are taken, and what `status` says."""
+"""`realm launch --target=local`: a gang and independent processes, and how their ends are taken."""
 
 import os
 import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from pathlib import Path
 
@@ -14,13 +13,11 @@ from tiny_run import tiny_config
 
 from realm_jax import cli
 from realm_jax.errors import UserError
-from realm_jax.index.generations import BEAT_SECONDS, Status, write_status
 from realm_jax.launch import local
 from realm_jax.launch import spec as specs
-from realm_jax.launch.local import Local, Supervisor
+from realm_jax.launch.local import Local, Supervisor, processes
 from realm_jax.launch.spec import describe
-from realm_jax.launch.status import look
-from realm_jax.storage import PosixFolder
+from realm_jax.storage import StorageError
 from realm_jax.training.metrics import read_lines
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,24 +32,28 @@ def launched(workdir: Path, trainers=2, builders=1, **changes):
 
 @pytest.fixture
 def scripted(tmp_path, monkeypatch):
-    """A supervisor whose processes run a script: `scripted(script, …)`, with NAME and RUN (from 0) set."""
+    """A supervisor whose processes run a script: `scripted(script, …)`; `runs` then says how often each was started.
+
+    The script has `name`, `run` (the how-manieth of that name it is, from 0), `folder`, and `ready(count, number)`,
+    with which the last of so many processes sends the supervisor a signal.
+    """
 
     def make(script: str, **changes) -> Supervisor:
         (tmp_path / "logs").mkdir()
         program = tmp_path / "program.py"
-        program.write_text(textwrap.dedent(script))
+        program.write_text(BEGIN + textwrap.dedent(script))
         runs: dict[str, int] = {}
-        start, environment = Supervisor._start, Supervisor._environment
+        spawn = Supervisor._spawn
 
-        def started(self, name, words, number):
-            self.now = {"NAME": name, "RUN": str(runs.get(name, 0)), "HOME_OF_TEST": str(tmp_path)}
-            runs[name] = runs.get(name, 0) + 1
-            return start(self, name, words, number)
+        def spawned(self, process):
+            told = {"NAME": process.name, "RUN": str(runs.get(process.name, 0)), "FOLDER": str(tmp_path)}
+            runs[process.name] = runs.get(process.name, 0) + 1
+            return spawn(self, process._replace(environment=process.environment | told))
 
-        monkeypatch.setattr(Supervisor, "_start", started)
-        monkeypatch.setattr(Supervisor, "_environment", lambda self, number: environment(self, number) | self.now)
-        monkeypatch.setattr(local, "PROGRAM", [sys.executable, str(program)])
+        monkeypatch.setattr(Supervisor, "_spawn", spawned)
+        monkeypatch.setattr(local, "PROGRAM", [sys.executable, "-IS", str(program)])
         monkeypatch.setattr(local, "FIRST_PAUSE", 0.01)
+        monkeypatch.setattr(local, "SHORT_GRACE", 1.0)
         supervisor = Supervisor(launched(tmp_path, **changes), tmp_path)
         supervisor.runs = runs
         return supervisor
@@ -62,28 +63,30 @@ def scripted(tmp_path, monkeypatch):
 
 BEGIN = """
 import os, signal, sys, time
-name, run = os.environ["NAME"], int(os.environ["RUN"])
-folder = os.environ["HOME_OF_TEST"]
+name, run, folder = os.environ["NAME"], int(os.environ["RUN"]), os.environ["FOLDER"]
+def ready(count, number):
+    os.mkdir(f"{folder}/{name}.ready")
+    if sum(one.endswith(".ready") for one in os.listdir(folder)) == count:
+        os.kill(os.getppid(), number)
 """
 
 
 def test_a_dead_process_restarts_its_gang_and_nobody_else(scripted):
     supervisor = scripted(
-        BEGIN
-        + """
+        """
 if name == "trainer-1" and run == 0:
     os.kill(os.getpid(), signal.SIGKILL)
-time.sleep(60 if run == 0 and name.startswith("trainer") else 0.5)
+if run == 0 and name.startswith("trainer"):
+    signal.pause()
 """
     )
     assert supervisor.run() == 0
-    assert supervisor.runs == {"trainer-0": 2, "trainer-1": 2, "builder": 1}
+    assert supervisor.runs == {"trainer-0": 2, "trainer-1": 2, "builder-0": 1}
 
 
 def test_a_dead_builder_is_started_again_by_itself(scripted):
     supervisor = scripted(
-        BEGIN
-        + """
+        """
 time.sleep(1.5 if name.startswith("trainer") else 0.1)
 sys.exit(3 if name == "builder-1" and run < 2 else 0)
 """,
@@ -94,29 +97,28 @@ sys.exit(3 if name == "builder-1" and run < 2 else 0)
 
 
 def test_a_mistake_is_not_repeated(scripted):
-    supervisor = scripted(BEGIN + "sys.exit(2 if name == 'trainer-0' else time.sleep(60))")
+    supervisor = scripted("sys.exit(2 if name == 'trainer-0' else signal.pause())")
     assert supervisor.run() == 2
-    assert supervisor.runs == {"trainer-0": 1, "trainer-1": 1, "builder": 1}
+    assert supervisor.runs == {"trainer-0": 1, "trainer-1": 1, "builder-0": 1}
 
 
 def test_a_builder_s_mistake_lets_training_end_and_is_the_exit_code(scripted):
-    supervisor = scripted(BEGIN + "time.sleep(0.5)\nsys.exit(2 if name == 'builder' else 0)")
+    supervisor = scripted("time.sleep(0.5)\nsys.exit(2 if name == 'builder-0' else 0)")
     assert supervisor.run() == 2
-    assert supervisor.runs == {"trainer-0": 1, "trainer-1": 1, "builder": 1}
+    assert supervisor.runs == {"trainer-0": 1, "trainer-1": 1, "builder-0": 1}
 
 
 def test_preemptions_do_not_count_and_crashes_without_progress_do(scripted, caplog):
-    supervisor = scripted(BEGIN + "sys.exit(75 if run < 4 else 9)", trainers=1, builders=0, restarts=2)
+    supervisor = scripted("sys.exit(75 if run < 4 else 9)", trainers=1, builders=0, restarts=2)
     assert supervisor.run() == 9
-    assert supervisor.runs == {"trainer": 4 + 3}
-    assert "exit code 9, for the 3th time without progress; given up" in caplog.text
+    assert supervisor.runs == {"trainer-0": 4 + 3}
+    assert "exit code 9; failures without progress: 3; given up" in caplog.text
 
 
 def test_progress_between_crashes_forgives_them(scripted):
     """A checkpoint more at every run: five crashes are five times the first."""
     supervisor = scripted(
-        BEGIN
-        + """
+        """
 os.makedirs(f"{folder}/qa/checkpoints/{run}", exist_ok=True)
 open(f"{folder}/config.json", "w").write('{"tasks": "qa"}')
 sys.exit(9 if run < 5 else 0)
@@ -125,100 +127,240 @@ sys.exit(9 if run < 5 else 0)
         builders=0,
         restarts=1,
     )
-    assert supervisor.run() == 0 and supervisor.runs == {"trainer": 6}
+    assert supervisor.run() == 0 and supervisor.runs == {"trainer-0": 6}
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
-def test_a_signal_is_handed_on_and_waited_for(scripted, tmp_path, number, code):
+def test_what_is_logged_is_no_progress(scripted):
+    """A crash loop that writes a line of metrics each time ends all the same."""
     supervisor = scripted(
-        BEGIN
-        + """
+        """
+os.makedirs(f"{folder}/qa", exist_ok=True)
+open(f"{folder}/config.json", "w").write('{"tasks": "qa"}')
+open(f"{folder}/qa/metrics.jsonl", "a").write('{"step": %d}\\n' % run)
+sys.exit(9)
+""",
+        trainers=1,
+        builders=0,
+        restarts=2,
+    )
+    assert supervisor.run() == 9 and supervisor.runs == {"trainer-0": 3}
+
+
+def test_a_builder_s_progress_is_a_generation_and_not_the_trainer_s_checkpoint(scripted):
+    supervisor = scripted(
+        """
+if name == "trainer-0":
+    while not os.path.exists(f"{folder}/given_up"):
+        time.sleep(0.02)
+    sys.exit(0)
+os.makedirs(f"{folder}/qa/checkpoints/{run}")
+if run < 3:
+    os.makedirs(f"{folder}/index/{run}-ab")
+    open(f"{folder}/index/{run}-ab/MANIFEST.json", "w").close()
+if run == 3:
+    os.mkdir(f"{folder}/given_up")
+sys.exit(1)
+""",
+        trainers=1,
+        restarts=1,
+    )
+    assert supervisor.run() == 1
+    assert supervisor.runs == {"trainer-0": 1, "builder-0": 4}, "three with progress, and one without"
+
+
+def test_a_folder_that_cannot_be_looked_at_ends_nothing(scripted, monkeypatch, caplog):
+    def broken(folder):
+        raise StorageError("gs://b: cannot read it")
+
+    for look in ("summary", "newest_checkpoint", "newest_generation"):
+        monkeypatch.setattr(local, look, broken)
+    monkeypatch.setattr(local, "STATUS_SECONDS", 0.0)
+    assert scripted("sys.exit(0 if run else 75)", trainers=1).run() == 0
+    assert "cannot be looked at (gs://b: cannot read it)" in caplog.text
+
+
+def test_an_end_of_the_supervisor_lets_processes_save(scripted, tmp_path, monkeypatch):
+    """Whatever it stumbles over: here it cannot start the second process."""
+    (tmp_path / "logs" / "trainer-1.log").mkdir(parents=True)
+    (tmp_path / "logs").rename(tmp_path / "kept")
+    supervisor = scripted(SAVES)
+    (tmp_path / "logs").rmdir()
+    (tmp_path / "kept").rename(tmp_path / "logs")
+    spawn = Supervisor._spawn
+
+    def patiently(self, process):
+        child = spawn(self, process)
+        while not (tmp_path / f"{process.name}.ready").exists():
+            assert child.process.poll() is None
+        return child
+
+    monkeypatch.setattr(Supervisor, "_spawn", patiently)
+    with pytest.raises(UserError, match="trainer-1 cannot be started: .*logs/trainer-1.log"):
+        supervisor.run()
+    assert [path.name for path in tmp_path.glob("*.saved")] == ["trainer-0.saved"]
+
+
+SAVES = """
 def save(*_):
-    time.sleep(0.3)
-    open(f"{folder}/{name}.saved", "w").close()
+    os.mkdir(f"{folder}/{name}.saved")
     sys.exit(75)
 signal.signal(signal.SIGTERM, save)
-open(f"{folder}/{name}.ready", "w").close()
-time.sleep(60)
-"""
-    )
-    threading.Thread(target=when_ready, args=(tmp_path, 3, number), daemon=True).start()
-    assert supervisor.run() == code
-    assert sorted(path.stem for path in tmp_path.glob("*.saved")) == ["builder", "trainer-0", "trainer-1"]
+ready(3, SIGNAL)
+while True:
+    signal.pause()
+""".replace("SIGNAL", "int(os.environ.get('SIGNAL', '0'))")
 
 
-def test_what_does_not_end_in_its_grace_period_is_killed(scripted, tmp_path):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130), (signal.SIGHUP, 75)])
+def test_a_signal_is_handed_on_and_waited_for(scripted, tmp_path, monkeypatch, number, code):
+    monkeypatch.setenv("SIGNAL", str(int(number)))
+    assert scripted(SAVES).run() == code
+    assert sorted(path.stem for path in tmp_path.glob("*.saved")) == ["builder-0", "trainer-0", "trainer-1"]
+
+
+def test_what_does_not_end_in_its_grace_period_is_killed(scripted):
     supervisor = scripted(
-        BEGIN
-        + """
+        """
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-open(f"{folder}/{name}.ready", "w").close()
-time.sleep(60)
+ready(3, signal.SIGTERM)
+while True:
+    signal.pause()
 """,
         grace_seconds=1,
     )
-    threading.Thread(target=when_ready, args=(tmp_path, 3, signal.SIGTERM), daemon=True).start()
     began = time.monotonic()
     assert supervisor.run() == 75 and time.monotonic() - began < 30
 
 
-def when_ready(folder: Path, count: int, number: int) -> None:
-    while len(list(folder.glob("*.ready"))) < count:
-        time.sleep(0.05)
-    os.kill(os.getpid(), number)
+def test_a_mistake_counts_before_a_crash_and_a_crash_before_a_preemption(scripted):
+    assert [local._cause(codes) for codes in ((-6, 2), (75, None, 1), (75, 0, None))] == [2, 1, 75]
+    supervisor = scripted("os.kill(os.getpid(), signal.SIGSEGV) if name == 'trainer-0' else sys.exit(2)", builders=0)
+    assert supervisor.run() == 2 and supervisor.runs == {"trainer-0": 1, "trainer-1": 1}
+
+
+@pytest.mark.parametrize(("killed", "code"), [("trainer-0", 128 + 11), ("builder-0", 128 + 11)])
+def test_who_is_given_up_after_a_signal_is_no_success(scripted, killed, code):
+    script = f"time.sleep(0.5)\nos.kill(os.getpid(), signal.SIGSEGV) if name == {killed!r} else None"
+    assert scripted(script, trainers=1, restarts=0).run() == code
+
+
+def test_what_a_dead_process_started_is_ended_with_it(scripted, tmp_path):
+    supervisor = scripted(
+        """
+if run == 0 and os.fork() == 0:
+    open(f"{folder}/left.pid", "w").write(str(os.getpid()))
+    while True:
+        signal.pause()
+while not (os.path.exists(f"{folder}/left.pid") and open(f"{folder}/left.pid").read()):
+    pass
+sys.exit(0 if run else 9)
+""",
+        trainers=1,
+        builders=0,
+    )
+    assert supervisor.run() == 0
+    assert not is_running(int((tmp_path / "left.pid").read_text()))
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there and not merely unburied."""
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.is_file() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def test_lines_come_with_the_name_of_their_process_and_lie_in_its_log(scripted, tmp_path, capfd):
-    assert scripted(BEGIN + "print('hello from', name)", trainers=1).run() == 0
-    err = capfd.readouterr().err
-    assert "trainer | hello from trainer" in err and "builder | hello from builder" in err
-    assert (tmp_path / "logs" / "builder.log").read_text() == "hello from builder\n"
+    assert scripted("print('hello from', name, end='')", trainers=1).run() == 0
+    lines = capfd.readouterr().err.splitlines()
+    assert {"trainer-0 | hello from trainer-0", "builder-0 | hello from builder-0"} <= {*lines}
+    assert (tmp_path / "logs" / "builder-0.log").read_text() == "hello from builder-0\n"
+
+
+def test_nobody_reading_does_not_end_training(scripted, tmp_path, monkeypatch):
+    class Lost:
+        encoding = "utf-8"
+
+        def write(self, text):
+            raise BrokenPipeError
+
+        def flush(self):
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stderr", Lost())
+    assert scripted("for number in range(100000): print(number)", trainers=1, builders=0).run() == 0
+    assert (tmp_path / "logs" / "trainer-0.log").read_text().endswith("99999\n")
+
+
+def test_processes_do_not_outlive_their_supervisor(tmp_path):
+    """SIGKILL, which nobody can hand on."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, signal, sys\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (os.mkdir(f'{sys.argv[-1]}.saved'), sys.exit(75)))\n"
+        "os.kill(os.getppid(), signal.SIGKILL)\n"
+        "while True: signal.pause()\n"
+    )
+    (tmp_path / "logs").mkdir()
+    code = f"""
+import sys
+from pathlib import Path
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
+from realm_jax.launch import local
+from test_launch_local import launched
+local.PROGRAM = [sys.executable, "-IS", {str(program)!r}]
+local.Supervisor(launched(Path({str(tmp_path)!r}), 1, 0), Path({str(tmp_path)!r})).run()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    # Reading its output to the end above means that whoever held the pipe is gone; the child wrote before it went.
+    wait_for(lambda: list(tmp_path.glob("*.saved")))
+
+
+def wait_for(fact) -> None:
+    until = time.monotonic() + 60
+    while not fact():
+        assert time.monotonic() < until, "it does not come"
 
 
 def test_devices_are_shared_out(tmp_path):
-    (tmp_path / "logs").mkdir()
-    supervisor = Supervisor(launched(tmp_path, local__gpus=("0,1", "2", "3")), tmp_path)
-    assert [supervisor._environment(number)["CUDA_VISIBLE_DEVICES"] for number in range(3)] == ["0,1", "2", "3"]
-    with pytest.raises(UserError, match="spec.local.gpus: name the devices of each of the 3 processes"):
-        Local(launched(tmp_path, local__gpus=("0",))).plan()
+    def environments(**changes):
+        found = processes(launched(tmp_path, **changes), 0)
+        return [one.environment for job in found.values() for one in job]
+
+    shared = environments(local__gpus=("0,1", "2", "3"))
+    assert shared == [{"CUDA_VISIBLE_DEVICES": one} for one in ("0,1", "2", "3")]
+    assert environments(local__devices=2) == [{"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}] * 3
 
 
-# ---- status
-
-
-def put(folder: PosixFolder, **jobs) -> None:
-    for name, (stage, step, counter) in jobs.items():
-        write_status(folder, name, Status("one", stage=stage, step=step, counter=counter))
-
-
-def test_a_job_whose_counter_stands_still_for_two_beats_is_late(tmp_path):
-    folder, waited = PosixFolder(tmp_path), []
-    put(folder, trainer=("realm", 10, 1), builder=("building", 8, 5))
-
-    def wait(seconds: float) -> None:
-        waited.append(seconds)
-        put(folder, trainer=("realm", 11, 2))
-
-    state = look(folder, wait)
-    assert state.late == ["builder"] and sum(waited) == pytest.approx(2 * BEAT_SECONDS)
-    assert [job.name for job in state.jobs] == ["trainer", "builder"]
-
-
-def test_who_is_done_is_not_late_and_nobody_waits_for_them(tmp_path):
-    folder = PosixFolder(tmp_path)
-    write_status(folder, "trainer", Status("one", stage="realm", step=20, counter=9, done=True))
-    assert look(folder, lambda _: pytest.fail("waits")).late == []
-
-
-def test_nothing_there_is_said(tmp_path, capsys):
-    assert cli.main(["launch", "status", f"--workdir={tmp_path}"]) == 2
-    assert "nothing is there yet" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"local__gpus": ("0",)}, "spec.local.gpus: name the devices of each of the 3 processes, such as"),
+        ({"local__gpus": (0, 1, 2)}, "spec.local.gpus: name the devices of each of the 3 processes, such as"),
+        ({"local__devices": -1}, "spec.local.devices=-1: must not be negative"),
+        ({"local__devices": 1, "local__gpus": ("0", "1", "2")}, "spec.local.devices: emulates devices of a CPU"),
+    ],
+)
+def test_devices_that_cannot_be_shared_out_are_refused_by_a_dry_run_too(tmp_path, changes, told):
+    for act in (Local(launched(tmp_path, **changes)).plan, Local(launched(tmp_path, **changes)).start):
+        with pytest.raises(UserError, match=told):
+            act()
 
 
 def test_logs_and_stop_say_what_is_missing(tmp_path, capsys):
-    for action, told in (("logs", "there is no such log"), ("stop", "nothing runs there"), ("delete", "remove that")):
+    for action, told in (("logs", "there is no such job"), ("stop", "nothing runs there"), ("delete", "remove that")):
         assert cli.main(["launch", action, "--target=local", f"--workdir={tmp_path}"]) == 2
         assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("record", ["{}", "[]", '{"pid": null}', "{", f'{{"pid": {os.getpid()}}}'])
+def test_a_record_that_a_crash_left_behind_stops_nobody(tmp_path, monkeypatch, record):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "launch.json").write_text(record)
+    monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("signals a stranger"))
+    target = Local(launched(tmp_path))
+    assert target.items()[0]["state"] == "not running"
+    with pytest.raises(UserError, match="nothing runs there"):
+        target.stop()
 
 
 # ---- the real thing
@@ -244,6 +386,6 @@ def test_two_trainer_processes_and_a_builder_train_a_tiny_run(people, tmp_path):
     assert read_lines(workdir / "realm" / "metrics.jsonl")[-1]["step"] == 6
     assert any("generation" in line for line in read_lines(workdir / "realm" / "evaluations.jsonl"))
     assert (workdir / "results.json").is_file()
-    for name in ("trainer-0 | ", "trainer-1 | ", "builder | "):
+    for name in ("trainer-0 | ", "trainer-1 | ", "builder-0 | "):
         assert name in done.stderr
     assert cli.main(["launch", "status", f"--workdir={workdir}"]) == 0

@@ -7,12 +7,14 @@
     index/<step>-<nonce>/scann-…/                 searchers of the hosts, if any: `searchers.py`
     index/<step>-<nonce>/MANIFEST.json            put last; without it the generation does not exist
     index/<step>-<nonce>.refused                  why a generation must not be served; outlives it
-    jobs/trainer.json, jobs/builder.json          what each job is doing, and what it needs (pins)
+    jobs/trainer.json, jobs/builder-<n>.json      what each job is doing, and what it needs (pins)
+    jobs/recipe.json                              how far the trainer is in its recipe, and whether it lives
 
 Nothing that a record lists is ever written again. Writing exports is `training/exporter.py`, building generations
 `builder.py`, following them `training/follower.py`. Read `Manifest` next.
 """
 
+import contextlib
 import dataclasses
 import re
 import threading
@@ -26,7 +28,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from realm_jax.errors import UserError
-from realm_jax.storage import Damaged, FileEntry, Folder, digest
+from realm_jax.storage import Damaged, FileEntry, Folder, StorageError, digest
 
 FORMAT_VERSION = 1
 EXPORT, MANIFEST, REFUSED, DONE = "EXPORT.json", "MANIFEST.json", ".refused", ".done"
@@ -344,6 +346,13 @@ class Status:
 
 
 BEAT_SECONDS = 5.0  # between two signs of life
+TRAINER, BUILDER = "trainer", "builder"
+RECIPE = "recipe"  # what the trainer says of the whole recipe; its word to the builders is TRAINER's
+
+
+def process_name(job: str, number: int) -> str:
+    """What a process of 'trainer' or 'builder' is called everywhere: its status, its log, its machines in a cloud."""
+    return f"{job}-{number}"
 
 
 class Beat:
@@ -366,14 +375,54 @@ class Beat:
             self._act()
 
 
+class Living:
+    """The status of a job, written when it changes and every BEAT_SECONDS, however long the work takes between.
+
+    A context manager. What storage does to a sign of life is told where work is stored, so here it is passed over.
+    """
+
+    def __init__(self, folder: Folder, job: str, status: Status) -> None:
+        self._folder, self._job, self._status = folder, job, status
+        self._lock, self._beat = threading.Lock(), Beat(self._live)
+
+    def __enter__(self) -> Self:
+        self._live()
+        self._beat.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._beat.__exit__()
+
+    def tell(self, **changes: Any) -> None:
+        """Write fields of `Status` that are other than before."""
+        with self._lock:
+            changed = dataclasses.replace(self._status, **changes)
+            if changed != self._status:
+                self._status = changed
+                self._write()
+
+    def _live(self) -> None:
+        with self._lock:
+            self._write()
+
+    def _write(self) -> None:
+        self._status.counter += 1
+        with contextlib.suppress(StorageError):
+            write_status(self._folder, self._job, self._status)
+
+
 def read_status(folder: Folder, job: str) -> Status | None:
-    """The status of 'trainer' or 'builder'; None where it never wrote one, or where what is there cannot be read."""
+    """The status of a job; None where it never wrote one, or where what is there cannot be read."""
     try:
         found = _checked(folder.read_json(f"jobs/{job}.json"), job, Status)
     except (FileNotFoundError, Damaged, Unusable):
+        return None
+    kinds = {"run": str, "stage": str, "step": int, "counter": int, "done": bool, "index": int, "pins": list}
+    if any(type(found[name]) is not kind for name, kind in kinds.items()):
         return None
     return Status(**found | {"pins": tuple(found["pins"])})
 
 
 def write_status(folder: Folder, job: str, status: Status) -> None:
+    """Raises StorageError."""
     folder.write_json(f"jobs/{job}.json", status.to_json())

@@ -6,8 +6,6 @@ How a generation is built is `realm_jax/index/builder.py`; the files are explain
 """
 
 import argparse
-import contextlib
-import dataclasses
 import logging
 import time
 from pathlib import Path
@@ -23,20 +21,21 @@ from realm_jax.errors import UserError
 from realm_jax.index.approximate import check_scann
 from realm_jax.index.builder import Builder, Corpus, Refused, Share, Stopped, current_name, forgive, refusal
 from realm_jax.index.generations import (
-    Beat,
+    BUILDER,
     Export,
+    Living,
     Manifest,
     Status,
     Unusable,
     export_steps,
     generation_names,
+    process_name,
     read_export,
     read_manifest,
     read_status,
     read_towers,
     remove_generation,
     step_of,
-    write_status,
 )  # fmt: skip
 from realm_jax.jobs.flags import add_config_argument, load_config
 from realm_jax.jobs.opening import recorded_config, recorded_corpus, set_up_jax
@@ -130,8 +129,7 @@ class Job:
         self._run, self._folder, self._share = run, folder, share
         self._options = run.config.refresh
         self._corpus = stored_corpus(run)
-        self._name = "builder" if share.process == 0 else f"builder-{share.process}"
-        self._status = Status("", stage="starting")
+        self._living = Living(folder, process_name(BUILDER, share.process), Status("", stage="starting"))
         self._seen: tuple[str, int] | None = None  # what the trainer said of itself last
         self._moved = False  # whether the trainer gave a sign of life since this process started
         self._damaged: set[int] = set()  # steps whose export was found damaged; the trainer may write it again
@@ -139,9 +137,9 @@ class Job:
 
     def work(self, stop: Stop, step: int | None, once: bool) -> None:
         """Build what is due until the trainer is done, or one generation."""
-        with Beat(self._live):
+        with self._living:
             self._work(stop, step, once)
-        self._tell("ended", -1, done=True)
+        self._living.tell(stage="ended", step=-1, done=True)
 
     def _work(self, stop: Stop, step: int | None, once: bool) -> None:
         pause = self._options.poll_seconds
@@ -157,7 +155,7 @@ class Job:
                     pause, told = self._options.poll_seconds, False
                 if once or (export is None and self._ended()):
                     return
-                self._tell("waiting" if export is None else "building", -1)
+                self._living.tell(stage="waiting" if export is None else "building", step=-1)
             except Refused as fault:
                 if once:
                     raise UserError(str(fault)) from None
@@ -176,7 +174,8 @@ class Job:
     def _begin(self) -> None:
         trainer = read_status(self._folder, "trainer")
         if trainer is not None:
-            self._status.run, self._seen = trainer.run, (trainer.run, trainer.counter)
+            self._living.tell(run=trainer.run)
+            self._seen = (trainer.run, trainer.counter)
         self._folder.unstage("index")
         forgive(self._folder)  # what an earlier builder found too bad may be good enough with the settings of this one
 
@@ -246,7 +245,7 @@ class Job:
         return export
 
     def _build(self, export: Export, stop: Stop) -> None:
-        self._tell("building", export.step)  # so that the trainer keeps it
+        self._living.tell(stage="building", step=export.step)  # so that the trainer keeps it
         try:
             arrays, queries = read_towers(self._folder, export)
         except Unusable:
@@ -259,7 +258,7 @@ class Job:
             def check() -> None:
                 if stop.asked:
                     raise Stopped
-                self._tell("building", export.step)
+                self._living.tell(stage="building", step=export.step)
 
             def told(done: int, total: int) -> None:
                 bar.update(self._corpus.rows * done // total)
@@ -296,16 +295,3 @@ class Job:
             logger.warning("no sign of life of the trainer for %g s; ending", self._options.idle_exit)
             return True
         return False
-
-    def _tell(self, stage: str, step: int, done: bool = False) -> None:
-        """What this process does, when that changed."""
-        changed = dataclasses.replace(self._status, stage=stage, step=step, done=done)
-        if changed != self._status:
-            self._status = changed
-            self._live()
-
-    def _live(self) -> None:
-        """A sign of life. What storage does to it is told where work is stored."""
-        self._status.counter += 1
-        with contextlib.suppress(StorageError):
-            write_status(self._folder, self._name, self._status)

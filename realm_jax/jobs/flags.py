@@ -58,7 +58,7 @@ def load_config(
     the config does not have, and for a value that is not of the key's type.
     """
     config = default() if path is None else _load_file(path, kind)
-    check_shape(config, default() if like is None else like(config))
+    check_shape(config, default() if like is None else like(config), kind)
     return with_overrides(config, overrides, kind)
 
 

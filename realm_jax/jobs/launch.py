@@ -16,13 +16,15 @@ from rich.table import Table
 
 from realm_jax.config import default, task_names, validate
 from realm_jax.errors import UserError
+from realm_jax.index.generations import TRAINER
 from realm_jax.jobs.flags import add_config_argument, load_config
 from realm_jax.launch import spec as specs
+from realm_jax.launch.checks import check_cloud, check_training
 from realm_jax.launch.jobset import JobSets
 from realm_jax.launch.local import Local
 from realm_jax.launch.queued_resources import QueuedResources
 from realm_jax.launch.spec import Launch, describe
-from realm_jax.launch.status import RunState, look, one_line, told
+from realm_jax.launch.status import RunState, expect_none, look, one_line, told
 from realm_jax.storage import open_folder
 
 ACTIONS = ("start", "list", "logs", "status", "stop", "delete")
@@ -33,7 +35,7 @@ EXAMPLES = """examples:
   realm launch --target=jobset --spec=launch/v5e.py --config=configs/realm_wiki.py \\
       --config.data.path=gs://bucket/wiki --workdir=gs://bucket/runs/realm --spec.image=IMAGE --dry-run
   realm launch status --workdir=gs://bucket/runs/realm
-  realm launch logs --target=jobset --spec=launch/v5e.py --workdir=gs://bucket/runs/realm --job=builder --follow
+  realm launch logs --target=jobset --spec=launch/v5e.py --workdir=gs://bucket/runs/realm --job=builder-0 --follow
   realm launch stop --target=jobset --spec=launch/v5e.py --workdir=gs://bucket/runs/realm
 
 The same command starts what was stopped; training goes on from its newest checkpoint. From an empty project to a pod:
@@ -42,14 +44,25 @@ docs/launch.md. `status` exits with 1 when a job that should live gave no sign o
 
 
 class Target(Protocol):
-    """Where a run can be started."""
+    """Where a run can be started. Every method raises UserError for what cannot be done there."""
 
-    def plan(self) -> str: ...
-    def start(self) -> int | None: ...
-    def items(self) -> list[dict[str, str]]: ...
-    def logs(self, job: str, follow: bool) -> int: ...
-    def stop(self) -> None: ...
-    def delete(self) -> None: ...
+    def plan(self) -> str:
+        """All that `start` would send or run."""
+
+    def start(self) -> int | None:
+        """Create what is not there, start what was stopped; the exit code where it waits for the end."""
+
+    def items(self) -> list[dict[str, str]]:
+        """{"name", "state", "detail"} of everything of the run that is there."""
+
+    def logs(self, job: str, follow: bool) -> int:
+        """Print what a job printed; the exit code."""
+
+    def stop(self) -> None:
+        """End every job, which saves."""
+
+    def delete(self) -> None:
+        """Remove everything but the work directory."""
 
 
 TARGETS: dict[str, Callable[[Launch], Target]] = {
@@ -73,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--workdir", required=True, metavar="DIR", help="folder of the run: a path, or gs://BUCKET/FOLDER for a cloud")
     add("--dry-run", action="store_true", help="print all that would be sent, and do nothing")
-    add("--job", default="trainer", metavar="NAME", help="logs: of this job (default: %(default)s)")
+    add("--job", metavar="NAME", help="logs: of this job, such as builder-0 (default: trainer)")
     add("--follow", action="store_true", help="logs: go on until Ctrl-C")
     add("--json", action="store_true", help="list, status: print JSON")
 
@@ -92,38 +105,48 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "list":
         show_list(target.items(), args.json)
     if args.action == "logs":
-        return target.logs(args.job, args.follow)
+        return target.logs(args.job or TRAINER, args.follow)
     if args.action in ("stop", "delete"):
         getattr(target, args.action)()
+        expect_none(args.workdir)
     return 0
 
 
 def _check(args: argparse.Namespace) -> None:
     """Raise UserError for flags that are missing, or would do nothing."""
-    if args.action != "status" and not args.target:
+    others = tuple(action for action in ACTIONS if action != "status")
+    if args.action in others and not args.target:
         raise UserError(f"--target: name one of {', '.join(TARGETS)}")
-    for flag, actions in {"dry_run": ("start",), "follow": ("logs",), "json": ("list", "status")}.items():
-        if getattr(args, flag) and args.action not in actions:
-            raise UserError(f"--{flag.replace('_', '-')}: goes with {' and '.join(actions)}")
+    goes_with = {"dry_run": ("start",), "follow": ("logs",), "job": ("logs",), "json": ("list", "status")}
+    goes_with |= dict.fromkeys(("target", "config", "spec", "overrides", "spec_overrides"), others)
+    for name, actions in goes_with.items():
+        if (given := getattr(args, name)) and args.action not in actions:
+            flag = given[0].partition("=")[0] if isinstance(given, list) else f"--{name.replace('_', '-')}"
+            raise UserError(f"{flag}: goes with {', '.join(actions)}; leave it out")
 
 
 def _launch(args: argparse.Namespace) -> Launch:
     """The checked description. Raises UserError for a config or a spec that cannot work."""
     spec = load_config(args.spec, args.spec_overrides, specs.default, kind="spec")
     config = load_config(args.config, args.overrides, default)
-    if args.action == "start":
-        config.data.path = config.data.path or "-"
-        validate(config)
-    if args.action == "start" and "realm" not in task_names(config):
+    if args.action != "start":
+        return describe(spec, args.config or "", args.overrides, args.workdir)
+    validate(config)
+    if "realm" not in task_names(config):
         spec.builder.update(processes=0, slices=0)  # no other task follows an index
-    mode = _beside(config, args.overrides, spec, args.target == "local") if args.action == "start" else []
-    return describe(spec, args.config or "", [*args.overrides, *mode], args.workdir)
+    local = args.target == "local"
+    builders = spec.builder.processes if local else spec.builder.slices
+    mode = _beside(config, args.overrides, builders)
+    launch = describe(spec, args.config or "", [*args.overrides, *mode], args.workdir)
+    if not local:
+        check_cloud(launch, args.target)
+    check_training(launch, config, builders, not local)
+    return launch
 
 
-def _beside(config: ConfigDict, overrides: list[str], spec: ConfigDict, local: bool) -> list[str]:
-    """What a builder beside the trainer means in the config. Raises UserError where an override says otherwise."""
-    beside = spec.builder.processes if local else spec.builder.slices
-    if not beside or config.refresh.mode == "async":
+def _beside(config: ConfigDict, overrides: list[str], builders: int) -> list[str]:
+    """What builders beside the trainer mean in the config. Raises UserError where an override says otherwise."""
+    if not builders or config.refresh.mode == "async":
         return []
     given = next((override for override in overrides if override.startswith("--config.refresh.mode=")), None)
     if given:
@@ -160,7 +183,7 @@ def status(args: argparse.Namespace) -> int:
     else:
         print(one_line(state.progress, []))
         for job in state.jobs:
-            sign = {None: "done", False: "alive", True: "LATE: no sign of life for two beats"}[job.late]
+            sign = "LATE: no sign of life for two beats" if job.state == "late" else job.state
             used = f", index of step {job.status.index}" if job.status.index >= 0 else ""
             print(f"{job.name}: {sign}; {told(job.status)}{used}")
         if state.generation >= 0:
@@ -169,10 +192,10 @@ def status(args: argparse.Namespace) -> int:
 
 
 def record(state: RunState) -> dict[str, Any]:
-    """A state as JSON: {"task", "checkpoint", "metrics", "generation", "jobs": [{"name", "stage", "step", "late"}]}."""
+    """A state as JSON: {"task", "checkpoint", "metrics", "generation", "jobs": [{"name", "state", …}]}."""
     jobs = [
-        {"name": job.name, "stage": job.status.stage, "step": job.status.step, "index": job.status.index}
-        | {"done": job.status.done, "late": job.late}
+        {"name": job.name, "state": job.state, "stage": job.status.stage, "step": job.status.step}
+        | {"index": job.status.index}
         for job in state.jobs
     ]
     saved = state.progress.checkpoint

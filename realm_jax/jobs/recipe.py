@@ -4,7 +4,7 @@ import logging
 import shlex
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from realm_jax.data.examples import Examples, question_examples
 from realm_jax.errors import UserError
 from realm_jax.evaluation.predict import Evaluator, found_by_words
 from realm_jax.index.candidates import question_depth
+from realm_jax.index.generations import RECIPE, Living, Status
 from realm_jax.jobs.controls import run_controls
 from realm_jax.jobs.matched_answers import training_questions
 from realm_jax.jobs.measuring import dev_questions, measure_of
@@ -30,6 +31,7 @@ from realm_jax.run import Run
 from realm_jax.storage import only_one
 from realm_jax.training.loop import train_task
 from realm_jax.training.preemption import PREEMPTED, Preempted, Stop
+from realm_jax.training.refresh import shared_folder
 
 logger = logging.getLogger(__name__)
 
@@ -46,15 +48,18 @@ def run_recipe(run: Run, controls: bool, command: str) -> int:
     if controls and "closed_book" in task_names(run.config):
         raise UserError("--controls: closed_book is a control itself; leave it out")
     try:
-        with only_one(run.workdir) if is_first() else nullcontext(), preemptible():
+        with only_one(run.workdir) if is_first() else nullcontext(), living(run) as tell, preemptible():
             if not questions or "closed_book" in task_names(run.config):
-                train(run)
+                train(run, tell)
                 return 0
+            tell("baselines")
             evaluator = Evaluator(run, questions)
             measure_baselines(run, evaluator, run.initial_params())
-            params = train(run)
+            params = train(run, tell)
             if controls:
+                tell("controls")
                 run_controls(run, evaluator)
+            tell("results")
             results = write_results(run, params, questions, command)
     except Preempted as reason:
         logger.warning("%s", reason)
@@ -62,6 +67,20 @@ def run_recipe(run: Run, controls: bool, command: str) -> int:
     if is_first():
         show(results, run.workdir)
     return 0
+
+
+@contextmanager
+def living(run: Run) -> Iterator[Callable[[str], None]]:
+    """Signs of life (jobs/recipe.json) until the block ends, and once it has ended well the word that all is done.
+
+    Gives a function that takes what the recipe is at. Of several processes the first alone says anything.
+    """
+    if not is_first():
+        yield lambda stage: None
+        return
+    with Living(shared_folder(run), RECIPE, Status("", stage="starting", step=-1)) as job:
+        yield lambda stage: job.tell(stage=stage)
+        job.tell(stage="ended", done=True)
 
 
 @contextmanager
@@ -83,10 +102,11 @@ def preemptible() -> Iterator[None]:
         signal.signal(signal.SIGUSR1, before)
 
 
-def train(run: Run) -> Params:
-    """All tasks of the recipe; returns the final parameters."""
+def train(run: Run, tell: Callable[[str], None] = lambda task: None) -> Params:
+    """All tasks of the recipe; returns the final parameters. tell: is given the name of each."""
     params = starting_params(run)
     for name in task_names(run.config):
+        tell(name)
         examples = partial(questions_to_learn, run, params) if name == "qa" else None
         params = train_task(run, name, params, measure_of(run, name), examples=examples)
     return params

@@ -1,4 +1,5 @@
-"""GKE: trainer and builder as two JobSets (jobset.x-k8s.io/v1alpha2), so that neither's end restarts the other.
+"""GKE: the trainer and every builder slice as a JobSet of its own (jobset.x-k8s.io/v1alpha2), so that no end of one
+restarts another, and GKE does not take slices that know nothing of each other for one multislice program.
 
 A slice is one Job of as many pods as it has machines; all slices of the trainer are one JobSet and restart together.
 Exit code 2 ends a JobSet, 75 and evictions restart it without counting, all else counts. `check` looks at manifests as
@@ -11,10 +12,12 @@ from typing import Any
 
 import yaml
 
-from realm_jax.errors import UserError
-from realm_jax.launch.slices import Slice, parse
-from realm_jax.launch.spec import MOUNTED, SAVE_SECONDS, Launch, Role, check_cloud
-from realm_jax.launch.tools import call, stream
+from realm_jax.errors import USER_ERROR, UserError
+from realm_jax.launch.checks import SAVE_SECONDS
+from realm_jax.launch.slices import GENERATIONS, Slice, parse
+from realm_jax.launch.spec import MOUNTED, Launch, Part, choose, parts
+from realm_jax.launch.status import expect
+from realm_jax.launch.tools import call, call_json, stream
 from realm_jax.training.preemption import PREEMPTED
 
 API = "jobset.x-k8s.io/v1alpha2"
@@ -22,20 +25,14 @@ RUN = "realm-jax/run"  # label: which run a JobSet belongs to
 CONTAINER, WORK = "realm", "work"
 ACCELERATOR, TOPOLOGY = "cloud.google.com/gke-tpu-accelerator", "cloud.google.com/gke-tpu-topology"
 CHIPS = "google.com/tpu"
-INDEX = "jobset.sigs.k8s.io/job-index"
 EXCLUSIVE = "alpha.jobset.sigs.k8s.io/exclusive-topology"
-USER_ERROR = 2
 
 Manifest = dict[str, Any]
 
 
 def manifests(launch: Launch) -> list[Manifest]:
     """The JobSets of a launch, the trainer's first. Raises UserError for what cannot be started."""
-    check_cloud(launch, "jobset")
-    found = [_jobset(launch, launch.trainer, ["--processes=auto"])]
-    if launch.builder.count:
-        share = ["--process=$(JOB_INDEX)", f"--processes={launch.builder.count}"]
-        found.append(_jobset(launch, launch.builder, share))
+    found = [_jobset(launch, part) for part in parts(launch)]
     check(found)
     return found
 
@@ -52,21 +49,24 @@ class _Plain(yaml.SafeDumper):
         return True
 
 
-def _jobset(launch: Launch, role: Role, process: list[str]) -> Manifest:
-    kubernetes = launch.spec.kubernetes
+def _jobset(launch: Launch, part: Part) -> Manifest:
+    kubernetes, role = launch.spec.kubernetes, part.role
+    replicas = role.count if role is launch.trainer else 1
     queue = {"kueue.x-k8s.io/queue-name": kubernetes.queue} if kubernetes.queue else {}
     return {
         "apiVersion": API,
         "kind": "JobSet",
         "metadata": {
-            "name": f"{launch.name}-{role.name}",
+            "name": f"{launch.name}-{part.name}",
             "namespace": kubernetes.namespace,
             "labels": {RUN: launch.name} | queue,
             "annotations": {EXCLUSIVE: "cloud.google.com/gke-nodepool"},
         },
         "spec": {
-            "failurePolicy": {"maxRestarts": launch.restarts, "rules": _restarts()},
-            "replicatedJobs": [{"name": role.name, "replicas": role.count, "template": _job(launch, role, process)}],
+            "failurePolicy": {"maxRestarts": kubernetes.restarts, "rules": _restarts()},
+            "replicatedJobs": [
+                {"name": role.name, "replicas": replicas, "template": _job(launch, part, replicas > 1)},
+            ],
         },
     }
 
@@ -81,12 +81,12 @@ def _restarts() -> list[Manifest]:
     ]
 
 
-def _job(launch: Launch, role: Role, process: list[str]) -> Manifest:
-    failed = {"containerName": CONTAINER, "operator": "In"}
+def _job(launch: Launch, part: Part, multislice: bool) -> Manifest:
+    hosts, failed = part.role.slice.hosts, {"containerName": CONTAINER, "operator": "In"}
     return {
         "spec": {
-            "parallelism": role.slice.hosts,
-            "completions": role.slice.hosts,
+            "parallelism": hosts,
+            "completions": hosts,
             "completionMode": "Indexed",
             "backoffLimit": 0,
             "podFailurePolicy": {
@@ -96,22 +96,23 @@ def _job(launch: Launch, role: Role, process: list[str]) -> Manifest:
                     {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
                 ]
             },
-            "template": _pod(launch, role, process),
+            "template": _pod(launch, part, multislice),
         }
     }
 
 
-def _pod(launch: Launch, role: Role, process: list[str]) -> Manifest:
-    kubernetes = launch.spec.kubernetes
+def _pod(launch: Launch, part: Part, multislice: bool) -> Manifest:
+    """multislice: the slices talk over the machines' own network, which is faster than the pods'."""
+    kubernetes, role = launch.spec.kubernetes, part.role
     optional = {"serviceAccountName": kubernetes.service_account, "priorityClassName": role.priority}
-    words = [word.replace("$", "$$") for word in launch.command(role)]  # else Kubernetes puts variables there
+    network = {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"} if multislice else {}
+    words = [word.replace("$", "$$") for word in part.words]  # else Kubernetes puts variables there
     return {
         "metadata": {"labels": {RUN: launch.name}, "annotations": {"gke-gcsfuse/volumes": "true"}},
         "spec": {
             "restartPolicy": "Never",
             "terminationGracePeriodSeconds": launch.grace_seconds,
-            "hostNetwork": True,
-            "dnsPolicy": "ClusterFirstWithHostNet",
+            **network,
             **{key: value for key, value in optional.items() if value},
             "nodeSelector": {ACCELERATOR: role.slice.generation.accelerator, TOPOLOGY: role.slice.topology},
             "tolerations": [{"key": CHIPS, "operator": "Exists", "effect": "NoSchedule"}],
@@ -120,28 +121,21 @@ def _pod(launch: Launch, role: Role, process: list[str]) -> Manifest:
                 {
                     "name": CONTAINER,
                     "image": launch.image,
-                    "args": [*words, *process],
-                    "env": [
-                        {"name": "JOB_INDEX", "valueFrom": {"fieldRef": {"fieldPath": f"metadata.labels['{INDEX}']"}}}
-                    ],
+                    "args": words,
                     "resources": {"limits": {CHIPS: role.slice.chips_per_host}},
                     "volumeMounts": [{"name": WORK, "mountPath": f"{MOUNTED}/{launch.bucket}"}],
                 }
             ],
-            "volumes": [
-                {
-                    "name": WORK,
-                    "csi": {
-                        "driver": "gcsfuse.csi.storage.gke.io",
-                        "volumeAttributes": {
-                            "bucketName": launch.bucket,
-                            "mountOptions": "implicit-dirs,uid=1000,gid=1000",
-                        },
-                    },
-                }
-            ],
+            "volumes": [{"name": WORK, "csi": _mount(launch, multislice)}],
         },
     }
+
+
+def _mount(launch: Launch, multislice: bool) -> Manifest:
+    """The bucket. On a machine's network the driver has to be told to take the pod's account, not the machine's."""
+    account = {"hostNetworkPodKSA": "true"} if multislice else {}
+    options = {"bucketName": launch.bucket, "mountOptions": "implicit-dirs,uid=1000,gid=1000"}
+    return {"driver": "gcsfuse.csi.storage.gke.io", "volumeAttributes": options | account}
 
 
 # ---- what has to hold of what is sent
@@ -171,9 +165,8 @@ def check(found: Sequence[Manifest]) -> None:
 
 
 def _slice_of(name: str, selector: dict[str, str]) -> Slice:
-    version = {"tpu-v5-lite-podslice": "v5e", "tpu-v5p-slice": "v5p", "tpu-v6e-slice": "v6e"}.get(
-        selector.get(ACCELERATOR, "")
-    )
+    known = {generation.accelerator: version for version, generation in GENERATIONS.items()}
+    version = known.get(selector.get(ACCELERATOR, ""))
     if version is None:
         raise UserError(f"{name}: nodeSelector: {selector.get(ACCELERATOR)} is no accelerator that is known here")
     return parse(f"{version}:{selector.get(TOPOLOGY)}", f"{name}: nodeSelector")
@@ -198,45 +191,62 @@ class JobSets:
         return f"# {' '.join(self._kubectl('apply', '--filename=-'))}\n{to_yaml(manifests(self._launch))}"
 
     def start(self) -> None:
-        """Create both, or start again what was stopped."""
-        found = manifests(self._launch)
-        stopped = {item["metadata"]["name"] for item in self._get() if item["spec"].get("suspend")}
-        for manifest in found:
-            name = manifest["metadata"]["name"]
-            if name in stopped:
-                self._suspend(name, False)
-            else:
-                call(self._kubectl("apply", "--filename=-"), f"JobSet {name}", to_yaml([manifest]))
+        """Create them. What was stopped, has ended or is not wanted any more is removed first: almost nothing of a
+        JobSet can be changed, and the run lies in the bucket."""
+        found = {manifest["metadata"]["name"]: manifest for manifest in manifests(self._launch)}
+        expect(self._launch.workdir, [part.name for part in parts(self._launch)])
+        over = ("completed", "failed") if self._queued else ("completed", "failed", "suspended")
+        self._delete([item["name"] for item in self.items() if item["name"] not in found or item["state"] in over])
+        for name, manifest in found.items():
+            call(self._kubectl("apply", "--filename=-"), f"JobSet {name}", to_yaml([manifest]))
+            print(f"JobSet {name}: applied")
 
     def items(self) -> list[dict[str, str]]:
         """{"name", "state", "detail"} of each JobSet of the run."""
-        return [_told(item) for item in self._get()]
+        chosen = f"--selector={RUN}={self._launch.name}"
+        told = call_json(self._kubectl("get", "jobset", chosen, "--output=json"), f"JobSets of {self._launch.name}")
+        return [_told(item) for item in told["items"]]
 
     def logs(self, job: str, follow: bool) -> int:
         """What the first pod of a job printed."""
-        labels = f"jobset.sigs.k8s.io/jobset-name={self._launch.name}-{job},batch.kubernetes.io/job-completion-index=0"
+        before = f"{self._launch.name}-"
+        name = before + choose(job, [name.removeprefix(before) for name in self._there()])
+        labels = f"jobset.sigs.k8s.io/jobset-name={name},batch.kubernetes.io/job-completion-index=0"
         more = ["--follow"] if follow else []
         return stream(self._kubectl("logs", f"--selector={labels}", f"--container={CONTAINER}", "--tail=200", *more))
 
     def stop(self) -> None:
-        """Suspend both: their pods get SIGTERM, save, and are not started again until `start`."""
-        for item in self._get():
-            self._suspend(item["metadata"]["name"], True)
+        """Suspend them: their pods get SIGTERM, save, and are not started again until `start`. In a queue suspended
+        ones wait for their turn, so there they are removed."""
+        if self._queued:
+            self.delete()
+            return
+        for name in self._there():
+            patch = json.dumps({"spec": {"suspend": True}})
+            call(self._kubectl("patch", "jobset", name, "--type=merge", f"--patch={patch}"), f"JobSet {name}")
+            print(f"JobSet {name}: suspended")
 
     def delete(self) -> None:
-        """Remove both; the work directory stays."""
-        chosen = f"--selector={RUN}={self._launch.name}"
-        call(self._kubectl("delete", "jobset", chosen, "--ignore-not-found"), f"JobSets of {self._launch.name}")
+        """Remove them; the work directory stays."""
+        self._delete(self._there())
 
-    def _suspend(self, name: str, value: bool) -> None:
-        patch = json.dumps({"spec": {"suspend": value}})
-        call(self._kubectl("patch", "jobset", name, "--type=merge", f"--patch={patch}"), f"JobSet {name}")
+    @property
+    def _queued(self) -> bool:
+        return bool(self._launch.spec.kubernetes.queue)
 
-    def _get(self) -> list[Manifest]:
-        chosen = f"--selector={RUN}={self._launch.name}"
-        told = call(self._kubectl("get", "jobset", chosen, "--output=json"), f"JobSets of {self._launch.name}")
-        items: list[Manifest] = json.loads(told)["items"]
-        return items
+    def _there(self) -> list[str]:
+        """Names of the JobSets of the run. Raises UserError where there are none."""
+        found = [item["name"] for item in self.items()]
+        if not found:
+            raise UserError(f"spec.name={self._launch.name}: no JobSet of this run is there; see `realm launch list`")
+        return found
+
+    def _delete(self, names: list[str]) -> None:
+        """Remove some and wait until their pods have saved and ended."""
+        if names:
+            call(self._kubectl("delete", "jobset", *names, "--cascade=foreground", "--ignore-not-found"), "JobSets")
+        for name in names:
+            print(f"JobSet {name}: removed")
 
     def _kubectl(self, *words: str) -> list[str]:
         kubernetes = self._launch.spec.kubernetes
@@ -245,9 +255,17 @@ class JobSets:
 
 
 def _told(item: Manifest) -> dict[str, str]:
+    """Its state is completed, failed, suspended, running, or pending while a Job of it lacks pods that are ready."""
     status = item.get("status", {})
     conditions = [one for one in status.get("conditions", []) if one.get("status") == "True"]
-    ended = next((one for one in conditions if one["type"] in ("Completed", "Failed", "Suspended")), None)
-    state = ended["type"].lower() if ended else "running"
+    ended = next((one for one in conditions if one["type"] in ("Completed", "Failed")), None)
+    if ended:
+        state = ended["type"].lower()
+    elif item["spec"].get("suspend"):
+        state = "suspended"
+    else:
+        ready = sum(job.get("ready", 0) + job.get("succeeded", 0) for job in status.get("replicatedJobsStatus", []))
+        wanted = sum(job.get("replicas", 1) for job in item["spec"].get("replicatedJobs", []))
+        state = "running" if ready >= wanted else "pending"
     detail = f"{status.get('restarts', 0)} restarts"
     return {"name": item["metadata"]["name"], "state": state, "detail": (ended or {}).get("message") or detail}

@@ -3,12 +3,14 @@
 When a trainer process dies the others cannot go on (a collective would wait for it for ever), so all of them are ended
 and started again, on a new port. A builder process is started again by itself. Exit code 0 is an end, 2 a mistake that
 no restart mends, 75 a preemption that does not count; all else is a failure, after which there is a pause that doubles,
-and after `spec.restarts` of them without a new checkpoint between them the job is given up.
+and after `spec.restarts` of them without progress between them the job is given up. Progress is a new checkpoint for
+the trainer, a new generation for a builder.
 
 Everything that a process prints goes to this terminal with its name before it, and to WORKDIR/logs/NAME.log. Read
 `Supervisor.run`, which looks at all processes once a `LOOK_SECONDS`.
 """
 
+import contextlib
 import logging
 import os
 import shlex
@@ -18,16 +20,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import IO
+from typing import IO, NamedTuple, TypeVar
 
 from realm_jax.errors import USER_ERROR, UserError
-from realm_jax.launch.spec import Launch, Role
-from realm_jax.launch.status import progress, summary
-from realm_jax.storage import make_folder, only_one, open_folder, read_json, write_json_atomic
+from realm_jax.index.generations import BUILDER, TRAINER, process_name
+from realm_jax.launch.spec import Launch, choose, share
+from realm_jax.launch.status import expect, newest_checkpoint, newest_generation, summary
+from realm_jax.storage import is_held, make_folder, only_one, open_folder, read_json, write_json_atomic
 from realm_jax.training.preemption import PREEMPTED
 
 logger = logging.getLogger(__name__)
@@ -35,9 +38,55 @@ logger = logging.getLogger(__name__)
 LOOK_SECONDS = 0.2
 STATUS_SECONDS = 30.0  # between two lines about the run
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # before a failed job is started again
+SHORT_GRACE = 5.0  # seconds for what is left of a job that crashed: without the others it cannot save
+LONGEST_LINE = 1 << 16  # bytes
 PROGRAM = [sys.executable, "-m", "realm_jax.cli"]  # `realm` of this environment
+# Becomes the program of its arguments, and gets SIGTERM when the supervisor dies, whatever it dies of.
+TIED = (
+    "import ctypes, os, signal, sys\n"
+    "ctypes.CDLL(None).prctl(1, signal.SIGTERM)\n"  # PR_SET_PDEATHSIG
+    f"os.getppid() == int(sys.argv[1]) or sys.exit({PREEMPTED})\n"
+    "os.execv(sys.argv[2], sys.argv[2:])"
+)
 INTERRUPTED = 130
 RECORD = "launch.json"  # in WORKDIR/logs: the supervisor's process
+
+_T = TypeVar("_T")
+
+
+class Process(NamedTuple):
+    """What is to be run. environment: what it has beside that of this process."""
+
+    name: str
+    words: list[str]
+    environment: dict[str, str]
+
+
+def processes(launch: Launch, port: int | str) -> dict[str, list[Process]]:
+    """Job → its processes, which live and die together. port: of this machine, where those of a trainer meet."""
+    trainer, builder = launch.trainer, launch.builder
+    where = [f"--coordinator=localhost:{port}"]
+    gang = [
+        launch.command(trainer, *([*share(number, trainer.processes), *where] if trainer.processes > 1 else []))
+        for number in range(trainer.processes)
+    ]
+    jobs = {TRAINER: [(process_name(TRAINER, number), words) for number, words in enumerate(gang)]}
+    for number in range(builder.processes):
+        name = process_name(BUILDER, number)
+        jobs[name] = [(name, launch.command(builder, *share(number, builder.processes)))]
+    places = iter(range(trainer.processes + builder.processes))
+    return {
+        job: [Process(name, words, _environment(launch, next(places))) for name, words in members]
+        for job, members in jobs.items()
+    }
+
+
+def _environment(launch: Launch, place: int) -> dict[str, str]:
+    """place: among all processes of the launch."""
+    local = launch.spec.local
+    if local.devices:
+        return {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(local.devices)}
+    return {"CUDA_VISIBLE_DEVICES": local.gpus[place]} if local.gpus else {}
 
 
 @dataclass
@@ -49,17 +98,17 @@ class Child:
     reader: threading.Thread
 
     def signal(self, number: int) -> None:
-        """To the process and all that it started."""
-        if self.process.poll() is None:
+        """To the process and all that it started, which may outlive it."""
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
 
 @dataclass
 class Job:
-    """Processes that live and die together. start: makes them; failures: without progress between them."""
+    """Processes that live and die together. reached: how far the job is; failures: without progress between them."""
 
     name: str
-    start: Callable[[], list[Child]]
+    reached: Callable[[], object]
     children: list[Child] = field(default_factory=list)
     failures: int = 0
     resume_at: float = 0.0  # when it is started again
@@ -68,6 +117,7 @@ class Job:
 
     @property
     def is_over(self) -> bool:
+        """Whether it is not started again."""
         return self.code is not None
 
 
@@ -76,41 +126,49 @@ class Supervisor:
 
     def __init__(self, launch: Launch, workdir: Path) -> None:
         self._launch, self._workdir = launch, workdir
-        self._folder = open_folder(workdir)
+        folder = open_folder(workdir)
         self._asked: list[int] = []  # signals that came
         self._told_at = time.monotonic()
         self._print = threading.Lock()
-        self._trainer = Job("trainer", self._start_trainers)
-        self._builders = [
-            Job(name, lambda number=number, name=name: [self._start_builder(number, name)])  # type: ignore[misc]
-            for number, name in enumerate(_names("builder", launch.builder.processes))
-        ]
+        self._summary = lambda: summary(folder)
+        reached = {TRAINER: lambda: newest_checkpoint(folder)}
+        self._jobs = [Job(name, reached.get(name, lambda: newest_generation(folder))) for name in processes(launch, 0)]
+        self._trainer, *self._builders = self._jobs
 
     def run(self) -> int:
-        """Until training has ended and the builders with it, or until a signal has ended them."""
-        before = {number: signal.signal(number, self._hear) for number in (signal.SIGTERM, signal.SIGINT)}
+        """Until training has ended and the builders with it, or until a signal has ended them. Raises UserError."""
+        signals = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+        heard = [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]  # else nohup's, or &'s
+        before = {number: signal.signal(number, self._hear) for number in heard}
         try:
-            while not self._asked:
+            while not self._asked and not self._is_over():
                 for job in self._jobs:
                     self._look_after(job)
-                if self._trainer.is_over and (self._trainer.code or all(job.is_over for job in self._builders)):
-                    break
                 self._tell()
                 time.sleep(LOOK_SECONDS)
-            return self._end()
+            if self._asked:
+                logger.warning("%s: saving and ending", signal.Signals(self._asked[0]).name)
         finally:
-            self._kill()
+            self._finish([child for job in self._jobs for child in job.children], self._launch.grace_seconds)
             for number, handler in before.items():
                 signal.signal(number, handler)
+        return self._code()
 
-    @property
-    def _jobs(self) -> list[Job]:
-        return [self._trainer, *self._builders]
+    def _is_over(self) -> bool:
+        return self._trainer.is_over and bool(self._trainer.code or all(job.is_over for job in self._builders))
+
+    def _code(self) -> int:
+        """The exit code of it all: what a signal means, else the trainer's, else the first that is not 0."""
+        if self._asked:
+            return INTERRUPTED if self._asked[0] == signal.SIGINT else PREEMPTED
+        code = next((job.code for job in self._jobs if job.code), 0)
+        return 128 - code if code < 0 else code  # as shells tell a signal
 
     def _hear(self, number: int, _frame: FrameType | None) -> None:
         self._asked.append(number)
         if len(self._asked) > 1:  # once more: no time left for saving
-            self._kill()
+            for child in [child for job in self._jobs for child in job.children]:
+                child.signal(signal.SIGKILL)
 
     # ---- one job
 
@@ -120,17 +178,17 @@ class Supervisor:
             return
         if not job.children:
             if time.monotonic() >= job.resume_at:
-                job.progress = progress(self._folder)
-                job.children = job.start()
+                self._start(job)
             return
         codes = [child.process.poll() for child in job.children]
         if all(code == 0 for code in codes):
+            self._finish(job.children, SHORT_GRACE)
             self._ended(job, 0)
-        elif any(code not in (None, 0) for code in codes):
-            first = next(code for code in codes if code not in (None, 0))
-            assert first is not None
-            self._finish(job)
-            self._failed(job, first)
+        elif any(codes):
+            cause = _cause(codes)
+            self._finish(job.children, self._launch.grace_seconds if cause == PREEMPTED else SHORT_GRACE)
+            mistaken = any(child.process.returncode == USER_ERROR for child in job.children)
+            self._failed(job, USER_ERROR if mistaken else cause)
 
     def _failed(self, job: Job, code: int) -> None:
         """Decide what follows from the exit code of the process that ended first."""
@@ -140,10 +198,10 @@ class Supervisor:
             return
         pause = 0.0
         if code != PREEMPTED:
-            reached = progress(self._folder)
-            job.failures = 1 if reached != job.progress else job.failures + 1
+            moved = self._tried(job.reached, job.progress) != job.progress
+            job.failures = 1 if moved else job.failures + 1
             if job.failures > self._launch.restarts:
-                logger.error("%s: %s, for the %dth time without progress; given up", job.name, _how(code), job.failures)
+                logger.error("%s: %s; failures without progress: %d; given up", job.name, _how(code), job.failures)
                 self._ended(job, code)
                 return
             pause = min(FIRST_PAUSE * 2.0 ** (job.failures - 1), LONGEST_PAUSE)
@@ -154,96 +212,74 @@ class Supervisor:
         job.code, job.children = code, []
         logger.info("%s: ended with %d", job.name, code)
 
-    def _finish(self, job: Job) -> None:
-        """End what is left of a job: SIGTERM, and SIGKILL when the grace period is over."""
-        for child in job.children:
+    def _finish(self, children: Sequence[Child], seconds: float) -> None:
+        """End processes and all that they started: SIGTERM, and SIGKILL for what is left after so many seconds."""
+        for child in children:
             child.signal(signal.SIGTERM)
-        until = time.monotonic() + self._launch.grace_seconds
-        for child in job.children:
-            try:
+        until = time.monotonic() + seconds
+        for child in children:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 child.process.wait(max(0.0, until - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                child.signal(signal.SIGKILL)
-                child.process.wait()
+            child.signal(signal.SIGKILL)
+            child.process.wait()
             child.reader.join(5)
-
-    # ---- the end
-
-    def _end(self) -> int:
-        """End what still runs; the exit code of it all."""
-        if self._asked:
-            logger.warning("%s: saving and ending", signal.Signals(self._asked[0]).name)
-        running = Job("all", list, [child for job in self._jobs for child in job.children])
-        self._finish(running)
-        if self._asked:
-            return INTERRUPTED if self._asked[0] == signal.SIGINT else PREEMPTED
-        return self._trainer.code or max((job.code or 0 for job in self._builders), default=0)
-
-    def _kill(self) -> None:
-        for job in self._jobs:
-            for child in job.children:
-                child.signal(signal.SIGKILL)
 
     def _tell(self) -> None:
         if time.monotonic() - self._told_at > STATUS_SECONDS:
             self._told_at = time.monotonic()
-            logger.info("%s", summary(self._folder))
+            logger.info("%s", self._tried(self._summary, "no news of the run"))
+
+    def _tried(self, look: Callable[[], _T], otherwise: _T) -> _T:
+        """What a look at the work directory gives. Nothing that is wrong there is a reason to end a run."""
+        try:
+            return look()
+        except Exception as fault:
+            logger.warning("%s: cannot be looked at (%s)", self._workdir, fault)
+            return otherwise
 
     # ---- processes
 
-    def _start_trainers(self) -> list[Child]:
-        role, count = self._launch.trainer, self._launch.trainer.processes
-        if count == 1:
-            return [self._start("trainer", self._launch.command(role), 0)]
-        where = f"--coordinator=localhost:{_free_port()}"
-        return [
-            self._start(name, self._launch.command(role, f"--processes={count}", f"--process={number}", where), number)
-            for number, name in enumerate(_names("trainer", count))
-        ]
+    def _start(self, job: Job) -> None:
+        """Raises UserError; what was started by then is among the job's children."""
+        job.progress = self._tried(job.reached, job.progress)
+        for process in processes(self._launch, _free_port())[job.name]:
+            try:
+                job.children.append(self._spawn(process))
+            except OSError as fault:
+                raise UserError(f"{process.name} cannot be started: {fault}") from None
 
-    def _start_builder(self, number: int, name: str) -> Child:
-        role: Role = self._launch.builder
-        share = [f"--process={number}", f"--processes={role.processes}"]
-        return self._start(name, self._launch.command(role, *share), self._launch.trainer.processes + number)
-
-    def _start(self, name: str, words: list[str], number: int) -> Child:
-        """number: among all processes of the launch."""
-        log = open(self._workdir / "logs" / f"{name}.log", "ab")
-        process = subprocess.Popen(
-            [*PROGRAM, *words[1:]],
+    def _spawn(self, process: Process) -> Child:
+        log = open(self._workdir / "logs" / f"{process.name}.log", "ab", buffering=0)
+        started = subprocess.Popen(
+            [sys.executable, "-IS", "-c", TIED, str(os.getpid()), *PROGRAM, *process.words[1:]],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=self._environment(number),
+            env=os.environ | {"PYTHONUNBUFFERED": "1"} | process.environment,
             start_new_session=True,  # Ctrl-C comes here, and from here in order
         )
-        assert process.stdout is not None
-        reader = threading.Thread(target=self._copy, args=(name, process.stdout, log), daemon=True)
+        assert started.stdout is not None
+        reader = threading.Thread(target=self._copy, args=(process.name, started.stdout, log), daemon=True)
         reader.start()
-        logger.info("%s: process %d", name, process.pid)
-        return Child(name, process, reader)
-
-    def _environment(self, number: int) -> dict[str, str]:
-        local, found = self._launch.spec.local, dict(os.environ, PYTHONUNBUFFERED="1")
-        if local.devices:
-            found |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(local.devices)}
-        if local.gpus:
-            found["CUDA_VISIBLE_DEVICES"] = local.gpus[number]
-        return found
+        logger.info("%s: process %d", process.name, started.pid)
+        return Child(process.name, started, reader)
 
     def _copy(self, name: str, stream: IO[bytes], log: IO[bytes]) -> None:
-        """Every line of a process, to its log and, with its name, to this terminal."""
+        """Every line of a process, to its log and, with its name, to this terminal. Where one of them takes no more it
+        is passed over: a process whose lines nobody takes would stand still."""
         with stream, log:
-            for line in stream:
-                log.write(line)
-                log.flush()
-                with self._print:
+            while piece := stream.readline(LONGEST_LINE):
+                line = piece if piece.endswith(b"\n") else piece + b"\n"
+                with contextlib.suppress(OSError):
+                    log.write(line)
+                with self._print, contextlib.suppress(OSError, ValueError):
                     sys.stderr.write(f"{name} | {line.decode(errors='replace')}")
                     sys.stderr.flush()
 
 
-def _names(job: str, count: int) -> list[str]:
-    return [job] if count == 1 else [f"{job}-{number}" for number in range(count)]
+def _cause(codes: Sequence[int | None]) -> int:
+    """The exit code that decides where several ended: a mistake, else a failure, else a preemption."""
+    return min((code for code in codes if code), key=lambda code: {USER_ERROR: 0, PREEMPTED: 2}.get(code, 1))
 
 
 def _how(code: int) -> str:
@@ -264,29 +300,28 @@ class Local:
 
     def __init__(self, launch: Launch) -> None:
         self._launch, self._workdir = launch, Path(launch.workdir)
+        self._logs = self._workdir / "logs"
 
     def plan(self) -> str:
-        """The commands, one a line."""
+        """The commands, one a line, with what their environment has besides."""
         self._check()
-        launch, lines = self._launch, []
-        for role in (launch.trainer, launch.builder):
-            for number, name in enumerate(_names(role.name, role.processes)):
-                share = [f"--process={number}", f"--processes={role.processes}"]
-                port = ["--coordinator=localhost:PORT"] if role is launch.trainer and role.processes > 1 else []
-                alone = role is launch.trainer and role.processes == 1
-                lines.append(f"{name}: {shlex.join(launch.command(role, *([] if alone else [*share, *port])))}\n")
+        lines = []
+        for process in [one for job in processes(self._launch, "PORT").values() for one in job]:
+            environment = [f"{key}={shlex.quote(value)}" for key, value in process.environment.items()]
+            lines.append(" ".join([f"{process.name}:", *environment, shlex.join(process.words)]) + "\n")
         return "".join(lines)
 
     def start(self) -> int:
         """Run it here, until it ends; the exit code."""
         self._check()
-        make_folder(self._workdir / "logs", "--workdir")
-        with only_one(self._workdir / "logs"):
-            write_json_atomic(self._record, {"pid": os.getpid(), "name": self._launch.name})
+        make_folder(self._logs, "--workdir")
+        with only_one(self._logs):
+            write_json_atomic(self._logs / RECORD, {"pid": os.getpid(), "name": self._launch.name})
+            expect(self._launch.workdir, list(processes(self._launch, 0)))
             try:
                 return Supervisor(self._launch, self._workdir).run()
             finally:
-                self._record.unlink(missing_ok=True)
+                (self._logs / RECORD).unlink(missing_ok=True)
 
     def items(self) -> list[dict[str, str]]:
         """{"name", "state", "detail"} of the supervisor."""
@@ -295,48 +330,50 @@ class Local:
         return [{"name": self._launch.name, "state": state, "detail": "" if pid is None else f"process {pid}"}]
 
     def logs(self, job: str, follow: bool) -> int:
-        """What a process printed. job: 'trainer', 'builder', 'trainer-1', …"""
-        file = self._workdir / "logs" / f"{job}.log"
-        if not file.is_file():
-            known = sorted(path.stem for path in (self._workdir / "logs").glob("*.log"))
-            raise UserError(f"{file}: there is no such log; choose among {', '.join(known) or 'none'}")
-        return subprocess.call(["tail", "-n", "200", *(["-F"] if follow else []), str(file)])
+        """What a process printed. job: 'trainer-0' or 'trainer', 'builder-1', …"""
+        name = choose(job, sorted(path.stem for path in self._logs.glob("*.log")))
+        return subprocess.call(["tail", "-n", "200", *(["-F"] if follow else []), str(self._logs / f"{name}.log")])
 
     def stop(self) -> None:
         """SIGTERM to the supervisor, which hands it on, and waits until everything is saved."""
         pid = self._pid()
         if pid is None:
             raise UserError(f"--workdir={self._workdir}: nothing runs there")
-        os.kill(pid, signal.SIGTERM)
+        try:
+            os.kill(pid, signal.SIGTERM)
+        except PermissionError:
+            raise UserError(f"process {pid} belongs to someone else; ask them to stop it") from None
         until = time.monotonic() + self._launch.grace_seconds + 10
-        while self._pid() is not None:
+        while is_held(self._logs):
             if time.monotonic() > until:
-                raise UserError(f"process {pid} does not end; look into {self._workdir / 'logs'}")
+                raise UserError(f"process {pid} does not end; look into {self._logs}")
             time.sleep(LOOK_SECONDS)
+        print(f"{self._launch.name}: stopped")
 
     def delete(self) -> None:
         """There is nothing here but the work directory."""
         raise UserError("--target=local: has nothing to delete but the work directory; remove that yourself")
 
-    @property
-    def _record(self) -> Path:
-        return self._workdir / "logs" / RECORD
-
     def _pid(self) -> int | None:
-        """The supervisor's process, if it lives."""
-        if not self._record.is_file():
+        """The supervisor's process, if it lives: then it holds the folder of the logs."""
+        if not is_held(self._logs):
             return None
-        pid = int(read_json(self._record)["pid"])
         try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
+            found = read_json(self._logs / RECORD)
+        except UserError:
             return None
-        return pid
+        pid = found.get("pid") if isinstance(found, dict) else None
+        return pid if isinstance(pid, int) and pid > 0 else None
 
     def _check(self) -> None:
-        launch = self._launch
-        if launch.is_remote:
+        launch, local = self._launch, self._launch.spec.local
+        if "://" in launch.workdir:
             raise UserError(f"--workdir={launch.workdir}: --target=local needs a folder of this machine")
+        if local.devices < 0:
+            raise UserError(f"spec.local.devices={local.devices}: must not be negative")
+        if local.devices and local.gpus:
+            raise UserError("spec.local.devices: emulates devices of a CPU; leave it or spec.local.gpus out")
         wanted = launch.trainer.processes + launch.builder.processes
-        if launch.spec.local.gpus and len(launch.spec.local.gpus) != wanted:
-            raise UserError(f"spec.local.gpus: name the devices of each of the {wanted} processes")
+        if local.gpus and (len(local.gpus) != wanted or not all(isinstance(one, str) for one in local.gpus)):
+            example = str(tuple(str(number) for number in range(wanted)))
+            raise UserError(f"spec.local.gpus: name the devices of each of the {wanted} processes, such as {example}")

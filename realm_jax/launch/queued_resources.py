@@ -1,22 +1,27 @@
 """TPU VMs: the trainer and every builder process as a queued resource of its own, whose machines run one container.
 
 A machine's startup script, which runs at every boot, mounts the bucket and starts a service; the service runs the
-container again after exit codes 75 and 70 and after crashes, and never after 0 and 2. So a machine that was taken away
-and came back goes on by itself. All that is sent is in `create` and `startup_script`.
+container again after exit codes 75 and 70 and after crashes, and never after 0 and 2. So a machine that was rebooted or
+repaired goes on by itself; one that was taken away does not come back: its resource becomes SUSPENDED and has to be
+deleted. All that is sent is in `create` and `startup_script`.
 """
 
-import json
 import shlex
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from realm_jax.errors import UserError
-from realm_jax.launch.spec import CAPACITIES, MOUNTED, Launch, Role, check_cloud
-from realm_jax.launch.tools import call, stream
+from realm_jax.launch.spec import MOUNTED, Launch, Part, choose, parts
+from realm_jax.launch.status import expect
+from realm_jax.launch.tools import call, call_json, stream
 from realm_jax.training.preemption import PREEMPTED
 
 SERVICE = "realm"
-GROUP = ("gcloud", "compute", "tpus")
+UNITS = (SERVICE, "google-startup-scripts")  # whose logs are shown
+GROUP = ("gcloud", "--quiet", "compute", "tpus")
+CAPACITIES = ("on-demand", "spot", "reserved")
+GONE = ("FAILED", "SUSPENDED", "SUSPENDING", "DELETING")  # states of a resource that will never have machines again
 SCRIPT = """\
 #!/bin/bash
 # Runs at every boot: the bucket, then the service. Written by `realm launch`.
@@ -24,13 +29,18 @@ set -euo pipefail
 if ! command -v gcsfuse >/dev/null; then
   release="gcsfuse-$(lsb_release --codename --short)"
   packages=https://packages.cloud.google.com/apt keys=/usr/share/keyrings/gcsfuse.gpg
-  curl -fsSL $packages/doc/apt-key.gpg | gpg --dearmor --yes -o $keys
+  curl -fsSL --retry 5 $packages/doc/apt-key.gpg | gpg --dearmor --yes -o $keys
   echo "deb [signed-by=$keys] $packages $release main" \\
     >/etc/apt/sources.list.d/gcsfuse.list
-  apt-get update -qq && apt-get install -qq gcsfuse
+  apt-get -o DPkg::Lock::Timeout=600 update -qq
+  apt-get -o DPkg::Lock::Timeout=600 install -qq gcsfuse
 fi
 mkdir -p {mount}
-mountpoint -q {mount} || gcsfuse --implicit-dirs --uid=1000 --gid=1000 -o allow_other {bucket} {mount}
+for try in 1 2 3 4 5 6; do
+  mountpoint -q {mount} && break
+  gcsfuse --implicit-dirs --uid=1000 --gid=1000 -o allow_other {bucket} {mount} || sleep $((5 * try))
+done
+mountpoint -q {mount}
 gcloud auth configure-docker --quiet {registry}
 
 cat >/usr/local/bin/realm-job <<'END-OF-JOB'
@@ -38,10 +48,11 @@ cat >/usr/local/bin/realm-job <<'END-OF-JOB'
 # Again after a preemption or a crash; what ends by itself or by a mistake stays so.
 failures=0
 stopping=
-trap 'stopping=yes; docker stop --time={grace} realm >/dev/null' TERM
-while true; do
+trap 'stopping=yes; docker stop --time={grace} realm >/dev/null 2>&1' TERM
+while [ -z "$stopping" ]; do
   began=$SECONDS
-  docker run --rm --name=realm --privileged --network=host --volume={mount}:{mount} \\
+  docker rm --force realm >/dev/null 2>&1
+  docker run --rm --name=realm --privileged --network=host --ulimit=memlock=-1 --volume={mount}:{mount} \\
     {image} \\
     {command} &
   while true; do
@@ -49,16 +60,22 @@ while true; do
     code=$?
     kill -0 $! 2>/dev/null || break
   done
-  [ -n "$stopping" ] && exit 0
+  [ -n "$stopping" ] && break
+  pause=2
   case $code in
     0 | 2) exit $code ;;
-    {preempted}) continue ;;
+    {preempted}) ;;
+    *)
+      [ $((SECONDS - began)) -gt 1800 ] && failures=0
+      failures=$((failures + 1))
+      [ $failures -gt {restarts} ] && exit $code
+      pause=$((failures < 6 ? 2 ** failures : 60))
+      ;;
   esac
-  [ $((SECONDS - began)) -gt 1800 ] && failures=0
-  failures=$((failures + 1))
-  [ $failures -gt {restarts} ] && exit $code
-  sleep $((failures < 6 ? 2 ** failures : 60))
+  sleep $pause &
+  wait $!
 done
+exit 0
 END-OF-JOB
 chmod +x /usr/local/bin/realm-job
 
@@ -68,6 +85,7 @@ Description=realm_jax
 After=docker.service
 [Service]
 ExecStart=/usr/local/bin/realm-job
+ExecStopPost=-/usr/bin/docker stop --time={grace} realm
 KillMode=mixed
 TimeoutStopSec={patience}
 Restart=no
@@ -77,15 +95,14 @@ systemctl start {service}
 """
 
 
-def startup_script(launch: Launch, role: Role, process: list[str]) -> str:
+def startup_script(launch: Launch, part: Part) -> str:
     """What a machine does at every boot."""
-    words = [*launch.command(role), *process]
     return SCRIPT.format(
         mount=f"{MOUNTED}/{launch.bucket}",
         bucket=launch.bucket,
         registry=launch.image.partition("/")[0],
         image=shlex.quote(launch.image),
-        command=" \\\n    ".join(map(shlex.quote, words)),
+        command=" \\\n    ".join(map(shlex.quote, part.words)),
         grace=launch.grace_seconds,
         patience=launch.grace_seconds + 30,
         restarts=launch.restarts,
@@ -94,103 +111,164 @@ def startup_script(launch: Launch, role: Role, process: list[str]) -> str:
     )
 
 
-def parts(launch: Launch) -> dict[str, tuple[Role, list[str]]]:
-    """Name of each queued resource → its job, and the flags of its processes."""
-    count = launch.builder.count
-    shares = {
-        f"{launch.name}-builder-{number}": (launch.builder, [f"--process={number}", f"--processes={count}"])
-        for number in range(count)
-    }
-    return {f"{launch.name}-trainer": (launch.trainer, ["--processes=auto"])} | shares
-
-
 class QueuedResources:
     """The target `queued_resources`."""
 
     def __init__(self, launch: Launch) -> None:
-        self._launch = launch
+        """Raises UserError where nothing says which project and zone are meant."""
+        self._launch, self._cloud = launch, launch.spec.gcloud
+        for key in ("project", "zone"):
+            if not self._cloud[key]:
+                raise UserError(f"spec.gcloud.{key}: name the one in which the TPUs are")
+        if self._cloud.capacity not in CAPACITIES:
+            raise UserError(f"spec.gcloud.capacity={self._cloud.capacity}: choose among {', '.join(CAPACITIES)}")
 
     def plan(self) -> str:
         """All that would be sent, as the commands that send it."""
-        self._check()
         told = []
-        for name, (role, process) in parts(self._launch).items():
-            told.append(f"# {name}.sh\n{startup_script(self._launch, role, process)}")
-            told.append(f"{shlex.join(self.create(name, role, f'{name}.sh'))}\n")
+        for part in parts(self._launch):
+            script = f"{self._name(part.name)}.sh"
+            told.append(f"# {script}\n{startup_script(self._launch, part)}")
+            told.append(f"{shlex.join(self.create(part, script))}\n")
         return "\n".join(told)
 
     def start(self) -> None:
-        """Ask for all of them."""
-        self._check()
-        with tempfile.TemporaryDirectory() as folder:
-            for name, (role, process) in parts(self._launch).items():
-                script = Path(folder) / f"{name}.sh"
-                script.write_text(startup_script(self._launch, role, process))
-                call(self.create(name, role, str(script)), f"queued resource {name}")
+        """Ask for what is not there, and start the service again where machines are. Raises UserError for what has
+        lost its machines, or was asked for with other settings: before anything is created."""
+        there = {_name_of(item): item for item in self._get()}
+        wanted = parts(self._launch)
+        for part in wanted:
+            self._check_there(part, there.get(self._name(part.name)))
+        expect(self._launch.workdir, [part.name for part in wanted])
+        for part in wanted:
+            name = self._name(part.name)
+            if name not in there:
+                self._create(part)
+                print(f"queued resource {name}: asked for")
+            elif _state(there[name]) == "ACTIVE":
+                self._everywhere([there[name]], f"sudo systemctl start {SERVICE}")
+                print(f"queued resource {name}: runs")
+            else:
+                print(f"queued resource {name}: is there already, {_state(there[name]).lower()}")
 
-    def create(self, name: str, role: Role, script: str) -> list[str]:
+    def create(self, part: Part, script: str) -> list[str]:
         """The command that asks for one. script: file of its startup script."""
-        cloud = self._launch.spec.gcloud
+        cloud, role, name = self._cloud, part.role, self._name(part.name)
         several = role is self._launch.trainer and role.count > 1
         nodes = [f"--node-count={role.count}", f"--node-prefix={name}"] if several else [f"--node-id={name}"]
         capacity = [] if cloud.capacity == "on-demand" else [f"--{cloud.capacity}"]
         account = [f"--service-account={cloud.service_account}"] if cloud.service_account else []
         network = [f"--network={cloud.network}"] if cloud.network else []
-        kind = role.slice
         return [
-            *GROUP, "queued-resources", "create", name, *self._where(), f"--accelerator-type={kind.accelerator_type}",
-            f"--runtime-version={kind.generation.runtime}", *nodes, *capacity, *account, *network,
+            *GROUP, "queued-resources", "create", name, *self._where(), *role.slice.gcloud,
+            f"--runtime-version={role.slice.generation.runtime}", *nodes, *capacity, *account, *network,
             f"--metadata-from-file=startup-script={script}", "--async",
         ]  # fmt: skip
 
     def items(self) -> list[dict[str, str]]:
         """{"name", "state", "detail"} of each queued resource of the run."""
-        chosen = f"--filter=name~/{self._launch.name}-(trainer|builder-[0-9]+)$"
-        words = [*GROUP, "queued-resources", "list", *self._where(), chosen, "--format=json"]
-        return [_told(item) for item in json.loads(call(words, "queued resources"))]
+        return [
+            {"name": _name_of(item), "state": _state(item).lower(), "detail": _node(item).get("acceleratorType", "")}
+            for item in self._get()
+        ]
 
     def logs(self, job: str, follow: bool) -> int:
         """What the first machine of a job printed. job: 'trainer', 'builder-0', …"""
-        command = f"sudo journalctl --unit={SERVICE} --lines=200 --no-pager{' --follow' if follow else ''}"
-        return stream(self._ssh(self._nodes(job)[0], "0", command))
+        there = {_name_of(item).removeprefix(f"{self._launch.name}-"): item for item in self._get()}
+        node = self._nodes(there[choose(job, there)])[0]
+        units = " ".join(f"--unit={unit}" for unit in UNITS)
+        command = f"sudo journalctl {units} --lines=200 --no-pager{' --follow' if follow else ''}"
+        return stream(self._ssh(node, "0", command))
 
     def stop(self) -> None:
-        """SIGTERM to every container, which saves; the machines stay."""
-        there = {item["name"] for item in self.items()}
-        for name in there & {*parts(self._launch)}:
-            for node in self._nodes(name.removeprefix(f"{self._launch.name}-")):
-                call(self._ssh(node, "all", f"sudo systemctl stop {SERVICE}"), f"machines of {node}")
+        """SIGTERM to every container, which saves; the machines stay. All are told before any is waited for, so that
+        no slice takes another's end for a preemption."""
+        active = [item for item in self._there() if _state(item) == "ACTIVE"]
+        self._everywhere(active, f"sudo systemctl stop --no-block {SERVICE}")
+        self._everywhere(active, f"sudo systemctl stop {SERVICE}")
+        for item in active:
+            print(f"queued resource {_name_of(item)}: stopped; its machines stay")
 
     def delete(self) -> None:
-        """Give the machines back; the work directory stays."""
-        there = {item["name"] for item in self.items()}
-        for name in parts(self._launch):
-            if name in there:
-                words = [*GROUP, "queued-resources", "delete", name, *self._where(), "--force", "--quiet", "--async"]
-                call(words, f"queued resource {name}")
+        """Give all machines of the run back; the work directory stays."""
+        for item in self._there():
+            name = _name_of(item)
+            words = [*GROUP, "queued-resources", "delete", name, *self._where(), "--force", "--async"]
+            call(words, f"queued resource {name}")
+            print(f"queued resource {name}: is being removed")
 
-    def _check(self) -> None:
-        check_cloud(self._launch, "queued_resources")
-        cloud = self._launch.spec.gcloud
-        for key in ("project", "zone"):
-            if not cloud[key]:
-                raise UserError(f"spec.gcloud.{key}: name the one in which the TPUs are")
-        if cloud.capacity not in CAPACITIES:
-            raise UserError(f"spec.gcloud.capacity={cloud.capacity}: choose among {', '.join(CAPACITIES)}")
+    # ---- what is there
 
-    def _nodes(self, job: str) -> list[str]:
-        name, count = f"{self._launch.name}-{job}", self._launch.trainer.count
-        return [f"{name}-{number}" for number in range(count)] if job == "trainer" and count > 1 else [name]
+    def _check_there(self, part: Part, item: dict[str, Any] | None) -> None:
+        advice = (
+            "wait until `realm launch delete` has removed it, then start again: training goes on from its checkpoint"
+        )
+        if item is None:
+            return
+        if _state(item) in GONE:
+            raise UserError(f"queued resource {_name_of(item)}: is {_state(item).lower()}; {advice}")
+        kept = _node(item).get("metadata", {}).get("startup-script")
+        if kept is not None and kept.strip() != startup_script(self._launch, part).strip():
+            raise UserError(f"queued resource {_name_of(item)}: was asked for with other settings; {advice}")
+
+    def _get(self) -> list[dict[str, Any]]:
+        chosen = f"--filter=name~/{self._launch.name}-(trainer|builder-[0-9]+)$"
+        words = [*GROUP, "queued-resources", "list", *self._where(), chosen, "--format=json"]
+        found: list[dict[str, Any]] = call_json(words, "queued resources")
+        return found
+
+    def _there(self) -> list[dict[str, Any]]:
+        """Raises UserError where nothing is."""
+        found = self._get()
+        if not found:
+            raise UserError(f"spec.name={self._launch.name}: nothing of this run is there; see `realm launch list`")
+        return found
+
+    def _nodes(self, item: dict[str, Any]) -> list[str]:
+        """The TPU nodes of a resource: several for a trainer of several slices."""
+        spec = _spec(item)
+        several = spec.get("multisliceParams") or spec.get("multiNodeParams")
+        count, name = self._launch.trainer.count, _name_of(item)
+        if several:
+            count = int(several["nodeCount"])
+        elif "nodeId" in spec or name != self._name("trainer"):
+            count = 1
+        return [f"{name}-{number}" for number in range(count)] if count > 1 else [name]
+
+    # ---- commands
+
+    def _create(self, part: Part) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            script = Path(folder) / "startup.sh"
+            script.write_text(startup_script(self._launch, part))
+            call(self.create(part, str(script)), f"queued resource {self._name(part.name)}")
+
+    def _everywhere(self, items: list[dict[str, Any]], command: str) -> None:
+        """Run a command on every machine of some resources."""
+        for node in [node for item in items for node in self._nodes(item)]:
+            call(self._ssh(node, "all", command), f"machines of {node}")
+
+    def _name(self, job: str) -> str:
+        return f"{self._launch.name}-{job}"
 
     def _ssh(self, node: str, worker: str, command: str) -> list[str]:
         return [*GROUP, "tpu-vm", "ssh", node, *self._where(), f"--worker={worker}", f"--command={command}"]
 
     def _where(self) -> list[str]:
-        cloud = self._launch.spec.gcloud
-        return [f"--project={cloud.project}", f"--zone={cloud.zone}"]
+        return [f"--project={self._cloud.project}", f"--zone={self._cloud.zone}"]
 
 
-def _told(item: dict) -> dict[str, str]:
-    state = item.get("state", {})
-    kind = item.get("tpu", {}).get("nodeSpec", [{}])[0].get("node", {}).get("acceleratorType", "")
-    return {"name": item["name"].rpartition("/")[2], "state": state.get("state", "unknown").lower(), "detail": kind}
+def _name_of(item: dict[str, Any]) -> str:
+    return str(item["name"].rpartition("/")[2])
+
+
+def _state(item: dict[str, Any]) -> str:
+    return str(item.get("state", {}).get("state", "UNKNOWN"))
+
+
+def _spec(item: dict[str, Any]) -> dict[str, Any]:
+    return dict(next(iter(item.get("tpu", {}).get("nodeSpec", [])), {}))
+
+
+def _node(item: dict[str, Any]) -> dict[str, Any]:
+    return dict(_spec(item).get("node", {}))

@@ -18,21 +18,19 @@ SMALL_CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")
 class Generation:
     """A version of TPUs.
 
-    accelerator: GKE's name. prefix: gcloud's name before the number of cores. cores: that gcloud counts for a chip.
-    runtime: image of its machines. machine: of GKE, before the number of chips.
+    accelerator: GKE's name. gcloud: its name, with the number of chips behind it ('' where shapes of one size differ
+    and the topology is told instead). runtime: image of its machines.
     """
 
     accelerator: str
-    prefix: str
-    cores: int
+    gcloud: str
     runtime: str
-    machine: str
 
 
 GENERATIONS = {
-    "v5e": Generation("tpu-v5-lite-podslice", "v5litepod", 1, "v2-alpha-tpuv5-lite", "ct5lp-hightpu"),
-    "v5p": Generation("tpu-v5p-slice", "v5p", 2, "v2-alpha-tpuv5", "ct5p-hightpu"),
-    "v6e": Generation("tpu-v6e-slice", "v6e", 1, "v2-alpha-tpuv6e", "ct6e-standard"),
+    "v5e": Generation("tpu-v5-lite-podslice", "v5litepod", "v2-alpha-tpuv5-lite"),
+    "v5p": Generation("tpu-v5p-slice", "", "v2-alpha-tpuv5"),
+    "v6e": Generation("tpu-v6e-slice", "v6e", "v2-alpha-tpuv6e"),
 }
 
 
@@ -48,10 +46,12 @@ class Slice:
 
     @property
     def generation(self) -> Generation:
+        """What is true of all slices of its version."""
         return GENERATIONS[self.version]
 
     @property
     def chips(self) -> int:
+        """Of the whole slice."""
         return math.prod(map(int, self.topology.split("x")))
 
     @property
@@ -65,14 +65,11 @@ class Slice:
         return self.chips // self.chips_per_host
 
     @property
-    def accelerator_type(self) -> str:
-        """gcloud's name of it."""
-        return f"{self.generation.prefix}-{self.chips * self.generation.cores}"
-
-    @property
-    def machine_type(self) -> str:
-        """GKE's name of a machine of it."""
-        return f"{self.generation.machine}-{self.chips_per_host}t"
+    def gcloud(self) -> list[str]:
+        """The flags with which gcloud is asked for it."""
+        if self.generation.gcloud:
+            return [f"--accelerator-type={self.generation.gcloud}-{self.chips}"]
+        return [f"--type={self.version}", f"--topology={self.topology}"]
 
 
 def parse(name: str, key: str) -> Slice:
@@ -93,7 +90,7 @@ def _exists(version: str, topology: str) -> bool:
         return topology in FLAT
     if topology in SMALL_CUBES:
         return True
-    if not re.fullmatch(r"\d+x\d+x\d+", topology):
+    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", topology):
         return False
     sides = [int(side) for side in topology.split("x")]
-    return all(side and side % 4 == 0 for side in sides) and sides == sorted(sides) and math.prod(sides) <= 16 * 16 * 24
+    return all(side % 4 == 0 for side in sides) and sides == sorted(sides) and math.prod(sides) <= 16 * 16 * 24

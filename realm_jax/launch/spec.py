@@ -5,7 +5,7 @@ A spec is a Python file like a config, `get_spec() -> ConfigDict` over `default(
 
   name                     of the run, a DNS label: what clouds call its parts begins with it
   image                    container with this package (`launch/Dockerfile`); clouds need one
-  restarts                 failures of a job without progress after which it is given up; preemptions do not count
+  restarts                 failures without progress after which a job is given up; preemptions do not count
   grace_seconds            from SIGTERM to SIGKILL: long enough to save
   trainer.slice, slices    TPU slice, such as v5e:8x8, and how many of them train together
   trainer.processes        local: processes that train together
@@ -14,7 +14,7 @@ A spec is a Python file like a config, `get_spec() -> ConfigDict` over `default(
   builder.processes        local: builder processes; 0: none
   builder.priority         as the trainer's; lower, so that the builder makes room
   local.devices            CPU devices that each process emulates; 0: those that are there
-  local.gpus               CUDA_VISIBLE_DEVICES of each process, trainers first; () leaves them alone
+  local.gpus               CUDA_VISIBLE_DEVICES of each process, trainers first, such as ('0,1', '2'); (): as they are
   gcloud.project, zone     where queued resources are asked for
   gcloud.capacity          'on-demand', 'spot' or 'reserved'
   gcloud.service_account   of the machines; '' for the project's own
@@ -22,23 +22,25 @@ A spec is a Python file like a config, `get_spec() -> ConfigDict` over `default(
   kubernetes.context       kubectl's; '' for the current one
   kubernetes.namespace     of the JobSets
   kubernetes.queue         Kueue's local queue; '' where there is none
+  kubernetes.restarts      failures in a JobSet's whole life, with progress or without, after which it is given up
   kubernetes.service_account   with access to the bucket (Workload Identity)
 """
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
 from realm_jax.errors import UserError
+from realm_jax.index.generations import BUILDER, TRAINER, process_name
 from realm_jax.launch.slices import Slice, parse
 
 BUCKET = "gs://"
 MOUNTED = "/realm"  # where the containers see buckets
-LABEL = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")  # room is left for what is put behind it
-SAVE_SECONDS = 60  # what a save takes at most, measured generously: a grace period below it loses steps
-CAPACITIES = ("on-demand", "spot", "reserved")
+LABEL = re.compile(r"[a-z]([-a-z0-9]{0,28}[a-z0-9])?")  # a pod's name is this, job, numbers and more: 63 at most
+IMAGE = re.compile(r"[a-zA-Z0-9][-\w./:@]*")
 
 
 def default() -> ConfigDict:
@@ -53,7 +55,13 @@ def default() -> ConfigDict:
             "builder": {"slice": "v5e:2x4", "slices": 2, "processes": 1, "priority": ""},
             "local": {"devices": 0, "gpus": ()},
             "gcloud": {"project": "", "zone": "", "capacity": "on-demand", "service_account": "", "network": ""},
-            "kubernetes": {"context": "", "namespace": "default", "queue": "", "service_account": ""},
+            "kubernetes": {
+                "context": "",
+                "namespace": "default",
+                "queue": "",
+                "restarts": 1000,
+                "service_account": "",
+            },
         }
     )
 
@@ -96,6 +104,7 @@ class Launch:
 
     @property
     def is_remote(self) -> bool:
+        """Whether the work directory is in a bucket."""
         return self.workdir.startswith(BUCKET)
 
     @property
@@ -109,14 +118,53 @@ class Launch:
         return self.workdir.replace(BUCKET, f"{MOUNTED}/", 1) if self.is_remote else self.workdir
 
 
+class Part(NamedTuple):
+    """A job of a launch: what a cloud creates, restarts and ends by itself. words: of its command."""
+
+    name: str
+    role: Role
+    words: list[str]
+
+
+def parts(launch: Launch) -> list[Part]:
+    """The jobs of a launch in a cloud: the trainer on all its slices, and a builder on each of its own."""
+    count = launch.builder.count
+    trainer = Part(TRAINER, launch.trainer, launch.command(launch.trainer, "--processes=auto"))
+    builders = [
+        Part(process_name(BUILDER, number), launch.builder, launch.command(launch.builder, *share(number, count)))
+        for number in range(count)
+    ]
+    return [trainer, *builders]
+
+
+def share(number: int, count: int) -> list[str]:
+    """The flags of one of several processes."""
+    return [f"--process={number}", f"--processes={count}"]
+
+
+def choose(job: str, names: Iterable[str]) -> str:
+    """The name that --job means: itself, or the first process of a job. Raises UserError with the choices."""
+    known = list(names)
+    found = next((name for name in (job, process_name(job, 0)) if name in known), None)
+    if found is None:
+        raise UserError(f"--job={job}: there is no such job; choose among {', '.join(known) or 'none'}")
+    return found
+
+
 def describe(spec: ConfigDict, config: str, overrides: Sequence[str], workdir: str) -> Launch:
     """A checked description. Raises UserError, with the key's name, for what cannot be started anywhere."""
     if not LABEL.fullmatch(spec.name):
-        raise UserError(f"spec.name={spec.name}: use lower-case letters, digits and '-', at most 40 of them")
-    for key in ("restarts", "grace_seconds"):
-        if spec[key] < 0:
+        raise UserError(f"spec.name={spec.name}: use lower-case letters, digits and '-', at most 30 of them")
+    if spec.image and not IMAGE.fullmatch(spec.image):
+        raise UserError(f"spec.image={spec.image}: write it like REGION-docker.pkg.dev/PROJECT/realm/realm:1")
+    for value, key in ((spec.restarts, "restarts"), (spec.grace_seconds, "grace_seconds"),
+                       (spec.kubernetes.restarts, "kubernetes.restarts")):  # fmt: skip
+        if value < 0:
             raise UserError(f"spec.{key}: must not be negative")
-    trainer, builder = (_role(spec, name) for name in ("trainer", "builder"))
+    for override in overrides:
+        if "\n" in override:
+            raise UserError(f"{override.partition('=')[0]}: a value of one line is needed; set it in a config file")
+    trainer, builder = (_role(spec, name) for name in (TRAINER, BUILDER))
     if trainer.processes < 1 or trainer.count < 1:
         raise UserError("spec.trainer: needs one process and one slice at least")
     return Launch(
@@ -132,29 +180,3 @@ def _role(spec: ConfigDict, name: str) -> Role:
             raise UserError(f"spec.{name}.{key}: must not be negative")
     found = parse(section.slice, f"spec.{name}.slice")
     return Role(name, found, section.slices, section.processes, section.priority)
-
-
-def check_cloud(launch: Launch, target: str) -> None:
-    """Raise UserError for what no cloud can start: before anything is created."""
-    if not launch.is_remote or not re.fullmatch(r"gs://[a-z0-9][-_.a-z0-9]*/.+", launch.workdir):
-        raise UserError(
-            f"--workdir={launch.workdir}: --target={target} needs a folder that all machines see; name gs://BUCKET/FOLDER"
-        )
-    if not launch.image:
-        raise UserError(
-            f"spec.image: --target={target} needs a container; build launch/Dockerfile, push it, and name it"
-        )
-    if launch.config.startswith("/") or ".." in launch.config.split("/"):
-        raise UserError(
-            f"--config={launch.config}: has to be a file of the container; name it from the folder of the source, "
-            "such as configs/realm_wiki.py"
-        )
-    if launch.grace_seconds < SAVE_SECONDS:
-        raise UserError(
-            f"spec.grace_seconds={launch.grace_seconds}: a save may take {SAVE_SECONDS} seconds; give it as many"
-        )
-    if launch.builder.count and launch.builder.slice.hosts != 1:
-        raise UserError(
-            f"spec.builder.slice={launch.builder.slice}: spans {launch.builder.slice.hosts} machines, but the builders "
-            "are independent; name a slice of one machine, such as v5e:2x4, and how many in spec.builder.slices"
-        )

@@ -1,19 +1,35 @@
 """How a run is doing, from its work directory alone: the same for every target, from any machine that sees the folder.
 
 A job that is alive writes its status every BEAT_SECONDS. Nobody compares clocks: who looks, looks for two beats, and a
-counter that did not move by then is late.
+counter that did not move by then is late. Which jobs should live is what `expect` wrote down when they were started.
 """
 
+import dataclasses
 import json
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from realm_jax.index.generations import BEAT_SECONDS, Status, generation_names, read_status, step_of
+from realm_jax.errors import UserError
+from realm_jax.index.generations import (
+    BEAT_SECONDS,
+    BUILDER,
+    MANIFEST,
+    RECIPE,
+    TRAINER,
+    Status,
+    generation_names,
+    read_status,
+    step_of,
+)
 from realm_jax.storage import Damaged, Folder, open_folder
 
+logger = logging.getLogger(__name__)
+
 PATIENCE = 2 * BEAT_SECONDS
-TRAINER = "trainer"
+EXPECTED = "jobs/expected.json"  # {"jobs": names of those that should live}
+UNHEARD = Status("", stage="not heard of", step=-1, counter=-1)
 
 
 class Progress(NamedTuple):
@@ -25,11 +41,12 @@ class Progress(NamedTuple):
 
 
 class JobState(NamedTuple):
-    """A job: what it says of itself, and whether that changed while somebody looked. late: None once it is done."""
+    """A job and what it says of itself. state: 'done', 'alive', 'late' where it should live and gives no sign of it
+    while somebody looks, 'stopped' where it need not."""
 
     name: str
     status: Status
-    late: bool | None
+    state: str
 
 
 class RunState(NamedTuple):
@@ -42,62 +59,118 @@ class RunState(NamedTuple):
     @property
     def late(self) -> list[str]:
         """The jobs that gave no sign of life."""
-        return [job.name for job in self.jobs if job.late]
+        return [job.name for job in self.jobs if job.state == "late"]
 
 
-def progress(folder: Folder) -> Progress:
-    """Where a run stands, as far as can be read."""
-    tasks = _tasks(folder)
-    begun = [task for task in tasks if "metrics.jsonl" in folder.names(task)]
-    saved = [(task, step) for task in tasks if (step := _newest(folder, task)) is not None]
-    task = begun[-1] if begun else ""
-    return Progress(task, saved[-1] if saved else None, _last_line(folder, f"{task}/metrics.jsonl") if task else {})
+# ---- which jobs should live
+
+
+def expect(workdir: str, jobs: Sequence[str]) -> None:
+    """Write down which jobs are being started, and forget builders that an earlier start had, and those that were done.
+
+    Raises UserError for a folder that cannot be written to.
+    """
+    folder = open_folder(workdir)
+    shared = _shared(folder)
+    for name, status in _statuses(shared).items():
+        if name != TRAINER and (name not in jobs or status.done):
+            shared.remove(f"jobs/{name}.json")
+    folder.write_json(EXPECTED, {"jobs": list(jobs)})
+
+
+def expect_none(workdir: str) -> None:
+    """Write down that all jobs were stopped. They are, so that a folder out of reach is a warning."""
+    try:
+        open_folder(workdir).write_json(EXPECTED, {"jobs": []})
+    except UserError as fault:
+        logger.warning("%s; `realm launch status` will call the jobs late", fault)
+
+
+def _expected(folder: Folder) -> list[str] | None:
+    """None where nobody wrote it down."""
+    found = _object(folder, EXPECTED).get("jobs")
+    return [str(name) for name in found] if isinstance(found, list) else None
+
+
+# ---- looking
 
 
 def look(folder: Folder, wait: Callable[[float], None] = time.sleep) -> RunState:
     """The state of a run; takes two beats when a job gives no sign of life, and less when all do."""
-    shared = _shared(folder)
-    before = _statuses(shared)
+    shared, expected = _shared(folder), _expected(folder)
+    wanted = [TRAINER] if expected is None else expected
+    before = _statuses(shared, wanted)
     now, waited = before, 0.0
-    while waited < PATIENCE and any(_is_due(name, one, before) for name, one in now.items()):
+    while waited < PATIENCE and any(_still(name, one, before) for name, one in now.items()):
         wait(0.5)
         waited += 0.5
-        now = _statuses(shared)
-    jobs = [JobState(name, one, None if one.done else _is_due(name, one, before)) for name, one in now.items()]
+        now = _statuses(shared, wanted)
+    jobs = []
+    for name, one in now.items():
+        silent = "late" if expected is None or name in expected else "stopped"
+        jobs.append(JobState(name, one, "done" if one.done else silent if _still(name, one, before) else "alive"))
     built = [step_of(name) for name in generation_names(shared)]
     return RunState(progress(folder), jobs, max(built, default=-1))
 
 
-def _is_due(name: str, now: Status, before: dict[str, Status]) -> bool:
-    return not now.done and (name in before and before[name].counter == now.counter)
+def progress(folder: Folder) -> Progress:
+    """Where a run stands, as far as can be read."""
+    begun = [task for task in _tasks(folder) if "metrics.jsonl" in folder.names(task)]
+    task = begun[-1] if begun else ""
+    metrics = _last_line(folder, f"{task}/metrics.jsonl") if task else {}
+    return Progress(task, newest_checkpoint(folder), metrics)
 
 
-def _statuses(folder: Folder) -> dict[str, Status]:
-    names = sorted(name.removesuffix(".json") for name in folder.names("jobs") if name.endswith(".json"))
-    found = {name: read_status(folder, name) for name in names if name == TRAINER or name.startswith("builder")}
-    return {name: one for name, one in sorted(found.items(), key=lambda item: item[0] != TRAINER) if one is not None}
+def newest_checkpoint(folder: Folder) -> tuple[str, int] | None:
+    """(task, step) of the newest checkpoint of the last task that has one."""
+    for task in reversed(_tasks(folder)):
+        steps = [int(name) for name in folder.names(f"{task}/checkpoints") if name.isdigit()]
+        if steps:
+            return task, max(steps)
+    return None
 
 
-def _config(folder: Folder) -> dict[str, Any]:
+def newest_generation(folder: Folder) -> str:
+    """The name of the newest whole generation; '' for none."""
+    shared = _shared(folder)
+    whole = (name for name in reversed(generation_names(shared)) if MANIFEST in shared.names(f"index/{name}"))
+    return next(whole, "")
+
+
+def _still(name: str, now: Status, before: dict[str, Status]) -> bool:
+    """Whether a job has said nothing new since."""
+    return not now.done and name in before and before[name].counter == now.counter
+
+
+def _statuses(folder: Folder, wanted: Sequence[str] = ()) -> dict[str, Status]:
+    """What the jobs say of themselves, the trainer first, and those that are wanted in any case."""
+    names = [name.removesuffix(".json") for name in folder.names("jobs") if name.endswith(".json")]
+    builders = {name: read_status(folder, name) for name in names if name.startswith(BUILDER)}
+    recipe, trainer = read_status(folder, RECIPE), read_status(folder, TRAINER)
+    if recipe is not None and trainer is not None:
+        recipe = dataclasses.replace(recipe, index=trainer.index)
+    found = {TRAINER: recipe} | builders
+    return dict.fromkeys(wanted, UNHEARD) | {name: one for name, one in found.items() if one is not None}
+
+
+def _object(folder: Folder, name: str) -> dict[str, Any]:
+    """A JSON object; empty where there is none that can be read."""
     try:
-        return folder.read_json("config.json")
+        return folder.read_json(name)
     except (FileNotFoundError, Damaged):
         return {}
 
 
 def _shared(folder: Folder) -> Folder:
     """Where the jobs of a run meet: `refresh.shared`, or its own folder."""
-    elsewhere = _config(folder).get("refresh", {}).get("shared", "")
-    return open_folder(elsewhere) if elsewhere else folder
+    refresh = _object(folder, "config.json").get("refresh")
+    elsewhere = refresh.get("shared") if isinstance(refresh, dict) else ""
+    return open_folder(elsewhere) if elsewhere and isinstance(elsewhere, str) else folder
 
 
 def _tasks(folder: Folder) -> list[str]:
-    config = _config(folder)
-    return [name.strip() for name in str(config.get("tasks", "")).split(",") if name.strip()]
-
-
-def _newest(folder: Folder, task: str) -> int | None:
-    return max((int(name) for name in folder.names(f"{task}/checkpoints") if name.isdigit()), default=None)
+    tasks = _object(folder, "config.json").get("tasks", "")
+    return [name.strip() for name in str(tasks).split(",") if name.strip()]
 
 
 def _last_line(folder: Folder, name: str) -> dict[str, Any]:
@@ -122,10 +195,10 @@ def one_line(found: Progress, jobs: list[tuple[str, Status]]) -> str:
     """Step, loss and speed, the index's age, the last checkpoint, and what the builders do."""
     parts = ["nothing trained yet"]
     if found.metrics:
-        values = found.metrics
-        parts = [f"{found.task} step {values.get('step')}"]
-        parts += [f"{name} {values[name]:.4g}" for name in ("loss", "steps_per_second") if name in values]
-        parts += [f"index_age {values['index_age']}"] if "index_age" in values else []
+        numbers = {name: value for name, value in found.metrics.items() if isinstance(value, int | float)}
+        parts = [f"{found.task} step {numbers.get('step')}"]
+        parts += [f"{name} {numbers[name]:.4g}" for name in ("loss", "steps_per_second") if name in numbers]
+        parts += [f"index_age {numbers['index_age']}"] if "index_age" in numbers else []
     if found.checkpoint is not None:
         parts.append("checkpoint {}/{}".format(*found.checkpoint))
     parts += [f"{name} {told(status)}" for name, status in jobs if name != TRAINER]

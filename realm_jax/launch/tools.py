@@ -1,9 +1,11 @@
 """gcloud and kubectl: the only place that calls them. What they complain of becomes one line that says what to do."""
 
+import json
 import re
 import shutil
 import subprocess
 from collections.abc import Sequence
+from typing import Any
 
 from realm_jax.errors import UserError
 
@@ -13,42 +15,66 @@ INSTALL = {
 }
 # What their messages have in common over versions, and what a user does about it; the first that is found counts.
 KNOWN = (
+    (r"gke-gcloud-auth-plugin.*(not found|not installed|executable)|executable gke-gcloud-auth-plugin",
+     "kubectl cannot log in; run `gcloud components install gke-gcloud-auth-plugin`, then repeat the command"),
     (r"do not currently have an active account|[Rr]eauthentication|invalid_grant|credentials.*(expired|not found)",
      "not logged in; run `gcloud auth login`, then repeat the command"),
-    (r"must be logged in to the server|Unauthorized|gke-gcloud-auth-plugin",
+    (r"must be logged in to the server|Unauthorized",
      "kubectl is not logged in; run `gcloud container clusters get-credentials CLUSTER`, then repeat the command"),
-    (r"PERMISSION_DENIED|Forbidden|does not have permission",
-     "not allowed; ask for the roles in docs/launch.md, or name another project"),
+    (r"context.*does not exist|no context exists|current-context is not set",
+     "kubectl has no such context; see `kubectl config get-contexts`, and set spec.kubernetes.context"),
+    (r"API has not been used|SERVICE_DISABLED|API.*is (disabled|not enabled)",
+     "the project does not use this API yet; run `gcloud services enable tpu.googleapis.com`, then repeat the command"),
     (r"[Qq]uota|RESOURCE_EXHAUSTED",
      "over the project's quota; ask for more (console: IAM > Quotas), or name another zone, capacity or slice"),
+    (r"Permission '?locations/|Permission denied on 'locations/|[Ii]nvalid.*zone|location.*(not found|NOT_FOUND)|"
+     r"Unknown zone|does not have.*location",
+     "there is no such zone for TPUs; see `gcloud compute tpus locations list`, and set spec.gcloud.zone"),
+    (r"PERMISSION_DENIED|Forbidden|does not have permission",
+     "not allowed; ask for the roles in docs/launch.md, or name another project"),
     (r"ALREADY_EXISTS|AlreadyExists|already exists",
      "is there already; see `realm launch list`, and remove it with `realm launch delete`, or set spec.name"),
     (r"SUSPENDED|SUSPENDING|state FAILED",
      "lost its machines; remove it with `realm launch delete`, then start again: training goes on from its checkpoint"),
-    (r'no matches for kind "JobSet"', "the cluster has no JobSet; install it as docs/launch.md says"),
-    (r"NOT_FOUND|NotFound|not found", "is not there; see `realm launch list`"),
+    (r'no matches for kind "JobSet"|have a resource type "jobset',
+     "the cluster has no JobSet; install it as docs/launch.md says"),
+    (r"namespaces? .*not found", "there is no such namespace; make it, or set spec.kubernetes.namespace"),
     (r"field is immutable|Value is immutable",
      "runs already with other settings; remove it with `realm launch delete`, then start again"),
-    (r"[Uu]nable to connect|connection refused|no such host|timed? ?out",
+    (r"[Uu]nable to connect|connection.*refused|no such host|i/o timeout|timed? ?out|deadline exceeded",
      "cannot be reached; check the network and the cluster's name, then repeat the command"),
+    (r"NOT_FOUND|NotFound|not found", "is not there; see `realm launch list`"),
 )  # fmt: skip
 
 
 def call(words: Sequence[str], about: str, stdin: str | None = None) -> str:
     """What a tool prints. about: what is asked, for messages. Raises UserError, with what to do, where it fails."""
-    if shutil.which(words[0]) is None:
-        raise UserError(f"{words[0]} is not installed; {INSTALL[words[0]]}")
-    done = subprocess.run(list(words), input=stdin, capture_output=True, text=True, check=False)
+    _require(words[0])
+    # Never this terminal as its input: a question would wait for ever.
+    done = subprocess.run(list(words), input=stdin or "", capture_output=True, text=True, check=False)
     if done.returncode:
         raise UserError(explain(words[0], about, done.stderr or done.stdout))
     return done.stdout
 
 
+def call_json(words: Sequence[str], about: str) -> Any:
+    """The JSON that a tool prints; see `call`."""
+    told = call(words, about)
+    try:
+        return json.loads(told)
+    except ValueError:
+        raise UserError(f"{about}: {words[0]} did not answer with JSON: {' '.join(told.split())[:100]!r}") from None
+
+
 def stream(words: Sequence[str]) -> int:
-    """Run a tool with its output on this terminal, until it ends or Ctrl-C; its exit code."""
-    if shutil.which(words[0]) is None:
-        raise UserError(f"{words[0]} is not installed; {INSTALL[words[0]]}")
-    return subprocess.call(list(words))
+    """Run a tool with its output on this terminal, until it ends or Ctrl-C; its exit code. Raises UserError."""
+    _require(words[0])
+    return subprocess.call(list(words), stdin=subprocess.DEVNULL)
+
+
+def _require(tool: str) -> None:
+    if shutil.which(tool) is None:
+        raise UserError(f"{tool} is not installed; {INSTALL[tool]}")
 
 
 def explain(tool: str, about: str, complaint: str) -> str:

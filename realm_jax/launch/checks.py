@@ -1,0 +1,75 @@
+"""What has to hold of a launch before anything of it is created, since machines cost while they fail.
+
+`check_cloud` looks at the description alone, `check_training` at the config that is to be trained.
+"""
+
+import re
+
+from ml_collections import ConfigDict
+
+from realm_jax.config import task_names
+from realm_jax.errors import UserError
+from realm_jax.launch.spec import BUCKET, MOUNTED, Launch
+
+SAVE_SECONDS = 60  # what a save takes at most, measured generously: a grace period below it loses steps
+IN_IMAGE = ("configs", "launch", "realm_jax")  # folders of the source that launch/Dockerfile copies
+
+
+def check_cloud(launch: Launch, target: str) -> None:
+    """Raise UserError for what no cloud can start."""
+    folders = launch.workdir.removeprefix(BUCKET).split("/")
+    if not re.fullmatch(r"gs://[a-z0-9][-_.a-z0-9]*/.+", launch.workdir) or not {".", ".."}.isdisjoint(folders):
+        raise UserError(
+            f"--workdir={launch.workdir}: --target={target} needs a folder that all machines see; name gs://BUCKET/FOLDER"
+        )
+    if not launch.image:
+        raise UserError(
+            f"spec.image: --target={target} needs a container; build launch/Dockerfile, push it, and name it"
+        )
+    steps = launch.config.split("/")
+    if launch.config and (steps[0] not in IN_IMAGE or ".." in steps):
+        raise UserError(
+            f"--config={launch.config}: has to be a file of the container; put it into configs/ and name it from the "
+            "folder of the source, such as configs/realm_wiki.py"
+        )
+    if launch.grace_seconds < SAVE_SECONDS:
+        raise UserError(
+            f"spec.grace_seconds={launch.grace_seconds}: a save may take {SAVE_SECONDS} seconds; give it as many"
+        )
+    if launch.builder.count and launch.builder.slice.hosts != 1:
+        raise UserError(
+            f"spec.builder.slice={launch.builder.slice}: spans {launch.builder.slice.hosts} machines, but the builders "
+            "are independent; name a slice of one machine, such as v5e:2x4, and how many in spec.builder.slices"
+        )
+
+
+def check_training(launch: Launch, config: ConfigDict, builders: int, remote: bool) -> None:
+    """Raise UserError for a validated config that cannot be trained as the launch says. builders: processes of it."""
+    if config.refresh.mode == "async" and "realm" in task_names(config) and not builders:
+        key = "slices" if remote else "processes"
+        raise UserError(f"spec.builder.{key}=0: config.refresh.mode=async needs an index builder; start one at least")
+    if remote:
+        _check_places(launch, config)
+        _check_slices(launch, config)
+
+
+def _check_places(launch: Launch, config: ConfigDict) -> None:
+    mounted = f"{MOUNTED}/{launch.bucket}/"
+    for key, path, elsewhere in (("data.path", config.data.path, BUCKET), ("init_from", config.init_from, "hf:")):
+        if path and not path.startswith((mounted, elsewhere)):
+            raise UserError(f"config.{key}={path}: the machines do not see it; name {elsewhere}… or {mounted}…")
+    if config.refresh.shared not in ("", launch.workdir):
+        raise UserError("config.refresh.shared: in a cloud the jobs meet in --workdir; leave it out")
+
+
+def _check_slices(launch: Launch, config: ConfigDict) -> None:
+    """Whether mesh and batches can be shared out over the trainer's chips, as the trainer itself would say."""
+    from realm_jax.mesh import mesh_sizes  # here, since listing and stopping need no JAX
+    from realm_jax.run import check_batches
+
+    role, mesh = launch.trainer, config.mesh
+    try:
+        data, fsdp, _ = mesh_sizes(mesh.data, mesh.fsdp, mesh.model, role.slice.chips * role.count, role.count)
+        check_batches(config, data * fsdp)
+    except UserError as fault:
+        raise UserError(f"spec.trainer: {role.count} × {role.slice}: {fault}") from None

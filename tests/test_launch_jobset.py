@@ -1,0 +1,179 @@
+"""`realm launch --target=jobset`: manifests that GKE takes, and what becomes of JobSets that are there already."""
+
+import gzip
+import json
+
+import pytest
+import yaml
+from clouds import JOBSET, asked, described, launch
+from fake_tools import calls
+
+from realm_jax.errors import UserError
+from realm_jax.launch.jobset import check, manifests, to_yaml
+
+
+def item(name, suspended=False, condition="", ready=1, restarts=0):
+    """A JobSet as the cluster tells of it."""
+    conditions = [{"type": condition, "status": "True", "message": f"jobset {condition.lower()}"}] if condition else []
+    status = {"restarts": restarts, "conditions": conditions, "replicatedJobsStatus": [{"ready": ready}]}
+    spec = {"suspend": suspended, "replicatedJobs": [{"replicas": 1}]}
+    return {"metadata": {"name": name}, "spec": spec, "status": status}
+
+
+def there(*items):
+    """kubectl's answer."""
+    return {"match": "kubectl get", "stdout": json.dumps({"items": items})}
+
+
+def test_manifests_are_what_jobset_s_own_definition_allows(shared_data):
+    jsonschema = pytest.importorskip("jsonschema")
+    definition = yaml.safe_load(gzip.open(shared_data / "schemas" / "jobset_v1alpha2_crd.yaml.gz"))
+    version = next(one for one in definition["spec"]["versions"] if one["name"] == "v1alpha2")
+    schema = strict(version["schema"]["openAPIV3Schema"])
+    for manifest in yaml.safe_load_all(to_yaml(manifests(described(trainer__slices=2, builder__priority="low")))):
+        jsonschema.validate(manifest, schema)
+    manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["parallelsim"] = 1
+    with pytest.raises(jsonschema.ValidationError, match="parallelsim"):
+        jsonschema.validate(manifest, schema)
+
+
+def strict(schema):
+    """The same, with fields that it does not name forbidden."""
+    if isinstance(schema, list):
+        return [strict(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: strict(value) for key, value in schema.items()}
+    named = isinstance(schema.get("properties"), dict) and schema.get("type") == "object"
+    open_ended = (
+        schema.get("x-kubernetes-preserve-unknown-fields") or set(schema["properties"]) <= {"metadata"}
+        if named
+        else True
+    )
+    return found if open_ended else found | {"additionalProperties": False}
+
+
+def test_jobs_that_do_not_fit_are_refused():
+    found = manifests(described())
+    found[0]["spec"]["replicatedJobs"][0]["template"]["spec"]["parallelism"] = 8
+    with pytest.raises(UserError, match="realm-trainer: parallelism is 8, but the topology needs 16"):
+        check(found)
+    found = manifests(described())
+    pod = found[1]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    pod["containers"][0]["args"][-3] = "--workdir=/elsewhere"
+    with pytest.raises(UserError, match="different work directories"):
+        check(found)
+    pod["containers"][0]["resources"]["limits"]["google.com/tpu"] = 4
+    with pytest.raises(UserError, match="realm-builder-0: limits of google.com/tpu is 4, but the topology needs 8"):
+        check(found)
+    pod["terminationGracePeriodSeconds"] = 30
+    pod["containers"][0]["resources"]["limits"]["google.com/tpu"] = 8
+    with pytest.raises(UserError, match="realm-builder-0: terminationGracePeriodSeconds"):
+        check(found)
+
+
+def test_every_builder_is_a_jobset_of_its_own_on_the_pods_network():
+    """Slices of one JobSet are one multislice program to GKE, and on a machine's network pods have its account."""
+    trainer, first, second = manifests(described(builder__slices=2))
+    assert [one["metadata"]["name"] for one in (first, second)] == ["realm-builder-0", "realm-builder-1"]
+    for number, one in enumerate((first, second)):
+        assert one["spec"]["replicatedJobs"][0]["replicas"] == 1
+        assert f"--process={number}" in container(one)["args"] and "--processes=2" in container(one)["args"]
+    assert "hostNetwork" not in to_yaml([trainer, first, second])
+
+
+def test_several_slices_talk_over_the_machines_network_with_the_pods_account():
+    trainer, builder = manifests(described(trainer__slices=2, builder__slices=1))
+    pod = pod_of(trainer)
+    assert pod["hostNetwork"] and pod["volumes"][0]["csi"]["volumeAttributes"]["hostNetworkPodKSA"] == "true"
+    assert "hostNetwork" not in to_yaml([builder])
+
+
+def pod_of(manifest):
+    return manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+
+
+def container(manifest):
+    return pod_of(manifest)["containers"][0]
+
+
+def test_names_leave_room_for_those_of_pods():
+    found = manifests(described(name="a" * 30, builder__slices=100))
+    for manifest in found:
+        job = manifest["spec"]["replicatedJobs"][0]
+        pods = (
+            f"{manifest['metadata']['name']}-{job['name']}-{job['replicas']}-{job['template']['spec']['completions']}"
+        )
+        assert len(f"{pods}-abcde") <= 63
+
+
+# ---- what kubectl is asked
+
+
+def test_what_is_not_there_is_applied_and_told(tools, capsys):
+    folder = tools(there())
+    assert launch(*JOBSET, "--spec.builder.slices=1") == 0
+    assert [words[1] for words in asked(folder, "kubectl")] == ["get", "apply", "apply"]
+    assert yaml.safe_load(calls(folder)[1]["stdin"])["metadata"]["name"] == "realm-trainer"
+    assert capsys.readouterr().out == "JobSet realm-trainer: applied\nJobSet realm-builder-0: applied\n"
+
+
+def test_what_was_stopped_or_has_ended_is_made_anew_from_what_is_wanted_now(tools):
+    """Almost nothing of a JobSet can be changed, so the old one goes first; a running one is only applied."""
+    found = [
+        item("realm-trainer", suspended=True),
+        item("realm-builder-0", condition="Failed"),
+        item("realm-builder-1"),
+    ]
+    folder = tools(there(*found))
+    assert launch(*JOBSET, "--spec.trainer.slice=v5e:4x8", "--spec.builder.slices=2") == 0
+    _, deleted, trainer, *builders = asked(folder, "kubectl")
+    assert deleted[2:] == ["jobset", "realm-trainer", "realm-builder-0", "--cascade=foreground", "--ignore-not-found"]
+    assert "4x8" in calls(folder)[2]["stdin"] and len(builders) == 2
+
+
+def test_a_builder_that_is_not_wanted_any_more_is_removed(tools):
+    folder = tools(there(item("realm-trainer"), item("realm-builder-0"), item("realm-builder-1")))
+    assert launch(*JOBSET, "--spec.builder.slices=1") == 0
+    assert "realm-builder-1" in asked(folder, "kubectl")[1] and "realm-builder-0" not in asked(folder, "kubectl")[1]
+
+
+def test_in_a_queue_suspended_means_waiting(tools):
+    folder = tools(there(item("realm-trainer", suspended=True)))
+    queue = "--spec.kubernetes.queue=q"
+    assert launch(*JOBSET, queue) == 0
+    assert "delete" not in [words[1] for words in asked(folder, "kubectl")]
+    assert launch("stop", *JOBSET, queue) == 0
+    assert asked(folder, "kubectl")[-1][1:4] == ["delete", "jobset", "realm-trainer"]
+
+
+def test_states_are_told(tools, capsys):
+    found = [item("a", restarts=3), item("b", ready=0), item("c", suspended=True), item("d", condition="Failed")]
+    tools(there(*found))
+    assert launch("list", *JOBSET, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [one["state"] for one in told] == ["running", "pending", "suspended", "failed"]
+    assert (told[0]["detail"], told[3]["detail"]) == ("3 restarts", "jobset failed")
+
+
+def test_stop_and_delete_say_what_they_did_and_that_nothing_is_there(tools, capsys):
+    folder = tools(there(item("realm-trainer"), item("realm-builder-0")))
+    assert launch("stop", *JOBSET) == 0
+    assert launch("delete", *JOBSET) == 0
+    told = [f"JobSet realm-{job}: {word}" for word in ("suspended", "removed") for job in ("trainer", "builder-0")]
+    assert capsys.readouterr().out.splitlines() == told
+    patched = [words[3] for words in asked(folder, "kubectl") if '--patch={"spec": {"suspend": true}}' in words]
+    assert patched == ["realm-trainer", "realm-builder-0"]
+    tools(there())
+    for action in ("stop", "delete"):
+        assert launch(action, *JOBSET, "--spec.name=typo") == 2
+        assert "spec.name=typo: no JobSet of this run is there" in capsys.readouterr().err
+
+
+def test_logs_are_those_of_the_first_pod(tools, capsys):
+    folder = tools(there(item("realm-trainer"), item("realm-builder-0")))
+    assert launch("logs", *JOBSET, "--job=builder", "--follow") == 0
+    first = "jobset.sigs.k8s.io/jobset-name=realm-builder-0,batch.kubernetes.io/job-completion-index=0"
+    assert f"--selector={first}" in asked(folder, "kubectl")[-1]
+    assert launch("logs", *JOBSET, "--job=builder-7") == 2
+    assert "choose among trainer, builder-0" in capsys.readouterr().err

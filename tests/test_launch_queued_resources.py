@@ -1,0 +1,140 @@
+"""`realm launch --target=queued_resources`: what gcloud is asked, and what a machine does with its startup script."""
+
+import json
+import subprocess
+
+from clouds import GCLOUD, asked, described, launch
+from fake_tools import calls
+
+from realm_jax.launch.queued_resources import startup_script
+from realm_jax.launch.spec import parts
+
+
+def item(name, state="ACTIVE", script=None, slices=1):
+    """A queued resource as gcloud tells of it."""
+    several = {"multisliceParams": {"nodeCount": slices, "nodeIdPrefix": name}} if slices > 1 else {"nodeId": name}
+    node = {"acceleratorType": "v5litepod-64"} | ({} if script is None else {"metadata": {"startup-script": script}})
+    where = f"projects/p/locations/z/queuedResources/{name}"
+    return {"name": where, "state": {"state": state}, "tpu": {"nodeSpec": [several | {"node": node}]}}
+
+
+def there(*items):
+    """gcloud's answer."""
+    return {"match": "gcloud list", "stdout": json.dumps(items)}
+
+
+def did(folder, verb):
+    """What came behind a verb, call for call."""
+    found = [[word for word in words if not word.startswith("--quiet")] for words in asked(folder, "gcloud")]
+    return [words[words.index(verb) + 1 :] for words in found if verb in words]
+
+
+def test_what_is_not_there_is_asked_for(tools, capsys):
+    folder = tools(there())
+    more = ("--spec.trainer.slices=2", "--spec.gcloud.capacity=spot", "--spec.builder.slices=1")
+    assert launch(*GCLOUD, *more) == 0
+    trainer, builder = [one for one in calls(folder) if "create" in one["words"]]
+    assert {"--node-count=2", "--node-prefix=realm-trainer", "--spot", "--quiet"} <= {*trainer["words"]}
+    assert "--node-id=realm-builder-0" in builder["words"] and "--process=0" in builder["scripts"][0]
+    assert "queued resource realm-builder-0: asked for" in capsys.readouterr().out
+
+
+def test_start_again_goes_on_with_what_is_there(tools, capsys):
+    """One that was stopped is started on its machines, one that waits goes on waiting, one that failed to come is
+    asked for again."""
+    folder = tools(there(item("realm-trainer"), item("realm-builder-0", "WAITING_FOR_RESOURCES")))
+    assert launch(*GCLOUD, "--spec.builder.slices=2") == 0
+    assert [words[0] for words in did(folder, "create")] == ["realm-builder-1"]
+    ((node, *words),) = did(folder, "ssh")
+    assert node == "realm-trainer" and {"--worker=all", "--command=sudo systemctl start realm"} <= {*words}
+    assert "realm-builder-0: is there already, waiting_for_resources" in capsys.readouterr().out
+
+
+def test_what_has_lost_its_machines_or_has_other_settings_has_to_be_removed_first(tools, capsys):
+    for one, told in (
+        (item("realm-builder-1", "SUSPENDED"), "realm-builder-1: is suspended; wait until `realm launch delete`"),
+        (item("realm-builder-0", script="another"), "realm-builder-0: was asked for with other settings"),
+    ):
+        folder = tools(there(one))
+        assert launch(*GCLOUD, "--spec.builder.slices=2") == 2
+        assert told in capsys.readouterr().err and did(folder, "create") == []
+
+
+def test_delete_and_stop_reach_all_that_is_there_whatever_the_flags_say(tools, capsys):
+    found = [item("realm-trainer", slices=2), item("realm-builder-0"), item("realm-builder-3", "PROVISIONING")]
+    folder = tools(there(*found))
+    assert launch("stop", *GCLOUD, "--spec.builder.slices=1") == 0
+    nodes = ["realm-trainer-0", "realm-trainer-1", "realm-builder-0"]
+    assert [words[0] for words in did(folder, "ssh")] == nodes * 2, "all are told before any is waited for"
+    commands = [words[-1] for words in did(folder, "ssh")]
+    assert (
+        commands == ["--command=sudo systemctl stop --no-block realm"] * 3 + ["--command=sudo systemctl stop realm"] * 3
+    )
+    assert launch("delete", *GCLOUD, "--spec.builder.slices=1") == 0
+    assert [words[0] for words in did(folder, "delete")] == ["realm-trainer", "realm-builder-0", "realm-builder-3"]
+    assert "queued resource realm-builder-3: is being removed" in capsys.readouterr().out
+    tools(there())
+    assert launch("delete", *GCLOUD, "--spec.name=typo") == 2
+    assert "spec.name=typo: nothing of this run is there" in capsys.readouterr().err
+
+
+def test_logs_hold_those_of_the_startup_script(tools, capsys):
+    folder = tools(there(item("realm-trainer", slices=2)))
+    assert launch("logs", *GCLOUD) == 0
+    ((node, *words),) = did(folder, "ssh")
+    assert node == "realm-trainer-0" and "--unit=realm --unit=google-startup-scripts" in words[-1]
+    assert launch("logs", *GCLOUD, "--job=builder") == 2
+    assert "--job=builder: there is no such job; choose among trainer" in capsys.readouterr().err
+    assert launch("list", *GCLOUD, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told == [{"name": "realm-trainer", "state": "active", "detail": "v5litepod-64"}]
+
+
+# ---- the service
+
+
+def service(tmp_path, docker, sleep="exit 0"):
+    """The job's own script, with a docker and a sleep that do as they are told; they find themselves in tmp_path."""
+    launch = described(restarts=2)
+    script = startup_script(launch, parts(launch)[0]).partition("<<'END-OF-JOB'\n")[2].partition("END-OF-JOB")[0]
+    (tmp_path / "job").write_text(script)
+    for name, text in (("docker", docker), ("sleep", sleep)):
+        (tmp_path / name).write_text(f"#!/bin/bash\ncd {tmp_path}\necho {name} $1 >>calls\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    return ["bash", str(tmp_path / "job")], {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+
+
+def test_a_service_starts_again_after_crashes_and_preemptions_and_not_after_mistakes(tmp_path):
+    words, environment = service(
+        tmp_path, "[ $1 = run ] || exit 0\ncode=$(head -n1 codes)\nsed -i 1d codes\nexit $code"
+    )
+    for codes, wanted, runs in (("75 75 0", 0, 3), ("2", 2, 1), ("1 70 1", 1, 3), ("1 1 0", 0, 3)):
+        (tmp_path / "codes").write_text(codes.replace(" ", "\n") + "\n")
+        (tmp_path / "calls").write_text("")
+        done = subprocess.run(words, env=environment, timeout=60)
+        made = (tmp_path / "calls").read_text().splitlines()
+        assert (done.returncode, made.count("docker run")) == (wanted, runs), codes
+        assert made[:2] == ["docker rm", "docker run"], "a container that was left over would have its name"
+
+
+def test_a_service_that_is_stopped_in_a_pause_starts_nothing_more(tmp_path):
+    words, environment = service(tmp_path, "[ $1 = run ] && exit 1", "kill -TERM $PPID\nexec /usr/bin/sleep 60")
+    done = subprocess.run(words, env=environment, timeout=30)
+    made = (tmp_path / "calls").read_text().splitlines()
+    assert done.returncode == 0 and made == ["docker rm", "docker run", "sleep 2", "docker stop"]
+
+
+def test_a_service_hands_sigterm_on_to_its_container_and_waits(tmp_path):
+    docker = """case $1 in
+run) echo $PPID >job.pid; kill -TERM $PPID; while [ ! -e stopped ]; do /usr/bin/sleep 0.05; done; exit 75 ;;
+stop) touch stopped ;;
+esac"""
+    words, environment = service(tmp_path, docker)
+    done = subprocess.run(words, env=environment, timeout=30)
+    made = (tmp_path / "calls").read_text().splitlines()
+    assert done.returncode == 0 and made == ["docker rm", "docker run", "docker stop"]
+
+
+def test_a_container_that_outlives_the_service_is_stopped_by_systemd():
+    launch = described()
+    assert "ExecStopPost=-/usr/bin/docker stop --time=120 realm\n" in startup_script(launch, parts(launch)[0])
