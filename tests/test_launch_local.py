@@ -295,7 +295,7 @@ def test_processes_do_not_outlive_their_supervisor(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
         "import os, signal, sys\n"
-        "signal.signal(signal.SIGTERM, lambda *_: (os.mkdir(f'{sys.argv[-1]}.saved'), sys.exit(75)))\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (os.mkdir(f'{sys.argv[0]}.saved'), sys.exit(75)))\n"
         "os.kill(os.getppid(), signal.SIGKILL)\n"
         "while True: signal.pause()\n"
     )
@@ -311,7 +311,6 @@ local.Supervisor(launched(Path({str(tmp_path)!r}), 1, 0), Path({str(tmp_path)!r}
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    # Reading its output to the end above means that whoever held the pipe is gone; the child wrote before it went.
     wait_for(lambda: list(tmp_path.glob("*.saved")))
 
 
