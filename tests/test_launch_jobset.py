@@ -9,6 +9,7 @@ from clouds import JOBSET, asked, described, launch
 from fake_tools import calls
 
 from realm_jax.errors import UserError
+from realm_jax.launch import status
 from realm_jax.launch.jobset import check, manifests, to_yaml
 
 
@@ -110,12 +111,19 @@ def test_names_leave_room_for_those_of_pods():
 # ---- what kubectl is asked
 
 
+def expected():
+    """Who should live, as the work directory says."""
+    return status.open_folder("gs://bucket/runs/one").read_json(status.EXPECTED)["jobs"]
+
+
 def test_what_is_not_there_is_applied_and_told(tools, capsys):
     folder = tools(there())
     assert launch(*JOBSET, "--spec.builder.slices=1") == 0
     assert [words[1] for words in asked(folder, "kubectl")] == ["get", "apply", "apply"]
     assert yaml.safe_load(calls(folder)[1]["stdin"])["metadata"]["name"] == "realm-trainer"
     assert capsys.readouterr().out == "JobSet realm-trainer: applied\nJobSet realm-builder-0: applied\n"
+    assert expected() == ["trainer", "builder-0"]
+    assert launch("stop", *JOBSET) == 2 and expected() == ["trainer", "builder-0"], "nothing was there to stop"
 
 
 def test_what_was_stopped_or_has_ended_is_made_anew_from_what_is_wanted_now(tools):
@@ -164,6 +172,7 @@ def test_stop_and_delete_say_what_they_did_and_that_nothing_is_there(tools, caps
     assert capsys.readouterr().out.splitlines() == told
     patched = [words[3] for words in asked(folder, "kubectl") if '--patch={"spec": {"suspend": true}}' in words]
     assert patched == ["realm-trainer", "realm-builder-0"]
+    assert expected() == []
     tools(there())
     for action in ("stop", "delete"):
         assert launch(action, *JOBSET, "--spec.name=typo") == 2

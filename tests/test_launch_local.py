@@ -290,14 +290,47 @@ def test_nobody_reading_does_not_end_training(scripted, tmp_path, monkeypatch):
     assert (tmp_path / "logs" / "trainer-0.log").read_text().endswith("99999\n")
 
 
+def test_a_log_that_takes_no_more_does_not_end_training(scripted, tmp_path, capfd):
+    supervisor = scripted("print('still here')", trainers=1, builders=0)
+    (tmp_path / "logs" / "trainer-0.log").symlink_to("/dev/full")
+    assert supervisor.run() == 0 and "trainer-0 | still here" in capfd.readouterr().err
+
+
+def test_what_is_left_of_a_crashed_gang_has_no_time_to_save(scripted):
+    """Without the others it cannot, and nothing else is looked after meanwhile."""
+    supervisor = scripted(
+        """
+if run == 0 and name == "trainer-1":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ready(-1, 0)
+    while True:
+        signal.pause()
+while run == 0 and not os.path.exists(f"{folder}/trainer-1.ready"):
+    time.sleep(0.02)
+sys.exit(0 if run else 9)
+""",
+        builders=0,
+        grace_seconds=600,
+    )
+    began = time.monotonic()
+    assert supervisor.run() == 0 and time.monotonic() - began < 60
+
+
 def test_processes_do_not_outlive_their_supervisor(tmp_path):
-    """SIGKILL, which nobody can hand on."""
+    """SIGKILL, which nobody can hand on; its process hears of it from the kernel, and says so."""
+    os.mkfifo(tmp_path / "told")
     program = tmp_path / "program.py"
     program.write_text(
-        "import os, signal, sys\n"
-        "signal.signal(signal.SIGTERM, lambda *_: (os.mkdir(f'{sys.argv[0]}.saved'), sys.exit(75)))\n"
-        "os.kill(os.getppid(), signal.SIGKILL)\n"
-        "while True: signal.pause()\n"
+        f"""
+import os, signal
+def save(*_):
+    open({str(tmp_path / "told")!r}, "w").write("saved")
+    os._exit(75)
+signal.signal(signal.SIGTERM, save)
+os.kill(os.getppid(), signal.SIGKILL)
+while True:
+    signal.pause()
+"""
     )
     (tmp_path / "logs").mkdir()
     code = f"""
@@ -311,13 +344,7 @@ local.Supervisor(launched(Path({str(tmp_path)!r}), 1, 0), Path({str(tmp_path)!r}
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    wait_for(lambda: list(tmp_path.glob("*.saved")))
-
-
-def wait_for(fact) -> None:
-    until = time.monotonic() + 60
-    while not fact():
-        assert time.monotonic() < until, "it does not come"
+    assert subprocess.run(["cat", str(tmp_path / "told")], capture_output=True, timeout=60).stdout == b"saved"
 
 
 def test_devices_are_shared_out(tmp_path):

@@ -102,11 +102,11 @@ class Chip:
 
 def test_slices_share_the_data_axis():
     chips = [Chip(number, slice_index=number // 4) for number in range(8)]
-    assert [[chip.slice_index for chip in row] for row in _arrange([4, 2, 1], chips)[:, :, 0]] == [[0, 0]] * 2 + [
+    assert [[chip.slice_index for chip in row] for row in _arrange([4, 2, 1], chips, 2)[:, :, 0]] == [[0, 0]] * 2 + [
         [1, 1]
     ] * 2
     with pytest.raises(UserError, match=r"config.mesh.data: is 1, but 2 slices share it; set a multiple of 2"):
-        _arrange([1, 8, 1], chips)
+        make_mesh(1, 8, 1, chips)
 
 
 def test_shardings_can_be_used_to_make_the_parameters():
