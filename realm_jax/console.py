@@ -8,6 +8,8 @@ Not for metrics that are kept: those are written by `realm_jax/training/metrics.
 import contextlib
 import functools
 import logging
+import os
+import sys
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -29,7 +31,13 @@ class _Console(Console):
     """Goes on in silence once nobody reads any more: training does not end with the terminal that watched it."""
 
     def on_broken_pipe(self) -> None:
-        self.quiet = True
+        go_silent()
+
+
+def go_silent() -> None:
+    """Nobody reads stderr any more: what is written there from now on, and what still waits to be, goes nowhere."""
+    with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stderr.fileno())
 
 
 @functools.cache

@@ -1,6 +1,9 @@
 """Progress on a terminal, in a narrow one, and in a log file."""
 
 import logging
+import os
+import subprocess
+import sys
 from io import StringIO
 
 import pytest
@@ -85,3 +88,19 @@ def test_no_color_is_honoured(monkeypatch):
         assert console.console().no_color
     finally:
         console.console.cache_clear()
+
+
+def test_nobody_reading_the_log_neither_ends_a_program_nor_changes_its_exit_code():
+    reader, writer = os.pipe()
+    os.close(reader)
+    code = """
+import logging, sys
+from realm_jax.console import set_up_logging
+set_up_logging()
+for line in range(3):
+    logging.getLogger("realm_jax.test").info("line %d", line)
+sys.exit(7)
+"""
+    done = subprocess.run([sys.executable, "-c", code], stderr=writer, timeout=60)
+    os.close(writer)
+    assert done.returncode == 7

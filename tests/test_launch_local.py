@@ -1,5 +1,6 @@
 """`realm launch --target=local`: a gang and independent processes, and how their ends are taken."""
 
+import io
 import os
 import signal
 import subprocess
@@ -276,13 +277,8 @@ def test_lines_come_with_the_name_of_their_process_and_lie_in_its_log(scripted, 
 
 
 def test_nobody_reading_does_not_end_training(scripted, tmp_path, monkeypatch):
-    class Lost:
-        encoding = "utf-8"
-
+    class Lost(io.TextIOBase):
         def write(self, text):
-            raise BrokenPipeError
-
-        def flush(self):
             raise BrokenPipeError
 
     monkeypatch.setattr(sys, "stderr", Lost())

@@ -26,6 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, NamedTuple, TypeVar
 
+from realm_jax.console import go_silent
 from realm_jax.errors import USER_ERROR, UserError
 from realm_jax.index.generations import BUILDER, TRAINER, process_name
 from realm_jax.launch.spec import Launch, choose, share
@@ -273,8 +274,15 @@ class Supervisor:
                 with contextlib.suppress(OSError):
                     log.write(line)
                 with self._print, contextlib.suppress(OSError, ValueError):
-                    sys.stderr.write(f"{name} | {line.decode(errors='replace')}")
-                    sys.stderr.flush()
+                    self._show(f"{name} | {line.decode(errors='replace')}")
+
+    @staticmethod
+    def _show(text: str) -> None:
+        try:
+            sys.stderr.write(text)
+            sys.stderr.flush()
+        except BrokenPipeError:
+            go_silent()
 
 
 def _cause(codes: Sequence[int | None]) -> int:
