@@ -235,7 +235,19 @@ while True:
 
 def test_a_mistake_counts_before_a_crash_and_a_crash_before_a_preemption(scripted):
     assert [local._cause(codes) for codes in ((-6, 2), (75, None, 1), (75, 0, None))] == [2, 1, 75]
-    supervisor = scripted("os.kill(os.getpid(), signal.SIGSEGV) if name == 'trainer-0' else sys.exit(2)", builders=0)
+    supervisor = scripted(
+        """
+if name == "trainer-1":  # finds its mistake while the others are dying
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(2))
+    ready(-1, 0)
+    while True:
+        signal.pause()
+while not os.path.exists(f"{folder}/trainer-1.ready"):
+    time.sleep(0.02)
+os.kill(os.getpid(), signal.SIGSEGV)
+""",
+        builders=0,
+    )
     assert supervisor.run() == 2 and supervisor.runs == {"trainer-0": 1, "trainer-1": 1}
 
 
