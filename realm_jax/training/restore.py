@@ -116,7 +116,8 @@ def _last_of_source(run: Run) -> tuple[Path, str] | None:
     if not run.config.init_from or not (folder / "config.json").is_file() or not (folder / "data.json").is_file():
         return None
     theirs, data = completed(read_json(folder / "config.json"), run.default_config()), read_json(folder / "data.json")
-    same = theirs.model == run.config.model and theirs.retrieval.dtype == run.config.retrieval.dtype
+    same = theirs.model.to_dict() == run.config.model.to_dict()  # a locked config is never equal to one that is not
+    same = same and theirs.retrieval.dtype == run.config.retrieval.dtype
     same = same and theirs.data.document_length == run.config.data.document_length
     alike = same and data.get("passages") == run.sources.passages.fingerprint
     return (folder, task_names(theirs)[-1]) if alike else None
