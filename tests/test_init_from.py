@@ -105,6 +105,8 @@ def test_vectors_of_a_damaged_checkpoint_are_made_anew(first, tmp_path, monkeypa
     params = starting_params(run)
     assert embedded_before(run, "qa", params) is not None
     assert embedded_before(run, "qa", run.initial_params()) is None
+    run.config.lock()  # as configs from flags are, and the one that is read from the folder is not
+    assert embedded_before(run, "qa", params) is not None
     monkeypatch.setattr(Saved, "array", lambda *_: (_ for _ in ()).throw(Damaged("not as it was saved")))
     assert embedded_before(run, "qa", params) is None
 
