@@ -54,7 +54,7 @@ def wiki_minilm() -> ConfigDict:
         layers=6, width=384, heads=12, feed_forward=1536, hidden_act="gelu", dropout=0.0, dtype="bfloat16"
     )
     config.ict.update(steps=400, batch_size=32, learning_rate=1e-4, warmup=20)
-    config.mlm.update(steps=300, batch_size=16, learning_rate=2e-4, warmup=20)
+    config.mlm.update(steps=120, batch_size=16, learning_rate=2e-4, warmup=20)
     config.realm.update(steps=120, batch_size=4, learning_rate=3e-5, warmup=10)
     config.qa.update(steps=200, batch_size=4, learning_rate=5e-5, warmup=20)
     config.closed_book.update(steps=400, batch_size=16, learning_rate=1e-4, warmup=20)
