@@ -89,6 +89,18 @@ def test_the_corpus_is_embedded_once_for_the_same_parameters(first, tmp_path, em
     assert embeddings == []
 
 
+def test_a_task_that_leaves_the_towers_alone_is_looked_behind(tmp_path, embeddings):
+    config = tiny_config(prepare_people(tmp_path, house="of {}"))
+    config.update({"tasks": "ict,mlm", "mlm": {"steps": 1, "batch_size": 4}})
+    run = make_run(config, tmp_path / "run", open_sources(config.data.path), jax.devices()[:1])
+    check_workdir(run)
+    train(run)
+    other = heir(run, tmp_path / "other", tasks="mlm,qa", mlm={"steps": 1, "batch_size": 4})
+    check_workdir(other)
+    train(other)
+    assert embeddings == [run.workdir]
+
+
 @pytest.mark.parametrize(
     "change",
     [{"retrieval": {"dtype": "bfloat16"}}, pytest.param({"model": {"dtype": "bfloat16"}}, marks=pytest.mark.slow)],
