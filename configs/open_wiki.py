@@ -14,12 +14,12 @@ from realm_jax import recipes
 
 
 def get_config() -> ConfigDict:
-    row = {"tasks": "qa", "start": "ict", "reader": "", "changes": (), "paper": ()}
+    row = {"tasks": "qa", "start": "start", "reader": "", "changes": (), "paper": ()}
     rows = {
-        "ict": row | {"title": "", "tasks": "ict", "start": ""},
+        "start": row | {"title": "", "tasks": "ict,mlm", "start": ""},
         "pretrained": row | {"title": "", "tasks": "realm"},
         "realm": row | {"title": "REALM", "start": "pretrained"},
-        "orqa": row | {"title": "ORQA: no pre-training but ICT"},
+        "orqa": row | {"title": "ORQA: the same without REALM's steps"},
         "bm25": row | {"title": "BM25 and a reader", "changes": ("retrieval.qa_search=bm25",)},
         "closed_book": row | {"title": "A reader without passages", "tasks": "closed_book"},
     }

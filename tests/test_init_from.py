@@ -89,6 +89,18 @@ def test_the_corpus_is_embedded_once_for_the_same_parameters(first, tmp_path, em
     assert embeddings == []
 
 
+def test_a_task_that_leaves_the_towers_alone_is_looked_behind(tmp_path, embeddings):
+    config = tiny_config(prepare_people(tmp_path, house="of {}"))
+    config.update({"tasks": "ict,mlm", "mlm": {"steps": 1, "batch_size": 4}})
+    run = make_run(config, tmp_path / "run", open_sources(config.data.path), jax.devices()[:1])
+    check_workdir(run)
+    train(run)
+    other = heir(run, tmp_path / "other", tasks="mlm,qa", mlm={"steps": 1, "batch_size": 4})
+    check_workdir(other)
+    train(other)
+    assert embeddings == [run.workdir]
+
+
 @pytest.mark.parametrize(
     "change",
     [{"retrieval": {"dtype": "bfloat16"}}, pytest.param({"model": {"dtype": "bfloat16"}}, marks=pytest.mark.slow)],
@@ -105,6 +117,8 @@ def test_vectors_of_a_damaged_checkpoint_are_made_anew(first, tmp_path, monkeypa
     params = starting_params(run)
     assert embedded_before(run, "qa", params) is not None
     assert embedded_before(run, "qa", run.initial_params()) is None
+    run.config.lock()  # as configs from flags are, and the one that is read from the folder is not
+    assert embedded_before(run, "qa", params) is not None
     monkeypatch.setattr(Saved, "array", lambda *_: (_ for _ in ()).throw(Damaged("not as it was saved")))
     assert embedded_before(run, "qa", params) is None
 

@@ -95,6 +95,27 @@ def test_sigterm_saves_and_the_next_start_loses_no_step(people, straight, tmp_pa
     assert_same_run(run, straight)
 
 
+def test_sigterm_does_not_wait_for_a_corpus_that_is_being_embedded(people, straight, tmp_path, monkeypatch):
+    made, embed = [], Run.embed
+
+    def told_meanwhile(run: Run, params: Any, progress: Callable[[int], None]) -> Any:
+        def heard(done: int) -> None:
+            if len(made) == 1:  # the index of the first refresh
+                os.kill(os.getpid(), signal.SIGTERM)
+            progress(done)
+
+        made.append(embed(run, params, heard))
+        return made[-1]
+
+    run = open_tiny(people, tmp_path, checkpoint__every=100)
+    with monkeypatch.context() as patched, pytest.raises(Preempted, match="saved realm at step 2; repeat the command"):
+        patched.setattr(Run, "embed", told_meanwhile)
+        train(run)
+    assert len(made) == 1
+    train(run)
+    assert_same_run(run, straight)
+
+
 # --- A compiled step, and others in its place
 
 

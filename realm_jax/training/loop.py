@@ -152,6 +152,7 @@ class _Training:
         self._state, self._saved, self._resumed = state, saved, saved is not None
         self._checkpoints, self._stop = checkpoints, stop
         self._start, self._total, size = int(state.step), config[task.name].steps, config[task.name].batch_size
+        self._finishing = False
         self._index: Fresh | None = None
         self._values: dict[str, jax.Array] = {}  # what the last step reports
         self._answers: deque[jax.Array] = deque(maxlen=2)  # to what was announced at the last two steps
@@ -160,8 +161,7 @@ class _Training:
         counted = (self._start, self._total, seconds, course.work, born, lambda: checkpoints.latest)
         self._journal = Journal(place, task.name, *counted)
         self._watchdog = Watchdog(config.log.hang_seconds, place.name)
-        alive = self._watchdog.beat
-        self._refreshes = course.refresh(self._start, checkpoints, self._stopping, alive)
+        self._refreshes = course.refresh(self._start, checkpoints, self._stopping, self._embedding)
         rows = own_rows(run.mesh, size)
         source = batches(course.examples(), config.seed, task.name, size, self._start, self._total, rows)
         in_flight = None if saved is None else saved.in_flight
@@ -205,6 +205,15 @@ class _Training:
         self._watchdog.beat()
         return self._stop.asked
 
+    def _embedding(self) -> None:
+        """Called while the corpus is embedded: one process that is told to stop gives it up at once.
+
+        Several embed together, to the end, and so does one after its last step: what was learnt since the last save is
+        saved only then.
+        """
+        if self._stopping() and jax.process_count() == 1 and not self._finishing:
+            raise Interrupted
+
     def _one(self, step: int) -> None:
         heard = Control(*np.asarray(self._answers[0]).tolist()) if len(self._answers) == 2 else Control()
         if self._task.retrieves:
@@ -244,7 +253,11 @@ class _Training:
         """Measure what was learnt so far."""
         assert self._measure is not None, "a course that says when to measure says how"
         with self._journal.waiting("measurement"):
-            found = self._measure(self.params, self._refreshes.fitting(step, self.params, self._index), True)
+            try:
+                found = self._measure(self.params, self._refreshes.fitting(step, self.params, self._index), True)
+            except Interrupted:
+                self._save_and_stop(step)
+                raise
             self._watchdog.beat()
             self._best.look(step, self._state, found)
         self._watchdog.beat()
@@ -307,7 +320,7 @@ class _Training:
 
     def _finish(self) -> None:
         """The last measurement, with a fresh index, and the last save."""
-        total = self._total
+        total, self._finishing = self._total, True
         self._journal.flush()
         self._watchdog.beat()
         if self._measure is not None:

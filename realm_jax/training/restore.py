@@ -97,29 +97,33 @@ def saved_vectors(run: Run, name: str, saved: Saved) -> NDArray | None:
 
 
 def embedded_before(run: Run, name: str, params: Params) -> NDArray | None:
-    """The corpus as the parameters embed it, where the task before `name`, or the run that this one starts from, ended
-    with the same document embedder; else None. [rows, projection]."""
+    """The corpus as the parameters embed it, where a task before `name`, or one of the run that this one starts from,
+    ended with the same document embedder; else None. [rows, projection]."""
     names = task_names(run.config)
-    source = (run.workdir, names[names.index(name) - 1]) if name != names[0] else _last_of_source(run)
-    saved = None if source is None else Saved.newest_of_first(source[0] / source[1] / "checkpoints")
-    if source is None or saved is None or not _has_tower(saved, run.model.embedder_names[-1], params):
-        return None
-    found = None
-    with contextlib.suppress(Gone, Damaged):
-        found = saved_vectors(run, source[1], saved)
-    return found if votes(found is not None).all() else None
+    before = [(run.workdir, task) for task in names[: names.index(name)]]
+    for folder, task in reversed(_tasks_of_source(run) + before):
+        saved = Saved.newest_of_first(folder / task / "checkpoints")
+        if saved is None or not _has_tower(saved, run.model.embedder_names[-1], params):
+            return None  # what is older has another embedder still
+        found = None
+        with contextlib.suppress(Gone, Damaged):
+            found = saved_vectors(run, task, saved)
+        if votes(found is not None).all():
+            return found
+    return None
 
 
-def _last_of_source(run: Run) -> tuple[Path, str] | None:
-    """Folder and last task of the run in `init_from`, if it embeds the same passages in the same way."""
+def _tasks_of_source(run: Run) -> list[tuple[Path, str]]:
+    """Folder and name of each task of the run in `init_from`, if it embeds the same passages in the same way."""
     folder = Path(run.config.init_from)
     if not run.config.init_from or not (folder / "config.json").is_file() or not (folder / "data.json").is_file():
-        return None
+        return []
     theirs, data = completed(read_json(folder / "config.json"), run.default_config()), read_json(folder / "data.json")
-    same = theirs.model == run.config.model and theirs.retrieval.dtype == run.config.retrieval.dtype
+    same = theirs.model.to_dict() == run.config.model.to_dict()  # a locked config is never equal to one that is not
+    same = same and theirs.retrieval.dtype == run.config.retrieval.dtype
     same = same and theirs.data.document_length == run.config.data.document_length
     alike = same and data.get("passages") == run.sources.passages.fingerprint
-    return (folder, task_names(theirs)[-1]) if alike else None
+    return [(folder, task) for task in task_names(theirs)] if alike else []
 
 
 def _has_tower(saved: Saved, tower: str, params: Params) -> bool:
