@@ -57,9 +57,10 @@ def wiki_minilm() -> ConfigDict:
     config.mlm.update(steps=120, batch_size=16, learning_rate=2e-4, warmup=20)
     # The paper's 3e-5 times the root of 4/512: Adam makes as large steps of noise as of a gradient.
     config.realm.update(steps=120, batch_size=4, learning_rate=2.65e-6, warmup=10)
-    config.qa.update(steps=200, batch_size=4, learning_rate=5e-5, warmup=20)
+    config.qa.update(steps=300, batch_size=4, learning_rate=5e-5, warmup=20)
     config.closed_book.update(steps=400, batch_size=16, learning_rate=1e-4, warmup=20)
-    config.objective.retriever_start = 20
+    # A reader that begins to learn spans would lead the retriever astray; passages that hold an answer do not.
+    config.objective.update(retriever_start=20, qa="orqa")
     config.retrieval.candidates = 5
     config.refresh.every = 1000
     config.checkpoint.update(every=50, keep=1)
