@@ -386,10 +386,10 @@ def test_logs_and_stop_say_what_is_missing(tmp_path, capsys):
         assert told in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("record", ["{}", "[]", '{"pid": null}', "{", f'{{"pid": {os.getpid()}}}'])
+@pytest.mark.parametrize("record", ["{}", "[]", '{"pid": null}', "{", '{"pid": OURS}'])
 def test_a_record_that_a_crash_left_behind_stops_nobody(tmp_path, monkeypatch, record):
     (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "launch.json").write_text(record)
+    (tmp_path / "logs" / "launch.json").write_text(record.replace("OURS", str(os.getpid())))
     monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("signals a stranger"))
     target = Local(launched(tmp_path))
     assert target.items()[0]["state"] == "not running"
