@@ -14,11 +14,13 @@ from tiny_run import tiny_config
 
 from realm_jax import cli
 from realm_jax.errors import UserError
+from realm_jax.index.generations import RECIPE, Status, write_status
 from realm_jax.launch import local
 from realm_jax.launch import spec as specs
 from realm_jax.launch.local import Local, Supervisor, processes
 from realm_jax.launch.spec import describe
-from realm_jax.storage import StorageError
+from realm_jax.launch.status import look
+from realm_jax.storage import StorageError, open_folder
 from realm_jax.training.metrics import read_lines
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -173,8 +175,8 @@ def test_a_folder_that_cannot_be_looked_at_ends_nothing(scripted, monkeypatch, c
     def broken(folder):
         raise StorageError("gs://b: cannot read it")
 
-    for look in ("summary", "newest_checkpoint", "newest_generation"):
-        monkeypatch.setattr(local, look, broken)
+    for name in ("summary", "newest_checkpoint", "newest_generation"):
+        monkeypatch.setattr(local, name, broken)
     monkeypatch.setattr(local, "STATUS_SECONDS", 0.0)
     assert scripted("sys.exit(0 if run else 75)", trainers=1).run() == 0
     assert "cannot be looked at (gs://b: cannot read it)" in caplog.text
@@ -221,6 +223,15 @@ def test_a_signal_is_handed_on_and_waited_for(scripted, tmp_path, monkeypatch, n
     finally:
         signal.signal(number, before)
     assert sorted(path.stem for path in tmp_path.glob("*.saved")) == ["builder-0", "trainer-0", "trainer-1"]
+
+
+@pytest.mark.parametrize(("code", "state"), [(130, "stopped"), (75, "late"), (9, "late")])
+def test_ctrl_c_is_a_stop_and_no_other_end_is(tmp_path, monkeypatch, code, state):
+    monkeypatch.setattr(Supervisor, "run", lambda self: code)
+    folder = open_folder(tmp_path)
+    write_status(folder, RECIPE, Status("", stage="realm", step=-1))
+    assert Local(launched(tmp_path, builders=0)).start() == code
+    assert [job.state for job in look(folder, wait=lambda seconds: None).jobs] == [state]
 
 
 def test_what_does_not_end_in_its_grace_period_is_killed(scripted):
@@ -290,6 +301,13 @@ def test_lines_come_with_the_name_of_their_process_and_lie_in_its_log(scripted, 
     lines = capfd.readouterr().err.splitlines()
     assert {"trainer-0 | hello from trainer-0", "builder-0 | hello from builder-0"} <= {*lines}
     assert (tmp_path / "logs" / "builder-0.log").read_text() == "hello from builder-0\n"
+
+
+def test_a_line_without_an_end_is_shown_in_pieces(scripted, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(local, "LONGEST_LINE", 4)
+    assert scripted("print('abcdefg', end='')", trainers=1, builders=0).run() == 0
+    assert (tmp_path / "logs" / "trainer-0.log").read_text() == "abcd\nefg\n"
+    assert "trainer-0 | abcd\ntrainer-0 | efg\n" in capfd.readouterr().err
 
 
 def test_nobody_reading_does_not_end_training(scripted, tmp_path, monkeypatch):

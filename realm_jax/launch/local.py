@@ -30,7 +30,7 @@ from realm_jax.console import go_silent
 from realm_jax.errors import USER_ERROR, UserError
 from realm_jax.index.generations import BUILDER, TRAINER, process_name
 from realm_jax.launch.spec import Launch, choose, share
-from realm_jax.launch.status import expect, newest_checkpoint, newest_generation, summary
+from realm_jax.launch.status import expect, expect_none, newest_checkpoint, newest_generation, summary
 from realm_jax.storage import is_held, make_folder, only_one, open_folder, read_json, write_json_atomic
 from realm_jax.training.preemption import PREEMPTED
 
@@ -327,7 +327,10 @@ class Local:
             write_json_atomic(self._logs / RECORD, {"pid": os.getpid(), "name": self._launch.name})
             expect(self._launch.workdir, list(processes(self._launch, 0)))
             try:
-                return Supervisor(self._launch, self._workdir).run()
+                code = Supervisor(self._launch, self._workdir).run()
+                if code == INTERRUPTED:  # Ctrl-C is a stop; a signal of the machine is not
+                    expect_none(self._launch.workdir)
+                return code
             finally:
                 (self._logs / RECORD).unlink(missing_ok=True)
 
