@@ -177,6 +177,8 @@ def test_a_config_of_another_kind_is_refused(tmp_path, capsys):
     assert "no such key" in capsys.readouterr().err and not (tmp_path / "out").exists()
     assert cli.main(["ablate", f"--workdir={tmp_path / 'out'}", "--seeds=a"]) == 2
     assert "--seeds=a: takes whole numbers" in capsys.readouterr().err
+    assert cli.main(["ablate", f"--workdir={tmp_path / 'out'}", "--config.base.tasks=qa"]) == 2
+    assert "--config.base.tasks: every row has tasks of its own" in capsys.readouterr().err
 
 
 def evaluated(folder: Path, config: ConfigDict, exact: float, **changes) -> None:

@@ -62,6 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train what is missing; exit code 75 after SIGTERM, once the state is saved."""
     config = load_config(args.config, args.overrides, ablations, like=_like)
+    if any(override.startswith("--config.base.tasks=") for override in args.overrides):
+        raise UserError("--config.base.tasks: every row has tasks of its own; set --config.rows.NAME.tasks")
     check(config)
     rows = wanted(config, args.rows)
     seeds = _seeds(args.seeds) if args.seeds else list(config.seeds)
