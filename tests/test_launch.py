@@ -76,6 +76,7 @@ NOWHERE = ("--target=jobset", f"--spec.image={IMAGE}")
     ("arguments", "told"),
     [
         ([*NOWHERE, "--workdir=runs/one"], "--workdir=runs/one: --target=jobset needs a folder that all machines see"),
+        ([*NOWHERE, "--workdir=gs://BUCKET/one"], "gs://BUCKET/one: --target=jobset needs a folder that all machines"),
         ([*NOWHERE, "--workdir=gs://bucket/../x"], "--workdir=gs://bucket/../x: --target=jobset needs a folder"),
         (["--target=jobset", WORKDIR], "spec.image: --target=jobset needs a container"),
         ([*JOBSET, "--spec.image=a b;c"], "spec.image=a b;c: write it like"),

@@ -20,7 +20,8 @@ def check_cloud(launch: Launch, target: str) -> None:
     folders = launch.workdir.removeprefix(BUCKET).split("/")
     if not re.fullmatch(r"gs://[a-z0-9][-_.a-z0-9]*/.+", launch.workdir) or not {".", ".."}.isdisjoint(folders):
         raise UserError(
-            f"--workdir={launch.workdir}: --target={target} needs a folder that all machines see; name gs://BUCKET/FOLDER"
+            f"--workdir={launch.workdir}: --target={target} needs a folder that all machines see, in a bucket "
+            "(lower case), such as gs://my-bucket/runs/one"
         )
     if not launch.image:
         raise UserError(
