@@ -7,6 +7,7 @@ A tool's folder on PATH holds its program (this file, linked), `calls.jsonl`, an
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -16,7 +17,7 @@ FLAGS = {
     (
         "gcloud",
         "queued-resources create",
-    ): "quiet project zone accelerator-type type topology runtime-version node-id node-count "
+    ): "quiet project zone accelerator-type runtime-version node-id node-count "
     "node-prefix spot reserved service-account network metadata-from-file async",
     ("gcloud", "queued-resources list"): "quiet project zone filter format",
     ("gcloud", "queued-resources delete"): "quiet project zone force async",
@@ -45,12 +46,21 @@ def main() -> int:
     scripts = [Path(word.rpartition("=")[2]).read_text() for word in words if "startup-script=" in word]
     with open(folder / "calls.jsonl", "a") as calls:
         calls.write(json.dumps({"words": [tool, *words], "stdin": stdin, "scripts": scripts}) + "\n")
+    shown = next((word.partition("=")[2] for word in words if word.startswith("--filter=")), "")
     for answer in json.loads((folder / "answers.json").read_text()):
         if all(word in " ".join([tool, *words]) for word in answer["match"].split()):
-            sys.stdout.write(answer.get("stdout", ""))
+            sys.stdout.write(filtered(answer.get("stdout", ""), shown))
             sys.stderr.write(answer.get("stderr", ""))
             return int(answer.get("code", 0))
     return 0
+
+
+def filtered(listed: str, shown: str) -> str:
+    """What of gcloud's list `--filter=name~"PATTERN"` leaves; of a pattern without quotes parentheses are not part."""
+    if not shown or not listed.startswith("["):
+        return listed
+    quoted = re.fullmatch('name~"(.*)"', shown)
+    return json.dumps([item for item in json.loads(listed) if quoted and re.search(quoted[1], item["name"])])
 
 
 def install(folder: Path, answers: list[dict]) -> None:

@@ -42,19 +42,36 @@ def test_what_is_sent_is_what_was_read_and_committed():
 @pytest.mark.parametrize(
     ("name", "hosts", "chips", "gcloud"),
     [
-        ("v5e:8x8", 16, 4, ["--accelerator-type=v5litepod-64"]),
-        ("v5e:2x4", 1, 8, ["--accelerator-type=v5litepod-8"]),
-        ("v5p:4x4x16", 64, 4, ["--type=v5p", "--topology=4x4x16"]),
-        ("v5p:4x8x8", 64, 4, ["--type=v5p", "--topology=4x8x8"]),
-        ("v5p:2x2x1", 1, 4, ["--type=v5p", "--topology=2x2x1"]),
-        ("v6e:1x1", 1, 1, ["--accelerator-type=v6e-1"]),
-        ("v6e:16x16", 64, 4, ["--accelerator-type=v6e-256"]),
+        ("v5e:8x8", 16, 4, "v5litepod-64"),
+        ("v5e:2x4", 1, 8, "v5litepod-8"),
+        ("v5p:4x4x16", 64, 4, "v5p-512"),
+        ("v5p:4x8x8", 64, 4, "v5p-512"),
+        ("v5p:2x2x1", 1, 4, "v5p-8"),
+        ("v6e:1x1", 1, 1, "v6e-1"),
+        ("v6e:16x16", 64, 4, "v6e-256"),
     ],
 )
 def test_a_slice_has_its_names_and_machines(name, hosts, chips, gcloud):
     found = parse(name, "spec.trainer.slice")
     assert (found.hosts, found.chips_per_host, found.hosts * found.chips_per_host) == (hosts, chips, found.chips)
     assert (found.gcloud, str(found)) == (gcloud, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "usual"),
+    [
+        ("v5e:4x8", "v5e:4x8"),
+        ("v5p:2x4x4", "v5p:2x4x4"),
+        ("v5p:4x4x4", "v5p:4x4x4"),
+        ("v5p:4x4x16", "v5p:4x8x8"),
+        ("v5p:4x16x16", "v5p:8x8x16"),
+        ("v5p:4x4x28", "v5p:4x4x28"),
+        ("v5p:4x12x32", "v5p:8x12x16"),
+        ("v5p:16x16x24", "v5p:16x16x24"),
+    ],
+)
+def test_the_usual_shape_of_a_size_is_the_most_compact_one(name, usual):
+    assert str(parse(name, "spec.trainer.slice").usual) == usual
 
 
 @pytest.mark.parametrize(
@@ -82,6 +99,8 @@ NOWHERE = ("--target=jobset", f"--spec.image={IMAGE}")
         ([*JOBSET, "--spec.image=a b;c"], "spec.image=a b;c: write it like"),
         ([*JOBSET, "--spec.trainer.slice=v5e:7x7"], "spec.trainer.slice=v5e:7x7: v5e has no such topology"),
         ([*JOBSET, "--spec.builder.slice=v5e:4x4"], "spec.builder.slice=v5e:4x4: spans 4 machines"),
+        ([*GCLOUD, "--spec.trainer.slice=v5p:4x4x16"],
+         "spec.trainer.slice=v5p:4x4x16: gcloud makes no such shape; name v5p:4x8x8, or --target=jobset"),
         ([*JOBSET, "--spec.grace_seconds=10"], "spec.grace_seconds=10: a save may take 60 seconds"),
         ([*JOBSET, "--spec.name=My_Run"], "spec.name=My_Run: use lower-case letters"),
         ([*JOBSET, f"--spec.name={'a' * 31}"], "at most 30 of them"),

@@ -62,6 +62,7 @@ def test_what_has_lost_its_machines_or_has_other_settings_has_to_be_removed_firs
 
 def test_delete_and_stop_reach_all_that_is_there_whatever_the_flags_say(tools, capsys):
     found = [item("realm-trainer", slices=2), item("realm-builder-0"), item("realm-builder-3", "PROVISIONING")]
+    found += [item("other-realm-trainer"), item("realm-trainer-2")]
     folder = tools(there(*found))
     assert launch("stop", *GCLOUD, "--spec.builder.slices=1") == 0
     nodes = ["realm-trainer-0", "realm-trainer-1", "realm-builder-0"]

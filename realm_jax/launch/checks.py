@@ -37,6 +37,11 @@ def check_cloud(launch: Launch, target: str) -> None:
         raise UserError(
             f"spec.grace_seconds={launch.grace_seconds}: a save may take {SAVE_SECONDS} seconds; give it as many"
         )
+    usual = launch.trainer.slice.usual
+    if target == "queued_resources" and launch.trainer.slice != usual:
+        raise UserError(
+            f"spec.trainer.slice={launch.trainer.slice}: gcloud makes no such shape; name {usual}, or --target=jobset"
+        )
     if launch.builder.count and launch.builder.slice.hosts != 1:
         raise UserError(
             f"spec.builder.slice={launch.builder.slice}: spans {launch.builder.slice.hosts} machines, but the builders "

@@ -160,7 +160,7 @@ class QueuedResources:
         account = [f"--service-account={cloud.service_account}"] if cloud.service_account else []
         network = [f"--network={cloud.network}"] if cloud.network else []
         return [
-            *GROUP, "queued-resources", "create", name, *self._where(), *role.slice.gcloud,
+            *GROUP, "queued-resources", "create", name, *self._where(), f"--accelerator-type={role.slice.gcloud}",
             f"--runtime-version={role.slice.generation.runtime}", *nodes, *capacity, *account, *network,
             f"--metadata-from-file=startup-script={script}", "--async",
         ]  # fmt: skip
@@ -212,7 +212,7 @@ class QueuedResources:
             raise UserError(f"queued resource {_name_of(item)}: was asked for with other settings; {advice}")
 
     def _get(self) -> list[dict[str, Any]]:
-        chosen = f"--filter=name~/{self._launch.name}-(trainer|builder-[0-9]+)$"
+        chosen = f'--filter=name~"/{self._launch.name}-(trainer|builder-[0-9]+)$"'  # without "" parentheses group terms
         words = [*GROUP, "queued-resources", "list", *self._where(), chosen, "--format=json"]
         found: list[dict[str, Any]] = call_json(words, "queued resources")
         return found

@@ -18,19 +18,20 @@ SMALL_CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")
 class Generation:
     """A version of TPUs.
 
-    accelerator: GKE's name. gcloud: its name, with the number of chips behind it ('' where shapes of one size differ
-    and the topology is told instead). runtime: image of its machines.
+    accelerator: GKE's name. gcloud: its name; a slice's has a number behind it, which counts `counted` for every chip.
+    runtime: image of its machines.
     """
 
     accelerator: str
     gcloud: str
+    counted: int
     runtime: str
 
 
 GENERATIONS = {
-    "v5e": Generation("tpu-v5-lite-podslice", "v5litepod", "v2-alpha-tpuv5-lite"),
-    "v5p": Generation("tpu-v5p-slice", "", "v2-alpha-tpuv5"),
-    "v6e": Generation("tpu-v6e-slice", "v6e", "v2-alpha-tpuv6e"),
+    "v5e": Generation("tpu-v5-lite-podslice", "v5litepod", 1, "v2-alpha-tpuv5-lite"),
+    "v5p": Generation("tpu-v5p-slice", "v5p", 2, "v2-alpha-tpuv5"),
+    "v6e": Generation("tpu-v6e-slice", "v6e", 1, "v2-alpha-tpuv6e"),
 }
 
 
@@ -65,11 +66,18 @@ class Slice:
         return self.chips // self.chips_per_host
 
     @property
-    def gcloud(self) -> list[str]:
-        """The flags with which gcloud is asked for it."""
-        if self.generation.gcloud:
-            return [f"--accelerator-type={self.generation.gcloud}-{self.chips}"]
-        return [f"--type={self.version}", f"--topology={self.topology}"]
+    def gcloud(self) -> str:
+        """The accelerator type with which gcloud is asked for the `usual` slice of as many chips."""
+        return f"{self.generation.gcloud}-{self.chips * self.generation.counted}"
+
+    @property
+    def usual(self) -> "Slice":
+        """The most compact one of as many chips, which is what an accelerator type of so many means."""
+        if self.version != "v5p" or self.topology in SMALL_CUBES:
+            return self
+        sides = range(4, self.chips + 1, 4)
+        shapes = [(a, b, self.chips // (a * b)) for a in sides for b in sides if self.chips % (4 * a * b) == 0]
+        return Slice(self.version, "x".join(map(str, sorted(min(shapes, key=sum)))))
 
 
 def parse(name: str, key: str) -> Slice:
