@@ -1,6 +1,8 @@
 """`realm launch status`: who should live, who does, and what is told of a folder in which something is damaged."""
 
+import dataclasses
 import json
+import threading
 
 import pytest
 
@@ -8,8 +10,9 @@ from realm_jax import cli
 from realm_jax.index import generations
 from realm_jax.index.generations import BEAT_SECONDS, Living, Status, read_status, write_status
 from realm_jax.jobs import recipe
-from realm_jax.launch.status import expect, expect_none, look, one_line, progress
+from realm_jax.launch.status import expect, expect_none, look
 from realm_jax.storage import PosixFolder, StorageError
+from realm_jax.training.reporter import Reporter
 
 
 def put(folder: PosixFolder, **jobs) -> None:
@@ -54,14 +57,14 @@ def test_a_trainer_whose_exports_are_done_still_has_to_live(tmp_path):
 
 def test_who_was_started_and_never_came_is_late(tmp_path):
     folder = PosixFolder(tmp_path)
-    expect(str(tmp_path), ["trainer", "builder-0", "builder-1"])
     write_status(folder, "recipe", Status("", counter=1, done=True))
+    expect(str(tmp_path), ["trainer", "builder-0", "builder-1"])
     put(folder, builder_0=("building", 8, 5))
 
     def wait(_seconds: float) -> None:
         put(folder, builder_0=("building", 8, 6))
 
-    assert states(folder, wait) == {"trainer": "done", "builder-0": "alive", "builder-1": "late"}
+    assert states(folder, wait) == {"trainer": "late", "builder-0": "alive", "builder-1": "late"}, "a new start"
 
 
 def test_who_was_stopped_is_not_late(tmp_path):
@@ -77,8 +80,9 @@ def test_a_start_forgets_builders_of_an_earlier_one(tmp_path):
     folder = PosixFolder(tmp_path)
     put(folder, recipe=("realm", -1, 1), builder_0=("building", 8, 5), builder_3=("building", 8, 5))
     write_status(folder, "builder-1", Status("one", counter=7, done=True))
+    write_status(folder, "trainer", Status("one", counter=7, done=True, pins=(4,)))
     expect(str(tmp_path), ["trainer", "builder-0", "builder-1"])
-    assert sorted(folder.names("jobs")) == ["builder-0.json", "expected.json", "recipe.json"]
+    assert sorted(folder.names("jobs")) == ["builder-0.json", "expected.json", "recipe.json", "trainer.json"]
 
 
 def test_a_run_that_nobody_works_on_is_late_without_any_record(tmp_path, capsys, monkeypatch):
@@ -113,7 +117,6 @@ def test_damage_is_passed_over(tmp_path, capsys, monkeypatch, damage):
         (tmp_path / name).write_text(json.dumps(content) + "\n")
     assert cli.main(["launch", "status", f"--workdir={tmp_path}"]) == 1
     assert "trainer: " in capsys.readouterr().out
-    assert one_line(progress(folder), []) is not None
 
 
 def test_nothing_there_is_said(tmp_path, capsys):
@@ -150,6 +153,24 @@ class OfRun:
         from realm_jax.config import default
 
         self.workdir, self.config = workdir, default()
+
+
+def test_a_beat_while_the_trainer_tells_something_is_not_lost(tmp_path, monkeypatch):
+    """No two statuses have one counter, or the second is no sign of life."""
+    told = Reporter(OfRun(tmp_path), PosixFolder(tmp_path), "realm")
+    beat, replace = threading.Thread(target=told._live), dataclasses.replace
+
+    def meanwhile(status, **changes):
+        changed = replace(status, **changes)
+        beat.start()
+        while beat.is_alive() and not told._counting.locked():
+            pass
+        return changed
+
+    monkeypatch.setattr(dataclasses, "replace", meanwhile)
+    told.tell(3, index=2)
+    beat.join()
+    assert (told._status.counter, told._status.index) == (2, 2)
 
 
 def test_a_recipe_lives_to_its_end_and_is_done_only_then(tmp_path):

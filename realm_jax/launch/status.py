@@ -66,15 +66,16 @@ class RunState(NamedTuple):
 
 
 def expect(workdir: str, jobs: Sequence[str]) -> None:
-    """Write down which jobs are being started, and forget builders that an earlier start had, and those that were done.
+    """Write down which jobs are being started, and forget those that an earlier start had, and those that were done.
 
-    Raises UserError for a folder that cannot be written to.
+    jobs/trainer.json stays: it says which run this is, and what of its indexes is needed. Raises UserError for a folder
+    that cannot be written to.
     """
     folder = open_folder(workdir)
     shared = _shared(folder)
     for name, status in _statuses(shared).items():
-        if name != TRAINER and (name not in jobs or status.done):
-            shared.remove(f"jobs/{name}.json")
+        if name not in jobs or status.done:
+            shared.remove(f"jobs/{RECIPE if name == TRAINER else name}.json")
     folder.write_json(EXPECTED, {"jobs": list(jobs)})
 
 

@@ -57,9 +57,10 @@ class Reporter:
 
     def tell(self, step: int, now: bool = False, **changes: Any) -> None:
         """A sign of life, now and then; at once when `now`, or when something else changes than the step."""
-        changed = dataclasses.replace(self._status, **changes)
-        now = now or changed != self._status
-        changed.step, self._status = step, changed
+        with self._counting:
+            changed = dataclasses.replace(self._status, **changes)
+            now = now or changed != self._status
+            changed.step, self._status = step, changed
         if now or time.monotonic() - self._told_at >= BEAT_SECONDS:
             self._live()
 
