@@ -173,13 +173,16 @@ def _run(argv: list[str], ctrl_c: _CtrlC) -> int:
     # Taken out first: argparse would take one with a space in it for a word without a flag.
     overrides = {flag: [one for one in argv if one.startswith(f"--{flag}.")] for flag in OVERRIDES}
     given = [one for found in overrides.values() for one in found]
+    for override in given:  # here, since what follows a space is taken for something else
+        if "=" not in override:
+            raise UserError(f"{override}: no value; write {override}=VALUE")
     args, rest = parser.parse_known_args([one for one in argv if one not in given])
     for flag, place in OVERRIDES.items():
         setattr(args, place, overrides[flag])
         rest += [] if hasattr(args, flag) else overrides[flag]
     args.command_line = shlex.join(["realm", *argv])
     if rest:
-        parser.error(_unrecognized(rest, [one for one in given if one not in rest]))
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     assert job is not None, "the parser requires a command of the table"
     _set_up_logging()
     code = job.run(args)
@@ -227,12 +230,6 @@ def _parser(chosen: str | None, job: ModuleType | None) -> argparse.ArgumentPars
         if name == chosen and job is not None:
             job.add_arguments(command)
     return parser
-
-
-def _unrecognized(rest: list[str], overrides: list[str]) -> str:
-    message = f"unrecognized arguments: {' '.join(rest)}"
-    bare = next((override for override in overrides if "=" not in override), None)
-    return f"{message} (write {bare}=VALUE, with an equals sign)" if bare else message
 
 
 def _stdout_is_broken() -> bool:
