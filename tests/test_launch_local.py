@@ -419,6 +419,26 @@ def test_a_record_that_a_crash_left_behind_stops_nobody(tmp_path, monkeypatch, r
         target.stop()
 
 
+def test_stop_waits_as_long_as_the_start_allowed(tmp_path, monkeypatch):
+    """Not as its own flags say, which need not be those of the start."""
+    clock = [0.0]
+
+    class Clock:
+        monotonic = staticmethod(lambda: clock[0])
+        sleep = staticmethod(lambda seconds: clock.append(clock.pop() + 1))
+
+    def stopped_meanwhile(supervisor):
+        monkeypatch.setattr(local, "time", Clock)
+        monkeypatch.setattr(os, "kill", lambda *_: None)
+        with pytest.raises(UserError, match="does not end"):
+            Local(launched(tmp_path, grace_seconds=5)).stop()
+        return 0
+
+    monkeypatch.setattr(Supervisor, "run", stopped_meanwhile)
+    assert Local(launched(tmp_path, grace_seconds=600)).start() == 0
+    assert clock[0] == 611
+
+
 # ---- the real thing
 
 

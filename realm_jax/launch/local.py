@@ -50,7 +50,7 @@ TIED = (
     "os.execv(sys.argv[2], sys.argv[2:])"
 )
 INTERRUPTED = 130
-RECORD = "launch.json"  # in WORKDIR/logs: the supervisor's process
+RECORD = "launch.json"  # in WORKDIR/logs: the supervisor's process, and how long it lets others save
 
 _T = TypeVar("_T")
 
@@ -303,6 +303,13 @@ def _free_port() -> int:
 # ---- the target
 
 
+class _Running(NamedTuple):
+    """A supervisor as its record has it. grace_seconds: of the command that started it."""
+
+    pid: int
+    grace_seconds: int
+
+
 class Local:
     """The target `local`."""
 
@@ -324,7 +331,8 @@ class Local:
         self._check()
         make_folder(self._logs, "--workdir")
         with only_one(self._logs):
-            write_json_atomic(self._logs / RECORD, {"pid": os.getpid(), "name": self._launch.name})
+            record = _Running(os.getpid(), self._launch.grace_seconds)
+            write_json_atomic(self._logs / RECORD, record._asdict())
             expect(self._launch.workdir, list(processes(self._launch, 0)))
             try:
                 code = Supervisor(self._launch, self._workdir).run()
@@ -336,9 +344,9 @@ class Local:
 
     def items(self) -> list[dict[str, str]]:
         """{"name", "state", "detail"} of the supervisor."""
-        pid = self._pid()
-        state = "not running" if pid is None else "running"
-        return [{"name": self._launch.name, "state": state, "detail": "" if pid is None else f"process {pid}"}]
+        found = self._running()
+        state, detail = ("not running", "") if found is None else ("running", f"process {found.pid}")
+        return [{"name": self._launch.name, "state": state, "detail": detail}]
 
     def logs(self, job: str, follow: bool) -> int:
         """What a process printed. job: 'trainer-0' or 'trainer', 'builder-1', …"""
@@ -347,17 +355,17 @@ class Local:
 
     def stop(self) -> None:
         """SIGTERM to the supervisor, which hands it on, and waits until everything is saved."""
-        pid = self._pid()
-        if pid is None:
+        found = self._running()
+        if found is None:
             raise UserError(f"--workdir={self._workdir}: nothing runs there")
         try:
-            os.kill(pid, signal.SIGTERM)
+            os.kill(found.pid, signal.SIGTERM)
         except PermissionError:
-            raise UserError(f"process {pid} belongs to someone else; ask them to stop it") from None
-        until = time.monotonic() + self._launch.grace_seconds + 10
+            raise UserError(f"process {found.pid} belongs to someone else; ask them to stop it") from None
+        until = time.monotonic() + found.grace_seconds + 10
         while is_held(self._logs):
             if time.monotonic() > until:
-                raise UserError(f"process {pid} does not end; look into {self._logs}")
+                raise UserError(f"process {found.pid} does not end; look into {self._logs}")
             time.sleep(LOOK_SECONDS)
         print(f"{self._launch.name}: stopped")
 
@@ -365,16 +373,15 @@ class Local:
         """There is nothing here but the work directory."""
         raise UserError("--target=local: has nothing to delete but the work directory; remove that yourself")
 
-    def _pid(self) -> int | None:
-        """The supervisor's process, if it lives: then it holds the folder of the logs."""
+    def _running(self) -> "_Running | None":
+        """The supervisor, if it lives: then it holds the folder of the logs."""
         if not is_held(self._logs):
             return None
         try:
-            found = read_json(self._logs / RECORD)
-        except UserError:
+            found = _Running(**read_json(self._logs / RECORD))
+        except (UserError, TypeError):
             return None
-        pid = found.get("pid") if isinstance(found, dict) else None
-        return pid if isinstance(pid, int) and pid > 0 else None
+        return found if all(isinstance(value, int) for value in found) and found.pid > 0 else None
 
     def _check(self) -> None:
         launch, local = self._launch, self._launch.spec.local
