@@ -237,6 +237,15 @@ def test_a_run_that_is_done_is_not_extended_and_its_builder_ends(people, sturdy,
     assert "the trainer is done" in log.text
 
 
+def test_a_builder_that_gave_up_waiting_is_not_done(people, tmp_path, log):
+    job = make_job(open_tiny(people, tmp_path))
+    job._options.idle_exit = 0.01
+    job.work(Stop(), None, False)
+    assert "no sign of life of the trainer for 0.01 s" in log.text
+    told = read_status(PosixFolder(job._run.workdir), "builder-0")
+    assert (told.stage, told.done) == ("ended", False)
+
+
 @pytest.mark.slow
 def test_processes_that_are_killed_without_a_word(people, sturdy, tmp_path, watch):
     """SIGKILL to a real `realm build-index` while it writes; two others go on."""

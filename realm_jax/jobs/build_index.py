@@ -134,12 +134,13 @@ class Job:
         self._moved = False  # whether the trainer gave a sign of life since this process started
         self._damaged: set[int] = set()  # steps whose export was found damaged; the trainer may write it again
         self._quiet_since = time.monotonic()
+        self._gave_up = False  # waiting for the trainer, which may still come
 
     def work(self, stop: Stop, step: int | None, once: bool) -> None:
         """Build what is due until the trainer is done, or one generation."""
         with self._living:
             self._work(stop, step, once)
-        self._living.tell(stage="ended", step=-1, done=True)
+        self._living.tell(stage="ended", step=-1, done=not self._gave_up)
 
     def _work(self, stop: Stop, step: int | None, once: bool) -> None:
         pause = self._options.poll_seconds
@@ -293,5 +294,6 @@ class Job:
             return True
         if quiet > self._options.idle_exit:
             logger.warning("no sign of life of the trainer for %g s; ending", self._options.idle_exit)
+            self._gave_up = True
             return True
         return False

@@ -39,6 +39,8 @@ from realm_jax.launch.slices import Slice, parse
 
 BUCKET = "gs://"
 MOUNTED = "/realm"  # where the containers see buckets
+# A trainer may wait for machines, or measure baselines, for longer than a builder that is started by hand should wait.
+PATIENT = "--config.refresh.idle_exit=1e9"  # seconds
 LABEL = re.compile(r"[a-z]([-a-z0-9]{0,28}[a-z0-9])?")  # a pod's name is this, job, numbers and more: 63 at most
 IMAGE = re.compile(r"[a-zA-Z0-9][-\w./:@]*")
 
@@ -94,9 +96,10 @@ class Launch:
 
     def command(self, role: Role, *process: str) -> list[str]:
         """The words of a job's command. process: its flags of processes."""
-        job = "train" if role is self.trainer else "build-index"
+        job, patient = ("train", []) if role is self.trainer else ("build-index", [PATIENT])
         config = [f"--config={self.config}"] if self.config else []
-        return ["realm", job, *config, *self.overrides, *self._shared(), f"--workdir={self.place}", *process]
+        place = [*self._shared(), f"--workdir={self.place}"]
+        return ["realm", job, *config, *patient, *self.overrides, *place, *process]
 
     def _shared(self) -> list[str]:
         """Trainer and builder meet in the bucket itself; what they say of that comes last, so that it counts."""
