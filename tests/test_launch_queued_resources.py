@@ -3,10 +3,11 @@
 import json
 import subprocess
 
+import pytest
 from clouds import GCLOUD, asked, described, launch
 from fake_tools import calls
 
-from realm_jax.launch.queued_resources import startup_script
+from realm_jax.launch.queued_resources import STOPPED, UNIT, on_machine, startup_script
 from realm_jax.launch.spec import parts
 
 
@@ -46,7 +47,7 @@ def test_start_again_goes_on_with_what_is_there(tools, capsys):
     assert launch(*GCLOUD, "--spec.builder.slices=2") == 0
     assert [words[0] for words in did(folder, "create")] == ["realm-builder-1"]
     ((node, *words),) = did(folder, "ssh")
-    assert node == "realm-trainer" and {"--worker=all", "--command=sudo systemctl start realm"} <= {*words}
+    assert node == "realm-trainer" and {"--worker=all", f"--command={on_machine('start')}"} <= {*words}
     assert "realm-builder-0: is there already, waiting_for_resources" in capsys.readouterr().out
 
 
@@ -68,15 +69,33 @@ def test_delete_and_stop_reach_all_that_is_there_whatever_the_flags_say(tools, c
     nodes = ["realm-trainer-0", "realm-trainer-1", "realm-builder-0"]
     assert [words[0] for words in did(folder, "ssh")] == nodes * 2, "all are told before any is waited for"
     commands = [words[-1] for words in did(folder, "ssh")]
-    assert (
-        commands == ["--command=sudo systemctl stop --no-block realm"] * 3 + ["--command=sudo systemctl stop realm"] * 3
-    )
+    assert commands == [f"--command={on_machine(verb)}" for verb in ("stop --no-block", "stop") for _ in nodes]
+    assert "queued resource realm-builder-3: is provisioning; it can be deleted" in capsys.readouterr().out
     assert launch("delete", *GCLOUD, "--spec.builder.slices=1") == 0
     assert [words[0] for words in did(folder, "delete")] == ["realm-trainer", "realm-builder-0", "realm-builder-3"]
     assert "queued resource realm-builder-3: is being removed" in capsys.readouterr().out
     tools(there())
     assert launch("delete", *GCLOUD, "--spec.name=typo") == 2
     assert "spec.name=typo: nothing of this run is there" in capsys.readouterr().err
+
+
+def test_a_machine_that_does_not_stop_is_told_once_all_others_were(tools, capsys):
+    found = there(item("realm-trainer"), item("realm-builder-0"), item("realm-builder-1"))
+    folder = tools(found, {"match": "ssh realm-trainer", "stderr": "ERROR: ssh: handshake failed", "code": 1})
+    assert launch("stop", *GCLOUD) == 2
+    assert [words[0] for words in did(folder, "ssh")] == ["realm-trainer", "realm-builder-0", "realm-builder-1"] * 2
+    assert "machines of realm-trainer: gcloud failed: ssh: handshake failed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("action", ["stop", "delete", "logs"])
+def test_resources_of_another_run_of_the_same_name_are_left_alone(tools, capsys, action):
+    one, two = described(), described(workdir="gs://bucket/runs/two")
+    folder = tools(there(item("realm-trainer", script=startup_script(two, parts(two)[0]))))
+    assert launch(action, *GCLOUD) == 2
+    assert "queued resource realm-trainer: belongs to another --workdir" in capsys.readouterr().err
+    assert did(folder, "ssh") == did(folder, "delete") == []
+    tools(there(item("realm-trainer", script=startup_script(one, parts(one)[0]))))
+    assert launch(action, *GCLOUD) == 0
 
 
 def test_logs_hold_those_of_the_startup_script(tools, capsys):
@@ -92,6 +111,28 @@ def test_logs_hold_those_of_the_startup_script(tools, capsys):
 
 
 # ---- the service
+
+
+@pytest.mark.parametrize("is_set_up", [True, False])
+def test_a_machine_stays_stopped_until_it_is_started_whenever_it_is_told(tmp_path, is_set_up):
+    """Before its startup script has come to the service, too, and over boots: the script's own start does nothing."""
+    unit, mark = tmp_path / "realm.service", tmp_path / "stopped"
+    if is_set_up:
+        unit.touch()
+    (tmp_path / "sudo").write_text(f'#!/bin/bash\n[ $1 = systemctl ] && echo "${{@:2}}" >>{tmp_path}/calls || "$@"\n')
+    (tmp_path / "sudo").chmod(0o755)
+
+    def done(verb):
+        command = on_machine(verb).replace(UNIT, str(unit)).replace(STOPPED, str(mark))
+        subprocess.run(["bash", "-c", command], env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, check=True)
+        return mark.exists()
+
+    assert [done("stop --no-block"), done("stop"), done("start")] == [True, True, False]
+    asked_for = ["stop --no-block realm", "stop realm", "start realm"] if is_set_up else []
+    assert (tmp_path / "calls").is_file() == is_set_up
+    assert not is_set_up or (tmp_path / "calls").read_text().splitlines() == asked_for
+    launch = described()
+    assert f"ConditionPathExists=!{STOPPED}\n" in startup_script(launch, parts(launch)[0])
 
 
 def service(tmp_path, docker, sleep="exit 0"):

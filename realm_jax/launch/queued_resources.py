@@ -18,6 +18,8 @@ from realm_jax.launch.tools import call, call_json, stream
 from realm_jax.training.preemption import PREEMPTED
 
 SERVICE = "realm"
+UNIT = f"/etc/systemd/system/{SERVICE}.service"
+STOPPED = "/var/lib/realm-stopped"  # while it is there the service does not start, at no boot either
 UNITS = (SERVICE, "google-startup-scripts")  # whose logs are shown
 GROUP = ("gcloud", "--quiet", "compute", "tpus")
 CAPACITIES = ("on-demand", "spot", "reserved")
@@ -79,10 +81,11 @@ exit 0
 END-OF-JOB
 chmod +x /usr/local/bin/realm-job
 
-cat >/etc/systemd/system/{service}.service <<'END-OF-SERVICE'
+cat >{unit} <<'END-OF-SERVICE'
 [Unit]
 Description=realm_jax
 After=docker.service
+ConditionPathExists=!{stopped}
 [Service]
 ExecStart=/usr/local/bin/realm-job
 ExecStopPost=-/usr/bin/docker stop --time={grace} realm
@@ -108,7 +111,16 @@ def startup_script(launch: Launch, part: Part) -> str:
         restarts=launch.restarts,
         preempted=PREEMPTED,
         service=SERVICE,
+        unit=UNIT,
+        stopped=STOPPED,
     )
+
+
+def on_machine(verb: str) -> str:
+    """The command that starts or stops the service of a machine. Where the startup script has not come to the service
+    yet, it will start it, or find it stopped."""
+    mark = f"sudo touch {STOPPED}" if verb.startswith("stop") else f"sudo rm -f {STOPPED}"
+    return f"{mark}; if [ -e {UNIT} ]; then sudo systemctl {verb} {SERVICE}; fi"
 
 
 class QueuedResources:
@@ -140,16 +152,19 @@ class QueuedResources:
         for part in wanted:
             self._check_there(part, there.get(self._name(part.name)))
         expect(self._launch.workdir, [part.name for part in wanted])
+        faults = []
         for part in wanted:
             name = self._name(part.name)
             if name not in there:
                 self._create(part)
                 print(f"queued resource {name}: asked for")
             elif _state(there[name]) == "ACTIVE":
-                self._everywhere([there[name]], f"sudo systemctl start {SERVICE}")
-                print(f"queued resource {name}: runs")
+                missed = self._everywhere([there[name]], on_machine("start"))
+                print(f"queued resource {name}: {'not reached' if missed else 'told to run'}")
+                faults += missed
             else:
                 print(f"queued resource {name}: is there already, {_state(there[name]).lower()}")
+        _raise(faults)
 
     def create(self, part: Part, script: str) -> list[str]:
         """The command that asks for one. script: file of its startup script."""
@@ -174,7 +189,7 @@ class QueuedResources:
 
     def logs(self, job: str, follow: bool) -> int:
         """What the first machine of a job printed. job: 'trainer', 'builder-0', …"""
-        there = {_name_of(item).removeprefix(f"{self._launch.name}-"): item for item in self._get()}
+        there = {_name_of(item).removeprefix(f"{self._launch.name}-"): item for item in self._there()}
         node = self._nodes(there[choose(job, there)])[0]
         units = " ".join(f"--unit={unit}" for unit in UNITS)
         command = f"sudo journalctl {units} --lines=200 --no-pager{' --follow' if follow else ''}"
@@ -182,12 +197,14 @@ class QueuedResources:
 
     def stop(self) -> None:
         """SIGTERM to every container, which saves; the machines stay. All are told before any is waited for, so that
-        no slice takes another's end for a preemption."""
-        active = [item for item in self._there() if _state(item) == "ACTIVE"]
-        self._everywhere(active, f"sudo systemctl stop --no-block {SERVICE}")
-        self._everywhere(active, f"sudo systemctl stop {SERVICE}")
-        for item in active:
-            print(f"queued resource {_name_of(item)}: stopped; its machines stay")
+        no slice takes another's end for a preemption. Raises UserError, once all were told, for what does not stop."""
+        there = self._there()
+        active = [item for item in there if _state(item) == "ACTIVE"]
+        self._everywhere(active, on_machine("stop --no-block"))
+        _raise(self._everywhere(active, on_machine("stop")))
+        for item in there:
+            told = "stopped; its machines stay" if item in active else f"is {_state(item).lower()}; it can be deleted"
+            print(f"queued resource {_name_of(item)}: {told}")
 
     def delete(self) -> None:
         """Give all machines of the run back; the work directory stays."""
@@ -207,7 +224,7 @@ class QueuedResources:
             return
         if _state(item) in GONE:
             raise UserError(f"queued resource {_name_of(item)}: is {_state(item).lower()}; {advice}")
-        kept = _node(item).get("metadata", {}).get("startup-script")
+        kept = _script(item)
         if kept is not None and kept.strip() != startup_script(self._launch, part).strip():
             raise UserError(f"queued resource {_name_of(item)}: was asked for with other settings; {advice}")
 
@@ -222,6 +239,12 @@ class QueuedResources:
         found = self._get()
         if not found:
             raise UserError(f"spec.name={self._launch.name}: nothing of this run is there; see `realm launch list`")
+        place = f" {shlex.quote(f'--workdir={self._launch.place}')} "
+        for item in found:
+            if (kept := _script(item)) is not None and place not in kept:
+                raise UserError(
+                    f"queued resource {_name_of(item)}: belongs to another --workdir; give that one, or set spec.name"
+                )
         return found
 
     def _nodes(self, item: dict[str, Any]) -> list[str]:
@@ -243,10 +266,15 @@ class QueuedResources:
             script.write_text(startup_script(self._launch, part))
             call(self.create(part, str(script)), f"queued resource {self._name(part.name)}")
 
-    def _everywhere(self, items: list[dict[str, Any]], command: str) -> None:
-        """Run a command on every machine of some resources."""
+    def _everywhere(self, items: list[dict[str, Any]], command: str) -> list[str]:
+        """Run a command on every machine of some resources; what went wrong where."""
+        faults = []
         for node in [node for item in items for node in self._nodes(item)]:
-            call(self._ssh(node, "all", command), f"machines of {node}")
+            try:
+                call(self._ssh(node, "all", command), f"machines of {node}")
+            except UserError as fault:
+                faults.append(str(fault))
+        return faults
 
     def _name(self, job: str) -> str:
         return f"{self._launch.name}-{job}"
@@ -270,5 +298,18 @@ def _spec(item: dict[str, Any]) -> dict[str, Any]:
     return dict(next(iter(item.get("tpu", {}).get("nodeSpec", [])), {}))
 
 
+def _script(item: dict[str, Any]) -> str | None:
+    """The startup script with which it was asked for, where it is told."""
+    kept = _node(item).get("metadata", {}).get("startup-script")
+    return None if kept is None else str(kept)
+
+
 def _node(item: dict[str, Any]) -> dict[str, Any]:
     return dict(_spec(item).get("node", {}))
+
+
+def _raise(faults: list[str]) -> None:
+    """Raise UserError where something went wrong; the first says what."""
+    if faults:
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        raise UserError(f"{faults[0]}{more}")
