@@ -93,6 +93,8 @@ NOWHERE = ("--target=jobset", f"--spec.image={IMAGE}")
     ("arguments", "told"),
     [
         ([*NOWHERE, "--workdir=runs/one"], "--workdir=runs/one: --target=jobset needs a folder that all machines see"),
+        (["stop", "--target=jobset", "--workdir=runs/one"], "--workdir=runs/one: --target=jobset needs a folder"),
+        (["delete", *GCLOUD, "--workdir=runs/one"], "--workdir=runs/one: --target=queued_resources needs a folder"),
         ([*NOWHERE, "--workdir=gs://BUCKET/one"], "gs://BUCKET/one: --target=jobset needs a folder that all machines"),
         ([*NOWHERE, "--workdir=gs://bucket/../x"], "--workdir=gs://bucket/../x: --target=jobset needs a folder"),
         (["--target=jobset", WORKDIR], "spec.image: --target=jobset needs a container"),
@@ -109,6 +111,11 @@ NOWHERE = ("--target=jobset", f"--spec.image={IMAGE}")
         ([*JOBSET, "--config.realm.stesp=1"], "there is no such key in the config"),
         ([*JOBSET, "--spec.trainer.slcie=v5e:8x8"], "there is no such key in the spec"),
         ([*JOBSET, "--config.refresh.mode=inline"], "the spec has index builders"),
+        ([*JOBSET, "--config.refresh.mode=async", "--config.refresh.mode=inline"],
+         "--config.refresh.mode=inline: the spec has index builders"),
+        ([*JOBSET, "--config.refresh.max_age=100", "--config.refresh.every=500", "--dry-run"],
+         "config.refresh.max_age: "),
+        ([*JOBSET, "--spec.name", "foo"], "--spec.name: no value; write --spec.name=VALUE"),
         ([*JOBSET, "--config.refresh.shared=gs://other/x"], "config.refresh.shared: in a cloud the jobs meet in"),
         ([*JOBSET, "--config.refresh.mode=async", "--spec.builder.slices=0"], "spec.builder.slices=0: config.refresh"),
         ([*JOBSET, "--config.data.path="], "config.data.path: set it to a folder written by"),
@@ -236,6 +243,13 @@ def test_an_answer_that_is_no_json_is_told(tools, capsys, target):
     tools({"match": "get", "stdout": "Welcome!"}, {"match": "list", "stdout": "Welcome!"})
     assert launch("list", *target) == 2
     assert "did not answer with JSON: 'Welcome!'" in capsys.readouterr().err
+
+
+def test_a_builder_waits_for_the_trainer_however_long_it_takes_to_come():
+    """Unless a flag says otherwise; the last of two counts."""
+    trainer, builder = (part.words for part in parts(described(["--config.refresh.idle_exit=60"], builder__slices=1)))
+    assert [word for word in builder if "idle_exit" in word] == [specs.PATIENT, "--config.refresh.idle_exit=60"]
+    assert specs.PATIENT not in trainer
 
 
 def test_a_recipe_without_realm_has_no_builder(capsys, tmp_path):

@@ -2,23 +2,27 @@
 
 import gzip
 import json
+from pathlib import Path
 
 import pytest
 import yaml
 from clouds import JOBSET, asked, described, launch
 from fake_tools import calls
 
-from realm_jax.errors import UserError
 from realm_jax.launch import status
-from realm_jax.launch.jobset import check, manifests, to_yaml
+from realm_jax.launch.jobset import manifests, to_yaml
+from realm_jax.launch.slices import GENERATIONS, parse
+
+GOLDEN = Path(__file__).resolve().parents[1] / "launch" / "golden"
 
 
-def item(name, suspended=False, condition="", ready=1, restarts=0):
+def item(name, suspended=False, condition="", ready=1, restarts=0, workdir="gs://bucket/runs/one"):
     """A JobSet as the cluster tells of it."""
     conditions = [{"type": condition, "status": "True", "message": f"jobset {condition.lower()}"}] if condition else []
     status = {"restarts": restarts, "conditions": conditions, "replicatedJobsStatus": [{"ready": ready}]}
     spec = {"suspend": suspended, "replicatedJobs": [{"replicas": 1}]}
-    return {"metadata": {"name": name}, "spec": spec, "status": status}
+    metadata = {"name": name, "annotations": {"realm-jax/workdir": workdir}}
+    return {"metadata": metadata, "spec": spec, "status": status}
 
 
 def there(*items):
@@ -54,23 +58,18 @@ def strict(schema):
     return found if open_ended else found | {"additionalProperties": False}
 
 
-def test_jobs_that_do_not_fit_are_refused():
-    found = manifests(described())
-    found[0]["spec"]["replicatedJobs"][0]["template"]["spec"]["parallelism"] = 8
-    with pytest.raises(UserError, match="realm-trainer: parallelism is 8, but the topology needs 16"):
-        check(found)
-    found = manifests(described())
-    pod = found[1]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
-    pod["containers"][0]["args"][-3] = "--workdir=/elsewhere"
-    with pytest.raises(UserError, match="different work directories"):
-        check(found)
-    pod["containers"][0]["resources"]["limits"]["google.com/tpu"] = 4
-    with pytest.raises(UserError, match="realm-builder-0: limits of google.com/tpu is 4, but the topology needs 8"):
-        check(found)
-    pod["terminationGracePeriodSeconds"] = 30
-    pod["containers"][0]["resources"]["limits"]["google.com/tpu"] = 8
-    with pytest.raises(UserError, match="realm-builder-0: terminationGracePeriodSeconds"):
-        check(found)
+@pytest.mark.parametrize("file", sorted(GOLDEN.glob("jobset-*.txt")), ids=lambda file: file.stem)
+def test_pods_and_chips_are_those_of_the_topology_and_all_have_one_folder(file):
+    found = list(yaml.safe_load_all(file.read_text()))
+    versions = {generation.accelerator: version for version, generation in GENERATIONS.items()}
+    for manifest in found:
+        job, pod = manifest["spec"]["replicatedJobs"][0]["template"]["spec"], pod_of(manifest)
+        accelerator, topology = pod["nodeSelector"].values()
+        wanted = parse(f"{versions[accelerator]}:{topology}", file.name)
+        assert (job["parallelism"], job["completions"], job["backoffLimit"]) == (wanted.hosts, wanted.hosts, 0)
+        assert container(manifest)["resources"]["limits"] == {"google.com/tpu": wanted.chips_per_host}
+    folders = {word for manifest in found for word in container(manifest)["args"] if word.startswith("--workdir=")}
+    assert folders == {"--workdir=/realm/my-bucket/runs/realm"} and len(found) > 2
 
 
 def test_every_builder_is_a_jobset_of_its_own_on_the_pods_network():
@@ -143,7 +142,34 @@ def test_what_was_stopped_or_has_ended_is_made_anew_from_what_is_wanted_now(tool
 def test_a_builder_that_is_not_wanted_any_more_is_removed(tools):
     folder = tools(there(item("realm-trainer"), item("realm-builder-0"), item("realm-builder-1")))
     assert launch(*JOBSET, "--spec.builder.slices=1") == 0
-    assert "realm-builder-1" in asked(folder, "kubectl")[1] and "realm-builder-0" not in asked(folder, "kubectl")[1]
+    assert [words[1] for words in asked(folder, "kubectl")] == ["get", "apply", "apply", "delete"]
+    assert asked(folder, "kubectl")[-1][2:4] == ["jobset", "realm-builder-1"]
+
+
+def test_what_runs_is_not_touched_where_the_start_is_refused(tools, capsys):
+    refused = {"match": "kubectl apply", "stderr": "spec.replicatedJobs: field is immutable", "code": 1}
+    folder = tools(there(item("realm-trainer"), item("realm-builder-0"), item("realm-builder-1")), refused)
+    assert launch(*JOBSET, "--spec.builder.slices=1") == 2
+    assert "runs already with other settings" in capsys.readouterr().err
+    assert [words[1] for words in asked(folder, "kubectl")] == ["get", "apply"]
+
+
+@pytest.mark.parametrize("action", ["start", "stop", "delete", "logs"])
+def test_jobsets_of_another_run_of_the_same_name_are_left_alone(tools, capsys, action):
+    folder = tools(there(item("realm-trainer", suspended=True, workdir="gs://bucket/runs/two")))
+    assert launch(*([] if action == "start" else [action]), *JOBSET) == 2
+    told = "JobSet realm-trainer: belongs to --workdir=gs://bucket/runs/two; give that one, or set spec.name"
+    assert told in capsys.readouterr().err
+    assert [words[1] for words in asked(folder, "kubectl")] == ["get"]
+    with pytest.raises(FileNotFoundError):
+        expected()
+
+
+def test_a_cluster_out_of_reach_leaves_no_record(tools):
+    tools({"match": "kubectl get", "stderr": "Unable to connect to the server", "code": 1})
+    assert launch(*JOBSET) == 2
+    with pytest.raises(FileNotFoundError):
+        expected()
 
 
 def test_in_a_queue_suspended_means_waiting(tools):
@@ -182,7 +208,7 @@ def test_stop_and_delete_say_what_they_did_and_that_nothing_is_there(tools, caps
 def test_logs_are_those_of_the_first_pod(tools, capsys):
     folder = tools(there(item("realm-trainer"), item("realm-builder-0")))
     assert launch("logs", *JOBSET, "--job=builder", "--follow") == 0
-    first = "jobset.sigs.k8s.io/jobset-name=realm-builder-0,batch.kubernetes.io/job-completion-index=0"
-    assert f"--selector={first}" in asked(folder, "kubectl")[-1]
+    first = "jobset.sigs.k8s.io/jobset-name=realm-builder-0,jobset.sigs.k8s.io/job-index=0"
+    assert f"--selector={first},batch.kubernetes.io/job-completion-index=0" in asked(folder, "kubectl")[-1]
     assert launch("logs", *JOBSET, "--job=builder-7") == 2
     assert "choose among trainer, builder-0" in capsys.readouterr().err

@@ -17,9 +17,9 @@ from rich.table import Table
 from realm_jax.config import default, task_names, validate
 from realm_jax.errors import UserError
 from realm_jax.index.generations import TRAINER
-from realm_jax.jobs.flags import add_config_argument, load_config
+from realm_jax.jobs.flags import add_config_argument, load_config, with_overrides
 from realm_jax.launch import spec as specs
-from realm_jax.launch.checks import check_cloud, check_training
+from realm_jax.launch.checks import check_cloud, check_place, check_training
 from realm_jax.launch.jobset import JobSets
 from realm_jax.launch.local import Local
 from realm_jax.launch.queued_resources import QueuedResources
@@ -129,14 +129,17 @@ def _launch(args: argparse.Namespace) -> Launch:
     """The checked description. Raises UserError for a config or a spec that cannot work."""
     spec = load_config(args.spec, args.spec_overrides, specs.default, kind="spec")
     config = load_config(args.config, args.overrides, default)
+    local = args.target == "local"
+    if not local:
+        check_place(args.workdir, args.target)
     if args.action != "start":
         return describe(spec, args.config or "", args.overrides, args.workdir)
-    validate(config)
     if "realm" not in task_names(config):
         spec.builder.update(processes=0, slices=0)  # no other task follows an index
-    local = args.target == "local"
     builders = spec.builder.processes if local else spec.builder.slices
     mode = _beside(config, args.overrides, builders)
+    config = with_overrides(config, mode)
+    validate(config)
     launch = describe(spec, args.config or "", [*args.overrides, *mode], args.workdir)
     if not local:
         check_cloud(launch, args.target)
@@ -148,10 +151,10 @@ def _beside(config: ConfigDict, overrides: list[str], builders: int) -> list[str
     """What builders beside the trainer mean in the config. Raises UserError where an override says otherwise."""
     if not builders or config.refresh.mode == "async":
         return []
-    given = next((override for override in overrides if override.startswith("--config.refresh.mode=")), None)
+    given = [override for override in overrides if override.startswith("--config.refresh.mode=")]
     if given:
         raise UserError(
-            f"{given}: the spec has index builders; leave it out, or set spec.builder.processes and slices to 0"
+            f"{given[-1]}: the spec has index builders; leave it out, or set spec.builder.processes and slices to 0"
         )
     return ["--config.refresh.mode=async"]
 

@@ -1,6 +1,7 @@
 """What has to hold of a launch before anything of it is created, since machines cost while they fail.
 
-`check_cloud` looks at the description alone, `check_training` at the config that is to be trained.
+`check_place` looks at the work directory alone, `check_cloud` at the description, `check_training` at the config that
+is to be trained.
 """
 
 import re
@@ -15,14 +16,18 @@ SAVE_SECONDS = 60  # what a save takes at most, measured generously: a grace per
 IN_IMAGE = ("configs", "launch", "realm_jax")  # folders of the source that launch/Dockerfile copies
 
 
-def check_cloud(launch: Launch, target: str) -> None:
-    """Raise UserError for what no cloud can start."""
-    folders = launch.workdir.removeprefix(BUCKET).split("/")
-    if not re.fullmatch(r"gs://[a-z0-9][-_.a-z0-9]*/.+", launch.workdir) or not {".", ".."}.isdisjoint(folders):
+def check_place(workdir: str, target: str) -> None:
+    """Raise UserError for a work directory that no run in a cloud can have."""
+    folders = workdir.removeprefix(BUCKET).split("/")
+    if not re.fullmatch(r"gs://[a-z0-9][-_.a-z0-9]*/.+", workdir) or not {".", ".."}.isdisjoint(folders):
         raise UserError(
-            f"--workdir={launch.workdir}: --target={target} needs a folder that all machines see, in a bucket "
+            f"--workdir={workdir}: --target={target} needs a folder that all machines see, in a bucket "
             "(lower case), such as gs://my-bucket/runs/one"
         )
+
+
+def check_cloud(launch: Launch, target: str) -> None:
+    """Raise UserError for what no cloud can start."""
     if not launch.image:
         raise UserError(
             f"spec.image: --target={target} needs a container; build launch/Dockerfile, push it, and name it"

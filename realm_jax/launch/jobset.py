@@ -2,8 +2,8 @@
 restarts another, and GKE does not take slices that know nothing of each other for one multislice program.
 
 A slice is one Job of as many pods as it has machines; all slices of the trainer are one JobSet and restart together.
-Exit code 2 ends a JobSet, 75 and evictions restart it without counting, all else counts. `check` looks at manifests as
-they are sent. Not here: the cluster, its node pools and JobSet itself (docs/launch.md).
+Exit code 2 ends a JobSet, 75 and evictions restart it without counting, all else counts. Not here: the cluster, its
+node pools and JobSet itself (docs/launch.md).
 """
 
 import json
@@ -13,8 +13,6 @@ from typing import Any
 import yaml
 
 from realm_jax.errors import USER_ERROR, UserError
-from realm_jax.launch.checks import SAVE_SECONDS
-from realm_jax.launch.slices import GENERATIONS, Slice, parse
 from realm_jax.launch.spec import MOUNTED, Launch, Part, choose, parts
 from realm_jax.launch.status import expect
 from realm_jax.launch.tools import call, call_json, stream
@@ -22,19 +20,19 @@ from realm_jax.training.preemption import PREEMPTED
 
 API = "jobset.x-k8s.io/v1alpha2"
 RUN = "realm-jax/run"  # label: which run a JobSet belongs to
+WORKDIR = "realm-jax/workdir"  # annotation: the run's folder, since names repeat
 CONTAINER, WORK = "realm", "work"
 ACCELERATOR, TOPOLOGY = "cloud.google.com/gke-tpu-accelerator", "cloud.google.com/gke-tpu-topology"
 CHIPS = "google.com/tpu"
+POD = "jobset.sigs.k8s.io"  # begins the labels that JobSet gives to pods
 EXCLUSIVE = "alpha.jobset.sigs.k8s.io/exclusive-topology"
 
 Manifest = dict[str, Any]
 
 
 def manifests(launch: Launch) -> list[Manifest]:
-    """The JobSets of a launch, the trainer's first. Raises UserError for what cannot be started."""
-    found = [_jobset(launch, part) for part in parts(launch)]
-    check(found)
-    return found
+    """The JobSets of a launch, the trainer's first."""
+    return [_jobset(launch, part) for part in parts(launch)]
 
 
 def to_yaml(found: Sequence[Manifest]) -> str:
@@ -60,7 +58,7 @@ def _jobset(launch: Launch, part: Part) -> Manifest:
             "name": f"{launch.name}-{part.name}",
             "namespace": kubernetes.namespace,
             "labels": {RUN: launch.name} | queue,
-            "annotations": {EXCLUSIVE: "cloud.google.com/gke-nodepool"},
+            "annotations": {EXCLUSIVE: "cloud.google.com/gke-nodepool", WORKDIR: launch.workdir},
         },
         "spec": {
             "failurePolicy": {"maxRestarts": kubernetes.restarts, "rules": _restarts()},
@@ -138,45 +136,6 @@ def _mount(launch: Launch, multislice: bool) -> Manifest:
     return {"driver": "gcsfuse.csi.storage.gke.io", "volumeAttributes": options | account}
 
 
-# ---- what has to hold of what is sent
-
-
-def check(found: Sequence[Manifest]) -> None:
-    """Raise UserError, with the JobSet's name and the field, for manifests that cannot work together on GKE."""
-    places = set()
-    for manifest in found:
-        name = manifest["metadata"]["name"]
-        for job in manifest["spec"]["replicatedJobs"]:
-            template = job["template"]["spec"]
-            pod = template["template"]["spec"]
-            container = pod["containers"][0]
-            chips = _slice_of(name, pod["nodeSelector"])
-            _same(name, "parallelism", template["parallelism"], chips.hosts)
-            _same(name, "completions", template["completions"], chips.hosts)
-            _same(name, f"limits of {CHIPS}", container["resources"]["limits"].get(CHIPS), chips.chips_per_host)
-            _same(name, "backoffLimit", template["backoffLimit"], 0)
-            if pod["terminationGracePeriodSeconds"] < SAVE_SECONDS:
-                raise UserError(f"{name}: terminationGracePeriodSeconds: a save may take {SAVE_SECONDS} seconds")
-            places |= {word for word in container["args"] if word.startswith("--workdir=")}
-    if len(places) != 1:
-        raise UserError(
-            f"the jobs have different work directories: {', '.join(sorted(places)) or 'none'}; give them one"
-        )
-
-
-def _slice_of(name: str, selector: dict[str, str]) -> Slice:
-    known = {generation.accelerator: version for version, generation in GENERATIONS.items()}
-    version = known.get(selector.get(ACCELERATOR, ""))
-    if version is None:
-        raise UserError(f"{name}: nodeSelector: {selector.get(ACCELERATOR)} is no accelerator that is known here")
-    return parse(f"{version}:{selector.get(TOPOLOGY)}", f"{name}: nodeSelector")
-
-
-def _same(name: str, field: str, value: Any, wanted: Any) -> None:
-    if value != wanted:
-        raise UserError(f"{name}: {field} is {value}, but the topology needs {wanted}")
-
-
 # ---- what a user does
 
 
@@ -191,27 +150,43 @@ class JobSets:
         return f"# {' '.join(self._kubectl('apply', '--filename=-'))}\n{to_yaml(manifests(self._launch))}"
 
     def start(self) -> None:
-        """Create them. What was stopped, has ended or is not wanted any more is removed first: almost nothing of a
-        JobSet can be changed, and the run lies in the bucket."""
-        found = {manifest["metadata"]["name"]: manifest for manifest in manifests(self._launch)}
+        """Create them. What was stopped or has ended is removed first: almost nothing of a JobSet can be changed, and
+        the run lies in the bucket. What runs and is not wanted any more goes last, once the others could be applied."""
+        wanted = {manifest["metadata"]["name"]: manifest for manifest in manifests(self._launch)}
+        there = self._own()
         expect(self._launch.workdir, [part.name for part in parts(self._launch)])
         over = ("completed", "failed") if self._queued else ("completed", "failed", "suspended")
-        self._delete([item["name"] for item in self.items() if item["name"] not in found or item["state"] in over])
-        for name, manifest in found.items():
+        self._delete([item["name"] for item in there if item["state"] in over])
+        for name, manifest in wanted.items():
             call(self._kubectl("apply", "--filename=-"), f"JobSet {name}", to_yaml([manifest]))
             print(f"JobSet {name}: applied")
+        self._delete([one["name"] for one in there if one["name"] not in wanted and one["state"] not in over])
 
     def items(self) -> list[dict[str, str]]:
         """{"name", "state", "detail"} of each JobSet of the run."""
+        return [_told(item) for item in self._get()]
+
+    def _get(self) -> list[Manifest]:
         chosen = f"--selector={RUN}={self._launch.name}"
         told = call_json(self._kubectl("get", "jobset", chosen, "--output=json"), f"JobSets of {self._launch.name}")
-        return [_told(item) for item in told["items"]]
+        return list(told["items"])
+
+    def _own(self) -> list[dict[str, str]]:
+        """`items`. Raises UserError where one of them is another run's that has the same name."""
+        found = self._get()
+        for item in found:
+            place = item["metadata"].get("annotations", {}).get(WORKDIR)
+            if place != self._launch.workdir:
+                raise UserError(
+                    f"JobSet {item['metadata']['name']}: belongs to --workdir={place}; give that one, or set spec.name"
+                )
+        return [_told(item) for item in found]
 
     def logs(self, job: str, follow: bool) -> int:
         """What the first pod of a job printed."""
         before = f"{self._launch.name}-"
         name = before + choose(job, [name.removeprefix(before) for name in self._there()])
-        labels = f"jobset.sigs.k8s.io/jobset-name={name},batch.kubernetes.io/job-completion-index=0"
+        labels = f"{POD}/jobset-name={name},{POD}/job-index=0,batch.kubernetes.io/job-completion-index=0"
         more = ["--follow"] if follow else []
         return stream(self._kubectl("logs", f"--selector={labels}", f"--container={CONTAINER}", "--tail=200", *more))
 
@@ -236,7 +211,7 @@ class JobSets:
 
     def _there(self) -> list[str]:
         """Names of the JobSets of the run. Raises UserError where there are none."""
-        found = [item["name"] for item in self.items()]
+        found = [item["name"] for item in self._own()]
         if not found:
             raise UserError(f"spec.name={self._launch.name}: no JobSet of this run is there; see `realm launch list`")
         return found
