@@ -63,6 +63,7 @@ def wiki_minilm() -> ConfigDict:
     config.objective.update(retriever_start=20, qa="orqa")
     config.retrieval.candidates = 5
     config.refresh.every = 1000
+    config.evaluation.batch_size = 4  # three times as fast on two cores as 64: what is read stays in their caches
     config.checkpoint.update(every=50, keep=1)
     return config
 
