@@ -99,6 +99,12 @@ sys.exit(3 if name == "builder-1" and run < 2 else 0)
     assert supervisor.runs == {"trainer-0": 1, "trainer-1": 1, "builder-0": 1, "builder-1": 3}
 
 
+def test_a_builder_that_does_not_see_the_end_of_training_is_ended(scripted):
+    supervisor = scripted("sys.exit(0) if name == 'trainer-0' else signal.pause()", trainers=1, grace_seconds=1)
+    assert supervisor.run() == 0
+    assert supervisor.runs == {"trainer-0": 1, "builder-0": 1}
+
+
 def test_a_mistake_is_not_repeated(scripted):
     supervisor = scripted("sys.exit(2 if name == 'trainer-0' else signal.pause())")
     assert supervisor.run() == 2

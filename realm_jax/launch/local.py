@@ -114,6 +114,7 @@ class Job:
     failures: int = 0
     resume_at: float = 0.0  # when it is started again
     code: int | None = None  # with which it ended for good
+    over_at: float = 0.0  # when that was
     progress: object = None  # what had been reached when it was started
 
     @property
@@ -156,7 +157,12 @@ class Supervisor:
         return self._code()
 
     def _is_over(self) -> bool:
-        return self._trainer.is_over and bool(self._trainer.code or all(job.is_over for job in self._builders))
+        """Builders see in the work directory that training has ended; for the grace period they are waited for."""
+        if not self._trainer.is_over:
+            return False
+        waited = time.monotonic() - self._trainer.over_at
+        patient = self._trainer.code == 0 and waited < self._launch.grace_seconds
+        return not patient or all(job.is_over for job in self._builders)
 
     def _code(self) -> int:
         """The exit code of it all: what a signal means, else the trainer's, else the first that is not 0."""
@@ -210,7 +216,7 @@ class Supervisor:
         logger.warning("%s: %s; starting it again in %g s", job.name, _how(code), pause)
 
     def _ended(self, job: Job, code: int) -> None:
-        job.code, job.children = code, []
+        job.code, job.over_at, job.children = code, time.monotonic(), []
         logger.info("%s: ended with %d", job.name, code)
 
     def _finish(self, children: Sequence[Child], seconds: float) -> None:
