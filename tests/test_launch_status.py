@@ -67,7 +67,8 @@ def test_who_was_started_and_never_came_is_late(tmp_path):
     assert states(folder, wait) == {"trainer": "late", "builder-0": "alive", "builder-1": "late"}, "a new start"
 
 
-def test_who_was_stopped_is_not_late(tmp_path):
+def test_who_was_stopped_is_not_late(tmp_path, monkeypatch):
+    monkeypatch.setattr("realm_jax.launch.status.PATIENCE", 0.0)
     folder = PosixFolder(tmp_path)
     expect(str(tmp_path), ["trainer"])
     put(folder, recipe=("realm", -1, 1))
