@@ -16,6 +16,8 @@ from realm_jax.run import Run
 from realm_jax.training.checkpoints import Gone, Saved
 from realm_jax.training.restore import restore_params, saved_index
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 QUESTION = question(3)["question"]
 
 

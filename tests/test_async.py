@@ -115,6 +115,7 @@ def test_as_soon_as_it_is_ready(people, tmp_path):
     assert all(index < later and index <= step for (_, index), (step, later) in zip(found, found[1:], strict=False))
 
 
+@pytest.mark.slow
 def test_processes_adopt_the_same_generation_at_the_same_step(people, tmp_path, monkeypatch):
     """Two trainer processes, of which the second looks for generations now and then: none is adopted before both have
     it, although newer ones come faster than the second looks."""
@@ -253,6 +254,7 @@ def test_the_final_parameters_are_in_the_checkpoint(sturdy):
     assert_same(jax.tree.map(np.asarray, saved), sturdy.final)
 
 
+@pytest.mark.slow
 def test_bytes_do_not_depend_on_processes_and_devices(people, tmp_path):
     """`realm build-index` as one process with one device, and as two processes with four devices each."""
     chunks = []

@@ -90,6 +90,7 @@ def test_rows_of_an_edited_store_are_laid_out_as_those_of_one_made_anew(workdir)
     assert after.places().tolist() == [0, 1, -1, 2, 3, 4, 5, -1, 6, 7, 8, 9, 10, 11, 12, 13]
 
 
+@pytest.mark.slow
 def test_only_what_changed_is_embedded(workdir, monkeypatch, capsys):
     """The first edit embeds everything once, because no generation was there; later ones share it."""
     embedded = []

@@ -19,6 +19,8 @@ from realm_jax.jobs import evaluate as job
 from realm_jax.jobs.predict import checked_output
 from realm_jax.run import Run
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 
 def evaluate(run: Run, *arguments: str) -> int:
     return cli.main(["evaluate", f"--workdir={run.workdir}", *arguments])

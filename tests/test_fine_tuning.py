@@ -94,6 +94,7 @@ def test_a_run_that_is_cut_off_ends_with_the_same_best(people, tmp_path, monkeyp
     assert measurements(again) == measurements(run)
 
 
+@pytest.mark.slow
 def test_a_document_tower_that_is_trained_is_embedded_anew(people, tmp_path):
     """Every two steps, and for what is measured; with the paper's frozen one nothing of it moves."""
     run = open_fine(people, tmp_path, refresh__qa_every=2)

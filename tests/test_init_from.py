@@ -89,6 +89,7 @@ def test_the_corpus_is_embedded_once_for_the_same_parameters(first, tmp_path, em
     assert embeddings == []
 
 
+@pytest.mark.slow
 def test_a_task_that_leaves_the_towers_alone_is_looked_behind(tmp_path, embeddings):
     config = tiny_config(prepare_people(tmp_path, house="of {}"))
     config.update({"tasks": "ict,mlm", "mlm": {"steps": 1, "batch_size": 4}})

@@ -25,6 +25,8 @@ from realm_jax.models.inputs import Documents, join, null_documents
 from realm_jax.models.realm import flatten_joint
 from realm_jax.text.wordpiece import WordPiece
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 SENTENCE = "Ada Brandt was born in [1801]."
 
 

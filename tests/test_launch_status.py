@@ -10,7 +10,7 @@ from realm_jax import cli
 from realm_jax.index import generations
 from realm_jax.index.generations import BEAT_SECONDS, Living, Status, read_status, write_status
 from realm_jax.jobs import recipe
-from realm_jax.launch.status import expect, expect_none, look
+from realm_jax.launch.status import expect, expect_none, look, summary
 from realm_jax.storage import PosixFolder, StorageError
 from realm_jax.training.reporter import Reporter
 
@@ -185,3 +185,11 @@ def test_a_recipe_lives_to_its_end_and_is_done_only_then(tmp_path):
         tell("qa")
         raise ZeroDivisionError
     assert not read_status(folder, "recipe").done
+
+
+def test_a_task_that_has_just_begun_does_not_hide_the_one_before(tmp_path):
+    (tmp_path / "config.json").write_text('{"tasks": "ict,realm"}')
+    for task, line in (("ict", '{"step": 7, "loss": 1.5}\n'), ("realm", "")):
+        (tmp_path / task).mkdir()
+        (tmp_path / task / "metrics.jsonl").write_text(line)
+    assert summary(PosixFolder(tmp_path)) == "ict step 7, loss 1.5"

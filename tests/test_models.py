@@ -17,6 +17,8 @@ from realm_jax.models.inputs import Documents, Joint, document_segments, join
 from realm_jax.models.realm import Realm, flatten_joint
 from realm_jax.run import suited
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 BATCH = 3
 MODEL = tiny_realm()
 embed_queries = jax.jit(MODEL.embed_queries)

@@ -93,6 +93,7 @@ def train_until_waiting(run, monkeypatch):
             train(run)
 
 
+@pytest.mark.slow
 def test_a_generation_that_does_not_come_in_time_costs_no_step(people, sturdy, tmp_path):
     run = open_tiny(people, tmp_path)
     with pytest.raises(UserError, match="generation of step 2, due at step 3 did not come"):

@@ -116,10 +116,10 @@ def look(folder: Folder, wait: Callable[[float], None] = time.sleep) -> RunState
 
 def progress(folder: Folder) -> Progress:
     """Where a run stands, as far as can be read."""
-    begun = [task for task in _tasks(folder) if "metrics.jsonl" in folder.names(task)]
-    task = begun[-1] if begun else ""
-    metrics = _last_line(folder, f"{task}/metrics.jsonl") if task else {}
-    return Progress(task, newest_checkpoint(folder), metrics)
+    for task in reversed(_tasks(folder)):  # one that has just begun has told nothing yet
+        if metrics := _last_line(folder, f"{task}/metrics.jsonl"):
+            return Progress(task, newest_checkpoint(folder), metrics)
+    return Progress("", newest_checkpoint(folder), {})
 
 
 def newest_checkpoint(folder: Folder) -> tuple[str, int] | None:
