@@ -9,8 +9,9 @@ import yaml
 from clouds import JOBSET, asked, described, launch
 from fake_tools import calls
 
+from realm_jax.errors import UserError
 from realm_jax.launch import status
-from realm_jax.launch.jobset import manifests, to_yaml
+from realm_jax.launch.jobset import check, manifests, to_yaml
 from realm_jax.launch.slices import GENERATIONS, parse
 
 GOLDEN = Path(__file__).resolve().parents[1] / "launch" / "golden"
@@ -56,6 +57,25 @@ def strict(schema):
         else True
     )
     return found if open_ended else found | {"additionalProperties": False}
+
+
+def test_jobs_that_do_not_fit_are_refused():
+    found = manifests(described())
+    found[0]["spec"]["replicatedJobs"][0]["template"]["spec"]["parallelism"] = 8
+    with pytest.raises(UserError, match="realm-trainer: parallelism is 8, but the topology needs 16"):
+        check(found)
+    found = manifests(described())
+    pod = found[1]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    pod["containers"][0]["args"][-3] = "--workdir=/elsewhere"
+    with pytest.raises(UserError, match="different work directories"):
+        check(found)
+    pod["containers"][0]["resources"]["limits"]["google.com/tpu"] = 4
+    with pytest.raises(UserError, match="realm-builder-0: limits of google.com/tpu is 4, but the topology needs 8"):
+        check(found)
+    pod["terminationGracePeriodSeconds"] = 30
+    pod["containers"][0]["resources"]["limits"]["google.com/tpu"] = 8
+    with pytest.raises(UserError, match="realm-builder-0: terminationGracePeriodSeconds"):
+        check(found)
 
 
 @pytest.mark.parametrize("file", sorted(GOLDEN.glob("jobset-*.txt")), ids=lambda file: file.stem)

@@ -2,8 +2,8 @@
 restarts another, and GKE does not take slices that know nothing of each other for one multislice program.
 
 A slice is one Job of as many pods as it has machines; all slices of the trainer are one JobSet and restart together.
-Exit code 2 ends a JobSet, 75 and evictions restart it without counting, all else counts. Not here: the cluster, its
-node pools and JobSet itself (docs/launch.md).
+Exit code 2 ends a JobSet, 75 and evictions restart it without counting, all else counts. `check` looks at manifests as
+they are sent. Not here: the cluster, its node pools and JobSet itself (docs/launch.md).
 """
 
 import json
@@ -13,6 +13,8 @@ from typing import Any
 import yaml
 
 from realm_jax.errors import USER_ERROR, UserError
+from realm_jax.launch.checks import SAVE_SECONDS
+from realm_jax.launch.slices import GENERATIONS, Slice, parse
 from realm_jax.launch.spec import MOUNTED, Launch, Part, choose, parts
 from realm_jax.launch.status import expect
 from realm_jax.launch.tools import call, call_json, stream
@@ -31,8 +33,10 @@ Manifest = dict[str, Any]
 
 
 def manifests(launch: Launch) -> list[Manifest]:
-    """The JobSets of a launch, the trainer's first."""
-    return [_jobset(launch, part) for part in parts(launch)]
+    """The JobSets of a launch, the trainer's first. Raises UserError for what cannot be started."""
+    found = [_jobset(launch, part) for part in parts(launch)]
+    check(found)
+    return found
 
 
 def to_yaml(found: Sequence[Manifest]) -> str:
@@ -134,6 +138,45 @@ def _mount(launch: Launch, multislice: bool) -> Manifest:
     account = {"hostNetworkPodKSA": "true"} if multislice else {}
     options = {"bucketName": launch.bucket, "mountOptions": "implicit-dirs,uid=1000,gid=1000"}
     return {"driver": "gcsfuse.csi.storage.gke.io", "volumeAttributes": options | account}
+
+
+# ---- what has to hold of what is sent
+
+
+def check(found: Sequence[Manifest]) -> None:
+    """Raise UserError, with the JobSet's name and the field, for manifests that cannot work together on GKE."""
+    places = set()
+    for manifest in found:
+        name = manifest["metadata"]["name"]
+        for job in manifest["spec"]["replicatedJobs"]:
+            template = job["template"]["spec"]
+            pod = template["template"]["spec"]
+            container = pod["containers"][0]
+            chips = _slice_of(name, pod["nodeSelector"])
+            _same(name, "parallelism", template["parallelism"], chips.hosts)
+            _same(name, "completions", template["completions"], chips.hosts)
+            _same(name, f"limits of {CHIPS}", container["resources"]["limits"].get(CHIPS), chips.chips_per_host)
+            _same(name, "backoffLimit", template["backoffLimit"], 0)
+            if pod["terminationGracePeriodSeconds"] < SAVE_SECONDS:
+                raise UserError(f"{name}: terminationGracePeriodSeconds: a save may take {SAVE_SECONDS} seconds")
+            places |= {word for word in container["args"] if word.startswith("--workdir=")}
+    if len(places) != 1:
+        raise UserError(
+            f"the jobs have different work directories: {', '.join(sorted(places)) or 'none'}; give them one"
+        )
+
+
+def _slice_of(name: str, selector: dict[str, str]) -> Slice:
+    known = {generation.accelerator: version for version, generation in GENERATIONS.items()}
+    version = known.get(selector.get(ACCELERATOR, ""))
+    if version is None:
+        raise UserError(f"{name}: nodeSelector: {selector.get(ACCELERATOR)} is no accelerator that is known here")
+    return parse(f"{version}:{selector.get(TOPOLOGY)}", f"{name}: nodeSelector")
+
+
+def _same(name: str, field: str, value: Any, wanted: Any) -> None:
+    if value != wanted:
+        raise UserError(f"{name}: {field} is {value}, but the topology needs {wanted}")
 
 
 # ---- what a user does

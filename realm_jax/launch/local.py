@@ -379,7 +379,7 @@ class Local:
         """There is nothing here but the work directory."""
         raise UserError("--target=local: has nothing to delete but the work directory; remove that yourself")
 
-    def _running(self) -> "_Running | None":
+    def _running(self) -> _Running | None:
         """The supervisor, if it lives: then it holds the folder of the logs."""
         if not is_held(self._logs):
             return None
