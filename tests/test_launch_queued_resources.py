@@ -135,7 +135,7 @@ def test_a_machine_stays_stopped_until_it_is_started_whenever_it_is_told(tmp_pat
     assert f"ConditionPathExists=!{STOPPED}\n" in startup_script(launch, parts(launch)[0])
 
 
-def service(tmp_path, docker, sleep="exit 0"):
+def service(tmp_path, docker, sleep="exec /usr/bin/sleep 0.01"):
     """The job's own script, with a docker and a sleep that do as they are told; they find themselves in tmp_path."""
     launch = described(restarts=2)
     script = startup_script(launch, parts(launch)[0]).partition("<<'END-OF-JOB'\n")[2].partition("END-OF-JOB")[0]
@@ -146,6 +146,11 @@ def service(tmp_path, docker, sleep="exit 0"):
     return ["bash", str(tmp_path / "job")], {"PATH": f"{tmp_path}:/usr/bin:/bin"}
 
 
+def made_calls(tmp_path):
+    """What was called, but for the waiting."""
+    return [call for call in (tmp_path / "calls").read_text().splitlines() if call != "sleep 1"]
+
+
 def test_a_service_starts_again_after_crashes_and_preemptions_and_not_after_mistakes(tmp_path):
     words, environment = service(
         tmp_path, "[ $1 = run ] || exit 0\ncode=$(head -n1 codes)\nsed -i 1d codes\nexit $code"
@@ -154,27 +159,33 @@ def test_a_service_starts_again_after_crashes_and_preemptions_and_not_after_mist
         (tmp_path / "codes").write_text(codes.replace(" ", "\n") + "\n")
         (tmp_path / "calls").write_text("")
         done = subprocess.run(words, env=environment, timeout=60)
-        made = (tmp_path / "calls").read_text().splitlines()
+        made = made_calls(tmp_path)
         assert (done.returncode, made.count("docker run")) == (wanted, runs), codes
         assert made[:2] == ["docker rm", "docker run"], "a container that was left over would have its name"
 
 
 def test_a_service_that_is_stopped_in_a_pause_starts_nothing_more(tmp_path):
-    words, environment = service(tmp_path, "[ $1 = run ] && exit 1", "kill -TERM $PPID\nexec /usr/bin/sleep 60")
+    sleep = "[ ! -s run.pid ] || kill -0 $(cat run.pid) || { echo told >>calls; kill -TERM $PPID; }"
+    words, environment = service(tmp_path, "[ $1 = run ] || exit 0\necho $$ >run.pid\nexit 1", sleep)
     done = subprocess.run(words, env=environment, timeout=30)
-    made = (tmp_path / "calls").read_text().splitlines()
-    assert done.returncode == 0 and made == ["docker rm", "docker run", "sleep 2", "docker stop"]
+    made = made_calls(tmp_path)
+    assert done.returncode == 0 and made == ["docker rm", "docker run", "told"]
 
 
-def test_a_service_hands_sigterm_on_to_its_container_and_waits(tmp_path):
-    docker = """case $1 in
-run) echo $PPID >job.pid; kill -TERM $PPID; while [ ! -e stopped ]; do /usr/bin/sleep 0.05; done; exit 75 ;;
-stop) touch stopped ;;
+@pytest.mark.parametrize("told", ["before", "after"])
+def test_a_service_hands_sigterm_on_to_its_container_and_waits(tmp_path, told):
+    """A container that is told before there is one is told again."""
+    docker = f"""case $1-{told} in
+rm-before) kill -TERM $PPID ;;
+run-before | run-after) [ {told} = after ] && kill -TERM $PPID
+/usr/bin/sleep 0.2; touch runs; while [ ! -e stopped ]; do /usr/bin/sleep 0.05; done; exit 75 ;;
+stop-*) [ -e runs ] && touch stopped ;;
 esac"""
     words, environment = service(tmp_path, docker)
     done = subprocess.run(words, env=environment, timeout=30)
-    made = (tmp_path / "calls").read_text().splitlines()
-    assert done.returncode == 0 and made == ["docker rm", "docker run", "docker stop"]
+    made = made_calls(tmp_path)
+    assert done.returncode == 0 and made.count("docker run") == 1
+    assert set(made) == {"docker rm", "docker run", "docker stop"} and (tmp_path / "stopped").exists()
 
 
 def test_a_container_that_outlives_the_service_is_stopped_by_systemd():

@@ -50,18 +50,19 @@ cat >/usr/local/bin/realm-job <<'END-OF-JOB'
 # Again after a preemption or a crash; what ends by itself or by a mistake stays so.
 failures=0
 stopping=
-trap 'stopping=yes; docker stop --time={grace} realm >/dev/null 2>&1' TERM
+trap 'stopping=yes' TERM
 while [ -z "$stopping" ]; do
   began=$SECONDS
   docker rm --force realm >/dev/null 2>&1
   docker run --rm --name=realm --privileged --network=host --ulimit=memlock=-1 --volume={mount}:{mount} \\
     {image} \\
     {command} &
-  while true; do
-    wait $!
-    code=$?
-    kill -0 $! 2>/dev/null || break
+  while kill -0 $! 2>/dev/null; do
+    [ -n "$stopping" ] && docker stop --time={grace} realm >/dev/null 2>&1
+    sleep 1
   done
+  wait $!
+  code=$?
   [ -n "$stopping" ] && break
   pause=2
   case $code in
@@ -74,8 +75,9 @@ while [ -z "$stopping" ]; do
       pause=$((failures < 6 ? 2 ** failures : 60))
       ;;
   esac
-  sleep $pause &
-  wait $!
+  while [ -z "$stopping" ] && [ $((pause--)) -gt 0 ]; do
+    sleep 1
+  done
 done
 exit 0
 END-OF-JOB
