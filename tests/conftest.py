@@ -26,15 +26,15 @@ def shared_data() -> Path:
 
 
 @pytest.fixture(scope="session")
-def trained_run(tmp_path_factory):
+def trained_run(compiled, tmp_path_factory):
     """A tiny run (see `tiny_run.py`), trained once for all tests; they read it and leave it as it is."""
-    from quick import unoptimized
+    from quick import quick_compiler
     from tiny_run import train_tiny_run
 
     with pytest.MonkeyPatch.context() as patch:
         # Jobs then keep no compiled programs in the home folder.
-        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
-        with unoptimized():  # two steps do not repay the compiler's work
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(compiled))
+        with quick_compiler(compiled):  # two steps do not repay the compiler's work
             run = train_tiny_run(tmp_path_factory.mktemp("tiny"))
         yield run
 
@@ -64,21 +64,27 @@ def questions(tmp_path) -> Path:
     return write_lines(tmp_path / "questions.jsonl", QUESTIONS)
 
 
-@pytest.fixture(scope="module")
-def quick_programs():
-    """Programs of this module are compiled without optimisations: they run too briefly to repay them."""
-    from quick import unoptimized
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory):
+    """The folder of all programs that were compiled without optimisations, for the next module that needs them."""
+    return tmp_path_factory.mktemp("compiled")
 
-    with unoptimized():
+
+@pytest.fixture(scope="module")
+def quick_programs(compiled):
+    """Programs of this module are compiled without optimisations: they run too briefly to repay them."""
+    from quick import quick_compiler
+
+    with quick_compiler(compiled):
         yield
 
 
 @pytest.fixture(scope="module")
-def quick_steps(tmp_path_factory):
+def quick_steps(compiled):
     """Runs of this module share their compiled steps; see `quick.py`."""
     from quick import shared_steps
 
-    with shared_steps(tmp_path_factory.mktemp("compiled")):
+    with shared_steps(compiled):
         yield
 
 

@@ -21,8 +21,8 @@ from realm_jax.storage import PosixFolder
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    with quick_compiler(tmp_path_factory.mktemp("compiled")):
+def trained(compiled, tmp_path_factory):
+    with quick_compiler(compiled):
         yield train_tiny_run(tmp_path_factory.mktemp("trained"))
 
 

@@ -22,8 +22,8 @@ MODEL = tiny_realm(layers=1, max_length=LONGEST)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick(tmp_path_factory):
-    with quick_compiler(tmp_path_factory.mktemp("compiled")):
+def quick(compiled):
+    with quick_compiler(compiled):
         yield
 
 

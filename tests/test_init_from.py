@@ -21,8 +21,8 @@ from realm_jax.training.workdir import check_workdir
 
 
 @pytest.fixture(scope="module")
-def first(tmp_path_factory):
-    with quick_compiler(tmp_path_factory.mktemp("compiled")):
+def first(compiled, tmp_path_factory):
+    with quick_compiler(compiled):
         yield train_tiny_run(tmp_path_factory.mktemp("first"))
 
 

@@ -35,9 +35,8 @@ SIZES = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick(tmp_path_factory):
+def quick(compiled):
     """One device, and no compiled programs in the home folder."""
-    compiled = tmp_path_factory.mktemp("compiled")
     with quick_compiler(compiled), pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_COMPILATION_CACHE_DIR", str(compiled))
         patch.setattr(opening, "make_run", partial(make_run, devices=jax.devices()[:1]))

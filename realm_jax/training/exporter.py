@@ -37,7 +37,7 @@ from realm_jax.storage import Folder, StorageError
 
 logger = logging.getLogger(__name__)
 
-SAMPLES = 1024  # query vectors of an export, with which a builder measures its searcher
+SAMPLES = 1024  # query vectors of an export at most, with which a builder measures its searcher
 KEPT = 3  # newest exports that stay, beside those in use
 RETRY_SECONDS = 5.0
 
@@ -136,10 +136,14 @@ def sample_vectors(run: Run, towers: Params) -> NDArray[np.float32]:
 
 
 def sample_queries(run: Run) -> dict[str, Any]:
-    """Masked sentences of the pre-training text, chosen by the seed alone: query arrays [count, …]."""
+    """Masked sentences of the pre-training text, chosen by the seed alone: query arrays [count, …].
+
+    As many as there are, up to SAMPLES and up to a multiple of the devices.
+    """
     sources = run.sources
     examples = masked_examples(sources.pretraining, sources.wordpiece, run.lengths, "salient", sources.own_text)
-    batch = dataset(examples, run.config.seed, "sample", SAMPLES + -SAMPLES % run.mesh.size)[0]
+    count = min(SAMPLES, examples.total)
+    batch = dataset(examples, run.config.seed, "sample", count + -count % run.mesh.size)[0]
     return {name: batch[name] for name in ("query", "query_length")}
 
 
