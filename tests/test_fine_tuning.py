@@ -224,6 +224,7 @@ def test_patterns_become_the_strings_that_they_match(patterned):
     assert strings_of(["Born.*1802"], texts, wordpiece, 3) == [], "too long for a span"
 
 
+@pytest.mark.slow
 def test_fine_tuning_learns_from_patterns(patterned, tmp_path):
     """The answers stand in the passages found first; a run that goes on has the same."""
     run = open_fine(patterned, tmp_path, retrieval__qa_beam=16, evaluation__qa_every=0)

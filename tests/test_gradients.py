@@ -28,7 +28,7 @@ MASKED = masked_batch(RNG, CORPUS, BATCH)
 LOUD = tiny_realm(layers=1, dropout=0.3)
 VARIANTS = [
     ("mlm", {}),
-    ("ict", {}),
+    pytest.param("ict", {}, marks=pytest.mark.slow),
     ("ict", {"ict_null_weight": 0.5}),
     ("realm", {}),
     pytest.param("realm", {"marginal": "token"}, marks=pytest.mark.slow),

@@ -289,7 +289,9 @@ def test_a_fresh_layer_hands_on_what_it_attends_to():
 def test_norm_scale_sets_the_length_of_fresh_vectors():
     model = dataclasses.replace(MODEL, norm_scale=0.5)
     rows = queries()
-    vectors = model.embed_queries(model.init(jax.random.key(0)), rows["query"], rows["query_length"])
+    vectors = jax.jit(lambda key, *rows: model.embed_queries(model.init(key), *rows))(
+        jax.random.key(0), rows["query"], rows["query_length"]
+    )
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 0.5 * model.projection**0.5, rtol=1e-4)
 
 
