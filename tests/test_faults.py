@@ -157,7 +157,6 @@ def test_a_trainer_is_killed(people, sturdy, tmp_path, monkeypatch, watch, step)
     assert adoptions(run) == adoptions(sturdy.run)
 
 
-@pytest.mark.slow
 def test_a_trainer_is_killed_before_it_says_that_it_is_done(people, sturdy, tmp_path, monkeypatch, log):
     """Its builder learns it from the next one, which finds nothing left to do."""
     run = open_tiny(people, tmp_path)

@@ -367,8 +367,10 @@ class Beat:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Nothing to do where it was never entered, or is left again."""
         self._over.set()
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
 
     def _run(self) -> None:
         while not self._over.wait(BEAT_SECONDS):
