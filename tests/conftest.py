@@ -26,6 +26,12 @@ def shared_data() -> Path:
 
 
 @pytest.fixture(scope="session")
+def compiled(tmp_path_factory):
+    """The folder of all programs that were compiled without optimisations, for the next module that needs them."""
+    return tmp_path_factory.mktemp("compiled")
+
+
+@pytest.fixture(scope="session")
 def trained_run(compiled, tmp_path_factory):
     """A tiny run (see `tiny_run.py`), trained once for all tests; they read it and leave it as it is."""
     from quick import quick_compiler
@@ -62,12 +68,6 @@ def questions(tmp_path) -> Path:
     from capitals import QUESTIONS, write_lines
 
     return write_lines(tmp_path / "questions.jsonl", QUESTIONS)
-
-
-@pytest.fixture(scope="session")
-def compiled(tmp_path_factory):
-    """The folder of all programs that were compiled without optimisations, for the next module that needs them."""
-    return tmp_path_factory.mktemp("compiled")
 
 
 @pytest.fixture(scope="module")

@@ -16,27 +16,17 @@ from realm_jax.training.tasks import Task
 
 
 @contextmanager
-def unoptimized() -> Iterator[None]:
-    """Compile without optimisations."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_disable_most_optimizations", False)
-
-
-@contextmanager
 def quick_compiler(folder: Path) -> Iterator[None]:
-    """`unoptimized`, and every program is kept in `folder`, so that a second run finds it there."""
+    """Compile without optimisations, and keep every program in `folder`, so that a second run finds it there."""
     settings = {
+        "jax_disable_most_optimizations": (True, False),
         "jax_compilation_cache_dir": (str(folder), None),
         "jax_persistent_cache_min_compile_time_secs": (0.0, 1.0),
         "jax_persistent_cache_min_entry_size_bytes": (-1, 0),
     }
     _apply({name: inside for name, (inside, _) in settings.items()})
     try:
-        with unoptimized():
-            yield
+        yield
     finally:
         _apply({name: outside for name, (_, outside) in settings.items()})
 

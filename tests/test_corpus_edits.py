@@ -6,7 +6,6 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from quick import quick_compiler
 from tiny_run import PEOPLE, train_tiny_run, write_lines
 
 from realm_jax import cli
@@ -21,9 +20,8 @@ from realm_jax.storage import PosixFolder
 
 
 @pytest.fixture(scope="module")
-def trained(compiled, tmp_path_factory):
-    with quick_compiler(compiled):
-        yield train_tiny_run(tmp_path_factory.mktemp("trained"))
+def trained(quick_programs, tmp_path_factory):
+    return train_tiny_run(tmp_path_factory.mktemp("trained"))
 
 
 @pytest.fixture

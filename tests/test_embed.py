@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from quick import quick_compiler
 from tiny import document_rows, random_words, tiny_realm
 
 from realm_jax.errors import UserError
@@ -19,12 +18,7 @@ from realm_jax.run import put_batch
 
 LONGEST, ROWS = 100, 30
 MODEL = tiny_realm(layers=1, max_length=LONGEST)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick(compiled):
-    with quick_compiler(compiled):
-        yield
+pytestmark = pytest.mark.usefixtures("quick_programs")
 
 
 @pytest.fixture(scope="module")

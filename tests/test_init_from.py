@@ -7,7 +7,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from quick import quick_compiler
 from tiny_run import PEOPLE, prepare_people, tiny_config, train_tiny_run
 
 from realm_jax.data.sources import open_sources
@@ -21,9 +20,8 @@ from realm_jax.training.workdir import check_workdir
 
 
 @pytest.fixture(scope="module")
-def first(compiled, tmp_path_factory):
-    with quick_compiler(compiled):
-        yield train_tiny_run(tmp_path_factory.mktemp("first"))
+def first(quick_programs, tmp_path_factory):
+    return train_tiny_run(tmp_path_factory.mktemp("first"))
 
 
 def heir(first, folder, **changes):

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import pytest
-from quick import quick_compiler
 from side_by_side import until
 
 from realm_jax import cli
@@ -35,9 +34,9 @@ SIZES = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick(compiled):
+def quick(quick_programs, compiled):
     """One device, and no compiled programs in the home folder."""
-    with quick_compiler(compiled), pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_COMPILATION_CACHE_DIR", str(compiled))
         patch.setattr(opening, "make_run", partial(make_run, devices=jax.devices()[:1]))
         yield
