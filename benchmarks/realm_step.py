@@ -120,7 +120,7 @@ def config_of(args: argparse.Namespace) -> ConfigDict:
     model.width, model.layers, model.heads, model.feed_forward = SIZES[args.size]
     model.dtype, model.dropout, model.remat = args.dtype, 0.0, args.remat
     model.fused_attention = not args.no_fused
-    model.norm_scale = 0.3  # fresh scores near enough to each other that every candidate and both towers matter
+    config.encoder.norm_scale = 0.3  # fresh scores near each other: every candidate and both towers matter
     data.query_length, data.document_length, data.predictions = args.query, args.document, args.predictions
     config.retrieval.candidates = args.candidates
     task.batch_size, task.microbatches = args.batch, args.microbatches

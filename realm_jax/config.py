@@ -21,12 +21,12 @@ Science (a run folder keeps them; another value on resume is an error that names
   model.max_length         positions; 0: as many as the joint layout needs
   model.dtype              'float32' or 'bfloat16': matrix products; LayerNorm, softmax and loss stay float32
   model.hidden_act         'gelu_new' (with tanh: google-research/bert) or 'gelu' (with erf: Hugging Face's BERTs)
-  model.projection         size of a retrieval vector
-  model.norm_epsilon       of the LayerNorm on retrieval vectors (1e-12: released checkpoints; 1e-3: released ICT code)
-  model.norm_scale         its scale before training: the smaller, the closer fresh scores are (reference: 1)
   model.span_hidden        size of a span's representation
   model.span_width         word pieces of an answer at most
   model.shared_tower       one embedder for queries and passages instead of two
+  encoder.projection       size of a retrieval vector
+  encoder.norm_epsilon     of the LayerNorm on retrieval vectors (1e-12: released checkpoints; 1e-3: released ICT code)
+  encoder.norm_scale       its scale before training: the smaller, the closer fresh scores are (reference: 1)
   objective.marginal       'example': log Σ_z p(z|x) Π_j p(y_j|z,x), the paper's; 'token': the released code's
   objective.ict_null_weight  weight of picking the null document when the own passage is taken away (the paper: 0)
   objective.retriever_start  REALM steps before the retriever moves, while the reader gets used to what is retrieved;
@@ -186,12 +186,14 @@ def default() -> ConfigDict:
             },
             "model": bert_base("gelu_new")
             | {
-                "projection": 128,
-                "norm_epsilon": 1e-12,
-                "norm_scale": 1.0,
                 "span_hidden": 256,
                 "span_width": 10,
                 "shared_tower": False,
+            },
+            "encoder": {
+                "projection": 128,
+                "norm_epsilon": 1e-12,
+                "norm_scale": 1.0,
             },
             "objective": {"marginal": "example", "ict_null_weight": 0.0, "retriever_start": 0, "qa": "marginal"},
             "retrieval": {
@@ -402,8 +404,8 @@ def _check_choices(config: ConfigDict) -> None:
 
 def _check_sizes(config: ConfigDict) -> None:
     positive = (
-        "model.projection model.span_hidden model.span_width model.norm_epsilon model.norm_scale retrieval.qa_passages "
-        "retrieval.qa_beam retrieval.embed_batch index.shard_rows index.budget "
+        "encoder.projection encoder.norm_epsilon encoder.norm_scale model.span_hidden model.span_width "
+        "retrieval.qa_passages retrieval.qa_beam retrieval.embed_batch index.shard_rows index.budget "
         "refresh.every refresh.wait_seconds refresh.poll_seconds refresh.idle_exit refresh.keep refresh.chunk_rows "
         "data.answers evaluation.passages evaluation.spans"
     )

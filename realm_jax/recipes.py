@@ -133,7 +133,8 @@ def paper(task: str) -> ConfigDict:
 def _tiny() -> ConfigDict:
     """Two layers of 64 without dropout: learns in minutes on a laptop's CPU."""
     config = default()
-    config.model.update(layers=2, width=64, heads=2, feed_forward=128, dropout=0.0, norm_scale=0.35, span_hidden=32)
+    config.model.update(layers=2, width=64, heads=2, feed_forward=128, dropout=0.0, span_hidden=32)
+    config.encoder.norm_scale = 0.35
     config.retrieval.qa_beam = 64
     config.objective.ict_null_weight = 0.3
     config.checkpoint.update(every=100, keep=2)

@@ -272,12 +272,12 @@ def suited(bert: BertConfig, mesh: Mesh, fused: bool) -> BertConfig:
 
 def make_model(config: ConfigDict, vocabulary_size: int, hidden: NamedSharding | None = None) -> Realm:
     """The networks that a config describes. hidden: where their hidden states live on a mesh."""
-    model = config.model
+    model, encoder = config.model, config.encoder
     return Realm(
         make_bert(model, vocabulary_size, joint_length(config), hidden),
-        projection=model.projection,
-        norm_epsilon=model.norm_epsilon,
-        norm_scale=model.norm_scale,
+        projection=encoder.projection,
+        norm_epsilon=encoder.norm_epsilon,
+        norm_scale=encoder.norm_scale,
         span_hidden=model.span_hidden,
         span_width=model.span_width,
         shared_tower=model.shared_tower,

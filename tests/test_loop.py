@@ -222,11 +222,11 @@ def test_sigterm_between_tasks_ends_with_75(people, tmp_path, monkeypatch):
 def test_a_run_of_before_a_key_was_there_goes_on_with_its_default(people, tmp_path):
     open_tiny(people, tmp_path)
     recorded = read_json(tmp_path / "config.json")
-    del recorded["refresh"]["mode"], recorded["model"]["norm_scale"]
+    del recorded["refresh"]["mode"], recorded["encoder"]["norm_scale"]
     write_json_atomic(tmp_path / "config.json", recorded)
     open_tiny(people, tmp_path)
-    with pytest.raises(UserError, match="config.model.norm_scale is 0.5, but the run in .* has 1.0"):
-        open_tiny(people, tmp_path, model__norm_scale=0.5)
+    with pytest.raises(UserError, match="config.encoder.norm_scale is 0.5, but the run in .* has 1.0"):
+        open_tiny(people, tmp_path, encoder__norm_scale=0.5)
 
 
 def test_other_data_under_the_same_path_are_refused(people, tmp_path):

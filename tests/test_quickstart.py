@@ -20,7 +20,8 @@ from realm_jax.storage import read_json
 from realm_jax.training.metrics import read_lines
 
 SIZES = {
-    "model": {"layers": 1, "width": 16, "heads": 2, "feed_forward": 32, "projection": 8, "span_hidden": 8},
+    "encoder": {"projection": 8},
+    "model": {"layers": 1, "width": 16, "heads": 2, "feed_forward": 32, "span_hidden": 8},
     "data": {"query_length": 24, "document_length": 48},
     "retrieval": {"candidates": 3, "qa_passages": 3, "qa_beam": 4, "embed_batch": 32},
     "refresh": {"every": 2},

@@ -197,7 +197,7 @@ def test_a_tower_of_the_published_code_says_that_its_epsilon_is_another(tensorfl
     tensorflow["tower.ckpt"] = renamed
     vocabulary(tmp_path)
     job.convert({"embedder": "tower.ckpt"}, tmp_path / "out", str(tmp_path / "vocab.txt"))
-    with pytest.raises(UserError, match="projection_layer_norm_eps is 0.001, but config.model.norm_epsilon is 1e-12"):
+    with pytest.raises(UserError, match="projection_layer_norm_eps is 0.001, but config.encoder.norm_epsilon is 1e-12"):
         read_back(tmp_path / "out" / "embedder", "query_embedder")
 
 

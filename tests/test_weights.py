@@ -294,7 +294,7 @@ def test_epsilons_of_the_heads_are_compared(tmp_path):
     ours = realm(norm_epsilon=1e-3)
     folder, _ = written(tmp_path, "query_embedder", model=ours)
     found(folder, "query_embedder", ours)
-    says = "projection_layer_norm_eps is 0.001, but config.model.norm_epsilon is 1e-12"
+    says = "projection_layer_norm_eps is 0.001, but config.encoder.norm_epsilon is 1e-12"
     with pytest.raises(UserError, match=says):
         found(folder, "query_embedder")
     folder, _ = written(tmp_path, "reader")
@@ -310,5 +310,5 @@ def test_a_tower_of_transformers_realm_has_one_epsilon(tmp_path):
     del settings["projection_layer_norm_eps"]
     (folder / "config.json").write_text(json.dumps(settings))
     found(folder, "query_embedder")
-    with pytest.raises(UserError, match="projection_layer_norm_eps is 1e-12, but config.model.norm_epsilon is 0.001"):
+    with pytest.raises(UserError, match="projection_layer_norm_eps is 1e-12, but config.encoder.norm_epsilon is 0.001"):
         found(folder, "query_embedder", realm(norm_epsilon=1e-3))

@@ -96,9 +96,9 @@ def test_what_cannot_be_exported_is_told_and_leaves_nothing(trained_run, tmp_pat
     other = tmp_path / "run"
     shutil.copytree(trained_run.workdir, other)
     config = json.loads((other / "config.json").read_text())
-    config["model"]["norm_epsilon"] = 1e-3
+    config["encoder"]["norm_epsilon"] = 1e-3
     (other / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="the run has config.model.norm_epsilon=0.001; give --names=bert"):
+    with pytest.raises(UserError, match="the run has config.encoder.norm_epsilon=0.001; give --names=bert"):
         job.export(other, tmp_path / "out", names="realm")
 
     def full(*_: object) -> None:

@@ -97,7 +97,7 @@ def export(workdir: Path, output: Path, names: str = "bert", task: str | None = 
     if names == "realm" and model.norm_epsilon != LAYER_NORM_EPSILON:
         raise UserError(
             f"--names=realm: RealmEmbedder has LayerNorm's epsilon {LAYER_NORM_EPSILON:g} on its vectors, but the run "
-            f"has config.model.norm_epsilon={model.norm_epsilon:g}; give --names=bert"
+            f"has config.encoder.norm_epsilon={model.norm_epsilon:g}; give --names=bert"
         )
     name, saved = newest(opened, task)
     if saved.step < opened.config[name].steps:

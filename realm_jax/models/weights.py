@@ -114,7 +114,7 @@ def networks(model: Realm) -> dict[str, tuple[Part, ...]]:
         *_linear(("projection",), "cls.dense", (c.width, model.projection)),
         *_norm(("projection_norm",), "cls.LayerNorm", model.projection),
     )
-    epsilon = {"projection_layer_norm_eps": ("config.model.norm_epsilon", model.norm_epsilon)}
+    epsilon = {"projection_layer_norm_eps": ("config.encoder.norm_epsilon", model.norm_epsilon)}
     tower = encoder(c), pooler, Part("projection", projection, epsilon)
     reader = encoder(c), _word_head(c), _span_head(c, model.span_hidden)
     return {name: tower for name in model.embedder_names} | {"reader": reader}

@@ -154,9 +154,10 @@ def index_settings(run: Run) -> dict[str, Any]:
 
 def tower_settings(run: Run) -> dict[str, Any]:
     """What makes a tower a function, beside its parameters."""
-    model = run.config.model.to_dict()
-    names = ("layers", "width", "heads", "feed_forward", "dtype", "projection", "norm_epsilon", "shared_tower")
-    return {name: model[name] for name in names} | {"document_length": run.config.data.document_length}
+    model, encoder = run.config.model.to_dict(), run.config.encoder.to_dict()
+    names = ("layers", "width", "heads", "feed_forward", "dtype", "shared_tower")
+    document_length = {"document_length": run.config.data.document_length}
+    return {name: model[name] for name in names} | {"encoder": encoder} | document_length
 
 
 def to_arrays(towers: Params) -> Arrays:

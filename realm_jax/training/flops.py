@@ -80,7 +80,7 @@ def tower_of(config: ConfigDict) -> Tower:
 
 def embedding_flops(config: ConfigDict, length: int) -> float:
     """One sequence to its vector, forward."""
-    head = 2 * config.model.width * (config.model.width + config.model.projection)
+    head = 2 * config.model.width * (config.model.width + config.encoder.projection)
     return tower_of(config).forward(length, 1) + head
 
 
@@ -90,12 +90,13 @@ def step_flops(config: ConfigDict, task: str, vocabulary: int, predictions: int,
     tower, width, joint = tower_of(config), config.model.width, joint_length(config)
     query, document = embedding_flops(config, data.query_length), embedding_flops(config, data.document_length)
     words = 2 * predictions * width * (width + vocabulary)
-    search = 2.0 * rows * config.model.projection
+    search = 2.0 * rows * config.encoder.projection
     parts: dict[str, float] = {}
     if task in ("mlm", "closed_book"):
         parts["reader"] = 3 * (tower.forward(joint, predictions) + words)
     if task == "ict":
-        parts |= {"queries": 3 * query, "documents": 3 * document, "scores": 3 * 2.0 * batch * config.model.projection}
+        scores = 3 * 2.0 * batch * config.encoder.projection
+        parts |= {"queries": 3 * query, "documents": 3 * document, "scores": scores}
     if task == "realm":
         candidates = retrieval.candidates - 1
         reading = candidates * tower.forward(joint, predictions) + tower.forward(data.query_length + 1, predictions)

@@ -119,7 +119,8 @@ def _tasks_of_source(run: Run) -> list[tuple[Path, str]]:
     if not run.config.init_from or not (folder / "config.json").is_file() or not (folder / "data.json").is_file():
         return []
     theirs, data = completed(read_json(folder / "config.json"), run.default_config()), read_json(folder / "data.json")
-    same = theirs.model.to_dict() == run.config.model.to_dict()  # a locked config is never equal to one that is not
+    sections = ("model", "encoder")  # as dictionaries: a locked config is never equal to one that is not
+    same = all(theirs[name].to_dict() == run.config[name].to_dict() for name in sections)
     same = same and theirs.retrieval.dtype == run.config.retrieval.dtype
     same = same and theirs.data.document_length == run.config.data.document_length
     alike = same and data.get("passages") == run.sources.passages.fingerprint
