@@ -28,10 +28,15 @@ Science (a run folder keeps them; another value on resume is an error that names
   encoder.norm_epsilon     of the LayerNorm on retrieval vectors (1e-12: released checkpoints; 1e-3: released ICT code)
   encoder.norm_scale       its scale before training: the smaller, the closer fresh scores are (reference: 1)
   objective.marginal       'example': log Σ_z p(z|x) Π_j p(y_j|z,x), the paper's; 'token': the released code's
+  objective.ict            the inverse cloze task: 'batch': against the passages of the batch, both towers trained (the
+                           paper); 'index': against the retrieval.qa_beam passages that the sentence retrieves, whose
+                           vectors stay, the query tower trained
   objective.ict_null_weight  weight of picking the null document when the own passage is taken away (the paper: 0)
   objective.retriever_start  REALM steps before the retriever moves, while the reader gets used to what is retrieved;
                            after as many more it moves at the full learning rate (the paper: 0)
-  objective.qa             'marginal': log Σ_z p(z|x) p(y|z,x); 'orqa': L_ret + L_read of the released code
+  objective.qa             'marginal': log Σ_z p(z|x) p(y|z,x); 'orqa': L_ret + L_read of the released code;
+                           'positive': L_ret, and L_read of one passage a question that holds its answer: of its gold
+                           document where that is known, else the first that is retrieved
   retrieval.candidates     K: passages in the marginal, the null document counted
   retrieval.null_document  whether the null document takes part in REALM's marginal; without it K − 1 passages do
   retrieval.exclude_own    whether a masked sentence may not retrieve the passage that it stands in
@@ -42,7 +47,7 @@ Science (a run folder keeps them; another value on resume is an error that names
   retrieval.qa_search      what finds the passages of a question: 'vectors', or 'bm25', with the reader alone trained
   retrieval.qa_passages    passages read for a question
   retrieval.qa_titles      read them with their titles
-  retrieval.qa_beam        passages that the retriever's term of 'orqa' ranks
+  retrieval.qa_beam        passages that the retriever's term of 'orqa' and 'positive' ranks, and ict over the index
   refresh.mode             'inline': the trainer re-embeds the corpus itself; 'async': `realm build-index` does
   refresh.every            REALM steps between two re-embeddings (inline) or exports of the towers (async)
   refresh.qa_every         steps of fine-tuning between two re-embeddings, the document tower trained as well; 0: it and
@@ -50,8 +55,14 @@ Science (a run folder keeps them; another value on resume is an error that names
   refresh.adopt_after      async: adopt the generation of export step s exactly at step s + adopt_after, waiting if it
                            is late, which promises the same bits on resume; -1: as soon as every process has it
   <task>.steps, batch_size, learning_rate
+  <task>.retriever_rate    learning rate of the embedders; 0: the task's
   <task>.warmup            steps of learning-rate warm-up; 0: min(10000, max(100, steps / 10))
   optimizer.weight_decay, optimizer.clip
+  optimizer.bias_correction  whether Adam has its bias correction (BERT's has not: its first steps are up to five times
+                           as long, which a run of a few hundred steps from pretrained weights does not survive)
+  optimizer.head_rate      learning rate of the reader's heads, as a multiple of the task's: they start fresh where
+                           weights were imported
+  optimizer.train_words    whether word embeddings are trained
   evaluation.questions     development questions that are measured at most; 0: all
   evaluation.passages      passages retrieved for recall
   evaluation.qa_every      steps of fine-tuning between two measurements; it ends with the parameters of largest exact
@@ -144,6 +155,7 @@ def _task(steps: int, batch_size: int, learning_rate: float) -> dict[str, Any]:
         "batch_size": batch_size,
         "microbatches": 1,
         "learning_rate": learning_rate,
+        "retriever_rate": 0.0,
         "warmup": 0,
     }
 
@@ -195,7 +207,13 @@ def default() -> ConfigDict:
                 "norm_epsilon": 1e-12,
                 "norm_scale": 1.0,
             },
-            "objective": {"marginal": "example", "ict_null_weight": 0.0, "retriever_start": 0, "qa": "marginal"},
+            "objective": {
+                "marginal": "example",
+                "ict": "batch",
+                "ict_null_weight": 0.0,
+                "retriever_start": 0,
+                "qa": "marginal",
+            },
             "retrieval": {
                 "candidates": 8,
                 "null_document": True,
@@ -238,7 +256,13 @@ def default() -> ConfigDict:
             "realm": _task(200_000, 512, 3e-5),
             "qa": _task(160_000, 16, 1e-5),
             "closed_book": _task(160_000, 16, 1e-5),
-            "optimizer": {"weight_decay": 0.01, "clip": 1.0},
+            "optimizer": {
+                "weight_decay": 0.01,
+                "clip": 1.0,
+                "bias_correction": False,
+                "head_rate": 1.0,
+                "train_words": True,
+            },
             "mesh": {"data": -1, "fsdp": 1, "model": 1},
             "checkpoint": {"every": 1000, "keep": 3, "keep_every": 0},
             "log": {"every": 10, "hang_seconds": 3600.0, "profile_step": 0},
@@ -395,7 +419,8 @@ def _check_choices(config: ConfigDict) -> None:
         "refresh.when_stale": ("warn", "wait"),
         "retrieval.dtype": ("float32", "bfloat16"),
         "objective.marginal": ("example", "token"),
-        "objective.qa": ("marginal", "orqa"),
+        "objective.qa": ("marginal", "orqa", "positive"),
+        "objective.ict": ("batch", "index"),
         "retrieval.qa_search": ("vectors", "bm25"),
         "evaluation.aggregate": ("marginal", "max"),
     }
@@ -420,6 +445,8 @@ def _check_sizes(config: ConfigDict) -> None:
         require(0 <= _get(config, key) <= 1, key, "must lie between 0 and 1")
     rest = 1 - config.data.null_rate - config.data.unrelated_rate
     require(rest >= 0, "data.unrelated_rate", "may not exceed 1 together with data.null_rate")
+    require_positive(config, "optimizer.head_rate")
+    require_not_negative(config, *(f"{task}.retriever_rate" for task in TASKS))
     _check_refresh(config.refresh)
     trained = "qa" in task_names(config) and config.retrieval.qa_search == "vectors"
     moves = not trained or not config.model.shared_tower or config.refresh.qa_every > 0
@@ -428,6 +455,10 @@ def _check_sizes(config: ConfigDict) -> None:
         "model.shared_tower",
         "cannot be fine-tuned while the passages' tower is still; set refresh.qa_every, or leave qa out of tasks",
     )
+    apart = not (config.model.shared_tower and config.objective.ict == "index" and "ict" in task_names(config))
+    require(apart, "objective.ict", "'index' trains the query tower alone; set model.shared_tower=False")
+    frozen = not (config.objective.qa == "positive" and config.refresh.qa_every)
+    require(frozen, "refresh.qa_every", "objective.qa=positive trains no document tower; set it to 0")
     searched = config.retrieval.qa_search == "vectors" or not config.refresh.qa_every
     require(searched, "refresh.qa_every", "trains vectors that retrieval.qa_search=bm25 does not search; set it to 0")
     enough = config.retrieval.backend == "device" or config.index.budget >= config.retrieval.candidates
@@ -437,7 +468,7 @@ def _check_sizes(config: ConfigDict) -> None:
     require(config.data.document_length >= 16, "data.document_length", "must be at least 16")
     block = config.retrieval.block
     require(block > 0 and block % 32 == 0, "retrieval.block", "must be a positive multiple of 32")
-    fits = config.objective.qa != "orqa" or config.retrieval.qa_beam >= config.retrieval.qa_passages
+    fits = config.objective.qa == "marginal" or config.retrieval.qa_beam >= config.retrieval.qa_passages
     require(fits, "retrieval.qa_beam", "must be at least retrieval.qa_passages")
     positions = config.model.max_length
     needed = joint_length(config)

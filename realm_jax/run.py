@@ -223,6 +223,7 @@ def bare_run(
         exclude_own=retrieval.exclude_own,
         marginal=objective.marginal,
         ict_null_weight=objective.ict_null_weight,
+        ict_from_index=objective.ict == "index",
         search_block=retrieval.block,
         qa_objective=objective.qa,
         qa_beam=retrieval.qa_beam,

@@ -35,10 +35,15 @@ class Lengths(NamedTuple):
 
 
 class Examples(NamedTuple):
-    """`total` examples; `make(i, generator)` gives the i-th."""
+    """`total` examples; `make(i, generator)` gives the i-th.
+
+    lengths: places in use of each example's array `joint`, int64 [total], where examples are batched by it (None: they
+    are not); the arrays of a batch are then no longer than its longest needs.
+    """
 
     total: int
     make: Maker
+    lengths: NDArray[np.int64] | None = None
 
 
 def lengths_from(query: int, document: int, masking: str, predictions: int, answers: int, span_width: int) -> Lengths:
@@ -60,7 +65,7 @@ def array_shapes(task: str, lengths: Lengths, found: int = 0) -> dict[str, tuple
     if task in ("mlm", "closed_book"):
         return query | masked | document
     if task == "ict":
-        return query | document
+        return query | document | {"own_row": ((), np.int32)}
     if task == "realm":
         sentence = {"sentence": ((lengths.query,), np.uint16), "sentence_length": ((), np.int32)}
         return query | masked | sentence | {"own_row": ((), np.int32)}
@@ -242,7 +247,8 @@ def cloze_examples(store: PassageStore, wordpiece: WordPiece, lengths: Lengths, 
         query = query_arrays(body[start:end], lengths.query, wordpiece)
         if rng.random() < mask_rate:
             body = np.concatenate([body[:start], body[end:]])
-        return query | document_arrays(store.title_tokens(row), body, lengths.document, wordpiece)
+        document = document_arrays(store.title_tokens(row), body, lengths.document, wordpiece)
+        return query | document | {"own_row": np.int32(row)}
 
     return Examples(len(rows), make)
 

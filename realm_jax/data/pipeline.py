@@ -2,10 +2,12 @@
 
 Example number `position` of a run is example `permutation(epoch)[position mod count]`; its random generator is seeded
 with (seed, task, epoch, example), so a mask depends on nothing else. Any step can be asked for at once, which is how a
-run resumes: the input position is one integer.
+run resumes: the input position is one integer. Examples that have lengths are sorted by them within a window of
+batches, so that a batch is padded to what its longest example needs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
 
 import grain
 import numpy as np
@@ -16,6 +18,8 @@ from realm_jax.data.examples import Examples
 PURPOSES = {"mlm": 1, "ict": 2, "realm": 3, "qa": 4, "sample": 5, "tagger": 6, "closed_book": 7}
 ENDLESS = 1 << 40  # steps; no run has as many
 PREFETCH = 4  # batches made ahead, in one thread
+WINDOW = 32  # batches among which examples are sorted by length
+ROUND = 32  # padded lengths are multiples of this: a step is compiled for a handful of them
 
 
 def dataset(
@@ -31,12 +35,44 @@ def dataset(
     own = np.arange(batch_size) if rows is None else rows
 
     def make(position: int) -> dict[str, NDArray]:
-        step, place = divmod(position, len(own))
-        position = step * batch_size + int(own[place])
         epoch, example = position // examples.total, int(order[position])
         return examples.make(example, np.random.default_rng((*stream, epoch, example)))
 
-    return grain.MapDataset.range(ENDLESS * len(own)).map(make).batch(len(own))
+    def make_in_order(number: int) -> dict[str, NDArray]:
+        step, place = divmod(number, len(own))
+        return make(step * batch_size + int(own[place]))
+
+    if examples.lengths is None:
+        return grain.MapDataset.range(ENDLESS * len(own)).map(make_in_order).batch(len(own))
+    positions = lru_cache(4)(partial(_positions, order, examples.lengths, stream, batch_size))
+    batch = partial(_batch_by_length, make, positions, own)
+    return grain.MapDataset.range(ENDLESS).map(batch)
+
+
+Window = tuple[NDArray[np.int64], NDArray[np.int64]]
+
+
+def _batch_by_length(
+    make: Callable[[int], dict[str, NDArray]], positions: Callable[[int], Window], own: NDArray[np.int64], step: int
+) -> dict[str, NDArray]:
+    """The rows `own` of the batch of a step, with `joint` as long as the longest of the whole batch needs."""
+    window, longest = positions(step // WINDOW)
+    parts = [make(int(position)) for position in window[step % WINDOW][own]]
+    batch = {name: np.stack([part[name] for part in parts]) for name in parts[0]}
+    width = -(-int(longest[step % WINDOW]) // ROUND) * ROUND
+    return batch | {"joint": batch["joint"][:, :width]}
+
+
+def _positions(
+    order: grain.MapDataset, lengths: NDArray[np.int64], stream: tuple[int, int], batch_size: int, window: int
+) -> Window:
+    """The batches of a window of steps: positions in the order of examples [WINDOW, batch_size], sorted by length, the
+    batches in random order, and the longest of each batch [WINDOW]."""
+    positions = window * WINDOW * batch_size + np.arange(WINDOW * batch_size)
+    known = lengths[[int(order[int(position)]) for position in positions]]
+    places = np.argsort(known, kind="stable").reshape(WINDOW, batch_size)
+    places = places[np.random.default_rng((*stream, window)).permutation(WINDOW)]
+    return positions[places], known[places].max(axis=1)
 
 
 def batches(

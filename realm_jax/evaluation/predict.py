@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from realm_jax.corpus.jsonl import Question
 from realm_jax.corpus.store import PassageStore
 from realm_jax.data.examples import Found, query_arrays
+from realm_jax.data.positives import body_read
 from realm_jax.evaluation.answers import exact_match, normalise
 from realm_jax.evaluation.retrieval import (
     DEPTHS,
@@ -284,8 +285,7 @@ class Evaluator:
 
     def _read_pieces(self, row: int) -> NDArray[np.uint16]:
         """The body of a row as far as it is read: beside its title and three special pieces."""
-        store, room = self.run.sources.passages, self.run.config.data.document_length - 3
-        return store.body_tokens(row)[: room - min(room, len(store.title_tokens(row)))]
+        return body_read(self.run.sources.passages, row, self.run.lengths)
 
     def _read_text(self, row: int) -> str:
         """The text of `_read_pieces`."""

@@ -46,9 +46,10 @@ class Setting:
     exclude_own: bool = True  # whether a sentence's own passage does not
     marginal: str = "example"
     ict_null_weight: float = 0.0  # weight of the null document in the inverse cloze task
+    ict_from_index: bool = False  # its negatives are what the query retrieves, not the passages of the batch
     search_block: int = 65_536
     qa_objective: str = "marginal"
-    qa_beam: int = 64  # passages that the retriever's term of 'orqa' ranks
+    qa_beam: int = 64  # passages that the retriever's term of fine-tuning, and the inverse cloze task, rank
     qa_passages: int = 5  # passages that are read
     qa_titles: bool = False  # with their titles
     qa_words: bool = False  # whether they come with a question, found by its words
@@ -123,7 +124,7 @@ def search_depth(setting: Setting) -> int:
 
 def question_depth(setting: Setting) -> int:
     """Passages that a question of fine-tuning retrieves."""
-    return min(setting.qa_beam if setting.qa_objective == "orqa" else setting.qa_passages, setting.rows)
+    return min(setting.qa_passages if setting.qa_objective == "marginal" else setting.qa_beam, setting.rows)
 
 
 def embed_null(setting: Setting, params: Params, key: Array | None) -> Array:
@@ -182,6 +183,28 @@ class Reading(NamedTuple):
     span_scores: Array
 
 
+def question_beam(
+    setting: Setting, params: Params, batch: Batch, index: Index, key: Array | None, beam: int
+) -> tuple[Array, Array, Array | None]:
+    """The best passages of each question by the stored vectors: rows, scores [batch, beam], queries.
+
+    Gradient reaches the query embedder alone. With `qa_words` the beam comes with the batch, as `found` and
+    `found_scores`, and there are no query vectors.
+    """
+    if setting.qa_words:
+        return batch["found"][:, :beam], batch["found_scores"][:, :beam], None
+    queries = setting.model.embed_queries(params, batch["query"], batch["query_length"], key)
+    depth = min(beam, setting.rows)
+    rows = search(setting.mesh, queries, index.vectors, setting.rows, depth, setting.search_block).rows
+    return rows, stored_scores(queries, index, rows), queries
+
+
+def stored_scores(queries: Array, index: Index, rows: Array) -> Array:
+    """Inner products of queries [batch, d] with the stored vectors of rows [batch, k], without a gradient to those."""
+    vectors = index.vectors[rows].astype(jnp.float32)
+    return jnp.einsum("bd,bkd->bk", queries, jax.lax.stop_gradient(vectors))
+
+
 def read_passages(
     setting: Setting, params: Params, batch: Batch, index: Index, key: Array | None, beam: int, passages: int
 ) -> tuple[Reading, Array, Array]:
@@ -189,24 +212,21 @@ def read_passages(
 
     Returns the reading, the beam's rows [batch, beam] and scores [batch, beam]. Gradient reaches the query embedder
     through the scores, with `qa_documents` the document embedder through those of the passages that are read, and the
-    reader through the spans. With `qa_words` the beam comes with the batch, as `found` and `found_scores`, and the
-    reader alone learns.
+    reader through the spans. With `qa_words` the reader alone learns.
     """
     keys = dropout_keys(key, 3 if setting.qa_documents else 2)
-    if setting.qa_words:
-        rows, scores = batch["found"][:, :beam], batch["found_scores"][:, :beam]
-    else:
-        queries = setting.model.embed_queries(params, batch["query"], batch["query_length"], keys[0])
-        depth = min(beam, setting.rows)
-        rows = search(setting.mesh, queries, index.vectors, setting.rows, depth, setting.search_block).rows
-        vectors = index.vectors[rows].astype(jnp.float32)
-        scores = jnp.einsum("bd,bkd->bk", queries, jax.lax.stop_gradient(vectors))
+    rows, scores, queries = question_beam(setting, params, batch, index, keys[0], beam)
     read_rows = rows[:, :passages]
     documents = take(index, read_rows)
     if setting.qa_documents:
         fresh = jnp.einsum("bd,bkd->bk", queries, embed_taken(setting, params, documents, keys[2]))
         scores = jnp.concatenate([fresh, scores[:, passages:]], axis=1)
     joint = join(batch["query"], batch["query_length"], documents, setting.qa_titles)
-    spans = setting.model.read_spans(params, flatten_joint(joint), keys[1])
-    spans = spans.reshape(*joint.ids.shape, setting.model.span_width)
+    spans = read_joint(setting, params, joint, keys[1])
     return Reading(read_rows, scores[:, :passages], joint, spans), rows, scores
+
+
+def read_joint(setting: Setting, params: Params, joint: Joint, key: Array | None) -> Array:
+    """Span scores of joint arrays [batch, k, length] → [batch, k, length, span_width] float32."""
+    spans = setting.model.read_spans(params, flatten_joint(joint), key)
+    return spans.reshape(*joint.ids.shape, setting.model.span_width)

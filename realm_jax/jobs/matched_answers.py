@@ -10,6 +10,9 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from realm_jax.corpus.jsonl import Question
 from realm_jax.errors import UserError
 from realm_jax.evaluation.predict import Evaluator
@@ -57,10 +60,7 @@ def training_questions(run: Run, params: Params) -> list[Question]:
 
 def _matched(run: Run, params: Params, questions: Sequence[Question]) -> list[list[str]]:
     store, depth = run.sources.passages, min(run.config.retrieval.qa_beam, run.setting.rows)
-    by_words = run.finds_by_words("qa")
-    known = None if by_words else embedded_before(run, "qa", params)
-    index = run.bare_index if by_words else run.index(run.embed(params) if known is None else known)
-    found = Evaluator(run, questions, by_words).retrieve(params, index, depth)
+    found = retrieved_at_start(run, params, questions, depth)
     answers = [
         strings_of(question.answers, (store.text(row) for row in rows), run.sources.wordpiece, run.lengths.span_width)
         for question, rows in zip(questions, found.tolist(), strict=True)
@@ -78,6 +78,15 @@ def _matched(run: Run, params: Params, questions: Sequence[Question]) -> list[li
             "the retriever first, or set config.retrieval.qa_beam higher"
         )
     return answers
+
+
+def retrieved_at_start(run: Run, params: Params, questions: Sequence[Question], depth: int) -> NDArray[np.int64]:
+    """Rows of the best passages of questions, int64 [questions, depth], by the search of fine-tuning with the
+    parameters that it starts from."""
+    by_words = run.finds_by_words("qa")
+    known = None if by_words else embedded_before(run, "qa", params)
+    index = run.bare_index if by_words else run.index(run.embed(params) if known is None else known)
+    return Evaluator(run, questions, by_words).retrieve(params, index, min(depth, run.setting.rows))
 
 
 def strings_of(expressions: Iterable[str], texts: Iterable[str], wordpiece: WordPiece, span_width: int) -> list[str]:

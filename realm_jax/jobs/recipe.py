@@ -24,6 +24,7 @@ from realm_jax.jobs.controls import run_controls
 from realm_jax.jobs.matched_answers import training_questions
 from realm_jax.jobs.measuring import dev_questions, measure_of
 from realm_jax.jobs.opening import borrow_params, borrows
+from realm_jax.jobs.positives import examples_with_positives
 from realm_jax.jobs.results import measure_baselines, write_results
 from realm_jax.models.realm import Params
 from realm_jax.processes import is_first
@@ -115,6 +116,8 @@ def train(run: Run, tell: Callable[[str], None] = lambda task: None) -> Params:
 def questions_to_learn(run: Run, params: Params) -> Examples:
     """The examples of fine-tuning from `params`; patterns for answers become strings."""
     questions = training_questions(run, params)
+    if run.config.objective.qa == "positive":
+        return examples_with_positives(run, params, questions)
     found = found_by_words(run, questions, question_depth(run.setting)) if run.setting.qa_words else None
     return question_examples(questions, run.sources.wordpiece, run.lengths, found)
 

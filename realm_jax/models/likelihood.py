@@ -99,16 +99,17 @@ def answer_log_probabilities(scores: Array, span_scores: Array, allowed: Array, 
 
     scores [batch, passages]; span_scores, allowed [batch, passages, length, width] → [batch, passages] and
     [batch, passages, length, width] float32, NEGATIVE or less where a span is not allowed. 'marginal': one softmax over
-    the passages, and one over the spans of each. 'orqa': a single softmax over all spans of all passages, each with its
-    passage's score; p(z|x) is then what falls to a passage. Raises ValueError for any other objective.
+    the passages, and one over the spans of each. 'orqa' and 'positive': a single softmax over all spans of all
+    passages, each with its passage's score; p(z|x) is then what falls to a passage. Raises ValueError for any other
+    objective.
     """
     spans = span_log_probabilities(span_scores, allowed)
     if objective == "marginal":
         return jax.nn.log_softmax(at_least_float32(scores), axis=-1), spans
-    if objective == "orqa":
+    if objective in ("orqa", "positive"):
         totals = jax.nn.logsumexp(jnp.where(allowed, span_scores, NEGATIVE), axis=(-2, -1))
         return jax.nn.log_softmax(at_least_float32(scores) + totals, axis=-1), spans
-    raise ValueError(f"objective must be 'marginal' or 'orqa', not {objective!r}")
+    raise ValueError(f"objective must be 'marginal', 'orqa' or 'positive', not {objective!r}")
 
 
 def answer_marginal(scores: Array, span_scores: Array, allowed: Array, correct: Array) -> tuple[Mean, Array]:
@@ -125,19 +126,34 @@ def answer_marginal(scores: Array, span_scores: Array, allowed: Array, correct: 
     return Mean(jnp.sum(jnp.where(answered > 0, -likelihood, 0.0)), answered.sum()), likelihood
 
 
+def retriever_terms(beam_scores: Array, beam_correct: Array) -> Array:
+    """−log p(some passage that holds an answer) over a beam, [batch]; 0 where none does (ORQA's L_ret).
+
+    beam_scores, beam_correct [batch, c].
+    """
+    beam = jax.nn.log_softmax(at_least_float32(beam_scores), axis=-1)
+    return jnp.where(beam_correct.any(axis=1), -log_sum_selected(beam, beam_correct, axis=1), 0.0)
+
+
+def reader_terms(scores: Array, span_scores: Array, allowed: Array, correct: Array) -> Array:
+    """−log p(some correct span) in one softmax over all spans of all passages, [batch]; 0 where none is correct (ORQA's
+    L_read).
+
+    scores [batch, k]; span_scores, allowed, correct [batch, k, length, width]. With one passage its score cancels out.
+    """
+    final = jnp.where(allowed, span_scores + scores[:, :, None, None], NEGATIVE)
+    final = final - jax.nn.logsumexp(final, axis=(1, 2, 3), keepdims=True)
+    return jnp.where(correct.any(axis=(1, 2, 3)), -log_sum_selected(final, correct, axis=(1, 2, 3)), 0.0)
+
+
 def orqa_loss(
     beam_scores: Array, beam_correct: Array, scores: Array, span_scores: Array, allowed: Array, correct: Array
 ) -> Mean:
     """ORQA's L_ret + L_read (Lee et al. 2019, section 6), as in the released fine-tuning code.
 
     beam_scores, beam_correct [batch, c]: the retriever's beam and which passages hold an answer;
-    scores [batch, k], span_scores, allowed, correct [batch, k, length, width]: the reader's share of it. Each term is
-    one softmax over its whole beam, zero for an example without a correct entry; the mean is over all examples.
+    scores [batch, k], span_scores, allowed, correct [batch, k, length, width]: the reader's share of it. The mean is
+    over all examples, those without a correct entry as well.
     """
-    beam = jax.nn.log_softmax(at_least_float32(beam_scores), axis=-1)
-    retriever = log_sum_selected(beam, beam_correct, axis=1)
-    final = jnp.where(allowed, span_scores + scores[:, :, None, None], NEGATIVE)
-    final = final - jax.nn.logsumexp(final, axis=(1, 2, 3), keepdims=True)
-    reader = log_sum_selected(final, correct, axis=(1, 2, 3))
-    terms = jnp.where(beam_correct.any(axis=1), -retriever, 0.0) + jnp.where(correct.any(axis=(1, 2, 3)), -reader, 0.0)
+    terms = retriever_terms(beam_scores, beam_correct) + reader_terms(scores, span_scores, allowed, correct)
     return Mean(terms.sum(), jnp.float32(len(terms)))

@@ -25,6 +25,7 @@ from realm_jax.storage import Folder, open_folder
 from realm_jax.training.reporter import Reporter
 from realm_jax.training.restore import Restored, embedded_before
 from realm_jax.training.state import Control
+from realm_jax.training.tasks import make_task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +107,12 @@ def made(run: Run, vectors: NDArray, step: int, tower: Params | None, exact: boo
     return Fresh(Index(None, run.documents, tower), stored, step, searcher=Searcher.of(stored, run.searches))
 
 
+def keeps_documents(run: Run, name: str) -> bool:
+    """Whether a task retrieves and leaves the document embedder as it is, so that its first index stays right."""
+    task = make_task(name, run.setting)
+    return task.retrieves and run.model.embedder_names[-1] not in task.trained
+
+
 class OfCorpus(Refresh, abc.ABC):
     """What every index of a run's corpus can do, whoever makes it."""
 
@@ -153,8 +160,8 @@ class OfCorpus(Refresh, abc.ABC):
         return self._made(step, params)
 
     def _still(self, step: int, index: Fresh) -> bool:
-        """Whether the passages' tower is at `step` what it was when an index was made."""
-        return index.step == step or self._task == "qa" and not self._run.setting.qa_documents
+        """Whether the document embedder is at `step` what it was when an index was made."""
+        return index.step == step or keeps_documents(self._run, self._task)
 
     def _made(self, step: int, params: Params, tower: Params | None = None, known: NDArray | None = None,
               exact: bool = True) -> Fresh:  # fmt: skip

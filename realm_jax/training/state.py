@@ -19,7 +19,7 @@ from realm_jax.mesh import replicated
 from realm_jax.models.realm import Params
 from realm_jax.run import BaseRun
 from realm_jax.training.gradients import gradients
-from realm_jax.training.optimizer import make_optimizer
+from realm_jax.training.optimizer import Rates, make_optimizer, without_frozen
 from realm_jax.training.tasks import Task
 
 
@@ -41,7 +41,18 @@ def task_optimizer(config: ConfigDict, task: Task) -> Any:
     c = config[task.name]
     hold = config.objective.retriever_start if task.name == "realm" else 0
     decay, clip = config.optimizer.weight_decay, config.optimizer.clip
-    return make_optimizer(c.learning_rate, c.steps, c.warmup, decay, clip, hold)
+    correction = config.optimizer.get("bias_correction", False)  # a tagger's config has no such keys
+    rates = task_rates(config, task)
+    return make_optimizer(c.learning_rate, c.steps, c.warmup, decay, clip, hold, rates, correction)
+
+
+def task_rates(config: ConfigDict, task: Task) -> Rates:
+    """The rates of the parts of the model, as multiples of the task's learning rate."""
+    section, keys = config[task.name], config.optimizer
+    if "retriever_rate" not in section:
+        return Rates()
+    retriever = section.retriever_rate / section.learning_rate if section.retriever_rate else 1.0
+    return Rates(retriever, keys.head_rate, keys.train_words)
 
 
 def start_state(run: BaseRun, task: Task, params: Params) -> State:
@@ -112,15 +123,16 @@ def make_step(run: BaseRun, task: Task) -> Step:
     """One optimiser step as one jitted program; the state is donated. Metric `heard`: what the control words say."""
     optimizer = task_optimizer(run.config, task)
     seed, purpose, parts = run.config.seed, PURPOSES[task.name], run.config[task.name].microbatches
-    dropout = run.model.bert.dropout > 0
+    dropout, rates = run.model.bert.dropout > 0, task_rates(run.config, task)
 
     def step(state: State, batch: Any, index: Index | None, control: jax.Array) -> tuple[State, dict[str, jax.Array]]:
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), purpose), state.step) if dropout else None
 
-        slopes, metrics = gradients(task, state.trained, state.frozen, batch, index, key, parts)
-        updates, moments = optimizer.update(slopes, state.optimizer, state.trained)
+        found, metrics = gradients(task, state.trained, state.frozen, batch, index, key, parts)
+        found = without_frozen(found, rates)
+        updates, moments = optimizer.update(found, state.optimizer, state.trained)
         trained = optax.apply_updates(state.trained, updates)
-        metrics["gradient_norm"] = optax.tree.norm(slopes)
+        metrics["gradient_norm"] = optax.tree.norm(found)
         metrics["heard"] = agreed(control)
         return State(state.step + 1, trained, state.frozen, moments), metrics
 

@@ -24,13 +24,17 @@ from realm_jax.index.candidates import (
     candidate_words,
     dropout_keys,
     embed_null,
+    question_beam,
     question_depth,
+    read_joint,
     read_passages,
     retrieve,
+    stored_scores,
     take,
 )  # fmt: skip
+from realm_jax.index.exact import search
 from realm_jax.models import likelihood
-from realm_jax.models.inputs import Documents, find_answers, join
+from realm_jax.models.inputs import Documents, Joint, find_answers, join, token_mask
 from realm_jax.models.likelihood import Mean
 from realm_jax.models.realm import Params, flatten_joint
 
@@ -101,6 +105,23 @@ def _cloze_with_null(scores: Array, null: Array, weight: float) -> Array:
     return -(jnp.diagonal(found) + weight * missed[:, -1])
 
 
+def retrieved_ict_loss(setting: Setting, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
+    """The inverse cloze task against what the sentence itself retrieves, its hardest negatives: −log p(own passage)
+    among it and the best `qa_beam` of the index.
+
+    Passages keep their stored vectors and the query embedder alone learns, so a pretrained retriever is sharpened
+    without moving the space that its passages live in.
+    """
+    queries = setting.model.embed_queries(params, batch["query"], batch["query_length"], key)
+    depth = min(setting.qa_beam, setting.rows)
+    rows = search(setting.mesh, queries, index.vectors, setting.rows, depth, setting.search_block).rows
+    own = batch["own_row"][:, None]
+    scores = stored_scores(queries, index, jnp.concatenate([own, rows], axis=1))
+    others = jnp.where(rows == own, likelihood.NEGATIVE, scores[:, 1:])
+    log_p = jax.nn.log_softmax(jnp.concatenate([scores[:, :1], others], axis=1), axis=1)[:, 0]
+    return {"loss": over_examples(-log_p), "accuracy": over_examples(scores[:, 0] >= others.max(axis=1))}
+
+
 # --- REALM ------------------------------------------------------------------------------------------------------------
 
 
@@ -145,7 +166,7 @@ def realm_metrics(result: likelihood.Marginal, right: Array, batch: Batch, found
 
 
 def qa_loss(setting: Setting, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
-    """Fine-tuning: the paper's marginal over passages and spans, or ORQA's L_ret + L_read."""
+    """Fine-tuning on what is retrieved: the paper's marginal over passages and spans, or ORQA's L_ret + L_read."""
     beam = question_depth(setting)
     reading, rows, scores = read_passages(setting, params, batch, index, key, beam, setting.qa_passages)
     answers = (batch["answers"], batch["answer_lengths"], setting.model.span_width)
@@ -168,6 +189,37 @@ def qa_loss(setting: Setting, params: Params, batch: Batch, index: Index, key: A
         "answer_in_passages": over_examples(answered),
         "log_likelihood": Mean(jnp.where(answered, log_likelihood, 0.0).sum(), answered.sum().astype(jnp.float32)),
     }
+
+
+def positive_qa_loss(setting: Setting, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
+    """Fine-tuning with one positive passage a question, which comes with the batch.
+
+    The reader's term is −log p(correct span) among the spans of that passage; the retriever's is ORQA's L_ret over a
+    beam of the index, whose passages are not read. `joint` of the batch: ids [batch, length]; see `positive_examples`.
+    """
+    keys = dropout_keys(key, 2)
+    joint, answers = given_joint(batch), (batch["answers"], batch["answer_lengths"], setting.model.span_width)
+    allowed, correct = find_answers(joint, *answers)
+    spans = read_joint(setting, params, joint, keys[1])
+    terms = likelihood.reader_terms(jnp.zeros(joint.lengths.shape), spans, allowed, correct)
+    flat = jnp.where(allowed, spans, likelihood.NEGATIVE).reshape(len(spans), -1)
+    right = jnp.take_along_axis(correct.reshape(flat.shape), flat.argmax(axis=1)[:, None], axis=1)
+    found = {"accuracy": over_examples(right[:, 0]), "reader_loss": over_examples(terms)}
+    if not setting.qa_words:
+        rows, scores, _ = question_beam(setting, params, batch, index, keys[0], question_depth(setting))
+        hits = beam_answers(setting, batch, index, rows)
+        retriever = likelihood.retriever_terms(scores, hits)
+        terms += retriever
+        found |= {"answer_in_beam": over_examples(hits.any(axis=1)), "retriever_loss": over_examples(retriever)}
+    return {"loss": over_examples(terms)} | found
+
+
+def given_joint(batch: Batch) -> Joint:
+    """The joint layout that came with the batch, one passage a question: arrays [batch, 1, …]."""
+    ids, lengths = batch["joint"].astype(jnp.int32)[:, None], batch["joint_length"][:, None]
+    mask = token_mask(lengths, ids.shape[-1])
+    is_passage = (jnp.arange(ids.shape[-1]) >= batch["query_length"][:, None, None]) & mask
+    return Joint(ids, is_passage.astype(jnp.int32), mask, batch["body_start"][:, None], lengths)
 
 
 # --- what a step needs of them ----------------------------------------------------------------------------------------
@@ -218,14 +270,17 @@ def question_towers(setting: Setting) -> tuple[str, ...]:
 def make_task(name: str, setting: Setting) -> Task:
     """The task called `name`, one of `config.TASKS`."""
     towers = setting.model.embedder_names
+    if name == "ict" and setting.ict_from_index:
+        return Task(name, towers[:1], partial(retrieved_ict_loss, setting), True)
     if name == "ict":
         encode, null = partial(cloze_vectors, setting), partial(cloze_null, setting)
         return Task(name, towers, partial(ict_loss, setting), False, encode, null, partial(contrast, setting))
+    qa_losses = {"marginal": qa_loss, "orqa": qa_loss, "positive": positive_qa_loss}
     table: dict[str, tuple[tuple[str, ...], Callable[..., Means], bool]] = {
         "mlm": (("reader",), mlm_loss, False),
         "closed_book": (("reader",), mlm_loss, False),
         "realm": ((*towers, "reader"), realm_loss, True),
-        "qa": ((*question_towers(setting), "reader"), qa_loss, True),
+        "qa": ((*question_towers(setting), "reader"), qa_losses[setting.qa_objective], True),
     }
     trained, loss, retrieves = table[name]
     return Task(name, trained, partial(loss, setting), retrieves)

@@ -1,0 +1,120 @@
+"""Questions beside one positive passage each: what `objective.qa=positive` trains the reader with.
+
+A positive passage holds an answer as a span. It is one of the gold document where that is known, else the first that is
+retrieved. Which rows those are is decided here; where they are kept for a run is `realm_jax/jobs/matched_answers.py`.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from realm_jax.corpus.jsonl import Question
+from realm_jax.corpus.store import PassageStore
+from realm_jax.data.examples import Example, Examples, Lengths, document_arrays, question_arrays
+from realm_jax.models.inputs import DOCUMENT_SPECIALS
+from realm_jax.text.wordpiece import WordPiece
+
+NONE = -1  # in place of a row: no passage is known to hold an answer
+
+
+def gold_row(store: PassageStore, question: Question, wordpiece: WordPiece, lengths: Lengths) -> int:
+    """The row of a question's gold document that holds an answer; NONE where none does or there is no gold document.
+
+    Of several the one with the most pieces of the question, then the first.
+    """
+    if question.gold_passage_id is None:
+        return NONE
+    rows = [
+        row
+        for row in store.rows_of(question.gold_passage_id)
+        if holds_answer(store, row, answer_pieces(question, wordpiece, lengths), lengths)
+    ]
+    asked = set(wordpiece.encode(question.question).ids)
+    shared = [len(asked.intersection(store.body_tokens(row).tolist())) for row in rows]
+    return rows[int(np.argmax(shared))] if rows else NONE
+
+
+def first_row(
+    store: PassageStore, question: Question, rows: Sequence[int], wordpiece: WordPiece, lengths: Lengths
+) -> int:
+    """The first of some rows that holds an answer; NONE where none does."""
+    answers = answer_pieces(question, wordpiece, lengths)
+    return next((row for row in rows if row >= 0 and holds_answer(store, row, answers, lengths)), NONE)
+
+
+def answer_pieces(question: Question, wordpiece: WordPiece, lengths: Lengths) -> list[NDArray[np.uint16]]:
+    """The answers that can be spans, as the reader is trained with them."""
+    arrays = question_arrays([], question.answers, wordpiece, lengths)
+    return [
+        pieces[:size].astype(np.uint16)
+        for pieces, size in zip(arrays["answers"], arrays["answer_lengths"], strict=True)
+        if size
+    ]
+
+
+def holds_answer(store: PassageStore, row: int, answers: Sequence[NDArray[np.uint16]], lengths: Lengths) -> bool:
+    """Whether the body of a row, as far as it is read, has one of some runs of pieces."""
+    body = body_read(store, row, lengths)
+    text = body.tobytes()
+    return any(occurs(text, answer.tobytes(), body.itemsize) for answer in answers)
+
+
+def occurs(text: bytes, wanted: bytes, size: int) -> bool:
+    """Whether some items of `size` bytes each stand in a row of such items."""
+    place = text.find(wanted)
+    while place >= 0 and place % size:
+        place = text.find(wanted, place + 1)
+    return place >= 0
+
+
+def body_read(store: PassageStore, row: int, lengths: Lengths) -> NDArray[np.uint16]:
+    """The body of a row as far as it is read: beside its title and three special pieces."""
+    room = lengths.document - 3
+    return store.body_tokens(row)[: room - min(room, len(store.title_tokens(row)))]
+
+
+def positive_examples(
+    questions: Sequence[Question],
+    rows: Sequence[int],
+    store: PassageStore,
+    wordpiece: WordPiece,
+    lengths: Lengths,
+    titles: bool,
+) -> Examples:
+    """Questions with their answers, and each joined with its passage; batched by the length of that.
+
+    rows: the passage of each. Arrays: those of `question_arrays`, and `joint` uint16 [query + document − 1 or 2], its
+    places in use `joint_length`, and `body_start`; the layout is that of `realm_jax.models.inputs.join`.
+    """
+    encoded = [encoding.ids for encoding in wordpiece.encode_batch([question.question for question in questions])]
+    places = lengths.query + lengths.document - (1 if titles else DOCUMENT_SPECIALS)
+
+    def used(number: int) -> int:
+        row = rows[number]
+        title = min(len(store.title_tokens(row)), lengths.document - 3) + 1 if titles else 0
+        query = min(len(encoded[number]), lengths.query - 2) + 2
+        return query + title + len(body_read(store, row, lengths)) + 1
+
+    def make(number: int, rng: np.random.Generator) -> Example:
+        arrays = question_arrays(encoded[number], questions[number].answers, wordpiece, lengths)
+        row = rows[number]
+        document = document_arrays(store.title_tokens(row), store.body_tokens(row), lengths.document, wordpiece)
+        return arrays | joint_arrays(arrays, document, places, titles)
+
+    return Examples(len(questions), make, np.array([used(number) for number in range(len(questions))], np.int64))
+
+
+def joint_arrays(query: Example, document: Example, places: int, titles: bool) -> Example:
+    """A query joined with a passage, from `query_arrays` and `document_arrays` of them: see `positive_examples`."""
+    begin, end = int(query["query_length"]), int(document["document_length"])
+    body = int(document["document_title_length"]) + DOCUMENT_SPECIALS
+    skipped = 1 if titles else body
+    ids = np.zeros(places, np.uint16)
+    ids[:begin] = query["query"][:begin]
+    ids[begin : begin + end - skipped] = document["document"][skipped:end]
+    return {
+        "joint": ids,
+        "joint_length": np.int32(begin + end - skipped),
+        "body_start": np.int32(begin + body - skipped),
+    }
