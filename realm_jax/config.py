@@ -67,6 +67,8 @@ Science (a run folder keeps them; another value on resume is an error that names
   evaluation.passages      passages retrieved for recall
   evaluation.qa_every      steps of fine-tuning between two measurements; it ends with the parameters of largest exact
                            match among those measured; 0: with the last ones
+  evaluation.keep_best     whether every task hands on the parameters that measured best, its start among them: by
+                           exact match where answers are trained, else by recall of the first five passages
 Operations (may change on resume):
   data.path                folder written by `realm prepare`; what is in it may not change (`data.json`)
   init_from                what a fresh run starts from: a run folder, whose final parameters it takes; a folder with
@@ -274,6 +276,7 @@ def default() -> ConfigDict:
                 "spans": 20,
                 "aggregate": "marginal",
                 "qa_every": 0,
+                "keep_best": False,
             },
         }
     )

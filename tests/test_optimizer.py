@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tiny import tiny_realm
 
-from realm_jax.training.optimizer import decayed, learning_rate, make_optimizer, warmup_steps
+from realm_jax.training.optimizer import Rates, decayed, learning_rate, make_optimizer, warmup_steps, without_frozen
 
 PEAK, TOTAL, WARMUP, DECAY, CLIP = 0.1, 20, 3, 0.01, 1.0
 
@@ -108,3 +108,40 @@ def test_a_held_retriever_stays_then_rises_to_full_updates():
     np.testing.assert_allclose(held[:, 0], free[:, 0], rtol=1e-6)
     share = [0, 0, 0, 0, 1 / 3, 2 / 3, 1]
     np.testing.assert_allclose(held[1:, 1], np.array(share[1:]) * free[1:, 1], rtol=1e-5)
+
+
+def test_parts_of_the_model_move_at_rates_of_their_own_and_frozen_words_stay():
+    """The reader's encoder at the task's rate, its heads at five times that, the retriever at a tenth."""
+    bert = {"words": {"embedding": jnp.ones((3, 2))}, "layer_0": {"query": {"kernel": jnp.ones((2, 2))}}}
+    params = {
+        "reader": {"bert": bert, "span_score": {"kernel": jnp.ones((2, 1))}},
+        "query_embedder": {"bert": jax.tree.map(jnp.copy, bert), "pooler": {"kernel": jnp.ones((2, 2))}},
+    }
+    rates = Rates(retriever=0.1, heads=5.0, words=False)
+    gradients = without_frozen(jax.tree.map(jnp.ones_like, params), rates)
+    assert not gradients["reader"]["bert"]["words"]["embedding"].any()
+    optimizer = make_optimizer(0.1, 100, 1, 0.01, 1e3, rates=rates, bias_correction=True)
+    state = optimizer.init(params)
+    for _ in range(2):
+        updates, state = optimizer.update(gradients, state, params)
+    moved = {
+        "encoder": updates["reader"]["bert"]["layer_0"]["query"]["kernel"],
+        "head": updates["reader"]["span_score"]["kernel"],
+        "retriever": updates["query_embedder"]["pooler"]["kernel"],
+    }
+    step = {name: float(update[0, 0]) for name, update in moved.items()}
+    assert step["encoder"] < 0
+    np.testing.assert_allclose([step["head"], step["retriever"]], np.array([5, 0.1]) * step["encoder"], rtol=1e-5)
+    for network in ("reader", "query_embedder"):
+        assert not updates[network]["bert"]["words"]["embedding"].any()
+
+
+@pytest.mark.parametrize("corrected", [True, False])
+def test_bias_correction_makes_the_first_steps_as_long_as_the_rate(corrected):
+    optimizer = make_optimizer(0.1, 10**6, 1, 0.0, 1e3, bias_correction=corrected)
+    params = {"reader": {"kernel": jnp.ones(1)}}
+    state = optimizer.init(params)
+    for _ in range(2):
+        updates, state = optimizer.update(params, state, params)
+    step = -float(updates["reader"]["kernel"][0])
+    assert step == pytest.approx(0.1, rel=1e-3) if corrected else step > 0.3

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny import (
+    DOCUMENT,
     QUERY,
     SPECIAL,
     document_rows,
@@ -22,21 +23,23 @@ from tiny import (
 )
 from tiny_run import tiny_config
 
+from realm_jax.data.positives import joint_arrays
 from realm_jax.data.sources import open_sources
 from realm_jax.index.candidates import (
     Candidates,
     Index,
     candidate_scores,
     candidate_words,
+    read_joint,
     read_passages,
     retrieve,
     take,
 )
-from realm_jax.models.inputs import Documents
+from realm_jax.models.inputs import Documents, join
 from realm_jax.models.likelihood import masked_word_marginal
 from realm_jax.run import make_run
 from realm_jax.text import layouts
-from realm_jax.training.tasks import make_task, realm_metrics, reported
+from realm_jax.training.tasks import given_joint, make_task, realm_metrics, reported
 
 ROWS, BATCH = 20, 4
 MODEL = tiny_realm(layers=1)  # compiling takes nearly all of the time
@@ -306,6 +309,24 @@ def test_the_inverse_cloze_task_ranks_each_sentence_among_all_passages_of_the_ba
     np.testing.assert_allclose(metrics["accuracy"], (log_p.argmax(axis=1) == np.arange(BATCH)).mean())
 
 
+def test_the_inverse_cloze_task_can_rank_the_own_passage_among_what_is_retrieved(params, index, query_vectors):
+    """The own passage counts once, whether it is retrieved or not; stored vectors and documents do not move."""
+    ranks = ranking(query_vectors, index)
+    own = np.array([ranks[0, 0], ranks[1, 2], ranks[2, -1], ranks[3, 5]])
+    batch = {"query": MASKED["query"], "query_length": MASKED["query_length"], "own_row": own.astype(np.int32)}
+    task = make_task("ict", setting(ict_from_index=True, qa_beam=4))
+    assert task.trained == ("query_embedder",) and task.retrieves
+    (loss, metrics), gradient = jax.jit(jax.value_and_grad(task.value, has_aux=True))(params, batch, index, None)
+    scores = query_vectors.astype(np.float64) @ np.asarray(index.vectors[:ROWS], np.float64).T
+    wanted = []
+    for example in range(BATCH):
+        among = sorted({*ranks[example, :4].tolist(), int(own[example])})
+        wanted.append(np.logaddexp.reduce(scores[example, among]) - scores[example, own[example]])
+    np.testing.assert_allclose(loss, np.mean(wanted), rtol=1e-4)
+    assert metrics["accuracy"] == 0.25
+    assert largest(gradient["query_embedder"]) > 1e-5 and largest(gradient["document_embedder"]) == 0.0
+
+
 # --- question answering -----------------------------------------------------------------------------------------------
 
 PASSAGES, BEAM, WIDTH = 3, 6, MODEL.span_width
@@ -407,6 +428,51 @@ def test_a_trained_document_tower_scores_what_is_read(params, index, reading, ob
     (loss, _), slopes = jax.jit(jax.value_and_grad(task.value, has_aux=True))(params, batch, index, None)
     np.testing.assert_allclose(loss, qa_slopes(objective)(params, batch, index, None)[0][0], rtol=1e-5)
     assert largest(slopes["document_embedder"]) > 1e-4
+
+
+def joined(rows: np.ndarray, titles: bool) -> dict[str, np.ndarray]:
+    """The questions joined with these rows on the host, as their examples are."""
+    parts = []
+    for example, row in enumerate(rows):
+        title, body = CORPUS[row]
+        document = layouts.document(title, body, DOCUMENT, SPECIAL)
+        arrays = {"document": document.ids, "document_length": document.used, "document_title_length": len(title)}
+        query = {name: QUESTIONS[name][example] for name in QUESTIONS}
+        parts.append(joint_arrays(query, arrays, QUERY + DOCUMENT - (1 if titles else 2), titles))
+    return {name: np.stack([part[name] for part in parts]) for name in parts[0]}
+
+
+@pytest.mark.parametrize("titles", [True, False])
+def test_a_joint_that_comes_with_the_batch_is_the_one_that_the_step_makes(index, titles):
+    rows = np.arange(BATCH)
+    made = join(QUESTIONS["query"], QUESTIONS["query_length"], take(index, rows[:, None]), titles)
+    given = given_joint({**QUESTIONS, **joined(rows, titles)})
+    for ours, theirs in zip(given, made, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_one_positive_passage_teaches_the_reader_and_the_beam_the_retriever(params, index, reading):
+    """The reader's term is a softmax over the spans of the given passage, wherever that is retrieved."""
+    rows, scores, _ = reading
+    positives = np.array([rows[0, 0], rows[1, 4], rows[2, 1], rows[3, 2]])
+    batch = asked(positives) | joined(positives, titles=False)
+    task = make_task("qa", setting(qa_objective="positive", qa_beam=BEAM))
+    (loss, metrics), gradient = jax.jit(jax.value_and_grad(task.value, has_aux=True))(params, batch, index, None)
+    places = [rows[example].tolist().index(row) for example, row in enumerate(positives)]
+    retriever = [np.logaddexp.reduce(scores[e].astype(np.float64)) - scores[e, place] for e, place in enumerate(places)]
+    np.testing.assert_allclose(metrics["retriever_loss"], np.mean(retriever), rtol=1e-4)
+    joint = given_joint(batch)
+    table = np.asarray(read_joint(setting(), params, joint, None), np.float64)[:, 0]
+    reader = []
+    for example, row in enumerate(positives):
+        alone = {**batch, "answers": batch["answers"], "answer_lengths": batch["answer_lengths"]}
+        spans = next(spans_of(np.tile(row, (BATCH, 1)), alone, example))
+        values, right = np.array([table[example][span] for span, _ in spans]), [flag for _, flag in spans]
+        reader.append(np.logaddexp.reduce(values) - np.logaddexp.reduce(values[right]))
+    np.testing.assert_allclose(metrics["reader_loss"], np.mean(reader), rtol=1e-4)
+    np.testing.assert_allclose(loss, np.mean(retriever) + np.mean(reader), rtol=1e-4)
+    assert largest(gradient["query_embedder"]) > 1e-5 and largest(gradient["reader"]) > 1e-5
+    assert largest(gradient["document_embedder"]) == 0.0 and metrics["answer_in_beam"] == 1.0
 
 
 @pytest.mark.parametrize("objective", ["marginal", "orqa"])

@@ -62,14 +62,21 @@ def headline(data: Mapping[str, Any]) -> Headline:
 
 
 def takeaways(data: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The other things to know: a question and its answer in a sentence or two; those that the data can carry."""
+    """What else to know, harm first: a question and its answer in a sentence or two; those that the data can carry."""
     findings = (
+        ("Did a stage do harm?", _losses(data)),
         ("Was it the retriever that learnt?", _controls(data)),
         ("Would matching words do?", _word_matching(data)),
         ("Does it answer questions?", _reader(data)),
         ("Does reading help to predict?", _utility(data)),
     )
     return [(question, answer) for question, answer in findings if answer]
+
+
+def _losses(data: Mapping[str, Any]) -> str:
+    """The stages that ended below their own start."""
+    stages = data.get("results", {}).get("stages", {})
+    return " ".join(f"{stage['warning']}." for stage in stages.values() if "warning" in stage)
 
 
 def margin(data: Mapping[str, Any], first: float, second: float) -> float:

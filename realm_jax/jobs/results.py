@@ -31,6 +31,7 @@ from realm_jax.models.realm import Params
 from realm_jax.processes import is_first, told
 from realm_jax.run import Run, put_batch
 from realm_jax.storage import read_json, write_json_atomic
+from realm_jax.training.best import compare_with_start, describe_loss
 from realm_jax.training.checkpoints import Saved
 from realm_jax.training.metrics import read_lines
 from realm_jax.training.restore import restore_params, saved_index
@@ -128,9 +129,21 @@ def collect(run: Run, evaluator: Evaluator, predictions: Sequence[Prediction]) -
     by_group = {name: found[BY_WORDS] for name, found in measured.items() if BY_WORDS in found}
     results |= {BY_WORDS: by_group} if by_group else {}
     results["exact_match"] = exact
+    results["stages"] = {name: stage for name in stages if (stage := stage_of(run, name, measured["untrained"]))}
     if utilities:
         results["retrieval_utility"] = float(np.mean(utilities[-max(1, len(utilities) // 10) :]))
     return results | {"seconds": seconds}
+
+
+def stage_of(run: Run, name: str, untrained: dict[str, Any]) -> dict[str, Any] | None:
+    """How a task ended against its own start (`compare_with_start`), with the `warning` where it ended below."""
+    lines = read_lines(run.workdir / name / "evaluations.jsonl")
+    first = name == task_names(run.config)[0] or name == "ict" and not run.config.init_from
+    stage = compare_with_start(lines, untrained if first else None)
+    if stage is None:
+        return None
+    loss = describe_loss(name, stage)
+    return stage | ({"warning": loss} if loss else {})
 
 
 def describe_run(run: Run, evaluator: Evaluator, results: dict[str, Any], command: str) -> dict[str, Any]:

@@ -1,4 +1,8 @@
-"""The parameters that measured best on their way, kept beside a task's checkpoints: TASK/best."""
+"""A task against its own start, and the parameters that measured best on the way: TASK/best.
+
+Fine-tuning a good retriever can make it worse, and a loss that falls does not show it. So what a task is measured by is
+compared with what it was before the task's first step.
+"""
 
 import logging
 from pathlib import Path
@@ -13,30 +17,73 @@ from realm_jax.training.tasks import Task
 
 logger = logging.getLogger(__name__)
 
+RECALLS = ("recall@5", "answer_recall@5")  # what a retriever is judged by: the first that was measured
+
 
 class Best:
-    """Of a task in the folder `place`, by the largest value of one name in what is measured; '' keeps nothing.
+    """Of a task in the folder `place`, by the largest value of one name in what is measured.
 
-    What is measured depends on the step alone, so a run that goes on from an earlier checkpoint finds the same ones.
+    What is measured depends on the step alone, so a run that is resumed from an earlier checkpoint finds the same.
     """
 
-    def __init__(self, run: BaseRun, task: Task, place: Path, name: str) -> None:
-        self._run, self._task, self._folder, self._name = run, task, place / "best", name
+    def __init__(self, run: BaseRun, task: Task, place: Path, name: str, keep: bool) -> None:
+        """name: '' for the first of RECALLS that is there. keep: whether parameters are kept at all."""
+        self._run, self._task, self._folder, self._name, self._keep = run, task, place / "best", name, keep
 
     def look(self, step: int, state: State, found: dict[str, Any]) -> None:
         """Keep the parameters of a step if they measured better than all before; of equals the first stay."""
-        if not self._name:
+        name = self._name or measure_in(found)
+        if not self._keep or name not in found:
             return
         saved = Saved.newest_of_first(self._folder)
-        if saved is None or found[self._name] > saved.record["value"]:
+        if saved is None or found[name] > saved.record["value"]:
             with Checkpoints(self._folder, keep=1) as checkpoints:
-                checkpoints.save(step, state, {}, {"value": found[self._name]}, wait=True)
+                checkpoints.save(step, state, {}, {"value": found[name]}, wait=True)
 
     def other_than(self, step: int, like: Params) -> tuple[int, Params] | None:
         """The step and parameters that were best; None where they are those of `step`. like: shapes of all of them."""
-        saved = Saved.newest_of_first(self._folder) if self._name else None
+        saved = Saved.newest_of_first(self._folder) if self._keep else None
         if saved is None or saved.step == step:
             return None
         value = saved.record["value"]
-        logger.info("%s ends with the parameters of step %d: %s %.4f", self._task.name, saved.step, self._name, value)
+        logger.info("%s ends with the parameters of step %d, which measured %.4f", self._task.name, saved.step, value)
         return saved.step, task_params(self._run, self._task, saved, like)
+
+
+def measure_in(found: dict[str, Any]) -> str:
+    """The name of what a measurement is judged by; '' where it holds nothing to judge by."""
+    return next((name for name in RECALLS if name in found), "")
+
+
+def compare_with_start(lines: list[dict[str, Any]], baseline: dict[str, Any] | None = None) -> dict[str, Any] | None:
+    """How a task ended against its start: {"measure", "start", "end", "kept_step"?, "last"?}; None if unknown.
+
+    lines: the records of its measurements, in order. baseline: what the parameters were worth that it started from,
+    where the task did not measure them. kept_step, last: the step whose parameters it handed on, and what its last ones
+    were worth, where those are not the same.
+    """
+    first = lines[0] if lines and lines[0].get("step") == 0 else baseline
+    if not first or not lines:
+        return None
+    end, name = lines[-1], measure_in(lines[-1])
+    if not name or name not in first or end.get("refresh") is not False:
+        return None
+    found = {"measure": name, "start": first[name], "end": end[name]}
+    if "best_step" in end:
+        found |= {"kept_step": end["best_step"], "last": end["last"].get(name)}
+    return found
+
+
+def describe_loss(task: str, stage: dict[str, Any] | None) -> str | None:
+    """One line for a task whose last parameters measured worse than those that it started from; else None."""
+    if stage is None:
+        return None
+    last = stage["end"] if stage.get("last") is None else stage["last"]
+    if last >= stage["start"]:
+        return None
+    handed_on = (
+        f"it hands on the parameters of step {stage['kept_step']} ({stage['end']:.3f})"
+        if "kept_step" in stage
+        else "set config.evaluation.keep_best=True to hand on the best ones"
+    )
+    return f"{task} ended below its start: {stage['measure']} {stage['start']:.3f} -> {last:.3f}; {handed_on}"

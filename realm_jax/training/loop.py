@@ -28,12 +28,13 @@ from realm_jax.models.realm import Params
 from realm_jax.processes import anywhere
 from realm_jax.run import BaseRun, Run, own_rows
 from realm_jax.training.adoption import Adoption
-from realm_jax.training.best import Best
+from realm_jax.training.best import Best, compare_with_start, describe_loss
 from realm_jax.training.checkpoints import Checkpoints, Saved
 from realm_jax.training.feed import Feed, Search
 from realm_jax.training.flops import peak, step_flops
 from realm_jax.training.guards import CompileGuard, Profiler, Watchdog, check_replicas
 from realm_jax.training.journal import Journal, Work
+from realm_jax.training.metrics import read_lines
 from realm_jax.training.preemption import Stop
 from realm_jax.training.refresh import Fresh, Inline, Interrupted, Refresh, shared_folder
 from realm_jax.training.reporter import Reporter
@@ -55,8 +56,9 @@ class Course:
     comes from, by (first step, checkpoints, whether to stop waiting, what to call again and again while the corpus is
     embedded). search: where hosts search ahead of a step. measure: called with parameters and an index (None without
     one) at every refresh and, its last argument true, every so many steps (`every`; 0: never) and at the end. best: the
-    name of a value in that; the task ends with the parameters for which it was largest ('': with the last
-    ones). over: called when the task turns out to be done.
+    name of the value in that by which parameters are compared ('': recall, see `best.py`). keep_best: whether the task
+    ends with the parameters for which it was largest. measure_start: whether a task that does not retrieve is measured
+    before its first step too. over: called when the task turns out to be done.
     """
 
     task: Task
@@ -67,6 +69,8 @@ class Course:
     measure: Measure | None = None
     every: int = 0
     best: str = ""
+    keep_best: bool = False
+    measure_start: bool = False
     over: Callable[[], None] = lambda: None
 
 
@@ -114,8 +118,15 @@ def train_task(
     course = Course(
         task, examples or partial(task_examples, run, name), work_of(run, task), refresh, search, measure, over=over
     )
-    if name == "qa" and measure is not None and (every := run.config.evaluation.qa_every):
-        course = dataclasses.replace(course, every=every, best="exact_match")
+    if measure is not None:
+        answering, every = name in ("qa", "closed_book"), run.config.evaluation.qa_every if name == "qa" else 0
+        course = dataclasses.replace(
+            course,
+            every=every,
+            best="exact_match" if answering else "",
+            keep_best=(run.config.evaluation.keep_best or every > 0) and folder is None,
+            measure_start=name == "ict" and bool(run.config.init_from) and folder is None,
+        )
     return follow(run, course, params, run.workdir / (folder or name))
 
 
@@ -148,7 +159,7 @@ class _Training:
         config, task = run.config, course.task
         self._run, self._task, self._place = run, task, place
         self._measure, self._every = course.measure, course.every
-        self._best = Best(run, task, place, course.best)
+        self._best, self._measure_start = Best(run, task, place, course.best, course.keep_best), course.measure_start
         self._state, self._saved, self._resumed = state, saved, saved is not None
         self._checkpoints, self._stop = checkpoints, stop
         self._start, self._total, size = int(state.step), config[task.name].steps, config[task.name].batch_size
@@ -190,6 +201,8 @@ class _Training:
             if self._saved is not None:
                 self._index = self._refreshes.resume(self._saved) if self._task.retrieves else None
                 self._saved = None
+            if self._measure_start and not self._resumed and not self._task.retrieves:
+                self._measured_first()
         except Interrupted:
             self._stop.asked = True  # whichever process was told to
             self._stop.check(f"{self._place.name} stays saved at step {self._start}")
@@ -247,7 +260,19 @@ class _Training:
                 exact = self._refreshes.exact(fresh)
                 found = {} if self._measure is None else self._measure(self.params, exact, False)
             self._watchdog.beat()
+            self._best.look(step, self._state, found)
             self._journal.measured(step, found | {"refresh": True, "index_step": fresh.step} | fresh.facts)
+
+    def _measured_first(self) -> None:
+        """Measure the parameters that a task without an index starts from, with an index of their own."""
+        assert self._measure is not None
+        fresh = self._refreshes.at(0, self.params, None, Control())
+        if fresh is None:
+            return
+        found = self._measure(self.params, self._refreshes.exact(fresh), False)
+        self._watchdog.beat()
+        self._best.look(0, self._state, found)
+        self._journal.measured(0, found | {"refresh": True, "index_step": 0})
 
     def _look_in_between(self, step: int) -> None:
         """Measure what was learnt so far."""
@@ -329,10 +354,12 @@ class _Training:
             if (better := self._best.other_than(total, self.params)) is not None:
                 step, params = better
                 self._state = self._state._replace(trained={name: params[name] for name in self._task.trained})
-                found = self._measured_last(step) | {"best_step": step}
+                found = self._measured_last(step) | {"best_step": step, "last": found}
             self._journal.measured(total, found | {"refresh": False, "seconds": self._journal.seconds})
         self._watchdog.beat()
         self._save(total, wait=True)
+        if loss := describe_loss(self._task.name, compare_with_start(read_lines(self._place / "evaluations.jsonl"))):
+            logger.warning("%s", loss)
         self._refreshes.done(total)
         self._stop.asked = anywhere(self._stop.asked)
         self._stop.check(f"saved {self._place.name} at step {total}")

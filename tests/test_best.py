@@ -1,0 +1,44 @@
+"""A task against its own start: what is compared, and what is said when it ended below."""
+
+import pytest
+
+from realm_jax.training.best import compare_with_start, describe_loss
+
+
+def lines(start: float, end: float, **last) -> list[dict]:
+    """Records of a task's measurements: before its first step, on the way, and at its end."""
+    return [
+        {"step": 0, "recall@5": start, "answer_recall@5": 0.9, "refresh": True},
+        {"step": 10, "recall@5": 0.99, "refresh": True},
+        {"step": 20, "recall@5": end, "answer_recall@5": 0.1, "refresh": False, **last},
+    ]
+
+
+def test_a_task_that_gained_is_compared_and_says_nothing():
+    stage = compare_with_start(lines(0.5, 0.6))
+    assert stage == {"measure": "recall@5", "start": 0.5, "end": 0.6}
+    assert describe_loss("ict", stage) is None
+
+
+def test_a_task_that_lost_says_what_to_set():
+    stage = compare_with_start(lines(0.941, 0.3))
+    wanted = "ict ended below its start: recall@5 0.941 -> 0.300; set config.evaluation.keep_best=True"
+    assert describe_loss("ict", stage).startswith(wanted)
+
+
+def test_a_task_that_handed_on_its_best_says_what_the_last_were_worth():
+    stage = compare_with_start(lines(0.941, 0.941, best_step=0, last={"recall@5": 0.3}))
+    assert stage == {"measure": "recall@5", "start": 0.941, "end": 0.941, "kept_step": 0, "last": 0.3}
+    assert describe_loss("realm", stage) == (
+        "realm ended below its start: recall@5 0.941 -> 0.300; it hands on the parameters of step 0 (0.941)"
+    )
+
+
+@pytest.mark.parametrize("records", [[], lines(0.5, 0.6)[1:], lines(0.5, 0.6)[:2]])
+def test_nothing_is_compared_without_both_ends(records):
+    assert compare_with_start(records) is None
+
+
+def test_a_task_without_a_measurement_of_its_start_takes_the_baseline():
+    stage = compare_with_start(lines(0.5, 0.6)[1:], {"recall@5": 0.7})
+    assert describe_loss("ict", stage) is not None

@@ -1,0 +1,103 @@
+"""One positive passage a question: which it is, how the two are joined, and batches of like lengths."""
+
+import numpy as np
+import pytest
+from tiny_run import write_lines
+
+from realm_jax.corpus.jsonl import Question
+from realm_jax.data.examples import Lengths
+from realm_jax.data.pipeline import ROUND, WINDOW, dataset
+from realm_jax.data.positives import NONE, first_row, gold_row, occurs, positive_examples
+from realm_jax.data.sources import open_sources
+from realm_jax.jobs.prepare import prepare
+
+LENGTHS = Lengths(query=24, document=64, predictions=4, answers=2, span_width=4)
+FILLER = " It was a quiet life by the sea, and many people of the town remembered it well. "
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """Documents of several passages; `long` names the answer in two of them."""
+    folder = tmp_path_factory.mktemp("positives")
+    texts = {
+        "long": "Ada was born in London." + FILLER * 4 + "The engine of Ada stood in London." + FILLER * 3,
+        "short": "Karl came from Trier.",
+        "other": "Emmy moved to London late." + FILLER,
+    }
+    records = [{"id": name, "title": name, "text": text} for name, text in texts.items()]
+    passages = write_lines(folder / "passages.jsonl", records)
+    prepare(passages, folder / "data", vocabulary_size=300, limit=64, workers=1)
+    return open_sources(folder / "data")
+
+
+def rows_of(sources, name):
+    return list(sources.passages.rows_of(name))
+
+
+def test_the_gold_row_holds_an_answer_and_most_of_the_question(sources):
+    store, wordpiece = sources.passages, sources.wordpiece
+    holding = [row for row in rows_of(sources, "long") if "London" in store.text(row)]
+    assert len(holding) >= 2 and len(rows_of(sources, "long")) > len(holding)
+    born = Question("where was Ada born", ["London"], "long")
+    engine = Question("where stood the engine", ["Paris", "London"], "long")
+    assert gold_row(store, born, wordpiece, LENGTHS) == next(r for r in holding if "born" in store.text(r))
+    assert gold_row(store, engine, wordpiece, LENGTHS) == next(r for r in holding if "engine" in store.text(r))
+
+
+@pytest.mark.parametrize("gold, answers", [("short", ["London"]), (None, ["Trier"]), ("absent", ["Trier"])])
+def test_there_may_be_no_gold_row(sources, gold, answers):
+    assert gold_row(sources.passages, Question("where", answers, gold), sources.wordpiece, LENGTHS) == NONE
+
+
+def test_without_a_gold_document_the_first_retrieved_row_with_an_answer_counts(sources):
+    store, wordpiece = sources.passages, sources.wordpiece
+    short, other = rows_of(sources, "short")[0], rows_of(sources, "other")[0]
+    question = Question("where", ["London"])
+    assert first_row(store, question, [-1, short, other], wordpiece, LENGTHS) == other
+    assert first_row(store, question, [short], wordpiece, LENGTHS) == NONE
+
+
+def test_pieces_are_found_on_their_own_borders_alone():
+    text = np.array([0x0102, 0x0201], np.uint16).tobytes()
+    assert occurs(text, np.array([0x0201], np.uint16).tobytes(), 2)
+    assert not occurs(text, text[1:3], 2)
+
+
+def examples_of(sources, titles=True):
+    store = sources.passages
+    questions = [Question(f"where was it {'again ' * (row % 4)}", ["London"]) for row in range(len(store))]
+    return positive_examples(questions, range(len(store)), store, sources.wordpiece, LENGTHS, titles), questions
+
+
+@pytest.mark.parametrize("titles", [True, False])
+def test_the_joint_has_question_and_passage_and_its_length_is_known_beforehand(sources, titles):
+    examples, questions = examples_of(sources, titles)
+    store, wordpiece = sources.passages, sources.wordpiece
+    for row in range(len(store)):
+        arrays = examples.make(row, np.random.default_rng(0))
+        used, start = int(arrays["joint_length"]), int(arrays["body_start"])
+        assert used == examples.lengths[row] and not arrays["joint"][used:].any()
+        body = store.body_tokens(row)
+        np.testing.assert_array_equal(arrays["joint"][start : start + len(body)], body)
+        before = wordpiece.decode(arrays["joint"][:start].tolist())
+        assert questions[row].question.split()[0] in before and (store.title(row) in before) == titles
+
+
+def test_batches_hold_examples_of_like_lengths_and_every_example_once_an_epoch(sources):
+    """The batch of a step is the same wherever a run begins and however many processes share it."""
+    examples, _ = examples_of(sources)
+    size, steps = 2, WINDOW
+    ordered = dataset(examples, 5, "qa", size)
+    found = [ordered[step] for step in range(steps)]
+    again = dataset(examples, 5, "qa", size)[steps - 1]
+    half = dataset(examples, 5, "qa", size, np.array([1]))[steps - 1]
+    for name, array in found[-1].items():
+        np.testing.assert_array_equal(array, again[name])
+        np.testing.assert_array_equal(array[1:], half[name])
+    for batch in found:
+        longest = batch["joint_length"].max()
+        assert longest <= batch["joint"].shape[1] < longest + ROUND or batch["joint"].shape[1] % ROUND
+    spread = np.mean([np.ptp(batch["joint_length"]) for batch in found])
+    assert spread < np.ptp(examples.lengths) / 4
+    counts = np.bincount([row for batch in found for row in batch["body_start"]])
+    assert counts.sum() == size * steps
