@@ -38,9 +38,9 @@ from realm_jax.training.preemption import PREEMPTED, Preempted
 logger = logging.getLogger(__name__)
 
 EXAMPLES = """examples:
-  realm ablate --config=configs/ablations.py --workdir=runs/ablations
-  realm ablate --config=configs/ablations.py --workdir=runs/ablations --seeds=0 --rows=realm,baseline
-  realm ablate --config=configs/ablations.py --config.base.data.path=data/wiki --workdir=runs/wiki
+  realm ablate --config=ablations --workdir=runs/ablations
+  realm ablate --config=ablations --workdir=runs/ablations --seeds=0 --rows=realm,baseline
+  realm ablate --config=ablations --config.base.data.path=data/wiki --workdir=runs/wiki
 
 The table lies in ablations.md, ablations.html and ablations.json of the folder, and grows with every row. Commands for
 different seeds may work in one folder at the same time: `taskset --cpu-list=0 realm ablate … --seeds=0 &` and so on.
@@ -53,7 +53,7 @@ ROW = {"title": "", "tasks": "", "start": "", "reader": "", "changes": (), "pape
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `realm ablate`."""
     parser.epilog = EXAMPLES
-    add_config_argument(parser, "configs/ablations.py, which is built in: the paper's table 2 and more")
+    add_config_argument(parser, "ablations: the paper's table 2 and more")
     parser.add_argument("--workdir", required=True, metavar="DIR", help="folder of the runs: made, or gone on with")
     parser.add_argument("--seeds", metavar="N,N", help="in place of the config's seeds")
     parser.add_argument("--rows", metavar="NAME,NAME", help="these rows, and those that they start from (default: all)")
