@@ -131,10 +131,10 @@ def check_passages(run: Run, args: argparse.Namespace) -> None:
         )
 
 
-def questions_of(run: Run, args: argparse.Namespace, need_answers: bool) -> list[Question]:
+def questions_of(run: Run, args: argparse.Namespace, need_right: bool) -> list[Question]:
     """The questions that the arguments name. Warns of those that cannot be answered, or found, as they stand."""
     if args.questions:
-        questions = read_questions(args.questions, need_answers=need_answers)
+        questions = read_questions(args.questions, need_right=need_right)
     else:
         questions = _split(run, args.split or "dev")
     most = run.config.data.query_length - 2
