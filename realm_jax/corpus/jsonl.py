@@ -107,6 +107,11 @@ def _questions(
             yield question
 
 
+def answered(questions: Iterable[Question]) -> list[Question]:
+    """Those that have answers, which a reader can be trained with and measured by."""
+    return [question for question in questions if question.answers]
+
+
 def pattern_fault(question: Question) -> str | None:
     """What is wrong with the regular expressions of a question; None for answers that compile or are plain strings."""
     for answer in question.answers if question.is_regex else []:
