@@ -1,9 +1,10 @@
-"""Runs over questions of every kind: with answers, with a gold passage alone, or without any; and asked from anywhere."""
+"""Runs over questions of every kind: with answers, with a gold passage alone, or without any; asked from anywhere."""
 
 import json
 
 import pytest
 from ml_collections import ConfigDict
+from quick import quick_compiler
 from tiny_run import prepare_people, question, tiny_config, write_lines
 
 from realm_jax import cli
@@ -48,12 +49,13 @@ def trained(config: ConfigDict, workdir) -> dict:
 
 
 @pytest.fixture(scope="module")
-def mixed(tmp_path_factory):
+def mixed(compiled, tmp_path_factory):
     """A run whose questions have answers, or a gold passage, or both; trained with paths that are relative."""
     folder = tmp_path_factory.mktemp("mixed")
     with_answers = [question(n, gold_passage_id=f"p{n}", split=split) for n in range(4) for split in ("train", "dev")]
     prepared(folder, with_answers + [gold_only(n, split) for n in range(4, 8) for split in ("train", "dev")])
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, quick_compiler(compiled):
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(compiled))
         patch.chdir(folder)
         results = trained(small("other"), folder / "run")
     return folder, results
