@@ -1,7 +1,9 @@
 """Runs over questions of every kind: with answers, with a gold passage alone, or without any; asked from anywhere."""
 
 import json
+from functools import partial
 
+import jax
 import pytest
 from ml_collections import ConfigDict
 from quick import quick_compiler
@@ -9,16 +11,24 @@ from tiny_run import prepare_people, question, tiny_config, write_lines
 
 from realm_jax import cli
 from realm_jax.errors import UserError
+from realm_jax.jobs import opening
 from realm_jax.jobs.answering import Measured
 from realm_jax.jobs.opening import open_run
 from realm_jax.jobs.prepare import prepare
 from realm_jax.jobs.recipe import run_recipe
 from realm_jax.jobs.results import chance
+from realm_jax.run import make_run
 from realm_jax.storage import read_json
 
-pytestmark = pytest.mark.usefixtures("quick_programs")
+pytestmark = pytest.mark.usefixtures("quick_programs", "one_device")
 
-BATCH = 8  # what eight devices can share
+
+@pytest.fixture(scope="module")
+def one_device():
+    """Runs are opened on one of the emulated devices: what is tested does not depend on their number."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(opening, "make_run", partial(make_run, devices=jax.devices()[:1]))
+        yield
 
 
 def gold_only(number: int, split: str) -> dict:
@@ -38,7 +48,7 @@ def small(data, **changes) -> ConfigDict:
     config = tiny_config(data)
     config.update(changes)
     for task in ("ict", "qa", "closed_book"):
-        config[task].update(batch_size=BATCH, steps=1)
+        config[task].update(batch_size=4, steps=1)
     return config
 
 
@@ -49,7 +59,7 @@ def trained(config: ConfigDict, workdir) -> dict:
 
 
 @pytest.fixture(scope="module")
-def mixed(compiled, tmp_path_factory):
+def mixed(compiled, one_device, tmp_path_factory):
     """A run whose questions have answers, or a gold passage, or both; trained with paths that are relative."""
     folder = tmp_path_factory.mktemp("mixed")
     with_answers = [question(n, gold_passage_id=f"p{n}", split=split) for n in range(4) for split in ("train", "dev")]

@@ -35,11 +35,12 @@ def with_absolute_paths(config: dict[str, Any]) -> dict[str, Any]:
 
     What is not there stays as it is: a URL, or a name such as `hf:…`.
     """
-    found = {key: dict(value) if isinstance(value, dict) else value for key, value in config.items()}
+    found: dict[str, Any] = {key: dict(value) if isinstance(value, dict) else value for key, value in config.items()}
     for key in PLACES:
         section, _, name = key.rpartition(".")
         holder = found.get(section, {}) if section else found
-        if (value := holder.get(name)) and os.path.exists(value):
+        value: str = holder.get(name, "")
+        if value and os.path.exists(value):
             holder[name] = os.path.abspath(value)
     return found
 
