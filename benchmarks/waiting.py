@@ -23,7 +23,7 @@ from passage_store import drop_from_page_cache, make
 
 from realm_jax.data.sources import FORMAT_VERSION, open_sources
 from realm_jax.memory import keep_memory
-from realm_jax.recipes import wiki_small
+from realm_jax.recipes import quickstart
 from realm_jax.run import Run, make_run
 from realm_jax.training.guards import Profiler
 from realm_jax.training.journal import WAITS
@@ -75,10 +75,12 @@ def measure(folder: Path, backend: str, steps: int, ahead: int) -> dict[str, flo
     """Train, and say where the time went between step `FIRST` and the last."""
     keep_memory()
     began = time.monotonic()
-    config = wiki_small()
+    config = quickstart()
     config.tasks = "realm"
+    config.data.update(query_length=64, document_length=288, predictions=6)
     config.data.path = str(folder)
     config.realm.update(steps=steps, batch_size=8)
+    config.retrieval.candidates = 5
     config.refresh.every = 10 * steps
     config.checkpoint.every = steps
     config.retrieval.update(backend=backend, ahead=ahead)

@@ -1,6 +1,6 @@
 """Table 2 of the paper on the synthetic encyclopedia, and more rows of its kind, three seeds of each.
 
-    realm ablate --config=configs/ablations.py --workdir=runs/ablations
+    realm ablate --config=ablations --workdir=runs/ablations
 
 `table` names the rows that are shown, in order; others are only started from. A row is `title`; `tasks`; `start`, the
 row whose parameters it begins with ("" for the start of the base); `reader`, the row that its reader is from instead;

@@ -1,13 +1,13 @@
 """The inverse cloze task over Wikipedia, before REALM (paper, section 3.4; Lee et al. 2019).
 
     realm prepare --passages wikipedia.jsonl.gz --vocab vocab.txt --output data/wiki
-    realm train --config=configs/ict_wiki.py --config.data.path=data/wiki --workdir=gs-mount/runs/ict --processes=auto
+    realm train --config=ict_wiki --config.data.path=data/wiki --workdir=gs-mount/runs/ict --processes=auto
 
 With BERT's weights, as in the paper, and its vocabulary: --config.init_from=hf:google-bert/bert-base-uncased
 --config.model.hidden_act=gelu (`'.[huggingface]'`), or a folder with model.safetensors.
 
 100,000 steps of 4,096 sentences at 1e-4; a batch goes through the towers in eight parts. On v5e 8×8: 1.6 GiB a chip,
-and at 40 % MFU 156 ms a step, 4.3 hours for all (`realm plan --config=configs/ict_wiki.py`).
+and at 40 % MFU 156 ms a step, 4.3 hours for all (`realm plan --config=ict_wiki`).
 """
 
 from ml_collections import ConfigDict

@@ -1,11 +1,11 @@
 """Fine-tuning for open-domain questions over Wikipedia, with the index frozen (paper, section 4.3, as ORQA).
 
-    realm train --config=configs/qa_wiki.py --config.data.path=data/wiki --config.init_from=gs-mount/runs/realm \
+    realm train --config=qa_wiki --config.data.path=data/wiki --config.init_from=gs-mount/runs/realm \
         --workdir=gs-mount/runs/qa --processes=auto
 
 160,000 steps of 16 questions at 1e-5: about 32 passes over the 79,000 questions of NaturalQuestions-Open. Five passages
 are read. On v5e 4×4: 2.3 GiB a chip, and at 40 % MFU 14 ms a step, 0.6 hours for all (`realm plan
---config=configs/qa_wiki.py --topology=v5e:4x4`); steps of one question a chip will not reach 40 %.
+--config=qa_wiki --topology=v5e:4x4`); steps of one question a chip will not reach 40 %.
 """
 
 from ml_collections import ConfigDict

@@ -1,7 +1,7 @@
 """REALM with X from news and Z from Wikipedia (paper, section 4.3).
 
     realm prepare --passages wikipedia.jsonl.gz --pretraining news.jsonl.gz --vocab vocab.txt --output data/news
-    realm train --config=configs/realm_ccnews.py --config.data.path=data/news --config.init_from=gs-mount/runs/ict \
+    realm train --config=realm_ccnews --config.data.path=data/news --config.init_from=gs-mount/runs/ict \
         --workdir=gs-mount/runs/news --processes=auto
 
 Everything else, and what it needs and costs, as in `configs/realm_wiki.py`: a step does not know where X is from.

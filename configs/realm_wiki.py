@@ -1,6 +1,6 @@
 """REALM over Wikipedia: X and Z are the same text (paper, section 4.3).
 
-    realm train --config=configs/realm_wiki.py --config.data.path=data/wiki --config.init_from=gs-mount/runs/ict \
+    realm train --config=realm_wiki --config.data.path=data/wiki --config.init_from=gs-mount/runs/ict \
         --workdir=gs-mount/runs/realm --processes=auto
     realm build-index --workdir=gs-mount/runs/realm                       beside it, on a smaller slice
 
@@ -14,7 +14,7 @@ the paper. What `realm plan` says of it, by the TPU compiler (memory) and by ari
     v6e 8×8           12.0       55 ms      3.0 h       9,349
 
 The paper refreshed every 500 steps or so: the faster the trainer, the more chips the builder should have. The records
-are `docs/results/plans.json`; with your prices: `realm plan --config=configs/realm_wiki.py --price-per-chip-hour=…`.
+are `docs/results/plans.json`; with your prices: `realm plan --config=realm_wiki --price-per-chip-hour=…`.
 """
 
 from ml_collections import ConfigDict

@@ -1,6 +1,6 @@
 """A named-entity tagger for salient spans (paper, section 3.4: a BERT tagger, trained on CoNLL-2003).
 
-    realm train --config=configs/tagger.py --config.data.path=tfds:conll2003 --config.init_from=bert-base-uncased \
+    realm train --config=tagger --config.data.path=tfds:conll2003 --config.init_from=bert-base-uncased \
         --workdir=runs/tagger
     realm prepare --spans=tagger:runs/tagger --workers=1 --passages passages.jsonl.gz --vocab vocab.txt --output data
 
@@ -10,8 +10,8 @@ passes over CoNLL-2003; Devlin et al. 2019 report F1 92.4 on its test set for BE
 Two smaller ones, on the 29,701 words of wikigold's training split, on two CPU cores; `small` starts from nothing,
 `minilm` from the encoder of all-MiniLM-L6-v2:
 
-    realm train --config=configs/tagger.py:small --config.data.path=wikigold.conll.txt --workdir=runs/small
-    realm train --config=configs/tagger.py:minilm --config.data.path=wikigold.conll.txt --workdir=runs/minilm \
+    realm train --config=tagger:small --config.data.path=wikigold.conll.txt --workdir=runs/small
+    realm train --config=tagger:minilm --config.data.path=wikigold.conll.txt --workdir=runs/minilm \
         --config.init_from=all-MiniLM-L6-v2
 
 Test split, 779 names: precision, recall and F1 with kinds, the same of boundaries alone, CPU seconds of training on a

@@ -1,9 +1,9 @@
 """64 chips of TPU v5p for the trainer, and 4 machines of their own for the index builder.
 
-    realm launch --target=jobset --spec=launch/v5p.py --spec.image=IMAGE --config=configs/realm_wiki.py \\
+    realm launch --target=jobset --spec=launch/v5p.py --spec.image=IMAGE --config=realm_wiki \\
         --config.data.path=gs://BUCKET/data --workdir=gs://BUCKET/runs/realm --dry-run
 
-`realm plan --config=configs/realm_wiki.py --topology=v5p:4x4x4 --builder-topology=v5p:2x2x1` says what it costs. From
+`realm plan --config=realm_wiki --topology=v5p:4x4x4 --builder-topology=v5p:2x2x1` says what it costs. From
 an empty project to this command: `docs/launch.md`.
 """
 

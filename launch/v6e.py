@@ -1,9 +1,9 @@
 """64 chips of TPU v6e for the trainer, and 2 machines of their own for the index builder.
 
-    realm launch --target=jobset --spec=launch/v6e.py --spec.image=IMAGE --config=configs/realm_wiki.py \\
+    realm launch --target=jobset --spec=launch/v6e.py --spec.image=IMAGE --config=realm_wiki \\
         --config.data.path=gs://BUCKET/data --workdir=gs://BUCKET/runs/realm --dry-run
 
-`realm plan --config=configs/realm_wiki.py --topology=v6e:8x8 --builder-topology=v6e:2x4` says what it costs. From an
+`realm plan --config=realm_wiki --topology=v6e:8x8 --builder-topology=v6e:2x4` says what it costs. From an
 empty project to this command: `docs/launch.md`.
 """
 

@@ -120,6 +120,7 @@ from ml_collections import ConfigDict
 from realm_jax.errors import UserError
 
 TASKS = ("mlm", "ict", "realm", "qa", "closed_book")
+ANSWERING = ("qa", "closed_book")  # tasks that learn from questions, and end with answers to them
 OPERATIONS = (
     "data.path",
     "data.vocabulary",

@@ -1,13 +1,27 @@
-"""Configs that travel with the package. `configs/*.py` are the same for the command line, and for changing.
+"""Configs that code begins with. `configs/*.py` are the same by name for the command line, and for changing.
 
 What each costs on which hardware, and what to expect of it: `benchmarks/README.md`.
 """
 
+import os
+from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from realm_jax.config import default
+
+NAMED = Path(__file__).with_name("configs")  # what `--config=NAME` finds
+
+
+def config_names() -> list[str]:
+    """The names of the configs that travel with the package."""
+    return sorted(path.stem for path in NAMED.glob("*.py"))
+
+
+def is_name(name: str) -> bool:
+    """Whether `--config=NAME` means a config of the package, and not the path of a file."""
+    return os.sep not in name and not name.endswith(".py")
 
 
 def quickstart() -> ConfigDict:
@@ -29,24 +43,9 @@ def quickstart() -> ConfigDict:
     return config
 
 
-def wiki_small() -> ConfigDict:
-    """The same recipe on real passages of at most 288 word pieces, X = Z; see `configs/wiki_small.py`."""
-    config = _tiny()
-    config.data.update(query_length=64, document_length=288, predictions=6, answers=4)
-    config.mlm.update(steps=1500, batch_size=16, learning_rate=1e-3, warmup=50)
-    config.ict.update(steps=500, batch_size=64, learning_rate=1e-3, warmup=50)
-    config.realm.update(steps=1000, batch_size=8, learning_rate=3e-4, warmup=100)
-    config.qa.update(steps=600, batch_size=8, learning_rate=3e-4, warmup=50)
-    config.closed_book.update(steps=2100, batch_size=16, learning_rate=1e-3, warmup=50)
-    config.objective.retriever_start = 50
-    config.refresh.every = 250
-    config.retrieval.candidates = 5
-    return config
-
-
-def wiki_minilm() -> ConfigDict:
+def real_text() -> ConfigDict:
     """Six layers of 384 that start from MiniLM, on real passages of at most 128 word pieces; see
-    `configs/wiki_minilm.py`."""
+    `configs/real_text.py`."""
     config = default()
     config.tasks = "ict,mlm,realm,qa"  # these weights have no word head: REALM needs a reader that knows words
     config.data.update(query_length=48, document_length=128, predictions=6, answers=4, ict_mask_rate=0.5)

@@ -96,13 +96,18 @@ def test_the_saved_index_is_taken_only_if_the_parameters_give_it(trained_run, op
             assert (saved_index(run, task, saved) is not None) == fits
 
 
-def test_a_run_before_fine_tuning_answers_with_a_warning(trained_run, tmp_path, capsys):
+def test_a_run_before_fine_tuning_shows_passages_and_claims_no_answer(trained_run, tmp_path, capsys):
     shutil.copytree(trained_run.workdir, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "qa")
     assert cli.main(["ask", f"--workdir={tmp_path}/run", "--json", QUESTION]) == 0
     out, err = capsys.readouterr()
-    assert "parameters of task ict: answers come from a span head that qa did not train" in err
-    assert json.loads(out)["candidates"]
+    assert "no reader was trained (task ict): these are the passages that were found" in err
+    answer = json.loads(out)
+    assert (answer["answer"], answer["probability"], answer["passage"], answer["nbest"]) == (None, None, None, [])
+    assert answer["candidates"] and all("text" in one and "span" not in one for one in answer["candidates"])
+    assert cli.main(["ask", f"--workdir={tmp_path}/run", QUESTION]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("p(z|x)  title") and "[[" not in out and "probability" not in out
 
 
 def refused(capsys, *arguments: str) -> str:

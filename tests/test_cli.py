@@ -19,6 +19,8 @@ from realm_jax import cli
 from realm_jax.config import default
 from realm_jax.errors import UserError
 from realm_jax.jobs import flags
+from realm_jax.launch import spec as specs
+from realm_jax.tagger_config import default_like
 
 ROOT = Path(realm_jax.__file__).parents[1]
 
@@ -259,8 +261,8 @@ def tiny_config() -> ConfigDict:
     return config
 
 
-def load(*overrides: str, path: str | None = None, default=tiny_config) -> ConfigDict:
-    return flags.load_config(path, list(overrides), default)
+def load(*overrides: str, path: str | None = None, default=tiny_config, like=None) -> ConfigDict:
+    return flags.load_config(path, list(overrides), default, like=like)
 
 
 def write(folder: Path, text: str) -> str:
@@ -395,6 +397,27 @@ def test_arguments_that_get_config_does_not_fit(tmp_path):
 def test_a_missing_config_file_is_named():
     with pytest.raises(UserError, match=r"there is no file configs/none\.py \(looked from /"):
         load(path="configs/none.py:tiny")
+
+
+def test_a_config_of_the_package_has_a_name_and_a_path_stays_a_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "quickstart").write_text("from realm_jax.recipes import paper\nget_config = lambda: paper('qa')")
+    assert load(path="quickstart", default=default).model.width == 64
+    assert load("--config.model.width=8", path="./quickstart", default=default).tasks == "qa"
+    assert load(path="tagger:small", default=default, like=default_like).model.width == 128
+
+
+def test_a_name_that_no_config_has_gets_the_names_there_are(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"^--config=wiki: there is no config .*; choose among ablations, .*, or the"):
+        load(path="wiki", default=default)
+    (tmp_path / "mine").write_text("")
+    with pytest.raises(UserError, match=r"or \./mine for the file$"):
+        load(path="mine", default=default)
+    for command in ("train", "ablate", "plan", "build-index"):
+        assert cli.main([command, "--config=none", *([] if command == "plan" else ["--workdir=run"])]) == 2
+    with pytest.raises(UserError, match=r"^--spec=v5e: there is no file v5e"):
+        flags.load_config("v5e", [], specs.default, kind="spec")
 
 
 def test_an_edited_config_file_is_read_anew(tmp_path):

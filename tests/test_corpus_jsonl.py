@@ -87,15 +87,16 @@ def test_a_truncated_packed_file_is_named(tmp_path, suffix, module):
         (b'{"answers": ["x"]}\n', r'q\.jsonl:2: the record has no "question"'),
         (b'{"question": "", "answers": ["x"]}\n', r'q\.jsonl:2: "question" is empty'),
         (b'{"question": "%s", "answers": ["x"]}\n' % (b"x" * 2001), r"q\.jsonl:2: the question has 2,001 characters"),
-        (b'{"question": "x"}\n', r'q\.jsonl:2: "answers" must be a list with at least one string'),
-        (b'{"question": "x", "answers": []}\n', r'q\.jsonl:2: "answers" must be a list with at least one string'),
-        (b'{"question": "x", "answers": "y"}\n', r'q\.jsonl:2: "answers" must be a list with at least one string'),
+        (b'{"question": "x"}\n', r'q\.jsonl:2: the question has no answers and no "gold_passage_id"; add one'),
+        (b'{"question": "x", "answers": []}\n', r'q\.jsonl:2: the question has no answers and no "gold_passage_id"'),
+        (b'{"question": "x", "answers": "y"}\n', r'q\.jsonl:2: "answers" must be a list of strings'),
+        (b'{"question": "x", "answers": "y", "gold_passage_id": "p"}\n', r'q\.jsonl:2: "answers" must be a list'),
         (b'{"question": "x", "answers": [3]}\n', r'q\.jsonl:2: "answers" must hold text but holds 3'),
         (b'{"question": "x", "answers": [""]}\n', r'q\.jsonl:2: "answers" is empty'),
         (b'{"question": "x", "answers": ["y"], "match": 7}\n', r'q\.jsonl:2: "match" is 7; write "regex" for answers'),
         (
             b'{"question": "x", "answers": ["y"], "match": "regexp"}\n',
-            r'q\.jsonl:2: "match" is "regexp"; write "regex"',
+            r'q\.jsonl:2: "match" is "regexp"; write "regex" for .*, or one of "string", "exact", "norm", "none"$',
         ),
         (b'{"question": "x", "answers": ["y"], "gold_passage_id": 3}\n', r'q\.jsonl:2: "gold_passage_id" must hold'),
     ],
@@ -103,6 +104,22 @@ def test_a_truncated_packed_file_is_named(tmp_path, suffix, module):
 def test_a_faulty_question_is_named_with_file_and_line(tmp_path, line, message):
     with pytest.raises(UserError, match=message):
         questions_of(tmp_path / "q.jsonl", GOOD_QUESTION + line)
+
+
+def test_a_question_may_have_a_gold_passage_and_no_answers(tmp_path):
+    """The kind of match is of no account then, whatever it is."""
+    lines = b'{"question": "why?", "gold_passage_id": "p", "match": "rouge"}\n'
+    lines += b'{"question": "who?", "answers": null, "gold_passage_id": "q"}\n'
+    first, second = questions = questions_of(tmp_path / "q.jsonl", lines)
+    assert (first.answers, first.gold_passage_id, first.is_regex) == ([], "p", False)
+    assert (second.answers, second.gold_passage_id) == ([], "q")
+    write_questions(tmp_path / "again.jsonl", questions)
+    assert read_questions(tmp_path / "again.jsonl") == questions
+
+
+def test_the_match_kind_none_means_that_answers_are_strings(tmp_path):
+    (question,) = questions_of(tmp_path / "q.jsonl", b'{"question": "x", "answers": ["a.b"], "match": "none"}\n')
+    assert not question.is_regex
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])

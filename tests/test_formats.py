@@ -201,7 +201,7 @@ def test_web_questions_have_names_of_their_own(tmp_path):
         ("q.tsv", "1\tfactoid\twho\t.\n\n2\twhat\t.\n", r"q\.tsv:3: the row has 3 columns, the first line four"),
         ("q.tsv", "1\tfactoid\t\t.\n", r'q\.tsv:1: "question" is empty'),
         ("q.tsv", "", r"q\.tsv holds no questions"),
-        ("q.csv", "who\t[]\n", r'q\.csv:1: "answers" must be a list with at least one string'),
+        ("q.csv", "who\t[]\n", r"q\.csv:1: the question has no answers"),
         ("q.json", '[{"question": "who", "answers": ["me"]},\n 3]', r"q\.json:2: the array holds '3\]', not an object"),
         ("q.json", '\n[\n{"question": "who",\n "answers": [}]', r"q\.json:4: not readable as JSON \(Expecting value\)"),
         ("q.json", '[\n{"question": "who", "answers": ["me', r"q\.json:2: not readable as JSON \(Unterminated"),
@@ -320,3 +320,22 @@ def test_real_files_are_read_whole(shared_data):
         "nq_open/densephrases_nq_train_subset7500/train.json": 6_000,
     }
     assert {name: len(read_questions(shared_data / name)) for name in sizes} == sizes
+
+
+@pytest.mark.parametrize(
+    "name, content, faults",
+    [
+        (
+            "q.jsonl",
+            '{"question": "a", "answers": ["b"]}\n{]\n{"question": "c"}\n{"question": "d", "answers": ["e"]}\n',
+            2,
+        ),
+        ("q.csv", "a\t['b']\nbroken\nc\tno list\nd\t['e']\n", 2),
+        ("curatedtrec.tsv", "1\tx\ta\tb\n2\tx\n3\tx\tc\t(\n4\tx\td\te\n", 2),
+    ],
+)
+def test_faults_of_single_questions_can_be_heard_and_passed_over(tmp_path, name, content, faults):
+    heard: list[UserError] = []
+    path = write(tmp_path / name, content)
+    assert [one.question for one in read_questions(path, damaged=heard.append)] == ["a", "d"]
+    assert len(heard) == faults and all(str(fault).startswith(f"{path}:") for fault in heard)

@@ -141,8 +141,8 @@ def test_judgements_for_trec_are_the_gold_passages():
         (RIGHT | {"gold_passage_id": 1.5}, '"gold_passage_id" must be a text or a whole number'),
         (RIGHT | {"reader_oracle": 7}, '"reader_oracle" must be true or false'),
         (RIGHT | {"reader_oracle": math.inf}, '"reader_oracle" must be true or false'),
-        (RIGHT | {"match": "regexp"}, '"match" must be "regex"'),
-        (RIGHT | {"match": ["regex"]}, '"match" must be "regex"'),
+        (RIGHT | {"match": "regexp"}, '"match" is "regexp"; write "regex" for answers that are patterns'),
+        (RIGHT | {"match": ["regex"]}, '"match" is .*; write "regex"'),
     ],
 )
 def test_what_cannot_be_scored_is_named(tmp_path, record, message):

@@ -40,10 +40,12 @@ def test_news_is_learned_from_beside_whole_articles(shared_data, tmp_path):
     check_counts(data, made)
     # Sentences mostly stay in their passages, so that the retriever soon finds them there.
     cloze = {"data.ict_mask_rate": 0.1, "ict.steps": 500, "ict.batch_size": 32, "ict.learning_rate": 5e-4}
+    lengths = {"data.query_length": 64, "data.document_length": 288, "data.predictions": 6, "model.span_width": 10}
     overrides = {"data.path": data, "log.every": 1, "tasks": "ict,realm", "realm.steps": STEPS,
-                 "realm.batch_size": BATCH, "refresh.every": REFRESH} | cloze  # fmt: skip
+                 "realm.batch_size": BATCH, "realm.learning_rate": 3e-4, "retrieval.candidates": 5,
+                 "refresh.every": REFRESH} | cloze | lengths  # fmt: skip
     flags = [f"--config.{key}={value}" for key, value in overrides.items()]
-    realm("train", "--config=configs/wiki_small.py", f"--workdir={run}", *flags)
+    realm("train", "--config=quickstart", f"--workdir={run}", *flags)
     steps = read_lines(tmp_path / "run" / "realm" / "metrics.jsonl")
     refreshes = read_lines(tmp_path / "run" / "realm" / "evaluations.jsonl")
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))

@@ -244,7 +244,7 @@ def test_a_faulty_row_is_named_with_file_and_line(tmp_path):
     folder = nq_open(tmp_path / "manual")
     with open(folder / "NQ-open.dev.jsonl", "a") as stream:
         stream.write('{"question": "who", "answer": []}\n')
-    with pytest.raises(UserError, match=r'NQ-open\.dev\.jsonl:2: "answers" must be a list'):
+    with pytest.raises(UserError, match=r"NQ-open\.dev\.jsonl:2: the question has no answers"):
         build("nq_open", folder)
     assert not (tmp_path / "tfds" / "open_qa" / "nq_open" / "1.0.0").exists()
 

@@ -32,8 +32,9 @@ DISTRIBUTION = {
 
 
 def package_files() -> list[str]:
-    """Every file of the package in the checkout, `realm_jax/…`."""
-    files = [path for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    """Every file of the package in the checkout, `realm_jax/…`, and the configs, to which it has a link."""
+    found = [*PACKAGE.rglob("*.*"), *(PACKAGE / "configs").glob("*.py")]
+    files = {path for path in found if path.is_file() and "__pycache__" not in path.parts}
     return sorted(path.relative_to(ROOT).as_posix() for path in files)
 
 
@@ -86,8 +87,23 @@ def test_the_installed_command_works_from_another_folder(installed, tmp_path):
     assert run_installed(installed, tmp_path, str(script), "--version").startswith("realm_jax ")
 
 
+def test_every_config_is_found_by_its_name_far_from_the_checkout(installed, tmp_path):
+    configs = sorted(path.stem for path in (ROOT / "configs").glob("*.py"))
+    program = (
+        "from realm_jax import recipes, config, tagger_config\n"
+        "from realm_jax.jobs import ablate, flags\n"
+        "for name in recipes.config_names():\n"
+        "    like = ablate._like if name == 'ablations' else tagger_config.default_like\n"
+        "    print(name, flags.load_config(name, [], config.default, like=like).get('tasks', 'rows'))"
+    )
+    found = dict(line.split() for line in run_installed(installed, tmp_path, "-c", program).splitlines())
+    assert sorted(found) == configs and {"real_text", "quickstart", "tagger", "ablations"} <= {*configs}
+    assert found["realm_wiki"] == "realm" and found["tagger"] == "tagger"
+
+
 def test_every_module_of_the_package_is_imported_from_the_wheel(installed, tmp_path):
-    modules = [name.removesuffix(".py").replace("/", ".") for name in package_files() if name.endswith(".py")]
+    sources = [name for name in package_files() if name.endswith(".py") and not name.startswith("realm_jax/configs/")]
+    modules = [name.removesuffix(".py").replace("/", ".") for name in sources]
     modules = [name.removesuffix(".__init__") for name in modules]
     program = f"import importlib\nfor name in {modules}: print(importlib.import_module(name).__file__)"
     files = run_installed(installed, tmp_path, "-c", program).splitlines()

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from realm_jax.corpus.lines import Numbered, Path_, ending, json_records, table_rows, text_lines
+from realm_jax.corpus.lines import Damaged, Numbered, Path_, ending, json_records, refuse, table_rows, text_lines
 from realm_jax.errors import UserError
 
 TABLES = (".tsv", ".csv")
@@ -44,13 +44,15 @@ def passage_records(path: Path_) -> Iterator[Numbered]:
         yield from ((line, _with_section(record)) for line, record in json_records(path))
 
 
-def question_records(path: Path_) -> Iterator[Numbered]:
+def question_records(path: Path_, damaged: Damaged = refuse) -> Iterator[Numbered]:
     """Lines and records `{"question", "answers", …}` of a file of questions. Raises UserError with file and line.
 
-    `"match": "regex"` marks answers that are regular expressions; `answer` may stand for `answers`.
+    `"match": "regex"` marks answers that are regular expressions; `answer` may stand for `answers`. damaged: is given
+    the fault of a single record.
     """
     has_patterns = PATTERNS in Path(path).name.lower()
-    for line, record in _question_table(path) if ending(path) in TABLES else _question_objects(path):
+    read = _question_table if ending(path) in TABLES else _question_objects
+    for line, record in read(path, damaged):
         yield line, {"match": "regex"} | record if has_patterns else record
 
 
@@ -76,7 +78,7 @@ def _passage_table(path: Path_) -> Iterator[Numbered]:
         yield line, dict(zip(names, row, strict=True))
 
 
-def _question_table(path: Path_) -> Iterator[Numbered]:
+def _question_table(path: Path_, damaged: Damaged) -> Iterator[Numbered]:
     """Questions of a table; the columns of its first line say which one it is."""
     first = next((text for _, text in text_lines(path) if text.strip()), "\t")
     columns = first.count("\t") + 1
@@ -85,17 +87,21 @@ def _question_table(path: Path_) -> Iterator[Numbered]:
             f"{path}:1: the first line has {columns} columns; tables of questions have two (question, list of answers) "
             "or four (id, type, question, regular expression), with tabs between them"
         )
-    yield from _listed_answers(path) if columns == 2 else _curated_trec(path)
+    rows, record = (table_rows(path), _listed_answers) if columns == 2 else (_tabbed(path), _curated_trec)
+    for line, row in rows:
+        try:
+            found = record(row, f"{path}:{line}")
+        except UserError as fault:
+            damaged(fault)
+        else:
+            yield line, found
 
 
-def _listed_answers(path: Path_) -> Iterator[Numbered]:
-    """Rows `question, ['answer', 'answer']`."""
-    for line, row in table_rows(path):
-        if len(row) != 2:
-            raise UserError(
-                f"{path}:{line}: the row has {len(row)} columns, not two: question, list of answers; mend it"
-            )
-        yield line, {"question": row[0], "answers": _string_list(row[1], f"{path}:{line}")}
+def _listed_answers(row: list[str], where: str) -> dict[str, Any]:
+    """A row `question, ['answer', 'answer']`."""
+    if len(row) != 2:
+        raise UserError(f"{where}: the row has {len(row)} columns, not two: question, list of answers; mend it")
+    return {"question": row[0], "answers": _string_list(row[1], where)}
 
 
 def _string_list(text: str, where: str) -> list[str]:
@@ -115,19 +121,21 @@ def _string_list(text: str, where: str) -> list[str]:
     return strings
 
 
-def _curated_trec(path: Path_) -> Iterator[Numbered]:
-    """Rows `id, type, question, regular expression`; quotes in them are characters like any other."""
-    for line, text in text_lines(path):
-        if text.strip():
-            row = text.split("\t")
-            if len(row) != 4:
-                raise UserError(f"{path}:{line}: the row has {len(row)} columns, the first line four; mend the row")
-            yield line, {"question": row[2], "answers": [row[3]], "match": "regex", "id": row[0]}
+def _tabbed(path: Path_) -> Iterator[tuple[int, list[str]]]:
+    """Rows of columns between tabs; quotes in them are characters like any other. Blank lines are passed over."""
+    yield from ((line, text.split("\t")) for line, text in text_lines(path) if text.strip())
 
 
-def _question_objects(path: Path_) -> Iterator[Numbered]:
+def _curated_trec(row: list[str], where: str) -> dict[str, Any]:
+    """A row `id, type, question, regular expression`."""
+    if len(row) != 4:
+        raise UserError(f"{where}: the row has {len(row)} columns, the first line four; mend the row")
+    return {"question": row[2], "answers": [row[3]], "match": "regex", "id": row[0]}
+
+
+def _question_objects(path: Path_, damaged: Damaged) -> Iterator[Numbered]:
     """Questions of JSON objects, with our names for their fields."""
-    for line, record in json_records(path):
+    for line, record in json_records(path, damaged):
         if "qText" in record and "question" not in record:
             record["question"] = record.pop("qText")
         if "qId" in record:

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from realm_jax.corpus.formats import passage_records, question_records
-from realm_jax.corpus.lines import check_text, text_field
+from realm_jax.corpus.lines import Damaged, check_text, refuse, text_field
 from realm_jax.errors import UserError
 from realm_jax.storage import open_atomic
 from realm_jax.text import patterns
 
-MATCHES = (None, "string", "exact", "norm", "regex")  # only "regex" makes patterns of the answers
+MATCHES = (None, "string", "exact", "norm", "none", "regex")  # only "regex" makes patterns of the answers
 LONGEST_QUESTION = 2_000  # characters; the longest question of Natural Questions and SQuAD has a few hundred
 
 
@@ -37,7 +37,10 @@ class Article:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question with the answer strings that count as right; `fields` holds whatever else its record had."""
+    """A question with the answer strings that count as right; `fields` holds whatever else its record had.
+
+    Without answers it has a gold passage, by which retrieval is measured, or it is only asked.
+    """
 
     question: str
     answers: list[str]
@@ -72,22 +75,41 @@ def read_passages(path: str | os.PathLike[str]) -> Iterator[Article]:
 
 
 def read_questions(
-    path: str | os.PathLike[str], check_patterns: bool = True, need_answers: bool = True
+    path: str | os.PathLike[str],
+    check_patterns: bool = True,
+    need_right: bool = True,
+    damaged: Damaged | None = None,
 ) -> list[Question]:
-    """Questions of a file with `{"question": …, "answers": […], "gold_passage_id": …?}` on each line.
+    """Questions of a file with `{"question": …, "answers": […]?, "gold_passage_id": …?}` on each line.
 
     Other files that it understands are listed in `realm_jax.corpus.formats`; of `"match": "regex"` the answers are
-    regular expressions. Raises UserError as `read_passages` does, for an empty or endless question, with
-    `need_answers` for a question without answers, and with `check_patterns` for a regular expression that does not
-    compile.
+    regular expressions. Raises UserError as `read_passages` does, for an empty or endless question, with `need_right`
+    for a question with neither answers nor a gold passage, and with `check_patterns` for a regular expression that does
+    not compile. damaged: is given such a fault, with file and line, in place of raising it; the question is left out.
     """
-    questions = [_question(record, line, f"{path}:{line}", need_answers) for line, record in question_records(path)]
-    if not questions:
+    questions = list(_questions(path, check_patterns, need_right, damaged or refuse))
+    if not questions and damaged is None:
         raise UserError(f'{path} holds no questions; give one {{"question", "answers"}} object a line')
-    for question in questions if check_patterns else []:
-        if (fault := pattern_fault(question)) is not None:
-            raise UserError(f"{path}:{question.line}: {fault}; mend the pattern or remove the line")
     return questions
+
+
+def _questions(
+    path: str | os.PathLike[str], check_patterns: bool, need_right: bool, damaged: Damaged
+) -> Iterator[Question]:
+    for line, record in question_records(path, damaged):
+        try:
+            question = _question(record, line, f"{path}:{line}", need_right)
+            if check_patterns and (fault := pattern_fault(question)) is not None:
+                raise UserError(f"{path}:{line}: {fault}; mend the pattern or remove the line")
+        except UserError as fault:
+            damaged(fault)
+        else:
+            yield question
+
+
+def answered(questions: Iterable[Question]) -> list[Question]:
+    """Those that have answers, which a reader can be trained with and measured by."""
+    return [question for question in questions if question.answers]
 
 
 def pattern_fault(question: Question) -> str | None:
@@ -96,6 +118,14 @@ def pattern_fault(question: Question) -> str | None:
         if (fault := patterns.fault(answer)) is not None:
             return f"{answer[:40]!r} is no regular expression ({fault})"
     return None
+
+
+def match_fault(kind: Any) -> str | None:
+    """What is wrong with the kind of match of a record with answers; None for one of MATCHES."""
+    if isinstance(kind, str | None) and kind in MATCHES:
+        return None
+    known = ", ".join(f'"{one}"' for one in MATCHES if one not in (None, "regex"))
+    return f'"match" is {json.dumps(kind)[:40]}; write "regex" for answers that are patterns, or one of {known}'
 
 
 def write_passages(path: str | os.PathLike[str], articles: Iterable[Article]) -> None:
@@ -108,7 +138,7 @@ def write_questions(path: str | os.PathLike[str], questions: Iterable[Question])
     _write(path, (_question_record(question) for question in questions))
 
 
-def _question(record: dict[str, Any], line: int, where: str, need_answers: bool) -> Question:
+def _question(record: dict[str, Any], line: int, where: str, need_right: bool) -> Question:
     """Check one record of a question file."""
     fields = dict(record)
     question = text_field(record, "question", where)
@@ -118,15 +148,16 @@ def _question(record: dict[str, Any], line: int, where: str, need_answers: bool)
             " shorten it or remove the line"
         )
     key = "answers" if "answers" in record else "answer"
-    answers = record.get(key, None if need_answers else [])
-    if not isinstance(answers, list) or need_answers and not answers:
-        raise UserError(f'{where}: "answers" must be a list with at least one string; add answers or remove the line')
+    answers = [] if record.get(key) is None else record[key]
+    if not isinstance(answers, list):
+        raise UserError(f'{where}: "{key}" must be a list of strings; mend it or remove the line')
     for answer in answers:
         check_text(answer, key, where)
-    if fields.get("match") not in MATCHES:
-        found = json.dumps(fields["match"])[:40]
-        raise UserError(f'{where}: "match" is {found}; write "regex" for answers that are patterns, or "string"')
     gold = None if record.get("gold_passage_id") is None else text_field(record, "gold_passage_id", where)
+    if need_right and not answers and gold is None:
+        raise UserError(f'{where}: the question has no answers and no "gold_passage_id"; add one or remove the line')
+    if answers and (fault := match_fault(fields.get("match"))) is not None:
+        raise UserError(f"{where}: {fault}")
     for known in ("question", key, "gold_passage_id"):
         fields.pop(known, None)
     return Question(question, list(answers), gold, fields, line)

@@ -13,7 +13,7 @@ import lzma
 import os
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -23,6 +23,7 @@ from realm_jax.errors import UserError
 
 Path_ = str | os.PathLike[str]
 Numbered = tuple[int, dict[str, Any]]  # the line that a record begins on, from 1, and the record
+Damaged = Callable[[UserError], None]  # what becomes of a fault of one record; if it returns, the record is left out
 
 PACKED: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}  # by the ending of the name
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # how JSON spells one, half of a pair or not
@@ -30,6 +31,11 @@ _CHUNK = 1 << 20  # bytes of an array that are read at a time, at the least
 LONGEST_OBJECT = 1 << 26  # characters, of a line bytes; a question of DPR with all its passages has about 200,000
 _DECODER = json.JSONDecoder()
 _SPACE = re.compile(r"[ \t\n\r]*")  # what JSON takes for white space
+
+
+def refuse(fault: UserError) -> None:
+    """The `Damaged` that stops at the first fault."""
+    raise fault
 
 
 def ending(path: Path_) -> str:
@@ -65,8 +71,11 @@ def table_rows(path: Path_) -> Iterator[tuple[int, list[str]]]:
             yield line, row
 
 
-def json_records(path: Path_) -> Iterator[Numbered]:
-    """JSON objects: one a line, or the elements of one array, which may stretch over lines or fill a single one."""
+def json_records(path: Path_, damaged: Damaged = refuse) -> Iterator[Numbered]:
+    """JSON objects: one a line, or the elements of one array, which may stretch over lines or fill a single one.
+
+    damaged: is given the fault of a line that is no object. In an array no fault leaves a place to go on from.
+    """
     with _opened(path) as stream:
         skipped = 0
         # What a file begins with says which of the two it is; it need not be on the first line.
@@ -79,7 +88,12 @@ def json_records(path: Path_) -> Iterator[Numbered]:
         for number, raw in _lines(stream, path, skipped + 1):
             if raw.strip():
                 where = f"{path}:{number}"
-                yield number, _object(_text(raw, where).rstrip(), where)
+                try:
+                    record = _object(_text(raw, where).rstrip(), where)
+                except UserError as fault:
+                    damaged(fault)
+                else:
+                    yield number, record
 
 
 def _lines(stream: IO[bytes], path: Path_, first: int) -> Iterator[tuple[int, bytes]]:

@@ -4,7 +4,7 @@ import dataclasses
 import os
 from pathlib import Path
 
-from realm_jax.corpus.jsonl import Question, read_questions
+from realm_jax.corpus.jsonl import Question, answered, read_questions
 from realm_jax.corpus.store import PassageStore
 from realm_jax.data.staging import is_remote, staged
 from realm_jax.errors import UserError
@@ -27,6 +27,10 @@ class Sources:
     def own_text(self) -> bool:
         """Whether a row of X is the same row of Z, so that a sentence must not retrieve its own passage."""
         return self.pretraining is self.passages
+
+    def answered(self, split: str) -> list[Question]:
+        """The questions of a split that have answers."""
+        return answered(self.questions.get(split, []))
 
 
 def open_sources(

@@ -17,7 +17,7 @@ from urllib.parse import quote
 import numpy as np
 from numpy.typing import NDArray
 
-from realm_jax.corpus.jsonl import MATCHES
+from realm_jax.corpus.jsonl import match_fault
 from realm_jax.corpus.lines import json_records
 from realm_jax.errors import UserError
 from realm_jax.evaluation.answers import exact_match, full_match, squad_match, token_f1
@@ -50,10 +50,11 @@ def words_of(measure: str) -> str:
 def measure(records: Sequence[Record]) -> Measures:
     """Each measure that some of the questions have, float64 [questions], in the order of WORDS.
 
-    Raises UserError where no question has answers.
+    Raises UserError where no question has answers, or a gold passage that could have been retrieved.
     """
-    if not any(record.get("answers") for record in records):
-        raise UserError("no question has answers to compare with; predict questions that have them")
+    golds = any(record.get("gold_passage_id") is not None and "retrieved" in record for record in records)
+    if not golds and not any(record.get("answers") for record in records):
+        raise UserError("no question has answers or a gold passage to compare with; predict questions that have them")
     found: Measures = {name: _each(records, of) for name, of in _ANSWERS.items()}
     found |= _at_depths("answer_recall", records, _has_answer) if _was_looked(records) else {}
     found |= _at_depths("recall", records, _is_gold)
@@ -205,8 +206,8 @@ def _fault(record: Record) -> str | None:
         return '"question" and "prediction" must be texts'
     if not isinstance(answers, list) or not all(isinstance(answer, str) for answer in answers):
         return '"answers" must be a list of texts'
-    if not isinstance(kind := record.get("match"), str | None) or kind not in MATCHES:
-        return '"match" must be "regex" for answers that are patterns, or "string"'
+    if answers and (fault := match_fault(record.get("match"))) is not None:
+        return fault
     for name in ("id", "gold_passage_id"):
         if record.get(name) is not None and not _is_id(record[name]):
             return f'"{name}" must be a text or a whole number'

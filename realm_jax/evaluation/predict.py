@@ -199,20 +199,25 @@ class Evaluator:
         return np.concatenate([to_host(part).astype(np.int64) for part in rows])[: len(self.questions)]
 
     def recall(self, params: Params, index: Index) -> dict[str, Any]:
-        """recall@k of the gold passage's id and answer_recall@k, for k of DEPTHS as far as passages are retrieved."""
+        """recall@k of the gold passage's id, over the questions that have one, and answer_recall@k, over those with
+        answers, for k of DEPTHS as far as passages are retrieved."""
         return self.recall_of(self.retrieve(params, index))
 
     def recall_of(self, rows: NDArray[np.int64]) -> dict[str, Any]:
         """`recall` of rows that something else retrieved (BM25)."""
         store = self.run.sources.passages
-        answers = [question.answers for question in self.questions]
-        hits = {"answer_recall": answer_hits(store, rows, answers, [q.is_regex for q in self.questions])}
-        gold_ids = [question.gold_passage_id for question in self.questions]
-        if any(gold is not None for gold in gold_ids):
-            hits["recall"] = gold_hits(store, rows, gold_ids)
+        answered = [place for place, question in enumerate(self.questions) if question.answers]
+        gold = [place for place, question in enumerate(self.questions) if question.gold_passage_id is not None]
+        hits: dict[str, NDArray[np.bool_]] = {}
+        if answered:
+            asked = [self.questions[place] for place in answered]
+            answers = [question.answers for question in asked]
+            hits["answer_recall"] = answer_hits(store, rows[answered], answers, [q.is_regex for q in asked])
+        if gold:
+            hits["recall"] = gold_hits(store, rows[gold], [self.questions[place].gold_passage_id for place in gold])
         depths = [k for k in DEPTHS if k <= rows.shape[1]]
         found: dict[str, Any] = {f"{name}@{k}": recall_at_k(hit, k) for name, hit in hits.items() for k in depths}
-        groups = [question.fields.get(GROUPED_BY) for question in self.questions]
+        groups = [self.questions[place].fields.get(GROUPED_BY) for place in gold]
         if "recall" in hits and 5 in depths and None not in groups:
             found[f"recall@5_by_{GROUPED_BY}"] = by_group(found_within(hits["recall"], 5), groups)
         return found
@@ -232,10 +237,14 @@ class Evaluator:
             yield [self._assemble(_Read(*question)) for question in [*parts][:left]]
             left -= len(batch["query"])
 
-    def exact_match(self, predictions: Sequence[Prediction]) -> float:
-        """Share of the questions whose answer is right after normalisation."""
-        right = [exact_match(p.answer, q.answers, q.is_regex) for p, q in zip(predictions, self.questions, strict=True)]
-        return float(np.mean(right))
+    def exact_match(self, predictions: Sequence[Prediction]) -> float | None:
+        """Share of the questions with answers that are answered right after normalisation; None where none has any."""
+        right = [
+            exact_match(prediction.answer, question.answers, question.is_regex)
+            for prediction, question in zip(predictions, self.questions, strict=True)
+            if question.answers
+        ]
+        return float(np.mean(right)) if right else None
 
     def reader_oracle(self, question: Question, prediction: Prediction) -> bool:
         """Whether any span that the reader could have chosen is right, by its word pieces as ORQA has it.

@@ -30,13 +30,7 @@ def examples(data: Data) -> str:
 
 
 def _example(example: Data) -> str:
-    answers = " or ".join(example.get("answers", ()))
-    verdict = (
-        f'<span class="right">✓ {text(example.get("prediction", ""))}</span>'
-        if example.get("correct")
-        else f'<span class="wrong">✗ {text(example.get("prediction", "") or "no answer")}</span>'
-        f' <span class="note">right: {text(answers)}</span>'
-    )
+    verdict = _verdict(example)
     candidates = sorted(example.get("candidates", ()), key=lambda candidate: -candidate["probability"])
     shown, rest = candidates[:_PASSAGES_SHOWN], candidates[_PASSAGES_SHOWN:]
     more = ""
@@ -47,6 +41,20 @@ def _example(example: Data) -> str:
         f'<article class="card"><p class="question">{text(example["question"])}</p><p class="verdict">{verdict}</p>'
         f"{''.join(map(_candidate, shown))}{more}</article>"
     )
+
+
+def _verdict(example: Data) -> str:
+    """The prediction, right, wrong or without a judgement, and what is right where that is known."""
+    answers = " or ".join(example.get("answers", ()))
+    right = f' <span class="note">right: {text(answers)}</span>' if answers else ""
+    if "prediction" not in example:
+        return right
+    prediction = text(example["prediction"] or "no answer")
+    if "correct" not in example:
+        return f"<span>{prediction}</span>{right}"
+    if example["correct"]:
+        return f'<span class="right">✓ {prediction}</span>'
+    return f'<span class="wrong">✗ {prediction}</span>{right}'
 
 
 def _candidate(candidate: Data) -> str:

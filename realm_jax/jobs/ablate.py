@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from realm_jax.config import default, require, science, task_names, validate
+from realm_jax.config import ANSWERING, default, require, science, task_names, validate
 from realm_jax.corpus.encyclopedia import EncyclopediaSettings
 from realm_jax.errors import UserError
 from realm_jax.evaluation.ablations import HEADS, Measured, Row, cells, html, markdown
@@ -38,14 +38,13 @@ from realm_jax.training.preemption import PREEMPTED, Preempted
 logger = logging.getLogger(__name__)
 
 EXAMPLES = """examples:
-  realm ablate --config=configs/ablations.py --workdir=runs/ablations
-  realm ablate --config=configs/ablations.py --workdir=runs/ablations --seeds=0 --rows=realm,baseline
-  realm ablate --config=configs/ablations.py --config.base.data.path=data/wiki --workdir=runs/wiki
+  realm ablate --config=ablations --workdir=runs/ablations
+  realm ablate --config=ablations --workdir=runs/ablations --seeds=0 --rows=realm,baseline
+  realm ablate --config=ablations --config.base.data.path=data/wiki --workdir=runs/wiki
 
 The table lies in ablations.md, ablations.html and ablations.json of the folder, and grows with every row. Commands for
 different seeds may work in one folder at the same time: `taskset --cpu-list=0 realm ablate … --seeds=0 &` and so on.
 """
-ANSWERING = ("qa", "closed_book")  # tasks that end with answers to questions
 SET_BY_ROWS = ("tasks", "seed", "init_from")  # keys that a row's own entries decide
 ROW = {"title": "", "tasks": "", "start": "", "reader": "", "changes": (), "paper": ()}
 
@@ -53,7 +52,7 @@ ROW = {"title": "", "tasks": "", "start": "", "reader": "", "changes": (), "pape
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `realm ablate`."""
     parser.epilog = EXAMPLES
-    add_config_argument(parser, "configs/ablations.py, which is built in: the paper's table 2 and more")
+    add_config_argument(parser, "ablations: the paper's table 2 and more")
     parser.add_argument("--workdir", required=True, metavar="DIR", help="folder of the runs: made, or gone on with")
     parser.add_argument("--seeds", metavar="N,N", help="in place of the config's seeds")
     parser.add_argument("--rows", metavar="NAME,NAME", help="these rows, and those that they start from (default: all)")
@@ -198,10 +197,9 @@ def train_row(config: ConfigDict, name: str, seed: int, place: Path) -> None:
     if row.reader and not start_of(row, place).is_dir():
         join_networks(place / row.start, place / row.reader, start_of(row, place))
     opened = open_run(row_config(config, name, seed, place), place / name)
-    if not opened.sources.questions.get("dev"):
-        raise UserError(
-            f"{config.base.data.path}: no development questions, which rows are measured with; prepare some"
-        )
+    for split, what in (("dev", "rows are measured with"), ("train", "readers are trained with")):
+        if not opened.sources.answered(split):
+            raise UserError(f"{config.base.data.path}: no {split} questions with answers, which {what}; prepare some")
     with only_one(opened.workdir):
         train(opened)
     jax.clear_caches()  # the programs of one row are of no use to the next

@@ -29,12 +29,13 @@ from realm_jax.index.generations import (
     read_towers,
 )
 from realm_jax.jobs.flags import positive
-from realm_jax.jobs.opening import recorded_config, reopen_run, set_up_jax
+from realm_jax.jobs.opening import begins_with_reader, recorded_config, reopen_run, set_up_jax
 from realm_jax.models.realm import Params
 from realm_jax.run import Run
 from realm_jax.storage import read_json
 from realm_jax.training.checkpoints import Gone, Saved
 from realm_jax.training.exporter import to_arrays
+from realm_jax.training.metrics import read_lines
 from realm_jax.training.refresh import shared_folder
 from realm_jax.training.restore import saved_index, saved_params
 from realm_jax.training.workdir import check_data
@@ -42,6 +43,8 @@ from realm_jax.training.workdir import check_data
 logger = logging.getLogger(__name__)
 
 PASSAGES = 20  # to retrieve for a question, if nothing else is asked for
+FOUND = ("recall@5", "answer_recall@5")  # measures of retrieval, the first that there is counts
+LOW_EXACT_MATCH, LOW_RECALL = 0.2, 0.5  # below these a user is warned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,10 +134,10 @@ def check_passages(run: Run, args: argparse.Namespace) -> None:
         )
 
 
-def questions_of(run: Run, args: argparse.Namespace, need_answers: bool) -> list[Question]:
+def questions_of(run: Run, args: argparse.Namespace, need_right: bool) -> list[Question]:
     """The questions that the arguments name. Warns of those that cannot be answered, or found, as they stand."""
     if args.questions:
-        questions = read_questions(args.questions, need_answers=need_answers)
+        questions = read_questions(args.questions, need_right=need_right)
     else:
         questions = _split(run, args.split or "dev")
     most = run.config.data.query_length - 2
@@ -184,6 +187,12 @@ def _check_prepared(folder: str, workdir: Path) -> None:
         )
 
 
+def reader_is_trained(trained: Trained) -> bool:
+    """Whether the reader learnt to answer: in fine-tuning here, or in the run or weights that this one started from."""
+    source = trained.run.config.init_from
+    return trained.task == "qa" or bool(source) and begins_with_reader(source, trained.run.model)
+
+
 def check_reads(trained: Trained) -> None:
     """Raise UserError for a reader without passages: there is nothing to show beside its answers."""
     if trained.task == "closed_book":
@@ -217,6 +226,51 @@ def restore(run: Run, task: str | None = None, for_answers: bool = True) -> Trai
     if saved.step < run.config[name].steps:
         logger.warning("task %s is not done: step %d of %d", name, saved.step, run.config[name].steps)
     return Trained(run, name, saved.step, params, index or _embed(run, params))
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What a run measured on its development questions at the end of a task; None where it did not.
+
+    found: share of the questions for which the gold passage was among the first five, or a passage with an answer where
+    no question has a gold passage.
+    """
+
+    exact_match: float | None
+    found: float | None
+
+    @property
+    def is_low(self) -> bool:
+        """Whether most answers, or the passages that they come from, are wrong."""
+        low = self.exact_match is not None and self.exact_match < LOW_EXACT_MATCH
+        return low or self.found is not None and self.found < LOW_RECALL
+
+    def advice(self) -> str:
+        """One line about how far to trust an answer."""
+        answers = (
+            "" if self.exact_match is None else f"answers {self.exact_match:.0%} of its development questions right"
+        )
+        found = "" if self.found is None else f"finds the right passage for {self.found:.0%}"
+        if not answers and found:
+            found += " of its development questions"
+        return f"this run {' and '.join(filter(None, (answers, found)))}: check the passages below"
+
+
+def measured(run: Run, task: str) -> Measured | None:
+    """The newest measurement of what a task trained; None where it was never measured.
+
+    results.json has what the run ended with, evaluations.jsonl of the task what was measured on the way.
+    """
+    file = run.workdir / "results.json"
+    results = read_json(file) if file.is_file() else {}
+    ended = {name: one[task] for name in FOUND if task in (one := results.get(name, {}))}
+    exact = results.get("exact_match", {}).get("retrieval") if task == "qa" else None
+    if not ended and exact is None:
+        lines = [line for line in read_lines(run.workdir / task / "evaluations.jsonl") if {*FOUND} & {*line}]
+        ended = lines[-1] if lines else {}
+        exact = ended.get("exact_match")
+    found = next((ended[name] for name in FOUND if name in ended), None)
+    return None if exact is None and found is None else Measured(exact, found)
 
 
 def restore_towers(run: Run) -> tuple[int, Params]:

@@ -27,7 +27,9 @@ from realm_jax.jobs.answering import (
     add_run_arguments,
     check_question,
     check_reads,
+    measured,
     open_run_to_ask,
+    reader_is_trained,
     restore,
 )
 from realm_jax.jobs.flags import positive
@@ -56,8 +58,9 @@ def run(args: argparse.Namespace) -> int:
     """Answer; exit code 2 when a line from a pipe could not be asked."""
     opened = open_run_to_ask(Path(args.workdir), args.data, {"evaluation.batch_size": 1})
     single = check_question(opened, " ".join(args.question)) if args.question else None
-    trained = restore(opened)
+    trained = restore(opened, for_answers=False)
     check_reads(trained)
+    _tell_how_good(trained)
     to = Console(highlight=False)
     to.soft_wrap = not to.is_terminal  # words are wrapped for people, lines stay whole for programs
 
@@ -77,15 +80,25 @@ def run(args: argparse.Namespace) -> int:
 
 
 def ask(trained: Trained, question: str, top: int | None = None) -> dict[str, Any]:
-    """Answer a checked question: {"question", "answer", "probability", "passage", "nbest", "candidates"}.
+    """Answer a checked question: {"question", "answer", "probability", "passage", "nbest", "candidates", "measured"}.
 
     "passage" is where the answer stands, {"id", "part", "title", "text", "span"}; "nbest" are the likeliest answers,
     {"answer", "probability", "passage"}; "candidates" are the `top` likeliest passages that were read, {"id", "part",
-    "title", "probability", "answer", "span", "text"}. Spans are characters of a passage's text.
+    "title", "probability", "answer", "span", "text"}; "measured" is what the run measured on its development questions,
+    {"exact_match", "recall@5"}, None where it did not. Spans are characters of a passage's text.
+
+    Where no reader was trained "answer", "probability" and "passage" are None, "nbest" is empty and "candidates" have
+    neither "answer" nor "span".
     """
     prediction = _evaluator(trained, question).predict(trained.params, trained.index)[0]
     store, best = trained.run.sources.passages, prediction.nbest[0]
-    ranked = sorted(prediction.candidates, key=lambda candidate: -candidate.probability)
+    ranked = sorted(prediction.candidates, key=lambda candidate: -candidate.probability)[:top]
+    known = measured(trained.run, trained.task)
+    told = {"measured": None if known is None else {"exact_match": known.exact_match, "recall@5": known.found}}
+    if not reader_is_trained(trained):
+        read = [trained.place(c.row) | {"probability": c.probability, "text": store.text(c.row)} for c in ranked]
+        answer = {"answer": None, "probability": None, "passage": None, "nbest": [], "candidates": read}
+        return {"question": question} | answer | told
     return {
         "question": question,
         "answer": best.text,
@@ -98,9 +111,20 @@ def ask(trained: Trained, question: str, top: int | None = None) -> dict[str, An
         "candidates": [
             trained.place(c.row)
             | {"probability": c.probability, "answer": trained.text(c), "span": list(c.span), "text": store.text(c.row)}
-            for c in ranked[:top]
+            for c in ranked
         ],
-    }
+    } | told
+
+
+def _tell_how_good(trained: Trained) -> None:
+    """Warn, once, where answers are not to be trusted as they are: by what the run itself measured."""
+    known = measured(trained.run, trained.task)
+    if not reader_is_trained(trained):
+        logger.warning("no reader was trained (task %s): these are the passages that were found", trained.task)
+    if known is None:
+        logger.info("this run was never measured on development questions")
+    elif known.is_low:
+        logger.warning("%s", known.advice())
 
 
 def _evaluator(trained: Trained, question: str) -> Evaluator:
@@ -152,6 +176,10 @@ def _lines() -> Iterator[str]:
 def show(answer: dict[str, Any], to: Console) -> None:
     """Print an answer for people; the span is in reverse on a terminal with colours and in [[…]] elsewhere."""
     passage = answer["passage"]
+    if passage is None:
+        _candidates(answer["candidates"], to)
+        to.print()
+        return
     found = Text(harmless(answer["answer"]) or "no answer", style="bold green")
     to.print(Text.assemble(found, f"  (probability {answer['probability']:.3g})"))
     to.print()
@@ -185,7 +213,8 @@ def _candidates(candidates: list[dict[str, Any]], to: Console) -> None:
     titles = [harmless(candidate["title"]) for candidate in candidates]
     width = min(TITLE, max(map(cell_len, ["title", *titles])))
     room = max(SNIPPET // 2, to.width - width - 12) if to.is_terminal else SNIPPET
-    to.print(Text(f"p(z|x)  {set_cell_size('title', width)}  passage, its best answer marked", style="bold"))
+    marks = ", its best answer marked" if all("span" in candidate for candidate in candidates) else ""
+    to.print(Text(f"p(z|x)  {set_cell_size('title', width)}  passage{marks}", style="bold"))
     for candidate, title in zip(candidates, titles, strict=True):
-        snippet = marked(candidate["text"], candidate["span"], to, room)
+        snippet = marked(candidate["text"], candidate.get("span", [0, 0]), to, room)
         to.print(Text.assemble(f"{candidate['probability']:6.3f}  {set_cell_size(title, width)}  ", snippet))

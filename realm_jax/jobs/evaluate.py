@@ -118,7 +118,7 @@ def _check_trec(args: argparse.Namespace, asked: Sequence[Record], retrieves: bo
 def _evaluate_run(args: argparse.Namespace) -> tuple[dict[str, Any], list[Record]]:
     opened = open_run_to_ask(Path(args.workdir), args.data, overrides_of(args))
     check_passages(opened, args)
-    questions = questions_of(opened, args, need_answers=True)
+    questions = questions_of(opened, args, need_right=True)
     if args.unseen:
         questions = _unseen(questions, [one.gold_passage_id for one in questions], args)
     asked = [known_of(question, number) for number, question in enumerate(questions, start=1)]

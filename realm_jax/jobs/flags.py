@@ -1,6 +1,8 @@
-"""Configs from the command line: `--config=FILE[:ARGUMENT]` and any number of `--config.section.key=value`.
+"""Configs from the command line: `--config=NAME[:ARGUMENT]` and any number of `--config.section.key=value`.
 
-A config file is Python with `get_config()` or `get_config(argument)` that returns an `ml_collections.ConfigDict`.
+NAME is one of the configs that travel with the package (`configs/`), or the path of a file: what has a folder in it or
+ends with `.py`. A config file is Python with `get_config()` or `get_config(argument)` that returns an
+`ml_collections.ConfigDict`.
 Values are parsed by ml_collections' `config_flags`, so that they are written as in other JAX projects; on top of it
 come errors in one line that name the file, the line or the key. What the keys mean is not known here: see
 `realm_jax/config.py`.
@@ -20,6 +22,7 @@ from ml_collections.config_flags import config_path
 
 from realm_jax.config import advise, check_shape, flatten
 from realm_jax.errors import UserError
+from realm_jax.recipes import NAMED, config_names, is_name
 
 _REFUSALS = (flags.Error, TypeError, ValueError)  # what config_flags raises for a value that does not fit its key
 
@@ -28,8 +31,8 @@ def add_config_argument(parser: argparse.ArgumentParser, default: str = "the bui
     """Adds `--config`; with it `args.config` is a path or None, and `realm_jax.cli` fills `args.overrides`."""
     parser.add_argument(
         "--config",
-        metavar="FILE[:ARGUMENT]",
-        help="Python file with get_config(), and what to hand to it; "
+        metavar="NAME[:ARGUMENT]",
+        help=f"one of {', '.join(config_names())}, or a Python file with get_config(), and what to hand to it; "
         f"if not given, {default}. Keys of it are set with --config.section.key=value",
     )
 
@@ -48,7 +51,7 @@ def load_config(
     like: Callable[[ConfigDict], ConfigDict] | None = None,
     kind: str = "config",
 ) -> ConfigDict:
-    """The config of `path` (`FILE` or `FILE:ARGUMENT`; None: of `default()`) with overrides applied, locked.
+    """The config of `path` (`NAME` or `NAME:ARGUMENT`; None: of `default()`) with overrides applied, locked.
 
     kind: its name in flags (`--config.section.key`) and in files (`get_config`).
 
@@ -72,9 +75,8 @@ def with_overrides(config: ConfigDict, overrides: Sequence[str], kind: str = "co
 
 def _load_file(path: str, kind: str) -> ConfigDict:
     """Runs a config file and its `get_config`; what breaks in there is reported with its line in that file."""
-    name, colon, argument = path.partition(":")
-    if not Path(name).is_file():
-        raise UserError(f"--{kind}={path}: there is no file {name} (looked from {Path.cwd()})")
+    given, colon, argument = path.partition(":")
+    name = _find_file(given, path, kind)
     try:
         get_config = runpy.run_path(name, run_name="realm_config").get(f"get_{kind}")
     except Exception as error:
@@ -90,6 +92,19 @@ def _load_file(path: str, kind: str) -> ConfigDict:
     if not isinstance(config, ConfigDict):
         raise UserError(f"{name}: get_{kind}() must return a ConfigDict, not {type(config).__name__}")
     return config
+
+
+def _find_file(name: str, path: str, kind: str) -> str:
+    """The file that a flag names. Only configs have names, specs are files."""
+    if kind == "config" and is_name(name):
+        if name not in config_names():
+            known = ", ".join(config_names())
+            file = f", or ./{name} for the file" if Path(name).is_file() else ", or the path of a file"
+            raise UserError(f"--{kind}={path}: there is no config {name!r}; choose among {known}{file}")
+        return str(NAMED / f"{name}.py")
+    if not Path(name).is_file():
+        raise UserError(f"--{kind}={path}: there is no file {name} (looked from {Path.cwd()})")
+    return name
 
 
 def _check_arguments(get_config: Callable[..., Any], arguments: list[str], path: str, kind: str) -> None:

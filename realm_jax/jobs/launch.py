@@ -30,9 +30,9 @@ from realm_jax.storage import open_folder
 ACTIONS = ("start", "list", "logs", "status", "stop", "delete")
 LATE = 1  # exit code of `status`
 EXAMPLES = """examples:
-  realm launch --target=local --config=configs/wiki_small.py --config.data.path=data --workdir=runs/wiki \\
+  realm launch --target=local --config=real_text --config.data.path=data --workdir=runs/wiki \\
       --spec.trainer.processes=2
-  realm launch --target=jobset --spec=launch/v5e.py --config=configs/realm_wiki.py \\
+  realm launch --target=jobset --spec=launch/v5e.py --config=realm_wiki \\
       --config.data.path=gs://bucket/wiki --workdir=gs://bucket/runs/realm --spec.image=IMAGE --dry-run
   realm launch status --workdir=gs://bucket/runs/realm
   realm launch logs --target=jobset --spec=launch/v5e.py --workdir=gs://bucket/runs/realm --job=builder-0 --follow

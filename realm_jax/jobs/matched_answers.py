@@ -30,12 +30,16 @@ ANSWERS = "answers.json"
 
 
 def training_questions(run: Run, params: Params) -> list[Question]:
-    """The training questions, with strings for answers. params: what fine-tuning starts from.
+    """The training questions that have answers, as strings. params: what fine-tuning starts from.
 
     A question none of whose patterns matches keeps no answer, and teaches nothing. Raises UserError where that is so
     for all, or where the kept answers are of other questions.
     """
-    questions = run.sources.questions.get("train", [])
+    questions = run.sources.answered("train")
+    if without := len(run.sources.questions.get("train", [])) - len(questions):
+        logger.info(
+            "qa: %d training questions have a gold passage and no answers; the reader learns without them", without
+        )
     regular = [question for question in questions if question.is_regex]
     if not regular:
         return questions

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from realm_jax.corpus.jsonl import Question
+from realm_jax.corpus.jsonl import Question, answered
 from realm_jax.evaluation.answers import exact_match
 from realm_jax.evaluation.closed_book import recall_answers
 from realm_jax.evaluation.predict import Evaluator
@@ -27,7 +27,7 @@ def measure_of(run: Run, task: str) -> Measure | None:
 
 
 def retrieval_measure(run: Run, task: str) -> Measure | None:
-    """Recall on the development questions, and exact match at the end of fine-tuning, as the loop wants it.
+    """Recall on the development questions, and exact match of those with answers at the end of fine-tuning.
 
     Before, nothing has taught the reader which words answer a question.
     """
@@ -40,7 +40,7 @@ def retrieval_measure(run: Run, task: str) -> Measure | None:
         if index is None:
             return {}
         found = evaluator.recall(params, index)
-        if final and task == "qa":
+        if final and task == "qa" and answered(questions):
             found["exact_match"] = evaluator.exact_match(evaluator.predict(params, index))
         return found
 
@@ -48,8 +48,8 @@ def retrieval_measure(run: Run, task: str) -> Measure | None:
 
 
 def closed_book_measure(run: Run) -> Measure | None:
-    """Exact match of answers without passages."""
-    questions = dev_questions(run)
+    """Exact match of answers without passages; None where no development question has answers."""
+    questions = answered(dev_questions(run))
     if not questions:
         return None
 

@@ -1,5 +1,6 @@
 """Open a run: its config checked, its folder compared, its data, mesh and networks built."""
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -9,13 +10,14 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from realm_jax.config import completed, task_names, validate
+from realm_jax.config import ANSWERING, completed, task_names, validate
+from realm_jax.corpus.jsonl import answered
 from realm_jax.data.closed_book import check_closed_book
-from realm_jax.data.sources import open_sources
+from realm_jax.data.sources import Sources, open_sources
 from realm_jax.errors import UserError
 from realm_jax.index.approximate import check_scann
-from realm_jax.jobs.starting import find_weights, is_weights, local_source, with_weights
-from realm_jax.models.realm import Params
+from realm_jax.jobs.starting import find_weights, has_span_head, is_weights, local_source, with_weights
+from realm_jax.models.realm import Params, Realm
 from realm_jax.models.weights import WEIGHTS
 from realm_jax.run import Run, make_model, make_run
 from realm_jax.storage import Folder, make_folder, open_folder, read_json
@@ -42,18 +44,44 @@ def open_run(config: ConfigDict, workdir: Path) -> Run:
         check_scann()
     has_begun(workdir, tagger=False)
     sources = open_sources(config.data.path, recorded_corpus(workdir))
-    if "qa" in task_names(config) and not sources.questions.get("train"):
-        raise UserError(f"{config.data.path}: no training questions for the task qa; prepare some, or set config.tasks")
+    config = _without_questions(config, sources)
     source = _source(config, workdir, sources.wordpiece)
     run = make_run(config, workdir, sources)
     if "closed_book" in task_names(config):
-        check_closed_book(sources.questions.get("train", []), run.lengths)
+        check_closed_book(sources.answered("train"), run.lengths)
     make_folder(workdir, "--workdir")
     if source is not None and not is_weights(source):
         check_source(run, source)
     check_workdir(run)
     _warn_of_cut_passages(run)
     return run
+
+
+def _without_questions(config: ConfigDict, sources: Sources) -> ConfigDict:
+    """The config with the tasks that its data allow: without training questions nothing learns to answer.
+
+    Raises UserError where no task is left, and where fine-tuning is to end with what nothing can measure.
+    """
+    names = task_names(config)
+    dev = sources.questions.get("dev", [])
+    if "qa" in names and config.evaluation.qa_every and dev and not answered(dev):
+        raise UserError(
+            f"config.evaluation.qa_every: goes by exact match, but no development question of {config.data.path} has "
+            "answers; set it to 0"
+        )
+    lacking = [name for name in names if name in ANSWERING]
+    if not lacking or sources.answered("train"):
+        return config
+    left, lost = [name for name in names if name not in lacking], " and ".join(lacking)
+    if not left:
+        raise UserError(
+            f"{config.data.path}: no training questions with answers, and config.tasks has nothing but {lost}; prepare "
+            "some, or set config.tasks"
+        )
+    logger.info("%s has no training questions with answers: %s left out of the recipe", config.data.path, lost)
+    found = ConfigDict(config.to_dict())
+    found.tasks = ",".join(left)
+    return found
 
 
 def _source(config: ConfigDict, workdir: Path, wordpiece: WordPiece) -> Path | None:
@@ -141,6 +169,22 @@ def borrow_params(run: Run, fresh: Params) -> Params:
         return with_weights(run, fresh, folder)
     config = recorded_config(folder, "config.init_from")
     return restore_params(dataclasses.replace(run, config=config), folder, task_names(config)[-1], fresh)
+
+
+def begins_with_reader(source: str, model: Realm) -> bool:
+    """Whether what `init_from` names, a run or weights, has a reader that was trained with questions.
+
+    A hub's name has none: what is there are BERTs. Nor has what is gone by now, as far as can be seen.
+    """
+    folder = Path(source)
+    if is_weights(folder):
+        with contextlib.suppress(UserError):
+            return has_span_head(folder, model)
+    elif (folder / "config.json").is_file():
+        with contextlib.suppress(UserError):
+            config = recorded_config(folder, "config.init_from")
+            return "qa" in task_names(config) or bool(config.init_from) and begins_with_reader(config.init_from, model)
+    return False
 
 
 def check_source(run: Run, folder: Path) -> None:

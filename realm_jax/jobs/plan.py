@@ -42,8 +42,8 @@ ALONE = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_AC
 DECIDING = ("data", "model", "objective", "retrieval", "optimizer", "mesh")  # sections that decide a task's program
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 EXAMPLES = """examples:
-  realm plan --config=configs/realm_wiki.py --topology=v5p:4x4x4
-  realm plan --config=configs/realm_wiki.py --topology=v5e:8x8 --num-slices=2 --price-per-chip-hour=1.2
+  realm plan --config=realm_wiki --topology=v5p:4x4x4
+  realm plan --config=realm_wiki --topology=v5e:8x8 --num-slices=2 --price-per-chip-hour=1.2
 """
 
 

@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     output = checked_output(Path(args.output), "--output")
     opened = open_run_to_ask(Path(args.workdir), args.data, overrides_of(args))
     check_passages(opened, args)
-    questions = questions_of(opened, args, need_answers=False)
+    questions = questions_of(opened, args, need_right=False)
     try:
         with Stop() as stop:
             predict(opened, args.task, questions, output, args.nbest or NBEST, stop)

@@ -56,11 +56,12 @@ EXAMPLES = """examples:
       --output data
 
 A line of a passage file is {"id": …, "title": …, "text": …}, of a question file {"question": …, "answers": […]} with
-"gold_passage_id" and "split" if known. Files of DPR, Atlas, FiD, ORQA, DrQA and CuratedTREC are read as they are. Files
-may be packed as .gz, .xz or .bz2. tfds:open_qa/nq_open, …/web_questions and …/curated_trec are the published questions
-with ORQA's splits train, dev and test; they are downloaded, or taken from TFDS_DATA_DIR/downloads/manual. Texts may
-also be hf:NAME, tfds:NAME or a dump of Wikipedia; news:SOURCE is raw news (JSON Lines with text or maintext, title,
-url, or hf:cc_news), of which prose in English of a usual length stays, without near-duplicates.
+"gold_passage_id" and "split" if known; with a gold passage it needs no answers, and retrieval alone is measured by it.
+Files of DPR, Atlas, FiD, ORQA, DrQA and CuratedTREC are read as they are. Files may be packed as .gz, .xz or .bz2.
+tfds:open_qa/nq_open, …/web_questions and …/curated_trec are the published questions with ORQA's splits train, dev and
+test; they are downloaded, or taken from TFDS_DATA_DIR/downloads/manual. Texts may also be hf:NAME, tfds:NAME or a dump
+of Wikipedia; news:SOURCE is raw news (JSON Lines with text or maintext, title, url, or hf:cc_news), of which prose in
+English of a usual length stays, without near-duplicates.
 A run that was cut off goes on when its command is repeated.
 """
 
@@ -84,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--skip-damage",
         action="store_true",
-        help="leave out what cannot be read of dumps and of raw news, and say so (default: stop)",
+        help="leave out what cannot be read of dumps, of raw news and of questions, and say so (default: stop)",
     )
     add(
         "--beam",
@@ -218,11 +219,11 @@ def prepare(
         print(f"{output} was prepared from the same inputs with the same settings; nothing to do")
         return
     given = None if vocab is None else _given_vocabulary(vocab)
-    chosen = read_all(files, question_sources, max_answer_words, ignore_gold)
+    chosen = read_all(files, question_sources, max_answer_words, ignore_gold, skip_damage)
     claim = uuid.uuid4().hex
     with unfinished(os.fspath(output), inputs, beam is not None, claim) as root:
         made = Work(worker, root, claim, sources, inputs, skip_damage).make(given, chosen)
-    _print_summary(output, made, chosen.dropped, time.monotonic() - started)
+    _print_summary(output, made, chosen.counts, time.monotonic() - started)
 
 
 def _inputs(sources: dict[str, Input], vocab: Path_ | None, questions: list[QuestionFile]) -> dict[str, Any]:
@@ -272,6 +273,7 @@ class Work:
         manifest["questions"] = _write_questions(self.root, chosen, summaries["passages"])
         manifest |= {"limit": settings["limit"], "inputs": self.inputs}
         manifest["counts"] = {name: _told(count) for name, count in counts.items()}
+        manifest["counts"] |= {"questions": chosen.told()} if self.inputs["questions"] else {}
         check_claim(self.root, self.claim)
         open_folder(self.root).write_json(MANIFEST, manifest)
         return Made(manifest, counts, summaries, wordpiece.size)
@@ -300,12 +302,18 @@ class Work:
         return counts
 
     def check_gold(self, chosen: Chosen) -> None:
-        """Raise UserError for a question whose gold passage does not exist, before the slow part begins."""
+        """Raise UserError for a question whose gold passage does not exist, before the slow part begins.
+
+        It is damage like any other, so with `skip_damage` it is left out.
+        """
         places = chosen.gold()
         if not places:
             return
         for article in self.articles("passages"):
             places.pop(article.id, None)
+        if self.skip_damage:
+            chosen.leave_out_gold(places)
+            return
         for gold, where in places.items():
             passages = self.sources["passages"].texts.name
             raise UserError(f"{where}: gold_passage_id {gold!r} is not in {passages}; mend it, or use --ignore-gold")
@@ -380,7 +388,7 @@ def _told(counts: Counts) -> dict[str, Any]:
     return counts.to_json() | {"notes": notes}
 
 
-def _print_summary(output: Path_, made: Made, dropped_questions: Counter[str], seconds: float) -> None:
+def _print_summary(output: Path_, made: Made, questions: Counts, seconds: float) -> None:
     """Say on stdout what was made and what was left out, with a sample of it."""
     for name, summary in made.summaries.items():
         line = f"{name}: {summary.articles:,} articles -> {summary.passages:,} passages"
@@ -389,12 +397,17 @@ def _print_summary(output: Path_, made: Made, dropped_questions: Counter[str], s
         print(_with_reasons(line, "dropped", dropped) + _with_reasons("", "", summary.notes))
         for kind, times, names in counts.common_notes():
             print(f"  {times:,} × {kind}, such as {', '.join(one for one, _ in names[:5])}")
-        for reason, samples in sorted(counts.samples.items()):
-            print(f"  {reason}, such as: " + " | ".join(sample[:100] for _, _, sample in samples))
+        _print_samples(counts)
     told = ", ".join(f"{split} {count:,}" for split, count in made.manifest["questions"].items()) or "none"
-    print(_with_reasons(f"questions: {told}", "dropped", dropped_questions))
+    print(_with_reasons(f"questions: {told}", "dropped", questions.dropped + questions.damaged))
+    _print_samples(questions)
     print(f"vocabulary: {made.vocabulary:,} word pieces")
     print(f"{output} is ready after {seconds:.0f} seconds")
+
+
+def _print_samples(counts: Counts) -> None:
+    for reason, samples in sorted(counts.samples.items()):
+        print(f"  {reason}, such as: " + " | ".join(sample[:100] for _, _, sample in samples))
 
 
 def _with_reasons(line: str, verb: str, reasons: Counter[str]) -> str:

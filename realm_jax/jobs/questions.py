@@ -2,18 +2,21 @@
 
 import os
 import re
-from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from realm_jax.corpus.jsonl import Question, read_questions, write_questions
+from realm_jax.corpus.lines import Damaged
+from realm_jax.corpus.records import Counts, Damage
 from realm_jax.data.question_sets import PREFIX
 from realm_jax.errors import UserError
 
 _SPLIT_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+UNREADABLE, NO_SUCH_GOLD = "that cannot be read", "whose gold passage is not there"
 
 
 class QuestionFile(NamedTuple):
@@ -23,10 +26,25 @@ class QuestionFile(NamedTuple):
 
 @dataclass
 class Chosen:
-    """Questions by split, each with the place it came from, and how many were left out by reason."""
+    """Questions by split, each with the place it came from, and what became of the others (of Counts: records, dropped,
+    damaged, samples)."""
 
     splits: dict[str, list[tuple[Question, str]]]
-    dropped: Counter[str]
+    counts: Counts
+
+    def told(self) -> dict[str, Any]:
+        """What PREPARED.json says of questions that were left out."""
+        found = self.counts.to_json()
+        return {key: found[key] for key in ("records", "dropped", "damaged", "samples")}
+
+    def leave_out_gold(self, absent: Collection[str]) -> None:
+        """Leave out, as damage, the questions about passages that do not exist."""
+        for split, questions in self.splits.items():
+            lost = [(question, where) for question, where in questions if question.gold_passage_id in absent]
+            for question, where in lost:
+                fault = f"gold_passage_id {question.gold_passage_id!r} is not there"
+                self.counts.leave_out(Damage(where, NO_SUCH_GOLD, fault), 0, question.line)
+            self.splits[split] = [one for one in questions if one[0].gold_passage_id not in absent]
 
     def gold(self) -> dict[str, str]:
         """Passages that hold the answer of a question, each with the place of the first such question."""
@@ -42,7 +60,7 @@ class Chosen:
         for split, questions in self.splits.items():
             kept = [question for question, _ in questions if question.gold_passage_id not in wordless]
             if len(kept) < len(questions):
-                self.dropped["whose gold passage has no words"] += len(questions) - len(kept)
+                self.counts.dropped["whose gold passage has no words"] += len(questions) - len(kept)
             if kept:
                 folder.mkdir(exist_ok=True)
                 write_questions(folder / f"{split}.jsonl", kept)
@@ -75,30 +93,72 @@ def _open_qa() -> Any:
 
 
 def read_all(
-    files: list[QuestionFile], sources: Sequence[str], max_answer_words: int | None, ignore_gold: bool
+    files: list[QuestionFile],
+    sources: Sequence[str],
+    max_answer_words: int | None,
+    ignore_gold: bool,
+    skip_damage: bool = False,
 ) -> Chosen:
-    """Read the questions, divide them by split and leave out what the filters say."""
+    """Read the questions, divide them by split and leave out what the filters say.
+
+    skip_damage: count a question that cannot be read, with a sample, in place of raising UserError for it.
+    """
     splits: dict[str, list[tuple[Question, str]]] = defaultdict(list)
-    dropped: Counter[str] = Counter()
-    for file in files:
-        published = file.path.startswith(PREFIX)
-        for question in _open_qa().read(file.path, file.split) if published else read_questions(file.path):
+    counts = Counts()
+    for part, file in enumerate(files):
+        damaged = _count_damage(counts, part, file.path) if skip_damage else None
+        for question in _questions_of(file, damaged):
             where = f"{file.path}:{question.line}"
-            split = file.split or _split_of(question, where)
+            try:
+                split = file.split or _split_of(question, where)
+            except UserError as fault:
+                if damaged is None:
+                    raise
+                damaged(fault)
+                continue
+            counts.records += 1
             if sources and question.fields.get("source") not in sources:
-                dropped["of other sources"] += 1
+                counts.dropped["of other sources"] += 1
                 continue
-            most = None if question.is_regex else max_answer_words  # patterns are no words
-            answers = [answer for answer in question.answers if _is_short(answer, most)]
-            if not answers:
-                dropped[f"without an answer of at most {max_answer_words} words"] += 1
-                continue
-            gold = None if ignore_gold else question.gold_passage_id
-            kept = Question(question.question, answers, gold, question.fields, question.line)
-            splits[split].append((kept, where))
+            kept, reason = _filtered(question, max_answer_words, ignore_gold)
+            if reason:
+                counts.dropped[reason] += 1
+            else:
+                splits[split].append((kept, where))
     if files and not splits:
-        raise UserError(f"no question is left of {sum(dropped.values()):,}; check --question-sources and the files")
-    return Chosen(dict(splits), dropped)
+        left_out = counts.dropped.total() + counts.damaged.total()
+        raise UserError(f"no question is left of {left_out:,}; check --question-sources and the files")
+    return Chosen(dict(splits), counts)
+
+
+def _questions_of(file: QuestionFile, damaged: Damaged | None) -> Iterable[Question]:
+    if file.path.startswith(PREFIX):
+        found: list[Question] = _open_qa().read(file.path, file.split)
+        return found
+    return read_questions(file.path, damaged=damaged)
+
+
+def _count_damage(counts: Counts, part: int, path: str) -> Damaged:
+    """What counts the faults of a file; a sample has the file's name and line before it."""
+
+    def damaged(fault: UserError) -> None:
+        line, _, reason = str(fault).removeprefix(f"{path}:").partition(": ")
+        counts.records += 1
+        number = int(line) if line.isdecimal() else 0
+        counts.leave_out(Damage(f"{Path(path).name}:{line}", UNREADABLE, reason), part, number)
+
+    return damaged
+
+
+def _filtered(question: Question, max_answer_words: int | None, ignore_gold: bool) -> tuple[Question, str]:
+    """A question with the answers and the gold passage that count, and why it is left out, if it is."""
+    most = None if question.is_regex else max_answer_words  # patterns are no words
+    answers = [answer for answer in question.answers if _is_short(answer, most)]
+    gold = None if ignore_gold else question.gold_passage_id
+    kept = Question(question.question, answers, gold, question.fields, question.line)
+    if question.answers and not answers:
+        return kept, f"without an answer of at most {max_answer_words} words"
+    return kept, "" if answers or gold is not None else "without answers, their gold passages ignored"
 
 
 def _split_of(question: Question, where: str) -> str:

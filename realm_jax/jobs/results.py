@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from realm_jax.config import flatten, task_names
-from realm_jax.corpus.jsonl import Question
+from realm_jax.corpus.jsonl import Question, answered
 from realm_jax.data.examples import masked_examples
 from realm_jax.data.pipeline import dataset
 from realm_jax.evaluation.answers import exact_match, find_answer
@@ -52,9 +52,13 @@ SUPERVISION = {
 
 
 def chance(train: Sequence[Question], dev: Sequence[Question], by: str = "relation") -> float:
-    """Exact match of always giving the most common training answer, of the question's `by` field where there is one."""
+    """Exact match of always giving the most common training answer, of the question's `by` field where there is one.
+
+    Over the questions that have answers; 0 where none has.
+    """
     counts: dict[str, Counter[str]] = defaultdict(Counter)
-    for question in train:
+    dev = answered(dev)
+    for question in answered(train):
         counts[str(question.fields.get(by))].update(question.answers[:1])
     guesses = {group: counter.most_common(1)[0][0] for group, counter in counts.items()}
     guessed = [guesses.get(str(question.fields.get(by)), "") for question in dev]
@@ -123,9 +127,10 @@ def collect(run: Run, evaluator: Evaluator, predictions: Sequence[Prediction]) -
     results: dict[str, Any] = {
         key: {name: found[key] for name, found in measured.items() if key in found} for key in keys
     }
-    if "qa" in measured:
-        exact["retrieval"] = evaluator.exact_match(predictions)
-    exact["chance"] = chance(run.sources.questions.get("train", []), evaluator.questions)
+    share = evaluator.exact_match(predictions)
+    if share is not None:
+        exact |= {"retrieval": share} if "qa" in measured else {}
+        exact["chance"] = chance(run.sources.questions.get("train", []), evaluator.questions)
     by_group = {name: found[BY_WORDS] for name, found in measured.items() if BY_WORDS in found}
     results |= {BY_WORDS: by_group} if by_group else {}
     results["exact_match"] = exact
@@ -191,9 +196,12 @@ def recall_history(run: Run) -> list[dict[str, Any]]:
 
 
 def shown_examples(run: Run, evaluator: Evaluator, predictions: Sequence[Prediction]) -> list[dict[str, Any]]:
-    """A few questions, evenly spaced over the set, with the passages that were read."""
+    """A few questions, evenly spaced over the set, with the passages that were read.
+
+    Without a prediction where no reader was fine-tuned, and without a judgement where nothing is known to be right.
+    """
     store = run.sources.passages
-    count = len(evaluator.questions)
+    count, reads = len(evaluator.questions), "qa" in task_names(run.config)
     chosen = sorted({round(place) for place in np.linspace(0, count - 1, min(SHOWN_QUESTIONS, count))})
     shown = []
     for place in chosen:
@@ -204,13 +212,16 @@ def shown_examples(run: Run, evaluator: Evaluator, predictions: Sequence[Predict
                 "text": store.text(candidate.row),
                 "probability": candidate.probability,
                 "is_gold": store.document_id(candidate.row) == question.gold_passage_id,
-                "answer_span": find_answer(store.text(candidate.row), [prediction.answer]),
+                "answer_span": find_answer(store.text(candidate.row), [prediction.answer] if reads else []),
             }
             for candidate in prediction.candidates
         ]
-        entry = {"question": question.question, "answers": question.answers, "prediction": prediction.answer}
-        correct = exact_match(prediction.answer, question.answers, question.is_regex)
-        shown.append(entry | {"correct": correct, "candidates": candidates})
+        entry: dict[str, Any] = {"question": question.question, "answers": question.answers, "candidates": candidates}
+        if reads:
+            entry["prediction"] = prediction.answer
+        if reads and question.answers:
+            entry["correct"] = exact_match(prediction.answer, question.answers, question.is_regex)
+        shown.append(entry)
     return shown
 
 

@@ -74,6 +74,12 @@ def find_weights(folder: Path, model: Realm, wordpiece: WordPiece) -> dict[str, 
     return found
 
 
+def has_span_head(folder: Path, model: Realm) -> bool:
+    """Whether the weights in a folder have the reader's span head. Raises UserError for weights that do not fit."""
+    place = _place(folder, "reader")
+    return place is not None and "span head" in find(place, model.bert, networks(model)["reader"]).found
+
+
 def _place(folder: Path, network: str) -> Path | None:
     """Where a network's file lies; None where there is none for it."""
     if (folder / WEIGHTS).is_file():

@@ -18,10 +18,11 @@ from realm_jax.jobs.tagger import run_tagger
 from realm_jax.tagger_config import default_like, is_tagger
 
 EXAMPLES = """examples:
-  realm train --config=configs/wiki_small.py --config.data.path=data --workdir=runs/wiki
-  realm train --config=configs/wiki_small.py --config.tasks=ict --config.ict.steps=2000 --workdir=runs/ict
-  realm train --config=configs/tagger.py:small --config.data.path=wikigold.conll.txt --workdir=runs/tagger
-  realm train --config=configs/wiki_small.py --workdir=gs-mount/runs/wiki --processes=auto      on every host of a pod
+  realm train --config=real_text --config.init_from=ENCODER --config.data.path=data --workdir=runs/wiki
+  realm train --config=configs/my_own.py --config.data.path=data --workdir=runs/mine
+  realm train --config=real_text --config.tasks=ict --config.ict.steps=2000 --workdir=runs/ict
+  realm train --config=tagger:small --config.data.path=wikigold.conll.txt --workdir=runs/tagger
+  realm train --config=real_text --workdir=gs-mount/runs/wiki --processes=auto      on every host of a pod
 
 The same command goes on where a run was cut off.
 """

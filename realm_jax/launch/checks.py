@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 from realm_jax.config import task_names
 from realm_jax.errors import UserError
 from realm_jax.launch.spec import BUCKET, MOUNTED, Launch
+from realm_jax.recipes import is_name
 
 SAVE_SECONDS = 60  # what a save takes at most, measured generously: a grace period below it loses steps
 IN_IMAGE = ("configs", "launch", "realm_jax")  # folders of the source that launch/Dockerfile copies
@@ -33,10 +34,11 @@ def check_cloud(launch: Launch, target: str) -> None:
             f"spec.image: --target={target} needs a container; build launch/Dockerfile, push it, and name it"
         )
     steps = launch.config.split("/")
-    if launch.config and (steps[0] not in IN_IMAGE or ".." in steps):
+    named = is_name(launch.config.partition(":")[0])
+    if launch.config and not named and (steps[0] not in IN_IMAGE or ".." in steps):
         raise UserError(
-            f"--config={launch.config}: has to be a file of the container; put it into configs/ and name it from the "
-            "folder of the source, such as configs/realm_wiki.py"
+            f"--config={launch.config}: has to be a file of the container; put it into configs/ and give its name, "
+            "such as realm_wiki, or its path from the folder of the source"
         )
     if launch.grace_seconds < SAVE_SECONDS:
         raise UserError(

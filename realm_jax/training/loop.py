@@ -86,8 +86,8 @@ def task_examples(run: Run, name: str) -> Examples:
     if name == "realm":
         return make.masked_examples(sources.pretraining, wordpiece, lengths, data.masking, sources.own_text)
     if name == "closed_book":
-        return closed_book_examples(sources.pretraining, sources.questions.get("train", []), wordpiece, lengths)
-    return make.question_examples(sources.questions.get("train", []), wordpiece, lengths)
+        return closed_book_examples(sources.pretraining, sources.answered("train"), wordpiece, lengths)
+    return make.question_examples(sources.answered("train"), wordpiece, lengths)
 
 
 def train_task(

@@ -1,7 +1,9 @@
 """What a run folder was made for: config and data are recorded there, and compared at every start."""
 
+import os
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 from realm_jax.config import completed, science
 from realm_jax.errors import UserError
@@ -9,11 +11,14 @@ from realm_jax.processes import is_first
 from realm_jax.run import BaseRun
 from realm_jax.storage import read_json, write_json_atomic
 
+PLACES = ("data.path", "data.vocabulary", "init_from", "refresh.shared")  # keys that may name a file or a folder
+
 
 def check_workdir(run: BaseRun) -> None:
     """Record config and data in the run folder, or compare them with what is recorded there.
 
-    Raises UserError when a science key or the data differ; another value of an operations key is recorded.
+    Raises UserError when a science key or the data differ; another value of an operations key is recorded. Paths are
+    recorded absolute.
     """
     path = run.workdir / "config.json"
     if path.is_file():
@@ -22,7 +27,22 @@ def check_workdir(run: BaseRun) -> None:
     if is_first():
         run.workdir.mkdir(parents=True, exist_ok=True)
         write_json_atomic(run.workdir / "data.json", run.fingerprints())
-        write_json_atomic(path, run.config.to_dict())
+        write_json_atomic(path, with_absolute_paths(run.config.to_dict()))
+
+
+def with_absolute_paths(config: dict[str, Any]) -> dict[str, Any]:
+    """A config with what it names on this machine as absolute paths, so that a run can be opened from any folder.
+
+    What is not there stays as it is: a URL, or a name such as `hf:…`.
+    """
+    found: dict[str, Any] = {key: dict(value) if isinstance(value, dict) else value for key, value in config.items()}
+    for key in PLACES:
+        section, _, name = key.rpartition(".")
+        holder = found.get(section, {}) if section else found
+        value: str = holder.get(name, "")
+        if value and os.path.exists(value):
+            holder[name] = os.path.abspath(value)
+    return found
 
 
 def _check_science(run: BaseRun, path: Path) -> None:

@@ -1,0 +1,176 @@
+"""Runs over questions of every kind: with answers, with a gold passage alone, or without any; asked from anywhere."""
+
+import json
+from functools import partial
+
+import jax
+import pytest
+from ml_collections import ConfigDict
+from quick import quick_compiler
+from tiny_run import prepare_people, question, tiny_config, write_lines
+
+from realm_jax import cli
+from realm_jax.errors import UserError
+from realm_jax.jobs import opening
+from realm_jax.jobs.answering import Measured
+from realm_jax.jobs.opening import open_run
+from realm_jax.jobs.prepare import prepare
+from realm_jax.jobs.recipe import run_recipe
+from realm_jax.jobs.results import chance
+from realm_jax.run import make_run
+from realm_jax.storage import read_json
+
+pytestmark = pytest.mark.usefixtures("quick_programs", "one_device")
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    """Runs are opened on one of the emulated devices: what is tested does not depend on their number."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(opening, "make_run", partial(make_run, devices=jax.devices()[:1]))
+        yield
+
+
+def gold_only(number: int, split: str) -> dict:
+    """A question about a person that is measured by the passage alone."""
+    return {"question": question(number)["question"], "gold_passage_id": f"p{number}", "split": split}
+
+
+def prepared(folder, asked: list[dict]):
+    """The people's passages with other questions."""
+    prepare_people(folder)
+    questions = [str(write_lines(folder / "asked.jsonl", asked))] if asked else []
+    prepare(folder / "passages.jsonl", folder / "other", questions=questions, vocabulary_size=300, workers=1)
+    return folder / "other"
+
+
+def small(data, **changes) -> ConfigDict:
+    config = tiny_config(data)
+    config.update(changes)
+    for task in ("ict", "qa", "closed_book"):
+        config[task].update(batch_size=4, steps=1)
+    return config
+
+
+def trained(config: ConfigDict, workdir) -> dict:
+    """Train the whole recipe; its results, empty where nothing could be measured."""
+    assert run_recipe(open_run(config, workdir), False, "realm train") == 0
+    return read_json(workdir / "results.json") if (workdir / "results.json").is_file() else {}
+
+
+@pytest.fixture(scope="module")
+def mixed(compiled, one_device, tmp_path_factory):
+    """A run whose questions have answers, or a gold passage, or both; trained with paths that are relative."""
+    folder = tmp_path_factory.mktemp("mixed")
+    with_answers = [question(n, gold_passage_id=f"p{n}", split=split) for n in range(4) for split in ("train", "dev")]
+    prepared(folder, with_answers + [gold_only(n, split) for n in range(4, 8) for split in ("train", "dev")])
+    with pytest.MonkeyPatch.context() as patch, quick_compiler(compiled):
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(compiled))
+        patch.chdir(folder)
+        results = trained(small("other"), folder / "run")
+    return folder, results
+
+
+def test_questions_without_answers_are_measured_by_retrieval_alone(mixed, tmp_path, capsys):
+    folder, results = mixed
+    right = results["exact_match"]
+    assert {"retrieval", "chance"} <= {*right} and right["chance"] in (0, 0.25)
+    assert "bm25" in results["recall@5"] and "bm25" in results["answer_recall@5"]
+    assert "no answer" not in (folder / "run" / "report.html").read_text()
+    predictions = tmp_path / "p.jsonl"
+    assert cli.main(["predict", f"--workdir={folder}/run", f"--output={predictions}"]) == 0
+    lines = [json.loads(line) for line in predictions.read_text().splitlines()]
+    assert [len(line.get("answers", [])) for line in lines] == [1] * 4 + [0] * 4
+    capsys.readouterr()
+    assert cli.main(["evaluate", f"--predictions={predictions}", "--json"]) == 0
+    measures = json.loads(capsys.readouterr().out)["measures"]
+    assert measures["exact_match"]["questions"] == measures["answer_recall@5"]["questions"] == 4
+    assert measures["recall@5"]["questions"] == 8
+    assert measures["recall@5"]["value"] == pytest.approx(results["recall@5"]["qa"])
+    assert measures["exact_match"]["value"] == pytest.approx(right["retrieval"])
+    assert cli.main(["compare", str(predictions), str(predictions), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["measures"]["recall@5"]["questions"] == 8
+
+
+def test_a_run_is_asked_from_any_folder_and_says_how_far_to_trust_it(mixed, tmp_path, monkeypatch, capsys):
+    folder, results = mixed
+    recorded = read_json(folder / "run" / "config.json")
+    assert recorded["data"]["path"] == str(folder / "other") and recorded["init_from"] == ""
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["ask", f"--workdir={folder}/run", "--json", question(3)["question"]]) == 0
+    out, err = capsys.readouterr()
+    exact, found = results["exact_match"]["retrieval"], results["recall@5"]["qa"]
+    assert json.loads(out)["measured"] == {"exact_match": exact, "recall@5": found}
+    low = exact < 0.2 or found < 0.5
+    assert (f"answers {exact:.0%} of its development questions right" in err) == low
+
+
+def test_a_run_goes_on_when_its_data_are_named_by_another_path(mixed, monkeypatch):
+    folder, _ = mixed
+    monkeypatch.chdir(folder.parent)
+    open_run(small(f"{folder.name}/other"), folder / "run")
+    assert read_json(folder / "run" / "config.json")["data"]["path"] == str(folder / "other")
+
+
+def test_without_answers_fine_tuning_is_left_out_and_retrieval_is_measured(tmp_path, caplog, capsys):
+    caplog.set_level("INFO")
+    data = prepared(tmp_path, [gold_only(n, split) for n in range(8) for split in ("train", "dev")])
+    results = trained(small(data), tmp_path / "run")
+    assert f"{data} has no training questions with answers: qa left out of the recipe" in caplog.text
+    assert results["exact_match"] == {} and {"bm25", "untrained", "ict"} <= {*results["recall@5"]}
+    assert "answer_recall@5" not in results and not (tmp_path / "run" / "qa").exists()
+    assert "✗" not in (tmp_path / "run" / "report.html").read_text()
+    open_run(small(data), tmp_path / "run")  # goes on, with the same recipe left out
+    with pytest.raises(UserError, match=r"^config\.evaluation\.qa_every: goes by exact match, but no development"):
+        open_run(small(data, evaluation={"qa_every": 1}), tmp_path / "other-run")
+    capsys.readouterr()
+    assert cli.main(["evaluate", f"--workdir={tmp_path}/run", "--json"]) == 0
+    measures = json.loads(capsys.readouterr().out)["measures"]
+    assert {*measures} == {"recall@1", "recall@5"}
+
+
+def test_without_any_questions_the_recipe_is_what_needs_none(tmp_path, caplog, capsys):
+    caplog.set_level("INFO")
+    data = prepared(tmp_path, [])
+    assert trained(small(data), tmp_path / "run") == {}
+    assert "qa left out of the recipe" in caplog.text
+    capsys.readouterr()
+    assert cli.main(["ask", f"--workdir={tmp_path}/run", "--json", question(3)["question"]]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["measured"] is None and answer["answer"] is None and answer["candidates"]
+
+
+@pytest.mark.parametrize("tasks", ["qa", "closed_book"])
+def test_a_recipe_of_which_nothing_is_left_is_one_line(tmp_path, tasks):
+    data = prepared(tmp_path, [])
+    with pytest.raises(
+        UserError, match=f"no training questions with answers, and config.tasks has nothing but {tasks}"
+    ):
+        open_run(small(data, tasks=tasks), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_chance_is_over_questions_that_have_answers():
+    from realm_jax.corpus.jsonl import Question
+
+    some, none = Question("a", ["x"]), Question("b", [], "p")
+    assert chance([none, some], [some, none]) == 1 and chance([none], [none]) == 0
+
+
+@pytest.mark.parametrize(
+    "measured, words",
+    [
+        (
+            Measured(0.04, 0.3),
+            "this run answers 4% of its development questions right and finds the right passage for 30%",
+        ),
+        (Measured(None, 0.3), "this run finds the right passage for 30% of its development questions: check"),
+        (Measured(0.1, None), "this run answers 10% of its development questions right: check the passages below"),
+    ],
+)
+def test_what_a_run_measured_low_is_said_in_one_line(measured, words):
+    assert measured.is_low and measured.advice().startswith(words)
+
+
+def test_nothing_is_said_of_a_run_that_measured_well():
+    assert not Measured(0.2, 0.5).is_low and not Measured(None, 0.9).is_low
