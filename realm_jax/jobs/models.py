@@ -37,7 +37,6 @@ PLAIN = {  # a BERT that says nothing of vectors: the paper's towers on top of i
     "query_prompt": "",
     "passage_prompt": "",
 }
-OWN = "realm_encoder"  # in config.json of what `realm weights export` writes: its section `encoder`
 
 
 def resolved(config: ConfigDict, workdir: Path | None = None) -> ConfigDict:
@@ -113,9 +112,6 @@ def _tower(folder: Path, number: int) -> dict[str, Any]:
     if sentence is not None:
         encoder = dict(sentence.encoder)
         _warn_of_unused(sentence)
-    own = settings.get(OWN)
-    if isinstance(own, dict) and own.get("pooling") == encoder["pooling"]:
-        encoder |= {key: own[key] for key in encoder if key in own}
     return values | {f"encoder.{key}": value for key, value in encoder.items()}
 
 

@@ -28,7 +28,7 @@ from realm_jax.models.sentence_folder import (
     is_sentence_model,
     read_sentence_model,
 )
-from realm_jax.models.weights import PROJECTION, WEIGHTS, Part, Source, find, networks, read, with_modules
+from realm_jax.models.weights import WEIGHTS, Part, Source, find, module_places, networks, read, with_modules
 from realm_jax.run import Run
 from realm_jax.storage import read_json
 from realm_jax.text.wordpiece import VOCABULARY_FILE, WordPiece
@@ -119,23 +119,23 @@ def find_weights(folder: Path, model: Realm, wordpiece: WordPiece) -> dict[str, 
 
 
 def _source(place: Path, model: Realm, network: str, parts: tuple[Part, ...]) -> Source:
-    """The files of one network in a folder: of a tower also the modules of sentence-transformers, for the parts that
-    the encoder's file does not have."""
+    """The files of one network in a folder: of a tower also the modules of sentence-transformers, which count where a
+    file has the same part once more, as a BERT has its pooler."""
     sentence = sentence_model(place)
     if sentence is None:
         return find(place, model.bert, parts)
-    source = find(sentence.transformer, model.bert, parts)
     if network == READER:
-        return source
-    width = 0 if PROJECTION in source.found else sentence.encoder["projection"]
+        return find(sentence.transformer, model.bert, parts)
+    width = sentence.encoder["projection"]
     if width not in (0, model.projection):
         raise UserError(
             f"{place}: has a projection of {width} features, but config.encoder.projection is {model.projection}; set "
             "it to -1"
         )
-    for part in parts:
-        if part.title in source.missing:
-            source = with_modules(source, part, sentence)
+    elsewhere = [part for part in parts if module_places(part, sentence)]
+    source = find(sentence.transformer, model.bert, [part for part in parts if part not in elsewhere])
+    for part in elsewhere:
+        source = with_modules(source, part, sentence)
     return source
 
 

@@ -13,6 +13,8 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from safetensors import SafetensorError, safe_open
+
 from realm_jax.errors import UserError
 from realm_jax.text.templates import from_prompt
 
@@ -33,7 +35,8 @@ FLAGS = {  # of Pooling's older form
 TANH, IDENTITY = "torch.nn.modules.activation.Tanh", "torch.nn.modules.linear.Identity"
 QUERY_PROMPTS, PASSAGE_PROMPTS = ("query",), ("document", "passage", "corpus")  # as `encode_query`, `encode_document`
 TITLED = "{title} {text}"
-REFUSING = "realm_jax.this_network_is_no_encoder_of_sentences"  # a module's type with which the library stops
+REFUSING = "sentence_transformers.this_network_is_no_sentence_encoder"  # a module's type at which the library stops
+OWN = "realm_encoder"  # in config.json of what `realm weights export` writes: its section `encoder`
 
 
 class Module(NamedTuple):
@@ -44,8 +47,9 @@ class Module(NamedTuple):
 
 
 class SentenceModel(NamedTuple):
-    """A folder. transformer: where the BERT lies; encoder: key of the config's section → value; max_seq_length: word
-    pieces of its longest input, None where it does not say; unused: names of prompts that nothing takes."""
+    """A folder. transformer: where the BERT lies; encoder: key of the config's section → value; modules: those whose
+    weights are to be read; max_seq_length: word pieces of its longest input, None where it does not say; unused: names
+    of prompts that nothing takes."""
 
     folder: Path
     transformer: Path
@@ -93,8 +97,35 @@ def read_sentence_model(folder: Path) -> SentenceModel:
     prompts, unused = _prompts(folder / PROMPTS, encoder)
     encoder |= prompts
     encoder["temperature"] = default_temperature(encoder["normalization"])
+    if own := _own(transformer, encoder):
+        encoder, modules = own, []
     longest = _settings(transformer / INPUT).get("max_seq_length")
     return SentenceModel(folder, transformer, encoder, tuple(modules), longest, unused)
+
+
+def _own(transformer: Path, encoder: dict[str, Any]) -> dict[str, Any]:
+    """The section as an export of ours recorded it, where its own tensors still lie in the encoder's file; else {}.
+
+    They are the same layers as the modules', but for the scale that the library's epsilon asks for, so that a run that
+    starts from them has the same bits.
+    """
+    own = _settings(transformer / "config.json").get(OWN)
+    path = transformer / "model.safetensors"
+    if not isinstance(own, dict) or not {*encoder} <= {*own} or not path.is_file():
+        return {}
+    try:
+        with safe_open(path, "numpy") as file:
+            names = {name.removeprefix("bert.") for name in file.keys()}
+    except (SafetensorError, OSError) as fault:
+        raise UserError(f"{path}: cannot be read ({' '.join(str(fault).split())[:200]}); fetch it again") from None
+    layers = {
+        "pooler.dense.weight": own["pooling"] == "pooler",
+        "cls.dense.weight": bool(own["projection"]),
+        "cls.LayerNorm.weight": own["normalization"] == "layer",
+    }
+    same = all((name in names) == wanted for name, wanted in layers.items())
+    alike = all(own[key] == encoder[key] for key in ("pooling", "normalization"))
+    return {key: own[key] for key in encoder} if same and alike else {}
 
 
 def default_temperature(normalization: str) -> float:
@@ -149,6 +180,8 @@ def _prompts(path: Path, encoder: dict[str, Any]) -> tuple[dict[str, Any], tuple
     Vectors that are compared by their cosine without a Normalize get length 1, so that scores are the library's.
     """
     settings = _settings(path)
+    if settings.get("truncate_dim"):
+        _refuse(path, "has truncate_dim, which cuts vectors; choose a model without it")
     similarity = settings.get("similarity_fn_name") or "dot"
     if similarity not in ("cosine", "dot"):
         _refuse(path, f"compares vectors by {similarity}; choose a model that does by cosine or dot")

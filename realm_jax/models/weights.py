@@ -209,6 +209,7 @@ def read(source: Source) -> Params:
     return params
 
 
+NO_BIAS = ""  # in the place of a name: the layer has none, which is a bias of 0
 MODULES = {  # of sentence-transformers: our path → its kind, and the name of its layer
     "pooler": ("pooler", "linear"),
     "projection": ("projection", "linear"),
@@ -222,19 +223,22 @@ def with_modules(source: Source, part: Part, model: SentenceModel) -> Source:
     Raises UserError where a module has no safe weights, or weights of another size.
     """
     modules = []
-    for place in sorted({tensor.path[0] for tensor in part.tensors}):
+    for place in module_places(part, model):
         kind, layer = MODULES[place]
-        folder = model.module(kind)
-        if folder is not None:
-            tensors = [tensor for tensor in part.tensors if tensor.path[0] == place]
-            modules.append(_find_module(folder / WEIGHTS, tensors, layer, part.title))
-    if not modules:
-        return source
-    missing = tuple(title for title in source.missing if title != part.title)
-    return source._replace(found=(*source.found, part.title), missing=missing, modules=(*source.modules, *modules))
+        tensors = [tensor for tensor in part.tensors if tensor.path[0] == place]
+        modules.append(_find_module(model.module(kind), tensors, layer, part.title))
+    return source._replace(found=(*source.found, part.title), modules=(*source.modules, *modules))
 
 
-def _find_module(path: Path, tensors: Sequence[Tensor], layer: str, title: str) -> Source:
+def module_places(part: Part, model: SentenceModel) -> list[str]:
+    """The layers of a tower's part that a module of sentence-transformers has weights for."""
+    places = sorted({tensor.path[0] for tensor in part.tensors} & {*MODULES})
+    return [place for place in places if model.module(MODULES[place][0]) is not None]
+
+
+def _find_module(folder: Path | None, tensors: Sequence[Tensor], layer: str, title: str) -> Source:
+    assert folder is not None
+    path = folder / WEIGHTS
     if not path.is_file():
         raise UserError(f"{path.parent}: has no {WEIGHTS}; choose a model that was saved as safetensors")
 
@@ -245,7 +249,9 @@ def _find_module(path: Path, tensors: Sequence[Tensor], layer: str, title: str) 
             if name in names:
                 _check_tensor(file.get_slice(name), name, tensor, path)
                 places.append((tensor, name))
-            elif not name.endswith("bias"):
+            elif name.endswith("bias"):
+                places.append((tensor, NO_BIAS))
+            else:
                 raise UserError(f"{path}: has no {name}; fetch it again")
         return Source(path, tuple(places), (title,), ())
 
@@ -362,7 +368,7 @@ def _check_settings(path: Path, wanted: dict[str, tuple[str, Any]]) -> None:
 def _read(file: Any, source: Source) -> Params:
     params: Params = {}
     for tensor, name in source.names:
-        array = file.get_tensor(name)
+        array = np.zeros(tensor.shape, np.float32) if name == NO_BIAS else file.get_tensor(name)
         array = array.T if tensor.turned else array
         if tensor.name == POSITIONS:
             array = array[: tensor.shape[0]]
