@@ -17,16 +17,29 @@ Science (a run folder keeps them; another value on resume is an error that names
   data.document_length     word pieces of a passage, title and specials counted
   data.answers             answers a question is trained with at most
   model.layers, width, heads, feed_forward, dropout
-                           size of each of the three BERTs, and the dropout probability
+                           size of each of the three BERTs, and the dropout probability; a size of 0: as in the model
+                           of init_from
   model.max_length         positions; 0: as many as the joint layout needs
   model.dtype              'float32' or 'bfloat16': matrix products; LayerNorm, softmax and loss stay float32
-  model.hidden_act         'gelu_new' (with tanh: google-research/bert) or 'gelu' (with erf: Hugging Face's BERTs)
+  model.hidden_act         'gelu_new' (with tanh: google-research/bert) or 'gelu' (with erf: Hugging Face's BERTs); '':
+                           as in the model of init_from
   model.span_hidden        size of a span's representation
   model.span_width         word pieces of an answer at most
   model.shared_tower       one embedder for queries and passages instead of two
-  encoder.projection       size of a retrieval vector
-  encoder.norm_epsilon     of the LayerNorm on retrieval vectors (1e-12: released checkpoints; 1e-3: released ICT code)
+  encoder.pooling          what of the hidden states makes a vector: 'pooler' ([CLS] through BERT's tanh layer: the
+                           paper's), 'cls', 'mean' (of all real tokens), 'last' (the last real token); '': as the model
+  encoder.projection       width of a linear projection of it, and so of a vector; 0: none; -1: as the model of
+                           init_from has it
+  encoder.normalization    of the vectors: 'layer' (LayerNorm, the paper), 'l2' (length 1) or 'none'; '': as the model
+  encoder.norm_epsilon     of that LayerNorm (1e-12: released checkpoints; 1e-3: released ICT code); 0: as the model
   encoder.norm_scale       its scale before training: the smaller, the closer fresh scores are (reference: 1)
+  encoder.temperature      scores are inner products of vectors divided by it (the paper: 1); 0: .05 for vectors of
+                           length 1, else 1
+  encoder.query_prompt     template of what the tower reads for a query, such as 'query: {text}'; '': the text alone;
+                           'model': as the model of init_from
+  encoder.passage_prompt   the same for a passage, such as '{title} {text}' or 'passage: {title} {text}'; '': title and
+                           body in two segments, as in the paper; 'model': as the model of init_from. The reader's input
+                           has no prompts
   objective.marginal       'example': log Σ_z p(z|x) Π_j p(y_j|z,x), the paper's; 'token': the released code's
   objective.ict            the inverse cloze task: 'batch': against the passages of the batch, both towers trained (the
                            paper); 'index': against the retrieval.qa_beam passages that the sentence retrieves, whose
@@ -73,7 +86,9 @@ Operations (may change on resume):
   data.path                folder written by `realm prepare`; what is in it may not change (`data.json`)
   init_from                what a fresh run starts from: a run folder, whose final parameters it takes; a folder with
                            model.safetensors of a BERT, or with one for each network, as `realm weights` writes them;
-                           hf:NAME, a BERT of the Hugging Face hub; '' for none
+                           hf:NAME, a model of the Hugging Face hub; py:NAME, that of an installed Python package; ''
+                           for none. A folder of sentence-transformers is taken with its pooling, projection,
+                           normalisation and prompts, where keys of `encoder` ask for the model's own
   model.remat              what the backward pass computes again, to save memory: 'none', 'dots' (all but products
                            with parameters), 'layer' (all but what each layer was given)
   model.scan               layers as one compiled loop: minutes less to compile twelve of them; other dropout draws
@@ -118,9 +133,13 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from realm_jax.errors import UserError
+from realm_jax.text.templates import parse
 
+MODEL_PROMPT = "model"
 TASKS = ("mlm", "ict", "realm", "qa", "closed_book")
 ANSWERING = ("qa", "closed_book")  # tasks that learn from questions, and end with answers to them
+POOLING = ("pooler", "cls", "mean", "last")
+NORMALIZATION = ("layer", "l2", "none")
 OPERATIONS = (
     "data.path",
     "data.vocabulary",
@@ -150,6 +169,23 @@ OPERATIONS = (
     "tagger.microbatches",
     "evaluation.every",
 )
+
+
+# Values that mean "as the model of `init_from`"; `jobs/models.py` puts its own in their place.
+FROM_MODEL: dict[str, Any] = {
+    "model.layers": 0,
+    "model.width": 0,
+    "model.heads": 0,
+    "model.feed_forward": 0,
+    "model.hidden_act": "",
+    "encoder.pooling": "",
+    "encoder.projection": -1,
+    "encoder.normalization": "",
+    "encoder.norm_epsilon": 0.0,
+    "encoder.temperature": 0.0,
+    "encoder.query_prompt": MODEL_PROMPT,
+    "encoder.passage_prompt": MODEL_PROMPT,
+}
 
 
 def _task(steps: int, batch_size: int, learning_rate: float) -> dict[str, Any]:
@@ -206,9 +242,14 @@ def default() -> ConfigDict:
                 "shared_tower": False,
             },
             "encoder": {
+                "pooling": "pooler",
                 "projection": 128,
+                "normalization": "layer",
                 "norm_epsilon": 1e-12,
                 "norm_scale": 1.0,
+                "temperature": 1.0,
+                "query_prompt": "",
+                "passage_prompt": "",
             },
             "objective": {
                 "marginal": "example",
@@ -313,9 +354,22 @@ def validate(config: ConfigDict) -> None:
     alone = "closed_book" not in names or {*names} <= {"mlm", "closed_book"}
     require(alone, "tasks", "closed_book is a recipe of its own, at most with mlm before it")
     require(bool(config.data.path), "data.path", "set it to a folder written by `realm prepare`")
+    _check_encoder(config)
     check_common(config)
     _check_choices(config)
     _check_sizes(config)
+
+
+def from_model(config: ConfigDict) -> list[str]:
+    """Keys whose values are still to be taken from the model of `init_from`."""
+    values = flatten(config.to_dict())
+    return [key for key, mark in FROM_MODEL.items() if key in values and values[key] == mark]
+
+
+def _known(config: ConfigDict, *keys: str) -> list[str]:
+    """Those of some keys that have values of their own."""
+    later = from_model(config) if "encoder" in config and config.init_from else []
+    return [key for key in keys if key not in later]
 
 
 def check_common(config: ConfigDict) -> None:
@@ -327,20 +381,21 @@ def check_common(config: ConfigDict) -> None:
         "model.remat": ("none", "dots", "layer"),
         "model.hidden_act": ("gelu", "gelu_new"),
     }
-    require_choices(config, choices)
+    require_choices(config, {key: choices[key] for key in _known(config, *choices)})
     tasks = [f"{name}.{key}" for name in task_names(config) for key in ("steps", "batch_size", "microbatches")]
     rates = [f"{name}.learning_rate" for name in task_names(config)]
     sizes = (
         "model.layers model.width model.heads model.feed_forward optimizer.clip checkpoint.every checkpoint.keep "
         "log.every evaluation.batch_size"
     )
-    require_positive(config, *tasks, *rates, *sizes.split())
+    require_positive(config, *tasks, *rates, *_known(config, *sizes.split()))
     warmups = [f"{name}.warmup" for name in task_names(config)]
     counts = "seed optimizer.weight_decay checkpoint.keep_every log.hang_seconds log.profile_step"
     require_not_negative(config, *warmups, *counts.split())
     require(config.seed < 2**32, "seed", "must be below 2**32: JAX drops the bits beyond")
     require(0 <= config.model.dropout < 1, "model.dropout", "must be at least 0 and below 1")
-    require(config.model.width % config.model.heads == 0, "model.heads", "must divide model.width")
+    if len(_known(config, "model.width", "model.heads")) == 2:
+        require(config.model.width % config.model.heads == 0, "model.heads", "must divide model.width")
     for key in ("mesh.data", "mesh.fsdp", "mesh.model"):
         require(_get(config, key) > 0 or _get(config, key) == -1, key, "must be positive, or -1 for what is left")
 
@@ -431,9 +486,27 @@ def _check_choices(config: ConfigDict) -> None:
     require_choices(config, choices)
 
 
+def _check_encoder(config: ConfigDict) -> None:
+    """The section `encoder`, as far as it does not wait for a model."""
+    waiting = from_model(config)
+    require(
+        not waiting or bool(config.init_from),
+        (waiting or [""])[0],
+        "means as the model of init_from, which is not set: set one of the two",
+    )
+    choices = {"encoder.pooling": POOLING, "encoder.normalization": NORMALIZATION}
+    require_choices(config, {key: choices[key] for key in _known(config, *choices)})
+    require_positive(config, *_known(config, "encoder.norm_epsilon", "encoder.temperature"))
+    require_not_negative(config, *_known(config, "encoder.projection"))
+    for name, titles in (("query_prompt", False), ("passage_prompt", True)):
+        prompt = config.encoder[name]
+        if prompt and prompt != MODEL_PROMPT:
+            parse(prompt, f"config.encoder.{name}", titles)
+
+
 def _check_sizes(config: ConfigDict) -> None:
     positive = (
-        "encoder.projection encoder.norm_epsilon encoder.norm_scale model.span_hidden model.span_width "
+        "encoder.norm_scale model.span_hidden model.span_width "
         "retrieval.qa_passages retrieval.qa_beam retrieval.embed_batch index.shard_rows index.budget "
         "refresh.every refresh.wait_seconds refresh.poll_seconds refresh.idle_exit refresh.keep refresh.chunk_rows "
         "data.answers evaluation.passages evaluation.spans"

@@ -32,6 +32,8 @@ from realm_jax.models.bert import BertConfig
 from realm_jax.models.inputs import Documents
 from realm_jax.models.realm import Params, Realm
 from realm_jax.storage import digest
+from realm_jax.text.templates import Encode, Template, compiled, placeholder
+from realm_jax.text.wordpiece import WordPiece
 
 
 class Networks(Protocol):
@@ -196,7 +198,8 @@ def make_run(config: ConfigDict, workdir: Path, sources: Sources, devices: list[
             f"retrieval.qa_passages and evaluation.qa_passages need {wanted}; add passages or lower the keys"
         )
     wordpiece = sources.wordpiece
-    bare = bare_run(config, workdir, rows, wordpiece.size, devices, (wordpiece.cls_id, wordpiece.sep_id))
+    special = wordpiece.cls_id, wordpiece.sep_id
+    bare = bare_run(config, workdir, rows, wordpiece.size, devices, special, encoder_of(wordpiece))
     if config.data.text == "passages":
         sources = dataclasses.replace(sources, pretraining=sources.passages)
     return dataclasses.replace(bare, sources=sources)
@@ -204,15 +207,16 @@ def make_run(config: ConfigDict, workdir: Path, sources: Sources, devices: list[
 
 def bare_run(
     config: ConfigDict, workdir: Path, rows: int, vocabulary_size: int, devices: list[jax.Device] | None = None,
-    special: tuple[int, int] = (101, 102),
+    special: tuple[int, int] = (101, 102), encode: Encode = placeholder,
 ) -> Run:  # fmt: skip
     """A run that knows the sizes of its data but has none: enough to compile its programs.
 
-    special: ids of [CLS] and [SEP], by default those of BERT's vocabulary. Raises UserError where sizes do not fit.
+    special: ids of [CLS] and [SEP], by default those of BERT's vocabulary. encode: what makes word pieces of prompts.
+    Raises UserError where sizes do not fit.
     """
     mesh = mesh_for(config, devices)
     data, retrieval, objective = config.data, config.retrieval, config.objective
-    model = make_model(config, vocabulary_size, logical_sharding(mesh, "batch", None, None))
+    model = make_model(config, vocabulary_size, encode, logical_sharding(mesh, "batch", None, None))
     setting = Setting(
         dataclasses.replace(model, bert=suited(model.bert, mesh, config.model.fused_attention)),
         mesh,
@@ -271,18 +275,44 @@ def suited(bert: BertConfig, mesh: Mesh, fused: bool) -> BertConfig:
     return bert
 
 
-def make_model(config: ConfigDict, vocabulary_size: int, hidden: NamedSharding | None = None) -> Realm:
-    """The networks that a config describes. hidden: where their hidden states live on a mesh."""
+def encoder_of(wordpiece: WordPiece) -> Encode:
+    """What makes word pieces of a prompt."""
+    return lambda text: wordpiece.encode(text).ids
+
+
+def make_model(
+    config: ConfigDict, vocabulary_size: int, encode: Encode = placeholder, hidden: NamedSharding | None = None
+) -> Realm:
+    """The networks that a config describes. encode: what makes word pieces of prompts; hidden: where their hidden
+    states live on a mesh. Raises UserError where prompts leave too few positions."""
     model, encoder = config.model, config.encoder
+    query, passage = encoder.query_prompt, encoder.passage_prompt
+    query_template = compiled(query, "config.encoder.query_prompt", False, encode) if query else None
+    passage_template = compiled(passage, "config.encoder.passage_prompt", True, encode) if passage else None
+    longest = max(joint_length(config), *tower_lengths(config, query_template, passage_template))
+    if 0 < model.max_length < longest:
+        raise UserError(f"config.model.max_length: texts with the prompts of config.encoder need {longest} positions")
     return Realm(
-        make_bert(model, vocabulary_size, joint_length(config), hidden),
+        make_bert(model, vocabulary_size, longest, hidden),
         projection=encoder.projection,
         norm_epsilon=encoder.norm_epsilon,
         norm_scale=encoder.norm_scale,
+        pooling=encoder.pooling,
+        normalization=encoder.normalization,
+        temperature=float(encoder.temperature),
+        query_template=query_template,
+        passage_template=passage_template,
         span_hidden=model.span_hidden,
         span_width=model.span_width,
         shared_tower=model.shared_tower,
     )
+
+
+def tower_lengths(config: ConfigDict, query: Template | None, passage: Template | None) -> tuple[int, int]:
+    """Positions that the longest query and the longest passage take, with what their templates add."""
+    lengths = config.data
+    single = -1 + passage.size if passage else 0  # one text has one [SEP] less than two segments
+    return lengths.query_length + (query.size if query else 0), lengths.document_length + single
 
 
 def make_bert(model: ConfigDict, vocabulary_size: int, length: int, hidden: NamedSharding | None) -> BertConfig:

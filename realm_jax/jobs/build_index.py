@@ -38,6 +38,7 @@ from realm_jax.index.generations import (
     step_of,
 )  # fmt: skip
 from realm_jax.jobs.flags import add_config_argument, load_config
+from realm_jax.jobs.models import resolved
 from realm_jax.jobs.opening import recorded_config, recorded_corpus, set_up_jax
 from realm_jax.run import Run, make_run
 from realm_jax.storage import Folder, StorageError, make_folder
@@ -76,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--process={args.process}: must be at least 0 and below --processes={args.processes}")
     config = load_config(args.config, args.overrides, lambda: _recorded_or_default(Path(args.workdir)))
     validate(config)
+    config = resolved(config, Path(args.workdir))
     if config.retrieval.backend == "scann":
         check_scann()
     make_folder(Path(args.workdir), "--workdir")

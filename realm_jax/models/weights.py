@@ -20,6 +20,7 @@ from realm_jax.errors import UserError
 from realm_jax.models.bert import LAYER_NORM_EPSILON, BertConfig, initializer_stddev
 from realm_jax.models.reader import SPAN_NORM_EPSILON
 from realm_jax.models.realm import Realm
+from realm_jax.models.sentence_folder import SentenceModel
 
 WEIGHTS, SETTINGS = "model.safetensors", "config.json"
 PREFIXES = ("", "bert.", "realm.")  # of a bare encoder, of one with a head, and of REALM's networks in transformers
@@ -37,7 +38,7 @@ LAYER = {  # ours → theirs
     "output_norm": "output.LayerNorm",
 }
 WORDS, POSITIONS = "embeddings.word_embeddings.weight", "embeddings.position_embeddings.weight"
-WORD_HEAD = "word head"
+WORD_HEAD, PROJECTION, VECTOR_NORM = "word head", "projection", "vector norm"
 TIED = "cls.predictions.decoder.weight"  # the word embeddings once more, in some files
 FLOATS = ("F32", "F16", "BF16", "F64")
 SAME_ACTIVATION = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new"}  # theirs → ours: all with tanh
@@ -109,15 +110,25 @@ def encoder(c: BertConfig) -> Part:
 def networks(model: Realm) -> dict[str, tuple[Part, ...]]:
     """Name of a network, at the top of the parameters → its parts, the encoder first."""
     c = model.bert
-    pooler = Part("pooler", (*_linear(("pooler",), "pooler.dense", (c.width, c.width)),))
-    projection = (
-        *_linear(("projection",), "cls.dense", (c.width, model.projection)),
-        *_norm(("projection_norm",), "cls.LayerNorm", model.projection),
-    )
-    epsilon = {"projection_layer_norm_eps": ("config.encoder.norm_epsilon", model.norm_epsilon)}
-    tower = encoder(c), pooler, Part("projection", projection, epsilon)
+    tower = encoder(c), *_vector_parts(model)
     reader = encoder(c), _word_head(c), _span_head(c, model.span_hidden)
     return {name: tower for name in model.embedder_names} | {"reader": reader}
+
+
+def _vector_parts(model: Realm) -> Iterator[Part]:
+    """What a tower has above its encoder."""
+    width = model.bert.width
+    if model.pooling == "pooler":
+        yield Part("pooler", (*_linear(("pooler",), "pooler.dense", (width, width)),))
+    tensors: list[Tensor] = []
+    epsilon: dict[str, tuple[str, Any]] = {}
+    if model.projection:
+        tensors += _linear(("projection",), "cls.dense", (width, model.projection))
+    if model.normalization == "layer":
+        tensors += _norm(("projection_norm",), "cls.LayerNorm", model.vector_size)
+        epsilon = {"projection_layer_norm_eps": ("config.encoder.norm_epsilon", model.norm_epsilon)}
+    if tensors:
+        yield Part(PROJECTION if model.projection else VECTOR_NORM, tuple(tensors), epsilon)
 
 
 def _word_head(c: BertConfig) -> Part:
@@ -153,12 +164,16 @@ def _norm(path: tuple[str, ...], name: str, width: int) -> Iterator[Tensor]:
 
 
 class Source(NamedTuple):
-    """A file that fits: where each tensor of the parts in it is, and the titles of the parts it has and has not."""
+    """A file that fits: where each tensor of the parts in it is, and the titles of the parts it has and has not.
+
+    modules: further files of the same network, each with where its tensors are.
+    """
 
     path: Path
     names: tuple[tuple[Tensor, str], ...]
     found: tuple[str, ...]
     missing: tuple[str, ...]
+    modules: tuple["Source", ...] = ()
 
 
 def load_bert(folder: Path, config: BertConfig) -> Params:
@@ -188,7 +203,60 @@ def read(source: Source) -> Params:
 
     Positions beyond those of the network are left out. Raises UserError where a number is not finite.
     """
-    return _opened(source.path, lambda file: _read(file, source))
+    params: Params = _opened(source.path, lambda file: _read(file, source))
+    for module in source.modules:
+        params |= read(module)
+    return params
+
+
+NO_BIAS = ""  # in the place of a name: the layer has none, which is a bias of 0
+MODULES = {  # of sentence-transformers: our path → its kind, and the name of its layer
+    "pooler": ("pooler", "linear"),
+    "projection": ("projection", "linear"),
+    "projection_norm": ("norm", "norm"),
+}
+
+
+def with_modules(source: Source, part: Part, model: SentenceModel) -> Source:
+    """A source with those tensors of a part that modules of sentence-transformers hold; what they lack stays fresh.
+
+    Raises UserError where a module has no safe weights, or weights of another size.
+    """
+    modules = []
+    for place in module_places(part, model):
+        kind, layer = MODULES[place]
+        tensors = [tensor for tensor in part.tensors if tensor.path[0] == place]
+        modules.append(_find_module(model.module(kind), tensors, layer, part.title))
+    return source._replace(found=(*source.found, part.title), modules=(*source.modules, *modules))
+
+
+def module_places(part: Part, model: SentenceModel) -> list[str]:
+    """The layers of a tower's part that a module of sentence-transformers has weights for."""
+    places = sorted({tensor.path[0] for tensor in part.tensors} & {*MODULES})
+    return [place for place in places if model.module(MODULES[place][0]) is not None]
+
+
+def _find_module(folder: Path | None, tensors: Sequence[Tensor], layer: str, title: str) -> Source:
+    assert folder is not None
+    path = folder / WEIGHTS
+    if not path.is_file():
+        raise UserError(f"{path.parent}: has no {WEIGHTS}; choose a model that was saved as safetensors")
+
+    def find(file: Any) -> Source:
+        names, places = set(file.keys()), []
+        for tensor in tensors:
+            name = f"{layer}.{tensor.name.rpartition('.')[2]}"
+            if name in names:
+                _check_tensor(file.get_slice(name), name, tensor, path)
+                places.append((tensor, name))
+            elif name.endswith("bias"):
+                places.append((tensor, NO_BIAS))
+            else:
+                raise UserError(f"{path}: has no {name}; fetch it again")
+        return Source(path, tuple(places), (title,), ())
+
+    found: Source = _opened(path, find)
+    return found
 
 
 def _opened(path: Path, use: Any) -> Any:
@@ -300,7 +368,7 @@ def _check_settings(path: Path, wanted: dict[str, tuple[str, Any]]) -> None:
 def _read(file: Any, source: Source) -> Params:
     params: Params = {}
     for tensor, name in source.names:
-        array = file.get_tensor(name)
+        array = np.zeros(tensor.shape, np.float32) if name == NO_BIAS else file.get_tensor(name)
         array = array.T if tensor.turned else array
         if tensor.name == POSITIONS:
             array = array[: tensor.shape[0]]

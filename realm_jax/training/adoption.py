@@ -69,7 +69,7 @@ class Adoption(OfCorpus):
             "corpus": run.sources.passages.fingerprint,
             "tokenizer": run.sources.wordpiece.fingerprint,
             "rows": run.sources.passages.stored,
-            "width": run.model.projection,
+            "width": run.model.vector_size,
             "dtype": index_settings(run)["dtype"],
         }
         self._follower = Follower(self._folder, expected, run, self._options.poll_seconds)
@@ -212,7 +212,7 @@ class Adoption(OfCorpus):
     def _adopt(self, found: Loaded, index: Fresh | None, waited: float) -> Fresh:
         facts: dict[str, Any] = {"generation": found.manifest.generation, "waited": round(waited, 3)}
         if index is not None:  # a device program, so every process runs it, even without queries to run it with
-            none = np.zeros((DRIFT_QUERIES, self._run.model.projection), np.float32)
+            none = np.zeros((DRIFT_QUERIES, self._run.model.vector_size), np.float32)
             queries = none if found.queries is None else found.queries[:DRIFT_QUERIES]
             drift = self._kept_share(queries, index, found)
             facts |= {} if found.queries is None else {"drift": drift}

@@ -79,9 +79,16 @@ def tower_of(config: ConfigDict) -> Tower:
 
 
 def embedding_flops(config: ConfigDict, length: int) -> float:
-    """One sequence to its vector, forward."""
-    head = 2 * config.model.width * (config.model.width + config.encoder.projection)
-    return tower_of(config).forward(length, 1) + head
+    """One sequence to its vector, forward; the literal pieces of prompts are left out."""
+    width, encoder = config.model.width, config.encoder
+    head = 2 * width * ((width if encoder.pooling == "pooler" else 0) + encoder.projection)
+    return tower_of(config).forward(length, None if encoder.pooling == "mean" else 1) + head
+
+
+def vector_size(config: ConfigDict) -> int:
+    """Features of a retrieval vector."""
+    size: int = config.encoder.projection or config.model.width
+    return size
 
 
 def step_flops(config: ConfigDict, task: str, vocabulary: int, predictions: int, rows: int) -> dict[str, float]:
@@ -90,12 +97,12 @@ def step_flops(config: ConfigDict, task: str, vocabulary: int, predictions: int,
     tower, width, joint = tower_of(config), config.model.width, joint_length(config)
     query, document = embedding_flops(config, data.query_length), embedding_flops(config, data.document_length)
     words = 2 * predictions * width * (width + vocabulary)
-    search = 2.0 * rows * config.encoder.projection
+    search = 2.0 * rows * vector_size(config)
     parts: dict[str, float] = {}
     if task in ("mlm", "closed_book"):
         parts["reader"] = 3 * (tower.forward(joint, predictions) + words)
     if task == "ict":
-        scores = 3 * 2.0 * batch * config.encoder.projection
+        scores = 3 * 2.0 * batch * vector_size(config)
         parts |= {"queries": 3 * query, "documents": 3 * document, "scores": scores}
     if task == "realm":
         candidates = retrieval.candidates - 1

