@@ -89,6 +89,8 @@ Operations (may change on resume):
                            hf:NAME, a model of the Hugging Face hub; py:NAME, that of an installed Python package; ''
                            for none. A folder of sentence-transformers is taken with its pooling, projection,
                            normalisation and prompts, where keys of `encoder` ask for the model's own
+  reader_from              the same, for the reader alone: one that was trained on other questions, where there are none
+                           or few about these passages
   model.remat              what the backward pass computes again, to save memory: 'none', 'dots' (all but products
                            with parameters), 'layer' (all but what each layer was given)
   model.scan               layers as one compiled loop: minutes less to compile twelve of them; other dropout draws
@@ -144,6 +146,7 @@ OPERATIONS = (
     "data.path",
     "data.vocabulary",
     "init_from",
+    "reader_from",
     "mesh",
     "model.remat",
     "model.scan",
@@ -223,6 +226,7 @@ def default() -> ConfigDict:
             "tasks": "mlm,ict,realm,qa",
             "seed": 0,
             "init_from": "",
+            "reader_from": "",
             "data": {
                 "path": "",
                 "masking": "salient",

@@ -49,6 +49,11 @@ def dataset(
     return grain.MapDataset.range(ENDLESS).map(batch)
 
 
+def padded_lengths(examples: Examples) -> int:
+    """How many different lengths the batches of examples are padded to at most."""
+    return 1 if examples.lengths is None else len(np.unique(-(-examples.lengths // ROUND)))
+
+
 Window = tuple[NDArray[np.int64], NDArray[np.int64]]
 
 

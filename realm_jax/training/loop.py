@@ -21,7 +21,7 @@ from realm_jax.config import task_names
 from realm_jax.data import examples as make
 from realm_jax.data.closed_book import closed_book_examples
 from realm_jax.data.examples import Examples
-from realm_jax.data.pipeline import batches
+from realm_jax.data.pipeline import batches, padded_lengths
 from realm_jax.errors import UserError
 from realm_jax.index.candidates import Index
 from realm_jax.models.realm import Params
@@ -174,11 +174,12 @@ class _Training:
         self._watchdog = Watchdog(config.log.hang_seconds, place.name)
         self._refreshes = course.refresh(self._start, checkpoints, self._stopping, self._embedding)
         rows = own_rows(run.mesh, size)
-        source = batches(course.examples(), config.seed, task.name, size, self._start, self._total, rows)
+        examples = course.examples()
+        source = batches(examples, config.seed, task.name, size, self._start, self._total, rows)
         in_flight = None if saved is None else saved.in_flight
         self._feed = Feed(run.mesh, source, rows, size, course.search, in_flight)
         self._profiler = Profiler(place / "profile", config.log.profile_step)
-        self._compiles = CompileGuard(self._step_function)
+        self._compiles = CompileGuard(self._step_function, padded_lengths(examples))
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
