@@ -80,6 +80,8 @@ Science (a run folder keeps them; another value on resume is an error that names
   evaluation.passages      passages retrieved for recall
   evaluation.qa_every      steps of fine-tuning between two measurements; it ends with the parameters of largest exact
                            match among those measured; 0: with the last ones
+  evaluation.held_out      share of documents that nothing is trained on where there are no development questions:
+                           masked sentences of theirs, which ask for their document, are measured in place of questions
   evaluation.keep_best     whether every task hands on the parameters that measured best, its start among them: by
                            exact match where answers are trained, else by recall of the first five passages
 Operations (may change on resume):
@@ -322,6 +324,7 @@ def default() -> ConfigDict:
                 "spans": 20,
                 "aggregate": "marginal",
                 "qa_every": 0,
+                "held_out": 0.0,
                 "keep_best": False,
             },
         }
@@ -522,7 +525,13 @@ def _check_sizes(config: ConfigDict) -> None:
         "index.leaves_searched index.tree_from"
     )
     require_not_negative(config, *not_negative.split())
-    for key in ("data.null_rate", "data.unrelated_rate", "data.ict_mask_rate", "index.min_recall"):
+    for key in (
+        "data.null_rate",
+        "data.unrelated_rate",
+        "data.ict_mask_rate",
+        "index.min_recall",
+        "evaluation.held_out",
+    ):
         require(0 <= _get(config, key) <= 1, key, "must lie between 0 and 1")
     rest = 1 - config.data.null_rate - config.data.unrelated_rate
     require(rest >= 0, "data.unrelated_rate", "may not exceed 1 together with data.null_rate")

@@ -68,7 +68,7 @@ def real_text() -> ConfigDict:
     config.retrieval.update(candidates=5, qa_passages=5, qa_titles=True, qa_beam=50)
     config.refresh.every = 1000
     config.evaluation.batch_size = 4  # three times as fast on two cores as 64: what is read stays in their caches
-    config.evaluation.keep_best = True
+    config.evaluation.update(keep_best=True, held_out=0.02)
     config.checkpoint.update(every=100, keep=1)
     return config
 

@@ -177,6 +177,7 @@ def warmup_examples(
     lengths: Lengths,
     null_rate: float,
     unrelated_rate: float,
+    kept: tuple[NDArray[np.bool_] | None, NDArray[np.bool_] | None] = (None, None),
 ) -> Examples:
     """The reader's warm-up: masked salient spans of three kinds, all pairs that any text has.
 
@@ -186,10 +187,15 @@ def warmup_examples(
       every passage: what retrieval offers at first is mostly wrong.
     * A share `null_rate`: a sentence of the pre-training text beside the empty document (plain masked words). Beside
       unrelated passages these would teach that the pre-training text's style means that no passage helps.
+
+    kept: rows of passages and of pre-training text that may be trained on, bool [rows]; None for all.
     """
     spans = recurring_spans(passages, lengths.query)
+    spans = spans if kept[0] is None else spans[kept[0][spans[:, 0]]]
     _require(len(spans), passages, "a name or date that it mentions in two sentences", "the warm-up")
     sentences = salient_sentences(pretraining, lengths.query)
+    if kept[1] is not None:
+        sentences = Annotated(*(part[kept[1][sentences.rows]] for part in sentences))
     _require(len(sentences.rows), pretraining, "a salient span", "the warm-up")
 
     def make(index: int, rng: np.random.Generator) -> Example:
@@ -233,9 +239,15 @@ def _excerpt_example(
     return arrays | document_arrays(store.title_tokens(row), excerpt, lengths.document, wordpiece)
 
 
-def cloze_examples(store: PassageStore, wordpiece: WordPiece, lengths: Lengths, mask_rate: float) -> Examples:
-    """Inverse cloze task: a sentence and its passage, out of which a share `mask_rate` of the sentences is taken."""
-    rows = np.flatnonzero(store.sentence_counts() > 1)
+def cloze_examples(
+    store: PassageStore, wordpiece: WordPiece, lengths: Lengths, mask_rate: float, kept: NDArray[np.bool_] | None = None
+) -> Examples:
+    """Inverse cloze task: a sentence and its passage, out of which a share `mask_rate` of the sentences is taken.
+
+    kept: rows that may be trained on, bool [rows]; None for all.
+    """
+    several = store.sentence_counts() > 1
+    rows = np.flatnonzero(several if kept is None else several & kept)
     _require(len(rows), store, "a passage of two or more sentences", "the inverse cloze task")
 
     def make(index: int, rng: np.random.Generator) -> Example:
@@ -253,17 +265,26 @@ def cloze_examples(store: PassageStore, wordpiece: WordPiece, lengths: Lengths, 
     return Examples(len(rows), make)
 
 
-def masked_examples(store: PassageStore, wordpiece: WordPiece, lengths: Lengths, kind: str, own_text: bool) -> Examples:
+def masked_examples(
+    store: PassageStore,
+    wordpiece: WordPiece,
+    lengths: Lengths,
+    kind: str,
+    own_text: bool,
+    kept: NDArray[np.bool_] | None = None,
+) -> Examples:
     """REALM's queries: one masked sentence a passage and pass, spans chosen as `mask(kind, …)` does.
 
     own_text: the rows are the corpus's own, so that `own_row` names the passage that may not be retrieved (else −1).
-    For 'salient' the sentence is that of a span chosen uniformly over the passage, as in the reference.
+    For 'salient' the sentence is that of a span chosen uniformly over the passage, as in the reference. kept: rows that
+    may be trained on, bool [rows]; None for all.
     """
     room = lengths.query - 2
     if kind == "salient":
         rows = np.concatenate([np.unique(rows) for rows, _ in store.salient_sentences(room)])
     else:
         rows = np.flatnonzero(store.sentence_counts())
+    rows = rows if kept is None else rows[kept[rows]]
     _require(len(rows), store, "a salient span", "REALM pre-training")
 
     def make(index: int, rng: np.random.Generator) -> Example:

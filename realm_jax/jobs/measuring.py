@@ -3,20 +3,26 @@
 from typing import Any
 
 from realm_jax.corpus.jsonl import Question, answered
+from realm_jax.data.held_out import masked_sentences
 from realm_jax.evaluation.answers import exact_match
 from realm_jax.evaluation.closed_book import recall_answers
 from realm_jax.evaluation.predict import Evaluator
 from realm_jax.index.candidates import Index
 from realm_jax.models.realm import Params
 from realm_jax.run import Run
-from realm_jax.training.loop import Measure
+from realm_jax.training.loop import Measure, held_out_share
 
 
 def dev_questions(run: Run) -> list[Question]:
-    """The development questions that a run is measured on; empty when the prepared folder has none."""
-    questions = run.sources.questions.get("dev", [])
+    """What a run is measured on: its development questions, else masked sentences of held-out documents.
+
+    Empty where the prepared folder has no such questions and `evaluation.held_out` holds out nothing.
+    """
     most = run.config.evaluation.questions
-    return questions[:most] if most else questions
+    if questions := run.sources.questions.get("dev", []):
+        return questions[:most] if most else questions
+    sources, share = run.sources, held_out_share(run)
+    return masked_sentences(sources.passages, sources.wordpiece, run.lengths.query, share, most) if share else []
 
 
 def measure_of(run: Run, task: str) -> Measure | None:

@@ -198,7 +198,7 @@ def borrows(config: ConfigDict, workdir: Path) -> bool:
 
 
 def borrow_params(run: Run, fresh: Params) -> Params:
-    """What `init_from` and `reader_from` name, on this run's devices, the reader of the latter in place of any other."""
+    """What `init_from` and `reader_from` name, on this run's devices; the reader is that of the latter."""
     params = _borrow(run, fresh, "init_from") if run.config.init_from else fresh
     if not run.config.reader_from:
         return params

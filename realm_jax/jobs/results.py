@@ -134,6 +134,8 @@ def collect(run: Run, evaluator: Evaluator, predictions: Sequence[Prediction]) -
     by_group = {name: found[BY_WORDS] for name, found in measured.items() if BY_WORDS in found}
     results |= {BY_WORDS: by_group} if by_group else {}
     results["exact_match"] = exact
+    asked = bool(run.sources.questions.get("dev"))
+    results["measured_on"] = "development questions" if asked else "masked sentences of held-out documents"
     results["stages"] = {name: stage for name in stages if (stage := stage_of(run, name, measured["untrained"]))}
     if utilities:
         results["retrieval_utility"] = float(np.mean(utilities[-max(1, len(utilities) // 10) :]))

@@ -21,6 +21,7 @@ from realm_jax.config import task_names
 from realm_jax.data import examples as make
 from realm_jax.data.closed_book import closed_book_examples
 from realm_jax.data.examples import Examples
+from realm_jax.data.held_out import trained_rows
 from realm_jax.data.pipeline import batches, padded_lengths
 from realm_jax.errors import UserError
 from realm_jax.index.candidates import Index
@@ -78,16 +79,25 @@ def task_examples(run: Run, name: str) -> Examples:
     """The examples that a task trains on."""
     sources, config, lengths = run.sources, run.config, run.lengths
     wordpiece, data = sources.wordpiece, config.data
+    passages, pretraining = (
+        trained_rows(store, held_out_share(run)) for store in (sources.passages, sources.pretraining)
+    )
     if name == "mlm":
-        stores = (sources.passages, sources.pretraining)
-        return make.warmup_examples(*stores, wordpiece, lengths, data.null_rate, data.unrelated_rate)
+        stores, kept = (sources.passages, sources.pretraining), (passages, pretraining)
+        return make.warmup_examples(*stores, wordpiece, lengths, data.null_rate, data.unrelated_rate, kept)
     if name == "ict":
-        return make.cloze_examples(sources.passages, wordpiece, lengths, data.ict_mask_rate)
+        return make.cloze_examples(sources.passages, wordpiece, lengths, data.ict_mask_rate, passages)
     if name == "realm":
-        return make.masked_examples(sources.pretraining, wordpiece, lengths, data.masking, sources.own_text)
+        own_text = sources.own_text
+        return make.masked_examples(sources.pretraining, wordpiece, lengths, data.masking, own_text, pretraining)
     if name == "closed_book":
         return closed_book_examples(sources.pretraining, sources.answered("train"), wordpiece, lengths)
     return make.question_examples(sources.answered("train"), wordpiece, lengths)
+
+
+def held_out_share(run: Run) -> float:
+    """The share of documents that are kept out of training, to measure with where there are no questions for that."""
+    return 0.0 if run.sources.questions.get("dev") else float(run.config.evaluation.held_out)
 
 
 def train_task(

@@ -11,13 +11,8 @@ from realm_jax.processes import is_first
 from realm_jax.run import BaseRun
 from realm_jax.storage import read_json, write_json_atomic
 
-PLACES = (
-    "data.path",
-    "data.vocabulary",
-    "init_from",
-    "reader_from",
-    "refresh.shared",
-)  # keys that may name a file or a folder
+# Keys that may name a file or a folder.
+PLACES = ("data.path", "data.vocabulary", "init_from", "reader_from", "refresh.shared")
 
 
 def check_workdir(run: BaseRun) -> None:
