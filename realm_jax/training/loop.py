@@ -80,7 +80,8 @@ def task_examples(run: Run, name: str) -> Examples:
     if name == "ict":
         return make.cloze_examples(sources.passages, wordpiece, lengths, data.ict_mask_rate)
     if name == "realm":
-        return make.masked_examples(sources.pretraining, wordpiece, lengths, data.masking, sources.own_text)
+        text, find = sources.pretraining, run.find_sentence
+        return make.masked_examples(text, wordpiece, lengths, data.masking, sources.own_text, find)
     if name == "closed_book":
         return closed_book_examples(sources.pretraining, sources.questions.get("train", []), wordpiece, lengths)
     return make.question_examples(sources.questions.get("train", []), wordpiece, lengths)
