@@ -57,7 +57,12 @@ Science (a run folder keeps them; another value on resume is an error that names
   retrieval.ahead          scann: the search for step t + ahead starts before step t, with the parameters of step t
   retrieval.query_params   what searches: 'current' query tower, or that of the index's 'generation' (the reference's)
   retrieval.dtype          of the stored vectors: 'float32' or 'bfloat16'
-  retrieval.qa_search      what finds the passages of a question: 'vectors', or 'bm25', with the reader alone trained
+  retrieval.search         what finds REALM's candidates: 'vectors'; 'bm25', by the words that are not masked; or
+                           'hybrid', both lists as one. p(z|x) is the retriever's in every case
+  retrieval.qa_search      what finds the passages of a question: 'vectors'; 'hybrid'; or 'bm25', with the reader alone
+                           trained, and BM25's scores for p(z|x)
+  retrieval.language       of the passages, whose stems and stop words BM25 uses: 'en', 'de', …; '' to look at the
+                           passages, 'none' for plain words
   retrieval.qa_passages    passages read for a question
   retrieval.qa_titles      read them with their titles
   retrieval.qa_beam        passages that the retriever's term of 'orqa' and 'positive' ranks, and ict over the index
@@ -137,9 +142,11 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from realm_jax.errors import UserError
+from realm_jax.text.languages import LANGUAGES, PLAIN
 from realm_jax.text.templates import parse
 
 MODEL_PROMPT = "model"
+SEARCHES = ("vectors", "bm25", "hybrid")  # what finds passages
 TASKS = ("mlm", "ict", "realm", "qa", "closed_book")
 ANSWERING = ("qa", "closed_book")  # tasks that learn from questions, and end with answers to them
 POOLING = ("pooler", "cls", "mean", "last")
@@ -272,7 +279,9 @@ def default() -> ConfigDict:
                 "ahead": 1,
                 "query_params": "current",
                 "dtype": "float32",
+                "search": "vectors",
                 "qa_search": "vectors",
+                "language": "",
                 "qa_passages": 5,
                 "qa_titles": False,
                 "qa_beam": 5000,
@@ -487,7 +496,9 @@ def _check_choices(config: ConfigDict) -> None:
         "objective.marginal": ("example", "token"),
         "objective.qa": ("marginal", "orqa", "positive"),
         "objective.ict": ("batch", "index"),
-        "retrieval.qa_search": ("vectors", "bm25"),
+        "retrieval.search": SEARCHES,
+        "retrieval.qa_search": SEARCHES,
+        "retrieval.language": ("", PLAIN, *LANGUAGES),
         "evaluation.aggregate": ("marginal", "max"),
     }
     require_choices(config, choices)
@@ -538,7 +549,7 @@ def _check_sizes(config: ConfigDict) -> None:
     require_positive(config, "optimizer.head_rate")
     require_not_negative(config, *(f"{task}.retriever_rate" for task in TASKS))
     _check_refresh(config.refresh)
-    trained = "qa" in task_names(config) and config.retrieval.qa_search == "vectors"
+    trained = "qa" in task_names(config) and config.retrieval.qa_search != "bm25"
     moves = not trained or not config.model.shared_tower or config.refresh.qa_every > 0
     require(
         moves,
@@ -549,8 +560,10 @@ def _check_sizes(config: ConfigDict) -> None:
     require(apart, "objective.ict", "'index' trains the query tower alone; set model.shared_tower=False")
     frozen = not (config.objective.qa == "positive" and config.refresh.qa_every)
     require(frozen, "refresh.qa_every", "objective.qa=positive trains no document tower; set it to 0")
-    searched = config.retrieval.qa_search == "vectors" or not config.refresh.qa_every
+    searched = config.retrieval.qa_search != "bm25" or not config.refresh.qa_every
     require(searched, "refresh.qa_every", "trains vectors that retrieval.qa_search=bm25 does not search; set it to 0")
+    here = config.retrieval.backend == "device" or config.retrieval.search == "vectors"
+    require(here, "retrieval.search", "retrieval.backend=scann searches vectors alone; set one of the two keys back")
     enough = config.retrieval.backend == "device" or config.index.budget >= config.retrieval.candidates
     require(enough, "index.budget", "must be at least retrieval.candidates")
     require(config.retrieval.candidates >= 2, "retrieval.candidates", "must be at least 2: the null document and one")

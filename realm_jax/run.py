@@ -7,7 +7,7 @@
 import abc
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,13 +20,15 @@ from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
 from realm_jax.config import default, joint_length, task_names
-from realm_jax.data.examples import Lengths, lengths_from
+from realm_jax.data.examples import Example, Find, Found, Lengths, lengths_from
 from realm_jax.data.sources import Sources
 from realm_jax.errors import UserError
 from realm_jax.index.approximate import Settings as SearchSettings
-from realm_jax.index.candidates import Index, Setting
+from realm_jax.index.candidates import Index, Setting, words_listed
 from realm_jax.index.embed import CorpusRows, embed_corpus, in_groups
 from realm_jax.index.exact import padded_rows
+from realm_jax.index.fusion import LIST
+from realm_jax.index.words import Bm25, check_words, words_of
 from realm_jax.mesh import logical_sharding, make_mesh, parameter_shardings
 from realm_jax.models.bert import BertConfig
 from realm_jax.models.inputs import Documents
@@ -115,13 +117,44 @@ class Run(BaseRun):
         """An index of host vectors [rows, projection], stored as `retrieval.dtype` and sharded by rows."""
         return Index(self._by_rows(vectors.astype(self.config.retrieval.dtype, copy=False)), self.documents)
 
-    def finds_by_words(self, task: str) -> bool:
-        """Whether what a task trained reads the passages that BM25 finds."""
-        return task == "qa" and self.setting.qa_words
+    def search_of(self, task: str) -> str:
+        """What finds the passages of a question for what a task trained, one of `config.SEARCHES`."""
+        return self.setting.qa_search if task == "qa" else "vectors"
 
-    def needs_vectors(self, task: str) -> bool:
-        """Whether what a task trained finds passages by their vectors, and not by words, or reads none at all."""
-        return task != "closed_book" and not self.finds_by_words(task)
+    def needs_vectors(self, task: str, search: str = "") -> bool:
+        """Whether questions to what a task trained need the passages' vectors: to search them, or for p(z|x).
+
+        search: in place of the task's own. A reader that was trained on BM25's scores goes on with those.
+        """
+        trained_on_words = task == "qa" and self.setting.qa_words
+        return task != "closed_book" and not (trained_on_words and (search or self.search_of(task)) == "bm25")
+
+    def words(self) -> Bm25:
+        """BM25 over the corpus, kept in the run folder or made in memory. Raises UserError where it has no words."""
+        words = words_of(self.sources.passages, self.config.retrieval.language, self.workdir)
+        check_words(words, f"search by words in {self.config.data.path}")
+        return words
+
+    def found_by_words(self, texts: Sequence[str], depth: int) -> Found:
+        """The `depth` best passages of texts by BM25, or as many as a list of hybrid search has."""
+        return Found(*self.words().scored(texts, max(depth, LIST)))
+
+    @property
+    def find_sentence(self) -> Find | None:
+        """What gives BM25's list for the words that are left of a masked sentence, without its own passage: for
+        REALM's candidates, where they do not come from vectors alone."""
+        if self.setting.search == "vectors":
+            return None
+        words, depth, own = self.words(), words_listed(self.setting, "realm"), self.setting.exclude_own
+
+        def find(text: str, own_row: int) -> Example:
+            rows, scores = (found[0] for found in words.scored([text], depth + 1))
+            kept = np.flatnonzero(rows != own_row if own else rows >= 0)[:depth]
+            missing = 0, depth - len(kept)
+            rows = np.pad(rows[kept], missing, constant_values=-1)
+            return Found(rows[None], np.pad(scores[kept], missing)[None]).arrays(0)
+
+        return find
 
     @property
     def bare_index(self) -> Index:
@@ -233,7 +266,8 @@ def bare_run(
         qa_beam=retrieval.qa_beam,
         qa_passages=retrieval.qa_passages,
         qa_titles=retrieval.qa_titles,
-        qa_words=retrieval.qa_search == "bm25",
+        search=retrieval.search,
+        qa_search=retrieval.qa_search,
         qa_documents=config.refresh.qa_every > 0,
     )
     lengths = lengths_from(

@@ -13,7 +13,7 @@ from realm_jax.config import default, validate
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.evaluation.predict import Evaluator
-from realm_jax.evaluation.retrieval import Bm25, searchable_texts
+from realm_jax.index.words import Bm25
 from realm_jax.jobs.matched_answers import strings_of, training_questions
 from realm_jax.jobs.prepare import prepare
 from realm_jax.jobs.recipe import train as train_recipe
@@ -156,9 +156,9 @@ def test_a_reader_learns_from_what_bm25_finds(people, tmp_path, objective):
     pairs = zip(jax.tree.leaves(last["reader"]), jax.tree.leaves(first["reader"]), strict=True)
     assert max(np.abs(np.asarray(x) - y).max() for x, y in pairs) > 1e-3
     questions = run.sources.questions["dev"]
-    evaluator, bm25 = Evaluator(run, questions, by_words=True), Bm25(searchable_texts(run.sources.passages))
+    evaluator, bm25 = Evaluator(run, questions, search="bm25"), run.words()
     rows, scores = bm25.scored([question.question for question in questions], len(PEOPLE))
-    index = run.index(run.embed(last))
+    index = run.bare_index
     np.testing.assert_array_equal(evaluator.retrieve(last, index), rows)
     for found, wanted, score in zip(evaluator.predict(last, index), rows, scores, strict=True):
         assert [one.row for one in found.candidates] == wanted[:3].tolist()

@@ -21,6 +21,7 @@ PACKAGE = ROOT / "realm_jax"
 
 # Import names that are not the name of the distribution.
 DISTRIBUTION = {
+    "Stemmer": "pystemmer",
     "yaml": "pyyaml",
     "absl": "absl-py",
     "apache_beam": "apache-beam",

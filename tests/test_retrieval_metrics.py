@@ -1,4 +1,4 @@
-"""Retrieval metrics: hit matrices, recall, break-down by group, and the BM25 yardstick."""
+"""Retrieval metrics: hit matrices, recall, and break-down by group."""
 
 import gzip
 import json
@@ -12,13 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from realm_jax.evaluation.retrieval import (
-    Bm25,
     answer_hits,
     by_group,
     found_within,
     gold_hits,
     recall_at_k,
-    searchable_texts,
 )
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -106,26 +104,6 @@ def test_groups_come_in_their_own_order_under_their_names_as_text():
 def test_groups_may_be_of_any_kinds():
     shares = by_group([True, False, True, False, True], ["two", 10, ["a"], 2.5, "two"])
     assert list(shares.items()) == [("2.5", 0.0), ("10", 0.0), ("['a']", 1.0), ("two", 1.0)]
-
-
-def test_bm25_finds_titles_and_texts_whatever_the_case():
-    index = Bm25(searchable_texts(Shelf()))
-    assert index.search(["what orbits EARTH", "a drink of leaves", "paris tower"], 1).tolist() == [[0], [3], [2]]
-
-
-def test_bm25_gives_no_candidate_for_texts_without_a_common_word():
-    index = Bm25(["alpha beta", "gamma"])
-    assert index.search(["omega", "", "gamma"], 5).tolist() == [[-1, -1], [-1, -1], [1, -1]]
-    assert index.search([], 5).shape == (0, 2)
-
-
-def test_bm25_over_texts_without_a_word_finds_nothing():
-    assert Bm25(["🙂", "🙃🙃", ""]).search(["smile", "🙂"], 2).tolist() == [[-1, -1], [-1, -1]]
-
-
-def test_bm25_prefers_rare_words():
-    index = Bm25(["the cat and the dog", "the zebra", "the dog", "the bird", "the fish"])
-    assert index.search(["the zebra"], 1).tolist() == [[1]]
 
 
 def test_hit_matrices_need_one_row_a_question():

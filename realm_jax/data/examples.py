@@ -52,8 +52,8 @@ def lengths_from(query: int, document: int, masking: str, predictions: int, answ
 
 
 def array_shapes(task: str, lengths: Lengths, found: int = 0) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """Shape and dtype of every array of an example of a task, as its maker below gives them. found: passages that come
-    with a question."""
+    """Shape and dtype of every array of an example of a task, as its maker below gives them. found: passages that
+    BM25 finds for a question or a masked sentence."""
     query = {"query": ((lengths.query,), np.uint16), "query_length": ((), np.int32)}
     document = {
         "document": ((lengths.document,), np.uint16),
@@ -66,15 +66,16 @@ def array_shapes(task: str, lengths: Lengths, found: int = 0) -> dict[str, tuple
         return query | masked | document
     if task == "ict":
         return query | document | {"own_row": ((), np.int32)}
+    passages: dict[str, Any] = {"word_rows": ((found,), np.int32), "word_scores": ((found,), np.float32)}
+    passages = passages if found else {}
     if task == "realm":
         sentence = {"sentence": ((lengths.query,), np.uint16), "sentence_length": ((), np.int32)}
-        return query | masked | sentence | {"own_row": ((), np.int32)}
+        return query | masked | sentence | {"own_row": ((), np.int32)} | passages
     answers = {
         "answers": ((lengths.answers, lengths.span_width), np.int32),
         "answer_lengths": ((lengths.answers,), np.int32),
     }
-    passages: dict[str, Any] = {"found": ((found,), np.int32), "found_scores": ((found,), np.float32)}
-    return query | answers | (passages if found else {})
+    return query | answers | passages
 
 
 def query_arrays(ids: NDArray, length: int, wordpiece: WordPiece, name: str = "query") -> Example:
@@ -265,19 +266,24 @@ def cloze_examples(
     return Examples(len(rows), make)
 
 
+Find = Callable[[str, int], Example]  # text and own row (−1 for none) → `Found.arrays` of the text
+
+
 def masked_examples(
     store: PassageStore,
     wordpiece: WordPiece,
     lengths: Lengths,
     kind: str,
     own_text: bool,
+    find: Find | None = None,
     kept: NDArray[np.bool_] | None = None,
 ) -> Examples:
     """REALM's queries: one masked sentence a passage and pass, spans chosen as `mask(kind, …)` does.
 
     own_text: the rows are the corpus's own, so that `own_row` names the passage that may not be retrieved (else −1).
-    For 'salient' the sentence is that of a span chosen uniformly over the passage, as in the reference. kept: rows that
-    may be trained on, bool [rows]; None for all.
+    For 'salient' the sentence is that of a span chosen uniformly over the passage, as in the reference. find: the list
+    of BM25 for the words that are left, where that comes with an example. kept: rows that may be trained on, bool
+    [rows]; None for all.
     """
     room = lengths.query - 2
     if kind == "salient":
@@ -292,14 +298,30 @@ def masked_examples(
         numbers = _salient_numbers(store, row, room) if kind == "salient" else range(len(store.sentences(row)))
         parts = [spans_of(store, row, int(number)) for number in numbers]
         share = np.array([_share(kind, spans, lengths.query - 2) for _, spans in parts], np.float64)
-        sentence, spans = parts[rng.choice(len(parts), p=share / share.sum())]
+        chosen = rng.choice(len(parts), p=share / share.sum())
+        sentence, spans = parts[chosen]
         arrays = masked_arrays(sentence, spans, kind, rng, lengths, wordpiece)
         text = np.zeros(lengths.query, np.uint16)
         text[: min(len(sentence), lengths.query)] = sentence[: lengths.query]
         arrays |= {"sentence": text, "sentence_length": np.int32(min(len(sentence), lengths.query))}
-        return arrays | {"own_row": np.int32(row if own_text else -1)}
+        own_row = row if own_text else -1
+        arrays |= {"own_row": np.int32(own_row)}
+        if find is None:
+            return arrays
+        hidden = arrays["positions"][arrays["weights"] > 0] - 1
+        return arrays | find(words_left(store, wordpiece, row, int(list(numbers)[chosen]), hidden), own_row)
 
     return Examples(len(rows), make)
+
+
+def words_left(store: PassageStore, wordpiece: WordPiece, row: int, number: int, hidden: NDArray) -> str:
+    """The text of a sentence with spaces in place of its hidden pieces. hidden: their places in the sentence."""
+    text, (start, end) = store.text(row), store.sentences(row)[number]
+    offsets = wordpiece.encode(text).offsets[start:end]
+    letters = list(text)
+    for first, last in (offsets[place] for place in hidden.tolist()):
+        letters[first:last] = " " * (last - first)
+    return "".join(letters[offsets[0][0] : offsets[-1][1]])
 
 
 def _share(kind: str, spans: NDArray[np.int32], room: int) -> int:
@@ -308,14 +330,14 @@ def _share(kind: str, spans: NDArray[np.int32], room: int) -> int:
 
 
 class Found(NamedTuple):
-    """The best passages of questions, found by something else: rows int32 and scores float32 [questions, depth]."""
+    """The best passages of texts by BM25: rows int32 and scores float32 [texts, depth], 0 where no word is shared."""
 
     rows: NDArray[np.int32]
     scores: NDArray[np.float32]
 
     def arrays(self, number: int) -> Example:
         """Those of one question."""
-        return {"found": self.rows[number], "found_scores": self.scores[number]}
+        return {"word_rows": self.rows[number], "word_scores": self.scores[number]}
 
 
 def question_examples(
@@ -328,10 +350,15 @@ def question_examples(
     encoded = [encoding.ids for encoding in wordpiece.encode_batch([q.question for q in questions])]
 
     def make(index: int, rng: np.random.Generator) -> Example:
-        arrays = question_arrays(encoded[index], questions[index].answers, wordpiece, lengths)
-        return arrays if found is None else arrays | found.arrays(index)
+        return question_arrays(encoded[index], questions[index].answers, wordpiece, lengths)
 
-    return Examples(len(questions), make)
+    examples = Examples(len(questions), make)
+    return examples if found is None else with_found(examples, found)
+
+
+def with_found(examples: Examples, found: Found) -> Examples:
+    """Examples with BM25's list of each."""
+    return Examples(examples.total, lambda index, rng: examples.make(index, rng) | found.arrays(index))
 
 
 def check_strings(questions: Sequence[Question]) -> None:

@@ -187,6 +187,8 @@ def inspect_masked(run: Run, params: Params, index: Index, text: Masked, pieces:
     """
     wordpiece = run.sources.wordpiece
     example = masked_text(text, pieces, run.lengths, wordpiece)
+    if (find := run.find_sentence) is not None:
+        example |= find(f"{text.before} {text.after}", -1)
     (seen,) = _look_at(run, params, index, [example])
     count = int(example["weights"].sum())
     if text.answer is not None:
@@ -270,6 +272,8 @@ def inspect_question(run: Run, params: Params, index: Index, question: str, answ
         raise UserError(
             f"the answer {answer!r} has no word pieces or more than config.model.span_width={lengths.span_width}"
         )
+    if run.setting.qa_search != "vectors":
+        example |= run.found_by_words([question], run.answering.qa_passages).arrays(0)
     batch = {key: np.stack([value] * run.mesh.size) for key, value in example.items()}
     found = _look_at_question(run.answering, params, put_batch(run.mesh, batch), index)
     rows, prior, reading, held = (to_host(part)[0] for part in found)
@@ -281,7 +285,7 @@ def inspect_question(run: Run, params: Params, index: Index, question: str, answ
 def _look_at_question(setting: Setting, params: Params, batch: Any, index: Index) -> tuple[jax.Array, ...]:
     """(rows, log p(z|x), log p(y|z,x)) [batch, k] and the share of the corpus [batch]."""
     passages = setting.qa_passages
-    reading, _, _ = read_passages(setting, params, batch, index, None, passages, passages)
+    reading, _ = read_passages(setting, params, batch, index, None, passages, passages)
     answers = (batch["answers"], batch["answer_lengths"], setting.model.span_width)
     allowed, correct = find_answers(reading.joint, *answers)
     prior, spans = answer_log_probabilities(reading.scores, reading.span_scores, allowed, setting.qa_objective)

@@ -15,22 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.corpus.jsonl import Question
-from realm_jax.corpus.store import PassageStore
 from realm_jax.data.examples import Found, query_arrays
 from realm_jax.data.positives import body_read
 from realm_jax.evaluation.answers import exact_match, normalise
 from realm_jax.evaluation.retrieval import (
     DEPTHS,
-    Bm25,
     answer_hits,
     by_group,
     found_within,
     gold_hits,
     recall_at_k,
-    searchable_texts,
 )
-from realm_jax.index.candidates import Index, Setting, read_passages
-from realm_jax.index.exact import search
+from realm_jax.index.candidates import Index, Setting, question_beam, read_passages
 from realm_jax.mesh import to_host
 from realm_jax.models.inputs import find_answers
 from realm_jax.models.likelihood import answer_log_probabilities
@@ -62,13 +58,15 @@ class Answer(NamedTuple):
 class Prediction(NamedTuple):
     """nbest: different answers, the likeliest first, at least one; candidates: the passages that were read.
 
-    retrieved, scores: rows and inner products of the best passages, [evaluation.passages], those that were read first.
+    retrieved, scores: rows and inner products of the best passages, [evaluation.passages], those that were read first;
+    ranks [evaluation.passages, 2]: their places in the lists of vectors and of words, as of `index.fusion.Fused`.
     """
 
     nbest: list[Answer]
     candidates: list[Candidate]
     retrieved: NDArray[np.int32]
     scores: NDArray[np.float32]
+    ranks: NDArray[np.int32]
 
     @property
     def answer(self) -> str:
@@ -100,12 +98,12 @@ def merge(occurrences: Iterable[Answer], aggregate: str) -> list[Answer]:
 @partial(jax.jit, static_argnums=(0, 1))
 def _find(setting: Setting, depth: int, params: Params, batch: Any, index: Index) -> jax.Array:
     """Rows of the `depth` best passages, int32 [batch, depth]. One program for all sets of questions of a run."""
-    queries = setting.model.embed_queries(params, batch["query"], batch["query_length"])
-    return search(setting.mesh, queries, index.vectors, setting.rows, depth, setting.search_block).rows
+    return question_beam(setting, params, batch, index, None, depth)[0].rows
 
 
 class _Read(NamedTuple):
-    """What `_read` finds for each question of a batch; retrieved, scores [depth], prior [passages]: p(z|x).
+    """What `_read` finds for each question of a batch; retrieved, scores [depth], ranks [depth, 2] (`Fused`), prior
+    [passages]: p(z|x).
 
     starts, widths, log_p [passages, spans]: a span's first piece of the body, its pieces beyond the first, and
     log p(span|z,x), the likeliest first; NEGATIVE or less where a passage has no more.
@@ -113,6 +111,7 @@ class _Read(NamedTuple):
 
     retrieved: Any
     scores: Any
+    ranks: Any
     prior: Any
     starts: Any
     widths: Any
@@ -123,35 +122,23 @@ class _Read(NamedTuple):
 def _read(setting: Setting, depth: int, spans: int, params: Params, batch: Any, index: Index) -> _Read:
     """Retrieve `depth` passages, read the first, and take the likeliest spans of each."""
     passages, width = setting.qa_passages, setting.model.span_width
-    reading, rows, scores = read_passages(setting, params, batch, index, None, max(depth, passages), passages)
+    reading, found = read_passages(setting, params, batch, index, None, max(depth, passages), passages)
     nothing = jnp.zeros((reading.rows.shape[0], 1, 1), jnp.int32)
     allowed, _ = find_answers(reading.joint, nothing, nothing[:, :, 0], width)
     prior, log_p = answer_log_probabilities(reading.scores, reading.span_scores, allowed, setting.qa_objective)
     flat = log_p.reshape(*log_p.shape[:2], -1)
     best, places = jax.lax.top_k(flat, min(spans, flat.shape[-1]))
     starts = places // width - reading.joint.body_start[..., None]
-    return _Read(rows, scores, jnp.exp(prior), starts, places % width, best)
-
-
-def found_by_words(run: Run, questions: Sequence[Question], depth: int) -> Found:
-    """The `depth` best passages of questions by BM25."""
-    return Found(*bm25_of(run.sources.passages).scored([question.question for question in questions], depth))
-
-
-@lru_cache(1)
-def bm25_of(store: PassageStore) -> Bm25:
-    """BM25 over a corpus, whose words stay in memory: questions may come one by one, or one set after another."""
-    return Bm25(searchable_texts(store))
+    return _Read(*found, jnp.exp(prior), starts, places % width, best)
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
-    """Questions against one run's corpus. by_words: whether BM25 finds the passages (`Run.finds_by_words`), whatever
-    vectors an index has."""
+    """Questions against one run's corpus. search: what finds the passages, one of `config.SEARCHES`."""
 
     run: Run
     questions: Sequence[Question]
-    by_words: bool = False
+    search: str = "vectors"
 
     @property
     def batch_size(self) -> int:
@@ -174,11 +161,11 @@ class Evaluator:
 
     @cached_property
     def _found(self) -> Found | None:
-        """The passages of all questions where their words find them."""
-        return self._found_at(max(self.depth, self.run.answering.qa_passages)) if self.by_words else None
+        """What BM25 finds for all questions, where it takes part."""
+        return None if self.search == "vectors" else self._found_at(max(self.depth, self.run.answering.qa_passages))
 
     def _found_at(self, depth: int) -> Found:
-        return found_by_words(self.run, self.questions, depth)
+        return self.run.found_by_words([question.question for question in self.questions], depth)
 
     @property
     def depth(self) -> int:
@@ -192,9 +179,11 @@ class Evaluator:
         """
         setting, mesh = self.run.setting, self.run.mesh
         depth = min(depth, setting.rows) or self.depth
-        if self._found is not None:
-            found = self._found if depth <= self._found.rows.shape[1] else self._found_at(depth)
+        if self.search == "bm25":
+            found = self._found
+            found = found if found is not None and depth <= found.rows.shape[1] else self._found_at(depth)
             return found.rows[:, :depth].astype(np.int64)
+        setting = dataclasses.replace(setting, qa_search=self.search)
         rows = [_find(setting, depth, params, put_batch(mesh, batch), index) for batch in self._batches]
         return np.concatenate([to_host(part).astype(np.int64) for part in rows])[: len(self.questions)]
 
@@ -229,7 +218,7 @@ class Evaluator:
     def predict_batches(self, params: Params, index: Index) -> Iterator[list[Prediction]]:
         """`predict`, `batch_size` questions at a time."""
         run, left = self.run, len(self.questions)
-        setting = dataclasses.replace(run.answering, qa_words=self.by_words)
+        setting = dataclasses.replace(run.answering, qa_search=self.search)
         for batch in self._batches:
             spans = run.config.evaluation.spans
             outputs = _read(setting, self.depth, spans, params, put_batch(run.mesh, batch), index)
@@ -275,7 +264,7 @@ class Evaluator:
             occurrences += [Answer(text[slice(*span)], prior[place] * p, row, span) for span, p in found if p > 0]
         nbest = merge(occurrences, self.run.config.evaluation.aggregate)
         return Prediction(
-            nbest or [Answer("", 0.0, candidates[0].row, (0, 0))], candidates, read.retrieved, read.scores
+            nbest or [Answer("", 0.0, candidates[0].row, (0, 0))], candidates, read.retrieved, read.scores, read.ranks
         )
 
     def _characters(self, row: int, first: int, last: int) -> tuple[int, int]:

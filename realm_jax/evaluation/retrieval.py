@@ -1,12 +1,10 @@
 """Measure retrieval: which questions find their passage among the first k candidates.
 
-Not for retrieving with a trained model (`index/exact.py` does); this file takes rows of passages from anywhere and says
-how good they are. `Bm25` is the word-matching yardstick beside which learnt retrieval is reported. Read `answers.py`
-for what it means that a passage contains an answer.
+Not for retrieving (`index/exact.py` and `index/words.py` do); this file takes rows of passages from anywhere and says
+how good they are. Read `answers.py` for what it means that a passage contains an answer.
 """
 
-import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, Protocol
 
@@ -15,8 +13,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from realm_jax.evaluation.answers import contains_answer, contains_words, words
 
-# One-letter words and stop words are kept: how little a word tells is for BM25's own weights to say.
-_BM25_WORD = r"(?u)\b\w+\b"
 DEPTHS = (1, 5, 20, 100)  # at which recall is told, as far as passages are retrieved
 
 
@@ -103,57 +99,6 @@ def answer_hits(
             elif row >= 0:
                 hits[question, rank] = contains_words(words_of(row), wanted)
     return hits
-
-
-def searchable_texts(store: PassageTexts) -> Iterable[str]:
-    """Title and text of each passage, as BM25 reads them."""
-    return (f"{store.title(row)} {store.text(row)}" for row in range(len(store)))
-
-
-class Bm25:
-    """A BM25 index over texts held in memory (the library's Lucene variant with its k1 = 1.5 and b = 0.75)."""
-
-    def __init__(self, texts: Iterable[str]) -> None:
-        bm25s = _bm25s()
-        tokens = _bm25_words(texts)
-        if not tokens:
-            raise ValueError("BM25 needs at least one text")
-        self.size = len(tokens)
-        self._index = bm25s.BM25() if any(tokens) else None  # the library fails on texts without any word
-        if self._index is not None:
-            self._index.index(tokens, show_progress=False)
-
-    def search(self, questions: Sequence[str], k: int) -> NDArray[np.int64]:
-        """The rows of the k best texts for each question, best first: int64 [questions, min(k, texts)].
-
-        Texts that share no word with the question are no candidates; -1 stands in their places.
-        """
-        rows, scores = self.scored(questions, k)
-        return np.where(scores > 0, rows, -1).astype(np.int64)
-
-    def scored(self, questions: Sequence[str], k: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """Rows and scores of the k best texts, [questions, min(k, texts)]: those that share no word have score 0."""
-        k = min(k, self.size)
-        if len(questions) == 0 or self._index is None:
-            return np.tile(np.arange(k, dtype=np.int32), (len(questions), 1)), np.zeros((len(questions), k), np.float32)
-        rows, scores = self._index.retrieve(_bm25_words(questions), k=k, show_progress=False, backend_selection="numpy")
-        return np.asarray(rows, np.int32), np.asarray(scores, np.float32)
-
-
-def _bm25s() -> Any:
-    """The library. Importing it starts JAX's devices, which several processes have to do together, and later."""
-    import bm25s
-
-    logging.getLogger("bm25s").setLevel(logging.WARNING)  # the library sets DEBUG, and absl prints what it says
-    return bm25s
-
-
-def _bm25_words(texts: Iterable[str]) -> list[list[str]]:
-    tokens = _bm25s().tokenize(
-        list(texts), lower=True, token_pattern=_BM25_WORD, stopwords=[], return_ids=False, show_progress=False
-    )
-    assert isinstance(tokens, list)
-    return tokens
 
 
 def _checked(rows: ArrayLike, questions: int) -> NDArray[np.int64]:

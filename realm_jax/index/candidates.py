@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from realm_jax.index.exact import search
+from realm_jax.index.fusion import LIST, Fused, fuse, ranks_of
 from realm_jax.models.inputs import Documents, Joint, contains, hold_answers, join, null_documents
 from realm_jax.models.realm import Params, Realm, flatten_joint
 
@@ -52,8 +53,14 @@ class Setting:
     qa_beam: int = 64  # passages that the retriever's term of fine-tuning, and the inverse cloze task, rank
     qa_passages: int = 5  # passages that are read
     qa_titles: bool = False  # with their titles
-    qa_words: bool = False  # whether they come with a question, found by its words
+    qa_search: str = "vectors"  # what finds them, one of `config.SEARCHES`
+    search: str = "vectors"  # what finds REALM's candidates
     qa_documents: bool = False  # whether fine-tuning trains the document embedder as well
+
+    @property
+    def qa_words(self) -> bool:
+        """Whether words alone find the passages of a question."""
+        return self.qa_search == "bm25"
 
 
 def dropout_keys(key: Array | None, count: int) -> list[Array | None]:
@@ -79,14 +86,17 @@ def retrieve(setting: Setting, params: Params, batch: Batch, index: Index, count
 
     Own is the same row (`own_row`, −1 for none) or a passage in which the unmasked sentence occurs; no row (−1) is
     treated alike. One more than `count` is searched; what is still excluded after that is marked invalid, never
-    replaced by a second search. Where hosts search, `found` of the batch are the rows.
+    replaced by a second search. Where hosts search, `found` of the batch are the rows. With another search than that of
+    vectors the batch has BM25's list, as `word_rows` and `word_scores`.
     """
     if index.vectors is None:
         rows = batch["found"]
     else:
         queries = search_queries(setting, params, batch, index.tower)
-        depth = min(count + 1, setting.rows)
-        rows = search(setting.mesh, queries, index.vectors, setting.rows, depth, setting.search_block).rows
+        own_row = batch["own_row"] if setting.exclude_own else None
+        rows = search_by(setting, setting.search, queries, batch, index, min(count + 1, setting.rows), own_row).rows
+        if setting.search == "bm25":
+            rows = jnp.where(batch["word_scores"][:, : rows.shape[1]] > 0, rows, -1)
     own = rows < 0
     if setting.exclude_own:
         own |= contains(take(index, rows).ids, batch["sentence"], batch["sentence_length"])
@@ -94,6 +104,31 @@ def retrieve(setting: Setting, params: Params, batch: Batch, index: Index, count
     order = jnp.argsort(own, axis=1, stable=True)[:, :count]
     pick = partial(jnp.take_along_axis, indices=order, axis=1)
     return Candidates(pick(rows), ~pick(own), own.sum(axis=1))
+
+
+def search_by(
+    setting: Setting, how: str, queries: Array, batch: Batch, index: Index, depth: int, own_row: Array | None = None
+) -> Fused:
+    """The `depth` best passages of queries [batch, projection] by one of `config.SEARCHES`; scores: the retriever's.
+
+    'bm25' and 'hybrid' take BM25's list from the batch (`word_rows`, `word_scores`). own_row [batch]: a row that takes
+    no part in a list of vectors that is fused, where it would leave nothing to the others (−1 for none). Scores carry
+    gradient to the queries alone. The index has vectors.
+    """
+    if how == "bm25":
+        rows = batch["word_rows"][:, :depth]
+        return Fused(rows, stored_scores(queries, index, rows), ranks_of(how, jnp, rows))
+    listed = depth if how == "vectors" else min(max(depth, LIST + (own_row is not None)), setting.rows)
+    rows = search(setting.mesh, queries, index.vectors, setting.rows, listed, setting.search_block).rows
+    scores = stored_scores(queries, index, rows)
+    if how == "vectors":
+        return Fused(rows, scores, ranks_of(how, jnp, rows))
+    if own_row is not None:
+        rows = jnp.where(rows == own_row[:, None], -1, rows)
+    words = batch["word_rows"], batch["word_scores"]
+    held = jax.lax.stop_gradient((scores, stored_scores(queries, index, words[0])))
+    found = fuse(rows, held[0], *words, held[1], depth)
+    return found._replace(scores=stored_scores(queries, index, found.rows))
 
 
 def beam_answers(setting: Setting, batch: Batch, index: Index, rows: Array) -> Array:
@@ -125,6 +160,13 @@ def search_depth(setting: Setting) -> int:
 def question_depth(setting: Setting) -> int:
     """Passages that a question of fine-tuning retrieves."""
     return min(setting.qa_passages if setting.qa_objective == "marginal" else setting.qa_beam, setting.rows)
+
+
+def words_listed(setting: Setting, task: str) -> int:
+    """Passages in BM25's list that comes with an example of a task; 0 where none does."""
+    how = {"realm": setting.search, "qa": setting.qa_search}.get(task, "vectors")
+    depth = question_depth(setting) if task == "qa" else search_depth(setting)
+    return 0 if how == "vectors" else min(max(depth, LIST), setting.rows)
 
 
 def embed_null(setting: Setting, params: Params, key: Array | None) -> Array:
@@ -185,18 +227,18 @@ class Reading(NamedTuple):
 
 def question_beam(
     setting: Setting, params: Params, batch: Batch, index: Index, key: Array | None, beam: int
-) -> tuple[Array, Array, Array | None]:
-    """The best passages of each question by the stored vectors: rows, scores [batch, beam], queries.
+) -> tuple[Fused, Array | None]:
+    """The best passages of each question by `qa_search`: rows, scores, ranks [batch, beam], and the queries.
 
-    Gradient reaches the query embedder alone. With `qa_words` the beam comes with the batch, as `found` and
-    `found_scores`, and there are no query vectors.
+    Scores are inner products with the stored vectors, and gradient reaches the query embedder alone. BM25's list comes
+    with the batch, as `word_rows` and `word_scores`; without vectors its scores are all there is, and no queries.
     """
-    if setting.qa_words:
-        return batch["found"][:, :beam], batch["found_scores"][:, :beam], None
-    queries = setting.model.embed_queries(params, batch["query"], batch["query_length"], key)
     depth = min(beam, setting.rows)
-    rows = search(setting.mesh, queries, index.vectors, setting.rows, depth, setting.search_block).rows
-    return rows, stored_scores(queries, index, rows), queries
+    if index.vectors is None:
+        rows = batch["word_rows"][:, :depth]
+        return Fused(rows, batch["word_scores"][:, :depth], ranks_of("bm25", jnp, rows)), None
+    queries = setting.model.embed_queries(params, batch["query"], batch["query_length"], key)
+    return search_by(setting, setting.qa_search, queries, batch, index, depth), queries
 
 
 def stored_scores(queries: Array, index: Index, rows: Array) -> Array:
@@ -207,23 +249,23 @@ def stored_scores(queries: Array, index: Index, rows: Array) -> Array:
 
 def read_passages(
     setting: Setting, params: Params, batch: Batch, index: Index, key: Array | None, beam: int, passages: int
-) -> tuple[Reading, Array, Array]:
+) -> tuple[Reading, Fused]:
     """Retrieve a beam with the stored vectors and read its first passages.
 
-    Returns the reading, the beam's rows [batch, beam] and scores [batch, beam]. Gradient reaches the query embedder
+    Returns the reading and the whole beam. Gradient reaches the query embedder
     through the scores, with `qa_documents` the document embedder through those of the passages that are read, and the
     reader through the spans. With `qa_words` the reader alone learns.
     """
     keys = dropout_keys(key, 3 if setting.qa_documents else 2)
-    rows, scores, queries = question_beam(setting, params, batch, index, keys[0], beam)
-    read_rows = rows[:, :passages]
+    found, queries = question_beam(setting, params, batch, index, keys[0], beam)
+    scores, read_rows = found.scores, found.rows[:, :passages]
     documents = take(index, read_rows)
     if setting.qa_documents:
         fresh = jnp.einsum("bd,bkd->bk", queries, embed_taken(setting, params, documents, keys[2]))
         scores = jnp.concatenate([fresh, scores[:, passages:]], axis=1)
     joint = join(batch["query"], batch["query_length"], documents, setting.qa_titles)
     spans = read_joint(setting, params, joint, keys[1])
-    return Reading(read_rows, scores[:, :passages], joint, spans), rows, scores
+    return Reading(read_rows, scores[:, :passages], joint, spans), found._replace(scores=scores)
 
 
 def read_joint(setting: Setting, params: Params, joint: Joint, key: Array | None) -> Array:

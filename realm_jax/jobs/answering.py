@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from realm_jax.config import TASKS, task_names
+from realm_jax.config import SEARCHES, TASKS, task_names
 from realm_jax.console import StageProgress
 from realm_jax.corpus.jsonl import Question, read_questions
 from realm_jax.data.staging import is_remote
@@ -37,7 +37,7 @@ from realm_jax.training.checkpoints import Gone, Saved
 from realm_jax.training.exporter import to_arrays
 from realm_jax.training.metrics import read_lines
 from realm_jax.training.refresh import shared_folder
-from realm_jax.training.restore import saved_index, saved_params
+from realm_jax.training.restore import index_saved, saved_params
 from realm_jax.training.workdir import check_data
 
 logger = logging.getLogger(__name__)
@@ -49,13 +49,17 @@ LOW_EXACT_MATCH, LOW_RECALL = 0.2, 0.5  # below these a user is warned
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """A run as it stands at the newest checkpoint of one of its tasks, with the corpus embedded."""
+    """A run as it stands at the newest checkpoint of one of its tasks, with the corpus embedded.
+
+    search: what finds the passages of questions, one of `config.SEARCHES`.
+    """
 
     run: Run
     task: str
     step: int
     params: Params
     index: Index
+    search: str = "vectors"
 
     def place(self, row: int) -> dict[str, Any]:
         """Where a passage is from: {"id", "part", "title"}; part: which of the passages of its document, from 0."""
@@ -89,6 +93,13 @@ def add_run_arguments(parser: argparse._ActionsContainer, instead: argparse._Act
     )
 
 
+def add_search_argument(parser: argparse._ActionsContainer) -> None:
+    """`--search`."""
+    parser.add_argument(
+        "--search", choices=SEARCHES, help="what finds the passages of questions (default: what did in training)"
+    )
+
+
 def add_question_arguments(parser: argparse.ArgumentParser) -> None:
     """Which questions, with which parameters, and how they are answered; see `questions_of` and `overrides_of`."""
     source = parser.add_mutually_exclusive_group()
@@ -103,6 +114,7 @@ def add_question_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"passages to retrieve (default: {PASSAGES}, or as many as --read)",
     )
+    add_search_argument(parser)
     parser.add_argument("--read", type=positive, metavar="N", help="passages to read (default: as many as in training)")
     parser.add_argument(
         "--aggregate",
@@ -123,7 +135,9 @@ def check_passages(run: Run, args: argparse.Namespace) -> None:
     """Raise UserError for arguments about passages that would do nothing, or that leave too few to read."""
     task, _ = newest(run, args.task)
     if task == "closed_book":
-        given = [flag for flag in ("passages", "read", "aggregate", "nbest") if vars(args).get(flag) is not None]
+        given = [
+            flag for flag in ("passages", "read", "aggregate", "nbest", "search") if vars(args).get(flag) is not None
+        ]
         if given:
             raise UserError(f"--{given[0]}: {run.workdir} answers without passages (closed_book); leave it out")
         return
@@ -202,23 +216,26 @@ def check_reads(trained: Trained) -> None:
         )
 
 
-def restore(run: Run, task: str | None = None, for_answers: bool = True) -> Trained:
+def restore(run: Run, task: str | None = None, for_answers: bool = True, search: str | None = None) -> Trained:
     """Parameters at the end of `task`, or of the last task of the recipe that has a checkpoint, and the index.
 
-    for_answers: whether questions will be answered with them, of which those of other tasks than qa know nothing. The
+    for_answers: whether questions will be answered with them, of which those of other tasks than qa know nothing.
+    search: what finds their passages, in place of what did in training. The
     corpus is embedded unless the checkpoint holds vectors that fit its parameters. Raises UserError for a task that
     the recipe does not have, and where there is no checkpoint.
     """
     like = jax.eval_shape(run.model.init, jax.random.key(0))
     while True:
         name, saved = newest(run, task)
+        vectors = run.needs_vectors(name, search or "")
         try:
             params = saved_params(run, name, saved, like)
-            index = (
-                published_index(run, params)
-                if is_edited(run) and run.needs_vectors(name)
-                else saved_index(run, name, saved)
-            )
+            if not vectors:
+                index: Index | None = run.bare_index
+            elif is_edited(run):
+                index = published_index(run, params)
+            else:
+                index = index_saved(run, name, saved)
             break
         except Gone:  # the run went on and removed it; there is a newer one
             continue
@@ -226,7 +243,10 @@ def restore(run: Run, task: str | None = None, for_answers: bool = True) -> Trai
         logger.warning("these are the parameters of task %s: answers come from a span head that qa did not train", name)
     if saved.step < run.config[name].steps:
         logger.warning("task %s is not done: step %d of %d", name, saved.step, run.config[name].steps)
-    return Trained(run, name, saved.step, params, index or _embed(run, params))
+    how = search or run.search_of(name)
+    if how != "vectors" and name != "closed_book":
+        run.words()  # raises where there are none
+    return Trained(run, name, saved.step, params, index or _embed(run, params), how)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -323,14 +343,20 @@ def _embed(run: Run, params: Params) -> Index:
         return run.index(run.embed(params, bar.update))
 
 
-def check_question(run: Run, question: str) -> str:
-    """A question without the space around it. Raises UserError when it is empty or longer than the run reads."""
+def check_question(run: Run, question: str, search: str = "vectors") -> str:
+    """A question without the space around it. Raises UserError when it is empty or longer than the run reads,
+    or where it has no word that BM25 alone could find it by."""
     question = question.strip()
     try:
         question.encode("utf-8")
     except UnicodeEncodeError:
         raise UserError("the question is not valid UTF-8; type or save it as UTF-8 text") from None
     pieces = len(run.sources.wordpiece.encode(question).ids)
+    if search == "bm25" and not run.words().knows(question):
+        raise UserError(
+            "the question has no word but stop words, which BM25 leaves out; ask with other words, or with "
+            "--search=vectors"
+        )
     if pieces == 0:
         raise UserError('the question is empty; write one, such as "When was the bridge built?"')
     most = run.config.data.query_length - 2

@@ -25,6 +25,7 @@ from realm_jax.evaluation.predict import Evaluator
 from realm_jax.jobs.answering import (
     Trained,
     add_run_arguments,
+    add_search_argument,
     check_question,
     check_reads,
     measured,
@@ -33,7 +34,7 @@ from realm_jax.jobs.answering import (
     restore,
 )
 from realm_jax.jobs.flags import positive
-from realm_jax.jobs.predict import NBEST
+from realm_jax.jobs.predict import NBEST, ranks_told
 
 logger = logging.getLogger(__name__)
 
@@ -42,13 +43,14 @@ EXAMPLES = """examples:
   realm ask --workdir=runs/wiki                                  a question a line, until an empty one
   realm ask --workdir=runs/wiki --json < questions.txt > answers.jsonl
 """
-SNIPPET, TITLE = 60, 30  # characters of a passage and of its title, where passages are listed
+SNIPPET, TITLE, PLACES = 60, 30, 9  # characters of a passage, its title and its places, where passages are listed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `realm ask`."""
     parser.epilog = EXAMPLES
     add_run_arguments(parser)
+    add_search_argument(parser)
     parser.add_argument("question", nargs="*", metavar="QUESTION", help="without one, questions are read from stdin")
     parser.add_argument("--json", action="store_true", help="print one JSON object a question")
     parser.add_argument("--top", type=positive, metavar="N", help="show N of the passages that are read (default: all)")
@@ -57,8 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Answer; exit code 2 when a line from a pipe could not be asked."""
     opened = open_run_to_ask(Path(args.workdir), args.data, {"evaluation.batch_size": 1})
-    single = check_question(opened, " ".join(args.question)) if args.question else None
-    trained = restore(opened, for_answers=False)
+    single = " ".join(args.question) if args.question else None
+    if single is not None:
+        check_question(opened, single)
+    trained = restore(opened, for_answers=False, search=args.search)
     check_reads(trained)
     _tell_how_good(trained)
     to = Console(highlight=False)
@@ -72,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
             show(answer, to)
 
     if single is not None:
-        reply(single)
+        reply(check_question(opened, single, trained.search))
         return 0
     if sys.stdin.isatty():
         return _converse(trained, reply)
@@ -84,19 +88,22 @@ def ask(trained: Trained, question: str, top: int | None = None) -> dict[str, An
 
     "passage" is where the answer stands, {"id", "part", "title", "text", "span"}; "nbest" are the likeliest answers,
     {"answer", "probability", "passage"}; "candidates" are the `top` likeliest passages that were read, {"id", "part",
-    "title", "probability", "answer", "span", "text"}; "measured" is what the run measured on its development questions,
-    {"exact_match", "recall@5"}, None where it did not. Spans are characters of a passage's text.
+    "title", "ranks", "probability", "answer", "span", "text"}; "ranks": the places of a passage by the searches that
+    found it; "measured" is what the run measured on its development questions, {"exact_match", "recall@5"}, None where
+    it did not. Spans are characters of a passage's text.
 
     Where no reader was trained "answer", "probability" and "passage" are None, "nbest" is empty and "candidates" have
     neither "answer" nor "span".
     """
     prediction = _evaluator(trained, question).predict(trained.params, trained.index)[0]
     store, best = trained.run.sources.passages, prediction.nbest[0]
+    ranks = dict(zip(prediction.retrieved.tolist(), map(ranks_told, prediction.ranks.tolist()), strict=True))
     ranked = sorted(prediction.candidates, key=lambda candidate: -candidate.probability)[:top]
     known = measured(trained.run, trained.task)
     told = {"measured": None if known is None else {"exact_match": known.exact_match, "recall@5": known.found}}
+    found = [trained.place(c.row) | {"ranks": ranks[c.row], "probability": c.probability} for c in ranked]
     if not reader_is_trained(trained):
-        read = [trained.place(c.row) | {"probability": c.probability, "text": store.text(c.row)} for c in ranked]
+        read = [place | {"text": store.text(c.row)} for place, c in zip(found, ranked, strict=True)]
         answer = {"answer": None, "probability": None, "passage": None, "nbest": [], "candidates": read}
         return {"question": question} | answer | told
     return {
@@ -109,9 +116,8 @@ def ask(trained: Trained, question: str, top: int | None = None) -> dict[str, An
             for answer in prediction.nbest[:NBEST]
         ],
         "candidates": [
-            trained.place(c.row)
-            | {"probability": c.probability, "answer": trained.text(c), "span": list(c.span), "text": store.text(c.row)}
-            for c in ranked
+            place | {"answer": trained.text(c), "span": list(c.span), "text": store.text(c.row)}
+            for place, c in zip(found, ranked, strict=True)
         ],
     } | told
 
@@ -128,7 +134,7 @@ def _tell_how_good(trained: Trained) -> None:
 
 
 def _evaluator(trained: Trained, question: str) -> Evaluator:
-    return Evaluator(trained.run, [Question(question, [])], trained.run.finds_by_words(trained.task))
+    return Evaluator(trained.run, [Question(question, [])], trained.search)
 
 
 # ---- questions from stdin
@@ -145,7 +151,7 @@ def _converse(trained: Trained, reply: Callable[[str], None]) -> int:
         if not line.strip():
             return 0
         try:
-            reply(check_question(trained.run, line))
+            reply(check_question(trained.run, line, trained.search))
         except UserError as error:
             logger.warning("%s", error)
 
@@ -155,7 +161,7 @@ def _answer_lines(trained: Trained, reply: Callable[[str], None]) -> int:
     refused = number = 0
     for number, line in enumerate(_lines(), start=1):
         try:
-            reply(check_question(trained.run, line))
+            reply(check_question(trained.run, line, trained.search))
         except UserError as error:
             logger.error("line %d: %s", number, error)
             refused += 1
@@ -209,12 +215,18 @@ def marked(text: str, span: list[int], to: Console, room: int | None = None) -> 
 
 
 def _candidates(candidates: list[dict[str, Any]], to: Console) -> None:
-    """The passages that were read, a line each: p(z|x), title, and the surroundings of the best answer."""
+    """The passages that were read, a line each: p(z|x), places by search, title, surroundings of the best answer."""
     titles = [harmless(candidate["title"]) for candidate in candidates]
     width = min(TITLE, max(map(cell_len, ["title", *titles])))
-    room = max(SNIPPET // 2, to.width - width - 12) if to.is_terminal else SNIPPET
+    room = max(SNIPPET // 2, to.width - width - PLACES - 14) if to.is_terminal else SNIPPET
     marks = ", its best answer marked" if all("span" in candidate for candidate in candidates) else ""
-    to.print(Text(f"p(z|x)  {set_cell_size('title', width)}  passage{marks}", style="bold"))
+    to.print(Text(f"p(z|x)  found by   {set_cell_size('title', width)}  passage{marks}", style="bold"))
     for candidate, title in zip(candidates, titles, strict=True):
         snippet = marked(candidate["text"], candidate.get("span", [0, 0]), to, room)
-        to.print(Text.assemble(f"{candidate['probability']:6.3f}  {set_cell_size(title, width)}  ", snippet))
+        places = set_cell_size(_places(candidate["ranks"]), PLACES)
+        to.print(Text.assemble(f"{candidate['probability']:6.3f}  {places}  {set_cell_size(title, width)}  ", snippet))
+
+
+def _places(ranks: dict[str, int]) -> str:
+    """Which search found a passage and at which place: v3 b1."""
+    return " ".join(f"{search[0]}{rank}" for search, rank in ranks.items())

@@ -28,7 +28,7 @@ from realm_jax.evaluation.measures import (
     trec_run,
     words_of,
 )
-from realm_jax.evaluation.predict import Evaluator, bm25_of
+from realm_jax.evaluation.predict import Evaluator
 from realm_jax.jobs.answering import (
     Trained,
     add_question_arguments,
@@ -42,6 +42,7 @@ from realm_jax.jobs.answering import (
     restore,
 )
 from realm_jax.jobs.predict import checked_output, describe, is_special, known_of, records
+from realm_jax.jobs.results import by_words
 from realm_jax.storage import write_atomic
 
 _T = TypeVar("_T")
@@ -123,11 +124,11 @@ def _evaluate_run(args: argparse.Namespace) -> tuple[dict[str, Any], list[Record
         questions = _unseen(questions, [one.gold_passage_id for one in questions], args)
     asked = [known_of(question, number) for number, question in enumerate(questions, start=1)]
     _check_trec(args, asked, newest(opened, args.task)[0] != "closed_book")
-    return evaluate(restore(opened, args.task), questions, bm25=not args.no_bm25)
+    return evaluate(restore(opened, args.task, search=args.search), questions, bm25=not args.no_bm25)
 
 
 def _evaluate_file(args: argparse.Namespace) -> tuple[dict[str, Any], list[Record]]:
-    for flag in ("data", "split", "questions", "task", "aggregate", "read", "passages", "no_bm25"):
+    for flag in ("data", "split", "questions", "task", "aggregate", "read", "passages", "search", "no_bm25"):
         if vars(args)[flag]:
             raise UserError(
                 f"--{flag.replace('_', '-')}: goes with --workdir; what is in --predictions={args.predictions} is fixed"
@@ -167,10 +168,14 @@ def evaluate(trained: Trained, questions: Sequence[Question], bm25: bool = True)
     "low", "high", "questions"}, …}, "bm25": {"recall@1", …}}; a measure that no question has is left out.
     """
     scored = [record for batch in records(trained, questions) for record in batch]
-    found = describe(trained.run, trained.task, trained.step) | {"questions": len(scored)} | _measured(scored)
+    found = (
+        describe(trained.run, trained.task, trained.step, trained.search)
+        | {"questions": len(scored)}
+        | _measured(scored)
+    )
     if bm25 and trained.task != "closed_book":
-        evaluator, index = Evaluator(trained.run, questions), bm25_of(trained.run.sources.passages)
-        others = evaluator.recall_of(index.search([q.question for q in questions], evaluator.depth))
+        evaluator = Evaluator(trained.run, questions)
+        others = evaluator.recall_of(by_words(trained.run, evaluator))
         found["bm25"] = {name: value for name, value in others.items() if name in found["measures"]}
     return found, scored
 

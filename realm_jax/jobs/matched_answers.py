@@ -87,10 +87,10 @@ def _matched(run: Run, params: Params, questions: Sequence[Question]) -> list[li
 def retrieved_at_start(run: Run, params: Params, questions: Sequence[Question], depth: int) -> NDArray[np.int64]:
     """Rows of the best passages of questions, int64 [questions, depth], by the search of fine-tuning with the
     parameters that it starts from."""
-    by_words = run.finds_by_words("qa")
-    known = None if by_words else embedded_before(run, "qa", params)
-    index = run.bare_index if by_words else run.index(run.embed(params) if known is None else known)
-    return Evaluator(run, questions, by_words).retrieve(params, index, min(depth, run.setting.rows))
+    bare = not run.needs_vectors("qa")
+    known = None if bare else embedded_before(run, "qa", params)
+    index = run.bare_index if bare else run.index(run.embed(params) if known is None else known)
+    return Evaluator(run, questions, run.search_of("qa")).retrieve(params, index, min(depth, run.setting.rows))
 
 
 def strings_of(expressions: Iterable[str], texts: Iterable[str], wordpiece: WordPiece, span_width: int) -> list[str]:

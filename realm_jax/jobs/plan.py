@@ -23,7 +23,7 @@ from rich.table import Table
 from realm_jax.config import default, flatten, task_names, validate
 from realm_jax.data.examples import array_shapes
 from realm_jax.errors import UserError
-from realm_jax.index.candidates import Index, question_depth
+from realm_jax.index.candidates import Index, words_listed
 from realm_jax.index.exact import padded_rows
 from realm_jax.jobs.build_index import for_embedding
 from realm_jax.jobs.flags import add_config_argument, load_config
@@ -227,7 +227,7 @@ def abstract_arguments(trainer: Run, task: str) -> tuple[Any, Any, Any, Any]:
     like = jax.eval_shape(trainer.model.init, jax.random.key(0))
     state = abstract_state(trainer, make_task(task, trainer.setting), like)
     size = config[task].batch_size
-    found = question_depth(trainer.setting) if trainer.setting.qa_words else 0
+    found = words_listed(trainer.setting, task)
     shapes = array_shapes(task, trainer.lengths, found)
     batch = {name: spread(trainer, (size, *shape), dtype, "batch") for name, (shape, dtype) in shapes.items()}
     index = None

@@ -8,9 +8,10 @@ import logging
 from collections.abc import Sequence
 
 from realm_jax.corpus.jsonl import Question
-from realm_jax.data.examples import Examples
+from realm_jax.data.examples import Examples, Found, with_found
 from realm_jax.data.positives import NONE, first_row, gold_row, positive_examples
 from realm_jax.errors import UserError
+from realm_jax.index.candidates import question_depth
 from realm_jax.jobs.matched_answers import retrieved_at_start
 from realm_jax.models.realm import Params
 from realm_jax.processes import is_first, told_by
@@ -48,7 +49,13 @@ def examples_with_positives(run: Run, params: Params, questions: Sequence[Questi
         )
     asked, positives = [questions[place] for place in known], [rows[place] for place in known]
     sources, titles = run.sources, run.setting.qa_titles
-    return positive_examples(asked, positives, sources.passages, sources.wordpiece, run.lengths, titles)
+    examples = positive_examples(asked, positives, sources.passages, sources.wordpiece, run.lengths, titles)
+    return with_found(examples, beam_by_words(run, asked)) if run.setting.qa_search == "hybrid" else examples
+
+
+def beam_by_words(run: Run, questions: Sequence[Question]) -> Found:
+    """BM25's list of each question of fine-tuning."""
+    return run.found_by_words([question.question for question in questions], question_depth(run.setting))
 
 
 def find_positives(run: Run, params: Params, questions: Sequence[Question]) -> list[int]:

@@ -57,7 +57,8 @@ of the predictions has in addition
   passage                   where: {"id", "part", "title", "span"}; span: characters of the passage's text, part: which
                             of the passages that its document was cut into
   nbest                     the likeliest answers, each with probability and passage
-  retrieved                 {"id", "score", "has_answer"}: the best passages, the first of them read
+  retrieved                 {"id", "score", "ranks", "has_answer"}: the best passages, the first of them read; score:
+                            the retriever's; ranks: the place in each search that found it, {"vectors": 3, "bm25": 1}
   reader_oracle             whether a right answer could have been chosen in the passages that were read
 
 Of a reader without passages (task closed_book) prediction and probability are all.
@@ -90,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     questions = questions_of(opened, args, need_right=False)
     try:
         with Stop() as stop:
-            predict(opened, args.task, questions, output, args.nbest or NBEST, stop)
+            predict(opened, args.task, questions, output, args.nbest or NBEST, stop, args.search)
     except Preempted as reason:
         logger.warning("%s", reason)
         return PREEMPTED
@@ -98,22 +99,23 @@ def run(args: argparse.Namespace) -> int:
 
 
 def predict(
-    run: Run, task: str | None, questions: Sequence[Question], output: Path, nbest: int, stop: Stop | None = None
-) -> None:
+    run: Run, task: str | None, questions: Sequence[Question], output: Path, nbest: int, stop: Stop | None = None,
+    search: str | None = None,
+) -> None:  # fmt: skip
     """Write the predictions that are not there yet. A pipe or a device gets them all.
 
     Raises UserError, before the model is loaded, where `output` was made by something else, Preempted after SIGTERM.
     """
     if is_special(output):
         with open(output, "wb") as stream:
-            _append(stream, restore(run, task), questions, nbest, 0, stop)
+            _append(stream, restore(run, task, search=search), questions, nbest, 0, stop)
         return
     name, saved = newest(run, task)
-    settings = settings_of(run, name, saved, questions, nbest)
+    settings = settings_of(run, name, saved, questions, nbest, search or run.search_of(name))
     with only_one(output.parent, output.name):
         done = _begin(output, settings, len(questions))
         if done < len(questions):
-            trained = restore(run, task)
+            trained = restore(run, task, search=search)
             if (trained.task, trained.step) != (name, saved.step):
                 raise UserError(f"{run.workdir}: trained on meanwhile; repeat the command when the run is done")
             with open(output, "ab") as stream:
@@ -121,15 +123,18 @@ def predict(
     logger.info("%s: %d predictions", output, len(questions))
 
 
-def settings_of(run: Run, task: str, saved: Saved, questions: Sequence[Question], nbest: int) -> dict[str, Any]:
+def settings_of(
+    run: Run, task: str, saved: Saved, questions: Sequence[Question], nbest: int, search: str
+) -> dict[str, Any]:
     """All that the bytes of a predictions file follow from, and what readers of its measures want to know."""
     asked = [known_of(question, number) for number, question in enumerate(questions, start=1)]
     evaluation = run.config.evaluation
-    return describe(run, task, saved.step) | {
+    return describe(run, task, saved.step, search) | {
         "checkpoint": saved.record["digest"],
         "corpus": run.sources.passages.fingerprint,
         "questions": digest(json.dumps(asked).encode()),
         "lines": len(questions),
+        "search": search,
         "retrieved": evaluation.passages,
         "spans": evaluation.spans,
         "aggregate": evaluation.aggregate,
@@ -139,10 +144,10 @@ def settings_of(run: Run, task: str, saved: Saved, questions: Sequence[Question]
     }
 
 
-def describe(run: Run, task: str, step: int) -> dict[str, Any]:
+def describe(run: Run, task: str, step: int, search: str) -> dict[str, Any]:
     """What numbers of a run are told with: {"task", "step", "parameters", "passages", "passages_read"}."""
     shapes = jax.eval_shape(run.model.init, jax.random.key(0))
-    used = shapes if run.needs_vectors(task) else {"reader": shapes["reader"]}
+    used = shapes if run.needs_vectors(task, search) else {"reader": shapes["reader"]}
     return {
         "task": task,
         "step": step,
@@ -217,7 +222,7 @@ def records(
     if trained.task == "closed_book":
         yield from _recalled(trained, questions, first)
         return
-    evaluator = Evaluator(trained.run, questions[first:], trained.run.finds_by_words(trained.task))
+    evaluator = Evaluator(trained.run, questions[first:], trained.search)
     for predictions in evaluator.predict_batches(trained.params, trained.index):
         asked = questions[first : first + len(predictions)]
         rows = np.stack([prediction.retrieved for prediction in predictions])
@@ -259,8 +264,10 @@ def _found(
     """What was found for a question. has_answer: bool [retrieved]."""
     store, best = trained.run.sources.passages, _told(trained, prediction.nbest[0])
     retrieved = [
-        {"id": store.document_id(row), "score": _short(score)}
-        for row, score in zip(prediction.retrieved.tolist(), prediction.scores.tolist(), strict=True)
+        {"id": store.document_id(row), "score": _short(score), "ranks": ranks_told(ranks)}
+        for row, score, ranks in zip(
+            prediction.retrieved.tolist(), prediction.scores.tolist(), prediction.ranks.tolist(), strict=True
+        )
     ]
     record: Record = {"prediction": best.pop("answer")} | best
     record["nbest"] = [_told(trained, answer) for answer in prediction.nbest[:nbest]]
@@ -270,6 +277,11 @@ def _found(
     for passage, hit in zip(retrieved, has_answer.tolist(), strict=True):
         passage["has_answer"] = hit
     return record | {"reader_oracle": evaluator.reader_oracle(question, prediction)}
+
+
+def ranks_told(ranks: Sequence[int]) -> dict[str, int]:
+    """The places of a passage by the searches that found it, from 1: {"vectors": 3, "bm25": 1}."""
+    return {search: rank for search, rank in zip(("vectors", "bm25"), ranks, strict=True) if rank}
 
 
 def _told(trained: Trained, answer: Answer) -> Record:

@@ -17,14 +17,13 @@ from realm_jax.config import task_names
 from realm_jax.console import console
 from realm_jax.data.examples import Examples, question_examples
 from realm_jax.errors import UserError
-from realm_jax.evaluation.predict import Evaluator, found_by_words
-from realm_jax.index.candidates import question_depth
+from realm_jax.evaluation.predict import Evaluator
 from realm_jax.index.generations import RECIPE, Living, Status
 from realm_jax.jobs.controls import run_controls
 from realm_jax.jobs.matched_answers import training_questions
 from realm_jax.jobs.measuring import dev_questions, measure_of
 from realm_jax.jobs.opening import borrow_params, borrows
-from realm_jax.jobs.positives import examples_with_positives
+from realm_jax.jobs.positives import beam_by_words, examples_with_positives
 from realm_jax.jobs.results import measure_baselines, write_results
 from realm_jax.models.realm import Params
 from realm_jax.processes import is_first
@@ -118,7 +117,7 @@ def questions_to_learn(run: Run, params: Params) -> Examples:
     questions = training_questions(run, params)
     if run.config.objective.qa == "positive":
         return examples_with_positives(run, params, questions)
-    found = found_by_words(run, questions, question_depth(run.setting)) if run.setting.qa_words else None
+    found = beam_by_words(run, questions) if run.setting.qa_search != "vectors" else None
     return question_examples(questions, run.sources.wordpiece, run.lengths, found)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import NDArray
 
 from realm_jax.config import flatten, task_names
 from realm_jax.corpus.jsonl import Question, answered
@@ -23,8 +24,8 @@ from realm_jax.data.pipeline import dataset
 from realm_jax.evaluation.answers import exact_match, find_answer
 from realm_jax.evaluation.predict import GROUPED_BY, Evaluator, Prediction
 from realm_jax.evaluation.report import write_report
-from realm_jax.evaluation.retrieval import Bm25, searchable_texts
 from realm_jax.index.candidates import Index, candidate_scores, candidate_words, retrieve, take
+from realm_jax.index.words import words_of
 from realm_jax.mesh import to_host
 from realm_jax.models.likelihood import masked_word_marginal
 from realm_jax.models.realm import Params
@@ -71,11 +72,8 @@ def measure_baselines(run: Run, evaluator: Evaluator, params: Params) -> None:
     path = run.workdir / "baselines.json"
     if told(path.is_file()):
         return
-    questions = [question.question for question in evaluator.questions]
-    depth = run.config.evaluation.passages
     began = time.monotonic()
-    bm25 = Bm25(searchable_texts(run.sources.passages)).search(questions, depth)
-    found: dict[str, Any] = {"bm25": evaluator.recall_of(bm25)}
+    found: dict[str, Any] = {"bm25": evaluator.recall_of(by_words(run, evaluator))}
     if not run.config.init_from:  # else the first measurement of the first task says where the run began
         found["untrained"] = evaluator.recall(params, run.index(run.embed(params)))
     found["seconds"] = time.monotonic() - began
@@ -83,10 +81,17 @@ def measure_baselines(run: Run, evaluator: Evaluator, params: Params) -> None:
         write_json_atomic(path, found)
 
 
+def by_words(run: Run, evaluator: Evaluator) -> NDArray[np.int64]:
+    """The rows that BM25 finds for questions, int64 [questions, evaluation.passages]; −1 for none."""
+    store, settings = run.sources.passages, run.config
+    words = words_of(store, settings.retrieval.language, run.workdir)
+    return words.search([question.question for question in evaluator.questions], evaluator.depth)
+
+
 def write_results(run: Run, params: Params, questions: Sequence[Question], command: str) -> dict[str, Any]:
     """Write `results.json` and `report.html`; returns the results, in the first process alone."""
     last = task_names(run.config)[-1]
-    index, evaluator = final_index(run, last, params), Evaluator(run, questions, run.finds_by_words(last))
+    index, evaluator = final_index(run, last, params), Evaluator(run, questions, run.search_of(last))
     predictions = evaluator.predict(params, index)
     sentence = masked_sentence(run, params)
     if not is_first():
@@ -237,7 +242,8 @@ def masked_sentence(run: Run, params: Params) -> dict[str, Any] | None:
     params = restore_params(run, run.workdir, "realm", params)
     index = final_index(run, "realm", params)
     sources, lengths, setting = run.sources, run.lengths, run.setting
-    examples = masked_examples(sources.pretraining, sources.wordpiece, lengths, "salient", sources.own_text)
+    text, own, find = sources.pretraining, sources.own_text, run.find_sentence
+    examples = masked_examples(text, sources.wordpiece, lengths, "salient", own, find)
     count = SENTENCES + -SENTENCES % run.mesh.size
     batch = dataset(examples, run.config.seed, "realm", count)[0]
 

@@ -108,7 +108,7 @@ def step_flops(config: ConfigDict, task: str, vocabulary: int, predictions: int,
         candidates = retrieval.candidates - 1
         reading = candidates * tower.forward(joint, predictions) + tower.forward(data.query_length + 1, predictions)
         parts |= {
-            "search": query + (search if retrieval.backend == "device" else 0.0),
+            "search": query + (search if retrieval.backend == "device" and retrieval.search != "bm25" else 0.0),
             "queries": 3 * query,
             "documents": 3 * candidates * document,
             "reader": 3 * (reading + retrieval.candidates * words),
@@ -116,7 +116,7 @@ def step_flops(config: ConfigDict, task: str, vocabulary: int, predictions: int,
     if task == "qa":
         spans = 2 * joint * width * 2 * config.model.span_hidden
         parts["reader"] = 3 * retrieval.qa_passages * (tower.forward(joint) + spans)
-        if retrieval.qa_search == "vectors":
+        if retrieval.qa_search != "bm25":
             parts |= {"search": search, "queries": 3 * query}
         if config.refresh.qa_every:
             parts["documents"] = 3 * retrieval.qa_passages * document

@@ -79,17 +79,16 @@ def task_examples(run: Run, name: str) -> Examples:
     """The examples that a task trains on."""
     sources, config, lengths = run.sources, run.config, run.lengths
     wordpiece, data = sources.wordpiece, config.data
-    passages, pretraining = (
-        trained_rows(store, held_out_share(run)) for store in (sources.passages, sources.pretraining)
-    )
+    share = held_out_share(run)
+    passages, pretraining = trained_rows(sources.passages, share), trained_rows(sources.pretraining, share)
     if name == "mlm":
         stores, kept = (sources.passages, sources.pretraining), (passages, pretraining)
         return make.warmup_examples(*stores, wordpiece, lengths, data.null_rate, data.unrelated_rate, kept)
     if name == "ict":
         return make.cloze_examples(sources.passages, wordpiece, lengths, data.ict_mask_rate, passages)
     if name == "realm":
-        own_text = sources.own_text
-        return make.masked_examples(sources.pretraining, wordpiece, lengths, data.masking, own_text, pretraining)
+        text, find = sources.pretraining, run.find_sentence
+        return make.masked_examples(text, wordpiece, lengths, data.masking, sources.own_text, find, pretraining)
     if name == "closed_book":
         return closed_book_examples(sources.pretraining, sources.answered("train"), wordpiece, lengths)
     return make.question_examples(sources.answered("train"), wordpiece, lengths)

@@ -79,8 +79,11 @@ def task_params(run: BaseRun, task: Task, saved: Saved, like: Params) -> Params:
 
 def saved_index(run: Run, name: str, saved: Saved) -> Index | None:
     """The index in a checkpoint of a task; None when the parameters there would give another one."""
-    if not run.needs_vectors(name):
-        return run.bare_index
+    return index_saved(run, name, saved) if run.needs_vectors(name) else run.bare_index
+
+
+def index_saved(run: Run, name: str, saved: Saved) -> Index | None:
+    """`saved_index` with vectors, whatever finds the passages of the task's questions."""
     vectors = saved_vectors(run, name, saved)
     return None if vectors is None else run.index(vectors)
 

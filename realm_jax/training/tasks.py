@@ -168,14 +168,14 @@ def realm_metrics(result: likelihood.Marginal, right: Array, batch: Batch, found
 def qa_loss(setting: Setting, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
     """Fine-tuning on what is retrieved: the paper's marginal over passages and spans, or ORQA's L_ret + L_read."""
     beam = question_depth(setting)
-    reading, rows, scores = read_passages(setting, params, batch, index, key, beam, setting.qa_passages)
+    reading, found = read_passages(setting, params, batch, index, key, beam, setting.qa_passages)
     answers = (batch["answers"], batch["answer_lengths"], setting.model.span_width)
     allowed, correct = find_answers(reading.joint, *answers)
     loss, log_likelihood = likelihood.answer_marginal(reading.scores, reading.span_scores, allowed, correct)
     has_answer = correct.any(axis=(2, 3))
     if setting.qa_objective == "orqa":
-        beam_correct = beam_answers(setting, batch, index, rows)
-        loss = likelihood.orqa_loss(scores, beam_correct, reading.scores, reading.span_scores, allowed, correct)
+        beam_correct = beam_answers(setting, batch, index, found.rows)
+        loss = likelihood.orqa_loss(found.scores, beam_correct, reading.scores, reading.span_scores, allowed, correct)
     prior, spans = likelihood.answer_log_probabilities(
         reading.scores, reading.span_scores, allowed, setting.qa_objective
     )
@@ -206,9 +206,9 @@ def positive_qa_loss(setting: Setting, params: Params, batch: Batch, index: Inde
     right = jnp.take_along_axis(correct.reshape(flat.shape), flat.argmax(axis=1)[:, None], axis=1)
     found = {"accuracy": over_examples(right[:, 0]), "reader_loss": over_examples(terms)}
     if not setting.qa_words:
-        rows, scores, _ = question_beam(setting, params, batch, index, keys[0], question_depth(setting))
-        hits = beam_answers(setting, batch, index, rows)
-        retriever = likelihood.retriever_terms(scores, hits)
+        beam, _ = question_beam(setting, params, batch, index, keys[0], question_depth(setting))
+        hits = beam_answers(setting, batch, index, beam.rows)
+        retriever = likelihood.retriever_terms(beam.scores, hits)
         terms += retriever
         found |= {"answer_in_beam": over_examples(hits.any(axis=1)), "retriever_loss": over_examples(retriever)}
     return {"loss": over_examples(terms)} | found

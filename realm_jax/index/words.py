@@ -1,0 +1,208 @@
+"""Search by words: BM25 over the passages of a corpus, with the stems and stop words of its language.
+
+The search that needs no training, the yardstick beside which learnt retrieval is reported, and one half of hybrid
+search (`fusion.py`). An index is kept in the run folder (`keep`) and memory-mapped from there; nobody else writes one.
+"""
+
+import json
+import logging
+import re
+import shutil
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from realm_jax.corpus.news import language
+from realm_jax.errors import UserError
+from realm_jax.storage import digest, make_folder, publish_folder, read_json, write_json_atomic
+from realm_jax.text.languages import LANGUAGES, PLAIN
+
+logger = logging.getLogger(__name__)
+
+# One-letter words are kept: how little a word says is for BM25's own weights to judge.
+_WORD = re.compile(r"\b\w+\b")
+SAMPLED = 100  # passages whose language is looked at
+FORMAT = 1
+FOLDER, ABOUT = "words", "WORDS.json"
+_ONE_AT_A_TIME = threading.Lock()  # a stemmer has a memory that threads must not share: batches are made in another
+
+
+class Passages(Protocol):
+    """What a search by words needs of a passage store."""
+
+    def __len__(self) -> int: ...
+
+    def title(self, row: int, /) -> str: ...
+
+    def text(self, row: int, /) -> str: ...
+
+
+class Store(Passages, Hashable, Protocol):
+    """A passage store that says which one it is."""
+
+    @property
+    def fingerprint(self) -> str: ...
+
+
+def searchable_texts(store: Passages) -> Iterable[str]:
+    """Title and text of each passage, as BM25 reads them."""
+    return (f"{store.title(row)} {store.text(row)}" for row in range(len(store)))
+
+
+def language_of(store: Passages) -> str:
+    """The language of most of SAMPLED passages, evenly spaced: a key of LANGUAGES, or PLAIN for any other."""
+    rows = np.unique(np.linspace(0, len(store) - 1, min(SAMPLED, len(store))).astype(int)).tolist()
+    counts = Counter(language(store.text(row)) for row in rows)
+    found = counts.most_common(1)[0][0] if counts else PLAIN
+    found = {"nb": "no", "nn": "no"}.get(found, found)
+    if found not in LANGUAGES:
+        logger.info("words: the corpus seems to be in %r, without stems or stop words here; plain words it is", found)
+        return PLAIN
+    return found
+
+
+class Bm25:
+    """A BM25 index over texts (Lucene's variant with k1 = 1.5 and b = 0.75). language: a key of LANGUAGES, or PLAIN."""
+
+    def __init__(self, texts: Iterable[str], language: str = PLAIN) -> None:
+        tokens = [_tokens(text, language) for text in texts]
+        if not tokens:
+            raise ValueError("BM25 needs at least one text")
+        self.size, self.language = len(tokens), language
+        self._index = _bm25s().BM25() if any(tokens) else None  # the library fails on texts without any word
+        if self._index is not None:
+            self._index.index(tokens, show_progress=False)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no text has any word, stop words aside."""
+        return self._index is None
+
+    def knows(self, question: str) -> bool:
+        """Whether any word of a question is left without the stop words."""
+        return bool(_tokens(question, self.language))
+
+    def search(self, questions: Sequence[str], k: int) -> NDArray[np.int64]:
+        """The rows of the k best texts for each question, best first: int64 [questions, min(k, texts)].
+
+        Texts that share no word with the question are no candidates; -1 stands in their places.
+        """
+        rows, scores = self.scored(questions, k)
+        return np.where(scores > 0, rows, -1).astype(np.int64)
+
+    def scored(self, questions: Sequence[str], k: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """Rows and scores of the k best texts, [questions, min(k, texts)]: those that share no word have score 0."""
+        k = min(k, self.size)
+        rows = np.tile(np.arange(k, dtype=np.int32), (len(questions), 1))
+        scores = np.zeros((len(questions), k), np.float32)
+        asked = [_tokens(question, self.language) for question in questions]
+        numbers = [number for number, tokens in enumerate(asked) if tokens and self._index is not None]
+        if self._index is not None and numbers:
+            found = self._index.retrieve(
+                [asked[number] for number in numbers], k=k, show_progress=False, backend_selection="numpy"
+            )
+            rows[numbers], scores[numbers] = found
+        return rows, scores
+
+    def save(self, folder: Path) -> None:
+        """Write the index into a folder of its own, without anything pickled."""
+        if self._index is not None:
+            self._index.save(str(folder), allow_pickle=False, show_progress=False)
+        write_json_atomic(folder / ABOUT, {"size": self.size, "language": self.language, "empty": self.is_empty})
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """An index that was saved, memory-mapped. Raises OSError, ValueError or KeyError where it is damaged."""
+        about, loaded = read_json(folder / ABOUT), cls.__new__(cls)
+        loaded.size, loaded.language = about["size"], about["language"]
+        loaded._index = None
+        if not about["empty"]:
+            loaded._index = _bm25s().BM25.load(str(folder), mmap=True, allow_pickle=False, show_progress=False)
+        return loaded
+
+
+@lru_cache(1)
+def words_of(store: Store, language: str, workdir: Path) -> Bm25:
+    """BM25 over a corpus: as a run keeps it, or else made in memory. Questions come one by one, or set after set.
+
+    language: `retrieval.language` of a config. Nothing is written.
+    """
+    folder = _place(store, language, workdir)
+    if (folder / ABOUT).is_file():
+        try:
+            return Bm25.load(folder)
+        except (OSError, ValueError, KeyError, TypeError, UserError) as fault:
+            logger.warning("%s is damaged (%s); the words are indexed anew, in memory", folder, fault)
+    return Bm25(searchable_texts(store), language or language_of(store))
+
+
+def keep(store: Store, language: str, workdir: Path) -> None:
+    """Write the index of `words_of` into the run folder, unless it is there; those of other versions go."""
+    final = _place(store, language, workdir)
+    if (final / ABOUT).is_file():
+        return
+    make_folder(final.parent, "--workdir")
+    for old in final.parent.iterdir():
+        shutil.rmtree(old)
+    made = Path(tempfile.mkdtemp(prefix=".partial-", dir=final.parent))
+    try:
+        words_of(store, language, workdir).save(made)
+        publish_folder(made, final)
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
+
+
+def check_words(words: Bm25, where: str) -> None:
+    """Raise UserError where there is nothing to search by. where: the key or flag that asks for it."""
+    if words.is_empty:
+        raise UserError(
+            f"{where}: no passage has a word that is no stop word (language {words.language!r}), so there is nothing "
+            "to match; search by vectors, or set config.retrieval.language=none"
+        )
+
+
+def _place(store: Store, language: str, workdir: Path) -> Path:
+    """The folder of an index: its name follows from everything that its bytes do."""
+    import Stemmer
+
+    made_of = [FORMAT, store.fingerprint, language, Stemmer.version(), _bm25s().__version__]
+    return workdir / FOLDER / digest(json.dumps(made_of).encode())[:16]
+
+
+def _bm25s() -> Any:
+    """The library. Importing it starts JAX's devices, which several processes have to do together, and later."""
+    import bm25s
+
+    logging.getLogger("bm25s").setLevel(logging.WARNING)  # the library sets DEBUG, and absl prints what it says
+    return bm25s
+
+
+@cache
+def _rules(language: str) -> tuple[frozenset[str], Any]:
+    """Stop words and stemmer of a language."""
+    if language == PLAIN:
+        return frozenset(), None
+    import Stemmer
+    from bm25s import stopwords
+
+    name = LANGUAGES[language]
+    listed = getattr(stopwords, f"STOPWORDS_{'EN' if language == 'en' else name.upper()}")
+    return frozenset(listed), Stemmer.Stemmer(name)
+
+
+def _tokens(text: str, language: str) -> list[str]:
+    """The words of a text in lower case, without stop words, as stems."""
+    stop, stemmer = _rules(language)
+    found = [word for word in _WORD.findall(text.lower()) if word not in stop]
+    if stemmer is None:
+        return found
+    with _ONE_AT_A_TIME:
+        return list(stemmer.stemWords(found))

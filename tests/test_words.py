@@ -1,0 +1,118 @@
+"""Search by words: stems and stop words of the corpus' language, and an index that is kept."""
+
+import logging
+
+import pytest
+
+from realm_jax.errors import UserError
+from realm_jax.index.words import ABOUT, FOLDER, Bm25, check_words, keep, language_of, searchable_texts, words_of
+
+GERMAN = "Die Brücke wurde im Jahre neunzehnhundert gebaut und überspannt den Fluss mit drei Bögen aus Stein."
+ENGLISH = "The bridge was built in the year nineteen hundred and spans the river with three arches of stone."
+FINNISH = "Silta rakennettiin vuonna tuhat yhdeksänsataa ja se ylittää joen kolmella kivisellä kaarella."
+
+
+class Shelf:
+    """A passage store of titles and texts."""
+
+    def __init__(self, *passages: tuple[str, str]) -> None:
+        self.passages, self.fingerprint = passages, str(hash(passages))
+
+    def __len__(self):
+        return len(self.passages)
+
+    def title(self, row):
+        return self.passages[row][0]
+
+    def text(self, row):
+        return self.passages[row][1]
+
+
+SHELF = Shelf(
+    ("Moon", "The Moon orbits the Earth."),
+    ("Paris", "Paris is the capital of France."),
+    ("Paris", "The Eiffel tower stands there."),
+    ("Tea", "Tea is a drink made of leaves."),
+)
+
+
+def kept_files(workdir):
+    return sorted(path.name for path in (workdir / FOLDER).iterdir())
+
+
+def test_bm25_finds_titles_and_texts_whatever_the_case():
+    index = Bm25(searchable_texts(SHELF))
+    assert index.search(["what orbits EARTH", "a drink of leaves", "paris tower"], 1).tolist() == [[0], [3], [2]]
+
+
+def test_bm25_gives_no_candidate_for_texts_without_a_common_word():
+    index = Bm25(["alpha beta", "gamma"])
+    assert index.search(["omega", "", "gamma"], 5).tolist() == [[-1, -1], [-1, -1], [1, -1]]
+    assert index.search([], 5).shape == (0, 2)
+
+
+def test_bm25_over_texts_without_a_word_finds_nothing():
+    assert Bm25(["🙂", "🙃🙃", ""]).search(["smile", "🙂"], 2).tolist() == [[-1, -1], [-1, -1]]
+
+
+def test_bm25_prefers_rare_words():
+    index = Bm25(["the cat and the dog", "the zebra", "the dog", "the bird", "the fish"])
+    assert index.search(["the zebra"], 1).tolist() == [[1]]
+
+
+def test_words_of_one_stem_match():
+    index = Bm25(["The tallest towers of Paris", "A leaf of tea"], "en")
+    assert index.search(["Which tower is tall in Paris?", "tea leaves"], 1).tolist() == [[0], [1]]
+    assert Bm25(["towers", "leaf"]).search(["tower"], 1).tolist() == [[-1]], "plain words have no stems"
+
+
+def test_a_question_of_stop_words_finds_nothing():
+    index = Bm25(["the of and", "tea"], "en")
+    assert not index.knows("is it of the") and index.knows("the tea")
+    assert index.search(["is it of the", "the tea"], 2).tolist() == [[-1, -1], [1, -1]]
+
+
+def test_the_language_is_that_of_most_passages(caplog):
+    assert language_of(Shelf(("", GERMAN), ("", GERMAN), ("", ENGLISH))) == "de"
+    assert language_of(Shelf(("", ENGLISH))) == "en"
+    with caplog.at_level(logging.INFO):
+        assert language_of(Shelf(("", FINNISH))) == "none"
+    assert "'fi', without stems" in caplog.text
+
+
+def test_a_kept_index_is_the_same_and_is_not_made_again(tmp_path, monkeypatch):
+    made = words_of(SHELF, "en", tmp_path)
+    keep(SHELF, "en", tmp_path)
+    words_of.cache_clear()
+    monkeypatch.setattr(Bm25, "__init__", None)  # nothing is indexed
+    loaded = words_of(SHELF, "en", tmp_path)
+    questions = ["what orbits the earth?", "towers", "of the", "omega"]
+    for ours, theirs in zip(loaded.scored(questions, 3), made.scored(questions, 3), strict=True):
+        assert ours.tolist() == theirs.tolist()
+
+
+def test_another_corpus_takes_the_place_of_the_kept_one(tmp_path):
+    keep(SHELF, "en", tmp_path)
+    first = kept_files(tmp_path)
+    keep(SHELF, "en", tmp_path)
+    assert kept_files(tmp_path) == first
+    keep(Shelf(("", ENGLISH)), "en", tmp_path)
+    assert kept_files(tmp_path) != first and len(kept_files(tmp_path)) == 1
+
+
+def test_a_damaged_index_is_made_anew_in_memory(tmp_path, caplog):
+    keep(SHELF, "en", tmp_path)
+    (place,) = (tmp_path / FOLDER).iterdir()
+    (place / "indices.csc.index.npy").write_bytes(b"torn")
+    words_of.cache_clear()
+    assert words_of(SHELF, "en", tmp_path).search(["towers"], 1).tolist() == [[2]]
+    assert "is damaged" in caplog.text and (place / ABOUT).is_file()
+
+
+def test_a_corpus_of_stop_words_cannot_be_searched_by_words(tmp_path):
+    words = words_of(Shelf(("", "of the"), ("", "and")), "en", tmp_path)
+    with pytest.raises(UserError, match="no word that is no stop word|has a word"):
+        check_words(words, "--search=hybrid")
+    keep(Shelf(("", "of the"), ("", "and")), "en", tmp_path)
+    words_of.cache_clear()
+    assert words_of(Shelf(("", "of the"), ("", "and")), "en", tmp_path).is_empty
