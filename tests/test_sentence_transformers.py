@@ -13,10 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import loud_params
 
-from realm_jax.config import FROM_MODEL, default
+from realm_jax.config import FROM_MODEL, default, flatten
 from realm_jax.jobs.models import resolved
 from realm_jax.jobs.starting import find_weights, local_source
+from realm_jax.jobs.weights import write_networks
 from realm_jax.models.inputs import Documents
 from realm_jax.models.realm import Params, Realm
 from realm_jax.models.weights import read
@@ -190,3 +192,84 @@ def test_a_folder_gives_the_vectors_of_the_library(name, bert, wordpiece, tmp_pa
     np.testing.assert_allclose(embed_passages(model, params, wordpiece, passages), wanted, atol=CLOSE)
     found = embed_queries(model, params, wordpiece, asked)
     np.testing.assert_allclose(found, theirs.encode_query(asked), atol=CLOSE)
+
+
+# --- out --------------------------------------------------------------------------------------------------------------
+
+OUT = {  # name → changes of the section `encoder`: what public encoders and the paper have, and a mixture
+    "the paper": {},
+    "no projection": {"projection": 0, "norm_epsilon": 1e-3},
+    "mean": {"pooling": "mean", "projection": 0, "normalization": "l2", "temperature": 0.05},
+    "prompts": {
+        "pooling": "last",
+        "projection": 8,
+        "normalization": "none",
+        "query_prompt": "query: {text}",
+        "passage_prompt": "title: {title} | text: {text}",
+    },
+}
+
+
+def tiny_model(wordpiece: WordPiece, shared: bool = False, **encoder: Any) -> tuple[Any, Realm, Params]:
+    """A config, its networks, and loud parameters for them."""
+    config = default()
+    config.data.update(path="-", query_length=QUERY, document_length=DOCUMENT)
+    config.model.update(layers=2, width=16, heads=2, feed_forward=24, hidden_act="gelu", shared_tower=shared)
+    config.encoder.update(encoder)
+    model = make_model(config, wordpiece.size, encoder_of(wordpiece))
+    return config, model, loud_params(model, 3)
+
+
+def as_text(template: str, passage: Passage) -> Any:
+    """What the README says to encode: the template behind its prompt; a pair without a template."""
+    before = template.partition("{")[0]
+    return passage if not template else template[len(before) :].format(title=passage[0], text=passage[1])
+
+
+@pytest.mark.parametrize("name", OUT)
+def test_an_exported_tower_gives_our_vectors_in_the_library(name, wordpiece, tmp_path):
+    config, model, params = tiny_model(wordpiece, **OUT[name])
+    write_networks(tmp_path, config, model, params, wordpiece)
+    passages, asked = shortened(wordpiece)
+    query, document = (
+        library.SentenceTransformer(str(tmp_path / f"{tower}_embedder"), device="cpu")
+        for tower in ("query", "document")
+    )
+    np.testing.assert_allclose(query.encode(asked), embed_queries(model, params, wordpiece, asked), atol=CLOSE)
+    texts = [as_text(config.encoder.passage_prompt, passage) for passage in passages]
+    found = embed_passages(model, params, wordpiece, passages)
+    np.testing.assert_allclose(document.encode(texts), found, atol=CLOSE)
+    ours = [[wordpiece.cls_id, *wordpiece.encode(text).ids, wordpiece.sep_id] for text in asked]
+    assert query.tokenizer(asked)["input_ids"] == ours
+
+
+@pytest.mark.parametrize("name", OUT)
+def test_what_is_exported_starts_a_run_from_the_same_bits_and_section(name, wordpiece, tmp_path):
+    config, model, params = tiny_model(wordpiece, **OUT[name])
+    write_networks(tmp_path, config, model, params, wordpiece)
+    found = config_of(str(tmp_path))
+    keys = [key for key in FROM_MODEL if key not in ("model.hidden_act",)]
+    assert {key: flatten(found.to_dict())[key] for key in keys} == {key: flatten(config.to_dict())[key] for key in keys}
+    _, again = load(str(tmp_path), wordpiece)
+    for tower in model.embedder_names:
+        jax.tree.map(np.testing.assert_array_equal, again[tower], params[tower])
+
+
+def test_the_reader_is_not_taken_for_an_encoder(wordpiece, tmp_path):
+    config, model, params = tiny_model(wordpiece)
+    write_networks(tmp_path, config, model, params, wordpiece)
+    with pytest.raises(ImportError, match="this_network_is_no_sentence_encoder"):
+        library.SentenceTransformer(str(tmp_path / "reader"), device="cpu")
+
+
+def test_a_shared_tower_has_both_prompts(wordpiece, tmp_path):
+    prompts = {"query_prompt": "query: {text}", "passage_prompt": "passage: {title} {text}"}
+    config, model, params = tiny_model(wordpiece, shared=True, pooling="mean", **prompts)
+    write_networks(tmp_path, config, model, params, wordpiece)
+    theirs = library.SentenceTransformer(str(tmp_path / "embedder"), device="cpu")
+    passages, asked = shortened(wordpiece)
+    found = embed_queries(model, params, wordpiece, asked)
+    np.testing.assert_allclose(theirs.encode_query(asked), found, atol=CLOSE)
+    found = embed_passages(model, params, wordpiece, passages)
+    wanted = theirs.encode_document([f"{title} {body}" for title, body in passages])
+    np.testing.assert_allclose(wanted, found, atol=CLOSE)

@@ -1,6 +1,7 @@
 """`realm weights`: a trained run's networks as folders for Hugging Face's library, and released checkpoints made such.
 
-    OUTPUT/query_embedder/       model.safetensors, config.json, vocab.txt, tokenizer_config.json
+    OUTPUT/query_embedder/       model.safetensors, config.json, vocab.txt, tokenizer_config.json; the modules of
+                                 sentence-transformers, and a README.md that says what text to encode
     OUTPUT/document_embedder/    or `embedder` for both, where the run has one tower
     OUTPUT/reader/
 
@@ -21,16 +22,21 @@ from typing import Any
 
 import jax
 import numpy as np
+from ml_collections import ConfigDict
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from realm_jax.config import TASKS
 from realm_jax.errors import UserError
 from realm_jax.jobs.answering import add_run_arguments, newest, open_run_to_ask
-from realm_jax.jobs.starting import SHARED, TOKENIZER, TOWERS
+from realm_jax.jobs.starting import READER, SHARED, TOKENIZER, TOWERS
 from realm_jax.models import released
 from realm_jax.models.bert import LAYER_NORM_EPSILON
+from realm_jax.models.realm import Params, Realm
+from realm_jax.models.sentence_export import PASSAGES, QUERIES, refuse_modules, write_modules
+from realm_jax.models.sentence_folder import OWN
 from realm_jax.models.weights import SETTINGS, WEIGHTS, networks, save, settings_of
+from realm_jax.run import tower_lengths
 from realm_jax.storage import publish_folder
 from realm_jax.text.wordpiece import VOCABULARY_FILE, WordPiece
 from realm_jax.training.restore import saved_params
@@ -56,8 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     export.add_argument("--task", choices=TASKS, help="parameters at the end of it (default: of the last one trained)")
     export.add_argument(
         "--names", choices=("bert", "realm"),
-        help="'bert', the default: opens as BertModel and BertForMaskedLM; 'realm': as RealmEmbedder and RealmReader "
-        "of transformers 4.x",
+        help="'bert', the default: towers open in sentence-transformers and as BertModel, the reader as "
+        "BertForMaskedLM; 'realm': as RealmEmbedder and RealmReader of transformers 4.x",
     )  # fmt: skip
     told = {
         "embedder": "the towers: folder of a released module, or prefix of a checkpoint",
@@ -104,11 +110,33 @@ def export(workdir: Path, output: Path, names: str = "bert", task: str | None = 
         logger.warning("task %s is not done: step %d of %d", name, saved.step, opened.config[name].steps)
     params = saved_params(opened, name, saved, jax.eval_shape(model.init, jax.random.key(0)))
     with _whole(output) as folder:
-        for network, parts in networks(model).items():
-            settings = settings_of(model, network, names) | {"pad_token_id": wordpiece.pad_id}
-            save(folder / network, jax.tree.map(np.asarray, params[network]), parts, names, settings)
-            _save_vocabulary(folder / network, wordpiece, model.bert.max_length)
+        write_networks(folder, opened.config, model, params, wordpiece, names)
     logger.info("%s: %s of %s at step %d of %s", output, ", ".join(params), workdir, saved.step, name)
+
+
+def write_networks(
+    folder: Path, config: ConfigDict, model: Realm, params: Params, wordpiece: WordPiece, names: str = "bert"
+) -> None:  # fmt: skip
+    """Write every network into a folder of its own in `folder`. names: 'bert' or 'realm'."""
+    encoder = config.encoder.to_dict()
+    for network, parts in networks(model).items():
+        place, own = folder / network, jax.tree.map(np.asarray, params[network])
+        settings = settings_of(model, network, names) | {"pad_token_id": wordpiece.pad_id}
+        if network != READER:
+            settings |= {OWN: encoder}
+        save(place, own, parts, names, settings)
+        _save_vocabulary(place, wordpiece, model.bert.max_length)
+        if names == "bert" and network != READER:
+            write_modules(place, model, own, encoder, _inputs(config, model, network))
+        else:
+            refuse_modules(place)
+
+
+def _inputs(config: ConfigDict, model: Realm, network: str) -> dict[str, int]:
+    """What a tower is for → word pieces of its longest input."""
+    query, document = tower_lengths(config, model.query_template, model.passage_template)
+    lengths = {QUERIES: query, PASSAGES: document}
+    return lengths if network == SHARED else {purpose: lengths[purpose] for purpose in lengths if purpose in network}
 
 
 # --- TensorFlow's checkpoints -----------------------------------------------------------------------------------------
