@@ -30,6 +30,7 @@ from realm_jax.index.generations import (
 )
 from realm_jax.jobs.flags import positive
 from realm_jax.jobs.opening import recorded_config, reopen_run, set_up_jax
+from realm_jax.mesh import replicated
 from realm_jax.models.realm import Params
 from realm_jax.run import Run
 from realm_jax.storage import read_json
@@ -41,6 +42,7 @@ from realm_jax.training.workdir import check_data
 
 logger = logging.getLogger(__name__)
 
+NBEST = 5  # answers of a question that are shown or written, if nothing else is asked for
 PASSAGES = 20  # to retrieve for a question, if nothing else is asked for
 
 
@@ -158,9 +160,12 @@ def _split(run: Run, split: str) -> list[Question]:
     return questions
 
 
-def open_run_to_ask(workdir: Path, data: str | None = None, overrides: dict[str, Any] | None = None) -> Run:
+def open_run_to_ask(
+    workdir: Path, data: str | None = None, overrides: dict[str, Any] | None = None, questions: bool = True
+) -> Run:
     """The run of a folder on the devices that are here, with operations keys changed by `overrides`.
 
+    questions: whether those of the prepared folder are read.
     Raises UserError when there is no run, or when its prepared folder is gone or another one.
     """
     _check_prepared(data or recorded_config(workdir).data.path, workdir)
@@ -171,8 +176,8 @@ def open_run_to_ask(workdir: Path, data: str | None = None, overrides: dict[str,
     for name in TASKS:
         here |= {f"{name}.batch_size": jax.device_count(), f"{name}.microbatches": 1}
     moved = {"data.path": data} if data else {}
-    run = reopen_run(workdir, here | moved | (overrides or {}))
-    check_data(run, run.sources.passages.versions)
+    run = reopen_run(workdir, here | moved | (overrides or {}), questions)
+    check_data(run, run.sources.passages.versions, questions)
     return run
 
 
@@ -199,16 +204,13 @@ def restore(run: Run, task: str | None = None, for_answers: bool = True) -> Trai
     corpus is embedded unless the checkpoint holds vectors that fit its parameters. Raises UserError for a task that
     the recipe does not have, and where there is no checkpoint.
     """
-    like = jax.eval_shape(run.model.init, jax.random.key(0))
     while True:
         name, saved = newest(run, task)
         try:
-            params = saved_params(run, name, saved, like)
-            index = (
-                published_index(run, params)
-                if is_edited(run) and run.needs_vectors(name)
-                else saved_index(run, name, saved)
-            )
+            edited = is_edited(run) and run.needs_vectors(name)
+            index = None if edited else saved_index(run, name, saved)
+            params = _params(run, saved, documents=index is None or not for_answers)
+            index = published_index(run, params) if edited else index
             break
         except Gone:  # the run went on and removed it; there is a newer one
             continue
@@ -217,6 +219,13 @@ def restore(run: Run, task: str | None = None, for_answers: bool = True) -> Trai
     if saved.step < run.config[name].steps:
         logger.warning("task %s is not done: step %d of %d", name, saved.step, run.config[name].steps)
     return Trained(run, name, saved.step, params, index or _embed(run, params))
+
+
+def _params(run: Run, saved: Saved, documents: bool) -> Params:
+    """What answers are made with. documents: the document tower too, which answers from stored vectors do without."""
+    query, *others = run.model.embedder_names
+    names = [query, "reader", *(others if documents or run.setting.qa_documents else ())]
+    return saved.params(names, replicated(run.mesh))  # as `open_run_to_ask` lays out the mesh
 
 
 def restore_towers(run: Run) -> tuple[int, Params]:
@@ -255,12 +264,11 @@ def newest(run: Run, task: str | None = None) -> tuple[str, Saved]:
     if task is not None and task not in names:
         raise UserError(f"--task={task}: the run in {run.workdir} has no such task; choose among {', '.join(names)}")
     names = names if task is None else [task]
-    saved = {name: Saved.newest(run.workdir / name / "checkpoints") for name in names}
-    found = [(name, checkpoint) for name, checkpoint in saved.items() if checkpoint is not None]
-    if not found:
-        what = f"of task {names[0]} " if len(names) == 1 else ""
-        raise UserError(f"{run.workdir}: no checkpoint {what}yet; give the `realm train` command that started it again")
-    return found[-1]
+    for name in reversed(names):
+        if (saved := Saved.newest(run.workdir / name / "checkpoints")) is not None:
+            return name, saved
+    what = f"of task {names[0]} " if len(names) == 1 else ""
+    raise UserError(f"{run.workdir}: no checkpoint {what}yet; give the `realm train` command that started it again")
 
 
 def _embed(run: Run, params: Params) -> Index:

@@ -23,6 +23,7 @@ from realm_jax.corpus.jsonl import Question
 from realm_jax.errors import UserError
 from realm_jax.evaluation.predict import Evaluator
 from realm_jax.jobs.answering import (
+    NBEST,
     Trained,
     add_run_arguments,
     check_question,
@@ -31,7 +32,6 @@ from realm_jax.jobs.answering import (
     restore,
 )
 from realm_jax.jobs.flags import positive
-from realm_jax.jobs.predict import NBEST
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Answer; exit code 2 when a line from a pipe could not be asked."""
-    opened = open_run_to_ask(Path(args.workdir), args.data, {"evaluation.batch_size": 1})
+    opened = open_run_to_ask(Path(args.workdir), args.data, {"evaluation.batch_size": 1}, questions=False)
     single = check_question(opened, " ".join(args.question)) if args.question else None
     trained = restore(opened)
     check_reads(trained)

@@ -28,6 +28,7 @@ from realm_jax.evaluation.measures import Record, settings_file, surplus, write_
 from realm_jax.evaluation.predict import Answer, Evaluator, Prediction
 from realm_jax.evaluation.retrieval import answer_hits
 from realm_jax.jobs.answering import (
+    NBEST,
     Trained,
     add_question_arguments,
     add_run_arguments,
@@ -46,7 +47,6 @@ from realm_jax.training.preemption import PREEMPTED, Preempted, Stop
 
 logger = logging.getLogger(__name__)
 
-NBEST = 5
 EXAMPLES = """examples:
   realm predict --workdir=runs/wiki --questions=test.jsonl --output=predictions.jsonl
   realm evaluate --predictions=predictions.jsonl
