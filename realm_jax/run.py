@@ -20,6 +20,7 @@ from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
 from realm_jax.config import default, joint_length, task_names
+from realm_jax.corpus.jsonl import Question
 from realm_jax.data.examples import Example, Find, Found, Lengths, lengths_from
 from realm_jax.data.sources import Sources
 from realm_jax.errors import UserError
@@ -98,7 +99,11 @@ class Run(BaseRun):
     def fingerprints(self) -> dict[str, str]:
         sources = self.sources
         stores = {"passages": sources.passages.fingerprint, "pretraining": sources.pretraining.fingerprint}
-        asked = {split: [dataclasses.asdict(one) for one in some] for split, some in sources.questions.items()}
+        names = [field.name for field in dataclasses.fields(Question)]  # `asdict` would copy what they hold
+        asked = {
+            split: [{name: getattr(one, name) for name in names} for one in some]
+            for split, some in sources.questions.items()
+        }
         questions = digest(json.dumps(asked, sort_keys=True).encode())
         return {"tokenizer": sources.wordpiece.fingerprint} | stores | {"questions": questions}
 

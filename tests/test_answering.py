@@ -86,7 +86,7 @@ def newest(run, task):
 def test_the_saved_index_is_taken_only_if_the_parameters_give_it(trained_run, opened, monkeypatch):
     run = opened.run
     for task in ("ict", "qa"):
-        params = restore_params(trained_run, run.workdir, task, opened.params)
+        params = restore_params(trained_run, run.workdir, task, trained_run.initial_params())
         saved = np.asarray(saved_index(run, task, newest(run, task)).vectors)[: run.setting.rows]
         np.testing.assert_allclose(saved, trained_run.embed(params), atol=1e-5)
     for task, fits in (("ict", False), ("qa", True)):  # fine-tuning leaves the document embedder as it was
@@ -147,15 +147,15 @@ def test_another_corpus_than_the_run_was_trained_with_is_refused(trained_run, tm
 
 
 def test_a_checkpoint_that_the_run_removes_meanwhile_is_looked_for_again(opened, monkeypatch):
-    state, asked = Saved.state, []
+    params, asked = Saved.params, []
 
-    def once_gone(saved, abstract):
+    def once_gone(saved, *where):
         asked.append(saved.step)
         if len(asked) == 1:
             raise Gone("removed")
-        return state(saved, abstract)
+        return params(saved, *where)
 
-    monkeypatch.setattr(Saved, "state", once_gone)
+    monkeypatch.setattr(Saved, "params", once_gone)
     assert restore(opened.run).step == 2
     assert asked == [2, 2]
 

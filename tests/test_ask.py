@@ -25,7 +25,7 @@ def opened(trained_run):
 @pytest.fixture
 def quick(opened, monkeypatch):
     """The command without opening and restoring the run again."""
-    monkeypatch.setattr(job, "open_run_to_ask", lambda *_: opened.run)
+    monkeypatch.setattr(job, "open_run_to_ask", lambda *_, **__: opened.run)
     monkeypatch.setattr(job, "restore", lambda *_, **__: opened)
 
 

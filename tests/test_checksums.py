@@ -28,7 +28,7 @@ def test_host_and_devices_agree(name, monkeypatch):
     if array.ndim:
         spread = jax.device_put(array, logical_sharding(make_mesh(-1), "batch", *[None] * (array.ndim - 1)))
         assert checksums({"x": spread}) == on_host
-    monkeypatch.setattr(module, "ROWS", 7)
+    monkeypatch.setattr(module, "BLOCK", 6)
     assert checksums({"x": array}) == on_host
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tiny import document_rows, random_words, tiny_realm
 
 from realm_jax.errors import UserError
-from realm_jax.index.embed import BUCKET, CorpusRows, batches, embed_corpus
+from realm_jax.index.embed import BUCKET, GROUP, CorpusRows, batches, embed_corpus, in_groups
 from realm_jax.mesh import make_mesh
 from realm_jax.models.inputs import Documents
 from realm_jax.run import put_batch
@@ -77,6 +77,21 @@ def some_corpus(lengths: list[int], longest: int) -> CorpusRows:
     return CorpusRows(ids, np.array(lengths, np.uint16), np.zeros(len(lengths), np.uint16))
 
 
+def test_groups_that_only_fill_up_a_batch_are_not_embedded():
+    embedded = []
+
+    def embed(group: Documents) -> jax.Array:
+        jax.debug.callback(lambda ids: embedded.append(ids), group.ids[:, 0])
+        return group.ids[:, :1] + 1.0
+
+    corpus = some_corpus([5] * (GROUP + 1), 16)
+    program = jax.jit(lambda rows: in_groups(embed, Documents(*rows)))
+    vectors = embed_corpus(lambda rows: program(CorpusRows(*map(jnp.asarray, rows))), corpus, 4 * GROUP)
+    jax.effects_barrier()
+    assert len(embedded) == 2
+    np.testing.assert_array_equal(vectors[:, 0], np.arange(GROUP + 1) + 1)
+
+
 LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=50)
 
 
@@ -102,7 +117,7 @@ def test_batches_are_always_full_and_progress_counts_passages(lengths, batch_siz
 
     vectors = embed_corpus(embed, some_corpus(lengths, 300), batch_size, progress.append)
     np.testing.assert_array_equal(vectors[:, 0], np.arange(len(lengths)))
-    assert shapes <= {(batch_size, width) for width in (64, 128, 192, 256, 300)}
+    assert shapes <= {(batch_size, width) for width in (*range(BUCKET, 300, BUCKET), 300)}
     assert progress == sorted(set(progress)) and progress[-1] == len(lengths)
 
 

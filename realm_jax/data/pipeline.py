@@ -8,12 +8,15 @@ batches, so that a batch is padded to what its longest example needs.
 
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
+from typing import TYPE_CHECKING
 
-import grain
 import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.data.examples import Examples
+
+if TYPE_CHECKING:
+    import grain  # in functions otherwise: what only answers needs no order of examples, and starts sooner
 
 PURPOSES = {"mlm": 1, "ict": 2, "realm": 3, "qa": 4, "sample": 5, "tagger": 6, "closed_book": 7}
 ENDLESS = 1 << 40  # steps; no run has as many
@@ -24,11 +27,13 @@ ROUND = 32  # padded lengths are multiples of this: a step is compiled for a han
 
 def dataset(
     examples: Examples, seed: int, purpose: str, batch_size: int, rows: NDArray[np.int64] | None = None
-) -> grain.MapDataset:
+) -> "grain.MapDataset":
     """Batches without end; element s is the batch of step s, a dictionary of arrays [batch_size, …].
 
     rows: the examples of each batch that this process makes, in order; None for all.
     """
+    import grain
+
     stream = (seed, PURPOSES[purpose])
     shuffle_seed = int(np.random.SeedSequence(stream).generate_state(1)[0])
     order = grain.MapDataset.range(examples.total).shuffle(seed=shuffle_seed).repeat()
@@ -69,7 +74,7 @@ def _batch_by_length(
 
 
 def _positions(
-    order: grain.MapDataset, lengths: NDArray[np.int64], stream: tuple[int, int], batch_size: int, window: int
+    order: "grain.MapDataset", lengths: NDArray[np.int64], stream: tuple[int, int], batch_size: int, window: int
 ) -> Window:
     """The batches of a window of steps: positions in the order of examples [WINDOW, batch_size], sorted by length, the
     batches in random order, and the longest of each batch [WINDOW]."""
@@ -85,6 +90,8 @@ def batches(
     rows: NDArray[np.int64] | None = None,
 ) -> Iterator[dict]:  # fmt: skip
     """The batches of steps start … stop − 1, made ahead in a thread. rows: as of `dataset`."""
+    import grain
+
     steps = dataset(examples, seed, purpose, batch_size, rows)[start:stop]
     options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=PREFETCH)
     return iter(steps.to_iter_dataset(options))

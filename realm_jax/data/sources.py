@@ -3,6 +3,7 @@
 import dataclasses
 import os
 from pathlib import Path
+from typing import Any
 
 from realm_jax.corpus.jsonl import Question, answered, read_questions
 from realm_jax.corpus.store import PassageStore
@@ -34,13 +35,13 @@ class Sources:
 
 
 def open_sources(
-    folder: str | os.PathLike[str], version: str | None = None, flag: str = "config.data.path="
+    folder: str | os.PathLike[str], version: str | None = None, flag: str = "config.data.path=", questions: bool = True
 ) -> Sources:
     """Open a folder written by `realm prepare`; one in a bucket is copied to this machine first.
 
     version: fingerprint of passages that were the newest once; one that is not there gives the newest. flag: what a
-    message puts before the folder, as the user gave it. Raises UserError when the folder is none, or when its parts do
-    not match.
+    message puts before the folder, as the user gave it. questions: whether they are read, or none. Raises UserError
+    when the folder is none, or when its parts do not match.
     """
     folder = staged(os.fspath(folder), flag) if is_remote(os.fspath(folder)) else Path(folder)
     if not (folder / "PREPARED.json").is_file():
@@ -53,12 +54,16 @@ def open_sources(
     wordpiece = WordPiece.load(folder / "tokenizer")
     passages = _open_store(folder / "passages", wordpiece, version)
     pretraining = _open_store(folder / "pretraining", wordpiece) if manifest.get("pretraining") else passages
+    return Sources(wordpiece, passages, pretraining, _read_questions(folder, manifest) if questions else {})
+
+
+def _read_questions(folder: Path, manifest: dict[str, Any]) -> dict[str, list[Question]]:
     questions = {split: read_questions(folder / "questions" / f"{split}.jsonl") for split in manifest["questions"]}
     for split, found in questions.items():
         if len(found) != (wanted := manifest["questions"][split]):
             path = folder / "questions" / f"{split}.jsonl"
             raise UserError(f"{path} is damaged ({len(found)} questions, not {wanted}); prepare the folder again")
-    return Sources(wordpiece, passages, pretraining, questions)
+    return questions
 
 
 def _open_store(folder: Path, wordpiece: WordPiece, version: str | None = None) -> PassageStore:

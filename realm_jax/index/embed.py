@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,7 +17,7 @@ from realm_jax.mesh import to_host
 from realm_jax.models.inputs import Documents
 
 GROUP = 8  # passages that a CPU embeds at a time
-BUCKET = 64  # padded lengths are multiples of this, up to the document length
+BUCKET = 32  # padded lengths are multiples of this, up to the document length
 
 
 class CorpusRows(NamedTuple):
@@ -28,12 +29,19 @@ class CorpusRows(NamedTuple):
 
 
 def in_groups(embed: Callable[[Documents], jax.Array], documents: Documents) -> jax.Array:
-    """`embed` of a batch, a few passages after another: what a layer makes of them then stays in a CPU's cache."""
+    """`embed` of a batch, a few passages after another: what a layer makes of them then stays in a CPU's cache.
+
+    Groups that only fill up a batch (`embed_corpus` gives them the length 0) cost nothing; their vectors are zero.
+    """
     rows = documents.ids.shape[0]
     size = GROUP if rows % GROUP == 0 else rows
     groups = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), documents)
-    vectors = jax.lax.map(embed, groups)
-    return vectors.reshape(rows, -1)
+    nothing = jax.eval_shape(embed, jax.tree.map(lambda x: x[0], groups))
+
+    def one(group: Documents) -> jax.Array:
+        return jax.lax.cond(group.lengths.max() > 0, embed, lambda _: jnp.zeros(nothing.shape, nothing.dtype), group)
+
+    return jax.lax.map(one, groups).reshape(rows, -1)
 
 
 EmbedBatch = Callable[[CorpusRows], jax.Array]
@@ -55,7 +63,7 @@ def embed_corpus(
     """Vectors of all passages, float32 [rows, projection].
 
     embed: rows of [batch_size, width] → vectors; it is called with at most a handful of widths. A batch that is not
-    full is filled up with its own rows.
+    full is filled up with rows of length 0, whose vectors are not looked at.
     progress: called with the number of passages done. Raises UserError when a vector is not finite.
     """
     vectors: NDArray[np.float32] | None = None
@@ -70,8 +78,8 @@ def embed_corpus(
         vectors[rows] = values[: len(rows)]
 
     for rows, width in batches(corpus, batch_size):
-        full = np.resize(rows, batch_size)
-        batch = CorpusRows(corpus.ids[full, :width], corpus.lengths[full], corpus.title_lengths[full])
+        batch = CorpusRows(corpus.ids[rows, :width], corpus.lengths[rows], corpus.title_lengths[rows])
+        batch = CorpusRows(*(_filled(part, batch_size) for part in batch))
         pending.append((rows, embed(batch)))  # dispatched; the one before is fetched while this one runs
         if len(pending) > 1:
             collect(pending.pop(0))
@@ -83,3 +91,8 @@ def embed_corpus(
     if vectors is None or not np.isfinite(vectors).all():
         raise UserError("the document embedder gives values that are not finite; the run has diverged")
     return vectors
+
+
+def _filled(part: NDArray, rows: int) -> NDArray:
+    """So many rows: zeros after those that there are."""
+    return np.concatenate([part, np.zeros((rows - len(part), *part.shape[1:]), part.dtype)])

@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import dataclasses
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from realm_jax.index.generations import (
 )
 from realm_jax.jobs.flags import positive
 from realm_jax.jobs.opening import begins_with_reader, recorded_config, reopen_run, set_up_jax
+from realm_jax.mesh import replicated
 from realm_jax.models.realm import Params
 from realm_jax.run import Run
 from realm_jax.storage import read_json
@@ -42,6 +44,7 @@ from realm_jax.training.workdir import check_data
 
 logger = logging.getLogger(__name__)
 
+NBEST = 5  # answers of a question that are shown or written, if nothing else is asked for
 PASSAGES = 20  # to retrieve for a question, if nothing else is asked for
 FOUND = ("recall@5", "answer_recall@5")  # measures of retrieval, the first that there is counts
 LOW_EXACT_MATCH, LOW_RECALL = 0.2, 0.5  # below these a user is warned
@@ -175,9 +178,12 @@ def _split(run: Run, split: str) -> list[Question]:
     return questions
 
 
-def open_run_to_ask(workdir: Path, data: str | None = None, overrides: dict[str, Any] | None = None) -> Run:
+def open_run_to_ask(
+    workdir: Path, data: str | None = None, overrides: dict[str, Any] | None = None, questions: bool = True
+) -> Run:
     """The run of a folder on the devices that are here, with operations keys changed by `overrides`.
 
+    questions: whether those of the prepared folder are read.
     Raises UserError when there is no run, or when its prepared folder is gone or another one.
     """
     _check_prepared(data or recorded_config(workdir).data.path, workdir)
@@ -188,8 +194,8 @@ def open_run_to_ask(workdir: Path, data: str | None = None, overrides: dict[str,
     for name in TASKS:
         here |= {f"{name}.batch_size": jax.device_count(), f"{name}.microbatches": 1}
     moved = {"data.path": data} if data else {}
-    run = reopen_run(workdir, here | moved | (overrides or {}))
-    check_data(run, run.sources.passages.versions)
+    run = reopen_run(workdir, here | moved | (overrides or {}), questions)
+    check_data(run, run.sources.passages.versions, questions)
     return run
 
 
@@ -216,30 +222,33 @@ def check_reads(trained: Trained) -> None:
         )
 
 
-def restore(run: Run, task: str | None = None, for_answers: bool = True, search: str | None = None) -> Trained:
+def restore(
+    run: Run, task: str | None = None, for_answers: bool = True, search: str | None = None, warn: bool = True
+) -> Trained:
     """Parameters at the end of `task`, or of the last task of the recipe that has a checkpoint, and the index.
 
-    for_answers: whether questions will be answered with them, of which those of other tasks than qa know nothing.
-    search: what finds their passages, in place of what did in training. The
-    corpus is embedded unless the checkpoint holds vectors that fit its parameters. Raises UserError for a task that
-    the recipe does not have, and where there is no checkpoint.
+    for_answers: whether questions will be answered with them; search: what finds their passages, in place of what did
+    in training; warn: of parameters of other tasks than qa, which know nothing of answers. The corpus is embedded
+    unless the checkpoint holds vectors that fit its parameters. Raises UserError for a task that the recipe does not
+    have, and where there is no checkpoint.
     """
-    like = jax.eval_shape(run.model.init, jax.random.key(0))
     while True:
         name, saved = newest(run, task)
         vectors = run.needs_vectors(name, search or "")
         try:
-            params = saved_params(run, name, saved, like)
             if not vectors:
                 index: Index | None = run.bare_index
             elif is_edited(run):
-                index = published_index(run, params)
+                index = None
             else:
                 index = index_saved(run, name, saved)
+            params = _params(run, saved, documents=index is None or not for_answers)
+            if vectors and is_edited(run):
+                index = published_index(run, params)
             break
         except Gone:  # the run went on and removed it; there is a newer one
             continue
-    if name not in ("qa", "closed_book") and for_answers:
+    if name not in ("qa", "closed_book") and for_answers and warn:
         logger.warning("these are the parameters of task %s: answers come from a span head that qa did not train", name)
     if saved.step < run.config[name].steps:
         logger.warning("task %s is not done: step %d of %d", name, saved.step, run.config[name].steps)
@@ -294,6 +303,13 @@ def measured(run: Run, task: str) -> Measured | None:
     return None if exact is None and found is None else Measured(exact, found)
 
 
+def _params(run: Run, saved: Saved, documents: bool) -> Params:
+    """What answers are made with. documents: the document tower too, which answers from stored vectors do without."""
+    query, *others = run.model.embedder_names
+    names = [query, "reader", *(others if documents or run.setting.qa_documents else ())]
+    return saved.params(names, replicated(run.mesh))  # as `open_run_to_ask` lays out the mesh
+
+
 def restore_towers(run: Run) -> tuple[int, Params]:
     """The towers at the end of what was trained, and the step of REALM that they count as."""
     name, saved = newest(run)
@@ -330,12 +346,11 @@ def newest(run: Run, task: str | None = None) -> tuple[str, Saved]:
     if task is not None and task not in names:
         raise UserError(f"--task={task}: the run in {run.workdir} has no such task; choose among {', '.join(names)}")
     names = names if task is None else [task]
-    saved = {name: Saved.newest(run.workdir / name / "checkpoints") for name in names}
-    found = [(name, checkpoint) for name, checkpoint in saved.items() if checkpoint is not None]
-    if not found:
-        what = f"of task {names[0]} " if len(names) == 1 else ""
-        raise UserError(f"{run.workdir}: no checkpoint {what}yet; give the `realm train` command that started it again")
-    return found[-1]
+    for name in reversed(names):
+        if (saved := Saved.newest(run.workdir / name / "checkpoints")) is not None:
+            return name, saved
+    what = f"of task {names[0]} " if len(names) == 1 else ""
+    raise UserError(f"{run.workdir}: no checkpoint {what}yet; give the `realm train` command that started it again")
 
 
 def _embed(run: Run, params: Params) -> Index:
@@ -363,3 +378,8 @@ def check_question(run: Run, question: str, search: str = "vectors") -> str:
     if pieces > most:
         raise UserError(f"the question has {pieces:,} word pieces, but this run reads at most {most}; shorten it")
     return question
+
+
+def ranks_by_search(ranks: Sequence[int]) -> dict[str, int]:
+    """The places of a passage by the searches that found it, from 1: {"vectors": 3, "bm25": 1}."""
+    return {search: rank for search, rank in zip(("vectors", "bm25"), ranks, strict=True) if rank}

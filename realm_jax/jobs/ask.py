@@ -23,6 +23,7 @@ from realm_jax.corpus.jsonl import Question
 from realm_jax.errors import UserError
 from realm_jax.evaluation.predict import Evaluator
 from realm_jax.jobs.answering import (
+    NBEST,
     Trained,
     add_run_arguments,
     add_search_argument,
@@ -30,11 +31,11 @@ from realm_jax.jobs.answering import (
     check_reads,
     measured,
     open_run_to_ask,
+    ranks_by_search,
     reader_is_trained,
     restore,
 )
 from realm_jax.jobs.flags import positive
-from realm_jax.jobs.predict import NBEST, ranks_told
 
 logger = logging.getLogger(__name__)
 
@@ -58,11 +59,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Answer; exit code 2 when a line from a pipe could not be asked."""
-    opened = open_run_to_ask(Path(args.workdir), args.data, {"evaluation.batch_size": 1})
+    opened = open_run_to_ask(Path(args.workdir), args.data, {"evaluation.batch_size": 1}, questions=False)
     single = " ".join(args.question) if args.question else None
     if single is not None:
         check_question(opened, single)
-    trained = restore(opened, for_answers=False, search=args.search)
+    trained = restore(opened, search=args.search, warn=False)
     check_reads(trained)
     _tell_how_good(trained)
     to = Console(highlight=False)
@@ -97,7 +98,7 @@ def ask(trained: Trained, question: str, top: int | None = None) -> dict[str, An
     """
     prediction = _evaluator(trained, question).predict(trained.params, trained.index)[0]
     store, best = trained.run.sources.passages, prediction.nbest[0]
-    ranks = dict(zip(prediction.retrieved.tolist(), map(ranks_told, prediction.ranks.tolist()), strict=True))
+    ranks = dict(zip(prediction.retrieved.tolist(), map(ranks_by_search, prediction.ranks.tolist()), strict=True))
     ranked = sorted(prediction.candidates, key=lambda candidate: -candidate.probability)[:top]
     known = measured(trained.run, trained.task)
     told = {"measured": None if known is None else {"exact_match": known.exact_match, "recall@5": known.found}}

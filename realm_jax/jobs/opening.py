@@ -152,12 +152,15 @@ def _warn_of_cut_passages(run: Run) -> None:
         )
 
 
-def reopen_run(workdir: Path, overrides: dict[str, Any] | None = None) -> Run:
-    """The run recorded in a folder, with operations keys changed by `overrides` (dotted keys)."""
+def reopen_run(workdir: Path, overrides: dict[str, Any] | None = None, questions: bool = True) -> Run:
+    """The run recorded in a folder, with operations keys changed by `overrides` (dotted keys).
+
+    questions: whether those of its prepared folder are read.
+    """
     config = recorded_config(workdir)
     config.update_from_flattened_dict(overrides or {})
     validate(config)
-    return make_run(config, workdir, open_sources(config.data.path))
+    return make_run(config, workdir, open_sources(config.data.path, questions=questions))
 
 
 def has_begun(workdir: Path, tagger: bool) -> bool:

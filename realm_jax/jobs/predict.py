@@ -28,6 +28,7 @@ from realm_jax.evaluation.measures import Record, settings_file, surplus, write_
 from realm_jax.evaluation.predict import Answer, Evaluator, Prediction
 from realm_jax.evaluation.retrieval import answer_hits
 from realm_jax.jobs.answering import (
+    NBEST,
     Trained,
     add_question_arguments,
     add_run_arguments,
@@ -36,6 +37,7 @@ from realm_jax.jobs.answering import (
     open_run_to_ask,
     overrides_of,
     questions_of,
+    ranks_by_search,
     restore,
 )
 from realm_jax.jobs.flags import positive
@@ -46,7 +48,6 @@ from realm_jax.training.preemption import PREEMPTED, Preempted, Stop
 
 logger = logging.getLogger(__name__)
 
-NBEST = 5
 EXAMPLES = """examples:
   realm predict --workdir=runs/wiki --questions=test.jsonl --output=predictions.jsonl
   realm evaluate --predictions=predictions.jsonl
@@ -264,7 +265,7 @@ def _found(
     """What was found for a question. has_answer: bool [retrieved]."""
     store, best = trained.run.sources.passages, _told(trained, prediction.nbest[0])
     retrieved = [
-        {"id": store.document_id(row), "score": _short(score), "ranks": ranks_told(ranks)}
+        {"id": store.document_id(row), "score": _short(score), "ranks": ranks_by_search(ranks)}
         for row, score, ranks in zip(
             prediction.retrieved.tolist(), prediction.scores.tolist(), prediction.ranks.tolist(), strict=True
         )
@@ -277,11 +278,6 @@ def _found(
     for passage, hit in zip(retrieved, has_answer.tolist(), strict=True):
         passage["has_answer"] = hit
     return record | {"reader_oracle": evaluator.reader_oracle(question, prediction)}
-
-
-def ranks_told(ranks: Sequence[int]) -> dict[str, int]:
-    """The places of a passage by the searches that found it, from 1: {"vectors": 3, "bm25": 1}."""
-    return {search: rank for search, rank in zip(("vectors", "bm25"), ranks, strict=True) if rank}
 
 
 def _told(trained: Trained, answer: Answer) -> Record:

@@ -7,6 +7,7 @@ can be verified on another, without gathering anything. Not against malice.
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 Array = jax.Array
 Sums = dict[str, list[int]]
 MIX = 2_654_435_761  # odd, about 2³² divided by the golden ratio
-ROWS = 1 << 22  # words summed at a time on the host
+BLOCK = 1 << 16  # words summed at a time on the host, even: they and their weights stay in the cache
 
 
 def checksums(tree: Any) -> Sums:
@@ -70,11 +71,18 @@ def _words(x: Array) -> Array:
 def _host_sums(x: NDArray) -> list[int]:
     flat = np.ascontiguousarray(x).reshape(-1)
     flat = flat.view(np.dtype(f"uint{8 * x.dtype.itemsize}"))
-    plain, weighted = np.uint32(0), np.uint32(0)
-    with np.errstate(over="ignore"):
-        for start in range(0, len(flat), ROWS):
-            words = flat[start : start + ROWS].astype(np.uint32)
-            places = np.arange(start, start + len(words), dtype=np.uint64).astype(np.uint32)
-            plain += words.sum(dtype=np.uint32)
-            weighted += (words * (places * np.uint32(MIX) | np.uint32(1))).sum(dtype=np.uint32)
-    return [int(plain), int(weighted)]
+    weights = _weights()
+    plain = weighted = 0
+    for start in range(0, len(flat), BLOCK):
+        words = flat[start : start + BLOCK].astype(np.uint32, copy=False)
+        total = int(words.sum(dtype=np.uint32))
+        plain += total
+        # (start + i) · MIX | 1 = start · MIX + (i · MIX | 1), because start is even
+        weighted += int((words * weights[: len(words)]).sum(dtype=np.uint32)) + start * MIX * total
+    return [plain % 2**32, weighted % 2**32]
+
+
+@cache
+def _weights() -> NDArray[np.uint32]:
+    """Of the first BLOCK words."""
+    return (np.arange(BLOCK, dtype=np.uint64) * MIX).astype(np.uint32) | np.uint32(1)

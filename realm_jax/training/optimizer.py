@@ -2,14 +2,14 @@
 
 Adam without bias correction, decoupled weight decay on matrices only, gradients clipped to a global norm, a linear
 warm-up and a linear decay that is measured from step 0. For short runs from pretrained weights Adam can have its bias
-correction, and parts of the model rates of their own (`Rates`).
+correction, and parts of the model rates of their own (`Rates`). optax is imported where it is used: a third of a second
+that a question to a trained run does not wait for.
 """
 
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-6
 READER, HEADS = "reader", ("span_", "mlm_")  # its key in the parameters, and what its heads' keys begin with
@@ -24,6 +24,8 @@ class BertAdamState(NamedTuple):
 
 def scale_by_bert_adam(beta1: float = BETA1, beta2: float = BETA2, epsilon: float = EPSILON) -> Any:
     """u = m / (√v + ε) with m ← β₁m + (1−β₁)g and v ← β₂v + (1−β₂)g², without bias correction."""
+
+    import optax
 
     def init(params: Any) -> BertAdamState:
         zeros = lambda: jax.tree.map(jnp.zeros_like, params)  # noqa: E731
@@ -101,6 +103,8 @@ def without_frozen(gradients: Any, rates: Rates) -> Any:
 
 def scale_by_part(rates: Rates) -> Any:
     """Each update times its part's multiple."""
+    import optax
+
     return optax.stateless(
         lambda updates, _: jax.tree_util.tree_map_with_path(lambda path, u: u * rates.of(path), updates)
     )
@@ -112,6 +116,8 @@ def hold_retriever(start: int) -> Any:
     The moments are gathered meanwhile: without bias correction, a first step from empty moments is three times too
     long, which is enough to undo what the inverse cloze task has learnt.
     """
+
+    import optax
 
     def is_retriever(params: Any) -> Any:
         return {name: jax.tree.map(lambda _, moves=name != "reader": moves, part) for name, part in params.items()}
@@ -128,6 +134,8 @@ def make_optimizer(
 
     bias_correction: Adam's own. Without it the first hundred steps are up to five times as long as the rate says.
     """
+    import optax
+
     warmup = warmup or warmup_steps(total)
     adam = optax.scale_by_adam(BETA1, BETA2, EPSILON) if bias_correction else scale_by_bert_adam()
     parts = [] if rates in (None, Rates()) else [scale_by_part(rates or Rates())]

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
@@ -70,6 +69,8 @@ def start_state(run: BaseRun, task: Task, params: Params) -> State:
 
 def state_shardings(run: BaseRun, task: Task) -> Any:
     """Where every array of a task's state lives; moments live where their parameters do. A `State` of shardings."""
+    import optax  # here, as in `optimizer.py`
+
     everywhere = replicated(run.mesh)
     trained = {name: run.param_shardings[name] for name in task.trained}
     frozen = {name: value for name, value in run.param_shardings.items() if name not in task.trained}
@@ -121,6 +122,8 @@ def agreed(control: jax.Array) -> jax.Array:
 
 def make_step(run: BaseRun, task: Task) -> Step:
     """One optimiser step as one jitted program; the state is donated. Metric `heard`: what the control words say."""
+    import optax
+
     optimizer = task_optimizer(run.config, task)
     seed, purpose, parts = run.config.seed, PURPOSES[task.name], run.config[task.name].microbatches
     dropout, rates = run.model.bert.dropout > 0, task_rates(run.config, task)

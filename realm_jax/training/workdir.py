@@ -57,16 +57,18 @@ def _check_science(run: BaseRun, path: Path) -> None:
             )
 
 
-def check_data(run: BaseRun, versions: Collection[str] = ()) -> None:
+def check_data(run: BaseRun, versions: Collection[str] = (), questions: bool = True) -> None:
     """Raise UserError when the data are not those that the run folder's `data.json` records, if it does.
 
-    versions: fingerprints of passages that will do, too.
+    versions: fingerprints of passages that will do, too. questions: whether the run has read any, to be compared.
     """
     path = run.workdir / "data.json"
     recorded = read_json(path) if path.is_file() else {}
     now = run.fingerprints()
     for name in sorted({*recorded, *now} if recorded else ()):
         if name in ("passages", "pretraining") and recorded.get(name) in versions:
+            continue
+        if name == "questions" and not questions:
             continue
         if recorded.get(name) != now.get(name):
             found = f"other {name} than {path} records"
