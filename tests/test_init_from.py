@@ -33,7 +33,7 @@ def heir(first, folder, **changes):
 
 
 def check(run):
-    check_source(run, Path(run.config.init_from))
+    check_source(run, Path(run.config.init_from), "init_from")
 
 
 @pytest.mark.slow
@@ -149,3 +149,13 @@ def test_names_what_does_not_fit(first, tmp_path):
 
 def test_another_config_shares_the_corpus_on_the_devices(first):
     assert first.with_config(first.config).documents is first.documents
+
+
+def test_a_reader_can_come_from_another_run_than_the_retriever(first, tmp_path):
+    """The retriever is fresh here, the reader that of the first run."""
+    run = heir(first, tmp_path, init_from="", reader_from=str(first.workdir))
+    theirs = restore_params(first, first.workdir, "qa", first.initial_params())
+    fresh, found = run.initial_params(), starting_params(run)
+    jax.tree.map(np.testing.assert_array_equal, found["reader"], theirs["reader"])
+    for tower in run.model.embedder_names:
+        jax.tree.map(np.testing.assert_array_equal, found[tower], fresh[tower])

@@ -1,0 +1,78 @@
+"""Runs without development questions: masked sentences of documents that nothing is trained on."""
+
+import numpy as np
+import pytest
+from quick import quick_compiler
+from tiny_run import prepare_people, tiny_config
+
+from realm_jax.data.held_out import is_held_out, masked_sentences, trained_rows
+from realm_jax.data.sources import open_sources
+from realm_jax.jobs.opening import open_run
+from realm_jax.jobs.prepare import prepare
+from realm_jax.jobs.recipe import run_recipe
+from realm_jax.storage import read_json
+from realm_jax.training.loop import task_examples
+
+SHARE = 0.3
+
+
+@pytest.fixture(scope="module")
+def people(tmp_path_factory):
+    """The people's passages without any question."""
+    folder = tmp_path_factory.mktemp("people")
+    prepare_people(folder)
+    prepare(folder / "passages.jsonl", folder / "plain", vocabulary_size=300, workers=1)
+    return folder / "plain"
+
+
+@pytest.fixture(scope="module")
+def sources(people):
+    return open_sources(people)
+
+
+def test_a_document_is_held_out_by_its_id_alone_and_about_as_many_as_asked():
+    names = [f"document {number}" for number in range(2000)]
+    held = {name for name in names if is_held_out(name, 0.1)}
+    assert 0.07 < len(held) / len(names) < 0.13
+    assert held < {name for name in names if is_held_out(name, 0.2)}
+
+
+def test_masked_sentences_ask_for_their_own_document_without_the_hidden_span(sources):
+    store = sources.passages
+    questions = masked_sentences(store, sources.wordpiece, 32, SHARE, 0)
+    assert questions and not any(question.answers for question in questions)
+    for question in questions:
+        assert is_held_out(question.gold_passage_id, SHARE)
+        text = store.text(store.rows_of(question.gold_passage_id)[0]).lower()
+        assert question.question not in text
+        assert {*question.question.split()} <= {*text.replace(".", " .").split()}
+    assert len(masked_sentences(store, sources.wordpiece, 32, SHARE, 2)) == 2
+    assert masked_sentences(store, sources.wordpiece, 32, 0.0, 0) == []
+
+
+@pytest.fixture(scope="module")
+def measured(compiled, people, tmp_path_factory):
+    """A run of `ict` that holds documents out, and what it recorded."""
+    config = tiny_config(people)
+    config.tasks, config.mesh.data, config.evaluation.held_out = "ict", -1, SHARE
+    config.ict.update(steps=1, batch_size=8)
+    with quick_compiler(compiled):
+        run = open_run(config, tmp_path_factory.mktemp("held") / "run")
+        assert run_recipe(run, False, "realm train") == 0
+    return run, read_json(run.workdir / "results.json")
+
+
+def test_nothing_is_trained_on_what_is_held_out(measured):
+    run, _ = measured
+    examples = task_examples(run, "ict")
+    used = {int(examples.make(number, np.random.default_rng(0))["own_row"]) for number in range(examples.total)}
+    kept = trained_rows(run.sources.passages, SHARE)
+    assert used and all(kept[row] for row in used) and not kept.all()
+
+
+def test_the_run_is_measured_against_its_own_start(measured):
+    _, results = measured
+    assert results["measured_on"] == "masked sentences of held-out documents"
+    stage = results["stages"]["ict"]
+    assert stage["measure"] == "recall@5" and 0 <= stage["start"] <= 1 and 0 <= stage["end"] <= 1
+    assert "bm25" in results["recall@5"]
