@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from realm_jax.models.realm import LOG_TEMPERATURE
+
 BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-6
 
 
@@ -48,11 +50,11 @@ def learning_rate(step: Any, peak: float, total: int, warmup: int) -> Any:
 
 
 def decayed(params: Any) -> Any:
-    """True on what weight decay applies to: everything but biases and LayerNorm parameters."""
+    """True on what weight decay applies to: everything but biases, LayerNorm parameters and a temperature."""
 
     def rule(path: tuple[Any, ...], _leaf: Any) -> bool:
         names = [str(getattr(key, "key", key)) for key in path]
-        return names[-1] not in ("bias", "scale") and not names[-1].endswith("_bias")
+        return names[-1] not in ("bias", "scale", LOG_TEMPERATURE) and not names[-1].endswith("_bias")
 
     return jax.tree_util.tree_map_with_path(rule, params)
 
