@@ -30,11 +30,14 @@ Science (a run folder keeps them; another value on resume is an error that names
                            paper's), 'cls', 'mean' (of all real tokens), 'last' (the last real token); '': as the model
   encoder.projection       width of a linear projection of it, and so of a vector; 0: none; -1: as the model of
                            init_from has it
+  encoder.projection_start  where a projection that init_from does not have begins: 'fresh' (random, the same in both
+                           towers) or 'pca' (principal components of passages, through the weights of the start)
   encoder.normalization    of the vectors: 'layer' (LayerNorm, the paper), 'l2' (length 1) or 'none'; '': as the model
   encoder.norm_epsilon     of that LayerNorm (1e-12: released checkpoints; 1e-3: released ICT code); 0: as the model
   encoder.norm_scale       its scale before training: the smaller, the closer fresh scores are (reference: 1)
   encoder.temperature      scores are inner products of vectors divided by it (the paper: 1); 0: .05 for vectors of
                            length 1, else 1
+  encoder.learn_temperature  train it too, as one number of the query tower, from that value on
   encoder.query_prompt     template of what the tower reads for a query, such as 'query: {text}'; '': the text alone;
                            'model': as the model of init_from
   encoder.passage_prompt   the same for a passage, such as '{title} {text}' or 'passage: {title} {text}'; '': title and
@@ -257,10 +260,12 @@ def default() -> ConfigDict:
             "encoder": {
                 "pooling": "pooler",
                 "projection": 128,
+                "projection_start": "fresh",
                 "normalization": "layer",
                 "norm_epsilon": 1e-12,
                 "norm_scale": 1.0,
                 "temperature": 1.0,
+                "learn_temperature": False,
                 "query_prompt": "",
                 "passage_prompt": "",
             },
@@ -512,7 +517,11 @@ def _check_encoder(config: ConfigDict) -> None:
         (waiting or [""])[0],
         "means as the model of init_from, which is not set: set one of the two",
     )
-    choices = {"encoder.pooling": POOLING, "encoder.normalization": NORMALIZATION}
+    choices = {
+        "encoder.pooling": POOLING,
+        "encoder.projection_start": ("fresh", "pca"),
+        "encoder.normalization": NORMALIZATION,
+    }
     require_choices(config, {key: choices[key] for key in _known(config, *choices)})
     require_positive(config, *_known(config, "encoder.norm_epsilon", "encoder.temperature"))
     require_not_negative(config, *_known(config, "encoder.projection"))

@@ -339,6 +339,7 @@ def make_model(
         pooling=encoder.pooling,
         normalization=encoder.normalization,
         temperature=float(encoder.temperature),
+        learn_temperature=encoder.learn_temperature,
         query_template=query_template,
         passage_template=passage_template,
         span_hidden=model.span_hidden,

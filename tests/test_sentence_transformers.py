@@ -20,7 +20,7 @@ from realm_jax.jobs.models import resolved
 from realm_jax.jobs.starting import find_weights, local_source
 from realm_jax.jobs.weights import write_networks
 from realm_jax.models.inputs import Documents
-from realm_jax.models.realm import Params, Realm
+from realm_jax.models.realm import LOG_TEMPERATURE, Params, Realm
 from realm_jax.models.weights import read
 from realm_jax.run import encoder_of, make_model
 from realm_jax.text import layouts
@@ -273,3 +273,12 @@ def test_a_shared_tower_has_both_prompts(wordpiece, tmp_path):
     found = embed_passages(model, params, wordpiece, passages)
     wanted = theirs.encode_document([f"{title} {body}" for title, body in passages])
     np.testing.assert_allclose(wanted, found, atol=CLOSE)
+
+
+def test_a_learned_temperature_is_exported_and_taken_up(wordpiece, tmp_path):
+    config, model, params = tiny_model(wordpiece, pooling="mean", normalization="l2", learn_temperature=True)
+    write_networks(tmp_path, config, model, params, wordpiece)
+    found = config_of(str(tmp_path), learn_temperature=True)
+    assert found.encoder.temperature == pytest.approx(float(np.exp(params["query_embedder"][LOG_TEMPERATURE])))
+    _, again = load(str(tmp_path), wordpiece, learn_temperature=True)
+    np.testing.assert_array_equal(again["query_embedder"][LOG_TEMPERATURE], params["query_embedder"][LOG_TEMPERATURE])

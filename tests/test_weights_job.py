@@ -4,6 +4,7 @@ import json
 import logging
 import shutil
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,7 +29,17 @@ from realm_jax.run import Run, make_model, make_run
 from realm_jax.text.wordpiece import WordPiece
 from realm_jax.training.restore import restore_params
 
-FETCHED = ["model.safetensors", "config.json", "vocab.txt", "tokenizer_config.json"]
+THERE = (  # files of a repository
+    *(
+        "model.safetensors",
+        "config.json",
+        "vocab.txt",
+        "tokenizer_config.json",
+        "modules.json",
+        "1_Pooling/config.json",
+    ),
+    *("2_Dense/model.safetensors", "pytorch_model.bin", "onnx/model.onnx", "onnx/config.json"),
+)
 FILES = ["config.json", "model.safetensors", "tokenizer_config.json", "vocab.txt"]
 
 
@@ -218,7 +229,10 @@ def test_a_model_of_the_hub_is_fetched_without_what_is_not_needed(people, tmp_pa
     monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=snapshot_download))
     run = heir(people, tmp_path / "run", "hf:someone/bert@v2")
     assert_same_bits(on_host(starting_params(run))["reader"]["bert"], theirs["bert"])
-    assert asked == [("someone/bert", {"revision": "v2", "allow_patterns": FETCHED})]
+    ((name, options),) = asked
+    assert (name, options["revision"]) == ("someone/bert", "v2")
+    wanted = {name for name in THERE if any(fnmatch(name, one) for one in options["allow_patterns"])}
+    assert wanted == {*THERE} - {"pytorch_model.bin", "onnx/model.onnx", "onnx/config.json"}
 
 
 def test_a_hub_that_is_out_of_reach_or_not_installed_is_told_in_one_line(monkeypatch):

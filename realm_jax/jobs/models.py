@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 from realm_jax.config import completed, flatten, from_model, require, validate
 from realm_jax.errors import UserError
 from realm_jax.jobs.starting import is_weights, local_source, place_of, sentence_model
-from realm_jax.models.sentence_folder import SentenceModel
+from realm_jax.models.sentence_folder import SentenceModel, default_temperature
 from realm_jax.models.weights import SAME_ACTIVATION, SETTINGS
 from realm_jax.storage import read_json
 from realm_jax.tagger_config import is_tagger
@@ -53,8 +53,8 @@ def resolved(config: ConfigDict, workdir: Path | None = None) -> ConfigDict:
             raise UserError(f"config.{key}: the model of config.init_from={config.init_from} does not say; set it")
     config = ConfigDict(config.to_dict())
     config.update_from_flattened_dict({key: values[key] for key in waiting})
-    if "encoder.temperature" in waiting and "encoder.normalization" not in waiting:
-        config.encoder.temperature = values["encoder.temperature"]
+    if "encoder.temperature" in waiting and config.encoder.normalization != values["encoder.normalization"]:
+        config.encoder.temperature = default_temperature(config.encoder.normalization)
     validate(config)
     require(not from_model(config), (from_model(config) or [""])[0], "is still to be taken from a model; set it")
     if not _recorded(workdir):

@@ -28,6 +28,7 @@ from realm_jax.jobs.starting import (
     with_weights,
 )
 from realm_jax.models.realm import Params, Realm
+from realm_jax.models.weights import PROJECTION
 from realm_jax.run import Run, encoder_of, make_model, make_run, tower_lengths
 from realm_jax.storage import Folder, make_folder, open_folder, read_json
 from realm_jax.tagger_config import default_like, is_tagger
@@ -196,8 +197,27 @@ def recorded_folder(workdir: Path) -> Folder:
 
 def borrows(config: ConfigDict, workdir: Path) -> bool:
     """Whether a run still has to take its first parameters from elsewhere: none of its own are saved yet."""
-    named = any(config.get(key) for key in BORROWING)
-    return named and Saved.newest(workdir / task_names(config)[0] / "checkpoints") is None
+    return any(config.get(key) for key in BORROWING) and is_starting(config, workdir)
+
+
+def is_starting(config: ConfigDict, workdir: Path) -> bool:
+    """Whether a run has no parameters of its own saved yet."""
+    return Saved.newest(workdir / task_names(config)[0] / "checkpoints") is None
+
+
+def starts_with_pca(run: Run) -> bool:
+    """Whether the projection begins as principal components: one that `init_from` has is taken as it is, and a run
+    always has its own."""
+    encoder, source = run.config.encoder, run.config.init_from
+    if encoder.projection == 0 or encoder.projection_start != "pca":
+        return False
+    if not source:
+        return True
+    folder = local_source(source)
+    if not is_weights(folder):
+        return False
+    found = find_weights(folder, run.model, run.sources.wordpiece)
+    return not any(PROJECTION in found[tower].found for tower in run.model.embedder_names if tower in found)
 
 
 def borrow_params(run: Run, fresh: Params) -> Params:

@@ -22,8 +22,9 @@ from realm_jax.index.generations import RECIPE, Living, Status
 from realm_jax.jobs.controls import run_controls
 from realm_jax.jobs.matched_answers import training_questions
 from realm_jax.jobs.measuring import dev_questions, measure_of
-from realm_jax.jobs.opening import borrow_params, borrows
+from realm_jax.jobs.opening import borrow_params, borrows, is_starting, starts_with_pca
 from realm_jax.jobs.positives import beam_by_words, examples_with_positives
+from realm_jax.jobs.projection import with_principal_components
 from realm_jax.jobs.results import measure_baselines, write_results
 from realm_jax.models.realm import Params
 from realm_jax.processes import is_first
@@ -122,9 +123,15 @@ def questions_to_learn(run: Run, params: Params) -> Examples:
 
 
 def starting_params(run: Run) -> Params:
-    """Fresh parameters, or those that `init_from` names, until the first checkpoint is there."""
+    """Fresh parameters, or those that `init_from` and `reader_from` name, until the first checkpoint is there.
+
+    A projection that would be fresh then may start as principal components of the corpus.
+    """
     params = run.initial_params()
-    return borrow_params(run, params) if borrows(run.config, run.workdir) else params
+    if not is_starting(run.config, run.workdir):
+        return params
+    params = borrow_params(run, params) if borrows(run.config, run.workdir) else params
+    return with_principal_components(run, params) if starts_with_pca(run) else params
 
 
 def show(results: dict[str, Any], workdir: Path) -> None:

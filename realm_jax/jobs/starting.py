@@ -40,7 +40,7 @@ TOKENIZER = "tokenizer_config.json"  # Hugging Face's; says whether text is put 
 FAST_TOKENIZER = "tokenizer.json"  # of the library tokenizers; may be all there is of a vocabulary
 FETCHED = (
     *(WEIGHTS, "config.json", VOCABULARY_FILE, TOKENIZER, FAST_TOKENIZER, MODULES, PROMPTS, INPUT),
-    *(f"*/{name}" for name in (WEIGHTS, "config.json", VOCABULARY_FILE, TOKENIZER, FAST_TOKENIZER, INPUT)),
+    *(f"[0-9]*_*/{name}" for name in (WEIGHTS, "config.json", VOCABULARY_FILE, TOKENIZER, FAST_TOKENIZER, INPUT)),
 )
 SHARED, TOWERS, READER = "embedder", ("query_embedder", "document_embedder"), "reader"
 

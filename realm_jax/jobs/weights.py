@@ -118,7 +118,7 @@ def write_networks(
     folder: Path, config: ConfigDict, model: Realm, params: Params, wordpiece: WordPiece, names: str = "bert"
 ) -> None:  # fmt: skip
     """Write every network into a folder of its own in `folder`. names: 'bert' or 'realm'."""
-    encoder = config.encoder.to_dict()
+    encoder = config.encoder.to_dict() | {"temperature": model.current_temperature(params)}
     for network, parts in networks(model).items():
         place, own = folder / network, jax.tree.map(np.asarray, params[network])
         settings = settings_of(model, network, names) | {"pad_token_id": wordpiece.pad_id}

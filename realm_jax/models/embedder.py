@@ -32,18 +32,13 @@ class Embedder(nn.Module):
     normalization: str = "layer"
 
     @nn.compact
-    def __call__(
-        self, ids: Array, segments: Array, mask: Array, deterministic: bool = True, project: bool = True
-    ) -> Array:
+    def __call__(self, ids: Array, segments: Array, mask: Array, deterministic: bool = True) -> Array:
         """ids, segments [batch, length] int, mask [batch, length] bool → vectors [batch, size] float32.
 
-        project: false for what the projection is given, [batch, width] float32. After a LayerNorm dropout reaches the
-        final vector too, as in the released code (it acts on the retrieval scores); vectors of length 1 and those that
-        are left as they are keep what they are.
+        After a LayerNorm dropout reaches the final vector too, as in the released code (it acts on the retrieval
+        scores); vectors of length 1 and those that are left as they are keep what they are.
         """
         vector = self._pooled(ids, segments, mask, deterministic)
-        if not project:
-            return vector
         if self.projection:
             vector = nn.Dense(
                 self.projection,

@@ -20,6 +20,7 @@ from realm_jax.text.templates import Template
 
 Array = jax.Array
 Params = dict[str, Any]
+LOG_TEMPERATURE = "log_temperature"  # of the query tower's parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +28,8 @@ class Realm:
     """The networks. Every method is a pure function of its arguments; `key` turns dropout on (None: off).
 
     pooling, projection, normalization, norm_epsilon, norm_scale: of the towers (`Embedder`). temperature: scores are
-    inner products of passages' vectors with queries' divided by it. query_template, passage_template: what goes around
+    inner products of passages' vectors with queries' divided by it; learn_temperature: it is a parameter of the query
+    tower, its logarithm, that starts there. query_template, passage_template: what goes around
     the texts; a passage without one is read in two segments, title and body.
     """
 
@@ -38,6 +40,7 @@ class Realm:
     pooling: str = "pooler"
     normalization: str = "layer"
     temperature: float = 1.0
+    learn_temperature: bool = False
     query_template: Template | None = None
     passage_template: Template | None = None
     span_hidden: int = 256
@@ -74,6 +77,8 @@ class Realm:
         tower = self.embedder.init(jax.random.fold_in(key, 0), ids, ids, mask)["params"]
         reader = self.reader.init(jax.random.fold_in(key, 1), ids, ids, mask, method="initialise")["params"]
         towers = {name: jax.tree.map(jnp.copy, tower) for name in self.embedder_names}
+        if self.learn_temperature:
+            towers[self.embedder_names[0]][LOG_TEMPERATURE] = jnp.log(jnp.float32(self.temperature))
         return towers | {"reader": reader}
 
     def init(self, key: Array) -> Params:
@@ -86,7 +91,15 @@ class Realm:
         query [batch, q] int, lengths [batch] → [batch, vector_size] float32.
         """
         vectors = self.query_vectors(params, query, lengths, key)
+        if self.learn_temperature:
+            return vectors / jnp.exp(params[self.embedder_names[0]][LOG_TEMPERATURE])
         return vectors if self.temperature == 1.0 else vectors / self.temperature
+
+    def current_temperature(self, params: Params) -> float:
+        """The temperature of the scores with these parameters."""
+        if not self.learn_temperature:
+            return self.temperature
+        return float(jnp.exp(jnp.asarray(params[self.embedder_names[0]][LOG_TEMPERATURE])))
 
     def query_vectors(self, params: Params, query: Array, lengths: Array, key: Array | None = None) -> Array:
         """`embed_queries` before the temperature: what other libraries know as the vector of a query."""

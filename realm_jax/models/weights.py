@@ -19,12 +19,12 @@ from safetensors.numpy import save_file
 from realm_jax.errors import UserError
 from realm_jax.models.bert import LAYER_NORM_EPSILON, BertConfig, initializer_stddev
 from realm_jax.models.reader import SPAN_NORM_EPSILON
-from realm_jax.models.realm import Realm
+from realm_jax.models.realm import LOG_TEMPERATURE, Realm
 from realm_jax.models.sentence_folder import SentenceModel
 
 WEIGHTS, SETTINGS = "model.safetensors", "config.json"
 PREFIXES = ("", "bert.", "realm.")  # of a bare encoder, of one with a head, and of REALM's networks in transformers
-HEADS = ("cls.", "qa_outputs.")  # their tensors' names have no prefix
+HEADS = ("cls.", "qa_outputs.", "retriever.")  # their tensors' names have no prefix
 Params = dict[str, Any]
 
 LAYER = {  # ours → theirs
@@ -112,7 +112,11 @@ def networks(model: Realm) -> dict[str, tuple[Part, ...]]:
     c = model.bert
     tower = encoder(c), *_vector_parts(model)
     reader = encoder(c), _word_head(c), _span_head(c, model.span_hidden)
-    return {name: tower for name in model.embedder_names} | {"reader": reader}
+    found = {name: tower for name in model.embedder_names} | {"reader": reader}
+    if model.learn_temperature:
+        name = model.embedder_names[0]
+        found[name] = *tower, Part("temperature", (Tensor((LOG_TEMPERATURE,), f"retriever.{LOG_TEMPERATURE}", ()),))
+    return found
 
 
 def _vector_parts(model: Realm) -> Iterator[Part]:
@@ -375,7 +379,7 @@ def _read(file: Any, source: Source) -> Params:
         place = params
         for parent in tensor.path[:-1]:
             place = place.setdefault(parent, {})
-        place[tensor.path[-1]] = array = np.ascontiguousarray(array, np.float32)
+        place[tensor.path[-1]] = array = np.asarray(array, np.float32, order="C")
         if not np.isfinite(array).all():
             raise UserError(f"{source.path}: {name} holds numbers that are not finite; fetch it again")
     return params
@@ -397,7 +401,7 @@ def save(folder: Path, params: Params, parts: Sequence[Part], kind: str, setting
             for key in tensor.path:
                 array = array[key]
             array = np.asarray(array, np.float32)
-            tensors[_full(f"{kind}.", tensor.name)] = np.ascontiguousarray(array.T if tensor.turned else array)
+            tensors[_full(f"{kind}.", tensor.name)] = np.asarray(array.T if tensor.turned else array, order="C")
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})  # without which transformers does not open it
     (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
 

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from realm_jax.models.realm import LOG_TEMPERATURE
+
 BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-6
 READER, HEADS = "reader", ("span_", "mlm_")  # its key in the parameters, and what its heads' keys begin with
 
@@ -52,11 +54,11 @@ def learning_rate(step: Any, peak: float, total: int, warmup: int) -> Any:
 
 
 def decayed(params: Any) -> Any:
-    """True on what weight decay applies to: everything but biases and LayerNorm parameters."""
+    """True on what weight decay applies to: everything but biases, LayerNorm parameters and a temperature."""
 
     def rule(path: tuple[Any, ...], _leaf: Any) -> bool:
         names = names_of(path)
-        return names[-1] not in ("bias", "scale") and not names[-1].endswith("_bias")
+        return names[-1] not in ("bias", "scale", LOG_TEMPERATURE) and not names[-1].endswith("_bias")
 
     return jax.tree_util.tree_map_with_path(rule, params)
 

@@ -1,0 +1,250 @@
+"""What a config takes from the files of a model: a plain BERT, a folder of sentence-transformers; what is refused."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import DOCUMENT, SPECIAL, document_rows
+from tiny_run import prepare_people, tiny_config
+
+from realm_jax.config import FROM_MODEL, validate
+from realm_jax.data.sources import open_sources
+from realm_jax.errors import UserError
+from realm_jax.jobs.models import resolved
+from realm_jax.jobs.opening import open_run
+from realm_jax.models import weights
+from realm_jax.models.inputs import Documents, document_sequences, query_sequences
+from realm_jax.models.weights import networks, settings_of
+from realm_jax.run import make_model
+from realm_jax.text.templates import Template, compiled, parse
+
+LIBRARY = "sentence_transformers.models."
+MEAN = {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True, "word_embedding_dimension": 16}
+
+
+@pytest.fixture(scope="module")
+def people(tmp_path_factory) -> Path:
+    return prepare_people(tmp_path_factory.mktemp("people"))
+
+
+def bert_folder(people: Path, folder: Path) -> Path:
+    """A plain BERT of the tiny run's sizes."""
+    wordpiece = open_sources(people).wordpiece
+    model = make_model(tiny_config(people), wordpiece.size)
+    shapes = jax.eval_shape(model.init, jax.random.key(0))["reader"]
+    params = jax.tree.map(lambda leaf: np.ones(leaf.shape, np.float32), shapes)
+    weights.save(folder, params, networks(model)["reader"][:1], "bert", settings_of(model, "reader", "bert"))
+    settings = json.loads((folder / "config.json").read_text())
+    del settings["retriever_proj_size"], settings["projection_layer_norm_eps"]
+    (folder / "config.json").write_text(json.dumps(settings))
+    wordpiece.save(folder)
+    return folder
+
+
+Files = dict[str, dict[str, Any]]
+
+
+def sentence_folder(people: Path, folder: Path, *modules: str, pooling: Any = MEAN, files: Files | None = None) -> Path:
+    """The same with modules behind it. files: path → what is written there."""
+    bert_folder(people, folder)
+    kinds = ["Transformer", "Pooling", *modules]
+    paths = ["", *(f"{number}_{kind}" for number, kind in enumerate(kinds[1:], start=1))]
+    entries = [{"path": path, "type": LIBRARY + kind} for path, kind in zip(paths, kinds, strict=True)]
+    (folder / "modules.json").write_text(json.dumps(entries))
+    for name, value in {"1_Pooling/config.json": pooling, **(files or {})}.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(json.dumps(value))
+    return folder
+
+
+def config_for(people: Path, folder: Path, **changes: Any) -> Any:
+    """The tiny config with everything that a model can say left to the one in a folder."""
+    config = tiny_config(people)
+    config.update({"ict": {"batch_size": 8}, "qa": {"batch_size": 8}})
+    config.update_from_flattened_dict(FROM_MODEL | {"init_from": str(folder)} | changes)
+    validate(config)
+    return config
+
+
+def test_a_plain_bert_gets_the_towers_of_the_paper(people, tmp_path):
+    encoder = resolved(config_for(people, bert_folder(people, tmp_path / "bert"))).encoder
+    assert (encoder.pooling, encoder.projection, encoder.normalization) == ("pooler", 128, "layer")
+    assert (encoder.temperature, encoder.norm_epsilon, encoder.query_prompt, encoder.passage_prompt) == (
+        1.0,
+        1e-12,
+        "",
+        "",
+    )
+
+
+def test_a_run_records_what_its_model_says_and_goes_on_without_it(people, tmp_path):
+    folder = sentence_folder(people, tmp_path / "model", "Normalize")
+    config = config_for(people, folder)
+    run = open_run(config, tmp_path / "run")
+    model, encoder = run.config.model, run.config.encoder
+    assert (model.layers, model.width, encoder.pooling, encoder.projection) == (1, 16, "mean", 0)
+    assert (encoder.normalization, encoder.temperature, encoder.passage_prompt) == ("l2", 0.05, "{title} {text}")
+    assert run.model.vector_size == 16
+    folder.rename(tmp_path / "moved")
+    assert resolved(config, tmp_path / "run").to_dict() == run.config.to_dict()
+
+
+def test_what_is_set_counts_more_than_what_the_model_says(people, tmp_path):
+    folder = sentence_folder(people, tmp_path / "model", "Normalize")
+    changes = {"encoder.pooling": "cls", "encoder.normalization": "none", "encoder.query_prompt": "ask: {text}"}
+    encoder = resolved(config_for(people, folder, **changes)).encoder
+    assert (encoder.pooling, encoder.normalization, encoder.query_prompt) == ("cls", "none", "ask: {text}")
+    assert encoder.temperature == 1.0  # of vectors that have any length
+
+
+def test_prompts_become_templates_and_those_that_nothing_takes_are_named(people, tmp_path, caplog):
+    prompts = {"query": "query: ", "passage": "passage: ", "clustering": "cluster: "}
+    files = {"config_sentence_transformers.json": {"prompts": prompts, "similarity_fn_name": "cosine"}}
+    with caplog.at_level(logging.WARNING):
+        encoder = resolved(config_for(people, sentence_folder(people, tmp_path / "model", files=files))).encoder
+    assert (encoder.query_prompt, encoder.passage_prompt) == ("query: {text}", "passage: {title} {text}")
+    assert encoder.normalization == "l2"  # a cosine is the inner product of vectors of length 1
+    assert "prompts that neither queries nor passages take: clustering" in caplog.text
+
+
+DENSE = {"in_features": 16, "out_features": 8, "activation_function": "torch.nn.modules.linear.Identity"}
+PROMPTS = "config_sentence_transformers.json"
+REFUSED = {
+    "an unknown module": (("CNN",), {}, r"modules.json: has the module sentence_transformers.models.CNN; modules that"),
+    "pooling by maximum": ((), {"pooling": {"pooling_mode": "max"}}, r"1_Pooling/config.json: pools by max; choose"),
+    "two poolings": ((), {"pooling": {"pooling_mode": ["cls", "mean"]}}, "pools by cls and mean; choose"),
+    "a prompt left out": ((), {"pooling": MEAN | {"include_prompt": False}}, "has include_prompt=false"),
+    "another activation": (
+        ("Dense",),
+        {"files": {"2_Dense/config.json": DENSE | {"activation_function": "torch.nn.modules.activation.ReLU"}}},
+        "2_Dense/config.json: is a Dense with torch.nn.modules.activation.ReLU; one is read",
+    ),
+    "two projections": (
+        ("Dense", "Dense"),
+        {"files": {"2_Dense/config.json": DENSE, "3_Dense/config.json": DENSE}},
+        "3_Dense/config.json: is a second Dense",
+    ),
+    "a layer after the normalisation": (("Normalize", "LayerNorm"), {}, "modules.json: has LayerNorm after its norm"),
+    "a projection without weights": (
+        ("Dense",),
+        {"files": {"2_Dense/config.json": DENSE}},
+        "2_Dense: has no model",
+    ),
+    "distances": ((), {"files": {PROMPTS: {"similarity_fn_name": "euclidean"}}}, "compares vectors by euclidean"),
+    "a prompt that grows into the text": ((), {"files": {PROMPTS: {"prompts": {"query": "query"}}}}, "grow together"),
+    "cut vectors": ((), {"files": {PROMPTS: {"truncate_dim": 4}}}, "has truncate_dim, which cuts vectors"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_represented_is_refused_by_name(name, people, tmp_path):
+    modules, options, says = REFUSED[name]
+    folder = sentence_folder(people, tmp_path / "model", *modules, **options)
+    with pytest.raises(UserError, match=says) as fault:
+        open_run(config_for(people, folder), tmp_path / "run")
+    assert "\n" not in str(fault.value) and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ({"encoder.projection": 4}, "has a projection of 8 features, but config.encoder.projection is 4; set it to -1"),
+        ({"encoder.projection": 0}, "has a projection of 8 features, but config.encoder.projection is 0; set it to -1"),
+        ({"model.width": 32}, r"word_embeddings.weight is \(\d+, 16\), but the model needs \(\d+, 32\)"),
+    ],
+)
+def test_sizes_are_the_models(changes, says, people, tmp_path):
+    folder = sentence_folder(people, tmp_path / "model", "Dense", files={"2_Dense/config.json": DENSE})
+    with pytest.raises(UserError, match=says):
+        open_run(config_for(people, folder, **changes), tmp_path / "run")
+
+
+def test_a_vocabulary_in_a_fast_tokenizer_is_compared_too(people, tmp_path):
+    folder = sentence_folder(people, tmp_path / "model")
+    pieces = (folder / "vocab.txt").read_text().splitlines()
+    (folder / "vocab.txt").unlink()
+    tokenizer = {"model": {"type": "WordPiece", "vocab": {piece: number for number, piece in enumerate(pieces)}}}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    open_run(config_for(people, folder), tmp_path / "run")
+    tokenizer["model"]["vocab"] |= {pieces[-1]: len(pieces) - 2, pieces[-2]: len(pieces) - 1}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(UserError, match="tokenizer.json: not the word pieces of the prepared data"):
+        open_run(config_for(people, folder), tmp_path / "other")
+
+
+def test_a_folder_without_a_model_says_what_to_name(people, tmp_path):
+    with pytest.raises(UserError, match="no run folder, and none with model.safetensors; name one of them"):
+        resolved(config_for(people, tmp_path))
+    with pytest.raises(UserError, match="the package no_such_model is not installed; run `pip install no-such-model`"):
+        resolved(config_for(people, Path("py:no_such_model")))
+
+
+@pytest.mark.parametrize("key", FROM_MODEL)
+def test_what_is_left_to_a_model_needs_one(key, people):
+    config = tiny_config(people)
+    config.update_from_flattened_dict({key: FROM_MODEL[key]})
+    with pytest.raises(UserError, match=f"^config.{key}: means as the model of init_from, which is not set"):
+        validate(config)
+
+
+# --- templates --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "template, says",
+    [
+        ("query: ", "leaves out {text}"),
+        ("{titel} {text}", "has no slot {titel}; its slots are {title} and {text}"),
+        ("{text} !", "must end in {text}"),
+        ("{text} {title}", "must end in {text}"),
+        ("query{text}", "words grow together"),
+        ("{title}{text}", "words grow together"),
+        ("{text", "cannot be read"),
+        ("{text!r}", "has a slot with a format"),
+    ],
+)
+def test_a_template_that_cannot_be_used_says_why(template, says, people):
+    config = tiny_config(people)
+    config.encoder.passage_prompt = template
+    with pytest.raises(UserError, match="^config.encoder.passage_prompt: ") as fault:
+        validate(config)
+    assert says in str(fault.value)
+
+
+def test_a_brace_of_the_text_is_doubled():
+    assert parse("{{a}} {title}: {text}", "key", titles=True) == ("{a} ", ": ", True)
+
+
+def test_the_text_of_a_template_becomes_the_pieces_of_the_whole(people):
+    wordpiece = open_sources(people).wordpiece
+    encode = lambda text: wordpiece.encode(text).ids  # noqa: E731
+    found = compiled("title: {title} | text: {text}", "key", True, encode)
+    whole = encode("title: Ann | text: She was born.")
+    assert [*found.before, *encode("Ann"), *found.between, *encode("She was born.")] == whole
+
+
+PIECES = st.lists(st.integers(4, 49), max_size=5)
+
+
+@settings(deadline=None, max_examples=8)
+@given(PIECES, PIECES, PIECES, PIECES, st.booleans())
+def test_a_passage_is_laid_out_as_one_text(title, body, before, between, titled):
+    template = Template(tuple(before), tuple(between), titled)
+    found = document_sequences(Documents(*document_rows([(title, body)])), template)
+    wanted = [SPECIAL.cls, *before, *(title if titled else []), *between, *body, SPECIAL.sep]
+    assert found.ids.shape == (1, DOCUMENT - 1 + template.size)
+    assert found.ids[0, : len(wanted)].tolist() == wanted and not found.ids[0, len(wanted) :].any()
+    assert found.mask[0].tolist() == [True] * len(wanted) + [False] * (found.mask.shape[1] - len(wanted))
+    assert not found.segments.any()
+
+
+def test_a_query_gets_its_prompt_behind_cls():
+    query = np.array([[SPECIAL.cls, 7, SPECIAL.sep, 0]])
+    found = query_sequences(query, np.array([3]), Template((8, 9)))
+    assert found.ids.tolist() == [[SPECIAL.cls, 8, 9, 7, SPECIAL.sep, 0]] and found.mask.sum() == 5
