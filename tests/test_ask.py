@@ -26,7 +26,7 @@ def opened(trained_run):
 def quick(opened, monkeypatch):
     """The command without opening and restoring the run again."""
     monkeypatch.setattr(job, "open_run_to_ask", lambda *_: opened.run)
-    monkeypatch.setattr(job, "restore", lambda _: opened)
+    monkeypatch.setattr(job, "restore", lambda _, **options: opened)
 
 
 def ask(run: Run, *arguments: str) -> int:
