@@ -347,8 +347,8 @@ def reading(params, index):
 
     @jax.jit
     def read(params, index):
-        found, rows, scores = read_passages(setting(), params, QUESTIONS, index, None, BEAM, PASSAGES)
-        return rows, scores, found.span_scores
+        reading, found = read_passages(setting(), params, QUESTIONS, index, None, BEAM, PASSAGES)
+        return found.rows, found.scores, reading.span_scores
 
     return jax.tree.map(np.asarray, read(params, index))
 

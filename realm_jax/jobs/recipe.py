@@ -25,7 +25,7 @@ from realm_jax.jobs.measuring import dev_questions, measure_of
 from realm_jax.jobs.opening import borrow_params, borrows, is_starting, starts_with_pca
 from realm_jax.jobs.positives import beam_by_words, examples_with_positives
 from realm_jax.jobs.projection import with_principal_components
-from realm_jax.jobs.results import measure_baselines, write_results
+from realm_jax.jobs.results import keep_words, measure_baselines, write_results
 from realm_jax.models.realm import Params
 from realm_jax.processes import is_first
 from realm_jax.run import Run
@@ -50,6 +50,9 @@ def run_recipe(run: Run, controls: bool, command: str) -> int:
         raise UserError("--controls: closed_book is a control itself; leave it out")
     try:
         with only_one(run.workdir) if is_first() else nullcontext(), living(run) as tell, preemptible():
+            if searched_by(run) - {"vectors"}:
+                run.words()  # raises before anything is trained
+                keep_words(run)
             if not questions or "closed_book" in task_names(run.config):
                 train(run, tell)
                 return 0
@@ -68,6 +71,12 @@ def run_recipe(run: Run, controls: bool, command: str) -> int:
     if is_first():
         show(results, run.workdir)
     return 0
+
+
+def searched_by(run: Run) -> set[str]:
+    """How the tasks of a recipe that retrieve find passages, of `config.SEARCHES`."""
+    by_task = {"realm": run.setting.search, "qa": run.setting.qa_search}
+    return {by_task[name] for name in task_names(run.config) if name in by_task}
 
 
 @contextmanager

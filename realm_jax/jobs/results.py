@@ -25,7 +25,7 @@ from realm_jax.evaluation.answers import exact_match, find_answer
 from realm_jax.evaluation.predict import GROUPED_BY, Evaluator, Prediction
 from realm_jax.evaluation.report import write_report
 from realm_jax.index.candidates import Index, candidate_scores, candidate_words, retrieve, take
-from realm_jax.index.words import words_of
+from realm_jax.index.words import keep, words_of
 from realm_jax.mesh import to_host
 from realm_jax.models.likelihood import masked_word_marginal
 from realm_jax.models.realm import Params
@@ -73,12 +73,19 @@ def measure_baselines(run: Run, evaluator: Evaluator, params: Params) -> None:
     if told(path.is_file()):
         return
     began = time.monotonic()
+    keep_words(run)
     found: dict[str, Any] = {"bm25": evaluator.recall_of(by_words(run, evaluator))}
     if not run.config.init_from:  # else the first measurement of the first task says where the run began
         found["untrained"] = evaluator.recall(params, run.index(run.embed(params)))
     found["seconds"] = time.monotonic() - began
     if is_first():
         write_json_atomic(path, found)
+
+
+def keep_words(run: Run) -> None:
+    """Keep the index of the corpus' words in the run folder, where questions find it later."""
+    if is_first():
+        keep(run.sources.passages, run.config.retrieval.language, run.workdir)
 
 
 def by_words(run: Run, evaluator: Evaluator) -> NDArray[np.int64]:

@@ -1,0 +1,95 @@
+"""Hybrid search in runs: for questions, for fine-tuning, and for REALM's candidates."""
+
+import jax
+import numpy as np
+import pytest
+from inline_run import open_tiny
+from tiny_run import PEOPLE
+
+from realm_jax.config import default, validate
+from realm_jax.data.examples import words_left
+from realm_jax.data.pipeline import dataset
+from realm_jax.errors import UserError
+from realm_jax.evaluation.predict import Evaluator
+from realm_jax.index.fusion import fuse
+from realm_jax.jobs.predict import ranks_told
+from realm_jax.jobs.recipe import train
+from realm_jax.training.loop import task_examples
+from realm_jax.training.metrics import read_lines
+
+pytestmark = pytest.mark.usefixtures("quick_steps")
+
+
+@pytest.fixture(scope="module")
+def fine(people, tmp_path_factory):
+    """A run that was fine-tuned on what hybrid search finds."""
+    changes = {"tasks": "qa", "qa__steps": 4, "qa__learning_rate": 1e-2, "qa__warmup": 1}
+    run = open_tiny(people, tmp_path_factory.mktemp("hybrid"), retrieval__qa_search="hybrid", **changes)
+    first = jax.tree.map(np.asarray, run.initial_params())
+    return run, first, train(run)
+
+
+def test_fine_tuning_on_hybrid_candidates_trains_the_query_tower(fine):
+    run, first, last = fine
+    query, document = run.model.embedder_names
+    moved = [
+        np.abs(np.asarray(x) - y).max() for x, y in zip(*map(jax.tree.leaves, (last[query], first[query])), strict=True)
+    ]
+    assert max(moved) > 1e-4
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, last[document]), first[document])
+
+
+def test_questions_retrieve_the_fused_list_and_record_where_it_is_from(fine):
+    run, _, params = fine
+    questions = run.sources.questions["dev"]
+    vectors = run.embed(params)
+    evaluator = Evaluator(run, questions, "hybrid")
+    predictions = evaluator.predict(params, run.index(vectors))
+    np.testing.assert_array_equal(
+        [one.retrieved for one in predictions], evaluator.retrieve(params, run.index(vectors))
+    )
+    by_vectors = Evaluator(run, questions).predict(params, run.index(vectors))
+    for question, prediction, other in zip(questions, predictions, by_vectors, strict=True):
+        scores = dict(zip(other.retrieved.tolist(), other.scores.tolist(), strict=True))  # of all passages
+        words = [part[0] for part in run.words().scored([question.question], len(PEOPLE))]
+        cross = np.array([scores[row] for row in words[0].tolist()], np.float32)
+        wanted = fuse(
+            other.retrieved[None], other.scores[None], words[0][None], words[1][None], cross[None], len(PEOPLE)
+        )
+        np.testing.assert_array_equal(prediction.retrieved, wanted.rows[0])
+        np.testing.assert_array_equal(prediction.ranks, wanted.ranks[0])
+        np.testing.assert_allclose(prediction.scores, wanted.scores[0], rtol=1e-4)
+
+
+def test_ranks_are_recorded_by_name():
+    assert ranks_told([3, 1]) == {"vectors": 3, "bm25": 1} and ranks_told([0, 2]) == {"bm25": 2}
+
+
+@pytest.mark.parametrize("search", ["hybrid", "bm25"])
+def test_realm_trains_on_candidates_that_words_found(people, tmp_path, search):
+    run = open_tiny(people, tmp_path, tasks="realm", realm__steps=2, retrieval__search=search)
+    examples = task_examples(run, "realm")
+    batch, again = (dataset(examples, run.config.seed, "realm", 4)[0] for _ in range(2))
+    np.testing.assert_array_equal(batch["word_rows"], again["word_rows"])
+    if run.sources.own_text:
+        assert not (batch["word_rows"] == batch["own_row"][:, None]).any()
+    train(run)
+    assert all(np.isfinite(line["loss"]) for line in read_lines(run.workdir / "realm" / "metrics.jsonl"))
+
+
+def test_hidden_words_are_no_words_of_a_query(people, tmp_path):
+    """What BM25 looks for is what is left of the sentence."""
+    run = open_tiny(people, tmp_path, tasks="realm", retrieval__search="hybrid")
+    store, wordpiece = run.sources.pretraining, run.sources.wordpiece
+    whole = words_left(store, wordpiece, 0, 0, np.zeros(0, np.int64))
+    assert whole in store.text(0)
+    without = words_left(store, wordpiece, 0, 0, np.array([0]))
+    first = wordpiece.encode(whole).offsets[0]
+    assert without.startswith(" " * (first[1] - first[0])) and without.strip() == whole[first[1] :].strip()
+
+
+def test_hosts_search_vectors_alone():
+    config = default()
+    config.data.path, config.retrieval.backend, config.retrieval.search = "data", "scann", "hybrid"
+    with pytest.raises(UserError, match=r"retrieval\.search: retrieval\.backend=scann"):
+        validate(config)
