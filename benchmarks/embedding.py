@@ -3,7 +3,7 @@
 The passages come from a prepared folder. onnxruntime runs the network that `torch.onnx` exports, in float32 and with
 `quantize_dynamic`'s int8 matrices, whatever the dtype of the others; PyTorch runs `transformers.BertModel` with
 scaled_dot_product_attention, as it is and through `torch.compile`. All use the cores that the process may use. Rows are
-sorted by length for all; ours are padded to buckets of lengths, which compiled programs need, theirs to the longest of a
+sorted by length for all; ours are padded to buckets of lengths, theirs to the longest of a
 batch. All profit from the memory settings of `keep_memory`. Every way embeds all batches once to warm up, then
 `--repeats` times, the ways in turn; medians count. The vectors are compared with those of the first way.
 
@@ -12,6 +12,7 @@ batch. All profit from the memory settings of `keep_memory`. Every way embeds al
 """
 
 import argparse
+import dataclasses
 import os
 import statistics
 import tempfile
@@ -184,9 +185,8 @@ def _infer(model: Any, batch: tuple[NDArray, ...]) -> NDArray[np.float32]:
 
 def with_onnx(tower: Embedder, params: Any, corpus: CorpusRows, int8: bool = False) -> Run:
     """onnxruntime over float32, or over matrices in int8."""
-    config = tower.config
-    sizes = BertConfig(*(getattr(config, name) for name in SIZE_FIELDS), hidden_act=config.hidden_act)
-    model = torch_tower(sizes, params["params"], attention="eager")
+    exact = dataclasses.replace(tower.config, dtype=jnp.float32)
+    model = torch_tower(exact, params["params"], attention="eager")
     with tempfile.TemporaryDirectory() as folder:
         path, small = Path(folder) / "model.onnx", Path(folder) / "int8.onnx"
         names, example = ["ids", "segments", "mask"], [torch.ones((2, 8), dtype=torch.long) for _ in range(3)]
@@ -217,7 +217,6 @@ def theirs(embed: Callable[..., NDArray[np.float32]], corpus: CorpusRows) -> NDA
     return vectors
 
 
-SIZE_FIELDS = ("vocabulary_size", "width", "layers", "heads", "feed_forward", "max_length", "dropout")
 WAYS: dict[str, Callable[[Embedder, Any, CorpusRows], Run]] = {
     "realm_jax": ours,
     "onnxruntime": with_onnx,
