@@ -51,7 +51,7 @@ def real_text() -> ConfigDict:
     config = default()
     config.tasks = "ict,qa"
     config.data.update(query_length=48, document_length=128, predictions=6, answers=4, ict_mask_rate=0.0)
-    config.model.update(layers=0, width=0, heads=0, feed_forward=0, hidden_act="", dropout=0.0, dtype="bfloat16")
+    config.model.update(layers=0, width=0, heads=0, feed_forward=0, hidden_act="", dropout=0.0)
     config.model.scan = True  # a step is compiled for several lengths: in seconds each, not in half a minute
     config.encoder.update(
         pooling="", projection=-1, normalization="", norm_epsilon=0.0, temperature=0.0, query_prompt="model",
@@ -65,7 +65,7 @@ def real_text() -> ConfigDict:
     config.realm.update(steps=200, batch_size=8, learning_rate=5e-5, retriever_rate=1e-5, warmup=20)
     config.qa.update(steps=560, batch_size=16, learning_rate=1.5e-4, retriever_rate=2e-5, warmup=40)
     config.closed_book.update(steps=560, batch_size=16, learning_rate=1e-4, warmup=40)
-    config.retrieval.update(candidates=5, qa_passages=5, qa_titles=True, qa_beam=50)
+    config.retrieval.update(candidates=5, qa_passages=5, qa_titles=True, qa_beam=50, qa_search="hybrid")
     config.refresh.every = 1000
     config.evaluation.batch_size = 4  # three times as fast on two cores as 64: what is read stays in their caches
     config.evaluation.update(keep_best=True, held_out=0.02)

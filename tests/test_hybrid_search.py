@@ -12,7 +12,7 @@ from realm_jax.data.pipeline import dataset
 from realm_jax.errors import UserError
 from realm_jax.evaluation.predict import Evaluator
 from realm_jax.index.fusion import fuse
-from realm_jax.jobs.predict import ranks_told
+from realm_jax.jobs.answering import ranks_by_search
 from realm_jax.jobs.recipe import train
 from realm_jax.training.loop import task_examples
 from realm_jax.training.metrics import read_lines
@@ -62,7 +62,7 @@ def test_questions_retrieve_the_fused_list_and_record_where_it_is_from(fine):
 
 
 def test_ranks_are_recorded_by_name():
-    assert ranks_told([3, 1]) == {"vectors": 3, "bm25": 1} and ranks_told([0, 2]) == {"bm25": 2}
+    assert ranks_by_search([3, 1]) == {"vectors": 3, "bm25": 1} and ranks_by_search([0, 2]) == {"bm25": 2}
 
 
 @pytest.mark.parametrize("search", ["hybrid", "bm25"])
