@@ -115,6 +115,11 @@ def test_what_cannot_be_exported_is_told_and_leaves_nothing(trained_run, tmp_pat
     with pytest.raises(UserError, match="the run has config.encoder.norm_epsilon=0.001; give --names=bert"):
         job.export(other, tmp_path / "out", names="realm")
 
+    config["encoder"] |= {"norm_epsilon": 1e-12, "passage_prompt": "{title} {text}"}
+    (other / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="the towers of the paper, but the run another config.encoder.passage_prompt"):
+        job.export(other, tmp_path / "out", names="realm")
+
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
