@@ -90,8 +90,9 @@ Science (a run folder keeps them; another value on resume is an error that names
                            match among those measured; 0: with the last ones
   evaluation.held_out      share of documents that nothing is trained on where there are no development questions:
                            masked sentences of theirs, which ask for their document, are measured in place of questions
-  evaluation.keep_best     whether every task hands on the parameters that measured best, its start among them: by
-                           exact match where answers are trained, else by recall of the first five passages
+  evaluation.keep_best     whether a task hands on the parameters that measured best, its start among them: by recall of
+                           the first five passages, where an index is measured; fine-tuning by exact match, at the end,
+                           every evaluation.qa_every steps, and at its start if its reader was trained before
 Operations (may change on resume):
   data.path                folder written by `realm prepare`; what is in it may not change (`data.json`)
   init_from                what a fresh run starts from: a run folder, whose final parameters it takes; a folder with

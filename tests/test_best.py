@@ -42,3 +42,16 @@ def test_nothing_is_compared_without_both_ends(records):
 def test_a_task_without_a_measurement_of_its_start_takes_the_baseline():
     stage = compare_with_start(lines(0.5, 0.6)[1:], {"recall@5": 0.7})
     assert describe_loss("ict", stage) is not None
+
+
+def test_a_task_that_keeps_its_last_parameters_by_another_measure_says_by_which():
+    stage = compare_with_start(lines(0.9, 0.8))
+    wanted = (
+        "qa ended below its start: recall@5 0.900 -> 0.800; it hands on its last parameters, the best by exact match"
+    )
+    assert describe_loss("qa", stage, "exact_match") == wanted
+
+
+def test_a_loss_of_what_is_handed_on_counts_even_if_the_last_parameters_had_none():
+    stage = compare_with_start(lines(0.9, 0.8, best_step=10, last={"recall@5": 0.91}))
+    assert "recall@5 0.900 -> 0.800; it hands on the parameters of step 10 (0.800)" in describe_loss("qa", stage, "")

@@ -16,7 +16,7 @@ from realm_jax.jobs.recipe import starting_params, train
 from realm_jax.run import Run, make_run
 from realm_jax.training.checkpoints import Damaged, Saved
 from realm_jax.training.restore import embedded_before, restore_params
-from realm_jax.training.workdir import check_workdir
+from realm_jax.training.workdir import begins_with_reader, check_workdir
 
 
 @pytest.fixture(scope="module")
@@ -159,3 +159,12 @@ def test_a_reader_can_come_from_another_run_than_the_retriever(first, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, found["reader"], theirs["reader"])
     for tower in run.model.embedder_names:
         jax.tree.map(np.testing.assert_array_equal, found[tower], fresh[tower])
+
+
+def test_a_run_that_trained_other_networks_in_its_last_task_is_read_by_their_names(first, tmp_path):
+    """The source fine-tuned the query tower; here fine-tuning by BM25 would train the reader alone."""
+    run = heir(first, tmp_path, retrieval={"candidates": 4, "qa_passages": 3, "embed_batch": 16, "qa_search": "bm25"})
+    check(run)
+    theirs = restore_params(first, first.workdir, "qa", first.initial_params())
+    jax.tree.map(np.testing.assert_array_equal, starting_params(run), theirs)
+    assert begins_with_reader(tmp_path)

@@ -30,7 +30,7 @@ from realm_jax.index.generations import (
     read_towers,
 )
 from realm_jax.jobs.flags import positive
-from realm_jax.jobs.opening import begins_with_reader, recorded_config, reopen_run, set_up_jax
+from realm_jax.jobs.opening import recorded_config, reopen_run, set_up_jax
 from realm_jax.mesh import replicated
 from realm_jax.models.realm import Params
 from realm_jax.run import Run
@@ -40,7 +40,7 @@ from realm_jax.training.exporter import to_arrays
 from realm_jax.training.metrics import read_lines
 from realm_jax.training.refresh import shared_folder
 from realm_jax.training.restore import index_saved, saved_params
-from realm_jax.training.workdir import check_data
+from realm_jax.training.workdir import begins_with_reader, check_data
 
 logger = logging.getLogger(__name__)
 
@@ -209,9 +209,7 @@ def _check_prepared(folder: str, workdir: Path) -> None:
 
 def reader_is_trained(trained: Trained) -> bool:
     """Whether the reader learnt to answer: in fine-tuning here, or in the run or weights that it started from."""
-    config = trained.run.config
-    source = config.reader_from or config.init_from
-    return trained.task == "qa" or bool(source) and begins_with_reader(source, trained.run.model)
+    return trained.task == "qa" or begins_with_reader(trained.run.workdir)
 
 
 def check_reads(trained: Trained) -> None:

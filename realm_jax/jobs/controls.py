@@ -11,7 +11,7 @@ from realm_jax.config import task_names
 from realm_jax.evaluation.predict import Evaluator
 from realm_jax.index.candidates import Index
 from realm_jax.jobs.measuring import closed_book_measure
-from realm_jax.jobs.opening import borrow_params
+from realm_jax.jobs.opening import BORROWING, borrow_params
 from realm_jax.models.realm import Params
 from realm_jax.run import Run
 from realm_jax.training.checkpoints import Saved
@@ -28,7 +28,7 @@ def run_controls(run: Run, evaluator: Evaluator) -> None:
     names = task_names(run.config)
     start = run.initial_params()
     begun = Saved.newest_of_first(run.workdir / "closed_book" / "checkpoints") is not None
-    if run.config.init_from and not begun:  # afterwards its source may go
+    if any(run.config[key] for key in BORROWING) and not begun:  # afterwards its source may go
         start = borrow_params(run, start)
     if "realm" in names and "ict" in names:
         before_realm = restore_params(run, run.workdir, "ict", start)

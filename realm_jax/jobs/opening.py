@@ -1,7 +1,5 @@
 """Open a run: its config checked, its folder compared, its data, mesh and networks built."""
 
-import contextlib
-import dataclasses
 import logging
 import os
 from pathlib import Path
@@ -27,15 +25,15 @@ from realm_jax.jobs.starting import (
     sentence_model,
     with_weights,
 )
+from realm_jax.mesh import put_whole
 from realm_jax.models.realm import Params, Realm
 from realm_jax.models.weights import PROJECTION
 from realm_jax.run import Run, encoder_of, make_model, make_run, tower_lengths
-from realm_jax.storage import Folder, make_folder, open_folder, read_json
+from realm_jax.storage import Folder, make_folder, open_folder, read_json, write_json_atomic
 from realm_jax.tagger_config import default_like, is_tagger
 from realm_jax.text.wordpiece import WordPiece
 from realm_jax.training.checkpoints import Saved
-from realm_jax.training.restore import restore_params
-from realm_jax.training.workdir import check_workdir
+from realm_jax.training.workdir import START, begins_with_reader, check_workdir
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +108,7 @@ def _borrowed(config: ConfigDict, workdir: Path, wordpiece: WordPiece) -> dict[s
             continue
         found[key] = folder = local_source(config[key], f"config.{key}")
         if is_weights(folder):
-            networks = find_weights(folder, model, wordpiece)
+            networks = find_weights(folder, model, wordpiece, networks_of(key, model))
             require(key != "reader_from" or READER in networks, key, f"{folder} has no reader; name another folder")
         elif not (folder / "data.json").is_file():
             raise UserError(no_model(config[key], key))
@@ -222,36 +220,47 @@ def starts_with_pca(run: Run) -> bool:
 
 def borrow_params(run: Run, fresh: Params) -> Params:
     """What `init_from` and `reader_from` name, on this run's devices; the reader is that of the latter."""
-    params = _borrow(run, fresh, "init_from") if run.config.init_from else fresh
-    if not run.config.reader_from:
-        return params
-    return {**params, READER: _borrow(run, fresh, "reader_from")[READER]}
+    params = dict(fresh)
+    for key in BORROWING:
+        if run.config[key]:
+            params |= _borrow(run, fresh, key)
+    return params
+
+
+def networks_of(key: str, model: Realm) -> tuple[str, ...]:
+    """The networks that a key of BORROWING is about."""
+    return (READER,) if key == "reader_from" else (*model.embedder_names, READER)
 
 
 def _borrow(run: Run, fresh: Params, key: str) -> Params:
-    """Weights in place of fresh parameters, or the final parameters of another run."""
+    """Weights in place of fresh parameters, or the final parameters of another run, of the networks of a key.
+
+    A run is read by the names of its networks, since its last task may have trained others than it would here.
+    """
+    folder, names = local_source(run.config[key], f"config.{key}"), networks_of(key, run.model)
+    if is_weights(folder):
+        return with_weights(run, {name: fresh[name] for name in names}, folder, key)
+    last = task_names(recorded_config(folder, f"config.{key}"))[-1]
+    saved = Saved.newest(folder / last / "checkpoints")
+    if saved is None:
+        raise UserError(f"config.{key}: {folder} has no checkpoint of task {last}; let it finish first")
+    places = {name: run.param_shardings[name] for name in names}
+    return dict(jax.tree.map(put_whole, saved.networks(names), places))
+
+
+def record_start(run: Run) -> None:
+    """Write WORKDIR/start.json, what is to be known of where a run began when that may be gone: whether its reader was
+    trained with questions before. For the first process, before the first step."""
+    trained = any(run.config[key] and _has_reader(run, key) for key in BORROWING)
+    write_json_atomic(run.workdir / START, {"reader": trained})
+
+
+def _has_reader(run: Run, key: str) -> bool:
+    """Whether what a key of BORROWING names, a run or weights, has a reader that was trained with questions."""
     folder = local_source(run.config[key], f"config.{key}")
     if is_weights(folder):
-        return with_weights(run, fresh, folder)
-    config = recorded_config(folder, f"config.{key}")
-    return restore_params(dataclasses.replace(run, config=config), folder, task_names(config)[-1], fresh)
-
-
-def begins_with_reader(source: str, model: Realm) -> bool:
-    """Whether what `init_from` names, a run or weights, has a reader that was trained with questions.
-
-    A hub's name has none: what is there are BERTs. Nor has what is gone by now, as far as can be seen.
-    """
-    folder = Path(source)
-    if is_weights(folder):
-        with contextlib.suppress(UserError):
-            return has_span_head(folder, model)
-    elif (folder / "config.json").is_file():
-        with contextlib.suppress(UserError):
-            config = recorded_config(folder, "config.init_from")
-            earlier = config.reader_from or config.init_from
-            return "qa" in task_names(config) or bool(earlier) and begins_with_reader(earlier, model)
-    return False
+        return has_span_head(folder, run.model)
+    return "qa" in task_names(recorded_config(folder, f"config.{key}")) or begins_with_reader(folder)
 
 
 def check_source(run: Run, folder: Path, key: str) -> None:
@@ -274,15 +283,17 @@ def check_source(run: Run, folder: Path, key: str) -> None:
             "`realm prepare --vocab` and the vocab.txt of its tokenizer"
         )
     model = make_model(config, run.sources.wordpiece.size, encoder_of(run.sources.wordpiece))
-    theirs = _shapes(jax.eval_shape(model.init, jax.random.key(0)))
-    ours = _shapes(jax.eval_shape(run.model.init, jax.random.key(0)))
+    theirs, ours = (_shapes(one, networks_of(key, run.model)) for one in (model, run.model))
     for name in sorted({*theirs, *ours}):
         if theirs.get(name) != ours.get(name):
             raise UserError(
                 f"config.{key}: {name} is {theirs.get(name)} in {folder} and {ours.get(name)} here; "
-                "set config.model and the lengths of config.data as they are there"
+                "set config.model, config.encoder and the lengths of config.data as they are there"
             )
 
 
-def _shapes(params: Params) -> dict[str, tuple[int, ...]]:
-    return {jax.tree_util.keystr(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(params)}
+def _shapes(model: Realm, names: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
+    """Path → shape of the parameters of some networks."""
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    wanted = {name: params[name] for name in names if name in params}
+    return {jax.tree_util.keystr(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(wanted)}

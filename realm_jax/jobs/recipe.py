@@ -22,7 +22,7 @@ from realm_jax.index.generations import RECIPE, Living, Status
 from realm_jax.jobs.controls import run_controls
 from realm_jax.jobs.matched_answers import training_questions
 from realm_jax.jobs.measuring import dev_questions, measure_of
-from realm_jax.jobs.opening import borrow_params, borrows, is_starting, starts_with_pca
+from realm_jax.jobs.opening import borrow_params, borrows, is_starting, record_start, starts_with_pca
 from realm_jax.jobs.positives import beam_by_words, examples_with_positives
 from realm_jax.jobs.projection import with_principal_components
 from realm_jax.jobs.results import keep_words, measure_baselines, write_results
@@ -139,7 +139,10 @@ def starting_params(run: Run) -> Params:
     params = run.initial_params()
     if not is_starting(run.config, run.workdir):
         return params
-    params = borrow_params(run, params) if borrows(run.config, run.workdir) else params
+    if borrows(run.config, run.workdir):
+        params = borrow_params(run, params)
+        if is_first():
+            record_start(run)
     return with_principal_components(run, params) if starts_with_pca(run) else params
 
 

@@ -32,7 +32,7 @@ from realm_jax.models.realm import Params
 from realm_jax.processes import is_first, told
 from realm_jax.run import Run, put_batch
 from realm_jax.storage import read_json, write_json_atomic
-from realm_jax.training.best import compare_with_start, describe_loss
+from realm_jax.training.best import describe_loss, stage_of
 from realm_jax.training.checkpoints import Saved
 from realm_jax.training.metrics import read_lines
 from realm_jax.training.restore import restore_params, saved_index
@@ -148,20 +148,21 @@ def collect(run: Run, evaluator: Evaluator, predictions: Sequence[Prediction]) -
     results["exact_match"] = exact
     asked = bool(run.sources.questions.get("dev"))
     results["measured_on"] = "development questions" if asked else "masked sentences of held-out documents"
-    results["stages"] = {name: stage for name in stages if (stage := stage_of(run, name, measured["untrained"]))}
+    results["stages"] = {name: stage for name in task_names(run.config) if (stage := describe_end(run, name))}
     if utilities:
         results["retrieval_utility"] = float(np.mean(utilities[-max(1, len(utilities) // 10) :]))
     return results | {"seconds": seconds}
 
 
-def stage_of(run: Run, name: str, untrained: dict[str, Any]) -> dict[str, Any] | None:
-    """How a task ended against its own start (`compare_with_start`), with the `warning` where it ended below."""
-    lines = read_lines(run.workdir / name / "evaluations.jsonl")
-    first = name == task_names(run.config)[0] or name == "ict" and not run.config.init_from
-    stage = compare_with_start(lines, untrained if first else None)
+def describe_end(run: Run, name: str) -> dict[str, Any] | None:
+    """How a task ended against its own start, with the `warning` where it ended below; None where that is not known."""
+    stage = stage_of(run.workdir / name)
     if stage is None:
         return None
-    loss = describe_loss(name, stage)
+    end = read_lines(run.workdir / name / "evaluations.jsonl")[-1]
+    kept_by = ("exact_match" if "exact_match" in end else "") if name == "qa" else stage["measure"]
+    kept_by = kept_by if run.config.evaluation.keep_best else ""
+    loss = describe_loss(name, stage, kept_by)
     return stage | ({"warning": loss} if loss else {})
 
 

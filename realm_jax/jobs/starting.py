@@ -13,6 +13,7 @@ What a file does not have stays as it was: fresh. A run folder as source is `ope
 
 import importlib.util
 import logging
+from collections.abc import Collection
 from pathlib import Path
 
 import jax
@@ -103,14 +104,17 @@ def is_weights(folder: Path) -> bool:
     return any(is_model(folder / name) for name in ("", SHARED, *TOWERS, READER))
 
 
-def find_weights(folder: Path, model: Realm, wordpiece: WordPiece) -> dict[str, Source]:
+def find_weights(
+    folder: Path, model: Realm, wordpiece: WordPiece, names: Collection[str] | None = None
+) -> dict[str, Source]:
     """Network → the file for it; no entry for one that the folder has nothing for. Reads no parameters.
 
-    Raises UserError where a file does not fit the network or the vocabulary, naming both.
+    names: of the networks that are asked for; None for all. Raises UserError where a file does not fit the network or
+    the vocabulary, naming both.
     """
     found = {}
     for network, parts in networks(model).items():
-        place = _place(folder, network)
+        place = _place(folder, network) if names is None or network in names else None
         if place is not None:
             found[network] = _source(place, model, network, parts)
             sentence = sentence_model(place)
@@ -200,15 +204,16 @@ def _lower_case(path: Path) -> bool | None:
     return settings.get("do_lower_case") if isinstance(settings, dict) else None
 
 
-def with_weights(run: Run, params: Params, folder: Path) -> Params:
-    """Parameters of a run, those that the folder has in place of fresh ones. Raises UserError where they do not fit."""
-    found = find_weights(folder, run.model, run.sources.wordpiece)
-    params = dict(params)
+def with_weights(run: Run, params: Params, folder: Path, key: str = "init_from") -> Params:
+    """Some networks' parameters, those that the folder has in place of fresh ones. Raises UserError where they do not
+    fit. key: that names the folder."""
+    found = find_weights(folder, run.model, run.sources.wordpiece, list(params))
+    names, params = [name for name in networks(run.model) if name in params], dict(params)
     for network, source in found.items():
         theirs = read(source)
         places = {key: run.param_shardings[network][key] for key in theirs}
         params[network] = params[network] | jax.tree.map(put_whole, theirs, places)
-    logger.info("config.init_from=%s: %s", run.config.init_from, describe(found, list(networks(run.model))))
+    logger.info("config.%s=%s: %s", key, run.config[key] or folder, describe(found, names))
     return params
 
 

@@ -10,7 +10,9 @@ from typing import Any
 
 from realm_jax.models.realm import Params
 from realm_jax.run import BaseRun
+from realm_jax.storage import read_json
 from realm_jax.training.checkpoints import Checkpoints, Saved
+from realm_jax.training.metrics import read_lines
 from realm_jax.training.restore import task_params
 from realm_jax.training.state import State
 from realm_jax.training.tasks import Task
@@ -29,6 +31,11 @@ class Best:
     def __init__(self, run: BaseRun, task: Task, place: Path, name: str, keep: bool) -> None:
         """name: '' for the first of RECALLS that is there. keep: whether parameters are kept at all."""
         self._run, self._task, self._folder, self._name, self._keep = run, task, place / "best", name, keep
+
+    def kept_by(self, found: dict[str, Any]) -> str:
+        """What parameters are kept by, of what was measured; '' where none are."""
+        name = self._name or measure_in(found)
+        return name if self._keep and name in found else ""
 
     def look(self, step: int, state: State, found: dict[str, Any]) -> None:
         """Keep the parameters of a step if they measured better than all before; of equals the first stay."""
@@ -74,16 +81,29 @@ def compare_with_start(lines: list[dict[str, Any]], baseline: dict[str, Any] | N
     return found
 
 
-def describe_loss(task: str, stage: dict[str, Any] | None) -> str | None:
-    """One line for a task whose last parameters measured worse than those that it started from; else None."""
+def stage_of(place: Path) -> dict[str, Any] | None:
+    """`compare_with_start` of the task in a folder of a run, by what is recorded there.
+
+    The first task of fresh parameters does not measure its start: BM25's baseline file has that of untrained ones.
+    """
+    file = place.parent / "baselines.json"
+    untrained = read_json(file).get("untrained") if file.is_file() else None
+    return compare_with_start(read_lines(place / "evaluations.jsonl"), untrained)
+
+
+def describe_loss(task: str, stage: dict[str, Any] | None, kept_by: str = "") -> str | None:
+    """One line for a task that measured worse at its end than before its first step; else None.
+
+    kept_by: the measure by which it kept its best parameters; '' where it did not.
+    """
     if stage is None:
         return None
-    last = stage["end"] if stage.get("last") is None else stage["last"]
-    if last >= stage["start"]:
+    worst = min(stage["end"], stage["end"] if stage.get("last") is None else stage["last"])
+    if worst >= stage["start"]:
         return None
-    handed_on = (
-        f"it hands on the parameters of step {stage['kept_step']} ({stage['end']:.3f})"
-        if "kept_step" in stage
-        else "set config.evaluation.keep_best=True to hand on the best ones"
-    )
-    return f"{task} ended below its start: {stage['measure']} {stage['start']:.3f} -> {last:.3f}; {handed_on}"
+    handed_on = "set config.evaluation.keep_best=True to hand on the best ones"
+    if "kept_step" in stage:
+        handed_on = f"it hands on the parameters of step {stage['kept_step']} ({stage['end']:.3f})"
+    elif kept_by:
+        handed_on = f"it hands on its last parameters, the best by {kept_by.replace('_', ' ')}"
+    return f"{task} ended below its start: {stage['measure']} {stage['start']:.3f} -> {worst:.3f}; {handed_on}"

@@ -259,14 +259,18 @@ class Saved:
             ]
 
     def params(self, names: Collection[str], sharding: jax.sharding.Sharding) -> Any:
-        """The parameters of some networks, by their top-level names, all placed alike.
+        """The parameters of some networks, by their top-level names, all placed alike."""
+        return jax.device_put(self.networks(names), sharding)
+
+    def networks(self, names: Collection[str]) -> Any:
+        """The parameters of some networks on the host, by their top-level names, whichever of them the task trained.
 
         Shapes are those that were saved, and they are compared on the host: for a program that asks the networks once,
         tracing what a task's state looks like (`state`) would cost more than reading them.
         """
 
         def like(path: Any, known: Any) -> Any:
-            part, name = (getattr(key, "key", None) for key in path[:2]) if len(path) > 1 else (None, None)
+            part, name = _names(path)
             wanted = part in ("trained", "frozen") and name in names
             return np.empty(known.shape, known.dtype) if wanted else ...
 
@@ -274,7 +278,12 @@ class Saved:
             where = {"state": jax.tree_util.tree_map_with_path(like, self._metadata.metadata["state"])}
             found = self._verified({"state": ocp.load_checkpointables(self._path, where)["state"]})["state"]
         parts = {**found["frozen"], **found["trained"]}
-        return jax.device_put({name: parts[name] for name in names}, sharding)
+        return {name: parts[name] for name in names}
+
+    def trained(self, name: str) -> bool:
+        """Whether the task trained a network, by its top-level name."""
+        leaves = jax.tree_util.tree_leaves_with_path(self._metadata.metadata["state"])
+        return ("trained", name) in {_names(path) for path, _ in leaves}
 
     def array(self, name: str) -> NDArray | None:
         """An array that was saved beside the state, on the host; None if there was none."""
@@ -357,3 +366,9 @@ def environment() -> dict[str, Any]:
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """`name: before -> now` of what changed between two environments."""
     return [f"{key}: {before.get(key)} -> {now[key]}" for key in now if before.get(key) != now[key]]
+
+
+def _names(path: Any) -> tuple[str | None, str | None]:
+    """Of a leaf of a saved state: its part, such as 'trained', and its network."""
+    first, second = (getattr(key, "key", None) for key in path[:2]) if len(path) > 1 else (None, None)
+    return first, second

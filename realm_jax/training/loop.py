@@ -29,19 +29,19 @@ from realm_jax.models.realm import Params
 from realm_jax.processes import anywhere
 from realm_jax.run import BaseRun, Run, own_rows
 from realm_jax.training.adoption import Adoption
-from realm_jax.training.best import Best, compare_with_start, describe_loss
+from realm_jax.training.best import Best, describe_loss, stage_of
 from realm_jax.training.checkpoints import Checkpoints, Saved
 from realm_jax.training.feed import Feed, Search
 from realm_jax.training.flops import peak, step_flops
 from realm_jax.training.guards import CompileGuard, Profiler, Watchdog, check_replicas
 from realm_jax.training.journal import Journal, Work
-from realm_jax.training.metrics import read_lines
 from realm_jax.training.preemption import Stop
 from realm_jax.training.refresh import Fresh, Inline, Interrupted, Refresh, shared_folder
 from realm_jax.training.reporter import Reporter
 from realm_jax.training.restore import Restored, restore
 from realm_jax.training.state import Control, State, make_step, put_control, start_state
 from realm_jax.training.tasks import Task, make_task
+from realm_jax.training.workdir import begins_with_reader
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,8 @@ class Course:
     one) at every refresh and, its last argument true, every so many steps (`every`; 0: never) and at the end. best: the
     name of the value in that by which parameters are compared ('': recall, see `best.py`). keep_best: whether the task
     ends with the parameters for which it was largest. measure_start: whether a task that does not retrieve is measured
-    before its first step too. over: called when the task turns out to be done.
+    before its first step too; answers_start: whether one that does is measured then as at its end. over: called when
+    the task turns out to be done.
     """
 
     task: Task
@@ -72,6 +73,7 @@ class Course:
     best: str = ""
     keep_best: bool = False
     measure_start: bool = False
+    answers_start: bool = False
     over: Callable[[], None] = lambda: None
 
 
@@ -135,6 +137,7 @@ def train_task(
             best="exact_match" if answering else "",
             keep_best=(run.config.evaluation.keep_best or every > 0) and folder is None,
             measure_start=name == "ict" and bool(run.config.init_from) and folder is None,
+            answers_start=run.config.evaluation.keep_best and begins_with_reader(run.workdir),
         )
     return follow(run, course, params, run.workdir / (folder or name))
 
@@ -168,7 +171,8 @@ class _Training:
         config, task = run.config, course.task
         self._run, self._task, self._place = run, task, place
         self._measure, self._every = course.measure, course.every
-        self._best, self._measure_start = Best(run, task, place, course.best, course.keep_best), course.measure_start
+        self._best = Best(run, task, place, course.best, course.keep_best)
+        self._measure_start, self._answers_start = course.measure_start, course.answers_start
         self._state, self._saved, self._resumed = state, saved, saved is not None
         self._checkpoints, self._stop = checkpoints, stop
         self._start, self._total, size = int(state.step), config[task.name].steps, config[task.name].batch_size
@@ -268,7 +272,8 @@ class _Training:
             self._index = fresh
             with self._journal.waiting("measurement"):
                 exact = self._refreshes.exact(fresh)
-                found = {} if self._measure is None else self._measure(self.params, exact, False)
+                final = self._answers_start and step == 0
+                found = {} if self._measure is None else self._measure(self.params, exact, final)
             self._watchdog.beat()
             self._best.look(step, self._state, found)
             self._journal.measured(step, found | {"refresh": True, "index_step": fresh.step} | fresh.facts)
@@ -356,6 +361,7 @@ class _Training:
     def _finish(self) -> None:
         """The last measurement, with a fresh index, and the last save."""
         total, self._finishing = self._total, True
+        found: dict[str, Any] = {}
         self._journal.flush()
         self._watchdog.beat()
         if self._measure is not None:
@@ -368,7 +374,8 @@ class _Training:
             self._journal.measured(total, found | {"refresh": False, "seconds": self._journal.seconds})
         self._watchdog.beat()
         self._save(total, wait=True)
-        if loss := describe_loss(self._task.name, compare_with_start(read_lines(self._place / "evaluations.jsonl"))):
+        stage = stage_of(self._place) if self._place.name == self._task.name else None  # not of a control
+        if loss := describe_loss(self._task.name, stage, self._best.kept_by(found)):
             logger.warning("%s", loss)
         self._refreshes.done(total)
         self._stop.asked = anywhere(self._stop.asked)

@@ -93,9 +93,8 @@ def saved_vectors(run: Run, name: str, saved: Saved) -> NDArray | None:
 
     They fit it when they were made by it, or when the task leaves it as it was. [rows, projection].
     """
-    task = make_task(name, run.setting)
-    frozen = task.retrieves and run.model.embedder_names[-1] not in task.trained
-    vectors = saved.array("vectors") if frozen or saved.record["index_step"] == saved.step else None
+    fits = not saved.trained(run.model.embedder_names[-1]) or saved.record["index_step"] == saved.step
+    vectors = saved.array("vectors") if fits else None
     return None if vectors is None else vectors[: run.setting.rows]
 
 

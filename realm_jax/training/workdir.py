@@ -11,8 +11,15 @@ from realm_jax.processes import is_first
 from realm_jax.run import BaseRun
 from realm_jax.storage import read_json, write_json_atomic
 
+START = "start.json"  # what is known of where a run began
 # Keys that may name a file or a folder.
 PLACES = ("data.path", "data.vocabulary", "init_from", "reader_from", "refresh.shared")
+
+
+def begins_with_reader(workdir: Path) -> bool:
+    """Whether the run in a folder began with a reader that was trained with questions."""
+    path = workdir / START
+    return path.is_file() and bool(read_json(path)["reader"])
 
 
 def check_workdir(run: BaseRun) -> None:
