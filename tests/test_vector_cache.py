@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from tiny_run import tiny_config
 
+from realm_jax.cache import cache_bytes
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.index.embed import CorpusRows
-from realm_jax.index.vector_cache import VectorCache, cache_bytes, row_keys
+from realm_jax.index.vector_cache import VectorCache, row_keys
 from realm_jax.run import Run, make_run
 from realm_jax.training.embedding import embed_once, encoder_digest
 from realm_jax.training.refresh import Inline
@@ -135,27 +136,28 @@ def test_a_task_begins_with_known_vectors_and_what_it_trains_is_not_kept(tiny, p
     assert counted == [16, 16] and sorted(cache.rglob("*")) == files
 
 
-def test_encoders_that_were_used_least_lately_make_room(tmp_path):
+def test_encoders_that_were_used_least_lately_make_room(cache, monkeypatch):
+    monkeypatch.setenv("REALM_CACHE_BYTES", "2500")
     keys = np.arange(20, dtype=np.uint64).reshape(10, 2)
     vectors = np.ones((10, 8), np.float32)
-    caches = {name: VectorCache(name, 2500, tmp_path) for name in "abc"}
+    caches = {name: VectorCache(name) for name in "abc"}
     for name in "ab":
         caches[name].add(keys, vectors)
-    os.utime(tmp_path / "a", (2e9, 2e9))
-    os.utime(tmp_path / "b", (1e9, 1e9))
+    os.utime(cache / "a", (2e9, 2e9))
+    os.utime(cache / "b", (1e9, 1e9))
     caches["c"].add(keys, vectors)
     assert [caches[name].find(keys)[0].any() for name in "abc"] == [True, False, True]
 
 
-def test_more_vectors_than_may_be_kept_are_not(tmp_path):
-    cache = VectorCache("a", 100, tmp_path)
-    cache.add(np.zeros((10, 2), np.uint64), np.ones((10, 8), np.float32))
-    assert not cache.path.exists()
+def test_more_vectors_than_may_be_kept_are_not(cache, monkeypatch):
+    monkeypatch.setenv("REALM_CACHE_BYTES", "100")
+    VectorCache("a").add(np.zeros((10, 2), np.uint64), np.ones((10, 8), np.float32))
+    assert not cache.exists()
 
 
-def test_a_folder_that_cannot_be_written_to_is_told(tmp_path, caplog):
-    (tmp_path / "vectors").write_text("a file")
-    VectorCache("a", 10_000, tmp_path / "vectors").add(np.zeros((1, 2), np.uint64), np.ones((1, 8), np.float32))
+def test_a_folder_that_cannot_be_written_to_is_told(cache, caplog):
+    cache.write_text("a file")
+    VectorCache("a").add(np.zeros((1, 2), np.uint64), np.ones((1, 8), np.float32))
     assert "vectors are not kept for the next run" in caplog.text
 
 

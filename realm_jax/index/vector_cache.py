@@ -10,12 +10,9 @@ pieces, so an edited or newly prepared corpus finds every passage that did not c
 Not for towers that are being trained, whose vectors nobody asks for again. Which encoder: `training/embedding.py`.
 """
 
-import contextlib
 import hashlib
 import io
 import logging
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -23,21 +20,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from realm_jax.cache import cache_bytes, has_room, kept_in, make_room, used
 from realm_jax.errors import UserError
 from realm_jax.index.embed import CorpusRows
-from realm_jax.storage import Damaged, FileEntry, PosixFolder, StorageError, cache_folder, digest
+from realm_jax.storage import Damaged, FileEntry, PosixFolder, StorageError, digest
 
 logger = logging.getLogger(__name__)
-
-BYTES = 20_000_000_000  # of all encoders together, unless REALM_CACHE_BYTES says otherwise
-
-
-def cache_bytes() -> int:
-    """How much may be kept; 0: nothing is. Raises UserError where REALM_CACHE_BYTES is no number."""
-    text = os.environ.get("REALM_CACHE_BYTES", str(BYTES))
-    if not text.isdecimal():
-        raise UserError(f"REALM_CACHE_BYTES={text}: give a number of bytes, or 0 to keep no vectors")
-    return int(text)
 
 
 def row_keys(rows: CorpusRows) -> NDArray[np.uint64]:
@@ -58,10 +46,9 @@ class _Part(NamedTuple):
 class VectorCache:
     """The vectors of one encoder on this machine's disk."""
 
-    def __init__(self, encoder: str, limit: int, root: Path | None = None) -> None:
-        """encoder: its digest. limit: bytes of all encoders. root: in place of `vectors` in the cache's folder."""
-        self._root, self._encoder, self._limit = root or cache_folder() / "vectors", encoder, limit
-        self._folder = PosixFolder(self._root / encoder)
+    def __init__(self, encoder: str) -> None:
+        """encoder: its digest."""
+        self._folder = PosixFolder(kept_in("vectors", encoder))
 
     @property
     def path(self) -> Path:
@@ -84,14 +71,13 @@ class VectorCache:
             rows = np.flatnonzero(found & (first <= place) & (place < first + len(part.keys)))
             vectors[rows] = part.vectors[place[rows] - first]
             first += len(part.keys)
-        with contextlib.suppress(OSError):
-            os.utime(self.path)  # the encoder that was used last is removed last
+        used(self.path)
         return found, vectors if found.any() else None
 
     def add(self, keys: NDArray[np.uint64], vectors: NDArray[np.float32]) -> None:
-        """Keep vectors of rows; those of other encoders make room. Where that is not possible it is told."""
-        if _size(self.path) + keys.nbytes + vectors.nbytes > self._limit:
-            logger.info("%d vectors are not kept: all together may have %d bytes", len(keys), self._limit)
+        """Keep vectors of rows; what was used less lately makes room. Where that is not possible it is told."""
+        if not has_room(self.path, keys.nbytes + vectors.nbytes):
+            logger.info("%d vectors are not kept: all together may have %d bytes", len(keys), cache_bytes())
             return
         name = digest(keys.tobytes())[:16]
         try:
@@ -102,7 +88,7 @@ class VectorCache:
             self._folder.write_json(f"{name}.json", {"files": files})
         except StorageError as fault:
             logger.warning("vectors are not kept for the next run: %s", fault)
-        self._make_room()
+        make_room(self.path)
 
     def _parts(self) -> Iterator[_Part]:
         for name in self._folder.names():
@@ -118,30 +104,9 @@ class VectorCache:
                 reason = fault if isinstance(fault, UserError) else f"{self._folder.path(name)} is damaged"
                 logger.warning("%s; the passages that it was of are embedded again", reason)
 
-    def _make_room(self) -> None:
-        """Remove the encoders that were used least lately, until all have the bytes that they may have."""
-        others = [folder for folder in self._root.glob("*") if folder.is_dir() and folder.name != self._encoder]
-        used = _size(self.path)
-        for folder in sorted(others, key=_last_use, reverse=True):
-            used += _size(folder)
-            if used > self._limit:
-                shutil.rmtree(folder, ignore_errors=True)
-
 
 def _npy(array: NDArray) -> memoryview:
     """An array as the content of a .npy file."""
     stream = io.BytesIO()
     np.save(stream, np.ascontiguousarray(array), allow_pickle=False)
     return stream.getbuffer()
-
-
-def _size(folder: Path) -> int:
-    with contextlib.suppress(OSError):
-        return sum(file.stat().st_size for file in folder.glob("*"))
-    return 0
-
-
-def _last_use(folder: Path) -> float:
-    with contextlib.suppress(OSError):
-        return folder.stat().st_mtime
-    return 0.0

@@ -38,6 +38,7 @@ from realm_jax.training.checkpoints import Gone, Saved
 from realm_jax.training.embedding import embed_once
 from realm_jax.training.exporter import to_arrays
 from realm_jax.training.metrics import read_lines
+from realm_jax.training.opened import Opened
 from realm_jax.training.refresh import shared_folder
 from realm_jax.training.restore import index_saved, saved_params
 from realm_jax.training.workdir import check_data
@@ -347,7 +348,7 @@ def newest(run: Run, task: str | None = None) -> tuple[str, Saved]:
         raise UserError(f"--task={task}: the run in {run.workdir} has no such task; choose among {', '.join(names)}")
     names = names if task is None else [task]
     for name in reversed(names):
-        if (saved := Saved.newest(run.workdir / name / "checkpoints")) is not None:
+        if (saved := Opened.newest(run.workdir / name / "checkpoints")) is not None:
             return name, saved
     what = f"of task {names[0]} " if len(names) == 1 else ""
     raise UserError(f"{run.workdir}: no checkpoint {what}yet; give the `realm train` command that started it again")

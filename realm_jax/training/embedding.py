@@ -18,9 +18,10 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from realm_jax.cache import cache_bytes
 from realm_jax.console import StageProgress
 from realm_jax.index.embed import BUCKET, GROUP, CorpusRows
-from realm_jax.index.vector_cache import VectorCache, cache_bytes, row_keys
+from realm_jax.index.vector_cache import VectorCache, row_keys
 from realm_jax.mesh import to_host
 from realm_jax.models.realm import Params
 from realm_jax.processes import is_first, told, votes
@@ -46,11 +47,10 @@ def embed_once(
     alive: called again and again meanwhile. bar: whether a terminal may show one, beside no other. All processes have
     to call it. Raises UserError when a vector is not finite.
     """
-    limit = cache_bytes()
-    if not limit:
+    if not cache_bytes():
         with _progress(run.setting.rows, bar) as shown:
             return run.embed(params, _telling(shown, 0, alive))
-    cache, keys = VectorCache(encoder_digest(run, params), limit), row_keys(run.corpus)
+    cache, keys = VectorCache(encoder_digest(run, params)), row_keys(run.corpus)
     known, vectors = cache.find(keys)
     missing = np.flatnonzero(~known if _everywhere(known) else np.ones_like(known))
     counts = len(known), len(known) - len(missing), cache.path, len(missing)
