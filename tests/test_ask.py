@@ -55,6 +55,7 @@ def test_an_answer_stands_in_the_passage_that_is_shown_with_it(trained_run, caps
     likeliest = [candidate["probability"] for candidate in answer["candidates"]]
     assert likeliest == sorted(likeliest, reverse=True) and sum(likeliest) == pytest.approx(1, abs=1e-5)
     assert 0 < answer["probability"] <= 1
+    assert {rank for one in answer["candidates"] for rank in one["ranks"].values()} == {1, 2, 3}
     for candidate in answer["candidates"]:
         assert candidate["text"][slice(*candidate["span"])] == candidate["answer"]
 
@@ -66,9 +67,20 @@ def test_people_see_the_answer_its_passage_and_the_passages_read(trained_run, qu
     found = answer.split("  (probability 0.")[0]
     assert f"[[{found}]]" in passage and passage.endswith("stands.")
     assert title.split(" (p")[0] in PEOPLE
-    assert head.split() == "p(z|x) title passage, its best answer marked".split()
+    assert head.split() == "p(z|x) found by title passage, its best answer marked".split()
     assert len(candidates) == 2 and all("[[" in line and "]]" in line for line in candidates)
     assert "[[" not in err
+
+
+def test_passages_are_found_by_words_and_vectors_where_a_question_asks_for_both(trained_run, capsys):
+    assert ask(trained_run, "--json", "--search=hybrid", QUESTION) == 0
+    ranks = [one["ranks"] for one in json.loads(capsys.readouterr().out)["candidates"]]
+    assert {"vectors", "bm25"} == set().union(*ranks)
+
+
+def test_words_alone_need_a_word(trained_run, capsys):
+    assert ask(trained_run, "--search=bm25", "is it of the") == 2
+    assert "no word but stop words" in capsys.readouterr().err
 
 
 def test_a_question_a_line_from_a_pipe_and_a_bad_line_does_not_stop_the_rest(trained_run, quick, monkeypatch, capsys):

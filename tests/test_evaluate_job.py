@@ -188,7 +188,7 @@ def test_an_empty_flag_is_not_taken_for_an_absent_one(flag, capsys):
 
 
 def test_two_questions_of_one_id_are_told_before_anything_is_measured(trained_run, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(job, "restore", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(job, "restore", lambda *_, **options: pytest.fail("the model was loaded"))
     file = write_lines(tmp_path / "mine.jsonl", [question(1, id="a"), question(2, id="a")])
     assert evaluate(trained_run, f"--questions={file}", f"--trec={tmp_path}/run.txt") == 2
     assert "two questions have the id a" in capsys.readouterr().err

@@ -65,7 +65,7 @@ def quick(trained, monkeypatch) -> list[str | None]:
         return trained.run.with_config(config)
 
     monkeypatch.setattr(predict, "open_run_to_ask", opened)
-    monkeypatch.setattr(predict, "restore", lambda _, task: restored.append(task) or trained)
+    monkeypatch.setattr(predict, "restore", lambda _, task, **options: restored.append(task) or trained)
     return restored
 
 

@@ -155,6 +155,19 @@ def test_a_faulty_passage_at_the_end_is_named_before_anything_is_made(tmp_path, 
         prepare(passages, tmp_path / "data")
 
 
+def test_the_vocabulary_of_a_model_is_named_by_its_folder_or_package(tmp_path, passages, monkeypatch):
+    model = tmp_path / "site" / "my_encoder" / "model"
+    model.mkdir(parents=True)
+    (model / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "paris", "is", "the"]))
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    for name, vocab in (("one", model), ("other", "py:my_encoder")):
+        prepare(passages, tmp_path / name, vocab=vocab, limit=40)
+    stored = [(tmp_path / name / "tokenizer" / "vocab.txt").read_text() for name in ("one", "other")]
+    assert stored[0] == stored[1] and "paris" in stored[0]
+    with pytest.raises(UserError, match="^--vocab=py:no_such_package: the package no_such_package is not installed"):
+        prepare(passages, tmp_path / "none", vocab="py:no_such_package")
+
+
 def test_missing_files_are_named(tmp_path, passages):
     with pytest.raises(UserError, match=r"cannot read .*absent\.jsonl \(No such file"):
         prepare(tmp_path / "absent.jsonl", tmp_path / "data")

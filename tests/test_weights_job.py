@@ -40,7 +40,9 @@ THERE = (  # files of a repository
     ),
     *("2_Dense/model.safetensors", "pytorch_model.bin", "onnx/model.onnx", "onnx/config.json"),
 )
-FILES = ["config.json", "model.safetensors", "tokenizer_config.json", "vocab.txt"]
+FILES = ["config.json", "model.safetensors", "modules.json", "tokenizer_config.json", "vocab.txt"]
+MODULES = ["1_Pooling", "2_Dense", "3_Dense", "4_LayerNorm", "README.md", "config_sentence_transformers.json"]
+MODULES += ["sentence_bert_config.json"]
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +87,8 @@ def test_each_network_has_a_folder_that_is_whole(trained_run, exported):
     assert sorted(path.name for path in exported.parent.iterdir()) == ["weights"]
     assert sorted(path.name for path in exported.iterdir()) == ["document_embedder", "query_embedder", "reader"]
     for folder in exported.iterdir():
-        assert sorted(path.name for path in folder.iterdir()) == FILES
+        modules = [] if folder.name == "reader" else MODULES
+        assert sorted(path.name for path in folder.iterdir()) == sorted([*FILES, *modules])
         found = WordPiece.from_vocab(folder / "vocab.txt")
         assert found.fingerprint == trained_run.sources.wordpiece.fingerprint
     assert json.loads((exported / "reader" / "config.json").read_text())["architectures"] == ["BertForMaskedLM"]
@@ -110,6 +113,11 @@ def test_what_cannot_be_exported_is_told_and_leaves_nothing(trained_run, tmp_pat
     config["encoder"]["norm_epsilon"] = 1e-3
     (other / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="the run has config.encoder.norm_epsilon=0.001; give --names=bert"):
+        job.export(other, tmp_path / "out", names="realm")
+
+    config["encoder"] |= {"norm_epsilon": 1e-12, "passage_prompt": "{title} {text}"}
+    (other / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="the towers of the paper, but the run another config.encoder.passage_prompt"):
         job.export(other, tmp_path / "out", names="realm")
 
     def full(*_: object) -> None:

@@ -66,6 +66,11 @@ def test_words_of_one_stem_match():
     assert Bm25(["towers", "leaf"]).search(["tower"], 1).tolist() == [[-1]], "plain words have no stems"
 
 
+def test_of_equal_texts_the_lower_row_comes_first():
+    index = Bm25(["tea"] * 9 + ["tea tea"])
+    assert index.search(["tea"], 10)[0].tolist() == [9, *range(9)]
+
+
 def test_a_question_of_stop_words_finds_nothing():
     index = Bm25(["the of and", "tea"], "en")
     assert not index.knows("is it of the") and index.knows("the tea")

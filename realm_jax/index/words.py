@@ -108,7 +108,8 @@ class Bm25:
             found = self._index.retrieve(
                 [asked[number] for number in numbers], k=k, show_progress=False, backend_selection="numpy"
             )
-            rows[numbers], scores[numbers] = found
+            order = np.lexsort((found.documents, -found.scores), axis=1)  # ties go to the lower row, as in any search
+            rows[numbers], scores[numbers] = (np.take_along_axis(part, order, axis=1) for part in found)
         return rows, scores
 
     def save(self, folder: Path) -> None:

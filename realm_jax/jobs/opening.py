@@ -107,7 +107,7 @@ def _borrowed(config: ConfigDict, workdir: Path, wordpiece: WordPiece) -> dict[s
     for key in BORROWING:
         if not config[key]:
             continue
-        found[key] = folder = local_source(config[key])
+        found[key] = folder = local_source(config[key], f"config.{key}")
         if is_weights(folder):
             networks = find_weights(folder, model, wordpiece)
             require(key != "reader_from" or READER in networks, key, f"{folder} has no reader; name another folder")
@@ -229,7 +229,7 @@ def borrow_params(run: Run, fresh: Params) -> Params:
 
 def _borrow(run: Run, fresh: Params, key: str) -> Params:
     """Weights in place of fresh parameters, or the final parameters of another run."""
-    folder = local_source(run.config[key])
+    folder = local_source(run.config[key], f"config.{key}")
     if is_weights(folder):
         return with_weights(run, fresh, folder)
     config = recorded_config(folder, f"config.{key}")

@@ -40,7 +40,7 @@ ROWS = 13_353_718  # passages of the paper's Wikipedia
 VOCABULARY = 30_522  # word pieces of BERT's uncased vocabulary
 # The compiler asks for the machine's neighbours, of which there are none here.
 ALONE = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-8"}
-DECIDING = ("data", "model", "objective", "retrieval", "optimizer", "mesh")  # sections that decide a task's program
+DECIDING = ("data", "model", "encoder", "objective", "retrieval", "optimizer", "mesh")  # of a task's program
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 EXAMPLES = """examples:
   realm plan --config=realm_wiki --topology=v5p:4x4x4

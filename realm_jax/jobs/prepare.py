@@ -36,7 +36,7 @@ from realm_jax.jobs.unfinished import ARTICLES, MANIFEST, TOKENIZER, check_claim
 from realm_jax.storage import open_folder
 from realm_jax.text import spans as span_finders
 from realm_jax.text.packing import DEFAULT_LIMIT
-from realm_jax.text.wordpiece import FILES, WordPiece, check_size
+from realm_jax.text.wordpiece import FILES, VOCABULARY_FILE, WordPiece, check_size
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +122,11 @@ def _add_question_arguments(add: Callable[..., Any]) -> None:
 
 def _add_text_arguments(parser: argparse.ArgumentParser) -> None:
     vocabulary = parser.add_mutually_exclusive_group()
-    vocabulary.add_argument("--vocab", metavar="FILE", help="vocab.txt of a BERT to use")
+    vocabulary.add_argument(
+        "--vocab",
+        metavar="FILE",
+        help="vocabulary of a pretrained encoder: its vocab.txt or folder, hf:NAME, or py:NAME of an installed package",
+    )
     vocabulary.add_argument(
         "--vocabulary-size",
         type=positive,
@@ -194,6 +198,7 @@ def prepare(
     started = time.monotonic()
     finder = span_finders.finder(spans)
     check_limit(limit)
+    vocab = None if vocab is None else _vocabulary_file(os.fspath(vocab))
     if vocab is None:
         check_size(vocabulary_size)
     if not questions and (question_sources or max_answer_words or ignore_gold):
@@ -333,6 +338,14 @@ class Work:
         open_folder(f"{self.root}/{name}").write_json(STORE, manifest)
         rows, documents = (sum(entry[key] for entry in entries) for key in ("rows", "documents"))
         return summary, {"rows": rows, "documents": documents, "fingerprint": manifest["fingerprint"]}
+
+
+def _vocabulary_file(name: str) -> Path:
+    """The vocab.txt that `--vocab` names: itself, or that of a model. Raises UserError where the model is not there."""
+    from realm_jax.jobs.starting import local_source  # here, since it brings the networks along
+
+    path = local_source(name, "--vocab")
+    return path / VOCABULARY_FILE if path.is_dir() else path
 
 
 def _given_vocabulary(path: Path_) -> WordPiece:

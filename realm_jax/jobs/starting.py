@@ -45,20 +45,20 @@ FETCHED = (
 SHARED, TOWERS, READER = "embedder", ("query_embedder", "document_embedder"), "reader"
 
 
-def local_source(name: str) -> Path:
-    """The folder that `config.init_from` names; a model of the hub is fetched first, or found in the hub's cache.
+def local_source(name: str, flag: str = "config.init_from") -> Path:
+    """The folder that `config.init_from`, or another flag, names. A model of the hub is fetched, or found in its cache.
 
     Raises UserError where the hub cannot be asked, or has no such model, and for a package that is not installed.
     """
     if name.startswith(PACKAGE):
-        return _package_folder(name)
+        return _package_folder(name, flag)
     if not name.startswith(HUB):
         return Path(name)
     try:
         import huggingface_hub  # here, since it is optional
     except ImportError:
         raise UserError(
-            f"config.init_from={name}: needs Hugging Face's hub; run `pip install '.[huggingface]'`, or name a folder"
+            f"{flag}={name}: needs Hugging Face's hub; run `pip install '.[huggingface]'`, or name a folder"
         ) from None
     repository, _, revision = name.removeprefix(HUB).partition("@")
     try:
@@ -68,12 +68,12 @@ def local_source(name: str) -> Path:
     except Exception as fault:  # of its own kinds, and of the libraries that it speaks to the network with
         reason = " ".join(str(fault).split())[:200]
         raise UserError(
-            f"config.init_from={name}: cannot be fetched ({type(fault).__name__}: {reason}); "
+            f"{flag}={name}: cannot be fetched ({type(fault).__name__}: {reason}); "
             "check the name and the network, or fetch the model elsewhere and name its folder"
         ) from None
 
 
-def _package_folder(name: str) -> Path:
+def _package_folder(name: str, flag: str) -> Path:
     """The model in an installed package, which is found and not run."""
     package = name.removeprefix(PACKAGE)
     found = importlib.util.find_spec(package) if package.isidentifier() else None
@@ -82,7 +82,7 @@ def _package_folder(name: str) -> Path:
     if folder is None:
         what = "has no folder `model`" if found else "is not installed"
         raise UserError(
-            f"config.init_from={name}: the package {package} {what}; run `pip install {package.replace('_', '-')}`, or "
+            f"{flag}={name}: the package {package} {what}; run `pip install {package.replace('_', '-')}`, or "
             "name a folder"
         )
     return folder

@@ -100,11 +100,8 @@ def export(workdir: Path, output: Path, names: str = "bert", task: str | None = 
     """
     opened = open_run_to_ask(workdir, data)
     model, wordpiece = opened.model, opened.sources.wordpiece
-    if names == "realm" and model.norm_epsilon != LAYER_NORM_EPSILON:
-        raise UserError(
-            f"--names=realm: RealmEmbedder has LayerNorm's epsilon {LAYER_NORM_EPSILON:g} on its vectors, but the run "
-            f"has config.encoder.norm_epsilon={model.norm_epsilon:g}; give --names=bert"
-        )
+    if names == "realm":
+        _check_realm(model)
     name, saved = newest(opened, task)
     if saved.step < opened.config[name].steps:
         logger.warning("task %s is not done: step %d of %d", name, saved.step, opened.config[name].steps)
@@ -112,6 +109,23 @@ def export(workdir: Path, output: Path, names: str = "bert", task: str | None = 
     with _whole(output) as folder:
         write_networks(folder, opened.config, model, params, wordpiece, names)
     logger.info("%s: %s of %s at step %d of %s", output, ", ".join(params), workdir, saved.step, name)
+
+
+def _check_realm(model: Realm) -> None:
+    """Raise UserError for towers that RealmEmbedder cannot be."""
+    if model.norm_epsilon != LAYER_NORM_EPSILON:
+        raise UserError(
+            f"--names=realm: RealmEmbedder has LayerNorm's epsilon {LAYER_NORM_EPSILON:g} on its vectors, but the run "
+            f"has config.encoder.norm_epsilon={model.norm_epsilon:g}; give --names=bert"
+        )
+    theirs = {"pooling": "pooler", "normalization": "layer", "query_template": None, "passage_template": None}
+    other = next((name for name, value in theirs.items() if getattr(model, name) != value), None)
+    if other or not model.projection:
+        name = (other or "projection").replace("template", "prompt")
+        raise UserError(
+            f"--names=realm: RealmEmbedder has the towers of the paper, but the run another config.encoder.{name}; "
+            "give --names=bert"
+        )
 
 
 def write_networks(
