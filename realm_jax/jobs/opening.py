@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
+from realm_jax.cache import cache_bytes
 from realm_jax.config import ANSWERING, completed, require, task_names, validate
 from realm_jax.corpus.jsonl import answered
 from realm_jax.data.closed_book import check_closed_book
@@ -43,7 +44,9 @@ BORROWING = ("init_from", "reader_from")  # keys that name what a fresh run star
 
 
 def set_up_jax() -> None:
-    """A persistent compilation cache, unless JAX_COMPILATION_CACHE_DIR names one already."""
+    """A persistent compilation cache, unless JAX_COMPILATION_CACHE_DIR names one already. Raises UserError where the
+    environment says nothing sensible about what may be kept."""
+    cache_bytes()
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "jax"))
 
