@@ -107,7 +107,7 @@ def test_a_run_before_fine_tuning_shows_passages_and_claims_no_answer(trained_ru
     assert answer["candidates"] and all("text" in one and "span" not in one for one in answer["candidates"])
     assert cli.main(["ask", f"--workdir={tmp_path}/run", QUESTION]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("p(z|x)  title") and "[[" not in out and "probability" not in out
+    assert out.startswith("p(z|x)  found by") and "[[" not in out and "probability" not in out
 
 
 def refused(capsys, *arguments: str) -> str:

@@ -148,8 +148,8 @@ def test_a_key_that_is_missing_is_named():
 
 
 def test_a_whole_number_is_a_float_too():
-    config = ConfigDict(usable().to_dict() | {"optimizer": {"weight_decay": 0, "clip": 1}})
-    validate(config)
+    keys = usable().to_dict()
+    validate(ConfigDict(keys | {"optimizer": keys["optimizer"] | {"weight_decay": 0, "clip": 1}}))
 
 
 def test_rates_that_leave_no_room_for_excerpts_are_refused():

@@ -219,7 +219,7 @@ def test_what_is_held_of_passages_and_spans_by_hand():
         prior, within = answer_log_probabilities(scores, spans, allowed, objective)
         np.testing.assert_allclose(np.exp(prior[0]), passages, rtol=1e-5)
         np.testing.assert_allclose(np.exp(within[0, :, 0]), [[1 / 4, 2 / 4], [3 / 8, 3 / 8]], rtol=1e-5)
-    with pytest.raises(ValueError, match="'marginal' or 'orqa', not 'max'"):
+    with pytest.raises(ValueError, match="'marginal', 'orqa' or 'positive', not 'max'"):
         answer_log_probabilities(scores, spans, allowed, "max")
 
 
