@@ -24,7 +24,7 @@ from typing import Any
 
 import realm_jax
 from realm_jax.errors import USER_ERROR, UserError
-from realm_jax.memory import keep_memory
+from realm_jax.memory import keep_memory, no_collection
 
 OVERRIDES = {"config": "overrides", "spec": "spec_overrides"}  # --config.key=value → args.overrides
 
@@ -198,8 +198,11 @@ def _set_up_logging() -> None:
 def _import_job(name: str) -> ModuleType:
     module, _ = JOBS[name]
     keep_memory()
+    if module in sys.modules:
+        return sys.modules[module]
     try:
-        return importlib.import_module(module)
+        with no_collection():
+            return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] == "realm_jax":
             raise

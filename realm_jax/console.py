@@ -82,7 +82,8 @@ class StageProgress:
 
     `total` (None: not known) and `start` are counts of finished steps; `start` is not zero for a stage that goes on
     from a checkpoint. On a terminal it is a bar with steps, metric values (plain floats; the first ones that fit) and
-    time left. Elsewhere it is a log line at the first update, at most every `every_seconds`, and at the end.
+    time left. Elsewhere, and where another bar is shown already (`bar`), it is a log line at the first update, at most
+    every `every_seconds`, and at the end.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class StageProgress:
         *,
         to: Console | None = None,
         every_seconds: float = 10.0,
+        bar: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._name, self._total, self._start, self._step = name, total, start, start
@@ -100,7 +102,7 @@ class StageProgress:
         self._metrics: Mapping[str, float] = {}
         self._began = clock()
         self._last_line: tuple[float, int] | None = None
-        self._bar = _bar(to or console()) if (to or console()).is_terminal else None
+        self._bar = _bar(to or console()) if bar and (to or console()).is_terminal else None
 
     def __enter__(self) -> "StageProgress":
         if self._bar:

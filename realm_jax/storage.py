@@ -419,8 +419,13 @@ class Bucket(Folder):
 def staging_folder() -> Path:
     """Where files of buckets are kept on this machine: REALM_STAGING, else a folder of the user's cache."""
     home = os.environ.get("REALM_STAGING")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(home) if home else cache / "realm_jax" / "staged"
+    return Path(home) if home else cache_folder() / "staged"
+
+
+def cache_folder() -> Path:
+    """Where this machine keeps what can be made again: REALM_CACHE, else a folder of the user's cache."""
+    home = os.environ.get("REALM_CACHE")
+    return Path(home) if home else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "realm_jax"
 
 
 def _verify_file(path: Path, entry: FileEntry, name: str) -> None:

@@ -25,6 +25,16 @@ def shared_data() -> Path:
     return SHARED_DATA
 
 
+@pytest.fixture(scope="session", autouse=True)
+def cache_of_tests(tmp_path_factory):
+    """Nothing is kept in the home folder. Vectors are not kept at all, unless a test allows it (REALM_CACHE_BYTES):
+    tests that embed for themselves shall embed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("REALM_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("REALM_CACHE_BYTES", "0")
+        yield
+
+
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory):
     """The folder of all programs that were compiled without optimisations, for the next module that needs them."""

@@ -2,6 +2,7 @@
 
 import io
 import json
+import subprocess
 import sys
 
 import pytest
@@ -27,6 +28,13 @@ def quick(opened, monkeypatch):
     """The command without opening and restoring the run again."""
     monkeypatch.setattr(job, "open_run_to_ask", lambda *_, **__: opened.run)
     monkeypatch.setattr(job, "restore", lambda *_, **__: opened)
+
+
+def test_a_question_imports_only_what_it_needs():
+    """Each of these takes between a tenth of a second and two of them."""
+    unwanted = {"torch", "tensorboardX", "scipy", "grain", "optax", "tensorflow", "transformers"}
+    code = f"import sys, realm_jax.jobs.ask; print(*sorted({unwanted} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
 
 
 def ask(run: Run, *arguments: str) -> int:

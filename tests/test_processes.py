@@ -49,6 +49,8 @@ def start(workdir, flags, count, cache, quick=True):
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={8 // count}",
         "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "REALM_CACHE": str(cache),
+        "REALM_CACHE_BYTES": "1000000",  # some start with vectors of others
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1" if quick else "0",
     }
     several = [f"--processes={count}", f"--coordinator={coordinator}"] if count > 1 else []

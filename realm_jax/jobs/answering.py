@@ -15,7 +15,6 @@ import jax
 import numpy as np
 
 from realm_jax.config import SEARCHES, TASKS, task_names
-from realm_jax.console import StageProgress
 from realm_jax.corpus.jsonl import Question, read_questions
 from realm_jax.data.staging import is_remote
 from realm_jax.errors import UserError
@@ -36,8 +35,10 @@ from realm_jax.models.realm import Params
 from realm_jax.run import Run
 from realm_jax.storage import read_json
 from realm_jax.training.checkpoints import Gone, Saved
+from realm_jax.training.embedding import embed_once
 from realm_jax.training.exporter import to_arrays
 from realm_jax.training.metrics import read_lines
+from realm_jax.training.opened import Opened
 from realm_jax.training.refresh import shared_folder
 from realm_jax.training.restore import index_saved, saved_params
 from realm_jax.training.workdir import begins_with_reader, check_data
@@ -253,7 +254,7 @@ def restore(
     how = search or run.search_of(name)
     if how != "vectors" and name != "closed_book":
         run.words()  # raises where there are none
-    return Trained(run, name, saved.step, params, index or _embed(run, params), how)
+    return Trained(run, name, saved.step, params, index or run.index(embed_once(run, params, bar=True)), how)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -345,15 +346,10 @@ def newest(run: Run, task: str | None = None) -> tuple[str, Saved]:
         raise UserError(f"--task={task}: the run in {run.workdir} has no such task; choose among {', '.join(names)}")
     names = names if task is None else [task]
     for name in reversed(names):
-        if (saved := Saved.newest(run.workdir / name / "checkpoints")) is not None:
+        if (saved := Opened.newest(run.workdir / name / "checkpoints")) is not None:
             return name, saved
     what = f"of task {names[0]} " if len(names) == 1 else ""
     raise UserError(f"{run.workdir}: no checkpoint {what}yet; give the `realm train` command that started it again")
-
-
-def _embed(run: Run, params: Params) -> Index:
-    with StageProgress("passages embedded", run.setting.rows) as bar:
-        return run.index(run.embed(params, bar.update))
 
 
 def check_question(run: Run, question: str, search: str = "vectors") -> str:

@@ -22,7 +22,7 @@ from realm_jax.run import Run
 from realm_jax.storage import make_folder, read_json, write_json_atomic
 from realm_jax.text import patterns
 from realm_jax.text.wordpiece import WordPiece
-from realm_jax.training.restore import embedded_before
+from realm_jax.training.embedding import start_vectors
 
 logger = logging.getLogger(__name__)
 
@@ -87,9 +87,7 @@ def _matched(run: Run, params: Params, questions: Sequence[Question]) -> list[li
 def retrieved_at_start(run: Run, params: Params, questions: Sequence[Question], depth: int) -> NDArray[np.int64]:
     """Rows of the best passages of questions, int64 [questions, depth], by the search of fine-tuning with the
     parameters that it starts from."""
-    bare = not run.needs_vectors("qa")
-    known = None if bare else embedded_before(run, "qa", params)
-    index = run.bare_index if bare else run.index(run.embed(params) if known is None else known)
+    index = run.index(start_vectors(run, "qa", params)) if run.needs_vectors("qa") else run.bare_index
     return Evaluator(run, questions, run.search_of("qa")).retrieve(params, index, min(depth, run.setting.rows))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
+from realm_jax.cache import cache_bytes
 from realm_jax.config import ANSWERING, completed, require, task_names, validate
 from realm_jax.corpus.jsonl import answered
 from realm_jax.data.closed_book import check_closed_book
@@ -29,7 +30,7 @@ from realm_jax.mesh import put_whole
 from realm_jax.models.realm import Params, Realm
 from realm_jax.models.weights import PROJECTION
 from realm_jax.run import Run, encoder_of, make_model, make_run, tower_lengths
-from realm_jax.storage import Folder, make_folder, open_folder, read_json, write_json_atomic
+from realm_jax.storage import Folder, cache_folder, make_folder, open_folder, read_json, write_json_atomic
 from realm_jax.tagger_config import default_like, is_tagger
 from realm_jax.text.wordpiece import WordPiece
 from realm_jax.training.checkpoints import Saved
@@ -41,10 +42,11 @@ BORROWING = ("init_from", "reader_from")  # keys that name what a fresh run star
 
 
 def set_up_jax() -> None:
-    """A persistent compilation cache, unless JAX_COMPILATION_CACHE_DIR names one already."""
+    """A persistent compilation cache, unless JAX_COMPILATION_CACHE_DIR names one already. Raises UserError where the
+    environment says nothing sensible about what may be kept."""
+    cache_bytes()
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        jax.config.update("jax_compilation_cache_dir", str(home / "realm_jax" / "jax"))
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "jax"))
 
 
 def open_run(config: ConfigDict, workdir: Path) -> Run:

@@ -34,6 +34,7 @@ from realm_jax.run import Run, put_batch
 from realm_jax.storage import read_json, write_json_atomic
 from realm_jax.training.best import describe_loss, stage_of
 from realm_jax.training.checkpoints import Saved
+from realm_jax.training.embedding import embed_once
 from realm_jax.training.metrics import read_lines
 from realm_jax.training.restore import restore_params, saved_index
 
@@ -76,7 +77,7 @@ def measure_baselines(run: Run, evaluator: Evaluator, params: Params) -> None:
     keep_words(run)
     found: dict[str, Any] = {"bm25": evaluator.recall_of(by_words(run, evaluator))}
     if not run.config.init_from:  # else the first measurement of the first task says where the run began
-        found["untrained"] = evaluator.recall(params, run.index(run.embed(params)))
+        found["untrained"] = evaluator.recall(params, run.index(embed_once(run, params)))
     found["seconds"] = time.monotonic() - began
     if is_first():
         write_json_atomic(path, found)

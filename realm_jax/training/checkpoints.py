@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cached_property
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -37,6 +38,7 @@ from realm_jax.training.checksums import checksums, differing
 logger = logging.getLogger(__name__)
 
 DAMAGED = ".damaged"  # what is set aside is called
+METADATA = "_CHECKPOINT_METADATA"  # Orbax's name of the file that also holds our record
 FILES = "FILES.json"  # in a checkpoint's folder: the digest of every other file there
 PASSING = re.compile("RESOURCE_EXHAUSTED|UNAVAILABLE|DEADLINE_EXCEEDED|PERMISSION_DENIED|UNAUTHENTICATED|CANCELLED")
 NONE, ALL_DAMAGED = -1, -2  # in place of a step
@@ -175,7 +177,8 @@ class Saved:
         self._path = path
         self.step = int(path.name)
         with self._reading():
-            self._metadata = ocp.checkpointables_metadata(path)
+            # Without the metadata of all arrays, which take Orbax most of a second.
+            self._record = dict(read_json(path / METADATA)["custom_metadata"])
             if self.record["digest"] != _digest(self.record):
                 raise ValueError("its record is not as it was saved")
 
@@ -239,7 +242,7 @@ class Saved:
         try:
             yield
         except Exception as fault:
-            if not (self._path / "_CHECKPOINT_METADATA").exists():
+            if not (self._path / METADATA).exists():
                 raise Gone(str(self._path)) from fault
             reason = f"{type(fault).__name__}: {str(fault).strip().partition(chr(10))[0][:200]}"
             if _is_passing(fault):
@@ -249,7 +252,13 @@ class Saved:
     @property
     def record(self) -> dict[str, Any]:
         """What was saved beside the arrays: `index_step`, `seconds`, `generation`, `environment`, checksums."""
-        return dict(self._metadata.custom_metadata or {})
+        return dict(self._record)
+
+    @cached_property
+    def _metadata(self) -> Any:
+        """Names, shapes and types of all arrays, by item."""
+        with self._reading():
+            return ocp.checkpointables_metadata(self._path).metadata
 
     def state(self, abstract: Any) -> Any:
         """The state, on any devices. `abstract`: shapes with the shardings to load onto; `...` leaves an array out."""
@@ -275,7 +284,7 @@ class Saved:
             return np.empty(known.shape, known.dtype) if wanted else ...
 
         with self._reading():
-            where = {"state": jax.tree_util.tree_map_with_path(like, self._metadata.metadata["state"])}
+            where = {"state": jax.tree_util.tree_map_with_path(like, self._metadata["state"])}
             found = self._verified({"state": ocp.load_checkpointables(self._path, where)["state"]})["state"]
         parts = {**found["frozen"], **found["trained"]}
         return {name: parts[name] for name in names}
@@ -300,10 +309,10 @@ class Saved:
         return self._beside(name, places)
 
     def _beside(self, name: str, like: Callable[[Any], Any]) -> Any:
-        if name not in self._metadata.metadata:
+        if name not in self._metadata:
             return None
         with self._reading():
-            where = {name: {name: like(self._metadata.metadata[name][name])}}
+            where = {name: {name: like(self._metadata[name][name])}}
             return self._verified({name: ocp.load_checkpointables(self._path, where)[name]})[name][name]
 
     def _verified(self, items: dict[str, Any]) -> dict[str, Any]:
@@ -331,7 +340,7 @@ class Saved:
         """Read everything, on the host. Raises UserError when it is damaged."""
         self.verify_files()
         with self._reading():
-            known = self._metadata.metadata
+            known = self._metadata
             for name in known:
                 like = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), known[name])
                 self._verified({name: ocp.load_checkpointables(self._path, {name: like})[name]})

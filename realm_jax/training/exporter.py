@@ -155,7 +155,7 @@ def index_settings(run: Run) -> dict[str, Any]:
 def tower_settings(run: Run) -> dict[str, Any]:
     """What makes a tower a function, beside its parameters."""
     model, encoder = run.config.model.to_dict(), run.config.encoder.to_dict()
-    names = ("layers", "width", "heads", "feed_forward", "dtype", "shared_tower")
+    names = ("layers", "width", "heads", "feed_forward", "hidden_act", "dtype", "shared_tower")
     document_length = {"document_length": run.config.data.document_length}
     return {name: model[name] for name in names} | {"encoder": encoder} | document_length
 

@@ -7,8 +7,6 @@ import json
 from pathlib import Path
 from typing import IO, Any
 
-from tensorboardX import SummaryWriter
-
 from realm_jax.processes import is_first
 from realm_jax.storage import write_atomic
 
@@ -42,6 +40,8 @@ class MetricsWriter:
             return
         write_atomic(path, "".join(json.dumps(record) + "\n" for record in self.kept))
         self._stream = path.open("a")
+        from tensorboardX import SummaryWriter  # here, since it imports torch where that is installed: seconds
+
         self._board = SummaryWriter(str(folder / "tensorboard" / name), purge_step=last + 1)
 
     def write(self, step: int, values: dict[str, Any]) -> None:

@@ -22,8 +22,9 @@ from realm_jax.index.generations import numpy_dtype
 from realm_jax.models.realm import Params
 from realm_jax.run import Run
 from realm_jax.storage import Folder, open_folder
+from realm_jax.training.embedding import start_vectors
 from realm_jax.training.reporter import Reporter
-from realm_jax.training.restore import Restored, embedded_before
+from realm_jax.training.restore import Restored
 from realm_jax.training.state import Control
 from realm_jax.training.tasks import make_task
 
@@ -163,12 +164,15 @@ class OfCorpus(Refresh, abc.ABC):
         """Whether the document embedder is at `step` what it was when an index was made."""
         return index.step == step or keeps_documents(self._run, self._task)
 
-    def _made(self, step: int, params: Params, tower: Params | None = None, known: NDArray | None = None,
+    def _made(self, step: int, params: Params, tower: Params | None = None, first: bool = False,
               exact: bool = True) -> Fresh:  # fmt: skip
-        """An index of parameters. known: its vectors, where they are known; else see `made`."""
+        """An index of parameters. first: whether they are those that a task starts with; else see `made`."""
         if not self._run.needs_vectors(self._task):
             return Fresh(self._run.bare_index, None, step)
-        vectors = self._run.embed(params, lambda _: self._alive()) if known is None else known
+        if first:
+            vectors = start_vectors(self._run, self._task, params, self._alive)
+        else:
+            vectors = self._run.embed(params, lambda _: self._alive())
         return made(self._run, vectors, step, tower, exact)
 
 
@@ -201,9 +205,7 @@ class Inline(OfCorpus):
         tower = None
         if self._run.config.retrieval.query_params == "generation":  # a copy: the step gives its state away
             tower = jax.tree.map(jnp.copy, params[self._run.model.embedder_names[0]])
-        first = index is None and self._run.needs_vectors(self._task)
-        known = embedded_before(self._run, self._task, params) if first else None
-        return self._made(step, params, tower, known, self._exact)
+        return self._made(step, params, tower, index is None, self._exact)
 
     def announce(self, step: int) -> Control:
         if self._reporter is not None:

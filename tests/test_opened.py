@@ -1,0 +1,82 @@
+"""A checkpoint that is asked: its copy has the same bits, is compared with the checksums, and is never trusted."""
+
+import jax
+import numpy as np
+import pytest
+
+from realm_jax.mesh import replicated
+from realm_jax.training.checkpoints import Saved
+from realm_jax.training.opened import Opened
+
+pytestmark = pytest.mark.usefixtures("quick_programs")
+NETWORKS = ("query_embedder", "reader")
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache; its folder of copies."""
+    monkeypatch.setenv("REALM_CACHE", str(tmp_path))
+    monkeypatch.setenv("REALM_CACHE_BYTES", "1000000")
+    return tmp_path / "opened"
+
+
+def read(run, kind=Opened):
+    """What a question needs."""
+    saved = kind.newest(run.workdir / "qa" / "checkpoints")
+    return saved.params(NETWORKS, replicated(run.mesh)), saved.array("vectors")
+
+
+def check_same(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(one, other, strict=True)
+
+
+@pytest.fixture
+def no_checkpoint(monkeypatch):
+    """Call it, and from then on a checkpoint's arrays cannot be read."""
+
+    def forbid():
+        for name in ("params", "array"):
+            monkeypatch.setattr(Saved, name, lambda *_: pytest.fail("the copy has it"))
+
+    return forbid
+
+
+def test_the_second_reading_is_of_the_copy_and_has_the_same_bits(trained_run, cache, no_checkpoint):
+    expected = read(trained_run, Saved)
+    check_same(read(trained_run), expected)
+    no_checkpoint()
+    check_same(read(trained_run), expected)
+
+
+def test_a_damaged_copy_is_told_and_made_again(trained_run, cache, caplog, no_checkpoint):
+    expected = read(trained_run)
+    for file in sorted(cache.glob("*/*")):
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+    check_same(read(trained_run), expected)
+    assert caplog.text.count("is damaged; the checkpoint is read again") == 3
+    no_checkpoint()
+    check_same(read(trained_run), expected)
+
+
+def test_a_copy_of_another_checkpoint_is_not_looked_at(trained_run, cache):
+    read(trained_run)
+    folder, places = trained_run.workdir / "ict" / "checkpoints", replicated(trained_run.mesh)
+    check_same(*(kind.newest(folder).params(NETWORKS[:1], places) for kind in (Opened, Saved)))
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_nothing_is_copied_where_nothing_may_be_kept(trained_run, cache, monkeypatch):
+    monkeypatch.setenv("REALM_CACHE_BYTES", "0")
+    read(trained_run)
+    assert not cache.exists()
+    monkeypatch.setenv("REALM_CACHE_BYTES", "1")
+    read(trained_run)
+    assert not cache.exists()
+
+
+def test_what_was_not_saved_is_not_there(trained_run, cache):
+    assert Opened.newest(trained_run.workdir / "qa" / "checkpoints").array("in_flight") is None

@@ -1,0 +1,167 @@
+"""Vectors that are kept from run to run: the bits of embedding anew, only what changed, and no trust in damage."""
+
+import dataclasses
+import logging
+import os
+
+import jax
+import numpy as np
+import pytest
+from tiny_run import tiny_config
+
+from realm_jax.cache import cache_bytes
+from realm_jax.data.sources import open_sources
+from realm_jax.errors import UserError
+from realm_jax.index.embed import CorpusRows
+from realm_jax.index.vector_cache import VectorCache, row_keys
+from realm_jax.run import Run, make_run
+from realm_jax.training.embedding import embed_once, encoder_digest
+from realm_jax.training.refresh import Inline
+from realm_jax.training.state import Control
+
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache; its folder of vectors."""
+    monkeypatch.setenv("REALM_CACHE", str(tmp_path))
+    monkeypatch.setenv("REALM_CACHE_BYTES", "1000000")
+    return tmp_path / "vectors"
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """How many passages each call embedded."""
+    counts, embed = [], Run.embed
+
+    def embed_and_count(self, params, progress=None, rows=None):
+        counts.append(len((rows or self.corpus).ids))
+        return embed(self, params, progress, rows)
+
+    monkeypatch.setattr(Run, "embed", embed_and_count)
+    return counts
+
+
+@pytest.fixture(scope="module")
+def tiny(people, tmp_path_factory):
+    """A run over sixteen passages that has not begun."""
+    config = tiny_config(people)
+    return make_run(config, tmp_path_factory.mktemp("run"), open_sources(config.data.path), jax.devices()[:1])
+
+
+@pytest.fixture(scope="module")
+def params(tiny):
+    return tiny.initial_params()
+
+
+def with_corpus(run, corpus):
+    """The run over other passages."""
+    other = dataclasses.replace(run)
+    other.__dict__["corpus"] = corpus
+    return other
+
+
+def test_a_second_run_embeds_nothing_and_has_the_same_bits(tiny, params, cache, counted, caplog):
+    first, anew = embed_once(tiny, params), tiny.embed(params)
+    counted.clear()
+    with caplog.at_level(logging.INFO, "realm_jax"):
+        second = embed_once(tiny, params)
+    assert counted == []
+    np.testing.assert_array_equal(first, anew, strict=True)
+    np.testing.assert_array_equal(second, anew, strict=True)
+    assert "16 passages: 16 have their vectors in" in caplog.text and "0 are to be embedded" in caplog.text
+
+
+def test_of_an_edited_corpus_only_what_changed_is_embedded(tiny, params, cache, counted):
+    embed_once(tiny, params)
+    order = np.random.default_rng(0).permutation(16)
+    ids, lengths, titles = (part[order] for part in tiny.corpus)
+    ids[3, 5] += 1  # another word
+    titles[4] -= 1  # the same words, of which the title has one less
+    edited = with_corpus(tiny, CorpusRows(ids, lengths, titles))
+    counted.clear()
+    vectors = embed_once(edited, params)
+    assert counted == [2]
+    np.testing.assert_array_equal(vectors, edited.embed(params), strict=True)
+    counted.clear()
+    embed_once(edited, params)
+    assert counted == []
+
+
+def test_what_is_beyond_the_end_of_a_passage_is_not_part_of_it(tiny):
+    corpus = tiny.corpus
+    wider = corpus._replace(ids=np.pad(corpus.ids, ((0, 0), (0, 8)), constant_values=7))
+    np.testing.assert_array_equal(row_keys(wider), row_keys(corpus))
+    assert len(np.unique(row_keys(corpus), axis=0)) == 16
+
+
+@pytest.mark.parametrize("suffix", [".vectors.npy", ".rows.npy", ".json"])
+def test_damage_is_told_and_embedded_again(tiny, params, cache, counted, caplog, suffix):
+    anew = embed_once(tiny, params)
+    (file,) = cache.glob(f"*/*{suffix}")
+    data = bytearray(file.read_bytes())
+    data[-9] ^= 4
+    file.write_bytes(data)
+    counted.clear()
+    np.testing.assert_array_equal(embed_once(tiny, params), anew)
+    assert counted == [16]
+    assert "the passages that it was of are embedded again" in caplog.text
+    counted.clear()
+    embed_once(tiny, params)
+    assert counted == [], "what replaced it is whole"
+
+
+def test_another_tower_or_setting_is_another_encoder(tiny, params):
+    known = encoder_digest(tiny, params)
+    assert known == encoder_digest(tiny, tiny.initial_params())
+    query, document = tiny.model.embedder_names
+    moved = jax.tree.map(lambda x: x + 1e-6, params)
+    assert encoder_digest(tiny, {**params, query: moved[query]}) == known, "passages do not go through it"
+    assert encoder_digest(tiny, {**params, document: moved[document]}) != known
+    config = tiny.config.copy_and_resolve_references()
+    config.model.hidden_act = "gelu"
+    assert encoder_digest(tiny.with_config(config), params) != known
+
+
+def test_a_task_begins_with_known_vectors_and_what_it_trains_is_not_kept(tiny, params, cache, counted):
+    inline = Inline(tiny, "ict", lambda: None)
+    first = inline.at(0, params, None, Control())
+    again = Inline(tiny, "ict", lambda: None).at(0, params, None, Control())
+    assert counted == [16]
+    np.testing.assert_array_equal(first.vectors, again.vectors, strict=True)
+    files = sorted(cache.rglob("*"))
+    trained = jax.tree.map(lambda x: x * 1.5, params)
+    inline.last(2, trained, first)
+    assert counted == [16, 16] and sorted(cache.rglob("*")) == files
+
+
+def test_encoders_that_were_used_least_lately_make_room(cache, monkeypatch):
+    monkeypatch.setenv("REALM_CACHE_BYTES", "2500")
+    keys = np.arange(20, dtype=np.uint64).reshape(10, 2)
+    vectors = np.ones((10, 8), np.float32)
+    caches = {name: VectorCache(name) for name in "abc"}
+    for name in "ab":
+        caches[name].add(keys, vectors)
+    os.utime(cache / "a", (2e9, 2e9))
+    os.utime(cache / "b", (1e9, 1e9))
+    caches["c"].add(keys, vectors)
+    assert [caches[name].find(keys)[0].any() for name in "abc"] == [True, False, True]
+
+
+def test_more_vectors_than_may_be_kept_are_not(cache, monkeypatch):
+    monkeypatch.setenv("REALM_CACHE_BYTES", "100")
+    VectorCache("a").add(np.zeros((10, 2), np.uint64), np.ones((10, 8), np.float32))
+    assert not cache.exists()
+
+
+def test_a_folder_that_cannot_be_written_to_is_told(cache, caplog):
+    cache.write_text("a file")
+    VectorCache("a").add(np.zeros((1, 2), np.uint64), np.ones((1, 8), np.float32))
+    assert "vectors are not kept for the next run" in caplog.text
+
+
+def test_a_size_that_is_no_number_is_refused(monkeypatch):
+    monkeypatch.setenv("REALM_CACHE_BYTES", "20GB")
+    with pytest.raises(UserError, match="REALM_CACHE_BYTES=20GB: give a number of bytes"):
+        cache_bytes()
