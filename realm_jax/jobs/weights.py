@@ -47,7 +47,7 @@ EXAMPLES = """examples:
   realm weights export --workdir=runs/wiki --output=weights/wiki
   realm weights export --workdir=runs/wiki --output=weights/wiki-realm --names=realm      for transformers 4
   realm weights convert --embedder=cc_news_pretrained/embedder --bert=cc_news_pretrained/bert --output=weights/cc_news
-  realm train --config=qa_wiki --config.init_from=weights/cc_news --workdir=runs/qa
+  realm train --config=qa_wiki --config.init_from=weights/cc_news --config.data.path=data/wiki --workdir=runs/qa
 """
 CONVERTED = ("embedder", "bert", "finetuned")  # flags
 
