@@ -1,4 +1,4 @@
-"""Runs without development questions: masked sentences of documents that nothing is trained on."""
+"""Runs without development questions: masked sentences of documents that no task learns from."""
 
 import numpy as np
 import pytest
@@ -63,7 +63,7 @@ def measured(compiled, people, tmp_path_factory):
     return run, read_json(run.workdir / "results.json")
 
 
-def test_nothing_is_trained_on_what_is_held_out(measured):
+def test_no_sentence_to_learn_from_is_of_a_held_out_document(measured):
     run, _ = measured
     examples = task_examples(run, "ict")
     used = {int(examples.make(number, np.random.default_rng(0))["own_row"]) for number in range(examples.total)}
