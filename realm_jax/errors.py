@@ -1,4 +1,4 @@
-"""The one exception for mistakes that the user can mend.
+"""The one exception for mistakes that the user can correct.
 
 A `UserError` carries one line: what is wrong, where (file and line, or config key), and what to do.
 The command line prints it and exits with code 2; no traceback is shown. Its subclasses, such as

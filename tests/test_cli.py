@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import importlib
 import os
 import shlex
 import signal
@@ -16,11 +17,13 @@ from ml_collections import ConfigDict, config_dict
 
 import realm_jax
 from realm_jax import cli
-from realm_jax.config import default
+from realm_jax.config import default, validate
 from realm_jax.errors import UserError
 from realm_jax.jobs import flags
 from realm_jax.launch import spec as specs
-from realm_jax.tagger_config import default_like
+from realm_jax.recipes import is_name
+from realm_jax.tagger_config import default_like, is_tagger
+from realm_jax.tagger_config import validate as validate_tagger
 
 ROOT = Path(realm_jax.__file__).parents[1]
 
@@ -99,6 +102,24 @@ def test_help_lists_every_command_and_the_help_of_a_job_shows_its_examples(job, 
     with pytest.raises(SystemExit):
         cli.main(["fake", "--help"])
     assert "  realm fake --workdir=runs/first\n" in capsys.readouterr().out
+
+
+def examples() -> list[list[str]]:
+    """The arguments of the commands in the help of jobs that train or build with a config of the package."""
+    lines = []
+    for module, _ in cli.JOBS.values():
+        text = getattr(importlib.import_module(module), "EXAMPLES", "").replace("\\\n", " ")
+        lines += [shlex.split(line) for line in text.splitlines() if line.startswith("  realm ")]
+    named = [line for line in lines if any(part.startswith("--config=") and is_name(part[9:]) for part in line)]
+    return [line for line in named if line[1] in ("train", "build-index", "launch")]
+
+
+@pytest.mark.parametrize("command", examples(), ids=" ".join)
+def test_the_config_of_an_example_in_the_help_is_complete(command):
+    name = next(part for part in command if part.startswith("--config=")).removeprefix("--config=")
+    given = [part for part in command if part.startswith("--config.")]
+    config = flags.load_config(name, given, default, like=default_like)
+    (validate_tagger if is_tagger(config) else validate)(config)
 
 
 def test_help_and_version_import_no_jax():

@@ -71,14 +71,12 @@ BAD = [
     ("data.query_length", 7),
     ("data.document_length", 15),
     ("data.answers", 0),
-    ("model.layers", 0),
     ("model.heads", 5),
     ("model.dropout", -0.1),
     ("model.dropout", 1.0),
     ("model.dtype", "float16"),
     ("model.max_length", 100),
     ("model.max_length", -1),
-    ("encoder.norm_epsilon", 0.0),
     ("encoder.norm_scale", math.inf),
     ("model.span_width", 0),
     ("objective.marginal", "span"),
@@ -104,6 +102,7 @@ BAD = [
     ("log.every", 0),
     ("objective.ict_null_weight", -0.1),
     ("evaluation.questions", -1),
+    ("evaluation.held_out", 0.0004),
     ("evaluation.batch_size", 0),
 ]
 
@@ -165,6 +164,15 @@ def test_a_beam_of_the_released_objective_holds_the_passages_that_are_read():
     with pytest.raises(UserError, match=r"^config\.retrieval\.qa_beam: "):
         validate(config)
     config.objective.qa = "marginal"  # which has no beam
+    validate(config)
+
+
+def test_a_null_document_takes_part_among_the_passages_of_a_batch_alone():
+    config = usable()
+    config.objective.update(ict="index", ict_null_weight=0.3)
+    with pytest.raises(UserError, match=r"^config\.objective\.ict_null_weight: objective.ict=index has no null"):
+        validate(config)
+    config.objective.ict = "batch"
     validate(config)
 
 

@@ -1,4 +1,4 @@
-"""Runs without development questions: masked sentences of documents that nothing is trained on."""
+"""Runs without development questions: masked sentences of documents that no task learns from."""
 
 import numpy as np
 import pytest
@@ -7,6 +7,7 @@ from tiny_run import prepare_people, tiny_config
 
 from realm_jax.data.held_out import is_held_out, masked_sentences, trained_rows
 from realm_jax.data.sources import open_sources
+from realm_jax.jobs import answering
 from realm_jax.jobs.opening import open_run
 from realm_jax.jobs.prepare import prepare
 from realm_jax.jobs.recipe import run_recipe
@@ -62,7 +63,7 @@ def measured(compiled, people, tmp_path_factory):
     return run, read_json(run.workdir / "results.json")
 
 
-def test_nothing_is_trained_on_what_is_held_out(measured):
+def test_no_sentence_to_learn_from_is_of_a_held_out_document(measured):
     run, _ = measured
     examples = task_examples(run, "ict")
     used = {int(examples.make(number, np.random.default_rng(0))["own_row"]) for number in range(examples.total)}
@@ -71,8 +72,9 @@ def test_nothing_is_trained_on_what_is_held_out(measured):
 
 
 def test_the_run_is_measured_against_its_own_start(measured):
-    _, results = measured
+    run, results = measured
     assert results["measured_on"] == "masked sentences of held-out documents"
+    assert answering.measured(run, "ict").on == results["measured_on"]
     stage = results["stages"]["ict"]
     assert stage["measure"] == "recall@5" and 0 <= stage["start"] <= 1 and 0 <= stage["end"] <= 1
     assert "bm25" in results["recall@5"]

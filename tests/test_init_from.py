@@ -74,7 +74,7 @@ def embeddings(monkeypatch):
 
 
 def test_the_corpus_is_embedded_once_for_the_same_parameters(first, tmp_path, embeddings):
-    """At the end of ict. Fine-tuning, which leaves the passages' tower as it is, and an heir take the vectors."""
+    """At the end of ict. Fine-tuning, which leaves the document tower as it is, and an heir take the vectors."""
     run = train_tiny_run(tmp_path)
     assert len(embeddings) == 1
     saved = Saved.newest(run.workdir / "qa" / "checkpoints").array("vectors")

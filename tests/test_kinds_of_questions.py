@@ -10,13 +10,14 @@ from quick import quick_compiler
 from tiny_run import prepare_people, question, tiny_config, write_lines
 
 from realm_jax import cli
+from realm_jax.config import default
 from realm_jax.errors import UserError
 from realm_jax.jobs import opening
 from realm_jax.jobs.answering import Measured
 from realm_jax.jobs.opening import open_run
 from realm_jax.jobs.prepare import prepare
 from realm_jax.jobs.recipe import run_recipe
-from realm_jax.jobs.results import chance
+from realm_jax.jobs.results import chance, supervision_of
 from realm_jax.run import make_run
 from realm_jax.storage import read_json
 
@@ -100,7 +101,7 @@ def test_a_run_is_asked_from_any_folder_and_says_how_far_to_trust_it(mixed, tmp_
     assert cli.main(["ask", f"--workdir={folder}/run", "--json", question(3)["question"]]) == 0
     out, err = capsys.readouterr()
     exact, found = results["exact_match"]["retrieval"], results["recall@5"]["qa"]
-    assert json.loads(out)["measured"] == {"exact_match": exact, "recall@5": found}
+    assert json.loads(out)["measured"] == {"exact_match": exact, "recall@5": found, "on": "development questions"}
     low = exact < 0.2 or found < 0.5
     assert (f"answers {exact:.0%} of its development questions right" in err) == low
 
@@ -150,6 +151,13 @@ def test_a_recipe_of_which_nothing_is_left_is_one_line(tmp_path, tasks):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_report_says_where_a_passage_with_the_answer_was_named():
+    config = default()
+    assert "Nobody says which passage holds the answer" in supervision_of(config, "qa")
+    config.objective.qa = "positive"
+    assert "gold document" in supervision_of(config, "qa") and "Nobody" not in supervision_of(config, "qa")
+
+
 def test_chance_is_over_questions_that_have_answers():
     from realm_jax.corpus.jsonl import Question
 
@@ -165,6 +173,11 @@ def test_chance_is_over_questions_that_have_answers():
             "this run answers 4% of its development questions right and finds the right passage for 30%",
         ),
         (Measured(None, 0.3), "this run finds the right passage for 30% of its development questions: check"),
+        (
+            Measured(None, 0.3, "masked sentences of held-out documents"),
+            "this run finds the right passage for 30% of its masked sentences of held-out documents: check",
+        ),
+        (Measured(None, 0.3, None), "this run finds the right passage for 30% of what it was measured on: check"),
         (Measured(0.1, None), "this run answers 10% of its development questions right: check the passages below"),
     ],
 )

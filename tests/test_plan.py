@@ -5,18 +5,23 @@ import json
 import runpy
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from tiny_run import tiny_config
 
 from realm_jax import cli
-from realm_jax.config import default
+from realm_jax.config import default, joint_length
 from realm_jax.data.examples import array_shapes, lengths_from
+from realm_jax.data.positives import positive_examples
 from realm_jax.data.sources import open_sources
 from realm_jax.jobs.flags import load_config
-from realm_jax.run import make_run
+from realm_jax.jobs.plan import abstract_arguments
+from realm_jax.run import bare_run, make_run
 from realm_jax.training.flops import Tower, embedding_flops, memory, peak, step_flops
 from realm_jax.training.loop import task_examples
+from realm_jax.training.state import make_step
+from realm_jax.training.tasks import make_task
 
 ROOT = Path(__file__).parents[1]
 COMPILER = importlib.util.find_spec("libtpu") is not None
@@ -32,6 +37,30 @@ def test_shapes_are_those_of_real_examples(people, task, tmp_path):
     found = {name: (np.shape(value), np.asarray(value).dtype) for name, value in example.items()}
     wanted = {name: (shape, np.dtype(dtype)) for name, (shape, dtype) in array_shapes(task, run.lengths).items()}
     assert found == wanted
+
+
+@pytest.mark.parametrize("titles", [True, False])
+def test_shapes_of_a_question_beside_its_positive_passage(people, titles):
+    config = tiny_config(people)
+    config.retrieval.qa_titles = titles
+    sources, lengths = open_sources(people), lengths_from(16, 48, "salient", 0, 8, 10)
+    asked = sources.questions["train"][:1]
+    examples = positive_examples(asked, [0], sources.passages, sources.wordpiece, lengths, titles)
+    example = examples.make(0, np.random.default_rng(0))
+    wanted = array_shapes("qa", lengths, joint=joint_length(config))
+    assert {name: (np.shape(value), np.asarray(value).dtype) for name, value in example.items()} == {
+        name: (shape, np.dtype(dtype)) for name, (shape, dtype) in wanted.items()
+    }
+
+
+@pytest.mark.parametrize("task, changes", [("ict", {"ict": "index"}), ("qa", {"qa": "positive"})])
+def test_a_step_of_every_objective_can_be_planned(task, changes):
+    """Of abstract arrays alone: with an index where it retrieves, and a joint where one comes with a batch."""
+    config = tiny_config(Path("-"))
+    config.objective.update(changes)
+    run = bare_run(config, Path("."), 1000, 300, jax.devices()[:1])
+    made = jax.eval_shape(make_step(run, make_task(task, run.setting)), *abstract_arguments(run, task))
+    assert "loss" in str(jax.tree.structure(made))
 
 
 def test_operations_of_a_tower_by_hand():
@@ -52,6 +81,21 @@ def test_operations_of_a_step_of_the_paper_s_size():
     assert sum(parts.values()) == pytest.approx(rough, rel=0.25)
     assert parts["search"] < 0.02 * sum(parts.values())
     assert embedding_flops(config, 288) == pytest.approx(2 * 85e6 * 288, rel=0.1)
+
+
+def test_objectives_over_the_index_read_and_embed_less():
+    """The inverse cloze task over the index searches and embeds no passage; one positive passage is one to read."""
+    config, sizes = default(), (30_522, 20, 10_000)
+    batch = step_flops(config, "ict", *sizes)
+    config.objective.update(ict="index", qa="positive")
+    found = step_flops(config, "ict", *sizes)
+    assert found["search"] == config.ict.batch_size * 2 * 10_000 * config.encoder.projection
+    assert "documents" not in found and found["queries"] == batch["queries"]
+    positive = step_flops(config, "qa", *sizes)
+    config.objective.qa = "marginal"
+    marginal = step_flops(config, "qa", *sizes)
+    assert marginal["reader"] == config.retrieval.qa_passages * positive["reader"]
+    assert marginal["search"] == positive["search"]
 
 
 def test_peaks_are_found_by_the_device_s_name():

@@ -5,7 +5,7 @@ import pytest
 from tiny_run import write_lines
 
 from realm_jax.corpus.jsonl import Question
-from realm_jax.data.examples import Lengths
+from realm_jax.data.examples import Examples, Lengths
 from realm_jax.data.pipeline import ROUND, WINDOW, dataset
 from realm_jax.data.positives import NONE, first_row, gold_row, occurs, positive_examples
 from realm_jax.data.sources import open_sources
@@ -83,21 +83,47 @@ def test_the_joint_has_question_and_passage_and_its_length_is_known_beforehand(s
         assert questions[row].question.split()[0] in before and (store.title(row) in before) == titles
 
 
-def test_batches_hold_examples_of_like_lengths_and_every_example_once_an_epoch(sources):
-    """The batch of a step is the same wherever a run begins and however many processes share it."""
-    examples, _ = examples_of(sources)
-    size, steps = 2, WINDOW
+def epoch_of(sources, size: int) -> Examples:
+    """As many examples as a window of batches holds, each with its number."""
+    store, total = sources.passages, size * WINDOW
+    questions = [Question(f"where was it {'again ' * (number % 5)}", ["London"]) for number in range(total)]
+    rows = [number % len(store) for number in range(total)]
+    examples = positive_examples(questions, rows, store, sources.wordpiece, LENGTHS, True)
+    return examples._replace(make=lambda number, rng: examples.make(number, rng) | {"number": np.int32(number)})
+
+
+def width_for(length: int) -> int:
+    """What a joint of that many pieces is padded to."""
+    return -(-int(length) // ROUND) * ROUND
+
+
+def test_batches_hold_every_example_once_an_epoch_and_those_of_like_lengths_together(sources):
+    size = 2
+    examples = epoch_of(sources, size)
     ordered = dataset(examples, 5, "qa", size)
-    found = [ordered[step] for step in range(steps)]
-    again = dataset(examples, 5, "qa", size)[steps - 1]
-    half = dataset(examples, 5, "qa", size, np.array([1]))[steps - 1]
-    for name, array in found[-1].items():
-        np.testing.assert_array_equal(array, again[name])
-        np.testing.assert_array_equal(array[1:], half[name])
-    for batch in found:
-        longest = batch["joint_length"].max()
-        assert longest <= batch["joint"].shape[1] < longest + ROUND or batch["joint"].shape[1] % ROUND
+    found = [ordered[step] for step in range(2 * WINDOW)]
+    for epoch in (found[:WINDOW], found[WINDOW:]):
+        assert sorted(np.concatenate([batch["number"] for batch in epoch]).tolist()) == list(range(examples.total))
+    orders = [[batch["number"].tolist() for batch in epoch] for epoch in (found[:WINDOW], found[WINDOW:])]
+    assert orders[0] != orders[1]
     spread = np.mean([np.ptp(batch["joint_length"]) for batch in found])
     assert spread < np.ptp(examples.lengths) / 4
-    counts = np.bincount([row for batch in found for row in batch["body_start"]])
-    assert counts.sum() == size * steps
+
+
+def test_a_batch_is_the_same_wherever_a_run_begins_and_however_many_processes_share_it(sources):
+    """A process that holds the shorter rows pads them to what the longest row of the others needs."""
+    size = 4
+    examples = epoch_of(sources, size)
+    whole, shorter = dataset(examples, 5, "qa", size), dataset(examples, 5, "qa", size, np.array([0, 1]))
+    wider = 0
+    for step in range(WINDOW):
+        batch, part = whole[step], shorter[step]
+        assert batch["joint"].shape[1] == min(
+            width_for(batch["joint_length"].max()), LENGTHS.query + LENGTHS.document - 1
+        )
+        for name, array in batch.items():
+            np.testing.assert_array_equal(array[:2], part[name])
+        wider += width_for(part["joint_length"].max()) < part["joint"].shape[1]
+    assert wider
+    again = dataset(examples, 5, "qa", size)[WINDOW - 1]
+    np.testing.assert_array_equal(again["number"], batch["number"])

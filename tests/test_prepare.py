@@ -391,7 +391,7 @@ def test_news_is_filtered_and_every_record_is_accounted_for(tmp_path, passages, 
     (tmp_path / "news.jsonl").write_bytes(b"".join(record.line + b"\n" for record in made))
     news = f"news:{tmp_path}/news.jsonl"
     options = {"pretraining": news, "vocabulary_size": 400, "shards": 3, "beam": beam}
-    with pytest.raises(UserError, match="news.jsonl: .*first at .*; mend it, or give --skip-damage"):
+    with pytest.raises(UserError, match="news.jsonl: .*first at .*; correct it, or give --skip-damage"):
         prepare(passages, tmp_path / "strict", **options)
     prepare(passages, tmp_path / "data", **options, skip_damage=True)
     with pytest.raises(

@@ -153,6 +153,15 @@ def test_an_own_passage_by_row_and_by_content_counts_once(params, index, query_v
     assert retrieve_now(params, batch, changed).excluded.tolist() == [1, 0, 0, 0]
 
 
+def test_a_place_without_a_passage_is_invalid_and_not_counted_as_excluded(params, index):
+    """Where hosts search, or words find fewer passages than are asked for, the rest of the rows are −1."""
+    found = np.array([[4, 5, -1, -1], [1, -1, -1, -1], [2, 3, 6, -1], [-1] * 4], np.int32)
+    own = {"own_row": np.array([5, -1, -1, -1], np.int32), "found": found}
+    result = retrieve_now(params, nothing_own() | own, index._replace(vectors=None))
+    assert result.valid.sum(axis=1).tolist() == [1, 1, 3, 0]
+    assert result.excluded.tolist() == [1, 0, 0, 0]
+
+
 def test_own_passages_stay_where_trivial_retrievals_are_allowed(params, index, query_vectors):
     best = ranking(query_vectors, index)
     batch, changed = with_sentence_in(nothing_own(), index, best[0, [1]])

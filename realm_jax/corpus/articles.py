@@ -177,7 +177,9 @@ def check_damage(texts: Texts, counts: Counts, skip: bool) -> None:
     for reason, times in sorted(counts.damaged.items()):
         if not skip:
             sample = counts.samples[reason][0][2]
-            raise Resumable(f"{texts.name}: {reason} ({times:,}×), first at {sample}; mend it, or give --skip-damage")
+            raise Resumable(
+                f"{texts.name}: {reason} ({times:,}×), first at {sample}; correct it, or give --skip-damage"
+            )
 
 
 def check(texts: Texts, counts: Counts, skip_damage: bool) -> None:

@@ -73,7 +73,7 @@ def _passage_table(path: Path_) -> Iterator[Numbered]:
     for line, row in rows:
         if len(row) != len(names):
             raise UserError(
-                f"{path}:{line}: the row has {len(row)} columns, the first line names {len(names)}; mend it"
+                f"{path}:{line}: the row has {len(row)} columns, the first line names {len(names)}; correct it"
             )
         yield line, dict(zip(names, row, strict=True))
 
@@ -100,7 +100,7 @@ def _question_table(path: Path_, damaged: Damaged) -> Iterator[Numbered]:
 def _listed_answers(row: list[str], where: str) -> dict[str, Any]:
     """A row `question, ['answer', 'answer']`."""
     if len(row) != 2:
-        raise UserError(f"{where}: the row has {len(row)} columns, not two: question, list of answers; mend it")
+        raise UserError(f"{where}: the row has {len(row)} columns, not two: question, list of answers; correct it")
     return {"question": row[0], "answers": _string_list(row[1], where)}
 
 
@@ -129,7 +129,7 @@ def _tabbed(path: Path_) -> Iterator[tuple[int, list[str]]]:
 def _curated_trec(row: list[str], where: str) -> dict[str, Any]:
     """A row `id, type, question, regular expression`."""
     if len(row) != 4:
-        raise UserError(f"{where}: the row has {len(row)} columns, the first line four; mend the row")
+        raise UserError(f"{where}: the row has {len(row)} columns, the first line four; correct the row")
     return {"question": row[2], "answers": [row[3]], "match": "regex", "id": row[0]}
 
 

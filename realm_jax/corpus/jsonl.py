@@ -100,7 +100,7 @@ def _questions(
         try:
             question = _question(record, line, f"{path}:{line}", need_right)
             if check_patterns and (fault := pattern_fault(question)) is not None:
-                raise UserError(f"{path}:{line}: {fault}; mend the pattern or remove the line")
+                raise UserError(f"{path}:{line}: {fault}; correct the pattern or remove the line")
         except UserError as fault:
             damaged(fault)
         else:
@@ -150,7 +150,7 @@ def _question(record: dict[str, Any], line: int, where: str, need_right: bool) -
     key = "answers" if "answers" in record else "answer"
     answers = [] if record.get(key) is None else record[key]
     if not isinstance(answers, list):
-        raise UserError(f'{where}: "{key}" must be a list of strings; mend it or remove the line')
+        raise UserError(f'{where}: "{key}" must be a list of strings; correct it or remove the line')
     for answer in answers:
         check_text(answer, key, where)
     gold = None if record.get("gold_passage_id") is None else text_field(record, "gold_passage_id", where)

@@ -66,7 +66,7 @@ def table_rows(path: Path_) -> Iterator[tuple[int, list[str]]]:
         except StopIteration:
             return
         except csv.Error as fault:
-            raise UserError(f"{path}:{line}: no row of columns ({fault}); mend its quotes and line ends") from None
+            raise UserError(f"{path}:{line}: no row of columns ({fault}); correct its quotes and line ends") from None
         if row:
             yield line, row
 
@@ -153,7 +153,7 @@ class _Array:
         return record
 
     def _is_malformed(self, fault: json.JSONDecodeError) -> bool:
-        """Whether no further text could mend it: what is merely cut off fails at its end, or in an open string."""
+        """Whether no further text could complete it: what is merely cut off fails at its end, or in an open string."""
         unfinished = fault.msg.startswith("Unterminated string") or fault.pos > len(self.text) - len("-Infinity")
         return not unfinished
 
@@ -192,7 +192,7 @@ class _Array:
     def _fault(self, reason: str, at: int) -> UserError:
         line = self.line + self.text.count("\n", self.at, at)
         return UserError(
-            f"{self.path}:{line}: not readable as JSON ({reason}); mend the array, or write one object a line"
+            f"{self.path}:{line}: not readable as JSON ({reason}); correct the array, or write one object a line"
         )
 
 
@@ -222,9 +222,11 @@ def _object(text: str, where: str) -> dict[str, Any]:
     try:
         record = json.loads(text)
     except json.JSONDecodeError as fault:
-        raise UserError(f"{where}: not JSON ({fault.msg} at column {fault.colno}); mend or remove the line") from None
+        raise UserError(
+            f"{where}: not JSON ({fault.msg} at column {fault.colno}); correct or remove the line"
+        ) from None
     except (ValueError, RecursionError) as fault:
-        raise UserError(f"{where}: not readable as JSON ({fault}); mend or remove the line") from None
+        raise UserError(f"{where}: not readable as JSON ({fault}); correct or remove the line") from None
     if not isinstance(record, dict):
         raise UserError(f"{where}: holds {str(record)[:40]!r}, not an object; write {{…}} with named fields")
     if _SURROGATE.search(text):

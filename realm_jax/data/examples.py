@@ -51,9 +51,12 @@ def lengths_from(query: int, document: int, masking: str, predictions: int, answ
     return Lengths(query, document, predictions or predictions_needed(masking, query - 2), answers, span_width)
 
 
-def array_shapes(task: str, lengths: Lengths, found: int = 0) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """Shape and dtype of every array of an example of a task, as its maker below gives them. found: passages that
-    BM25 finds for a question or a masked sentence."""
+def array_shapes(task: str, lengths: Lengths, found: int = 0, joint: int = 0) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """Shape and dtype of every array of an example of a task, as its maker gives them.
+
+    found: passages that BM25 finds for a question or a masked sentence. joint: places of a question joined with its
+    positive passage, the longest that a batch can be padded to; 0 where questions come without one.
+    """
     query = {"query": ((lengths.query,), np.uint16), "query_length": ((), np.int32)}
     document = {
         "document": ((lengths.document,), np.uint16),
@@ -75,7 +78,12 @@ def array_shapes(task: str, lengths: Lengths, found: int = 0) -> dict[str, tuple
         "answers": ((lengths.answers, lengths.span_width), np.int32),
         "answer_lengths": ((lengths.answers,), np.int32),
     }
-    return query | answers | passages
+    beside: dict[str, Any] = {
+        "joint": ((joint,), np.uint16),
+        "joint_length": ((), np.int32),
+        "body_start": ((), np.int32),
+    }
+    return query | answers | passages | (beside if joint else {})
 
 
 def query_arrays(ids: NDArray, length: int, wordpiece: WordPiece, name: str = "query") -> Example:

@@ -1,8 +1,9 @@
-"""Masked sentences of documents that nothing is trained on: what a run is measured with where it has no questions.
+"""Masked sentences of documents that no task learns from: what a run is measured with where it has no questions.
 
 A sentence without its hidden span asks for its own document, as in the inverse cloze task, but with the sentence left
 in its passage. Recall on such sentences does not say how well questions are answered; it does say whether a task made
-the retriever worse on documents that it was not trained on.
+the retriever worse on documents whose own sentences it did not learn from. Passages of such documents stay in the
+corpus like all others: a task may retrieve them, draw them as unrelated ones, or read them for a training question.
 """
 
 import farmhash
@@ -23,7 +24,7 @@ def is_held_out(document_id: str, share: float) -> bool:
 
 
 def trained_rows(store: PassageStore, share: float) -> NDArray[np.bool_] | None:
-    """Which rows may be trained on, [rows]; None for all."""
+    """The rows whose sentences may be learned from, [rows]; None for all."""
     if not share:
         return None
     return np.array([not is_held_out(store.document_id(row), share) for row in range(len(store))], bool)

@@ -159,7 +159,7 @@ class OpenQa(tfds.core.GeneratorBasedBuilder):
         if (fault := pattern_fault(question)) is not None:
             if self.builder_config.invalid_patterns == REFUSE:
                 raise UserError(
-                    f"{where}: {fault}; mend the pattern, or set invalid_patterns={LEAVE_OUT!r} in a config"
+                    f"{where}: {fault}; correct the pattern, or set invalid_patterns={LEAVE_OUT!r} in a config"
                 )
             logger.warning("%s: %s; its question is left out", where, fault)
             return None, "with a pattern that does not compile"

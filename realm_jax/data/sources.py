@@ -40,7 +40,7 @@ def open_sources(
     """Open a folder written by `realm prepare`; one in a bucket is copied to this machine first.
 
     version: fingerprint of passages that were the newest once; one that is not there gives the newest. flag: what a
-        message puts before the folder, as the user gave it. questions: whether they are read, or none. Raises UserError
+    message puts before the folder, as the user gave it. questions: whether they are read, or none. Raises UserError
     when the folder is none, or when its parts do not match.
     """
     folder = staged(os.fspath(folder), flag) if is_remote(os.fspath(folder)) else Path(folder)

@@ -74,7 +74,8 @@ def take(index: Index, rows: Array) -> Documents:
 
 
 class Candidates(NamedTuple):
-    """Retrieved passages without the example's own. rows, valid [batch, k]; excluded [batch]: how many were dropped."""
+    """Retrieved passages without the example's own. rows, valid [batch, k]; excluded [batch]: how many passages were
+    dropped as its own."""
 
     rows: Array
     valid: Array
@@ -103,7 +104,7 @@ def retrieve(setting: Setting, params: Params, batch: Batch, index: Index, count
         own |= rows == batch["own_row"][:, None]
     order = jnp.argsort(own, axis=1, stable=True)[:, :count]
     pick = partial(jnp.take_along_axis, indices=order, axis=1)
-    return Candidates(pick(rows), ~pick(own), own.sum(axis=1))
+    return Candidates(pick(rows), ~pick(own), (own & (rows >= 0)).sum(axis=1))
 
 
 def search_by(

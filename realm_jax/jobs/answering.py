@@ -259,14 +259,15 @@ def restore(
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What a run measured on its development questions at the end of a task; None where it did not.
+    """What a run measured at the end of a task; None where it did not.
 
     found: share of the questions for which the gold passage was among the first five, or a passage with an answer where
-    no question has a gold passage.
+    no question has a gold passage. on: on what, as results.json says it; None while there are no results.
     """
 
     exact_match: float | None
     found: float | None
+    on: str | None = "development questions"
 
     @property
     def is_low(self) -> bool:
@@ -276,12 +277,11 @@ class Measured:
 
     def advice(self) -> str:
         """One line about how far to trust an answer."""
-        answers = (
-            "" if self.exact_match is None else f"answers {self.exact_match:.0%} of its development questions right"
-        )
+        on = "what it was measured on" if self.on is None else f"its {self.on}"
+        answers = "" if self.exact_match is None else f"answers {self.exact_match:.0%} of {on} right"
         found = "" if self.found is None else f"finds the right passage for {self.found:.0%}"
         if not answers and found:
-            found += " of its development questions"
+            found += f" of {on}"
         return f"this run {' and '.join(filter(None, (answers, found)))}: check the passages below"
 
 
@@ -299,7 +299,8 @@ def measured(run: Run, task: str) -> Measured | None:
         ended = lines[-1] if lines else {}
         exact = ended.get("exact_match")
     found = next((ended[name] for name in FOUND if name in ended), None)
-    return None if exact is None and found is None else Measured(exact, found)
+    on = "development questions" if exact is not None else results.get("measured_on")  # sentences have no answers
+    return None if exact is None and found is None else Measured(exact, found, on)
 
 
 def _params(run: Run, saved: Saved, documents: bool) -> Params:

@@ -90,8 +90,8 @@ def ask(trained: Trained, question: str, top: int | None = None) -> dict[str, An
     "passage" is where the answer stands, {"id", "part", "title", "text", "span"}; "nbest" are the likeliest answers,
     {"answer", "probability", "passage"}; "candidates" are the `top` likeliest passages that were read, {"id", "part",
     "title", "ranks", "probability", "answer", "span", "text"}; "ranks": the places of a passage by the searches that
-    found it; "measured" is what the run measured on its development questions, {"exact_match", "recall@5"}, None where
-    it did not. Spans are characters of a passage's text.
+    found it; "measured" is what the run measured, {"exact_match", "recall@5", "on"}, None where it did not; "on": on
+    which questions or sentences, None where the run has no results yet. Spans are characters of a passage's text.
 
     Where no reader was trained "answer", "probability" and "passage" are None, "nbest" is empty and "candidates" have
     neither "answer" nor "span".
@@ -101,7 +101,8 @@ def ask(trained: Trained, question: str, top: int | None = None) -> dict[str, An
     ranks = dict(zip(prediction.retrieved.tolist(), map(ranks_by_search, prediction.ranks.tolist()), strict=True))
     ranked = sorted(prediction.candidates, key=lambda candidate: -candidate.probability)[:top]
     known = measured(trained.run, trained.task)
-    told = {"measured": None if known is None else {"exact_match": known.exact_match, "recall@5": known.found}}
+    facts = None if known is None else {"exact_match": known.exact_match, "recall@5": known.found, "on": known.on}
+    told = {"measured": facts}
     found = [trained.place(c.row) | {"ranks": ranks[c.row], "probability": c.probability} for c in ranked]
     if not reader_is_trained(trained):
         read = [place | {"text": store.text(c.row)} for place, c in zip(found, ranked, strict=True)]
@@ -129,7 +130,7 @@ def _tell_how_good(trained: Trained) -> None:
     if not reader_is_trained(trained):
         logger.warning("no reader was trained (task %s): these are the passages that were found", trained.task)
     if known is None:
-        logger.info("this run was never measured on development questions")
+        logger.info("this run was never measured")
     elif known.is_low:
         logger.warning("%s", known.advice())
 

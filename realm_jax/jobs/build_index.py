@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 GRACE = 60.0  # seconds that a trainer which is done has to change its mind
 LONGEST_PAUSE = 60.0  # seconds between two tries while storage fails
 EXAMPLES = """examples:
-  realm build-index --config=real_text --config.data.path=data --workdir=runs/wiki
+  realm build-index --config=realm_wiki --config.data.path=data/wiki --workdir=runs/wiki
   realm build-index --workdir=runs/wiki --process=1 --processes=4         the second of four; the run is there already
   realm build-index --workdir=runs/wiki --once                            the newest export, then end
 

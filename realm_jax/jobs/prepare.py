@@ -321,7 +321,7 @@ class Work:
             return
         for gold, where in places.items():
             passages = self.sources["passages"].texts.name
-            raise UserError(f"{where}: gold_passage_id {gold!r} is not in {passages}; mend it, or use --ignore-gold")
+            raise UserError(f"{where}: gold_passage_id {gold!r} is not in {passages}; correct it, or use --ignore-gold")
 
     def pack(self, name: str, packer: PassagePacker, articles: int) -> tuple[Summary, dict[str, Any]]:
         """A store of the shards of a source: what became of its articles, and what PREPARED.json says of the store."""

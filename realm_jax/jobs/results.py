@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
 from realm_jax.config import flatten, task_names
@@ -51,6 +52,10 @@ SUPERVISION = {
     "from how well the reader fills the gap.",
     "qa": "Questions with answer strings. Nobody says which passage holds the answer.",
 }
+POSITIVE = (
+    "Questions with answer strings, each read beside one passage that holds an answer: of its gold document where that "
+    "is known, else the first that was retrieved."
+)
 
 
 def chance(train: Sequence[Question], dev: Sequence[Question], by: str = "relation") -> float:
@@ -193,12 +198,17 @@ def describe_run(run: Run, evaluator: Evaluator, results: dict[str, Any], comman
     }
 
 
+def supervision_of(config: ConfigDict, name: str) -> str:
+    """What a task learns from, in a sentence or two."""
+    return POSITIVE if name == "qa" and config.objective.qa == "positive" else SUPERVISION[name]
+
+
 def describe_stage(run: Run, name: str, results: dict[str, Any]) -> dict[str, Any] | None:
     metrics = read_lines(run.workdir / name / "metrics.jsonl")
     if not metrics:
         return None
     seconds = results["seconds"].get(name)
-    stage = {"name": name, "title": TITLES[name], "supervision": SUPERVISION[name], "seconds": seconds}
+    stage = {"name": name, "title": TITLES[name], "supervision": supervision_of(run.config, name), "seconds": seconds}
     return stage | {"steps": run.config[name].steps, "metrics": metrics}
 
 

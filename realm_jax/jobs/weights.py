@@ -47,7 +47,7 @@ EXAMPLES = """examples:
   realm weights export --workdir=runs/wiki --output=weights/wiki
   realm weights export --workdir=runs/wiki --output=weights/wiki-realm --names=realm      for transformers 4
   realm weights convert --embedder=cc_news_pretrained/embedder --bert=cc_news_pretrained/bert --output=weights/cc_news
-  realm train --config=qa_wiki --config.init_from=weights/cc_news --workdir=runs/qa
+  realm train --config=qa_wiki --config.init_from=weights/cc_news --config.data.path=data/wiki --workdir=runs/qa
 """
 CONVERTED = ("embedder", "bert", "finetuned")  # flags
 
@@ -159,7 +159,7 @@ def _inputs(config: ConfigDict, model: Realm, network: str) -> dict[str, int]:
 def convert(paths: dict[str, str], output: Path, vocabulary: str | None = None) -> None:
     """Write the networks of released checkpoints. paths: by flag, `embedder`, `bert`, `finetuned`.
 
-    A fine-tuned checkpoint trains the query tower and the reader; its passages' tower is the pre-trained one. Raises
+    A fine-tuned checkpoint trains the query tower and the reader; its document tower is the pre-trained one. Raises
     UserError where a checkpoint cannot be read, or has other networks than its flag says.
     """
     if not paths:

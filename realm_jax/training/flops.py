@@ -92,7 +92,10 @@ def vector_size(config: ConfigDict) -> int:
 
 
 def step_flops(config: ConfigDict, task: str, vocabulary: int, predictions: int, rows: int) -> dict[str, float]:
-    """One step of a task: {part: operations}. predictions: masked pieces that are predicted; rows: passages."""
+    """One step of a task: {part: operations}. predictions: masked pieces that are predicted; rows: passages.
+
+    A question beside its positive passage counts as long as the longest can be; the length of batches is up to data.
+    """
     data, retrieval, batch = config.data, config.retrieval, config[task].batch_size
     tower, width, joint = tower_of(config), config.model.width, joint_length(config)
     query, document = embedding_flops(config, data.query_length), embedding_flops(config, data.document_length)
@@ -101,7 +104,10 @@ def step_flops(config: ConfigDict, task: str, vocabulary: int, predictions: int,
     parts: dict[str, float] = {}
     if task in ("mlm", "closed_book"):
         parts["reader"] = 3 * (tower.forward(joint, predictions) + words)
-    if task == "ict":
+    if task == "ict" and config.objective.ict == "index":  # stored vectors have no gradient: a product each way
+        scores = 2 * 2.0 * (1 + retrieval.qa_beam) * vector_size(config)
+        parts |= {"search": search, "queries": 3 * query, "scores": scores}
+    elif task == "ict":
         scores = 3 * 2.0 * batch * vector_size(config)
         parts |= {"queries": 3 * query, "documents": 3 * document, "scores": scores}
     if task == "realm":
@@ -115,7 +121,8 @@ def step_flops(config: ConfigDict, task: str, vocabulary: int, predictions: int,
         }
     if task == "qa":
         spans = 2 * joint * width * 2 * config.model.span_hidden
-        parts["reader"] = 3 * retrieval.qa_passages * (tower.forward(joint) + spans)
+        read = 1 if config.objective.qa == "positive" else retrieval.qa_passages
+        parts["reader"] = 3 * read * (tower.forward(joint) + spans)
         if retrieval.qa_search != "bm25":
             parts |= {"search": search, "queries": 3 * query}
         if config.refresh.qa_every:

@@ -145,7 +145,7 @@ class OfCorpus(Refresh, abc.ABC):
         return self._run.index(fresh.vectors)
 
     def fitting(self, step: int, params: Params, index: Fresh | None) -> Index | None:
-        """Of the index in use, unless the passages' tower has moved since it was made."""
+        """Of the index in use, unless the document tower has moved since it was made."""
         if index is None:
             return None
         if self._still(step, index):
@@ -153,7 +153,7 @@ class OfCorpus(Refresh, abc.ABC):
         return self._made(step, params).index
 
     def last(self, step: int, params: Params, index: Fresh | None) -> Fresh | None:
-        """Of the index in use, unless the passages' tower has moved since; None for a reader's own task."""
+        """Of the index in use, unless the document tower has moved since; None for a reader's own task."""
         if self._task in ("mlm", "closed_book"):
             return None
         if index is not None and self._still(step, index):
