@@ -2,10 +2,14 @@
 
 import logging
 
+import jax.numpy as jnp
 import pytest
 
 from realm_jax.errors import UserError
+from realm_jax.index.candidates import Index, stored_scores, take
 from realm_jax.index.words import ABOUT, FOLDER, Bm25, check_words, keep, language_of, searchable_texts, words_of
+from realm_jax.models.inputs import Documents, find_answers, hold_answers, join
+from realm_jax.models.likelihood import NEGATIVE
 
 GERMAN = "Die Brücke wurde im Jahre neunzehnhundert gebaut und überspannt den Fluss mit drei Bögen aus Stein."
 ENGLISH = "The bridge was built in the year nineteen hundred and spans the river with three arches of stone."
@@ -83,6 +87,20 @@ def test_rows_without_a_common_word_are_no_rows():
     rows, scores = Bm25(["alpha beta", "gamma", "alpha"]).scored(["alpha", "omega"], 3)
     assert rows.tolist() == [[2, 0, -1], [-1, -1, -1]]
     assert (scores[0, :2] > 0).all() and scores[0, 2] == 0 and not scores[1].any()
+
+
+def test_no_row_is_an_empty_passage_without_a_score():
+    ids = jnp.arange(30).reshape(3, 10)
+    index = Index(jnp.eye(3), Documents(ids, jnp.full(3, 9), jnp.full(3, 2)))
+    rows = jnp.array([[1, -1]])
+    assert stored_scores(jnp.ones((1, 3)), index, rows).tolist() == [[1.0, NEGATIVE]]
+    documents = take(index, rows)
+    answers = ids[:, None, 4:5], jnp.ones((3, 1), jnp.int32)  # a piece of each body
+    held = hold_answers(Documents(*(part.repeat(3, 0) for part in documents)), *answers, 4)
+    assert held.tolist() == [[False, False], [True, False], [False, False]]
+    joint = join(jnp.array([[50, 51, 52]]), jnp.array([3]), documents)
+    allowed, _ = find_answers(joint, answers[0][:1], answers[1][:1], 4)
+    assert allowed.any(axis=(2, 3)).tolist() == [[True, False]]
 
 
 def test_a_question_of_stop_words_finds_nothing():
