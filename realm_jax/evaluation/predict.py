@@ -60,7 +60,8 @@ class Prediction(NamedTuple):
     the passages that were read.
 
     retrieved, scores: rows and inner products of the best passages, [evaluation.passages], those that were read first,
-    −1 where words found no more; ranks [evaluation.passages, 2]: their places in the lists of vectors and of words, as of `index.fusion.Fused`.
+    −1 where words found no more; ranks [evaluation.passages, 2]: their places in the lists of vectors and of words, as
+    of `index.fusion.Fused`.
     """
 
     nbest: list[Answer]
