@@ -154,7 +154,7 @@ class Run(BaseRun):
 
         def find(text: str, own_row: int) -> Example:
             rows, scores = (found[0] for found in words.scored([text], depth + 1))
-            kept = np.flatnonzero(rows != own_row if own else rows >= 0)[:depth]
+            kept = np.flatnonzero((rows >= 0) & (rows != own_row) if own else rows >= 0)[:depth]
             missing = 0, depth - len(kept)
             rows = np.pad(rows[kept], missing, constant_values=-1)
             return Found(rows[None], np.pad(scores[kept], missing)[None]).arrays(0)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from realm_jax.index.fusion import fuse, ranks_of
+from realm_jax.index.fusion import LIST, fuse, ranks_of
 
 
 def lists(vectors, words, cross=None):
@@ -45,8 +45,9 @@ def test_the_search_that_is_sure_decides(spread, first):
 
 def test_without_words_vectors_decide():
     vectors = {4: 0.3, 2: 0.2, 8: 0.1}
-    found = fuse(*lists(vectors, {0: 0.0, 1: 0.0}), 4)
-    assert found.rows[0].tolist() == [4, 2, 8, -1], "a score of 0 means that no word is shared"
+    whole = lists(vectors, {0: 0.0, 1: 0.0})
+    found = fuse(*whole[:2], np.full((1, 2), -1, np.int32), *whole[3:], 4)  # as BM25 gives it, where no word is shared
+    assert found.rows[0].tolist() == [4, 2, 8, -1]
     assert found.ranks[0].tolist() == [[1, 0], [2, 0], [3, 0], [0, 0]]
 
 
@@ -55,6 +56,25 @@ def test_a_row_that_is_left_out_has_no_part():
     without = (np.where(whole[0] == 4, -1, whole[0]), *whole[1:])
     found = fuse(*without, 3)
     assert found.rows[0].tolist() == [8, 2, 1] and found.ranks[0].tolist() == [[2, 1], [1, 0], [0, 2]]
+
+
+def test_a_long_beam_is_filled_by_vectors_and_takes_the_first_of_words():
+    rng, beam = np.random.default_rng(0), 300
+    rows = [rng.permutation(900)[None, :beam].astype(np.int32) for _ in range(2)]
+    scores = [-np.sort(-rng.gamma(2.0, size=(1, beam)).astype(np.float32), axis=1) for _ in range(2)]
+    cross = rng.normal(size=(1, beam)).astype(np.float32)
+    found = fuse(rows[0], scores[0], rows[1], scores[1], cross, beam)
+    cut = fuse(rows[0], scores[0], rows[1][:, :LIST], scores[1][:, :LIST], cross[:, :LIST], beam)
+    np.testing.assert_array_equal(found.rows, cut.rows)
+    assert set(rows[1][0, : LIST // 2]) & set(found.rows[0].tolist()) and found.ranks[0, :, 1].max() <= LIST
+    assert len(set(found.rows[0].tolist())) == beam
+
+
+def test_a_beam_of_thousands_is_fused_without_comparing_all_with_all():
+    long = jax.ShapeDtypeStruct((8, 5000), jnp.int32), jax.ShapeDtypeStruct((8, 5000), jnp.float32)
+    program = jax.make_jaxpr(fuse, static_argnums=5)(*long, *long, long[1], 5000)
+    sizes = [v.aval.size for equation in program.eqns for v in equation.outvars]
+    assert max(sizes) == 8 * 5000 * LIST
 
 
 def test_the_host_and_the_device_agree():

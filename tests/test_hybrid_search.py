@@ -7,13 +7,17 @@ from inline_run import open_tiny
 from tiny_run import PEOPLE
 
 from realm_jax.config import default, validate
+from realm_jax.corpus.jsonl import Question
 from realm_jax.data.examples import words_left
 from realm_jax.data.pipeline import dataset
 from realm_jax.errors import UserError
 from realm_jax.evaluation.predict import Evaluator
 from realm_jax.index.fusion import fuse
-from realm_jax.jobs.answering import ranks_by_search
+from realm_jax.jobs.answering import Trained, ranks_by_search
+from realm_jax.jobs.ask import ask
+from realm_jax.jobs.predict import records
 from realm_jax.jobs.recipe import train
+from realm_jax.jobs.results import by_words
 from realm_jax.training.loop import task_examples
 from realm_jax.training.metrics import read_lines
 
@@ -59,6 +63,25 @@ def test_questions_retrieve_the_fused_list_and_record_where_it_is_from(fine):
         np.testing.assert_array_equal(prediction.retrieved, wanted.rows[0])
         np.testing.assert_array_equal(prediction.ranks, wanted.ranks[0])
         np.testing.assert_allclose(prediction.scores, wanted.scores[0], rtol=1e-4)
+
+
+def test_words_find_no_more_passages_than_share_one(fine):
+    """No row is read, ranked or counted in the place of one that was not found."""
+    run, _, params = fine
+    nothing = Question("zzyzx qqqx", ["Ada"])
+    evaluator = Evaluator(run, [nothing, *run.sources.questions["dev"][:2]], "bm25")
+    np.testing.assert_array_equal(evaluator.retrieve(params, run.bare_index), by_words(run, evaluator))
+    trained = Trained(run, "qa", 4, params, run.index(run.embed(params)), "bm25")
+    first, *others = evaluator.predict(params, trained.index)
+    assert not first.candidates and (first.answer, first.nbest[0].row) == ("", -1) and (first.retrieved == -1).all()
+    for prediction in others:
+        found = prediction.retrieved[prediction.retrieved >= 0]
+        assert {one.row for one in prediction.candidates} <= set(found.tolist()) and len(found)
+        assert sum(one.probability for one in prediction.candidates) == pytest.approx(1.0, abs=1e-4)
+    record = next(records(trained, [nothing]))[0]
+    assert record["retrieved"] == [] and record["passage"] is None and not record["reader_oracle"]
+    told = ask(trained, nothing.question)
+    assert told["passage"] is None and told["candidates"] == [] and told["nbest"] == []
 
 
 def test_ranks_are_recorded_by_name():

@@ -113,6 +113,18 @@ def test_prompts_become_templates_and_those_that_nothing_takes_are_named(people,
     assert "prompts that neither queries nor passages take: clustering" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "says, normalization, temperature",
+    [({}, "l2", 0.05), ({"similarity_fn_name": None}, "l2", 0.05), ({"similarity_fn_name": "dot"}, "none", 1.0)],
+)
+def test_scores_are_cosines_as_in_the_library_unless_a_folder_says_otherwise(
+    says, normalization, temperature, people, tmp_path
+):
+    files = {"config_sentence_transformers.json": says} if says else {}
+    encoder = resolved(config_for(people, sentence_folder(people, tmp_path / "model", files=files))).encoder
+    assert (encoder.normalization, encoder.temperature) == (normalization, temperature)
+
+
 DENSE = {"in_features": 16, "out_features": 8, "activation_function": "torch.nn.modules.linear.Identity"}
 PROMPTS = "config_sentence_transformers.json"
 REFUSED = {
@@ -138,6 +150,37 @@ REFUSED = {
     ),
     "distances": ((), {"files": {PROMPTS: {"similarity_fn_name": "euclidean"}}}, "compares vectors by euclidean"),
     "a prompt that grows into the text": ((), {"files": {PROMPTS: {"prompts": {"query": "query"}}}}, "grow together"),
+    "prompts in a list": (
+        (),
+        {"files": {PROMPTS: {"prompts": ["a"]}}},
+        r'has prompts=\["a"\], which is no table; fetch',
+    ),
+    "a prompt that is a number": (
+        (),
+        {"files": {PROMPTS: {"prompts": {"query": 1}}}},
+        "prompts that are no text; fetch",
+    ),
+    "a default prompt in a list": (
+        (),
+        {"files": {PROMPTS: {"prompts": {"a": "b"}, "default_prompt_name": ["a"]}}},
+        r'has default_prompt_name=\["a"\], which is no text',
+    ),
+    "a module without a path": (
+        (),
+        {"files": {"modules.json": [{"path": None, "type": LIBRARY + "Transformer"}]}},
+        "modules.json: is no list of modules; fetch it again",
+    ),
+    "pooling by a number": ((), {"pooling": {"pooling_mode": 3}}, "1_Pooling/config.json: pools by 3; choose"),
+    "a length in words": (
+        (),
+        {"files": {"sentence_bert_config.json": {"max_seq_length": "long"}}},
+        'has max_seq_length="long", which is no whole number',
+    ),
+    "a size in words": (
+        ("Dense",),
+        {"files": {"2_Dense/config.json": DENSE | {"out_features": "8"}}},
+        'has out_features="8", which is no whole number',
+    ),
     "cut vectors": ((), {"files": {PROMPTS: {"truncate_dim": 4}}}, "has truncate_dim, which cuts vectors"),
 }
 

@@ -2,10 +2,14 @@
 
 import logging
 
+import jax.numpy as jnp
 import pytest
 
 from realm_jax.errors import UserError
+from realm_jax.index.candidates import Index, stored_scores, take
 from realm_jax.index.words import ABOUT, FOLDER, Bm25, check_words, keep, language_of, searchable_texts, words_of
+from realm_jax.models.inputs import Documents, find_answers, hold_answers, join
+from realm_jax.models.likelihood import NEGATIVE
 
 GERMAN = "Die Brücke wurde im Jahre neunzehnhundert gebaut und überspannt den Fluss mit drei Bögen aus Stein."
 ENGLISH = "The bridge was built in the year nineteen hundred and spans the river with three arches of stone."
@@ -71,6 +75,34 @@ def test_of_equal_texts_the_lower_row_comes_first():
     assert index.search(["tea"], 10)[0].tolist() == [9, *range(9)]
 
 
+def test_ties_at_the_cut_go_to_the_lower_row_whatever_is_asked_for():
+    index = Bm25(["green tea"] * 200 + ["green green tea"])
+    best = index.scored(["green"], 201)
+    for k in (1, 2, 5, 100):
+        rows, scores = index.scored(["green"], k)
+        assert rows[0].tolist() == [200, *range(k - 1)] and scores[0].tolist() == best[1][0, :k].tolist()
+
+
+def test_rows_without_a_common_word_are_no_rows():
+    rows, scores = Bm25(["alpha beta", "gamma", "alpha"]).scored(["alpha", "omega"], 3)
+    assert rows.tolist() == [[2, 0, -1], [-1, -1, -1]]
+    assert (scores[0, :2] > 0).all() and scores[0, 2] == 0 and not scores[1].any()
+
+
+def test_no_row_is_an_empty_passage_without_a_score():
+    ids = jnp.arange(30).reshape(3, 10)
+    index = Index(jnp.eye(3), Documents(ids, jnp.full(3, 9), jnp.full(3, 2)))
+    rows = jnp.array([[1, -1]])
+    assert stored_scores(jnp.ones((1, 3)), index, rows).tolist() == [[1.0, NEGATIVE]]
+    documents = take(index, rows)
+    answers = ids[:, None, 4:5], jnp.ones((3, 1), jnp.int32)  # a piece of each body
+    held = hold_answers(Documents(*(part.repeat(3, 0) for part in documents)), *answers, 4)
+    assert held.tolist() == [[False, False], [True, False], [False, False]]
+    joint = join(jnp.array([[50, 51, 52]]), jnp.array([3]), documents)
+    allowed, _ = find_answers(joint, answers[0][:1], answers[1][:1], 4)
+    assert allowed.any(axis=(2, 3)).tolist() == [[True, False]]
+
+
 def test_a_question_of_stop_words_finds_nothing():
     index = Bm25(["the of and", "tea"], "en")
     assert not index.knows("is it of the") and index.knows("the tea")
@@ -112,6 +144,19 @@ def test_a_damaged_index_is_made_anew_in_memory(tmp_path, caplog):
     words_of.cache_clear()
     assert words_of(SHELF, "en", tmp_path).search(["towers"], 1).tolist() == [[2]]
     assert "is damaged" in caplog.text and (place / ABOUT).is_file()
+
+
+def test_a_damaged_index_is_written_anew_where_a_run_keeps_it(tmp_path, caplog):
+    keep(SHELF, "en", tmp_path)
+    (place,) = (tmp_path / FOLDER).iterdir()
+    (place / "indices.csc.index.npy").write_bytes(b"torn")
+    words_of.cache_clear()
+    keep(SHELF, "en", tmp_path)
+    assert "is damaged" in caplog.text
+    assert Bm25.load(place).search(["towers"], 1).tolist() == [[2]]
+    before = (place / ABOUT).stat().st_mtime_ns
+    keep(SHELF, "en", tmp_path)
+    assert (place / ABOUT).stat().st_mtime_ns == before, "what is whole is left as it is"
 
 
 def test_a_corpus_of_stop_words_cannot_be_searched_by_words(tmp_path):

@@ -56,10 +56,12 @@ class Answer(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """nbest: different answers, the likeliest first, at least one; candidates: the passages that were read.
+    """nbest: different answers, the likeliest first, at least one, '' in row −1 where no passage was found; candidates:
+    the passages that were read.
 
-    retrieved, scores: rows and inner products of the best passages, [evaluation.passages], those that were read first;
-    ranks [evaluation.passages, 2]: their places in the lists of vectors and of words, as of `index.fusion.Fused`.
+    retrieved, scores: rows and inner products of the best passages, [evaluation.passages], those that were read first,
+    −1 where words found no more; ranks [evaluation.passages, 2]: their places in the lists of vectors and of words, as
+    of `index.fusion.Fused`.
     """
 
     nbest: list[Answer]
@@ -256,6 +258,8 @@ class Evaluator:
         occurrences: list[Answer] = []
         within, prior = np.exp(read.log_p).tolist(), read.prior.tolist()
         for place, row in enumerate(read.retrieved.tolist()[: len(prior)]):
+            if row < 0:
+                continue
             text = self.run.sources.passages.text(row)
             ends = zip(read.starts[place].tolist(), read.widths[place].tolist(), strict=True)
             spans = [self._characters(row, start, start + more) for start, more in ends]
@@ -263,9 +267,8 @@ class Evaluator:
             found = zip(spans, within[place], strict=True)
             occurrences += [Answer(text[slice(*span)], prior[place] * p, row, span) for span, p in found if p > 0]
         nbest = merge(occurrences, self.run.config.evaluation.aggregate)
-        return Prediction(
-            nbest or [Answer("", 0.0, candidates[0].row, (0, 0))], candidates, read.retrieved, read.scores, read.ranks
-        )
+        nothing = Answer("", 0.0, candidates[0].row if candidates else -1, (0, 0))
+        return Prediction(nbest or [nothing], candidates, read.retrieved, read.scores, read.ranks)
 
     def _characters(self, row: int, first: int, last: int) -> tuple[int, int]:
         """Characters of body pieces first … last of a row, in its original text."""

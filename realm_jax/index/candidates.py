@@ -14,7 +14,8 @@ from jax.sharding import Mesh
 
 from realm_jax.index.exact import search
 from realm_jax.index.fusion import LIST, Fused, fuse, ranks_of
-from realm_jax.models.inputs import Documents, Joint, contains, hold_answers, join, null_documents
+from realm_jax.models.inputs import DOCUMENT_SPECIALS, Documents, Joint, contains, hold_answers, join, null_documents
+from realm_jax.models.likelihood import NEGATIVE
 from realm_jax.models.realm import Params, Realm, flatten_joint
 
 Array = jax.Array
@@ -69,8 +70,13 @@ def dropout_keys(key: Array | None, count: int) -> list[Array | None]:
 
 
 def take(index: Index, rows: Array) -> Documents:
-    """The document rows of candidates. rows [...] int32 → ids [..., length]."""
-    return Documents(*(part[rows] for part in index.documents))
+    """The document rows of candidates. rows [...] int32 → ids [..., length].
+
+    No row (below 0) gives an empty passage: special pieces alone, where no answer can stand.
+    """
+    ids, lengths, titles = (part[jnp.maximum(rows, 0)] for part in index.documents)
+    found = rows >= 0
+    return Documents(ids, jnp.where(found, lengths, DOCUMENT_SPECIALS + 1), jnp.where(found, titles, 0))
 
 
 class Candidates(NamedTuple):
@@ -96,8 +102,6 @@ def retrieve(setting: Setting, params: Params, batch: Batch, index: Index, count
         queries = search_queries(setting, params, batch, index.tower)
         own_row = batch["own_row"] if setting.exclude_own else None
         rows = search_by(setting, setting.search, queries, batch, index, min(count + 1, setting.rows), own_row).rows
-        if setting.search == "bm25":
-            rows = jnp.where(batch["word_scores"][:, : rows.shape[1]] > 0, rows, -1)
     own = rows < 0
     if setting.exclude_own:
         own |= contains(take(index, rows).ids, batch["sentence"], batch["sentence_length"])
@@ -113,8 +117,8 @@ def search_by(
     """The `depth` best passages of queries [batch, projection] by one of `config.SEARCHES`; scores: the retriever's.
 
     'bm25' and 'hybrid' take BM25's list from the batch (`word_rows`, `word_scores`). own_row [batch]: a row that takes
-    no part in a list of vectors that is fused, where it would leave nothing to the others (−1 for none). Scores carry
-    gradient to the queries alone. The index has vectors.
+    no part in a list of vectors that is fused, where it would leave nothing to the others (−1 for none). Where words
+    find fewer, rows are −1 and scores NEGATIVE. Scores carry gradient to the queries alone. The index has vectors.
     """
     if how == "bm25":
         rows = batch["word_rows"][:, :depth]
@@ -237,15 +241,19 @@ def question_beam(
     depth = min(beam, setting.rows)
     if index.vectors is None:
         rows = batch["word_rows"][:, :depth]
-        return Fused(rows, batch["word_scores"][:, :depth], ranks_of("bm25", jnp, rows)), None
+        scores = jnp.where(rows >= 0, batch["word_scores"][:, :depth], NEGATIVE)
+        return Fused(rows, scores, ranks_of("bm25", jnp, rows)), None
     queries = setting.model.embed_queries(params, batch["query"], batch["query_length"], key)
     return search_by(setting, setting.qa_search, queries, batch, index, depth), queries
 
 
 def stored_scores(queries: Array, index: Index, rows: Array) -> Array:
-    """Inner products of queries [batch, d] with the stored vectors of rows [batch, k], without a gradient to those."""
-    vectors = index.vectors[rows].astype(jnp.float32)
-    return jnp.einsum("bd,bkd->bk", queries, jax.lax.stop_gradient(vectors))
+    """Inner products of queries [batch, d] with the stored vectors of rows [batch, k], without a gradient to those.
+
+    NEGATIVE for no row (below 0), so that nothing of a softmax falls to it.
+    """
+    vectors = index.vectors[jnp.maximum(rows, 0)].astype(jnp.float32)
+    return jnp.where(rows >= 0, jnp.einsum("bd,bkd->bk", queries, jax.lax.stop_gradient(vectors)), NEGATIVE)
 
 
 def read_passages(
@@ -263,6 +271,7 @@ def read_passages(
     documents = take(index, read_rows)
     if setting.qa_documents:
         fresh = jnp.einsum("bd,bkd->bk", queries, embed_taken(setting, params, documents, keys[2]))
+        fresh = jnp.where(read_rows >= 0, fresh, NEGATIVE)
         scores = jnp.concatenate([fresh, scores[:, passages:]], axis=1)
     joint = join(batch["query"], batch["query_length"], documents, setting.qa_titles)
     spans = read_joint(setting, params, joint, keys[1])

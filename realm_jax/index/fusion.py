@@ -29,11 +29,15 @@ def fuse(
 
     vector_rows, vector_scores [queries, a]: by vectors, best first; the scores as the retriever's softmax takes them.
     word_rows, word_scores [queries, b]: by BM25, best first; word_vector_scores: the retriever's scores of those rows.
-    No candidates are rows below 0, and by BM25 those that share no word (score 0). A row stands once in a list.
-    depth ≤ a + b. Of equals the one that vectors rank higher comes first. Arrays of NumPy or of JAX, and so the result.
+    No candidates are rows below 0. A row stands once in a list. Of words the first LIST take part, however large b is,
+    so that two long lists are never compared entry by entry; a longer beam is filled by vectors. depth ≤ a + min(b,
+    LIST). Of equals the one that vectors rank higher comes first. Arrays of NumPy or of JAX, and so the result.
     """
     xp = vector_rows.__array_namespace__()
-    by_vector, by_word = vector_rows >= 0, (word_rows >= 0) & (word_scores > 0)
+    word_rows, word_scores, word_vector_scores = (
+        part[:, :LIST] for part in (word_rows, word_scores, word_vector_scores)
+    )
+    by_vector, by_word = vector_rows >= 0, word_rows >= 0
     p_v, z_v, top = _softmax(xp, vector_scores, by_vector)
     p_w, _, _ = _softmax(xp, word_scores, by_word)
     same = (vector_rows[:, :, None] == word_rows[:, None, :]) & by_word[:, None, :] & by_vector[:, :, None]

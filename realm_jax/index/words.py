@@ -90,26 +90,23 @@ class Bm25:
         return bool(_tokens(question, self.language))
 
     def search(self, questions: Sequence[str], k: int) -> NDArray[np.int64]:
-        """The rows of the k best texts for each question, best first: int64 [questions, min(k, texts)].
-
-        Texts that share no word with the question are no candidates; -1 stands in their places.
-        """
-        rows, scores = self.scored(questions, k)
-        return np.where(scores > 0, rows, -1).astype(np.int64)
+        """The rows of `scored`, int64 [questions, min(k, texts)]."""
+        return self.scored(questions, k)[0].astype(np.int64)
 
     def scored(self, questions: Sequence[str], k: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """Rows and scores of the k best texts, [questions, min(k, texts)]: those that share no word have score 0."""
+        """Rows and scores of the k best texts for each question, best first: [questions, min(k, texts)].
+
+        Of texts with equal scores the lower row comes first. Texts that share no word with the question are no
+        candidates: row −1 and score 0 stand in their places.
+        """
         k = min(k, self.size)
-        rows = np.tile(np.arange(k, dtype=np.int32), (len(questions), 1))
-        scores = np.zeros((len(questions), k), np.float32)
-        asked = [_tokens(question, self.language) for question in questions]
-        numbers = [number for number, tokens in enumerate(asked) if tokens and self._index is not None]
-        if self._index is not None and numbers:
-            found = self._index.retrieve(
-                [asked[number] for number in numbers], k=k, show_progress=False, backend_selection="numpy"
-            )
-            order = np.lexsort((found.documents, -found.scores), axis=1)  # ties go to the lower row, as in any search
-            rows[numbers], scores[numbers] = (np.take_along_axis(part, order, axis=1) for part in found)
+        rows, scores = np.full((len(questions), k), -1, np.int32), np.zeros((len(questions), k), np.float32)
+        for number, question in enumerate(questions):
+            tokens = _tokens(question, self.language)
+            if tokens and self._index is not None:
+                every = self._index.get_scores(tokens)
+                best = _best(every, k)
+                rows[number, : len(best)], scores[number, : len(best)] = best, every[best]
         return rows, scores
 
     def save(self, folder: Path) -> None:
@@ -135,19 +132,14 @@ def words_of(store: Store, language: str, workdir: Path) -> Bm25:
 
     language: `retrieval.language` of a config. Nothing is written.
     """
-    folder = _place(store, language, workdir)
-    if (folder / ABOUT).is_file():
-        try:
-            return Bm25.load(folder)
-        except (OSError, ValueError, KeyError, TypeError, UserError) as fault:
-            logger.warning("%s is damaged (%s); the words are indexed anew, in memory", folder, fault)
-    return Bm25(searchable_texts(store), language or language_of(store))
+    kept = _kept(_place(store, language, workdir))
+    return Bm25(searchable_texts(store), language or language_of(store)) if kept is None else kept
 
 
 def keep(store: Store, language: str, workdir: Path) -> None:
-    """Write the index of `words_of` into the run folder, unless it is there; those of other versions go."""
+    """Write the index of `words_of` into the run folder, unless it is there whole; any other index goes."""
     final = _place(store, language, workdir)
-    if (final / ABOUT).is_file():
+    if _kept(final) is not None:
         return
     make_folder(final.parent, "--workdir")
     for old in final.parent.iterdir():
@@ -170,6 +162,17 @@ def check_words(words: Bm25, where: str) -> None:
         )
 
 
+def _kept(folder: Path) -> Bm25 | None:
+    """The index in a folder; None where there is none, or a damaged one."""
+    if not (folder / ABOUT).is_file():
+        return None
+    try:
+        return Bm25.load(folder)
+    except (OSError, ValueError, KeyError, TypeError, UserError) as fault:
+        logger.warning("%s is damaged (%s); the words are indexed anew", folder, fault)
+        return None
+
+
 def _place(store: Store, language: str, workdir: Path) -> Path:
     """The folder of an index: its name follows from everything that its bytes do."""
     import Stemmer
@@ -184,6 +187,20 @@ def _bm25s() -> Any:
 
     logging.getLogger("bm25s").setLevel(logging.WARNING)  # the library sets DEBUG, and absl prints what it says
     return bm25s
+
+
+def _best(scores: NDArray[np.float32], k: int) -> NDArray[np.int64]:
+    """The rows of the k largest scores above 0, or as many as there are; of equals the lower row, at the cut as well.
+
+    The library's own choice among equals depends on k.
+    """
+    least = np.partition(scores, -k)[-k]
+    if least > 0:
+        above = np.flatnonzero(scores > least)
+        found = np.concatenate([above, np.flatnonzero(scores == least)[: k - len(above)]])
+    else:
+        found = np.flatnonzero(scores > 0)
+    return found[np.lexsort((found, -scores[found]))]
 
 
 @cache

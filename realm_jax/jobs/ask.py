@@ -94,7 +94,7 @@ def ask(trained: Trained, question: str, top: int | None = None) -> dict[str, An
     which questions or sentences, None where the run has no results yet. Spans are characters of a passage's text.
 
     Where no reader was trained "answer", "probability" and "passage" are None, "nbest" is empty and "candidates" have
-    neither "answer" nor "span".
+    neither "answer" nor "span". So it is where no passage shares a word with the question, and nothing else searches.
     """
     prediction = _evaluator(trained, question).predict(trained.params, trained.index)[0]
     store, best = trained.run.sources.passages, prediction.nbest[0]
@@ -104,7 +104,7 @@ def ask(trained: Trained, question: str, top: int | None = None) -> dict[str, An
     facts = None if known is None else {"exact_match": known.exact_match, "recall@5": known.found, "on": known.on}
     told = {"measured": facts}
     found = [trained.place(c.row) | {"ranks": ranks[c.row], "probability": c.probability} for c in ranked]
-    if not reader_is_trained(trained):
+    if not ranked or not reader_is_trained(trained):
         read = [place | {"text": store.text(c.row)} for place, c in zip(found, ranked, strict=True)]
         answer = {"answer": None, "probability": None, "passage": None, "nbest": [], "candidates": read}
         return {"question": question} | answer | told
@@ -184,6 +184,9 @@ def _lines() -> Iterator[str]:
 def show(answer: dict[str, Any], to: Console) -> None:
     """Print an answer for people; the span is in reverse on a terminal with colours and in [[…]] elsewhere."""
     passage = answer["passage"]
+    if not answer["candidates"]:
+        to.print("no passage shares a word with the question; ask with other words, or with --search=vectors")
+        return
     if passage is None:
         _candidates(answer["candidates"], to)
         to.print()

@@ -56,7 +56,7 @@ A line of the questions is {"question": …, "id": …, "answers": […]}, of wh
 of the predictions has in addition
   prediction, probability   the likeliest answer, as it stands in its passage
   passage                   where: {"id", "part", "title", "span"}; span: characters of the passage's text, part: which
-                            of the passages that its document was cut into
+                            of the passages that its document was cut into; null where no passage was found
   nbest                     the likeliest answers, each with probability and passage
   retrieved                 {"id", "score", "ranks", "has_answer"}: the best passages, the first of them read; score:
                             the retriever's; ranks: the place in each search that found it, {"vectors": 3, "bm25": 1}
@@ -269,19 +269,21 @@ def _found(
         for row, score, ranks in zip(
             prediction.retrieved.tolist(), prediction.scores.tolist(), prediction.ranks.tolist(), strict=True
         )
+        if row >= 0
     ]
     record: Record = {"prediction": best.pop("answer")} | best
     record["nbest"] = [_told(trained, answer) for answer in prediction.nbest[:nbest]]
     record["retrieved"] = retrieved
     if not question.answers:
         return record
-    for passage, hit in zip(retrieved, has_answer.tolist(), strict=True):
+    for passage, hit in zip(retrieved, has_answer[prediction.retrieved >= 0].tolist(), strict=True):
         passage["has_answer"] = hit
     return record | {"reader_oracle": evaluator.reader_oracle(question, prediction)}
 
 
 def _told(trained: Trained, answer: Answer) -> Record:
-    return {"answer": answer.text, "probability": _short(answer.probability), "passage": trained.source(answer)}
+    passage = trained.source(answer) if answer.row >= 0 else None
+    return {"answer": answer.text, "probability": _short(answer.probability), "passage": passage}
 
 
 def _short(value: float) -> float:

@@ -11,7 +11,7 @@ only says where they lie. Read next: `realm_jax/jobs/models.py`, which puts what
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from safetensors import SafetensorError, safe_open
 
@@ -36,6 +36,8 @@ TANH, IDENTITY = "torch.nn.modules.activation.Tanh", "torch.nn.modules.linear.Id
 QUERY_PROMPTS, PASSAGE_PROMPTS = ("query",), ("document", "passage", "corpus")  # as `encode_query`, `encode_document`
 TITLED = "{title} {text}"
 REFUSING = "sentence_transformers.this_network_is_no_sentence_encoder"  # a module's type at which the library stops
+NAMES: dict[type, str] = {int: "whole number", str: "text", dict: "table"}  # of the kinds of a value
+Kind = TypeVar("Kind")
 OWN = "realm_encoder"  # in config.json of what `realm weights export` writes: its section `encoder`
 
 
@@ -72,6 +74,10 @@ def is_sentence_model(folder: Path) -> bool:
 def read_sentence_model(folder: Path) -> SentenceModel:
     """What a folder describes. Reads no weights.
 
+    Vectors are those of the library's `encode`, and their inner products those of its `similarity`: where that is the
+    cosine and vectors are not normalised yet, they get length 1, as by `encode(…, normalize_embeddings=True)`. Behind a
+    LayerNorm they stay as they are, nearly of one length.
+
     Raises UserError, naming the file, for one that cannot be read, for an unknown module, for a pooling, an activation
     or an order of modules that the towers do not have, and for prompts that are left out of the pooling.
     """
@@ -99,7 +105,7 @@ def read_sentence_model(folder: Path) -> SentenceModel:
     encoder["temperature"] = default_temperature(encoder["normalization"])
     if own := _own(transformer, encoder):
         encoder, modules = own, []
-    longest = _settings(transformer / INPUT).get("max_seq_length")
+    longest = _one(transformer / INPUT, _settings(transformer / INPUT), "max_seq_length", int)
     return SentenceModel(folder, transformer, encoder, tuple(modules), longest, unused)
 
 
@@ -147,7 +153,7 @@ def _pooling(folder: Path) -> str:
     path = folder / "config.json"
     settings = _settings(path, needed=True)
     modes = settings.get("pooling_mode") or [mode for flag, mode in FLAGS.items() if settings.get(flag)] or ["mean"]
-    modes = [modes] if isinstance(modes, str) else list(modes)
+    modes = modes if isinstance(modes, list) else [modes]
     if len(modes) != 1 or modes[0] not in POOLINGS:
         _refuse(path, f"pools by {' and '.join(map(str, modes))}; choose a model that pools by {', '.join(POOLINGS)}")
     if settings.get("include_prompt", True) is not True:
@@ -170,24 +176,27 @@ def _add_dense(encoder: dict[str, Any], folder: Path, before: list[str]) -> Modu
     if name != "Identity" or "projection" in before:
         what = "a second Dense" if "projection" in before else f"a Dense with {activation}"
         _refuse(path, f"is {what}; one is read with Identity, and before it one with Tanh as BERT's own behind [CLS]")
-    encoder["projection"] = settings.get("out_features")
+    encoder["projection"] = _one(path, settings, "out_features", int)
     return Module("projection", folder)
 
 
 def _prompts(path: Path, encoder: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The templates of queries and passages, with the names of the prompts that neither takes.
 
-    Vectors that are compared by their cosine without a Normalize get length 1, so that scores are the library's.
+    Vectors that are compared by their cosine, as the library does with those of a folder that does not say how, get
+    length 1 where they have no normalisation, so that scores are the library's.
     """
     settings = _settings(path)
     if settings.get("truncate_dim"):
         _refuse(path, "has truncate_dim, which cuts vectors; choose a model without it")
-    similarity = settings.get("similarity_fn_name") or "dot"
+    similarity = settings.get("similarity_fn_name") or "cosine"
     if similarity not in ("cosine", "dot"):
         _refuse(path, f"compares vectors by {similarity}; choose a model that does by cosine or dot")
     normalization = {"normalization": "l2"} if similarity == "cosine" and encoder["normalization"] == "none" else {}
-    prompts = settings.get("prompts") or {}
-    default = settings.get("default_prompt_name")
+    prompts = _one(path, settings, "prompts", dict) or {}
+    if not all(text is None or isinstance(text, str) for text in prompts.values()):
+        _refuse(path, "has prompts that are no text; fetch it again")
+    default = _one(path, settings, "default_prompt_name", str)
     texts, taken = [], set()
     for names in (QUERY_PROMPTS, PASSAGE_PROMPTS):
         name = next((name for name in (*names, default) if prompts.get(name)), None)
@@ -202,7 +211,7 @@ def _prompts(path: Path, encoder: dict[str, Any]) -> tuple[dict[str, Any], tuple
 
 def _entries(path: Path) -> list[dict[str, Any]]:
     entries = _load(path)
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) and "path" in entry for entry in entries):
+    if not isinstance(entries, list) or not all(map(_is_module, entries)):
         _refuse(path, "is no list of modules; fetch it again")
     return entries
 
@@ -215,6 +224,18 @@ def _settings(path: Path, needed: bool = False) -> dict[str, Any]:
     if not isinstance(settings, dict):
         _refuse(path, "holds no settings; fetch it again")
     return settings
+
+
+def _is_module(entry: Any) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get("path"), str)
+
+
+def _one(path: Path, settings: dict[str, Any], key: str, kind: type[Kind]) -> Kind | None:
+    """A value of a file of settings; None where it does not say. Raises UserError for one of another kind."""
+    value = settings.get(key)
+    if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+        _refuse(path, f"has {key}={json.dumps(value)[:50]}, which is no {NAMES[kind]}; fetch it again")
+    return value
 
 
 def _load(path: Path) -> Any:
