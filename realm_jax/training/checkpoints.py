@@ -291,8 +291,7 @@ class Saved:
 
     def trained(self, name: str) -> bool:
         """Whether the task trained a network, by its top-level name."""
-        leaves = jax.tree_util.tree_leaves_with_path(self._metadata.metadata["state"])
-        return ("trained", name) in {_names(path) for path, _ in leaves}
+        return any(path.startswith(f"state.trained.{name}.") for path in self._record["checksums"])
 
     def array(self, name: str) -> NDArray | None:
         """An array that was saved beside the state, on the host; None if there was none."""
