@@ -254,6 +254,7 @@ def record_start(run: Run) -> None:
     """Write WORKDIR/start.json, what is to be known of where a run began when that may be gone: whether its reader was
     trained with questions before. For the first process, before the first step."""
     trained = any(run.config[key] and _has_reader(run, key) for key in BORROWING)
+    make_folder(run.workdir, "--workdir")
     write_json_atomic(run.workdir / START, {"reader": trained})
 
 
