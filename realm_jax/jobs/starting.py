@@ -14,6 +14,7 @@ What a file does not have stays as it was: fresh. A run folder as source is `ope
 import importlib.util
 import logging
 from collections.abc import Collection
+from functools import cache
 from pathlib import Path
 
 import jax
@@ -55,6 +56,12 @@ def local_source(name: str, flag: str = "config.init_from") -> Path:
         return _package_folder(name, flag)
     if not name.startswith(HUB):
         return Path(name)
+    return _fetched(name, flag)
+
+
+@cache
+def _fetched(name: str, flag: str) -> Path:
+    """The folder of a model of the hub, which is asked once: what a run starts from does not change on the way."""
     try:
         import huggingface_hub  # here, since it is optional
     except ImportError:
