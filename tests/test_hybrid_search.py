@@ -88,7 +88,7 @@ def test_ranks_are_recorded_by_name():
     assert ranks_by_search([3, 1]) == {"vectors": 3, "bm25": 1} and ranks_by_search([0, 2]) == {"bm25": 2}
 
 
-@pytest.mark.parametrize("search", ["hybrid", "bm25"])
+@pytest.mark.parametrize("search", ["hybrid", pytest.param("bm25", marks=pytest.mark.slow)])
 def test_realm_trains_on_candidates_that_words_found(people, tmp_path, search):
     run = open_tiny(people, tmp_path, tasks="realm", realm__steps=2, retrieval__search=search)
     examples = task_examples(run, "realm")

@@ -113,6 +113,7 @@ def test_a_run_goes_on_when_its_data_are_named_by_another_path(mixed, monkeypatc
     assert read_json(folder / "run" / "config.json")["data"]["path"] == str(folder / "other")
 
 
+@pytest.mark.slow
 def test_without_answers_fine_tuning_is_left_out_and_retrieval_is_measured(tmp_path, caplog, capsys):
     caplog.set_level("INFO")
     data = prepared(tmp_path, [gold_only(n, split) for n in range(8) for split in ("train", "dev")])

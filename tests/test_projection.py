@@ -65,6 +65,7 @@ def test_components_of_another_size_are_refused(people, tmp_path):
         starting_params(pca_run(people, tmp_path / "other", projection=17))
 
 
+@pytest.mark.slow
 def test_a_temperature_divides_the_queries_and_is_learned_without_decay():
     plain = tiny_realm()
     params = jax.jit(plain.init)(jax.random.key(0))
