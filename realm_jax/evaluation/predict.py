@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from realm_jax.corpus.jsonl import Question
 from realm_jax.data.examples import Found, query_arrays
-from realm_jax.data.positives import body_read
+from realm_jax.data.positives import body_read, holds_answer
 from realm_jax.evaluation.answers import exact_match, normalise
 from realm_jax.evaluation.retrieval import (
     DEPTHS,
@@ -247,10 +247,9 @@ class Evaluator:
             texts = [self._read_text(row) for row in rows]
             return any(patterns.search(answer, text) is not None for answer in question.answers for text in texts)
         encode, longest = self.run.sources.wordpiece.encode, self.run.setting.model.span_width
-        wanted = [np.asarray(encode(answer).ids) for answer in question.answers]
-        return any(
-            _occurs(answer, self._read_pieces(row)) for row in rows for answer in wanted if 0 < len(answer) <= longest
-        )
+        encoded = [np.asarray(encode(answer).ids, np.uint16) for answer in question.answers]
+        wanted = [answer for answer in encoded if 0 < len(answer) <= longest]
+        return any(holds_answer(self.run.sources.passages, row, wanted, self.run.lengths) for row in rows)
 
     def _assemble(self, read: _Read) -> Prediction:
         """One question's passages, and its answers: p(answer|x) over the occurrences that were found."""
@@ -292,10 +291,3 @@ class Evaluator:
         """The text of `_read_pieces`."""
         ends = self._offsets(row)[: len(self._read_pieces(row)), 1]
         return self.run.sources.passages.text(row)[: int(ends.max(initial=0))]
-
-
-def _occurs(pieces: NDArray, body: NDArray) -> bool:
-    """Whether a run of pieces stands somewhere in a body."""
-    if len(pieces) > len(body):
-        return False
-    return bool((np.lib.stride_tricks.sliding_window_view(body, len(pieces)) == pieces).all(axis=-1).any())

@@ -8,7 +8,9 @@ the passages found becomes its answers. They are kept in TASK/answers.json, sinc
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,15 +46,7 @@ def training_questions(run: Run, params: Params) -> list[Question]:
     if not regular:
         return questions
     path = run.workdir / "qa" / ANSWERS
-    if told_by(lambda: int(path.is_file())):
-        answers = read_json(path)["answers"]
-    else:
-        answers = _matched(run, params, regular)
-        if is_first():
-            make_folder(path.parent, "--workdir")
-            write_json_atomic(path, {"answers": answers})
-    if len(answers) != len(regular):
-        raise UserError(f"{path}: has answers of {len(answers)} questions, not {len(regular)}; remove it")
+    answers = made_once(path, "answers", len(regular), lambda: _matched(run, params, regular))
     strings = iter(answers)
     return [
         dataclasses.replace(question, answers=next(strings), fields=question.fields | {"match": "string"})
@@ -60,6 +54,23 @@ def training_questions(run: Run, params: Params) -> list[Question]:
         else question
         for question in questions
     ]
+
+
+def made_once(path: Path, name: str, count: int, make: Callable[[], list[Any]]) -> list[Any]:
+    """A list with an entry for each of `count` questions, made at the first start and kept in a file of the run folder.
+
+    name: what the entries are. Raises UserError where the kept list is of another number of questions.
+    """
+    if told_by(lambda: int(path.is_file())):
+        found: list[Any] = read_json(path)[name]
+    else:
+        found = make()
+        if is_first():
+            make_folder(path.parent, "--workdir")
+            write_json_atomic(path, {name: found})
+    if len(found) != count:
+        raise UserError(f"{path}: has {name} of {len(found)} questions, not {count}; remove it")
+    return found
 
 
 def _matched(run: Run, params: Params, questions: Sequence[Question]) -> list[list[str]]:

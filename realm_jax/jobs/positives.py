@@ -12,11 +12,9 @@ from realm_jax.data.examples import Examples, Found, with_found
 from realm_jax.data.positives import NONE, first_row, gold_row, positive_examples
 from realm_jax.errors import UserError
 from realm_jax.index.candidates import question_depth
-from realm_jax.jobs.matched_answers import retrieved_at_start
+from realm_jax.jobs.matched_answers import made_once, retrieved_at_start
 from realm_jax.models.realm import Params
-from realm_jax.processes import is_first, told_by
 from realm_jax.run import Run
-from realm_jax.storage import make_folder, read_json, write_json_atomic
 
 logger = logging.getLogger(__name__)
 
@@ -31,15 +29,7 @@ def examples_with_positives(run: Run, params: Params, questions: Sequence[Questi
     of other questions.
     """
     path = run.workdir / "qa" / POSITIVES
-    if told_by(lambda: int(path.is_file())):
-        rows = read_json(path)["rows"]
-    else:
-        rows = find_positives(run, params, questions)
-        if is_first():
-            make_folder(path.parent, "--workdir")
-            write_json_atomic(path, {"rows": rows})
-    if len(rows) != len(questions):
-        raise UserError(f"{path}: has rows of {len(rows)} questions, not {len(questions)}; remove it")
+    rows = made_once(path, "rows", len(questions), lambda: find_positives(run, params, questions))
     known = [place for place, row in enumerate(rows) if row != NONE]
     logger.info("qa: %d of %d training questions have a passage that holds an answer", len(known), len(questions))
     if not known:
