@@ -4,6 +4,9 @@ XLA takes and gives back hundreds of megabytes a step, and gigabytes with larger
 the system and gets them anew, with a page fault and a zeroed page each: a third of a step of the tiny recipe
 (`benchmarks/README.md`). It helps only before other threads have allocated anything, so `cli.py` calls it before it
 imports a job. MALLOC_ARENA_MAX in the environment leaves malloc alone.
+
+What is kept serves a program of one shape, whose blocks come again in the same sizes. Programs of several shapes leave
+each other holes that are too small, and twice the memory is held that any of them uses: `return_blocks`.
 """
 
 import ctypes
@@ -14,15 +17,33 @@ import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-M_ARENA_MAX, M_MMAP_MAX, M_TRIM_THRESHOLD = -8, -4, -1  # of glibc's malloc.h
+M_ARENA_MAX, M_MMAP_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -8, -4, -3, -1  # of glibc's malloc.h
+LARGE = 32 << 20  # bytes of a block that is mapped apart: the most that glibc takes
+BLOCKS = 1 << 16  # that may be mapped at a time: glibc's own limit
+
+_kept = False  # whether `keep_memory` has set anything
 
 
 def keep_memory() -> None:
     """One arena that maps no block apart, however large, and returns nothing. Does nothing where JAX has a device."""
+    global _kept
     if "MALLOC_ARENA_MAX" in os.environ or platform.libc_ver()[0] != "glibc" or not on_cpu_alone():
         return
+    _kept = True
+    _set((M_ARENA_MAX, 1), (M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1))
+
+
+def return_blocks() -> None:
+    """Return large blocks when they are freed, from now on, and what is free already. Does nothing unless
+    `keep_memory` has been at work."""
+    if _kept:
+        _set((M_MMAP_THRESHOLD, LARGE), (M_MMAP_MAX, BLOCKS))
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _set(*options: tuple[int, int]) -> None:
     libc = ctypes.CDLL(None)
-    for option, value in ((M_ARENA_MAX, 1), (M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1)):
+    for option, value in options:
         libc.mallopt(option, value)
 
 

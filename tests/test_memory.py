@@ -14,9 +14,16 @@ calls = []
 class Libc:
     def mallopt(self, option, value):
         calls.append((option, value))
+    def malloc_trim(self, pad):
+        calls.append("trim")
 memory.ctypes.CDLL = lambda name: Libc()
 memory.platform.libc_ver = lambda: (sys.argv[1], "2.39")
+memory.return_blocks()
+assert not calls, "nothing is returned before anything is kept"
 memory.keep_memory()
+print(calls)
+calls.clear()
+memory.return_blocks()
 print(calls)
 """
 
@@ -24,10 +31,10 @@ print(calls)
 @pytest.mark.parametrize(
     "libc, environment, expected",
     [
-        ("glibc", {"JAX_PLATFORMS": "cpu"}, "[(-8, 1), (-4, 0), (-1, -1)]"),
-        ("glibc", {"JAX_PLATFORMS": "cuda,cpu"}, "[]"),
-        ("glibc", {"JAX_PLATFORMS": "cpu", "MALLOC_ARENA_MAX": "4"}, "[]"),
-        ("musl", {"JAX_PLATFORMS": "cpu"}, "[]"),
+        ("glibc", {"JAX_PLATFORMS": "cpu"}, "[(-8, 1), (-4, 0), (-1, -1)]\n[(-3, 33554432), (-4, 65536), 'trim']"),
+        ("glibc", {"JAX_PLATFORMS": "cuda,cpu"}, "[]\n[]"),
+        ("glibc", {"JAX_PLATFORMS": "cpu", "MALLOC_ARENA_MAX": "4"}, "[]\n[]"),
+        ("musl", {"JAX_PLATFORMS": "cpu"}, "[]\n[]"),
     ],
 )
 def test_malloc_is_told_to_keep_memory_only_where_jax_runs_on_the_cpu(libc, environment, expected):

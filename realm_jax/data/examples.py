@@ -338,7 +338,10 @@ def _share(kind: str, spans: NDArray[np.int32], room: int) -> int:
 
 
 class Found(NamedTuple):
-    """The best passages of texts by BM25: rows int32 and scores float32 [texts, depth], 0 where no word is shared."""
+    """The best passages of texts by BM25: rows int32 and scores float32 [texts, depth].
+
+    Row -1 with score 0 where fewer passages share a word with the text.
+    """
 
     rows: NDArray[np.int32]
     scores: NDArray[np.float32]
