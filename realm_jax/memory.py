@@ -5,8 +5,9 @@ the system and gets them anew, with a page fault and a zeroed page each: a third
 (`benchmarks/README.md`). It helps only before other threads have allocated anything, so `cli.py` calls it before it
 imports a job. MALLOC_ARENA_MAX in the environment leaves malloc alone.
 
-What is kept serves a program of one shape, whose blocks come again in the same sizes. Programs of several shapes leave
-each other holes that are too small, and twice the memory is held that any of them uses: `return_blocks`.
+What is kept serves a small model. The programs of a wide one, one for each length of its batches, leave each other
+holes that are too small, and twice the memory is held that any of them uses: `return_blocks`, before the first large
+block.
 """
 
 import ctypes
@@ -20,6 +21,7 @@ from contextlib import contextmanager
 M_ARENA_MAX, M_MMAP_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -8, -4, -3, -1  # of glibc's malloc.h
 LARGE = 32 << 20  # bytes of a block that is mapped apart: the most that glibc takes
 BLOCKS = 1 << 16  # that may be mapped at a time: glibc's own limit
+WIDE = 256  # hidden size from which a model's large blocks are returned
 
 _kept = False  # whether `keep_memory` has set anything
 
@@ -34,11 +36,12 @@ def keep_memory() -> None:
 
 
 def return_blocks() -> None:
-    """Return large blocks when they are freed, from now on, and what is free already. Does nothing unless
-    `keep_memory` has been at work."""
+    """Map large blocks apart after all, and return them when they are freed. Does nothing where nothing is kept.
+
+    It costs a wide model a tenth to a fifth of its time, half of that with pages of 2 MB (`benchmarks/README.md`).
+    """
     if _kept:
         _set((M_MMAP_THRESHOLD, LARGE), (M_MMAP_MAX, BLOCKS))
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _set(*options: tuple[int, int]) -> None:

@@ -30,6 +30,7 @@ from realm_jax.index.embed import CorpusRows, embed_corpus, in_groups
 from realm_jax.index.exact import padded_rows
 from realm_jax.index.fusion import LIST
 from realm_jax.index.words import Bm25, check_words, words_of
+from realm_jax.memory import WIDE, return_blocks
 from realm_jax.mesh import logical_sharding, make_mesh, parameter_shardings
 from realm_jax.models.bert import BertConfig
 from realm_jax.models.inputs import Documents
@@ -237,6 +238,8 @@ def make_run(config: ConfigDict, workdir: Path, sources: Sources, devices: list[
             f"{config.data.path}: the corpus has {rows} passages, but config.retrieval.candidates, "
             f"retrieval.qa_passages and evaluation.qa_passages need {wanted}; add passages or lower the keys"
         )
+    if config.model.width >= WIDE:
+        return_blocks()
     wordpiece = sources.wordpiece
     special = wordpiece.cls_id, wordpiece.sep_id
     bare = bare_run(config, workdir, rows, wordpiece.size, devices, special, encoder_of(wordpiece))

@@ -25,7 +25,6 @@ from realm_jax.data.held_out import trained_rows
 from realm_jax.data.pipeline import batches, padded_lengths
 from realm_jax.errors import UserError
 from realm_jax.index.candidates import Index
-from realm_jax.memory import return_blocks
 from realm_jax.models.realm import Params
 from realm_jax.processes import anywhere
 from realm_jax.run import BaseRun, Run, own_rows
@@ -194,8 +193,6 @@ class _Training:
         self._feed = Feed(run.mesh, source, rows, size, course.search, in_flight)
         self._profiler = Profiler(place / "profile", config.log.profile_step)
         self._compiles = CompileGuard(self._step_function, padded_lengths(examples))
-        if padded_lengths(examples) > 1:
-            return_blocks()
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
