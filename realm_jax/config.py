@@ -89,10 +89,11 @@ Science (a run folder keeps them; another value on resume is an error that names
   evaluation.passages      passages retrieved for recall
   evaluation.qa_every      steps of fine-tuning between two measurements; it ends with the parameters of largest exact
                            match among those measured; 0: with the last ones
-  evaluation.held_out      share of documents, in thousandths, out of which mlm, ict and realm take no sentence to learn
-                           from where there are no development questions: masked sentences of theirs, which ask for
-                           their document, are measured in place of questions. Their passages stay in Z, where any
-                           task may retrieve them, draw them as unrelated ones, or read them for training questions
+  evaluation.held_out      share of documents, 0 to 1 and rounded to thousandths, out of which mlm, ict and realm take
+                           no sentence to learn from where there are no development questions: masked sentences of
+                           theirs, which ask for their document, are measured in place of questions. Their passages stay
+                           in Z, where any task may retrieve them, draw them as unrelated ones, or read them for
+                           training questions
   evaluation.keep_best     whether a task hands on the parameters that measured best, its start among them: by recall of
                            the first five passages, where an index is measured; fine-tuning by exact match, at the end,
                            every evaluation.qa_every steps, and at its start if its reader was trained before
@@ -574,8 +575,11 @@ def _check_sizes(config: ConfigDict) -> None:
     over_index = config.objective.ict == "index" and "ict" in task_names(config)
     apart = not (config.model.shared_tower and over_index)
     require(apart, "objective.ict", "'index' trains the query tower alone; set model.shared_tower=False")
-    plain = not (config.objective.ict_null_weight and over_index)
-    require(plain, "objective.ict_null_weight", "objective.ict=index has no null document; set it to 0")
+    for key in ("objective.ict_null_weight", "data.ict_mask_rate"):
+        unused = "has no null document, and leaves sentences in their passages; set it to 0"
+        require(not (over_index and _get(config, key)), key, f"objective.ict=index {unused}")
+    begins = config.encoder.projection != 0 or config.encoder.projection_start == "fresh"
+    require(begins, "encoder.projection_start", "there is no projection; set encoder.projection to its width")
     frozen = not (config.objective.qa == "positive" and config.refresh.qa_every)
     require(frozen, "refresh.qa_every", "objective.qa=positive trains no document tower; set it to 0")
     searched = config.retrieval.qa_search != "bm25" or not config.refresh.qa_every

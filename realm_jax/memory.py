@@ -24,6 +24,7 @@ BLOCKS = 1 << 16  # that may be mapped at a time: glibc's own limit
 WIDE = 256  # hidden size from which a model's large blocks are returned
 
 _kept = False  # whether `keep_memory` has set anything
+_returned = False  # whether `return_blocks` has
 
 
 def keep_memory() -> None:
@@ -40,8 +41,20 @@ def return_blocks() -> None:
 
     It costs a wide model a tenth to a fifth of its time, half of that with pages of 2 MB (`benchmarks/README.md`).
     """
+    global _returned
     if _kept:
+        _returned = True
         _set((M_MMAP_THRESHOLD, LARGE), (M_MMAP_MAX, BLOCKS))
+
+
+def return_the_rest() -> None:
+    """Return the smaller blocks that are free, and what only refers to itself: before a task, which needs others.
+
+    Does nothing where large blocks are not returned.
+    """
+    if _returned:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _set(*options: tuple[int, int]) -> None:

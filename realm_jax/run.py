@@ -123,17 +123,23 @@ class Run(BaseRun):
         """An index of host vectors [rows, projection], stored as `retrieval.dtype` and sharded by rows."""
         return Index(self._by_rows(vectors.astype(self.config.retrieval.dtype, copy=False)), self.documents)
 
-    def search_of(self, task: str) -> str:
-        """What finds the passages of a question for what a task trained, one of `config.SEARCHES`."""
+    def measured_by(self, task: str) -> str:
+        """What finds passages while a task is measured, one of `config.SEARCHES`: its vectors, unless it learns to
+        answer."""
         return self.setting.qa_search if task == "qa" else "vectors"
+
+    def asked_by(self, task: str) -> str:
+        """What finds the passages of questions to a run whose parameters are those of a task, unless they say how."""
+        return "vectors" if task == "closed_book" else self.setting.qa_search
 
     def needs_vectors(self, task: str, search: str = "") -> bool:
         """Whether questions to what a task trained need the passages' vectors: to search them, or for p(z|x).
 
-        search: in place of the task's own. A reader that was trained on BM25's scores goes on with those.
+        search: what finds passages, by default what does while the task is measured. A reader that was trained on
+        BM25's scores goes on with those.
         """
         trained_on_words = task == "qa" and self.setting.qa_words
-        return task != "closed_book" and not (trained_on_words and (search or self.search_of(task)) == "bm25")
+        return task != "closed_book" and not (trained_on_words and (search or self.measured_by(task)) == "bm25")
 
     def words(self) -> Bm25:
         """BM25 over the corpus, kept in the run folder or made in memory. Raises UserError where it has no words."""

@@ -47,7 +47,8 @@ def test_a_task_without_a_measurement_of_its_start_takes_the_baseline():
 def test_a_task_that_keeps_its_last_parameters_by_another_measure_says_by_which():
     stage = compare_with_start(lines(0.9, 0.8))
     wanted = (
-        "qa ended below its start: recall@5 0.900 -> 0.800; it hands on its last parameters, the best by exact match"
+        "qa ended below its start: recall@5 0.900 -> 0.800; it hands on its last parameters, since they are kept by "
+        "exact match"
     )
     assert describe_loss("qa", stage, "exact_match") == wanted
 

@@ -11,10 +11,14 @@ from tiny_run import PEOPLE, prepare_people, tiny_config, train_tiny_run
 
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
-from realm_jax.jobs.opening import check_source
+from realm_jax.jobs.opening import check_source, record_start
+from realm_jax.jobs.projection import FILE as COMPONENTS
 from realm_jax.jobs.recipe import starting_params, train
 from realm_jax.run import Run, make_run
+from realm_jax.storage import digest, read_json
+from realm_jax.training.best import stage_of
 from realm_jax.training.checkpoints import Damaged, Saved
+from realm_jax.training.loop import train_task
 from realm_jax.training.restore import embedded_before, restore_params
 from realm_jax.training.workdir import begins_with_reader, check_workdir
 
@@ -168,3 +172,31 @@ def test_a_run_that_trained_other_networks_in_its_last_task_is_read_by_their_nam
     theirs = restore_params(first, first.workdir, "qa", first.initial_params())
     jax.tree.map(np.testing.assert_array_equal, starting_params(run), theirs)
     assert begins_with_reader(tmp_path)
+
+
+def test_a_task_that_only_lost_hands_on_the_parameters_that_it_started_from(first, tmp_path):
+    run = heir(first, tmp_path, tasks="ict", evaluation={"keep_best": True})
+    check_workdir(run)
+    params = starting_params(run)
+    worth = iter([0.9, 0.8, 0.9])
+    ended = train_task(run, "ict", params, lambda params, index, final: {"recall@5": next(worth)})
+    jax.tree.map(np.testing.assert_array_equal, ended, params)
+    assert stage_of(tmp_path / "ict") == {
+        "measure": "recall@5", "start": 0.9, "end": 0.9, "kept_step": 0, "last": 0.8
+    }  # fmt: skip
+    arrays = Saved.newest(tmp_path / "ict" / "best").record["checksums"]
+    assert arrays and all(name.startswith("state.trained.") for name in arrays)  # no moments, nothing frozen
+
+
+def test_what_another_start_left_is_removed_before_the_first_checkpoint(first, tmp_path):
+    run = heir(first, tmp_path, tasks="ict")
+    params = starting_params(run)
+    (tmp_path / "ict" / "best").mkdir(parents=True)
+    components = tmp_path / COMPONENTS
+    components.touch()
+    starting_params(run)
+    assert components.exists() and (tmp_path / "ict" / "best").exists()
+    record_start(run, jax.tree.map(lambda x: x + 1, params))
+    assert not components.exists() and not (tmp_path / "ict").exists()
+    starting_params(heir(first, tmp_path, tasks="ict", init_from=""))
+    assert read_json(tmp_path / "start.json") == {"reader": False, "params": digest(b"{}")}

@@ -117,29 +117,49 @@ def test_a_run_goes_on_when_its_data_are_named_by_another_path(mixed, monkeypatc
 def test_without_answers_fine_tuning_is_left_out_and_retrieval_is_measured(tmp_path, caplog, capsys):
     caplog.set_level("INFO")
     data = prepared(tmp_path, [gold_only(n, split) for n in range(8) for split in ("train", "dev")])
-    results = trained(small(data), tmp_path / "run")
+    results = trained(small(data, retrieval={"qa_search": "hybrid"}), tmp_path / "run")
     assert f"{data} has no training questions with answers: qa left out of the recipe" in caplog.text
-    assert results["exact_match"] == {} and {"bm25", "untrained", "ict"} <= {*results["recall@5"]}
+    assert results["exact_match"] == {} and {*results["recall@5"]} == {"bm25", "untrained", "ict", "hybrid"}
     assert "answer_recall@5" not in results and not (tmp_path / "run" / "qa").exists()
     assert "✗" not in (tmp_path / "run" / "report.html").read_text()
-    open_run(small(data), tmp_path / "run")  # goes on, with the same recipe left out
+    open_run(small(data, retrieval={"qa_search": "hybrid"}), tmp_path / "run")  # goes on, with the same left out
     with pytest.raises(UserError, match=r"^config\.evaluation\.qa_every: goes by exact match, but no development"):
         open_run(small(data, evaluation={"qa_every": 1}), tmp_path / "other-run")
     capsys.readouterr()
     assert cli.main(["evaluate", f"--workdir={tmp_path}/run", "--json"]) == 0
     measures = json.loads(capsys.readouterr().out)["measures"]
     assert {*measures} == {"recall@1", "recall@5"}
+    assert measures["recall@5"]["value"] == pytest.approx(results["recall@5"]["hybrid"])
 
 
 def test_without_any_questions_the_recipe_is_what_needs_none(tmp_path, caplog, capsys):
     caplog.set_level("INFO")
     data = prepared(tmp_path, [])
-    assert trained(small(data), tmp_path / "run") == {}
+    assert trained(small(data, retrieval={"qa_search": "hybrid"}), tmp_path / "run") == {}
     assert "qa left out of the recipe" in caplog.text
+    assert (
+        f"{data} has no development questions: the run is measured on nothing, as evaluation.held_out=0" in caplog.text
+    )
     capsys.readouterr()
     assert cli.main(["ask", f"--workdir={tmp_path}/run", "--json", question(3)["question"]]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["measured"] is None and answer["answer"] is None and answer["candidates"]
+    assert {search for passage in answer["candidates"] for search in passage["ranks"]} == {"vectors", "bm25"}
+
+
+def test_a_corpus_of_single_sentences_leaves_the_inverse_cloze_task_out(tmp_path, caplog):
+    caplog.set_level("INFO")
+    prepare_people(tmp_path)
+    lines = (tmp_path / "passages.jsonl").read_text().splitlines()
+    short = [one | {"text": one["text"].split(". ")[0] + "."} for one in map(json.loads, lines)]
+    passages, questions = write_lines(tmp_path / "short.jsonl", short), [question(n) for n in range(4)]
+    asked = write_lines(tmp_path / "asked.jsonl", [one | {"split": "train"} for one in questions])
+    prepare(passages, tmp_path / "data", questions=[str(asked)], vocabulary_size=300, workers=1)
+    run = open_run(small(tmp_path / "data"), tmp_path / "run")
+    assert run.config.tasks == "qa"
+    assert "has no passage of two or more sentences: ict left out of the recipe" in caplog.text
+    with pytest.raises(UserError, match="no passage of two or more sentences, and config.tasks has nothing but ict"):
+        open_run(small(tmp_path / "data", tasks="ict"), tmp_path / "other")
 
 
 @pytest.mark.parametrize("tasks", ["qa", "closed_book"])

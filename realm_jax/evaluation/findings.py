@@ -18,6 +18,7 @@ METHODS = {
     "no_retriever_gradient": "REALM, retriever held still",
     "bm25": "BM25 (matching words)",
     "realm": "REALM",
+    "hybrid": "Vectors and words together",
 }
 CONTROLS = {
     "no_retriever_gradient": "the same training with the retriever held still",

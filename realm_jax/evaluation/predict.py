@@ -283,11 +283,7 @@ class Evaluator:
         encode, store = self.run.sources.wordpiece.encode, self.run.sources.passages
         return lru_cache(4096)(lambda row: np.array(encode(store.text(row)).offsets, np.int32).reshape(-1, 2))
 
-    def _read_pieces(self, row: int) -> NDArray[np.uint16]:
-        """The body of a row as far as it is read: beside its title and three special pieces."""
-        return body_read(self.run.sources.passages, row, self.run.lengths)
-
     def _read_text(self, row: int) -> str:
-        """The text of `_read_pieces`."""
-        ends = self._offsets(row)[: len(self._read_pieces(row)), 1]
+        """The text of a row as far as it is read: beside its title and three special pieces."""
+        ends = self._offsets(row)[: len(body_read(self.run.sources.passages, row, self.run.lengths)), 1]
         return self.run.sources.passages.text(row)[: int(ends.max(initial=0))]

@@ -34,6 +34,7 @@ from realm_jax.mesh import replicated
 from realm_jax.models.realm import Params
 from realm_jax.run import Run
 from realm_jax.storage import read_json
+from realm_jax.training.best import RECALLS
 from realm_jax.training.checkpoints import Gone, Saved
 from realm_jax.training.embedding import embed_once
 from realm_jax.training.exporter import to_arrays
@@ -47,7 +48,6 @@ logger = logging.getLogger(__name__)
 
 NBEST = 5  # answers of a question that are shown or written, if nothing else is asked for
 PASSAGES = 20  # to retrieve for a question, if nothing else is asked for
-FOUND = ("recall@5", "answer_recall@5")  # measures of retrieval, the first that there is counts
 LOW_EXACT_MATCH, LOW_RECALL = 0.2, 0.5  # below these a user is warned
 
 
@@ -100,7 +100,9 @@ def add_run_arguments(parser: argparse._ActionsContainer, instead: argparse._Act
 def add_search_argument(parser: argparse._ActionsContainer) -> None:
     """`--search`."""
     parser.add_argument(
-        "--search", choices=SEARCHES, help="what finds the passages of questions (default: what did in training)"
+        "--search",
+        choices=SEARCHES,
+        help="what finds the passages of questions (default: the config's retrieval.qa_search)",
     )
 
 
@@ -226,14 +228,15 @@ def restore(
 ) -> Trained:
     """Parameters at the end of `task`, or of the last task of the recipe that has a checkpoint, and the index.
 
-    for_answers: whether questions will be answered with them; search: what finds their passages, in place of what did
-    in training; warn: of parameters of other tasks than qa, which know nothing of answers. The corpus is embedded
-    unless the checkpoint holds vectors that fit its parameters. Raises UserError for a task that the recipe does not
-    have, and where there is no checkpoint.
+    for_answers: whether questions will be answered with them; search: what finds their passages, in place of
+    `retrieval.qa_search`; warn: of parameters of other tasks than qa, which know nothing of answers. The corpus is
+    embedded unless the checkpoint holds vectors that fit its parameters. Raises UserError for a task that the recipe
+    does not have, and where there is no checkpoint.
     """
     while True:
         name, saved = newest(run, task)
-        vectors = run.needs_vectors(name, search or "")
+        how = search or run.asked_by(name)
+        vectors = run.needs_vectors(name, how)
         try:
             if not vectors:
                 index: Index | None = run.bare_index
@@ -247,12 +250,12 @@ def restore(
             break
         except Gone:  # the run went on and removed it; there is a newer one
             continue
-    if name not in ("qa", "closed_book") and for_answers and warn:
+    trained = name in ("qa", "closed_book") or begins_with_reader(run.workdir)
+    if not trained and for_answers and warn:
         logger.warning("these are the parameters of task %s: answers come from a span head that qa did not train", name)
     if saved.step < run.config[name].steps:
         logger.warning("task %s is not done: step %d of %d", name, saved.step, run.config[name].steps)
-    how = search or run.search_of(name)
-    if how != "vectors" and name != "closed_book":
+    if how != "vectors" and for_answers:
         run.words()  # raises where there are none
     return Trained(run, name, saved.step, params, index or run.index(embed_once(run, params, bar=True)), how)
 
@@ -292,13 +295,15 @@ def measured(run: Run, task: str) -> Measured | None:
     """
     file = run.workdir / "results.json"
     results = read_json(file) if file.is_file() else {}
-    ended = {name: one[task] for name in FOUND if task in (one := results.get(name, {}))}
-    exact = results.get("exact_match", {}).get("retrieval") if task == "qa" else None
+    by = next((by for by in (run.asked_by(task), task) if any(by in results.get(name, {}) for name in RECALLS)), task)
+    ended = {name: one[by] for name in RECALLS if by in (one := results.get(name, {}))}
+    last = task == task_names(run.config)[-1]  # results are of the parameters at the end
+    exact = results.get("exact_match", {}).get("retrieval") if last else None
     if not ended and exact is None:
-        lines = [line for line in read_lines(run.workdir / task / "evaluations.jsonl") if {*FOUND} & {*line}]
+        lines = [line for line in read_lines(run.workdir / task / "evaluations.jsonl") if {*RECALLS} & {*line}]
         ended = lines[-1] if lines else {}
         exact = ended.get("exact_match")
-    found = next((ended[name] for name in FOUND if name in ended), None)
+    found = next((ended[name] for name in RECALLS if name in ended), None)
     on = "development questions" if exact is not None else results.get("measured_on")  # sentences have no answers
     return None if exact is None and found is None else Measured(exact, found, on)
 

@@ -88,7 +88,7 @@ def ask(trained: Trained, question: str, top: int | None = None) -> dict[str, An
     """Answer a checked question: {"question", "answer", "probability", "passage", "nbest", "candidates", "measured"}.
 
     "passage" is where the answer stands, {"id", "part", "title", "text", "span"}; "nbest" are the likeliest answers,
-    {"answer", "probability", "passage"}; "candidates" are the `top` likeliest passages that were read, {"id", "part",
+    {"answer", "probability", "passage"}; "candidates" are the `top` first passages that were read, {"id", "part",
     "title", "ranks", "probability", "answer", "span", "text"}; "ranks": the places of a passage by the searches that
     found it; "measured" is what the run measured, {"exact_match", "recall@5", "on"}, None where it did not; "on": on
     which questions or sentences, None where the run has no results yet. Spans are characters of a passage's text.
@@ -99,12 +99,14 @@ def ask(trained: Trained, question: str, top: int | None = None) -> dict[str, An
     prediction = _evaluator(trained, question).predict(trained.params, trained.index)[0]
     store, best = trained.run.sources.passages, prediction.nbest[0]
     ranks = dict(zip(prediction.retrieved.tolist(), map(ranks_by_search, prediction.ranks.tolist()), strict=True))
-    ranked = sorted(prediction.candidates, key=lambda candidate: -candidate.probability)[:top]
+    reads = reader_is_trained(trained)
+    found_by = prediction.candidates  # in the order of the search, which is all that is known without a reader
+    ranked = (sorted(found_by, key=lambda candidate: -candidate.probability) if reads else found_by)[:top]
     known = measured(trained.run, trained.task)
     facts = None if known is None else {"exact_match": known.exact_match, "recall@5": known.found, "on": known.on}
     told = {"measured": facts}
     found = [trained.place(c.row) | {"ranks": ranks[c.row], "probability": c.probability} for c in ranked]
-    if not ranked or not reader_is_trained(trained):
+    if not ranked or not reads:
         read = [place | {"text": store.text(c.row)} for place, c in zip(found, ranked, strict=True)]
         answer = {"answer": None, "probability": None, "passage": None, "nbest": [], "candidates": read}
         return {"question": question} | answer | told

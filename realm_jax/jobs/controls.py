@@ -31,11 +31,11 @@ def run_controls(run: Run, evaluator: Evaluator) -> None:
     if any(run.config[key] for key in BORROWING) and not begun:  # afterwards its source may go
         start = borrow_params(run, start)
     if "realm" in names and "ict" in names:
-        before_realm = restore_params(run, run.workdir, "ict", start)
         never = _with(run, objective={"retriever_start": run.config.realm.steps})
-        train_task(never, "realm", before_realm, measure, "no_retriever_gradient")
-        train_task(_with(run, ict={"steps": run.config.realm.steps}, seed=run.config.seed + 1), "ict", before_realm,
-                   measure, "more_ict")  # fmt: skip
+        longer = _with(run, ict={"steps": run.config.realm.steps}, seed=run.config.seed + 1)
+        for control, name, folder in ((never, "realm", "no_retriever_gradient"), (longer, "ict", "more_ict")):
+            before_realm = restore_params(run, run.workdir, "ict", start)
+            train_task(control, name, before_realm, measure, folder)
     if "qa" in names and "closed_book" not in names:
         train_task(run, "closed_book", start, closed_book_measure(run))
 

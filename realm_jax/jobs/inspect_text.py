@@ -135,7 +135,7 @@ def _sentence(trained: Trained, text: Masked, pieces: int) -> Seen:
 
 def _question(trained: Trained, question: str, answer: str | None) -> Seen:
     if answer is None:
-        evaluator = Evaluator(trained.run, [Question(question, [])])
+        evaluator = Evaluator(trained.run, [Question(question, [])], trained.search)
         answer = evaluator.predict(trained.params, trained.index)[0].answer
     return inspect_question(trained.run, trained.params, trained.index, question, answer)
 

@@ -99,7 +99,7 @@ def retrieved_at_start(run: Run, params: Params, questions: Sequence[Question], 
     """Rows of the best passages of questions, int64 [questions, depth], by the search of fine-tuning with the
     parameters that it starts from."""
     index = run.index(start_vectors(run, "qa", params)) if run.needs_vectors("qa") else run.bare_index
-    return Evaluator(run, questions, run.search_of("qa")).retrieve(params, index, min(depth, run.setting.rows))
+    return Evaluator(run, questions, run.measured_by("qa")).retrieve(params, index, min(depth, run.setting.rows))
 
 
 def strings_of(expressions: Iterable[str], texts: Iterable[str], wordpiece: WordPiece, span_width: int) -> list[str]:

@@ -40,7 +40,7 @@ def retrieval_measure(run: Run, task: str) -> Measure | None:
     questions = dev_questions(run)
     if not questions:
         return None
-    evaluator = Evaluator(run, questions, run.search_of(task))
+    evaluator = Evaluator(run, questions, run.measured_by(task))
 
     def measure(params: Params, index: Index | None, final: bool) -> dict[str, Any]:
         if index is None:

@@ -1,7 +1,9 @@
 """Open a run: its config checked, its folder compared, its data, mesh and networks built."""
 
+import json
 import logging
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from realm_jax.data.sources import Sources, open_sources
 from realm_jax.errors import UserError
 from realm_jax.index.approximate import check_scann
 from realm_jax.jobs.models import no_model, resolved
+from realm_jax.jobs.projection import FILE as COMPONENTS
 from realm_jax.jobs.starting import (
     READER,
     find_weights,
@@ -29,11 +32,13 @@ from realm_jax.jobs.starting import (
 from realm_jax.mesh import put_whole
 from realm_jax.models.realm import Params, Realm
 from realm_jax.models.weights import PROJECTION
+from realm_jax.processes import told_by
 from realm_jax.run import Run, encoder_of, make_model, make_run, tower_lengths
-from realm_jax.storage import Folder, cache_folder, make_folder, open_folder, read_json, write_json_atomic
+from realm_jax.storage import Folder, cache_folder, digest, make_folder, open_folder, read_json, write_json_atomic
 from realm_jax.tagger_config import default_like, is_tagger
 from realm_jax.text.wordpiece import WordPiece
 from realm_jax.training.checkpoints import Saved
+from realm_jax.training.checksums import checksums
 from realm_jax.training.workdir import START, begins_with_reader, check_workdir
 
 logger = logging.getLogger(__name__)
@@ -57,7 +62,7 @@ def open_run(config: ConfigDict, workdir: Path) -> Run:
     has_begun(workdir, tagger=False)
     config = resolved(config, workdir)
     sources = open_sources(config.data.path, recorded_corpus(workdir))
-    config = _without_questions(config, sources)
+    config = _with_possible_tasks(config, sources)
     borrowed = _borrowed(config, workdir, sources.wordpiece)
     run = make_run(config, workdir, sources)
     if "closed_book" in task_names(config):
@@ -71,8 +76,9 @@ def open_run(config: ConfigDict, workdir: Path) -> Run:
     return run
 
 
-def _without_questions(config: ConfigDict, sources: Sources) -> ConfigDict:
-    """The config with the tasks that its data allow: without training questions nothing learns to answer.
+def _with_possible_tasks(config: ConfigDict, sources: Sources) -> ConfigDict:
+    """The config with the tasks that its data allow: without training questions nothing learns to answer, and without a
+    passage of two sentences nothing can be left of it.
 
     Raises UserError where no task is left, and where fine-tuning is to end with what nothing can measure.
     """
@@ -83,16 +89,20 @@ def _without_questions(config: ConfigDict, sources: Sources) -> ConfigDict:
             f"config.evaluation.qa_every: goes by exact match, but no development question of {config.data.path} has "
             "answers; set it to 0"
         )
-    lacking = [name for name in names if name in ANSWERING]
-    if not lacking or sources.answered("train"):
-        return config
-    left, lost = [name for name in names if name not in lacking], " and ".join(lacking)
+    lacking = {name: "training questions with answers" for name in names if name in ANSWERING}
+    lacking = {} if sources.answered("train") else lacking
+    if "ict" in names and not (sources.passages.sentence_counts() > 1).any():
+        lacking["ict"] = "passage of two or more sentences"
+    left = [name for name in names if name not in lacking]
     if not left:
         raise UserError(
-            f"{config.data.path}: no training questions with answers, and config.tasks has nothing but {lost}; prepare "
-            "some, or set config.tasks"
+            f"{config.data.path}: no {' and no '.join(dict.fromkeys(lacking.values()))}, and config.tasks has nothing "
+            f"but {' and '.join(lacking)}; prepare some, or set config.tasks"
         )
-    logger.info("%s has no training questions with answers: %s left out of the recipe", config.data.path, lost)
+    for name, what in lacking.items():
+        logger.info("%s has no %s: %s left out of the recipe", config.data.path, what, name)
+    if not lacking:
+        return config
     found = ConfigDict(config.to_dict())
     found.tasks = ",".join(left)
     return found
@@ -250,12 +260,26 @@ def _borrow(run: Run, fresh: Params, key: str) -> Params:
     return dict(jax.tree.map(put_whole, saved.networks(names), places))
 
 
-def record_start(run: Run) -> None:
-    """Write WORKDIR/start.json, what is to be known of where a run began when that may be gone: whether its reader was
-    trained with questions before. For the first process, before the first step."""
-    trained = any(run.config[key] and _has_reader(run, key) for key in BORROWING)
+def record_start(run: Run, params: Params) -> None:
+    """Write WORKDIR/start.json, what is to be known of where a run began when that may be gone.
+
+    {"reader": whether its reader was trained with questions before, "params": a digest of the parameters that it took
+    from elsewhere}. What an earlier start from others left there is removed: its best parameters, principal components
+    and records are none of this run's. Every process has to call it, before the first step.
+    """
+    sums = checksums(params) if any(run.config[key] for key in BORROWING) else {}
+    told_by(lambda: _record_start(run, digest(json.dumps(sums, sort_keys=True).encode())))
+
+
+def _record_start(run: Run, params: str) -> int:
     make_folder(run.workdir, "--workdir")
-    write_json_atomic(run.workdir / START, {"reader": trained})
+    path = run.workdir / START
+    if path.is_file() and read_json(path).get("params") != params:
+        (run.workdir / COMPONENTS).unlink(missing_ok=True)
+        shutil.rmtree(run.workdir / task_names(run.config)[0], ignore_errors=True)
+    trained = any(run.config[key] and _has_reader(run, key) for key in BORROWING)
+    write_json_atomic(path, {"reader": trained, "params": params})
+    return 0
 
 
 def _has_reader(run: Run, key: str) -> bool:

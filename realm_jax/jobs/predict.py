@@ -112,7 +112,7 @@ def predict(
             _append(stream, restore(run, task, search=search), questions, nbest, 0, stop)
         return
     name, saved = newest(run, task)
-    settings = settings_of(run, name, saved, questions, nbest, search or run.search_of(name))
+    settings = settings_of(run, name, saved, questions, nbest, search or run.asked_by(name))
     with only_one(output.parent, output.name):
         done = _begin(output, settings, len(questions))
         if done < len(questions):

@@ -4,7 +4,7 @@ import logging
 import shlex
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from rich.table import Table
 
 from realm_jax.config import task_names
 from realm_jax.console import console
+from realm_jax.corpus.jsonl import Question
 from realm_jax.data.examples import Examples, question_examples
 from realm_jax.errors import UserError
 from realm_jax.evaluation.predict import Evaluator
@@ -36,6 +37,8 @@ from realm_jax.training.refresh import shared_folder
 
 logger = logging.getLogger(__name__)
 
+FEW = 50  # masked sentences; the interval of a share of fewer is wider than what any stage changes
+
 
 def run_recipe(run: Run, controls: bool, command: str) -> int:
     """Baselines, the tasks, the controls if wanted, results and report; returns the exit code.
@@ -53,6 +56,7 @@ def run_recipe(run: Run, controls: bool, command: str) -> int:
             if searched_by(run) - {"vectors"}:
                 run.words()  # raises before anything is trained
                 keep_words(run)
+            warn_of_few(run, questions)
             if not questions or "closed_book" in task_names(run.config):
                 train(run, tell)
                 return 0
@@ -73,10 +77,23 @@ def run_recipe(run: Run, controls: bool, command: str) -> int:
     return 0
 
 
+def warn_of_few(run: Run, questions: Sequence[Question]) -> None:
+    """Say where there are no development questions, and masked sentences are too few to stand in for them."""
+    if run.sources.questions.get("dev") or len(questions) >= FEW or not is_first():
+        return
+    held_out = f"evaluation.held_out={run.config.evaluation.held_out}"
+    few = f"{len(questions)} masked sentences of documents that {held_out} keeps out of training" if questions else ""
+    logger.warning(
+        "%s has no development questions: the run is measured on %s; prepare questions, or hold out more documents",
+        run.config.data.path,
+        few or f"nothing, as {held_out} keeps no sentence out of training",
+    )
+
+
 def searched_by(run: Run) -> set[str]:
-    """How the tasks of a recipe that retrieve find passages, of `config.SEARCHES`."""
-    by_task = {"realm": run.setting.search, "qa": run.setting.qa_search}
-    return {by_task[name] for name in task_names(run.config) if name in by_task}
+    """How the tasks of a recipe find passages, and questions to what it trained, of `config.SEARCHES`."""
+    names = task_names(run.config)
+    return {run.asked_by(name) for name in names} | ({run.setting.search} if "realm" in names else set())
 
 
 @contextmanager
@@ -117,7 +134,7 @@ def train(run: Run, tell: Callable[[str], None] = lambda task: None) -> Params:
     params = starting_params(run)
     for name in task_names(run.config):
         tell(name)
-        examples = partial(questions_to_learn, run, params) if name == "qa" else None
+        examples = partial(questions_to_learn, run) if name == "qa" else None
         params = train_task(run, name, params, measure_of(run, name), examples=examples)
     return params
 
@@ -141,8 +158,7 @@ def starting_params(run: Run) -> Params:
         return params
     if borrows(run.config, run.workdir):
         params = borrow_params(run, params)
-        if is_first():
-            record_start(run)
+    record_start(run, params)
     return with_principal_components(run, params) if starts_with_pca(run) else params
 
 

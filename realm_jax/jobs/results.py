@@ -38,6 +38,7 @@ from realm_jax.training.checkpoints import Saved
 from realm_jax.training.embedding import embed_once
 from realm_jax.training.metrics import read_lines
 from realm_jax.training.restore import restore_params, saved_index
+from realm_jax.training.workdir import begins_with_reader
 
 RECALL = re.compile(r"(answer_)?recall@\d+")
 BY_WORDS = "recall@5_by_replaced_words"
@@ -104,17 +105,40 @@ def by_words(run: Run, evaluator: Evaluator) -> NDArray[np.int64]:
 def write_results(run: Run, params: Params, questions: Sequence[Question], command: str) -> dict[str, Any]:
     """Write `results.json` and `report.html`; returns the results, in the first process alone."""
     last = task_names(run.config)[-1]
-    index, evaluator = final_index(run, last, params), Evaluator(run, questions, run.search_of(last))
-    predictions = evaluator.predict(params, index)
+    index = final_index(run, last, params)
+    asked = measure_as_asked(run, params, index, questions)
+    shown = Evaluator(run, evenly_spaced(questions, SHOWN_QUESTIONS), run.asked_by(last))
+    predictions = shown.predict(params, index)
     sentence = masked_sentence(run, params)
     if not is_first():
         return {}
-    results = collect(run, evaluator, predictions)
+    results = collect(run, questions, asked)
     write_json_atomic(run.workdir / "results.json", results)
-    examples = shown_examples(run, evaluator, predictions)
-    report = describe_run(run, evaluator, results, command) | {"examples": examples, "masked_sentence": sentence}
+    examples = shown_examples(shown, predictions)
+    report = describe_run(run, questions, results, command) | {"examples": examples, "masked_sentence": sentence}
     write_report(report, run.workdir / "report.html")
     return results
+
+
+def measure_as_asked(run: Run, params: Params, index: Index, questions: Sequence[Question]) -> dict[str, Any]:
+    """What the last task did not measure of a run as questions find it: recall by hybrid search, exact match of a
+    reader that came with the run. All processes have to call it."""
+    last = task_names(run.config)[-1]
+    how, found = run.asked_by(last), {}
+    if how != run.measured_by(last):
+        found |= Evaluator(run, questions, how).recall(params, index)
+    if last != "qa" and told(begins_with_reader(run.workdir)) and (asked := answered(questions)):
+        evaluator = Evaluator(run, asked, how)
+        found["exact_match"] = evaluator.exact_match(evaluator.predict(params, index))
+    return found
+
+
+def evenly_spaced(questions: Sequence[Question], most: int) -> list[Question]:
+    """At most so many questions, evenly spaced over all."""
+    count = len(questions)
+    return [
+        questions[place] for place in sorted({round(place) for place in np.linspace(0, count - 1, min(most, count))})
+    ]
 
 
 def final_index(run: Run, task: str, params: Params) -> Index:
@@ -124,8 +148,11 @@ def final_index(run: Run, task: str, params: Params) -> Index:
     return run.index(run.embed(params)) if index is None else index
 
 
-def collect(run: Run, evaluator: Evaluator, predictions: Sequence[Prediction]) -> dict[str, Any]:
-    """The numbers of a run: recall by method, exact match, retrieval utility, seconds by stage."""
+def collect(run: Run, questions: Sequence[Question], asked: dict[str, Any]) -> dict[str, Any]:
+    """The numbers of a run: recall by method, exact match, retrieval utility, seconds by stage.
+
+    asked: what `measure_as_asked` found; its recall stands beside that of the tasks, by the name of the search.
+    """
     measured = {"untrained": {}, "bm25": {}} | read_json(run.workdir / "baselines.json")
     baseline_seconds = measured.pop("seconds", 0.0)
     stages = [*task_names(run.config), "no_retriever_gradient", "more_ict", "closed_book"]
@@ -140,20 +167,22 @@ def collect(run: Run, evaluator: Evaluator, predictions: Sequence[Prediction]) -
             exact["closed_book"] = last["exact_match"]
         elif any("recall@" in key for key in last):
             measured[name] = last
+    if "recall@5" in asked or "answer_recall@5" in asked:
+        measured[run.asked_by(task_names(run.config)[-1])] = asked
     utilities = [line["retrieval_utility"] for line in read_lines(run.workdir / "realm" / "metrics.jsonl")]
     keys = sorted({key for found in measured.values() for key in found if RECALL.fullmatch(key)})
     results: dict[str, Any] = {
         key: {name: found[key] for name, found in measured.items() if key in found} for key in keys
     }
-    share = evaluator.exact_match(predictions)
-    if share is not None:
-        exact |= {"retrieval": share} if "qa" in measured else {}
-        exact["chance"] = chance(run.sources.questions.get("train", []), evaluator.questions)
+    share = asked.get("exact_match", measured.get("qa", {}).get("exact_match"))
+    exact |= {} if share is None else {"retrieval": share}
+    if answered(questions):
+        exact["chance"] = chance(run.sources.questions.get("train", []), questions)
     by_group = {name: found[BY_WORDS] for name, found in measured.items() if BY_WORDS in found}
     results |= {BY_WORDS: by_group} if by_group else {}
     results["exact_match"] = exact
-    asked = bool(run.sources.questions.get("dev"))
-    results["measured_on"] = "development questions" if asked else "masked sentences of held-out documents"
+    dev = bool(run.sources.questions.get("dev"))
+    results["measured_on"] = "development questions" if dev else "masked sentences of held-out documents"
     results["stages"] = {name: stage for name in task_names(run.config) if (stage := describe_end(run, name))}
     if utilities:
         results["retrieval_utility"] = float(np.mean(utilities[-max(1, len(utilities) // 10) :]))
@@ -166,13 +195,13 @@ def describe_end(run: Run, name: str) -> dict[str, Any] | None:
     if stage is None:
         return None
     end = read_lines(run.workdir / name / "evaluations.jsonl")[-1]
-    kept_by = ("exact_match" if "exact_match" in end else "") if name == "qa" else stage["measure"]
-    kept_by = kept_by if run.config.evaluation.keep_best else ""
-    loss = describe_loss(name, stage, kept_by)
+    kept_by = "exact_match" if "exact_match" in end else stage["measure"]
+    keeps = run.config.evaluation.keep_best or name == "qa" and run.config.evaluation.qa_every > 0
+    loss = describe_loss(name, stage, kept_by if keeps else "")
     return stage | ({"warning": loss} if loss else {})
 
 
-def describe_run(run: Run, evaluator: Evaluator, results: dict[str, Any], command: str) -> dict[str, Any]:
+def describe_run(run: Run, questions: Sequence[Question], results: dict[str, Any], command: str) -> dict[str, Any]:
     """Everything on the page but the examples."""
     sources = run.sources
     return {
@@ -184,16 +213,14 @@ def describe_run(run: Run, evaluator: Evaluator, results: dict[str, Any], comman
             "passages": len(sources.passages),
             "pretraining": len(sources.pretraining),
             "train_questions": len(sources.questions.get("train", [])),
-            "dev_questions": len(evaluator.questions),
+            "dev_questions": len(questions),
         },
         "results": results,
         "stages": [stage for name in task_names(run.config) if (stage := describe_stage(run, name, results))],
         "recall_history": recall_history(run),
         "adoptions": [line for line in read_lines(run.workdir / "realm" / "evaluations.jsonl") if "generation" in line],
         "recall_by_replaced_words": results.get(BY_WORDS, {}),
-        "questions_by_replaced_words": Counter(
-            str(question.fields.get(GROUPED_BY)) for question in evaluator.questions
-        ),
+        "questions_by_replaced_words": Counter(str(question.fields.get(GROUPED_BY)) for question in questions),
         "settings": flatten(run.config.to_dict()),
     }
 
@@ -221,17 +248,16 @@ def recall_history(run: Run) -> list[dict[str, Any]]:
     ]
 
 
-def shown_examples(run: Run, evaluator: Evaluator, predictions: Sequence[Prediction]) -> list[dict[str, Any]]:
-    """A few questions, evenly spaced over the set, with the passages that were read.
+def shown_examples(evaluator: Evaluator, predictions: Sequence[Prediction]) -> list[dict[str, Any]]:
+    """An evaluator's questions with the passages that were read.
 
     Without a prediction where no reader was fine-tuned, and without a judgement where nothing is known to be right.
     """
+    run = evaluator.run
     store = run.sources.passages
-    count, reads = len(evaluator.questions), "qa" in task_names(run.config)
-    chosen = sorted({round(place) for place in np.linspace(0, count - 1, min(SHOWN_QUESTIONS, count))})
+    reads = "qa" in task_names(run.config) or begins_with_reader(run.workdir)
     shown = []
-    for place in chosen:
-        question, prediction = evaluator.questions[place], predictions[place]
+    for question, prediction in zip(evaluator.questions, predictions, strict=True):
         candidates = [
             {
                 "title": store.title(candidate.row),

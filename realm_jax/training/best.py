@@ -13,7 +13,7 @@ from realm_jax.run import BaseRun
 from realm_jax.storage import read_json
 from realm_jax.training.checkpoints import Checkpoints, Saved
 from realm_jax.training.metrics import read_lines
-from realm_jax.training.restore import task_params
+from realm_jax.training.restore import abstract_state
 from realm_jax.training.state import State
 from realm_jax.training.tasks import Task
 
@@ -38,23 +38,25 @@ class Best:
         return name if self._keep and name in found else ""
 
     def look(self, step: int, state: State, found: dict[str, Any]) -> None:
-        """Keep the parameters of a step if they measured better than all before; of equals the first stay."""
-        name = self._name or measure_in(found)
-        if not self._keep or name not in found:
+        """Keep what the task trained, at a step, if it measured better than all before; of equals the first stay."""
+        name = self.kept_by(found)
+        if not name:
             return
         saved = Saved.newest_of_first(self._folder)
         if saved is None or found[name] > saved.record["value"]:
             with Checkpoints(self._folder, keep=1) as checkpoints:
-                checkpoints.save(step, state, {}, {"value": found[name]}, wait=True)
+                checkpoints.save(step, {"trained": state.trained}, {}, {"value": found[name]}, wait=True)
 
     def other_than(self, step: int, like: Params) -> tuple[int, Params] | None:
-        """The step and parameters that were best; None where they are those of `step`. like: shapes of all of them."""
+        """The step that was best and what the task had trained; None where it is `step`. like: shapes of all
+        parameters."""
         saved = Saved.newest_of_first(self._folder) if self._keep else None
         if saved is None or saved.step == step:
             return None
         value = saved.record["value"]
         logger.info("%s ends with the parameters of step %d, which measured %.4f", self._task.name, saved.step, value)
-        return saved.step, task_params(self._run, self._task, saved, like)
+        trained = abstract_state(self._run, self._task, like).trained
+        return saved.step, saved.state({"trained": trained})["trained"]
 
 
 def measure_in(found: dict[str, Any]) -> str:
@@ -105,5 +107,5 @@ def describe_loss(task: str, stage: dict[str, Any] | None, kept_by: str = "") ->
     if "kept_step" in stage:
         handed_on = f"it hands on the parameters of step {stage['kept_step']} ({stage['end']:.3f})"
     elif kept_by:
-        handed_on = f"it hands on its last parameters, the best by {kept_by.replace('_', ' ')}"
+        handed_on = f"it hands on its last parameters, since they are kept by {kept_by.replace('_', ' ')}"
     return f"{task} ended below its start: {stage['measure']} {stage['start']:.3f} -> {worst:.3f}; {handed_on}"

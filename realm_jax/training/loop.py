@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from realm_jax.config import task_names
+from realm_jax.corpus.jsonl import answered
 from realm_jax.data import examples as make
 from realm_jax.data.closed_book import closed_book_examples
 from realm_jax.data.examples import Examples
@@ -25,8 +26,9 @@ from realm_jax.data.held_out import trained_rows
 from realm_jax.data.pipeline import batches, padded_lengths
 from realm_jax.errors import UserError
 from realm_jax.index.candidates import Index
+from realm_jax.memory import return_the_rest
 from realm_jax.models.realm import Params
-from realm_jax.processes import anywhere
+from realm_jax.processes import anywhere, told
 from realm_jax.run import BaseRun, Run, own_rows
 from realm_jax.training.adoption import Adoption
 from realm_jax.training.best import Best, describe_loss, stage_of
@@ -53,18 +55,18 @@ MakeRefresh = Callable[[int, Checkpoints, Callable[[], bool], Callable[[], None]
 class Course:
     """What the loop has to know of a task.
 
-    examples: called when something is left to train. work: what a step is to the devices. refresh: where the index
-    comes from, by (first step, checkpoints, whether to stop waiting, what to call again and again while the corpus is
-    embedded). search: where hosts search ahead of a step. measure: called with parameters and an index (None without
-    one) at every refresh and, its last argument true, every so many steps (`every`; 0: never) and at the end. best: the
-    name of the value in that by which parameters are compared ('': recall, see `best.py`). keep_best: whether the task
-    ends with the parameters for which it was largest. measure_start: whether a task that does not retrieve is measured
-    before its first step too; answers_start: whether one that does is measured then as at its end. over: called when
-    the task turns out to be done.
+    examples: called when something is left to train, with the parameters that it goes on from. work: what a step is to
+    the devices. refresh: where the index comes from, by (first step, checkpoints, whether to stop waiting, what to call
+    again and again while the corpus is embedded). search: where hosts search ahead of a step. measure: called with
+    parameters and an index (None without one) at every refresh and, its last argument true, every so many steps
+    (`every`; 0: never) and at the end. best: the name of the value in that by which parameters are compared ('':
+    recall, see `best.py`). keep_best: whether the task ends with the parameters for which it was largest.
+    measure_start: whether a task that does not retrieve is measured before its first step too; answers_start: whether
+    one that does is measured then as at its end. over: called when the task turns out to be done.
     """
 
     task: Task
-    examples: Callable[[], Examples]
+    examples: Callable[[Params], Examples]
     work: Work
     refresh: MakeRefresh
     search: Search | None = None
@@ -77,8 +79,8 @@ class Course:
     over: Callable[[], None] = lambda: None
 
 
-def task_examples(run: Run, name: str) -> Examples:
-    """The examples that a task trains on."""
+def task_examples(run: Run, name: str, params: Params | None = None) -> Examples:
+    """The examples that a task trains on, whatever the parameters."""
     sources, config, lengths = run.sources, run.config, run.lengths
     wordpiece, data = sources.wordpiece, config.data
     share = held_out_share(run)
@@ -96,6 +98,12 @@ def task_examples(run: Run, name: str) -> Examples:
     return make.question_examples(sources.answered("train"), wordpiece, lengths)
 
 
+def measured_by_answers(run: Run) -> bool:
+    """Whether any question that the run is measured with has an answer."""
+    most = run.config.evaluation.questions or None
+    return bool(answered(run.sources.questions.get("dev", [])[:most]))
+
+
 def held_out_share(run: Run) -> float:
     """The share of documents that are kept out of training, to measure with where there are no questions for that."""
     return 0.0 if run.sources.questions.get("dev") else float(run.config.evaluation.held_out)
@@ -107,14 +115,14 @@ def train_task(
     params: Params,
     measure: Measure | None = None,
     folder: str | None = None,
-    examples: Callable[[], Examples] | None = None,
+    examples: Callable[[Params], Examples] | None = None,
 ) -> Params:
     """Train one task of REALM to its last step and return all parameters.
 
-    params: where a fresh task starts. measure: see `Course`; there is no index in a task that neither retrieves nor
-    trains the retriever. folder: name under the run folder, the task's own by default. examples: makes others than the
-    task's own. Continues from the newest checkpoint of the folder.
-    Raises Preempted after SIGTERM, once the state is saved.
+    params: where a fresh task starts; it donates them. measure: see `Course`; there is no index in a task that neither
+    retrieves nor trains the retriever. folder: name under the run folder, the task's own by default. examples: makes
+    others than the task's own. Continues from the newest checkpoint of the folder. Raises Preempted after SIGTERM, once
+    the state is saved.
     """
     task = make_task(name, run.setting)
 
@@ -134,10 +142,10 @@ def train_task(
         course = dataclasses.replace(
             course,
             every=every,
-            best="exact_match" if answering else "",
+            best="exact_match" if answering and measured_by_answers(run) else "",
             keep_best=(run.config.evaluation.keep_best or every > 0) and folder is None,
             measure_start=name == "ict" and bool(run.config.init_from) and folder is None,
-            answers_start=run.config.evaluation.keep_best and begins_with_reader(run.workdir),
+            answers_start=run.config.evaluation.keep_best and bool(told(begins_with_reader(run.workdir))),
         )
     return follow(run, course, params, run.workdir / (folder or name))
 
@@ -145,6 +153,7 @@ def train_task(
 def follow(run: BaseRun, course: Course, params: Params, place: Path) -> Params:
     """Train to the last step in the folder `place` and return all parameters; see `train_task`."""
     task, keep = course.task, run.config.checkpoint
+    return_the_rest()
     saved = Saved.newest_sound(place / "checkpoints", lambda saved: restore(run, task, saved, params))
     state = start_state(run, task, params) if saved is None else saved.state
     with Checkpoints(place / "checkpoints", keep.keep, keep.keep_every) as checkpoints, Stop() as stop:
@@ -187,7 +196,7 @@ class _Training:
         self._watchdog = Watchdog(config.log.hang_seconds, place.name)
         self._refreshes = course.refresh(self._start, checkpoints, self._stopping, self._embedding)
         rows = own_rows(run.mesh, size)
-        examples = course.examples()
+        examples = course.examples(state.params)
         source = batches(examples, config.seed, task.name, size, self._start, self._total, rows)
         in_flight = None if saved is None else saved.in_flight
         self._feed = Feed(run.mesh, source, rows, size, course.search, in_flight)
@@ -368,8 +377,8 @@ class _Training:
             found = self._measured_last(total)
             self._best.look(total, self._state, found)
             if (better := self._best.other_than(total, self.params)) is not None:
-                step, params = better
-                self._state = self._state._replace(trained={name: params[name] for name in self._task.trained})
+                step, trained = better
+                self._state = self._state._replace(trained=trained)
                 found = self._measured_last(step) | {"best_step": step, "last": found}
             self._journal.measured(total, found | {"refresh": False, "seconds": self._journal.seconds})
         self._watchdog.beat()

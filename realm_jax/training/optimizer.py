@@ -6,6 +6,7 @@ correction, and parts of the model rates of their own (`Rates`). optax is import
 that a question to a trained run does not wait for.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -103,6 +104,11 @@ def without_frozen(gradients: Any, rates: Rates) -> Any:
     )
 
 
+def moving(rates: Rates, params: Any) -> Any:
+    """False on what is not trained at all."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: not is_frozen_word(names_of(path), rates.words), params)
+
+
 def scale_by_part(rates: Rates) -> Any:
     """Each update times its part's multiple."""
     import optax
@@ -139,8 +145,11 @@ def make_optimizer(
     import optax
 
     warmup = warmup or warmup_steps(total)
+    rates = rates or Rates()
     adam = optax.scale_by_adam(BETA1, BETA2, EPSILON) if bias_correction else scale_by_bert_adam()
-    parts = [] if rates in (None, Rates()) else [scale_by_part(rates or Rates())]
+    if not rates.words:
+        adam = optax.masked(adam, partial(moving, rates))  # what has no gradient needs no moments
+    parts = [] if rates == Rates() else [scale_by_part(rates)]
     return optax.chain(
         optax.clip_by_global_norm(clip),
         adam,

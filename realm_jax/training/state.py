@@ -55,7 +55,7 @@ def task_rates(config: ConfigDict, task: Task) -> Rates:
 
 
 def start_state(run: BaseRun, task: Task, params: Params) -> State:
-    """A task's state at step 0, sharded; the parameters are copied, because a step gives its input state away."""
+    """A task's state at step 0, sharded. The parameters are donated, as a step donates its state."""
     optimizer = task_optimizer(run.config, task)
     trained = {name: params[name] for name in task.trained}
     frozen = {name: value for name, value in params.items() if name not in task.trained}
@@ -64,7 +64,7 @@ def start_state(run: BaseRun, task: Task, params: Params) -> State:
     def build(trained: Params, frozen: Params) -> State:
         return State(jnp.zeros((), jnp.int32), trained, frozen, optimizer.init(trained))
 
-    return jax.jit(build, out_shardings=shardings)(trained, frozen)
+    return jax.jit(build, donate_argnums=(0, 1), out_shardings=shardings)(trained, frozen)
 
 
 def state_shardings(run: BaseRun, task: Task) -> Any:
@@ -77,8 +77,17 @@ def state_shardings(run: BaseRun, task: Task) -> Any:
     optimizer = task_optimizer(run.config, task)
     shapes = jax.eval_shape(run.model.init, jax.random.key(0))
     abstract = jax.eval_shape(optimizer.init, {name: shapes[name] for name in task.trained})
+
+    def has_none(moment: Any) -> bool:
+        return isinstance(moment, optax.MaskedNode)
+
     moments = optax.tree_utils.tree_map_params(
-        optimizer, lambda _, sharding: sharding, abstract, trained, transform_non_params=lambda _: everywhere
+        optimizer,
+        lambda moment, sharding: moment if has_none(moment) else sharding,
+        abstract,
+        trained,
+        transform_non_params=lambda _: everywhere,
+        is_leaf=has_none,
     )
     return State(everywhere, trained, frozen, moments)  # type: ignore[arg-type]
 
@@ -131,11 +140,11 @@ def make_step(run: BaseRun, task: Task) -> Step:
     def step(state: State, batch: Any, index: Index | None, control: jax.Array) -> tuple[State, dict[str, jax.Array]]:
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), purpose), state.step) if dropout else None
 
-        found, metrics = gradients(task, state.trained, state.frozen, batch, index, key, parts)
-        found = without_frozen(found, rates)
-        updates, moments = optimizer.update(found, state.optimizer, state.trained)
+        grads, metrics = gradients(task, state.trained, state.frozen, batch, index, key, parts)
+        grads = without_frozen(grads, rates)
+        updates, moments = optimizer.update(grads, state.optimizer, state.trained)
         trained = optax.apply_updates(state.trained, updates)
-        metrics["gradient_norm"] = optax.tree.norm(found)
+        metrics["gradient_norm"] = optax.tree.norm(grads)
         metrics["heard"] = agreed(control)
         return State(state.step + 1, trained, state.frozen, moments), metrics
 

@@ -44,7 +44,7 @@ def train_tagger(run: TaggerRun, params: Params, measure: Measure) -> Params:
     cutter, data = Cutter(run.wordpiece), run.config.data
     course = Course(
         tagger_task(run.tagger),
-        lambda: tagger_examples(run.splits["train"], cutter, run.tagger.kinds, data.length, data.hidden),
+        lambda params: tagger_examples(run.splits["train"], cutter, run.tagger.kinds, data.length, data.hidden),
         work_of(run),
         lambda *_: Refresh(),
         measure=measure,
