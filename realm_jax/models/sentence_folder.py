@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from realm_jax.errors import UserError
 from realm_jax.text.templates import from_prompt
 
+WEIGHTS, SETTINGS = "model.safetensors", "config.json"  # of a module, and of a whole model
 MODULES = "modules.json"
 PROMPTS = "config_sentence_transformers.json"
 INPUT = "sentence_bert_config.json"
@@ -115,8 +116,8 @@ def _own(transformer: Path, encoder: dict[str, Any]) -> dict[str, Any]:
     They are the same layers as the modules', but for the scale that the library's epsilon asks for, so that a run that
     starts from them has the same bits.
     """
-    own = _settings(transformer / "config.json").get(OWN)
-    path = transformer / "model.safetensors"
+    own = _settings(transformer / SETTINGS).get(OWN)
+    path = transformer / WEIGHTS
     if not isinstance(own, dict) or not {*encoder} <= {*own} or not path.is_file():
         return {}
     try:
@@ -150,7 +151,7 @@ def _kind(entry: dict[str, Any], folder: Path) -> str:
 
 
 def _pooling(folder: Path) -> str:
-    path = folder / "config.json"
+    path = folder / SETTINGS
     settings = _settings(path, needed=True)
     modes = settings.get("pooling_mode") or [mode for flag, mode in FLAGS.items() if settings.get(flag)] or ["mean"]
     modes = modes if isinstance(modes, list) else [modes]
@@ -163,7 +164,7 @@ def _pooling(folder: Path) -> str:
 
 def _add_dense(encoder: dict[str, Any], folder: Path, before: list[str]) -> Module:
     """Take a Dense into the section: BERT's tanh layer behind [CLS], or the projection."""
-    path = folder / "config.json"
+    path = folder / SETTINGS
     settings = _settings(path, needed=True)
     activation = str(settings.get("activation_function", TANH))
     name = activation.rpartition(".")[2]
