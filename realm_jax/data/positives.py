@@ -25,11 +25,8 @@ def gold_row(store: PassageStore, question: Question, wordpiece: WordPiece, leng
     """
     if question.gold_passage_id is None:
         return NONE
-    rows = [
-        row
-        for row in store.rows_of(question.gold_passage_id)
-        if holds_answer(store, row, answer_pieces(question, wordpiece, lengths), lengths)
-    ]
+    answers = answer_pieces(question, wordpiece, lengths)
+    rows = [row for row in store.rows_of(question.gold_passage_id) if holds_answer(store, row, answers, lengths)]
     asked = set(wordpiece.encode(question.question).ids)
     shared = [len(asked.intersection(store.body_tokens(row).tolist())) for row in rows]
     return rows[int(np.argmax(shared))] if rows else NONE
