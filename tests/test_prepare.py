@@ -290,6 +290,17 @@ def test_damaged_questions_are_counted_with_a_sample_where_damage_is_skipped(tmp
         prepare(passages, tmp_path / "data", questions=[f"dev={questions}"], vocabulary_size=300)
 
 
+def test_samples_of_questions_come_in_the_order_of_their_files(tmp_path, passages):
+    good, lost = ({"question": "q", "answers": ["a"], "gold_passage_id": name} for name in ("oslo", "nowhere"))
+    files = [write_lines(tmp_path / "one.jsonl", [good, good, lost]), write_lines(tmp_path / "two.jsonl", [lost])]
+    prepare(
+        passages, tmp_path / "data", questions=[f"dev={file}" for file in files], vocabulary_size=300, skip_damage=True
+    )
+    counts = json.loads((tmp_path / "data" / "PREPARED.json").read_text())["counts"]["questions"]
+    places = [sample[:2] for sample in counts["samples"]["whose gold passage is not there"]]
+    assert places == [[0, 3], [1, 1]]
+
+
 def test_a_vocabulary_is_learned_from_a_part_of_large_texts(tmp_path, passages, monkeypatch):
     monkeypatch.setattr(job, "LEARN_FROM", 100)  # the three texts have 240 characters: every third is taken
     prepare(passages, tmp_path / "data", vocabulary_size=400)
