@@ -1,11 +1,16 @@
 """Search by words: stems and stop words of the corpus' language, and an index that is kept."""
 
 import logging
+import re
+import unicodedata
 
 import jax.numpy as jnp
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from realm_jax.errors import UserError
+from realm_jax.index import words
 from realm_jax.index.candidates import Index, stored_scores, take
 from realm_jax.index.words import ABOUT, FOLDER, Bm25, check_words, keep, language_of, searchable_texts, words_of
 from realm_jax.models.inputs import Documents, find_answers, hold_answers, join
@@ -68,6 +73,29 @@ def test_words_of_one_stem_match():
     index = Bm25(["The tallest towers of Paris", "A leaf of tea"], "en")
     assert index.search(["Which tower is tall in Paris?", "tea leaves"], 1).tolist() == [[0], [1]]
     assert Bm25(["towers", "leaf"]).search(["tower"], 1).tolist() == [[-1]], "plain words have no stems"
+
+
+def test_a_letter_with_a_mark_is_one_letter_in_either_form():
+    composed, in_parts = (unicodedata.normalize(form, "Zoë sang") for form in ("NFC", "NFD"))
+    for text in (composed, in_parts):
+        index = Bm25([text, "Zoe spoke"])
+        assert index.search([composed, in_parts, "ZOE"], 1).tolist() == [[0], [0], [1]]
+
+
+@pytest.mark.parametrize("language", ["none", "tr"])
+def test_a_turkish_capital_with_a_dot_is_an_i(language):
+    index = Bm25(["Köprü İstanbul", "stanbul i"], language)
+    assert index.search(["istanbul", "İSTANBUL"], 2).tolist() == [[0, -1], [0, -1]]
+
+
+def test_vowel_signs_belong_to_their_word():
+    index = Bm25(["किताब मेज पर है", "कलम"])
+    assert index.search(["किताब", "क", "त"], 2).tolist() == [[0, -1], [-1, -1], [-1, -1]]
+
+
+@given(st.text(st.characters(codec="ascii")))
+def test_plain_english_has_the_words_that_python_finds(text):
+    assert words._tokens(text, "none") == re.findall(r"\b\w+\b", text.lower())
 
 
 def test_of_equal_texts_the_lower_row_comes_first():

@@ -6,10 +6,10 @@ search (`fusion.py`). An index is kept in the run folder (`keep`) and memory-map
 
 import json
 import logging
-import re
 import shutil
 import tempfile
 import threading
+import unicodedata
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from functools import cache, lru_cache
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 import numpy as np
+import regex
 from numpy.typing import NDArray
 
 from realm_jax.corpus.news import language
@@ -26,10 +27,12 @@ from realm_jax.text.languages import LANGUAGES, PLAIN
 
 logger = logging.getLogger(__name__)
 
-# One-letter words are kept: how little a word says is for BM25's own weights to judge.
-_WORD = re.compile(r"\b\w+\b")
+# One-letter words are kept: how little a word says is for BM25's own weights to judge. Marks, such as the
+# vowel signs of Hindi, belong to the letter before them; Python's own \w has none of them.
+_WORD = regex.compile(r"[\p{L}\p{N}_][\p{L}\p{M}\p{N}_]*")
+_DOT_ABOVE = "\N{COMBINING DOT ABOVE}"  # what lower() leaves of the Turkish capital İ, beside an i
 SAMPLED = 100  # passages whose language is looked at
-FORMAT = 1
+FORMAT = 2
 FOLDER, ABOUT = "words", "WORDS.json"
 _ONE_AT_A_TIME = threading.Lock()  # a stemmer has a memory that threads must not share: batches are made in another
 
@@ -219,8 +222,15 @@ def _rules(language: str) -> tuple[frozenset[str], Any]:
 def _tokens(text: str, language: str) -> list[str]:
     """The words of a text in lower case, without stop words, as stems."""
     stop, stemmer = _rules(language)
-    found = [word for word in _WORD.findall(text.lower()) if word not in stop]
+    found = [word for word in _WORD.findall(_lowered(text)) if word not in stop]
     if stemmer is None:
         return found
     with _ONE_AT_A_TIME:
         return list(stemmer.stemWords(found))
+
+
+def _lowered(text: str) -> str:
+    """A text in lower case, in which a letter with a mark is the same whether it came as one character or as two."""
+    if text.isascii():
+        return text.lower()
+    return unicodedata.normalize("NFC", text).lower().replace(_DOT_ABOVE, "")
