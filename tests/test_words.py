@@ -165,6 +165,52 @@ def test_another_corpus_takes_the_place_of_the_kept_one(tmp_path):
     assert kept_files(tmp_path) != first and len(kept_files(tmp_path)) == 1
 
 
+@pytest.fixture
+def kept(tmp_path):
+    """The folder of an index that is kept, as a new process finds it."""
+    keep(SHELF, "en", tmp_path)
+    words_of.cache_clear()
+    (place,) = (tmp_path / FOLDER).iterdir()
+    return place
+
+
+def flip_a_bit(path):
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["data.csc.index.npy", "indices.csc.index.npy", "vocab.index.json"])
+def test_an_index_with_a_flipped_bit_is_made_anew(tmp_path, kept, caplog, name):
+    flip_a_bit(kept / name)
+    assert words_of(SHELF, "en", tmp_path).search(["towers", "tea"], 1).tolist() == [[2], [3]]
+    assert f"{kept} is damaged" in caplog.text
+
+
+def test_a_record_of_an_index_with_another_number_is_not_believed(tmp_path, kept, caplog):
+    (kept / ABOUT).write_text((kept / ABOUT).read_text().replace('"size": 4', '"size": 5'))
+    assert len(words_of(SHELF, "en", tmp_path).search(["towers"], 9)[0]) == 4
+    assert "WORDS.json: its checksum is another" in caplog.text
+
+
+def test_of_a_large_index_a_question_compares_sizes_and_the_trainer_everything(tmp_path, kept, caplog, monkeypatch):
+    monkeypatch.setattr(words, "COMPARED", 0)
+    flip_a_bit(kept / "data.csc.index.npy")
+    words_of(SHELF, "en", tmp_path)
+    assert "is damaged" not in caplog.text
+    keep(SHELF, "en", tmp_path)
+    assert "is damaged" in caplog.text
+    assert Bm25.load(kept).search(["towers"], 1).tolist() == [[2]]
+
+
+def test_what_else_lies_where_the_index_is_kept_goes(tmp_path):
+    (tmp_path / FOLDER).mkdir()
+    (tmp_path / FOLDER / "notes.txt").write_text("a file")
+    keep(SHELF, "en", tmp_path)
+    (only,) = kept_files(tmp_path)
+    assert (tmp_path / FOLDER / only / ABOUT).is_file()
+
+
 def test_a_damaged_index_is_made_anew_in_memory(tmp_path, caplog):
     keep(SHELF, "en", tmp_path)
     (place,) = (tmp_path / FOLDER).iterdir()
