@@ -5,6 +5,7 @@ import pytest
 from quick import quick_compiler
 from tiny_run import prepare_people, tiny_config
 
+from realm_jax.data import held_out
 from realm_jax.data.held_out import is_held_out, masked_sentences, trained_rows
 from realm_jax.data.sources import open_sources
 from realm_jax.jobs import answering
@@ -49,6 +50,22 @@ def test_masked_sentences_ask_for_their_own_document_without_the_hidden_span(sou
         assert {*question.question.split()} <= {*text.replace(".", " .").split()}
     assert len(masked_sentences(store, sources.wordpiece, 32, SHARE, 2)) == 2
     assert masked_sentences(store, sources.wordpiece, 32, 0.0, 0) == []
+
+
+def test_as_many_masked_sentences_as_asked_come_although_some_are_too_short(sources, monkeypatch):
+    store = sources.passages
+    every = masked_sentences(store, sources.wordpiece, 32, SHARE, 0)
+    lengths = sorted(len(sources.wordpiece.encode(question.question).ids) for question in every)
+    monkeypatch.setattr(held_out, "MINIMUM_SENTENCE", lengths[len(lengths) // 2])
+    left = masked_sentences(store, sources.wordpiece, 32, SHARE, 0)
+    assert 2 <= len(left) < len(every)
+    assert len(masked_sentences(store, sources.wordpiece, 32, SHARE, len(left))) == len(left)
+
+
+def test_first_and_later_spans_of_sentences_are_hidden(sources):
+    asked = [question.question for question in masked_sentences(sources.passages, sources.wordpiece, 32, 1.0, 0)]
+    of_birth = [text for text in asked if "born" in text]
+    assert {text.startswith("was born in 18") for text in of_birth} == {True, False}
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.jobs.models import resolved
 from realm_jax.jobs.opening import open_run
+from realm_jax.jobs.prepare import prepare
 from realm_jax.models import weights
 from realm_jax.models.inputs import Documents, document_sequences, query_sequences
 from realm_jax.models.weights import networks, settings_of
@@ -219,6 +220,16 @@ def test_a_vocabulary_in_a_fast_tokenizer_is_compared_too(people, tmp_path):
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(UserError, match="tokenizer.json: not the word pieces of the prepared data"):
         open_run(config_for(people, folder), tmp_path / "other")
+
+
+def test_data_that_are_prepared_with_a_cased_model_fit_it(people, tmp_path):
+    folder = bert_folder(people, tmp_path / "model")
+    (folder / "tokenizer_config.json").write_text('{"do_lower_case": false}')
+    with pytest.raises(UserError, match=f"do_lower_case is False, .*prepare the data with .*--vocab={folder}"):
+        open_run(config_for(people, folder), tmp_path / "refused")
+    passages, questions = (people.parent / f"{name}.jsonl" for name in ("passages", "questions"))
+    prepare(passages, tmp_path / "data", questions=[questions], vocab=folder, workers=1)
+    open_run(config_for(tmp_path / "data", folder), tmp_path / "run")
 
 
 def test_a_folder_without_a_model_says_what_to_name(people, tmp_path):

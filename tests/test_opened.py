@@ -57,7 +57,18 @@ def test_a_damaged_copy_is_told_and_made_again(trained_run, cache, caplog, no_ch
         data[len(data) // 2] ^= 1
         file.write_bytes(data)
     check_same(read(trained_run), expected)
-    assert caplog.text.count("is damaged; the checkpoint is read again") == 3
+    assert caplog.text.count("is damaged or cannot be read; the checkpoint is read again") == 3
+    no_checkpoint()
+    check_same(read(trained_run), expected)
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".json"])
+def test_an_empty_copy_is_made_again(trained_run, cache, caplog, no_checkpoint, suffix):
+    expected = read(trained_run)
+    for file in cache.glob(f"*/*{suffix}"):
+        file.write_bytes(b"")
+    check_same(read(trained_run), expected)
+    assert "cannot be read; the checkpoint is read again" in caplog.text
     no_checkpoint()
     check_same(read(trained_run), expected)
 

@@ -5,6 +5,7 @@ import pytest
 from tiny_run import write_lines
 
 from realm_jax.corpus.jsonl import Question
+from realm_jax.data import positives
 from realm_jax.data.examples import Examples, Lengths
 from realm_jax.data.pipeline import ROUND, WINDOW, dataset
 from realm_jax.data.positives import NONE, first_row, gold_row, occurs, positive_examples
@@ -42,6 +43,14 @@ def test_the_gold_row_holds_an_answer_and_most_of_the_question(sources):
     engine = Question("where stood the engine", ["Paris", "London"], "long")
     assert gold_row(store, born, wordpiece, LENGTHS) == next(r for r in holding if "born" in store.text(r))
     assert gold_row(store, engine, wordpiece, LENGTHS) == next(r for r in holding if "engine" in store.text(r))
+
+
+def test_the_answers_of_a_question_are_encoded_once(sources, monkeypatch):
+    calls, encode = [], positives.answer_pieces
+    monkeypatch.setattr(positives, "answer_pieces", lambda *given: calls.append(given) or encode(*given))
+    assert len(rows_of(sources, "long")) > 1
+    gold_row(sources.passages, Question("where was Ada born", ["London"], "long"), sources.wordpiece, LENGTHS)
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("gold, answers", [("short", ["London"]), (None, ["Trier"]), ("absent", ["Trier"])])

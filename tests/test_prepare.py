@@ -168,6 +168,88 @@ def test_the_vocabulary_of_a_model_is_named_by_its_folder_or_package(tmp_path, p
         prepare(passages, tmp_path / "none", vocab="py:no_such_package")
 
 
+PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "paris", "Paris", "is", "the", "##N"]
+FAST = {
+    "model": {"type": "WordPiece", "vocab": {piece: number for number, piece in enumerate(PIECES)}},
+    "normalizer": {"type": "BertNormalizer", "lowercase": False},
+}
+LOWER = {"type": "Sequence", "normalizers": [{"type": "NFD"}, {"type": "Lowercase"}, {"type": "StripAccents"}]}
+
+
+def model_folder(folder: Path, place: str = ".", **files: object) -> Path:
+    """A model whose tokenizer lies in `place`, with a vocab.txt unless it has a tokenizer.json. files: name → JSON."""
+    (folder / place).mkdir(parents=True)
+    (folder / place / "model.safetensors").touch()
+    if "tokenizer" not in files:
+        (folder / place / "vocab.txt").write_text("".join(f"{piece}\n" for piece in PIECES))
+    for name, value in files.items():
+        (folder / place / f"{name}.json").write_text(json.dumps(value))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "files, piece",
+    [
+        ({"tokenizer_config": {"do_lower_case": False}}, "Paris"),
+        ({"tokenizer_config": {"do_lower_case": True}}, "paris"),
+        ({"tokenizer": FAST}, "Paris"),
+        ({"tokenizer": FAST | {"normalizer": LOWER}}, "paris"),
+        ({"tokenizer": FAST, "tokenizer_config": {"do_lower_case": True}}, "paris"),
+        ({"settings": {"format_version": 1, "lower_case": False}}, "Paris"),
+        ({}, "paris"),
+    ],
+)
+def test_capitals_are_kept_where_the_tokenizer_of_the_model_keeps_them(tmp_path, passages, files, piece):
+    prepare(passages, tmp_path / "data", vocab=model_folder(tmp_path / "model", **files))
+    wordpiece = WordPiece.load(tmp_path / "data" / "tokenizer")
+    assert wordpiece.pieces(wordpiece.encode("Paris").ids) == [piece]
+
+
+def test_a_vocabulary_that_is_named_itself_is_read_as_the_tokenizer_beside_it_says(tmp_path, passages, caplog):
+    model = model_folder(tmp_path / "model", tokenizer_config={"do_lower_case": False})
+    prepare(passages, tmp_path / "data", vocab=model / "vocab.txt")
+    assert not WordPiece.load(tmp_path / "data" / "tokenizer").lower_case and "capital" not in caplog.text
+    (model / "tokenizer_config.json").unlink()
+    with pytest.raises(UserError, match="was prepared with other settings"):
+        prepare(passages, tmp_path / "data", vocab=model / "vocab.txt")
+
+
+@pytest.mark.parametrize("place", ["query_embedder", "embedder", "reader", "0_Transformer"])
+def test_a_vocabulary_is_found_where_a_model_has_it(tmp_path, passages, place):
+    model = model_folder(tmp_path / "model", place, tokenizer_config={"do_lower_case": False})
+    if place == "0_Transformer":
+        modules = [{"path": place, "type": "sentence_transformers.models.Transformer"}]
+        (model / "modules.json").write_text(json.dumps(modules))
+    prepare(passages, tmp_path / "data", vocab=model)
+    assert WordPiece.load(tmp_path / "data" / "tokenizer").fingerprint == WordPiece(PIECES, False).fingerprint
+
+
+@pytest.mark.parametrize(
+    "files, message",
+    [
+        ({"tokenizer": {"model": {"type": "BPE", "vocab": {}}}}, "tokenizer.json: a tokenizer of type BPE, not WordPi"),
+        ({"tokenizer": {"model": {"type": "WordPiece", "vocab": {"a": 7}}}}, "not numbered from 0 to 0; fetch it"),
+        ({"tokenizer_config": []}, "tokenizer_config.json: holds no settings; fetch it again"),
+    ],
+)
+def test_a_tokenizer_of_another_kind_is_refused(tmp_path, passages, files, message):
+    with pytest.raises(UserError, match=message):
+        prepare(passages, tmp_path / "data", vocab=model_folder(tmp_path / "model", **files))
+
+
+def test_a_model_without_a_vocabulary_is_named(tmp_path, passages):
+    model = model_folder(tmp_path / "model")
+    (model / "vocab.txt").unlink()
+    with pytest.raises(UserError, match=f"^--vocab={model}: .* has no vocab.txt and no tokenizer.json; name"):
+        prepare(passages, tmp_path / "data", vocab=model)
+
+
+def test_a_vocabulary_that_is_a_file_is_found_without_the_networks(tmp_path):
+    vocab = model_folder(tmp_path / "model") / "vocab.txt"
+    code = f"import sys; from realm_jax.jobs import prepare; prepare._vocabulary_file({str(vocab)!r}).read()"
+    subprocess.run([sys.executable, "-c", f"{code}; sys.exit('jax' in sys.modules)"], check=True)
+
+
 def test_missing_files_are_named(tmp_path, passages):
     with pytest.raises(UserError, match=r"cannot read .*absent\.jsonl \(No such file"):
         prepare(tmp_path / "absent.jsonl", tmp_path / "data")
@@ -216,7 +298,7 @@ def test_a_cased_vocabulary_is_told_since_text_is_lower_cased(tmp_path, passages
     vocab.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[unused1]", "paris", "Paris", "##N"]))
     prepare(passages, tmp_path / "data", vocab=vocab)
     told = f"{vocab}: 2 word pieces have capital letters, such as 'Paris', and are never used: text is lower-cased"
-    assert told in caplog.messages
+    assert caplog.text.count(told) == 1
 
 
 def test_settings_that_cannot_work_are_refused_before_anything_is_made(tmp_path, passages, monkeypatch):
@@ -288,6 +370,17 @@ def test_damaged_questions_are_counted_with_a_sample_where_damage_is_skipped(tmp
     assert "  that cannot be read, such as: q.jsonl:2: not JSON" in out
     with pytest.raises(UserError, match="found damage in 4 places"):
         prepare(passages, tmp_path / "data", questions=[f"dev={questions}"], vocabulary_size=300)
+
+
+def test_samples_of_questions_come_in_the_order_of_their_files(tmp_path, passages):
+    good, lost = ({"question": "q", "answers": ["a"], "gold_passage_id": name} for name in ("oslo", "nowhere"))
+    files = [write_lines(tmp_path / "one.jsonl", [good, good, lost]), write_lines(tmp_path / "two.jsonl", [lost])]
+    prepare(
+        passages, tmp_path / "data", questions=[f"dev={file}" for file in files], vocabulary_size=300, skip_damage=True
+    )
+    counts = json.loads((tmp_path / "data" / "PREPARED.json").read_text())["counts"]["questions"]
+    places = [sample[:2] for sample in counts["samples"]["whose gold passage is not there"]]
+    assert places == [[0, 3], [1, 1]]
 
 
 def test_a_vocabulary_is_learned_from_a_part_of_large_texts(tmp_path, passages, monkeypatch):

@@ -65,6 +65,14 @@ def test_components_of_another_size_are_refused(people, tmp_path):
         starting_params(pca_run(people, tmp_path / "other", projection=17))
 
 
+def test_a_torn_file_of_components_is_named(people, tmp_path):
+    run = pca_run(people, tmp_path / "run")
+    starting_params(run)
+    (run.workdir / FILE).write_bytes((run.workdir / FILE).read_bytes()[:40])
+    with pytest.raises(UserError, match="projection.safetensors: cannot be read .*; remove it, and it is made again"):
+        starting_params(run)
+
+
 @pytest.mark.slow
 def test_a_temperature_divides_the_queries_and_is_learned_without_decay():
     plain = tiny_realm()

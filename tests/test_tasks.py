@@ -23,7 +23,6 @@ from tiny import (
 )
 from tiny_run import tiny_config
 
-from realm_jax.data.positives import joint_arrays
 from realm_jax.data.sources import open_sources
 from realm_jax.index.candidates import (
     Candidates,
@@ -444,10 +443,13 @@ def joined(rows: np.ndarray, titles: bool) -> dict[str, np.ndarray]:
     parts = []
     for example, row in enumerate(rows):
         title, body = CORPUS[row]
-        document = layouts.document(title, body, DOCUMENT, SPECIAL)
-        arrays = {"document": document.ids, "document_length": document.used, "document_title_length": len(title)}
-        query = {name: QUESTIONS[name][example] for name in QUESTIONS}
-        parts.append(joint_arrays(query, arrays, QUERY + DOCUMENT - (1 if titles else 2), titles))
+        title = title[: DOCUMENT - 3]
+        body = body[: DOCUMENT - 3 - len(title)]
+        query = QUESTIONS["query"][example][1 : QUESTIONS["query_length"][example] - 1]
+        length = QUERY + DOCUMENT - (1 if titles else 2)
+        laid = layouts.joint(query, body, length, SPECIAL, title=title if titles else None)
+        arrays = {"joint": laid.ids.astype(np.uint16), "joint_length": np.int32(laid.used)}
+        parts.append(arrays | {"body_start": np.int32(laid.used - len(body) - 1)})
     return {name: np.stack([part[name] for part in parts]) for name in parts[0]}
 
 

@@ -58,6 +58,13 @@ def test_the_joint_query_is_cut_as_the_query_alone_is() -> None:
     assert (laid_out.ids[:96] == query(long_query, 96, SPECIAL).ids).all()
 
 
+def test_a_title_stands_between_query_and_body_and_in_the_body_s_segment() -> None:
+    laid_out = joint([7, 8], [21, 22], 10, SPECIAL, title=[5])
+    assert laid_out.ids.tolist() == [1, 7, 8, 2, 5, 2, 21, 22, 2, 0]
+    assert laid_out.segments.tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 1, 0]
+    assert laid_out.used == 9
+
+
 @given(pieces, pieces, st.integers(3, 60))
 def test_nothing_but_the_overhang_is_lost(first: list[int], second: list[int], length: int) -> None:
     laid_out = document(first, second, length, SPECIAL)

@@ -161,6 +161,15 @@ def test_a_folder_that_cannot_be_written_to_is_told(cache, caplog):
     assert "vectors are not kept for the next run" in caplog.text
 
 
+def test_training_goes_on_without_a_cache_that_cannot_be_read(tiny, params, cache, counted, caplog, monkeypatch):
+    monkeypatch.setattr("realm_jax.training.embedding.PIECE", 8)
+    cache.write_text("a file")
+    embed_once(tiny, params)
+    assert counted == [8, 8]
+    (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert "all passages are embedded, and their vectors are not kept" in warning.getMessage()
+
+
 def test_a_size_that_is_no_number_is_refused(monkeypatch):
     monkeypatch.setenv("REALM_CACHE_BYTES", "20GB")
     with pytest.raises(UserError, match="REALM_CACHE_BYTES=20GB: give a number of bytes"):

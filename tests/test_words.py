@@ -1,11 +1,16 @@
 """Search by words: stems and stop words of the corpus' language, and an index that is kept."""
 
 import logging
+import re
+import unicodedata
 
 import jax.numpy as jnp
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from realm_jax.errors import UserError
+from realm_jax.index import words
 from realm_jax.index.candidates import Index, stored_scores, take
 from realm_jax.index.words import ABOUT, FOLDER, Bm25, check_words, keep, language_of, searchable_texts, words_of
 from realm_jax.models.inputs import Documents, find_answers, hold_answers, join
@@ -68,6 +73,29 @@ def test_words_of_one_stem_match():
     index = Bm25(["The tallest towers of Paris", "A leaf of tea"], "en")
     assert index.search(["Which tower is tall in Paris?", "tea leaves"], 1).tolist() == [[0], [1]]
     assert Bm25(["towers", "leaf"]).search(["tower"], 1).tolist() == [[-1]], "plain words have no stems"
+
+
+def test_a_letter_with_a_mark_is_one_letter_in_either_form():
+    composed, in_parts = (unicodedata.normalize(form, "Zoë sang") for form in ("NFC", "NFD"))
+    for text in (composed, in_parts):
+        index = Bm25([text, "Zoe spoke"])
+        assert index.search([composed, in_parts, "ZOE"], 1).tolist() == [[0], [0], [1]]
+
+
+@pytest.mark.parametrize("language", ["none", "tr"])
+def test_a_turkish_capital_with_a_dot_is_an_i(language):
+    index = Bm25(["Köprü İstanbul", "stanbul i"], language)
+    assert index.search(["istanbul", "İSTANBUL"], 2).tolist() == [[0, -1], [0, -1]]
+
+
+def test_vowel_signs_belong_to_their_word():
+    index = Bm25(["किताब मेज पर है", "कलम"])
+    assert index.search(["किताब", "क", "त"], 2).tolist() == [[0, -1], [-1, -1], [-1, -1]]
+
+
+@given(st.text(st.characters(codec="ascii")))
+def test_plain_english_has_the_words_that_python_finds(text):
+    assert words._tokens(text, "none") == re.findall(r"\b\w+\b", text.lower())
 
 
 def test_of_equal_texts_the_lower_row_comes_first():
@@ -135,6 +163,52 @@ def test_another_corpus_takes_the_place_of_the_kept_one(tmp_path):
     assert kept_files(tmp_path) == first
     keep(Shelf(("", ENGLISH)), "en", tmp_path)
     assert kept_files(tmp_path) != first and len(kept_files(tmp_path)) == 1
+
+
+@pytest.fixture
+def kept(tmp_path):
+    """The folder of an index that is kept, as a new process finds it."""
+    keep(SHELF, "en", tmp_path)
+    words_of.cache_clear()
+    (place,) = (tmp_path / FOLDER).iterdir()
+    return place
+
+
+def flip_a_bit(path):
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["data.csc.index.npy", "indices.csc.index.npy", "vocab.index.json"])
+def test_an_index_with_a_flipped_bit_is_made_anew(tmp_path, kept, caplog, name):
+    flip_a_bit(kept / name)
+    assert words_of(SHELF, "en", tmp_path).search(["towers", "tea"], 1).tolist() == [[2], [3]]
+    assert f"{kept} is damaged" in caplog.text
+
+
+def test_a_record_of_an_index_with_another_number_is_not_believed(tmp_path, kept, caplog):
+    (kept / ABOUT).write_text((kept / ABOUT).read_text().replace('"size": 4', '"size": 5'))
+    assert len(words_of(SHELF, "en", tmp_path).search(["towers"], 9)[0]) == 4
+    assert "WORDS.json: its checksum is another" in caplog.text
+
+
+def test_of_a_large_index_a_question_compares_sizes_and_the_trainer_everything(tmp_path, kept, caplog, monkeypatch):
+    monkeypatch.setattr(words, "COMPARED", 0)
+    flip_a_bit(kept / "data.csc.index.npy")
+    words_of(SHELF, "en", tmp_path)
+    assert "is damaged" not in caplog.text
+    keep(SHELF, "en", tmp_path)
+    assert "is damaged" in caplog.text
+    assert Bm25.load(kept).search(["towers"], 1).tolist() == [[2]]
+
+
+def test_what_else_lies_where_the_index_is_kept_goes(tmp_path):
+    (tmp_path / FOLDER).mkdir()
+    (tmp_path / FOLDER / "notes.txt").write_text("a file")
+    keep(SHELF, "en", tmp_path)
+    (only,) = kept_files(tmp_path)
+    assert (tmp_path / FOLDER / only / ABOUT).is_file()
 
 
 def test_a_damaged_index_is_made_anew_in_memory(tmp_path, caplog):

@@ -35,19 +35,28 @@ def masked_sentences(
 ) -> list[Question]:
     """Sentences of held-out documents without one of their salient spans, as questions with a gold passage.
 
-    At most `most` (0: all), evenly spread over the corpus. The span that is hidden is a sentence's first.
+    At most `most` (0: all), evenly spread over the corpus. Sentences of which too little is left are passed over.
     """
     kept = trained_rows(store, share)
+    if kept is None:
+        return []
     sentences = salient_sentences(store, query_length)
-    places = np.flatnonzero(~kept[sentences.rows]) if kept is not None else np.zeros(0, np.int64)
-    if most and len(places) > most:
-        places = places[np.linspace(0, len(places) - 1, most).round().astype(np.int64)]
-    found = []
-    for place in places.tolist():
-        row = int(sentences.rows[place])
-        pieces, spans = spans_of(store, row, int(sentences.numbers[place]))
-        start, end = spans[0]
-        left = np.concatenate([pieces[:start], pieces[end:]])[: query_length - 2]
-        if len(left) >= MINIMUM_SENTENCE:
-            found.append(Question(wordpiece.decode(left), [], store.document_id(row)))
-    return found
+    places = zip(*(part[~kept[sentences.rows]].tolist() for part in sentences), strict=True)
+    left = [(row, _what_is_left(store, row, number, query_length - 2)) for row, number in places]
+    left = [(row, pieces) for row, pieces in left if len(pieces) >= MINIMUM_SENTENCE]
+    if most and len(left) > most:
+        left = [left[place] for place in np.linspace(0, len(left) - 1, most).round().astype(int)]
+    return [Question(wordpiece.decode(pieces), [], store.document_id(row)) for row, pieces in left]
+
+
+def _what_is_left(store: PassageStore, row: int, number: int, room: int) -> NDArray[np.uint16]:
+    """The first `room` word pieces of a sentence without one of the salient spans that end among them.
+
+    Which one follows from the sentence's own pieces: names, which often come first, and dates are hidden alike.
+    """
+    pieces, spans = spans_of(store, row, number)
+    spans = spans[spans[:, 1] <= room]
+    if not len(spans):  # a finder that is not ours may find one that goes beyond its sentence
+        return pieces[:0]
+    start, end = spans[int(farmhash.fingerprint64(pieces.tobytes())) % len(spans)]
+    return np.concatenate([pieces[:start], pieces[end:]])[:room]

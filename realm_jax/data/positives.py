@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from realm_jax.corpus.jsonl import Question
 from realm_jax.corpus.store import PassageStore
-from realm_jax.data.examples import Example, Examples, Lengths, document_arrays, question_arrays
+from realm_jax.data.examples import Example, Examples, Lengths, question_arrays
 from realm_jax.models.inputs import DOCUMENT_SPECIALS
+from realm_jax.text import layouts
 from realm_jax.text.wordpiece import WordPiece
 
 NONE = -1  # in place of a row: no passage is known to hold an answer
@@ -25,11 +26,8 @@ def gold_row(store: PassageStore, question: Question, wordpiece: WordPiece, leng
     """
     if question.gold_passage_id is None:
         return NONE
-    rows = [
-        row
-        for row in store.rows_of(question.gold_passage_id)
-        if holds_answer(store, row, answer_pieces(question, wordpiece, lengths), lengths)
-    ]
+    answers = answer_pieces(question, wordpiece, lengths)
+    rows = [row for row in store.rows_of(question.gold_passage_id) if holds_answer(store, row, answers, lengths)]
     asked = set(wordpiece.encode(question.question).ids)
     shared = [len(asked.intersection(store.body_tokens(row).tolist())) for row in rows]
     return rows[int(np.argmax(shared))] if rows else NONE
@@ -70,8 +68,12 @@ def occurs(text: bytes, wanted: bytes, size: int) -> bool:
 
 def body_read(store: PassageStore, row: int, lengths: Lengths) -> NDArray[np.uint16]:
     """The body of a row as far as it is read: beside its title and three special pieces."""
-    room = lengths.document - 3
-    return store.body_tokens(row)[: room - min(room, len(store.title_tokens(row)))]
+    return store.body_tokens(row)[: lengths.document - 3 - len(title_read(store, row, lengths))]
+
+
+def title_read(store: PassageStore, row: int, lengths: Lengths) -> NDArray[np.uint16]:
+    """The title of a row as far as it is read: beside three special pieces."""
+    return store.title_tokens(row)[: lengths.document - 3]
 
 
 def positive_examples(
@@ -92,29 +94,18 @@ def positive_examples(
 
     def used(number: int) -> int:
         row = rows[number]
-        title = min(len(store.title_tokens(row)), lengths.document - 3) + 1 if titles else 0
+        title = len(title_read(store, row, lengths)) + 1 if titles else 0
         query = min(len(encoded[number]), lengths.query - 2) + 2
         return query + title + len(body_read(store, row, lengths)) + 1
 
     def make(number: int, rng: np.random.Generator) -> Example:
-        arrays = question_arrays(encoded[number], questions[number].answers, wordpiece, lengths)
-        row = rows[number]
-        document = document_arrays(store.title_tokens(row), store.body_tokens(row), lengths.document, wordpiece)
-        return arrays | joint_arrays(arrays, document, places, titles)
+        title, body = title_read(store, rows[number], lengths), body_read(store, rows[number], lengths)
+        special, most = wordpiece.special, lengths.query - 2
+        laid = layouts.joint(encoded[number], body, places, special, most, title if titles else None)
+        return question_arrays(encoded[number], questions[number].answers, wordpiece, lengths) | {
+            "joint": laid.ids.astype(np.uint16),
+            "joint_length": np.int32(laid.used),
+            "body_start": np.int32(laid.used - len(body) - 1),
+        }
 
     return Examples(len(questions), make, np.array([used(number) for number in range(len(questions))], np.int64))
-
-
-def joint_arrays(query: Example, document: Example, places: int, titles: bool) -> Example:
-    """A query joined with a passage, from `query_arrays` and `document_arrays` of them: see `positive_examples`."""
-    begin, end = int(query["query_length"]), int(document["document_length"])
-    body = int(document["document_title_length"]) + DOCUMENT_SPECIALS
-    skipped = 1 if titles else body
-    ids = np.zeros(places, np.uint16)
-    ids[:begin] = query["query"][:begin]
-    ids[begin : begin + end - skipped] = document["document"][skipped:end]
-    return {
-        "joint": ids,
-        "joint_length": np.int32(begin + end - skipped),
-        "body_start": np.int32(begin + body - skipped),
-    }

@@ -49,6 +49,7 @@ class VectorCache:
     def __init__(self, encoder: str) -> None:
         """encoder: its digest."""
         self._folder = PosixFolder(kept_in("vectors", encoder))
+        self._usable = True
 
     @property
     def path(self) -> Path:
@@ -57,7 +58,8 @@ class VectorCache:
 
     def find(self, keys: NDArray[np.uint64]) -> tuple[NDArray[np.bool_], NDArray[np.float32] | None]:
         """Which of some rows are known, [rows], and their vectors, [rows, width]: arbitrary where a row is not, None
-        where none is. Damage is told, and its rows are not known."""
+        where none is. Damage is told, and its rows are not known; so is a folder that cannot be read, once, and
+        from then on nothing is kept either."""
         parts = list(self._parts())
         known = np.concatenate([np.empty((0, 2), np.uint64), *(part.keys for part in parts)])
         if not len(known):
@@ -76,6 +78,8 @@ class VectorCache:
 
     def add(self, keys: NDArray[np.uint64], vectors: NDArray[np.float32]) -> None:
         """Keep vectors of rows; what was used less lately makes room. Where that is not possible it is told."""
+        if not self._usable:
+            return
         if not has_room(self.path, keys.nbytes + vectors.nbytes):
             logger.info("%d vectors are not kept: all together may have %d bytes", len(keys), cache_bytes())
             return
@@ -91,9 +95,7 @@ class VectorCache:
         make_room(self.path)
 
     def _parts(self) -> Iterator[_Part]:
-        for name in self._folder.names():
-            if not name.endswith(".json"):
-                continue
+        for name in self._records():
             try:
                 files = self._folder.read_json(name)["files"]
                 keys, vectors = (np.load(self._folder.local(FileEntry(*file)), mmap_mode="r") for file in files)
@@ -103,6 +105,15 @@ class VectorCache:
             except (Damaged, StorageError, KeyError, TypeError, ValueError) as fault:
                 reason = fault if isinstance(fault, UserError) else f"{self._folder.path(name)} is damaged"
                 logger.warning("%s; the passages that it was of are embedded again", reason)
+
+    def _records(self) -> list[str]:
+        """The names of the parts' records; none where the folder cannot be read."""
+        try:
+            return [name for name in self._folder.names() if name.endswith(".json")]
+        except StorageError as fault:
+            logger.warning("%s; all passages are embedded, and their vectors are not kept", fault)
+            self._usable = False
+            return []
 
 
 def _npy(array: NDArray) -> memoryview:

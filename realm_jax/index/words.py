@@ -6,10 +6,10 @@ search (`fusion.py`). An index is kept in the run folder (`keep`) and memory-map
 
 import json
 import logging
-import re
 import shutil
 import tempfile
 import threading
+import unicodedata
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from functools import cache, lru_cache
@@ -17,19 +17,33 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 import numpy as np
+import regex
 from numpy.typing import NDArray
 
 from realm_jax.corpus.news import language
 from realm_jax.errors import UserError
-from realm_jax.storage import digest, make_folder, publish_folder, read_json, write_json_atomic
+from realm_jax.storage import (
+    Damaged,
+    FileEntry,
+    PosixFolder,
+    digest,
+    file_digest,
+    make_folder,
+    publish_folder,
+    read_json,
+    write_json_atomic,
+)
 from realm_jax.text.languages import LANGUAGES, PLAIN
 
 logger = logging.getLogger(__name__)
 
-# One-letter words are kept: how little a word says is for BM25's own weights to judge.
-_WORD = re.compile(r"\b\w+\b")
+# One-letter words are kept: how little a word says is for BM25's own weights to judge. Marks, such as the
+# vowel signs of Hindi, belong to the letter before them; Python's own \w has none of them.
+_WORD = regex.compile(r"[\p{L}\p{N}_][\p{L}\p{M}\p{N}_]*")
+_DOT_ABOVE = "\N{COMBINING DOT ABOVE}"  # what lower() leaves of the Turkish capital İ, beside an i
 SAMPLED = 100  # passages whose language is looked at
-FORMAT = 1
+FORMAT = 2
+COMPARED = 1 << 28  # bytes whose checksums a question waits for: a fraction of a second. The trainer waits for all.
 FOLDER, ABOUT = "words", "WORDS.json"
 _ONE_AT_A_TIME = threading.Lock()  # a stemmer has a memory that threads must not share: batches are made in another
 
@@ -110,15 +124,24 @@ class Bm25:
         return rows, scores
 
     def save(self, folder: Path) -> None:
-        """Write the index into a folder of its own, without anything pickled."""
+        """Write the index into an empty folder, without anything pickled, and what `load` compares the files with."""
         if self._index is not None:
             self._index.save(str(folder), allow_pickle=False, show_progress=False)
-        write_json_atomic(folder / ABOUT, {"size": self.size, "language": self.language, "empty": self.is_empty})
+        files = [FileEntry(path.name, path.stat().st_size, file_digest(path)) for path in sorted(folder.iterdir())]
+        about = {"size": self.size, "language": self.language, "empty": self.is_empty, "files": files}
+        write_json_atomic(folder / ABOUT, {"digest": _digest_of(about), **about})
 
     @classmethod
-    def load(cls, folder: Path) -> Self:
-        """An index that was saved, memory-mapped. Raises OSError, ValueError or KeyError where it is damaged."""
-        about, loaded = read_json(folder / ABOUT), cls.__new__(cls)
+    def load(cls, folder: Path, compared: int | None = None) -> Self:
+        """An index that was saved, memory-mapped.
+
+        compared: bytes of files at most whose content is compared with its checksum; beyond them sizes alone are
+        (None: all content is). Raises OSError, ValueError, KeyError, TypeError or UserError where it is damaged.
+        """
+        about, loaded = dict(read_json(folder / ABOUT)), cls.__new__(cls)
+        if about.pop("digest") != _digest_of(about):
+            raise Damaged(f"{folder / ABOUT}: its checksum is another")
+        _compare(folder, [FileEntry(*entry) for entry in about["files"]], compared)
         loaded.size, loaded.language = about["size"], about["language"]
         loaded._index = None
         if not about["empty"]:
@@ -132,7 +155,7 @@ def words_of(store: Store, language: str, workdir: Path) -> Bm25:
 
     language: `retrieval.language` of a config. Nothing is written.
     """
-    kept = _kept(_place(store, language, workdir))
+    kept = _kept(_place(store, language, workdir), COMPARED)
     return Bm25(searchable_texts(store), language or language_of(store)) if kept is None else kept
 
 
@@ -141,9 +164,12 @@ def keep(store: Store, language: str, workdir: Path) -> None:
     final = _place(store, language, workdir)
     if _kept(final) is not None:
         return
+    if final.is_dir():
+        words_of.cache_clear()  # it may have read what is damaged
     make_folder(final.parent, "--workdir")
-    for old in final.parent.iterdir():
-        shutil.rmtree(old)
+    others = PosixFolder(final.parent)
+    for name in others.names():
+        others.remove(name)
     made = Path(tempfile.mkdtemp(prefix=".partial-", dir=final.parent))
     try:
         words_of(store, language, workdir).save(made)
@@ -162,15 +188,28 @@ def check_words(words: Bm25, where: str) -> None:
         )
 
 
-def _kept(folder: Path) -> Bm25 | None:
-    """The index in a folder; None where there is none, or a damaged one."""
+def _kept(folder: Path, compared: int | None = None) -> Bm25 | None:
+    """The index in a folder; None where there is none, or a damaged one. compared: as for `Bm25.load`."""
     if not (folder / ABOUT).is_file():
         return None
     try:
-        return Bm25.load(folder)
+        return Bm25.load(folder, compared)
     except (OSError, ValueError, KeyError, TypeError, UserError) as fault:
         logger.warning("%s is damaged (%s); the words are indexed anew", folder, fault)
         return None
+
+
+def _compare(folder: Path, entries: Sequence[FileEntry], compared: int | None) -> None:
+    """Raise Damaged for a file that is not what was saved. compared: as for `Bm25.load`."""
+    content = compared is None or sum(entry.bytes for entry in entries) <= compared
+    for entry in entries:
+        path = folder / entry.name
+        if path.stat().st_size != entry.bytes or (content and file_digest(path) != entry.sha256):
+            raise Damaged(f"{path} is not what was saved")
+
+
+def _digest_of(about: dict[str, Any]) -> str:
+    return digest(json.dumps(about).encode())
 
 
 def _place(store: Store, language: str, workdir: Path) -> Path:
@@ -219,8 +258,15 @@ def _rules(language: str) -> tuple[frozenset[str], Any]:
 def _tokens(text: str, language: str) -> list[str]:
     """The words of a text in lower case, without stop words, as stems."""
     stop, stemmer = _rules(language)
-    found = [word for word in _WORD.findall(text.lower()) if word not in stop]
+    found = [word for word in _WORD.findall(_lowered(text)) if word not in stop]
     if stemmer is None:
         return found
     with _ONE_AT_A_TIME:
         return list(stemmer.stemWords(found))
+
+
+def _lowered(text: str) -> str:
+    """A text in lower case, in which a letter with a mark is the same whether it came as one character or as two."""
+    if text.isascii():
+        return text.lower()
+    return unicodedata.normalize("NFC", text).lower().replace(_DOT_ABOVE, "")

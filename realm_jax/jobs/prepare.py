@@ -33,10 +33,11 @@ from realm_jax.errors import UserError
 from realm_jax.jobs.flags import positive
 from realm_jax.jobs.questions import Chosen, QuestionFile, published_identity, question_file, read_all
 from realm_jax.jobs.unfinished import ARTICLES, MANIFEST, TOKENIZER, check_claim, is_prepared, unfinished
+from realm_jax.models.vocabulary import VocabularyFile, lower_case_of, vocabulary_file
 from realm_jax.storage import open_folder
 from realm_jax.text import spans as span_finders
 from realm_jax.text.packing import DEFAULT_LIMIT
-from realm_jax.text.wordpiece import FILES, VOCABULARY_FILE, WordPiece, check_size
+from realm_jax.text.wordpiece import FILES, WordPiece, check_size
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +126,8 @@ def _add_text_arguments(parser: argparse.ArgumentParser) -> None:
     vocabulary.add_argument(
         "--vocab",
         metavar="FILE",
-        help="vocabulary of a pretrained encoder: its vocab.txt or folder, hf:NAME, or py:NAME of an installed package",
+        help="vocabulary of a pretrained encoder, whose tokenizer says whether capitals are kept: its vocab.txt, "
+        "tokenizer.json or folder, hf:NAME, or py:NAME of an installed package",
     )
     vocabulary.add_argument(
         "--vocabulary-size",
@@ -198,8 +200,8 @@ def prepare(
     started = time.monotonic()
     finder = span_finders.finder(spans)
     check_limit(limit)
-    vocab = None if vocab is None else _vocabulary_file(os.fspath(vocab))
-    if vocab is None:
+    vocabulary = None if vocab is None else _vocabulary_file(os.fspath(vocab))
+    if vocabulary is None:
         check_size(vocabulary_size)
     if not questions and (question_sources or max_answer_words or ignore_gold):
         raise UserError("--question-sources, --max-answer-words and --ignore-gold are about --questions; give some")
@@ -209,7 +211,7 @@ def prepare(
     shards_of = {name: shards or source.shards for name, source in sources.items()}
     worker.check(max(shards_of.values()))
     settings = {
-        "vocabulary_size": None if vocab else vocabulary_size,
+        "vocabulary_size": None if vocabulary else vocabulary_size,
         "limit": limit,
         "spans": spans,
         "question_sources": list(question_sources),
@@ -217,13 +219,16 @@ def prepare(
         "ignore_gold": ignore_gold,
         "shards": shards_of,
     }
+    if vocabulary is not None and not vocabulary.lower_case:
+        settings["lower_case"] = False  # what folders do not record in which it is true
     if (own := span_finders.identity(finder)) is not None:
         settings["spans_identity"] = own
-    inputs = json.loads(json.dumps(_inputs(sources, vocab, files) | {"settings": settings}))  # as they are read again
+    inputs = _inputs(sources, vocabulary, files) | {"settings": settings}
+    inputs = json.loads(json.dumps(inputs))  # as they are read again
     if is_prepared(os.fspath(output), inputs, skip_damage):
         print(f"{output} was prepared from the same inputs with the same settings; nothing to do")
         return
-    given = None if vocab is None else _given_vocabulary(vocab)
+    given = None if vocabulary is None else vocabulary.read()
     chosen = read_all(files, question_sources, max_answer_words, ignore_gold, skip_damage)
     claim = uuid.uuid4().hex
     with unfinished(os.fspath(output), inputs, beam is not None, claim) as root:
@@ -231,12 +236,14 @@ def prepare(
     _print_summary(output, made, chosen.counts, time.monotonic() - started)
 
 
-def _inputs(sources: dict[str, Input], vocab: Path_ | None, questions: list[QuestionFile]) -> dict[str, Any]:
+def _inputs(
+    sources: dict[str, Input], vocabulary: VocabularyFile | None, questions: list[QuestionFile]
+) -> dict[str, Any]:
     """Names and SHA-256 of the input files: what tells two preparations apart."""
     return {
         "passages": sources["passages"].identity,
         "pretraining": sources["pretraining"].identity if "pretraining" in sources else None,
-        "vocab": None if vocab is None else identity(vocab),
+        "vocab": None if vocabulary is None else identity(vocabulary.path),
         "questions": [{"split": file.split} | (published_identity(file) or identity(file.path)) for file in questions],
     }
 
@@ -340,25 +347,27 @@ class Work:
         return summary, {"rows": rows, "documents": documents, "fingerprint": manifest["fingerprint"]}
 
 
-def _vocabulary_file(name: str) -> Path:
-    """The vocab.txt that `--vocab` names: itself, or that of a model. Raises UserError where the model is not there."""
-    from realm_jax.jobs.starting import local_source  # here, since it brings the networks along
+def _vocabulary_file(name: str) -> VocabularyFile:
+    """What `--vocab` names: a file, or a model as `config.init_from` takes it.
 
-    path = local_source(name, "--vocab")
-    return path / VOCABULARY_FILE if path.is_dir() else path
+    Text is put in lower case unless the tokenizer that the file belongs to keeps capitals. Raises UserError where the
+    model is not there, or has no word pieces.
+    """
+    path = Path(name)
+    if not path.is_file():
+        from realm_jax.jobs.starting import local_source, tokenizer_folder  # here, since it brings JAX along
+
+        model = local_source(name, "--vocab")
+        path = _of_model(name, tokenizer_folder(model)) if model.is_dir() else model
+    said = lower_case_of(path.parent)
+    return VocabularyFile(path, said is None or said.value)
 
 
-def _given_vocabulary(path: Path_) -> WordPiece:
-    """A vocabulary from a file, with a warning where text in lower case never meets some of its pieces."""
-    wordpiece = WordPiece.from_vocab(os.fspath(path))
-    if cased := wordpiece.cased:
-        logger.warning(
-            "%s: %d word pieces have capital letters, such as %r, and are never used: text is lower-cased",
-            path,
-            len(cased),
-            cased[0],
-        )
-    return wordpiece
+def _of_model(name: str, folder: Path) -> Path:
+    path = vocabulary_file(folder)
+    if path is None:
+        raise UserError(f"--vocab={name}: {folder} has no vocab.txt and no tokenizer.json; name an encoder with one")
+    return path
 
 
 def _vocabulary(

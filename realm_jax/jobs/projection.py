@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from realm_jax.errors import UserError
@@ -34,14 +35,14 @@ STREAM = 11  # of random numbers; those of training are `data.pipeline.PURPOSES`
 def with_principal_components(run: Run, params: Params) -> Params:
     """Parameters with a projection of principal components in both towers; every process has to call it.
 
-    It is read from the run folder, or made there. Raises UserError for a file that does not fit, and for fewer passages
-    than features.
+    It is read from the run folder, or made there. Raises UserError for a file that cannot be read or does not
+    fit, and for fewer passages than features.
     """
     path = run.workdir / FILE
     if not told(int(path.is_file())):
         made = _make(run, params)
         told_by(lambda: _keep(path, made))
-    found = load_file(path)
+    found = _read(path)
     params, shardings = dict(params), run.param_shardings
     for tower in run.model.embedder_names:
         shapes = jax.tree.map(lambda leaf: leaf.shape, params[tower]["projection"])
@@ -55,6 +56,16 @@ def with_principal_components(run: Run, params: Params) -> Params:
 def _keep(path: Path, made: dict[str, NDArray[np.float32]]) -> int:
     write_atomic(path, save(made))
     return 0
+
+
+def _read(path: Path) -> dict[str, NDArray[np.float32]]:
+    """Kernel and bias. A torn file is for the user to remove, since other devices than those that made it would give it
+    other bits."""
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as fault:
+        reason = " ".join(str(fault).split())[:200]
+        raise UserError(f"{path}: cannot be read ({reason}); remove it, and it is made again") from None
 
 
 def _make(run: Run, params: Params) -> dict[str, NDArray[np.float32]]:

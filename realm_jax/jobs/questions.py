@@ -24,12 +24,19 @@ class QuestionFile(NamedTuple):
     path: str
 
 
+class Placed(NamedTuple):
+    """A question with the place it came from: path and line, and the number of its file."""
+
+    question: Question
+    where: str
+    file: int
+
+
 @dataclass
 class Chosen:
-    """Questions by split, each with the place it came from, and what became of the others (of Counts: records, dropped,
-    damaged, samples)."""
+    """Questions by split, and what became of the others (of Counts: records, dropped, damaged, samples)."""
 
-    splits: dict[str, list[tuple[Question, str]]]
+    splits: dict[str, list[Placed]]
     counts: Counts
 
     def told(self) -> dict[str, Any]:
@@ -40,16 +47,16 @@ class Chosen:
     def leave_out_gold(self, absent: Collection[str]) -> None:
         """Leave out, as damage, the questions about passages that do not exist."""
         for split, questions in self.splits.items():
-            lost = [(question, where) for question, where in questions if question.gold_passage_id in absent]
-            for question, where in lost:
-                fault = f"gold_passage_id {question.gold_passage_id!r} is not there"
-                self.counts.leave_out(Damage(where, NO_SUCH_GOLD, fault), 0, question.line)
-            self.splits[split] = [one for one in questions if one[0].gold_passage_id not in absent]
+            for question, where, file in questions:
+                if question.gold_passage_id in absent:
+                    fault = f"gold_passage_id {question.gold_passage_id!r} is not there"
+                    self.counts.leave_out(Damage(where, NO_SUCH_GOLD, fault), file, question.line)
+            self.splits[split] = [one for one in questions if one.question.gold_passage_id not in absent]
 
     def gold(self) -> dict[str, str]:
         """Passages that hold the answer of a question, each with the place of the first such question."""
         places: dict[str, str] = {}
-        for question, where in chain(*self.splits.values()):
+        for question, where, _ in chain(*self.splits.values()):
             if question.gold_passage_id is not None:
                 places.setdefault(question.gold_passage_id, where)
         return places
@@ -58,7 +65,7 @@ class Chosen:
         """Write each split; the numbers of questions. Left out are those whose gold passage is `wordless`."""
         counts = {}
         for split, questions in self.splits.items():
-            kept = [question for question, _ in questions if question.gold_passage_id not in wordless]
+            kept = [one.question for one in questions if one.question.gold_passage_id not in wordless]
             if len(kept) < len(questions):
                 self.counts.dropped["whose gold passage has no words"] += len(questions) - len(kept)
             if kept:
@@ -103,10 +110,10 @@ def read_all(
 
     skip_damage: count a question that cannot be read, with a sample, in place of raising UserError for it.
     """
-    splits: dict[str, list[tuple[Question, str]]] = defaultdict(list)
+    splits: dict[str, list[Placed]] = defaultdict(list)
     counts = Counts()
-    for part, file in enumerate(files):
-        damaged = _count_damage(counts, part, file.path) if skip_damage else None
+    for number, file in enumerate(files):
+        damaged = _count_damage(counts, number, file.path) if skip_damage else None
         for question in _questions_of(file, damaged):
             where = f"{file.path}:{question.line}"
             try:
@@ -124,7 +131,7 @@ def read_all(
             if reason:
                 counts.dropped[reason] += 1
             else:
-                splits[split].append((kept, where))
+                splits[split].append(Placed(kept, where, number))
     if files and not splits:
         left_out = counts.dropped.total() + counts.damaged.total()
         raise UserError(f"no question is left of {left_out:,}; check --question-sources and the files")

@@ -29,17 +29,17 @@ from realm_jax.models.sentence_folder import (
     SentenceModel,
     is_sentence_model,
     read_sentence_model,
+    read_settings,
+    transformer_folder,
 )
+from realm_jax.models.vocabulary import FAST_TOKENIZER, TOKENIZER, lower_case_of, read_vocabulary, vocabulary_file
 from realm_jax.models.weights import WEIGHTS, Part, Source, find, module_places, networks, read, with_modules
 from realm_jax.run import Run
-from realm_jax.storage import read_json
 from realm_jax.text.wordpiece import VOCABULARY_FILE, WordPiece
 
 logger = logging.getLogger(__name__)
 
 HUB, PACKAGE, IN_PACKAGE = "hf:", "py:", "model"
-TOKENIZER = "tokenizer_config.json"  # Hugging Face's; says whether text is put in lower case
-FAST_TOKENIZER = "tokenizer.json"  # of the library tokenizers; may be all there is of a vocabulary
 FETCHED = (
     *(WEIGHTS, "config.json", VOCABULARY_FILE, TOKENIZER, FAST_TOKENIZER, MODULES, PROMPTS, INPUT),
     *(f"[0-9]*_*/{name}" for name in (WEIGHTS, "config.json", VOCABULARY_FILE, TOKENIZER, FAST_TOKENIZER, INPUT)),
@@ -111,6 +111,12 @@ def is_weights(folder: Path) -> bool:
     return any(is_model(folder / name) for name in ("", SHARED, *TOWERS, READER))
 
 
+def tokenizer_folder(folder: Path) -> Path:
+    """Where the tokenizer of a model lies: beside the weights of the first of its networks, which all have the same."""
+    found = (folder / name for name in ("", SHARED, *TOWERS, READER) if is_model(folder / name))
+    return transformer_folder(next(found, folder))
+
+
 def find_weights(
     folder: Path, model: Realm, wordpiece: WordPiece, names: Collection[str] | None = None
 ) -> dict[str, Source]:
@@ -124,8 +130,7 @@ def find_weights(
         place = _place(folder, network) if names is None or network in names else None
         if place is not None:
             found[network] = _source(place, model, network, parts)
-            sentence = sentence_model(place)
-            _check_vocabulary(sentence.transformer if sentence else place, wordpiece)
+            _check_vocabulary(transformer_folder(place), wordpiece)
     return found
 
 
@@ -175,40 +180,17 @@ def _place(folder: Path, network: str) -> Path | None:
 def _check_vocabulary(folder: Path, wordpiece: WordPiece) -> None:
     """Raise UserError where the vocabulary beside the weights is not that of the prepared data. Nothing to compare
     without its files."""
-    advice = "prepare the data with `realm prepare --vocab` and the vocab.txt of the weights, or name other weights"
-    path = folder / (VOCABULARY_FILE if (folder / VOCABULARY_FILE).is_file() else FAST_TOKENIZER)
-    if path.is_file() and _vocabulary(path, wordpiece.lower_case) != wordpiece.fingerprint:
+    advice = f"prepare the data with `realm prepare --vocab={folder}`, or name other weights"
+    path, said = vocabulary_file(folder), lower_case_of(folder)
+    if path is not None and read_vocabulary(path, wordpiece.lower_case).fingerprint != wordpiece.fingerprint:
         raise UserError(f"{path}: not the word pieces of the prepared data; {advice}")
-    for path in (folder / TOKENIZER, folder / FAST_TOKENIZER):
-        lower_case = _lower_case(path)
-        if lower_case not in (None, wordpiece.lower_case):
-            raise UserError(
-                f"{path}: do_lower_case is {lower_case}, but the data were prepared with "
-                f"{wordpiece.lower_case}; {advice}"
-            )
-    settings = read_json(folder / INPUT) if (folder / INPUT).is_file() else {}
-    if isinstance(settings, dict) and settings.get("do_lower_case") and not wordpiece.lower_case:
-        raise UserError(f"{folder / INPUT}: do_lower_case is true with a tokenizer that keeps capitals; {advice}")
-
-
-def _vocabulary(path: Path, lower_case: bool) -> str | None:
-    """The fingerprint of a vocabulary in a vocab.txt or a tokenizer.json; None for one that is not of word pieces."""
-    if path.name == VOCABULARY_FILE:
-        return WordPiece.from_vocab(path, lower_case).fingerprint
-    tokenizer = read_json(path)
-    model = tokenizer.get("model") if isinstance(tokenizer, dict) else None
-    pieces = model.get("vocab") if isinstance(model, dict) and model.get("type") == "WordPiece" else None
-    if not isinstance(pieces, dict):
-        return None
-    return WordPiece(sorted(pieces, key=pieces.__getitem__), lower_case, str(path)).fingerprint
-
-
-def _lower_case(path: Path) -> bool | None:
-    """Whether a tokenizer puts text in lower case, where the file says so."""
-    settings = read_json(path) if path.is_file() else {}
-    if isinstance(settings, dict) and path.name == FAST_TOKENIZER:
-        settings = {"do_lower_case": (settings.get("normalizer") or {}).get("lowercase")}
-    return settings.get("do_lower_case") if isinstance(settings, dict) else None
+    if said is not None and said.value != wordpiece.lower_case:
+        prepared = f"the data were prepared with {wordpiece.lower_case}"
+        raise UserError(f"{said.path}: do_lower_case is {said.value}, but {prepared}; {advice}")
+    if read_settings(folder / INPUT).get("do_lower_case") and not wordpiece.lower_case:
+        raise UserError(
+            f"{folder / INPUT}: do_lower_case is true with a tokenizer that keeps capitals; name other weights"
+        )
 
 
 def with_weights(run: Run, params: Params, folder: Path, key: str = "init_from") -> Params:

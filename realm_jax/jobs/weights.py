@@ -10,7 +10,6 @@ names, `realm_jax/models/released.py` for TensorFlow's.
 """
 
 import argparse
-import json
 import logging
 import os
 import shutil
@@ -35,7 +34,7 @@ from realm_jax.models.bert import LAYER_NORM_EPSILON
 from realm_jax.models.realm import Params, Realm
 from realm_jax.models.sentence_export import PASSAGES, QUERIES, refuse_modules, write_modules
 from realm_jax.models.sentence_folder import OWN
-from realm_jax.models.weights import SETTINGS, WEIGHTS, networks, save, settings_of
+from realm_jax.models.weights import SETTINGS, WEIGHTS, networks, save, settings_of, write_json
 from realm_jax.run import tower_lengths
 from realm_jax.storage import publish_folder
 from realm_jax.text.wordpiece import VOCABULARY_FILE, WordPiece
@@ -231,7 +230,7 @@ def _save_released(
     settings |= heads | released.sizes(tensors) | {"type_vocab_size": 2, "pad_token_id": wordpiece.pad_id}
     if (words := settings["vocab_size"]) != wordpiece.size:
         raise UserError(f"--vocab: has {wordpiece.size} word pieces, but {folder.name} has {words}; name its vocab.txt")
-    _write_json(folder / SETTINGS, settings)
+    write_json(folder / SETTINGS, settings)
     _save_vocabulary(folder, wordpiece, settings["max_position_embeddings"])
 
 
@@ -268,8 +267,4 @@ def _save_vocabulary(folder: Path, wordpiece: WordPiece, length: int) -> None:
     pieces = wordpiece.pieces(range(wordpiece.size))
     (folder / VOCABULARY_FILE).write_text("".join(f"{piece}\n" for piece in pieces), "utf-8", newline="\n")
     tokenizer = {"tokenizer_class": "BertTokenizer", "do_lower_case": wordpiece.lower_case, "model_max_length": length}
-    _write_json(folder / TOKENIZER, tokenizer)
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", "utf-8")
+    write_json(folder / TOKENIZER, tokenizer)

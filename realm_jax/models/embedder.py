@@ -69,6 +69,11 @@ class Embedder(nn.Module):
         return hidden.astype(jnp.float32)
 
 
+def vector_size(projection: int, width: int) -> int:
+    """Features of a tower's vector. projection: of its linear layer, 0 for none; width: of its hidden states."""
+    return projection or width
+
+
 def masked_mean(hidden: Array, mask: Array) -> Array:
     """The mean over positions where `mask` is true. hidden [batch, length, width], mask [batch, length] → [batch,
     width]; 0 where there are none."""

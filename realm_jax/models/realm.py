@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from realm_jax.models.bert import BertConfig
-from realm_jax.models.embedder import Embedder
+from realm_jax.models.embedder import Embedder, vector_size
 from realm_jax.models.inputs import Documents, Joint, Sequences, document_sequences, query_sequences
 from realm_jax.models.reader import Reader
 from realm_jax.text.templates import Template
@@ -55,7 +55,7 @@ class Realm:
     @property
     def vector_size(self) -> int:
         """Features of a retrieval vector."""
-        return self.projection or self.bert.width
+        return vector_size(self.projection, self.bert.width)
 
     @property
     def reader(self) -> Reader:

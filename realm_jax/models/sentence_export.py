@@ -6,7 +6,6 @@ no encoder of texts, the reader's, gets a list of modules at which the library s
 mean of hidden states and say nothing. Read next: `sentence_folder.py`, the way back.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,14 @@ from realm_jax.models.sentence_folder import (
     POOLINGS,
     PROMPTS,
     REFUSING,
+    SETTINGS,
     TANH,
+    WEIGHTS,
 )
+from realm_jax.models.weights import write_json
 from realm_jax.text.templates import parse
 
-WEIGHTS, SETTINGS, README = "model.safetensors", "config.json", "README.md"
+README = "README.md"
 QUERIES, PASSAGES = "query", "document"  # the library's names for prompts, and for the texts that a tower is for
 
 
@@ -47,11 +49,11 @@ def write_modules(
         {"idx": number, "name": str(number), "path": path, "type": f"{LIBRARY}models.{kind}"}
         for number, (kind, path) in enumerate(modules)
     ]
-    _write(folder / MODULES, entries)
+    write_json(folder / MODULES, entries)
     longest = {"max_seq_length": max(lengths.values()), "do_lower_case": False}
-    _write(folder / INPUT, longest | {"model_args": {"add_pooling_layer": False}})
+    write_json(folder / INPUT, longest | {"model_args": {"add_pooling_layer": False}})
     prompts = {purpose: prompt for purpose in lengths if (prompt := _prompt(encoder, purpose))}
-    _write(
+    write_json(
         folder / PROMPTS,
         {
             "prompts": prompts,
@@ -64,7 +66,7 @@ def write_modules(
 
 def refuse_modules(folder: Path) -> None:
     """Make sentence-transformers stop at a folder that is no encoder of texts."""
-    _write(folder / MODULES, [{"idx": 0, "name": "0", "path": "", "type": REFUSING}])
+    write_json(folder / MODULES, [{"idx": 0, "name": "0", "path": "", "type": REFUSING}])
 
 
 Layer = tuple[str, dict[str, Any], dict[str, NDArray[np.float32]]]  # the library's class, its settings and its tensors
@@ -112,7 +114,7 @@ def _add(folder: Path, number: int, kind: str, settings: dict[str, Any], tensors
     path = f"{number}_{kind}"
     (folder / path).mkdir()
     if settings:
-        _write(folder / path / SETTINGS, settings)
+        write_json(folder / path / SETTINGS, settings)
     if tensors:
         save_file(tensors, folder / path / WEIGHTS, metadata={"format": "pt"})
     return kind, path
@@ -149,7 +151,3 @@ def _usage(encoder: dict[str, Any], purpose: str) -> list[str]:
         what += f"; the prompt {prompt!r} is put before them" if prompt else ""
     name = "Queries" if purpose == QUERIES else "Passages"
     return [f"{name}: {what}.", "", f"    {call}({text})", ""]
-
-
-def _write(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", "utf-8")

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from realm_jax.errors import UserError
 from realm_jax.text.templates import from_prompt
 
+WEIGHTS, SETTINGS = "model.safetensors", "config.json"  # of a module, and of a whole model
 MODULES = "modules.json"
 PROMPTS = "config_sentence_transformers.json"
 INPUT = "sentence_bert_config.json"
@@ -71,6 +72,13 @@ def is_sentence_model(folder: Path) -> bool:
     return path.is_file() and not any(entry.get("type") == REFUSING for entry in _entries(path))
 
 
+def transformer_folder(folder: Path) -> Path:
+    """Where the BERT of a folder lies, with its tokenizer: itself, or its first module if it is one of
+    sentence-transformers. Raises UserError for a damaged list of modules."""
+    entries = _entries(folder / MODULES) if is_sentence_model(folder) else []
+    return folder / entries[0]["path"] if entries else folder
+
+
 def read_sentence_model(folder: Path) -> SentenceModel:
     """What a folder describes. Reads no weights.
 
@@ -105,7 +113,7 @@ def read_sentence_model(folder: Path) -> SentenceModel:
     encoder["temperature"] = default_temperature(encoder["normalization"])
     if own := _own(transformer, encoder):
         encoder, modules = own, []
-    longest = _one(transformer / INPUT, _settings(transformer / INPUT), "max_seq_length", int)
+    longest = _one(transformer / INPUT, read_settings(transformer / INPUT), "max_seq_length", int)
     return SentenceModel(folder, transformer, encoder, tuple(modules), longest, unused)
 
 
@@ -115,8 +123,8 @@ def _own(transformer: Path, encoder: dict[str, Any]) -> dict[str, Any]:
     They are the same layers as the modules', but for the scale that the library's epsilon asks for, so that a run that
     starts from them has the same bits.
     """
-    own = _settings(transformer / "config.json").get(OWN)
-    path = transformer / "model.safetensors"
+    own = read_settings(transformer / SETTINGS).get(OWN)
+    path = transformer / WEIGHTS
     if not isinstance(own, dict) or not {*encoder} <= {*own} or not path.is_file():
         return {}
     try:
@@ -150,8 +158,8 @@ def _kind(entry: dict[str, Any], folder: Path) -> str:
 
 
 def _pooling(folder: Path) -> str:
-    path = folder / "config.json"
-    settings = _settings(path, needed=True)
+    path = folder / SETTINGS
+    settings = read_settings(path, needed=True)
     modes = settings.get("pooling_mode") or [mode for flag, mode in FLAGS.items() if settings.get(flag)] or ["mean"]
     modes = modes if isinstance(modes, list) else [modes]
     if len(modes) != 1 or modes[0] not in POOLINGS:
@@ -163,8 +171,8 @@ def _pooling(folder: Path) -> str:
 
 def _add_dense(encoder: dict[str, Any], folder: Path, before: list[str]) -> Module:
     """Take a Dense into the section: BERT's tanh layer behind [CLS], or the projection."""
-    path = folder / "config.json"
-    settings = _settings(path, needed=True)
+    path = folder / SETTINGS
+    settings = read_settings(path, needed=True)
     activation = str(settings.get("activation_function", TANH))
     name = activation.rpartition(".")[2]
     if settings.get("use_residual") or settings.get("module_input_name", "sentence_embedding") != "sentence_embedding":
@@ -186,7 +194,7 @@ def _prompts(path: Path, encoder: dict[str, Any]) -> tuple[dict[str, Any], tuple
     Vectors that are compared by their cosine, as the library does with those of a folder that does not say how, get
     length 1 where they have no normalisation, so that scores are the library's.
     """
-    settings = _settings(path)
+    settings = read_settings(path)
     if settings.get("truncate_dim"):
         _refuse(path, "has truncate_dim, which cuts vectors; choose a model without it")
     similarity = settings.get("similarity_fn_name") or "cosine"
@@ -216,7 +224,7 @@ def _entries(path: Path) -> list[dict[str, Any]]:
     return entries
 
 
-def _settings(path: Path, needed: bool = False) -> dict[str, Any]:
+def read_settings(path: Path, needed: bool = False) -> dict[str, Any]:
     """A file of settings; {} where there need be none."""
     if not path.is_file() and not needed:
         return {}

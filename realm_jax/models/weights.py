@@ -20,9 +20,8 @@ from realm_jax.errors import UserError
 from realm_jax.models.bert import LAYER_NORM_EPSILON, BertConfig, initializer_stddev
 from realm_jax.models.reader import SPAN_NORM_EPSILON
 from realm_jax.models.realm import LOG_TEMPERATURE, Realm
-from realm_jax.models.sentence_folder import SentenceModel
+from realm_jax.models.sentence_folder import SETTINGS, WEIGHTS, SentenceModel
 
-WEIGHTS, SETTINGS = "model.safetensors", "config.json"
 PREFIXES = ("", "bert.", "realm.")  # of a bare encoder, of one with a head, and of REALM's networks in transformers
 HEADS = ("cls.", "qa_outputs.", "retriever.")  # their tensors' names have no prefix
 Params = dict[str, Any]
@@ -403,7 +402,12 @@ def save(folder: Path, params: Params, parts: Sequence[Part], kind: str, setting
             array = np.asarray(array, np.float32)
             tensors[_full(f"{kind}.", tensor.name)] = np.asarray(array.T if tensor.turned else array, order="C")
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})  # without which transformers does not open it
-    (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
+    write_json(folder / SETTINGS, settings)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a file of settings as Hugging Face's library does."""
+    path.write_text(json.dumps(value, indent=2) + "\n", "utf-8")
 
 
 def settings_of(model: Realm, network: str, kind: str) -> dict[str, Any]:

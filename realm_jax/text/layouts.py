@@ -2,7 +2,7 @@
 
     query     [CLS] query [SEP]               segments 0
     document  [CLS] title [SEP] body [SEP]    segments 0 through the first [SEP], then 1
-    joint     [CLS] query [SEP] body [SEP]    segments 0 through the first [SEP], then 1
+    joint     [CLS] query [SEP] body [SEP]    the same; fine-tuning can have `title [SEP]` before the body
 
 Special tokens are always kept; an earlier sequence takes the room first, a later one gets what is left. Padding stands
 on the right, with segment 0. Pure functions on NumPy arrays; the step that trains builds the same joint layout on the
@@ -52,8 +52,15 @@ def document(title: ArrayLike, body: ArrayLike, length: int, special: Special) -
     return _lay_out([_one_row(title), _one_row(body)], length, special)
 
 
-def joint(query_ids: ArrayLike, body: ArrayLike, length: int, special: Special, max_query: int | None = None) -> Layout:
-    """Lay out `[CLS] query [SEP] body [SEP]` for the reader; no title.
+def joint(
+    query_ids: ArrayLike,
+    body: ArrayLike,
+    length: int,
+    special: Special,
+    max_query: int | None = None,
+    title: ArrayLike | None = None,
+) -> Layout:
+    """Lay out `[CLS] query [SEP] body [SEP]` for the reader.
 
     Args:
         query_ids: pieces of the query without special tokens `[m]`.
@@ -62,11 +69,13 @@ def joint(query_ids: ArrayLike, body: ArrayLike, length: int, special: Special, 
         special: ids of the special tokens.
         max_query: pieces that the query keeps at most, so that it is the same query that the embedder saw (its length
             less 2); without it the query may take all the room and leave none to the body.
+        title: pieces that stand before the body, with a [SEP] of their own; None: the layout has no title.
 
     Raises:
-        ValueError: `length` has no room for the three special tokens.
+        ValueError: `length` has no room for the special tokens.
     """
-    return _lay_out([_one_row(query_ids)[:max_query], _one_row(body)], length, special)
+    titles = [] if title is None else [_one_row(title)]
+    return _lay_out([_one_row(query_ids)[:max_query], *titles, _one_row(body)], length, special)
 
 
 def _lay_out(sequences: list[NDArray[np.int32]], length: int, special: Special) -> Layout:
@@ -77,13 +86,13 @@ def _lay_out(sequences: list[NDArray[np.int32]], length: int, special: Special) 
     segments = np.zeros(length, np.int32)
     ids[0] = special.cls
     used = 1
-    for segment, sequence in enumerate(sequences):
+    for number, sequence in enumerate(sequences):
         kept = sequence[:room]
         room -= len(kept)
         end = used + len(kept)
         ids[used:end] = kept
         ids[end] = special.sep
-        segments[used : end + 1] = segment
+        segments[used : end + 1] = min(number, 1)
         used = end + 1
     return Layout(ids, segments, used)
 

@@ -10,6 +10,7 @@ import dataclasses
 from ml_collections import ConfigDict
 
 from realm_jax.config import joint_length
+from realm_jax.models.embedder import vector_size
 
 # Dense bfloat16 operations a second of one JAX device, by `device_kind` (vendors' data sheets).
 PEAKS = {
@@ -85,12 +86,6 @@ def embedding_flops(config: ConfigDict, length: int) -> float:
     return tower_of(config).forward(length, None if encoder.pooling == "mean" else 1) + head
 
 
-def vector_size(config: ConfigDict) -> int:
-    """Features of a retrieval vector."""
-    size: int = config.encoder.projection or config.model.width
-    return size
-
-
 def step_flops(config: ConfigDict, task: str, vocabulary: int, predictions: int, rows: int) -> dict[str, float]:
     """One step of a task: {part: operations}. predictions: masked pieces that are predicted; rows: passages.
 
@@ -99,16 +94,17 @@ def step_flops(config: ConfigDict, task: str, vocabulary: int, predictions: int,
     data, retrieval, batch = config.data, config.retrieval, config[task].batch_size
     tower, width, joint = tower_of(config), config.model.width, joint_length(config)
     query, document = embedding_flops(config, data.query_length), embedding_flops(config, data.document_length)
+    features = vector_size(config.encoder.projection, width)
     words = 2 * predictions * width * (width + vocabulary)
-    search = 2.0 * rows * vector_size(config)
+    search = 2.0 * rows * features
     parts: dict[str, float] = {}
     if task in ("mlm", "closed_book"):
         parts["reader"] = 3 * (tower.forward(joint, predictions) + words)
     if task == "ict" and config.objective.ict == "index":  # stored vectors have no gradient: a product each way
-        scores = 2 * 2.0 * (1 + retrieval.qa_beam) * vector_size(config)
+        scores = 2 * 2.0 * (1 + retrieval.qa_beam) * features
         parts |= {"search": search, "queries": 3 * query, "scores": scores}
     elif task == "ict":
-        scores = 3 * 2.0 * batch * vector_size(config)
+        scores = 3 * 2.0 * batch * features
         parts |= {"queries": 3 * query, "documents": 3 * document, "scores": scores}
     if task == "realm":
         candidates = retrieval.candidates - 1

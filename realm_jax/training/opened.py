@@ -72,17 +72,18 @@ class Opened(Saved):
 
     def _kept(self, item: str, place: str) -> Arrays | None:
         """The copy of all arrays whose names begin with `place`, if it is what was saved."""
-        if self._folder is None or not (self._folder / f"{item}.json").is_file():
+        if self._folder is None:
             return None
         try:
-            parts = json.loads((self._folder / f"{item}.json").read_bytes())
-            data = np.asarray(np.load(self._folder / f"{item}.npy", mmap_mode="r"))
-            arrays = {name: _view(data, *part) for name, part in parts.items()}
-        except (OSError, ValueError, TypeError, AttributeError):
-            arrays = {}
-        whole = arrays.keys() == {name for name in self._sums if name.startswith(place)}
-        if not whole or differing(self._sums, checksums(arrays)):
-            logger.warning("%s/%s.npy is damaged; the checkpoint is read again", self._folder, item)
+            arrays = _read(self._folder, item)
+            whole = arrays.keys() == {name for name in self._sums if name.startswith(place)}
+            whole = whole and not differing(self._sums, checksums(arrays))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except Exception:  # of whatever kind torn bytes raise: no copy is worth stopping for
+            whole = False
+        if not whole:
+            logger.warning("%s/%s.npy is damaged or cannot be read; the checkpoint is read again", self._folder, item)
             return None
         used(self._folder)
         return arrays
@@ -101,6 +102,13 @@ class Opened(Saved):
         except OSError as fault:
             logger.debug("%s: no copy of %s (%s)", self._folder, item, fault)
         make_room(self._folder)
+
+
+def _read(folder: Path, item: str) -> Arrays:
+    """The arrays of a copy, memory-mapped."""
+    parts = json.loads((folder / f"{item}.json").read_bytes())
+    data = np.asarray(np.load(folder / f"{item}.npy", mmap_mode="r"))
+    return {name: _view(data, *part) for name, part in parts.items()}
 
 
 def _together(arrays: Arrays) -> tuple[NDArray[np.uint8], dict[str, list[Any]]]:

@@ -1,6 +1,7 @@
 """What a run folder was made for: config and data are recorded there, and compared at every start."""
 
 import os
+import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from realm_jax.storage import read_json, write_json_atomic
 START = "start.json"  # what is known of where a run began
 # Keys that may name a file or a folder.
 PLACES = ("data.path", "data.vocabulary", "init_from", "reader_from", "refresh.shared")
+_ELSEWHERE = re.compile(r"[a-z0-9]+:")  # begins what lies in no folder: gs://, hf:, py:, tfds:
 
 
 def begins_with_reader(workdir: Path) -> bool:
@@ -41,14 +43,14 @@ def check_workdir(run: BaseRun) -> None:
 def with_absolute_paths(config: dict[str, Any]) -> dict[str, Any]:
     """A config with what it names on this machine as absolute paths, so that a run can be opened from any folder.
 
-    What is not there stays as it is: a URL, or a name such as `hf:…`.
+    URLs stay as they are, and names such as `hf:…`; a folder that is yet to be made does not.
     """
     found: dict[str, Any] = {key: dict(value) if isinstance(value, dict) else value for key, value in config.items()}
     for key in PLACES:
         section, _, name = key.rpartition(".")
         holder = found.get(section, {}) if section else found
         value: str = holder.get(name, "")
-        if value and os.path.exists(value):
+        if value and (os.path.exists(value) or not _ELSEWHERE.match(value)):
             holder[name] = os.path.abspath(value)
     return found
 
