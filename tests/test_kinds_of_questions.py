@@ -154,12 +154,12 @@ def test_a_corpus_of_single_sentences_leaves_the_inverse_cloze_task_out(tmp_path
     short = [one | {"text": one["text"].split(". ")[0] + "."} for one in map(json.loads, lines)]
     passages, questions = write_lines(tmp_path / "short.jsonl", short), [question(n) for n in range(4)]
     asked = write_lines(tmp_path / "asked.jsonl", [one | {"split": "train"} for one in questions])
-    prepare(passages, tmp_path / "data", questions=[str(asked)], vocabulary_size=300, workers=1)
-    run = open_run(small(tmp_path / "data"), tmp_path / "run")
+    prepare(passages, tmp_path / "short", questions=[str(asked)], vocabulary_size=300, workers=1)
+    run = open_run(small(tmp_path / "short"), tmp_path / "run")
     assert run.config.tasks == "qa"
     assert "has no passage of two or more sentences: ict left out of the recipe" in caplog.text
     with pytest.raises(UserError, match="no passage of two or more sentences, and config.tasks has nothing but ict"):
-        open_run(small(tmp_path / "data", tasks="ict"), tmp_path / "other")
+        open_run(small(tmp_path / "short", tasks="ict"), tmp_path / "other")
 
 
 @pytest.mark.parametrize("tasks", ["qa", "closed_book"])

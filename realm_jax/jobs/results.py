@@ -124,7 +124,7 @@ def measure_as_asked(run: Run, params: Params, index: Index, questions: Sequence
     """What the last task did not measure of a run as questions find it: recall by hybrid search, exact match of a
     reader that came with the run. All processes have to call it."""
     last = task_names(run.config)[-1]
-    how, found = run.asked_by(last), {}
+    how, found = run.asked_by(last), dict[str, Any]()
     if how != run.measured_by(last):
         found |= Evaluator(run, questions, how).recall(params, index)
     if last != "qa" and told(begins_with_reader(run.workdir)) and (asked := answered(questions)):
