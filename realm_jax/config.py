@@ -565,6 +565,10 @@ def _check_sizes(config: ConfigDict) -> None:
     require_positive(config, "optimizer.head_rate")
     require_not_negative(config, *(f"{task}.retriever_rate" for task in TASKS))
     _check_refresh(config.refresh)
+    _check_combinations(config)
+
+
+def _check_combinations(config: ConfigDict) -> None:
     trained = "qa" in task_names(config) and config.retrieval.qa_search != "bm25"
     moves = not trained or not config.model.shared_tower or config.refresh.qa_every > 0
     require(

@@ -6,6 +6,9 @@ the retriever worse on documents whose own sentences it did not learn from. Pass
 corpus like all others: a task may retrieve them, draw them as unrelated ones, or read them for a training question.
 """
 
+from collections.abc import Sequence
+from typing import TypeVar
+
 import farmhash
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +17,8 @@ from realm_jax.corpus.jsonl import Question
 from realm_jax.corpus.store import PassageStore
 from realm_jax.data.examples import MINIMUM_SENTENCE, salient_sentences, spans_of
 from realm_jax.text.wordpiece import WordPiece
+
+_T = TypeVar("_T")
 
 PARTS = 1000  # a share of documents is counted in such parts of all
 
@@ -44,9 +49,14 @@ def masked_sentences(
     places = zip(*(part[~kept[sentences.rows]].tolist() for part in sentences), strict=True)
     left = [(row, _what_is_left(store, row, number, query_length - 2)) for row, number in places]
     left = [(row, pieces) for row, pieces in left if len(pieces) >= MINIMUM_SENTENCE]
-    if most and len(left) > most:
-        left = [left[place] for place in np.linspace(0, len(left) - 1, most).round().astype(int)]
-    return [Question(wordpiece.decode(pieces), [], store.document_id(row)) for row, pieces in left]
+    chosen = evenly_spaced(left, most or len(left))
+    return [Question(wordpiece.decode(pieces), [], store.document_id(row)) for row, pieces in chosen]
+
+
+def evenly_spaced(items: Sequence[_T], most: int) -> list[_T]:
+    """At most so many of some items, evenly spaced over all of them."""
+    places = np.linspace(0, len(items) - 1, min(most, len(items)))
+    return [items[place] for place in places.round().astype(int)]
 
 
 def _what_is_left(store: PassageStore, row: int, number: int, room: int) -> NDArray[np.uint16]:

@@ -34,7 +34,7 @@ from realm_jax.mesh import replicated
 from realm_jax.models.realm import Params
 from realm_jax.run import Run
 from realm_jax.storage import read_json
-from realm_jax.training.best import RECALLS
+from realm_jax.training.best import RECALLS, measure_in
 from realm_jax.training.checkpoints import Gone, Saved
 from realm_jax.training.embedding import embed_once
 from realm_jax.training.exporter import to_arrays
@@ -300,10 +300,10 @@ def measured(run: Run, task: str) -> Measured | None:
     last = task == task_names(run.config)[-1]  # results are of the parameters at the end
     exact = results.get("exact_match", {}).get("retrieval") if last else None
     if not ended and exact is None:
-        lines = [line for line in read_lines(run.workdir / task / "evaluations.jsonl") if {*RECALLS} & {*line}]
+        lines = [line for line in read_lines(run.workdir / task / "evaluations.jsonl") if measure_in(line)]
         ended = lines[-1] if lines else {}
         exact = ended.get("exact_match")
-    found = next((ended[name] for name in RECALLS if name in ended), None)
+    found = ended.get(measure_in(ended))
     on = "development questions" if exact is not None else results.get("measured_on")  # sentences have no answers
     return None if exact is None and found is None else Measured(exact, found, on)
 

@@ -219,12 +219,9 @@ def prepare(
         "ignore_gold": ignore_gold,
         "shards": shards_of,
     }
-    if vocabulary is not None and not vocabulary.lower_case:
-        settings["lower_case"] = False  # what folders do not record in which it is true
     if (own := span_finders.identity(finder)) is not None:
         settings["spans_identity"] = own
-    inputs = _inputs(sources, vocabulary, files) | {"settings": settings}
-    inputs = json.loads(json.dumps(inputs))  # as they are read again
+    inputs = _inputs(sources, vocabulary, files, settings)
     if is_prepared(os.fspath(output), inputs, skip_damage):
         print(f"{output} was prepared from the same inputs with the same settings; nothing to do")
         return
@@ -237,15 +234,22 @@ def prepare(
 
 
 def _inputs(
-    sources: dict[str, Input], vocabulary: VocabularyFile | None, questions: list[QuestionFile]
+    sources: dict[str, Input],
+    vocabulary: VocabularyFile | None,
+    questions: list[QuestionFile],
+    settings: dict[str, Any],
 ) -> dict[str, Any]:
-    """Names and SHA-256 of the input files: what tells two preparations apart."""
-    return {
+    """Names and SHA-256 of the input files, and settings: what tells two preparations apart, as it is read again."""
+    if vocabulary is not None and not vocabulary.lower_case:
+        settings = settings | {"lower_case": False}  # what folders do not record in which it is true
+    inputs = {
         "passages": sources["passages"].identity,
         "pretraining": sources["pretraining"].identity if "pretraining" in sources else None,
         "vocab": None if vocabulary is None else identity(vocabulary.path),
         "questions": [{"split": file.split} | (published_identity(file) or identity(file.path)) for file in questions],
+        "settings": settings,
     }
+    return dict(json.loads(json.dumps(inputs)))
 
 
 class Made(NamedTuple):

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from realm_jax.config import flatten, task_names
 from realm_jax.corpus.jsonl import Question, answered
 from realm_jax.data.examples import masked_examples
+from realm_jax.data.held_out import evenly_spaced
 from realm_jax.data.pipeline import dataset
 from realm_jax.evaluation.answers import exact_match, find_answer
 from realm_jax.evaluation.predict import GROUPED_BY, Evaluator, Prediction
@@ -33,7 +34,7 @@ from realm_jax.models.realm import Params
 from realm_jax.processes import is_first, told
 from realm_jax.run import Run, put_batch
 from realm_jax.storage import read_json, write_json_atomic
-from realm_jax.training.best import describe_loss, stage_of
+from realm_jax.training.best import describe_loss, keeps_best, measure_in, stage_of
 from realm_jax.training.checkpoints import Saved
 from realm_jax.training.embedding import embed_once
 from realm_jax.training.metrics import read_lines
@@ -133,14 +134,6 @@ def measure_as_asked(run: Run, params: Params, index: Index, questions: Sequence
     return found
 
 
-def evenly_spaced(questions: Sequence[Question], most: int) -> list[Question]:
-    """At most so many questions, evenly spaced over all."""
-    count = len(questions)
-    return [
-        questions[place] for place in sorted({round(place) for place in np.linspace(0, count - 1, min(most, count))})
-    ]
-
-
 def final_index(run: Run, task: str, params: Params) -> Index:
     """The index of the parameters at the end of a task: as it was saved with them, or made anew."""
     saved = Saved.newest_of_first(run.workdir / task / "checkpoints")
@@ -167,7 +160,7 @@ def collect(run: Run, questions: Sequence[Question], asked: dict[str, Any]) -> d
             exact["closed_book"] = last["exact_match"]
         elif any("recall@" in key for key in last):
             measured[name] = last
-    if "recall@5" in asked or "answer_recall@5" in asked:
+    if measure_in(asked):
         measured[run.asked_by(task_names(run.config)[-1])] = asked
     utilities = [line["retrieval_utility"] for line in read_lines(run.workdir / "realm" / "metrics.jsonl")]
     keys = sorted({key for found in measured.values() for key in found if RECALL.fullmatch(key)})
@@ -196,8 +189,7 @@ def describe_end(run: Run, name: str) -> dict[str, Any] | None:
         return None
     end = read_lines(run.workdir / name / "evaluations.jsonl")[-1]
     kept_by = "exact_match" if "exact_match" in end else stage["measure"]
-    keeps = run.config.evaluation.keep_best or name == "qa" and run.config.evaluation.qa_every > 0
-    loss = describe_loss(name, stage, kept_by if keeps else "")
+    loss = describe_loss(name, stage, kept_by if keeps_best(run.config, name) else "")
     return stage | ({"warning": loss} if loss else {})
 
 

@@ -8,6 +8,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from ml_collections import ConfigDict
+
 from realm_jax.models.realm import Params
 from realm_jax.run import BaseRun
 from realm_jax.storage import read_json
@@ -57,6 +59,12 @@ class Best:
         logger.info("%s ends with the parameters of step %d, which measured %.4f", self._task.name, saved.step, value)
         trained = abstract_state(self._run, self._task, like).trained
         return saved.step, saved.state({"trained": trained})["trained"]
+
+
+def keeps_best(config: ConfigDict, task: str) -> bool:
+    """Whether a task of a run hands on the parameters that measured best."""
+    evaluation = config.evaluation
+    return bool(evaluation.keep_best or (task == "qa" and evaluation.qa_every > 0))
 
 
 def measure_in(found: dict[str, Any]) -> str:

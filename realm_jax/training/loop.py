@@ -31,7 +31,7 @@ from realm_jax.models.realm import Params
 from realm_jax.processes import anywhere, told
 from realm_jax.run import BaseRun, Run, own_rows
 from realm_jax.training.adoption import Adoption
-from realm_jax.training.best import Best, describe_loss, stage_of
+from realm_jax.training.best import Best, describe_loss, keeps_best, stage_of
 from realm_jax.training.checkpoints import Checkpoints, Saved
 from realm_jax.training.feed import Feed, Search
 from realm_jax.training.flops import peak, step_flops
@@ -143,7 +143,7 @@ def train_task(
             course,
             every=every,
             best="exact_match" if answering and measured_by_answers(run) else "",
-            keep_best=(run.config.evaluation.keep_best or every > 0) and folder is None,
+            keep_best=keeps_best(run.config, name) and folder is None,
             measure_start=name == "ict" and bool(run.config.init_from) and folder is None,
             answers_start=run.config.evaluation.keep_best and bool(told(begins_with_reader(run.workdir))),
         )
