@@ -6,7 +6,7 @@ from tiny_run import write_lines
 
 from realm_jax.corpus.jsonl import Question
 from realm_jax.data import positives
-from realm_jax.data.examples import Examples, Lengths
+from realm_jax.data.examples import Examples, Found, Lengths, with_found
 from realm_jax.data.pipeline import ROUND, WINDOW, dataset
 from realm_jax.data.positives import NONE, first_row, gold_row, occurs, positive_examples
 from realm_jax.data.sources import open_sources
@@ -117,6 +117,16 @@ def test_batches_hold_every_example_once_an_epoch_and_those_of_like_lengths_toge
     assert orders[0] != orders[1]
     spread = np.mean([np.ptp(batch["joint_length"]) for batch in found])
     assert spread < np.ptp(examples.lengths) / 4
+
+
+def test_examples_with_a_list_of_passages_are_batched_by_length_as_without(sources):
+    examples = epoch_of(sources, 2)
+    listed = np.arange(2 * examples.total).reshape(examples.total, 2)
+    found = with_found(examples, Found(listed.astype(np.int32), listed.astype(np.float32)))
+    plain, both = dataset(examples, 5, "qa", 2), dataset(found, 5, "qa", 2)
+    for step in range(WINDOW):
+        assert both[step]["joint"].shape == plain[step]["joint"].shape
+        np.testing.assert_array_equal(both[step]["word_rows"], listed[plain[step]["number"]])
 
 
 def test_a_batch_is_the_same_wherever_a_run_begins_and_however_many_processes_share_it(sources):

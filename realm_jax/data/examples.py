@@ -257,7 +257,7 @@ def cloze_examples(
     """
     several = store.sentence_counts() > 1
     rows = np.flatnonzero(several if kept is None else several & kept)
-    _require(len(rows), store, "a passage of two or more sentences", "the inverse cloze task")
+    _require(len(rows), store, "two or more sentences", "the inverse cloze task")
 
     def make(index: int, rng: np.random.Generator) -> Example:
         row = int(rows[index])
@@ -369,7 +369,7 @@ def question_examples(
 
 def with_found(examples: Examples, found: Found) -> Examples:
     """Examples with BM25's list of each."""
-    return Examples(examples.total, lambda index, rng: examples.make(index, rng) | found.arrays(index))
+    return examples._replace(make=lambda index, rng: examples.make(index, rng) | found.arrays(index))
 
 
 def check_strings(questions: Sequence[Question]) -> None:
