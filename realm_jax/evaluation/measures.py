@@ -118,14 +118,15 @@ def _was_looked(records: Sequence[Record]) -> bool:
 
 
 def _at_depths(name: str, records: Sequence[Record], hits_of: Callable[[Record], list[bool] | None]) -> Measures:
-    """Whether the first k passages have a hit, for k of DEPTHS as far as all questions have passages.
+    """Whether the first k passages have a hit, for k of DEPTHS as far as some question has passages.
 
-    A question for which nothing was retrieved is a miss at every depth.
+    Beyond the last passage of a question nothing hits, as in TREC's evaluation: a search by words may find fewer for
+    one question than for another.
     """
     hits = [hits_of(record) for record in records]
     counted = [number for number, one in enumerate(hits) if one is not None]
-    room = min((len(one) for one in hits if one), default=min(1, len(counted)))
-    matrix = np.array([one[:room] or [False] * room for one in hits if one is not None], bool)
+    room = max((len(one) for one in hits if one), default=min(1, len(counted)))
+    matrix = np.array([one + [False] * (room - len(one)) for one in hits if one is not None], bool)
     found: Measures = {}
     for k in (k for k in DEPTHS if k <= room):
         found[f"{name}@{k}"] = np.full(len(records), np.nan)
