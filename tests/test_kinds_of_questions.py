@@ -20,6 +20,7 @@ from realm_jax.jobs.recipe import run_recipe
 from realm_jax.jobs.results import chance, supervision_of
 from realm_jax.run import make_run
 from realm_jax.storage import read_json
+from realm_jax.training.metrics import read_lines
 
 pytestmark = pytest.mark.usefixtures("quick_programs", "one_device")
 
@@ -40,9 +41,14 @@ def gold_only(number: int, split: str) -> dict:
 def prepared(folder, asked: list[dict]):
     """The people's passages with other questions."""
     prepare_people(folder)
+    return prepared_again(folder, asked, "other")
+
+
+def prepared_again(folder, asked: list[dict], name: str = "again"):
+    """The same passages once more."""
     questions = [str(write_lines(folder / "asked.jsonl", asked))] if asked else []
-    prepare(folder / "passages.jsonl", folder / "other", questions=questions, vocabulary_size=300, workers=1)
-    return folder / "other"
+    prepare(folder / "passages.jsonl", folder / name, questions=questions, vocabulary_size=300, workers=1)
+    return folder / name
 
 
 def small(data, **changes) -> ConfigDict:
@@ -145,6 +151,23 @@ def test_without_any_questions_the_recipe_is_what_needs_none(tmp_path, caplog, c
     answer = json.loads(capsys.readouterr().out)
     assert answer["measured"] is None and answer["answer"] is None and answer["candidates"]
     assert {search for passage in answer["candidates"] for search in passage["ranks"]} == {"vectors", "bm25"}
+
+
+def test_a_reader_that_nothing_measures_is_handed_on_as_it_was_trained(tmp_path):
+    """Recall says nothing of a reader: of equal recall the fresh one that fine-tuning began with would stay."""
+    asked = [question(n, gold_passage_id=f"p{n}", split="train") for n in range(8)]
+    data = prepared(tmp_path, asked + [gold_only(n, "dev") for n in range(8)])
+    trained(small(data, tasks="qa", evaluation={"keep_best": True}), tmp_path / "run")
+    assert not (tmp_path / "run" / "qa" / "best").exists()
+    assert "best_step" not in read_lines(tmp_path / "run" / "qa" / "evaluations.jsonl")[-1]
+    with pytest.raises(UserError, match=r"^config\.evaluation\.qa_every: goes by exact match, but no development"):
+        open_run(small(prepared_again(tmp_path, asked), evaluation={"qa_every": 1}), tmp_path / "other-run")
+
+
+def test_held_out_documents_leave_nothing_to_the_inverse_cloze_task(tmp_path):
+    data = prepared(tmp_path, [])
+    with pytest.raises(UserError, match="no passage of two or more sentences, and config.tasks has nothing but ict"):
+        open_run(small(data, tasks="ict", evaluation={"held_out": 1.0}), tmp_path / "run")
 
 
 def test_a_corpus_of_single_sentences_leaves_the_inverse_cloze_task_out(tmp_path, caplog):

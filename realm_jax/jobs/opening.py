@@ -14,6 +14,7 @@ from realm_jax.cache import cache_bytes
 from realm_jax.config import ANSWERING, completed, require, task_names, validate
 from realm_jax.corpus.jsonl import answered
 from realm_jax.data.closed_book import check_closed_book
+from realm_jax.data.held_out import trained_rows
 from realm_jax.data.sources import Sources, open_sources
 from realm_jax.errors import UserError
 from realm_jax.index.approximate import check_scann
@@ -84,14 +85,16 @@ def _with_possible_tasks(config: ConfigDict, sources: Sources) -> ConfigDict:
     """
     names = task_names(config)
     dev = sources.questions.get("dev", [])
-    if "qa" in names and config.evaluation.qa_every and dev and not answered(dev):
+    if "qa" in names and config.evaluation.qa_every and not answered(dev):
         raise UserError(
             f"config.evaluation.qa_every: goes by exact match, but no development question of {config.data.path} has "
             "answers; set it to 0"
         )
     lacking = {name: "training questions with answers" for name in names if name in ANSWERING}
     lacking = {} if sources.answered("train") else lacking
-    if "ict" in names and not (sources.passages.sentence_counts() > 1).any():
+    several = sources.passages.sentence_counts() > 1
+    kept = None if dev else trained_rows(sources.passages, config.evaluation.held_out)
+    if "ict" in names and not (several if kept is None else several & kept).any():
         lacking["ict"] = "passage of two or more sentences"
     left = [name for name in names if name not in lacking]
     if not left:

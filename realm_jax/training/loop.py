@@ -18,7 +18,6 @@ import jax
 import numpy as np
 
 from realm_jax.config import task_names
-from realm_jax.corpus.jsonl import answered
 from realm_jax.data import examples as make
 from realm_jax.data.closed_book import closed_book_examples
 from realm_jax.data.examples import Examples
@@ -98,12 +97,6 @@ def task_examples(run: Run, name: str, params: Params | None = None) -> Examples
     return make.question_examples(sources.answered("train"), wordpiece, lengths)
 
 
-def measured_by_answers(run: Run) -> bool:
-    """Whether any question that the run is measured with has an answer."""
-    most = run.config.evaluation.questions or None
-    return bool(answered(run.sources.questions.get("dev", [])[:most]))
-
-
 def held_out_share(run: Run) -> float:
     """The share of documents that are kept out of training, to measure with where there are no questions for that."""
     return 0.0 if run.sources.questions.get("dev") else float(run.config.evaluation.held_out)
@@ -142,7 +135,7 @@ def train_task(
         course = dataclasses.replace(
             course,
             every=every,
-            best="exact_match" if answering and measured_by_answers(run) else "",
+            best="exact_match" if answering else "",
             keep_best=keeps_best(run.config, name) and folder is None,
             measure_start=name == "ict" and bool(run.config.init_from) and folder is None,
             answers_start=run.config.evaluation.keep_best and bool(told(begins_with_reader(run.workdir))),
