@@ -564,6 +564,10 @@ def _check_sizes(config: ConfigDict) -> None:
     require(rest >= 0, "data.unrelated_rate", "may not exceed 1 together with data.null_rate")
     require_positive(config, "optimizer.head_rate")
     require_not_negative(config, *(f"{task}.retriever_rate" for task in TASKS))
+    for task in ("mlm", "closed_book"):
+        require(
+            not config[task].retriever_rate, f"{task}.retriever_rate", "the task trains the reader alone; set it to 0"
+        )
     _check_refresh(config.refresh)
     _check_combinations(config)
 

@@ -153,6 +153,8 @@ def test_there_is_nothing_to_show_beside_its_answers(alone, capsys):
     assert "closed_book was trained there, which answers without passages; use `realm predict`" in told(capsys)
     assert cli.main(["inspect", "text", "Ada was born in [1803].", workdir]) == 2
     assert "there is no p(z|x) to look at: task closed_book" in told(capsys)
+    assert cli.main(["inspect", "text", "When was Ada Dahl born?", workdir]) == 2
+    assert "there is no p(z|x) to look at: task closed_book" in told(capsys)
 
 
 def test_it_is_a_recipe_of_its_own(people):

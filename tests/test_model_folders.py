@@ -27,6 +27,7 @@ from realm_jax.text.templates import Template, compiled, parse
 
 LIBRARY = "sentence_transformers.models."
 MEAN = {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True, "word_embedding_dimension": 16}
+CLS = MEAN | {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +95,25 @@ def test_a_run_records_what_its_model_says_and_goes_on_without_it(people, tmp_pa
     assert run.model.vector_size == 16
     folder.rename(tmp_path / "moved")
     assert resolved(config, tmp_path / "run").to_dict() == run.config.to_dict()
+
+
+def test_before_the_first_checkpoint_another_model_is_refused_and_not_read_as_the_one_before(people, tmp_path):
+    first = sentence_folder(people, tmp_path / "first", "Normalize")
+    open_run(config_for(people, first), tmp_path / "run")
+    other = sentence_folder(people, tmp_path / "other", "Normalize", pooling=CLS)
+    assert resolved(config_for(people, other), tmp_path / "run").encoder.pooling == "cls"
+    with pytest.raises(UserError, match="config.encoder.pooling is 'cls', but the run in .* has 'mean'"):
+        open_run(config_for(people, other), tmp_path / "run")
+
+
+def test_towers_may_differ_in_what_the_config_sets(people, tmp_path):
+    (tmp_path / "model").mkdir()
+    for tower, pooling in (("query_embedder", MEAN), ("document_embedder", CLS)):
+        sentence_folder(people, tmp_path / "model" / tower, "Normalize", pooling=pooling)
+    with pytest.raises(UserError, match="its towers differ in pooling; set config.encoder.pooling"):
+        resolved(config_for(people, tmp_path / "model"))
+    config = config_for(people, tmp_path / "model", **{"encoder.pooling": "cls"})
+    assert resolved(config).encoder.pooling == "cls"
 
 
 def test_what_is_set_counts_more_than_what_the_model_says(people, tmp_path):
@@ -237,6 +257,8 @@ def test_a_folder_without_a_model_says_what_to_name(people, tmp_path):
         resolved(config_for(people, tmp_path))
     with pytest.raises(UserError, match="the package no_such_model is not installed; run `pip install no-such-model`"):
         resolved(config_for(people, Path("py:no_such_model")))
+    with pytest.raises(UserError, match="the package realm_jax has no folder `model`"):  # as pip writes its name
+        resolved(config_for(people, Path("py:realm-jax")))
 
 
 @pytest.mark.parametrize("key", FROM_MODEL)

@@ -81,7 +81,7 @@ def run(args: argparse.Namespace, html: Path | None) -> None:
         masked_text(text, args.pieces, opened.lengths, opened.sources.wordpiece)
     bert = _open_bert(args, opened, text) if args.bert and text else None
     trained = restore(opened, args.task or _task(opened.config, is_question), for_answers=is_question)
-    if opened.setting.qa_words if is_question else not opened.needs_vectors(trained.task):
+    if trained.index.vectors is None:
         raise UserError(
             f"there is no p(z|x) to look at: task {trained.task} of {args.workdir} finds no passages by their vectors"
         )

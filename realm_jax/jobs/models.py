@@ -6,18 +6,21 @@ the model's weights.
 """
 
 import logging
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
 
-from realm_jax.config import completed, flatten, from_model, require, validate
+from realm_jax.config import completed, flatten, from_model, require, task_names, validate
 from realm_jax.errors import UserError
 from realm_jax.jobs.starting import is_weights, local_source, place_of, sentence_model
 from realm_jax.models.sentence_folder import SentenceModel, default_temperature
 from realm_jax.models.weights import SAME_ACTIVATION, SETTINGS
 from realm_jax.storage import read_json
 from realm_jax.tagger_config import is_tagger
+from realm_jax.training.checkpoints import Saved
+from realm_jax.training.workdir import with_absolute_paths
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +50,8 @@ def resolved(config: ConfigDict, workdir: Path | None = None) -> ConfigDict:
     waiting = from_model(config)
     if not waiting:
         return config
-    values = _recorded(workdir) or model_values(config.init_from)
+    recorded = _recorded(config, workdir)
+    values = recorded or model_values(config.init_from, waiting)
     for key in waiting:
         if values.get(key) is None:
             raise UserError(f"config.{key}: the model of config.init_from={config.init_from} does not say; set it")
@@ -57,7 +61,7 @@ def resolved(config: ConfigDict, workdir: Path | None = None) -> ConfigDict:
         config.encoder.temperature = default_temperature(config.encoder.normalization)
     validate(config)
     require(not from_model(config), (from_model(config) or [""])[0], "is still to be taken from a model; set it")
-    if not _recorded(workdir):
+    if not recorded:
         logger.info("config.init_from=%s says %s", config.init_from, _listed({key: values[key] for key in waiting}))
     return config
 
@@ -66,19 +70,28 @@ def _listed(values: dict[str, Any]) -> str:
     return ", ".join(f"{key}={value!r}" for key, value in values.items())
 
 
-def _recorded(workdir: Path | None) -> dict[str, Any]:
-    """The values of the run in a folder; {} where none has begun."""
+def _recorded(config: ConfigDict, workdir: Path | None) -> dict[str, Any]:
+    """The values of the run in a folder; {} where none has begun, and where one that has no checkpoint yet began with
+    another `init_from`."""
     path = None if workdir is None else workdir / SETTINGS
-    return flatten(completed(read_json(path)).to_dict()) if path is not None and path.is_file() else {}
+    if workdir is None or path is None or not path.is_file():
+        return {}
+    values = completed(read_json(path))
+    same = values.init_from == with_absolute_paths({"init_from": config.init_from})["init_from"]
+    begun = same or Saved.newest(workdir / task_names(values)[0] / "checkpoints") is not None
+    return flatten(values.to_dict()) if begun else {}
 
 
-def model_values(init_from: str) -> dict[str, Any]:
-    """Key → what the model of `init_from` says: a run its config, a folder of weights its files. Raises UserError."""
+def model_values(init_from: str, keys: Collection[str]) -> dict[str, Any]:
+    """Key → what the model of `init_from` says: a run its config, a folder of weights its files.
+
+    Raises UserError, for weights also where two towers do not agree in one of `keys`.
+    """
     folder = local_source(init_from)
     if is_weights(folder):
         query, document = (_tower(folder, number) for number in range(2))
         for key in ("pooling", "projection", "normalization", "norm_epsilon"):
-            if query[f"encoder.{key}"] != document[f"encoder.{key}"]:
+            if f"encoder.{key}" in keys and query[f"encoder.{key}"] != document[f"encoder.{key}"]:
                 raise UserError(f"config.init_from={init_from}: its towers differ in {key}; set config.encoder.{key}")
         return query | {"encoder.passage_prompt": document["encoder.passage_prompt"]}
     run = folder / "config.json"

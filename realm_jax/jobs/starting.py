@@ -83,7 +83,7 @@ def _fetched(name: str, flag: str) -> Path:
 
 def _package_folder(name: str, flag: str) -> Path:
     """The model in an installed package, which is found and not run."""
-    package = name.removeprefix(PACKAGE)
+    package = name.removeprefix(PACKAGE).replace("-", "_")
     found = importlib.util.find_spec(package) if package.isidentifier() else None
     folders = [Path(place) / IN_PACKAGE for place in (found.submodule_search_locations or [] if found else [])]
     folder = next((folder for folder in folders if folder.is_dir()), None)
