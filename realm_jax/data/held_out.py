@@ -40,7 +40,17 @@ def masked_sentences(
 ) -> list[Question]:
     """Sentences of held-out documents without one of their salient spans, as questions with a gold passage.
 
-    At most `most` (0: all), evenly spread over the corpus. Sentences of which too little is left are passed over.
+    At most `most` (0: all), evenly spread over the corpus.
+    """
+    left = masked_pieces(store, query_length, share)
+    chosen = evenly_spaced(left, most or len(left))
+    return [Question(wordpiece.decode(pieces), [], store.document_id(row)) for row, pieces in chosen]
+
+
+def masked_pieces(store: PassageStore, query_length: int, share: float) -> list[tuple[int, NDArray[np.uint16]]]:
+    """The passage of every sentence of `masked_sentences`, as a row, and the word pieces that are left of it.
+
+    Sentences of which too little is left are passed over.
     """
     kept = trained_rows(store, share)
     if kept is None:
@@ -48,9 +58,7 @@ def masked_sentences(
     sentences = salient_sentences(store, query_length)
     places = zip(*(part[~kept[sentences.rows]].tolist() for part in sentences), strict=True)
     left = [(row, _what_is_left(store, row, number, query_length - 2)) for row, number in places]
-    left = [(row, pieces) for row, pieces in left if len(pieces) >= MINIMUM_SENTENCE]
-    chosen = evenly_spaced(left, most or len(left))
-    return [Question(wordpiece.decode(pieces), [], store.document_id(row)) for row, pieces in chosen]
+    return [(row, pieces) for row, pieces in left if len(pieces) >= MINIMUM_SENTENCE]
 
 
 def evenly_spaced(items: Sequence[_T], most: int) -> list[_T]:
