@@ -52,7 +52,6 @@ def real_text() -> ConfigDict:
     config.tasks = "ict,qa"
     config.data.update(query_length=48, document_length=128, predictions=6, answers=4, ict_mask_rate=0.0)
     config.model.update(layers=0, width=0, heads=0, feed_forward=0, hidden_act="", dropout=0.0)
-    config.model.scan = True  # a step is compiled for several lengths: in seconds each, not in half a minute
     config.encoder.update(
         pooling="", projection=-1, normalization="", norm_epsilon=0.0, temperature=0.0, query_prompt="model",
         passage_prompt="model",
