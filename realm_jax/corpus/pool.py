@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from realm_jax.errors import Resumable
 
+SENDING_SECONDS = 10  # that a worker which is told to end may take for the result that it sends
 _BATCHES_WORTH_A_POOL = 4  # starting processes takes about as long as doing this many batches
 
 _T = TypeVar("_T")
@@ -47,13 +48,14 @@ def map_in_order(function: Callable[[_T], _R], batches: Iterable[_T], workers: i
         raise Resumable("a worker process was killed, probably for lack of memory; use fewer workers") from None
     except BaseException:
         for process in set(multiprocessing.active_children()) - others:
-            process.terminate()  # it writes nothing, and may have minutes to go
+            process.terminate()  # its batch may have minutes to go; a result that is on its way is sent first
         raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
 _function: Callable[[Any], Any]
+_working = False  # whether this worker is at a batch; else it sends a result or waits for a batch
 
 
 def _start_worker(function: Callable[[Any], Any]) -> None:
@@ -62,7 +64,16 @@ def _start_worker(function: Callable[[Any], Any]) -> None:
     _function = function
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _end)
     threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end(*_: Any) -> None:
+    """End at once in the middle of a batch, and else when the pool is shut down: half a result in its pipe would make
+    the parent wait for the other half for ever. SIGALRM ends what nobody listens to any more."""
+    if _working:
+        os._exit(1)
+    signal.alarm(SENDING_SECONDS)
 
 
 def _end_with_parent() -> None:
@@ -73,4 +84,9 @@ def _end_with_parent() -> None:
 
 
 def _work(batch: Any) -> Any:
-    return _function(batch)
+    global _working
+    _working = True
+    try:
+        return _function(batch)
+    finally:
+        _working = False
