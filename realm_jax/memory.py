@@ -48,9 +48,10 @@ def return_blocks() -> None:
 
 
 def return_the_rest() -> None:
-    """Return the smaller blocks that are free, and what only refers to itself: before a task, which needs others.
+    """Return the smaller blocks that are free, and what only refers to itself.
 
-    Does nothing where large blocks are not returned.
+    Before a task, which needs others, and after a program is compiled: the compiler leaves half a gigabyte and more of
+    them (`benchmarks/README.md`). Does nothing where large blocks are not returned.
     """
     if _returned:
         gc.collect()

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from realm_jax.errors import UserError
 from realm_jax.mesh import make_mesh
+from realm_jax.training import guards
 from realm_jax.training.guards import HUNG, TRACED, CompileGuard, Profiler, Watchdog, check_replicas, differing_replicas
 from realm_jax.training.journal import Journal, Work
 from realm_jax.training.metrics import read_lines
@@ -74,6 +75,16 @@ def test_another_program_is_told_once(caplog):
     assert [record.getMessage() for record in caplog.records] == [
         "step 2: its program was compiled again (2 programs now): shape, dtype or place of an argument changed"
     ]
+
+
+def test_what_the_compiler_leaves_is_returned_after_each_program(monkeypatch):
+    step, returned = jax.jit(lambda x: x + 2), []
+    monkeypatch.setattr(guards, "return_the_rest", lambda: returned.append(True))
+    guard = CompileGuard(step, expected=2)
+    for number, size in enumerate((2, 2, 3, 3)):
+        step(np.ones(size))
+        guard.check(number)
+    assert len(returned) == 2
 
 
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")

@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from realm_jax.errors import UserError
+from realm_jax.memory import return_the_rest
 from realm_jax.mesh import replicated
 from realm_jax.training.checksums import leaf_sums, named_arrays
 
@@ -122,15 +123,19 @@ class Profiler:
 
 class CompileGuard:
     """Warns when a step's program is compiled more often than for the lengths that its batches have: minutes are lost
-    each time, and nobody asked for another one."""
+    each time, and nobody asked for another one. What the compiler leaves behind is returned after each program."""
 
     def __init__(self, step: Any, expected: int = 1) -> None:
         self._count: Callable[[], int] = getattr(step, "_cache_size", lambda: 1)
-        self._known = max(expected, self._count())
+        self._compiled = self._count()
+        self._known = max(expected, self._compiled)
 
     def check(self, step: int) -> None:
         """To be called after a step."""
         count = self._count()
+        if count > self._compiled:
+            self._compiled = count
+            return_the_rest()
         if count > self._known:
             logger.warning(
                 "step %d: its program was compiled again (%d programs now): shape, dtype or place of an argument "
