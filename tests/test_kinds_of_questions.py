@@ -99,6 +99,15 @@ def test_questions_without_answers_are_measured_by_retrieval_alone(mixed, tmp_pa
     assert json.loads(capsys.readouterr().out)["measures"]["recall@5"]["questions"] == 8
 
 
+def test_for_questions_without_answers_next_to_nothing_is_read(mixed, tmp_path, capsys):
+    folder, _ = mixed
+    asked = write_lines(tmp_path / "asked.jsonl", [gold_only(n, "dev") for n in range(8)])
+    capsys.readouterr()
+    assert cli.main(["evaluate", f"--workdir={folder}/run", f"--questions={asked}", "--json", "--no-bm25"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["passages_read"] == 1 and found["measures"]["recall@5"]["questions"] == 8
+
+
 def test_a_run_is_asked_from_any_folder_and_says_how_far_to_trust_it(mixed, tmp_path, monkeypatch, capsys):
     folder, results = mixed
     recorded = read_json(folder / "run" / "config.json")

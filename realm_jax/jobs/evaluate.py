@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.table import Table
 
-from realm_jax.corpus.jsonl import Question
+from realm_jax.corpus.jsonl import Question, answered
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.evaluation.measures import (
@@ -120,6 +120,8 @@ def _evaluate_run(args: argparse.Namespace) -> tuple[dict[str, Any], list[Record
     opened = open_run_to_ask(Path(args.workdir), args.data, overrides_of(args))
     check_passages(opened, args)
     questions = questions_of(opened, args, need_right=True)
+    if not args.read and not answered(questions):
+        opened.config.evaluation.qa_passages = 1  # what is retrieved is measured alone; reading more takes minutes
     if args.unseen:
         questions = _unseen(questions, [one.gold_passage_id for one in questions], args)
     asked = [known_of(question, number) for number, question in enumerate(questions, start=1)]
