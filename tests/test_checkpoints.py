@@ -88,3 +88,12 @@ def test_milestones_stay(people, tmp_path):
     train(run)
     kept = [int(folder.name) for folder in saved_folders(tmp_path / "realm" / "checkpoints")]
     assert kept == sorted({STEPS, *range(3, STEPS, 3)}, reverse=True)
+
+
+def test_what_a_save_leaves_is_returned(tmp_path, monkeypatch):
+    returned: list[bool] = []
+    monkeypatch.setattr(checkpoints, "return_the_rest", lambda: returned.append(True))
+    with checkpoints.Checkpoints(tmp_path / "saves", keep=1) as saves:
+        for step in (1, 2):
+            saves.save(step, {"weights": np.arange(4.0)}, {}, {}, wait=True)
+            assert (saved_folders(tmp_path / "saves")[0] / checkpoints.FILES).is_file() and len(returned) == step

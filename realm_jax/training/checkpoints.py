@@ -31,6 +31,7 @@ from orbax.checkpoint import v1 as ocp
 
 import realm_jax
 from realm_jax.errors import UserError
+from realm_jax.memory import return_the_rest
 from realm_jax.processes import is_first, told_by
 from realm_jax.storage import StorageError, digest, file_digest, read_json, write_json_atomic
 from realm_jax.training.checksums import checksums, differing
@@ -138,6 +139,7 @@ def _seal(saving: Any, folder: Path) -> None:
         write_json_atomic(folder / FILES, {"files": files, "digest": _digest(files)})
     except Exception as fault:  # the save's own is raised where its end is waited for; or it was removed again
         logger.debug("%s has no %s: %s", folder, FILES, fault)
+    return_the_rest()  # of what was copied and written
 
 
 def _digest(record: dict[str, Any]) -> str:
