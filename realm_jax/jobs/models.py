@@ -73,10 +73,9 @@ def _listed(values: dict[str, Any]) -> str:
 def _recorded(config: ConfigDict, workdir: Path | None) -> dict[str, Any]:
     """The values of the run in a folder; {} where none has begun, and where one that has no checkpoint yet began with
     another `init_from`."""
-    path = None if workdir is None else workdir / SETTINGS
-    if workdir is None or path is None or not path.is_file():
+    if workdir is None or not (workdir / SETTINGS).is_file():
         return {}
-    values = completed(read_json(path))
+    values = completed(read_json(workdir / SETTINGS))
     same = values.init_from == with_absolute_paths({"init_from": config.init_from})["init_from"]
     begun = same or Saved.newest(workdir / task_names(values)[0] / "checkpoints") is not None
     return flatten(values.to_dict()) if begun else {}

@@ -92,10 +92,11 @@ def _with_possible_tasks(config: ConfigDict, sources: Sources) -> ConfigDict:
         )
     lacking = {name: "training questions with answers" for name in names if name in ANSWERING}
     lacking = {} if sources.answered("train") else lacking
-    several = sources.passages.sentence_counts() > 1
-    kept = None if dev else trained_rows(sources.passages, config.evaluation.held_out)
-    if "ict" in names and not (several if kept is None else several & kept).any():
-        lacking["ict"] = "passage of two or more sentences"
+    if "ict" in names:
+        several = sources.passages.sentence_counts() > 1
+        kept = None if dev else trained_rows(sources.passages, config.evaluation.held_out)
+        if not (several if kept is None else several & kept).any():
+            lacking["ict"] = "passage of two or more sentences"
     left = [name for name in names if name not in lacking]
     if not left:
         raise UserError(
