@@ -56,3 +56,9 @@ def test_exchanged_values_and_other_places_are_noticed():
 
 def test_what_is_no_array_is_left_out():
     assert checksums({"x": ..., "y": np.float32(1.0)}).keys() == {"y"}
+
+
+def test_no_copy_of_what_is_summed_is_made():
+    array = jax.ShapeDtypeStruct((4096, 256), jnp.float32)
+    needed = jax.jit(module.leaf_sums).lower([array, array]).compile().memory_analysis()
+    assert needed is not None and needed.temp_size_in_bytes < 10_000

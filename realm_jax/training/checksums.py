@@ -58,7 +58,13 @@ def _sums(x: Array) -> Array:
     for axis in range(words.ndim):
         stride = math.prod(words.shape[axis + 1 :]) % 2**32
         place = place + jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis) * jnp.uint32(stride)
-    return jnp.stack([words.sum(dtype=jnp.uint32), (words * (place * jnp.uint32(MIX) | 1)).sum(dtype=jnp.uint32)])
+    # One pass for both sums: as two, XLA would first write all the words and their products to memory.
+    both = (words, words * (place * jnp.uint32(MIX) | 1))
+    return jnp.stack(jax.lax.reduce(both, (jnp.uint32(0), jnp.uint32(0)), _add, tuple(range(words.ndim))))
+
+
+def _add(sums: tuple[Array, Array], others: tuple[Array, Array]) -> tuple[Array, Array]:
+    return sums[0] + others[0], sums[1] + others[1]
 
 
 def _words(x: Array) -> Array:
