@@ -27,9 +27,9 @@ from realm_jax.index.words import PLAIN, Bm25, language_of, searchable_texts
 
 TEMPERATURE = 0.05  # of cosines, the retriever's
 BLOCK = 256  # questions at a time
-
-
-MASKED, SENTENCES, QUERY_LENGTH = "masked", 2000, 48  # its name, how many sentences, and word pieces of one at most
+MASKED = "masked"  # the name of the split that is made of sentences
+SENTENCES = 2000  # of that split at most
+QUERY_LENGTH = 48  # word pieces of a sentence at most
 
 
 class Lists(NamedTuple):
@@ -44,7 +44,11 @@ class Lists(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """Questions, the document that each asks for, and the row that takes no part, of masked sentences alone."""
+    """Questions, and the id of the document that each asks for, None where it asks for none.
+
+    own: int64 [questions], the row that each masked sentence was taken from, which is left out of what it finds; None
+    for real questions.
+    """
 
     texts: list[str]
     golds: list[str | None]
@@ -64,6 +68,8 @@ def asked_of(sources: Sources, split: str) -> Asked:
     documents = [store.document_id(row) for row in range(len(store))]
     several = {one for one, after in zip(documents, documents[1:], strict=False) if one == after}
     pieces = [entry for entry in masked_pieces(store, QUERY_LENGTH, 1.0) if documents[entry[0]] in several]
+    if not pieces:
+        raise SystemExit(f"--splits={MASKED}: no document has several passages and a sentence with a salient span")
     rows, sentences = zip(*evenly_spaced(pieces, SENTENCES), strict=True)
     texts = [sources.wordpiece.decode(sentence) for sentence in sentences]
     return Asked(texts, [documents[row] for row in rows], np.array(rows))

@@ -77,7 +77,7 @@ Science (a run folder keeps them; another value on resume is an error that names
   refresh.adopt_after      async: adopt the generation of export step s exactly at step s + adopt_after, waiting if it
                            is late, which promises the same bits on resume; -1: as soon as every process has it
   <task>.steps, batch_size, learning_rate
-  <task>.retriever_rate    learning rate of the embedders; 0: the task's
+  <task>.retriever_rate    learning rate of the embedders; 0: the task's. Not of mlm and closed_book, which train none
   <task>.warmup            steps of learning-rate warm-up; 0: min(10000, max(100, steps / 10))
   optimizer.weight_decay, optimizer.clip
   optimizer.bias_correction  whether Adam has its bias correction (BERT's has not: its first steps are up to five times

@@ -47,11 +47,11 @@ def return_blocks() -> None:
         _set((M_MMAP_THRESHOLD, LARGE), (M_MMAP_MAX, BLOCKS))
 
 
-def return_the_rest() -> None:
-    """Return the smaller blocks that are free, and what only refers to itself.
+def free_heap() -> None:
+    """Collect reference cycles, and return free pages of the heap to the system.
 
-    Before a task, which needs others, and after a program is compiled: the compiler leaves half a gigabyte and more of
-    them (`benchmarks/README.md`). Does nothing where large blocks are not returned.
+    Before a task, after a program is compiled and after a save: the compiler leaves half a gigabyte and more in blocks
+    that are too small to be mapped apart (`benchmarks/README.md`). Does nothing where large blocks are not returned.
     """
     if _returned:
         gc.collect()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from realm_jax.training.best import compare_with_start, describe_loss
+from realm_jax.training.best import best_measure, compare_with_start, describe_loss, kept_by
 
 
 def lines(start: float, end: float, **last) -> list[dict]:
@@ -44,13 +44,19 @@ def test_a_task_without_a_measurement_of_its_start_takes_the_baseline():
     assert describe_loss("ict", stage) is not None
 
 
-def test_a_task_that_keeps_its_last_parameters_by_another_measure_says_by_which():
-    stage = compare_with_start(lines(0.9, 0.8))
-    wanted = (
-        "qa ended below its start: recall@5 0.900 -> 0.800; it hands on its last parameters, since they are kept by "
-        "exact match"
+@pytest.mark.parametrize(
+    "end, why",
+    [
+        ({"exact_match": 0.4}, "they are kept by exact match"),
+        ({}, "no measured question has an answer"),
+    ],
+)
+def test_a_task_that_keeps_its_last_parameters_says_why(end, why):
+    records = lines(0.9, 0.8, **end)
+    measure = kept_by(records[-1], best_measure("qa"))
+    assert describe_loss("qa", compare_with_start(records), measure) == (
+        f"qa ended below its start: recall@5 0.900 -> 0.800; it hands on its last parameters, since {why}"
     )
-    assert describe_loss("qa", stage, "exact_match") == wanted
 
 
 def test_a_loss_of_what_is_handed_on_counts_even_if_the_last_parameters_had_none():

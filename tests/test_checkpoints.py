@@ -92,7 +92,7 @@ def test_milestones_stay(people, tmp_path):
 
 def test_what_a_save_leaves_is_returned(tmp_path, monkeypatch):
     returned: list[bool] = []
-    monkeypatch.setattr(checkpoints, "return_the_rest", lambda: returned.append(True))
+    monkeypatch.setattr(checkpoints, "free_heap", lambda: returned.append(True))
     with checkpoints.Checkpoints(tmp_path / "saves", keep=1) as saves:
         for step in (1, 2):
             saves.save(step, {"weights": np.arange(4.0)}, {}, {}, wait=True)

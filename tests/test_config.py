@@ -93,6 +93,7 @@ BAD = [
     ("mlm.learning_rate", 0.0),
     ("mlm.learning_rate", math.inf),
     ("mlm.retriever_rate", 1e-3),
+    ("closed_book.retriever_rate", 1e-3),
     ("ict.warmup", -1),
     ("optimizer.weight_decay", -0.01),
     ("optimizer.clip", 0.0),

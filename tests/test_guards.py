@@ -79,7 +79,7 @@ def test_another_program_is_told_once(caplog):
 
 def test_what_the_compiler_leaves_is_returned_after_each_program(monkeypatch):
     step, returned = jax.jit(lambda x: x + 2), []
-    monkeypatch.setattr(guards, "return_the_rest", lambda: returned.append(True))
+    monkeypatch.setattr(guards, "free_heap", lambda: returned.append(True))
     guard = CompileGuard(step, expected=2)
     for number, size in enumerate((2, 2, 3, 3)):
         step(np.ones(size))

@@ -1,10 +1,11 @@
-"""Worker processes: the order of results, and that a fault in the middle of it ends at once."""
+"""Worker processes: the order of results, and how they end before all batches are done."""
 
 import threading
+import time
 
 import pytest
 
-from realm_jax.corpus.pool import map_in_order
+from realm_jax.corpus.pool import SENDING_SECONDS, map_in_order
 
 MANY = 32 << 20  # bytes of a result that takes a while to be sent
 
@@ -16,6 +17,22 @@ def large(number: int) -> bytes:
 def test_results_come_in_the_order_of_the_batches():
     found = [result[0] for result in map_in_order(large, range(6), 2)]
     assert found == list(range(6))
+
+
+def long_after_three(number: int) -> int:
+    if number == 3:
+        raise ValueError("three is damaged")
+    if number > 3:
+        time.sleep(600)
+    return number
+
+
+def test_a_fault_does_not_wait_for_the_batches_that_other_workers_are_at():
+    began = None
+    with pytest.raises(ValueError, match="three is damaged"):
+        for _ in map_in_order(long_after_three, range(100), 3):
+            began = began or time.monotonic()  # workers are up
+    assert began is not None and time.monotonic() - began < 0.8 * SENDING_SECONDS
 
 
 @pytest.mark.parametrize("results", range(3))

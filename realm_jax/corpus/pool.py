@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from realm_jax.errors import Resumable
 
-SENDING_SECONDS = 10  # that a worker which is told to end may take for the result that it sends
+SENDING_SECONDS = 10  # that a worker has to finish sending its result once it is told to end
 _BATCHES_WORTH_A_POOL = 4  # starting processes takes about as long as doing this many batches
 
 _T = TypeVar("_T")
@@ -56,6 +56,7 @@ def map_in_order(function: Callable[[_T], _R], batches: Iterable[_T], workers: i
 
 _function: Callable[[Any], Any]
 _working = False  # whether this worker is at a batch; else it sends a result or waits for a batch
+_ending = False  # whether it was told to end
 
 
 def _start_worker(function: Callable[[Any], Any]) -> None:
@@ -69,10 +70,12 @@ def _start_worker(function: Callable[[Any], Any]) -> None:
 
 
 def _end(*_: Any) -> None:
-    """End at once in the middle of a batch, and else when the pool is shut down: half a result in its pipe would make
-    the parent wait for the other half for ever. SIGALRM ends what nobody listens to any more."""
+    """End at once in the middle of a batch, and else before the next one: half a result in its pipe would make the
+    parent wait for the other half for ever. SIGALRM ends a worker whose parent reads no more."""
+    global _ending
     if _working:
         os._exit(1)
+    _ending = True
     signal.alarm(SENDING_SECONDS)
 
 
@@ -86,6 +89,8 @@ def _end_with_parent() -> None:
 def _work(batch: Any) -> Any:
     global _working
     _working = True
+    if _ending:
+        os._exit(1)  # here nothing is being sent
     try:
         return _function(batch)
     finally:

@@ -201,11 +201,11 @@ def warmup_examples(
     """
     spans = recurring_spans(passages, lengths.query)
     spans = spans if kept[0] is None else spans[kept[0][spans[:, 0]]]
-    _require(len(spans), passages, "a name or date that it mentions in two sentences", "the warm-up")
+    _require(len(spans), passages, "a name or date that it mentions in two sentences", "the warm-up", kept[0])
     sentences = salient_sentences(pretraining, lengths.query)
     if kept[1] is not None:
         sentences = Annotated(*(part[kept[1][sentences.rows]] for part in sentences))
-    _require(len(sentences.rows), pretraining, "a salient span", "the warm-up")
+    _require(len(sentences.rows), pretraining, "a salient span", "the warm-up", kept[1])
 
     def make(index: int, rng: np.random.Generator) -> Example:
         draw = rng.random()
@@ -257,7 +257,7 @@ def cloze_examples(
     """
     several = store.sentence_counts() > 1
     rows = np.flatnonzero(several if kept is None else several & kept)
-    _require(len(rows), store, "two or more sentences", "the inverse cloze task")
+    _require(len(rows), store, "two or more sentences", "the inverse cloze task", kept)
 
     def make(index: int, rng: np.random.Generator) -> Example:
         row = int(rows[index])
@@ -299,7 +299,7 @@ def masked_examples(
     else:
         rows = np.flatnonzero(store.sentence_counts())
     rows = rows if kept is None else rows[kept[rows]]
-    _require(len(rows), store, "a salient span", "REALM pre-training")
+    _require(len(rows), store, "a salient span", "REALM pre-training", kept)
 
     def make(index: int, rng: np.random.Generator) -> Example:
         row = int(rows[index])
@@ -397,6 +397,8 @@ def question_arrays(ids: Sequence[int], answers: Sequence[str], wordpiece: WordP
     return query | {"answers": pieces, "answer_lengths": sizes}
 
 
-def _require(count: int, store: PassageStore, what: str, task: str) -> None:
+def _require(count: int, store: PassageStore, what: str, task: str, kept: NDArray[np.bool_] | None = None) -> None:
+    """kept: rows of documents that are not held out, None for all."""
     if not count:
-        raise UserError(f"{store.folder}: {task} needs at least one passage with {what}, and there is none")
+        left = "" if kept is None else " in a document that is not held out (config.evaluation.held_out)"
+        raise UserError(f"{store.folder}: {task} needs at least one passage with {what}{left}, and there is none")

@@ -6,11 +6,12 @@ the retriever worse on documents whose own sentences it did not learn from. Pass
 corpus like all others: a task may retrieve them, draw them as unrelated ones, or read them for a training question.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import farmhash
 import numpy as np
+from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
 from realm_jax.corpus.jsonl import Question
@@ -33,6 +34,11 @@ def trained_rows(store: PassageStore, share: float) -> NDArray[np.bool_] | None:
     if not share:
         return None
     return np.array([not is_held_out(store.document_id(row), share) for row in range(len(store))], bool)
+
+
+def held_out_share(config: ConfigDict, questions: Mapping[str, Sequence[Question]]) -> float:
+    """The share of documents that is kept out of training, to measure with where there are no questions for that."""
+    return 0.0 if questions.get("dev") else float(config.evaluation.held_out)
 
 
 def masked_sentences(

@@ -121,7 +121,12 @@ def add_question_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"passages to retrieve (default: {PASSAGES}, or as many as --read)",
     )
     add_search_argument(parser)
-    parser.add_argument("--read", type=positive, metavar="N", help="passages to read (default: as many as in training)")
+    parser.add_argument(
+        "--read",
+        type=positive,
+        metavar="N",
+        help="passages to read (default: as many as in training; for evaluate one where no question has an answer)",
+    )
     parser.add_argument(
         "--aggregate",
         choices=("marginal", "max"),

@@ -118,12 +118,12 @@ def _check_trec(args: argparse.Namespace, asked: Sequence[Record], retrieves: bo
 
 def _evaluate_run(args: argparse.Namespace) -> tuple[dict[str, Any], list[Record]]:
     opened = open_run_to_ask(Path(args.workdir), args.data, overrides_of(args))
-    check_passages(opened, args)
     questions = questions_of(opened, args, need_right=True)
-    if not args.read and not answered(questions):
-        opened.config.evaluation.qa_passages = 1  # what is retrieved is measured alone; reading more takes minutes
     if args.unseen:
         questions = _unseen(questions, [one.gold_passage_id for one in questions], args)
+    if not args.read and not answered(questions):
+        opened.config.evaluation.qa_passages = 1  # what is retrieved is measured alone; reading more takes minutes
+    check_passages(opened, args)
     asked = [known_of(question, number) for number, question in enumerate(questions, start=1)]
     _check_trec(args, asked, newest(opened, args.task)[0] != "closed_book")
     return evaluate(restore(opened, args.task, search=args.search), questions, bm25=not args.no_bm25)

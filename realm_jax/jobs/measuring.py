@@ -2,15 +2,18 @@
 
 from typing import Any
 
+from ml_collections import ConfigDict
+
 from realm_jax.corpus.jsonl import Question, answered
-from realm_jax.data.held_out import masked_sentences
+from realm_jax.data.held_out import held_out_share, masked_sentences
+from realm_jax.data.sources import Sources
 from realm_jax.evaluation.answers import exact_match
 from realm_jax.evaluation.closed_book import recall_answers
 from realm_jax.evaluation.predict import Evaluator
 from realm_jax.index.candidates import Index
 from realm_jax.models.realm import Params
 from realm_jax.run import Run
-from realm_jax.training.loop import Measure, held_out_share
+from realm_jax.training.loop import Measure
 
 
 def dev_questions(run: Run) -> list[Question]:
@@ -18,11 +21,16 @@ def dev_questions(run: Run) -> list[Question]:
 
     Empty where the prepared folder has no such questions and `evaluation.held_out` holds out nothing.
     """
-    most = run.config.evaluation.questions
-    if questions := run.sources.questions.get("dev", []):
-        return questions[:most] if most else questions
-    sources, share = run.sources, held_out_share(run)
+    sources, most = run.sources, run.config.evaluation.questions
+    if questions := measured_questions(run.config, sources):
+        return questions
+    share = held_out_share(run.config, sources.questions)
     return masked_sentences(sources.passages, sources.wordpiece, run.lengths.query, share, most) if share else []
+
+
+def measured_questions(config: ConfigDict, sources: Sources) -> list[Question]:
+    """The development questions that are measured: `evaluation.questions` of them at most."""
+    return sources.questions.get("dev", [])[: config.evaluation.questions or None]
 
 
 def measure_of(run: Run, task: str) -> Measure | None:

@@ -50,8 +50,8 @@ def resolved(config: ConfigDict, workdir: Path | None = None) -> ConfigDict:
     waiting = from_model(config)
     if not waiting:
         return config
-    recorded = _recorded(config, workdir)
-    values = recorded or model_values(config.init_from, waiting)
+    recorded, begun = _recorded(config, workdir)
+    values = recorded if begun else _of_model(config, waiting, workdir, recorded)
     for key in waiting:
         if values.get(key) is None:
             raise UserError(f"config.{key}: the model of config.init_from={config.init_from} does not say; set it")
@@ -70,15 +70,37 @@ def _listed(values: dict[str, Any]) -> str:
     return ", ".join(f"{key}={value!r}" for key, value in values.items())
 
 
-def _recorded(config: ConfigDict, workdir: Path | None) -> dict[str, Any]:
-    """The values of the run in a folder; {} where none has begun, and where one that has no checkpoint yet began with
-    another `init_from`."""
+def _recorded(config: ConfigDict, workdir: Path | None) -> tuple[dict[str, Any], bool]:
+    """The config that the folder of a run records, {} where it records none, and whether the run has a checkpoint."""
     if workdir is None or not (workdir / SETTINGS).is_file():
-        return {}
+        return {}, False
     values = completed(read_json(workdir / SETTINGS))
-    same = values.init_from == with_absolute_paths({"init_from": config.init_from})["init_from"]
-    begun = same or Saved.newest(workdir / task_names(values)[0] / "checkpoints") is not None
-    return flatten(values.to_dict()) if begun else {}
+    begun = Saved.newest(workdir / task_names(values)[0] / "checkpoints") is not None
+    return flatten(values.to_dict()), begun
+
+
+def _of_model(
+    config: ConfigDict, waiting: Collection[str], workdir: Path | None, recorded: dict[str, Any]
+) -> dict[str, Any]:
+    """What the model of `init_from` says, or said where it is gone, of a run without a checkpoint.
+
+    Raises UserError where the folder of the run was made for a model that says something else.
+    """
+    same = recorded.get("init_from") == with_absolute_paths({"init_from": config.init_from})["init_from"]
+    try:
+        values = model_values(config.init_from, waiting)
+    except UserError:
+        if same:
+            return recorded
+        raise
+    for key in waiting:
+        # The default temperature depends on a normalisation that the config may set.
+        if recorded and key != "encoder.temperature" and recorded[key] != values.get(key):
+            raise UserError(
+                f"config.init_from={config.init_from}: says {key}={values.get(key)!r}, but the run in {workdir} was "
+                f"made for a model with {recorded[key]!r}; start in another --workdir"
+            )
+    return values
 
 
 def model_values(init_from: str, keys: Collection[str]) -> dict[str, Any]:

@@ -14,10 +14,11 @@ from realm_jax.cache import cache_bytes
 from realm_jax.config import ANSWERING, completed, require, task_names, validate
 from realm_jax.corpus.jsonl import answered
 from realm_jax.data.closed_book import check_closed_book
-from realm_jax.data.held_out import trained_rows
+from realm_jax.data.held_out import held_out_share, trained_rows
 from realm_jax.data.sources import Sources, open_sources
 from realm_jax.errors import UserError
 from realm_jax.index.approximate import check_scann
+from realm_jax.jobs.measuring import measured_questions
 from realm_jax.jobs.models import no_model, resolved
 from realm_jax.jobs.projection import FILE as COMPONENTS
 from realm_jax.jobs.starting import (
@@ -79,24 +80,23 @@ def open_run(config: ConfigDict, workdir: Path) -> Run:
 
 def _with_possible_tasks(config: ConfigDict, sources: Sources) -> ConfigDict:
     """The config with the tasks that its data allow: without training questions nothing learns to answer, and without a
-    passage of two sentences nothing can be left of it.
+    passage of two sentences, of a document that is not held out, there is no inverse cloze task.
 
     Raises UserError where no task is left, and where fine-tuning is to end with what nothing can measure.
     """
     names = task_names(config)
-    dev = sources.questions.get("dev", [])
-    if "qa" in names and config.evaluation.qa_every and not answered(dev):
-        raise UserError(
-            f"config.evaluation.qa_every: goes by exact match, but no development question of {config.data.path} has "
-            "answers; set it to 0"
-        )
     lacking = {name: "training questions with answers" for name in names if name in ANSWERING}
     lacking = {} if sources.answered("train") else lacking
     if "ict" in names:
         several = sources.passages.sentence_counts() > 1
-        kept = None if dev else trained_rows(sources.passages, config.evaluation.held_out)
-        if not (several if kept is None else several & kept).any():
+        kept = trained_rows(sources.passages, held_out_share(config, sources.questions))
+        if not several.any():
             lacking["ict"] = "passage of two or more sentences"
+        elif kept is not None and not (several & kept).any():
+            share = config.evaluation.held_out
+            lacking["ict"] = (
+                f"passage of two or more sentences that config.evaluation.held_out={share} leaves to learn from"
+            )
     left = [name for name in names if name not in lacking]
     if not left:
         raise UserError(
@@ -105,6 +105,11 @@ def _with_possible_tasks(config: ConfigDict, sources: Sources) -> ConfigDict:
         )
     for name, what in lacking.items():
         logger.info("%s has no %s: %s left out of the recipe", config.data.path, what, name)
+    if "qa" in left and config.evaluation.qa_every and not answered(measured_questions(config, sources)):
+        raise UserError(
+            "config.evaluation.qa_every: goes by exact match, but no development question that is measured has answers "
+            f"in {config.data.path}; set it to 0"
+        )
     if not lacking:
         return config
     found = ConfigDict(config.to_dict())

@@ -10,6 +10,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from realm_jax.config import ANSWERING
 from realm_jax.models.realm import Params
 from realm_jax.run import BaseRun
 from realm_jax.storage import read_json
@@ -34,15 +35,13 @@ class Best:
         """name: '' for the first of RECALLS that is there. keep: whether parameters are kept at all."""
         self._run, self._task, self._folder, self._name, self._keep = run, task, place / "best", name, keep
 
-    def kept_by(self, found: dict[str, Any]) -> str:
-        """What parameters are kept by, of what was measured; '' where none are."""
-        name = self._name or measure_in(found)
-        return name if self._keep and name in found else ""
+    def kept_by(self, found: dict[str, Any]) -> str | None:
+        """`kept_by` of what was measured."""
+        return kept_by(found, self._name) if self._keep else None
 
     def look(self, step: int, state: State, found: dict[str, Any]) -> None:
         """Keep what the task trained, at a step, if it measured better than all before; of equals the first stay."""
-        name = self.kept_by(found)
-        if not name:
+        if not (name := self.kept_by(found)):
             return
         saved = Saved.newest_of_first(self._folder)
         if saved is None or found[name] > saved.record["value"]:
@@ -65,6 +64,17 @@ def keeps_best(config: ConfigDict, task: str) -> bool:
     """Whether a task of a run hands on the parameters that measured best."""
     evaluation = config.evaluation
     return bool(evaluation.keep_best or (task == "qa" and evaluation.qa_every > 0))
+
+
+def best_measure(task: str) -> str:
+    """The measure by which a task of REALM keeps its best parameters: answers where it learns them, else '', recall."""
+    return "exact_match" if task in ANSWERING else ""
+
+
+def kept_by(found: dict[str, Any], name: str) -> str:
+    """What parameters are kept by: `name`, or with '' what a retriever is judged by; '' where it was not measured."""
+    name = name or measure_in(found)
+    return name if name in found else ""
 
 
 def measure_in(found: dict[str, Any]) -> str:
@@ -101,10 +111,10 @@ def stage_of(place: Path) -> dict[str, Any] | None:
     return compare_with_start(read_lines(place / "evaluations.jsonl"), untrained)
 
 
-def describe_loss(task: str, stage: dict[str, Any] | None, kept_by: str = "") -> str | None:
+def describe_loss(task: str, stage: dict[str, Any] | None, measure: str | None = None) -> str | None:
     """One line for a task that measured worse at its end than before its first step; else None.
 
-    kept_by: the measure by which it kept its best parameters; '' where it did not.
+    measure: by which it kept its best parameters, '' where that was not measured; None where it kept none.
     """
     if stage is None:
         return None
@@ -114,6 +124,7 @@ def describe_loss(task: str, stage: dict[str, Any] | None, kept_by: str = "") ->
     handed_on = "set config.evaluation.keep_best=True to hand on the best ones"
     if "kept_step" in stage:
         handed_on = f"it hands on the parameters of step {stage['kept_step']} ({stage['end']:.3f})"
-    elif kept_by:
-        handed_on = f"it hands on its last parameters, since they are kept by {kept_by.replace('_', ' ')}"
+    elif measure is not None:
+        why = f"they are kept by {measure.replace('_', ' ')}" if measure else "no measured question has an answer"
+        handed_on = f"it hands on its last parameters, since {why}"
     return f"{task} ended below its start: {stage['measure']} {stage['start']:.3f} -> {worst:.3f}; {handed_on}"

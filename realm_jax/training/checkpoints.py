@@ -31,7 +31,7 @@ from orbax.checkpoint import v1 as ocp
 
 import realm_jax
 from realm_jax.errors import UserError
-from realm_jax.memory import return_the_rest
+from realm_jax.memory import free_heap
 from realm_jax.processes import is_first, told_by
 from realm_jax.storage import StorageError, digest, file_digest, read_json, write_json_atomic
 from realm_jax.training.checksums import checksums, differing
@@ -123,23 +123,30 @@ class Checkpoints:
         record["digest"] = _digest(record)
         with self._writing():
             saving = self._checkpointer.save_checkpointables_async(step, items, custom_metadata=record, force=True)
-            if is_first():
-                self._sealed = self._sealing.submit(_seal, saving, self._folder / str(step))
+            self._sealed = self._sealing.submit(_end_save, saving, self._folder / str(step))
             if wait:
                 self._checkpointer.wait()
                 if self._sealed is not None:
                     self._sealed.result()
 
 
-def _seal(saving: Any, folder: Path) -> None:
-    """Wait until a save is complete, then write the digests of its files. What fails leaves it without them."""
+def _end_save(saving: Any, folder: Path) -> None:
+    """Wait until a save is complete and return its copies' memory; the first process writes the digests of its files.
+
+    What fails leaves the save without them.
+    """
     try:
         saving.result()
-        files = {file.relative_to(folder).as_posix(): file_digest(file) for file in folder.rglob("*") if file.is_file()}
-        write_json_atomic(folder / FILES, {"files": files, "digest": _digest(files)})
+        if is_first():
+            _seal(folder)
     except Exception as fault:  # the save's own is raised where its end is waited for; or it was removed again
         logger.debug("%s has no %s: %s", folder, FILES, fault)
-    return_the_rest()  # of what was copied and written
+    free_heap()
+
+
+def _seal(folder: Path) -> None:
+    files = {file.relative_to(folder).as_posix(): file_digest(file) for file in folder.rglob("*") if file.is_file()}
+    write_json_atomic(folder / FILES, {"files": files, "digest": _digest(files)})
 
 
 def _digest(record: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from realm_jax.errors import UserError
-from realm_jax.memory import return_the_rest
+from realm_jax.memory import free_heap
 from realm_jax.mesh import replicated
 from realm_jax.training.checksums import leaf_sums, named_arrays
 
@@ -135,7 +135,7 @@ class CompileGuard:
         count = self._count()
         if count > self._compiled:
             self._compiled = count
-            return_the_rest()
+            free_heap()
         if count > self._known:
             logger.warning(
                 "step %d: its program was compiled again (%d programs now): shape, dtype or place of an argument "

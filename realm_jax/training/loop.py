@@ -21,16 +21,16 @@ from realm_jax.config import task_names
 from realm_jax.data import examples as make
 from realm_jax.data.closed_book import closed_book_examples
 from realm_jax.data.examples import Examples
-from realm_jax.data.held_out import trained_rows
+from realm_jax.data.held_out import held_out_share, trained_rows
 from realm_jax.data.pipeline import batches, padded_lengths
 from realm_jax.errors import UserError
 from realm_jax.index.candidates import Index
-from realm_jax.memory import return_the_rest
+from realm_jax.memory import free_heap
 from realm_jax.models.realm import Params
 from realm_jax.processes import anywhere, told
 from realm_jax.run import BaseRun, Run, own_rows
 from realm_jax.training.adoption import Adoption
-from realm_jax.training.best import Best, describe_loss, keeps_best, stage_of
+from realm_jax.training.best import Best, best_measure, describe_loss, keeps_best, stage_of
 from realm_jax.training.checkpoints import Checkpoints, Saved
 from realm_jax.training.feed import Feed, Search
 from realm_jax.training.flops import peak, step_flops
@@ -82,7 +82,7 @@ def task_examples(run: Run, name: str, params: Params | None = None) -> Examples
     """The examples that a task trains on, whatever the parameters."""
     sources, config, lengths = run.sources, run.config, run.lengths
     wordpiece, data = sources.wordpiece, config.data
-    share = held_out_share(run)
+    share = held_out_share(config, sources.questions)
     passages, pretraining = trained_rows(sources.passages, share), trained_rows(sources.pretraining, share)
     if name == "mlm":
         stores, kept = (sources.passages, sources.pretraining), (passages, pretraining)
@@ -95,11 +95,6 @@ def task_examples(run: Run, name: str, params: Params | None = None) -> Examples
     if name == "closed_book":
         return closed_book_examples(sources.pretraining, sources.answered("train"), wordpiece, lengths)
     return make.question_examples(sources.answered("train"), wordpiece, lengths)
-
-
-def held_out_share(run: Run) -> float:
-    """The share of documents that are kept out of training, to measure with where there are no questions for that."""
-    return 0.0 if run.sources.questions.get("dev") else float(run.config.evaluation.held_out)
 
 
 def train_task(
@@ -131,11 +126,11 @@ def train_task(
         task, examples or partial(task_examples, run, name), work_of(run, task), refresh, search, measure, over=over
     )
     if measure is not None:
-        answering, every = name in ("qa", "closed_book"), run.config.evaluation.qa_every if name == "qa" else 0
+        every = run.config.evaluation.qa_every if name == "qa" else 0
         course = dataclasses.replace(
             course,
             every=every,
-            best="exact_match" if answering else "",
+            best=best_measure(name),
             keep_best=keeps_best(run.config, name) and folder is None,
             measure_start=name == "ict" and bool(run.config.init_from) and folder is None,
             answers_start=run.config.evaluation.keep_best and bool(told(begins_with_reader(run.workdir))),
@@ -146,7 +141,7 @@ def train_task(
 def follow(run: BaseRun, course: Course, params: Params, place: Path) -> Params:
     """Train to the last step in the folder `place` and return all parameters; see `train_task`."""
     task, keep = course.task, run.config.checkpoint
-    return_the_rest()
+    free_heap()
     saved = Saved.newest_sound(place / "checkpoints", lambda saved: restore(run, task, saved, params))
     state = start_state(run, task, params) if saved is None else saved.state
     with Checkpoints(place / "checkpoints", keep.keep, keep.keep_every) as checkpoints, Stop() as stop:
