@@ -47,6 +47,11 @@ def return_blocks() -> None:
         _set((M_MMAP_THRESHOLD, LARGE), (M_MMAP_MAX, BLOCKS))
 
 
+def returns_memory() -> bool:
+    """Whether freed memory goes back to the system, as it does for a wide model on a CPU, which is short of it."""
+    return _returned
+
+
 def free_heap() -> None:
     """Collect reference cycles, and return free pages of the heap to the system.
 

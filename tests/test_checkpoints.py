@@ -4,6 +4,8 @@ import json
 import shutil
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from cutting import Cut, cut_at
@@ -97,3 +99,21 @@ def test_what_a_save_leaves_is_returned(tmp_path, monkeypatch):
         for step in (1, 2):
             saves.save(step, {"weights": np.arange(4.0)}, {}, {}, wait=True)
             assert (saved_folders(tmp_path / "saves")[0] / checkpoints.FILES).is_file() and len(returned) == step
+
+
+def test_where_memory_is_short_a_save_holds_what_a_step_may_overwrite(tmp_path, monkeypatch):
+    """A few arrays are copied at a time, all of them before training goes on and donates them."""
+    monkeypatch.setattr(checkpoints, "returns_memory", lambda: True)
+    monkeypatch.setattr(checkpoints, "COPIED", 1)
+    state = {str(number): jnp.full((64, 64), float(number)) for number in range(20)} | {"step": jnp.asarray(3)}
+    vectors = np.ones((1000, 8), np.float32)
+    with checkpoints.Checkpoints(tmp_path / "saves", keep=1) as saves:
+        saves.save(3, state, {"vectors": vectors}, {})
+        donate = jax.jit(lambda tree: jax.tree.map(lambda x: x - 1, tree), donate_argnums=0)
+        jax.block_until_ready(donate(state))
+    saved = Saved.newest(tmp_path / "saves")
+    assert saved is not None
+    like = {str(number): np.empty((64, 64), np.float32) for number in range(20)} | {"step": np.empty((), np.int32)}
+    found = saved.state(like)  # whose checksums are compared
+    assert [float(found[str(number)][0, 0]) for number in range(20)] == [float(number) for number in range(20)]
+    assert np.array_equal(saved.array("vectors"), vectors)

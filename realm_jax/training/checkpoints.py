@@ -31,10 +31,10 @@ from orbax.checkpoint import v1 as ocp
 
 import realm_jax
 from realm_jax.errors import UserError
-from realm_jax.memory import free_heap
+from realm_jax.memory import free_heap, returns_memory
 from realm_jax.processes import is_first, told_by
 from realm_jax.storage import StorageError, digest, file_digest, read_json, write_json_atomic
-from realm_jax.training.checksums import checksums, differing
+from realm_jax.training.checksums import checksums, differing, named_arrays
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,7 @@ METADATA = "_CHECKPOINT_METADATA"  # Orbax's name of the file that also holds ou
 FILES = "FILES.json"  # in a checkpoint's folder: the digest of every other file there
 PASSING = re.compile("RESOURCE_EXHAUSTED|UNAVAILABLE|DEADLINE_EXCEEDED|PERMISSION_DENIED|UNAUTHENTICATED|CANCELLED")
 NONE, ALL_DAMAGED = -1, -2  # in place of a step
+COPIED = 1 << 27  # bytes of arrays that are copied and written at a time where memory is short
 _T = TypeVar("_T")
 
 
@@ -121,13 +122,25 @@ class Checkpoints:
         items = {"state": state} | {name: {name: value} for name, value in index.items()}
         record = record | {"environment": environment(), "checksums": checksums(items)}
         record["digest"] = _digest(record)
-        with self._writing():
+        with self._writing(), _in_little_memory(items):
             saving = self._checkpointer.save_checkpointables_async(step, items, custom_metadata=record, force=True)
             self._sealed = self._sealing.submit(_end_save, saving, self._folder / str(step))
             if wait:
                 self._checkpointer.wait()
                 if self._sealed is not None:
                     self._sealed.result()
+
+
+def _in_little_memory(items: dict[str, Any]) -> contextlib.AbstractContextManager[Any]:
+    """Where memory is short, a save copies and writes a few arrays at a time instead of all at once, and training waits
+    for it longer."""
+    if not returns_memory():
+        return contextlib.nullcontext()
+    largest = max(array.nbytes for array in named_arrays(items).values())
+    limit = max(COPIED, largest + 1)  # Orbax refuses an array that is not smaller
+    context = ocp.Context()
+    context.memory.write_concurrent_bytes = context.memory.transfer_concurrent_bytes = limit
+    return context
 
 
 def _end_save(saving: Any, folder: Path) -> None:
