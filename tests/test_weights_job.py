@@ -28,6 +28,7 @@ from realm_jax.models.weights import networks, settings_of
 from realm_jax.run import Run, make_model, make_run
 from realm_jax.text.wordpiece import WordPiece
 from realm_jax.training.restore import restore_params
+from realm_jax.training.workdir import begins_with_reader
 
 THERE = (  # files of a repository
     *(
@@ -102,6 +103,17 @@ def test_a_task_and_transformers_realm_can_be_asked_for(trained_run, tmp_path):
     theirs = restore_params(trained_run, trained_run.workdir, "ict", trained_run.initial_params())
     run = heir(Path(trained_run.config.data.path), tmp_path / "run", tmp_path / "ict")
     assert_same_bits(on_host(starting_params(run)), on_host(theirs))
+
+
+def test_an_exported_reader_says_whether_it_was_trained_with_questions(trained_run, exported, people, tmp_path):
+    job.export(trained_run.workdir, tmp_path / "earlier", task="ict")
+    for name, folder, trained in (("end", exported, True), ("earlier", tmp_path / "earlier", False)):
+        run = heir(people, tmp_path / name, folder)
+        starting_params(run)
+        assert begins_with_reader(run.workdir) == trained
+    run.config.update(init_from=str(exported), reader_from=str(tmp_path / "earlier"))  # the reader is the latter's
+    starting_params(run)
+    assert not begins_with_reader(run.workdir)
 
 
 def test_what_cannot_be_exported_is_told_and_leaves_nothing(trained_run, tmp_path, monkeypatch):

@@ -24,7 +24,7 @@ from realm_jax.jobs.projection import FILE as COMPONENTS
 from realm_jax.jobs.starting import (
     READER,
     find_weights,
-    has_span_head,
+    has_trained_reader,
     is_weights,
     local_source,
     place_of,
@@ -286,7 +286,8 @@ def _record_start(run: Run, params: str) -> int:
     if path.is_file() and read_json(path).get("params") != params:
         (run.workdir / COMPONENTS).unlink(missing_ok=True)
         shutil.rmtree(run.workdir / task_names(run.config)[0], ignore_errors=True)
-    trained = any(run.config[key] and _has_reader(run, key) for key in BORROWING)
+    key = next((key for key in ("reader_from", "init_from") if run.config[key]), "")  # the first that is set has it
+    trained = bool(key) and _has_reader(run, key)
     write_json_atomic(path, {"reader": trained, "params": params})
     return 0
 
@@ -295,7 +296,7 @@ def _has_reader(run: Run, key: str) -> bool:
     """Whether what a key of BORROWING names, a run or weights, has a reader that was trained with questions."""
     folder = local_source(run.config[key], f"config.{key}")
     if is_weights(folder):
-        return has_span_head(folder, run.model)
+        return has_trained_reader(folder, run.model)
     return "qa" in task_names(recorded_config(folder, f"config.{key}")) or begins_with_reader(folder)
 
 

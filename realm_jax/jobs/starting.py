@@ -26,6 +26,8 @@ from realm_jax.models.sentence_folder import (
     INPUT,
     MODULES,
     PROMPTS,
+    READS,
+    SETTINGS,
     SentenceModel,
     is_sentence_model,
     read_sentence_model,
@@ -134,10 +136,13 @@ def find_weights(
     return found
 
 
-def has_span_head(folder: Path, model: Realm) -> bool:
-    """Whether the weights in a folder have the reader's span head. Raises UserError for weights that do not fit."""
-    place = _place(folder, "reader")
-    return place is not None and "span head" in _source(place, model, READER, networks(model)[READER]).found
+def has_trained_reader(folder: Path, model: Realm) -> bool:
+    """Whether the weights in a folder have the span head of a reader that was trained with questions, as every released
+    one was. Raises UserError for weights that do not fit."""
+    place = _place(folder, READER)
+    if place is None or "span head" not in _source(place, model, READER, networks(model)[READER]).found:
+        return False
+    return bool(read_settings(transformer_folder(place) / SETTINGS).get(READS, True))
 
 
 def _source(place: Path, model: Realm, network: str, parts: tuple[Part, ...]) -> Source:

@@ -33,12 +33,13 @@ from realm_jax.models import released
 from realm_jax.models.bert import LAYER_NORM_EPSILON
 from realm_jax.models.realm import Params, Realm
 from realm_jax.models.sentence_export import PASSAGES, QUERIES, refuse_modules, write_modules
-from realm_jax.models.sentence_folder import OWN
+from realm_jax.models.sentence_folder import OWN, READS
 from realm_jax.models.weights import SETTINGS, WEIGHTS, networks, save, settings_of, write_json
 from realm_jax.run import tower_lengths
 from realm_jax.storage import publish_folder
 from realm_jax.text.wordpiece import VOCABULARY_FILE, WordPiece
 from realm_jax.training.restore import saved_params
+from realm_jax.training.workdir import begins_with_reader
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +107,8 @@ def export(workdir: Path, output: Path, names: str = "bert", task: str | None = 
         logger.warning("task %s is not done: step %d of %d", name, saved.step, opened.config[name].steps)
     params = saved_params(opened, name, saved, jax.eval_shape(model.init, jax.random.key(0)))
     with _whole(output) as folder:
-        write_networks(folder, opened.config, model, params, wordpiece, names)
+        reads = name == "qa" or begins_with_reader(workdir)
+        write_networks(folder, opened.config, model, params, wordpiece, names, reads)
     logger.info("%s: %s of %s at step %d of %s", output, ", ".join(params), workdir, saved.step, name)
 
 
@@ -128,15 +130,18 @@ def _check_realm(model: Realm) -> None:
 
 
 def write_networks(
-    folder: Path, config: ConfigDict, model: Realm, params: Params, wordpiece: WordPiece, names: str = "bert"
+    folder: Path, config: ConfigDict, model: Realm, params: Params, wordpiece: WordPiece, names: str = "bert",
+    reads: bool = True,
 ) -> None:  # fmt: skip
-    """Write every network into a folder of its own in `folder`. names: 'bert' or 'realm'."""
+    """Write every network into a folder of its own in `folder`. names: 'bert' or 'realm'.
+
+    reads: whether the reader was trained with questions; recorded, so that a run that begins with it knows.
+    """
     encoder = config.encoder.to_dict() | {"temperature": model.current_temperature(params)}
     for network, parts in networks(model).items():
         place, own = folder / network, jax.tree.map(np.asarray, params[network])
         settings = settings_of(model, network, names) | {"pad_token_id": wordpiece.pad_id}
-        if network != READER:
-            settings |= {OWN: encoder}
+        settings |= {READS: reads} if network == READER else {OWN: encoder}
         save(place, own, parts, names, settings)
         _save_vocabulary(place, wordpiece, model.bert.max_length)
         if names == "bert" and network != READER:

@@ -39,6 +39,7 @@ TITLED = "{title} {text}"
 REFUSING = "sentence_transformers.this_network_is_no_sentence_encoder"  # a module's type at which the library stops
 NAMES: dict[type, str] = {int: "whole number", str: "text", dict: "table"}  # of the kinds of a value
 Kind = TypeVar("Kind")
+READS = "realm_reader_trained"  # in config.json of an exported reader: whether it was trained with questions
 OWN = "realm_encoder"  # in config.json of what `realm weights export` writes: its section `encoder`
 
 
