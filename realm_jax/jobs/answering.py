@@ -215,9 +215,10 @@ def _check_prepared(folder: str, workdir: Path) -> None:
         )
 
 
-def reader_is_trained(trained: Trained) -> bool:
-    """Whether the reader learnt to answer: in fine-tuning here, or in the run or weights that it started from."""
-    return trained.task == "qa" or begins_with_reader(trained.run.workdir)
+def reader_is_trained(workdir: Path, task: str) -> bool:
+    """Whether the reader at the end of a task of a run learnt to answer from passages: in fine-tuning there, or in the
+    run or weights that it started from."""
+    return task == "qa" or begins_with_reader(workdir)
 
 
 def check_reads(trained: Trained) -> None:
@@ -255,7 +256,7 @@ def restore(
             break
         except Gone:  # the run went on and removed it; there is a newer one
             continue
-    trained = name in ("qa", "closed_book") or begins_with_reader(run.workdir)
+    trained = name == "closed_book" or reader_is_trained(run.workdir, name)
     if not trained and for_answers and warn:
         logger.warning("these are the parameters of task %s: answers come from a span head that qa did not train", name)
     if saved.step < run.config[name].steps:

@@ -99,7 +99,7 @@ def ask(trained: Trained, question: str, top: int | None = None) -> dict[str, An
     prediction = _evaluator(trained, question).predict(trained.params, trained.index)[0]
     store, best = trained.run.sources.passages, prediction.nbest[0]
     ranks = dict(zip(prediction.retrieved.tolist(), map(ranks_by_search, prediction.ranks.tolist()), strict=True))
-    reads = reader_is_trained(trained)
+    reads = reader_is_trained(trained.run.workdir, trained.task)
     found_by = prediction.candidates  # in the order of the search, which is all that is known without a reader
     ranked = (sorted(found_by, key=lambda candidate: -candidate.probability) if reads else found_by)[:top]
     known = measured(trained.run, trained.task)
@@ -129,7 +129,7 @@ def ask(trained: Trained, question: str, top: int | None = None) -> dict[str, An
 def _tell_how_good(trained: Trained) -> None:
     """Warn, once, where answers are not to be trusted as they are: by what the run itself measured."""
     known = measured(trained.run, trained.task)
-    if not reader_is_trained(trained):
+    if not reader_is_trained(trained.run.workdir, trained.task):
         logger.warning("no reader was trained (task %s): these are the passages that were found", trained.task)
     if known is None:
         logger.info("this run was never measured")

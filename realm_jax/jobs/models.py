@@ -12,15 +12,14 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from realm_jax.config import completed, flatten, from_model, require, task_names, validate
+from realm_jax.config import completed, flatten, from_model, require, validate
 from realm_jax.errors import UserError
 from realm_jax.jobs.starting import is_weights, local_source, place_of, sentence_model
 from realm_jax.models.sentence_folder import SentenceModel, default_temperature
 from realm_jax.models.weights import SAME_ACTIVATION, SETTINGS
 from realm_jax.storage import read_json
 from realm_jax.tagger_config import is_tagger
-from realm_jax.training.checkpoints import Saved
-from realm_jax.training.workdir import with_absolute_paths
+from realm_jax.training.workdir import has_checkpoint, with_absolute_paths
 
 logger = logging.getLogger(__name__)
 
@@ -75,8 +74,7 @@ def _recorded(config: ConfigDict, workdir: Path | None) -> tuple[dict[str, Any],
     if workdir is None or not (workdir / SETTINGS).is_file():
         return {}, False
     values = completed(read_json(workdir / SETTINGS))
-    begun = Saved.newest(workdir / task_names(values)[0] / "checkpoints") is not None
-    return flatten(values.to_dict()), begun
+    return flatten(values.to_dict()), has_checkpoint(values, workdir)
 
 
 def _of_model(

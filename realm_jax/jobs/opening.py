@@ -41,7 +41,7 @@ from realm_jax.tagger_config import default_like, is_tagger
 from realm_jax.text.wordpiece import WordPiece
 from realm_jax.training.checkpoints import Saved
 from realm_jax.training.checksums import checksums
-from realm_jax.training.workdir import START, begins_with_reader, check_workdir
+from realm_jax.training.workdir import START, begins_with_reader, check_workdir, has_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -87,16 +87,8 @@ def _with_possible_tasks(config: ConfigDict, sources: Sources) -> ConfigDict:
     names = task_names(config)
     lacking = {name: "training questions with answers" for name in names if name in ANSWERING}
     lacking = {} if sources.answered("train") else lacking
-    if "ict" in names:
-        several = sources.passages.sentence_counts() > 1
-        kept = trained_rows(sources.passages, held_out_share(config, sources.questions))
-        if not several.any():
-            lacking["ict"] = "passage of two or more sentences"
-        elif kept is not None and not (several & kept).any():
-            share = config.evaluation.held_out
-            lacking["ict"] = (
-                f"passage of two or more sentences that config.evaluation.held_out={share} leaves to learn from"
-            )
+    if "ict" in names and (what := _lacking_for_ict(config, sources)):
+        lacking["ict"] = what
     left = [name for name in names if name not in lacking]
     if not left:
         raise UserError(
@@ -115,6 +107,16 @@ def _with_possible_tasks(config: ConfigDict, sources: Sources) -> ConfigDict:
     found = ConfigDict(config.to_dict())
     found.tasks = ",".join(left)
     return found
+
+
+def _lacking_for_ict(config: ConfigDict, sources: Sources) -> str:
+    """What the passages lack for the inverse cloze task; '' where it has some to learn from."""
+    what, share = "passage of two or more sentences", held_out_share(config, sources.questions)
+    several, kept = sources.passages.sentence_counts() > 1, trained_rows(sources.passages, share)
+    if not several.any():
+        return what
+    left = kept is None or bool((several & kept).any())
+    return "" if left else f"{what} that config.evaluation.held_out={share} leaves to learn from"
 
 
 def _borrowed(config: ConfigDict, workdir: Path, wordpiece: WordPiece) -> dict[str, Path]:
@@ -216,12 +218,7 @@ def recorded_folder(workdir: Path) -> Folder:
 
 def borrows(config: ConfigDict, workdir: Path) -> bool:
     """Whether a run still has to take its first parameters from elsewhere: none of its own are saved yet."""
-    return any(config.get(key) for key in BORROWING) and is_starting(config, workdir)
-
-
-def is_starting(config: ConfigDict, workdir: Path) -> bool:
-    """Whether a run has no parameters of its own saved yet."""
-    return Saved.newest(workdir / task_names(config)[0] / "checkpoints") is None
+    return any(config.get(key) for key in BORROWING) and not has_checkpoint(config, workdir)
 
 
 def starts_with_pca(run: Run) -> bool:

@@ -23,7 +23,7 @@ from realm_jax.index.generations import RECIPE, Living, Status
 from realm_jax.jobs.controls import run_controls
 from realm_jax.jobs.matched_answers import training_questions
 from realm_jax.jobs.measuring import dev_questions, measure_of
-from realm_jax.jobs.opening import borrow_params, borrows, is_starting, record_start, starts_with_pca
+from realm_jax.jobs.opening import borrow_params, borrows, record_start, starts_with_pca
 from realm_jax.jobs.positives import beam_by_words, examples_with_positives
 from realm_jax.jobs.projection import with_principal_components
 from realm_jax.jobs.results import keep_words, measure_baselines, write_results
@@ -34,6 +34,7 @@ from realm_jax.storage import only_one
 from realm_jax.training.loop import train_task
 from realm_jax.training.preemption import PREEMPTED, Preempted, Stop
 from realm_jax.training.refresh import shared_folder
+from realm_jax.training.workdir import has_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +155,7 @@ def starting_params(run: Run) -> Params:
     A projection that would be fresh then may start as principal components of the corpus.
     """
     params = run.initial_params()
-    if not is_starting(run.config, run.workdir):
+    if has_checkpoint(run.config, run.workdir):
         return params
     if borrows(run.config, run.workdir):
         params = borrow_params(run, params)

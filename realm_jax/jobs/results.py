@@ -34,7 +34,7 @@ from realm_jax.models.realm import Params
 from realm_jax.processes import is_first, told
 from realm_jax.run import Run, put_batch
 from realm_jax.storage import read_json, write_json_atomic
-from realm_jax.training.best import best_measure, describe_loss, keeps_best, kept_by, measure_in, stage_of
+from realm_jax.training.best import describe_loss, keeps_best, kept_by, measure_in, stage_of
 from realm_jax.training.checkpoints import Saved
 from realm_jax.training.embedding import embed_once
 from realm_jax.training.metrics import read_lines
@@ -188,7 +188,7 @@ def describe_end(run: Run, name: str) -> dict[str, Any] | None:
     if stage is None:
         return None
     end = read_lines(run.workdir / name / "evaluations.jsonl")[-1]
-    measure = kept_by(end, best_measure(name)) if keeps_best(run.config, name) else None
+    measure = kept_by(name, end) if keeps_best(run.config, name) else None
     loss = describe_loss(name, stage, measure)
     return stage | ({"warning": loss} if loss else {})
 

@@ -27,7 +27,7 @@ from safetensors.numpy import save_file
 
 from realm_jax.config import TASKS
 from realm_jax.errors import UserError
-from realm_jax.jobs.answering import add_run_arguments, newest, open_run_to_ask
+from realm_jax.jobs.answering import add_run_arguments, newest, open_run_to_ask, reader_is_trained
 from realm_jax.jobs.starting import READER, SHARED, TOKENIZER, TOWERS
 from realm_jax.models import released
 from realm_jax.models.bert import LAYER_NORM_EPSILON
@@ -39,7 +39,6 @@ from realm_jax.run import tower_lengths
 from realm_jax.storage import publish_folder
 from realm_jax.text.wordpiece import VOCABULARY_FILE, WordPiece
 from realm_jax.training.restore import saved_params
-from realm_jax.training.workdir import begins_with_reader
 
 logger = logging.getLogger(__name__)
 
@@ -107,8 +106,7 @@ def export(workdir: Path, output: Path, names: str = "bert", task: str | None = 
         logger.warning("task %s is not done: step %d of %d", name, saved.step, opened.config[name].steps)
     params = saved_params(opened, name, saved, jax.eval_shape(model.init, jax.random.key(0)))
     with _whole(output) as folder:
-        reads = name == "qa" or begins_with_reader(workdir)
-        write_networks(folder, opened.config, model, params, wordpiece, names, reads)
+        write_networks(folder, opened.config, model, params, wordpiece, names, reader_is_trained(workdir, name))
     logger.info("%s: %s of %s at step %d of %s", output, ", ".join(params), workdir, saved.step, name)
 
 

@@ -26,18 +26,18 @@ RECALLS = ("recall@5", "answer_recall@5")  # what a retriever is judged by: the 
 
 
 class Best:
-    """Of a task in the folder `place`, by the largest value of one name in what is measured.
+    """Of a task in the folder `place`, by the largest value of `kept_by` in what is measured.
 
     What is measured depends on the step alone, so a run that is resumed from an earlier checkpoint finds the same.
     """
 
-    def __init__(self, run: BaseRun, task: Task, place: Path, name: str, keep: bool) -> None:
-        """name: '' for the first of RECALLS that is there. keep: whether parameters are kept at all."""
-        self._run, self._task, self._folder, self._name, self._keep = run, task, place / "best", name, keep
+    def __init__(self, run: BaseRun, task: Task, place: Path, keep: bool) -> None:
+        """keep: whether parameters are kept at all."""
+        self._run, self._task, self._folder, self._keep = run, task, place / "best", keep
 
     def kept_by(self, found: dict[str, Any]) -> str | None:
-        """`kept_by` of what was measured."""
-        return kept_by(found, self._name) if self._keep else None
+        """The measure that `describe_loss` asks for."""
+        return kept_by(self._task.name, found) if self._keep else None
 
     def look(self, step: int, state: State, found: dict[str, Any]) -> None:
         """Keep what the task trained, at a step, if it measured better than all before; of equals the first stay."""
@@ -66,14 +66,10 @@ def keeps_best(config: ConfigDict, task: str) -> bool:
     return bool(evaluation.keep_best or (task == "qa" and evaluation.qa_every > 0))
 
 
-def best_measure(task: str) -> str:
-    """The measure by which a task of REALM keeps its best parameters: answers where it learns them, else '', recall."""
-    return "exact_match" if task in ANSWERING else ""
-
-
-def kept_by(found: dict[str, Any], name: str) -> str:
-    """What parameters are kept by: `name`, or with '' what a retriever is judged by; '' where it was not measured."""
-    name = name or measure_in(found)
+def kept_by(task: str, found: dict[str, Any]) -> str:
+    """The measure by which a task keeps its best parameters: answers where it learns them, else recall; '' where that
+    was not measured."""
+    name = "exact_match" if task in ANSWERING else measure_in(found)
     return name if name in found else ""
 
 

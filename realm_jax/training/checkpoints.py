@@ -127,8 +127,7 @@ class Checkpoints:
             self._sealed = self._sealing.submit(_end_save, saving, self._folder / str(step))
             if wait:
                 self._checkpointer.wait()
-                if self._sealed is not None:
-                    self._sealed.result()
+                self._sealed.result()
 
 
 def _in_little_memory(items: dict[str, Any]) -> contextlib.AbstractContextManager[Any]:

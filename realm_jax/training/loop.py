@@ -30,7 +30,7 @@ from realm_jax.models.realm import Params
 from realm_jax.processes import anywhere, told
 from realm_jax.run import BaseRun, Run, own_rows
 from realm_jax.training.adoption import Adoption
-from realm_jax.training.best import Best, best_measure, describe_loss, keeps_best, stage_of
+from realm_jax.training.best import Best, describe_loss, keeps_best, stage_of
 from realm_jax.training.checkpoints import Checkpoints, Saved
 from realm_jax.training.feed import Feed, Search
 from realm_jax.training.flops import peak, step_flops
@@ -58,8 +58,8 @@ class Course:
     the devices. refresh: where the index comes from, by (first step, checkpoints, whether to stop waiting, what to call
     again and again while the corpus is embedded). search: where hosts search ahead of a step. measure: called with
     parameters and an index (None without one) at every refresh and, its last argument true, every so many steps
-    (`every`; 0: never) and at the end. best: the name of the value in that by which parameters are compared ('':
-    recall, see `best.py`). keep_best: whether the task ends with the parameters for which it was largest.
+    (`every`; 0: never) and at the end. keep_best: whether the task ends with the parameters that measured best
+    (`best.py`).
     measure_start: whether a task that does not retrieve is measured before its first step too; answers_start: whether
     one that does is measured then as at its end. over: called when the task turns out to be done.
     """
@@ -71,7 +71,6 @@ class Course:
     search: Search | None = None
     measure: Measure | None = None
     every: int = 0
-    best: str = ""
     keep_best: bool = False
     measure_start: bool = False
     answers_start: bool = False
@@ -130,7 +129,6 @@ def train_task(
         course = dataclasses.replace(
             course,
             every=every,
-            best=best_measure(name),
             keep_best=keeps_best(run.config, name) and folder is None,
             measure_start=name == "ict" and bool(run.config.init_from) and folder is None,
             answers_start=run.config.evaluation.keep_best and bool(told(begins_with_reader(run.workdir))),
@@ -168,7 +166,7 @@ class _Training:
         config, task = run.config, course.task
         self._run, self._task, self._place = run, task, place
         self._measure, self._every = course.measure, course.every
-        self._best = Best(run, task, place, course.best, course.keep_best)
+        self._best = Best(run, task, place, course.keep_best)
         self._measure_start, self._answers_start = course.measure_start, course.answers_start
         self._state, self._saved, self._resumed = state, saved, saved is not None
         self._checkpoints, self._stop = checkpoints, stop

@@ -6,16 +6,24 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from realm_jax.config import completed, science
+from ml_collections import ConfigDict
+
+from realm_jax.config import completed, science, task_names
 from realm_jax.errors import UserError
 from realm_jax.processes import is_first
 from realm_jax.run import BaseRun
 from realm_jax.storage import read_json, write_json_atomic
+from realm_jax.training.checkpoints import Saved
 
 START = "start.json"  # what is known of where a run began
 # Keys that may name a file or a folder.
 PLACES = ("data.path", "data.vocabulary", "init_from", "reader_from", "refresh.shared")
 _ELSEWHERE = re.compile(r"[a-z0-9]+:")  # begins what lies in no folder: gs://, hf:, py:, tfds:
+
+
+def has_checkpoint(config: ConfigDict, workdir: Path) -> bool:
+    """Whether a run has parameters of its own saved."""
+    return Saved.newest(workdir / task_names(config)[0] / "checkpoints") is not None
 
 
 def begins_with_reader(workdir: Path) -> bool:
