@@ -22,7 +22,7 @@ from realm_jax.errors import UserError
 from realm_jax.jobs import flags
 from realm_jax.launch import spec as specs
 from realm_jax.recipes import is_name
-from realm_jax.tagger_config import default_like, is_tagger
+from realm_jax.tagger_config import default_like, is_tagger, reference
 from realm_jax.tagger_config import validate as validate_tagger
 
 ROOT = Path(realm_jax.__file__).parents[1]
@@ -102,6 +102,12 @@ def test_help_lists_every_command_and_the_help_of_a_job_shows_its_examples(job, 
     with pytest.raises(SystemExit):
         cli.main(["fake", "--help"])
     assert "  realm fake --workdir=runs/first\n" in capsys.readouterr().out
+
+
+def test_the_keys_of_configs_are_listed_without_any_other_argument(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["train", "--help-config"])
+    assert end.value.code == 0 and capsys.readouterr().out == reference()
 
 
 def examples() -> list[list[str]]:

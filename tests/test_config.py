@@ -1,39 +1,34 @@
-"""The config: its docstring is its reference, every bad value is named by its key, and resume keeps the science."""
+"""The config: a page lists its keys, every bad value is named by its key, and resume keeps the science."""
 
 import math
 import re
+from pathlib import Path
 
 import pytest
 from ml_collections import ConfigDict
 
-from realm_jax import config as module
-from realm_jax.config import TASKS, default, flatten, joint_length, science, task_names, validate
+import realm_jax
+from realm_jax import schema, tagger_config
+from realm_jax.config import SECTIONS, default, flatten, joint_length, science, task_names, validate
 from realm_jax.errors import UserError
 
-
-def documented() -> dict[str, set[str]]:
-    """Keys of the module's docstring by heading ('Science', 'Operations'); `a.b, c` names a.b and a.c."""
-    found: dict[str, set[str]] = {}
-    for line in module.__doc__.splitlines():
-        if heading := re.match(r"(Science|Operations) \(", line):
-            keys = found.setdefault(heading[1], set())
-        elif found and (entry := re.match(r"  (\S+(?:, \S+)*)(?:  |$)", line)):
-            section = ""
-            for name in entry[1].split(", "):
-                section = name.rpartition(".")[0] or section
-                key = f"{section}.{name.rpartition('.')[2]}".lstrip(".")
-                keys |= {key.replace("<task>", task) for task in (TASKS if "<task>" in key else [""])}
-    return found
+PAGE = Path(realm_jax.__file__).parents[1] / "docs" / "config.md"
 
 
-def test_every_key_is_documented_and_every_documented_key_exists():
-    keys = documented()
-    assert keys["Science"] | keys["Operations"] == set(flatten(default().to_dict()))
-    assert not keys["Science"] & keys["Operations"]
+def test_the_page_of_keys_is_made_from_their_declarations():
+    assert PAGE.read_text() == tagger_config.reference(), "`realm train --help-config > docs/config.md` writes it"
 
 
-def test_science_is_what_the_docstring_says():
-    assert set(science(default())) == documented()["Science"]
+@pytest.mark.parametrize("sections", [SECTIONS, tagger_config.SECTIONS], ids=["realm", "tagger"])
+def test_the_page_lists_every_key_and_says_which_may_change(sections):
+    tasks = [name for name in sections if f"{name}.retriever_rate" in schema.keys(sections)]
+    entries = dict(re.findall(r"^\* `(\S+)` \((.*?)(?=^\* |\Z)", schema.help_text(sections), re.DOTALL | re.MULTILINE))
+    for name in [name for name in entries if name.startswith("<section>")]:
+        entries |= dict.fromkeys([name.replace("<section>", task) for task in tasks], entries.pop(name))
+    config = schema.to_config_dict(sections)
+    assert {*entries} == {*flatten(config.to_dict())}
+    kept = {name for name, text in entries.items() if "operations):" not in " ".join(text.split())}
+    assert kept == {*science(config, sections)}
 
 
 def test_operations_may_change_and_science_may_not():

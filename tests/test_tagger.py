@@ -3,7 +3,6 @@
 import itertools
 import json
 import os
-import re
 import shutil
 import signal
 from pathlib import Path
@@ -21,7 +20,6 @@ from tiny_tagger import open_tiny, tiny_config, write_corpus
 
 from realm_jax import cli, tagger_config
 from realm_jax.config import default as realm_config
-from realm_jax.config import flatten, science
 from realm_jax.config import validate as validate_realm
 from realm_jax.corpus.build import build_store
 from realm_jax.corpus.jsonl import Article
@@ -328,20 +326,6 @@ def test_a_vocabulary_may_move_but_not_change(corpus, tmp_path):
 
 
 # --- the config -------------------------------------------------------------------------------------------------------
-
-
-def test_every_key_of_a_tagger_is_documented_and_every_documented_key_exists():
-    documented: dict[str, set[str]] = {}
-    for line in tagger_config.__doc__.splitlines():
-        if heading := re.match(r"(Science|Operations) \(", line):
-            keys = documented.setdefault(heading[1], set())
-        elif documented and (entry := re.match(r"  (\S+(?:, \S+)*)(?:  |$)", line)):
-            section = ""
-            for name in entry[1].split(", "):
-                section = name.rpartition(".")[0] or section
-                keys.add(f"{section}.{name.rpartition('.')[2]}".lstrip("."))
-    assert documented["Science"] == set(science(tagger_config.default()))
-    assert documented["Science"] | documented["Operations"] == set(flatten(tagger_config.default().to_dict()))
 
 
 @pytest.mark.parametrize(

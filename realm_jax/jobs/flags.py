@@ -4,8 +4,8 @@ NAME is one of the configs that travel with the package (`configs/`), or the pat
 ends with `.py`. A config file is Python with `get_config()` or `get_config(argument)` that returns an
 `ml_collections.ConfigDict`.
 Values are parsed by ml_collections' `config_flags`, so that they are written as in other JAX projects; on top of it
-come errors in one line that name the file, the line or the key. What the keys mean is not known here: see
-`realm_jax/config.py`.
+come errors in one line that name the file, the line or the key. What the keys mean is not known here: read
+`realm_jax/config.py` next.
 """
 
 import argparse
@@ -20,9 +20,11 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 from ml_collections.config_flags import config_path
 
-from realm_jax.config import advise, check_shape, flatten
+from realm_jax.config import check_shape
 from realm_jax.errors import UserError
 from realm_jax.recipes import NAMED, config_names, is_name
+from realm_jax.schema import advise, flatten
+from realm_jax.tagger_config import reference
 
 _REFUSALS = (flags.Error, TypeError, ValueError)  # what config_flags raises for a value that does not fit its key
 
@@ -35,6 +37,15 @@ def add_config_argument(parser: argparse.ArgumentParser, default: str = "the bui
         help=f"one of {', '.join(config_names())}, or a Python file with get_config(), and what to hand to it; "
         f"if not given, {default}. Keys of it are set with --config.section.key=value",
     )
+    parser.add_argument("--help-config", action=_HelpConfig, nargs=0, help="list all keys of configs, and exit")
+
+
+class _HelpConfig(argparse.Action):
+    """Prints the page of all keys, whatever other arguments are missing."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        print(reference(), end="")
+        parser.exit()
 
 
 def positive(text: str) -> int:

@@ -13,6 +13,7 @@ from realm_jax.errors import UserError
 from realm_jax.processes import is_first
 from realm_jax.run import BaseRun
 from realm_jax.storage import read_json, write_json_atomic
+from realm_jax.tagger_config import sections_like
 from realm_jax.training.checkpoints import Saved
 
 START = "start.json"  # what is known of where a run began
@@ -64,8 +65,9 @@ def with_absolute_paths(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_science(run: BaseRun, path: Path) -> None:
-    recorded = science(completed(read_json(path), run.default_config()))
-    now = science(run.config)
+    sections = sections_like(run.config)
+    recorded = science(completed(read_json(path), run.default_config()), sections)
+    now = science(run.config, sections)
     for key in sorted({*recorded, *now}):
         if recorded.get(key) != now.get(key):
             raise UserError(
