@@ -35,6 +35,7 @@ _STAGE_CURVES = {
 }
 _PASSAGES_SHOWN = 4
 _SNIPPET_CHARACTERS = 260
+# A run of [MASK] or of words of underscores is one blank.
 _BLANK = re.compile(r"(?:(?<!\S)(?:\[MASK\]|__+)(?!\S)\s*)+")
 _SMALL_CHART, _HIGH_CHART = (300, 200), (520, 440)
 
@@ -69,14 +70,15 @@ def write_report(data: Data, path: str | os.PathLike[str]) -> None:
 def render_report(data: Data) -> str:
     """The page as one string of HTML."""
     data = _without_none(data)
+    results = data.get("results", {})
     return render(
         "report.html.j2",
         title=data.get("title", "REALM"),
         headline=findings.headline(data),
         takeaways=findings.takeaways(data),
         corpus=_corpus_sizes(data),
-        recall=_recall(data),
-        exact_match=_bars(data.get("results", {}).get("exact_match", {}), READERS),
+        recall=_recall(results),
+        exact_match=_bars(results.get("exact_match", {}), READERS),
         supervision=_supervision(data),
         history=_recall_history(data),
         replaced_words=_replaced_words(data),
@@ -84,8 +86,8 @@ def render_report(data: Data) -> str:
         examples=[_example(example) for example in data.get("examples", ())],
         masked_sentence=_masked_sentence(data),
         stage_curves=_stage_curves(data),
-        recall_table=_recall_table(data),
-        other_numbers=_other_numbers(data),
+        recall_table=_recall_table(results),
+        other_numbers=_other_numbers(results, _titles(data)),
         settings=_settings(data),
     )
 
@@ -101,8 +103,7 @@ def _corpus_sizes(data: Data) -> str:
     return ", ".join(f"{corpus[key]:,} {name}" for key, name in counts if corpus.get(key) is not None)
 
 
-def _recall(data: Data) -> View | None:
-    results = data.get("results", {})
+def _recall(results: Data) -> View | None:
     measure = findings.main_measure(results)
     if measure is None:
         return None
@@ -131,28 +132,27 @@ def _recall_history(data: Data) -> View | None:
     measure = next((name for name in _MEASURES if any(name in point for point in history)), None)
     if measure is None:
         return None
-    stages = _stage_bands(data)
+    label, stages = metric_label(measure), _stage_bands(data)
     bands = list(stages.values())
     points = [(stages[point["stage"]].start + point["step"], point) for point in history]
-    series = [Series([(x, point[measure]) for x, point in points if measure in point], "realm")]
-    keys = [(metric_label(measure), "realm")]
+    recalls = [(x, point[measure]) for x, point in points if measure in point]
+    refreshes = [x for x, point in points if point.get("refresh")]
+    series, legend = [Series(recalls, "realm")], [(label, "realm")]
     word_matching = data.get("results", {}).get(measure, {}).get("bm25")
     if word_matching is not None:
         ends = (bands[0].start, word_matching), (bands[-1].end, word_matching)
         series.insert(0, Series(ends, "bm25", is_dashed=True))
-        keys.append((f"{METHODS['bm25']}, {share(word_matching)}", "bm25"))
-    refreshes = [x for x, point in points if point.get("refresh")]
+        legend.append((f"{METHODS['bm25']}, {share(word_matching)}", "bm25"))
     if refreshes:
-        keys.append(("all passages embedded anew", "refresh"))
-    values = [point[measure] for _, point in points if measure in point]
-    label = metric_label(measure)
-    description = f"{label} over training, from {share(values[0])} to {share(values[-1])}; {len(refreshes)} refreshes."
+        legend.append(("all passages embedded anew", "refresh"))
+    first, last = share(recalls[0][1]), share(recalls[-1][1])
+    description = f"{label} over training, from {first} to {last}; {len(refreshes)} refreshes."
     x_label = "training steps, one stage after the other"
     return {
         "label": label,
         "stages": ", ".join(band.name for band in bands),
         "plot": plot(series, description, x_label, (0, 1), bands, refreshes, _HIGH_CHART),
-        "legend": keys,
+        "legend": legend,
     }
 
 
@@ -249,7 +249,6 @@ def _masked_sentence(data: Data) -> View | None:
         }
         for row in masked["rows"]
     ]
-    # One blank for each run of [MASK] or of underscores.
     parts = _BLANK.split(masked["sentence"].replace("[MASK]", " [MASK] "))
     return {"sentences": masked["sentences"], "parts": parts, "answer": masked["answer"], "readings": readings}
 
@@ -275,8 +274,7 @@ def _stage_plot(stage: Data, key: str, name: str) -> View | None:
     return plot([series], description, "steps", least, size=_SMALL_CHART)
 
 
-def _recall_table(data: Data) -> View | None:
-    results = data.get("results", {})
+def _recall_table(results: Data) -> View | None:
     measures = [name for name in results if "recall@" in name and "_by_" not in name and results[name]]
     rows = [
         (title, *(share(results[measure][name]) if name in results[measure] else "–" for measure in measures))
@@ -286,13 +284,11 @@ def _recall_table(data: Data) -> View | None:
     return {"measures": [metric_label(measure) for measure in measures], "rows": rows} if rows else None
 
 
-def _other_numbers(data: Data) -> list[tuple[str, str]]:
-    results = data.get("results", {})
+def _other_numbers(results: Data, titles: Mapping[str, str]) -> list[tuple[str, str]]:
     exact = results.get("exact_match", {})
     rows = [(f"Exact match: {title.lower()}", share(exact[name])) for name, title in READERS.items() if name in exact]
     if results.get("retrieval_utility") is not None:
         rows.append(("Retrieval utility", f"{results['retrieval_utility']:+.3f} nats"))
-    titles = _titles(data)
     taken = results.get("seconds", {}).items()
     return rows + [(f"Time: {titles.get(name, name)}", duration(seconds)) for name, seconds in taken]
 
