@@ -302,7 +302,7 @@ def test_an_answer_that_stands_nowhere_is_said_to():
     nowhere = told(likelihood=0.0, posterior=None, gain=None) | {"probability": 0.0, "alone": None}
     assert any("the answer stands in none of the passages that were read" in line for line in shown(nowhere))
     assert shown(nowhere)[-1].split()[:4] == ["1.000", "0.000", "–", "–"]
-    assert "the answer stands in none of the passages that were read" in job.render(nowhere)
+    assert "the answer stands in none of the passages that were read" in job.page(nowhere)
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jinja2 import UndefinedError
 
-from realm_jax.evaluation.charts import Series, curves, thinned, ticks
-from realm_jax.evaluation.findings import headline, share, takeaways
-from realm_jax.evaluation.page import duration, probability
+from realm_jax.evaluation.charts import thinned, ticks
+from realm_jax.evaluation.findings import headline, takeaways
+from realm_jax.evaluation.format import duration, probability, share
+from realm_jax.evaluation.page import render
 from realm_jax.evaluation.report import render_report, write_report
 
 
@@ -332,6 +334,11 @@ def test_a_broken_character_does_not_stop_the_report(tmp_path: Path):
     assert "half a pair: ?" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
+def test_a_page_without_a_value_that_it_shows_is_an_error():
+    with pytest.raises(UndefinedError, match="'note' is undefined"):
+        render("ablations.html.j2", heads=(), rows=())
+
+
 def test_every_curve_says_what_it_shows_without_being_seen():
     page = Balance(render_report(sample_data()))
     labels = [value for name, value in page.attributes if name == "aria-label" and value != "blank"]
@@ -346,10 +353,16 @@ def test_the_data_are_not_changed():
     assert data == before
 
 
+def chart_of(losses: list[float]) -> str:
+    """The page's chart of a stage with these losses, or what stands instead of it."""
+    stage = {"name": "realm", "metrics": [{"step": step, "loss": loss} for step, loss in enumerate(losses)]}
+    return render_report({"stages": [stage]}).partition("</figcaption>")[2].partition("</figure>")[0]
+
+
 def test_curves_leave_out_what_is_not_finite():
-    chart = curves([Series("loss", [(0, 1.0), (1, float("nan")), (2, float("inf")), (3, 2.0)], "realm")], "a loss", "x")
+    chart = chart_of([1.0, float("nan"), float("inf"), 2.0])
     assert chart.count("<circle") == 2 and "nan" not in chart and "inf" not in chart
-    assert "No finite values" in curves([Series("loss", [(0, float("nan"))], "realm")], "a loss", "x")
+    assert "No finite values" in chart_of([float("nan")])
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=1000))

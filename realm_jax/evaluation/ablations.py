@@ -11,7 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from scipy import stats
 
-from realm_jax.evaluation.page import card, duration, page, table
+from realm_jax.evaluation.format import duration
+from realm_jax.evaluation.page import render
 from realm_jax.evaluation.significance import LEVEL
 
 HEADS = (
@@ -109,4 +110,4 @@ def markdown(rows: Sequence[Row], note: str) -> str:
 
 def html(rows: Sequence[Row], note: str) -> str:
     """The same as a page of its own."""
-    return page("REALM: ablations", card("Ablations", f"{note} {NOTE}", table(HEADS, cells(rows), len(HEADS) - 1)))
+    return render("ablations.html.j2", note=f"{note} {NOTE}", heads=HEADS, rows=cells(rows))

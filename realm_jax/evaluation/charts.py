@@ -1,28 +1,26 @@
-"""Curves as inline SVG that needs no script and no network, with a title for those who cannot see them.
+"""Curves as places in a picture, which the macro `curves` of `templates/macros.html.j2` draws as SVG.
 
-Colours are classes (`kind`), named in `report_style.py`. Not for bars (`page.py`), and not for choosing what to show:
-`report.py` does that.
+Colours are classes (`kind`), named in `templates/page.css`. Not for bars (`page.py`), and not for choosing what to
+show: `report.py` does that.
 """
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
-
-from realm_jax.evaluation.page import text
+from typing import Any, NamedTuple
 
 # Curves are thinned to this many points, each the mean of its neighbours: what the eye can tell apart.
 _MOST_POINTS = 160
+_MOST_DOTS = 40  # a curve of more points is drawn without a dot at each
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 22, 12, 42
 _NAMES = 34  # what the names of bands take above the plot
 
 
 class Series(NamedTuple):
-    """One named curve of (x, y) points in the order of x; `kind` is its colour class."""
+    """One curve of (x, y) points in the order of x; `kind` is its colour class."""
 
-    name: str
     points: Sequence[tuple[float, float]]
     kind: str
-    dashed: bool = False
+    is_dashed: bool = False
 
 
 class Band(NamedTuple):
@@ -33,7 +31,7 @@ class Band(NamedTuple):
     end: float
 
 
-def curves(
+def plot(
     series: Sequence[Series],
     description: str,
     x_label: str,
@@ -41,24 +39,32 @@ def curves(
     bands: Sequence[Band] = (),
     marks: Sequence[float] = (),
     size: tuple[int, int] = (520, 350),
-) -> str:
-    """A chart of curves as inline SVG; `description` is what someone who cannot see it is told.
+) -> dict[str, Any] | None:
+    """What the macro `curves` draws, at its place in pixels from the upper left corner; None where no value is finite.
 
-    `y_range` is the least range of the y axis; it grows where the data go beyond it. `marks` are places on the x axis
-    that get a triangle and a fine line.
+    `description` is what someone who cannot see the chart is told. `y_range` is the least range of the y axis; it grows
+    where the data go beyond it. `marks` are places on the x axis that get a triangle and a fine line.
     """
     shown = [one._replace(points=thinned(one.points)) for one in series]
     points = [point for one in shown for point in one.points]
     if not points:
-        return '<p class="note">No finite values were logged.</p>'
-    x_ends = [0.0] + [x for x, _ in points] + [end for band in bands for end in (band.start, band.end)] + list(marks)
-    y_span = _rounded_span([y for _, y in points] + list(y_range or ()))
-    plot = _Plot(_span(x_ends), y_span, *size, top=_TOP + _NAMES * bool(bands))
-    parts = [plot.bands(bands), plot.grid(x_label), plot.marks(marks), *(plot.curve(one) for one in shown)]
-    return (
-        f'<svg class="curves" viewBox="0 0 {size[0]} {size[1]}" role="img" aria-label="{text(description)}">'
-        f"<title>{text(description)}</title>{''.join(parts)}</svg>"
-    )
+        return None
+    (width, height), top = size, _TOP + _NAMES * bool(bands)
+    right, bottom = width - _RIGHT, height - _BOTTOM
+    across = [0.0, *(point[0] for point in points), *(end for band in bands for end in (band.start, band.end)), *marks]
+    x = _Axis(*_span(across), _LEFT, right)
+    y = _Axis(*_rounded_span([*(point[1] for point in points), *(y_range or ())]), bottom, top)
+    return {
+        "description": description,
+        "size": size,
+        "frame": {"left": _LEFT, "right": right, "top": top, "bottom": bottom},
+        "x_label": x_label,
+        "x_ticks": x.ticks(most=6 if right > 400 else 3),
+        "y_ticks": y.ticks(most=5),
+        "bands": [_band(x, index, band) for index, band in enumerate(bands)],
+        "marks": [x.place(mark) for mark in marks],
+        "curves": [_curve(x, y, one) for one in shown if one.points],
+    }
 
 
 def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -79,73 +85,36 @@ def ticks(low: float, high: float, most: int) -> list[float]:
     return [round(index * step, 12) for index in range(first, last + 1)]
 
 
-class _Plot:
-    """The frame of one chart: from data to places in the picture, and its parts as SVG."""
+class _Axis(NamedTuple):
+    """The values from low to high, laid along the picture from `start` to `end`."""
 
-    def __init__(
-        self, x_range: tuple[float, float], y_range: tuple[float, float], width: int, height: int, top: int
-    ) -> None:
-        self.x_range, self.y_range, self.top = x_range, y_range, top
-        self.right, self.bottom = width - _RIGHT, height - _BOTTOM
+    low: float
+    high: float
+    start: int
+    end: int
 
-    def x(self, value: float) -> float:
-        low, high = self.x_range
-        return _LEFT + (value - low) / (high - low) * (self.right - _LEFT)
+    def place(self, value: float) -> float:
+        """Where a value stands, in tenths of a pixel."""
+        return round(self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start), 1)
 
-    def y(self, value: float) -> float:
-        low, high = self.y_range
-        return self.bottom - (value - low) / (high - low) * (self.bottom - self.top)
+    def ticks(self, most: int) -> list[tuple[float, str]]:
+        """Where the axis' round numbers stand, at most `most` and one, and how they are written."""
+        return [(self.place(value), _short(value)) for value in ticks(self.low, self.high, most)]
 
-    def grid(self, x_label: str) -> str:
-        lines = [
-            f'<path class="grid" d="M{_LEFT} {self.y(tick):.1f}H{self.right}"/>'
-            f'<text x="{_LEFT - 7}" y="{self.y(tick) + 4.5:.1f}" text-anchor="end">{_short(tick)}</text>'
-            for tick in ticks(*self.y_range, most=5)
-        ]
-        wide = 6 if self.right > 400 else 3
-        labels = []
-        for tick in ticks(*self.x_range, most=wide):
-            place = f'x="{self.x(tick):.1f}" y="{self.bottom + 18}"'
-            labels.append(f'<text {place} text-anchor="middle">{_short(tick)}</text>')
-        middle = (_LEFT + self.right) / 2
-        name = f'<text class="axis" x="{middle:.0f}" y="{self.bottom + 37}" text-anchor="middle">{text(x_label)}</text>'
-        return f'{"".join(lines)}<path class="frame" d="M{_LEFT} {self.bottom}H{self.right}"/>{"".join(labels)}{name}'
 
-    def bands(self, bands: Sequence[Band]) -> str:
-        parts = []
-        for index, band in enumerate(bands):
-            left, width = self.x(band.start), max(self.x(band.end) - self.x(band.start), 0)
-            parts.append(
-                f'<rect class="band{index % 3}" x="{left:.1f}" y="{self.top}" width="{width:.1f}"'
-                f' height="{self.bottom - self.top}"/>'
-            )
-            lines = [band.name] if width > 8 * len(band.name) else band.name.split()
-            # A stretch too narrow for its name goes without; the line above the chart names it.
-            if len(lines) < 3 and width > 8 * max(map(len, lines), default=0):
-                spans = "".join(
-                    f'<tspan x="{left + 2:.1f}" y="{self.top - 6 - 15 * row}">{text(line)}</tspan>'
-                    for row, line in enumerate(reversed(lines))
-                )
-                parts.append(f'<text class="axis">{spans}</text>')
-        return "".join(parts)
+def _band(x: _Axis, index: int, band: Band) -> dict[str, Any]:
+    left = x.place(band.start)
+    width = max(round(x.place(band.end) - left, 1), 0.0)
+    lines = [band.name] if width > 8 * len(band.name) else band.name.split()
+    # A stretch too narrow for its name goes without; the line above the chart names it.
+    fits = len(lines) < 3 and width > 8 * max(map(len, lines), default=0)
+    return {"kind": f"band{index % 3}", "left": left, "width": width, "lines": lines if fits else []}
 
-    def marks(self, marks: Sequence[float]) -> str:
-        return "".join(
-            f'<path class="mark" d="M{self.x(mark):.1f} {self.top}V{self.bottom}"/>'
-            f'<path class="flag" d="M{self.x(mark):.1f} {self.bottom - 9}l5 9h-10z"/>'
-            for mark in marks
-        )
 
-    def curve(self, series: Series) -> str:
-        places = [f"{self.x(x):.1f} {self.y(y):.1f}" for x, y in series.points]
-        if not places:
-            return ""
-        style = f"curve {text(series.kind)}{' dashed' if series.dashed else ''}"
-        dots = "".join(
-            f'<circle class="dot {text(series.kind)}" cx="{place.split()[0]}" cy="{place.split()[1]}" r="3.4"/>'
-            for place in (places if len(places) <= 40 and not series.dashed else ())
-        )
-        return f'<path class="{style}" d="M{"L".join(places)}"/>{dots}'
+def _curve(x: _Axis, y: _Axis, series: Series) -> dict[str, Any]:
+    points = [(x.place(across), y.place(up)) for across, up in series.points]
+    has_dots = not series.is_dashed and len(points) <= _MOST_DOTS
+    return {"kind": series.kind, "is_dashed": series.is_dashed, "points": points, "dots": points if has_dots else []}
 
 
 def _span(values: Sequence[float]) -> tuple[float, float]:

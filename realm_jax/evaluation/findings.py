@@ -8,6 +8,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from realm_jax.evaluation.format import share
+
 # Used where the number of questions is unknown.
 _DEFAULT_MARGIN = 0.02
 
@@ -56,16 +58,16 @@ def headline(data: Mapping[str, Any]) -> Headline:
     stage = "after the inverse cloze task" if before_name == "ict" else "before training"
     footnote = (
         f"{share(before)} is the retriever {stage}, {share(after)} after REALM{_questions(data)}. "
-        f"{spoken(measure)} is the share of questions with {_target(measure)} among the first five passages."
+        f"{metric_label(measure)} is the share of questions with {_target(measure)} among the first five passages."
     )
-    figures = f"{spoken(measure)} {share(before)} → {share(after)}"
+    figures = f"{metric_label(measure)} {share(before)} → {share(after)}"
     return Headline(_change(data, recalls, before, after, _target(measure)), figures, footnote)
 
 
 def takeaways(data: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What else to know, harm first: a question and its answer in a sentence or two; those that the data can carry."""
     findings = (
-        ("Did a stage do harm?", _losses(data)),
+        ("Did a stage do harm?", _regressions(data)),
         ("Was it the retriever that learnt?", _controls(data)),
         ("Would matching words do?", _word_matching(data)),
         ("Does it answer questions?", _reader(data)),
@@ -74,8 +76,8 @@ def takeaways(data: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(question, answer) for question, answer in findings if answer]
 
 
-def _losses(data: Mapping[str, Any]) -> str:
-    """The stages that ended below their own start."""
+def _regressions(data: Mapping[str, Any]) -> str:
+    """The stages that ended worse than they began."""
     stages = data.get("results", {}).get("stages", {})
     return " ".join(f"{stage['warning']}." for stage in stages.values() if "warning" in stage)
 
@@ -86,12 +88,6 @@ def margin(data: Mapping[str, Any], first: float, second: float) -> float:
     if not questions:
         return _DEFAULT_MARGIN
     return 2 * math.sqrt((first * (1 - first) + second * (1 - second)) / questions) + 0.5 / questions
-
-
-def share(value: float) -> str:
-    """A share of questions: two decimals, or more where two would say "all" or "none" of what is neither."""
-    rounded = (f"{value:.{decimals}f}" for decimals in (2, 3, 4))
-    return next((shown for shown in rounded if float(shown) not in (0, 1)), f"{value:.2f}")
 
 
 def _change(data: Mapping[str, Any], recalls: Mapping[str, float], before: float, after: float, target: str) -> str:
@@ -207,7 +203,7 @@ def group_order(name: str) -> tuple[float, str]:
         return math.inf, name
 
 
-def spoken(measure: str) -> str:
+def metric_label(measure: str) -> str:
     """A measure's key as it is written on the page."""
     return measure.replace("_", " ")
 

@@ -1,26 +1,26 @@
 """Write what a run learnt as one page of HTML: no network, no script, readable on a phone and by a screen reader.
 
-The page leads with the finding and ends with the numbers. Every part is optional: what the data do not have is left
-out. Sentences come from `findings.py`, drawings from `charts.py`; this file says what stands where.
-All text from the data goes through `page.text`, so markup in a passage shows as characters; on top of that the page
-forbids itself scripts and outside content.
+This file makes what stands on the page from the data: texts, bars and curves, or nothing where the data do not have
+it. The page itself is `templates/report.html.j2`. Sentences on what was learnt come from `findings.py`.
 """
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from realm_jax.evaluation import findings
-from realm_jax.evaluation.charts import Band, Series, curves
-from realm_jax.evaluation.findings import METHODS, READERS, share, spoken
-from realm_jax.evaluation.page import Bar, bars, card, duration, grid, legend, page, table, text
-from realm_jax.evaluation.report_passages import examples, masked_sentence
+from realm_jax.evaluation.charts import Band, Series, plot
+from realm_jax.evaluation.findings import METHODS, READERS, metric_label
+from realm_jax.evaluation.format import duration, probability, share
+from realm_jax.evaluation.page import Bar, render
 from realm_jax.storage import write_atomic
 
 Data = Mapping[str, Any]
+View = dict[str, Any]  # what a part of the template is given
 
-_KINDS = {"realm": "realm", "ict": "ict", "bm25": "bm25", "untrained": "plain"}
+_KINDS = {"realm": "realm", "ict": "ict", "bm25": "bm25", "untrained": "plain", "retrieval": "realm"}
 _MEASURES = {
     "recall@5": "The right passage is among the first five",
     "answer_recall@5": "A passage with the answer is among the first five",
@@ -33,6 +33,10 @@ _STAGE_CURVES = {
     "index_age": ("Age of the index", "training steps since its towers were current"),
     "useful_candidates": ("Useful candidates", "share of sentences whose best candidate gains more than 0.1 nats"),
 }
+_PASSAGES_SHOWN = 4
+_SNIPPET_CHARACTERS = 260
+# A run of [MASK] or of words of underscores is one blank.
+_BLANK = re.compile(r"(?:(?<!\S)(?:\[MASK\]|__+)(?!\S)\s*)+")
 _SMALL_CHART, _HIGH_CHART = (300, 200), (520, 440)
 
 
@@ -65,28 +69,30 @@ def write_report(data: Data, path: str | os.PathLike[str]) -> None:
 
 def render_report(data: Data) -> str:
     """The page as one string of HTML."""
-    sections: Sequence[Callable[[Data], str]] = (
-        _opening,
-        lambda data: grid("pair", (_recall_bars(data), _exact_match_bars(data))),
-        _supervision,
-        lambda data: grid("pair", (_recall_over_time(data), _replaced_words(data))),
-        _adoptions,
-        examples,
-        masked_sentence,
-        _training_curves,
-        _numbers,
-        _settings,
-    )
     data = _without_none(data)
-    return page(data.get("title", "REALM"), "\n".join(section(data) for section in sections))
+    results = data.get("results", {})
+    return render(
+        "report.html.j2",
+        title=data.get("title", "REALM"),
+        headline=findings.headline(data),
+        takeaways=findings.takeaways(data),
+        corpus=_corpus_sizes(data),
+        recall=_recall(results),
+        exact_match=_bars(results.get("exact_match", {}), READERS),
+        supervision=_supervision(data),
+        history=_recall_history(data),
+        replaced_words=_replaced_words(data),
+        adoptions=_adoptions(data),
+        examples=[_example(example) for example in data.get("examples", ())],
+        masked_sentence=_masked_sentence(data),
+        stage_curves=_stage_curves(data),
+        recall_table=_recall_table(results),
+        other_numbers=_other_numbers(results, _titles(data)),
+        settings=_settings(data),
+    )
 
 
-def _opening(data: Data) -> str:
-    lead = findings.headline(data)
-    figures = f' <span class="figures">{text(lead.figures)}</span>' if lead.figures else ""
-    points = [
-        f'<div class="point"><h3>{text(asked)}</h3>{text(found)}</div>' for asked, found in findings.takeaways(data)
-    ]
+def _corpus_sizes(data: Data) -> str:
     corpus = data.get("corpus", {})
     counts = (
         ("passages", "passages"),
@@ -94,82 +100,77 @@ def _opening(data: Data) -> str:
         ("train_questions", "training questions"),
         ("dev_questions", "questions to judge by"),
     )
-    sizes = ", ".join(f"{corpus[key]:,} {name}" for key, name in counts if corpus.get(key) is not None)
-    return (
-        f'<header><p class="kicker">{text(data.get("title", "REALM"))}</p>'
-        f"<h1>{text(lead.sentence)}{figures}</h1>"
-        f'<p class="note">{text(lead.footnote)}</p>'
-        + grid("quarters", points)
-        + (f'<p class="note corpus">Corpus: {text(sizes)}.</p>' if sizes else "")
-        + "</header>"
-    )
+    return ", ".join(f"{corpus[key]:,} {name}" for key, name in counts if corpus.get(key) is not None)
 
 
-def _recall_bars(data: Data) -> str:
-    results = data.get("results", {})
+def _recall(results: Data) -> View | None:
     measure = findings.main_measure(results)
     if measure is None:
-        return ""
-    recalls = results[measure]
-    rows = [Bar(METHODS[name], recalls[name], _kind(name), share(recalls[name])) for name in METHODS if name in recalls]
-    note = f"{_MEASURES[measure]}: share of the questions ({spoken(measure)})."
-    return card("Does the retriever find the passage?", note, bars(rows))
+        return None
+    return {"meaning": _MEASURES[measure], "label": metric_label(measure), "bars": _bars(results[measure], METHODS)}
 
 
-def _exact_match_bars(data: Data) -> str:
-    exact = data.get("results", {}).get("exact_match", {})
-    rows = [
-        Bar(READERS[name], exact[name], "realm" if name == "retrieval" else "control", share(exact[name]))
-        for name in READERS
-        if name in exact
+def _bars(shares: Mapping[str, float], titles: Mapping[str, str]) -> list[Bar]:
+    """A bar for each share, in the order of the titles."""
+    return [
+        Bar(title, shares[name], _KINDS.get(name, "control"), share(shares[name]))
+        for name, title in titles.items()
+        if name in shares
     ]
-    note = "The predicted answer is exactly one of the right answers: share of the questions (exact match)."
-    return card("Does the model answer the question?", note, bars(rows)) if rows else ""
 
 
-def _supervision(data: Data) -> str:
-    stages = [stage for stage in data.get("stages", ()) if stage.get("supervision")]
-    rows = [
+def _supervision(data: Data) -> list[tuple[str, ...]]:
+    return [
         (_stage_title(stage), stage["supervision"], _count(stage.get("steps")), duration(stage.get("seconds")))
-        for stage in stages
+        for stage in data.get("stages", ())
+        if stage.get("supervision")
     ]
-    told = f'<div class="told">{table(("Stage", "What it was told", "Steps", "Time"), rows, numbers=2)}</div>'
-    note = "The supervision of each stage, in order. A stage starts from the parameters of the one before."
-    return card("What was the model told?", note, told) if rows else ""
 
 
-def _recall_over_time(data: Data) -> str:
+def _recall_history(data: Data) -> View | None:
     history = data.get("recall_history", ())
     measure = next((name for name in _MEASURES if any(name in point for point in history)), None)
     if measure is None:
-        return ""
-    stages = _stage_bands(data)
+        return None
+    label, stages = metric_label(measure), _stage_bands(data)
     bands = list(stages.values())
     points = [(stages[point["stage"]].start + point["step"], point) for point in history]
-    series = [Series(_MEASURES[measure], [(x, point[measure]) for x, point in points if measure in point], "realm")]
-    keys = [(spoken(measure), "realm")]
+    recalls = [(x, point[measure]) for x, point in points if measure in point]
+    refreshes = [x for x, point in points if point.get("refresh")]
+    series, legend = [Series(recalls, "realm")], [(label, "realm")]
     word_matching = data.get("results", {}).get(measure, {}).get("bm25")
     if word_matching is not None:
         ends = (bands[0].start, word_matching), (bands[-1].end, word_matching)
-        series.insert(0, Series(METHODS["bm25"], ends, "bm25", dashed=True))
-        keys.append((f"{METHODS['bm25']}, {share(word_matching)}", "bm25"))
-    refreshes = [x for x, point in points if point.get("refresh")]
+        series.insert(0, Series(ends, "bm25", is_dashed=True))
+        legend.append((f"{METHODS['bm25']}, {share(word_matching)}", "bm25"))
     if refreshes:
-        keys.append(("all passages embedded anew", "refresh"))
-    values = [point[measure] for _, point in points if measure in point]
-    description = (
-        f"{spoken(measure)} over training, from {share(values[0])} to {share(values[-1])}; {len(refreshes)} refreshes."
-    )
-    chart = curves(
-        series, description, "training steps, one stage after the other", (0, 1), bands, refreshes, _HIGH_CHART
-    )
-    shaded = ", ".join(band.name for band in bands)
-    note = f"{spoken(measure)} on the questions, measured while training. The shades, in order: {shaded}."
-    return card("How it came about", note, chart + legend(keys))
+        legend.append(("all passages embedded anew", "refresh"))
+    first, last = share(recalls[0][1]), share(recalls[-1][1])
+    description = f"{label} over training, from {first} to {last}; {len(refreshes)} refreshes."
+    x_label = "training steps, one stage after the other"
+    return {
+        "label": label,
+        "stages": ", ".join(band.name for band in bands),
+        "plot": plot(series, description, x_label, (0, 1), bands, refreshes, _HIGH_CHART),
+        "legend": legend,
+    }
 
 
-def _adoptions(data: Data) -> str:
-    rows = [
+def _replaced_words(data: Data) -> list[tuple[str, list[Bar]]]:
+    """A heading and bars for each number of replaced words."""
+    groups = data.get("recall_by_replaced_words", {})
+    sizes = data.get("questions_by_replaced_words", {})
+    parts = []
+    for name in sorted({name for shares in groups.values() for name in shares}, key=findings.group_order):
+        heading = {"0": "No word", "1": "1 word"}.get(name, f"{name} words") + " of the name replaced"
+        heading += f" ({sizes[name]:,} questions)" if name in sizes else ""
+        shares = {method: of_method[name] for method, of_method in groups.items() if name in of_method}
+        parts.append((heading, _bars(shares, METHODS)))
+    return parts
+
+
+def _adoptions(data: Data) -> list[tuple[str, ...]]:
+    return [
         (
             adoption["generation"],
             _count(adoption["step"]),
@@ -179,98 +180,125 @@ def _adoptions(data: Data) -> str:
         )
         for adoption in data.get("adoptions", ())
     ]
-    heads = ("Generation", "Adopted at step", "Its age then, steps", "Waited for", "Overlap")
-    note = (
-        "Another process embedded all passages anew while training went on. Overlap: how much of the first eight among "
-        "the first hundred passages of the old index stays when these are scored by the new one; 1 is no drift."
-    )
-    return card("The indexes that were adopted", note, table(heads, rows, numbers=4)) if rows else ""
 
 
-def _replaced_words(data: Data) -> str:
-    groups = data.get("recall_by_replaced_words", {})
-    names = sorted({name for shares in groups.values() for name in shares}, key=findings.group_order)
-    parts = []
-    for name in names:
-        rows = [
-            Bar(METHODS[method], groups[method][name], _kind(method), share(groups[method][name]))
-            for method in METHODS
-            if name in groups.get(method, {})
-        ]
-        heading = {"0": "No word", "1": "1 word"}.get(name, f"{name} words") + " of the name replaced"
-        size = data.get("questions_by_replaced_words", {}).get(name)
-        heading += f" ({size:,} questions)" if size is not None else ""
-        parts.append(f"<h3>{text(heading)}</h3>{bars(rows)}")
-    note = (
-        "recall@5 by how many words of a name the question replaces by synonyms. No passage uses them; the "
-        "pre-training text does, without saying which words belong together."
-    )
-    return card("When names are replaced", note, "".join(parts)) if parts else ""
+# ---- questions with their passages, and one masked sentence
 
 
-def _training_curves(data: Data) -> str:
-    charts = [
-        _stage_chart(stage, key)
-        for key in _STAGE_CURVES
+def _example(example: Data) -> View:
+    candidates = sorted(example.get("candidates", ()), key=lambda candidate: -candidate["probability"])
+    shown, rest = candidates[:_PASSAGES_SHOWN], candidates[_PASSAGES_SHOWN:]
+    together = probability(sum(candidate["probability"] for candidate in rest))
+    is_answered = "prediction" in example
+    return {
+        "question": example["question"],
+        "prediction": example["prediction"] or "no answer" if is_answered else None,
+        "correct": example.get("correct") if is_answered else None,
+        "answers": " or ".join(example.get("answers", ())),
+        "passages": [_passage(candidate) for candidate in shown],
+        "rest": f"{len(rest)} more, together {together}" if rest else "",
+    }
+
+
+def _passage(candidate: Data) -> View:
+    weight = candidate["probability"]
+    return {
+        "bar": Bar("p(z|x)", weight, "realm", probability(weight)),
+        "is_empty": not candidate.get("title") and not candidate.get("text"),
+        "is_gold": candidate.get("is_gold"),
+        "title": candidate.get("title", ""),
+        "snippet": _snippet(candidate.get("text", ""), candidate.get("answer_span")),
+    }
+
+
+def _snippet(passage: str, span: Sequence[int] | None) -> tuple[str, str, str]:
+    """The part of a passage around the answer: what stands before it, the answer, what stands after it.
+
+    The start of the passage where it has no answer.
+    """
+    if not span or not 0 <= span[0] < span[1] <= len(passage):
+        cut = _word_end(passage, _SNIPPET_CHARACTERS)
+        return passage[:cut] + ("…" if cut < len(passage) else ""), "", ""
+    start, end = span
+    # A start that is nearly the passage's start is moved there: the first words say what the passage is about.
+    first = _word_start(passage, start - _SNIPPET_CHARACTERS // 2) if start > _SNIPPET_CHARACTERS * 0.7 else 0
+    last = max(_word_end(passage, first + _SNIPPET_CHARACTERS), end)
+    before, after = ("…" if first > 0 else ""), ("…" if last < len(passage) else "")
+    return before + passage[first:start], passage[start:end], passage[end:last] + after
+
+
+def _word_start(passage: str, place: int) -> int:
+    return 0 if place <= 0 else passage.rfind(" ", 0, place) + 1
+
+
+def _word_end(passage: str, place: int) -> int:
+    space = passage.find(" ", place)
+    return len(passage) if place >= len(passage) or space < 0 else space
+
+
+def _masked_sentence(data: Data) -> View | None:
+    """Table 3 of the paper: p(y|x) without retrieval, p(y|z,x) with the right passage z, and the marginal."""
+    masked = data.get("masked_sentence")
+    if not masked:
+        return None
+    readings = [
+        {
+            "model": row["model"],
+            "bar": Bar(row["expression"], row["probability"], "realm", probability(row["probability"])),
+            "passage": row.get("passage"),
+        }
+        for row in masked["rows"]
+    ]
+    parts = _BLANK.split(masked["sentence"].replace("[MASK]", " [MASK] "))
+    return {"sentences": masked["sentences"], "parts": parts, "answer": masked["answer"], "readings": readings}
+
+
+# ---- curves and tables
+
+
+def _stage_curves(data: Data) -> list[View]:
+    return [
+        {"metric": name, "stage": _stage_title(stage), "meaning": meaning, "plot": _stage_plot(stage, key, name)}
+        for key, (name, meaning) in _STAGE_CURVES.items()
         for stage in data.get("stages", ())
         if any(key in row for row in stage.get("metrics", ()))
     ]
-    return f"<section><h2>The training, stage by stage</h2>{grid('quarters', charts)}</section>" if charts else ""
 
 
-def _stage_chart(stage: Data, key: str) -> str:
-    name, meaning = _STAGE_CURVES[key]
+def _stage_plot(stage: Data, key: str, name: str) -> View | None:
     points = [(row["step"], row[key]) for row in stage["metrics"] if key in row]
-    description = f"{name} of the stage {_stage_title(stage)}"
-    if points:
-        description += f": from {points[0][1]:.3g} to {points[-1][1]:.3g}"
+    description = f"{name} of the stage {_stage_title(stage)}: from {points[0][1]:.3g} to {points[-1][1]:.3g}"
     # Only a loss may leave zero out of its picture: the level of the others means something.
     least = None if key == "loss" else (0.0, 0.0)
-    chart = curves(
-        [Series(name, points, _KINDS.get(stage["name"], "other"))], description, "steps", least, size=_SMALL_CHART
-    )
-    caption = f'<h3>{text(name)} · {text(_stage_title(stage))}</h3><p class="note">{text(meaning)}</p>'
-    return f'<figure class="card"><figcaption>{caption}</figcaption>{chart}</figure>'
+    series = Series(points, _KINDS.get(stage["name"], "other"))
+    return plot([series], description, "steps", least, size=_SMALL_CHART)
 
 
-def _numbers(data: Data) -> str:
-    tables = [f'<div class="card">{part}</div>' for part in (_recall_table(data), _other_numbers(data)) if part]
-    return f"<section><h2>All numbers</h2>{grid('pair', tables)}</section>" if tables else ""
-
-
-def _recall_table(data: Data) -> str:
-    results = data.get("results", {})
+def _recall_table(results: Data) -> View | None:
     measures = [name for name in results if "recall@" in name and "_by_" not in name and results[name]]
     rows = [
         (title, *(share(results[measure][name]) if name in results[measure] else "–" for measure in measures))
         for name, title in METHODS.items()
         if any(name in results[measure] for measure in measures)
     ]
-    return table(("Retriever", *map(spoken, measures)), rows, numbers=len(measures)) if rows else ""
+    return {"measures": [metric_label(measure) for measure in measures], "rows": rows} if rows else None
 
 
-def _other_numbers(data: Data) -> str:
-    results = data.get("results", {})
+def _other_numbers(results: Data, titles: Mapping[str, str]) -> list[tuple[str, str]]:
     exact = results.get("exact_match", {})
     rows = [(f"Exact match: {title.lower()}", share(exact[name])) for name, title in READERS.items() if name in exact]
     if results.get("retrieval_utility") is not None:
         rows.append(("Retrieval utility", f"{results['retrieval_utility']:+.3f} nats"))
-    titles = _titles(data)
-    rows += [(f"Time: {titles.get(name, name)}", duration(taken)) for name, taken in results.get("seconds", {}).items()]
-    return table(("Measure", "Value"), rows, numbers=1) if rows else ""
+    taken = results.get("seconds", {}).items()
+    return rows + [(f"Time: {titles.get(name, name)}", duration(seconds)) for name, seconds in taken]
 
 
-def _settings(data: Data) -> str:
+def _settings(data: Data) -> list[tuple[str, str]]:
     entries = {
         **{name.capitalize(): data[name] for name in ("command", "created", "hardware") if data.get(name)},
         **data.get("settings", {}),
     }
-    if not entries:
-        return ""
-    items = "".join(
-        f"<div><dt>{text(key)}</dt><dd><code>{text(_plain(value))}</code></dd></div>" for key, value in entries.items()
-    )
-    return card("Settings", "", f'<dl class="settings">{items}</dl>')
+    return [(key, _plain(value)) for key, value in entries.items()]
 
 
 def _stage_bands(data: Data) -> dict[str, Band]:
@@ -293,10 +321,6 @@ def _titles(data: Data) -> dict[str, str]:
 
 def _stage_title(stage: Data) -> str:
     return str(stage.get("title") or stage["name"])
-
-
-def _kind(name: str) -> str:
-    return _KINDS.get(name, "control")
 
 
 def _count(value: int | None) -> str:

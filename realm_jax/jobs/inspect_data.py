@@ -21,7 +21,7 @@ from realm_jax.corpus.store import PassageStore
 from realm_jax.data.examples import Example, Lengths, lengths_from, masked_arrays, spans_of
 from realm_jax.data.sources import Sources, open_sources
 from realm_jax.errors import UserError
-from realm_jax.evaluation.page import Bar, bars, card, grid, page, table
+from realm_jax.evaluation.page import Bar, render
 from realm_jax.jobs.evaluate import write_lines
 from realm_jax.text.masking import KINDS
 from realm_jax.text.wordpiece import WordPiece
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace, html: Path | None) -> None:
     found = statistics(store, sources.wordpiece)
     show_numbers(screen, found, sources)
     if html:
-        write_lines(html, render(args.subject, args.text, found))
+        write_lines(html, page(args.subject, args.text, found))
         print(f"{args.html} is written")
 
 
@@ -164,31 +164,28 @@ def show_numbers(screen: Console, found: Statistics, sources: Sources) -> None:
         screen.print(Text(harmless(line)))
 
 
-def render(folder: str, which: str, found: Statistics) -> str:
+def page(folder: str, which: str, found: Statistics) -> str:
     """The numbers and histograms as a page."""
-    numbers = table(("", ""), [(name, _number(value)) for name, value in found.numbers.items()], numbers=1)
-    spans = table(("span", "kind", "times"), [(s, kind, f"{times:,}") for s, kind, times in found.spans], numbers=1)
     most = max(found.kinds.values(), default=1) or 1
-    kinds = bars([Bar(kind, count, "realm", f"{count:,}") for kind, count in found.kinds.items()], most)
-    charts = [card(name, _spread(one), bars(list(_bars(one)), max(1, one.counts.max())))
-              for name, one in found.histograms.items()]  # fmt: skip
-    cards = [
-        card("The corpus in numbers", "", numbers),
-        card("Kinds of salient spans", "", kinds),
-        *charts,
-        card("Most common salient spans", "As word pieces, in passages evenly spread over the corpus.", spans),
-    ]
-    return page(f"{which} of {Path(folder).name}", f"<header><h1>{which.title()}</h1></header>" + grid("pair", cards))
+    return render(
+        "inspect_data.html.j2",
+        which=which,
+        folder=Path(folder).name,
+        numbers=[(name, _number(value)) for name, value in found.numbers.items()],
+        kinds=[Bar(kind, count, "realm", f"{count:,}", most) for kind, count in found.kinds.items()],
+        histograms=[
+            {"name": name, "spread": f"Mean {one.mean:.1f}, median {one.median:.0f}.", "bars": list(_bars(one))}
+            for name, one in found.histograms.items()
+        ],
+        spans=[(span, kind, f"{times:,}") for span, kind, times in found.spans],
+    )
 
 
 def _bars(one: Histogram) -> Iterator[Bar]:
+    most = max(1.0, float(one.counts.max()))
     for first, after, count in zip(one.edges[:-1], one.edges[1:], one.counts, strict=True):
         label = f"{first}" if after - first == 1 else f"{first} – {after - 1}"
-        yield Bar(label, float(count), "plain", f"{count:,}")
-
-
-def _spread(one: Histogram) -> str:
-    return f"Mean {one.mean:.1f}, median {one.median:.0f}."
+        yield Bar(label, float(count), "plain", f"{count:,}", most)
 
 
 def _number(value: float) -> str:

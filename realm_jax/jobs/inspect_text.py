@@ -19,6 +19,7 @@ from realm_jax.config import task_names
 from realm_jax.console import harmless
 from realm_jax.corpus.jsonl import Question
 from realm_jax.errors import UserError
+from realm_jax.evaluation.format import probability
 from realm_jax.evaluation.inspection import (
     Masked,
     Seen,
@@ -28,7 +29,7 @@ from realm_jax.evaluation.inspection import (
     parse,
     read_alone,
 )
-from realm_jax.evaluation.page import Bar, bars, card, page, probability, table
+from realm_jax.evaluation.page import Bar, render
 from realm_jax.evaluation.predict import Evaluator
 from realm_jax.jobs.answering import (
     Trained,
@@ -99,7 +100,7 @@ def run(args: argparse.Namespace, html: Path | None) -> None:
     else:
         show(told, Console(highlight=False))
     if html:
-        write_lines(html, render(told))
+        write_lines(html, page(told))
 
 
 def _check(args: argparse.Namespace, text: Masked | None) -> None:
@@ -272,19 +273,18 @@ def _table(passages: list[dict[str, Any]]) -> Iterator[Text]:
         yield Text("  ".join([*cells, harmless(passage)]))
 
 
-def render(told: dict[str, Any]) -> str:
+def page(told: dict[str, Any]) -> str:
     """The same as a page, with the passages whole."""
-    if _is_nowhere(told):
-        explained = table(("", ""), [(NOWHERE, "–")], 1)
-    else:
-        rows = [Bar(_name(one), one["posterior"], "realm", f"{one['posterior']:.3f}") for one in told["passages"]]
-        explained = bars(rows)
-    lines = [[*_numbers(one), _name(one), one["text"]] for one in told["passages"]]
-    cards = [
-        card(
-            told["text"], f"Parameters after step {told['step']} of {told['task']}.", table(("", ""), _facts(told), 1)
-        ),
-        card("Which passage explains it", "p(z|x,y): the posterior.", explained),
-        card("Passages", "r(z) = p(z|x,y) − p(z|x).", table((*HEADS, "text"), lines)),
-    ]
-    return page("REALM: a prediction", "".join(cards))
+    passages = told["passages"]
+    explained = [] if _is_nowhere(told) else [(_name(one), one["posterior"]) for one in passages]
+    return render(
+        "inspect_text.html.j2",
+        text=told["text"],
+        step=told["step"],
+        task=told["task"],
+        facts=_facts(told),
+        posteriors=[Bar(name, posterior, "realm", f"{posterior:.3f}") for name, posterior in explained],
+        nowhere=NOWHERE,
+        heads=(*HEADS, "text"),
+        passages=[(*_numbers(one), _name(one), one["text"]) for one in passages],
+    )
