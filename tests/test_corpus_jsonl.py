@@ -124,7 +124,7 @@ def test_the_match_kind_none_means_that_answers_are_strings(tmp_path):
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_an_endless_line_is_named_and_not_held_in_memory(tmp_path, monkeypatch, suffix):
-    monkeypatch.setattr(lines, "LONGEST_OBJECT", 1000)
+    monkeypatch.setattr(lines, "LONGEST_LINE", 1000)
     path = tmp_path / f"p.jsonl{suffix}"
     endless = GOOD_PASSAGE + b'{"id": "b", "text": "' + b"x" * 5_000_000 + b'"}'
     path.write_bytes(gzip.compress(endless) if suffix else endless)

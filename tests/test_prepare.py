@@ -552,15 +552,19 @@ def test_a_bucket_with_other_things_in_it_is_left_alone(tmp_path, passages):
 
 
 @pytest.mark.parametrize("beam", [None, "--runner=DirectRunner"])
-def test_a_broken_line_of_ones_own_ends_the_work_even_where_damage_is_skipped(tmp_path, passages, beam):
+def test_a_broken_line_of_ones_own_is_named_or_counted(tmp_path, passages, beam):
     if beam:
         pytest.importorskip("apache_beam")
     lines = passages.read_text().splitlines()
     broken = tmp_path / "broken.jsonl"
-    broken.write_text("\n".join([lines[0], lines[1][:-5], lines[2]]))
-    with pytest.raises(UserError, match=r"broken.jsonl:2: not JSON"):
-        prepare(broken, tmp_path / "data", vocabulary_size=100, skip_damage=True, beam=beam)
-    broken.write_text("\n".join(lines))  # mended: read anew
+    broken.write_text("\n".join([lines[0], lines[1][:-5], lines[2], '{"id": "x"}']))
+    with pytest.raises(UserError, match=r"broken.jsonl:2: not JSON \(.*\); correct it, or give --skip-damage$"):
+        prepare(broken, tmp_path / "data", vocabulary_size=100, beam=beam)
+    prepare(broken, tmp_path / "left out", vocabulary_size=100, skip_damage=True, beam=beam)
+    counts = json.loads((tmp_path / "left out" / "PREPARED.json").read_text())["counts"]["passages"]
+    assert counts["articles"] == 2 and counts["damaged"] == {"not JSON": 1, 'the record has no "text"': 1}
+    assert counts["samples"]["not JSON"][0][2].startswith(f"{broken}:2: not JSON (")
+    broken.write_text("\n".join(lines))  # corrected: read anew
     prepare(broken, tmp_path / "data", vocabulary_size=100, skip_damage=True, beam=beam)
     assert PassageStore.open(tmp_path / "data" / "passages").documents == 3
 

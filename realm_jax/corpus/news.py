@@ -14,8 +14,7 @@ from functools import cache
 from typing import Any
 
 from realm_jax.corpus.jsonl import Article
-from realm_jax.corpus.raw_records import sample
-from realm_jax.corpus.records import Dropped
+from realm_jax.corpus.records import Dropped, sample
 from realm_jax.errors import UserError
 from realm_jax.text import sentences
 

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from realm_jax.corpus import dumps, news, raw_records, wikipedia
 from realm_jax.corpus.articles import Texts
-from realm_jax.corpus.jsonl import Article, read_passages
+from realm_jax.corpus.files import matching, size_of
+from realm_jax.corpus.jsonl import Article, articles_and_damage
 from realm_jax.corpus.news import NewsSettings
-from realm_jax.corpus.ranges import file_system
 from realm_jax.corpus.records import Dropped
 from realm_jax.errors import UserError
 from realm_jax.storage import file_digest
@@ -51,7 +51,7 @@ def open_texts(name: str | os.PathLike[str], settings: NewsSettings = news.DEFAU
         texts = Texts(source, tuple(raw_records.parts(records)), methodcaller("read"), clean, without_copies=True)
         if records.startswith(HUBS):
             return Input(texts, [{"source": records, "news": asdict(settings)}], UNKNOWN_SHARDS)
-        files = [path for path, _ in raw_records.files(records)]
+        files = matching(records)
         return Input(texts, [*_identities(files), {"news": asdict(settings)}], _shards(files))
     if source.startswith(HUBS):
         texts = Texts(source, tuple(raw_records.parts(source)), methodcaller("read"), _keep)
@@ -62,8 +62,8 @@ def open_texts(name: str | os.PathLike[str], settings: NewsSettings = news.DEFAU
         small = all(map(dumps.has_small_parts, files))
         texts = Texts(source, parts, dumps.read_pages, wikipedia.article, small)
         return Input(texts, _identities(files), _shards(files))
-    found = identity(source)  # says what is wrong with it
-    return Input(Texts(source, (source,), read_passages, _keep), [found], _shards([source]))
+    found = _identities([source])  # says what is wrong with it
+    return Input(Texts(source, (source,), articles_and_damage, _keep), found, _shards([source]))
 
 
 def identity(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -83,12 +83,6 @@ def _identities(files: list[str]) -> list[dict[str, Any]]:
 
 def _shards(files: list[str]) -> int:
     return min(MOST_SHARDS, max(1, -(-sum(map(size_of, files)) // SHARD_BYTES)))
-
-
-def size_of(path: str) -> int:
-    """Bytes of a file, which may lie in a bucket."""
-    files, root = file_system(path)
-    return int(files.size(root))
 
 
 def _clean_news(settings: NewsSettings, article: Article, _: Counter[Any]) -> Article | Dropped:

@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--skip-damage",
         action="store_true",
-        help="leave out what cannot be read of dumps, of raw news and of questions, and say so (default: stop)",
+        help="leave out what cannot be read of texts and of questions, and say so (default: stop)",
     )
     add(
         "--beam",
