@@ -33,11 +33,10 @@ from realm_jax.errors import UserError
 from realm_jax.jobs.flags import positive
 from realm_jax.jobs.questions import Chosen, QuestionFile, published_identity, question_file, read_all
 from realm_jax.jobs.unfinished import ARTICLES, MANIFEST, TOKENIZER, check_claim, is_prepared, unfinished
-from realm_jax.models.vocabulary import VocabularyFile, lower_case_of, vocabulary_file
 from realm_jax.storage import open_folder
 from realm_jax.text import spans as span_finders
 from realm_jax.text.packing import DEFAULT_LIMIT
-from realm_jax.text.wordpiece import FILES, WordPiece, check_size
+from realm_jax.text.wordpiece import FILES, VocabularyFile, WordPiece, check_size, lower_case_of, vocabulary_file
 
 logger = logging.getLogger(__name__)
 
@@ -382,19 +381,12 @@ def _vocabulary(
     It is learned from all articles, which have so many characters, or from every n-th when they are large.
     """
     folder = open_folder(root)
-    with tempfile.TemporaryDirectory() as scratch:
-        local = Path(scratch) / TOKENIZER
-        if FILES[-1] in folder.names(TOKENIZER):
-            local.mkdir()
-            for name in FILES:
-                (local / name).write_bytes(folder.read(f"{TOKENIZER}/{name}"))
-            return WordPiece.load(local)
-        some = islice(articles, 0, None, 1 + characters // LEARN_FROM)
-        texts = (f"{article.title}\n{article.text}" for article in some)
-        wordpiece = given or WordPiece.train(texts, size)
-        wordpiece.save(local)
-        for name in FILES:
-            folder.write(f"{TOKENIZER}/{name}", (local / name).read_bytes())
+    if FILES[-1] in folder.names(TOKENIZER):
+        return WordPiece.from_files({name: folder.read(f"{TOKENIZER}/{name}") for name in FILES}, TOKENIZER)
+    some = islice(articles, 0, None, 1 + characters // LEARN_FROM)
+    wordpiece = given or WordPiece.train((f"{article.title}\n{article.text}" for article in some), size)
+    for name, content in wordpiece.files().items():
+        folder.write(f"{TOKENIZER}/{name}", content)
     return wordpiece
 
 
