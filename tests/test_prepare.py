@@ -301,21 +301,6 @@ def test_a_cased_vocabulary_is_told_since_text_is_lower_cased(tmp_path, passages
     assert caplog.text.count(told) == 1
 
 
-def test_settings_that_cannot_work_are_refused_before_anything_is_made(tmp_path, passages, monkeypatch):
-    monkeypatch.setattr(runners.Processes, "extract", lambda *args: pytest.fail("the slow part began"))
-    with pytest.raises(UserError, match="there is no such finder"):
-        prepare(passages, tmp_path / "data", spans="magic")
-    with pytest.raises(UserError, match="a limit of 15 pieces leaves no room for text"):
-        prepare(passages, tmp_path / "data", limit=15)
-    assert os.listdir(tmp_path) == ["passages.jsonl"]
-
-
-def test_a_vocabulary_that_cannot_be_learned_leaves_nothing_behind(tmp_path, passages):
-    with pytest.raises(UserError, match="vocabulary size 3"):
-        prepare(passages, tmp_path / "data", vocabulary_size=3)
-    assert os.listdir(tmp_path) == ["passages.jsonl"]
-
-
 def test_a_question_whose_gold_passage_has_no_words_is_left_out(tmp_path, passages, questions, capsys):
     with passages.open("a") as stream:
         stream.write('{"id": "blank", "text": "\\u200b"}\n')
@@ -603,9 +588,9 @@ def test_a_command_that_lost_its_bucket_to_another_says_so(tmp_path, passages, m
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"vocabulary_size": 5}, "vocabulary size 5"),
-        ({"limit": 2}, "limit"),
-        ({"spans": "none"}, "span finder 'none'"),
+        ({"vocabulary_size": 3}, "vocabulary size 3"),
+        ({"limit": 15}, "a limit of 15 pieces leaves no room for text"),
+        ({"spans": "magic"}, "span finder 'magic'.*there is no such finder"),
         ({"beam": "--runner=NoSuch"}, "NoSuch"),
         ({"beam": "--runer=DirectRunner"}, "there is no option --runer=DirectRunner"),
         ({"beam": "--runner=DirectRunner", "workers": 2}, "--workers"),

@@ -5,22 +5,16 @@ file and line instead. Not for Wikipedia dumps; files of other projects are turn
 `realm_jax.corpus.formats`. Read `realm_jax.corpus.build` next: what becomes of the articles.
 """
 
-import bz2
-import gzip
 import json
-import lzma
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from realm_jax.corpus.formats import passage_records, question_records
 from realm_jax.corpus.lines import Path_, applied, check_text, strictly, text_field
 from realm_jax.corpus.records import BadRecord, Damage
 from realm_jax.errors import UserError
-from realm_jax.storage import open_atomic
 from realm_jax.text import patterns
 
 MATCHES = (None, "string", "exact", "norm", "none", "regex")  # only "regex" makes patterns of the answers
@@ -131,14 +125,10 @@ def match_fault(kind: Any) -> BadRecord | None:
     return BadRecord(f'"match" is {json.dumps(kind)[:40]}', advice)
 
 
-def write_passages(path: str | os.PathLike[str], articles: Iterable[Article]) -> None:
-    """Write articles so that `read_passages` gives them back; packed according to the ending of `path`."""
-    _write(path, ({"id": article.id, "title": article.title, "text": article.text} for article in articles))
-
-
-def write_questions(path: str | os.PathLike[str], questions: Iterable[Question]) -> None:
-    """Write questions so that `read_questions` gives them back, all further fields included."""
-    _write(path, (_question_record(question) for question in questions))
+def question_lines(questions: Iterable[Question]) -> bytes:
+    """A file of questions that `read_questions` gives back, all further fields included."""
+    lines = (json.dumps(_question_record(question), ensure_ascii=False) + "\n" for question in questions)
+    return "".join(lines).encode("utf-8")
 
 
 def _article(record: dict[str, Any]) -> Article:
@@ -178,20 +168,3 @@ def _question_record(question: Question) -> dict[str, Any]:
     if question.gold_passage_id is not None:
         record["gold_passage_id"] = question.gold_passage_id
     return record | question.fields
-
-
-def _write(path: str | os.PathLike[str], records: Iterable[dict[str, Any]]) -> None:
-    """Write records, one a line, the same bytes for the same records whatever the clock says."""
-    suffix = Path(path).suffix
-    with open_atomic(path) as raw:
-        packed: Any = raw
-        if suffix == ".gz":
-            packed = gzip.GzipFile(filename="", fileobj=raw, mode="wb", mtime=0)
-        elif suffix == ".xz":
-            packed = lzma.LZMAFile(raw, mode="wb")
-        elif suffix == ".bz2":
-            packed = bz2.BZ2File(raw, mode="wb")
-        for record in records:
-            packed.write(json.dumps(record, ensure_ascii=False).encode("utf-8") + b"\n")
-        if packed is not raw:
-            packed.close()

@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from realm_jax.corpus.jsonl import Question, parse_questions, read_questions, write_questions
+from realm_jax.corpus.jsonl import Question, parse_questions, read_questions
 from realm_jax.corpus.lines import applied, strictly
 from realm_jax.corpus.records import BadRecord, Counts, Damage
 from realm_jax.data.question_sets import PREFIX
@@ -62,18 +62,16 @@ class Chosen:
                 places.setdefault(question.gold_passage_id, where)
         return places
 
-    def write(self, folder: Path, wordless: Collection[str]) -> dict[str, int]:
-        """Write each split; the numbers of questions. Left out are those whose gold passage is `wordless`."""
-        counts = {}
+    def with_words(self, wordless: Collection[str]) -> dict[str, list[Question]]:
+        """The questions of each split that has any; one whose gold passage is `wordless` is left out and counted."""
+        splits = {}
         for split, questions in self.splits.items():
             kept = [one.question for one in questions if one.question.gold_passage_id not in wordless]
             if len(kept) < len(questions):
                 self.counts.dropped["whose gold passage has no words"] += len(questions) - len(kept)
             if kept:
-                folder.mkdir(exist_ok=True)
-                write_questions(folder / f"{split}.jsonl", kept)
-                counts[split] = len(kept)
-        return counts
+                splits[split] = kept
+        return splits
 
 
 def question_file(argument: str | os.PathLike[str]) -> QuestionFile:
