@@ -148,7 +148,7 @@ def test_a_faulty_question_is_named_before_anything_is_made(tmp_path, passages, 
 
 
 def test_a_faulty_passage_at_the_end_is_named_before_anything_is_made(tmp_path, passages, monkeypatch):
-    monkeypatch.setattr(runners, "pack_shards", lambda *args: pytest.fail("the slow part began"))
+    monkeypatch.setattr(job, "pack_shard", lambda *args: pytest.fail("the slow part began"))
     with passages.open("a") as stream:
         stream.write('{"id": "x"}\n')
     with pytest.raises(UserError, match=r'passages\.jsonl:4: the record has no "text"'):
@@ -381,7 +381,7 @@ def test_a_full_disk_is_the_users_error_and_what_is_there_is_gone_on_with(tmp_pa
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(runners, "pack_shards", full)
+        patch.setattr(job, "pack_shard", full)
         with pytest.raises(UserError, match="the disk of .* is full; make room and repeat the command to go on"):
             prepare(passages, tmp_path / "data", vocabulary_size=300)
     assert sorted(os.listdir(tmp_path)) == [".data.partial", "passages.jsonl"]
@@ -396,7 +396,7 @@ def test_what_was_begun_with_other_inputs_is_removed(tmp_path, passages, monkeyp
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(runners, "pack_shards", power_cut)
+        patch.setattr(job, "pack_shard", power_cut)
         prepare(passages, tmp_path / "data", vocabulary_size=300)
     write_lines(passages, [{"id": "new", "text": "New text."}])
     prepare(passages, tmp_path / "data", vocabulary_size=300)
@@ -559,7 +559,7 @@ def test_what_is_finished_stays_after_a_late_fault(tmp_path, passages, monkeypat
         raise StorageError("the storage is out of reach")
 
     with monkeypatch.context() as patch:
-        patch.setattr(runners.Processes, "pack", fail)
+        patch.setattr(job, "pack_shard", fail)
         with pytest.raises(UserError, match="out of reach"):
             prepare(passages, tmp_path / "data", vocabulary_size=100)
     monkeypatch.setattr(articles, "clean", fail)  # nothing is read again

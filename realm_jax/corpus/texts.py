@@ -18,7 +18,7 @@ from realm_jax.corpus.records import Dropped
 from realm_jax.errors import UserError
 from realm_jax.storage import file_digest
 
-SHARD_BYTES, MOST_SHARDS = 8 << 20, 512  # of packed input; a cluster's worker takes a shard at a time
+SHARD_BYTES, MOST_SHARDS = 2 << 20, 512  # of packed input; a worker takes a shard at a time
 UNKNOWN_SHARDS = 64  # of a source whose size nobody knows
 NEWS, HUBS = "news:", ("hf:", "tfds:")
 # Of MediaWiki, or a pattern of such names: pages-articles1.xml-p1p41242.bz2, *.xml*.bz2.

@@ -13,13 +13,14 @@ import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, field, fields
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from realm_jax.console import StageProgress
 from realm_jax.corpus.articles import read_shard
-from realm_jax.corpus.build import PassagePacker, Summary, check_limit, packed_shards
+from realm_jax.corpus.build import PassagePacker, Summary, check_limit, pack_shard, packed_name, packed_shards
 from realm_jax.corpus.copies import COPIES, fingerprint_shard, leave_out_copies
 from realm_jax.corpus.jsonl import Article, question_lines
 from realm_jax.corpus.records import Counts
@@ -140,7 +141,7 @@ class Options:
     )
     workers: int | None = _option("processes to use (default: one a core)", None, type=positive, metavar="N")
     shards: int | None = _option(
-        "parts of a corpus that are packed one by one, by hash of the id (default: one for each 8 MiB of input)",
+        "parts of a corpus that are packed one by one, by hash of the id (default: one for each 2 MiB of input)",
         None,
         type=positive,
         metavar="N",
@@ -295,7 +296,8 @@ class Work:
             counts = self.runner.extract(texts, where, shards, self.skip_damage, bar.update)
         if texts.without_copies:
             if COPIES not in open_folder(where).names():
-                self.runner.each(fingerprint_shard, where, shards)
+                with StageProgress(f"comparing {name}", counts.articles) as bar:
+                    self.runner.each(fingerprint_shard, where, range(shards), bar.update)
             copies = leave_out_copies(where, shards)
             counts.dropped += copies
             counts.articles -= copies.total()
@@ -322,7 +324,10 @@ class Work:
         """A store of the shards of a source: what became of its articles, and what PREPARED.json says of the store."""
         where, shards = f"{self.root}/{ARTICLES}/{name}", self.shards(name)
         with StageProgress(name, articles) as bar:
-            self.runner.pack(where, shards, packer, f"{self.root}/{name}", bar.update)
+            done = {*open_folder(where).names()}
+            missing = [shard for shard in range(shards) if packed_name(shard) not in done]
+            if missing:
+                self.runner.each(partial(pack_shard, packer, f"{self.root}/{name}"), where, missing, bar.update)
         summary, entries = Summary(), []
         for packed in packed_shards(open_folder(where), shards):
             summary.add(packed.summary)
