@@ -3,8 +3,6 @@
 import os
 import re
 from collections import Counter
-from dataclasses import asdict
-from functools import partial
 from operator import methodcaller
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +11,6 @@ from realm_jax.corpus import dumps, news, raw_records, wikipedia
 from realm_jax.corpus.articles import Texts
 from realm_jax.corpus.files import matching, size_of
 from realm_jax.corpus.jsonl import Article, articles_and_damage
-from realm_jax.corpus.news import NewsSettings
 from realm_jax.corpus.records import Dropped
 from realm_jax.errors import UserError
 from realm_jax.storage import file_digest
@@ -36,7 +33,7 @@ class Input(NamedTuple):
     shards: int
 
 
-def open_texts(name: str | os.PathLike[str], settings: NewsSettings = news.DEFAULT_SETTINGS) -> Input:
+def open_texts(name: str | os.PathLike[str]) -> Input:
     """A source of articles by what a user calls it. Raises UserError where it cannot be read.
 
     `news:SOURCE` is a source of raw news that is cleaned, filtered and freed of copies; `hf:NAME` and `tfds:NAME` are
@@ -45,14 +42,12 @@ def open_texts(name: str | os.PathLike[str], settings: NewsSettings = news.DEFAU
     """
     source = os.fspath(name)
     if source.startswith(NEWS):
-        news.check(settings)
         records = source.removeprefix(NEWS)
-        clean = partial(_clean_news, settings)
-        texts = Texts(source, tuple(raw_records.parts(records)), methodcaller("read"), clean, without_copies=True)
+        texts = Texts(source, tuple(raw_records.parts(records)), methodcaller("read"), _clean_news, without_copies=True)
         if records.startswith(HUBS):
-            return Input(texts, [{"source": records, "news": asdict(settings)}], UNKNOWN_SHARDS)
+            return Input(texts, [{"source": records, "news": news.RULES}], UNKNOWN_SHARDS)
         files = matching(records)
-        return Input(texts, [*_identities(files), {"news": asdict(settings)}], _shards(files))
+        return Input(texts, [*_identities(files), {"news": news.RULES}], _shards(files))
     if source.startswith(HUBS):
         texts = Texts(source, tuple(raw_records.parts(source)), methodcaller("read"), _keep)
         return Input(texts, [{"source": source}], UNKNOWN_SHARDS)
@@ -85,8 +80,8 @@ def _shards(files: list[str]) -> int:
     return min(MOST_SHARDS, max(1, -(-sum(map(size_of, files)) // SHARD_BYTES)))
 
 
-def _clean_news(settings: NewsSettings, article: Article, _: Counter[Any]) -> Article | Dropped:
-    return news.clean(article, settings)
+def _clean_news(article: Article, _: Counter[Any]) -> Article | Dropped:
+    return news.clean(article)
 
 
 def _keep(article: Article, _: Counter[Any]) -> Article:
