@@ -115,11 +115,6 @@ def test_a_question_may_have_a_gold_passage_and_no_answers(tmp_path):
     assert questions_of(tmp_path / "again.jsonl", question_lines(questions)) == questions
 
 
-def test_the_match_kind_none_means_that_answers_are_strings(tmp_path):
-    (question,) = questions_of(tmp_path / "q.jsonl", b'{"question": "x", "answers": ["a.b"], "match": "none"}\n')
-    assert not question.is_regex
-
-
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_an_endless_line_is_named_and_not_held_in_memory(tmp_path, monkeypatch, suffix):
     monkeypatch.setattr(lines, "LONGEST_LINE", 1000)
@@ -147,21 +142,18 @@ def test_a_question_keeps_its_further_fields(tmp_path):
     content = b'{"question": "who?", "answers": ["me"], "gold_passage_id": "a", "split": "dev", "n": 1}\n'
     expected = Question("who?", ["me"], "a", {"split": "dev", "n": 1}, 1)
     assert questions_of(tmp_path / "q.jsonl", content) == [expected]
+    (question,) = questions_of(tmp_path / "q.jsonl", b'{"question": "who?", "answer": ["me"]}\n')  # as NQ-open has it
+    assert question.answers == ["me"] and question.fields == {}
 
 
 @pytest.mark.parametrize(
     ("match", "is_regex"),
-    [("null", False), ('"string"', False), ('"exact"', False), ('"norm"', False), ('"regex"', True)],
+    [("null", False), *((f'"{kind}"', False) for kind in ("string", "exact", "norm", "none")), ('"regex"', True)],
 )
 def test_a_question_says_how_its_answers_are_compared(tmp_path, match, is_regex):
     line = f'{{"question": "who?", "answers": ["m."], "match": {match}}}'
     (question,) = questions_of(tmp_path / "q.jsonl", line.encode())
     assert question.is_regex == is_regex
-
-
-def test_the_field_of_nq_open_is_read_too(tmp_path):
-    (question,) = questions_of(tmp_path / "q.jsonl", b'{"question": "who?", "answer": ["me"]}\n')
-    assert question.answers == ["me"] and question.fields == {}
 
 
 text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20).filter(str.strip)

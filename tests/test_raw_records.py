@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from realm_jax.corpus import lines, raw_records, records
-from realm_jax.corpus.jsonl import Article
+from realm_jax.corpus.jsonl import Article, read_passages
 from realm_jax.corpus.raw_records import Fields, article, parts
 from realm_jax.corpus.records import Damage
 from realm_jax.errors import UserError
@@ -167,6 +167,7 @@ def test_buckets_are_read_as_files_are():
     bucket.pipe_file("/news/two.jsonl", GOOD * 3)
     try:
         assert read("memory:///news/*.jsonl*") == [Article("a", "A", "Some text.")] * 4
+        assert list(read_passages("memory:///news/one.jsonl.gz")) == [Article("a", "A", "Some text.", 1)]
         with pytest.raises(UserError, match="no file fits"):
             parts("memory:///news/*.xml")
         with pytest.raises(UserError, match="install what opens such paths"):
