@@ -68,6 +68,22 @@ def read_json(path: str | os.PathLike[str]) -> Any:
         raise UserError(f"{path} is not readable JSON ({fault}); make it again") from None
 
 
+def read_fetched_json(path: Path) -> Any:
+    """The value of a JSON file that came with a model. Raises UserError, naming the file, where it cannot be read."""
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except (ValueError, OSError) as fault:
+        raise UserError(f"{path}: cannot be read ({' '.join(str(fault).split())[:150]}); fetch it again") from None
+
+
+def read_settings(path: Path, needed: bool = False) -> dict[str, Any]:
+    """A file of settings that came with a model; {} where there need be none. Raises UserError."""
+    settings = read_fetched_json(path) if needed or path.is_file() else {}
+    if not isinstance(settings, dict):
+        raise UserError(f"{path}: holds no settings; fetch it again")
+    return settings
+
+
 def make_folder(path: str | os.PathLike[str], name: str) -> None:
     """Make a folder that can be written to, with those above it. `name`: of the flag or key that the user gave."""
     try:

@@ -15,7 +15,7 @@ from random import Random
 from realm_jax.corpus import near_duplicates
 from realm_jax.corpus.jsonl import Article
 from realm_jax.corpus.near_duplicates import find_near_duplicates, fingerprint
-from realm_jax.corpus.news import DEFAULT_SETTINGS
+from realm_jax.corpus.news import RULES
 from realm_jax.text import sentences
 
 DAMAGED = ("null", "not UTF-8", "not JSON", "surrogate")
@@ -26,7 +26,7 @@ REASONS = {
     "copy": "the text of another article",
     "version": "the id of another article",
     "edited": "nearly the text of another article",
-    "stub": f"fewer than {DEFAULT_SETTINGS.characters[0]} characters",
+    "stub": f"fewer than {RULES['characters'][0]} characters",
     "null": "the text is null",
     "not UTF-8": "not UTF-8",
     "not JSON": "not JSON",
@@ -145,7 +145,7 @@ def _record(
 ) -> MadeRecord:
     """One record in one of the three shapes that are read."""
     body = "\n".join(paragraphs)
-    body = body[: DEFAULT_SETTINGS.characters[0] // 2] + "." if shortest else body
+    body = body[: RULES["characters"][0] // 2] + "." if shortest else body
     url = f"https://news.example/{page:07d}"
     title = f"Report {page}"
     shape = rng.choice(

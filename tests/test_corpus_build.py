@@ -168,19 +168,18 @@ def test_every_word_is_in_exactly_one_passage(tmp_path_factory, texts, title, li
                 assert ((ranges[:, 0] <= start) & (start < end) & (end <= ranges[:, 1])).any()
 
 
-def test_the_bytes_do_not_depend_on_workers_or_batches(tmp_path, monkeypatch):
+def test_the_bytes_do_not_depend_on_batches(tmp_path, monkeypatch):
     articles = [Article(f"a{number}", "Paris", " ".join([SENTENCE] * (number % 7 + 1))) for number in range(60)]
-    done: list[int] = []
     summaries = {}
-    for name, workers, batch in (("one", 1, 512), ("two", 2, 10), ("three", 3, 7)):
+    for name, batch in (("one", 512), ("two", 10), ("three", 7)):
         monkeypatch.setattr(build, "_BATCH_ARTICLES", batch)
-        summaries[name] = build_store(articles, WORDPIECE, tmp_path / name, 32, "rules", workers, done.append)
-        assert done[-1] == 60 and summaries[name] == summaries["one"]
+        summaries[name] = build_store(articles, WORDPIECE, tmp_path / name, 32)
+        assert summaries[name].articles == 60 and summaries[name] == summaries["one"]
         for file in (tmp_path / "one").rglob("*.*"):
             assert file.read_bytes() == (tmp_path / name / file.relative_to(tmp_path / "one")).read_bytes(), file
 
 
-def test_a_fault_in_a_worker_or_in_the_articles_leaves_nothing(tmp_path, monkeypatch):
+def test_a_fault_in_the_articles_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(build, "_BATCH_ARTICLES", 5)
 
     def articles():
@@ -189,7 +188,7 @@ def test_a_fault_in_a_worker_or_in_the_articles_leaves_nothing(tmp_path, monkeyp
         raise UserError("file.jsonl:41: broken")
 
     with pytest.raises(UserError, match="file.jsonl:41"):
-        build_store(articles(), WORDPIECE, tmp_path / "store", 32, "rules", 2)
+        build_store(articles(), WORDPIECE, tmp_path / "store", 32)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -148,7 +148,7 @@ def test_a_faulty_question_is_named_before_anything_is_made(tmp_path, passages, 
 
 
 def test_a_faulty_passage_at_the_end_is_named_before_anything_is_made(tmp_path, passages, monkeypatch):
-    monkeypatch.setattr(runners, "pack_shards", lambda *args: pytest.fail("the slow part began"))
+    monkeypatch.setattr(job, "pack_shard", lambda *args: pytest.fail("the slow part began"))
     with passages.open("a") as stream:
         stream.write('{"id": "x"}\n')
     with pytest.raises(UserError, match=r'passages\.jsonl:4: the record has no "text"'):
@@ -301,21 +301,6 @@ def test_a_cased_vocabulary_is_told_since_text_is_lower_cased(tmp_path, passages
     assert caplog.text.count(told) == 1
 
 
-def test_settings_that_cannot_work_are_refused_before_anything_is_made(tmp_path, passages, monkeypatch):
-    monkeypatch.setattr(runners.Processes, "extract", lambda *args: pytest.fail("the slow part began"))
-    with pytest.raises(UserError, match="there is no such finder"):
-        prepare(passages, tmp_path / "data", spans="magic")
-    with pytest.raises(UserError, match="a limit of 15 pieces leaves no room for text"):
-        prepare(passages, tmp_path / "data", limit=15)
-    assert os.listdir(tmp_path) == ["passages.jsonl"]
-
-
-def test_a_vocabulary_that_cannot_be_learned_leaves_nothing_behind(tmp_path, passages):
-    with pytest.raises(UserError, match="vocabulary size 3"):
-        prepare(passages, tmp_path / "data", vocabulary_size=3)
-    assert os.listdir(tmp_path) == ["passages.jsonl"]
-
-
 def test_a_question_whose_gold_passage_has_no_words_is_left_out(tmp_path, passages, questions, capsys):
     with passages.open("a") as stream:
         stream.write('{"id": "blank", "text": "\\u200b"}\n')
@@ -396,7 +381,7 @@ def test_a_full_disk_is_the_users_error_and_what_is_there_is_gone_on_with(tmp_pa
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(runners, "pack_shards", full)
+        patch.setattr(job, "pack_shard", full)
         with pytest.raises(UserError, match="the disk of .* is full; make room and repeat the command to go on"):
             prepare(passages, tmp_path / "data", vocabulary_size=300)
     assert sorted(os.listdir(tmp_path)) == [".data.partial", "passages.jsonl"]
@@ -411,7 +396,7 @@ def test_what_was_begun_with_other_inputs_is_removed(tmp_path, passages, monkeyp
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(runners, "pack_shards", power_cut)
+        patch.setattr(job, "pack_shard", power_cut)
         prepare(passages, tmp_path / "data", vocabulary_size=300)
     write_lines(passages, [{"id": "new", "text": "New text."}])
     prepare(passages, tmp_path / "data", vocabulary_size=300)
@@ -552,15 +537,19 @@ def test_a_bucket_with_other_things_in_it_is_left_alone(tmp_path, passages):
 
 
 @pytest.mark.parametrize("beam", [None, "--runner=DirectRunner"])
-def test_a_broken_line_of_ones_own_ends_the_work_even_where_damage_is_skipped(tmp_path, passages, beam):
+def test_a_broken_line_of_ones_own_is_named_or_counted(tmp_path, passages, beam):
     if beam:
         pytest.importorskip("apache_beam")
     lines = passages.read_text().splitlines()
     broken = tmp_path / "broken.jsonl"
-    broken.write_text("\n".join([lines[0], lines[1][:-5], lines[2]]))
-    with pytest.raises(UserError, match=r"broken.jsonl:2: not JSON"):
-        prepare(broken, tmp_path / "data", vocabulary_size=100, skip_damage=True, beam=beam)
-    broken.write_text("\n".join(lines))  # mended: read anew
+    broken.write_text("\n".join([lines[0], lines[1][:-5], lines[2], '{"id": "x"}']))
+    with pytest.raises(UserError, match=r"broken.jsonl:2: not JSON \(.*\); correct it, or give --skip-damage$"):
+        prepare(broken, tmp_path / "data", vocabulary_size=100, beam=beam)
+    prepare(broken, tmp_path / "left out", vocabulary_size=100, skip_damage=True, beam=beam)
+    counts = json.loads((tmp_path / "left out" / "PREPARED.json").read_text())["counts"]["passages"]
+    assert counts["articles"] == 2 and counts["damaged"] == {"not JSON": 1, 'the record has no "text"': 1}
+    assert counts["samples"]["not JSON"][0][2].startswith(f"{broken}:2: not JSON (")
+    broken.write_text("\n".join(lines))  # corrected: read anew
     prepare(broken, tmp_path / "data", vocabulary_size=100, skip_damage=True, beam=beam)
     assert PassageStore.open(tmp_path / "data" / "passages").documents == 3
 
@@ -570,7 +559,7 @@ def test_what_is_finished_stays_after_a_late_fault(tmp_path, passages, monkeypat
         raise StorageError("the storage is out of reach")
 
     with monkeypatch.context() as patch:
-        patch.setattr(runners.Processes, "pack", fail)
+        patch.setattr(job, "pack_shard", fail)
         with pytest.raises(UserError, match="out of reach"):
             prepare(passages, tmp_path / "data", vocabulary_size=100)
     monkeypatch.setattr(articles, "clean", fail)  # nothing is read again
@@ -599,9 +588,9 @@ def test_a_command_that_lost_its_bucket_to_another_says_so(tmp_path, passages, m
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"vocabulary_size": 5}, "vocabulary size 5"),
-        ({"limit": 2}, "limit"),
-        ({"spans": "none"}, "span finder 'none'"),
+        ({"vocabulary_size": 3}, "vocabulary size 3"),
+        ({"limit": 15}, "a limit of 15 pieces leaves no room for text"),
+        ({"spans": "magic"}, "span finder 'magic'.*there is no such finder"),
         ({"beam": "--runner=NoSuch"}, "NoSuch"),
         ({"beam": "--runer=DirectRunner"}, "there is no option --runer=DirectRunner"),
         ({"beam": "--runner=DirectRunner", "workers": 2}, "--workers"),

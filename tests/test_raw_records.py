@@ -15,8 +15,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from realm_jax.corpus import raw_records
-from realm_jax.corpus.jsonl import Article
+from realm_jax.corpus import lines, raw_records, records
+from realm_jax.corpus.jsonl import Article, read_passages
 from realm_jax.corpus.raw_records import Fields, article, parts
 from realm_jax.corpus.records import Damage
 from realm_jax.errors import UserError
@@ -82,7 +82,7 @@ def test_what_is_no_article_is_damage_with_a_sample(record, reason):
     found = article(record, Fields(), "here")
     assert isinstance(found, Damage)
     assert (found.where, found.reason) == ("here", reason)
-    assert len(found.sample) <= raw_records.SAMPLE and "\n" not in found.sample
+    assert len(found.sample) <= records.SAMPLE and "\n" not in found.sample
     found.sample.encode("utf-8")
 
 
@@ -127,7 +127,7 @@ def test_packed_files_are_read_up_to_where_they_are_cut_off(tmp_path, suffix, pa
 
 
 def test_an_endless_line_is_damage_and_not_held_in_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(raw_records, "LONGEST_LINE", 100)
+    monkeypatch.setattr(lines, "LONGEST_LINE", 100)
     first, damage, last = read_bytes(tmp_path / "n.jsonl", GOOD + b"x" * 1000 + b"\n" + GOOD)
     assert first == last == Article("a", "A", "Some text.")
     assert damage.reason == "a line of more than 100 bytes"
@@ -135,7 +135,7 @@ def test_an_endless_line_is_damage_and_not_held_in_memory(tmp_path, monkeypatch)
 
 @pytest.mark.parametrize(("suffix", "pack"), [(".gz", gzip.compress), (".xz", lzma.compress), (".bz2", bz2.compress)])
 def test_a_file_that_is_cut_off_in_an_endless_line_has_two_damages(tmp_path, monkeypatch, suffix, pack):
-    monkeypatch.setattr(raw_records, "LONGEST_LINE", 100)
+    monkeypatch.setattr(lines, "LONGEST_LINE", 100)
     endless = Random(0).randbytes(1 << 21).replace(b"\n", b"")
     first, line, rest = read_bytes(tmp_path / f"n.jsonl{suffix}", pack(GOOD + endless)[: 1 << 20])
     assert first == Article("a", "A", "Some text.")
@@ -167,6 +167,7 @@ def test_buckets_are_read_as_files_are():
     bucket.pipe_file("/news/two.jsonl", GOOD * 3)
     try:
         assert read("memory:///news/*.jsonl*") == [Article("a", "A", "Some text.")] * 4
+        assert list(read_passages("memory:///news/one.jsonl.gz")) == [Article("a", "A", "Some text.", 1)]
         with pytest.raises(UserError, match="no file fits"):
             parts("memory:///news/*.xml")
         with pytest.raises(UserError, match="install what opens such paths"):

@@ -526,7 +526,7 @@ def test_passages_are_tagged_as_their_builder_would_with_the_same_finder(
     """Whether or not tagger and store cut words alike."""
     words = tagger.windows.cutter.wordpiece if own_vocabulary else WordPiece.train([TEXT, "Towns are fair"], 120)
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
-    build_store(ARTICLES, words, tmp_path / "store", 40, f"tagger:{trained}", workers=1)
+    build_store(ARTICLES, words, tmp_path / "store", 40, f"tagger:{trained}")
     store = PassageStore.open(tmp_path / "store")
     found = tag_passages(tagger, store, range(len(store)), words, at_a_time=5)
     assert as_tagged(found) == as_built(store) and found.unread == 0
@@ -536,7 +536,7 @@ def test_passages_are_tagged_as_their_builder_would_with_the_same_finder(
 
 def test_a_passage_that_was_cut_within_a_word_has_no_spans(tagger, tmp_path):
     words = WordPiece.train([TEXT], 120)
-    build_store([*ARTICLES[:1], LONG_WORD], words, tmp_path / "store", 30, workers=1)
+    build_store([*ARTICLES[:1], LONG_WORD], words, tmp_path / "store", 30)
     store = PassageStore.open(tmp_path / "store")
     found = tag_passages(tagger, store, range(len(store)), words)
     text = [store.text(row) for row in range(len(store))]

@@ -1,18 +1,17 @@
 """Articles to passages: sentences, word pieces, greedy packing, salient spans; written as a passage store.
 
 Each passage is a run of whole sentences of one article that fits the limit together with the title and three special
-pieces; a sentence that is too long by itself is split at word boundaries, so that no text is lost. Batches of articles
-go through worker processes; the store is the same, byte for byte, whatever their number. Not for reading files: see
-`realm_jax.corpus.jsonl`. Read `build_store` next, then `PassagePacker`.
+pieces; a sentence that is too long by itself is split at word boundaries, so that no text is lost. A shard of articles
+is packed by one worker, on this machine or another; the store is the same, byte for byte, whatever their number. Not
+for reading files: see `realm_jax.corpus.jsonl`. Read `pack_shard` next, then `PassagePacker`.
 """
 
 import os
+import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, fields
-from functools import partial
-from itertools import chain, groupby, pairwise
-from operator import itemgetter
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -21,11 +20,10 @@ from numpy.typing import NDArray
 
 from realm_jax.corpus.articles import read_shard
 from realm_jax.corpus.jsonl import Article
-from realm_jax.corpus.pool import map_in_order
 from realm_jax.corpus.segments import SegmentWriter
 from realm_jax.corpus.store import Columns, Passage, StoreWriter, columns, segment_folder
 from realm_jax.errors import UserError
-from realm_jax.storage import Folder
+from realm_jax.storage import Folder, open_folder
 from realm_jax.text import packing, sentences, spans
 from realm_jax.text.wordpiece import Encoding, WordPiece
 
@@ -59,30 +57,30 @@ def build_store(
     folder: str | os.PathLike[str],
     limit: int = packing.DEFAULT_LIMIT,
     finder: str = "rules",
-    workers: int | None = None,
-    progress: Callable[[int], None] | None = None,
     replaces: Collection[str] = (),
 ) -> Summary:
     """Pack articles into the passage store `folder` (a new one, or one more segment of an existing one).
 
     `limit` counts the pieces of title and body and the three special ones of the document layout. `finder` names a
-    salient-span finder. `workers` is the number of processes (None: one a core); a script that uses more than one
-    needs the usual `if __name__ == "__main__":` guard. `progress` is told the number of articles done. `replaces`: ids
-    of documents of an existing store that the new segment takes the place of.
-
-    Raises UserError when nothing is left to store, for faults in `articles`, and for a limit that is too small.
+    salient-span finder. `replaces`: ids of documents of an existing store that the new segment takes the place of.
+    Raises UserError when no article has words; the folder is then as before.
     """
     packer = PassagePacker(wordpiece, limit, finder)
-    total = Summary()
     with StoreWriter(folder, wordpiece, limit, replaces) as writer:
-        for batch, summary in map_in_order(packer, _batches(articles), workers or os.cpu_count() or 1):
-            writer.write(batch)
-            total.add(summary)
-            if progress is not None:
-                progress(total.articles)
-        if not total.passages:
-            raise UserError(f"none of {total.articles} articles has words to store; check the texts")
-    return total
+        summary = _write(writer, packer, articles)
+        if not summary.passages:
+            raise UserError(f"none of {summary.articles} articles has words to store; check the texts")
+    return summary
+
+
+def _write(writer: SegmentWriter, packer: "PassagePacker", articles: Iterable[Article]) -> Summary:
+    """Add the passages of articles; what became of these."""
+    summary = Summary()
+    for batch in _batches(articles):
+        passages, of_batch = packer(batch)
+        writer.write(passages)
+        summary.add(of_batch)
+    return summary
 
 
 class Packed(NamedTuple):
@@ -101,43 +99,21 @@ class Packed(NamedTuple):
         return cls(value["entry"], Summary(**summary | {"notes": Counter(summary["notes"])}))
 
 
-def pack_shards(
-    articles: Folder,
-    shards: int,
-    packer: "PassagePacker",
-    store: Path,
-    workers: int = 1,
-    progress: Callable[[int], None] | None = None,
-) -> None:
-    """Make each shard of articles a segment of `store`, by processes of this machine; those that are packed stay.
+def pack_shard(packer: "PassagePacker", store: str, articles: str, shard: int) -> int:
+    """Make a shard of articles a segment of `store`, and write beside the shard what became of it.
 
-    What became of a shard is written beside it (`packed_shard`). progress: is told the number of articles done.
+    articles, store: paths or URLs. Into a bucket a segment is carried file by file. Returns the number of articles.
     """
-    marks = set(articles.names())
-    missing = (shard for shard in range(shards) if packed_name(shard) not in marks)
-    batches = ((shard, batch) for shard in missing for batch in _batches(read_shard(articles, shard)))
-    done = 0
-    for shard, results in groupby(map_in_order(partial(_pack_of_shard, packer), batches, workers), itemgetter(0)):
-        summary = Summary()
-        with SegmentWriter(segment_folder(store, shard), packer.tokenizer) as writer:
-            for _, columns_of_batch, of_batch in results:
-                writer.write(columns_of_batch)
-                summary.add(of_batch)
-                done += of_batch.articles
-                if progress is not None:
-                    progress(done)
-        articles.write_json(packed_name(shard), Packed(writer.entry, summary).to_json())
-
-
-def pack_shard(articles: Folder, shard: int, packer: "PassagePacker", segment: Path) -> Packed:
-    """Make a shard of articles a segment; for one worker of a cluster."""
-    summary = Summary()
-    with SegmentWriter(segment, packer.tokenizer) as writer:
-        for batch in _batches(read_shard(articles, shard)):
-            columns_of_batch, of_batch = packer(batch)
-            writer.write(columns_of_batch)
-            summary.add(of_batch)
-    return Packed(writer.entry, summary)
+    source = open_folder(articles)
+    with tempfile.TemporaryDirectory() as scratch:
+        is_remote = "://" in store
+        segment = segment_folder(Path(scratch if is_remote else store), shard)
+        with SegmentWriter(segment, packer.tokenizer) as writer:
+            summary = _write(writer, packer, read_shard(source, shard))
+        for path in sorted(segment.iterdir()) if is_remote else ():
+            open_folder(store).write(f"{segment.name}/{path.name}", path.read_bytes())
+    source.write_json(packed_name(shard), Packed(writer.entry, summary).to_json())
+    return summary.articles
 
 
 def packed_name(shard: int) -> str:
@@ -148,10 +124,6 @@ def packed_name(shard: int) -> str:
 def packed_shards(articles: Folder, shards: int) -> list[Packed]:
     """What became of each shard."""
     return [Packed.from_json(articles.read_json(packed_name(shard))) for shard in range(shards)]
-
-
-def _pack_of_shard(packer: "PassagePacker", shard: tuple[int, list[Article]]) -> tuple[int, Columns, Summary]:
-    return shard[0], *packer(shard[1])
 
 
 def check_limit(limit: int) -> None:

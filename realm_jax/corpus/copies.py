@@ -23,11 +23,14 @@ COPIES = "COPIES.json"
 SIZES = (16, 8, 8, 128, 128)  # bytes of the fields of a Fingerprint
 
 
-def fingerprint_shard(url: str, shard: int) -> None:
-    """Write the fingerprints of a shard, unless they are there. url: path or URL of the shards."""
+def fingerprint_shard(url: str, shard: int) -> int:
+    """Write the fingerprints of a shard, unless they are there; how many. url: path or URL of the shards."""
     folder = open_folder(url)
-    if _name(shard) not in folder.names():
-        folder.write(_name(shard), b"".join(b"".join(fingerprint(article)) for _, article in read_lines(folder, shard)))
+    if _name(shard) in folder.names():
+        return 0
+    found = [b"".join(fingerprint(article)) for _, article in read_lines(folder, shard)]
+    folder.write(_name(shard), b"".join(found))
+    return len(found)
 
 
 def leave_out_copies(url: str, shards: int) -> Counter[str]:

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 from xml.etree import ElementTree
 
-from realm_jax.corpus.ranges import CUT_OFF, Piece, count_streams, file_system, is_cuttable, read_range, told
+from realm_jax.corpus.files import file_system, open_stored, size_of, storage_errors
+from realm_jax.corpus.ranges import CUT_OFF, Piece, count_streams, is_cuttable, read_range
 from realm_jax.corpus.records import Damage
 from realm_jax.errors import UserError
 
@@ -76,25 +77,22 @@ def parts(source: str | os.PathLike[str], part_bytes: int = PART_BYTES) -> list[
     files, root = file_system(str(source))
     found = []
     for path in _paths(files, root, str(source)):
-        with told(path):
-            size = files.size(path)
-            with files.open(path, "rb") as stream:
-                cuttable = is_cuttable(stream.read(2))
+        url = files.unstrip_protocol(path) if "://" in str(source) else path
+        size = size_of(url)
+        with open_stored(url) as stream:
+            cuttable = is_cuttable(stream.read(2))
         # The last part may be half as long again, so that none is much smaller than the others.
         cuts = list(range(0, max(size - part_bytes // 2, 1), part_bytes)) if cuttable else [0]
-        url = files.unstrip_protocol(path) if "://" in str(source) else path
         found += [Part(url, start, stop) for start, stop in zip(cuts, [*cuts[1:], None], strict=True)]
     return found
 
 
 def has_small_parts(path: str) -> bool:
     """Whether every part of a file holds about as much as its bytes say: not where one stream has all the pages."""
-    files, root = file_system(path)
-    with told(path):
-        if files.size(root) <= 2 * PART_BYTES:
-            return True
-        with files.open(root, "rb") as stream:
-            head = stream.read(PART_BYTES // 4)
+    if size_of(path) <= 2 * PART_BYTES:
+        return True
+    with open_stored(path) as stream:
+        head = stream.read(PART_BYTES // 4)
     return is_cuttable(head) and (not head.startswith(b"BZh") or count_streams(head) > 1)
 
 
@@ -109,7 +107,7 @@ def read_pages(part: Part) -> Iterator[Page | Damage]:
 
 def _paths(files: Any, root: str, source: str) -> list[str]:
     """The dump files that a source names."""
-    with told(source):
+    with storage_errors(source):
         if files.isfile(root):
             return [root]
         if files.isdir(root):

@@ -25,10 +25,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from realm_jax.corpus.lines import Damaged, Numbered, Path_, ending, json_records, refuse, table_rows, text_lines
+from realm_jax.corpus.lines import Path_, Records, applied, ending, json_records, table_rows, text_lines
+from realm_jax.corpus.records import BadRecord
 from realm_jax.errors import UserError
 
 TABLES = (".tsv", ".csv")
+ROW = "a row with other columns than the first line"
 PATTERNS = "curatedtrec"  # in the name of a file whose answers are regular expressions
 _RETRIEVED = ("ctxs", "passages", "positive_ctxs", "negative_ctxs", "hard_negative_ctxs")
 _STRING = r"""'(?:[^'\\]|\\.)*+'|"(?:[^"\\]|\\.)*+\""""
@@ -36,24 +38,19 @@ _STRING = r"""'(?:[^'\\]|\\.)*+'|"(?:[^"\\]|\\.)*+\""""
 _STRINGS = re.compile(rf"\s*\[\s*(?:(?:{_STRING})\s*(?:,\s*(?:{_STRING})\s*)*+,?\s*)?\]\s*", re.DOTALL)
 
 
-def passage_records(path: Path_) -> Iterator[Numbered]:
-    """Lines and records `{"id", "title", "text"}` of a file of passages. Raises UserError with file and line."""
-    if ending(path) in TABLES:
-        yield from _passage_table(path)
-    else:
-        yield from ((line, _with_section(record)) for line, record in json_records(path))
+def passage_records(path: Path_) -> Records:
+    """Lines and records `{"id", "title", "text"}` of a file of passages. Raises UserError for the file as a whole."""
+    return _passage_table(path) if ending(path) in TABLES else applied(_with_section, json_records(path))
 
 
-def question_records(path: Path_, damaged: Damaged = refuse) -> Iterator[Numbered]:
-    """Lines and records `{"question", "answers", …}` of a file of questions. Raises UserError with file and line.
+def question_records(path: Path_) -> Records:
+    """Lines and records `{"question", "answers", …}` of a file of questions. Raises UserError for the file as a whole.
 
-    `"match": "regex"` marks answers that are regular expressions; `answer` may stand for `answers`. damaged: is given
-    the fault of a single record.
+    `"match": "regex"` marks answers that are regular expressions; `answer` may stand for `answers`.
     """
+    records = _question_table(path) if ending(path) in TABLES else applied(_question_object, json_records(path))
     has_patterns = PATTERNS in Path(path).name.lower()
-    read = _question_table if ending(path) in TABLES else _question_objects
-    for line, record in read(path, damaged):
-        yield line, {"match": "regex"} | record if has_patterns else record
+    return applied(lambda record: {"match": "regex"} | record, records) if has_patterns else records
 
 
 def _with_section(record: dict[str, Any]) -> dict[str, Any]:
@@ -64,21 +61,23 @@ def _with_section(record: dict[str, Any]) -> dict[str, Any]:
     return record
 
 
-def _passage_table(path: Path_) -> Iterator[Numbered]:
+def _passage_table(path: Path_) -> Records:
     """Passages of a table whose first line names its columns."""
     rows = table_rows(path)
     line, names = next(rows, (1, ["id", "text", "title"]))
     if not {"id", "text", "title"} <= {*names}:
         raise UserError(f"{path}:{line}: the first line of a table of passages must name its columns: id, text, title")
-    for line, row in rows:
+
+    def named(row: list[str]) -> dict[str, Any]:
         if len(row) != len(names):
-            raise UserError(
-                f"{path}:{line}: the row has {len(row)} columns, the first line names {len(names)}; correct it"
-            )
-        yield line, dict(zip(names, row, strict=True))
+            message = f"the row has {len(row)} columns, the first line names {len(names)}"
+            raise BadRecord(message, "correct it", ROW)
+        return dict(zip(names, row, strict=True))
+
+    yield from applied(named, rows)
 
 
-def _question_table(path: Path_, damaged: Damaged) -> Iterator[Numbered]:
+def _question_table(path: Path_) -> Records:
     """Questions of a table; the columns of its first line say which one it is."""
     first = next((text for _, text in text_lines(path) if text.strip()), "\t")
     columns = first.count("\t") + 1
@@ -87,24 +86,17 @@ def _question_table(path: Path_, damaged: Damaged) -> Iterator[Numbered]:
             f"{path}:1: the first line has {columns} columns; tables of questions have two (question, list of answers) "
             "or four (id, type, question, regular expression), with tabs between them"
         )
-    rows, record = (table_rows(path), _listed_answers) if columns == 2 else (_tabbed(path), _curated_trec)
-    for line, row in rows:
-        try:
-            found = record(row, f"{path}:{line}")
-        except UserError as fault:
-            damaged(fault)
-        else:
-            yield line, found
+    return applied(_listed_answers, table_rows(path)) if columns == 2 else applied(_curated_trec, _tabbed(path))
 
 
-def _listed_answers(row: list[str], where: str) -> dict[str, Any]:
+def _listed_answers(row: list[str]) -> dict[str, Any]:
     """A row `question, ['answer', 'answer']`."""
     if len(row) != 2:
-        raise UserError(f"{where}: the row has {len(row)} columns, not two: question, list of answers; correct it")
-    return {"question": row[0], "answers": _string_list(row[1], where)}
+        raise BadRecord(f"the row has {len(row)} columns, not two: question, list of answers", "correct it", ROW)
+    return {"question": row[0], "answers": _string_list(row[1])}
 
 
-def _string_list(text: str, where: str) -> list[str]:
+def _string_list(text: str) -> list[str]:
     """The strings of a list in Python's spelling."""
     try:
         if not _STRINGS.fullmatch(text):
@@ -115,9 +107,8 @@ def _string_list(text: str, where: str) -> list[str]:
             strings: list[str] = ast.literal_eval(text.strip())
         "".join(strings).encode("utf-8")
     except (ValueError, SyntaxError, MemoryError, RecursionError):
-        raise UserError(
-            f"{where}: the second column holds {text[:40]!r}, not a list of quoted answers; write ['one', 'two']"
-        ) from None
+        message = f"the second column holds {text[:40]!r}, not a list of quoted answers"
+        raise BadRecord(message, "write ['one', 'two']", "not a list of quoted answers") from None
     return strings
 
 
@@ -126,27 +117,26 @@ def _tabbed(path: Path_) -> Iterator[tuple[int, list[str]]]:
     yield from ((line, text.split("\t")) for line, text in text_lines(path) if text.strip())
 
 
-def _curated_trec(row: list[str], where: str) -> dict[str, Any]:
+def _curated_trec(row: list[str]) -> dict[str, Any]:
     """A row `id, type, question, regular expression`."""
     if len(row) != 4:
-        raise UserError(f"{where}: the row has {len(row)} columns, the first line four; correct the row")
+        raise BadRecord(f"the row has {len(row)} columns, the first line four", "correct the row", ROW)
     return {"question": row[2], "answers": [row[3]], "match": "regex", "id": row[0]}
 
 
-def _question_objects(path: Path_, damaged: Damaged) -> Iterator[Numbered]:
-    """Questions of JSON objects, with our names for their fields."""
-    for line, record in json_records(path, damaged):
-        if "qText" in record and "question" not in record:
-            record["question"] = record.pop("qText")
-        if "qId" in record:
-            record.setdefault("id", record.pop("qId"))
-        if "target" in record and not {"answers", "answer"} & record.keys():
-            record["answers"] = [record.pop("target")]
-        if record.get("gold_passage_id") is None and "positive_ctxs" in record:
-            record["gold_passage_id"] = _first_passage(record["positive_ctxs"])
-        for key in _RETRIEVED:
-            record.pop(key, None)
-        yield line, record
+def _question_object(record: dict[str, Any]) -> dict[str, Any]:
+    """A question of a JSON object, with our names for its fields."""
+    if "qText" in record and "question" not in record:
+        record["question"] = record.pop("qText")
+    if "qId" in record:
+        record.setdefault("id", record.pop("qId"))
+    if "target" in record and not {"answers", "answer"} & record.keys():
+        record["answers"] = [record.pop("target")]
+    if record.get("gold_passage_id") is None and "positive_ctxs" in record:
+        record["gold_passage_id"] = _first_passage(record["positive_ctxs"])
+    for key in _RETRIEVED:
+        record.pop(key, None)
+    return record
 
 
 def _first_passage(passages: Any) -> str | None:

@@ -1,24 +1,20 @@
 """Articles and questions: what the files that `realm prepare` takes are read into, and our own JSON Lines files.
 
-Everything here streams, except questions, which are few. Each fault in a file is a UserError that names the file and
-the line. Not for Wikipedia dumps; files of other projects are turned into our records by `realm_jax.corpus.formats`.
-Read `realm_jax.corpus.build` next: what becomes of the articles.
+A record that cannot be used is a `BadRecord` in its place; `read_passages` and `read_questions` raise a UserError with
+file and line instead. Not for Wikipedia dumps; files of other projects are turned into our records by
+`realm_jax.corpus.formats`. Read `realm_jax.corpus.build` next: what becomes of the articles.
 """
 
-import bz2
-import gzip
 import json
-import lzma
-import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from realm_jax.corpus.formats import passage_records, question_records
-from realm_jax.corpus.lines import Damaged, check_text, refuse, text_field
+from realm_jax.corpus.lines import Path_, applied, check_text, strictly, text_field
+from realm_jax.corpus.records import BadRecord, Damage
 from realm_jax.errors import UserError
-from realm_jax.storage import open_atomic
 from realm_jax.text import patterns
 
 MATCHES = (None, "string", "exact", "norm", "none", "regex")  # only "regex" makes patterns of the answers
@@ -54,57 +50,57 @@ class Question:
         return self.fields.get("match") == "regex"
 
 
-def read_passages(path: str | os.PathLike[str]) -> Iterator[Article]:
-    """Articles of a file with `{"id": …, "title": …, "text": …}` on each line; the title may be absent.
+def parse_passages(path: Path_) -> Iterator[tuple[int, Article | BadRecord]]:
+    """Lines and articles of a file with `{"id": …, "title": …, "text": …}` on each line; the title may be absent.
 
-    Other files that it understands are listed in `realm_jax.corpus.formats`. Raises UserError for a malformed record, a
-    missing, empty or non-string id or text, an id met twice, or a file without records.
+    Other files that it understands are listed in `realm_jax.corpus.formats`. A malformed record, or one with a missing,
+    empty or non-string id or text, is a BadRecord. Raises UserError for an id met twice, or a file without records.
     """
-    lines_of_ids: dict[str, int] = {}
-    for line, record in passage_records(path):
-        where = f"{path}:{line}"
-        article_id = text_field(record, "id", where)
-        first = lines_of_ids.setdefault(article_id, line)
+    line, lines_of_ids = 0, dict[str, int]()
+    for line, article in applied(_article, passage_records(path)):
+        if isinstance(article, BadRecord):
+            yield line, article
+            continue
+        first = lines_of_ids.setdefault(article.id, line)
         if first != line:
-            raise UserError(f"{where}: id {article_id!r} was already given on line {first}; ids must be unique")
-        yield Article(
-            article_id, text_field(record, "title", where, required=False), text_field(record, "text", where), line
-        )
-    if not lines_of_ids:
+            raise UserError(f"{path}:{line}: id {article.id!r} was already given on line {first}; ids must be unique")
+        yield line, Article(article.id, article.title, article.text, line)
+    if not line:
         raise UserError(f'{path} holds no passages; give one {{"id", "title", "text"}} object a line')
 
 
-def read_questions(
-    path: str | os.PathLike[str],
-    check_patterns: bool = True,
-    need_right: bool = True,
-    damaged: Damaged | None = None,
-) -> list[Question]:
-    """Questions of a file with `{"question": …, "answers": […]?, "gold_passage_id": …?}` on each line.
+def read_passages(path: Path_) -> Iterator[Article]:
+    """The articles of `parse_passages`. Raises UserError, with file and line, for a bad record too."""
+    return (article for _, article in strictly(path, parse_passages(path)))
+
+
+def articles_and_damage(path: Path_) -> Iterator[Article | Damage]:
+    """`parse_passages` as a source of `realm prepare`, which counts what cannot be read."""
+    for line, found in parse_passages(path):
+        yield Damage(f"{path}:{line}", found.reason, found.message) if isinstance(found, BadRecord) else found
+
+
+def parse_questions(
+    path: Path_, check_patterns: bool = True, need_right: bool = True
+) -> Iterator[tuple[int, Question | BadRecord]]:
+    """Lines and questions of a file with `{"question": …, "answers": […]?, "gold_passage_id": …?}` on each line.
 
     Other files that it understands are listed in `realm_jax.corpus.formats`; of `"match": "regex"` the answers are
-    regular expressions. Raises UserError as `read_passages` does, for an empty or endless question, with `need_right`
-    for a question with neither answers nor a gold passage, and with `check_patterns` for a regular expression that does
-    not compile. damaged: is given such a fault, with file and line, in place of raising it; the question is left out.
+    regular expressions. A BadRecord is a malformed record, an empty or endless question, with `need_right` a question
+    with neither answers nor a gold passage, and with `check_patterns` a regular expression that does not compile.
+    Raises UserError for the file as a whole.
     """
-    questions = list(_questions(path, check_patterns, need_right, damaged or refuse))
-    if not questions and damaged is None:
+    read = partial(_question, check_patterns=check_patterns, need_right=need_right)
+    for line, question in applied(read, question_records(path)):
+        yield line, question if isinstance(question, BadRecord) else replace(question, line=line)
+
+
+def read_questions(path: Path_, check_patterns: bool = True, need_right: bool = True) -> list[Question]:
+    """`parse_questions` as a list. Raises UserError, with file and line, for a bad record, and if there is none."""
+    found = [question for _, question in strictly(path, parse_questions(path, check_patterns, need_right))]
+    if not found:
         raise UserError(f'{path} holds no questions; give one {{"question", "answers"}} object a line')
-    return questions
-
-
-def _questions(
-    path: str | os.PathLike[str], check_patterns: bool, need_right: bool, damaged: Damaged
-) -> Iterator[Question]:
-    for line, record in question_records(path, damaged):
-        try:
-            question = _question(record, line, f"{path}:{line}", need_right)
-            if check_patterns and (fault := pattern_fault(question)) is not None:
-                raise UserError(f"{path}:{line}: {fault}; correct the pattern or remove the line")
-        except UserError as fault:
-            damaged(fault)
-        else:
-            yield question
+    return found
 
 
 def answered(questions: Iterable[Question]) -> list[Question]:
@@ -120,47 +116,50 @@ def pattern_fault(question: Question) -> str | None:
     return None
 
 
-def match_fault(kind: Any) -> str | None:
+def match_fault(kind: Any) -> BadRecord | None:
     """What is wrong with the kind of match of a record with answers; None for one of MATCHES."""
     if isinstance(kind, str | None) and kind in MATCHES:
         return None
     known = ", ".join(f'"{one}"' for one in MATCHES if one not in (None, "regex"))
-    return f'"match" is {json.dumps(kind)[:40]}; write "regex" for answers that are patterns, or one of {known}'
+    advice = f'write "regex" for answers that are patterns, or one of {known}'
+    return BadRecord(f'"match" is {json.dumps(kind)[:40]}', advice)
 
 
-def write_passages(path: str | os.PathLike[str], articles: Iterable[Article]) -> None:
-    """Write articles so that `read_passages` gives them back; packed according to the ending of `path`."""
-    _write(path, ({"id": article.id, "title": article.title, "text": article.text} for article in articles))
+def question_lines(questions: Iterable[Question]) -> bytes:
+    """A file of questions that `read_questions` gives back, all further fields included."""
+    lines = (json.dumps(_question_record(question), ensure_ascii=False) + "\n" for question in questions)
+    return "".join(lines).encode("utf-8")
 
 
-def write_questions(path: str | os.PathLike[str], questions: Iterable[Question]) -> None:
-    """Write questions so that `read_questions` gives them back, all further fields included."""
-    _write(path, (_question_record(question) for question in questions))
+def _article(record: dict[str, Any]) -> Article:
+    """Check one record of a passage file."""
+    return Article(text_field(record, "id"), text_field(record, "title", required=False), text_field(record, "text"))
 
 
-def _question(record: dict[str, Any], line: int, where: str, need_right: bool) -> Question:
+def _question(record: dict[str, Any], check_patterns: bool, need_right: bool) -> Question:
     """Check one record of a question file."""
     fields = dict(record)
-    question = text_field(record, "question", where)
+    question = text_field(record, "question")
     if len(question) > LONGEST_QUESTION:
-        raise UserError(
-            f"{where}: the question has {len(question):,} characters, more than {LONGEST_QUESTION:,};"
-            " shorten it or remove the line"
-        )
+        message = f"the question has {len(question):,} characters, more than {LONGEST_QUESTION:,}"
+        raise BadRecord(message, "shorten it or remove the line")
     key = "answers" if "answers" in record else "answer"
     answers = [] if record.get(key) is None else record[key]
     if not isinstance(answers, list):
-        raise UserError(f'{where}: "{key}" must be a list of strings; correct it or remove the line')
+        raise BadRecord(f'"{key}" must be a list of strings', "correct it or remove the line")
     for answer in answers:
-        check_text(answer, key, where)
-    gold = None if record.get("gold_passage_id") is None else text_field(record, "gold_passage_id", where)
+        check_text(answer, key)
+    gold = None if record.get("gold_passage_id") is None else text_field(record, "gold_passage_id")
     if need_right and not answers and gold is None:
-        raise UserError(f'{where}: the question has no answers and no "gold_passage_id"; add one or remove the line')
+        raise BadRecord('the question has no answers and no "gold_passage_id"', "add one or remove the line")
     if answers and (fault := match_fault(fields.get("match"))) is not None:
-        raise UserError(f"{where}: {fault}")
+        raise fault
     for known in ("question", key, "gold_passage_id"):
         fields.pop(known, None)
-    return Question(question, list(answers), gold, fields, line)
+    checked = Question(question, list(answers), gold, fields)
+    if check_patterns and (wrong := pattern_fault(checked)) is not None:
+        raise BadRecord(wrong, "correct the pattern or remove the line")
+    return checked
 
 
 def _question_record(question: Question) -> dict[str, Any]:
@@ -169,20 +168,3 @@ def _question_record(question: Question) -> dict[str, Any]:
     if question.gold_passage_id is not None:
         record["gold_passage_id"] = question.gold_passage_id
     return record | question.fields
-
-
-def _write(path: str | os.PathLike[str], records: Iterable[dict[str, Any]]) -> None:
-    """Write records, one a line, the same bytes for the same records whatever the clock says."""
-    suffix = Path(path).suffix
-    with open_atomic(path) as raw:
-        packed: Any = raw
-        if suffix == ".gz":
-            packed = gzip.GzipFile(filename="", fileobj=raw, mode="wb", mtime=0)
-        elif suffix == ".xz":
-            packed = lzma.LZMAFile(raw, mode="wb")
-        elif suffix == ".bz2":
-            packed = bz2.BZ2File(raw, mode="wb")
-        for record in records:
-            packed.write(json.dumps(record, ensure_ascii=False).encode("utf-8") + b"\n")
-        if packed is not raw:
-            packed.close()

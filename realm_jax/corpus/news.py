@@ -9,61 +9,38 @@ Not for files: see `raw_records.py`.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from realm_jax.corpus.jsonl import Article
-from realm_jax.corpus.raw_records import sample
-from realm_jax.corpus.records import Dropped
-from realm_jax.errors import UserError
+from realm_jax.corpus.records import Dropped, sample
 from realm_jax.text import sentences
 
 LANGUAGE_FROM = 500  # characters; by so many, none of 7,030 English articles is taken for another language
 
 
-@dataclass(frozen=True, slots=True)
-class NewsSettings:
-    """Which articles stay. Ranges hold both ends and count what is left after cleaning.
-
-    `languages`: ISO 639-1 codes; () keeps all. Shorter than the lower ends are stubs, galleries and failed extractions;
-    longer than the upper ends are lists, transcripts and pages glued together.
-    """
-
-    languages: tuple[str, ...] = ("en",)
-    characters: tuple[int, int] = (200, 100_000)
-    words: tuple[int, int] = (40, 20_000)
-    sentences: tuple[int, int] = (3, 1_500)
-    title_required: bool = False
+# Which articles stay; PREPARED.json records these. Ranges hold both ends and count what is left after cleaning: shorter
+# than the lower ends are stubs, galleries and failed extractions; longer than the upper ends are lists, transcripts and
+# pages glued together. Languages are ISO 639-1 codes, none for all. An article needs no title.
+RULES: dict[str, Any] = {
+    "languages": ["en"],
+    "characters": [200, 100_000],
+    "words": [40, 20_000],
+    "sentences": [3, 1_500],
+    "title_required": False,
+}
 
 
-DEFAULT_SETTINGS = NewsSettings()
-
-
-def check(settings: NewsSettings) -> None:
-    """Raise UserError for a language that cannot be told apart, and for a range that nothing fits."""
-    known = set(_identifier().labels)
-    for code in settings.languages:
-        if code not in known:
-            raise UserError(f"language {code!r} is not one of those that can be told apart: {', '.join(sorted(known))}")
-    for name in ("characters", "words", "sentences"):
-        low, high = getattr(settings, name)
-        if not 0 <= low <= high:
-            raise UserError(f"{name}: no article has between {low} and {high}; give the smaller number first")
-
-
-def clean(article: Article, settings: NewsSettings = DEFAULT_SETTINGS) -> Article | Dropped:
+def clean(article: Article, rules: dict[str, Any] = RULES) -> Article | Dropped:
     """The article with a title of one line and with paragraphs apart by blank lines, or why it is left out."""
     title = " ".join(_lines(article.title))
-    if settings.title_required and not title:
-        return Dropped("no title", sample(article.text))
     text = "\n\n".join(_paragraphs(_lines(article.text)))
-    reason = _misfit("characters", len(text), settings.characters)
-    reason = reason or _misfit("words", len(text.split()), settings.words)
-    reason = reason or _misfit("sentences", len(sentences.split(text)), settings.sentences)
+    reason = _misfit("characters", len(text), rules["characters"])
+    reason = reason or _misfit("words", len(text.split()), rules["words"])
+    reason = reason or _misfit("sentences", len(sentences.split(text)), rules["sentences"])
     if reason:
         return Dropped(reason, sample(text or article.text))
-    if settings.languages and (code := language(text)) not in settings.languages:
+    if rules["languages"] and (code := language(text)) not in rules["languages"]:
         return Dropped(f"in another language ({code})", sample(text))
     return Article(article.id, title, text, article.line)
 
@@ -81,7 +58,7 @@ def _identifier() -> Any:
     return LanguageIdentifier.from_model_file(MODEL_FILE)
 
 
-def _misfit(name: str, count: int, limits: tuple[int, int]) -> str:
+def _misfit(name: str, count: int, limits: Sequence[int]) -> str:
     low, high = limits
     if count < low:
         return f"fewer than {low:,} {name}"

@@ -1,22 +1,19 @@
 """The two halves of `realm prepare` as Apache Beam pipelines: for a cluster (Dataflow, Flink), or DirectRunner.
 
-They write what local processes write (`articles.extract`, `build.pack_shards`), byte for byte: places order what
-workers send in any order, and every function of a record or a shard is the same one. Both go on where they were cut
-off: a whole extraction is the unit of the first, a shard that of the second. Needs `pip install 'realm_jax[beam]'`.
+They write what local processes write (`articles.extract`, and `build.pack_shard` for each shard), byte for byte: places
+order what workers send in any order, and every function of a record or a shard is the same one. Both go on where they
+were cut off: a whole extraction is the unit of the first, a shard that of the second. Needs
+`pip install 'realm_jax[beam]'`.
 """
 
 import argparse
 import shlex
-import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, reduce
-from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from realm_jax.corpus.articles import COUNTS, UNREADABLE, Placed, Texts, check, clean, read_part, shard_name
-from realm_jax.corpus.build import PassagePacker, pack_shard, packed_name
 from realm_jax.corpus.records import Counts, Damage
-from realm_jax.corpus.store import segment_folder
 from realm_jax.errors import UserError
 from realm_jax.storage import StorageError, open_folder
 
@@ -32,7 +29,7 @@ try:
 except ImportError as fault:
     raise UserError(f"--beam: {fault}; pip install 'realm_jax[beam]'") from None
 
-FAULT = "FAULT.json"  # of a shard that cannot be packed
+FAULT = "FAULT.json"  # of a shard that cannot be worked on
 
 
 class Beam(NamedTuple):
@@ -64,15 +61,17 @@ class Beam(NamedTuple):
     ) -> Counts:
         return extract(texts, folder, shards, skip_damage, self.options)
 
-    def each(self, act: Callable[[str, int], None], folder: str, shards: int) -> None:
-        with beam.Pipeline(options=self.options) as pipeline:
-            numbers = pipeline | "shards" >> beam.Create(range(shards)) | "spread shards" >> beam.Reshuffle()
-            _ = numbers | "each" >> beam.Map(partial(act, folder))
-
-    def pack(
-        self, articles: str, shards: int, packer: PassagePacker, store: str, progress: Callable[[int], None]
+    def each(
+        self, act: Callable[[str, int], int], folder: str, shards: Sequence[int], progress: Callable[[int], None]
     ) -> None:
-        pack_shards(articles, shards, packer, store, self.options)
+        target = open_folder(folder)
+        if FAULT in target.names():
+            target.remove(FAULT)
+        with beam.Pipeline(options=self.options) as pipeline:
+            numbers = pipeline | "shards" >> beam.Create(shards) | "spread shards" >> beam.Reshuffle()
+            _ = numbers | "each" >> beam.Map(partial(_act, act, folder))
+        if FAULT in target.names():
+            raise UserError(target.read_json(FAULT)["fault"])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -113,25 +112,6 @@ def extract(texts: Texts, folder: str, shards: int, skip_damage: bool, options: 
         target.remove(COUNTS)  # what is wrong may be mended, and is to be read again then
         raise
     return found
-
-
-def pack_shards(articles: str, shards: int, packer: PassagePacker, store: str, options: Any) -> None:
-    """`build.pack_shards` by the workers of a runner. articles, store: paths or URLs that all of them reach."""
-    marks = set(open_folder(articles).names())
-    missing = [shard for shard in range(shards) if packed_name(shard) not in marks]
-    if not missing:
-        return
-    if FAULT in marks:
-        open_folder(articles).remove(FAULT)
-    with beam.Pipeline(options=options) as pipeline:
-        _ = (
-            pipeline
-            | "shards" >> beam.Create(missing)
-            | "spread shards" >> beam.Reshuffle()
-            | "pack" >> beam.Map(partial(_pack, articles, packer, store))
-        )
-    if FAULT in open_folder(articles).names():
-        raise UserError(open_folder(articles).read_json(FAULT)["fault"])
 
 
 def _read(texts: Texts, part: int) -> Iterator[Placed]:
@@ -183,18 +163,11 @@ def _write_counts(found: dict[str, Any], folder: str, _: list[int]) -> None:
     open_folder(folder).write_json(COUNTS, found)
 
 
-def _pack(articles: str, packer: PassagePacker, store: str, shard: int) -> None:
-    """Write a segment on this worker's disk, carry it over file by file, then say that it is there."""
-    source, target = open_folder(articles), open_folder(store)
-    with tempfile.TemporaryDirectory() as scratch:
-        segment = segment_folder(Path(scratch), shard)
-        try:
-            packed = pack_shard(source, shard, packer, segment)
-        except StorageError:
-            raise
-        except UserError as fault:  # a runner would wrap it
-            source.write_json(FAULT, {"fault": str(fault)})
-            return
-        for path in sorted(segment.iterdir()):
-            target.write(f"{segment.name}/{path.name}", path.read_bytes())
-    source.write_json(packed_name(shard), packed.to_json())
+def _act(act: Callable[[str, int], int], folder: str, shard: int) -> None:
+    """`act`; a fault of the user's is written down, since a runner would wrap it in its own."""
+    try:
+        act(folder, shard)
+    except StorageError:
+        raise
+    except UserError as fault:
+        open_folder(folder).write_json(FAULT, {"fault": str(fault)})

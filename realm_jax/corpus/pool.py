@@ -20,16 +20,18 @@ _T = TypeVar("_T")
 _R = TypeVar("_R")
 
 
-def map_in_order(function: Callable[[_T], _R], batches: Iterable[_T], workers: int) -> Iterator[_R]:
-    """`map`, by so many processes; in this one when the batches are few.
+def map_in_order(
+    function: Callable[[_T], _R], batches: Iterable[_T], workers: int, few: int = _BATCHES_WORTH_A_POOL
+) -> Iterator[_R]:
+    """`map`, by so many processes; in this one when the batches are fewer than `few`.
 
     A script that uses more than one process needs the usual `if __name__ == "__main__":` guard. Raises Resumable when
     the system kills a worker.
     """
     batches = iter(batches)
-    first = list(islice(batches, _BATCHES_WORTH_A_POOL))
+    first = list(islice(batches, few))
     batches = chain(first, batches)
-    if workers == 1 or len(first) < _BATCHES_WORTH_A_POOL:
+    if workers == 1 or len(first) < few:
         yield from map(function, batches)
         return
     # "spawn": a forked child would inherit locks of threads that JAX and the tokenizer may have started.

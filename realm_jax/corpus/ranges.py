@@ -10,12 +10,10 @@ import gzip
 import re
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import IO, NamedTuple
 
+from realm_jax.corpus.files import open_stored
 from realm_jax.corpus.records import Damage
-from realm_jax.errors import UserError
-from realm_jax.storage import StorageError
 
 CUT_OFF = "ends too early"
 BAD_PACKING = "packed data is damaged"
@@ -49,62 +47,18 @@ def read_range(path: str, start: int = 0, stop: int | None = None) -> Iterator[P
     Of a `.bz2` file a stream belongs to the range that its first byte lies in. Bytes behind damage follow those before
     it with a gap. Raises UserError for a file that cannot be read.
     """
-    files, root = file_system(path)
-    with told(path):
-        stream = files.open(root, "rb")
-    with stream:
-        reader = _Reader(stream, path)
-        head = reader.read(3)
-        reader.seek(start)
+    with open_stored(path) as stream:
+        head = stream.read(3)
+        stream.seek(start)
         if not is_cuttable(head):
-            yield from _gzip(reader)
+            yield from _gzip(stream, path)
         elif head == b"BZh":
-            yield from _Bzip2(reader, start, stop).read()
+            yield from _Bzip2(stream, path, start, stop).read()
         else:
-            yield from _plain(reader, start, stop)
+            yield from _plain(stream, start, stop)
 
 
-def file_system(path: str) -> tuple[Any, str]:
-    """What opens a path or URL, and how it calls it."""
-    import fsspec  # here, since most jobs read no dump
-
-    try:
-        files, root = fsspec.core.url_to_fs(path)
-    except (ValueError, ImportError) as fault:
-        raise UserError(f"{path}: {fault}; install what opens such paths (gs://: gcsfs, s3://: s3fs)") from None
-    return files, root
-
-
-@contextmanager
-def told(path: str) -> Iterator[None]:
-    """Faults of storage become UserErrors that name the file."""
-    try:
-        yield
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist; check the path") from None
-    except UserError:
-        raise
-    except Exception as fault:  # file systems have errors of their own
-        reason = getattr(fault, "strerror", None) or fault
-        raise StorageError(f"cannot read {path} ({reason}); check the path and its permissions") from None
-
-
-class _Reader:
-    """A file whose faults are told."""
-
-    def __init__(self, stream: Any, path: str):
-        self.stream, self.path = stream, path
-
-    def read(self, size: int) -> bytes:
-        with told(self.path):
-            return self.stream.read(size)
-
-    def seek(self, place: int) -> None:
-        with told(self.path):
-            self.stream.seek(place)
-
-
-def _plain(stream: _Reader, place: int, stop: int | None) -> Iterator[Piece]:
+def _plain(stream: IO[bytes], place: int, stop: int | None) -> Iterator[Piece]:
     while True:
         own = stop is None or place < stop
         data = stream.read(min(_CHUNK, stop - place) if own and stop is not None else _CHUNK)
@@ -114,7 +68,7 @@ def _plain(stream: _Reader, place: int, stop: int | None) -> Iterator[Piece]:
         place += len(data)
 
 
-def _gzip(stream: _Reader) -> Iterator[Piece | Damage]:
+def _gzip(stream: IO[bytes], path: str) -> Iterator[Piece | Damage]:
     unpacked = gzip.GzipFile(fileobj=stream)
     done = 0
     while True:
@@ -122,7 +76,7 @@ def _gzip(stream: _Reader) -> Iterator[Piece | Damage]:
             data = unpacked.read(_CHUNK)
         except (EOFError, gzip.BadGzipFile, zlib.error) as fault:
             reason = CUT_OFF if isinstance(fault, EOFError) else BAD_PACKING
-            yield Damage(f"{stream.path}, after {done:,} unpacked bytes", reason, str(fault))
+            yield Damage(f"{path}, after {done:,} unpacked bytes", reason, str(fault))
             return
         if not data:
             return
@@ -137,8 +91,8 @@ class _Bzip2:
     not begin there, since what is before it was damaged or belongs to another range.
     """
 
-    def __init__(self, stream: _Reader, place: int, stop: int | None):
-        self.stream, self.stop = stream, stop
+    def __init__(self, stream: IO[bytes], path: str, place: int, stop: int | None):
+        self.stream, self.path, self.stop = stream, path, stop
         self.data, self.place, self.torn = b"", place, place > 0
 
     def read(self) -> Iterator[Piece | Damage]:
@@ -148,7 +102,7 @@ class _Bzip2:
             if not own:
                 yield Piece(b"", False)  # before any damage of another range
             if passed and not self.torn:
-                yield Damage(f"{self.stream.path}, {passed:,} bytes before byte {self.place:,}", BAD_PACKING, "")
+                yield Damage(f"{self.path}, {passed:,} bytes before byte {self.place:,}", BAD_PACKING, "")
             yield from self._unpack(own)
 
     def _find(self) -> int | None:
@@ -167,7 +121,7 @@ class _Bzip2:
 
     def _unpack(self, own: bool) -> Iterator[Piece | Damage]:
         """The stream that begins here."""
-        start, where = self.place, f"{self.stream.path}, stream at byte {self.place:,}"
+        start, where = self.place, f"{self.path}, stream at byte {self.place:,}"
         unpacker = bz2.BZ2Decompressor()
         while not unpacker.eof:
             packed = b""

@@ -7,31 +7,23 @@ fails) is a UserError. Not for files in the project's own format, where every fa
 Read `parts` next.
 """
 
-import glob
-import gzip
 import hashlib
-import io
-import json
-import lzma
 import re
-import zlib
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
+from realm_jax.corpus.files import PACKED, matching, size_of
 from realm_jax.corpus.jsonl import Article
-from realm_jax.corpus.lines import PACKED
-from realm_jax.corpus.ranges import file_system
-from realm_jax.corpus.records import Damage
+from realm_jax.corpus.lines import applied, parse_json, read_lines
+from realm_jax.corpus.records import BadRecord, Damage, sample
 from realm_jax.errors import UserError
 
 PART_BYTES = 1 << 28  # of a plain JSON Lines file; a packed one, which cannot be entered midway, is one part
 PART_RECORDS = 20_000  # of a TensorFlow dataset: about 50 MB of news
-LONGEST_LINE = 1 << 26  # bytes; the longest articles have a few million, a file of another kind may be one endless line
-SAMPLE = 80  # characters
 
 _SURROGATE = re.compile("[\ud800-\udfff]")  # in a string of Python always half of a pair
 
@@ -125,17 +117,6 @@ def _content_id(content: str) -> str:
     return hashlib.blake2b(content.encode("utf-8"), digest_size=16).hexdigest()
 
 
-def sample(value: Any) -> str:
-    """The beginning of a record, as one line that any file or terminal takes."""
-    if isinstance(value, bytes):
-        value = value.decode("utf-8", "replace")
-    # Few characters of each field: a record may hold millions.
-    if isinstance(value, dict):
-        value = {str(key)[:SAMPLE]: str(field)[:SAMPLE] for key, field in list(value.items())[:8]}
-    line = " ".join(str(value)[: 4 * SAMPLE].split())[:SAMPLE]
-    return line.encode("utf-8", "replace").decode("utf-8")
-
-
 # --- JSON Lines -------------------------------------------------------------------------------------------------------
 
 
@@ -150,115 +131,22 @@ class FilePart:
 
     def read(self) -> Iterator[Article | Damage]:
         """Records, and a last `Damage` where a packed file is cut off or damaged: what follows is lost."""
-        place = self.start
-        with _open(self.path) as stream:
-            try:
-                if self.start:  # the line that holds the byte before `start` belongs to the part before this one
-                    stream.seek(self.start - 1)
-                    place = self.start - 1 + _rest_of_line(stream, self.path)
-                while self.stop is None or place < self.stop:
-                    line = _line(stream, self.path)
-                    if not line:
-                        return
-                    if line.strip():
-                        yield self._record(line, f"{self.path} at byte {place:,}")
-                    place += len(line)
-                    if _is_cut(line):
-                        place += _rest_of_line(stream, self.path)
-            except _Broken as fault:
-                where = f"{self.path} at byte {place:,}"
-                yield Damage(where, "the rest of the file is truncated or damaged", str(fault)[:SAMPLE])
-
-    def _record(self, line: bytes, where: str) -> Article | Damage:
-        if _is_cut(line):
-            return Damage(where, f"a line of more than {LONGEST_LINE:,} bytes", sample(line[: 4 * SAMPLE]))
-        try:
-            record = json.loads(line.decode("utf-8-sig"))
-        except UnicodeDecodeError:
-            return Damage(where, "not UTF-8", sample(line))
-        except (ValueError, RecursionError):
-            return Damage(where, "not JSON", sample(line))
-        return article(record, self.fields, where)
-
-
-class _Broken(Exception):
-    """A packed stream that ends or makes no sense in the middle."""
+        lines = read_lines(self.path, self.start, self.stop)
+        known = ((line.byte, line.data) for line in lines if isinstance(line.data, BadRecord) or line.data.strip())
+        for byte, record in applied(parse_json, known):
+            where = f"{self.path} at byte {byte:,}"
+            if isinstance(record, BadRecord):
+                yield Damage(where, record.reason, record.sample)
+            else:
+                yield article(record, self.fields, where)
 
 
 def _file_parts(pattern: str, fields: Fields) -> Iterator[Part]:
-    for path, size in files(pattern):
-        if Path(path).suffix in PACKED:
-            yield FilePart(path, 0, None, fields)
-        else:
-            for start in range(0, size, PART_BYTES):
-                yield FilePart(path, start, min(start + PART_BYTES, size), fields)
-
-
-def files(pattern: str) -> list[tuple[str, int]]:
-    """Paths that fit a pattern, in order, with their sizes."""
-    try:
-        if "://" in pattern:
-            system, root = file_system(pattern)
-            protocol = pattern.partition("://")[0]
-            found = [(f"{protocol}://{path}", system.size(path)) for path in sorted(system.glob(root))]
-        else:
-            names = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
-            found = [(name, Path(name).stat().st_size) for name in names if not Path(name).is_dir()]
-    except UserError:
-        raise
-    except Exception as fault:  # every file system has errors of its own
-        raise UserError(f"cannot look for {pattern} ({fault}); check the path and your access") from None
-    if not found:
-        raise UserError(f"no file fits {pattern}; name a JSON Lines file or a pattern such as news/*.jsonl.gz")
-    return found
-
-
-@contextmanager
-def _open(path: str) -> Iterator[IO[bytes]]:
-    """Open for reading; the ending of the name says how the file is packed."""
-    with ExitStack() as stack:
-        try:
-            if "://" in path:
-                files, name = file_system(path)
-                raw: Any = stack.enter_context(files.open(name, "rb"))
-                # Files of fsspec look for the end of a line in small steps.
-                raw = io.BufferedReader(raw, 1 << 20)
-            else:
-                raw = stack.enter_context(open(path, "rb"))
-        except UserError:
-            raise
-        except Exception as fault:
-            raise UserError(f"cannot read {path} ({fault}); check the path and its permissions") from None
-        unpack = PACKED.get(Path(path).suffix)
-        yield stack.enter_context(unpack(raw, "rb")) if unpack else raw
-
-
-def _line(stream: IO[bytes], path: str) -> bytes:
-    """The next line, or its first LONGEST_LINE bytes. Raises _Broken, and UserError when storage fails."""
-    try:
-        return stream.readline(LONGEST_LINE)
-    except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as fault:
-        raise _Broken(fault) from None
-    except OSError as fault:
-        if fault.errno is None:  # so bz2 speaks of data that is not bz2
-            raise _Broken(fault) from None
-        raise UserError(f"cannot read {path} ({fault.strerror}); try again") from None
-    except Exception as fault:
-        raise UserError(f"cannot read {path} ({fault}); try again") from None
-
-
-def _is_cut(line: bytes) -> bool:
-    return len(line) == LONGEST_LINE and not line.endswith(b"\n")
-
-
-def _rest_of_line(stream: IO[bytes], path: str) -> int:
-    """Go to the beginning of the next line; the number of bytes passed over."""
-    passed = 0
-    while chunk := _line(stream, path):
-        passed += len(chunk)
-        if chunk.endswith(b"\n"):
-            break
-    return passed
+    for path in matching(pattern):
+        packed = Path(path).suffix in PACKED
+        size = 1 if packed else size_of(path)
+        for start in range(0, size, PART_BYTES):
+            yield FilePart(path, start, None if packed else min(start + PART_BYTES, size), fields)
 
 
 # --- Hubs -------------------------------------------------------------------------------------------------------------

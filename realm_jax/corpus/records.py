@@ -8,7 +8,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from realm_jax.errors import UserError
+
 NAMES = 30  # kept of each kind of note when all is counted
+SAMPLE = 80  # characters
 SAMPLES = 3  # kept of each reason: the first ones, in the order of the source
 
 
@@ -27,6 +30,29 @@ class Damage:
     where: str
     reason: str
     sample: str
+
+
+class BadRecord(UserError):
+    """A record of a file that cannot be read, in words that follow file and line; who reads adds these.
+
+    message, advice: what is wrong, and what to do. reason: the same for all such records, to count them by; the message
+    unless given. sample: the beginning of the record.
+    """
+
+    def __init__(self, message: str, advice: str, reason: str = "", sample: str = ""):
+        super().__init__(f"{message}; {advice}")
+        self.message, self.reason, self.sample = message, reason or message, sample
+
+
+def sample(value: Any) -> str:
+    """The beginning of a record, as one line that any file or terminal takes."""
+    if isinstance(value, bytes):
+        value = value.decode("utf-8", "replace")
+    # Few characters of each field: a record may hold millions.
+    if isinstance(value, dict):
+        value = {str(key)[:SAMPLE]: str(field)[:SAMPLE] for key, field in list(value.items())[:8]}
+    line = " ".join(str(value)[: 4 * SAMPLE].split())[:SAMPLE]
+    return line.encode("utf-8", "replace").decode("utf-8")
 
 
 @dataclass(slots=True)

@@ -2,18 +2,16 @@
 
 import os
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from realm_jax.corpus.articles import Texts, extract
-from realm_jax.corpus.build import PassagePacker, pack_shards
 from realm_jax.corpus.pool import map_in_order
 from realm_jax.corpus.records import Counts
 from realm_jax.errors import UserError
-from realm_jax.storage import open_folder
 
 OTHER_FILES = 100  # that a process has open beside the shards
 
@@ -29,13 +27,13 @@ class Runner(Protocol):
     ) -> Counts:
         """Write the shards of a source, or what is missing of them."""
 
-    def each(self, act: Callable[[str, int], None], folder: str, shards: int) -> None:
-        """Do `act(folder, shard)` for each shard."""
-
-    def pack(
-        self, articles: str, shards: int, packer: PassagePacker, store: str, progress: Callable[[int], None]
+    def each(
+        self, act: Callable[[str, int], int], folder: str, shards: Sequence[int], progress: Callable[[int], None]
     ) -> None:
-        """Make each shard a segment, where it is none yet."""
+        """Do `act(folder, shard)` for each shard; it gives the number of articles of the shard.
+
+        progress: is told the sum of these, where the runner does not tell of progress itself.
+        """
 
 
 @dataclass(frozen=True)
@@ -54,14 +52,13 @@ class Processes:
     ) -> Counts:
         return extract(texts, Path(folder), shards, self.workers, skip_damage, progress)
 
-    def each(self, act: Callable[[str, int], None], folder: str, shards: int) -> None:
-        for _ in map_in_order(partial(act, folder), range(shards), self.workers):
-            pass
-
-    def pack(
-        self, articles: str, shards: int, packer: PassagePacker, store: str, progress: Callable[[int], None]
+    def each(
+        self, act: Callable[[str, int], int], folder: str, shards: Sequence[int], progress: Callable[[int], None]
     ) -> None:
-        pack_shards(open_folder(articles), shards, packer, Path(store), self.workers, progress)
+        done = 0
+        for articles in map_in_order(partial(act, folder), shards, self.workers, few=2):
+            done += articles
+            progress(done)
 
 
 def runner(workers: int | None, beam: str | None) -> Runner:

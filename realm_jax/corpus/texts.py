@@ -3,22 +3,19 @@
 import os
 import re
 from collections import Counter
-from dataclasses import asdict
-from functools import partial
 from operator import methodcaller
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from realm_jax.corpus import dumps, news, raw_records, wikipedia
 from realm_jax.corpus.articles import Texts
-from realm_jax.corpus.jsonl import Article, read_passages
-from realm_jax.corpus.news import NewsSettings
-from realm_jax.corpus.ranges import file_system
+from realm_jax.corpus.files import matching, size_of
+from realm_jax.corpus.jsonl import Article, articles_and_damage
 from realm_jax.corpus.records import Dropped
 from realm_jax.errors import UserError
 from realm_jax.storage import file_digest
 
-SHARD_BYTES, MOST_SHARDS = 8 << 20, 512  # of packed input; a cluster's worker takes a shard at a time
+SHARD_BYTES, MOST_SHARDS = 2 << 20, 512  # of packed input; a worker takes a shard at a time
 UNKNOWN_SHARDS = 64  # of a source whose size nobody knows
 NEWS, HUBS = "news:", ("hf:", "tfds:")
 # Of MediaWiki, or a pattern of such names: pages-articles1.xml-p1p41242.bz2, *.xml*.bz2.
@@ -36,7 +33,7 @@ class Input(NamedTuple):
     shards: int
 
 
-def open_texts(name: str | os.PathLike[str], settings: NewsSettings = news.DEFAULT_SETTINGS) -> Input:
+def open_texts(name: str | os.PathLike[str]) -> Input:
     """A source of articles by what a user calls it. Raises UserError where it cannot be read.
 
     `news:SOURCE` is a source of raw news that is cleaned, filtered and freed of copies; `hf:NAME` and `tfds:NAME` are
@@ -45,14 +42,12 @@ def open_texts(name: str | os.PathLike[str], settings: NewsSettings = news.DEFAU
     """
     source = os.fspath(name)
     if source.startswith(NEWS):
-        news.check(settings)
         records = source.removeprefix(NEWS)
-        clean = partial(_clean_news, settings)
-        texts = Texts(source, tuple(raw_records.parts(records)), methodcaller("read"), clean, without_copies=True)
+        texts = Texts(source, tuple(raw_records.parts(records)), methodcaller("read"), _clean_news, without_copies=True)
         if records.startswith(HUBS):
-            return Input(texts, [{"source": records, "news": asdict(settings)}], UNKNOWN_SHARDS)
-        files = [path for path, _ in raw_records.files(records)]
-        return Input(texts, [*_identities(files), {"news": asdict(settings)}], _shards(files))
+            return Input(texts, [{"source": records, "news": news.RULES}], UNKNOWN_SHARDS)
+        files = matching(records)
+        return Input(texts, [*_identities(files), {"news": news.RULES}], _shards(files))
     if source.startswith(HUBS):
         texts = Texts(source, tuple(raw_records.parts(source)), methodcaller("read"), _keep)
         return Input(texts, [{"source": source}], UNKNOWN_SHARDS)
@@ -62,8 +57,8 @@ def open_texts(name: str | os.PathLike[str], settings: NewsSettings = news.DEFAU
         small = all(map(dumps.has_small_parts, files))
         texts = Texts(source, parts, dumps.read_pages, wikipedia.article, small)
         return Input(texts, _identities(files), _shards(files))
-    found = identity(source)  # says what is wrong with it
-    return Input(Texts(source, (source,), read_passages, _keep), [found], _shards([source]))
+    found = _identities([source])  # says what is wrong with it
+    return Input(Texts(source, (source,), articles_and_damage, _keep), found, _shards([source]))
 
 
 def identity(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -85,14 +80,8 @@ def _shards(files: list[str]) -> int:
     return min(MOST_SHARDS, max(1, -(-sum(map(size_of, files)) // SHARD_BYTES)))
 
 
-def size_of(path: str) -> int:
-    """Bytes of a file, which may lie in a bucket."""
-    files, root = file_system(path)
-    return int(files.size(root))
-
-
-def _clean_news(settings: NewsSettings, article: Article, _: Counter[Any]) -> Article | Dropped:
-    return news.clean(article, settings)
+def _clean_news(article: Article, _: Counter[Any]) -> Article | Dropped:
+    return news.clean(article)
 
 
 def _keep(article: Article, _: Counter[Any]) -> Article:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.corpus.jsonl import match_fault
-from realm_jax.corpus.lines import json_records
+from realm_jax.corpus.lines import json_records, strictly
 from realm_jax.errors import UserError
 from realm_jax.evaluation.answers import exact_match, full_match, squad_match, token_f1
 from realm_jax.evaluation.retrieval import DEPTHS, found_within
@@ -144,7 +144,7 @@ def read_predictions(path: str | os.PathLike[str]) -> list[Record]:
     """
     _check_whole(Path(path))
     records: list[Record] = []
-    for line, record in json_records(path):
+    for line, record in strictly(path, json_records(path)):
         if (fault := _fault(record)) is not None:
             raise UserError(f"{path}:{line}: {fault}; is this a file of `realm predict`?")
         if records and ("retrieved" in record) != ("retrieved" in records[0]):
@@ -207,8 +207,8 @@ def _fault(record: Record) -> str | None:
         return '"question" and "prediction" must be texts'
     if not isinstance(answers, list) or not all(isinstance(answer, str) for answer in answers):
         return '"answers" must be a list of texts'
-    if answers and (fault := match_fault(record.get("match"))) is not None:
-        return fault
+    if answers and (unknown := match_fault(record.get("match"))) is not None:
+        return str(unknown)
     for name in ("id", "gold_passage_id"):
         if record.get(name) is not None and not _is_id(record[name]):
             return f'"{name}" must be a text or a whole number'

@@ -104,7 +104,7 @@ def edit(data: Path, action: str, what: list[str]) -> PassageStore:
     made = manifest.get("tagged") or manifest["inputs"]["settings"]
     if spans.identity(spans.finder(made["spans"])) != made.get("spans_identity"):
         raise UserError(f"{data}: {made['spans']} is not what found the spans there; put that back, or prepare anew")
-    build_store(articles, WordPiece.load(data / "tokenizer"), folder, store.limit, made["spans"], 1, replaces=replaced)
+    build_store(articles, WordPiece.load(data / "tokenizer"), folder, store.limit, made["spans"], replaced)
     return PassageStore.open(folder)
 
 

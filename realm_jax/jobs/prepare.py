@@ -8,21 +8,21 @@ import argparse
 import json
 import logging
 import os
-import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from realm_jax.console import StageProgress
 from realm_jax.corpus.articles import read_shard
-from realm_jax.corpus.build import PassagePacker, Summary, check_limit, packed_shards
+from realm_jax.corpus.build import PassagePacker, Summary, check_limit, pack_shard, packed_name, packed_shards
 from realm_jax.corpus.copies import COPIES, fingerprint_shard, leave_out_copies
-from realm_jax.corpus.jsonl import Article
+from realm_jax.corpus.jsonl import Article, question_lines
 from realm_jax.corpus.records import Counts
 from realm_jax.corpus.runners import Runner, runner
 from realm_jax.corpus.store import MANIFEST as STORE
@@ -33,11 +33,10 @@ from realm_jax.errors import UserError
 from realm_jax.jobs.flags import positive
 from realm_jax.jobs.questions import Chosen, QuestionFile, published_identity, question_file, read_all
 from realm_jax.jobs.unfinished import ARTICLES, MANIFEST, TOKENIZER, check_claim, is_prepared, unfinished
-from realm_jax.models.vocabulary import VocabularyFile, lower_case_of, vocabulary_file
 from realm_jax.storage import open_folder
 from realm_jax.text import spans as span_finders
 from realm_jax.text.packing import DEFAULT_LIMIT
-from realm_jax.text.wordpiece import FILES, WordPiece, check_size
+from realm_jax.text.wordpiece import FILES, VocabularyFile, WordPiece, check_size, lower_case_of, vocabulary_file
 
 logger = logging.getLogger(__name__)
 
@@ -67,169 +66,155 @@ A run that was cut off goes on when its command is repeated.
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `realm prepare`."""
-    parser.epilog = EXAMPLES
-    add = parser.add_argument
-    add("--passages", required=True, metavar="FILE", help="file of the texts to retrieve from")
-    add("--output", required=True, metavar="DIR", help="folder to make")
-    add("--pretraining", metavar="FILE", help="file of the texts to pre-train on (default: the passages)")
-    _add_question_arguments(add)
-    _add_text_arguments(parser)
-    add("--workers", type=positive, metavar="N", help="processes to use (default: one a core)")
-    add(
-        "--shards",
-        type=positive,
-        metavar="N",
-        help="parts of a corpus that are packed one by one, by hash of the id (default: one for each 8 MiB of input)",
-    )
-    add(
-        "--skip-damage",
-        action="store_true",
-        help="leave out what cannot be read of dumps, of raw news and of questions, and say so (default: stop)",
-    )
-    add(
-        "--beam",
-        metavar="OPTIONS",
-        help="work with Apache Beam instead of processes of this machine, such as "
-        "--beam='--runner=DataflowRunner --project=… --region=… --temp_location=gs://…'; --output may be a bucket then",
-    )
+def _option(help_: str, default: Any = MISSING, recorded: bool = False, **argument: Any) -> Any:
+    """A field of `Options`. recorded: whether PREPARED.json keeps it as a setting; argument: what argparse is told."""
+    metadata = {"recorded": recorded, "argument": argument | {"help": help_}}
+    if default == []:
+        return field(default_factory=list, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
-def _add_question_arguments(add: Callable[..., Any]) -> None:
-    add(
-        "--questions",
+@dataclass(frozen=True)
+class Options:
+    """What is prepared and how: every field is a flag of `realm prepare`, and an argument of `prepare`."""
+
+    passages: Path_ = _option("file of the texts to retrieve from", metavar="FILE")
+    output: Path_ = _option("folder to make", metavar="DIR")
+    pretraining: Path_ | None = _option(
+        "file of the texts to pre-train on (default: the passages)", None, metavar="FILE"
+    )
+    questions: Sequence[Path_] = _option(
+        "file of questions for a split such as train or dev, or tfds:open_qa/NAME; without SPLIT= the field "
+        '"split" of each question decides',
+        [],
         metavar="[SPLIT=]FILE",
         nargs="+",
         action="extend",
-        default=[],
-        help="file of questions for a split such as train or dev, or tfds:open_qa/NAME; without SPLIT= the field "
-        '"split" of each question decides',
     )
-    add("--question-sources", metavar="NAME,NAME", help='keep only questions whose field "source" is one of these')
-    add(
-        "--max-answer-words",
-        type=positive,
-        metavar="N",
-        help="keep only answers of at most N words, and questions that have one; NQ-open has 5; regular expressions "
-        "stay (default: keep all)",
-    )
-    add(
-        "--ignore-gold",
-        action="store_true",
-        help="forget which passages the questions come with: for questions made with other passages than these",
-    )
-
-
-def _add_text_arguments(parser: argparse.ArgumentParser) -> None:
-    vocabulary = parser.add_mutually_exclusive_group()
-    vocabulary.add_argument(
-        "--vocab",
-        metavar="FILE",
-        help="vocabulary of a pretrained encoder, whose tokenizer says whether capitals are kept: its vocab.txt, "
+    vocab: Path_ | None = _option(
+        "vocabulary of a pretrained encoder, whose tokenizer says whether capitals are kept: its vocab.txt, "
         "tokenizer.json or folder, hf:NAME, or py:NAME of an installed package",
+        None,
+        metavar="FILE",
     )
-    vocabulary.add_argument(
-        "--vocabulary-size",
-        type=positive,
-        default=DEFAULT_VOCABULARY_SIZE,
-        metavar="N",
-        help="most word pieces of a vocabulary learned from the texts, or from every n-th article of large ones "
+    vocabulary_size: int = _option(
+        "most word pieces of a vocabulary learned from the texts, or from every n-th article of large ones "
         "(default: %(default)s)",
-    )
-    parser.add_argument(
-        "--limit",
+        DEFAULT_VOCABULARY_SIZE,
+        recorded=True,
         type=positive,
-        default=DEFAULT_LIMIT,
         metavar="N",
-        help="most word pieces of a passage, its title and three special ones included (default: %(default)s)",
     )
-    parser.add_argument(
-        "--spans",
-        default="rules",
+    limit: int = _option(
+        "most word pieces of a passage, its title and three special ones included (default: %(default)s)",
+        DEFAULT_LIMIT,
+        recorded=True,
+        type=positive,
+        metavar="N",
+    )
+    spans: str = _option(
+        f"how salient spans are found (default: %(default)s): {span_finders.CHOICES}",
+        "rules",
+        recorded=True,
         metavar="NAME",
-        help=f"how salient spans are found (default: %(default)s): {span_finders.CHOICES}",
     )
+    question_sources: Sequence[str] = _option(
+        'keep only questions whose field "source" is one of these',
+        [],
+        recorded=True,
+        type=lambda names: [name for name in names.split(",") if name],
+        metavar="NAME,NAME",
+    )
+    max_answer_words: int | None = _option(
+        "keep only answers of at most N words, and questions that have one; NQ-open has 5; regular expressions "
+        "stay (default: keep all)",
+        None,
+        recorded=True,
+        type=positive,
+        metavar="N",
+    )
+    ignore_gold: bool = _option(
+        "forget which passages the questions come with: for questions made with other passages than these",
+        False,
+        recorded=True,
+        action="store_true",
+    )
+    workers: int | None = _option("processes to use (default: one a core)", None, type=positive, metavar="N")
+    shards: int | None = _option(
+        "parts of a corpus that are packed one by one, by hash of the id (default: one for each 2 MiB of input)",
+        None,
+        type=positive,
+        metavar="N",
+    )
+    skip_damage: bool = _option(
+        "leave out what cannot be read of texts and of questions, and say so (default: stop)",
+        False,
+        action="store_true",
+    )
+    beam: str | None = _option(
+        "work with Apache Beam instead of processes of this machine, such as "
+        "--beam='--runner=DataflowRunner --project=… --region=… --temp_location=gs://…'; --output may be a bucket then",
+        None,
+        metavar="OPTIONS",
+    )
+
+    def settings(self) -> dict[str, Any]:
+        """What PREPARED.json keeps."""
+        return {one.name: getattr(self, one.name) for one in fields(self) if one.metadata["recorded"]}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `realm prepare`: the fields of `Options`."""
+    parser.epilog = EXAMPLES
+    vocabulary = parser.add_mutually_exclusive_group()
+    for one in fields(Options):
+        group = vocabulary if one.name in ("vocab", "vocabulary_size") else parser
+        default = one.default_factory() if one.default_factory is not MISSING else one.default
+        argument = {"required": True} if default is MISSING else {"default": default}
+        group.add_argument(f"--{one.name.replace('_', '-')}", **argument, **one.metadata["argument"])
 
 
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
-    prepare(
-        args.passages,
-        args.output,
-        questions=args.questions,
-        pretraining=args.pretraining,
-        vocab=args.vocab,
-        vocabulary_size=args.vocabulary_size,
-        limit=args.limit,
-        spans=args.spans,
-        workers=args.workers,
-        question_sources=[name for name in (args.question_sources or "").split(",") if name],
-        max_answer_words=args.max_answer_words,
-        ignore_gold=args.ignore_gold,
-        shards=args.shards,
-        skip_damage=args.skip_damage,
-        beam=args.beam,
-    )
+    prepare(**{one.name: getattr(args, one.name) for one in fields(Options)})
 
 
-def prepare(
-    passages: Path_,
-    output: Path_,
-    *,
-    questions: Sequence[Path_] = (),
-    pretraining: Path_ | None = None,
-    vocab: Path_ | None = None,
-    vocabulary_size: int = DEFAULT_VOCABULARY_SIZE,
-    limit: int = DEFAULT_LIMIT,
-    spans: str = "rules",
-    workers: int | None = None,
-    question_sources: Sequence[str] = (),
-    max_answer_words: int | None = None,
-    ignore_gold: bool = False,
-    shards: int | None = None,
-    skip_damage: bool = False,
-    beam: str | None = None,
-) -> None:
+def prepare(passages: Path_, output: Path_, **further: Any) -> None:
     """Write the prepared folder `output` (see docs/design.md) and print a summary.
 
-    The arguments are those of the command, `realm prepare --help`; `vocab` goes before `vocabulary_size`. Does nothing
-    when `output` was prepared from the same inputs with the same settings. Raises UserError for faults in the inputs
-    and when `output` exists otherwise.
+    further: as `Options` has them; `vocab` goes before `vocabulary_size`. Does nothing when `output` was prepared from
+    the same inputs with the same settings. Raises UserError for faults in the inputs and when `output` exists
+    otherwise.
     """
     started = time.monotonic()
-    finder = span_finders.finder(spans)
-    check_limit(limit)
-    vocabulary = None if vocab is None else _vocabulary_file(os.fspath(vocab))
+    options = Options(passages, output, **further)
+    finder = span_finders.finder(options.spans)
+    check_limit(options.limit)
+    vocabulary = None if options.vocab is None else _vocabulary_file(os.fspath(options.vocab))
     if vocabulary is None:
-        check_size(vocabulary_size)
-    if not questions and (question_sources or max_answer_words or ignore_gold):
+        check_size(options.vocabulary_size)
+    if not options.questions and (options.question_sources or options.max_answer_words or options.ignore_gold):
         raise UserError("--question-sources, --max-answer-words and --ignore-gold are about --questions; give some")
-    worker = runner(workers, beam)
-    files = [question_file(argument) for argument in questions]
-    sources = {"passages": open_texts(passages)} | ({"pretraining": open_texts(pretraining)} if pretraining else {})
-    shards_of = {name: shards or source.shards for name, source in sources.items()}
-    worker.check(max(shards_of.values()))
-    settings = {
-        "vocabulary_size": None if vocabulary else vocabulary_size,
-        "limit": limit,
-        "spans": spans,
-        "question_sources": list(question_sources),
-        "max_answer_words": max_answer_words,
-        "ignore_gold": ignore_gold,
-        "shards": shards_of,
-    }
+    worker = runner(options.workers, options.beam)
+    files = [question_file(argument) for argument in options.questions]
+    sources = {"passages": open_texts(passages)}
+    sources |= {"pretraining": open_texts(options.pretraining)} if options.pretraining else {}
+    shards = {name: options.shards or source.shards for name, source in sources.items()}
+    worker.check(max(shards.values()))
+    settings = options.settings() | {"shards": shards} | ({"vocabulary_size": None} if vocabulary else {})
     if (own := span_finders.identity(finder)) is not None:
         settings["spans_identity"] = own
     inputs = _inputs(sources, vocabulary, files, settings)
-    if is_prepared(os.fspath(output), inputs, skip_damage):
+    if is_prepared(os.fspath(output), inputs, options.skip_damage):
         print(f"{output} was prepared from the same inputs with the same settings; nothing to do")
         return
     given = None if vocabulary is None else vocabulary.read()
-    chosen = read_all(files, question_sources, max_answer_words, ignore_gold, skip_damage)
+    chosen = read_all(
+        files, options.question_sources, options.max_answer_words, options.ignore_gold, options.skip_damage
+    )
     claim = uuid.uuid4().hex
-    with unfinished(os.fspath(output), inputs, beam is not None, claim) as root:
-        made = Work(worker, root, claim, sources, inputs, skip_damage).make(given, chosen)
+    with unfinished(os.fspath(output), inputs, options.beam is not None, claim) as root:
+        made = Work(worker, root, claim, sources, inputs, options.skip_damage).make(given, chosen)
     _print_summary(output, made, chosen.counts, time.monotonic() - started)
 
 
@@ -286,7 +271,7 @@ class Work:
             summaries[name], entries[name] = self.pack(name, packer, counts[name].articles)
         manifest: dict[str, Any] = {"format_version": FORMAT_VERSION, "tokenizer": wordpiece.fingerprint}
         manifest |= {"passages": None, "pretraining": None} | entries
-        manifest["questions"] = _write_questions(self.root, chosen, summaries["passages"])
+        manifest["questions"] = self.write_questions(chosen, summaries["passages"])
         manifest |= {"limit": settings["limit"], "inputs": self.inputs}
         manifest["counts"] = {name: _told(count) for name, count in counts.items()}
         manifest["counts"] |= {"questions": chosen.told()} if self.inputs["questions"] else {}
@@ -311,7 +296,8 @@ class Work:
             counts = self.runner.extract(texts, where, shards, self.skip_damage, bar.update)
         if texts.without_copies:
             if COPIES not in open_folder(where).names():
-                self.runner.each(fingerprint_shard, where, shards)
+                with StageProgress(f"comparing {name}", counts.articles) as bar:
+                    self.runner.each(fingerprint_shard, where, range(shards), bar.update)
             copies = leave_out_copies(where, shards)
             counts.dropped += copies
             counts.articles -= copies.total()
@@ -338,7 +324,10 @@ class Work:
         """A store of the shards of a source: what became of its articles, and what PREPARED.json says of the store."""
         where, shards = f"{self.root}/{ARTICLES}/{name}", self.shards(name)
         with StageProgress(name, articles) as bar:
-            self.runner.pack(where, shards, packer, f"{self.root}/{name}", bar.update)
+            done = {*open_folder(where).names()}
+            missing = [shard for shard in range(shards) if packed_name(shard) not in done]
+            if missing:
+                self.runner.each(partial(pack_shard, packer, f"{self.root}/{name}"), where, missing, bar.update)
         summary, entries = Summary(), []
         for packed in packed_shards(open_folder(where), shards):
             summary.add(packed.summary)
@@ -349,6 +338,13 @@ class Work:
         open_folder(f"{self.root}/{name}").write_json(STORE, manifest)
         rows, documents = (sum(entry[key] for entry in entries) for key in ("rows", "documents"))
         return summary, {"rows": rows, "documents": documents, "fingerprint": manifest["fingerprint"]}
+
+    def write_questions(self, chosen: Chosen, passages: Summary) -> dict[str, int]:
+        """Write each split, without questions whose gold passage has no words; the numbers of questions."""
+        splits = chosen.with_words(passages.wordless)
+        for split, questions in splits.items():
+            open_folder(self.root).write(f"questions/{split}.jsonl", question_lines(questions))
+        return {split: len(questions) for split, questions in splits.items()}
 
 
 def _vocabulary_file(name: str) -> VocabularyFile:
@@ -382,30 +378,13 @@ def _vocabulary(
     It is learned from all articles, which have so many characters, or from every n-th when they are large.
     """
     folder = open_folder(root)
-    with tempfile.TemporaryDirectory() as scratch:
-        local = Path(scratch) / TOKENIZER
-        if FILES[-1] in folder.names(TOKENIZER):
-            local.mkdir()
-            for name in FILES:
-                (local / name).write_bytes(folder.read(f"{TOKENIZER}/{name}"))
-            return WordPiece.load(local)
-        some = islice(articles, 0, None, 1 + characters // LEARN_FROM)
-        texts = (f"{article.title}\n{article.text}" for article in some)
-        wordpiece = given or WordPiece.train(texts, size)
-        wordpiece.save(local)
-        for name in FILES:
-            folder.write(f"{TOKENIZER}/{name}", (local / name).read_bytes())
+    if FILES[-1] in folder.names(TOKENIZER):
+        return WordPiece.from_files({name: folder.read(f"{TOKENIZER}/{name}") for name in FILES}, TOKENIZER)
+    some = islice(articles, 0, None, 1 + characters // LEARN_FROM)
+    wordpiece = given or WordPiece.train((f"{article.title}\n{article.text}" for article in some), size)
+    for name, content in wordpiece.files().items():
+        folder.write(f"{TOKENIZER}/{name}", content)
     return wordpiece
-
-
-def _write_questions(root: str, chosen: Chosen, passages: Summary) -> dict[str, int]:
-    """Write each split; the numbers of questions."""
-    with tempfile.TemporaryDirectory() as scratch:
-        local = Path(scratch) / "questions"
-        counts = chosen.write(local, set(passages.wordless))
-        for split in counts:
-            open_folder(root).write(f"questions/{split}.jsonl", (local / f"{split}.jsonl").read_bytes())
-    return counts
 
 
 def _told(counts: Counts) -> dict[str, Any]:

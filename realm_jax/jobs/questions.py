@@ -3,15 +3,16 @@
 import os
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from realm_jax.corpus.jsonl import Question, read_questions, write_questions
-from realm_jax.corpus.lines import Damaged
-from realm_jax.corpus.records import Counts, Damage
+from realm_jax.corpus.jsonl import Question, parse_questions, read_questions
+from realm_jax.corpus.lines import applied, strictly
+from realm_jax.corpus.records import BadRecord, Counts, Damage
 from realm_jax.data.question_sets import PREFIX
 from realm_jax.errors import UserError
 
@@ -61,18 +62,16 @@ class Chosen:
                 places.setdefault(question.gold_passage_id, where)
         return places
 
-    def write(self, folder: Path, wordless: Collection[str]) -> dict[str, int]:
-        """Write each split; the numbers of questions. Left out are those whose gold passage is `wordless`."""
-        counts = {}
+    def with_words(self, wordless: Collection[str]) -> dict[str, list[Question]]:
+        """The questions of each split that has any; one whose gold passage is `wordless` is left out and counted."""
+        splits = {}
         for split, questions in self.splits.items():
             kept = [one.question for one in questions if one.question.gold_passage_id not in wordless]
             if len(kept) < len(questions):
                 self.counts.dropped["whose gold passage has no words"] += len(questions) - len(kept)
             if kept:
-                folder.mkdir(exist_ok=True)
-                write_questions(folder / f"{split}.jsonl", kept)
-                counts[split] = len(kept)
-        return counts
+                splits[split] = kept
+        return splits
 
 
 def question_file(argument: str | os.PathLike[str]) -> QuestionFile:
@@ -113,17 +112,13 @@ def read_all(
     splits: dict[str, list[Placed]] = defaultdict(list)
     counts = Counts()
     for number, file in enumerate(files):
-        damaged = _count_damage(counts, number, file.path) if skip_damage else None
-        for question in _questions_of(file, damaged):
-            where = f"{file.path}:{question.line}"
-            try:
-                split = file.split or _split_of(question, where)
-            except UserError as fault:
-                if damaged is None:
-                    raise
-                damaged(fault)
-                continue
+        for line, record in _records(file, skip_damage):
             counts.records += 1
+            if isinstance(record, BadRecord):
+                where = f"{Path(file.path).name}:{line}"
+                counts.leave_out(Damage(where, UNREADABLE, str(record)), number, line)
+                continue
+            split, question = record
             if sources and question.fields.get("source") not in sources:
                 counts.dropped["of other sources"] += 1
                 continue
@@ -131,30 +126,22 @@ def read_all(
             if reason:
                 counts.dropped[reason] += 1
             else:
-                splits[split].append(Placed(kept, where, number))
+                splits[split].append(Placed(kept, f"{file.path}:{line}", number))
     if files and not splits:
         left_out = counts.dropped.total() + counts.damaged.total()
         raise UserError(f"no question is left of {left_out:,}; check --question-sources and the files")
     return Chosen(dict(splits), counts)
 
 
-def _questions_of(file: QuestionFile, damaged: Damaged | None) -> Iterable[Question]:
-    if file.path.startswith(PREFIX):
-        found: list[Question] = _open_qa().read(file.path, file.split)
-        return found
-    return read_questions(file.path, damaged=damaged)
-
-
-def _count_damage(counts: Counts, part: int, path: str) -> Damaged:
-    """What counts the faults of a file; a sample has the file's name and line before it."""
-
-    def damaged(fault: UserError) -> None:
-        line, _, reason = str(fault).removeprefix(f"{path}:").partition(": ")
-        counts.records += 1
-        number = int(line) if line.isdecimal() else 0
-        counts.leave_out(Damage(f"{Path(path).name}:{line}", UNREADABLE, reason), part, number)
-
-    return damaged
+def _records(file: QuestionFile, skip_damage: bool) -> Iterator[tuple[int, tuple[str, Question] | BadRecord]]:
+    """Lines, and questions with their splits. Raises UserError for a bad record unless `skip_damage`."""
+    if skip_damage and not file.path.startswith(PREFIX):
+        found = parse_questions(file.path)
+    else:
+        read = _open_qa().read(file.path, file.split) if file.path.startswith(PREFIX) else read_questions(file.path)
+        found = ((question.line, question) for question in read)
+    records = applied(partial(_with_split, file.split), found)
+    return records if skip_damage else strictly(file.path, records)
 
 
 def _filtered(question: Question, max_answer_words: int | None, ignore_gold: bool) -> tuple[Question, str]:
@@ -168,12 +155,12 @@ def _filtered(question: Question, max_answer_words: int | None, ignore_gold: boo
     return kept, "" if answers or gold is not None else "without answers, their gold passages ignored"
 
 
-def _split_of(question: Question, where: str) -> str:
-    """The split that a question names itself; it becomes a file name."""
-    split = question.fields.get("split")
+def _with_split(split: str | None, question: Question) -> tuple[str, Question]:
+    """A question with the split of its file, or that it names itself; it becomes a file name."""
+    split = split or question.fields.get("split")
     if not isinstance(split, str) or not _SPLIT_NAME.fullmatch(split):
-        raise UserError(f'{where}: the question has no usable "split"; add one or give the file as train=FILE')
-    return split
+        raise BadRecord('the question has no usable "split"', "add one or give the file as train=FILE")
+    return split, question
 
 
 def _is_short(answer: str, most: int | None) -> bool:

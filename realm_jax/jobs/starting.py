@@ -31,13 +31,19 @@ from realm_jax.models.sentence_folder import (
     SentenceModel,
     is_sentence_model,
     read_sentence_model,
-    read_settings,
     transformer_folder,
 )
-from realm_jax.models.vocabulary import FAST_TOKENIZER, TOKENIZER, lower_case_of, read_vocabulary, vocabulary_file
 from realm_jax.models.weights import WEIGHTS, Part, Source, find, module_places, networks, read, with_modules
 from realm_jax.run import Run
-from realm_jax.text.wordpiece import VOCABULARY_FILE, WordPiece
+from realm_jax.storage import read_settings
+from realm_jax.text.wordpiece import (
+    FAST_TOKENIZER,
+    TOKENIZER,
+    VOCABULARY_FILE,
+    WordPiece,
+    lower_case_of,
+    vocabulary_file,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +193,7 @@ def _check_vocabulary(folder: Path, wordpiece: WordPiece) -> None:
     without its files."""
     advice = f"prepare the data with `realm prepare --vocab={folder}`, or name other weights"
     path, said = vocabulary_file(folder), lower_case_of(folder)
-    if path is not None and read_vocabulary(path, wordpiece.lower_case).fingerprint != wordpiece.fingerprint:
+    if path is not None and WordPiece.from_vocab(path, wordpiece.lower_case).fingerprint != wordpiece.fingerprint:
         raise UserError(f"{path}: not the word pieces of the prepared data; {advice}")
     if said is not None and said.value != wordpiece.lower_case:
         prepared = f"the data were prepared with {wordpiece.lower_case}"

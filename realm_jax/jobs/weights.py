@@ -28,7 +28,7 @@ from safetensors.numpy import save_file
 from realm_jax.config import TASKS
 from realm_jax.errors import UserError
 from realm_jax.jobs.answering import add_run_arguments, newest, open_run_to_ask, reader_is_trained
-from realm_jax.jobs.starting import READER, SHARED, TOKENIZER, TOWERS
+from realm_jax.jobs.starting import READER, SHARED, TOWERS
 from realm_jax.models import released
 from realm_jax.models.bert import LAYER_NORM_EPSILON
 from realm_jax.models.realm import Params, Realm
@@ -37,7 +37,7 @@ from realm_jax.models.sentence_folder import OWN, READS
 from realm_jax.models.weights import SETTINGS, WEIGHTS, networks, save, settings_of, write_json
 from realm_jax.run import tower_lengths
 from realm_jax.storage import publish_folder
-from realm_jax.text.wordpiece import VOCABULARY_FILE, WordPiece
+from realm_jax.text.wordpiece import TOKENIZER, VOCABULARY_FILE, WordPiece
 from realm_jax.training.restore import saved_params
 
 logger = logging.getLogger(__name__)
@@ -267,7 +267,6 @@ def _whole(output: Path) -> Iterator[Path]:
 
 def _save_vocabulary(folder: Path, wordpiece: WordPiece, length: int) -> None:
     """What Hugging Face's BertTokenizer needs."""
-    pieces = wordpiece.pieces(range(wordpiece.size))
-    (folder / VOCABULARY_FILE).write_text("".join(f"{piece}\n" for piece in pieces), "utf-8", newline="\n")
+    (folder / VOCABULARY_FILE).write_bytes(wordpiece.files()[VOCABULARY_FILE])
     tokenizer = {"tokenizer_class": "BertTokenizer", "do_lower_case": wordpiece.lower_case, "model_max_length": length}
     write_json(folder / TOKENIZER, tokenizer)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 from safetensors import SafetensorError, safe_open
 
 from realm_jax.errors import UserError
+from realm_jax.storage import read_fetched_json, read_settings
 from realm_jax.text.templates import from_prompt
 
 WEIGHTS, SETTINGS = "model.safetensors", "config.json"  # of a module, and of a whole model
@@ -219,20 +220,10 @@ def _prompts(path: Path, encoder: dict[str, Any]) -> tuple[dict[str, Any], tuple
 
 
 def _entries(path: Path) -> list[dict[str, Any]]:
-    entries = _load(path)
+    entries = read_fetched_json(path)
     if not isinstance(entries, list) or not all(map(_is_module, entries)):
         _refuse(path, "is no list of modules; fetch it again")
     return entries
-
-
-def read_settings(path: Path, needed: bool = False) -> dict[str, Any]:
-    """A file of settings; {} where there need be none."""
-    if not path.is_file() and not needed:
-        return {}
-    settings = _load(path)
-    if not isinstance(settings, dict):
-        _refuse(path, "holds no settings; fetch it again")
-    return settings
 
 
 def _is_module(entry: Any) -> bool:
@@ -245,13 +236,6 @@ def _one(path: Path, settings: dict[str, Any], key: str, kind: type[Kind]) -> Ki
     if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
         _refuse(path, f"has {key}={json.dumps(value)[:50]}, which is no {NAMES[kind]}; fetch it again")
     return value
-
-
-def _load(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text("utf-8"))
-    except (ValueError, OSError) as fault:
-        raise UserError(f"{path}: cannot be read ({' '.join(str(fault).split())[:150]}); fetch it again") from None
 
 
 def _refuse(path: Path, what: str) -> None:

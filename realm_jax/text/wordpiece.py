@@ -4,28 +4,41 @@ The Rust library `tokenizers` does the splitting (BERT's basic tokenizer, then l
 what a corpus needs around it: reading and checking a vocabulary, character offsets, training that gives the same
 vocabulary each time, and a fingerprint that ties corpus, index and checkpoint to one vocabulary.
 
+A vocabulary is read from what lies beside a pretrained encoder's weights, or from the folder of prepared data:
+
+    vocab.txt               one piece a line
+    tokenizer.json          of the library tokenizers: the pieces once more, and how text is normalised
+    tokenizer_config.json   of transformers: whether text is put in lower case
+    settings.json           ours: the same, in prepared data
+
 No special token is ever made from text: "[MASK]" in a passage is three pieces, "[", "mask" and "]".
 Next to read: `layouts.py`, which puts the special tokens around ids.
 """
 
 import hashlib
 import json
-import os
+import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers, trainers
 
 from realm_jax.errors import UserError
+from realm_jax.storage import read_settings, write_atomic
 from realm_jax.text.layouts import Special
+
+logger = logging.getLogger(__name__)
 
 PAD, UNK, CLS, SEP, MASK = SPECIAL_PIECES = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 VOCABULARY_FILE = "vocab.txt"
 SETTINGS_FILE = "settings.json"
+TOKENIZER = "tokenizer_config.json"
+FAST_TOKENIZER = "tokenizer.json"
+SAYING = ((TOKENIZER, "do_lower_case"), (FAST_TOKENIZER, "normalizer"), (SETTINGS_FILE, "lower_case"))  # file, key
 FILES = (VOCABULARY_FILE, SETTINGS_FILE)  # in the order in which they are written
 FORMAT_VERSION = 1
 MAX_SIZE = 65_535  # ids are stored as uint16
@@ -65,13 +78,15 @@ class WordPiece:
 
     @classmethod
     def from_vocab(cls, path: str | Path, lower_case: bool = True) -> "WordPiece":
-        """Read a BERT `vocab.txt`: UTF-8, one piece a line, the id is the line number from 0.
+        """Read a BERT `vocab.txt` (UTF-8, one piece a line, the id is the line number from 0) or a `tokenizer.json`.
 
         Raises:
-            UserError: the file cannot be read, or is no usable vocabulary; names the file and, where one is at fault,
-                the line (from 1).
+            UserError: the file cannot be read, is a tokenizer of another type, or is no usable vocabulary; names the
+                file and, where one is at fault, the line (from 1).
         """
-        return cls(_read_vocabulary(Path(path)), lower_case, str(path))
+        path = Path(path)
+        vocabulary = _fast_vocabulary(path) if path.name == FAST_TOKENIZER else _lines(_read(path), path)
+        return cls(vocabulary, lower_case, str(path))
 
     @classmethod
     def load(cls, folder: str | Path) -> "WordPiece":
@@ -80,8 +95,14 @@ class WordPiece:
         Raises:
             UserError: a file is absent, damaged or of another format version.
         """
-        settings = _read_settings(Path(folder) / SETTINGS_FILE)
-        return cls.from_vocab(Path(folder) / VOCABULARY_FILE, settings["lower_case"])
+        return cls.from_files({name: _read(Path(folder) / name) for name in (SETTINGS_FILE, VOCABULARY_FILE)}, folder)
+
+    @classmethod
+    def from_files(cls, files: Mapping[str, bytes], folder: str | Path) -> "WordPiece":
+        """What `files` gave, which was read in `folder`. Raises UserError as `load` does."""
+        lower_case = _lower_case_setting(files[SETTINGS_FILE], Path(folder) / SETTINGS_FILE)
+        path = Path(folder) / VOCABULARY_FILE
+        return cls(_lines(files[VOCABULARY_FILE], path), lower_case, str(path))
 
     @classmethod
     def train(cls, texts: Iterable[str], size: int, lower_case: bool = True) -> "WordPiece":
@@ -99,12 +120,16 @@ class WordPiece:
             raise UserError("no word to learn a vocabulary from: the texts are empty")
         return cls(_learn(words, size), lower_case, "trained vocabulary")
 
+    def files(self) -> dict[str, bytes]:
+        """The content of `vocab.txt` and `settings.json`, in the order in which they are to be written."""
+        vocabulary = "".join(f"{piece}\n" for piece in self._vocabulary)
+        return {VOCABULARY_FILE: vocabulary.encode(), SETTINGS_FILE: f"{json.dumps(self._settings())}\n".encode()}
+
     def save(self, folder: str | Path) -> None:
-        """Write `vocab.txt` and `settings.json` into `folder` (made if absent), each file whole or not at all."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        _write(folder / VOCABULARY_FILE, "".join(f"{piece}\n" for piece in self._vocabulary))
-        _write(folder / SETTINGS_FILE, json.dumps(self._settings()) + "\n")
+        """Write `files` into `folder` (made if absent), each file whole or not at all."""
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        for name, content in self.files().items():
+            write_atomic(Path(folder) / name, content)
 
     def encode(self, text: str) -> Encoding:
         """Split `text` into pieces without special tokens; offsets are characters of `text` as it was given."""
@@ -156,6 +181,66 @@ class WordPiece:
         return {"lower_case": self.lower_case, "format_version": FORMAT_VERSION}
 
 
+# --- The tokenizer of a pretrained encoder ----------------------------------------------------------------------------
+
+
+class VocabularyFile(NamedTuple):
+    """A file of word pieces, and whether text is put in lower case for them."""
+
+    path: Path
+    lower_case: bool
+
+    def read(self) -> WordPiece:
+        """The vocabulary, with a warning where text in lower case never meets some of its pieces. Raises UserError."""
+        wordpiece = WordPiece.from_vocab(self.path, self.lower_case)
+        if self.lower_case and (cased := wordpiece.cased):
+            logger.warning(
+                "%s: %d word pieces have capital letters, such as %r, and are never used: text is lower-cased; to keep "
+                'capitals, put a tokenizer_config.json with "do_lower_case": false beside it',
+                self.path,
+                len(cased),
+                cased[0],
+            )
+        return wordpiece
+
+
+class LowerCase(NamedTuple):
+    """Whether a tokenizer puts text in lower case, and the file that says so."""
+
+    path: Path
+    value: bool
+
+
+def vocabulary_file(folder: Path) -> Path | None:
+    """The file with the word pieces of the tokenizer in a folder; None where there is none."""
+    return next((folder / name for name in (VOCABULARY_FILE, FAST_TOKENIZER) if (folder / name).is_file()), None)
+
+
+def lower_case_of(folder: Path) -> LowerCase | None:
+    """Whether the tokenizer in a folder puts text in lower case; None where no file says.
+
+    Of several files the first counts, as in transformers. Raises UserError for one that cannot be read.
+    """
+    for name, key in SAYING:
+        value = _lowers(read_settings(folder / name).get(key))
+        if value is not None:
+            return LowerCase(folder / name, value)
+    return None
+
+
+def _lowers(value: Any) -> bool | None:
+    """Whether text is put in lower case. value: true or false, or a normalizer of the library tokenizers; None for
+    anything else, which does not say."""
+    if not isinstance(value, dict):
+        return value if isinstance(value, bool) else None
+    if value.get("type") == "Sequence":
+        return any(_lowers(part) for part in value.get("normalizers", []))
+    return value.get("type") == "Lowercase" or bool(value.get("lowercase"))
+
+
+# --- Reading and checking ---------------------------------------------------------------------------------------------
+
+
 def _tokenizer(ids: dict[str, int], lower_case: bool) -> tokenizers.Tokenizer:
     tokenizer = tokenizers.Tokenizer(models.WordPiece(ids, unk_token=UNK))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lower_case)
@@ -182,8 +267,8 @@ def _check(vocabulary: Sequence[str], source: str) -> None:
         raise UserError(f"{source}: special pieces alone; every word would be {UNK}")
 
 
-def _read_vocabulary(path: Path) -> list[str]:
-    raw = _read(path)
+def _lines(raw: bytes, path: Path) -> list[str]:
+    """The pieces of a vocab.txt."""
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -194,9 +279,26 @@ def _read_vocabulary(path: Path) -> list[str]:
     return [line.removesuffix("\r") for line in lines]
 
 
-def _read_settings(path: Path) -> dict[str, bool]:
+def _fast_vocabulary(path: Path) -> list[str]:
+    """The pieces of a tokenizer.json. Raises UserError for a tokenizer of another type, which it names."""
+    model = _table(read_settings(path).get("model"))
+    if (kind := model.get("type")) != "WordPiece":
+        raise UserError(f"{path}: a tokenizer of type {kind}, not WordPiece; choose an encoder with BERT's tokenizer")
+    pieces = _table(model.get("vocab"))
+    if {*pieces.values()} != {*range(len(pieces))}:
+        raise UserError(f"{path}: its word pieces are not numbered from 0 to {len(pieces) - 1}; fetch it again")
+    return sorted(pieces, key=pieces.__getitem__)
+
+
+def _table(value: Any) -> dict[str, Any]:
+    """A value that should be a table of JSON; an empty one in place of anything else."""
+    return value if isinstance(value, dict) else {}
+
+
+def _lower_case_setting(raw: bytes, path: Path) -> bool:
+    """What our settings.json says."""
     try:
-        settings = json.loads(_read(path))
+        settings = json.loads(raw)
         version, lower_case = settings["format_version"], settings["lower_case"]
     except (ValueError, KeyError, TypeError):
         raise UserError(f"{path}: not the settings of a tokenizer; save it again") from None
@@ -205,7 +307,7 @@ def _read_settings(path: Path) -> dict[str, bool]:
             f"{path}: format_version {version!r}, lower_case {lower_case!r}; this program reads "
             f"format_version {FORMAT_VERSION} and lower_case true or false"
         )
-    return {"lower_case": lower_case}
+    return lower_case
 
 
 def _read(path: Path) -> bytes:
@@ -215,11 +317,7 @@ def _read(path: Path) -> bytes:
         raise UserError(f"{path}: cannot be read ({error.strerror}); give a tokenizer's file") from None
 
 
-def _write(path: Path, text: str) -> None:
-    """Put `text` at `path` by renaming, so that a reader never meets half a file."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_bytes(text.encode())
-    os.replace(partial, path)
+# --- Learning ---------------------------------------------------------------------------------------------------------
 
 
 def _count_words(texts: Iterable[str], lower_case: bool) -> Counter[str]:
