@@ -10,9 +10,9 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from realm_jax.run import Run
+from realm_jax.tasks.base import Task
 from realm_jax.training import loop
 from realm_jax.training.state import make_step
-from realm_jax.training.tasks import Task
 
 
 @contextmanager

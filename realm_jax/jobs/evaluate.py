@@ -44,6 +44,7 @@ from realm_jax.jobs.answering import (
 from realm_jax.jobs.predict import checked_output, describe, is_special, known_of, records
 from realm_jax.jobs.results import by_words
 from realm_jax.storage import write_atomic
+from realm_jax.tasks import TASKS
 
 _T = TypeVar("_T")
 EXAMPLES = """examples:
@@ -125,7 +126,7 @@ def _evaluate_run(args: argparse.Namespace) -> tuple[dict[str, Any], list[Record
         opened.config.evaluation.qa_passages = 1  # what is retrieved is measured alone; reading more takes minutes
     check_passages(opened, args)
     asked = [known_of(question, number) for number, question in enumerate(questions, start=1)]
-    _check_trec(args, asked, newest(opened, args.task)[0] != "closed_book")
+    _check_trec(args, asked, TASKS[newest(opened, args.task)[0]].reads_passages)
     return evaluate(restore(opened, args.task, search=args.search), questions, bm25=not args.no_bm25)
 
 
@@ -175,7 +176,7 @@ def evaluate(trained: Trained, questions: Sequence[Question], bm25: bool = True)
         | {"questions": len(scored)}
         | _measured(scored)
     )
-    if bm25 and trained.task != "closed_book":
+    if bm25 and TASKS[trained.task].reads_passages:
         evaluator = Evaluator(trained.run, questions)
         others = evaluator.recall_of(by_words(trained.run, evaluator))
         found["bm25"] = {name: value for name, value in others.items() if name in found["measures"]}

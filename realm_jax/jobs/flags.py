@@ -20,11 +20,10 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 from ml_collections.config_flags import config_path
 
-from realm_jax.config import check_shape
+from realm_jax.config import check_shape, reference
 from realm_jax.errors import UserError
 from realm_jax.recipes import NAMED, config_names, is_name
 from realm_jax.schema import advise, flatten
-from realm_jax.tagger_config import reference
 
 _REFUSALS = (flags.Error, TypeError, ValueError)  # what config_flags raises for a value that does not fit its key
 

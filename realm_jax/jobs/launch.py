@@ -26,6 +26,7 @@ from realm_jax.launch.queued_resources import QueuedResources
 from realm_jax.launch.spec import Launch, describe
 from realm_jax.launch.status import RunState, expect_none, look, one_line, told
 from realm_jax.storage import open_folder
+from realm_jax.tasks import TASKS
 
 ACTIONS = ("start", "list", "logs", "status", "stop", "delete")
 LATE = 1  # exit code of `status`
@@ -134,7 +135,7 @@ def _launch(args: argparse.Namespace) -> Launch:
         check_place(args.workdir, args.target)
     if args.action != "start":
         return describe(spec, args.config or "", args.overrides, args.workdir)
-    if "realm" not in task_names(config):
+    if not any(TASKS[name].follows_builder for name in task_names(config)):
         spec.builder.update(processes=0, slices=0)  # no other task follows an index
     builders = spec.builder.processes if local else spec.builder.slices
     mode = _beside(config, args.overrides, builders)

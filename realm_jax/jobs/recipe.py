@@ -6,31 +6,28 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 from rich.table import Table
 
-from realm_jax.config import task_names
 from realm_jax.console import console
 from realm_jax.corpus.jsonl import Question
-from realm_jax.data.examples import Examples, question_examples
 from realm_jax.errors import UserError
 from realm_jax.evaluation.predict import Evaluator
 from realm_jax.index.generations import RECIPE, Living, Status
 from realm_jax.jobs.controls import run_controls
-from realm_jax.jobs.matched_answers import training_questions
-from realm_jax.jobs.measuring import dev_questions, measure_of
 from realm_jax.jobs.opening import borrow_params, borrows, record_start, starts_with_pca
-from realm_jax.jobs.positives import beam_by_words, examples_with_positives
 from realm_jax.jobs.projection import with_principal_components
 from realm_jax.jobs.results import keep_words, measure_baselines, write_results
 from realm_jax.models.realm import Params
 from realm_jax.processes import is_first
 from realm_jax.run import Run
+from realm_jax.sections import task_names
 from realm_jax.storage import only_one
+from realm_jax.tasks import make_task
+from realm_jax.tasks.base import Task, dev_questions
 from realm_jax.training.loop import train_task
 from realm_jax.training.preemption import PREEMPTED, Preempted, Stop
 from realm_jax.training.refresh import shared_folder
@@ -50,15 +47,17 @@ def run_recipe(run: Run, controls: bool, command: str) -> int:
     questions = dev_questions(run)
     if controls and not questions:
         raise UserError(f"--controls: {run.config.data.path} has no development questions to measure them with")
-    if controls and "closed_book" in task_names(run.config):
-        raise UserError("--controls: closed_book is a control itself; leave it out")
+    tasks = tasks_of(run)
+    without = [task.name for task in tasks if not task.reads_passages]
+    if controls and without:
+        raise UserError(f"--controls: {without[0]} is a control itself; leave it out")
     try:
         with only_one(run.workdir) if is_first() else nullcontext(), living(run) as tell, preemptible():
-            if searched_by(run) - {"vectors"}:
+            if set().union(*(task.searches for task in tasks)) - {"vectors"}:
                 run.words()  # raises before anything is trained
                 keep_words(run)
             warn_of_few(run, questions)
-            if not questions or "closed_book" in task_names(run.config):
+            if not questions or without:
                 train(run, tell)
                 return 0
             tell("baselines")
@@ -91,10 +90,9 @@ def warn_of_few(run: Run, questions: Sequence[Question]) -> None:
     )
 
 
-def searched_by(run: Run) -> set[str]:
-    """How the tasks of a recipe find passages, and questions to what it trained, of `config.SEARCHES`."""
-    names = task_names(run.config)
-    return {run.asked_by(name) for name in names} | ({run.setting.search} if "realm" in names else set())
+def tasks_of(run: Run) -> list[Task]:
+    """The tasks of the recipe, in order."""
+    return [make_task(name, run) for name in task_names(run.config)]
 
 
 @contextmanager
@@ -133,20 +131,10 @@ def preemptible() -> Iterator[None]:
 def train(run: Run, tell: Callable[[str], None] = lambda task: None) -> Params:
     """All tasks of the recipe; returns the final parameters. tell: is given the name of each."""
     params = starting_params(run)
-    for name in task_names(run.config):
-        tell(name)
-        examples = partial(questions_to_learn, run) if name == "qa" else None
-        params = train_task(run, name, params, measure_of(run, name), examples=examples)
+    for task in tasks_of(run):
+        tell(task.name)
+        params = train_task(run, task.name, params, task.measure())
     return params
-
-
-def questions_to_learn(run: Run, params: Params) -> Examples:
-    """The examples of fine-tuning from `params`; patterns for answers become strings."""
-    questions = training_questions(run, params)
-    if run.config.objective.qa == "positive":
-        return examples_with_positives(run, params, questions)
-    found = beam_by_words(run, questions) if run.setting.qa_search != "vectors" else None
-    return question_examples(questions, run.sources.wordpiece, run.lengths, found)
 
 
 def starting_params(run: Run) -> Params:

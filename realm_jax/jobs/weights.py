@@ -25,7 +25,7 @@ from ml_collections import ConfigDict
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from realm_jax.config import TASKS
+from realm_jax.config import REALM_TASKS
 from realm_jax.errors import UserError
 from realm_jax.jobs.answering import add_run_arguments, newest, open_run_to_ask, reader_is_trained
 from realm_jax.jobs.starting import READER, SHARED, TOWERS
@@ -58,7 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", required=True, metavar="DIR", help="folder to make")
     export, convert = parser.add_argument_group("export"), parser.add_argument_group("convert")
     add_run_arguments(export, instead=export)
-    export.add_argument("--task", choices=TASKS, help="parameters at the end of it (default: of the last one trained)")
+    export.add_argument(
+        "--task", choices=tuple(REALM_TASKS), help="parameters at the end of it (default: of the last one trained)"
+    )
     export.add_argument(
         "--names", choices=("bert", "realm"),
         help="'bert', the default: towers open in sentence-transformers and as BertModel, the reader as "

@@ -1,7 +1,7 @@
 """What one task tells while it trains: records on disk, a progress bar, warnings. The loop's side of `metrics.py`.
 
 Metrics come one step late, so that the host reads those of step s while the devices work on step s + 1.
-Read next: `health.py`, which watches the values.
+Read next: `tasks/collapse.py`, which watches the values.
 """
 
 import dataclasses
@@ -19,7 +19,6 @@ import numpy as np
 
 from realm_jax.console import StageProgress
 from realm_jax.errors import UserError
-from realm_jax.training.health import Watch
 from realm_jax.training.metrics import MetricsWriter
 
 logger = logging.getLogger(__name__)
@@ -57,17 +56,19 @@ class Journal:
     def __init__(
         self, folder: Path, task: str, start: int, total: int, seconds: float, work: Work, born: float | None = None,
         last_good: Callable[[], int | None] = lambda: None,
+        monitor: Callable[[dict[str, Any]], str | None] = lambda record: None,
     ) -> None:  # fmt: skip
         """start: steps that are done, in `seconds`. born: when the task was first started, as `time.time()`; None: now.
-        last_good: newest step that is saved. The bar carries the folder's name, warnings go by the task's."""
+        last_good: newest step that is saved. monitor: says a warning, or None, of each record. The bar carries the
+        folder's name."""
         self._folder, self._task, self._start, self._before = folder, task, start, seconds
         self._work, self._last_good = work, last_good
         self._metrics = MetricsWriter(folder, "metrics", start)
         # A refresh follows the save of its step, so a run that goes on from that save makes and measures it again.
         self._evaluations = MetricsWriter(folder, "evaluations", start - 1)
-        self._watch = Watch()
+        self._monitor = monitor
         for record in self._metrics.kept + self._evaluations.kept:
-            self._warning(record)  # told already, but the watch compares with what was
+            self._monitor(record)  # told already, but it compares with what was
         self._bar = StageProgress(folder.name, total, start)
         self._shown: dict[str, Any] = {}
         self._pending: tuple[int, Values, dict[str, int]] | None = None
@@ -129,19 +130,9 @@ class Journal:
         self._tell({"step": step} | numbers)
 
     def _tell(self, record: dict[str, Any]) -> None:
-        message = self._warning(record)
+        message = self._monitor(record)
         if message:
             logger.warning(message)
-
-    def _warning(self, record: dict[str, Any]) -> str | None:
-        """What the watch says of a record of metrics or of a measurement."""
-        if "answer_in_passages" in record:
-            return self._watch.answers(record["step"], record["answer_in_passages"])
-        if self._task != "realm":
-            return None
-        if "null_probability" in record:
-            return self._watch.step(record["step"], record["null_probability"], record["best_candidate_gain"])
-        return self._watch.recall(record["step"], record["recall@5"]) if "recall@5" in record else None
 
     def _times(self, step: int) -> dict[str, float]:
         elapsed = time.monotonic() - self._began

@@ -1,8 +1,8 @@
 """The train loop: one task from its first step, or from its newest checkpoint, to its last.
 
-Read `train_task`, which says what the loop needs to know of a task of REALM (`Course`), then `follow` and `_Training`
-top to bottom. What a step computes is `tasks.py`; where its arrays live is `state.py`; what watches over a run is
-`guards.py`. A tagger takes the same loop: `tagging.py`.
+Read `train_task`, which puts together what the loop needs to know (`Course`), then `follow` and `_Training` top to
+bottom. What a step computes is the task's (`realm_jax/tasks/`); where its arrays live is `state.py`; what watches over
+a run is `guards.py`.
 """
 
 import dataclasses
@@ -17,23 +17,22 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from realm_jax.config import task_names
-from realm_jax.data import examples as make
-from realm_jax.data.closed_book import closed_book_examples
 from realm_jax.data.examples import Examples
-from realm_jax.data.held_out import held_out_share, trained_rows
 from realm_jax.data.pipeline import batches, padded_lengths
 from realm_jax.errors import UserError
-from realm_jax.index.candidates import Index
+from realm_jax.flops import peak
 from realm_jax.memory import free_heap
 from realm_jax.models.realm import Params
 from realm_jax.processes import anywhere, told
-from realm_jax.run import BaseRun, Run, own_rows
+from realm_jax.run import BaseRun, own_rows
+from realm_jax.sections import task_names
+from realm_jax.tasks import TASKS, make_task
+from realm_jax.tasks.base import Measure, Task
 from realm_jax.training.adoption import Adoption
-from realm_jax.training.best import Best, describe_loss, keeps_best, stage_of
+from realm_jax.training.best import Best, describe_loss, stage_of
 from realm_jax.training.checkpoints import Checkpoints, Saved
+from realm_jax.training.embedding import start_vectors
 from realm_jax.training.feed import Feed, Search
-from realm_jax.training.flops import peak, step_flops
 from realm_jax.training.guards import CompileGuard, Profiler, Watchdog, check_replicas
 from realm_jax.training.journal import Journal, Work
 from realm_jax.training.preemption import Stop
@@ -41,12 +40,10 @@ from realm_jax.training.refresh import Fresh, Inline, Interrupted, Refresh, shar
 from realm_jax.training.reporter import Reporter
 from realm_jax.training.restore import Restored, restore
 from realm_jax.training.state import Control, State, make_step, put_control, start_state
-from realm_jax.training.tasks import Task, make_task
 from realm_jax.training.workdir import begins_with_reader
 
 logger = logging.getLogger(__name__)
 
-Measure = Callable[[Params, Index | None, bool], dict[str, Any]]
 MakeRefresh = Callable[[int, Checkpoints, Callable[[], bool], Callable[[], None]], Refresh]
 
 
@@ -77,63 +74,43 @@ class Course:
     over: Callable[[], None] = lambda: None
 
 
-def task_examples(run: Run, name: str, params: Params | None = None) -> Examples:
-    """The examples that a task trains on, whatever the parameters."""
-    sources, config, lengths = run.sources, run.config, run.lengths
-    wordpiece, data = sources.wordpiece, config.data
-    share = held_out_share(config, sources.questions)
-    passages, pretraining = trained_rows(sources.passages, share), trained_rows(sources.pretraining, share)
-    if name == "mlm":
-        stores, kept = (sources.passages, sources.pretraining), (passages, pretraining)
-        return make.warmup_examples(*stores, wordpiece, lengths, data.null_rate, data.unrelated_rate, kept)
-    if name == "ict":
-        return make.cloze_examples(sources.passages, wordpiece, lengths, data.ict_mask_rate, passages)
-    if name == "realm":
-        text, find = sources.pretraining, run.find_sentence
-        return make.masked_examples(text, wordpiece, lengths, data.masking, sources.own_text, find, pretraining)
-    if name == "closed_book":
-        return closed_book_examples(sources.pretraining, sources.answered("train"), wordpiece, lengths)
-    return make.question_examples(sources.answered("train"), wordpiece, lengths)
-
-
 def train_task(
-    run: Run,
+    run: BaseRun,
     name: str,
     params: Params,
     measure: Measure | None = None,
     folder: str | None = None,
-    examples: Callable[[Params], Examples] | None = None,
 ) -> Params:
-    """Train one task of REALM to its last step and return all parameters.
+    """Train one task of a run to its last step and return all parameters.
 
     params: where a fresh task starts; it donates them. measure: see `Course`; there is no index in a task that neither
-    retrieves nor trains the retriever. folder: name under the run folder, the task's own by default. examples: makes
-    others than the task's own. Continues from the newest checkpoint of the folder. Raises Preempted after SIGTERM, once
-    the state is saved.
+    retrieves nor trains the retriever. folder: name under the run folder, the task's own by default. Continues from the
+    newest checkpoint of the folder. Raises Preempted after SIGTERM, once the state is saved.
     """
-    task = make_task(name, run.setting)
-
-    def over() -> None:
-        if name == "realm" and folder is None and run.config.refresh.mode == "async":
-            # the run may have been cut off before this word
-            Reporter(run, shared_folder(run), name).finish(run.config[name].steps)
-
-    hosts_search = run.searches is not None and name == "realm"  # fine-tuning searches exactly
-    search = Search(run.setting, run.config.retrieval.ahead) if hosts_search else None
-    refresh = partial(make_refresh, run, name, folder is None)
+    task, own = make_task(name, run), folder is None
     course = Course(
-        task, examples or partial(task_examples, run, name), work_of(run, task), refresh, search, measure, over=over
+        task,
+        lambda params: task.examples(params, partial(start_vectors, task.run, name, params)),
+        work_of(task),
+        partial(make_refresh, task, own),
+        Search(task.setting, run.config.retrieval.ahead) if task.host_search and task.run.searches else None,
+        over=partial(tell_builders, task, own),
     )
     if measure is not None:
-        every = run.config.evaluation.qa_every if name == "qa" else 0
         course = dataclasses.replace(
             course,
-            every=every,
-            keep_best=keeps_best(run.config, name) and folder is None,
-            measure_start=name == "ict" and bool(run.config.init_from) and folder is None,
-            answers_start=run.config.evaluation.keep_best and bool(told(begins_with_reader(run.workdir))),
+            measure=measure,
+            every=task.evaluate_every,
+            keep_best=task.keeps_best and own,
+            measure_start=task.evaluates_start and own,
+            answers_start=starts_with_answers(task),
         )
     return follow(run, course, params, run.workdir / (folder or name))
+
+
+def starts_with_answers(task: Task) -> bool:
+    """Whether what a task starts with is measured as at its end, to keep the better: it may come with a reader."""
+    return task.retrieves and bool(task.run.config.evaluation.keep_best and told(begins_with_reader(task.run.workdir)))
 
 
 def follow(run: BaseRun, course: Course, params: Params, place: Path) -> Params:
@@ -177,13 +154,13 @@ class _Training:
         self._answers: deque[jax.Array] = deque(maxlen=2)  # to what was announced at the last two steps
         self._step_function = make_step(run, task)
         seconds, born = (0.0, None) if saved is None else (saved.record["seconds"], saved.record["born"])
-        counted = (self._start, self._total, seconds, course.work, born, lambda: checkpoints.latest)
+        counted = (self._start, self._total, seconds, course.work, born, lambda: checkpoints.latest, task.monitor())
         self._journal = Journal(place, task.name, *counted)
         self._watchdog = Watchdog(config.log.hang_seconds, place.name)
         self._refreshes = course.refresh(self._start, checkpoints, self._stopping, self._embedding)
         rows = own_rows(run.mesh, size)
         examples = course.examples(state.params)
-        source = batches(examples, config.seed, task.name, size, self._start, self._total, rows)
+        source = batches(examples, config.seed, task.stream, size, self._start, self._total, rows)
         in_flight = None if saved is None else saved.in_flight
         self._feed = Feed(run.mesh, source, rows, size, course.search, in_flight)
         self._profiler = Profiler(place / "profile", config.log.profile_step)
@@ -377,24 +354,35 @@ class _Training:
         self._stop.check(f"saved {self._place.name} at step {total}")
 
 
-def work_of(run: Run, task: Task) -> Work:
+def work_of(task: Task) -> Work:
     """What a step of a task is to the devices, for the records."""
-    parts = step_flops(run.config, task.name, run.model.bert.vocabulary_size, run.lengths.predictions, run.setting.rows)
-    return Work(sum(parts.values()), run.mesh.size, peak(run.mesh.devices.flat[0].device_kind))
+    mesh = task.run.mesh
+    return Work(sum(task.flops().values()), mesh.size, peak(mesh.devices.flat[0].device_kind))
 
 
 def make_refresh(
-    run: Run, name: str, own_folder: bool, start: int, checkpoints: Checkpoints, stopping: Callable[[], bool],
+    task: Task, own_folder: bool, start: int, checkpoints: Checkpoints, stopping: Callable[[], bool],
     alive: Callable[[], None],
 ) -> Refresh:  # fmt: skip
-    """Where a task's index comes from. Only REALM itself has a builder: a control and fine-tuning embed inline.
+    """Where a task's index comes from. A control embeds inline, and so does what follows no builder.
 
     stopping: whether to stop waiting; alive: called again and again while the corpus is embedded.
     """
+    if not task.has_corpus:
+        return Refresh()
+    run, name = task.run, task.name
     if run.config.refresh.mode == "inline" or not own_folder:
         return Inline(run, name, alive)
-    if name == "realm":
+    if task.follows_builder:
         kept = checkpoints.generations()
         return Adoption(run, name, start, kept, run.config.checkpoint.keep, stopping, alive)
-    later = "realm" in task_names(run.config)[task_names(run.config).index(name) :]
-    return Inline(run, name, alive, Reporter(run, shared_folder(run), name) if later else None)
+    names = task_names(run.config)
+    waited_for = any(TASKS[later].follows_builder for later in names[names.index(name) :])
+    return Inline(run, name, alive, Reporter(run, shared_folder(run), name) if waited_for else None)
+
+
+def tell_builders(task: Task, own_folder: bool) -> None:
+    """Say again that a task is done: the run may have been cut off before this word."""
+    run = task.run
+    if task.follows_builder and own_folder and run.config.refresh.mode == "async":
+        Reporter(run, shared_folder(run), task.name).finish(task.settings.steps)

@@ -22,11 +22,12 @@ from realm_jax.index.generations import numpy_dtype
 from realm_jax.models.realm import Params
 from realm_jax.run import Run
 from realm_jax.storage import Folder, open_folder
+from realm_jax.tasks import make_task
+from realm_jax.tasks.base import Task
 from realm_jax.training.embedding import start_vectors
 from realm_jax.training.reporter import Reporter
 from realm_jax.training.restore import Restored
 from realm_jax.training.state import Control
-from realm_jax.training.tasks import make_task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,9 +109,8 @@ def made(run: Run, vectors: NDArray, step: int, tower: Params | None, exact: boo
     return Fresh(Index(None, run.documents, tower), stored, step, searcher=Searcher.of(stored, run.searches))
 
 
-def keeps_documents(run: Run, name: str) -> bool:
+def keeps_documents(run: Run, task: Task) -> bool:
     """Whether a task retrieves and leaves the document embedder as it is, so that its first index stays right."""
-    task = make_task(name, run.setting)
     return task.retrieves and run.model.embedder_names[-1] not in task.trained
 
 
@@ -119,7 +119,7 @@ class OfCorpus(Refresh, abc.ABC):
 
     def __init__(self, run: Run, task: str, alive: Callable[[], None]) -> None:
         """alive: called again and again while the corpus is embedded."""
-        self._run, self._task, self._alive = run, task, alive
+        self._run, self._task, self._alive = run, make_task(task, run), alive
 
     @abc.abstractmethod
     def restore(self, generation: str, step: int) -> Fresh:
@@ -131,15 +131,15 @@ class OfCorpus(Refresh, abc.ABC):
             return None
         if generation := saved.record.get("generation"):
             return self.restore(generation, int(saved.state.step))
-        if not self._run.needs_vectors(self._task):
+        if not self._task.needs_vectors():
             return Fresh(self._run.bare_index, None, saved.record["index_step"])
         if saved.vectors is None:
             return None
         vectors, step = saved.vectors[: self._run.setting.rows], saved.record["index_step"]
-        return made(self._run, vectors, step, saved.tower, exact=self._task != "realm")
+        return made(self._run, vectors, step, saved.tower, exact=not self._task.host_search)
 
     def exact(self, fresh: Fresh) -> Index:
-        if fresh.index.vectors is not None or not self._run.needs_vectors(self._task):
+        if fresh.index.vectors is not None or not self._task.needs_vectors():
             return fresh.index
         assert fresh.vectors is not None, "where hosts search, they have the vectors"
         return self._run.index(fresh.vectors)
@@ -154,7 +154,7 @@ class OfCorpus(Refresh, abc.ABC):
 
     def last(self, step: int, params: Params, index: Fresh | None) -> Fresh | None:
         """Of the index in use, unless the document tower has moved since; None for a reader's own task."""
-        if self._task in ("mlm", "closed_book"):
+        if not self._task.has_final_index:
             return None
         if index is not None and self._still(step, index):
             return index
@@ -167,10 +167,10 @@ class OfCorpus(Refresh, abc.ABC):
     def _made(self, step: int, params: Params, tower: Params | None = None, first: bool = False,
               exact: bool = True) -> Fresh:  # fmt: skip
         """An index of parameters. first: whether they are those that a task starts with; else see `made`."""
-        if not self._run.needs_vectors(self._task):
+        if not self._task.needs_vectors():
             return Fresh(self._run.bare_index, None, step)
         if first:
-            vectors = start_vectors(self._run, self._task, params, self._alive)
+            vectors = start_vectors(self._run, self._task.name, params, self._alive)
         else:
             vectors = self._run.embed(params, lambda _: self._alive())
         return made(self._run, vectors, step, tower, exact)
@@ -187,8 +187,8 @@ class Inline(OfCorpus):
         """alive: called again and again while it embeds. reporter: tells a builder that waits for a later task that the
         run lives."""
         super().__init__(run, name, alive)
-        self._every = {"realm": run.config.refresh.every, "qa": run.config.refresh.qa_every}.get(name, 0)
-        self._exact = name != "realm"
+        self._every = self._task.refresh_every
+        self._exact = not self._task.host_search
         self._reporter = reporter
 
     def __enter__(self) -> Self:
