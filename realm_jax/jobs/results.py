@@ -9,7 +9,7 @@ import platform
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ from realm_jax.corpus.jsonl import Question, answered
 from realm_jax.data.held_out import evenly_spaced
 from realm_jax.data.pipeline import dataset
 from realm_jax.evaluation.answers import exact_match, find_answer
+from realm_jax.evaluation.findings import UNTRAINED
 from realm_jax.evaluation.predict import GROUPED_BY, Evaluator, Prediction
 from realm_jax.evaluation.report import write_report
 from realm_jax.forward import read_masked
@@ -34,6 +35,7 @@ from realm_jax.processes import is_first, told
 from realm_jax.run import Run, put_batch
 from realm_jax.storage import read_json, write_json_atomic
 from realm_jax.tasks import TASKS, make_task
+from realm_jax.tasks.base import Task
 from realm_jax.tasks.realm import masked_examples
 from realm_jax.training.best import describe_loss, kept_by, measure_in, stage_of
 from realm_jax.training.checkpoints import Saved
@@ -165,12 +167,22 @@ def collect(run: Run, questions: Sequence[Question], asked: dict[str, Any]) -> d
     by_group = {name: found[BY_WORDS] for name, found in measured.items() if BY_WORDS in found}
     results |= {BY_WORDS: by_group} if by_group else {}
     results["exact_match"] = exact
+    results |= comparison(tasks, measured)
     dev = bool(run.sources.questions.get("dev"))
     results["measured_on"] = "development questions" if dev else "masked sentences of held-out documents"
     results["stages"] = {name: stage for name in task_names(run.config) if (stage := describe_end(run, name))}
     if utilities:
         results["retrieval_utility"] = float(np.mean(utilities[-max(1, len(utilities) // 10) :]))
     return results | {"seconds": seconds}
+
+
+def comparison(tasks: Sequence[Task], measured: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """The methods that say what the retriever learnt from masked words: {"comparison": {"before", "after"}}, if any."""
+    after = next((number for number, task in enumerate(tasks) if task.inspects_sentences), None)
+    if after is None:
+        return {}
+    before = [task.name for task in tasks[:after] if task.name in measured]
+    return {"comparison": {"before": before[-1] if before else UNTRAINED, "after": tasks[after].name}}
 
 
 def describe_end(run: Run, name: str) -> dict[str, Any] | None:

@@ -34,7 +34,7 @@ from realm_jax.models.bert import LAYER_NORM_EPSILON
 from realm_jax.models.realm import Params, Realm
 from realm_jax.models.sentence_export import PASSAGES, QUERIES, refuse_modules, write_modules
 from realm_jax.models.sentence_folder import OWN, READS
-from realm_jax.models.weights import SETTINGS, WEIGHTS, networks, save, settings_of, write_json
+from realm_jax.models.weights import HF_REALM, SETTINGS, WEIGHTS, networks, save, settings_of, write_json
 from realm_jax.run import tower_lengths
 from realm_jax.storage import publish_folder
 from realm_jax.text.wordpiece import TOKENIZER, VOCABULARY_FILE, WordPiece
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--task", choices=tuple(REALM_TASKS), help="parameters at the end of it (default: of the last one trained)"
     )
     export.add_argument(
-        "--names", choices=("bert", "realm"),
+        "--names", choices=("bert", HF_REALM),
         help="'bert', the default: towers open in sentence-transformers and as BertModel, the reader as "
         "BertForMaskedLM; 'realm': as RealmEmbedder and RealmReader of transformers 4.x",
     )  # fmt: skip
@@ -101,7 +101,7 @@ def export(workdir: Path, output: Path, names: str = "bert", task: str | None = 
     """
     opened = open_run_to_ask(workdir, data)
     model, wordpiece = opened.model, opened.sources.wordpiece
-    if names == "realm":
+    if names == HF_REALM:
         _check_realm(model)
     name, saved = newest(opened, task)
     if saved.step < opened.config[name].steps:

@@ -30,16 +30,7 @@ from realm_jax.models.realm import Params
 from realm_jax.run import Run
 from realm_jax.schema import require
 from realm_jax.sections import TaskSection, task_names
-from realm_jax.tasks.base import (
-    Contrast,
-    Embed,
-    Means,
-    Shapes,
-    Task,
-    document_shapes,
-    over_examples,
-    query_shapes,
-)
+from realm_jax.tasks.base import Contrast, Embed, Means, Shapes, Task, document_shapes, over_examples, query_shapes
 from realm_jax.text.wordpiece import WordPiece
 
 Array = jax.Array

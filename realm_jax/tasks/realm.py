@@ -13,15 +13,7 @@ from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
 from realm_jax.corpus.store import PassageStore
-from realm_jax.data.examples import (
-    Example,
-    Examples,
-    Find,
-    Lengths,
-    masked_arrays,
-    require_passages,
-    spans_of,
-)
+from realm_jax.data.examples import Example, Examples, Find, Lengths, masked_arrays, require_passages, spans_of
 from realm_jax.flops import embedding_flops, score_flops, tower_of, word_flops
 from realm_jax.forward import read_masked
 from realm_jax.index.candidates import Batch, Candidates, Index, Setting, bm25_listed, search_depth
