@@ -514,4 +514,4 @@ def test_a_fault_in_an_example_reaches_the_run():
         raise UserError("passages/segment-00000: damaged")
 
     with pytest.raises(UserError, match="damaged"):
-        steps(Examples(3, make), 0, "qa", 2, start=0, stop=2)
+        steps(Examples(3, make), 0, REALM, 2, start=0, stop=2)

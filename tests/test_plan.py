@@ -42,7 +42,7 @@ def test_shapes_of_a_question_beside_its_positive_passage(people, titles):
     config = tiny_config(people)
     config.retrieval.qa_titles, config.objective.qa, config.qa.batch_size = titles, "positive", 8
     sources = open_sources(people)
-    task = make_task("qa", make_run(config, Path("."), sources))
+    task = make_task("qa", make_run(config, Path("."), sources, jax.devices()[:1]))
     asked = sources.questions["train"][:1]
     examples = positive_examples(asked, [0], sources.passages, sources.wordpiece, task.run.lengths, titles)
     example = examples.make(0, np.random.default_rng(0))

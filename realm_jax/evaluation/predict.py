@@ -131,7 +131,7 @@ def _read(setting: Setting, depth: int, spans: int, params: Params, batch: Any, 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
-    """Questions against one run's corpus. search: what finds the passages, one of `config.SEARCHES`."""
+    """Questions against one run's corpus. search: what finds the passages, one of `sections.SEARCHES`."""
 
     run: Run
     questions: Sequence[Question]

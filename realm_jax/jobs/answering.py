@@ -57,7 +57,7 @@ LOW_EXACT_MATCH, LOW_RECALL = 0.2, 0.5  # below these a user is warned
 class Trained:
     """A run as it stands at the newest checkpoint of one of its tasks, with the corpus embedded.
 
-    search: what finds the passages of questions, one of `config.SEARCHES`.
+    search: what finds the passages of questions, one of `sections.SEARCHES`.
     """
 
     run: Run
