@@ -7,10 +7,7 @@ the inverse cloze task as REALM has, and a reader of the same size that answers 
 from collections.abc import Mapping
 from typing import Any
 
-from realm_jax.evaluation.predict import Evaluator
-from realm_jax.index.candidates import Index
 from realm_jax.jobs.opening import BORROWING, borrow_params
-from realm_jax.models.realm import Params
 from realm_jax.run import Run
 from realm_jax.sections import task_names
 from realm_jax.tasks import make_task
@@ -19,12 +16,8 @@ from realm_jax.training.loop import train_task
 from realm_jax.training.restore import restore_params
 
 
-def run_controls(run: Run, evaluator: Evaluator) -> None:
+def run_controls(run: Run) -> None:
     """All controls that the recipe allows, each in its own folder of the run, resumable like any task."""
-
-    def measure(params: Params, index: Index | None, final: bool) -> dict[str, Any]:
-        return {} if index is None else evaluator.recall(params, index)
-
     controls = [control for name in task_names(run.config) for control in make_task(name, run).controls()]
     start = run.initial_params()
     from_start = [control.folder for control in controls if not control.start]
@@ -32,12 +25,10 @@ def run_controls(run: Run, evaluator: Evaluator) -> None:
     if any(run.config[key] for key in BORROWING) and not begun:  # afterwards its source may go
         start = borrow_params(run, start)
     for control in controls:
-        if control.start:
-            changed = _with(run, control.keys)
-            before = restore_params(run, run.workdir, control.start, start)
-            train_task(changed, control.task, before, measure, control.folder)
-        else:
-            train_task(run, control.task, start, make_task(control.task, run).measure())
+        changed = _with(run, control.keys)
+        params = restore_params(run, run.workdir, control.start, start) if control.start else start
+        folder = None if control.folder == control.task else control.folder
+        train_task(changed, control.task, params, make_task(control.task, changed).measure(), folder)
 
 
 def _with(run: Run, keys: Mapping[str, Any]) -> Run:

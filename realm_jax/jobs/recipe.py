@@ -66,7 +66,7 @@ def run_recipe(run: Run, controls: bool, command: str) -> int:
             params = train(run, tell)
             if controls:
                 tell("controls")
-                run_controls(run, evaluator)
+                run_controls(run)
             tell("results")
             results = write_results(run, params, questions, command)
     except Preempted as reason:

@@ -9,7 +9,7 @@ reported. Means of the parts of a batch add up to those of the whole. `index` is
 """
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -18,7 +18,7 @@ import numpy as np
 from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
-from realm_jax.corpus.jsonl import Question
+from realm_jax.corpus.jsonl import Question, answered
 from realm_jax.corpus.store import PassageStore
 from realm_jax.data.examples import Examples
 from realm_jax.data.held_out import held_out_share, masked_sentences, trained_rows
@@ -182,9 +182,26 @@ class Task(abc.ABC):
         return True
 
     def measure(self) -> Measure | None:
-        """What measures parameters: given them, an index (None without one), and whether it is for the last time or
-        halfway, and not of a new index; None without anything to measure with."""
-        return recall_measure(self)
+        """What measures parameters on the development questions; None without any.
+
+        It takes parameters, an index (None without one), and whether they are measured for the last time or halfway,
+        rather than for a new index. It finds recall, and then exact match of the questions with answers where the task
+        teaches to read them: at a new index nothing may have taught the reader which words answer a question.
+        """
+        questions = dev_questions(self.run)
+        if not questions:
+            return None
+        evaluator = Evaluator(self.run, questions, self.eval_search)
+
+        def measure(params: Params, index: Index | None, final: bool) -> dict[str, Any]:
+            if index is None:
+                return {}
+            found = evaluator.recall(params, index)
+            if final and self.teaches_reading() and answered(questions):
+                found["exact_match"] = evaluator.exact_match(evaluator.predict(params, index))
+            return found
+
+        return measure
 
     def monitor(self) -> Callable[[dict[str, Any]], str | None]:
         """What says a warning, or None, of the records of a training, handed over in order."""
@@ -256,16 +273,3 @@ def dev_questions(run: Run) -> list[Question]:
 def measured_questions(config: ConfigDict, sources: Sources) -> list[Question]:
     """The development questions that are measured: `evaluation.questions` of them at most."""
     return sources.questions.get("dev", [])[: config.evaluation.questions or None]
-
-
-def recall_measure(task: Task, questions: Sequence[Question] = ()) -> Measure | None:
-    """Recall on some questions, by default the development questions. None where there are none."""
-    questions = questions or dev_questions(task.run)
-    if not questions:
-        return None
-    evaluator = Evaluator(task.run, questions, task.eval_search)
-
-    def measure(params: Params, index: Index | None, final: bool) -> dict[str, Any]:
-        return {} if index is None else evaluator.recall(params, index)
-
-    return measure

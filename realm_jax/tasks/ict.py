@@ -3,6 +3,9 @@
 Against the passages of the batch (`objective.ict=batch`), or against what the sentence itself retrieves ('index').
 """
 
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,7 +55,8 @@ class Ict(Task):
         if self.retrieves:
             self.trained = self.trained[:1]
         else:
-            self.contrast = Contrast(self._encode, self._null, self._contrast)
+            given = partial(cloze_vectors, run.setting), partial(cloze_null, run.setting)
+            self.contrast = Contrast(*given, partial(contrast, null_weight=run.setting.ict_null_weight))
 
     @classmethod
     def check(cls, config: ConfigDict) -> None:
@@ -85,11 +89,11 @@ class Ict(Task):
     def array_shapes(self) -> Shapes:
         return query_shapes(self.run) | document_shapes(self.run) | {"own_row": ((), np.int32)}
 
-    def loss(self, params: Params, batch: Batch, index: Index | None, key: Array | None) -> Means:
-        if self.retrieves:
-            assert index is not None
+    def loss(self, params: Params, batch: Batch, index: Any, key: Array | None) -> Means:
+        if self.contrast is None:
             return retrieved_ict_loss(self.setting, params, batch, index, key)
-        return self._contrast(self._encode(params, batch, key), self._null(params, key))
+        encode, null, loss = self.contrast
+        return loss(encode(params, batch, key), null(params, key))
 
     def example_flops(self) -> dict[str, float]:
         config, score = self.run.config, score_flops(self.run)
@@ -99,15 +103,6 @@ class Ict(Task):
             return {"search": self.setting.rows * score, "queries": queries, "scores": scores}
         documents = 3 * embedding_flops(config, config.data.document_length)
         return {"queries": queries, "documents": documents, "scores": 3 * score * self.settings.batch_size}
-
-    def _encode(self, params: Params, batch: Batch, key: Array | None) -> tuple[Array, Array]:
-        return cloze_vectors(self.setting, params, batch, key)
-
-    def _null(self, params: Params, key: Array | None) -> Array | None:
-        return cloze_null(self.setting, params, key)
-
-    def _contrast(self, vectors: tuple[Array, Array], null: Array | None) -> Means:
-        return contrast(vectors, null, self.setting.ict_null_weight)
 
 
 def cloze_vectors(setting: Setting, params: Params, batch: Batch, key: Array | None) -> tuple[Array, Array]:

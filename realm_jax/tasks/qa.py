@@ -16,7 +16,6 @@ from ml_collections import ConfigDict
 from realm_jax.corpus.jsonl import answered
 from realm_jax.data.examples import Examples
 from realm_jax.errors import UserError
-from realm_jax.evaluation.predict import Evaluator
 from realm_jax.flops import embedding_flops, score_flops, tower_of
 from realm_jax.forward import question_beam, read_joint, read_question
 from realm_jax.index.candidates import Batch, Index, Setting, bm25_listed, dropout_keys, take
@@ -31,11 +30,9 @@ from realm_jax.tasks.base import (
     Control,
     Embed,
     Means,
-    Measure,
     Shapes,
     Task,
     bm25_shapes,
-    dev_questions,
     measured_questions,
     over_examples,
     query_shapes,
@@ -149,26 +146,6 @@ class Qa(Task):
             documents = embedding_flops(config, config.data.document_length)
             parts["documents"] = 3 * config.retrieval.qa_passages * documents
         return parts
-
-    def measure(self) -> Measure | None:
-        """Recall, and exact match of the questions with answers once something was learnt.
-
-        Before, nothing has taught the reader which words answer a question.
-        """
-        questions = dev_questions(self.run)
-        if not questions:
-            return None
-        evaluator = Evaluator(self.run, questions, self.eval_search)
-
-        def measure(params: Params, index: Index | None, final: bool) -> dict[str, Any]:
-            if index is None:
-                return {}
-            found = evaluator.recall(params, index)
-            if final and answered(questions):
-                found["exact_match"] = evaluator.exact_match(evaluator.predict(params, index))
-            return found
-
-        return measure
 
     def monitor(self) -> Callable[[dict[str, Any]], str | None]:
         return CollapseMonitor().questions
