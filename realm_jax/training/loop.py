@@ -75,11 +75,7 @@ class Course:
 
 
 def train_task(
-    run: BaseRun,
-    name: str,
-    params: Params,
-    measure: Measure | None = None,
-    folder: str | None = None,
+    run: BaseRun, name: str, params: Params, measure: Measure | None = None, folder: str | None = None
 ) -> Params:
     """Train one task of a run to its last step and return all parameters.
 
