@@ -30,7 +30,7 @@ from realm_jax.jobs.recipe import preemptible
 from realm_jax.jobs.starting import local_source
 from realm_jax.mesh import put_whole
 from realm_jax.models.weights import load_bert
-from realm_jax.processes import is_first
+from realm_jax.processes import is_process_0
 from realm_jax.run import BaseRun
 from realm_jax.storage import make_folder, only_one, read_json, write_json_atomic
 from realm_jax.tasks.tagger import TaggerTask, annotated, kinds_of, make_tagger_run, score, score_spans, window_tagger
@@ -51,12 +51,12 @@ def run_tagger(config: ConfigDict, workdir: Path) -> int:
     """Train, measure and write the results; returns the exit code, 75 after SIGTERM, once the state is saved."""
     run = open_tagger_run(config, workdir)
     try:
-        with only_one(workdir) if is_first() else nullcontext(), preemptible():
+        with only_one(workdir) if is_process_0() else nullcontext(), preemptible():
             results = train(run)
     except Preempted as reason:
         logger.warning("%s", reason)
         return PREEMPTED
-    if is_first():
+    if is_process_0():
         show(results)
     return 0
 
@@ -73,7 +73,7 @@ def open_tagger_run(config: ConfigDict, workdir: Path, devices: list[jax.Device]
     make_folder(workdir, "--workdir")
     if borrows(config, workdir):
         load_bert(local_source(config.init_from), run.model.bert)  # says what does not fit before anything is recorded
-    if is_first() and not begun:
+    if is_process_0() and not begun:
         wordpiece.save(workdir / TOKENIZER)
         write_json_atomic(workdir / KINDS, list(run.model.kinds))
     check_workdir(run)
@@ -104,7 +104,7 @@ def train(run: BaseRun) -> dict[str, Any]:
     windows = window_tagger(run)
     results: dict[str, Any] = {split: score(windows, params, documents) for split, documents in splits.items()}
     results["rules"] = {split: score_rules(documents) for split, documents in splits.items()}
-    if is_first():
+    if is_process_0():
         saved = Saved.newest(run.workdir / name / "checkpoints")
         assert saved is not None, "training ends with a save"
         results |= {"kinds": list(run.model.kinds), "seconds": saved.record["seconds"]}

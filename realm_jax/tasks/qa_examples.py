@@ -37,7 +37,7 @@ from realm_jax.evaluation.predict import Evaluator
 from realm_jax.index.candidates import Setting
 from realm_jax.models.inputs import DOCUMENT_SPECIALS
 from realm_jax.models.realm import Params
-from realm_jax.processes import is_first, told_by
+from realm_jax.processes import is_process_0, run_on_process_0
 from realm_jax.run import Run
 from realm_jax.storage import make_folder, read_json, write_json_atomic
 from realm_jax.tasks.base import Embed, Task
@@ -108,11 +108,11 @@ def made_once(task: Task, file: str, name: str, count: int, make: Callable[[], l
     name: what the entries are. Raises UserError where the kept list is of another number of questions.
     """
     path = task.run.workdir / task.name / file
-    if told_by(lambda: int(path.is_file())):
+    if run_on_process_0(lambda: int(path.is_file())):
         found: list[Any] = read_json(path)[name]
     else:
         found = make()
-        if is_first():
+        if is_process_0():
             make_folder(path.parent, "--workdir")
             write_json_atomic(path, {name: found})
     if len(found) != count:

@@ -23,12 +23,12 @@ from realm_jax.errors import UserError
 from realm_jax.flops import peak
 from realm_jax.memory import free_heap
 from realm_jax.models.realm import Params
-from realm_jax.processes import anywhere, told
+from realm_jax.processes import any_process, broadcast_from_process_0
 from realm_jax.run import BaseRun, own_rows
 from realm_jax.sections import task_names
 from realm_jax.tasks import TASKS, make_task
 from realm_jax.tasks.base import Measure, Task
-from realm_jax.training.adoption import Adoption
+from realm_jax.training.adoption import BuiltIndex
 from realm_jax.training.best import Best, describe_loss, stage_of
 from realm_jax.training.checkpoints import Checkpoints, Saved
 from realm_jax.training.embedding import start_vectors
@@ -36,7 +36,7 @@ from realm_jax.training.feed import Feed, Search
 from realm_jax.training.guards import CompileGuard, Profiler, Watchdog, check_replicas
 from realm_jax.training.journal import Journal, Work
 from realm_jax.training.preemption import Stop
-from realm_jax.training.refresh import Fresh, Inline, Interrupted, Refresh, shared_folder
+from realm_jax.training.refresh import IndexSource, InlineIndex, Interrupted, LoadedIndex, shared_folder
 from realm_jax.training.reporter import Reporter
 from realm_jax.training.restore import Restored, restore
 from realm_jax.training.state import Control, State, make_step, put_control, start_state
@@ -44,7 +44,7 @@ from realm_jax.training.workdir import begins_with_reader
 
 logger = logging.getLogger(__name__)
 
-MakeRefresh = Callable[[int, Checkpoints, Callable[[], bool], Callable[[], None]], Refresh]
+MakeRefresh = Callable[[int, Checkpoints, Callable[[], bool], Callable[[], None]], IndexSource]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +106,9 @@ def train_task(
 
 def starts_with_answers(task: Task) -> bool:
     """Whether what a task starts with is measured as at its end, to keep the better: it may come with a reader."""
-    return task.retrieves and bool(task.run.config.evaluation.keep_best and told(begins_with_reader(task.run.workdir)))
+    return task.retrieves and bool(
+        task.run.config.evaluation.keep_best and broadcast_from_process_0(begins_with_reader(task.run.workdir))
+    )
 
 
 def follow(run: BaseRun, course: Course, params: Params, place: Path) -> Params:
@@ -116,7 +118,7 @@ def follow(run: BaseRun, course: Course, params: Params, place: Path) -> Params:
     saved = Saved.newest_sound(place / "checkpoints", lambda saved: restore(run, task, saved, params))
     state = start_state(run, task, params) if saved is None else saved.state
     with Checkpoints(place / "checkpoints", keep.keep, keep.keep_every) as checkpoints, Stop() as stop:
-        stop.asked = anywhere(stop.asked)
+        stop.asked = any_process(stop.asked)
         stop.check("every finished task is saved")
         if int(state.step) >= run.config[task.name].steps:
             course.over()
@@ -145,7 +147,7 @@ class _Training:
         self._checkpoints, self._stop = checkpoints, stop
         self._start, self._total, size = int(state.step), config[task.name].steps, config[task.name].batch_size
         self._finishing = False
-        self._index: Fresh | None = None
+        self._index: LoadedIndex | None = None
         self._values: dict[str, jax.Array] = {}  # what the last step reports
         self._answers: deque[jax.Array] = deque(maxlen=2)  # to what was announced at the last two steps
         self._step_function = make_step(run, task)
@@ -196,7 +198,7 @@ class _Training:
         self._finish()
 
     def _stopping(self) -> bool:
-        """Whether to stop waiting for an index; who asks is alive."""
+        """Whether to stop waiting for an index; who asks is on_progress."""
         self._watchdog.beat()
         return self._stop.asked
 
@@ -230,7 +232,7 @@ class _Training:
         """Use a fresh index, if there is one, and measure it."""
         try:
             with self._journal.waiting("index"):
-                fresh = self._refreshes.at(step, self.params, self._index, heard)
+                fresh = self._refreshes.next(step, self.params, self._index, heard)
         except (UserError, Interrupted) as reason:
             self._stop.asked = self._stop.asked or isinstance(reason, Interrupted)  # whichever process was told to
             self._save_and_stop(step)
@@ -239,7 +241,7 @@ class _Training:
         if fresh is not None:
             self._index = fresh
             with self._journal.waiting("measurement"):
-                exact = self._refreshes.exact(fresh)
+                exact = self._refreshes.as_exact(fresh)
                 final = self._answers_start and step == 0
                 found = {} if self._measure is None else self._measure(self.params, exact, final)
             self._watchdog.beat()
@@ -249,10 +251,10 @@ class _Training:
     def _measured_first(self) -> None:
         """Measure the parameters that a task without an index starts from, with an index of their own."""
         assert self._measure is not None
-        fresh = self._refreshes.at(0, self.params, None, Control())
+        fresh = self._refreshes.next(0, self.params, None, Control())
         if fresh is None:
             return
-        found = self._measure(self.params, self._refreshes.exact(fresh), False)
+        found = self._measure(self.params, self._refreshes.as_exact(fresh), False)
         self._watchdog.beat()
         self._best.look(0, self._state, found)
         self._journal.measured(0, found | {"refresh": True, "index_step": 0})
@@ -262,7 +264,7 @@ class _Training:
         assert self._measure is not None, "a course that says when to measure says how"
         with self._journal.waiting("measurement"):
             try:
-                found = self._measure(self.params, self._refreshes.fitting(step, self.params, self._index), True)
+                found = self._measure(self.params, self._refreshes.index_for_eval(step, self.params, self._index), True)
             except Interrupted:
                 self._save_and_stop(step)
                 raise
@@ -319,9 +321,9 @@ class _Training:
     def _measured_last(self, step: int) -> dict[str, Any]:
         """What the parameters, those of `step`, are worth, with an index of their own, which stays."""
         assert self._measure is not None
-        index = self._refreshes.last(step, self.params, self._index)
+        index = self._refreshes.final_index(step, self.params, self._index)
         self._index = None if index is None else dataclasses.replace(index, step=self._total)
-        exact = None if self._index is None else self._refreshes.exact(self._index)
+        exact = None if self._index is None else self._refreshes.as_exact(self._index)
         found = self._measure(self.params, exact, True)
         self._watchdog.beat()
         return found
@@ -346,7 +348,7 @@ class _Training:
         if loss := describe_loss(self._task.name, stage, self._best.kept_by(found)):
             logger.warning("%s", loss)
         self._refreshes.done(total)
-        self._stop.asked = anywhere(self._stop.asked)
+        self._stop.asked = any_process(self._stop.asked)
         self._stop.check(f"saved {self._place.name} at step {total}")
 
 
@@ -357,24 +359,24 @@ def work_of(task: Task) -> Work:
 
 
 def make_refresh(
-    task: Task, own_folder: bool, start: int, checkpoints: Checkpoints, stopping: Callable[[], bool],
-    alive: Callable[[], None],
-) -> Refresh:  # fmt: skip
+    task: Task, own_folder: bool, start: int, checkpoints: Checkpoints, should_stop: Callable[[], bool],
+    on_progress: Callable[[], None],
+) -> IndexSource:  # fmt: skip
     """Where a task's index comes from. A control embeds inline, and so does what follows no builder.
 
-    stopping: whether to stop waiting; alive: called again and again while the corpus is embedded.
+    should_stop: whether to stop waiting; on_progress: called again and again while the corpus is embedded.
     """
     if not task.has_corpus:
-        return Refresh()
+        return IndexSource()
     run, name = task.run, task.name
     if run.config.refresh.mode == "inline" or not own_folder:
-        return Inline(run, name, alive)
+        return InlineIndex(run, name, on_progress)
     if task.follows_builder:
         kept = checkpoints.generations()
-        return Adoption(run, name, start, kept, run.config.checkpoint.keep, stopping, alive)
+        return BuiltIndex(run, name, start, kept, run.config.checkpoint.keep, should_stop, on_progress)
     names = task_names(run.config)
     waited_for = any(TASKS[later].follows_builder for later in names[names.index(name) :])
-    return Inline(run, name, alive, Reporter(run, shared_folder(run), name) if waited_for else None)
+    return InlineIndex(run, name, on_progress, Reporter(run, shared_folder(run), name) if waited_for else None)
 
 
 def tell_builders(task: Task, own_folder: bool) -> None:
