@@ -11,6 +11,7 @@ import argparse
 import errno
 import importlib
 import io
+import logging
 import os
 import select
 import shlex
@@ -25,6 +26,7 @@ from typing import Any
 import realm_jax
 from realm_jax.errors import USER_ERROR, UserError
 from realm_jax.memory import keep_memory, no_collection
+from realm_jax.training.preemption import PREEMPTED, Preempted
 
 OVERRIDES = {"config": "overrides", "spec": "spec_overrides"}  # --config.key=value → args.overrides
 
@@ -66,8 +68,8 @@ JOBS: dict[str, tuple[str, str]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code; `argv` is `sys.argv[1:]` if not given.
 
-    Raises `SystemExit(2)` for arguments that cannot be parsed. An exception that is not the user's mistake is a defect
-    and propagates with its traceback.
+    Raises `SystemExit(2)` for arguments that cannot be parsed. An exception that is neither the user's mistake nor a
+    preemption is a defect and propagates with its traceback.
     """
     _mend_streams()
     with _CtrlC() as ctrl_c:
@@ -77,6 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return code
         except KeyboardInterrupt:
             return _interrupted()
+        except Preempted as reason:
+            logging.getLogger("realm_jax").warning("%s", reason)
+            return PREEMPTED
         except Exception as error:
             if ctrl_c.heard:  # what some library made of it
                 return _interrupted()

@@ -44,7 +44,7 @@ from realm_jax.jobs.flags import positive
 from realm_jax.run import Run
 from realm_jax.storage import digest, flush_to_disk, make_folder, only_one, read_json, write_json_atomic
 from realm_jax.training.checkpoints import Saved
-from realm_jax.training.preemption import PREEMPTED, Preempted, Stop
+from realm_jax.training.preemption import Stop
 
 logger = logging.getLogger(__name__)
 
@@ -84,19 +84,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
-    """Predict; exit code 75 after SIGTERM."""
+def run(args: argparse.Namespace) -> None:
+    """Predict. Raises Preempted after SIGTERM."""
     output = checked_output(Path(args.output), "--output")
     opened = open_run_to_ask(Path(args.workdir), args.data, overrides_of(args))
     check_passages(opened, args)
     questions = questions_of(opened, args, need_right=False)
-    try:
-        with Stop() as stop:
-            predict(opened, args.task, questions, output, args.nbest or NBEST, stop, args.search)
-    except Preempted as reason:
-        logger.warning("%s", reason)
-        return PREEMPTED
-    return 0
+    with Stop() as stop:
+        predict(opened, args.task, questions, output, args.nbest or NBEST, stop, args.search)
 
 
 def predict(
