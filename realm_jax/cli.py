@@ -45,9 +45,8 @@ JOBS: dict[str, tuple[str, str]] = {
     "tag": ("realm_jax.jobs.tag", "find the salient spans of prepared passages with a trained tagger"),
     "launch": ("realm_jax.jobs.launch", "start a run here, on TPU VMs or on GKE; see it, stop it, remove it"),
     "build-index": ("realm_jax.jobs.build_index", "embed the corpus anew beside a training run, and publish it"),
-    "index": ("realm_jax.jobs.index", "list, verify, remove and search the indexes of a run"),
     "corpus": ("realm_jax.jobs.corpus", "add, replace or remove documents; a trained run then answers from them"),
-    "checkpoints": ("realm_jax.jobs.checkpoints", "list and verify what a run has saved"),
+    "storage": ("realm_jax.jobs.storage", "list, verify and remove what a run has stored: checkpoints and indexes"),
     "weights": (
         "realm_jax.jobs.weights",
         "write a run's networks for Hugging Face's library, or convert released ones",
@@ -55,9 +54,8 @@ JOBS: dict[str, tuple[str, str]] = {
     "predict": ("realm_jax.jobs.predict", "answer a file of questions with a trained run"),
     "evaluate": (
         "realm_jax.jobs.evaluate",
-        "measure answers and retrieval of a trained run, or of a file of predictions",
+        "measure a trained run or a file of predictions, or say whether two files differ by more than chance",
     ),
-    "compare": ("realm_jax.jobs.compare", "say whether two files of predictions differ by more than chance"),
     "ablate": ("realm_jax.jobs.ablate", "train what differs in one thing, under several seeds, and tabulate it"),
     "ask": ("realm_jax.jobs.ask", "ask a trained run a question"),
     "plan": ("realm_jax.jobs.plan", "say what a run on TPUs needs and costs, without a TPU"),
