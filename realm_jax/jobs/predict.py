@@ -178,9 +178,10 @@ def records(
         hits = answer_hits(
             trained.run.sources.passages, rows, [one.answers for one in asked], [one.is_regex for one in asked]
         )
+        found = zip(asked, predictions, hits, strict=True)
         yield [
             question_record(one, number) | _found(trained, evaluator, one, prediction, has_answer, nbest)
-            for number, (one, prediction, has_answer) in enumerate(zip(asked, predictions, hits, strict=True), first + 1)
+            for number, (one, prediction, has_answer) in enumerate(found, first + 1)
         ]
         first += len(predictions)
 
