@@ -11,6 +11,7 @@ import argparse
 import errno
 import importlib
 import io
+import logging
 import os
 import select
 import shlex
@@ -25,6 +26,7 @@ from typing import Any
 import realm_jax
 from realm_jax.errors import USER_ERROR, UserError
 from realm_jax.memory import keep_memory, no_collection
+from realm_jax.training.preemption import PREEMPTED, Preempted
 
 OVERRIDES = {"config": "overrides", "spec": "spec_overrides"}  # --config.key=value → args.overrides
 
@@ -43,9 +45,8 @@ JOBS: dict[str, tuple[str, str]] = {
     "tag": ("realm_jax.jobs.tag", "find the salient spans of prepared passages with a trained tagger"),
     "launch": ("realm_jax.jobs.launch", "start a run here, on TPU VMs or on GKE; see it, stop it, remove it"),
     "build-index": ("realm_jax.jobs.build_index", "embed the corpus anew beside a training run, and publish it"),
-    "index": ("realm_jax.jobs.index", "list, verify, remove and search the indexes of a run"),
     "corpus": ("realm_jax.jobs.corpus", "add, replace or remove documents; a trained run then answers from them"),
-    "checkpoints": ("realm_jax.jobs.checkpoints", "list and verify what a run has saved"),
+    "storage": ("realm_jax.jobs.storage", "list, verify and remove what a run has stored: checkpoints and indexes"),
     "weights": (
         "realm_jax.jobs.weights",
         "write a run's networks for Hugging Face's library, or convert released ones",
@@ -53,9 +54,8 @@ JOBS: dict[str, tuple[str, str]] = {
     "predict": ("realm_jax.jobs.predict", "answer a file of questions with a trained run"),
     "evaluate": (
         "realm_jax.jobs.evaluate",
-        "measure answers and retrieval of a trained run, or of a file of predictions",
+        "measure a trained run or a file of predictions, or say whether two files differ by more than chance",
     ),
-    "compare": ("realm_jax.jobs.compare", "say whether two files of predictions differ by more than chance"),
     "ablate": ("realm_jax.jobs.ablate", "train what differs in one thing, under several seeds, and tabulate it"),
     "ask": ("realm_jax.jobs.ask", "ask a trained run a question"),
     "plan": ("realm_jax.jobs.plan", "say what a run on TPUs needs and costs, without a TPU"),
@@ -66,8 +66,8 @@ JOBS: dict[str, tuple[str, str]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code; `argv` is `sys.argv[1:]` if not given.
 
-    Raises `SystemExit(2)` for arguments that cannot be parsed. An exception that is not the user's mistake is a defect
-    and propagates with its traceback.
+    Raises `SystemExit(2)` for arguments that cannot be parsed. An exception that is neither the user's mistake nor a
+    preemption is a defect and propagates with its traceback.
     """
     _mend_streams()
     with _CtrlC() as ctrl_c:
@@ -77,6 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return code
         except KeyboardInterrupt:
             return _interrupted()
+        except Preempted as reason:
+            logging.getLogger("realm_jax").warning("%s", reason)
+            return PREEMPTED
         except Exception as error:
             if ctrl_c.heard:  # what some library made of it
                 return _interrupted()

@@ -231,22 +231,24 @@ def test_once_builds_the_newest_export_or_finds_it_built(sturdy, tmp_path, caplo
 def test_generations_are_listed_verified_and_removed_by_hand(sturdy, tmp_path, capsys):
     shutil.copytree(sturdy.run.workdir, tmp_path / "run")
     workdir, folder = f"--workdir={tmp_path}/run", PosixFolder(tmp_path / "run")
-    assert cli.main(["index", "ls", "--json", workdir]) == 0
-    found = {entry["step"]: entry for entry in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert cli.main(["storage", "ls", "--json", workdir]) == 0
+    listed = map(json.loads, capsys.readouterr().out.splitlines())
+    found = {entry["step"]: entry for entry in listed if "checkpoint" not in entry}
     assert found[6]["state"] == "published" and found[6]["in_use"] and found[4]["pinned"]
     assert (found[6]["rows"], found[6]["age"]) == (16, 2)
-    assert cli.main(["index", "verify", workdir]) == 0
+    assert cli.main(["storage", "verify", workdir]) == 0
     name = found[6]["generation"]
     spoil(folder, read_manifest(folder, name), "flipped")
-    assert cli.main(["index", "verify", workdir]) == 1
+    assert cli.main(["storage", "verify", workdir]) == 1
     assert f"{name}: DAMAGED: " in capsys.readouterr().out
-    assert cli.main(["index", "search", "a", "--top=0", workdir]) == 2
-    assert "--top=0: must be at least 1" in capsys.readouterr().err
-    assert cli.main(["index", "rm", name, workdir]) == 2
+    assert cli.main(["storage", "rm", name, workdir]) == 2
     assert "is needed by the run to go on; remove it all the same with --force" in capsys.readouterr().err
-    assert cli.main(["index", "rm", name, "--force", workdir]) == 0
+    assert cli.main(["storage", "rm", name, "--force", workdir]) == 0
     assert name not in generation_names(folder)
-    assert cli.main(["index", "rm", name, workdir]) == 2
+    assert cli.main(["storage", "rm", name, workdir]) == 2
+    assert f"there is no {name} stored; `realm storage ls` lists what there is" in capsys.readouterr().err
+    assert cli.main(["storage", "rm", "realm/8", workdir]) == 2
+    assert "a checkpoint is removed by training itself" in capsys.readouterr().err
 
 
 def test_the_final_parameters_are_in_the_checkpoint(sturdy):

@@ -49,15 +49,15 @@ def test_one_flipped_bit_is_named_and_skipped(people, straight, tmp_path, monkey
 def test_checkpoints_are_listed_and_verified(people, straight, tmp_path, capsys):
     shutil.copytree(straight.workdir, tmp_path / "run")
     workdir = f"--workdir={tmp_path}/run"
-    assert cli.main(["checkpoints", "ls", "--json", workdir]) == 0
+    assert cli.main(["storage", "ls", "--json", workdir]) == 0
     listed = {entry["checkpoint"]: entry for entry in map(json.loads, capsys.readouterr().out.splitlines())}
     assert f"realm/{STEPS}" in listed and listed[f"realm/{STEPS}"]["state"] == "complete"
-    assert cli.main(["checkpoints", "verify", workdir]) == 0
+    assert cli.main(["storage", "verify", workdir]) == 0
     assert capsys.readouterr().out.count(": sound (") == len(listed)
     flip(tmp_path / "run" / "realm" / "checkpoints" / str(STEPS), np.random.default_rng(0))
-    assert cli.main(["checkpoints", "verify", f"realm/{STEPS}", workdir]) == 1
+    assert cli.main(["storage", "verify", f"realm/{STEPS}", workdir]) == 1
     assert f"realm/{STEPS}: DAMAGED: " in capsys.readouterr().out
-    assert cli.main(["checkpoints", "verify", "realm/77", workdir]) == 2
+    assert cli.main(["storage", "verify", "realm/77", workdir]) == 2
 
 
 def test_storage_that_fails_is_no_damage(people, straight, tmp_path, monkeypatch):

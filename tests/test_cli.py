@@ -24,6 +24,7 @@ from realm_jax.launch import spec as specs
 from realm_jax.recipes import is_name
 from realm_jax.tagger_config import default_like, is_tagger, reference
 from realm_jax.tagger_config import validate as validate_tagger
+from realm_jax.training.preemption import Preempted
 
 ROOT = Path(realm_jax.__file__).parents[1]
 
@@ -151,6 +152,12 @@ def test_a_missing_dependency_is_named(monkeypatch, capsys):
 def test_the_exit_code_is_the_jobs(job, returned, code):
     job.ends = lambda: returned
     assert cli.main(["fake"]) == code
+
+
+def test_a_preemption_is_a_warning_and_exit_code_75(job, capsys):
+    job.ends = raising(Preempted("SIGTERM: the state is saved"))
+    assert cli.main(["fake"]) == 75
+    assert "warning: SIGTERM: the state is saved" in capsys.readouterr().err
 
 
 def test_a_users_mistake_is_one_line_and_exit_code_2(job, capsys):

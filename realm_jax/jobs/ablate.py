@@ -33,7 +33,6 @@ from realm_jax.jobs.weights import export
 from realm_jax.recipes import ablations
 from realm_jax.storage import make_folder, one_after_another, only_one, publish_folder, write_atomic, write_json_atomic
 from realm_jax.training.metrics import read_lines
-from realm_jax.training.preemption import PREEMPTED, Preempted
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", metavar="NAME,NAME", help="these rows, and those that they start from (default: all)")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Train what is missing; exit code 75 after SIGTERM, once the state is saved."""
+def run(args: argparse.Namespace) -> None:
+    """Train what is missing. Raises Preempted after SIGTERM, once the state is saved."""
     config = load_config(args.config, args.overrides, ablations, like=_like)
     if any(override.startswith("--config.base.tasks=") for override in args.overrides):
         raise UserError("--config.base.tasks: every row has tasks of its own; set --config.rows.NAME.tasks")
@@ -73,15 +72,10 @@ def run(args: argparse.Namespace) -> int:
             make_data(workdir, seed=config.base.seed, **config.encyclopedia)
         config.base.data.path = str(workdir / "data")
     set_up_jax()
-    try:
-        with preemptible():
-            for seed in seeds:
-                train_seed(config, rows, seed, workdir)
-    except Preempted as reason:
-        logger.warning("%s", reason)
-        return PREEMPTED
+    with preemptible():
+        for seed in seeds:
+            train_seed(config, rows, seed, workdir)
     show(table_rows(config, workdir, warn=True), workdir)
-    return 0
 
 
 def _like(config: ConfigDict) -> ConfigDict:

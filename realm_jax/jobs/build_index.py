@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
+from realm_jax import processes
 from realm_jax.config import TASKS, default, validate
 from realm_jax.console import StageProgress
 from realm_jax.data.sources import open_sources
@@ -43,7 +44,7 @@ from realm_jax.jobs.opening import recorded_config, recorded_corpus, set_up_jax
 from realm_jax.run import Run, make_run
 from realm_jax.storage import Folder, StorageError, make_folder
 from realm_jax.training.exporter import index_settings, to_params, tower_settings
-from realm_jax.training.preemption import PREEMPTED, Preempted, Stop
+from realm_jax.training.preemption import Preempted, Stop
 from realm_jax.training.refresh import shared_folder
 
 logger = logging.getLogger(__name__)
@@ -64,17 +65,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     add_config_argument(parser, "the one that the run in --workdir has recorded, else the paper's sizes")
     parser.add_argument("--workdir", required=True, metavar="DIR", help="folder of the run that trains")
-    parser.add_argument("--process", type=int, default=0, metavar="I", help="this process among --processes, from 0")
-    parser.add_argument("--processes", type=int, default=1, metavar="N", help="processes that share the work")
+    processes.add_share_arguments(parser)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--once", action="store_true", help="build the generation of the newest export, then end")
     which.add_argument("--step", type=int, metavar="S", help="build the generation of export step S, then end")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Build; exit code 75 after SIGTERM."""
-    if not 0 <= args.process < args.processes:
-        raise UserError(f"--process={args.process}: must be at least 0 and below --processes={args.processes}")
+def run(args: argparse.Namespace) -> None:
+    """Build. Raises Preempted after SIGTERM."""
+    share = Share(*processes.share_of(args))
     config = load_config(args.config, args.overrides, lambda: _recorded_or_default(Path(args.workdir)))
     validate(config)
     config = resolved(config, Path(args.workdir))
@@ -84,14 +83,12 @@ def run(args: argparse.Namespace) -> int:
     set_up_jax()
     sources = open_sources(config.data.path, recorded_corpus(Path(args.workdir)))
     opened = make_run(for_embedding(config, jax.local_device_count()), Path(args.workdir), sources, jax.local_devices())
-    job = Job(opened, shared_folder(opened), Share(args.process, args.processes))
+    job = Job(opened, shared_folder(opened), share)
     try:
         with Stop() as stop:
             job.work(stop, args.step, args.once or args.step is not None)
-    except (Preempted, Stopped):
-        logger.warning("SIGTERM: what is written stays; repeat the command to go on")
-        return PREEMPTED
-    return 0
+    except Stopped:
+        raise Preempted("SIGTERM: what is written stays; repeat the command to go on") from None
 
 
 def _recorded_or_default(workdir: Path) -> ConfigDict:

@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> None:
         after = edit(data, args.action, args.what)
     print(f"{data}: {len(before):,} -> {len(after):,} passages, version {after.fingerprint[:12]}")
     if args.workdir:
-        manifest = publish(open_run_to_ask(Path(args.workdir), args.data))
+        manifest = publish(open_run_to_ask(Path(args.workdir), {"data.path": place}))
         print(f"generation {manifest.generation}: {manifest.rows:,} stored vectors")
 
 

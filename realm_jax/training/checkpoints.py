@@ -268,7 +268,7 @@ class Saved:
             reason = f"{type(fault).__name__}: {str(fault).strip().partition(chr(10))[0][:200]}"
             if _is_passing(fault):
                 raise StorageError(f"{self._path} could not be read ({reason}); repeat the command") from fault
-            raise Damaged(f"{self._path} is damaged ({reason}); see `realm checkpoints verify`") from fault
+            raise Damaged(f"{self._path} is damaged ({reason}); see `realm storage verify`") from fault
 
     @property
     def record(self) -> dict[str, Any]:
