@@ -91,14 +91,17 @@ def science(config: ConfigDict, sections: Sections) -> dict[str, Any]:
     return {name: value for name, value in flatten(config.to_dict()).items() if name not in operations}
 
 
-def check_values(config: ConfigDict, sections: Sections, skip: Collection[str] = ()) -> None:
-    """Raise UserError for a number that is not finite, and for a value beyond its limit unless its key is in `skip`."""
+def check_values(config: ConfigDict, sections: Sections, skip: Collection[str] = (), kind: str = "config") -> None:
+    """Raise UserError for a number that is not finite, and for a value beyond its limit unless its key is in `skip`.
+
+    kind: what messages call the config.
+    """
     values = flatten(config.to_dict())
     for name, value in values.items():
-        require(not isinstance(value, float) or math.isfinite(value), name, "must be a finite number")
+        require(not isinstance(value, float) or math.isfinite(value), name, "must be a finite number", kind)
     for name, one in keys(sections).items():
         if one.limit and name not in skip:
-            require(one.limit.holds(values[name]), name, f"must be {one.limit.words}, not {values[name]!r}")
+            require(one.limit.holds(values[name]), name, f"must be {one.limit.words}, not {values[name]!r}", kind)
 
 
 def check_shape(config: ConfigDict, like: ConfigDict, kind: str = "config") -> None:

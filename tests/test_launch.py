@@ -126,7 +126,7 @@ NOWHERE = ("--target=jobset", f"--spec.image={IMAGE}")
         ([*JOBSET, "--config.data.path=gs://b/a\nEND-OF-JOB"], "--config.data.path: a value of one line is needed"),
         ([*GCLOUD, "--spec.gcloud.zone="], "spec.gcloud.zone: name the one"),
         (["delete", *GCLOUD, "--spec.gcloud.project="], "spec.gcloud.project: name the one"),
-        ([*GCLOUD, "--spec.gcloud.capacity=cheap"], "spec.gcloud.capacity=cheap: choose among on-demand"),
+        ([*GCLOUD, "--spec.gcloud.capacity=cheap"], "spec.gcloud.capacity: must be one of 'on-demand'"),
         (["--target=local", WORKDIR], "--target=local needs a folder of this machine"),
         (["--target=local", "--workdir=s3://b/x"], "--target=local needs a folder of this machine"),
         (["--target=local", "--workdir=x", "--config.refresh.mode=async", "--spec.builder.processes=0"],

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from side_by_side import until
 from tiny_run import tiny_config
 
 from realm_jax import cli
@@ -22,6 +23,7 @@ from realm_jax.launch.spec import describe
 from realm_jax.launch.status import look
 from realm_jax.storage import StorageError, open_folder
 from realm_jax.training.metrics import read_lines
+from realm_jax.training.preemption import Preempted, Stop
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -57,7 +59,7 @@ def scripted(tmp_path, monkeypatch):
         monkeypatch.setattr(local, "PROGRAM", [sys.executable, "-IS", str(program)])
         monkeypatch.setattr(local, "FIRST_PAUSE", 0.01)
         monkeypatch.setattr(local, "SHORT_GRACE", 1.0)
-        supervisor = Supervisor(launched(tmp_path, **changes), tmp_path)
+        supervisor = Supervisor.of(launched(tmp_path, **changes))
         supervisor.runs = runs
         return supervisor
 
@@ -376,7 +378,7 @@ sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
 from realm_jax.launch import local
 from test_launch_local import launched
 local.PROGRAM = [sys.executable, "-IS", {str(program)!r}]
-local.Supervisor(launched(Path({str(tmp_path)!r}), 1, 0), Path({str(tmp_path)!r})).run()
+local.Supervisor.of(launched(Path({str(tmp_path)!r}), 1, 0)).run()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == -signal.SIGKILL, done.stderr
@@ -398,7 +400,6 @@ def test_devices_are_shared_out(tmp_path):
     [
         ({"local__gpus": ("0",)}, "spec.local.gpus: name the devices of each of the 3 processes, such as"),
         ({"local__gpus": (0, 1, 2)}, "spec.local.gpus: name the devices of each of the 3 processes, such as"),
-        ({"local__devices": -1}, "spec.local.devices=-1: must not be negative"),
         ({"local__devices": 1, "local__gpus": ("0", "1", "2")}, "spec.local.devices: emulates devices of a CPU"),
     ],
 )
@@ -443,6 +444,43 @@ def test_stop_waits_as_long_as_the_start_allowed(tmp_path, monkeypatch):
     monkeypatch.setattr(Supervisor, "run", stopped_meanwhile)
     assert Local(launched(tmp_path, grace_seconds=600)).start() == 0
     assert clock[0] == 611
+
+
+# ---- builders of a trainer that is this process
+
+
+def builders_alone(monkeypatch):
+    """Leaves a launch its builders."""
+    whole = local.processes
+    monkeypatch.setattr(
+        local,
+        "processes",
+        lambda launch, port: {name: one for name, one in whole(launch, port).items() if name != "trainer"},
+    )
+
+
+def test_builders_in_the_background_are_started_again_and_ended_with_the_trainer(
+    scripted, tmp_path, monkeypatch, capfd
+):
+    builders_alone(monkeypatch)
+    supervisor = scripted("print('hello')\nsys.exit(9) if run < 2 else open(f'{folder}/ready', 'w')\nsignal.pause()")
+    with supervisor.in_background():
+        until((tmp_path / "ready").is_file)
+    assert supervisor.runs == {"builder-0": 3} and (tmp_path / "logs" / "builder-0.log").is_file()
+
+
+@pytest.mark.parametrize(
+    ("script", "told"), [("sys.exit(2)", "builder-0 failed; no index will arrive"), (None, "cannot")]
+)
+def test_a_builder_in_the_background_that_fails_ends_the_trainer(scripted, tmp_path, monkeypatch, script, told):
+    """By SIGTERM, at which it saves what it has."""
+    builders_alone(monkeypatch)
+    supervisor = scripted(script or "")
+    if script is None:
+        (tmp_path / "logs" / "builder-0.log").mkdir()
+    with pytest.raises(UserError, match=told), Stop() as stop, supervisor.in_background():
+        until(lambda: stop.asked)
+        raise Preempted("SIGTERM: saved")
 
 
 # ---- the real thing

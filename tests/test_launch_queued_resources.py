@@ -76,7 +76,7 @@ def test_delete_and_stop_reach_all_that_is_there_whatever_the_flags_say(tools, c
     assert "queued resource realm-builder-3: is being removed" in capsys.readouterr().out
     tools(there())
     assert launch("delete", *GCLOUD, "--spec.name=typo") == 2
-    assert "spec.name=typo: nothing of this run is there" in capsys.readouterr().err
+    assert "spec.name=typo: no queued resource of this run is there" in capsys.readouterr().err
 
 
 def test_a_machine_that_does_not_stop_is_told_once_all_others_were(tools, capsys):
