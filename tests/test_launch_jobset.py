@@ -186,8 +186,8 @@ def test_in_a_queue_suspended_means_waiting(tools):
 def test_states_are_told(tools, capsys):
     found = [item("a", restarts=3), item("b", ready=0), item("c", suspended=True), item("d", condition="Failed")]
     tools(there(*found))
-    assert launch("list", *JOBSET, "--json") == 0
-    told = json.loads(capsys.readouterr().out)
+    assert launch("status", *JOBSET, "--json") == 0
+    told = json.loads(capsys.readouterr().out)["resources"]
     assert [one["state"] for one in told] == ["running", "pending", "suspended", "failed"]
     assert (told[0]["detail"], told[3]["detail"]) == ("3 restarts", "jobset failed")
 

@@ -105,8 +105,8 @@ def test_logs_hold_those_of_the_startup_script(tools, capsys):
     assert node == "realm-trainer-0" and "--unit=realm --unit=google-startup-scripts" in words[-1]
     assert launch("logs", *GCLOUD, "--job=builder") == 2
     assert "--job=builder: there is no such job; choose among trainer" in capsys.readouterr().err
-    assert launch("list", *GCLOUD, "--json") == 0
-    told = json.loads(capsys.readouterr().out)
+    assert launch("status", *GCLOUD, "--json") == 0
+    told = json.loads(capsys.readouterr().out)["resources"]
     assert told == [{"name": "realm-trainer", "state": "active", "detail": "v5litepod-64"}]
 
 

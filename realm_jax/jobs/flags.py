@@ -34,14 +34,15 @@ def add_config_argument(parser: argparse.ArgumentParser, default: str = "the bui
         help=f"one of {', '.join(config_names())}, or a Python file with get_config(), and what to hand to it; "
         f"if not given, {default}. Keys of it are set with --config.section.key=value",
     )
-    parser.add_argument("--help-config", action=_HelpConfig, nargs=0, help="list all keys of configs, and exit")
+    add = parser.add_argument
+    add("--help-config", action=PrintPage, nargs=0, const=reference, help="list all keys of configs, and exit")
 
 
-class _HelpConfig(argparse.Action):
-    """Prints the page of all keys, whatever other arguments are missing."""
+class PrintPage(argparse.Action):
+    """Prints the page that `const` makes, whatever other arguments are missing, and exits."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        print(reference(), end="")
+        print(self.const(), end="")
         parser.exit()
 
 

@@ -43,5 +43,5 @@ class CloudTarget:
                 raise UserError(f"{self.kind} {name}: belongs to {owner}; give that one, or set spec.name")
         if required and not found:
             name = self._launch.spec.name
-            raise UserError(f"spec.name={name}: no {self.kind} of this run is there; see `realm launch list`")
+            raise UserError(f"spec.name={name}: no {self.kind} of this run is there; see `realm launch status`")
         return found
