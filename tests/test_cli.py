@@ -441,8 +441,8 @@ def test_a_name_that_no_config_has_gets_the_names_there_are(tmp_path, monkeypatc
     (tmp_path / "mine").write_text("")
     with pytest.raises(UserError, match=r"or \./mine for the file$"):
         load(path="mine", default=default)
-    for command in ("train", "ablate", "plan", "build-index"):
-        assert cli.main([command, "--config=none", *([] if command == "plan" else ["--workdir=run"])]) == 2
+    for command in (["train"], ["ablate"], ["launch", "plan"], ["build-index"]):
+        assert cli.main([*command, "--config=none", "--workdir=run"]) == 2
     with pytest.raises(UserError, match=r"^--spec=v5e: there is no file v5e"):
         flags.load_config("v5e", [], specs.default, kind="spec")
 

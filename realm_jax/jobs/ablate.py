@@ -28,7 +28,7 @@ from realm_jax.jobs.opening import open_run, recorded_config, set_up_jax
 from realm_jax.jobs.quickstart import make_data
 from realm_jax.jobs.recipe import preemptible, train
 from realm_jax.jobs.results import hardware
-from realm_jax.recipes import ablations
+from realm_jax.recipes import ROW, ablations
 from realm_jax.storage import make_folder, one_after_another, only_one, write_atomic, write_json_atomic
 from realm_jax.training.metrics import read_lines
 from realm_jax.training.preemption import PREEMPTED, Preempted
@@ -44,7 +44,6 @@ The table lies in ablations.md, ablations.html and ablations.json of the folder,
 different seeds may work in one folder at the same time: `taskset --cpu-list=0 realm ablate … --config.seeds=0 &` …
 """
 SET_BY_ROWS = ("tasks", "seed", "init_from", "reader_from")  # keys that a row's own entries decide
-ROW = {"title": "", "tasks": "", "start": "", "reader": "", "changes": (), "paper": ()}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

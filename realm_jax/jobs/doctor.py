@@ -35,7 +35,7 @@ OPTIONAL = {
     "transformers": "salient spans by its token classifiers (--spans=hf:NAME)",
     "spacy": "salient spans by its pipelines (--spans=spacy:NAME)",
     "stanza": "salient spans by its pipelines (--spans=stanza:LANGUAGE)",
-    "libtpu": "`realm plan`, which compiles for TPUs",
+    "libtpu": "`realm launch plan`, which compiles for TPUs",
 }
 
 # Where the driver of an accelerator shows, and the extra that brings JAX's side of it.

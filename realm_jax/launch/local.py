@@ -1,10 +1,10 @@
 """One machine: real processes, the trainer's as a gang, the builder's each for itself, watched until training ends.
 
 When a trainer process dies the others cannot go on (a collective would wait for it for ever), so all of them are ended
-and started again, on a new port. A builder process is started again by itself. Exit code 0 is an end, 2 a mistake that
-no restart mends, 75 a preemption that does not count; all else is a failure, after which there is a pause that doubles,
-and after `spec.restarts` of them without progress between them the job is given up. Progress is a new checkpoint for
-the trainer, a new generation for a builder.
+and started again, on a new port. A builder process is started again by itself. Exit code 0 is an end; 2 an error in the
+configuration, after which nothing is restarted; 75 a preemption that does not count; all else is a failure, after which
+there is a pause that doubles, and after `spec.restarts` of them without progress between them the job is given up.
+Progress is a new checkpoint for the trainer, a new generation for a builder.
 
 Everything that a process prints goes to this terminal with its name before it, and to WORKDIR/logs/NAME.log. Read
 `Supervisor.run`, which looks at all processes once a `LOOK_SECONDS`; `Supervisor.in_background` does so for builders of
