@@ -214,20 +214,12 @@ def test_awkward_words_arrive_as_they_were_given():
     ("tool", "complaint", "advice"),
     [
         ("gcloud", "ERROR: (gcloud) You do not currently have an active account selected.", "run `gcloud auth login`"),
-        (
-            "gcloud",
-            "ERROR: Quota limit 'TPUV5sLitepodPerProjectPerZone' has been exceeded.",
-            "over the project's quota",
-        ),
+        ("gcloud", "ERROR: Quota limit 'TPUV5sLitepodPerProject' has been exceeded.", "over the project's quota"),
         ("gcloud", "ERROR: ALREADY_EXISTS: Resource 'realm-trainer' already exists", "is there already"),
         ("gcloud", "ERROR: FAILED_PRECONDITION: queued resource is in state SUSPENDED", "lost its machines"),
         ("gcloud", "ERROR: PERMISSION_DENIED: tpu.nodes.create", "not allowed"),
         ("gcloud", "ERROR: (gcloud) PERMISSION_DENIED: Quota exceeded for quota metric", "over the project's quota"),
-        (
-            "gcloud",
-            "PERMISSION_DENIED: Cloud TPU API has not been used in project 1 before or it is disabled",
-            "services enable",
-        ),
+        ("gcloud", "PERMISSION_DENIED: Cloud TPU API has not been used in project 1 before", "services enable"),
         ("gcloud", "PERMISSION_DENIED: Permission denied on 'locations/us-x1-a' (or it may not exist)", "no such zone"),
         ("kubectl", "exec: executable gke-gcloud-auth-plugin not found", "components install gke-gcloud-auth-plugin"),
         ("kubectl", 'error: context "gke" does not exist', "set spec.kubernetes.context"),

@@ -1,6 +1,7 @@
 """`realm launch`: plan a run, start it on this machine, on TPU VMs or on GKE; see it, stop it, remove it.
 
-One description (`realm_jax/launch/spec.py`) serves every target; a target is a class with the methods of `Target`.
+One description (`realm_jax/launch/spec.py`) serves every target: a class with `plan` (all that would be sent), `start`,
+`items` (what is there), `logs`, `stop` and `delete`, which raise UserError for what cannot be done there.
 Everything is checked before anything is created, and `--dry-run` prints all that would be sent. Each action has the
 flags that it needs, and takes those that say what was started, so that a command is repeated with another action.
 """
@@ -8,7 +9,7 @@ flags that it needs, and takes those that say what was started, so that a comman
 import argparse
 import json
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from ml_collections import ConfigDict
 from rich.console import Console
@@ -46,29 +47,8 @@ docs/launch.md. `status` exits with 1 when a job that should live gave no sign o
 """
 
 
-class Target(Protocol):
-    """Where a run can be started. Every method raises UserError for what cannot be done there."""
-
-    def plan(self) -> str:
-        """All that `start` would send or run."""
-
-    def start(self) -> int | None:
-        """Create what is not there, start what was stopped; the exit code where it waits for the end."""
-
-    def items(self) -> list[dict[str, str]]:
-        """{"name", "state", "detail"} of everything of the run that is there."""
-
-    def logs(self, job: str, follow: bool) -> int:
-        """Print what a job printed; the exit code."""
-
-    def stop(self) -> None:
-        """End every job, which saves."""
-
-    def delete(self) -> None:
-        """Remove everything but the work directory."""
-
-
 Action = Callable[[argparse.Namespace], int | None]
+Target = Local | QueuedResources | JobSets
 TARGETS: dict[str, Callable[[Launch], Target]] = {
     "local": Local,
     "queued_resources": QueuedResources,
