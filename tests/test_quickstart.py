@@ -54,7 +54,7 @@ def test_with_a_builder_beside_it(tmp_path, capsys):
     assert [(line["step"], line["index_step"]) for line in lines if "generation" in line] == [(0, 0), (3, 2)]
     assert read_json(tmp_path / "run" / "jobs" / "trainer.json")["done"]
     capsys.readouterr()
-    assert quickstart(tmp_path / "run") == 2
+    assert quickstart(tmp_path / "run", "--config.refresh.adopt_after=1") == 2
     assert "config.refresh.mode is 'inline', but the run in" in capsys.readouterr().err
     assert quickstart(tmp_path / "other", "--async", "--config.refresh.mode=inline") == 2
     assert "--async: means --config.refresh.mode=async" in capsys.readouterr().err
