@@ -43,7 +43,7 @@ JOBS: dict[str, tuple[str, str]] = {
     "inspect": ("realm_jax.jobs.inspect", "look at prepared data, or at how a trained model predicts a text"),
     "train": ("realm_jax.jobs.train", "run the training recipe of a config file, or go on with it"),
     "tag": ("realm_jax.jobs.tag", "find the salient spans of prepared passages with a trained tagger"),
-    "launch": ("realm_jax.jobs.launch", "start a run here, on TPU VMs or on GKE; see it, stop it, remove it"),
+    "launch": ("realm_jax.jobs.launch", "plan a run, start it here, on TPU VMs or on GKE; see it, stop it, remove it"),
     "build-index": ("realm_jax.jobs.build_index", "embed the corpus anew beside a training run, and publish it"),
     "corpus": ("realm_jax.jobs.corpus", "add, replace or remove documents; a trained run then answers from them"),
     "storage": ("realm_jax.jobs.storage", "list, verify and remove what a run has stored: checkpoints and indexes"),
@@ -58,7 +58,6 @@ JOBS: dict[str, tuple[str, str]] = {
     ),
     "ablate": ("realm_jax.jobs.ablate", "train what differs in one thing, under several seeds, and tabulate it"),
     "ask": ("realm_jax.jobs.ask", "ask a trained run a question"),
-    "plan": ("realm_jax.jobs.plan", "say what a run on TPUs needs and costs, without a TPU"),
     "doctor": ("realm_jax.jobs.doctor", "say what is installed, which devices there are, and what will be slow"),
 }
 

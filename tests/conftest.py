@@ -136,5 +136,6 @@ def tools(tmp_path, monkeypatch):
         monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
         return tmp_path / "bin"
 
-    monkeypatch.setattr("realm_jax.launch.status.open_folder", in_memory)
+    for module in ("launch.status", "jobs.launch"):
+        monkeypatch.setattr(f"realm_jax.{module}.open_folder", in_memory)
     return put
