@@ -22,7 +22,7 @@ import numpy as np
 from passage_store import drop_from_page_cache, make
 
 from realm_jax.data.sources import FORMAT_VERSION, open_sources
-from realm_jax.memory import keep_memory
+from realm_jax.host import keep_memory
 from realm_jax.recipes import quickstart
 from realm_jax.run import Run, make_run
 from realm_jax.training.guards import Profiler

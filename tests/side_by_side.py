@@ -13,6 +13,7 @@ import numpy as np
 from tiny_run import tiny_config
 
 from realm_jax.data.sources import open_sources
+from realm_jax.host import Preempted, Stop
 from realm_jax.index.builder import Share, Stopped
 from realm_jax.index.generations import export_steps, read_export
 from realm_jax.jobs.build_index import Job, for_embedding
@@ -23,7 +24,6 @@ from realm_jax.training.exporter import Exporter
 from realm_jax.training.journal import TIMES
 from realm_jax.training.loop import train_task
 from realm_jax.training.metrics import read_lines
-from realm_jax.training.preemption import Preempted, Stop
 from realm_jax.training.refresh import shared_folder
 from realm_jax.training.workdir import check_workdir
 

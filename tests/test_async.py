@@ -31,6 +31,7 @@ from side_by_side import (
 )
 
 from realm_jax import cli
+from realm_jax.host import Stop
 from realm_jax.index.generations import (
     export_steps,
     generation_names,
@@ -47,7 +48,6 @@ from realm_jax.training.adoption import Adoption
 from realm_jax.training.exporter import export_record, sample_vectors, to_arrays
 from realm_jax.training.follower import Follower
 from realm_jax.training.metrics import read_lines
-from realm_jax.training.preemption import Stop
 from realm_jax.training.refresh import shared_folder
 from realm_jax.training.reporter import Reporter
 from realm_jax.training.restore import restore_params

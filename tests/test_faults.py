@@ -38,6 +38,7 @@ from tiny_run import PEOPLE, prepare_people
 from realm_jax import storage
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
+from realm_jax.host import Preempted, Stop
 from realm_jax.index.builder import Share
 from realm_jax.index.generations import (
     EXPORT,
@@ -58,7 +59,6 @@ from realm_jax.training import follower, refresh
 from realm_jax.training.adoption import Adoption
 from realm_jax.training.checkpoints import Saved
 from realm_jax.training.follower import Follower
-from realm_jax.training.preemption import Preempted, Stop
 from realm_jax.training.reporter import Reporter
 
 pytestmark = pytest.mark.usefixtures("quick_steps")

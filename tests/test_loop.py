@@ -21,6 +21,7 @@ from inline_run import STEPS, assert_same_run, final_params, open_tiny, records,
 from side_by_side import until
 
 from realm_jax.errors import UserError
+from realm_jax.host import Preempted, Stop
 from realm_jax.jobs import recipe
 from realm_jax.jobs.opening import reopen_run
 from realm_jax.jobs.recipe import preemptible, run_recipe
@@ -30,7 +31,6 @@ from realm_jax.training import loop
 from realm_jax.training.checkpoints import Saved, saved_folders
 from realm_jax.training.loop import train_task
 from realm_jax.training.metrics import MetricsWriter, read_lines
-from realm_jax.training.preemption import Preempted, Stop
 from realm_jax.training.tasks import make_task
 
 pytestmark = pytest.mark.usefixtures("quick_steps")

@@ -24,6 +24,7 @@ from realm_jax.config import ANSWERING, default, require, science, task_names, v
 from realm_jax.corpus.encyclopedia import EncyclopediaSettings
 from realm_jax.errors import UserError
 from realm_jax.evaluation.ablations import HEADS, Measured, Row, cells, html, markdown
+from realm_jax.host import PREEMPTED, Preempted
 from realm_jax.jobs.flags import add_config_argument, load_config, with_overrides
 from realm_jax.jobs.opening import open_run, recorded_config, set_up_jax
 from realm_jax.jobs.quickstart import make_data
@@ -33,7 +34,6 @@ from realm_jax.jobs.weights import export
 from realm_jax.recipes import ablations
 from realm_jax.storage import make_folder, one_after_another, only_one, publish_folder, write_atomic, write_json_atomic
 from realm_jax.training.metrics import read_lines
-from realm_jax.training.preemption import PREEMPTED, Preempted
 
 logger = logging.getLogger(__name__)
 

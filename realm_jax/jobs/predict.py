@@ -27,6 +27,7 @@ from realm_jax.evaluation.closed_book import recall_answers
 from realm_jax.evaluation.measures import Record, settings_file, surplus, write_record
 from realm_jax.evaluation.predict import Answer, Evaluator, Prediction
 from realm_jax.evaluation.retrieval import answer_hits
+from realm_jax.host import PREEMPTED, Preempted, Stop
 from realm_jax.jobs.answering import (
     NBEST,
     Trained,
@@ -44,7 +45,6 @@ from realm_jax.jobs.flags import positive
 from realm_jax.run import Run
 from realm_jax.storage import digest, flush_to_disk, make_folder, only_one, read_json, write_json_atomic
 from realm_jax.training.checkpoints import Saved
-from realm_jax.training.preemption import PREEMPTED, Preempted, Stop
 
 logger = logging.getLogger(__name__)
 

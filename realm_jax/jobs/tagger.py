@@ -25,6 +25,7 @@ from realm_jax.data.tagged import annotated, kinds_of
 from realm_jax.errors import UserError
 from realm_jax.evaluation.entities import Scores, entity_scores
 from realm_jax.evaluation.tagging import TextTagger, WindowTagger
+from realm_jax.host import PREEMPTED, Preempted
 from realm_jax.index.candidates import Index
 from realm_jax.jobs.opening import borrows, has_begun, recorded_config, set_up_jax
 from realm_jax.jobs.recipe import preemptible
@@ -39,7 +40,6 @@ from realm_jax.text.spans import NAME, find_by_rules
 from realm_jax.text.tags import Entity
 from realm_jax.text.wordpiece import WordPiece
 from realm_jax.training.checkpoints import Saved
-from realm_jax.training.preemption import PREEMPTED, Preempted
 from realm_jax.training.restore import task_params
 from realm_jax.training.tagging import tagger_task, train_tagger
 from realm_jax.training.workdir import check_workdir

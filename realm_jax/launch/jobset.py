@@ -13,12 +13,12 @@ from typing import Any
 import yaml
 
 from realm_jax.errors import USER_ERROR, UserError
+from realm_jax.host import PREEMPTED
 from realm_jax.launch.checks import SAVE_SECONDS
 from realm_jax.launch.slices import GENERATIONS, Slice, parse
 from realm_jax.launch.spec import MOUNTED, Launch, Part, choose, parts
 from realm_jax.launch.status import expect
 from realm_jax.launch.tools import call, call_json, stream
-from realm_jax.training.preemption import PREEMPTED
 
 API = "jobset.x-k8s.io/v1alpha2"
 RUN = "realm-jax/run"  # label: which run a JobSet belongs to

@@ -31,7 +31,7 @@ from orbax.checkpoint import v1 as ocp
 
 import realm_jax
 from realm_jax.errors import UserError
-from realm_jax.memory import free_heap, returns_memory
+from realm_jax.host import free_heap, returns_memory
 from realm_jax.processes import is_first, told_by
 from realm_jax.storage import StorageError, digest, file_digest, read_json, write_json_atomic
 from realm_jax.training.checksums import checksums, differing, named_arrays

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from realm_jax.errors import UserError
-from realm_jax.memory import free_heap
+from realm_jax.host import free_heap, handling
 from realm_jax.mesh import replicated
 from realm_jax.training.checksums import leaf_sums, named_arrays
 
@@ -86,18 +86,16 @@ class Profiler:
         self._folder, self._first = folder, first
         self._asked = False
         self._until: int | None = None  # step before which the running trace ends
-        self._before: Any = None
+        self._handling = handling(signal.SIGUSR1, self._ask)
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGUSR1, self._ask)
+        self._handling.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: Any) -> None:
         if self._until is not None:
             self._stop()
-        if self._before is not None:
-            signal.signal(signal.SIGUSR1, self._before)
+        self._handling.__exit__(None, None, None)
 
     def _ask(self, *_: object) -> None:
         self._asked = True

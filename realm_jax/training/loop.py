@@ -24,8 +24,8 @@ from realm_jax.data.examples import Examples
 from realm_jax.data.held_out import held_out_share, trained_rows
 from realm_jax.data.pipeline import batches, padded_lengths
 from realm_jax.errors import UserError
+from realm_jax.host import Stop, free_heap
 from realm_jax.index.candidates import Index
-from realm_jax.memory import free_heap
 from realm_jax.models.realm import Params
 from realm_jax.processes import anywhere, told
 from realm_jax.run import BaseRun, Run, own_rows
@@ -36,7 +36,6 @@ from realm_jax.training.feed import Feed, Search
 from realm_jax.training.flops import peak, step_flops
 from realm_jax.training.guards import CompileGuard, Profiler, Watchdog, check_replicas
 from realm_jax.training.journal import Journal, Work
-from realm_jax.training.preemption import Stop
 from realm_jax.training.refresh import Fresh, Inline, Interrupted, Refresh, shared_folder
 from realm_jax.training.reporter import Reporter
 from realm_jax.training.restore import Restored, restore
