@@ -47,7 +47,7 @@ def records(run: Run, name: str, folder: str = "realm") -> list[dict[str, Any]]:
 
 
 def final_params(run: Run) -> Any:
-    return jax.tree.map(np.asarray, restore_params(run, run.workdir, "realm", jax.eval_shape(run.initial_params)))
+    return jax.tree.map(np.asarray, restore_params(run, "realm"))
 
 
 def assert_same_run(a: Run, b: Run) -> None:

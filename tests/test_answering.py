@@ -86,7 +86,7 @@ def newest(run, task):
 def test_the_saved_index_is_taken_only_if_the_parameters_give_it(trained_run, opened, monkeypatch):
     run = opened.run
     for task in ("ict", "qa"):
-        params = restore_params(trained_run, run.workdir, task, trained_run.initial_params())
+        params = restore_params(trained_run, task, newest(run, task))
         saved = np.asarray(saved_index(run, task, newest(run, task)).vectors)[: run.setting.rows]
         np.testing.assert_allclose(saved, trained_run.embed(params), atol=1e-5)
     for task, fits in (("ict", False), ("qa", True)):  # fine-tuning leaves the document embedder as it was

@@ -250,7 +250,7 @@ def test_generations_are_listed_verified_and_removed_by_hand(sturdy, tmp_path, c
 
 
 def test_the_final_parameters_are_in_the_checkpoint(sturdy):
-    saved = restore_params(sturdy.run, sturdy.run.workdir, "realm", sturdy.run.initial_params())
+    saved = restore_params(sturdy.run, "realm")
     assert_same(jax.tree.map(np.asarray, saved), sturdy.final)
 
 

@@ -114,6 +114,6 @@ def test_where_memory_is_short_a_save_holds_what_a_step_may_overwrite(tmp_path, 
     saved = Saved.newest(tmp_path / "saves")
     assert saved is not None
     like = {str(number): np.empty((64, 64), np.float32) for number in range(20)} | {"step": np.empty((), np.int32)}
-    found = saved.state(like)  # whose checksums are compared
+    found = saved.read("state", like)  # whose checksums are compared
     assert [float(found[str(number)][0, 0]) for number in range(20)] == [float(number) for number in range(20)]
-    assert np.array_equal(saved.array("vectors"), vectors)
+    assert np.array_equal(saved.read("vectors"), vectors)

@@ -301,11 +301,10 @@ class Outcome(NamedTuple):
 
 def outcome(workdir: Path) -> Outcome:
     run = reopen_run(workdir)
-    like = jax.eval_shape(run.initial_params)
     names = task_names(run.config)
     checksum = hashlib.sha256()
     for name in names:
-        for path, value in jax.tree_util.tree_leaves_with_path(restore_params(run, workdir, name, like)):
+        for path, value in jax.tree_util.tree_leaves_with_path(restore_params(run, name)):
             checksum.update(jax.tree_util.keystr(path).encode() + np.asarray(value).tobytes())
     lines = {f"{name}/{kind}": records(workdir, name, kind) for name in names for kind in ("metrics", "evaluations")}
     results = read_json(workdir / "results.json") | {"seconds": None}

@@ -361,7 +361,7 @@ class _Training:
         if self._measure is not None:
             found = self._measured_last(total)
             self._best.look(total, self._state, found)
-            if (better := self._best.other_than(total, self.params)) is not None:
+            if (better := self._best.other_than(total)) is not None:
                 step, trained = better
                 self._state = self._state._replace(trained=trained)
                 found = self._measured_last(step) | {"best_step": step, "last": found}
