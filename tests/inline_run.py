@@ -10,9 +10,8 @@ from tiny_run import tiny_config
 from realm_jax.data.sources import open_sources
 from realm_jax.evaluation.predict import Evaluator
 from realm_jax.run import Run, make_run
-from realm_jax.training.journal import TIMES
 from realm_jax.training.loop import train_task
-from realm_jax.training.metrics import read_lines
+from realm_jax.training.metrics import TIMES, read_lines
 from realm_jax.training.restore import restore_params
 from realm_jax.training.workdir import check_workdir
 

@@ -21,9 +21,8 @@ from realm_jax.models.realm import Params
 from realm_jax.run import Run, make_run
 from realm_jax.training import loop
 from realm_jax.training.exporter import Exporter
-from realm_jax.training.journal import TIMES
 from realm_jax.training.loop import train_task
-from realm_jax.training.metrics import read_lines
+from realm_jax.training.metrics import TIMES, read_lines
 from realm_jax.training.refresh import shared_folder
 from realm_jax.training.workdir import check_workdir
 

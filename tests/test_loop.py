@@ -30,7 +30,7 @@ from realm_jax.storage import only_one, read_json, write_json_atomic
 from realm_jax.training import loop
 from realm_jax.training.checkpoints import Saved, saved_folders
 from realm_jax.training.loop import train_task
-from realm_jax.training.metrics import MetricsWriter, read_lines
+from realm_jax.training.metrics import RecordWriter, read_lines
 from realm_jax.training.tasks import make_task
 
 pytestmark = pytest.mark.usefixtures("quick_steps")
@@ -238,13 +238,13 @@ def test_other_data_under_the_same_path_are_refused(people, tmp_path):
 
 
 def test_records_are_cut_back_to_a_step_and_a_torn_line_is_dropped(tmp_path):
-    first = MetricsWriter(tmp_path, "metrics", 0)
+    first = RecordWriter(tmp_path, "metrics", 0)
     for step in (1, 2, 3):
         first.write(step, {"loss": 0.5, "by": {"a": 1.0}})
     first.close()
     with (tmp_path / "metrics.jsonl").open("a") as stream:
         stream.write('{"step": 4, "lo')
-    second = MetricsWriter(tmp_path, "metrics", 2)
+    second = RecordWriter(tmp_path, "metrics", 2)
     assert [record["step"] for record in second.kept] == [1, 2]
     second.write(3, {"loss": 0.25})
     second.close()

@@ -20,8 +20,7 @@ from realm_jax.jobs.quickstart import ENTITIES, make_data
 from realm_jax.recipes import quickstart
 from realm_jax.storage import read_json
 from realm_jax.training.checkpoints import saved_folders
-from realm_jax.training.journal import TIMES
-from realm_jax.training.metrics import read_lines
+from realm_jax.training.metrics import TIMES, read_lines
 from realm_jax.training.restore import restore_params
 
 

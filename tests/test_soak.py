@@ -32,8 +32,7 @@ from tiny_run import tiny_config
 from realm_jax.config import flatten, task_names
 from realm_jax.jobs.opening import reopen_run
 from realm_jax.storage import read_json
-from realm_jax.training.journal import TIMES
-from realm_jax.training.metrics import read_lines
+from realm_jax.training.metrics import TIMES, read_lines
 from realm_jax.training.restore import restore_params
 
 pytestmark = pytest.mark.nightly
