@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from side_by_side import (
+from runs import (
     EVERY,
     Watch,
     adoptions,

@@ -18,21 +18,9 @@ from contextlib import ExitStack, contextmanager, suppress
 import jax
 import numpy as np
 import pytest
-from cutting import Cut, cut_at
 from faulty_bucket import bucket, http
 from orbax.checkpoint import v1 as ocp
-from side_by_side import (
-    Watch,
-    adoptions,
-    assert_same,
-    builder,
-    make_job,
-    metrics,
-    open_tiny,
-    spoil,
-    train,
-    until,
-)  # fmt: skip
+from runs import Cut, Watch, adoptions, assert_same, builder, cut_at, make_job, metrics, open_tiny, spoil, train, until
 from tiny_run import PEOPLE, prepare_people
 
 from realm_jax import storage

@@ -5,8 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from cutting import Cut, cut_at
-from inline_run import open_tiny
+from runs import Cut, assert_same, cut_at, open_inline
 from tiny_run import PEOPLE, question, write_lines
 
 from realm_jax.config import default, validate
@@ -29,7 +28,7 @@ STEPS = 6
 def open_fine(people, workdir, **changes):
     """Six steps of fine-tuning, measured before the third and the fifth and at the end."""
     fixed = {"tasks": "qa", "qa__steps": STEPS, "qa__learning_rate": 1e-2, "qa__warmup": 1, "evaluation__qa_every": 2}
-    return open_tiny(people, workdir, **fixed | changes)
+    return open_inline(people, workdir, **fixed | changes)
 
 
 def train(run, sign=-1.0):
@@ -53,10 +52,6 @@ def measurements(run):
     """Lines of the record that say how good parameters are, without times."""
     lines = [line for line in read_lines(run.workdir / "qa" / "evaluations.jsonl") if "exact_match" in line]
     return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
-
-
-def assert_same(a, b):
-    jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
 @pytest.fixture(scope="module")

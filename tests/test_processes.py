@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from side_by_side import until
+from runs import until
 from tiny_run import tiny_config
 
 from realm_jax import cli, processes

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import pytest
-from side_by_side import until
+from runs import until
 
 from realm_jax import cli
 from realm_jax.corpus import encyclopedia

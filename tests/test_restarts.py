@@ -6,11 +6,12 @@ import threading
 
 import jax
 import pytest
-from cutting import Cut, cut_at
-from side_by_side import (
+from runs import (
+    Cut,
     adoptions,
     assert_same,
     builder,
+    cut_at,
     make_job,
     metrics,
     open_tiny,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from cutting import Cut
+from runs import Cut
 from tiny_run import prepare_people
 from tiny_tagger import open_tiny, write_corpus
 
