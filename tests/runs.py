@@ -4,6 +4,10 @@
 whenever it is told to, so that nothing depends on the clock.
 """
 
+import os
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +21,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from tiny_run import open_config, tiny_config
 
+from realm_jax.config import flatten
 from realm_jax.evaluation.predict import Evaluator
 from realm_jax.host import Preempted, Stop
 from realm_jax.index.builder import Share, Stopped
@@ -236,6 +241,48 @@ def with_first_generation_only(run, act, seconds=PATIENCE):
         done.set()
         thread.join()
         run.config.refresh.wait_seconds = PATIENCE
+
+
+# --- As commands, in processes of their own ---------------------------------------------------------------------------
+
+
+def free_port():
+    with socket.socket() as server:
+        server.bind(("localhost", 0))
+        return server.getsockname()[1]
+
+
+def flags_of(config):
+    """The command line that gives a config."""
+    return [f"--config.{key}={value}" for key, value in flatten(config.to_dict()).items() if value != ""]
+
+
+def start(workdir, flags, cache, count=1, devices=8, quick=True):
+    """`realm train` in `count` processes that share the devices. quick: compile without optimisations."""
+    coordinator = f"localhost:{free_port()}"
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices // count}",
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "REALM_CACHE": str(cache),
+        "REALM_CACHE_BYTES": "1000000",  # some start with vectors of others
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1" if quick else "0",
+    }
+    several = [f"--processes={count}", f"--coordinator={coordinator}"] if count > 1 else []
+    command = [sys.executable, "-m", "realm_jax.cli", "train", f"--workdir={workdir}", *flags, *several]
+    return [
+        subprocess.Popen(
+            [*command, *([f"--process={one}"] if count > 1 else [])],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for one in range(count)
+    ]  # fmt: skip
+
+
+def finish(started, code=0, seconds=300):
+    outputs = [process.communicate(timeout=seconds)[0] for process in started]
+    assert [process.returncode for process in started] == [code] * len(started), "\n".join(outputs)[-5000:]
+    return outputs
 
 
 # --- Looked at --------------------------------------------------------------------------------------------------------

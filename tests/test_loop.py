@@ -16,7 +16,22 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from runs import STEPS, Cut, assert_same_run, at_step, cut_at, final_params, open_inline, records, train_measured, until
+from runs import (
+    STEPS,
+    Cut,
+    assert_same_run,
+    at_step,
+    cut_at,
+    final_params,
+    finish,
+    flags_of,
+    open_inline,
+    records,
+    start,
+    train_measured,
+    until,
+)
+from tiny_run import tiny_config
 
 from realm_jax.errors import UserError
 from realm_jax.host import Preempted, Stop
@@ -254,53 +269,29 @@ def test_records_are_cut_back_to_a_step_and_a_torn_line_is_dropped(tmp_path):
 # --- Processes that are killed
 
 
-CONFIG = """
-import sys
-
-sys.path.insert(0, {tests!r})
-from pathlib import Path
-from tiny_run import tiny_config
-
-def get_config():
-    config = tiny_config(Path({data!r}))
-    config.tasks, config.ict.batch_size, config.qa.batch_size = "realm", 8, 8
-    config.realm.update({{"steps": 60, "batch_size": 8, "warmup": 2}})
-    config.refresh.every = 5
-    config.log.every = 1
-    config.checkpoint.every = 5
-    return config
-"""
-
-
-def start(config: Path, workdir: Path) -> subprocess.Popen:
-    """`realm train` in a process of its own, on one device."""
-    command = [sys.executable, "-m", "realm_jax.cli", "train", f"--config={config}", f"--workdir={workdir}"]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(config.parent / "compiled")}
-    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-
-
 def wait_for_step(process: subprocess.Popen, workdir: Path, step: int) -> None:
     """Return when a process has recorded a step."""
     while not any(record["step"] >= step for record in read_lines(workdir / "realm" / "metrics.jsonl")):
-        assert process.poll() is None, process.stderr.read()
+        assert process.poll() is None, process.stdout.read()
         time.sleep(0.01)
 
 
 @pytest.mark.slow
 def test_a_process_that_is_killed_and_repeated_ends_as_one_that_never_was(people, tmp_path):
     """`kill -9` at four steps, a SIGTERM that saves and exits with 75, then to the end."""
-    config = tmp_path / "config.py"
-    config.write_text(CONFIG.format(tests=str(Path(__file__).parent), data=str(people)))
-    quiet, killed = tmp_path / "quiet", tmp_path / "killed"
-    assert start(config, quiet).wait() == 0
+    config = tiny_config(people)
+    config.tasks, config.ict.batch_size, config.qa.batch_size = "realm", 8, 8
+    config.realm.update({"steps": 60, "batch_size": 8, "warmup": 2})
+    config.refresh.every, config.log.every, config.checkpoint.every = 5, 1, 5
+    quiet, killed, given = tmp_path / "quiet", tmp_path / "killed", (flags_of(config), tmp_path / "compiled")
+    finish(start(quiet, *given, devices=1, quick=False))
     for step, end, code in [(3, "KILL", -9), (11, "KILL", -9), (17, "KILL", -9), (33, "TERM", 75), (44, "KILL", -9)]:
-        process = start(config, killed)
-        wait_for_step(process, killed, step)
-        process.send_signal(getattr(signal, f"SIG{end}"))
-        _, told = process.communicate()
-        assert process.returncode == code, told
+        started = start(killed, *given, devices=1, quick=False)
+        wait_for_step(started[0], killed, step)
+        started[0].send_signal(getattr(signal, f"SIG{end}"))
+        [told] = finish(started, code)
         assert code != 75 or "repeat the command to go on" in told
-    assert start(config, killed).wait() == 0
+    finish(start(killed, *given, devices=1, quick=False))
     assert_same_run(*(reopen_run(workdir) for workdir in (quiet, killed)))
     assert records(reopen_run(quiet), "metrics")[-1]["step"] == 60
     same, again = (read_json(workdir / "results.json") | {"seconds": None} for workdir in (quiet, killed))
