@@ -40,7 +40,7 @@ def test_who_moves_is_left_alone():
     with Watchdog(1.5, "realm", ended.append) as watchdog:
         for _ in range(20):
             time.sleep(0.1)
-            watchdog.beat()
+            watchdog.heartbeat()
     with Watchdog(0.0, "realm", ended.append):
         time.sleep(0.1)
     assert not ended

@@ -31,7 +31,7 @@ TRACED = 5  # steps in a profile
 
 
 class Watchdog:
-    """Ends the process with exit code `HUNG` when `beat` is not called for `limit` seconds; 0: never.
+    """Ends the process with exit code `HUNG` when `heartbeat` is not called for `limit` seconds; 0: never.
 
     A collective that waits for a dead process waits for ever; an orchestrator restarts only what ends. The stacks of
     all threads go to stderr first. A context manager.
@@ -54,8 +54,8 @@ class Watchdog:
         if self._limit:
             self._thread.join()
 
-    def beat(self) -> None:
-        """A sign of life."""
+    def heartbeat(self) -> None:
+        """Say that something moved."""
         self._moved = True
 
     def _watch(self) -> None:

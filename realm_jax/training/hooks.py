@@ -90,7 +90,7 @@ def adopt(loop: Loop) -> None:
     except UserError:
         save_and_stop(loop)
         raise
-    loop.watchdog.beat()
+    loop.watchdog.heartbeat()
     if fresh is None:
         return
     loop.index = fresh
@@ -107,14 +107,14 @@ def evaluate(loop: Loop) -> None:
     with loop.metrics.waiting("measurement"):
         found = _measured(loop, loop.source.fitting(loop.step, loop.state.params, loop.index), True)
         loop.best.look(loop.step, loop.state, found)
-    loop.watchdog.beat()
+    loop.watchdog.heartbeat()
     loop.metrics.log_evaluation(loop.step, found)
 
 
 def _measured(loop: Loop, index: Index | None, final: bool) -> dict[str, Any]:
     assert loop.measure is not None, "a course that says when to measure says how"
     found = loop.measure(loop.state.params, index, final)
-    loop.watchdog.beat()
+    loop.watchdog.heartbeat()
     return found
 
 

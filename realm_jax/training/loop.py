@@ -27,24 +27,14 @@ from realm_jax.index.candidates import Index
 from realm_jax.models.realm import Params
 from realm_jax.processes import anywhere, told
 from realm_jax.run import BaseRun, Run, own_rows
+from realm_jax.training import hooks
 from realm_jax.training.adoption import Adoption
 from realm_jax.training.best import Best, keeps_best
 from realm_jax.training.checkpoints import Checkpoints, Saved
 from realm_jax.training.feed import Feed, Search
 from realm_jax.training.flops import peak, step_flops
 from realm_jax.training.guards import CompileGuard, Profiler, Watchdog
-from realm_jax.training.hooks import (
-    Hook,
-    Loop,
-    adopt,
-    evaluate,
-    evaluate_end,
-    log,
-    run_due,
-    save,
-    save_and_stop,
-    warn_if_below_start,
-)
+from realm_jax.training.hooks import Hook, Loop, run_due
 from realm_jax.training.metrics import MetricLogger, Work
 from realm_jax.training.refresh import Inline, Interrupted, Refresh, shared_folder
 from realm_jax.training.reporter import Reporter
@@ -186,7 +176,7 @@ def train_loop(run: BaseRun, course: Course, params: Params, folder: Path) -> Pa
 
         def stopping() -> bool:
             """Whether to stop waiting for an index; a process that asks is alive."""
-            watchdog.beat()
+            watchdog.heartbeat()
             return stop.asked
 
         def embedding() -> None:
@@ -213,13 +203,13 @@ def train_loop(run: BaseRun, course: Course, params: Params, folder: Path) -> Pa
         )  # fmt: skip
         before_step = (
             Hook(lambda loop: profiler.at(loop.step, loop.values)),
-            Hook(adopt, every=int(task.retrieves)),
-            Hook(evaluate, every=course.every, at_ends=False),
+            Hook(hooks.adopt, every=int(task.retrieves)),
+            Hook(hooks.evaluate, every=course.every, at_ends=False),
         )
         after_step = (
             Hook(lambda loop: compiles.check(loop.step - 1)),
-            Hook(log, every=config.log.every),
-            Hook(save, every=config.checkpoint.every, at_ends=False),
+            Hook(hooks.log, every=config.log.every),
+            Hook(hooks.save, every=config.checkpoint.every, at_ends=False),
         )
         answers: deque[jax.Array] = deque(maxlen=2)  # of all processes, to what was announced at the last two steps
         for part in (watchdog, metrics, source, feed, profiler):
@@ -232,10 +222,10 @@ def train_loop(run: BaseRun, course: Course, params: Params, folder: Path) -> Pa
                 loop.index = source.resume(saved)
             del saved, state  # their arrays go when the loop needs them no longer
             if course.measure_start and start == 0 and not task.retrieves:
-                adopt(loop)
+                hooks.adopt(loop)
                 loop.index = None  # it was evaluated with one; its steps use none
             while loop.step < total:
-                watchdog.beat()
+                watchdog.heartbeat()
                 loop.heard = Control(*np.asarray(answers[0]).tolist()) if len(answers) == 2 else Control()
                 stop_here = loop.heard.stop if jax.process_count() > 1 else stop.asked
                 if stop_here:
@@ -254,17 +244,17 @@ def train_loop(run: BaseRun, course: Course, params: Params, folder: Path) -> Pa
                     run_due(after_step, loop)
         except Interrupted:
             stop.asked = True  # whichever process was told to
-            save_and_stop(loop)
+            hooks.save_and_stop(loop)
             raise
 
         # --- The end
 
         metrics.flush()
-        watchdog.beat()
-        found = evaluate_end(loop)
-        watchdog.beat()
-        save(loop, wait=True)
-        warn_if_below_start(loop, found)
+        watchdog.heartbeat()
+        found = hooks.evaluate_end(loop)
+        watchdog.heartbeat()
+        hooks.save(loop, wait=True)
+        hooks.warn_if_below_start(loop, found)
         source.done(total)
         stop.asked = anywhere(stop.asked)
         stop.check(f"saved {folder.name} at step {total}")
