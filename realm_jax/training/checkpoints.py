@@ -114,17 +114,23 @@ class Checkpoints:
 
         index: what of the index has to be saved: vectors, the query tower that searches, searches under way.
         """
-        if self._sealed is not None:
-            self._sealed.result()  # before what it looks at can be removed
         if self.latest == step:
             return
+        if self._sealed is not None:
+            self._sealed.result()  # before what it looks at can be removed
         items = {"state": state} | {name: {name: value} for name, value in index.items()}
         record = record | {"environment": environment(), "checksums": checksums(items)}
         record["digest"] = _digest(record)
         with self._writing(), _in_little_memory(items):
             saving = self._checkpointer.save_checkpointables_async(step, items, custom_metadata=record, force=True)
             self._sealed = self._sealing.submit(_end_save, saving, self._folder / str(step))
-            if wait:
+        if wait:
+            self.wait()
+
+    def wait(self) -> None:
+        """Return when what is being saved is complete. Raises StorageError when it could not be."""
+        if self._sealed is not None:
+            with self._writing():
                 self._checkpointer.wait()
                 self._sealed.result()
 

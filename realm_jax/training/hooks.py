@@ -33,17 +33,15 @@ logger = logging.getLogger(__name__)
 class Loop:
     """One task on its way: what serves it, then what changes from step to step.
 
-    folder: under the run folder. start: steps that were done when this process began; resumed: whether those are saved.
-    measure, answers_start: see `loop.Course`. step: steps that are done. index: the one in use. values: metrics of the
-    last step, on the devices. heard: what all processes announced two steps ago.
+    folder: under the run folder. measure, answers_start: see `loop.Course`. step: steps that are done; saved: those of
+    the newest save, −1 for none. index: the one in use. values: metrics of the last step, on the devices. heard: what
+    all processes announced two steps ago.
     """
 
     run: BaseRun
     task: Task
     folder: Path
-    start: int
     total: int
-    resumed: bool
     stop: Stop
     watchdog: Watchdog
     metrics: MetricLogger
@@ -55,6 +53,7 @@ class Loop:
     answers_start: bool
     state: State
     step: int
+    saved: int
     index: Fresh | None = None
     values: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
     heard: Control = Control()
@@ -94,28 +93,28 @@ def adopt(loop: Loop) -> None:
     if fresh is None:
         return
     loop.index = fresh
-    found: dict[str, Any] = {}
+    measures: dict[str, Any] = {}
     if loop.measure is not None:
         with loop.metrics.waiting("measurement"):
-            found = _measured(loop, loop.source.exact(fresh), loop.answers_start and loop.step == 0)
-    loop.best.look(loop.step, loop.state, found)
-    loop.metrics.log_evaluation(loop.step, found | {"refresh": True, "index_step": fresh.step} | fresh.facts)
+            measures = _evaluate(loop, loop.source.exact(fresh), loop.answers_start and loop.step == 0)
+    loop.best.look(loop.step, loop.state, measures)
+    loop.metrics.log_evaluation(loop.step, measures | {"refresh": True, "index_step": fresh.step} | fresh.facts)
 
 
 def evaluate(loop: Loop) -> None:
     """Evaluate what was learnt so far."""
     with loop.metrics.waiting("measurement"):
-        found = _measured(loop, loop.source.fitting(loop.step, loop.state.params, loop.index), True)
-        loop.best.look(loop.step, loop.state, found)
+        measures = _evaluate(loop, loop.source.fitting(loop.step, loop.state.params, loop.index), True)
+        loop.best.look(loop.step, loop.state, measures)
     loop.watchdog.heartbeat()
-    loop.metrics.log_evaluation(loop.step, found)
+    loop.metrics.log_evaluation(loop.step, measures)
 
 
-def _measured(loop: Loop, index: Index | None, final: bool) -> dict[str, Any]:
+def _evaluate(loop: Loop, index: Index | None, final: bool) -> dict[str, Any]:
     assert loop.measure is not None, "a course that says when to measure says how"
-    found = loop.measure(loop.state.params, index, final)
+    measures = loop.measure(loop.state.params, index, final)
     loop.watchdog.heartbeat()
-    return found
+    return measures
 
 
 # --- After a step
@@ -127,8 +126,8 @@ def log(loop: Loop) -> None:
     loop.metrics.log_step(loop.step, loop.values, further)
 
 
-def save(loop: Loop, wait: bool = False) -> None:
-    """Save the state, the index in use or the name of its generation, and the searches under way.
+def save(loop: Loop) -> None:
+    """Save in the background: the state, the index in use or the name of its generation, and the searches under way.
 
     Raises UserError, and saves nothing, where a loss is not finite or devices that should hold the same bits do not.
     """
@@ -149,13 +148,20 @@ def save(loop: Loop, wait: bool = False) -> None:
         if (rows := loop.feed.in_flight()) is not None:
             arrays["in_flight"] = rows
         loop.source.saving(loop.step, generation)
-        loop.checkpoints.save(loop.step, loop.state, arrays, record, wait)
+        loop.checkpoints.save(loop.step, loop.state, arrays, record)
+    loop.saved = loop.step
+
+
+def save_at_once(loop: Loop) -> None:
+    """Save what is not saved yet, and wait until it is on disk."""
+    if loop.saved != loop.step:
+        save(loop)
+    loop.checkpoints.wait()
 
 
 def save_and_stop(loop: Loop) -> None:
-    """Save what this start has trained, and raise Preempted if SIGTERM came."""
-    if loop.step > loop.start or not loop.resumed:
-        save(loop, wait=True)
+    """Save what is trained, and raise Preempted if SIGTERM came."""
+    save_at_once(loop)
     loop.stop.check(f"saved {loop.folder.name} at step {loop.step}")
 
 
@@ -167,25 +173,25 @@ def evaluate_end(loop: Loop) -> dict[str, Any]:
     are kept."""
     if loop.measure is None:
         return {}
-    found = _measured_with_own_index(loop, loop.total)
-    loop.best.look(loop.total, loop.state, found)
+    measures = _evaluate_own_index(loop, loop.total)
+    loop.best.look(loop.total, loop.state, measures)
     if (better := loop.best.other_than(loop.total)) is not None:
         step, trained = better
         loop.state = loop.state._replace(trained=trained)
-        found = _measured_with_own_index(loop, step) | {"best_step": step, "last": found}
-    loop.metrics.log_evaluation(loop.total, found | {"refresh": False, "seconds": loop.metrics.seconds})
-    return found
+        measures = _evaluate_own_index(loop, step) | {"best_step": step, "last": measures}
+    loop.metrics.log_evaluation(loop.total, measures | {"refresh": False, "seconds": loop.metrics.seconds})
+    return measures
 
 
-def _measured_with_own_index(loop: Loop, step: int) -> dict[str, Any]:
+def _evaluate_own_index(loop: Loop, step: int) -> dict[str, Any]:
     """The parameters, those of `step`, with an index that they give, which stays."""
     index = loop.source.last(step, loop.state.params, loop.index)
     loop.index = None if index is None else dataclasses.replace(index, step=loop.total)
-    return _measured(loop, None if loop.index is None else loop.source.exact(loop.index), True)
+    return _evaluate(loop, None if loop.index is None else loop.source.exact(loop.index), True)
 
 
-def warn_if_below_start(loop: Loop, found: dict[str, Any]) -> None:
-    """Say so where a task of the recipe ends with less than it began with. found: as of `evaluate_end`."""
+def warn_if_below_start(loop: Loop, measures: dict[str, Any]) -> None:
+    """Say so where a task of the recipe ends with less than it began with. measures: as of `evaluate_end`."""
     stage = stage_of(loop.folder) if loop.folder.name == loop.task.name else None  # not of a control
-    if warning := describe_loss(loop.task.name, stage, loop.best.kept_by(found)):
+    if warning := describe_loss(loop.task.name, stage, loop.best.kept_by(measures)):
         logger.warning("%s", warning)

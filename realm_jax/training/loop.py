@@ -197,9 +197,9 @@ def train_loop(run: BaseRun, course: Course, params: Params, folder: Path) -> Pa
         compiles = CompileGuard(step_function, padded_lengths(examples))
         best = Best(run, task, folder, course.keep_best)
         loop = Loop(
-            run=run, task=task, folder=folder, start=start, total=total, resumed=saved is not None, stop=stop,
-            watchdog=watchdog, metrics=metrics, checkpoints=checkpoints, best=best, source=source, feed=feed,
-            measure=course.measure, answers_start=course.answers_start, state=state, step=start,
+            run=run, task=task, folder=folder, total=total, stop=stop, watchdog=watchdog, metrics=metrics,
+            checkpoints=checkpoints, best=best, source=source, feed=feed, measure=course.measure,
+            answers_start=course.answers_start, state=state, step=start, saved=-1 if saved is None else start,
         )  # fmt: skip
         before_step = (
             Hook(lambda loop: profiler.at(loop.step, loop.values)),
@@ -251,10 +251,10 @@ def train_loop(run: BaseRun, course: Course, params: Params, folder: Path) -> Pa
 
         metrics.flush()
         watchdog.heartbeat()
-        found = hooks.evaluate_end(loop)
+        measures = hooks.evaluate_end(loop)
         watchdog.heartbeat()
-        hooks.save(loop, wait=True)
-        hooks.warn_if_below_start(loop, found)
+        hooks.save_at_once(loop)
+        hooks.warn_if_below_start(loop, measures)
         source.done(total)
         stop.asked = anywhere(stop.asked)
         stop.check(f"saved {folder.name} at step {total}")
