@@ -15,18 +15,13 @@ import logging
 import os
 import select
 import shlex
-import signal
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from types import FrameType, ModuleType
-from typing import Any
+from collections.abc import Sequence
+from types import ModuleType
 
 import realm_jax
 from realm_jax.errors import USER_ERROR, UserError
-from realm_jax.memory import keep_memory, no_collection
-from realm_jax.training.preemption import PREEMPTED, Preempted
+from realm_jax.host import PREEMPTED, CtrlC, Preempted, keep_memory, no_collection
 
 OVERRIDES = {"config": "overrides", "spec": "spec_overrides"}  # --config.key=value → args.overrides
 
@@ -69,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     preemption is a defect and propagates with its traceback.
     """
     _mend_streams()
-    with _CtrlC() as ctrl_c:
+    with CtrlC() as ctrl_c:
         try:
             code = _run(list(sys.argv[1:] if argv is None else argv), ctrl_c)
             sys.stdout.flush()  # a reader that went away shows here, not while the interpreter shuts down
@@ -108,55 +103,6 @@ def _users_mistake(error: Exception) -> str:
     return ""
 
 
-class _CtrlC:
-    """Ctrl-C as KeyboardInterrupt, as Python has it, but never lost: a context manager around a whole command.
-
-    `heard` says that it came, whatever became of the exception. Where nothing can be raised, as in JAX's hook on
-    garbage collection, it comes again. With a handler that is not Python's own, asyncio leaves the signal alone too.
-    """
-
-    def __init__(self) -> None:
-        self.heard = False
-        self._held = False
-        in_charge = threading.current_thread() is threading.main_thread()
-        # In the background of a shell it is to be ignored, and stays so.
-        self._installs = in_charge and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        self._otherwise = sys.unraisablehook
-
-    def __enter__(self) -> "_CtrlC":
-        if self._installs:
-            signal.signal(signal.SIGINT, self._hear)
-            sys.unraisablehook = self._repeat
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._installs:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            sys.unraisablehook = self._otherwise
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Wait with it: modules in C that are interrupted while they are imported crash or say something else."""
-        self._held = True
-        try:
-            yield
-        finally:
-            self._held = False
-        if self.heard:
-            raise KeyboardInterrupt
-
-    def _hear(self, _number: int, _frame: FrameType | None) -> None:
-        self.heard = True
-        if not self._held:
-            raise KeyboardInterrupt
-
-    def _repeat(self, lost: Any) -> None:
-        if issubclass(lost.exc_type, KeyboardInterrupt):
-            threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT]).start()
-        else:
-            self._otherwise(lost)
-
-
 def _mend_streams() -> None:
     """Streams that the shell closed become /dev/null; what the encoding of stdout does not have is printed as "?"."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
@@ -166,7 +112,7 @@ def _mend_streams() -> None:
         sys.stdout.reconfigure(errors="replace")
 
 
-def _run(argv: list[str], ctrl_c: _CtrlC) -> int:
+def _run(argv: list[str], ctrl_c: CtrlC) -> int:
     """Parses `argv`, imports the one job that it names and runs it."""
     name = next((argument for argument in argv if not argument.startswith("-")), None)
     with ctrl_c.held():

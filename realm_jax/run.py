@@ -24,13 +24,13 @@ from realm_jax.corpus.jsonl import Question
 from realm_jax.data.examples import Example, Find, Found, Lengths, lengths_from
 from realm_jax.data.sources import Sources
 from realm_jax.errors import UserError
+from realm_jax.host import WIDE, return_blocks
 from realm_jax.index.approximate import Settings as SearchSettings
 from realm_jax.index.candidates import Index, Setting, words_listed
 from realm_jax.index.embed import CorpusRows, embed_corpus, in_groups
 from realm_jax.index.exact import padded_rows
 from realm_jax.index.fusion import LIST
 from realm_jax.index.words import Bm25, check_words, words_of
-from realm_jax.memory import WIDE, return_blocks
 from realm_jax.mesh import logical_sharding, make_mesh, parameter_shardings
 from realm_jax.models.bert import BertConfig
 from realm_jax.models.inputs import Documents

@@ -56,7 +56,7 @@ def ablated(people, tmp_path_factory, quick_steps):
 def params_of(folder: Path, row: str, task: str):
     config = ConfigDict(json.loads((folder / row / "config.json").read_text()))
     run = make_run(config, folder / row, open_sources(config.data.path))
-    return run, restore_params(run, folder / row, task, run.initial_params())
+    return run, restore_params(run, task)
 
 
 def same(a, b) -> bool:

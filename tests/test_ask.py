@@ -115,7 +115,7 @@ def newest(run, task):
 def test_the_saved_index_is_taken_only_if_the_parameters_give_it(trained_run, opened, monkeypatch):
     run = opened.run
     for task in ("ict", "qa"):
-        params = restore_params(trained_run, run.workdir, task, trained_run.initial_params())
+        params = restore_params(trained_run, task, newest(run, task))
         saved = np.asarray(saved_index(run, task, Saved.newest(run.workdir / task / "checkpoints")).vectors)[
             : run.setting.rows
         ]

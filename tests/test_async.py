@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from side_by_side import (
+from runs import (
     EVERY,
     Watch,
     adoptions,
@@ -31,6 +31,7 @@ from side_by_side import (
 )
 
 from realm_jax import cli
+from realm_jax.host import Stop
 from realm_jax.index.generations import (
     export_steps,
     generation_names,
@@ -47,7 +48,6 @@ from realm_jax.training.adoption import Adoption
 from realm_jax.training.exporter import export_record, sample_vectors, to_arrays
 from realm_jax.training.follower import Follower
 from realm_jax.training.metrics import read_lines
-from realm_jax.training.preemption import Stop
 from realm_jax.training.refresh import shared_folder
 from realm_jax.training.reporter import Reporter
 from realm_jax.training.restore import restore_params
@@ -252,7 +252,7 @@ def test_generations_are_listed_verified_and_removed_by_hand(sturdy, tmp_path, c
 
 
 def test_the_final_parameters_are_in_the_checkpoint(sturdy):
-    saved = restore_params(sturdy.run, sturdy.run.workdir, "realm", sturdy.run.initial_params())
+    saved = restore_params(sturdy.run, "realm")
     assert_same(jax.tree.map(np.asarray, saved), sturdy.final)
 
 

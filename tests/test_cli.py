@@ -19,12 +19,12 @@ import realm_jax
 from realm_jax import cli
 from realm_jax.config import default, validate
 from realm_jax.errors import UserError
+from realm_jax.host import Preempted
 from realm_jax.jobs import flags
 from realm_jax.launch import spec as specs
 from realm_jax.recipes import is_name
 from realm_jax.tagger_config import default_like, is_tagger, reference
 from realm_jax.tagger_config import validate as validate_tagger
-from realm_jax.training.preemption import Preempted
 
 ROOT = Path(realm_jax.__file__).parents[1]
 

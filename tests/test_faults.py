@@ -18,26 +18,15 @@ from contextlib import ExitStack, contextmanager, suppress
 import jax
 import numpy as np
 import pytest
-from cutting import Cut, cut_at
 from faulty_bucket import bucket, http
 from orbax.checkpoint import v1 as ocp
-from side_by_side import (
-    Watch,
-    adoptions,
-    assert_same,
-    builder,
-    make_job,
-    metrics,
-    open_tiny,
-    spoil,
-    train,
-    until,
-)  # fmt: skip
+from runs import Cut, Watch, adoptions, assert_same, builder, cut_at, make_job, metrics, open_tiny, spoil, train, until
 from tiny_run import PEOPLE, prepare_people
 
 from realm_jax import storage
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
+from realm_jax.host import Preempted, Stop
 from realm_jax.index.builder import Share
 from realm_jax.index.generations import (
     EXPORT,
@@ -58,7 +47,6 @@ from realm_jax.training import follower, refresh
 from realm_jax.training.adoption import Adoption
 from realm_jax.training.checkpoints import Saved
 from realm_jax.training.follower import Follower
-from realm_jax.training.preemption import Preempted, Stop
 from realm_jax.training.reporter import Reporter
 
 pytestmark = pytest.mark.usefixtures("quick_steps")

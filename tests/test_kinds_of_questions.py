@@ -6,7 +6,7 @@ from functools import partial
 import jax
 import pytest
 from ml_collections import ConfigDict
-from quick import quick_compiler
+from runs import quick_compiler
 from tiny_run import prepare_people, question, tiny_config, write_lines
 
 from realm_jax import cli

@@ -15,6 +15,7 @@ from tiny_run import tiny_config
 
 from realm_jax import cli
 from realm_jax.errors import UserError
+from realm_jax.host import Preempted, Stop
 from realm_jax.index.generations import RECIPE, Status, write_status
 from realm_jax.launch import local
 from realm_jax.launch import spec as specs
@@ -23,7 +24,6 @@ from realm_jax.launch.spec import describe
 from realm_jax.launch.status import look
 from realm_jax.storage import StorageError, open_folder
 from realm_jax.training.metrics import read_lines
-from realm_jax.training.preemption import Preempted, Stop
 
 ROOT = Path(__file__).resolve().parents[1]
 

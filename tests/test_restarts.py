@@ -6,11 +6,12 @@ import threading
 
 import jax
 import pytest
-from cutting import Cut, cut_at
-from side_by_side import (
+from runs import (
+    Cut,
     adoptions,
     assert_same,
     builder,
+    cut_at,
     make_job,
     metrics,
     open_tiny,
@@ -19,6 +20,7 @@ from side_by_side import (
 )
 
 from realm_jax.errors import UserError
+from realm_jax.host import Preempted, Stop
 from realm_jax.index.generations import (
     generation_names,
     read_export,
@@ -32,7 +34,6 @@ from realm_jax.training import loop
 from realm_jax.training.adoption import Adoption
 from realm_jax.training.checkpoints import Saved
 from realm_jax.training.exporter import Exporter, export_record, sample_vectors, to_arrays
-from realm_jax.training.preemption import Preempted, Stop
 
 pytestmark = pytest.mark.usefixtures("quick_steps")
 

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cutting import Cut, at_step, cut_at
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from runs import Cut, at_step, cut_at
 from test_weights import SETTINGS, random_weights, save
 from tiny import tiny_bert
 from tiny_tagger import open_tiny, tiny_config, write_corpus

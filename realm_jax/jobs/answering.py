@@ -44,7 +44,7 @@ from realm_jax.training.exporter import to_arrays, to_params
 from realm_jax.training.metrics import read_lines
 from realm_jax.training.opened import Opened
 from realm_jax.training.refresh import shared_folder
-from realm_jax.training.restore import index_saved, saved_params
+from realm_jax.training.restore import index_saved, restore_params
 from realm_jax.training.workdir import begins_with_reader, check_data
 
 logger = logging.getLogger(__name__)
@@ -265,13 +265,13 @@ def _params(run: Run, saved: Saved, documents: bool) -> Params:
     """What answers are made with. documents: the document tower too, which answers from stored vectors do without."""
     query, *others = run.model.embedder_names
     names = [query, "reader", *(others if documents or run.setting.qa_documents else ())]
-    return saved.params(names, replicated(run.mesh))  # as `open_run_to_ask` lays out the mesh
+    return jax.device_put(saved.params(names), replicated(run.mesh))  # as `open_run_to_ask` lays out the mesh
 
 
 def restore_towers(run: Run) -> tuple[int, Params]:
     """The towers at the end of what was trained, and the step of REALM that they count as."""
     name, saved = newest(run)
-    params = saved_params(run, name, saved, jax.eval_shape(run.model.init, jax.random.key(0)))
+    params = restore_params(run, name, saved)
     return run.config.realm.steps, {tower: params[tower] for tower in run.model.embedder_names}
 
 

@@ -39,7 +39,7 @@ from realm_jax.jobs.output import checked_output, print_json, stdout, write_outp
 from realm_jax.run import Run
 from realm_jax.text import sentences
 from realm_jax.text.spans import finder
-from realm_jax.training.restore import saved_params
+from realm_jax.training.restore import restore_params
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace, html: Path | None) -> None:
     seen = _question(trained, args.subject, args.answer) if text is None else _sentence(trained, text, args.pieces)
     record = to_record(trained, args.subject, seen)
     if bert and text:
-        params = saved_params(bert, *newest(bert), bert.initial_params())
+        params = restore_params(bert, *newest(bert))
         record["bert"] = read_alone(bert, params, text, seen.targets)
     if args.json:
         print_json(record)

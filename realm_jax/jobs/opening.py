@@ -263,7 +263,7 @@ def _borrow(run: Run, fresh: Params, key: str) -> Params:
     if saved is None:
         raise UserError(f"config.{key}: {folder} has no checkpoint of task {last}; let it finish first")
     places = {name: run.param_shardings[name] for name in names}
-    return dict(jax.tree.map(put_whole, saved.networks(names), places))
+    return dict(jax.tree.map(put_whole, saved.params(names), places))
 
 
 def record_start(run: Run, params: Params) -> None:

@@ -23,6 +23,7 @@ from realm_jax.evaluation.closed_book import recall_answers
 from realm_jax.evaluation.predict import Evaluator, Prediction
 from realm_jax.evaluation.predictions import Record, question_record, resume, write_record
 from realm_jax.evaluation.retrieval import answer_hits
+from realm_jax.host import Stop
 from realm_jax.jobs.answering import (
     NBEST,
     Trained,
@@ -40,7 +41,6 @@ from realm_jax.jobs.output import checked_output, is_special
 from realm_jax.run import Run
 from realm_jax.storage import digest, flush_to_disk, only_one
 from realm_jax.training.checkpoints import Saved
-from realm_jax.training.preemption import Stop
 
 logger = logging.getLogger(__name__)
 

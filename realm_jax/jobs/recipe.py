@@ -3,7 +3,6 @@
 import logging
 import shlex
 import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -19,6 +18,7 @@ from realm_jax.corpus.jsonl import Question
 from realm_jax.data.examples import Examples, question_examples
 from realm_jax.errors import UserError
 from realm_jax.evaluation.predict import Evaluator
+from realm_jax.host import PREEMPTED, Preempted, Stop, handling
 from realm_jax.index.generations import RECIPE, Living, Status
 from realm_jax.jobs.controls import run_controls
 from realm_jax.jobs.matched_answers import training_questions
@@ -32,7 +32,6 @@ from realm_jax.processes import is_first
 from realm_jax.run import Run
 from realm_jax.storage import only_one
 from realm_jax.training.loop import train_task
-from realm_jax.training.preemption import PREEMPTED, Preempted, Stop
 from realm_jax.training.refresh import shared_folder
 from realm_jax.training.workdir import has_checkpoint
 
@@ -118,16 +117,9 @@ def preemptible() -> Iterator[None]:
     Inside a task the loop takes the signal and saves first. One of several processes notes it for the next task, before
     which all of them stop. A request for a profile between tasks is ignored.
     """
-
-    if threading.current_thread() is not threading.main_thread():  # someone else owns the signals
+    at_once = "" if jax.process_count() > 1 else "every finished task is saved"
+    with handling(signal.SIGUSR1, signal.SIG_IGN), Stop(at_once):
         yield
-        return
-    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    try:
-        with Stop("" if jax.process_count() > 1 else "every finished task is saved"):
-            yield
-    finally:
-        signal.signal(signal.SIGUSR1, before)
 
 
 def train(run: Run, tell: Callable[[str], None] = lambda task: None) -> Params:

@@ -276,7 +276,7 @@ def masked_sentence(run: Run, params: Params) -> dict[str, Any] | None:
     """
     if "realm" not in task_names(run.config):
         return None
-    params = restore_params(run, run.workdir, "realm", params)
+    params = restore_params(run, "realm")
     index = final_index(run, "realm", params)
     sources, lengths, setting = run.sources, run.lengths, run.setting
     text, own, find = sources.pretraining, sources.own_text, run.find_sentence

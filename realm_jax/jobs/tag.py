@@ -33,12 +33,12 @@ from realm_jax.data.sources import open_sources
 from realm_jax.data.staging import is_remote, staged
 from realm_jax.errors import UserError
 from realm_jax.evaluation.tagging import TextTagger, tag_passages
+from realm_jax.host import Stop
 from realm_jax.index.builder import Share
 from realm_jax.jobs.opening import set_up_jax
 from realm_jax.jobs.tagger import open_tagger
 from realm_jax.storage import make_folder, only_one, publish_folder, read_json, write_atomic, write_json_atomic
 from realm_jax.text.wordpiece import WordPiece
-from realm_jax.training.preemption import Stop
 
 logger = logging.getLogger(__name__)
 

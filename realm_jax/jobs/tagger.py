@@ -25,6 +25,7 @@ from realm_jax.data.tagged import annotated, kinds_of
 from realm_jax.errors import UserError
 from realm_jax.evaluation.entities import Scores, entity_scores
 from realm_jax.evaluation.tagging import TextTagger, WindowTagger
+from realm_jax.host import PREEMPTED, Preempted
 from realm_jax.index.candidates import Index
 from realm_jax.jobs.opening import borrows, has_begun, recorded_config, set_up_jax
 from realm_jax.jobs.recipe import preemptible
@@ -39,9 +40,8 @@ from realm_jax.text.spans import NAME, find_by_rules
 from realm_jax.text.tags import Entity
 from realm_jax.text.wordpiece import WordPiece
 from realm_jax.training.checkpoints import Saved
-from realm_jax.training.preemption import PREEMPTED, Preempted
-from realm_jax.training.restore import task_params
-from realm_jax.training.tagging import tagger_task, train_tagger
+from realm_jax.training.restore import restore_params
+from realm_jax.training.tagging import train_tagger
 from realm_jax.training.workdir import check_workdir
 
 logger = logging.getLogger(__name__)
@@ -184,8 +184,7 @@ def open_tagger(workdir: Path, devices: list[jax.Device] | None = None, batch_si
         raise UserError(f"tagger={workdir}: has no checkpoint yet; go on with `realm train`")
     if saved.step < config.tagger.steps:
         logger.warning("tagger=%s is not done: step %d of %d", workdir, saved.step, config.tagger.steps)
-    like = jax.eval_shape(run.tagger.init, jax.random.key(0))
-    params = task_params(run, tagger_task(run.tagger), saved, like)
+    params = restore_params(run, TAGGER, saved)
     return TextTagger(window_tagger(run), params, f"tagger:{workdir}", saved.record["digest"])
 
 

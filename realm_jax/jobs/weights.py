@@ -39,7 +39,7 @@ from realm_jax.models.weights import SETTINGS, WEIGHTS, networks, save, settings
 from realm_jax.run import tower_lengths
 from realm_jax.storage import publish_folder
 from realm_jax.text.wordpiece import TOKENIZER, VOCABULARY_FILE, WordPiece
-from realm_jax.training.restore import saved_params
+from realm_jax.training.restore import restore_params
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ def export(
     name, saved = newest(opened, task)
     if saved.step < opened.config[name].steps:
         logger.warning("task %s is not done: step %d of %d", name, saved.step, opened.config[name].steps)
-    params = saved_params(opened, name, saved, jax.eval_shape(model.init, jax.random.key(0)))
+    params = restore_params(opened, name, saved)
     with _whole(output) as folder:
         write_networks(folder, opened.config, model, params, wordpiece, names, reader_is_trained(workdir, name))
     logger.info("%s: %s of %s at step %d of %s", output, ", ".join(params), workdir, saved.step, name)

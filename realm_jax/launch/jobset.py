@@ -13,11 +13,11 @@ from typing import Any
 import yaml
 
 from realm_jax.errors import USER_ERROR
+from realm_jax.host import PREEMPTED
 from realm_jax.launch.cloud import CloudTarget, Resource
 from realm_jax.launch.spec import MOUNTED, Launch, Part, choose, parts
 from realm_jax.launch.status import expect
 from realm_jax.launch.tools import call, call_json, stream
-from realm_jax.training.preemption import PREEMPTED
 
 API = "jobset.x-k8s.io/v1alpha2"
 RUN = "realm-jax/run"  # label: which run a JobSet belongs to

@@ -15,8 +15,8 @@ from realm_jax.tagger_config import TAGGER
 from realm_jax.tagger_run import TaggerRun
 from realm_jax.text.tags import IGNORED, Cutter
 from realm_jax.training.flops import Tower, peak
-from realm_jax.training.journal import Work
-from realm_jax.training.loop import Course, Measure, follow
+from realm_jax.training.loop import Course, Measure, train_loop
+from realm_jax.training.metrics import Work
 from realm_jax.training.refresh import Refresh
 from realm_jax.training.tasks import Batch, Means, Task
 
@@ -50,7 +50,7 @@ def train_tagger(run: TaggerRun, params: Params, measure: Measure) -> Params:
         measure=measure,
         every=run.config.evaluation.every,
     )
-    return follow(run, course, params, run.workdir / TAGGER)
+    return train_loop(run, course, params, run.workdir / TAGGER)
 
 
 def work_of(run: TaggerRun) -> Work:
