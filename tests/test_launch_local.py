@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from side_by_side import until
+from runs import until
 from tiny_run import tiny_config
 
 from realm_jax import cli
