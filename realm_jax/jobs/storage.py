@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from realm_jax.errors import UserError
-from realm_jax.index.builder import refusal
+from realm_jax.index.builder import rejection
 from realm_jax.index.generations import (
-    Unusable,
+    InvalidIndex,
+    export_step,
     generation_names,
     load_vectors,
     read_manifest,
     read_status,
     remove_generation,
-    step_of,
 )  # fmt: skip
 from realm_jax.jobs.opening import recorded_config, recorded_folder
 from realm_jax.jobs.output import print_records
@@ -100,7 +100,7 @@ def verify(name: str, item: Item) -> bool:
     began = time.monotonic()
     try:
         holds = item.verify()
-    except (UserError, Gone, Unusable, Damaged) as fault:
+    except (UserError, Gone, InvalidIndex, Damaged) as fault:
         print(f"{name}: DAMAGED: {fault}")
         return True
     print(f"{name}: unfinished" if holds is None else f"{name}: sound ({holds}{time.monotonic() - began:.1f} s)")
@@ -159,12 +159,12 @@ def _verify_checkpoint(entry: Path) -> str:
 
 def _generation(folder: Folder, name: str) -> dict[str, Any]:
     trainer = read_status(folder, "trainer")
-    found: dict[str, Any] = {"generation": name, "step": step_of(name), "state": "unfinished"}
+    found: dict[str, Any] = {"generation": name, "step": export_step(name), "state": "unfinished"}
     try:
         manifest = read_manifest(folder, name)
-    except Unusable as fault:
+    except InvalidIndex as fault:
         return found | {"state": "damaged", "reason": str(fault)}
-    reason = refusal(folder, name)
+    reason = rejection(folder, name)
     if reason is not None:
         found |= {"state": "refused", "reason": reason.get("reason", "")}
     elif manifest is not None:
@@ -177,8 +177,8 @@ def _generation(folder: Folder, name: str) -> dict[str, Any]:
             "recall": manifest.recall,
             "seconds": sum(manifest.seconds.values()),
         }
-    found["in_use"] = trainer is not None and trainer.index == step_of(name)
-    found["pinned"] = trainer is not None and step_of(name) in trainer.pins
+    found["in_use"] = trainer is not None and trainer.index == export_step(name)
+    found["pinned"] = trainer is not None and export_step(name) in trainer.pins
     return found
 
 

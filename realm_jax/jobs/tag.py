@@ -34,7 +34,7 @@ from realm_jax.data.staging import is_remote, staged
 from realm_jax.errors import UserError
 from realm_jax.evaluation.tagging import TextTagger, tag_passages
 from realm_jax.host import Stop
-from realm_jax.index.builder import Share
+from realm_jax.index.builder import WorkShare
 from realm_jax.jobs.opening import set_up_jax
 from realm_jax.jobs.tagger import open_tagger
 from realm_jax.storage import make_folder, only_one, publish_folder, read_json, write_atomic, write_json_atomic
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Tag. Raises Preempted after SIGTERM."""
-    share = Share(*processes.share_of(args))
+    share = WorkShare(*processes.share_of(args))
     if args.batch_size is not None and args.batch_size < 1:
         raise UserError(f"--batch-size={args.batch_size}: must be positive")
     data, output = folders(args.data, args.output)
@@ -97,7 +97,9 @@ class Chunk(NamedTuple):
     key: str
 
 
-def tag(tagger: TextTagger, data: Path, output: Path, share: Share, stop: Stop, chunk_rows: int = CHUNK_ROWS) -> None:
+def tag(
+    tagger: TextTagger, data: Path, output: Path, share: WorkShare, stop: Stop, chunk_rows: int = CHUNK_ROWS
+) -> None:
     """Do this process's share and what nobody else has done; the first process then writes `output`.
 
     Raises UserError for what cannot be gone on with, Preempted after SIGTERM.
@@ -116,7 +118,7 @@ def tag(tagger: TextTagger, data: Path, output: Path, share: Share, stop: Stop, 
 
 
 def _take_part(
-    tagger: TextTagger, data: Path, output: Path, work: Path, share: Share, stop: Stop, chunk_rows: int
+    tagger: TextTagger, data: Path, output: Path, work: Path, share: WorkShare, stop: Stop, chunk_rows: int
 ) -> None:
     sources, manifest = open_sources(data, flag="--data="), read_json(data / MANIFEST)
     stores = {"passages": sources.passages} | ({} if sources.own_text else {"pretraining": sources.pretraining})

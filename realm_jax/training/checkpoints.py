@@ -31,7 +31,7 @@ from orbax.checkpoint import v1 as ocp
 import realm_jax
 from realm_jax.errors import UserError
 from realm_jax.host import free_heap, returns_memory
-from realm_jax.processes import is_first, told_by
+from realm_jax.processes import is_process_0, run_on_process_0
 from realm_jax.storage import StorageError, digest, file_digest, read_json, write_json_atomic
 from realm_jax.training.checksums import checksums, differing, named_arrays
 
@@ -154,7 +154,7 @@ def _end_save(saving: Any, folder: Path) -> None:
     """
     try:
         saving.result()
-        if is_first():
+        if is_process_0():
             _seal(folder)
     except Exception as fault:  # the save's own is raised where its end is waited for; or it was removed again
         logger.debug("%s has no %s: %s", folder, FILES, fault)
@@ -174,7 +174,7 @@ def _digest(record: dict[str, Any]) -> str:
 
 def _set_aside(entry: Path, fault: Exception) -> None:
     logger.error("%s; going on from the one before", fault)
-    if is_first():
+    if is_process_0():
         before = len([*entry.parent.glob(f"{entry.name}{DAMAGED}*")])  # the same step may be damaged again
         entry.rename(entry.with_name(f"{entry.name}{DAMAGED}{before + 1 if before else ''}"))
 
@@ -226,7 +226,7 @@ class Saved:
             found = cls.newest(folder)
             return NONE if found is None else found.step
 
-        newest = told_by(step)
+        newest = run_on_process_0(step)
         return None if newest == NONE else cls(folder.absolute() / str(newest))
 
     @classmethod
@@ -239,7 +239,7 @@ class Saved:
         """
         damaged = False
         while True:
-            step = told_by(lambda: cls._choose(folder))
+            step = run_on_process_0(lambda: cls._choose(folder))
             if step == ALL_DAMAGED or step == NONE and damaged:
                 raise UserError(f"{folder}: every checkpoint is damaged; start in another --workdir")
             if step == NONE:

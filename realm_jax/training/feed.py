@@ -23,7 +23,7 @@ from realm_jax.index.candidates import Setting, search_depth, search_queries
 from realm_jax.mesh import replicated
 from realm_jax.models.realm import Params
 from realm_jax.run import put_own
-from realm_jax.training.refresh import Fresh
+from realm_jax.training.refresh import LoadedIndex
 
 Batch = dict[str, Any]
 
@@ -66,7 +66,7 @@ class Feed:
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def next(self, params: Params, index: Fresh | None) -> Batch:
+    def next(self, params: Params, index: LoadedIndex | None) -> Batch:
         """The batch of this step. params: its parameters, with which the search of a later step starts; index: the one
         in use."""
         if self._how is None:

@@ -22,7 +22,7 @@ from realm_jax.training.checkpoints import Checkpoints
 from realm_jax.training.feed import Feed
 from realm_jax.training.guards import Watchdog, check_replicas
 from realm_jax.training.metrics import MetricLogger
-from realm_jax.training.refresh import Fresh, Refresh
+from realm_jax.training.refresh import IndexSource, LoadedIndex
 from realm_jax.training.state import Control, State
 from realm_jax.training.tasks import Task
 
@@ -47,14 +47,14 @@ class Loop:
     metrics: MetricLogger
     checkpoints: Checkpoints
     best: Best
-    source: Refresh
+    source: IndexSource
     feed: Feed
     measure: Callable[[Params, Index | None, bool], dict[str, Any]] | None
     answers_start: bool
     state: State
     step: int
     saved: int
-    index: Fresh | None = None
+    index: LoadedIndex | None = None
     values: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
     heard: Control = Control()
 
@@ -85,7 +85,7 @@ def adopt(loop: Loop) -> None:
     """
     try:
         with loop.metrics.waiting("index"):
-            fresh = loop.source.at(loop.step, loop.state.params, loop.index, loop.heard)
+            fresh = loop.source.next(loop.step, loop.state.params, loop.index, loop.heard)
     except UserError:
         save_and_stop(loop)
         raise
@@ -96,7 +96,7 @@ def adopt(loop: Loop) -> None:
     measures: dict[str, Any] = {}
     if loop.measure is not None:
         with loop.metrics.waiting("measurement"):
-            measures = _evaluate(loop, loop.source.exact(fresh), loop.answers_start and loop.step == 0)
+            measures = _evaluate(loop, loop.source.as_exact(fresh), loop.answers_start and loop.step == 0)
     loop.best.look(loop.step, loop.state, measures)
     loop.metrics.log_evaluation(loop.step, measures | {"refresh": True, "index_step": fresh.step} | fresh.facts)
 
@@ -104,7 +104,7 @@ def adopt(loop: Loop) -> None:
 def evaluate(loop: Loop) -> None:
     """Evaluate what was learnt so far."""
     with loop.metrics.waiting("measurement"):
-        measures = _evaluate(loop, loop.source.fitting(loop.step, loop.state.params, loop.index), True)
+        measures = _evaluate(loop, loop.source.index_for_eval(loop.step, loop.state.params, loop.index), True)
         loop.best.look(loop.step, loop.state, measures)
     loop.watchdog.heartbeat()
     loop.metrics.log_evaluation(loop.step, measures)
@@ -185,9 +185,9 @@ def evaluate_end(loop: Loop) -> dict[str, Any]:
 
 def _evaluate_own_index(loop: Loop, step: int) -> dict[str, Any]:
     """The parameters, those of `step`, with an index that they give, which stays."""
-    index = loop.source.last(step, loop.state.params, loop.index)
+    index = loop.source.final_index(step, loop.state.params, loop.index)
     loop.index = None if index is None else dataclasses.replace(index, step=loop.total)
-    return _evaluate(loop, None if loop.index is None else loop.source.exact(loop.index), True)
+    return _evaluate(loop, None if loop.index is None else loop.source.as_exact(loop.index), True)
 
 
 def warn_if_below_start(loop: Loop, measures: dict[str, Any]) -> None:

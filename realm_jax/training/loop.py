@@ -25,10 +25,10 @@ from realm_jax.data.pipeline import batches, padded_lengths
 from realm_jax.host import Stop, free_heap
 from realm_jax.index.candidates import Index
 from realm_jax.models.realm import Params
-from realm_jax.processes import anywhere, told
+from realm_jax.processes import any_process, broadcast_from_process_0
 from realm_jax.run import BaseRun, Run, own_rows
 from realm_jax.training import hooks
-from realm_jax.training.adoption import Adoption
+from realm_jax.training.adoption import BuiltIndex
 from realm_jax.training.best import Best, keeps_best
 from realm_jax.training.checkpoints import Checkpoints, Saved
 from realm_jax.training.feed import Feed, Search
@@ -36,7 +36,7 @@ from realm_jax.training.flops import peak, step_flops
 from realm_jax.training.guards import CompileGuard, Profiler, Watchdog
 from realm_jax.training.hooks import Hook, Loop, run_due
 from realm_jax.training.metrics import MetricLogger, Work
-from realm_jax.training.refresh import Inline, Interrupted, Refresh, shared_folder
+from realm_jax.training.refresh import IndexSource, InlineIndex, Interrupted, shared_folder
 from realm_jax.training.reporter import Reporter
 from realm_jax.training.restore import restore
 from realm_jax.training.state import Control, make_step, put_control, start_state
@@ -44,7 +44,7 @@ from realm_jax.training.tasks import Task, make_task
 from realm_jax.training.workdir import begins_with_reader
 
 Measure = Callable[[Params, Index | None, bool], dict[str, Any]]
-MakeRefresh = Callable[[int, Checkpoints, Callable[[], bool], Callable[[], None]], Refresh]
+MakeRefresh = Callable[[int, Checkpoints, Callable[[], bool], Callable[[], None]], IndexSource]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +128,8 @@ def train_task(
             every=every,
             keep_best=keeps_best(run.config, name) and folder is None,
             measure_start=name == "ict" and bool(run.config.init_from) and folder is None,
-            answers_start=run.config.evaluation.keep_best and bool(told(begins_with_reader(run.workdir))),
+            answers_start=run.config.evaluation.keep_best
+            and bool(broadcast_from_process_0(begins_with_reader(run.workdir))),
         )
     return train_loop(run, course, params, run.workdir / (folder or name))
 
@@ -166,7 +167,7 @@ def train_loop(run: BaseRun, course: Course, params: Params, folder: Path) -> Pa
         keep = config.checkpoint
         checkpoints = stack.enter_context(Checkpoints(folder / "checkpoints", keep.keep, keep.keep_every))
         stop = stack.enter_context(Stop())
-        stop.asked = anywhere(stop.asked)
+        stop.asked = any_process(stop.asked)
         stop.check("every finished task is saved")
         if start >= total:
             course.over()
@@ -174,21 +175,21 @@ def train_loop(run: BaseRun, course: Course, params: Params, folder: Path) -> Pa
 
         # --- What serves the steps
 
-        def stopping() -> bool:
-            """Whether to stop waiting for an index; a process that asks is alive."""
+        def should_stop() -> bool:
+            """Whether to stop waiting for an index; a process that asks is on_progress."""
             watchdog.heartbeat()
             return stop.asked
 
         def embedding() -> None:
             """Called again and again while the corpus is embedded."""
-            if stopping() and jax.process_count() == 1 and loop.step < total:
+            if should_stop() and jax.process_count() == 1 and loop.step < total:
                 raise Interrupted
 
         step_function = make_step(run, task)
         record = {} if saved is None else saved.record
         metrics = MetricLogger(folder, task.name, start, total, course.work, record, lambda: checkpoints.latest)
         watchdog = Watchdog(config.log.hang_seconds, folder.name)
-        source = course.refresh(start, checkpoints, stopping, embedding)
+        source = course.refresh(start, checkpoints, should_stop, embedding)
         rows = own_rows(run.mesh, size)
         examples = course.examples(state.params)
         stream = batches(examples, config.seed, task.name, size, start, total, rows)
@@ -256,7 +257,7 @@ def train_loop(run: BaseRun, course: Course, params: Params, folder: Path) -> Pa
         hooks.save_at_once(loop)
         hooks.warn_if_below_start(loop, measures)
         source.done(total)
-        stop.asked = anywhere(stop.asked)
+        stop.asked = any_process(stop.asked)
         stop.check(f"saved {folder.name} at step {total}")
     return loop.state.params
 
@@ -268,17 +269,17 @@ def work_of(run: Run, task: Task) -> Work:
 
 
 def make_refresh(
-    run: Run, name: str, own_folder: bool, start: int, checkpoints: Checkpoints, stopping: Callable[[], bool],
-    alive: Callable[[], None],
-) -> Refresh:  # fmt: skip
+    run: Run, name: str, own_folder: bool, start: int, checkpoints: Checkpoints, should_stop: Callable[[], bool],
+    on_progress: Callable[[], None],
+) -> IndexSource:  # fmt: skip
     """Where a task's index comes from. Only REALM itself has a builder: a control and fine-tuning embed inline.
 
-    stopping: whether to stop waiting; alive: called again and again while the corpus is embedded.
+    should_stop: whether to stop waiting; on_progress: called again and again while the corpus is embedded.
     """
     if run.config.refresh.mode == "inline" or not own_folder:
-        return Inline(run, name, alive)
+        return InlineIndex(run, name, on_progress)
     if name == "realm":
         kept = checkpoints.generations()
-        return Adoption(run, name, start, kept, run.config.checkpoint.keep, stopping, alive)
+        return BuiltIndex(run, name, start, kept, run.config.checkpoint.keep, should_stop, on_progress)
     later = "realm" in task_names(run.config)[task_names(run.config).index(name) :]
-    return Inline(run, name, alive, Reporter(run, shared_folder(run), name) if later else None)
+    return InlineIndex(run, name, on_progress, Reporter(run, shared_folder(run), name) if later else None)

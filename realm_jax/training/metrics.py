@@ -21,7 +21,7 @@ import numpy as np
 
 from realm_jax.console import StageProgress
 from realm_jax.errors import UserError
-from realm_jax.processes import is_first
+from realm_jax.processes import is_process_0
 from realm_jax.storage import write_atomic
 from realm_jax.training.health import Watch
 
@@ -209,7 +209,7 @@ class RecordWriter:
         path = folder / f"{name}.jsonl"
         self.kept = [record for record in read_lines(path) if record["step"] <= last]
         self._stream: IO[str] | None = None
-        if not is_first():
+        if not is_process_0():
             return
         write_atomic(path, "".join(json.dumps(record) + "\n" for record in self.kept))
         self._stream = path.open("a")

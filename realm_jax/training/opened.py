@@ -33,7 +33,7 @@ ALIGNED = 64  # bytes: where an array begins, so that a CPU device can use it wh
 Arrays = Mapping[str, NDArray]  # by their names in a checkpoint's checksums
 
 
-class Opened(Saved):
+class CachedCheckpoint(Saved):
     """A checkpoint, of which networks and arrays on the host are read from the copy where there is a good one."""
 
     def params(self, names: Collection[str], shardings: Any = None) -> Any:
