@@ -183,8 +183,7 @@ class Run(BaseRun):
     def searches(self) -> SearchSettings | None:
         """How hosts search, where `retrieval.backend` says that they do."""
         c = self.config.index
-        settings = SearchSettings(c.shard_rows, c.budget, c.leaves, c.leaves_searched, c.tree_from)
-        return settings if self.config.retrieval.backend == "scann" else None
+        return SearchSettings(c.budget, c.leaves_searched) if self.config.retrieval.backend == "scann" else None
 
     def _by_rows(self, array: NDArray) -> jax.Array:
         missing = padded_rows(len(array), self.mesh.size) - len(array)

@@ -212,10 +212,12 @@ class Folder(ABC):
     """A shared folder. Names are relative and have forward slashes: `index/500-1f0c/MANIFEST.json`.
 
     A file appears whole or not at all and never changes unless it is written again. Every method raises StorageError,
-    naming the path, when storage fails; what is not there raises FileNotFoundError.
+    naming the path, when storage fails; what is not there raises FileNotFoundError. poll_seconds: between two looks of
+    who waits for something to appear.
     """
 
     url: str
+    poll_seconds: float
 
     @abstractmethod
     def read(self, name: str) -> bytes:
@@ -294,6 +296,8 @@ def open_folder(url: str | os.PathLike[str]) -> Folder:
 class PosixFolder(Folder):
     """A folder of a POSIX file system, which may be a network's."""
 
+    poll_seconds = 0.2  # a generation of a small corpus takes a second
+
     def __init__(self, root: Path) -> None:
         self.root, self.url = root, str(root)
 
@@ -347,6 +351,8 @@ class Bucket(Folder):
     Trusts little: an operation that fails is tried again (a write that raised may have happened; writing the same bytes
     again does no harm), listings are never taken from a cache, nothing is renamed, and what was written is looked at.
     """
+
+    poll_seconds = 5.0  # every look is a request that costs money
 
     def __init__(self, url: str, filesystem: Any = None, wait: Callable[[float], None] = time.sleep) -> None:
         """filesystem, wait: others than those of the URL and the clock, for tests."""

@@ -47,8 +47,7 @@ def open_tiny(data, workdir, steps=STEPS, retrieval=None, task="realm", **refres
     config[task].update({"steps": steps, "warmup": 2, "learning_rate": 1e-3})
     config.update({"checkpoint": {"every": 3, "keep": 2}, "log": {"every": 1}})
     config.refresh.update(
-        {"mode": "async", "every": EVERY, "adopt_after": AFTER, "poll_seconds": 0.01, "chunk_rows": 6, "keep": 1}
-        | {"wait_seconds": PATIENCE, "idle_exit": PATIENCE}
+        {"mode": "async", "every": EVERY, "adopt_after": AFTER, "wait_seconds": PATIENCE, "idle_exit": PATIENCE}
         | refresh
     )
     run = make_run(config, workdir, open_sources(config.data.path), jax.devices()[:1])

@@ -18,7 +18,7 @@ from realm_jax.index.generations import Unusable, load_vectors, read_manifest, w
 from realm_jax.index.searchers import load_searcher
 from realm_jax.storage import PosixFolder
 
-SETTINGS = Settings(shard_rows=3000, budget=50, leaves=0, searched=0, tree_from=10_000)
+SETTINGS = Settings(shard_rows=3000, budget=50, tree_from=10_000)
 TREES = dataclasses.replace(SETTINGS, tree_from=0, budget=200)
 
 

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from collections import deque
 
@@ -15,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import small_chunks
 from side_by_side import (
     EVERY,
     Watch,
@@ -27,7 +27,6 @@ from side_by_side import (
     spoil,
     train,
     until,
-    with_first_generation_only,
 )
 
 from realm_jax import cli
@@ -155,40 +154,6 @@ def test_the_first_process_alone_names_a_run(people, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_an_index_that_grows_too_old_is_told_or_waited_for(people, tmp_path, caplog):
-    caplog.set_level(logging.WARNING)
-    run = open_tiny(people, tmp_path / "warn", adopt_after=-1, max_age=3)
-    with_first_generation_only(run, lambda: train(run))
-    assert "the index is 4 steps old (config.refresh.max_age=3); is `realm build-index` running?" in caplog.text
-    caplog.clear()
-    run = open_tiny(people, tmp_path / "wait", adopt_after=-1, max_age=3, when_stale="wait")
-    with_first_generation_only(run, lambda: train(run), seconds=0.2)
-    assert "the index is 4 steps old; waiting for a newer one" in caplog.text
-    assert "going on with the old index" in caplog.text
-
-
-@pytest.mark.slow
-def test_waiting_for_a_newer_index_ends_when_there_is_one(people, tmp_path, caplog):
-    caplog.set_level(logging.WARNING)
-    run = open_tiny(people, tmp_path, adopt_after=-1, max_age=3, when_stale="wait")
-    make_job(run)
-    first = threading.Event()
-
-    def later():
-        until(lambda: "waiting for a newer one" in caplog.text)
-        with builder(run):
-            first.wait()
-
-    thread = threading.Thread(target=later)
-    thread.start()
-    with_first_generation_only(run, lambda: train(run))
-    first.set()
-    thread.join()
-    assert "going on with the old index" not in caplog.text
-    assert len(adoptions(run)) > 1
-
-
-@pytest.mark.slow
 def test_a_builder_that_is_slower_than_three_exports_is_not_in_vain(people, tmp_path, monkeypatch):
     """What it works on stays."""
     run, read = open_tiny(people, tmp_path, steps=30, adopt_after=-1), build_index.read_towers
@@ -265,7 +230,7 @@ def test_bytes_do_not_depend_on_processes_and_devices(people, tmp_path):
         folder = PosixFolder(run.workdir)
         write_export(folder, export_record(run, 0), towers, sample_vectors(run, params))
         flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "JAX_PLATFORMS": "cpu"}
-        command = [sys.executable, "-m", "realm_jax.cli", "build-index", f"--workdir={run.workdir}", "--step=0"]
+        command = [sys.executable, small_chunks.__file__, "build-index", f"--workdir={run.workdir}", "--step=0"]
         started = [
             subprocess.Popen([*command, f"--process={one}", f"--processes={processes}"], env=os.environ | flags)
             for one in range(processes)

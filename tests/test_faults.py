@@ -14,10 +14,12 @@ import sys
 import threading
 import time
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+import small_chunks
 from cutting import Cut, cut_at
 from faulty_bucket import bucket, http
 from orbax.checkpoint import v1 as ocp
@@ -249,10 +251,11 @@ def test_a_builder_that_gave_up_waiting_is_not_done(people, tmp_path, log):
 def test_processes_that_are_killed_without_a_word(people, sturdy, tmp_path, watch):
     """SIGKILL to a real `realm build-index` while it writes; two others go on."""
     run = open_tiny(people, tmp_path, wait_seconds=300.0)
-    command = [sys.executable, "-m", "realm_jax.cli", "build-index", f"--workdir={run.workdir}"]
-    slow = "import time; from realm_jax import storage; put = storage.PosixFolder.put\n"
+    command = [sys.executable, small_chunks.__file__, "build-index", f"--workdir={run.workdir}"]
+    slow = f"import sys; sys.path.append({str(Path(__file__).parent)!r}); import small_chunks; small_chunks.shrink()\n"
+    slow += "import time; from realm_jax import storage; put = storage.PosixFolder.put\n"
     slow += "storage.PosixFolder.put = lambda *args: (time.sleep(1), put(*args))[1]\n"
-    slow += f"from realm_jax import cli; cli.main({command[3:]})"
+    slow += f"from realm_jax import cli; cli.main({command[2:]})"
     first = subprocess.Popen([sys.executable, "-c", slow], env=os.environ)
     others = []
 

@@ -453,7 +453,7 @@ def test_two_trainer_processes_and_a_builder_train_a_tiny_run(people, tmp_path):
     config.tasks = "realm"
     config.realm.update(steps=6, batch_size=4)
     config.update({"checkpoint": {"every": 3, "keep": 2}, "log": {"every": 1}})
-    config.refresh.update(every=2, adopt_after=1, poll_seconds=0.05, chunk_rows=6)
+    config.refresh.update(every=2, adopt_after=1)
     file = tmp_path / "config.py"
     file.write_text(
         f"from ml_collections import ConfigDict\ndef get_config(): return ConfigDict({config.to_dict()!r})\n"

@@ -31,6 +31,8 @@ from realm_jax.errors import UserError
 from realm_jax.storage import Damaged, FileEntry, Folder, StorageError, digest
 
 FORMAT_VERSION = 1
+CHUNK_ROWS = 65_536  # passages in a file of vectors: what a killed builder loses at most; every builder's the same
+KEPT = 3  # newest generations that stay, beside those in use or in checkpoints
 EXPORT, MANIFEST, REFUSED, DONE = "EXPORT.json", "MANIFEST.json", ".refused", ".done"
 QUERIES = "queries"  # name of the one array in a file of sample query vectors
 Arrays = dict[str, NDArray]

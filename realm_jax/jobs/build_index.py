@@ -18,6 +18,7 @@ from realm_jax.config import TASKS, default, validate
 from realm_jax.console import StageProgress
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
+from realm_jax.index import generations
 from realm_jax.index.approximate import check_scann
 from realm_jax.index.builder import Builder, Corpus, Refused, Share, Stopped, current_name, forgive, refusal
 from realm_jax.index.generations import (
@@ -119,7 +120,7 @@ def run_builder(run: Run, folder: Folder, **options: Any) -> Builder:
     """The builder of a run's generations. options: further fields of `Builder`."""
     c = run.config
     return Builder(
-        folder, stored_corpus(run), c.retrieval.dtype, c.refresh.chunk_rows,
+        folder, stored_corpus(run), c.retrieval.dtype, generations.CHUNK_ROWS,
         searches=run.searches, min_recall=c.index.min_recall, **options,
     )  # fmt: skip
 
@@ -145,7 +146,7 @@ class Job:
         self._living.tell(stage="ended", step=-1, done=not self._gave_up)
 
     def _work(self, stop: Stop, step: int | None, once: bool) -> None:
-        pause = self._options.poll_seconds
+        pause = self._folder.poll_seconds
         begun, told = False, False
         while True:
             try:
@@ -155,7 +156,7 @@ class Job:
                 export = self._only(step) if once else self._due()
                 if export is not None:
                     self._build(export, stop)
-                    pause, told = self._options.poll_seconds, False
+                    pause, told = self._folder.poll_seconds, False
                 if once or (export is None and self._ended()):
                     return
                 self._living.tell(stage="waiting" if export is None else "building", step=-1)
@@ -278,7 +279,7 @@ class Job:
             return
         last = newest.step if self._options.adopt_after < 0 else trainer.index
         names = [name for name in generation_names(self._folder) if step_of(name) <= newest.step]
-        for name in names[: -self._options.keep]:
+        for name in names[: -generations.KEPT]:
             step = step_of(name)
             if step <= last and step not in (*trainer.pins, trainer.index) and name != newest.generation:
                 remove_generation(self._folder, name)

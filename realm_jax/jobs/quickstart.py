@@ -33,7 +33,6 @@ logger = logging.getLogger(__name__)
 DEFAULT_WORKDIR = "realm-quickstart"
 ENTITIES = 3200
 VOCABULARY = 2000
-POLL_SECONDS = 0.2  # between two looks at the shared folder, since a generation takes a second
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds between two starts of a builder that fails
 SETTINGS = "settings.json"  # of the encyclopedia, beside its files
 EXAMPLES = """examples:
@@ -89,8 +88,6 @@ def _refresh_beside(config: ConfigDict, overrides: list[str], workdir: Path, bes
         way = "without" if beside else "with"
         raise UserError(f"--async: the run in {workdir} began {way} it; go on as it began, or name another --workdir")
     config.refresh.mode = mode
-    if beside and not any(override.startswith("--config.refresh.poll_seconds=") for override in overrides):
-        config.refresh.poll_seconds = POLL_SECONDS
 
 
 @contextmanager

@@ -72,7 +72,7 @@ class Adoption(OfCorpus):
             "width": run.model.vector_size,
             "dtype": index_settings(run)["dtype"],
         }
-        self._follower = Follower(self._folder, expected, run, self._options.poll_seconds)
+        self._follower = Follower(self._folder, expected, run)
         self._exporter = Exporter(run, self._folder)
         self._reporter = Reporter(run, self._folder, task)
         # Step and index of the checkpoints that a restart may find: those kept, and one that is still being written.
@@ -81,10 +81,8 @@ class Adoption(OfCorpus):
         self._step, self._used = start, -1  # where training is, and the export step of the index in use
         self._newest = -1  # export step of the newest generation that any process has ready
         self._given_up = -1  # export steps up to this one are not waited for
-        self._stale_since: int | None = None
         # What was announced at the last two steps stays loaded until the processes have answered.
         self._announced: deque[Loaded | None] = deque(maxlen=2)
-        self._waited = 0.0
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -120,8 +118,7 @@ class Adoption(OfCorpus):
         self._look_for(heard.step, step)
         found = self._announced[0] if len(self._announced) == 2 else None
         if found is not None and heard[:2] == _ready(found)[:2] and heard.step > self._used:
-            return self._adopt(found, index, self._waited)
-        self._when_stale(step, params, index)
+            return self._adopt(found, index, 0.0)
         return None
 
     def announce(self, step: int) -> Control:
@@ -181,7 +178,7 @@ class Adoption(OfCorpus):
         self._follower.want(first, last, exactly)
         return self._together(
             lambda seconds: self._follower.wait(seconds, self._stopping),
-            min(1.0, self._options.poll_seconds),
+            min(1.0, self._folder.poll_seconds),
             f"waiting for {what}; `realm build-index` with the same config and --workdir makes it",
             f"{self._folder.path('index')}: {what} did not come within config.refresh.wait_seconds="
             f"{self._options.wait_seconds:g}; start `realm build-index`, then repeat the command",
@@ -217,7 +214,7 @@ class Adoption(OfCorpus):
             drift = self._kept_share(queries, index, found)
             facts |= {} if found.queries is None else {"drift": drift}
         manifest = found.manifest
-        self._stale_since, self._waited, self._used = None, 0.0, manifest.step
+        self._used = manifest.step
         self._tell(now=True)  # before the builder removes what nobody seems to need
         return Fresh(found.index, found.vectors, manifest.step, manifest.generation, found.searcher, facts)
 
@@ -230,30 +227,6 @@ class Adoption(OfCorpus):
         else:
             scores = to_host(_drift_scores(self._run.setting, queries, old.index.vectors, new.index.vectors, depth))
         return float((np.argsort(-scores, axis=1, kind="stable")[:, :k] < k).mean())
-
-    def _when_stale(self, step: int, params: Params, index: Fresh) -> None:
-        """Training goes on with an old index, and says so; or waits for a newer one, for a while.
-
-        The newer one is then adopted like any other: once every process has announced it.
-        """
-        limit, age = self._options.max_age, step - index.step
-        if not limit or age <= limit or self._stale_since == index.step:
-            return
-        self._stale_since = index.step
-        if self._options.when_stale == "warn":
-            logger.warning(
-                "step %d: the index is %d steps old (config.refresh.max_age=%d); is `realm build-index` running?",
-                step, age, limit,
-            )  # fmt: skip
-            return
-        logger.warning("step %d: the index is %d steps old; waiting for a newer one", step, age)
-        self._export(step, params)
-        began = time.monotonic()
-        try:
-            self._wait(index.step + 1, step, False, "a newer generation")
-        except UserError as fault:
-            logger.warning("%s; going on with the old index", fault)
-        self._waited = time.monotonic() - began
 
     # --- Restarts
 
@@ -328,7 +301,7 @@ class Adoption(OfCorpus):
                 if self._stopping() or time.monotonic() - began > self._options.wait_seconds:
                     raise
                 logger.warning("%s; trying again", fault)
-                time.sleep(self._options.poll_seconds)
+                time.sleep(self._folder.poll_seconds)
 
     def saving(self, step: int, generation: str) -> None:
         self._saves.append((step, step_of(generation) if generation else -1))

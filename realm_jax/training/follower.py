@@ -69,11 +69,11 @@ class Wanted(NamedTuple):
 
 
 class Follower:
-    """Loads the newest generation that is wanted. A context manager: inside, a thread looks every `poll` seconds."""
+    """Loads the newest generation that is wanted. A context manager: inside, a thread looks again and again."""
 
-    def __init__(self, folder: Folder, expected: dict[str, object], run: Run, poll: float) -> None:
+    def __init__(self, folder: Folder, expected: dict[str, object], run: Run) -> None:
         """expected: entries that a manifest must have, such as its corpus."""
-        self._folder, self._expected, self._run, self._poll = folder, expected, run, poll
+        self._folder, self._expected, self._run = folder, expected, run
         self._wanted = Wanted(0, -1)
         self._ready: Loaded | None = None
         self._told: set[str] = set()
@@ -109,7 +109,7 @@ class Follower:
         until = time.monotonic() + seconds
         self._wake.set()
         while (found := self.ready) is None and time.monotonic() < until and not asked():
-            time.sleep(min(0.05, self._poll))
+            time.sleep(min(0.05, self._folder.poll_seconds))
         return found
 
     def load(self, generation: str) -> Loaded:
@@ -159,7 +159,7 @@ class Follower:
                 self._tell(f"storage: {fault}; training goes on with the generation it has")
             except Exception:  # a thread that died without a word would look like a builder that is late
                 logger.exception("looking for generations failed; it is tried again")
-            self._wake.wait(self._poll)
+            self._wake.wait(self._folder.poll_seconds)
             self._wake.clear()
 
     def _look(self) -> None:
