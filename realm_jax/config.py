@@ -274,7 +274,7 @@ class Refresh:
         7200.0, "how long the trainer waits for a generation that it cannot do without", POSITIVE, operations=True
     )
     idle_exit: float = key(
-        3600.0, "seconds without a sign of life of the trainer after which the builder ends", POSITIVE, operations=True
+        3600.0, "seconds without a heartbeat of the trainer after which the builder ends", POSITIVE, operations=True
     )
 
 

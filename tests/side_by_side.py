@@ -16,6 +16,7 @@ from realm_jax.data.sources import open_sources
 from realm_jax.index.builder import Share, Stopped
 from realm_jax.index.generations import export_steps, read_export
 from realm_jax.jobs.build_index import Job, for_embedding
+from realm_jax.jobs.recipe import reported
 from realm_jax.models.realm import Params
 from realm_jax.run import Run, make_run
 from realm_jax.training import loop
@@ -56,7 +57,9 @@ def open_tiny(data, workdir, steps=STEPS, retrieval=None, task="realm", **refres
 
 
 def train(run):
-    return jax.tree.map(np.asarray, train_task(run, run.config.tasks, run.initial_params()))
+    with reported(run) as status:
+        final = train_task(run, run.config.tasks, run.initial_params(), status=status)
+        return jax.tree.map(np.asarray, final)
 
 
 def make_job(run, process=0, processes=1):

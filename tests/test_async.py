@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections import deque
+from contextlib import ExitStack
 
 import jax
 import jax.numpy as jnp
@@ -30,25 +31,24 @@ from side_by_side import (
 )
 
 from realm_jax import cli
+from realm_jax.index import status
 from realm_jax.index.generations import (
     export_steps,
     generation_names,
     read_manifest,
-    read_status,
     remove_generation,
     step_of,
     write_export,
 )  # fmt: skip
+from realm_jax.index.status import read_status, trainer_status
 from realm_jax.jobs import build_index
+from realm_jax.jobs.recipe import reported
 from realm_jax.storage import PosixFolder
-from realm_jax.training import reporter
 from realm_jax.training.adoption import Adoption
 from realm_jax.training.exporter import export_record, sample_vectors, to_arrays
 from realm_jax.training.follower import Follower
 from realm_jax.training.metrics import read_lines
 from realm_jax.training.preemption import Stop
-from realm_jax.training.refresh import shared_folder
-from realm_jax.training.reporter import Reporter
 from realm_jax.training.restore import restore_params
 from realm_jax.training.state import Control, agreed
 
@@ -120,9 +120,11 @@ def test_processes_adopt_the_same_generation_at_the_same_step(people, tmp_path, 
     it, although newer ones come faster than the second looks."""
     run = open_tiny(people, tmp_path, adopt_after=-1, every=3)
     params, look = run.initial_params(), Follower._look
-    own = run, "realm", 0, {}, 1, lambda: False
     words, used, adopted = deque(maxlen=2), [None, None], []
-    with builder(run), Adoption(*own) as first, Adoption(*own) as second:
+    with ExitStack() as stack:
+        stack.enter_context(builder(run))
+        own = run, "realm", 0, {}, 1, stack.enter_context(reported(run)), lambda: False
+        first, second = (stack.enter_context(Adoption(*own)) for _ in range(2))
         for step in range(90):
             if step == 1:
                 monkeypatch.setattr(
@@ -141,16 +143,17 @@ def test_processes_adopt_the_same_generation_at_the_same_step(people, tmp_path, 
     assert len(adopted) > 2 and adopted == sorted({*adopted})
 
 
-def test_the_first_process_alone_names_a_run(people, tmp_path, monkeypatch):
+def test_the_first_process_alone_names_a_run(tmp_path, monkeypatch):
     """Two that start together and each make up a name would take each other for another run."""
-    run = open_tiny(people, tmp_path)
+    folder = PosixFolder(tmp_path)
     with monkeypatch.context() as patch:
-        for module in ("processes", "training.reporter"):
+        for module in ("processes", "index.status"):
             patch.setattr(f"realm_jax.{module}.is_first", lambda: False)
-        Reporter(run, shared_folder(run), "realm")
-        assert not (tmp_path / reporter.RUN_ID).exists()
-    Reporter(run, shared_folder(run), "realm")
-    assert (tmp_path / reporter.RUN_ID).is_file()
+        with trainer_status(folder, tmp_path, True):
+            pass
+        assert not list(tmp_path.iterdir())
+    with trainer_status(folder, tmp_path, True):
+        assert (tmp_path / status.RUN_ID).is_file()
 
 
 @pytest.mark.slow

@@ -9,20 +9,18 @@ import pytest
 from realm_jax.index.builder import Builder, Corpus, Share, Stopped, current_name, refusal, refuse
 from realm_jax.index.embed import CorpusRows
 from realm_jax.index.generations import (
-    Status,
     Unusable,
     export_steps,
     generation_names,
     load_vectors,
     read_export,
     read_manifest,
-    read_status,
     read_towers,
     remove_export,
     remove_generation,
     write_export,
-    write_status,
 )  # fmt: skip
+from realm_jax.index.status import Status, read_status, write_status
 from realm_jax.storage import PosixFolder, digest
 
 WIDTH, ROWS, CHUNK = 4, 23, 5
@@ -335,7 +333,7 @@ def test_removing_a_generation_keeps_what_others_share(folder, published):
 
 def test_a_status_is_read_as_written_and_damage_is_no_status(folder):
     assert read_status(folder, "trainer") is None
-    status = Status("run", "realm", 7, 3, False, 5, ("5-ab",))
+    status = Status("run", "realm", 7, 3, False, True, 5, (5,))
     write_status(folder, "trainer", status)
     assert read_status(folder, "trainer") == status
     folder.write("jobs/trainer.json", b"{")

@@ -12,7 +12,8 @@ from realm_jax import cli
 from realm_jax.corpus.store import PassageStore
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
-from realm_jax.index.generations import Status, generation_names, load_vectors, read_manifest, write_status
+from realm_jax.index.generations import generation_names, load_vectors, read_manifest
+from realm_jax.index.status import Status, write_status
 from realm_jax.jobs.answering import is_edited, open_run_to_ask, restore
 from realm_jax.jobs.opening import open_run
 from realm_jax.run import Run

@@ -48,10 +48,10 @@ from realm_jax.index.generations import (
     generation_names,
     read_export,
     read_manifest,
-    read_status,
     remove_generation,
     step_of,
 )  # fmt: skip
+from realm_jax.index.status import Status, StatusWriter, read_status
 from realm_jax.jobs import build_index
 from realm_jax.jobs.build_index import Job, for_embedding
 from realm_jax.run import make_run
@@ -61,7 +61,6 @@ from realm_jax.training.adoption import Adoption
 from realm_jax.training.checkpoints import Saved
 from realm_jax.training.follower import Follower
 from realm_jax.training.preemption import Preempted, Stop
-from realm_jax.training.reporter import Reporter
 
 pytestmark = pytest.mark.usefixtures("quick_steps")
 
@@ -161,18 +160,20 @@ def test_a_trainer_is_killed(people, sturdy, tmp_path, monkeypatch, watch, step)
 
 def test_a_trainer_is_killed_before_it_says_that_it_is_done(people, sturdy, tmp_path, monkeypatch, log):
     """Its builder learns it from the next one, which finds nothing left to do."""
-    run = open_tiny(people, tmp_path)
+    run, update = open_tiny(people, tmp_path), StatusWriter.update
+
+    def cut_at_the_end(self, **changes):
+        if changes.get("index_done"):
+            raise Cut
+        update(self, **changes)
+
     with builder(run), monkeypatch.context() as patch:
-        patch.setattr(Reporter, "finish", raise_cut)
+        patch.setattr(StatusWriter, "update", cut_at_the_end)
         with pytest.raises(Cut):
             train(run)
-    assert not read_status(PosixFolder(run.workdir), "trainer").done
+    assert read_status(PosixFolder(run.workdir), "trainer").needs_index
     assert_same(train(run), sturdy.final)
-    assert read_status(PosixFolder(run.workdir), "trainer").done
-
-
-def raise_cut(*_):
-    raise Cut
+    assert not read_status(PosixFolder(run.workdir), "trainer").needs_index
 
 
 def test_two_builders_at_once(people, sturdy, tmp_path, before_write, watch, monkeypatch):
@@ -224,7 +225,7 @@ def test_the_builder_comes_first_and_ends_when_the_trainer_is_done(people, tmp_p
     thread.join(30)
     assert not thread.is_alive()
     assert read_status(PosixFolder(run.workdir), "trainer").done
-    assert "the trainer is done" in log.text
+    assert "the trainer needs no further index" in log.text
     watch.check(run)
 
 
@@ -235,14 +236,14 @@ def test_a_run_that_is_done_is_not_extended_and_its_builder_ends(people, sturdy,
     job = make_job(sturdy.run)
     job._options.idle_exit = 0.1
     job.work(Stop(), None, False)
-    assert "the trainer is done" in log.text
+    assert "the trainer needs no further index" in log.text
 
 
 def test_a_builder_that_gave_up_waiting_is_not_done(people, tmp_path, log):
     job = make_job(open_tiny(people, tmp_path))
     job._options.idle_exit = 0.01
     job.work(Stop(), None, False)
-    assert "no sign of life of the trainer for 0.01 s" in log.text
+    assert "no heartbeat of the trainer for 0.01 s" in log.text
     told = read_status(PosixFolder(job._run.workdir), "builder-0")
     assert (told.stage, told.done) == ("ended", False)
 
@@ -438,7 +439,8 @@ def test_a_generation_of_another_name(people, tmp_path):
     manifest = folder.read_json(f"index/{own}/{MANIFEST}")
     foreign = f"{step_of(own)}-f123abcd"
     folder.write_json(f"index/{foreign}/{MANIFEST}", manifest | {"generation": foreign, "corpus": "another"})
-    with Adoption(run, "realm", run.config.realm.steps, {}, 1, lambda: False) as adoption:
+    status = StatusWriter(folder, "trainer", Status("one"))
+    with Adoption(run, "realm", run.config.realm.steps, {}, 1, status, lambda: False) as adoption:
         adoption._follower.want(0, 100)
         assert adoption._follower.wait(10, lambda: False).manifest.generation == own
         with pytest.raises(Foreign, match="its corpus is another, not"):
@@ -538,9 +540,9 @@ def test_shared_storage_becomes_read_only(people, tmp_path, before_write, watch,
     with builder(run):
         final = train(run)
     watch.check(run)
-    assert f"jobs/trainer.json: {os.strerror(errno.EROFS)}; the builder cannot see that training goes on" in log.text
+    assert f"jobs/trainer.json: {os.strerror(errno.EROFS)}; other jobs cannot see that the trainer goes on" in log.text
     assert f"the export of step 2 is not written yet: {shared}/exports/2/" in log.text
-    assert "the builder cannot see that training is done" in log.text
+    assert "other jobs cannot see that the trainer is done" in log.text
     assert {index for _, index in adoptions(run)} == {0}
     assert_same(train(run), final)
 
@@ -550,7 +552,7 @@ def test_the_disk_stays_full_for_an_export_that_is_due(people, sturdy, tmp_path,
     """With several on their way nobody waits for its generation yet; the trainer saves, and stops in time."""
     run, left = open_tiny(people, tmp_path, wait_seconds=2.0), ["full"]
     monkeypatch.setattr("realm_jax.training.adoption.EXPORT_SECONDS", 0.5)
-    monkeypatch.setattr("realm_jax.training.adoption.BEAT_SECONDS", 0.5)
+    monkeypatch.setattr("realm_jax.training.adoption.HEARTBEAT_SECONDS", 0.5)
     monkeypatch.setattr("realm_jax.training.exporter.RETRY_SECONDS", 0.1)
     run.config.refresh.adopt_after = 5
 
@@ -585,7 +587,7 @@ def test_a_trainer_that_cannot_clear_up_at_its_start_hears_sigterm(people, tmp_p
 
     monkeypatch.setattr(PosixFolder, "remove", read_only)
     with pytest.raises(StorageError, match="exports/90/EXPORT.json: Read-only file system"):
-        with Adoption(run, "realm", 0, {}, 1, stopping):
+        with Adoption(run, "realm", 0, {}, 1, StatusWriter(PosixFolder(tmp_path), "trainer", Status("one")), stopping):
             pass
     assert asked == [False, False, True], "it tries again until it is told, and then no more"
 

@@ -14,7 +14,7 @@ from tiny_run import tiny_config
 
 from realm_jax import cli
 from realm_jax.errors import UserError
-from realm_jax.index.generations import RECIPE, Status, write_status
+from realm_jax.index.status import TRAINER, Status, write_status
 from realm_jax.launch import local
 from realm_jax.launch import spec as specs
 from realm_jax.launch.local import Local, Supervisor, processes
@@ -235,7 +235,7 @@ def test_a_signal_is_handed_on_and_waited_for(scripted, tmp_path, monkeypatch, n
 def test_ctrl_c_is_a_stop_and_no_other_end_is(tmp_path, monkeypatch, code, state):
     monkeypatch.setattr(Supervisor, "run", lambda self: code)
     folder = open_folder(tmp_path)
-    write_status(folder, RECIPE, Status("", stage="realm", step=-1))
+    write_status(folder, TRAINER, Status("one", stage="realm"))
     assert Local(launched(tmp_path, builders=0)).start() == code
     assert [job.state for job in look(folder, wait=lambda seconds: None).jobs] == [state]
 

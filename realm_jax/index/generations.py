@@ -7,18 +7,15 @@
     index/<step>-<nonce>/scann-…/                 searchers of the hosts, if any: `searchers.py`
     index/<step>-<nonce>/MANIFEST.json            put last; without it the generation does not exist
     index/<step>-<nonce>.refused                  why a generation must not be served; outlives it
-    jobs/trainer.json, jobs/builder-<n>.json      what each job is doing, and what it needs (pins)
-    jobs/recipe.json                              how far the trainer is in its recipe, and whether it lives
 
 Nothing that a record lists is ever written again. Writing exports is `training/exporter.py`, building generations
-`builder.py`, following them `training/follower.py`. Read `Manifest` next.
+`builder.py`, following them `training/follower.py`; what the jobs say of themselves beside these files is `status.py`.
+Read `Manifest` next.
 """
 
-import contextlib
 import dataclasses
 import re
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import ml_dtypes
@@ -28,7 +25,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from realm_jax.errors import UserError
-from realm_jax.storage import Damaged, FileEntry, Folder, StorageError, digest
+from realm_jax.storage import Damaged, FileEntry, Folder, digest
 
 FORMAT_VERSION = 1
 CHUNK_ROWS = 65_536  # passages in a file of vectors: what a killed builder loses at most; every builder's the same
@@ -322,111 +319,3 @@ def _entry(found: Any, where: str) -> FileEntry:
         return FileEntry(str(found["name"]), int(found["bytes"]), str(found["sha256"]))
     except (TypeError, KeyError, ValueError) as fault:
         raise Unusable(f"{where} is damaged: an entry of a file lacks {fault}") from None
-
-
-# --- Job status -------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class Status:
-    """What a job says of itself, in jobs/<job>.json.
-
-    run: id of the run, the same over restarts. counter: grows while the job is alive; nobody compares clocks. index:
-    export step of the generation in use, −1 for none. pins: export steps whose generations must stay.
-    """
-
-    run: str
-    stage: str = ""
-    step: int = 0
-    counter: int = 0
-    done: bool = False
-    index: int = -1
-    pins: tuple[int, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        return {"format_version": FORMAT_VERSION, **dataclasses.asdict(self)}
-
-
-BEAT_SECONDS = 5.0  # between two signs of life
-TRAINER, BUILDER = "trainer", "builder"
-RECIPE = "recipe"  # what the trainer says of the whole recipe; its word to the builders is TRAINER's
-
-
-def process_name(job: str, number: int) -> str:
-    """What a process of 'trainer' or 'builder' is called everywhere: its status, its log, its machines in a cloud."""
-    return f"{job}-{number}"
-
-
-class Beat:
-    """Calls `act` every BEAT_SECONDS in a thread, however long the work takes between. A context manager."""
-
-    def __init__(self, act: Callable[[], None]) -> None:
-        self._act, self._over = act, threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing to do where it was never entered, or is left again."""
-        self._over.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def _run(self) -> None:
-        while not self._over.wait(BEAT_SECONDS):
-            self._act()
-
-
-class Living:
-    """The status of a job, written when it changes and every BEAT_SECONDS, however long the work takes between.
-
-    A context manager. What storage does to a sign of life is told where work is stored, so here it is passed over.
-    """
-
-    def __init__(self, folder: Folder, job: str, status: Status) -> None:
-        self._folder, self._job, self._status = folder, job, status
-        self._lock, self._beat = threading.Lock(), Beat(self._live)
-
-    def __enter__(self) -> Self:
-        self._live()
-        self._beat.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._beat.__exit__()
-
-    def tell(self, **changes: Any) -> None:
-        """Write fields of `Status` that are other than before."""
-        with self._lock:
-            changed = dataclasses.replace(self._status, **changes)
-            if changed != self._status:
-                self._status = changed
-                self._write()
-
-    def _live(self) -> None:
-        with self._lock:
-            self._write()
-
-    def _write(self) -> None:
-        self._status.counter += 1
-        with contextlib.suppress(StorageError):
-            write_status(self._folder, self._job, self._status)
-
-
-def read_status(folder: Folder, job: str) -> Status | None:
-    """The status of a job; None where it never wrote one, or where what is there cannot be read."""
-    try:
-        found = _checked(folder.read_json(f"jobs/{job}.json"), job, Status)
-    except (FileNotFoundError, Damaged, Unusable):
-        return None
-    kinds = {"run": str, "stage": str, "step": int, "counter": int, "done": bool, "index": int, "pins": list}
-    if any(type(found[name]) is not kind for name, kind in kinds.items()):
-        return None
-    return Status(**found | {"pins": tuple(found["pins"])})
-
-
-def write_status(folder: Folder, job: str, status: Status) -> None:
-    """Raises StorageError."""
-    folder.write_json(f"jobs/{job}.json", status.to_json())

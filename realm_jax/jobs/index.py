@@ -25,11 +25,11 @@ from realm_jax.index.generations import (
     generation_names,
     load_vectors,
     read_manifest,
-    read_status,
     read_towers,
     remove_generation,
     step_of,
 )  # fmt: skip
+from realm_jax.index.status import TRAINER, read_status
 from realm_jax.jobs.answering import add_run_arguments, check_question, open_run_to_ask
 from realm_jax.jobs.opening import recorded_folder
 from realm_jax.run import Run
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 def describe(folder: Folder, name: str) -> dict[str, Any]:
     """What there is to know of a generation without reading its vectors."""
-    trainer = read_status(folder, "trainer")
+    trainer = read_status(folder, TRAINER)
     found: dict[str, Any] = {"generation": name, "step": step_of(name), "state": "unfinished"}
     try:
         manifest = read_manifest(folder, name)

@@ -24,7 +24,6 @@ from realm_jax.index.builder import attempts
 from realm_jax.index.candidates import Setting
 from realm_jax.index.exact import search
 from realm_jax.index.generations import (
-    BEAT_SECONDS,
     EXPORT,
     Export,
     Unusable,
@@ -34,6 +33,7 @@ from realm_jax.index.generations import (
     read_towers,
     step_of,
 )  # fmt: skip
+from realm_jax.index.status import HEARTBEAT_SECONDS, StatusWriter
 from realm_jax.mesh import to_host
 from realm_jax.models.realm import Params
 from realm_jax.processes import is_first, told, votes
@@ -42,7 +42,6 @@ from realm_jax.storage import StorageError, digest
 from realm_jax.training.exporter import Exporter, index_settings
 from realm_jax.training.follower import Follower, Loaded
 from realm_jax.training.refresh import Fresh, Interrupted, OfCorpus, shared_folder
-from realm_jax.training.reporter import Reporter
 from realm_jax.training.state import Control
 
 logger = logging.getLogger(__name__)
@@ -56,11 +55,12 @@ class Adoption(OfCorpus):
     """A task's index made by another job; see `refresh.Refresh`."""
 
     def __init__(
-        self, run: Run, task: str, start: int, kept: dict[int, str], keep: int, stopping: Callable[[], bool],
-        alive: Callable[[], None] = lambda: None,
+        self, run: Run, task: str, start: int, kept: dict[int, str], keep: int, status: StatusWriter,
+        stopping: Callable[[], bool], alive: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         """start: step to begin or go on with. kept: step → generation of the checkpoints that are there; `keep` of
-        them stay. stopping: whether to stop waiting. alive: called again and again while the corpus is embedded."""
+        them stay. status: through which builders hear what is needed. stopping: whether to stop waiting. alive: called
+        again and again while the corpus is embedded."""
         super().__init__(run, task, alive)
         self._start, self._stopping = start, stopping
         self._options: ConfigDict = run.config.refresh
@@ -74,7 +74,7 @@ class Adoption(OfCorpus):
         }
         self._follower = Follower(self._folder, expected, run)
         self._exporter = Exporter(run, self._folder)
-        self._reporter = Reporter(run, self._folder, task)
+        self._status = status
         # Step and index of the checkpoints that a restart may find: those kept, and one that is still being written.
         saves = sorted((step, step_of(generation)) for step, generation in kept.items() if generation)
         self._saves: deque[tuple[int, int]] = deque(saves, maxlen=keep + 1)
@@ -86,7 +86,7 @@ class Adoption(OfCorpus):
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            stack.enter_context(self._reporter)
+            self._status.update(index_done=False, step=self._start)
             if is_first():
                 self._patiently(self._drop_later_exports)
             self._folder.unstage("index")
@@ -203,8 +203,8 @@ class Adoption(OfCorpus):
                 raise UserError(late)
             if not said:
                 logger.info("%s", waiting)
-            self._tell(now=not said)
-            said, seconds = True, max(0.0, min(BEAT_SECONDS, patience))
+            self._tell()
+            said, seconds = True, max(0.0, min(HEARTBEAT_SECONDS, patience))
 
     def _adopt(self, found: Loaded, index: Fresh | None, waited: float) -> Fresh:
         facts: dict[str, Any] = {"generation": found.manifest.generation, "waited": round(waited, 3)}
@@ -215,7 +215,7 @@ class Adoption(OfCorpus):
             facts |= {} if found.queries is None else {"drift": drift}
         manifest = found.manifest
         self._used = manifest.step
-        self._tell(now=True)  # before the builder removes what nobody seems to need
+        self._tell()  # before the builder removes what nobody seems to need
         return Fresh(found.index, found.vectors, manifest.step, manifest.generation, found.searcher, facts)
 
     def _kept_share(self, queries: NDArray[np.float32], old: Fresh, new: Loaded) -> float:
@@ -234,7 +234,7 @@ class Adoption(OfCorpus):
         """The generation itself; else one built anew from its export; else the newest there is, without the promise
         of the same bits."""
         self._step, self._used = step, step_of(generation)
-        self._tell(now=True)
+        self._tell()
         found = self._loaded(lambda: self._patiently(lambda: self._follower.load(generation)))
         return self._adopt(found or self._rebuilt(generation, step), None, 0.0)
 
@@ -307,10 +307,7 @@ class Adoption(OfCorpus):
         self._saves.append((step, step_of(generation) if generation else -1))
         if self._options.adopt_after >= 0 and not self._exporter.flush(EXPORT_SECONDS):
             logger.warning("an export that a restart from the checkpoint of step %d needs is not written yet", step)
-        self._tell(now=True)  # a builder should know what is needed before it removes anything
-
-    def done(self, step: int) -> None:
-        self._reporter.finish(step)
+        self._tell()  # a builder should know what is needed before it removes anything
 
     def _needed(self) -> set[int]:
         """Export steps that must stay, with their generations: in use, or still to be adopted, now or after a restart
@@ -322,8 +319,8 @@ class Adoption(OfCorpus):
                 needed |= set(range(used - used % every + every, saved, every))  # that of `saved` is exported again
         return needed - {-1}
 
-    def _tell(self, now: bool = False) -> None:
-        self._reporter.tell(self._step, now, index=self._used, pins=tuple(sorted(self._needed())))
+    def _tell(self) -> None:
+        self._status.update(step=self._step, index=self._used, pins=tuple(sorted(self._needed())))
 
 
 def _ready(found: Loaded) -> Control:

@@ -24,11 +24,11 @@ from realm_jax.index.generations import (
     Arrays,
     export_steps,
     generation_names,
-    read_status,
     remove_export,
     step_of,
     write_export,
 )
+from realm_jax.index.status import BUILDER, read_status
 from realm_jax.mesh import replicated
 from realm_jax.models.realm import Params, Realm
 from realm_jax.processes import is_first
@@ -105,7 +105,7 @@ class Exporter:
 
 def _being_built(folder: Folder) -> set[int]:
     """Export steps that some builder works on or has built: a generation is of no use without its export."""
-    jobs = (job.removesuffix(".json") for job in folder.names("jobs") if job.startswith("builder"))
+    jobs = (job.removesuffix(".json") for job in folder.names("jobs") if job.startswith(BUILDER))
     statuses = (read_status(folder, job) for job in jobs)
     return {status.step for status in statuses if status} | {step_of(name) for name in generation_names(folder)}
 

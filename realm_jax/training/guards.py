@@ -55,7 +55,7 @@ class Watchdog:
             self._thread.join()
 
     def beat(self) -> None:
-        """A sign of life."""
+        """Training is alive."""
         self._moved = True
 
     def _watch(self) -> None:

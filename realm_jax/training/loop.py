@@ -17,7 +17,6 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from realm_jax.config import task_names
 from realm_jax.data import examples as make
 from realm_jax.data.closed_book import closed_book_examples
 from realm_jax.data.examples import Examples
@@ -25,6 +24,7 @@ from realm_jax.data.held_out import held_out_share, trained_rows
 from realm_jax.data.pipeline import batches, padded_lengths
 from realm_jax.errors import UserError
 from realm_jax.index.candidates import Index
+from realm_jax.index.status import StatusWriter
 from realm_jax.memory import free_heap
 from realm_jax.models.realm import Params
 from realm_jax.processes import anywhere, told
@@ -37,8 +37,7 @@ from realm_jax.training.flops import peak, step_flops
 from realm_jax.training.guards import CompileGuard, Profiler, Watchdog, check_replicas
 from realm_jax.training.journal import Journal, Work
 from realm_jax.training.preemption import Stop
-from realm_jax.training.refresh import Fresh, Inline, Interrupted, Refresh, shared_folder
-from realm_jax.training.reporter import Reporter
+from realm_jax.training.refresh import Fresh, Inline, Interrupted, Refresh
 from realm_jax.training.restore import Restored, restore
 from realm_jax.training.state import Control, State, make_step, put_control, start_state
 from realm_jax.training.tasks import Task, make_task
@@ -61,7 +60,7 @@ class Course:
     (`every`; 0: never) and at the end. keep_best: whether the task ends with the parameters that measured best
     (`best.py`).
     measure_start: whether a task that does not retrieve is measured before its first step too; answers_start: whether
-    one that does is measured then as at its end. over: called when the task turns out to be done.
+    one that does is measured then as at its end.
     """
 
     task: Task
@@ -74,7 +73,6 @@ class Course:
     keep_best: bool = False
     measure_start: bool = False
     answers_start: bool = False
-    over: Callable[[], None] = lambda: None
 
 
 def task_examples(run: Run, name: str, params: Params | None = None) -> Examples:
@@ -103,27 +101,20 @@ def train_task(
     measure: Measure | None = None,
     folder: str | None = None,
     examples: Callable[[Params], Examples] | None = None,
+    status: StatusWriter | None = None,
 ) -> Params:
     """Train one task of REALM to its last step and return all parameters.
 
     params: where a fresh task starts; it donates them. measure: see `Course`; there is no index in a task that neither
     retrieves nor trains the retriever. folder: name under the run folder, the task's own by default. examples: makes
-    others than the task's own. Continues from the newest checkpoint of the folder. Raises Preempted after SIGTERM, once
-    the state is saved.
+    others than the task's own. status: for a task whose index a builder makes. Continues from the newest checkpoint of
+    the folder. Raises Preempted after SIGTERM, once the state is saved.
     """
     task = make_task(name, run.setting)
-
-    def over() -> None:
-        if name == "realm" and folder is None and run.config.refresh.mode == "async":
-            # the run may have been cut off before this word
-            Reporter(run, shared_folder(run), name).finish(run.config[name].steps)
-
     hosts_search = run.searches is not None and name == "realm"  # fine-tuning searches exactly
     search = Search(run.setting, run.config.retrieval.ahead) if hosts_search else None
-    refresh = partial(make_refresh, run, name, folder is None)
-    course = Course(
-        task, examples or partial(task_examples, run, name), work_of(run, task), refresh, search, measure, over=over
-    )
+    refresh = partial(make_refresh, run, name, status if folder is None else None)
+    course = Course(task, examples or partial(task_examples, run, name), work_of(run, task), refresh, search, measure)
     if measure is not None:
         every = run.config.evaluation.qa_every if name == "qa" else 0
         course = dataclasses.replace(
@@ -133,7 +124,10 @@ def train_task(
             measure_start=name == "ict" and bool(run.config.init_from) and folder is None,
             answers_start=run.config.evaluation.keep_best and bool(told(begins_with_reader(run.workdir))),
         )
-    return follow(run, course, params, run.workdir / (folder or name))
+    params = follow(run, course, params, run.workdir / (folder or name))
+    if name == "realm" and status is not None and folder is None:
+        status.update(index_done=True, step=run.config.realm.steps)
+    return params
 
 
 def follow(run: BaseRun, course: Course, params: Params, place: Path) -> Params:
@@ -146,7 +140,6 @@ def follow(run: BaseRun, course: Course, params: Params, place: Path) -> Params:
         stop.asked = anywhere(stop.asked)
         stop.check("every finished task is saved")
         if int(state.step) >= run.config[task.name].steps:
-            course.over()
             return state.params
         training = _Training(run, course, place, state, saved, checkpoints, stop)
         del saved, state  # their arrays go when the training needs them no longer
@@ -372,7 +365,6 @@ class _Training:
         stage = stage_of(self._place) if self._place.name == self._task.name else None  # not of a control
         if loss := describe_loss(self._task.name, stage, self._best.kept_by(found)):
             logger.warning("%s", loss)
-        self._refreshes.done(total)
         self._stop.asked = anywhere(self._stop.asked)
         self._stop.check(f"saved {self._place.name} at step {total}")
 
@@ -384,17 +376,15 @@ def work_of(run: Run, task: Task) -> Work:
 
 
 def make_refresh(
-    run: Run, name: str, own_folder: bool, start: int, checkpoints: Checkpoints, stopping: Callable[[], bool],
-    alive: Callable[[], None],
+    run: Run, name: str, status: StatusWriter | None, start: int, checkpoints: Checkpoints,
+    stopping: Callable[[], bool], alive: Callable[[], None],
 ) -> Refresh:  # fmt: skip
     """Where a task's index comes from. Only REALM itself has a builder: a control and fine-tuning embed inline.
 
-    stopping: whether to stop waiting; alive: called again and again while the corpus is embedded.
+    status: through which the builder hears of the trainer, None for a control. stopping: whether to stop waiting.
+    alive: called again and again while the corpus is embedded.
     """
-    if run.config.refresh.mode == "inline" or not own_folder:
+    if run.config.refresh.mode == "inline" or name != "realm" or status is None:
         return Inline(run, name, alive)
-    if name == "realm":
-        kept = checkpoints.generations()
-        return Adoption(run, name, start, kept, run.config.checkpoint.keep, stopping, alive)
-    later = "realm" in task_names(run.config)[task_names(run.config).index(name) :]
-    return Inline(run, name, alive, Reporter(run, shared_folder(run), name) if later else None)
+    kept = checkpoints.generations()
+    return Adoption(run, name, start, kept, run.config.checkpoint.keep, status, stopping, alive)

@@ -8,7 +8,6 @@ Read `Inline.at` and then `adoption.py`; how generations are found and verified 
 import abc
 import dataclasses
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, Self
 
 import jax
@@ -23,7 +22,6 @@ from realm_jax.models.realm import Params
 from realm_jax.run import Run
 from realm_jax.storage import Folder, open_folder
 from realm_jax.training.embedding import start_vectors
-from realm_jax.training.reporter import Reporter
 from realm_jax.training.restore import Restored
 from realm_jax.training.state import Control
 from realm_jax.training.tasks import make_task
@@ -89,9 +87,6 @@ class Refresh:
 
     def saving(self, step: int, generation: str) -> None:
         """A checkpoint of `step` is about to be written, which names this generation."""
-
-    def done(self, step: int) -> None:
-        """The task is done."""
 
 
 def shared_folder(run: Run) -> Folder:
@@ -183,20 +178,11 @@ class Inline(OfCorpus):
     """The trainer embeds the corpus: at the start of a task, unless that before it left the vectors, for REALM every
     `refresh.every` steps, and for fine-tuning every `refresh.qa_every` (0: never again)."""
 
-    def __init__(self, run: Run, name: str, alive: Callable[[], None], reporter: Reporter | None = None) -> None:
-        """alive: called again and again while it embeds. reporter: tells a builder that waits for a later task that the
-        run lives."""
+    def __init__(self, run: Run, name: str, alive: Callable[[], None]) -> None:
+        """alive: called again and again while it embeds."""
         super().__init__(run, name, alive)
         self._every = {"realm": run.config.refresh.every, "qa": run.config.refresh.qa_every}.get(name, 0)
         self._exact = name != "realm"
-        self._reporter = reporter
-
-    def __enter__(self) -> Self:
-        (self._reporter or nullcontext()).__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        (self._reporter or nullcontext()).__exit__(*error)
 
     def at(self, step: int, params: Params, index: Fresh | None, heard: Control) -> Fresh | None:
         due = self._every > 0 and step % self._every == 0 and index is not None and step != index.step
@@ -206,11 +192,6 @@ class Inline(OfCorpus):
         if self._run.config.retrieval.query_params == "generation":  # a copy: the step gives its state away
             tower = jax.tree.map(jnp.copy, params[self._run.model.embedder_names[0]])
         return self._made(step, params, tower, index is None, self._exact)
-
-    def announce(self, step: int) -> Control:
-        if self._reporter is not None:
-            self._reporter.tell(step)
-        return Control()
 
     def restore(self, generation: str, step: int) -> Fresh:
         raise UserError(
