@@ -17,7 +17,7 @@ import shutil
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
@@ -203,6 +203,27 @@ def file_digest(path: str | os.PathLike[str]) -> str:
     """SHA-256 of a file on a disk, in hexadecimal. Raises OSError."""
     with open(path, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def list_files(folder: Path) -> list[FileEntry]:
+    """What a record says of every file below a folder, by name."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return [FileEntry(path.relative_to(folder).as_posix(), path.stat().st_size, file_digest(path)) for path in files]
+
+
+def check_files(folder: Path, listed: Iterable[Sequence[Any]], content: bool = True) -> None:
+    """Compare files with what `list_files` said, as a record in JSON has it. Raises Damaged for the first that differs.
+
+    content: False compares sizes alone.
+    """
+    for entry in listed:
+        _verify_file(folder / entry[0], FileEntry(*entry), str(folder / entry[0]), content)
+
+
+def record_digest(record: Mapping[str, Any]) -> str:
+    """A checksum of a record but for its entry `digest`, which holds it."""
+    rest = {key: value for key, value in record.items() if key != "digest"}
+    return digest(json.dumps(rest, sort_keys=True).encode())
 
 
 OBJECT_STORES = ("gs", "gcs", "s3", "s3a", "az", "abfs", "abfss", "oci", "memory")  # what is written appears whole
@@ -450,12 +471,12 @@ def cache_folder() -> Path:
     return Path(home) if home else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "realm_jax"
 
 
-def _verify_file(path: Path, entry: FileEntry, name: str) -> None:
+def _verify_file(path: Path, entry: FileEntry, name: str, content: bool = True) -> None:
     try:
         size = path.stat().st_size
         if size != entry.bytes:
             raise Damaged(f"{name} has {size:,} bytes, not {entry.bytes:,}")
-        found = file_digest(path)
+        found = file_digest(path) if content else entry.sha256
     except FileNotFoundError:
         raise Damaged(f"{name} is missing") from None
     if found != entry.sha256:

@@ -11,6 +11,7 @@ import jax
 from ml_collections import ConfigDict
 
 from realm_jax.cache import cache_bytes
+from realm_jax.checksums import checksums
 from realm_jax.config import ANSWERING, completed, require, task_names, validate
 from realm_jax.corpus.jsonl import answered
 from realm_jax.data.closed_book import check_closed_book
@@ -40,7 +41,6 @@ from realm_jax.storage import Folder, cache_folder, digest, make_folder, open_fo
 from realm_jax.tagger_config import default_like, is_tagger
 from realm_jax.text.wordpiece import WordPiece
 from realm_jax.training.checkpoints import Saved
-from realm_jax.training.checksums import checksums
 from realm_jax.training.workdir import START, begins_with_reader, check_workdir, has_checkpoint
 
 logger = logging.getLogger(__name__)
