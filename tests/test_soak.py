@@ -210,7 +210,7 @@ MOMENTS: dict[str, Callable[[Path], set[Hashable]]] = {
     "step": steps,
     "save under way": partial(files, "*/checkpoints/*tmp*"),
     "saved": partial(files, "*/checkpoints/*/_CHECKPOINT_METADATA"),
-    "half an export": partial(files, "exports/*/*.queries"),
+    "half an export": partial(files, "exports/*/*.safetensors"),
     "export": partial(files, "exports/*/EXPORT.json"),
     "chunk": partial(files, "index/*/*.bin"),
     "generation": partial(files, "index/*/MANIFEST.json"),

@@ -1,12 +1,11 @@
 """Exports and generations: what trainer and index builder say to each other, as files in a shared folder.
 
-    exports/<step>/<fingerprint>.safetensors      both towers of that step, float32
-    exports/<step>/<fingerprint>.queries          sample query vectors of that step, float32
-    exports/<step>/EXPORT.json                    put last; without it the export does not exist
-    index/<step>-<nonce>/<rows>-<writer>.bin     vectors of a chunk of rows, and a `.done` mark with size and checksum
-    index/<step>-<nonce>/scann-…/                 searchers of the hosts, if any: `searchers.py`
-    index/<step>-<nonce>/MANIFEST.json            put last; without it the generation does not exist
-    index/<step>-<nonce>.refused                  why a generation must not be served; outlives it
+    exports/<step>/<fingerprint>.safetensors        both towers of that step and sample query vectors, float32
+    exports/<step>/EXPORT.json                      put last; without it the export does not exist
+    index/<step>-<nonce>/<first>-<last>-<sha>.bin   vectors of the rows first … last − 1, by the checksum of their bytes
+    index/<step>-<nonce>/scann-…/                   searchers of the hosts, if any: `searchers.py`
+    index/<step>-<nonce>/MANIFEST.json              put last; without it the generation does not exist
+    index/<step>-<nonce>.refused                    why a generation must not be served; outlives it
 
 Nothing that a record lists is ever written again. Writing exports is `training/exporter.py`, building generations
 `builder.py`, following them `training/follower.py`; what the jobs say of themselves beside these files is `status.py`.
@@ -24,14 +23,15 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from realm_jax.checksums import arrays_digest
 from realm_jax.errors import UserError
 from realm_jax.storage import Damaged, FileEntry, Folder, digest
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 CHUNK_ROWS = 65_536  # passages in a file of vectors: what a killed builder loses at most; every builder's the same
 KEPT = 3  # newest generations that stay, beside those in use or in checkpoints
-EXPORT, MANIFEST, REFUSED, DONE = "EXPORT.json", "MANIFEST.json", ".refused", ".done"
-QUERIES = "queries"  # name of the one array in a file of sample query vectors
+EXPORT, MANIFEST, REFUSED = "EXPORT.json", "MANIFEST.json", ".refused"
+QUERIES = "queries"  # name of the sample query vectors among the arrays of an export
 Arrays = dict[str, NDArray]
 
 
@@ -58,17 +58,15 @@ class Export:
     towers: dict[str, Any]
     index: dict[str, Any]
     file: FileEntry
-    queries: FileEntry
 
     def to_json(self) -> dict[str, Any]:
-        files = {"file": self.file._asdict(), "queries": self.queries._asdict()}
-        return {"format_version": FORMAT_VERSION, **dataclasses.asdict(self), **files}
+        return {"format_version": FORMAT_VERSION, **dataclasses.asdict(self)}
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any], where: str) -> Self:
         """Raises Unusable for another version and for missing or wrong entries."""
         fields = _checked(found, where, cls)
-        return cls(**fields | {name: _entry(fields[name], where) for name in ("file", "queries")})
+        return cls(**fields | {"file": _entry(fields["file"], where)})
 
 
 def export_steps(folder: Folder) -> list[int]:
@@ -91,8 +89,7 @@ def read_towers(folder: Folder, export: Export) -> tuple[Arrays, NDArray[np.floa
     """The towers' parameters by path ('document_embedder/bert/…') and the sample queries [count, width]."""
     try:
         arrays = load(folder.read_verified(export.file))
-        queries = load(folder.read_verified(export.queries))
-        return arrays, queries[QUERIES]
+        return arrays, arrays.pop(QUERIES)
     except (Damaged, SafetensorError, KeyError) as fault:
         raise Unusable(str(fault)) from None
 
@@ -102,16 +99,13 @@ def write_export(folder: Folder, export: Mapping[str, Any], towers: Arrays, quer
 
     An earlier export of the step that holds the same towers stays as it is, if it is sound.
     """
-    data = save({name: np.ascontiguousarray(value) for name, value in sorted(towers.items())})
-    fingerprint = digest(data)
-    step = export["step"]
+    fingerprint, step = arrays_digest(towers), export["step"]
     earlier = _sound_export(folder, step)
     if earlier is not None and earlier.parameters == fingerprint:
         return earlier
-    name = f"exports/{step}/{fingerprint[:16]}"
-    sample = folder.put(f"{name}.queries", save({QUERIES: np.ascontiguousarray(queries)}))
-    file = folder.put(f"{name}.safetensors", data)
-    made = Export(parameters=fingerprint, file=file, queries=sample, **export)
+    arrays = {name: np.ascontiguousarray(value) for name, value in [*sorted(towers.items()), (QUERIES, queries)]}
+    file = folder.put(f"exports/{step}/{fingerprint[:16]}.safetensors", save(arrays))
+    made = Export(parameters=fingerprint, file=file, **export)
     folder.write_json(f"exports/{step}/{EXPORT}", made.to_json())
     return made
 
@@ -171,16 +165,16 @@ class Manifest:
     seconds: dict[str, float]
 
     def to_json(self) -> dict[str, Any]:
-        chunks = [chunk._asdict() | {"file": chunk.file._asdict()} for chunk in self.chunks]
-        return {"format_version": FORMAT_VERSION, **dataclasses.asdict(self), "chunks": chunks}
+        return {"format_version": FORMAT_VERSION, **dataclasses.asdict(self)}
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any], where: str) -> Self:
         """Raises Unusable for another version and for missing or wrong entries."""
         fields = _checked(found, where, cls)
         try:
-            chunks = tuple(ChunkFile(**chunk | {"file": _entry(chunk["file"], where)}) for chunk in fields["chunks"])
-        except (TypeError, KeyError) as fault:
+            listed: list[tuple[str, int, int, Any]] = fields["chunks"]
+            chunks = tuple(ChunkFile(name, first, last, _entry(file, where)) for name, first, last, file in listed)
+        except (TypeError, ValueError) as fault:
             raise Unusable(f"{where}: its list of chunks is damaged ({fault})") from None
         return cls(**fields | {"chunks": chunks})
 
@@ -188,7 +182,7 @@ class Manifest:
     def files(self) -> list[FileEntry]:
         """Every file that the generation needs; names are relative to the shared folder."""
         shards = self.searcher["shards"] if self.searcher else []
-        return [c.file for c in self.chunks] + [FileEntry(**file) for shard in shards for file in shard["files"]]
+        return [c.file for c in self.chunks] + [FileEntry(*file) for shard in shards for file in shard["files"]]
 
 
 def generation_names(folder: Folder) -> list[str]:
@@ -258,10 +252,10 @@ def rows_name(first: int, last: int) -> str:
     return f"{first:09d}-{last:09d}"
 
 
-def done_marks(folder: Folder, home: str) -> dict[str, str]:
-    """`rows_name` → done mark of the chunks or shards in a folder; of several writers' the first by name."""
-    marks = [mark for mark in folder.names(home) if mark.endswith(DONE)]
-    return {mark.rpartition("-")[0]: mark for mark in reversed(marks)}
+def by_rows(folder: Folder, home: str, suffix: str) -> dict[str, str]:
+    """`rows_name` → file of a kind in a folder; of several writers' the first by name."""
+    names = [name for name in folder.names(home) if name.endswith(suffix)]
+    return {name.rpartition("-")[0]: name for name in reversed(names)}
 
 
 def check_vectors(vectors: NDArray, where: str) -> None:
@@ -316,6 +310,7 @@ def _checked(found: Mapping[str, Any], where: str, kind: type) -> dict[str, Any]
 
 def _entry(found: Any, where: str) -> FileEntry:
     try:
-        return FileEntry(str(found["name"]), int(found["bytes"]), str(found["sha256"]))
-    except (TypeError, KeyError, ValueError) as fault:
-        raise Unusable(f"{where} is damaged: an entry of a file lacks {fault}") from None
+        name, size, checksum = found
+        return FileEntry(str(name), int(size), str(checksum))
+    except (TypeError, ValueError) as fault:
+        raise Unusable(f"{where} is damaged: an entry of a file is none ({fault})") from None

@@ -5,6 +5,7 @@ exports the exporter's. The rules stand in docs/design.md, "Exports and generati
 """
 
 import contextlib
+import dataclasses
 import logging
 import time
 from collections import deque
@@ -40,7 +41,7 @@ from realm_jax.processes import is_first, told, votes
 from realm_jax.run import Run
 from realm_jax.storage import StorageError, digest
 from realm_jax.training.exporter import Exporter, index_settings
-from realm_jax.training.follower import Follower, Loaded
+from realm_jax.training.follower import Follower
 from realm_jax.training.refresh import Fresh, Interrupted, OfCorpus, shared_folder
 from realm_jax.training.state import Control
 
@@ -82,7 +83,7 @@ class Adoption(OfCorpus):
         self._newest = -1  # export step of the newest generation that any process has ready
         self._given_up = -1  # export steps up to this one are not waited for
         # What was announced at the last two steps stays loaded until the processes have answered.
-        self._announced: deque[Loaded | None] = deque(maxlen=2)
+        self._announced: deque[Fresh | None] = deque(maxlen=2)
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -133,7 +134,7 @@ class Adoption(OfCorpus):
         What is ready stays until it is adopted or some process has a newer one.
         """
         own = self._follower.ready
-        self._newest = max(newest, own.manifest.step if own is not None else -1)
+        self._newest = max(newest, own.step if own is not None else -1)
         if self._newest > self._used and self._newest not in self._follower.gone:
             self._follower.want(self._newest, self._newest, exactly=True)
         else:
@@ -173,7 +174,7 @@ class Adoption(OfCorpus):
             )
         self._exporter.export(step, params, self._needed() | {step})
 
-    def _wait(self, first: int, last: int, exactly: bool, what: str) -> Loaded:
+    def _wait(self, first: int, last: int, exactly: bool, what: str) -> Fresh:
         """A generation of these export steps. Raises UserError after `refresh.wait_seconds`, Interrupted."""
         self._follower.want(first, last, exactly)
         return self._together(
@@ -206,19 +207,18 @@ class Adoption(OfCorpus):
             self._tell()
             said, seconds = True, max(0.0, min(HEARTBEAT_SECONDS, patience))
 
-    def _adopt(self, found: Loaded, index: Fresh | None, waited: float) -> Fresh:
-        facts: dict[str, Any] = {"generation": found.manifest.generation, "waited": round(waited, 3)}
+    def _adopt(self, found: Fresh, index: Fresh | None, waited: float) -> Fresh:
+        facts: dict[str, Any] = {"generation": found.generation, "waited": round(waited, 3)}
         if index is not None:  # a device program, so every process runs it, even without queries to run it with
             none = np.zeros((DRIFT_QUERIES, self._run.model.vector_size), np.float32)
             queries = none if found.queries is None else found.queries[:DRIFT_QUERIES]
             drift = self._kept_share(queries, index, found)
             facts |= {} if found.queries is None else {"drift": drift}
-        manifest = found.manifest
-        self._used = manifest.step
+        self._used = found.step
         self._tell()  # before the builder removes what nobody seems to need
-        return Fresh(found.index, found.vectors, manifest.step, manifest.generation, found.searcher, facts)
+        return dataclasses.replace(found, facts=facts)
 
-    def _kept_share(self, queries: NDArray[np.float32], old: Fresh, new: Loaded) -> float:
+    def _kept_share(self, queries: NDArray[np.float32], old: Fresh, new: Fresh) -> float:
         """Drift: of the old index's top 100 for each query, how much of their top 8 the new vectors keep; 1 is none."""
         depth, k = min(DRIFT_DEPTH, self._run.setting.rows), min(DRIFT_K, self._run.setting.rows)
         if old.searcher is not None and new.vectors is not None:
@@ -238,7 +238,7 @@ class Adoption(OfCorpus):
         found = self._loaded(lambda: self._patiently(lambda: self._follower.load(generation)))
         return self._adopt(found or self._rebuilt(generation, step), None, 0.0)
 
-    def _loaded(self, load: Callable[[], Loaded | None]) -> Loaded | None:
+    def _loaded(self, load: Callable[[], Fresh | None]) -> Fresh | None:
         """A generation that every process has loaded, or None; what is wrong with it is said."""
         found = None
         try:
@@ -247,7 +247,7 @@ class Adoption(OfCorpus):
             logger.warning("%s", fault)
         return found if votes(found is not None).all() else None
 
-    def _rebuilt(self, generation: str, step: int) -> Loaded:
+    def _rebuilt(self, generation: str, step: int) -> Fresh:
         wanted, corpus = step_of(generation), self._run.sources.passages.fingerprint
         export = self._patiently(lambda: self._export_of(wanted))
         if told(int(export is not None and generation in attempts(self._folder, export, corpus))):
@@ -257,9 +257,9 @@ class Adoption(OfCorpus):
         while before >= 0:
             found = self._loaded(partial(self._newest_of, before))
             if found is not None:
-                name = found.manifest.generation
                 logger.warning(
-                    "going on with generation %s: from here the bits may differ from an undisturbed run's", name
+                    "going on with generation %s: from here the bits may differ from an undisturbed run's",
+                    found.generation,
                 )
                 return found
             before = self._step_before(before)
@@ -273,7 +273,7 @@ class Adoption(OfCorpus):
         steps = map(step_of, generation_names(self._folder))
         return told(max((found for found in steps if found < step), default=-1))
 
-    def _newest_of(self, step: int) -> Loaded | None:
+    def _newest_of(self, step: int) -> Fresh | None:
         """The newest generation of an export step that can be loaded."""
         for name in reversed([name for name in generation_names(self._folder) if step_of(name) == step]):
             with contextlib.suppress(Unusable):
@@ -323,9 +323,9 @@ class Adoption(OfCorpus):
         self._status.update(step=self._step, index=self._used, pins=tuple(sorted(self._needed())))
 
 
-def _ready(found: Loaded) -> Control:
+def _ready(found: Fresh) -> Control:
     """What processes agree on: 28 bits of the digest of a generation's name, and its step."""
-    return Control(int(digest(found.manifest.generation.encode())[:7], 16), found.manifest.step)
+    return Control(int(digest(found.generation.encode())[:7], 16), found.step)
 
 
 @partial(jax.jit, static_argnums=(0, 4))

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.errors import UserError
@@ -29,12 +30,11 @@ from realm_jax.training.tasks import make_task
 
 @dataclasses.dataclass(frozen=True)
 class Fresh:
-    """An index to use from now on.
+    """An index that a task can use.
 
     vectors: on the host, [rows, width]; None for a generation that the devices search, and where words find passages.
-    step: of its parameters.
-    generation: its name, '' for one that the trainer made. searcher: where hosts search. facts: what to record of a
-    change.
+    step: of its parameters. generation: its name, '' for one that the trainer made. searcher: where hosts search.
+    queries: the sample of its export [count, width], if it is there. facts: what to record when it is adopted.
     """
 
     index: Index
@@ -42,6 +42,7 @@ class Fresh:
     step: int
     generation: str = ""
     searcher: Searcher | None = None
+    queries: NDArray[np.float32] | None = None
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
