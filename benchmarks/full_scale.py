@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.config import default
-from realm_jax.index.approximate import Searcher, Settings, exact_rows, recall
+from realm_jax.index.approximate import ScannConfig, Searcher, exact_rows, recall
 from realm_jax.index.builder import Builder, Corpus
 from realm_jax.index.embed import CorpusRows
 from realm_jax.index.generations import CHUNK_ROWS, generation_names, load_vectors, read_manifest, write_export
@@ -125,10 +125,10 @@ def run(vectors: Path, workdir: Path, rows: int) -> None:
         subprocess.run(command, check=True)
 
 
-def settings() -> Settings:
+def settings() -> ScannConfig:
     """The package's own."""
     c = default().index
-    return Settings(c.budget, c.leaves_searched)
+    return ScannConfig(c.budget, c.leaves_searched)
 
 
 def build(workdir: Path, vectors: Enlarged, queries: NDArray[np.float32]) -> None:
@@ -200,7 +200,7 @@ def measured(
 def check(real: NDArray[np.float32], queries: NDArray[np.float32]) -> None:
     """ScaNN's recall by leaves searched over all real passages, and over a part of them, enlarged to as many."""
     own = settings()
-    trees = Settings(budget=own.budget, shard_rows=len(real), tree_from=1)
+    trees = ScannConfig(budget=own.budget, shard_rows=len(real), tree_from=1)
     asked = [queries[2048 : 2048 + 2 * BATCH]]
     order = np.random.default_rng(0).permutation(len(real))
     for part in (1, 4, 16, 64):

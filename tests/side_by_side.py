@@ -13,7 +13,7 @@ import numpy as np
 from tiny_run import tiny_config
 
 from realm_jax.data.sources import open_sources
-from realm_jax.index.builder import Share, Stopped
+from realm_jax.index.builder import Stopped, WorkShare
 from realm_jax.index.generations import export_steps, read_export
 from realm_jax.jobs.build_index import Job, for_embedding
 from realm_jax.jobs.recipe import reported
@@ -64,7 +64,7 @@ def train(run):
 
 def make_job(run, process=0, processes=1):
     own = make_run(for_embedding(run.config, jax.local_device_count()), run.workdir, run.sources, jax.devices()[:1])
-    return Job(own, shared_folder(run), Share(process, processes))
+    return Job(own, shared_folder(run), WorkShare(process, processes))
 
 
 @contextmanager

@@ -33,20 +33,20 @@ from side_by_side import (
 from realm_jax import cli
 from realm_jax.index import status
 from realm_jax.index.generations import (
+    export_step,
     export_steps,
     generation_names,
     read_manifest,
     remove_generation,
-    step_of,
     write_export,
 )  # fmt: skip
 from realm_jax.index.status import read_status, trainer_status
 from realm_jax.jobs import build_index
 from realm_jax.jobs.recipe import reported
 from realm_jax.storage import PosixFolder
-from realm_jax.training.adoption import Adoption
+from realm_jax.training.adoption import BuiltIndex
 from realm_jax.training.exporter import export_record, sample_vectors, to_arrays
-from realm_jax.training.follower import Follower
+from realm_jax.training.follower import IndexWatcher
 from realm_jax.training.metrics import read_lines
 from realm_jax.training.preemption import Stop
 from realm_jax.training.restore import restore_params
@@ -70,7 +70,7 @@ def test_what_is_served_is_what_was_exported_and_what_nobody_needs_goes(people, 
     watch.check(run)
     folder = PosixFolder(run.workdir)
     assert read_status(folder, "trainer").pins == (4, 6)
-    left = {step_of(name) for name in generation_names(folder)}
+    left = {export_step(name) for name in generation_names(folder)}
     assert {4, 6} <= left and 0 not in left
 
 
@@ -78,7 +78,7 @@ def test_what_a_restart_needs_stays(sturdy):
     folder = PosixFolder(sturdy.run.workdir)
     pins = read_status(folder, "trainer").pins
     assert pins == (0, 2, 4, 6), "in use or due at steps 3, 6 and 8: one more stays, as a save may be cut off"
-    assert {*pins} <= set(export_steps(folder)) & {step_of(name) for name in generation_names(folder)}
+    assert {*pins} <= set(export_steps(folder)) & {export_step(name) for name in generation_names(folder)}
 
 
 @pytest.mark.slow
@@ -119,21 +119,21 @@ def test_processes_adopt_the_same_generation_at_the_same_step(people, tmp_path, 
     """Two trainer processes, of which the second looks for generations now and then: none is adopted before both have
     it, although newer ones come faster than the second looks."""
     run = open_tiny(people, tmp_path, adopt_after=-1, every=3)
-    params, look = run.initial_params(), Follower._look
+    params, look = run.initial_params(), IndexWatcher._look
     words, used, adopted = deque(maxlen=2), [None, None], []
     with ExitStack() as stack:
         stack.enter_context(builder(run))
         own = run, "realm", 0, {}, 1, stack.enter_context(reported(run)), lambda: False
-        first, second = (stack.enter_context(Adoption(*own)) for _ in range(2))
+        first, second = (stack.enter_context(BuiltIndex(*own)) for _ in range(2))
         for step in range(90):
             if step == 1:
                 monkeypatch.setattr(
-                    Follower, "_look", lambda follower: look(follower) if follower is first._follower else None
+                    IndexWatcher, "_look", lambda follower: look(follower) if follower is first._watcher else None
                 )
             if step % 10 == 9:
-                look(second._follower)
+                look(second._watcher)
             heard = Control(*agreed(jnp.array(words[0])).tolist()) if len(words) == 2 else Control()
-            found = [one.at(step, params, used[i], heard) for i, one in enumerate((first, second))]
+            found = [one.next(step, params, used[i], heard) for i, one in enumerate((first, second))]
             used = [now or before for now, before in zip(found, used, strict=True)]
             assert used[0].generation == used[1].generation
             if found[0] is not None:
@@ -166,7 +166,7 @@ def test_a_builder_that_is_slower_than_three_exports_is_not_in_vain(people, tmp_
         until(lambda: not step or step[-1] >= min(export.step + 4 * EVERY, 29))
         return read(folder, export)
 
-    announce = Adoption.announce
+    announce = BuiltIndex.announce
 
     def watched(self, now):
         step.append(now)
@@ -174,7 +174,7 @@ def test_a_builder_that_is_slower_than_three_exports_is_not_in_vain(people, tmp_
         return announce(self, now)
 
     monkeypatch.setattr(build_index, "read_towers", slow)
-    monkeypatch.setattr(Adoption, "announce", watched)
+    monkeypatch.setattr(BuiltIndex, "announce", watched)
     with builder(run):
         train(run)
     assert len(adoptions(run)) > 2
@@ -184,7 +184,7 @@ def test_once_builds_the_newest_export_or_finds_it_built(sturdy, tmp_path, caplo
     shutil.copytree(sturdy.run.workdir, tmp_path / "run")
     run = dataclasses.replace(sturdy.run, workdir=tmp_path / "run")
     folder = PosixFolder(run.workdir)
-    [newest] = [name for name in generation_names(folder) if step_of(name) == 6]
+    [newest] = [name for name in generation_names(folder) if export_step(name) == 6]
     before = read_manifest(folder, newest)
     with caplog.at_level(logging.INFO):
         make_job(run).work(Stop(), None, True)

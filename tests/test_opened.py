@@ -6,7 +6,7 @@ import pytest
 
 from realm_jax.mesh import replicated
 from realm_jax.training.checkpoints import Saved
-from realm_jax.training.opened import Opened
+from realm_jax.training.opened import CachedCheckpoint
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 NETWORKS = ("query_embedder", "reader")
@@ -20,7 +20,7 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "opened"
 
 
-def read(run, kind=Opened):
+def read(run, kind=CachedCheckpoint):
     """What a question needs."""
     saved = kind.newest(run.workdir / "qa" / "checkpoints")
     return saved.params(NETWORKS, replicated(run.mesh)), saved.array("vectors")
@@ -76,7 +76,7 @@ def test_an_empty_copy_is_made_again(trained_run, cache, caplog, no_checkpoint, 
 def test_a_copy_of_another_checkpoint_is_not_looked_at(trained_run, cache):
     read(trained_run)
     folder, places = trained_run.workdir / "ict" / "checkpoints", replicated(trained_run.mesh)
-    check_same(*(kind.newest(folder).params(NETWORKS[:1], places) for kind in (Opened, Saved)))
+    check_same(*(kind.newest(folder).params(NETWORKS[:1], places) for kind in (CachedCheckpoint, Saved)))
     assert len(list(cache.iterdir())) == 2
 
 
@@ -90,4 +90,4 @@ def test_nothing_is_copied_where_nothing_may_be_kept(trained_run, cache, monkeyp
 
 
 def test_what_was_not_saved_is_not_there(trained_run, cache):
-    assert Opened.newest(trained_run.workdir / "qa" / "checkpoints").array("in_flight") is None
+    assert CachedCheckpoint.newest(trained_run.workdir / "qa" / "checkpoints").array("in_flight") is None

@@ -17,7 +17,7 @@ from realm_jax.corpus.store import PassageStore
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.evaluation.tagging import TextTagger, tag_passages
-from realm_jax.index.builder import Share
+from realm_jax.index.builder import WorkShare
 from realm_jax.jobs import tag as job
 from realm_jax.jobs.tag import tag
 from realm_jax.jobs.tagger import open_tagger, train
@@ -46,7 +46,7 @@ def tagger(workdir) -> TextTagger:
 
 def go(tagger: TextTagger, data: Path, output: Path, process: int = 0, processes: int = 1) -> None:
     with Stop() as stop:
-        tag(tagger, data, output, Share(process, processes), stop, SIZE)
+        tag(tagger, data, output, WorkShare(process, processes), stop, SIZE)
 
 
 def rows_of(store: PassageStore) -> list[tuple]:

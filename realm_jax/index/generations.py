@@ -35,11 +35,11 @@ QUERIES = "queries"  # name of the sample query vectors among the arrays of an e
 Arrays = dict[str, NDArray]
 
 
-class Unusable(UserError):
+class InvalidIndex(UserError):
     """A generation or an export cannot be served: damaged, incomplete, or of something else. The message says why."""
 
 
-class Foreign(Unusable):
+class IncompatibleIndex(InvalidIndex):
     """Perhaps whole, but not for this run or this machine: building it again would not help."""
 
 
@@ -64,7 +64,7 @@ class Export:
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any], where: str) -> Self:
-        """Raises Unusable for another version and for missing or wrong entries."""
+        """Raises InvalidIndex for another version and for missing or wrong entries."""
         fields = _checked(found, where, cls)
         return cls(**fields | {"file": _entry(fields["file"], where)})
 
@@ -75,14 +75,14 @@ def export_steps(folder: Folder) -> list[int]:
 
 
 def read_export(folder: Folder, step: int) -> Export | None:
-    """The export of a step; None where there is none yet. Raises Unusable."""
+    """The export of a step; None where there is none yet. Raises InvalidIndex."""
     name = f"exports/{step}/{EXPORT}"
     try:
         return Export.from_json(folder.read_json(name), folder.path(name))
     except FileNotFoundError:
         return None
     except Damaged as fault:
-        raise Unusable(str(fault)) from None
+        raise InvalidIndex(str(fault)) from None
 
 
 def read_towers(folder: Folder, export: Export) -> tuple[Arrays, NDArray[np.float32]]:
@@ -91,7 +91,7 @@ def read_towers(folder: Folder, export: Export) -> tuple[Arrays, NDArray[np.floa
         arrays = load(folder.read_verified(export.file))
         return arrays, arrays.pop(QUERIES)
     except (Damaged, SafetensorError, KeyError) as fault:
-        raise Unusable(str(fault)) from None
+        raise InvalidIndex(str(fault)) from None
 
 
 def write_export(folder: Folder, export: Mapping[str, Any], towers: Arrays, queries: NDArray[np.float32]) -> Export:
@@ -125,7 +125,7 @@ def _sound_export(folder: Folder, step: int) -> Export | None:
         if export is not None:
             read_towers(folder, export)
         return export
-    except Unusable:
+    except InvalidIndex:
         return None
 
 
@@ -169,13 +169,13 @@ class Manifest:
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any], where: str) -> Self:
-        """Raises Unusable for another version and for missing or wrong entries."""
+        """Raises InvalidIndex for another version and for missing or wrong entries."""
         fields = _checked(found, where, cls)
         try:
             listed: list[tuple[str, int, int, Any]] = fields["chunks"]
             chunks = tuple(ChunkFile(name, first, last, _entry(file, where)) for name, first, last, file in listed)
         except (TypeError, ValueError) as fault:
-            raise Unusable(f"{where}: its list of chunks is damaged ({fault})") from None
+            raise InvalidIndex(f"{where}: its list of chunks is damaged ({fault})") from None
         return cls(**fields | {"chunks": chunks})
 
     @property
@@ -188,10 +188,10 @@ class Manifest:
 def generation_names(folder: Folder) -> list[str]:
     """Folders of generations, by step; a folder without a manifest is one that is being built or removed."""
     names = [name for name in folder.names("index") if re.fullmatch(r"\d+-[0-9a-f]+", name)]
-    return sorted(names, key=lambda name: (step_of(name), name))
+    return sorted(names, key=lambda name: (export_step(name), name))
 
 
-def step_of(generation: str) -> int:
+def export_step(generation: str) -> int:
     """The export step in a generation's name."""
     return int(generation.partition("-")[0])
 
@@ -202,24 +202,27 @@ def generation_name(step: int, parameters: str, corpus: str, attempt: int) -> st
 
 
 def read_manifest(folder: Folder, generation: str) -> Manifest | None:
-    """The manifest of a generation; None where there is none (yet). Raises Unusable."""
+    """The manifest of a generation; None where there is none (yet). Raises InvalidIndex."""
     name = f"index/{generation}/{MANIFEST}"
     try:
         return Manifest.from_json(folder.read_json(name), folder.path(name))
     except FileNotFoundError:
         return None
     except Damaged as fault:
-        raise Unusable(str(fault)) from None
+        raise InvalidIndex(str(fault)) from None
 
 
 def export_of(folder: Folder, manifest: Manifest) -> Export | None:
-    """The export that a generation was built from; None when it is gone, or another took its place. Raises Unusable."""
+    """The export that a generation was built from; None when it is gone, or another took its place.
+
+    Raises InvalidIndex.
+    """
     export = read_export(folder, manifest.step)
     return export if export is not None and export.parameters == manifest.parameters else None
 
 
 def load_vectors(folder: Folder, manifest: Manifest) -> NDArray:
-    """All vectors of a generation, verified: [rows, width] of its dtype. Raises Unusable, naming the file."""
+    """All vectors of a generation, verified: [rows, width] of its dtype. Raises InvalidIndex, naming the file."""
     vectors = np.empty((manifest.rows, manifest.width), numpy_dtype(manifest.dtype))
     start = 0
     for chunk in manifest.chunks:
@@ -229,7 +232,7 @@ def load_vectors(folder: Folder, manifest: Manifest) -> NDArray:
         vectors[start:stop] = read_chunk(folder, manifest, chunk)
         start = stop
     if start != manifest.rows:
-        raise Unusable(f"{folder.path('index/' + manifest.generation)}: its chunks hold other rows than it says")
+        raise InvalidIndex(f"{folder.path('index/' + manifest.generation)}: its chunks hold other rows than it says")
     return vectors
 
 
@@ -238,10 +241,10 @@ def read_chunk(folder: Folder, manifest: Manifest, chunk: ChunkFile) -> NDArray:
     try:
         data = folder.read_verified(chunk.file)
     except Damaged as fault:
-        raise Unusable(str(fault)) from None
+        raise InvalidIndex(str(fault)) from None
     stored = np.frombuffer(data, np.uint16 if manifest.dtype == "bfloat16" else manifest.dtype)
     if len(stored) != (chunk.last - chunk.first) * manifest.width:
-        raise Unusable(f"{folder.path(chunk.file.name)} holds other rows than its manifest says")
+        raise InvalidIndex(f"{folder.path(chunk.file.name)} holds other rows than its manifest says")
     vectors = stored.view(numpy_dtype(manifest.dtype)).reshape(-1, manifest.width)
     check_vectors(vectors, folder.path(chunk.file.name))
     return vectors
@@ -259,11 +262,11 @@ def by_rows(folder: Folder, home: str, suffix: str) -> dict[str, str]:
 
 
 def check_vectors(vectors: NDArray, where: str) -> None:
-    """Raise Unusable when a vector is zero or not finite: a tower that diverged, or memory that went bad."""
+    """Raise InvalidIndex when a vector is zero or not finite: a tower that diverged, or memory that went bad."""
     lengths = np.linalg.norm(vectors.astype(np.float32), axis=1)
     bad = np.flatnonzero(~np.isfinite(lengths) | (lengths == 0))
     if len(bad):
-        raise Unusable(f"{where}: row {bad[0]} and {len(bad) - 1} others have a vector that is zero or not finite")
+        raise InvalidIndex(f"{where}: row {bad[0]} and {len(bad) - 1} others have a vector that is zero or not finite")
 
 
 def numpy_dtype(name: str) -> Any:
@@ -292,7 +295,7 @@ def remove_generation(folder: Folder, generation: str) -> None:
 def _files_or_none(folder: Folder, generation: str) -> Sequence[FileEntry]:
     try:
         manifest = read_manifest(folder, generation)
-    except Unusable:
+    except InvalidIndex:
         return ()
     return manifest.files if manifest else ()
 
@@ -301,10 +304,10 @@ def _checked(found: Mapping[str, Any], where: str, kind: type) -> dict[str, Any]
     """The fields of a record, if it has them all and its version is ours."""
     version = found.get("format_version")
     if version != FORMAT_VERSION:
-        raise Unusable(f"{where} has format version {version}, not {FORMAT_VERSION}")
+        raise InvalidIndex(f"{where} has format version {version}, not {FORMAT_VERSION}")
     names = [field.name for field in dataclasses.fields(kind)]
     if missing := [name for name in names if name not in found]:
-        raise Unusable(f"{where} is damaged: it has no {missing[0]!r}")
+        raise InvalidIndex(f"{where} is damaged: it has no {missing[0]!r}")
     return {name: found[name] for name in names}
 
 
@@ -313,4 +316,4 @@ def _entry(found: Any, where: str) -> FileEntry:
         name, size, checksum = found
         return FileEntry(str(name), int(size), str(checksum))
     except (TypeError, ValueError) as fault:
-        raise Unusable(f"{where} is damaged: an entry of a file is none ({fault})") from None
+        raise InvalidIndex(f"{where} is damaged: an entry of a file is none ({fault})") from None

@@ -21,7 +21,7 @@ from realm_jax.errors import UserError
 from realm_jax.evaluation.predict import Answer, Candidate
 from realm_jax.index.candidates import Index
 from realm_jax.index.generations import (
-    Unusable,
+    InvalidIndex,
     export_of,
     generation_names,
     load_vectors,
@@ -39,7 +39,7 @@ from realm_jax.training.checkpoints import Gone, Saved
 from realm_jax.training.embedding import embed_once
 from realm_jax.training.exporter import to_arrays
 from realm_jax.training.metrics import read_lines
-from realm_jax.training.opened import Opened
+from realm_jax.training.opened import CachedCheckpoint
 from realm_jax.training.refresh import shared_folder
 from realm_jax.training.restore import index_saved, saved_params
 from realm_jax.training.workdir import begins_with_reader, check_data
@@ -338,7 +338,7 @@ def published_index(run: Run, params: Params) -> Index | None:
     folder, name = shared_folder(run), run.model.embedder_names[-1]
     tower = to_arrays({name: params[name]})
     for generation in reversed(generation_names(folder)):
-        with contextlib.suppress(Unusable):
+        with contextlib.suppress(InvalidIndex):
             manifest = read_manifest(folder, generation)
             if manifest is None or manifest.corpus != run.sources.passages.fingerprint:
                 continue
@@ -358,7 +358,7 @@ def newest(run: Run, task: str | None = None) -> tuple[str, Saved]:
         raise UserError(f"--task={task}: the run in {run.workdir} has no such task; choose among {', '.join(names)}")
     names = names if task is None else [task]
     for name in reversed(names):
-        if (saved := Opened.newest(run.workdir / name / "checkpoints")) is not None:
+        if (saved := CachedCheckpoint.newest(run.workdir / name / "checkpoints")) is not None:
             return name, saved
     what = f"of task {names[0]} " if len(names) == 1 else ""
     raise UserError(f"{run.workdir}: no checkpoint {what}yet; give the `realm train` command that started it again")
@@ -373,7 +373,7 @@ def check_question(run: Run, question: str, search: str = "vectors") -> str:
     except UnicodeEncodeError:
         raise UserError("the question is not valid UTF-8; type or save it as UTF-8 text") from None
     pieces = len(run.sources.wordpiece.encode(question).ids)
-    if search == "bm25" and not run.words().knows(question):
+    if search == "bm25" and not run.words().has_terms(question):
         raise UserError(
             "the question has no word but stop words, which BM25 leaves out; ask with other words, or with "
             "--search=vectors"

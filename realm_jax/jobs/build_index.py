@@ -20,18 +20,27 @@ from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.index import generations
 from realm_jax.index.approximate import check_scann
-from realm_jax.index.builder import Builder, Corpus, Refused, Share, Stopped, current_name, forgive, refusal
+from realm_jax.index.builder import (
+    Builder,
+    Corpus,
+    Rejected,
+    Stopped,
+    WorkShare,
+    clear_rejections,
+    current_name,
+    rejection,
+)
 from realm_jax.index.generations import (
     Export,
+    InvalidIndex,
     Manifest,
-    Unusable,
+    export_step,
     export_steps,
     generation_names,
     read_export,
     read_manifest,
     read_towers,
     remove_generation,
-    step_of,
 )  # fmt: skip
 from realm_jax.index.status import BUILDER, TRAINER, Status, StatusWriter, process_name, read_status
 from realm_jax.jobs.flags import add_config_argument, load_config
@@ -81,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     set_up_jax()
     sources = open_sources(config.data.path, recorded_corpus(Path(args.workdir)))
     opened = make_run(for_embedding(config, jax.local_device_count()), Path(args.workdir), sources, jax.local_devices())
-    job = Job(opened, shared_folder(opened), Share(args.process, args.processes))
+    job = Job(opened, shared_folder(opened), WorkShare(args.process, args.processes))
     try:
         with Stop() as stop:
             job.work(stop, args.step, args.once or args.step is not None)
@@ -124,7 +133,7 @@ def run_builder(run: Run, folder: Folder, **options: Any) -> Builder:
 class Job:
     """One builder process: follows exports until the trainer is done."""
 
-    def __init__(self, run: Run, folder: Folder, share: Share) -> None:
+    def __init__(self, run: Run, folder: Folder, share: WorkShare) -> None:
         self._run, self._folder, self._share = run, folder, share
         self._options = run.config.refresh
         self._corpus = stored_corpus(run)
@@ -156,11 +165,11 @@ class Job:
                 if once or (export is None and self._ended()):
                     return
                 self._status.update(stage="waiting" if export is None else "building", step=-1)
-            except Refused as fault:
+            except Rejected as fault:
                 if once:
                     raise UserError(str(fault)) from None
                 logger.error("%s", fault)
-            except (StorageError, Unusable) as fault:
+            except (StorageError, InvalidIndex) as fault:
                 if once:
                     raise UserError(f"{fault}; repeat the command to go on") from None
                 logger.warning("%s; trying again", fault)
@@ -177,7 +186,8 @@ class Job:
             self._status.update(run=trainer.run)
             self._seen = (trainer.run, trainer.counter)
         self._folder.unstage("index")
-        forgive(self._folder)  # what an earlier builder found too bad may be good enough with the settings of this one
+        # What an earlier builder found too bad may be good enough with the settings of this one.
+        clear_rejections(self._folder)
 
     def _pause(self, seconds: float, stop: Stop) -> None:
         until = time.monotonic() + seconds
@@ -218,7 +228,7 @@ class Job:
     def _sound(self, step: int) -> Export | None:
         try:
             return read_export(self._folder, step)
-        except Unusable as fault:  # others wait behind it
+        except InvalidIndex as fault:  # others wait behind it
             if step not in self._damaged:
                 logger.warning("%s; it is passed over", fault)
             self._damaged.add(step)
@@ -226,7 +236,7 @@ class Job:
 
     def _missing(self, export: Export) -> bool:
         name = current_name(self._folder, export, self._corpus.fingerprint)
-        return refusal(self._folder, name) is None and read_manifest(self._folder, name) is None
+        return rejection(self._folder, name) is None and read_manifest(self._folder, name) is None
 
     def _checked(self, export: Export) -> Export:
         """Raises UserError for an export of another tokenizer, corpus or tower than the config's."""
@@ -248,7 +258,7 @@ class Job:
         self._status.update(wait=True, stage="building", step=export.step)  # so that the trainer keeps it
         try:
             arrays, queries = read_towers(self._folder, export)
-        except Unusable:
+        except InvalidIndex:
             self._damaged.add(export.step)
             raise
         self._damaged.discard(export.step)
@@ -262,7 +272,7 @@ class Job:
             def told(done: int, total: int) -> None:
                 bar.update(self._corpus.rows * done // total)
 
-            builder = run_builder(self._run, self._folder, share=self._share, check=check, told=told)
+            builder = run_builder(self._run, self._folder, share=self._share, check=check, on_progress=told)
             manifest = builder.build(export, lambda rows: self._run.embed(towers, rows=rows), queries)
         self._retain(manifest)
 
@@ -273,9 +283,9 @@ class Job:
         if trainer is None:
             return
         last = newest.step if self._options.adopt_after < 0 else trainer.index
-        names = [name for name in generation_names(self._folder) if step_of(name) <= newest.step]
+        names = [name for name in generation_names(self._folder) if export_step(name) <= newest.step]
         for name in names[: -generations.KEPT]:
-            step = step_of(name)
+            step = export_step(name)
             if step <= last and step not in (*trainer.pins, trainer.index) and name != newest.generation:
                 remove_generation(self._folder, name)
 

@@ -16,18 +16,18 @@ from rich.console import Console
 from rich.table import Table
 
 from realm_jax.errors import UserError
-from realm_jax.index.builder import refusal
+from realm_jax.index.builder import rejection
 from realm_jax.index.exact import search
 from realm_jax.index.generations import (
+    InvalidIndex,
     Manifest,
-    Unusable,
     export_of,
+    export_step,
     generation_names,
     load_vectors,
     read_manifest,
     read_towers,
     remove_generation,
-    step_of,
 )  # fmt: skip
 from realm_jax.index.status import TRAINER, read_status
 from realm_jax.jobs.answering import add_run_arguments, check_question, open_run_to_ask
@@ -71,12 +71,12 @@ def run(args: argparse.Namespace) -> int:
 def describe(folder: Folder, name: str) -> dict[str, Any]:
     """What there is to know of a generation without reading its vectors."""
     trainer = read_status(folder, TRAINER)
-    found: dict[str, Any] = {"generation": name, "step": step_of(name), "state": "unfinished"}
+    found: dict[str, Any] = {"generation": name, "step": export_step(name), "state": "unfinished"}
     try:
         manifest = read_manifest(folder, name)
-    except Unusable as fault:
+    except InvalidIndex as fault:
         return found | {"state": "damaged", "reason": str(fault)}
-    reason = refusal(folder, name)
+    reason = rejection(folder, name)
     if reason is not None:
         found |= {"state": "refused", "reason": reason.get("reason", "")}
     elif manifest is not None:
@@ -89,8 +89,8 @@ def describe(folder: Folder, name: str) -> dict[str, Any]:
             "recall": manifest.recall,
             "seconds": sum(manifest.seconds.values()),
         }
-    found["in_use"] = trainer is not None and trainer.index == step_of(name)
-    found["pinned"] = trainer is not None and step_of(name) in trainer.pins
+    found["in_use"] = trainer is not None and trainer.index == export_step(name)
+    found["pinned"] = trainer is not None and export_step(name) in trainer.pins
     return found
 
 
@@ -133,7 +133,7 @@ def _verify(folder: Folder, names: list[str]) -> int:
             for file in manifest.files[len(manifest.chunks) :]:
                 folder.read_verified(file)
             print(f"{name}: sound ({manifest.rows:,} vectors, {time.monotonic() - began:.1f} s)")
-        except (Unusable, Damaged) as fault:
+        except (InvalidIndex, Damaged) as fault:
             damaged += 1
             print(f"{name}: DAMAGED: {fault}")
     return 1 if damaged else 0
@@ -206,9 +206,9 @@ def _manifest(folder: Folder, name: str) -> Manifest:
 def _newest(folder: Folder, corpus: str) -> Manifest:
     """The newest generation of a version of the corpus."""
     for name in reversed(generation_names(folder)):
-        with contextlib.suppress(Unusable):
+        with contextlib.suppress(InvalidIndex):
             manifest = read_manifest(folder, name)
-            if manifest is not None and manifest.corpus == corpus and refusal(folder, name) is None:
+            if manifest is not None and manifest.corpus == corpus and rejection(folder, name) is None:
                 return manifest
     raise UserError(
         f"{folder.path('index')}: no generation of the corpus as it is now; train with refresh.mode=async, or publish "

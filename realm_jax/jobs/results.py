@@ -27,7 +27,7 @@ from realm_jax.evaluation.answers import exact_match, find_answer
 from realm_jax.evaluation.predict import GROUPED_BY, Evaluator, Prediction
 from realm_jax.evaluation.report import write_report
 from realm_jax.index.candidates import Index, candidate_scores, candidate_words, retrieve, take
-from realm_jax.index.words import keep, words_of
+from realm_jax.index.words import load_or_build, save_index
 from realm_jax.mesh import to_host
 from realm_jax.models.likelihood import masked_word_marginal
 from realm_jax.models.realm import Params
@@ -93,13 +93,13 @@ def measure_baselines(run: Run, evaluator: Evaluator, params: Params) -> None:
 def keep_words(run: Run) -> None:
     """Keep the index of the corpus' words in the run folder, where questions find it later."""
     if is_first():
-        keep(run.sources.passages, run.config.retrieval.language, run.workdir)
+        save_index(run.sources.passages, run.config.retrieval.language, run.workdir)
 
 
 def by_words(run: Run, evaluator: Evaluator) -> NDArray[np.int64]:
     """The rows that BM25 finds for questions, int64 [questions, evaluation.passages]; −1 for none."""
     store, settings = run.sources.passages, run.config
-    words = words_of(store, settings.retrieval.language, run.workdir)
+    words = load_or_build(store, settings.retrieval.language, run.workdir)
     return words.search([question.question for question in evaluator.questions], evaluator.depth)
 
 

@@ -32,7 +32,7 @@ from realm_jax.data.sources import open_sources
 from realm_jax.data.staging import is_remote, staged
 from realm_jax.errors import UserError
 from realm_jax.evaluation.tagging import TextTagger, tag_passages
-from realm_jax.index.builder import Share
+from realm_jax.index.builder import WorkShare
 from realm_jax.jobs.opening import set_up_jax
 from realm_jax.jobs.tagger import open_tagger
 from realm_jax.storage import make_folder, only_one, publish_folder, read_json, write_atomic, write_json_atomic
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     tagger = open_tagger(Path(args.workdir), jax.local_devices(), args.batch_size)
     try:
         with Stop() as stop:
-            tag(tagger, data, output, Share(args.process, args.processes), stop)
+            tag(tagger, data, output, WorkShare(args.process, args.processes), stop)
     except Preempted as reason:
         logger.warning("%s", reason)
         return PREEMPTED
@@ -103,7 +103,9 @@ class Chunk(NamedTuple):
     key: str
 
 
-def tag(tagger: TextTagger, data: Path, output: Path, share: Share, stop: Stop, chunk_rows: int = CHUNK_ROWS) -> None:
+def tag(
+    tagger: TextTagger, data: Path, output: Path, share: WorkShare, stop: Stop, chunk_rows: int = CHUNK_ROWS
+) -> None:
     """Do this process's share and what nobody else has done; the first process then writes `output`.
 
     Raises UserError for what cannot be gone on with, Preempted after SIGTERM.
@@ -122,7 +124,7 @@ def tag(tagger: TextTagger, data: Path, output: Path, share: Share, stop: Stop, 
 
 
 def _take_part(
-    tagger: TextTagger, data: Path, output: Path, work: Path, share: Share, stop: Stop, chunk_rows: int
+    tagger: TextTagger, data: Path, output: Path, work: Path, share: WorkShare, stop: Stop, chunk_rows: int
 ) -> None:
     sources, manifest = open_sources(data, flag="--data="), read_json(data / MANIFEST)
     stores = {"passages": sources.passages} | ({} if sources.own_text else {"pretraining": sources.pretraining})

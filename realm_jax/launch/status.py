@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from realm_jax.errors import UserError
-from realm_jax.index.generations import MANIFEST, generation_names, step_of
+from realm_jax.index.generations import MANIFEST, export_step, generation_names
 from realm_jax.index.status import BUILDER, HEARTBEAT_SECONDS, TRAINER, Status, read_status, write_status
 from realm_jax.storage import Damaged, Folder, open_folder
 
@@ -104,7 +104,7 @@ def look(folder: Folder, wait: Callable[[float], None] = time.sleep) -> RunState
     for name, one in now.items():
         silent = "late" if expected is None or name in expected else "stopped"
         jobs.append(JobState(name, one, "done" if one.done else silent if _still(name, one, before) else "alive"))
-    built = [step_of(name) for name in generation_names(shared)]
+    built = [export_step(name) for name in generation_names(shared)]
     return RunState(progress(folder), jobs, max(built, default=-1))
 
 

@@ -22,10 +22,10 @@ from realm_jax.data.examples import masked_examples
 from realm_jax.data.pipeline import dataset
 from realm_jax.index.generations import (
     Arrays,
+    export_step,
     export_steps,
     generation_names,
     remove_export,
-    step_of,
     write_export,
 )
 from realm_jax.index.status import BUILDER, read_status
@@ -107,7 +107,7 @@ def _being_built(folder: Folder) -> set[int]:
     """Export steps that some builder works on or has built: a generation is of no use without its export."""
     jobs = (job.removesuffix(".json") for job in folder.names("jobs") if job.startswith(BUILDER))
     statuses = (read_status(folder, job) for job in jobs)
-    return {status.step for status in statuses if status} | {step_of(name) for name in generation_names(folder)}
+    return {status.step for status in statuses if status} | {export_step(name) for name in generation_names(folder)}
 
 
 @partial(jax.jit, static_argnums=(0, 1))

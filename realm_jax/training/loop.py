@@ -29,7 +29,7 @@ from realm_jax.memory import free_heap
 from realm_jax.models.realm import Params
 from realm_jax.processes import anywhere, told
 from realm_jax.run import BaseRun, Run, own_rows
-from realm_jax.training.adoption import Adoption
+from realm_jax.training.adoption import BuiltIndex
 from realm_jax.training.best import Best, describe_loss, keeps_best, stage_of
 from realm_jax.training.checkpoints import Checkpoints, Saved
 from realm_jax.training.feed import Feed, Search
@@ -37,7 +37,7 @@ from realm_jax.training.flops import peak, step_flops
 from realm_jax.training.guards import CompileGuard, Profiler, Watchdog, check_replicas
 from realm_jax.training.journal import Journal, Work
 from realm_jax.training.preemption import Stop
-from realm_jax.training.refresh import Fresh, Inline, Interrupted, Refresh
+from realm_jax.training.refresh import IndexSource, InlineIndex, Interrupted, LoadedIndex
 from realm_jax.training.restore import Restored, restore
 from realm_jax.training.state import Control, State, make_step, put_control, start_state
 from realm_jax.training.tasks import Task, make_task
@@ -46,7 +46,7 @@ from realm_jax.training.workdir import begins_with_reader
 logger = logging.getLogger(__name__)
 
 Measure = Callable[[Params, Index | None, bool], dict[str, Any]]
-MakeRefresh = Callable[[int, Checkpoints, Callable[[], bool], Callable[[], None]], Refresh]
+MakeRefresh = Callable[[int, Checkpoints, Callable[[], bool], Callable[[], None]], IndexSource]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +165,7 @@ class _Training:
         self._checkpoints, self._stop = checkpoints, stop
         self._start, self._total, size = int(state.step), config[task.name].steps, config[task.name].batch_size
         self._finishing = False
-        self._index: Fresh | None = None
+        self._index: LoadedIndex | None = None
         self._values: dict[str, jax.Array] = {}  # what the last step reports
         self._answers: deque[jax.Array] = deque(maxlen=2)  # to what was announced at the last two steps
         self._step_function = make_step(run, task)
@@ -250,7 +250,7 @@ class _Training:
         """Use a fresh index, if there is one, and measure it."""
         try:
             with self._journal.waiting("index"):
-                fresh = self._refreshes.at(step, self.params, self._index, heard)
+                fresh = self._refreshes.next(step, self.params, self._index, heard)
         except (UserError, Interrupted) as reason:
             self._stop.asked = self._stop.asked or isinstance(reason, Interrupted)  # whichever process was told to
             self._save_and_stop(step)
@@ -259,7 +259,7 @@ class _Training:
         if fresh is not None:
             self._index = fresh
             with self._journal.waiting("measurement"):
-                exact = self._refreshes.exact(fresh)
+                exact = self._refreshes.as_exact(fresh)
                 final = self._answers_start and step == 0
                 found = {} if self._measure is None else self._measure(self.params, exact, final)
             self._watchdog.beat()
@@ -269,10 +269,10 @@ class _Training:
     def _measured_first(self) -> None:
         """Measure the parameters that a task without an index starts from, with an index of their own."""
         assert self._measure is not None
-        fresh = self._refreshes.at(0, self.params, None, Control())
+        fresh = self._refreshes.next(0, self.params, None, Control())
         if fresh is None:
             return
-        found = self._measure(self.params, self._refreshes.exact(fresh), False)
+        found = self._measure(self.params, self._refreshes.as_exact(fresh), False)
         self._watchdog.beat()
         self._best.look(0, self._state, found)
         self._journal.measured(0, found | {"refresh": True, "index_step": 0})
@@ -282,7 +282,7 @@ class _Training:
         assert self._measure is not None, "a course that says when to measure says how"
         with self._journal.waiting("measurement"):
             try:
-                found = self._measure(self.params, self._refreshes.fitting(step, self.params, self._index), True)
+                found = self._measure(self.params, self._refreshes.index_for_eval(step, self.params, self._index), True)
             except Interrupted:
                 self._save_and_stop(step)
                 raise
@@ -339,9 +339,9 @@ class _Training:
     def _measured_last(self, step: int) -> dict[str, Any]:
         """What the parameters, those of `step`, are worth, with an index of their own, which stays."""
         assert self._measure is not None
-        index = self._refreshes.last(step, self.params, self._index)
+        index = self._refreshes.final_index(step, self.params, self._index)
         self._index = None if index is None else dataclasses.replace(index, step=self._total)
-        exact = None if self._index is None else self._refreshes.exact(self._index)
+        exact = None if self._index is None else self._refreshes.as_exact(self._index)
         found = self._measure(self.params, exact, True)
         self._watchdog.beat()
         return found
@@ -377,14 +377,14 @@ def work_of(run: Run, task: Task) -> Work:
 
 def make_refresh(
     run: Run, name: str, status: StatusWriter | None, start: int, checkpoints: Checkpoints,
-    stopping: Callable[[], bool], alive: Callable[[], None],
-) -> Refresh:  # fmt: skip
+    should_stop: Callable[[], bool], on_progress: Callable[[], None],
+) -> IndexSource:  # fmt: skip
     """Where a task's index comes from. Only REALM itself has a builder: a control and fine-tuning embed inline.
 
-    status: through which the builder hears of the trainer, None for a control. stopping: whether to stop waiting.
-    alive: called again and again while the corpus is embedded.
+    status: through which the builder hears of the trainer, None for a control. should_stop: whether to stop waiting.
+    on_progress: called again and again while the corpus is embedded.
     """
     if run.config.refresh.mode == "inline" or name != "realm" or status is None:
-        return Inline(run, name, alive)
+        return InlineIndex(run, name, on_progress)
     kept = checkpoints.generations()
-    return Adoption(run, name, start, kept, run.config.checkpoint.keep, status, stopping, alive)
+    return BuiltIndex(run, name, start, kept, run.config.checkpoint.keep, status, should_stop, on_progress)

@@ -24,7 +24,7 @@ from realm_jax.training.checkpoints import Saved
 logger = logging.getLogger(__name__)
 
 
-class Opened(Saved):
+class CachedCheckpoint(Saved):
     """A checkpoint, of which networks and arrays on the host are read from the copy where there is a good one."""
 
     def params(self, names: Collection[str], sharding: jax.sharding.Sharding) -> Any:
