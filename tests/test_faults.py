@@ -577,7 +577,7 @@ def test_the_disk_stays_full_for_an_export_that_is_due(people, sturdy, tmp_path,
 
 
 def test_a_trainer_that_cannot_clear_up_at_its_start_hears_sigterm(people, tmp_path, monkeypatch):
-    """Exports of a timeline that was cut off cannot be removed."""
+    """Exports of rolled-back steps cannot be removed."""
     run = open_tiny(people, tmp_path)
     PosixFolder(tmp_path).write("exports/90/EXPORT.json", b"{}")
 

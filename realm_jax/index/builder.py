@@ -49,7 +49,7 @@ TOLERANCE = 0.02  # of such a vector's length: what rounding to bfloat16 may cha
 
 
 class Stopped(Exception):
-    """The builder was told to stop; what it wrote stays and is gone on from."""
+    """The builder was told to stop; what it wrote stays, and the next one resumes there."""
 
 
 class Rejected(Exception):
@@ -228,14 +228,13 @@ class Builder:
         self, name: str, chunks: list[Chunk], reader: ThreadPoolExecutor
     ) -> Iterator[tuple[int, CorpusRows]]:
         """Chunks that are not written and their rows; the next one is read while one is embedded."""
-        todo = self._todo(name, chunks)
-        ahead = next(todo, None)
-        pending = reader.submit(self.corpus.read, *chunks[ahead][2:]) if ahead is not None else None
-        while ahead is not None and pending is not None:
-            number, rows = ahead, pending.result()
-            ahead = next(todo, None)
-            pending = reader.submit(self.corpus.read, *chunks[ahead][2:]) if ahead is not None else None
-            yield number, rows
+        ahead: list[tuple[int, Future[CorpusRows]]] = []
+        for number in self._todo(name, chunks):
+            ahead.append((number, reader.submit(self.corpus.read, *chunks[number][2:])))
+            if len(ahead) > 1:
+                yield ahead[0][0], ahead.pop(0)[1].result()
+        for number, rows in ahead:
+            yield number, rows.result()
 
     def _todo(self, name: str, chunks: list[Chunk]) -> Iterator[int]:
         for number in self.share.order(len(chunks)):
@@ -325,7 +324,7 @@ def reject(folder: Folder, generation: str, reason: str, again: bool) -> None:
 
 
 def clear_rejections(folder: Folder) -> None:
-    """Take back what was refused for its settings: it goes on being built where its builder left it."""
+    """Take back what was refused for its settings: the next builder resumes where the last one left it."""
     for name in folder.names("index"):
         generation = name.removesuffix(REFUSED)
         if generation != name and not (rejection(folder, generation) or {}).get("again"):

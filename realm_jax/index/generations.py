@@ -197,7 +197,7 @@ def export_step(generation: str) -> int:
 
 
 def generation_name(step: int, parameters: str, corpus: str, attempt: int) -> str:
-    """The same for every builder process, so that they work on one generation without a word between them."""
+    """The same for every builder process, so that they work on one generation without talking to each other."""
     return f"{step}-{digest(f'{parameters} {corpus} {attempt}'.encode())[:8]}"
 
 
@@ -221,15 +221,21 @@ def export_of(folder: Folder, manifest: Manifest) -> Export | None:
     return export if export is not None and export.parameters == manifest.parameters else None
 
 
-def load_vectors(folder: Folder, manifest: Manifest) -> NDArray:
-    """All vectors of a generation, verified: [rows, width] of its dtype. Raises InvalidIndex, naming the file."""
-    vectors = np.empty((manifest.rows, manifest.width), numpy_dtype(manifest.dtype))
+def load_vectors(
+    folder: Folder, manifest: Manifest, first: int = 0, last: int | None = None, dtype: Any = None
+) -> NDArray:
+    """Rows first … last − 1 of a generation, all by default, verified: [rows, width] of its dtype, or of another.
+
+    Raises InvalidIndex, naming the file.
+    """
+    last = manifest.rows if last is None else last
+    vectors = np.empty((last - first, manifest.width), dtype or numpy_dtype(manifest.dtype))
     start = 0
     for chunk in manifest.chunks:
         stop = start + chunk.last - chunk.first
-        if stop > manifest.rows:
-            break
-        vectors[start:stop] = read_chunk(folder, manifest, chunk)
+        low, high = max(start, first), min(stop, last)
+        if low < high:
+            vectors[low - first : high - first] = read_chunk(folder, manifest, chunk)[low - start : high - start]
         start = stop
     if start != manifest.rows:
         raise InvalidIndex(f"{folder.path('index/' + manifest.generation)}: its chunks hold other rows than it says")

@@ -34,7 +34,6 @@ from realm_jax.index.generations import (
     Manifest,
     by_rows,
     load_vectors,
-    read_chunk,
     rows_name,
 )
 from realm_jax.storage import Damaged, FileEntry, Folder, StorageError, digest
@@ -121,19 +120,6 @@ def measure(folder: Folder, manifest: Manifest, queries: NDArray[np.float32]) ->
 
 def _build(folder: Folder, manifest: Manifest, settings: ScannConfig, rows: tuple[int, int], name: str) -> None:
     with tempfile.TemporaryDirectory(prefix="realm-scann-") as scratch:
-        chosen = build_shard(_read_rows(folder, manifest, *rows), settings, Path(scratch))
+        chosen = build_shard(load_vectors(folder, manifest, *rows, np.float32), settings, Path(scratch))
         files = [folder.put(f"{name}/{path.name}", path.read_bytes()) for path in sorted(Path(scratch).iterdir())]
     folder.write_json(f"{name}{DONE}", chosen | {"files": files})
-
-
-def _read_rows(folder: Folder, manifest: Manifest, first: int, last: int) -> NDArray[np.float32]:
-    """Rows first … last − 1, verified, in float32."""
-    found = np.empty((last - first, manifest.width), np.float32)
-    start = 0
-    for chunk in manifest.chunks:
-        stop = start + chunk.last - chunk.first
-        low, high = max(start, first), min(stop, last)
-        if low < high:
-            found[low - first : high - first] = read_chunk(folder, manifest, chunk)[low - start : high - start]
-        start = stop
-    return found

@@ -296,7 +296,7 @@ class Job:
         if now != self._seen:
             self._seen, self._moved, self._quiet_since = now, True, time.monotonic()
         quiet = time.monotonic() - self._quiet_since
-        # A trainer that was done before this process came may be about to go on from an earlier checkpoint.
+        # A trainer that was done before this process came may be about to resume from an earlier checkpoint.
         done = trainer is not None and not trainer.needs_index
         if done and (self._moved or quiet > min(GRACE, self._options.idle_exit)):
             logger.info("the trainer needs no further index")

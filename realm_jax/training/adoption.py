@@ -59,7 +59,7 @@ class BuiltIndex(CorpusIndexSource):
         self, run: Run, task: str, start: int, kept: dict[int, str], keep: int, status: StatusWriter,
         should_stop: Callable[[], bool], on_progress: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        """start: step to begin or go on with. kept: step → generation of the checkpoints that are there; `keep` of
+        """start: step to begin or resume with. kept: step → generation of the checkpoints that are there; `keep` of
         them stay. status: through which builders hear what is needed. should_stop: whether to stop waiting.
         on_progress: called again and again while the corpus is embedded."""
         super().__init__(run, task, on_progress)
@@ -100,8 +100,8 @@ class BuiltIndex(CorpusIndexSource):
         self._stack.__exit__(*error)
 
     def _drop_later_exports(self) -> None:
-        """Exports after the first step are of a timeline that was cut off. Their generations stay, and have their
-        exports again if the same bits come again."""
+        """Exports after the first step are of rolled-back steps. Their generations stay, and have their exports again
+        if the same bits come again."""
         for step in export_steps(self._folder):
             if step > self._start:
                 self._folder.remove(f"exports/{step}/{EXPORT}")

@@ -95,7 +95,7 @@ class Exporter:
                     return
 
     def _remove_old(self, needed: set[int]) -> None:
-        """Later exports than the newest are of a timeline that was cut off; they stay, since it may come again."""
+        """Later exports than the newest are of rolled-back steps; they stay, since the same bits may come again."""
         past = [step for step in export_steps(self._folder) if step <= max(needed)]
         wanted = needed | _being_built(self._folder)
         for step in past[:-KEPT]:

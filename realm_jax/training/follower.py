@@ -148,7 +148,7 @@ class IndexWatcher:
                 self._look()
             except StorageError as fault:
                 self._log_once(f"storage: {fault}; training goes on with the generation it has")
-            except Exception:  # a thread that died without a word would look like a builder that is late
+            except Exception:  # a thread that died in silence would look like a builder that is late
                 logger.exception("looking for generations failed; it is tried again")
             self._wake.wait(self._folder.poll_seconds)
             self._wake.clear()
@@ -169,7 +169,7 @@ class IndexWatcher:
                 return
 
     def _try(self, name: str) -> LoadedIndex | None:
-        """A generation if it is one of this run's timeline, and good."""
+        """A generation if it is of parameters that this run has had, and good."""
         try:
             export = read_export(self._folder, export_step(name))
         except InvalidIndex as fault:
