@@ -24,7 +24,6 @@ ANSWERING = ("qa", "closed_book")  # tasks that learn from questions, and end wi
 
 SEED = Limit("from 0 to 2**32 - 1 (JAX drops the bits beyond)", lambda value: 0 <= value < 2**32)
 DEVICES = Limit("positive, or -1 for what is left", lambda value: value > 0 or value == -1)
-BLOCK = Limit("a positive multiple of 32", lambda value: value > 0 and value % 32 == 0)
 HELD_OUT = Limit(
     "0 for none, or from 0.001 to 1 (documents are held out in thousandths)",
     lambda value: value == 0 or 0.001 <= value <= 1,
@@ -238,7 +237,6 @@ class Retrieval:
     qa_beam: int = key(
         5000, "passages that the retriever's term of 'orqa' and 'positive' ranks, and ict over the index", POSITIVE
     )
-    block: int = key(65_536, "vectors scored at a time on a device", BLOCK, operations=True)
     embed_batch: int = key(256, "passages embedded at a time on each device", POSITIVE, operations=True)
 
 

@@ -276,7 +276,6 @@ def bare_run(
         marginal=objective.marginal,
         ict_null_weight=objective.ict_null_weight,
         ict_from_index=objective.ict == "index",
-        search_block=retrieval.block,
         qa_objective=objective.qa,
         qa_beam=retrieval.qa_beam,
         qa_passages=retrieval.qa_passages,

@@ -33,7 +33,7 @@ def test_the_page_lists_every_key_and_says_which_may_change(sections):
 
 def test_operations_may_change_and_science_may_not():
     changed = default()
-    changed.mesh.model, changed.retrieval.block, changed.init_from = 2, 64, "elsewhere"
+    changed.mesh.model, changed.retrieval.embed_batch, changed.init_from = 2, 64, "elsewhere"
     changed.checkpoint.every = changed.log.every = changed.evaluation.batch_size = 7
     assert science(changed) == science(default())
     changed.retrieval.candidates = 4
@@ -79,9 +79,6 @@ BAD = [
     ("objective.qa", "both"),
     ("retrieval.candidates", 1),
     ("retrieval.dtype", "int8"),
-    ("retrieval.block", 100),
-    ("retrieval.block", 0),
-    ("retrieval.block", -32),
     ("refresh.every", 0),
     ("realm.steps", 0),
     ("qa.batch_size", 0),
