@@ -148,7 +148,7 @@ def test_the_first_process_alone_names_a_run(tmp_path, monkeypatch):
     folder = PosixFolder(tmp_path)
     with monkeypatch.context() as patch:
         for module in ("processes", "index.status"):
-            patch.setattr(f"realm_jax.{module}.is_first", lambda: False)
+            patch.setattr(f"realm_jax.{module}.is_process_0", lambda: False)
         with trainer_status(folder, tmp_path, True):
             pass
         assert not list(tmp_path.iterdir())

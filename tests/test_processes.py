@@ -200,7 +200,11 @@ def test_processes_that_cannot_be_are_refused(people, tmp_path, capsys, flags, m
 
 
 def test_a_single_process_needs_nobody():
-    assert processes.is_first() and processes.told(7) == 7 and processes.told_by(lambda: 7) == 7
-    assert processes.votes(True, False).tolist() == [[True, False]] and not processes.anywhere(False)
+    assert (
+        processes.is_process_0()
+        and processes.broadcast_from_process_0(7) == 7
+        and processes.run_on_process_0(lambda: 7) == 7
+    )
+    assert processes.allgather_flags(True, False).tolist() == [[True, False]] and not processes.any_process(False)
     with pytest.raises(KeyError):
-        processes.told_by(lambda: {}["missing"])
+        processes.run_on_process_0(lambda: {}["missing"])

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from realm_jax.errors import UserError
-from realm_jax.processes import is_first, told_by
+from realm_jax.processes import is_process_0, run_on_process_0
 from realm_jax.storage import Damaged, Folder, StorageError, read_json, write_json_atomic
 
 logger = logging.getLogger(__name__)
@@ -150,8 +150,8 @@ def trainer_status(folder: Folder, workdir: Path, needs_index: bool) -> Iterator
         write_status(folder, TRAINER, status)
         return 0
 
-    told_by(claim)
-    with StatusWriter(folder, TRAINER, status, writes=is_first()) as writer:
+    run_on_process_0(claim)
+    with StatusWriter(folder, TRAINER, status, writes=is_process_0()) as writer:
         yield writer
         writer.update(stage="ended", done=True)
 

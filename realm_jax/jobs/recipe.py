@@ -28,7 +28,7 @@ from realm_jax.jobs.positives import beam_by_words, examples_with_positives
 from realm_jax.jobs.projection import with_principal_components
 from realm_jax.jobs.results import keep_words, measure_baselines, write_results
 from realm_jax.models.realm import Params
-from realm_jax.processes import is_first
+from realm_jax.processes import is_process_0
 from realm_jax.run import Run
 from realm_jax.storage import only_one
 from realm_jax.training.loop import train_task
@@ -53,7 +53,7 @@ def run_recipe(run: Run, controls: bool, command: str) -> int:
     if controls and "closed_book" in task_names(run.config):
         raise UserError("--controls: closed_book is a control itself; leave it out")
     try:
-        with only_one(run.workdir) if is_first() else nullcontext(), reported(run) as status, preemptible():
+        with only_one(run.workdir) if is_process_0() else nullcontext(), reported(run) as status, preemptible():
             if searched_by(run) - {"vectors"}:
                 run.words()  # raises before anything is trained
                 keep_words(run)
@@ -73,14 +73,14 @@ def run_recipe(run: Run, controls: bool, command: str) -> int:
     except Preempted as reason:
         logger.warning("%s", reason)
         return PREEMPTED
-    if is_first():
+    if is_process_0():
         show(results, run.workdir)
     return 0
 
 
 def warn_of_few(run: Run, questions: Sequence[Question]) -> None:
     """Say where there are no development questions, and masked sentences are too few to stand in for them."""
-    if run.sources.questions.get("dev") or len(questions) >= FEW or not is_first():
+    if run.sources.questions.get("dev") or len(questions) >= FEW or not is_process_0():
         return
     held_out = f"evaluation.held_out={run.config.evaluation.held_out}"
     few = f"{len(questions)} masked sentences of documents that {held_out} keeps out of training" if questions else ""

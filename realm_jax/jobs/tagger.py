@@ -31,7 +31,7 @@ from realm_jax.jobs.recipe import preemptible
 from realm_jax.jobs.starting import local_source
 from realm_jax.models.tagger import Params
 from realm_jax.models.weights import load_bert
-from realm_jax.processes import is_first
+from realm_jax.processes import is_process_0
 from realm_jax.storage import make_folder, only_one, read_json, write_json_atomic
 from realm_jax.tagger_config import TAGGER, validate
 from realm_jax.tagger_run import TaggerRun, make_tagger_run
@@ -53,12 +53,12 @@ def run_tagger(config: ConfigDict, workdir: Path) -> int:
     """Train, measure and write the results; returns the exit code, 75 after SIGTERM, once the state is saved."""
     run = open_tagger_run(config, workdir)
     try:
-        with only_one(workdir) if is_first() else nullcontext(), preemptible():
+        with only_one(workdir) if is_process_0() else nullcontext(), preemptible():
             results = train(run)
     except Preempted as reason:
         logger.warning("%s", reason)
         return PREEMPTED
-    if is_first():
+    if is_process_0():
         show(results)
     return 0
 
@@ -75,7 +75,7 @@ def open_tagger_run(config: ConfigDict, workdir: Path, devices: list[jax.Device]
     make_folder(workdir, "--workdir")
     if borrows(config, workdir):
         load_bert(local_source(config.init_from), run.tagger.bert)  # says what does not fit before anything is recorded
-    if is_first() and not begun:
+    if is_process_0() and not begun:
         wordpiece.save(workdir / TOKENIZER)
         write_json_atomic(workdir / KINDS, list(run.tagger.kinds))
     check_workdir(run)
@@ -109,7 +109,7 @@ def train(run: TaggerRun) -> dict[str, Any]:
     measured = [split for split in ("dev", "test") if split in run.splits]
     results: dict[str, Any] = {split: score(windows, params, run.splits[split]) for split in measured}
     results["rules"] = {split: score_rules(run.splits[split]) for split in measured}
-    if is_first():
+    if is_process_0():
         saved = Saved.newest(run.workdir / TAGGER / "checkpoints")
         assert saved is not None, "training ends with a save"
         results |= {"kinds": list(run.tagger.kinds), "seconds": saved.record["seconds"]}

@@ -37,7 +37,7 @@ from realm_jax.index.generations import (
 from realm_jax.index.status import HEARTBEAT_SECONDS, StatusWriter
 from realm_jax.mesh import to_host
 from realm_jax.models.realm import Params
-from realm_jax.processes import is_first, told, votes
+from realm_jax.processes import allgather_flags, broadcast_from_process_0, is_process_0
 from realm_jax.run import Run
 from realm_jax.storage import StorageError, digest
 from realm_jax.training.exporter import Exporter, index_settings
@@ -88,7 +88,7 @@ class BuiltIndex(CorpusIndexSource):
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             self._status.update(index_done=False, step=self._start)
-            if is_first():
+            if is_process_0():
                 self._retry_storage(self._drop_later_exports)
             self._folder.unstage("index")
             for part in (self._exporter, self._watcher):
@@ -149,7 +149,9 @@ class BuiltIndex(CorpusIndexSource):
         due = (step - self._options.adopt_after) // every * every
         if due <= done:
             return None
-        if due < self._start and told(int(self._retry_storage(lambda: self._export_of(due)) is None)):
+        if due < self._start and broadcast_from_process_0(
+            int(self._retry_storage(lambda: self._export_of(due)) is None)
+        ):
             logger.warning(
                 "%s is not there; going on with the index of step %d until the next one is due: from here the bits may "
                 "differ from an undisturbed run's", self._folder.path(f"exports/{due}"), self._used,
@@ -195,7 +197,7 @@ class BuiltIndex(CorpusIndexSource):
         while True:
             found = look(seconds) if found is None else found
             patience = self._options.wait_seconds - (time.monotonic() - began)
-            here, asked, tired = votes(found is not None, self._should_stop(), patience < 0).T
+            here, asked, tired = allgather_flags(found is not None, self._should_stop(), patience < 0).T
             if found is not None and here.all():
                 return found
             if asked.any():
@@ -245,12 +247,14 @@ class BuiltIndex(CorpusIndexSource):
             found = load()
         except InvalidIndex as fault:
             logger.warning("%s", fault)
-        return found if votes(found is not None).all() else None
+        return found if allgather_flags(found is not None).all() else None
 
     def _rebuilt(self, generation: str, step: int) -> LoadedIndex:
         wanted, corpus = export_step(generation), self._run.sources.passages.fingerprint
         export = self._retry_storage(lambda: self._export_of(wanted))
-        if told(int(export is not None and generation in names_of_export(self._folder, export, corpus))):
+        if broadcast_from_process_0(
+            int(export is not None and generation in names_of_export(self._folder, export, corpus))
+        ):
             logger.warning("it has to be built again from its export; the bits will be the same")
             return self._wait(wanted, wanted, True, f"generation {generation} again")
         before = self._step_before(step + 1)
@@ -271,7 +275,7 @@ class BuiltIndex(CorpusIndexSource):
     def _step_before(self, step: int) -> int:
         """The last export step before `step` that has a generation, as the first process sees it; −1 for none."""
         steps = map(export_step, generation_names(self._folder))
-        return told(max((found for found in steps if found < step), default=-1))
+        return broadcast_from_process_0(max((found for found in steps if found < step), default=-1))
 
     def _newest_of(self, step: int) -> LoadedIndex | None:
         """The newest generation of an export step that can be loaded."""

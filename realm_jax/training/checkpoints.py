@@ -32,7 +32,7 @@ import realm_jax
 from realm_jax.checksums import checksums, differing, named_arrays
 from realm_jax.errors import UserError
 from realm_jax.memory import free_heap, returns_memory
-from realm_jax.processes import is_first, told_by
+from realm_jax.processes import is_process_0, run_on_process_0
 from realm_jax.storage import StorageError, check_files, list_files, read_json, record_digest, write_json_atomic
 
 logger = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ def _end_save(saving: Any, folder: Path) -> None:
     """
     try:
         saving.result()
-        if is_first():
+        if is_process_0():
             _seal(folder)
     except Exception as fault:  # the save's own is raised where its end is waited for; or it was removed again
         logger.debug("%s has no %s: %s", folder, FILES, fault)
@@ -162,7 +162,7 @@ def _seal(folder: Path) -> None:
 
 def _set_aside(entry: Path, fault: Exception) -> None:
     logger.error("%s; going on from the one before", fault)
-    if is_first():
+    if is_process_0():
         before = len([*entry.parent.glob(f"{entry.name}{DAMAGED}*")])  # the same step may be damaged again
         entry.rename(entry.with_name(f"{entry.name}{DAMAGED}{before + 1 if before else ''}"))
 
@@ -214,7 +214,7 @@ class Saved:
             found = cls.newest(folder)
             return NONE if found is None else found.step
 
-        newest = told_by(step)
+        newest = run_on_process_0(step)
         return None if newest == NONE else cls(folder.absolute() / str(newest))
 
     @classmethod
@@ -227,7 +227,7 @@ class Saved:
         """
         damaged = False
         while True:
-            step = told_by(lambda: cls._choose(folder))
+            step = run_on_process_0(lambda: cls._choose(folder))
             if step == ALL_DAMAGED or step == NONE and damaged:
                 raise UserError(f"{folder}: every checkpoint is damaged; start in another --workdir")
             if step == NONE:

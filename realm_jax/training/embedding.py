@@ -24,7 +24,7 @@ from realm_jax.index.embed import BUCKET, GROUP, CorpusRows
 from realm_jax.index.vector_cache import VectorCache, row_keys
 from realm_jax.mesh import to_host
 from realm_jax.models.realm import Params
-from realm_jax.processes import is_first, told, votes
+from realm_jax.processes import allgather_flags, broadcast_from_process_0, is_process_0
 from realm_jax.run import Run
 from realm_jax.training.checkpoints import environment
 from realm_jax.training.exporter import tower_settings
@@ -62,7 +62,7 @@ def embed_once(
             fresh = run.embed(params, _telling(shown, start, on_progress), piece)
             vectors = np.empty((len(known), fresh.shape[1]), np.float32) if vectors is None else vectors
             vectors[rows], new = fresh, ~known[rows]
-            if is_first() and new.any():
+            if is_process_0() and new.any():
                 cache.add(keys[rows[new]], fresh[new])
     assert vectors is not None, "every row is known or embedded"
     return vectors
@@ -95,7 +95,7 @@ def _telling(shown: StageProgress | None, before: int, on_progress: Callable[[],
 def _everywhere(known: NDArray[np.bool_]) -> bool:
     """Whether every process has vectors of the same rows: they have to embed the same ones together."""
     mark = zlib.crc32(np.packbits(known).tobytes()) >> 1
-    return bool(votes(told(mark) == mark).all())
+    return bool(allgather_flags(broadcast_from_process_0(mark) == mark).all())
 
 
 def encoder_digest(run: Run, params: Params) -> str:

@@ -31,7 +31,7 @@ from realm_jax.index.generations import (
 from realm_jax.index.status import BUILDER, read_status
 from realm_jax.mesh import replicated
 from realm_jax.models.realm import Params, Realm
-from realm_jax.processes import is_first
+from realm_jax.processes import is_process_0
 from realm_jax.run import Run, put_batch
 from realm_jax.storage import Folder, StorageError
 
@@ -65,7 +65,7 @@ class Exporter:
         """
         towers = {name: params[name] for name in self._run.model.embedder_names}
         copies, queries = _snapshot(self._run.model, self._run.mesh, towers, self._batch)
-        if not is_first():
+        if not is_process_0():
             return
         if self.flush(0):
             self._pending = self._pool.submit(self._write, step, copies, queries, needed)

@@ -27,7 +27,7 @@ from realm_jax.index.candidates import Index
 from realm_jax.index.status import StatusWriter
 from realm_jax.memory import free_heap
 from realm_jax.models.realm import Params
-from realm_jax.processes import anywhere, told
+from realm_jax.processes import any_process, broadcast_from_process_0
 from realm_jax.run import BaseRun, Run, own_rows
 from realm_jax.training.adoption import BuiltIndex
 from realm_jax.training.best import Best, describe_loss, keeps_best, stage_of
@@ -122,7 +122,8 @@ def train_task(
             every=every,
             keep_best=keeps_best(run.config, name) and folder is None,
             measure_start=name == "ict" and bool(run.config.init_from) and folder is None,
-            answers_start=run.config.evaluation.keep_best and bool(told(begins_with_reader(run.workdir))),
+            answers_start=run.config.evaluation.keep_best
+            and bool(broadcast_from_process_0(begins_with_reader(run.workdir))),
         )
     params = follow(run, course, params, run.workdir / (folder or name))
     if name == "realm" and status is not None and folder is None:
@@ -137,7 +138,7 @@ def follow(run: BaseRun, course: Course, params: Params, place: Path) -> Params:
     saved = Saved.newest_sound(place / "checkpoints", lambda saved: restore(run, task, saved, params))
     state = start_state(run, task, params) if saved is None else saved.state
     with Checkpoints(place / "checkpoints", keep.keep, keep.keep_every) as checkpoints, Stop() as stop:
-        stop.asked = anywhere(stop.asked)
+        stop.asked = any_process(stop.asked)
         stop.check("every finished task is saved")
         if int(state.step) >= run.config[task.name].steps:
             return state.params
@@ -365,7 +366,7 @@ class _Training:
         stage = stage_of(self._place) if self._place.name == self._task.name else None  # not of a control
         if loss := describe_loss(self._task.name, stage, self._best.kept_by(found)):
             logger.warning("%s", loss)
-        self._stop.asked = anywhere(self._stop.asked)
+        self._stop.asked = any_process(self._stop.asked)
         self._stop.check(f"saved {self._place.name} at step {total}")
 
 

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import IO, Any
 
-from realm_jax.processes import is_first
+from realm_jax.processes import is_process_0
 from realm_jax.storage import write_atomic
 
 
@@ -36,7 +36,7 @@ class MetricsWriter:
         path = folder / f"{name}.jsonl"
         self.kept = [record for record in read_lines(path) if record["step"] <= last]
         self._stream: IO[str] | None = None
-        if not is_first():
+        if not is_process_0():
             return
         write_atomic(path, "".join(json.dumps(record) + "\n" for record in self.kept))
         self._stream = path.open("a")

@@ -13,7 +13,7 @@ from realm_jax.config import completed, task_names
 from realm_jax.errors import UserError
 from realm_jax.index.candidates import Index
 from realm_jax.models.realm import Params
-from realm_jax.processes import votes
+from realm_jax.processes import allgather_flags
 from realm_jax.run import BaseRun, Run
 from realm_jax.storage import read_json
 from realm_jax.training.checkpoints import Damaged, Gone, Saved, differences, environment
@@ -110,7 +110,7 @@ def embedded_before(run: Run, name: str, params: Params) -> NDArray | None:
         found = None
         with contextlib.suppress(Gone, Damaged):
             found = saved_vectors(run, task, saved)
-        if votes(found is not None).all():
+        if allgather_flags(found is not None).all():
             return found
     return None
 
