@@ -84,7 +84,7 @@ def test_a_start_forgets_builders_of_an_earlier_one(tmp_path):
     folder = PosixFolder(tmp_path)
     put(folder, builder_0=("building", 8, 5), builder_3=("building", 8, 5))
     write_status(folder, "builder-1", Status("one", counter=7, done=True))
-    write_status(folder, "trainer", Status("one", counter=7, done=True, pins=(4,)))
+    write_status(folder, "trainer", Status("one", counter=7, done=True, index_done=True, pins=(4,)))
     expect(str(tmp_path), ["trainer", "builder-0", "builder-1"])
     assert sorted(folder.names("jobs")) == ["builder-0.json", "expected.json", "trainer.json"]
     assert read_status(folder, "trainer") == Status("one", counter=7, pins=(4,)), "which run it is stays known"
@@ -193,13 +193,15 @@ def test_a_recipe_is_done_at_its_end_alone_and_goes_on_as_the_same_run(tmp_path)
     with trainer_status(folder, tmp_path, needs_index=True) as writer:
         writer.update(wait=True, stage="realm", pins=(4,))
         assert read_status(folder, "trainer").stage == "realm" and read_status(folder, "trainer").needs_index
+        writer.update(index_done=True)
     ended = read_status(folder, "trainer")
-    assert ended.done
+    assert ended.done and ended.index_done
     with pytest.raises(ZeroDivisionError), trainer_status(folder, tmp_path, needs_index=True) as writer:
         writer.update(stage="qa")
         raise ZeroDivisionError
     again = read_status(folder, "trainer")
     assert (again.run, again.stage, again.pins, again.done) == (ended.run, "qa", (4,), False)
+    assert again.needs_index, "a builder that sees it start stays until it says that REALM is done"
     assert again.counter > ended.counter
 
 

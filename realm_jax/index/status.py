@@ -145,8 +145,10 @@ def trainer_status(folder: Folder, workdir: Path, needs_index: bool) -> Iterator
         run, earlier = _run_id(workdir), read_status(folder, TRAINER)
         if earlier is not None and earlier.run != run:
             raise UserError(f"config.refresh.shared: {folder.url} is another run's; give each a folder of its own")
-        earlier = earlier or Status(run, index_done=not needs_index)
-        status = dataclasses.replace(earlier, stage="starting", done=False, counter=earlier.counter + 1)
+        before = earlier or Status(run)
+        status = dataclasses.replace(
+            before, stage="starting", done=False, index_done=not needs_index, counter=before.counter + 1
+        )
         write_status(folder, TRAINER, status)
         return 0
 

@@ -60,14 +60,14 @@ class RunState(NamedTuple):
 def expect(workdir: str, jobs: Sequence[str]) -> None:
     """Write down which jobs are being started, and forget those that an earlier start had, and those that were done.
 
-    The trainer's status stays, but for that word: it says which run this is, and what of its indexes is needed. Raises
-    UserError for a folder that cannot be written to.
+    The trainer's status stays, but that it is not done: it says which run this is, and what of its indexes is needed.
+    Raises UserError for a folder that cannot be written to.
     """
     folder = open_folder(workdir)
     shared = _shared(folder)
     for name, status in _statuses(shared).items():
         if name == TRAINER and status.done:
-            write_status(shared, name, dataclasses.replace(status, done=False))
+            write_status(shared, name, dataclasses.replace(status, done=False, index_done=False))
         elif name not in jobs or status.done:
             shared.remove(f"jobs/{name}.json")
     folder.write_json(EXPECTED, {"jobs": list(jobs)})

@@ -87,7 +87,7 @@ class BuiltIndex(CorpusIndexSource):
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            self._status.update(index_done=False, step=self._start)
+            self._status.update(step=self._start)
             if is_process_0():
                 self._retry_storage(self._drop_later_exports)
             self._folder.unstage("index")
