@@ -24,7 +24,6 @@ ANSWERING = ("qa", "closed_book")  # tasks that learn from questions, and end wi
 
 SEED = Limit("from 0 to 2**32 - 1 (JAX drops the bits beyond)", lambda value: 0 <= value < 2**32)
 DEVICES = Limit("positive, or -1 for what is left", lambda value: value > 0 or value == -1)
-BLOCK = Limit("a positive multiple of 32", lambda value: value > 0 and value % 32 == 0)
 HELD_OUT = Limit(
     "0 for none, or from 0.001 to 1 (documents are held out in thousandths)",
     lambda value: value == 0 or 0.001 <= value <= 1,
@@ -238,7 +237,6 @@ class Retrieval:
     qa_beam: int = key(
         5000, "passages that the retriever's term of 'orqa' and 'positive' ranks, and ict over the index", POSITIVE
     )
-    block: int = key(65_536, "vectors scored at a time on a device", BLOCK, operations=True)
     embed_batch: int = key(256, "passages embedded at a time on each device", POSITIVE, operations=True)
 
 
@@ -270,23 +268,11 @@ class Refresh:
         "that are memory-mapped are copied to $REALM_STAGING first",
         operations=True,
     )
-    max_age: int = key(0, "async: steps after which an index counts as stale; 0: never", NOT_NEGATIVE, operations=True)
-    when_stale: str = key(
-        "warn",
-        "'wait': export at once and wait for a newer generation, at most wait_seconds",
-        one_of("warn", "wait"),
-        operations=True,
-    )
     wait_seconds: float = key(
         7200.0, "how long the trainer waits for a generation that it cannot do without", POSITIVE, operations=True
     )
-    poll_seconds: float = key(5.0, "between two looks at the shared folder", POSITIVE, operations=True)
     idle_exit: float = key(
-        3600.0, "seconds without a sign of life of the trainer after which the builder ends", POSITIVE, operations=True
-    )
-    keep: int = key(3, "newest generations that stay, beside those in use or in checkpoints", POSITIVE, operations=True)
-    chunk_rows: int = key(
-        65_536, "passages in a file of vectors: what a killed builder loses at most", POSITIVE, operations=True
+        3600.0, "seconds without a heartbeat of the trainer after which the builder ends", POSITIVE, operations=True
     )
 
 
@@ -297,13 +283,10 @@ class Index:
     min_recall: float = key(
         0.9, "a generation whose recall against exact search is lower is not published", SHARE, operations=True
     )
-    shard_rows: int = key(
-        2_000_000, "passages of a searcher at most; what building one needs in memory", POSITIVE, operations=True
-    )
     budget: int = key(200, "passages that every shard returns, then scored exactly", POSITIVE, operations=True)
-    leaves: int = key(0, "leaves of a shard's tree; 0: by its size", NOT_NEGATIVE, operations=True)
-    leaves_searched: int = key(0, "those that a query searches; 0: by its size", NOT_NEGATIVE, operations=True)
-    tree_from: int = key(20_000, "smaller shards are scored whole", NOT_NEGATIVE, operations=True)
+    leaves_searched: int = key(
+        0, "leaves of a shard's tree that a query searches; 0: by its size", NOT_NEGATIVE, operations=True
+    )
 
 
 @dataclass(frozen=True)
@@ -516,7 +499,6 @@ def validate(config: ConfigDict) -> None:
     _check_tasks(config)
     _check_inverse_cloze_task(config)
     _check_retrieval(config)
-    _check_refresh(config.refresh)
     fits = config.model.max_length == 0 or config.model.max_length >= joint_length(config)
     require(fits, "model.max_length", f"the joint layout needs {joint_length(config)} positions")
 
@@ -590,13 +572,3 @@ def _check_retrieval(config: ConfigDict) -> None:
         require(config.index.budget >= retrieval.candidates, "index.budget", "must be at least retrieval.candidates")
     fits = objective.qa == "marginal" or retrieval.qa_beam >= retrieval.qa_passages
     require(fits, "retrieval.qa_beam", "must be at least retrieval.qa_passages")
-
-
-def _check_refresh(refresh: ConfigDict) -> None:
-    if not refresh.max_age:
-        return
-    late = max(refresh.adopt_after, 0) + refresh.every
-    fits = refresh.mode == "inline" or refresh.max_age >= late
-    require(fits, "refresh.max_age", f"an index grows {late} steps old before the next is due; allow at least that")
-    useful = refresh.adopt_after < 0
-    require(useful, "refresh.max_age", "with refresh.adopt_after at least 0 training waits anyway; set it to 0")

@@ -39,7 +39,7 @@ def quickstart() -> ConfigDict:
     config.realm.update(steps=500, batch_size=24, learning_rate=5e-4, warmup=50)
     config.qa.update(steps=300, batch_size=32, learning_rate=5e-4, warmup=50)
     config.closed_book.update(steps=1900, batch_size=48, learning_rate=1e-3, warmup=50)
-    config.refresh.update(every=40, poll_seconds=0.2)  # a generation takes a second
+    config.refresh.every = 40
     config.objective.retriever_start = 30
     config.retrieval.candidates = 16
     return config

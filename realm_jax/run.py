@@ -183,8 +183,7 @@ class Run(BaseRun):
     def searches(self) -> ScannConfig | None:
         """How hosts search, where `retrieval.backend` says that they do."""
         c = self.config.index
-        settings = ScannConfig(c.shard_rows, c.budget, c.leaves, c.leaves_searched, c.tree_from)
-        return settings if self.config.retrieval.backend == "scann" else None
+        return ScannConfig(c.budget, c.leaves_searched) if self.config.retrieval.backend == "scann" else None
 
     def _by_rows(self, array: NDArray) -> jax.Array:
         missing = padded_rows(len(array), self.mesh.size) - len(array)
@@ -277,7 +276,6 @@ def bare_run(
         marginal=objective.marginal,
         ict_null_weight=objective.ict_null_weight,
         ict_from_index=objective.ict == "index",
-        search_block=retrieval.block,
         qa_objective=objective.qa,
         qa_beam=retrieval.qa_beam,
         qa_passages=retrieval.qa_passages,

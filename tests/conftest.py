@@ -90,7 +90,17 @@ def quick_programs(compiled):
 
 
 @pytest.fixture(scope="module")
-def quick_steps(compiled):
+def small_chunks():
+    """Sixteen passages have several chunks, and nobody waits long for another job; see `small_chunks.py`."""
+    import small_chunks
+
+    with pytest.MonkeyPatch.context() as patch:
+        small_chunks.shrink(patch.setattr)
+        yield
+
+
+@pytest.fixture(scope="module")
+def quick_steps(compiled, small_chunks):
     """Runs of this module share their compiled steps; see `runs.py`."""
     from runs import shared_steps
 

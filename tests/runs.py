@@ -24,9 +24,10 @@ from tiny_run import open_config, tiny_config
 from realm_jax.config import flatten
 from realm_jax.evaluation.predict import Evaluator
 from realm_jax.host import Preempted, Stop
-from realm_jax.index.builder import Share, Stopped
+from realm_jax.index.builder import Stopped, WorkShare
 from realm_jax.index.generations import export_steps, read_export
 from realm_jax.jobs.build_index import Job, for_embedding
+from realm_jax.jobs.recipe import reported
 from realm_jax.models.realm import Params
 from realm_jax.run import Run, make_run
 from realm_jax.training import loop
@@ -110,7 +111,7 @@ def open_tiny(data, workdir, steps=8, retrieval=None, task="realm", **refresh):
     config[task].update({"steps": steps, "warmup": 2, "learning_rate": 1e-3})
     config.update({"checkpoint": {"every": 3, "keep": 2}, "log": {"every": 1}})
     config.refresh.update(
-        {"mode": "async", "every": EVERY, "adopt_after": 1, "poll_seconds": 0.01, "chunk_rows": 6, "keep": 1}
+        {"mode": "async", "every": EVERY, "adopt_after": 1}
         | {"wait_seconds": PATIENCE, "idle_exit": PATIENCE}
         | refresh
     )
@@ -125,7 +126,9 @@ class Trained(NamedTuple):
 
 
 def train(run):
-    return jax.tree.map(np.asarray, train_task(run, run.config.tasks, run.initial_params()))
+    with reported(run) as status:
+        final = train_task(run, run.config.tasks, run.initial_params(), status=status)
+        return jax.tree.map(np.asarray, final)
 
 
 def train_measured(run: Run, name: str = "realm") -> Any:
@@ -178,7 +181,7 @@ def cut_at(monkeypatch, *wanted: int) -> None:
 
 def make_job(run, process=0, processes=1):
     own = make_run(for_embedding(run.config, jax.local_device_count()), run.workdir, run.sources, jax.devices()[:1])
-    return Job(own, shared_folder(run), Share(process, processes))
+    return Job(own, shared_folder(run), WorkShare(process, processes))
 
 
 @contextmanager
@@ -208,7 +211,7 @@ def builder(run, process=0, processes=1):
 def spoil(folder, manifest, fault):
     name = manifest.chunks[0].file.name
     if fault == "manifest":
-        folder.write(f"index/{manifest.generation}/MANIFEST.json", b'{"format_version": 1, "generation')
+        folder.write(f"index/{manifest.generation}/MANIFEST.json", b'{"format_version": 2, "generation')
     elif fault == "nan":
         data = np.full((6, manifest.width), np.nan, np.float32).tobytes()
         text = folder.read(f"index/{manifest.generation}/MANIFEST.json").decode()

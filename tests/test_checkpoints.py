@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from runs import STEPS, Cut, assert_same_run, cut_at, open_inline, train_measured
 
-from realm_jax import cli
+from realm_jax import cli, storage
 from realm_jax.errors import UserError
 from realm_jax.storage import StorageError
 from realm_jax.training import checkpoints
@@ -64,11 +64,11 @@ def test_storage_that_fails_is_no_damage(people, straight, tmp_path, monkeypatch
     shutil.copytree(straight.workdir / "realm" / "checkpoints", tmp_path / "checkpoints")
     folder, names = tmp_path / "checkpoints", sorted(entry.name for entry in (tmp_path / "checkpoints").iterdir())
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoints, "file_digest", lambda _: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        patch.setattr(storage, "file_digest", lambda _: (_ for _ in ()).throw(OSError(5, "Input/output error")))
         with pytest.raises(StorageError, match="could not be read .OSError: .Errno 5. Input/output error.; repeat"):
             Saved.newest_sound(folder, lambda saved: saved.step)
     assert sorted(entry.name for entry in folder.iterdir()) == names
-    for spoilt in ("FILES.json", "_CHECKPOINT_METADATA"):
+    for spoilt in ("CHECKSUMS.json", "_CHECKPOINT_METADATA"):
         shutil.copytree(folder / str(STEPS - 2), folder / str(STEPS), dirs_exist_ok=True)
         (folder / str(STEPS) / spoilt).write_text("{")
         assert Saved.newest_sound(folder, lambda saved: saved.step) == STEPS - 2

@@ -12,7 +12,8 @@ from realm_jax import cli
 from realm_jax.corpus.store import PassageStore
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
-from realm_jax.index.generations import Status, generation_names, load_vectors, read_manifest, write_status
+from realm_jax.index.generations import generation_names, load_vectors, read_manifest
+from realm_jax.index.status import Status, write_status
 from realm_jax.jobs.answering import is_edited, open_run_to_ask, restore
 from realm_jax.jobs.opening import open_run
 from realm_jax.run import Run
@@ -31,7 +32,7 @@ def workdir(trained, tmp_path, monkeypatch):
     for name in ("data", "run"):
         shutil.copytree(trained.workdir.parent / name, tmp_path / name)
     config = json.loads((tmp_path / "run" / "config.json").read_text())
-    config["data"]["path"], config["refresh"]["chunk_rows"] = str(tmp_path / "data"), 6
+    config["data"]["path"] = str(tmp_path / "data")
     (tmp_path / "run" / "config.json").write_text(json.dumps(config))
     return tmp_path / "run"
 
@@ -89,6 +90,7 @@ def test_rows_of_an_edited_store_are_laid_out_as_those_of_one_made_anew(workdir)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("small_chunks")
 def test_only_what_changed_is_embedded(workdir, monkeypatch, capsys):
     """The first edit embeds everything once, because no generation was there; later ones share it."""
     embedded = []

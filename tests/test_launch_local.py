@@ -16,7 +16,7 @@ from tiny_run import tiny_config
 from realm_jax import cli
 from realm_jax.errors import UserError
 from realm_jax.host import Preempted, Stop
-from realm_jax.index.generations import RECIPE, Status, write_status
+from realm_jax.index.status import TRAINER, Status, write_status
 from realm_jax.launch import local
 from realm_jax.launch import spec as specs
 from realm_jax.launch.local import Local, Supervisor, processes
@@ -205,7 +205,7 @@ def test_a_signal_is_handed_on_and_waited_for(scripted, tmp_path, monkeypatch, n
 def test_ctrl_c_is_a_stop_and_no_other_end_is(tmp_path, monkeypatch, code, state):
     monkeypatch.setattr(Supervisor, "run", lambda self: code)
     folder = open_folder(tmp_path)
-    write_status(folder, RECIPE, Status("", stage="realm", step=-1))
+    write_status(folder, TRAINER, Status("one", stage="realm"))
     assert Local(launched(tmp_path, builders=0)).start() == code
     assert [job.state for job in look(folder, wait=lambda seconds: None).jobs] == [state]
 
@@ -459,7 +459,7 @@ def test_two_trainer_processes_and_a_builder_train_a_tiny_run(people, tmp_path):
     config.tasks = "realm"
     config.realm.update(steps=6, batch_size=4)
     config.update({"checkpoint": {"every": 3, "keep": 2}, "log": {"every": 1}})
-    config.refresh.update(every=2, adopt_after=1, poll_seconds=0.05, chunk_rows=6)
+    config.refresh.update(every=2, adopt_after=1)
     file = tmp_path / "config.py"
     file.write_text(
         f"from ml_collections import ConfigDict\ndef get_config(): return ConfigDict({config.to_dict()!r})\n"

@@ -82,8 +82,8 @@ def without_seconds(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def state_of(workdir: Path) -> dict[str, Any]:
-    """Every file of data, records and checkpoints, with its time; a sign of life (recipe.json) is none of these."""
-    kept = ("results.json", "report.html", "config.json", "data.json", "recipe.json")
+    """Every file of data, records and checkpoints, with its time; a heartbeat (trainer.json) is none of these."""
+    kept = ("results.json", "report.html", "config.json", "data.json", "trainer.json")
     return {
         str(path): path.stat().st_mtime_ns for path in workdir.rglob("*") if path.is_file() and path.name not in kept
     }

@@ -108,7 +108,7 @@ def test_a_generation_that_does_not_come_in_time_costs_no_step(people, sturdy, t
 @pytest.mark.parametrize("after", [0, 2, 5])
 def test_any_checkpoint_that_is_kept_can_be_gone_on_from(people, tmp_path, after):
     """Also the one before the newest, and with several generations on their way."""
-    run = open_tiny(people, tmp_path, adopt_after=after, keep=1)
+    run = open_tiny(people, tmp_path, adopt_after=after)
     with builder(run):
         final = train(run)
     seen = metrics(run)
@@ -163,7 +163,7 @@ def test_without_the_generation_and_its_export_training_goes_on_with_another(peo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("after", [1, pytest.param(-1, marks=pytest.mark.slow)])
-def test_what_a_cut_off_timeline_left_is_never_served(people, tmp_path, after):
+def test_what_rolled_back_steps_left_is_never_served(people, tmp_path, after):
     run = open_tiny(people, tmp_path, adopt_after=after)
     with builder(run):
         train(run)

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import pytest
+import small_chunks
 from runs import flags_of, free_port
 from tiny_run import tiny_config
 
@@ -68,8 +69,7 @@ def flags(data: Path, changes: dict[str, Any]) -> list[str]:
         steps = STEPS if task == "realm" else 6
         config[task].update({"steps": steps, "batch_size": 8, "warmup": 2, "learning_rate": 1e-3})
     config.update({"checkpoint": {"every": 3, "keep": 2}, "log": {"every": 1}})
-    config.refresh.update({"mode": "async", "every": 3, "adopt_after": 2, "chunk_rows": 3, "keep": 1})
-    config.refresh.update({"poll_seconds": 0.02, "wait_seconds": LIMIT, "idle_exit": LIMIT})
+    config.refresh.update({"mode": "async", "every": 3, "adopt_after": 2, "wait_seconds": LIMIT, "idle_exit": LIMIT})
     config.update_from_flattened_dict(changes)
     return flags_of(config)
 
@@ -129,7 +129,7 @@ class Pair:
         self.workdir = workdir
         workdir.mkdir()
         given = [f"--workdir={workdir}", *flags(data, setting.changes)]
-        train, build = ([sys.executable, "-m", "realm_jax.cli", job, *given] for job in ("train", "build-index"))
+        train, build = ([sys.executable, small_chunks.__file__, job, *given] for job in ("train", "build-index"))
         together = [f"--processes={setting.processes}", f"--coordinator=localhost:{free_port()}"]
         trains = [[*train, *together, f"--process={one}"] for one in range(setting.processes)]
         self.trainer = Job([train] if setting.processes == 1 else trains, cache, workdir / "trainer.out")
@@ -203,7 +203,7 @@ MOMENTS: dict[str, Callable[[Path], set[Hashable]]] = {
     "step": steps,
     "save under way": partial(files, "*/checkpoints/*tmp*"),
     "saved": partial(files, "*/checkpoints/*/_CHECKPOINT_METADATA"),
-    "half an export": partial(files, "exports/*/*.queries"),
+    "half an export": partial(files, "exports/*/*.safetensors"),
     "export": partial(files, "exports/*/EXPORT.json"),
     "chunk": partial(files, "index/*/*.bin"),
     "generation": partial(files, "index/*/MANIFEST.json"),

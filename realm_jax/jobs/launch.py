@@ -17,7 +17,7 @@ from rich.table import Table
 
 from realm_jax.config import default, task_names, validate
 from realm_jax.errors import UserError
-from realm_jax.index.generations import TRAINER
+from realm_jax.index.status import TRAINER
 from realm_jax.jobs.flags import PrintPage, add_config_argument, load_config, with_overrides
 from realm_jax.launch import spec as specs
 from realm_jax.launch.checks import check_cloud, check_place, check_training
@@ -43,7 +43,7 @@ EXAMPLES = """examples:
   realm launch plan --spec=launch/v5p.py --config=realm_wiki --price-per-chip-hour=1.2
 
 The same command starts what was stopped; training goes on from its newest checkpoint. From an empty project to a pod:
-docs/launch.md. `status` exits with 1 when a job that should live gave no sign of life for two beats (ten seconds).
+docs/launch.md. `status` exits with 1 when a job that should live gave no heartbeat for ten seconds.
 """
 
 
@@ -220,9 +220,9 @@ def show(state: RunState | None, resources: list[dict[str, str]] | None = None) 
     if state:
         print(one_line(state.progress, []))
         for job in state.jobs:
-            sign = "LATE: no sign of life for two beats" if job.state == "late" else job.state
+            sign = "LATE: no heartbeat for ten seconds" if job.state == "late" else job.state
             used = f", index of step {job.status.index}" if job.status.index >= 0 else ""
-            print(f"{job.name}: {sign}; {told(job.status)}{used}")
+            print(f"{job.name}: {sign}; {told(job.name, job.status)}{used}")
         if state.generation >= 0:
             print(f"newest index: of step {state.generation}")
     if resources is not None:

@@ -11,7 +11,8 @@ import jax
 from ml_collections import ConfigDict
 
 from realm_jax.cache import cache_bytes
-from realm_jax.config import ANSWERING, completed, require, task_names, validate
+from realm_jax.checksums import checksums
+from realm_jax.config import ANSWERING, completed, flatten, require, task_names, validate
 from realm_jax.corpus.jsonl import answered
 from realm_jax.data.closed_book import check_closed_book
 from realm_jax.data.held_out import held_out_share, trained_rows
@@ -40,7 +41,6 @@ from realm_jax.storage import Folder, cache_folder, digest, make_folder, open_fo
 from realm_jax.tagger_config import default_like, is_tagger
 from realm_jax.text.wordpiece import WordPiece
 from realm_jax.training.checkpoints import Saved
-from realm_jax.training.checksums import checksums
 from realm_jax.training.workdir import START, begins_with_reader, check_workdir, has_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -206,7 +206,13 @@ def recorded_config(workdir: Path, name: str = "--workdir", tagger: bool | None 
     if tagger is not None and is_tagger(config) != tagger:
         found, wanted = ("REALM", "a tagger") if tagger else ("a tagger", "REALM")
         raise UserError(f"{name}={workdir}: {found} was trained there, not {wanted}; name another folder")
-    return completed(config, default_like(config))
+    known = default_like(config)
+    if gone := sorted(key for key in {*flatten(config)} - {*flatten(known.to_dict())} if "." in key):
+        raise UserError(
+            f"{name}={workdir}: made by another version of realm_jax, with a key {gone[0]}; there, write its networks "
+            "with `realm weights export`, and start from them with config.init_from"
+        )
+    return completed(config, known)
 
 
 def recorded_folder(workdir: Path) -> Folder:

@@ -25,7 +25,7 @@ from realm_jax.data.examples import array_shapes
 from realm_jax.errors import UserError
 from realm_jax.index.candidates import Index, words_listed
 from realm_jax.index.exact import padded_rows
-from realm_jax.index.generations import BUILDER, TRAINER
+from realm_jax.index.status import BUILDER, TRAINER
 from realm_jax.jobs.build_index import for_embedding
 from realm_jax.jobs.flags import load_config
 from realm_jax.jobs.models import resolved

@@ -14,7 +14,7 @@ from typing import Any
 from realm_jax.config import validate
 from realm_jax.corpus import encyclopedia
 from realm_jax.errors import UserError
-from realm_jax.index.generations import BUILDER, process_name
+from realm_jax.index.status import BUILDER, process_name
 from realm_jax.jobs.flags import add_config_argument, load_config
 from realm_jax.jobs.opening import open_run, set_up_jax
 from realm_jax.jobs.prepare import prepare

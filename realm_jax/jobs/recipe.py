@@ -3,8 +3,8 @@
 import logging
 import shlex
 import signal
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from realm_jax.data.examples import Examples, question_examples
 from realm_jax.errors import UserError
 from realm_jax.evaluation.predict import Evaluator
 from realm_jax.host import PREEMPTED, Preempted, Stop, handling
-from realm_jax.index.generations import RECIPE, Living, Status
+from realm_jax.index.status import StatusWriter, trainer_status
 from realm_jax.jobs.controls import run_controls
 from realm_jax.jobs.matched_answers import training_questions
 from realm_jax.jobs.measuring import dev_questions, measure_of
@@ -52,22 +52,22 @@ def run_recipe(run: Run, controls: bool, command: str) -> int:
     if controls and "closed_book" in task_names(run.config):
         raise UserError("--controls: closed_book is a control itself; leave it out")
     try:
-        with only_one(run.workdir) if is_process_0() else nullcontext(), living(run) as tell, preemptible():
+        with only_one(run.workdir) if is_process_0() else nullcontext(), reported(run) as status, preemptible():
             if searched_by(run) - {"vectors"}:
                 run.words()  # raises before anything is trained
                 keep_words(run)
             warn_of_few(run, questions)
             if not questions or "closed_book" in task_names(run.config):
-                train(run, tell)
+                train(run, status)
                 return 0
-            tell("baselines")
+            status.update(stage="baselines")
             evaluator = Evaluator(run, questions)
             measure_baselines(run, evaluator, run.initial_params())
-            params = train(run, tell)
+            params = train(run, status)
             if controls:
-                tell("controls")
+                status.update(stage="controls")
                 run_controls(run, evaluator)
-            tell("results")
+            status.update(stage="results")
             results = write_results(run, params, questions, command)
     except Preempted as reason:
         logger.warning("%s", reason)
@@ -96,18 +96,10 @@ def searched_by(run: Run) -> set[str]:
     return {run.asked_by(name) for name in names} | ({run.setting.search} if "realm" in names else set())
 
 
-@contextmanager
-def living(run: Run) -> Iterator[Callable[[str], None]]:
-    """Signs of life (jobs/recipe.json) until the block ends, and once it has ended well the word that all is done.
-
-    Gives a function that takes what the recipe is at. Of several processes the first alone says anything.
-    """
-    if not is_process_0():
-        yield lambda stage: None
-        return
-    with Living(shared_folder(run), RECIPE, Status("", stage="starting", step=-1)) as job:
-        yield lambda stage: job.tell(stage=stage)
-        job.tell(stage="ended", done=True)
+def reported(run: Run) -> AbstractContextManager[StatusWriter]:
+    """The trainer's status until the block ends; see `trainer_status`."""
+    needs_index = run.config.refresh.mode == "async" and "realm" in task_names(run.config)
+    return trainer_status(shared_folder(run), run.workdir, needs_index)
 
 
 @contextmanager
@@ -122,13 +114,14 @@ def preemptible() -> Iterator[None]:
         yield
 
 
-def train(run: Run, tell: Callable[[str], None] = lambda task: None) -> Params:
-    """All tasks of the recipe; returns the final parameters. tell: is given the name of each."""
+def train(run: Run, status: StatusWriter | None = None) -> Params:
+    """All tasks of the recipe; returns the final parameters. status: needed where a builder makes REALM's index."""
     params = starting_params(run)
     for name in task_names(run.config):
-        tell(name)
+        if status is not None:
+            status.update(stage=name)
         examples = partial(questions_to_learn, run) if name == "qa" else None
-        params = train_task(run, name, params, measure_of(run, name), examples=examples)
+        params = train_task(run, name, params, measure_of(run, name), examples=examples, status=status)
     return params
 
 

@@ -19,9 +19,9 @@ from realm_jax.index.generations import (
     generation_names,
     load_vectors,
     read_manifest,
-    read_status,
     remove_generation,
 )  # fmt: skip
+from realm_jax.index.status import TRAINER, read_status
 from realm_jax.jobs.opening import recorded_config, recorded_folder
 from realm_jax.jobs.output import print_records
 from realm_jax.storage import Damaged, Folder
@@ -158,7 +158,7 @@ def _verify_checkpoint(entry: Path) -> str:
 
 
 def _generation(folder: Folder, name: str) -> dict[str, Any]:
-    trainer = read_status(folder, "trainer")
+    trainer = read_status(folder, TRAINER)
     found: dict[str, Any] = {"generation": name, "step": export_step(name), "state": "unfinished"}
     try:
         manifest = read_manifest(folder, name)

@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 
 from realm_jax.config import task_names
 from realm_jax.errors import UserError
-from realm_jax.index.generations import BUILDER, TRAINER
+from realm_jax.index.status import BUILDER, TRAINER
 from realm_jax.launch.spec import BUCKET, MOUNTED, Launch
 from realm_jax.recipes import is_name
 

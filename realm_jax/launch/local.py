@@ -31,7 +31,7 @@ from typing import IO, NamedTuple, TypeVar
 from realm_jax.console import go_silent
 from realm_jax.errors import USER_ERROR, UserError
 from realm_jax.host import PREEMPTED
-from realm_jax.index.generations import BUILDER, TRAINER, process_name
+from realm_jax.index.status import BUILDER, TRAINER, process_name
 from realm_jax.launch.spec import Launch, choose, share
 from realm_jax.launch.status import expect, expect_none, newest_checkpoint, newest_generation, summary
 from realm_jax.storage import is_held, make_folder, only_one, open_folder, read_json, write_json_atomic

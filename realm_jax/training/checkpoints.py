@@ -5,12 +5,11 @@ are from, seconds spent, and the environment. The input position needs no entry 
 have been seen. Saves are asynchronous, and a folder that was cut off in the middle is never taken for a checkpoint.
 
 The record also holds a checksum of every array, and reading compares it: Orbax notices what is missing, but loads most
-flipped bits without a word. Once a save is complete, the digests of its files are written beside them (`FILES.json`),
-so that damage is known before anything is loaded, and by all processes alike.
+flipped bits without a word. Once a save is complete, the digests of its files are written beside them
+(`CHECKSUMS.json`), so that damage is known before anything is loaded, and by all processes alike.
 """
 
 import contextlib
-import json
 import logging
 import os
 import re
@@ -29,17 +28,17 @@ import orbax.checkpoint
 from orbax.checkpoint import v1 as ocp
 
 import realm_jax
+from realm_jax.checksums import checksums, differing, named_arrays
 from realm_jax.errors import UserError
 from realm_jax.host import free_heap, returns_memory
 from realm_jax.processes import is_process_0, run_on_process_0
-from realm_jax.storage import StorageError, digest, file_digest, read_json, write_json_atomic
-from realm_jax.training.checksums import checksums, differing, named_arrays
+from realm_jax.storage import StorageError, check_files, list_files, read_json, record_digest, write_json_atomic
 
 logger = logging.getLogger(__name__)
 
 DAMAGED = ".damaged"  # what is set aside is called
 METADATA = "_CHECKPOINT_METADATA"  # Orbax's name of the file that also holds our record
-FILES = "FILES.json"  # in a checkpoint's folder: the digest of every other file there
+FILES = "CHECKSUMS.json"  # in a checkpoint's folder: size and digest of every other file there
 PASSING = re.compile("RESOURCE_EXHAUSTED|UNAVAILABLE|DEADLINE_EXCEEDED|PERMISSION_DENIED|UNAUTHENTICATED|CANCELLED")
 NONE, ALL_DAMAGED = -1, -2  # in place of a step
 COPIED = 1 << 27  # bytes of arrays that are copied and written at a time where memory is short
@@ -120,7 +119,7 @@ class Checkpoints:
             self._sealed.result()  # before what it looks at can be removed
         items = {"state": state} | {name: {name: value} for name, value in index.items()}
         record = record | {"environment": environment(), "checksums": checksums(items)}
-        record["digest"] = _digest(record)
+        record["digest"] = record_digest(record)
         with self._writing(), _in_little_memory(items):
             saving = self._checkpointer.save_checkpointables_async(step, items, custom_metadata=record, force=True)
             self._sealed = self._sealing.submit(_end_save, saving, self._folder / str(step))
@@ -162,14 +161,8 @@ def _end_save(saving: Any, folder: Path) -> None:
 
 
 def _seal(folder: Path) -> None:
-    files = {file.relative_to(folder).as_posix(): file_digest(file) for file in folder.rglob("*") if file.is_file()}
-    write_json_atomic(folder / FILES, {"files": files, "digest": _digest(files)})
-
-
-def _digest(record: dict[str, Any]) -> str:
-    """A checksum of a record but for the entry that holds it."""
-    rest = {key: value for key, value in record.items() if key != "digest"}
-    return digest(json.dumps(rest, sort_keys=True).encode())
+    record = {"files": list_files(folder)}
+    write_json_atomic(folder / FILES, record | {"digest": record_digest(record)})
 
 
 def _set_aside(entry: Path, fault: Exception) -> None:
@@ -205,7 +198,7 @@ class Saved:
         with self._reading():
             # Without the metadata of all arrays, which take Orbax most of a second.
             self._record = dict(read_json(path / METADATA)["custom_metadata"])
-            if self.record["digest"] != _digest(self.record):
+            if self.record["digest"] != record_digest(self.record):
                 raise ValueError("its record is not as it was saved")
 
     @classmethod
@@ -340,11 +333,9 @@ class Saved:
             if not (self._path / FILES).is_file():
                 return
             sealed = read_json(self._path / FILES)
-            if sealed["digest"] != _digest(sealed["files"]):
+            if sealed["digest"] != record_digest(sealed):
                 raise ValueError(f"{FILES} is not as it was written")
-            for name, wanted in sealed["files"].items():
-                if file_digest(self._path / name) != wanted:
-                    raise ValueError(f"{name} is not as it was written")
+            check_files(self._path, sealed["files"])
 
     def verify(self) -> None:
         """Read everything, on the host. Raises UserError when it is damaged."""

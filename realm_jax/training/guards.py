@@ -19,10 +19,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from realm_jax.checksums import leaf_sums, named_arrays
 from realm_jax.errors import UserError
 from realm_jax.host import free_heap, handling
 from realm_jax.mesh import replicated
-from realm_jax.training.checksums import leaf_sums, named_arrays
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from realm_jax.config import task_names
 from realm_jax.data import examples as make
 from realm_jax.data.closed_book import closed_book_examples
 from realm_jax.data.examples import Examples
@@ -24,6 +23,7 @@ from realm_jax.data.held_out import held_out_share, trained_rows
 from realm_jax.data.pipeline import batches, padded_lengths
 from realm_jax.host import Stop, free_heap
 from realm_jax.index.candidates import Index
+from realm_jax.index.status import StatusWriter
 from realm_jax.models.realm import Params
 from realm_jax.processes import any_process, broadcast_from_process_0
 from realm_jax.run import BaseRun, Run, own_rows
@@ -36,8 +36,7 @@ from realm_jax.training.flops import peak, step_flops
 from realm_jax.training.guards import CompileGuard, Profiler, Watchdog
 from realm_jax.training.hooks import Hook, Loop, run_due
 from realm_jax.training.metrics import MetricLogger, Work
-from realm_jax.training.refresh import IndexSource, InlineIndex, Interrupted, shared_folder
-from realm_jax.training.reporter import Reporter
+from realm_jax.training.refresh import IndexSource, InlineIndex, Interrupted
 from realm_jax.training.restore import restore
 from realm_jax.training.state import Control, make_step, put_control, start_state
 from realm_jax.training.tasks import Task, make_task
@@ -58,7 +57,7 @@ class Course:
     (`every`; 0: never) and at the end. keep_best: whether the task ends with the parameters that measured best
     (`best.py`).
     measure_start: whether a task that does not retrieve is measured before its first step too; answers_start: whether
-    one that does is measured then as at its end. over: called when the task turns out to be done.
+    one that does is measured then as at its end.
     """
 
     task: Task
@@ -71,7 +70,6 @@ class Course:
     keep_best: bool = False
     measure_start: bool = False
     answers_start: bool = False
-    over: Callable[[], None] = lambda: None
 
 
 def task_examples(run: Run, name: str, params: Params | None = None) -> Examples:
@@ -100,27 +98,20 @@ def train_task(
     measure: Measure | None = None,
     folder: str | None = None,
     examples: Callable[[Params], Examples] | None = None,
+    status: StatusWriter | None = None,
 ) -> Params:
     """Train one task of REALM to its last step and return all parameters.
 
     params: where a fresh task starts; it donates them. measure: see `Course`; there is no index in a task that neither
     retrieves nor trains the retriever. folder: name under the run folder, the task's own by default. examples: makes
-    others than the task's own. Continues from the newest checkpoint of the folder. Raises Preempted after SIGTERM, once
-    the state is saved.
+    others than the task's own. status: for a task whose index a builder makes. Continues from the newest checkpoint of
+    the folder. Raises Preempted after SIGTERM, once the state is saved.
     """
     task = make_task(name, run.setting)
-
-    def over() -> None:
-        if name == "realm" and folder is None and run.config.refresh.mode == "async":
-            # the run may have been cut off before this word
-            Reporter(run, shared_folder(run), name).finish(run.config[name].steps)
-
     hosts_search = run.searches is not None and name == "realm"  # fine-tuning searches exactly
     search = Search(run.setting, run.config.retrieval.ahead) if hosts_search else None
-    refresh = partial(make_refresh, run, name, folder is None)
-    course = Course(
-        task, examples or partial(task_examples, run, name), work_of(run, task), refresh, search, measure, over=over
-    )
+    refresh = partial(make_refresh, run, name, status if folder is None else None)
+    course = Course(task, examples or partial(task_examples, run, name), work_of(run, task), refresh, search, measure)
     if measure is not None:
         every = run.config.evaluation.qa_every if name == "qa" else 0
         course = dataclasses.replace(
@@ -131,7 +122,10 @@ def train_task(
             answers_start=run.config.evaluation.keep_best
             and bool(broadcast_from_process_0(begins_with_reader(run.workdir))),
         )
-    return train_loop(run, course, params, run.workdir / (folder or name))
+    params = train_loop(run, course, params, run.workdir / (folder or name))
+    if name == "realm" and status is not None and folder is None:
+        status.update(index_done=True, step=run.config.realm.steps)
+    return params
 
 
 def train_loop(run: BaseRun, course: Course, params: Params, folder: Path) -> Params:
@@ -170,7 +164,6 @@ def train_loop(run: BaseRun, course: Course, params: Params, folder: Path) -> Pa
         stop.asked = any_process(stop.asked)
         stop.check("every finished task is saved")
         if start >= total:
-            course.over()
             return state.params
 
         # --- What serves the steps
@@ -256,7 +249,6 @@ def train_loop(run: BaseRun, course: Course, params: Params, folder: Path) -> Pa
         watchdog.heartbeat()
         hooks.save_at_once(loop)
         hooks.warn_if_below_start(loop, measures)
-        source.done(total)
         stop.asked = any_process(stop.asked)
         stop.check(f"saved {folder.name} at step {total}")
     return loop.state.params
@@ -269,17 +261,15 @@ def work_of(run: Run, task: Task) -> Work:
 
 
 def make_refresh(
-    run: Run, name: str, own_folder: bool, start: int, checkpoints: Checkpoints, should_stop: Callable[[], bool],
-    on_progress: Callable[[], None],
+    run: Run, name: str, status: StatusWriter | None, start: int, checkpoints: Checkpoints,
+    should_stop: Callable[[], bool], on_progress: Callable[[], None],
 ) -> IndexSource:  # fmt: skip
     """Where a task's index comes from. Only REALM itself has a builder: a control and fine-tuning embed inline.
 
-    should_stop: whether to stop waiting; on_progress: called again and again while the corpus is embedded.
+    status: through which the builder hears of the trainer, None for a control. should_stop: whether to stop waiting.
+    on_progress: called again and again while the corpus is embedded.
     """
-    if run.config.refresh.mode == "inline" or not own_folder:
+    if run.config.refresh.mode == "inline" or name != "realm" or status is None:
         return InlineIndex(run, name, on_progress)
-    if name == "realm":
-        kept = checkpoints.generations()
-        return BuiltIndex(run, name, start, kept, run.config.checkpoint.keep, should_stop, on_progress)
-    later = "realm" in task_names(run.config)[task_names(run.config).index(name) :]
-    return InlineIndex(run, name, on_progress, Reporter(run, shared_folder(run), name) if later else None)
+    kept = checkpoints.generations()
+    return BuiltIndex(run, name, start, kept, run.config.checkpoint.keep, status, should_stop, on_progress)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from numpy.typing import NDArray
 
+from realm_jax.checksums import checksums
 from realm_jax.config import completed, task_names
 from realm_jax.errors import UserError
 from realm_jax.index.candidates import Index
@@ -16,7 +17,6 @@ from realm_jax.processes import allgather_flags
 from realm_jax.run import BaseRun, Run
 from realm_jax.storage import read_json
 from realm_jax.training.checkpoints import Damaged, Gone, Saved, differences, environment
-from realm_jax.training.checksums import checksums
 from realm_jax.training.state import State, start_state, state_shardings
 from realm_jax.training.tasks import Task
 
