@@ -31,7 +31,7 @@ from realm_jax.config import default
 from realm_jax.index.approximate import ScannConfig, Searcher, exact_rows, recall
 from realm_jax.index.builder import Builder, Corpus
 from realm_jax.index.embed import CorpusRows
-from realm_jax.index.generations import generation_names, load_vectors, read_manifest, write_export
+from realm_jax.index.generations import CHUNK_ROWS, generation_names, load_vectors, read_manifest, write_export
 from realm_jax.index.searchers import load_searcher
 from realm_jax.storage import PosixFolder
 
@@ -128,7 +128,7 @@ def run(vectors: Path, workdir: Path, rows: int) -> None:
 def settings() -> ScannConfig:
     """The package's own."""
     c = default().index
-    return ScannConfig(c.shard_rows, c.budget, c.leaves, c.leaves_searched, c.tree_from)
+    return ScannConfig(c.budget, c.leaves_searched)
 
 
 def build(workdir: Path, vectors: Enlarged, queries: NDArray[np.float32]) -> None:
@@ -148,8 +148,7 @@ def build(workdir: Path, vectors: Enlarged, queries: NDArray[np.float32]) -> Non
     corpus = Corpus("enlarged", "none", (("all", vectors.rows),), read)
     record = {"step": 0, "tokenizer": "none", "corpus": corpus.fingerprint, "towers": {}, "index": {}}
     export = write_export(folder, record, {"none": np.zeros(1, np.float32)}, queries[:1024])
-    config = default()
-    builder = Builder(folder, corpus, "bfloat16", config.refresh.chunk_rows, searches=settings())
+    builder = Builder(folder, corpus, "bfloat16", CHUNK_ROWS, searches=settings())
     began = time.monotonic()
     with Memory() as memory:
         manifest = builder.build(export, embed, queries[:1024])
@@ -201,7 +200,7 @@ def measured(
 def check(real: NDArray[np.float32], queries: NDArray[np.float32]) -> None:
     """ScaNN's recall by leaves searched over all real passages, and over a part of them, enlarged to as many."""
     own = settings()
-    trees = ScannConfig(shard_rows=len(real), budget=own.budget, leaves=0, searched=0, tree_from=1)
+    trees = ScannConfig(budget=own.budget, shard_rows=len(real), tree_from=1)
     asked = [queries[2048 : 2048 + 2 * BATCH]]
     order = np.random.default_rng(0).permutation(len(real))
     for part in (1, 4, 16, 64):

@@ -1,19 +1,32 @@
-"""What this machine keeps although it could be made again, in `$REALM_CACHE`: how much of it, and what goes first.
+"""What this machine keeps although it could be made again, in `$REALM_CACHE`: arrays, as files that are memory-mapped.
 
-Each thing that is kept has a folder of its own, ROOT/<kind>/<digest>, so that it can go as a whole: vectors of passages
-by encoder (`index/vector_cache.py`), arrays of checkpoints that are asked (`training/opened.py`).
+    ROOT/<kind>/<name>/<item>.npy     the arrays of an item one after another, uint8
+    ROOT/<kind>/<name>/<item>.json    put last: name → dtype, shape, first byte and checksum of each
+
+An entry, ROOT/<kind>/<name>, goes as a whole when others need its room. Kinds are `vectors`, of passages by encoder
+(`index/vector_cache.py`), and `opened`, of checkpoints that are asked (`training/opened.py`). Nothing that is read is
+trusted: arrays are compared with their checksums.
 """
 
 import contextlib
+import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from realm_jax.checksums import Sums, checksums
 from realm_jax.errors import UserError
-from realm_jax.storage import cache_folder
+from realm_jax.storage import Damaged, cache_folder, open_atomic, write_json_atomic
 
-KINDS = ("vectors", "opened")
-BYTES = 20_000_000_000  # of all kinds together, unless REALM_CACHE_BYTES says otherwise
+KINDS = ("vectors", "opened")  # other folders there are not this module's
+BYTES = 20_000_000_000  # of everything together, unless REALM_CACHE_BYTES says otherwise
+ALIGNED = 64  # bytes: where an array begins, so that a CPU device can use it where it lies
+Arrays = dict[str, NDArray]
 
 
 def cache_bytes() -> int:
@@ -24,31 +37,84 @@ def cache_bytes() -> int:
     return int(text)
 
 
-def kept_in(kind: str, name: str) -> Path:
-    """The folder of one thing that is kept; kind: one of KINDS."""
-    assert kind in KINDS
-    return cache_folder() / kind / name
+class CacheEntry:
+    """Arrays that belong together, an item at a time."""
+
+    def __init__(self, kind: str, name: str) -> None:
+        assert kind in KINDS
+        self.path = cache_folder() / kind / name
+
+    def items(self) -> list[str]:
+        """The names of its items. Raises OSError."""
+        try:
+            return sorted(name.removesuffix(".json") for name in os.listdir(self.path) if name.endswith(".json"))
+        except FileNotFoundError:
+            return []
+
+    def read(self, item: str, expected: Sums | None = None) -> Arrays:
+        """The arrays of an item, memory-mapped. expected: what their checksums must be.
+
+        Raises FileNotFoundError where it is not there, and Damaged.
+        """
+        try:
+            places = json.loads((self.path / f"{item}.json").read_bytes())
+            data = np.asarray(np.load(self.path / f"{item}.npy", mmap_mode="r"))
+            arrays = {name: _view(data, *place) for name, (*place, _) in places.items()}
+            recorded = {name: place[-1] for name, place in places.items()}
+            whole = checksums(arrays) == (recorded if expected is None else expected)
+        except (FileNotFoundError, NotADirectoryError):
+            raise FileNotFoundError(f"{self.path} has no {item}") from None
+        except Exception:  # of whatever kind torn bytes raise: nothing here is worth stopping for
+            whole = False
+        if not whole:
+            raise Damaged(f"{self.path}/{item}.npy is damaged or cannot be read")
+        with contextlib.suppress(OSError):
+            os.utime(self.path)  # what was used last is removed last
+        return arrays
+
+    def write(self, item: str, arrays: Mapping[str, NDArray]) -> bool:
+        """Keep an item; what was used least lately makes room. False where it is more than may be kept.
+
+        Raises OSError.
+        """
+        if _size(self.path) + sum(array.nbytes for array in arrays.values()) > cache_bytes():
+            return False
+        data, places = _together(arrays)
+        sums = checksums(dict(arrays))
+        self.path.mkdir(parents=True, exist_ok=True)
+        with open_atomic(self.path / f"{item}.npy") as stream:
+            np.save(stream, data, allow_pickle=False)
+        write_json_atomic(self.path / f"{item}.json", {name: [*place, sums[name]] for name, place in places.items()})
+        self._make_room()
+        return True
+
+    def _make_room(self) -> None:
+        """Remove what was used least lately, but for this entry, until all have the bytes that they may have."""
+        others = [other for kind in KINDS for other in (cache_folder() / kind).glob("*") if other != self.path]
+        total, limit = _size(self.path), cache_bytes()
+        for other in sorted(others, key=_last_use, reverse=True):
+            total += _size(other)
+            if total > limit:
+                shutil.rmtree(other, ignore_errors=True)
 
 
-def has_room(folder: Path, more: int) -> bool:
-    """Whether a folder may have so many bytes more, if everything else went."""
-    return _size(folder) + more <= cache_bytes()
+def _together(arrays: Mapping[str, NDArray]) -> tuple[NDArray[np.uint8], dict[str, list[Any]]]:
+    """The bytes of arrays one after another, and what `_view` needs to find each."""
+    places: dict[str, list[Any]] = {}
+    size = 0
+    for name, array in arrays.items():
+        places[name] = [array.dtype.name, list(array.shape), size]
+        size += array.nbytes + -array.nbytes % ALIGNED
+    data = np.zeros(size, np.uint8)
+    for name, array in arrays.items():
+        first = places[name][2]
+        data[first : first + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return data, places
 
 
-def used(folder: Path) -> None:
-    """What was used last is removed last."""
-    with contextlib.suppress(OSError):
-        os.utime(folder)
-
-
-def make_room(folder: Path) -> None:
-    """Remove what was used least lately, but for `folder`, until all have the bytes that they may have."""
-    others = [other for kind in KINDS for other in (cache_folder() / kind).glob("*") if other != folder]
-    total, limit = _size(folder), cache_bytes()
-    for other in sorted(others, key=_last_use, reverse=True):
-        total += _size(other)
-        if total > limit:
-            shutil.rmtree(other, ignore_errors=True)
+def _view(data: NDArray[np.uint8], dtype: str, shape: list[int], first: int) -> NDArray:
+    kind = np.dtype(dtype)
+    return data[first : first + kind.itemsize * int(np.prod(shape))].view(kind).reshape(shape)
 
 
 def _size(folder: Path) -> int:

@@ -151,7 +151,6 @@ def _check_realm(config: ConfigDict) -> None:
     for task in REALM_TASKS.values():
         task.check(config)
     _check_retrieval(config)
-    _check_refresh(config.refresh)
     fits = config.model.max_length == 0 or config.model.max_length >= joint_length(config)
     require(fits, "model.max_length", f"the joint layout needs {joint_length(config)} positions")
 
@@ -192,13 +191,3 @@ def _check_retrieval(config: ConfigDict) -> None:
         vectors_alone = "retrieval.backend=scann searches vectors alone; set one of the two keys back"
         require(retrieval.search == "vectors", "retrieval.search", vectors_alone)
         require(config.index.budget >= retrieval.candidates, "index.budget", "must be at least retrieval.candidates")
-
-
-def _check_refresh(refresh: ConfigDict) -> None:
-    if not refresh.max_age:
-        return
-    late = max(refresh.adopt_after, 0) + refresh.every
-    fits = refresh.mode == "inline" or refresh.max_age >= late
-    require(fits, "refresh.max_age", f"an index grows {late} steps old before the next is due; allow at least that")
-    useful = refresh.adopt_after < 0
-    require(useful, "refresh.max_age", "with refresh.adopt_after at least 0 training waits anyway; set it to 0")

@@ -1,4 +1,4 @@
-"""Floating-point operations of steps and of embedding, by arithmetic: what MFU and `realm plan` count.
+"""Floating-point operations of steps and of embedding, by arithmetic: what MFU and `realm launch plan` count.
 
 What a step of a task is made of stands in the task's file (`tasks/`).
 

@@ -2,8 +2,8 @@
 
 Every process runs every device program, in the same order, with its own part of the data; a program that one of them
 leaves out makes the others wait for ever. So what decides whether a program runs must be the same everywhere: it
-follows from the config, travels through the step (`training/state.put_control`), comes from the first (`broadcast_from_process_0`), or is
-voted on (`allgather_flags`).
+follows from the config, travels through the step (`training/state.put_control`), comes from the first
+(`broadcast_from_process_0`), or is voted on (`allgather_flags`).
 """
 
 import argparse
@@ -39,12 +39,28 @@ def start(args: argparse.Namespace) -> None:
     if not args.processes.isdigit() or int(args.processes) < 1:
         raise UserError(f"--processes={args.processes}: give a number, or 'auto'")
     count = int(args.processes)
-    if not 0 <= args.process < count:
-        raise UserError(f"--process={args.process}: must be at least 0 and below --processes={count}")
+    _check_place(args.process, count)
     if count > 1:
         if not args.coordinator:
             raise UserError("--coordinator: name a machine and a free port that every process reaches, host:port")
         _initialize(args.coordinator, count, args.process)
+
+
+def add_share_arguments(parser: argparse.ArgumentParser) -> None:
+    """`--processes` and `--process` of a command whose processes share work by way of files, and do not connect."""
+    parser.add_argument("--process", type=int, default=0, metavar="I", help="this process among --processes, from 0")
+    parser.add_argument("--processes", type=int, default=1, metavar="N", help="processes that share the work")
+
+
+def share_of(args: argparse.Namespace) -> tuple[int, int]:
+    """(this process, all of them) of `add_share_arguments`. Raises UserError for a process that is none of them."""
+    _check_place(args.process, args.processes)
+    return args.process, args.processes
+
+
+def _check_place(process: int, count: int) -> None:
+    if not 0 <= process < count:
+        raise UserError(f"--process={process}: must be at least 0 and below --processes={count}")
 
 
 def _initialize(*where: Any) -> None:

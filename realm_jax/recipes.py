@@ -11,6 +11,8 @@ from ml_collections import ConfigDict
 
 from realm_jax.config import default
 
+# A row of a table of ablations: its tasks, whose parameters and whose reader it starts with, and what differs.
+ROW = {"title": "", "tasks": "", "start": "", "reader": "", "changes": (), "paper": ()}
 NAMED = Path(__file__).with_name("configs")  # what `--config=NAME` finds
 
 
@@ -117,11 +119,8 @@ def ablations() -> ConfigDict:
     return ConfigDict({"seeds": (0, 1, 2), "encyclopedia": harder, "base": base, "table": table, "rows": rows})
 
 
-def _row(
-    title: str, tasks: str, start: str = "", reader: str = "", changes: tuple[str, ...] = (),
-    paper: tuple[float, ...] = (),
-) -> dict[str, Any]:  # fmt: skip
-    return {"title": title, "tasks": tasks, "start": start, "reader": reader, "changes": changes, "paper": paper}
+def _row(title: str, tasks: str, start: str = "", reader: str = "", **others: tuple[Any, ...]) -> dict[str, Any]:
+    return ROW | {"title": title, "tasks": tasks, "start": start, "reader": reader} | others
 
 
 def paper(task: str) -> ConfigDict:

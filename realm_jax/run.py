@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 from realm_jax.data.examples import Example, Find, Found, Lengths, lengths_from
 from realm_jax.data.sources import Sources
 from realm_jax.errors import UserError
+from realm_jax.host import WIDE, return_blocks
 from realm_jax.index.approximate import ScannConfig
 from realm_jax.index.candidates import Index, Setting, bm25_listed, search_depth
 from realm_jax.index.embed import CorpusRows, embed_corpus, in_groups
 from realm_jax.index.exact import padded_rows
 from realm_jax.index.fusion import LIST
 from realm_jax.index.words import Bm25, check_words, load_or_build
-from realm_jax.memory import WIDE, return_blocks
 from realm_jax.mesh import logical_sharding, make_mesh, parameter_shardings
 from realm_jax.models.bert import BertConfig
 from realm_jax.models.inputs import Documents
@@ -127,8 +127,7 @@ class Run(BaseRun):
     def searches(self) -> ScannConfig | None:
         """How hosts search, where `retrieval.backend` says that they do."""
         c = self.config.index
-        settings = ScannConfig(c.shard_rows, c.budget, c.leaves, c.leaves_searched, c.tree_from)
-        return settings if self.config.retrieval.backend == "scann" else None
+        return ScannConfig(c.budget, c.leaves_searched) if self.config.retrieval.backend == "scann" else None
 
     def _by_rows(self, array: NDArray) -> jax.Array:
         missing = padded_rows(len(array), self.mesh.size) - len(array)
@@ -221,7 +220,6 @@ def bare_run(
         marginal=objective.marginal,
         ict_null_weight=objective.ict_null_weight,
         ict_from_index=objective.ict == "index",
-        search_block=retrieval.block,
         qa_objective=objective.qa,
         qa_beam=retrieval.qa_beam,
         qa_passages=retrieval.qa_passages,

@@ -231,7 +231,6 @@ class Retrieval:
     qa_beam: int = key(
         5000, "passages that the retriever's term of 'orqa' and 'positive' ranks, and ict over the index", POSITIVE
     )
-    block: int = key(65_536, "vectors scored at a time on a device", BLOCK, operations=True)
     embed_batch: int = key(256, "passages embedded at a time on each device", POSITIVE, operations=True)
 
 
@@ -263,23 +262,11 @@ class Refresh:
         "that are memory-mapped are copied to $REALM_STAGING first",
         operations=True,
     )
-    max_age: int = key(0, "async: steps after which an index counts as stale; 0: never", NOT_NEGATIVE, operations=True)
-    when_stale: str = key(
-        "warn",
-        "'wait': export at once and wait for a newer generation, at most wait_seconds",
-        one_of("warn", "wait"),
-        operations=True,
-    )
     wait_seconds: float = key(
         7200.0, "how long the trainer waits for a generation that it cannot do without", POSITIVE, operations=True
     )
-    poll_seconds: float = key(5.0, "between two looks at the shared folder", POSITIVE, operations=True)
     idle_exit: float = key(
-        3600.0, "seconds without a sign of life of the trainer after which the builder ends", POSITIVE, operations=True
-    )
-    keep: int = key(3, "newest generations that stay, beside those in use or in checkpoints", POSITIVE, operations=True)
-    chunk_rows: int = key(
-        65_536, "passages in a file of vectors: what a killed builder loses at most", POSITIVE, operations=True
+        3600.0, "seconds without a heartbeat of the trainer after which the builder ends", POSITIVE, operations=True
     )
 
 
@@ -290,13 +277,10 @@ class Index:
     min_recall: float = key(
         0.9, "a generation whose recall against exact search is lower is not published", SHARE, operations=True
     )
-    shard_rows: int = key(
-        2_000_000, "passages of a searcher at most; what building one needs in memory", POSITIVE, operations=True
-    )
     budget: int = key(200, "passages that every shard returns, then scored exactly", POSITIVE, operations=True)
-    leaves: int = key(0, "leaves of a shard's tree; 0: by its size", NOT_NEGATIVE, operations=True)
-    leaves_searched: int = key(0, "those that a query searches; 0: by its size", NOT_NEGATIVE, operations=True)
-    tree_from: int = key(20_000, "smaller shards are scored whole", NOT_NEGATIVE, operations=True)
+    leaves_searched: int = key(
+        0, "leaves of a shard's tree that a query searches; 0: by its size", NOT_NEGATIVE, operations=True
+    )
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import shutil
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
@@ -205,6 +205,27 @@ def file_digest(path: str | os.PathLike[str]) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def list_files(folder: Path) -> list[FileEntry]:
+    """What a record says of every file below a folder, by name."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return [FileEntry(path.relative_to(folder).as_posix(), path.stat().st_size, file_digest(path)) for path in files]
+
+
+def check_files(folder: Path, listed: Iterable[Sequence[Any]], content: bool = True) -> None:
+    """Compare files with what `list_files` said, as a record in JSON has it. Raises Damaged for the first that differs.
+
+    content: False compares sizes alone.
+    """
+    for entry in listed:
+        _verify_file(folder / entry[0], FileEntry(*entry), str(folder / entry[0]), content)
+
+
+def record_digest(record: Mapping[str, Any]) -> str:
+    """A checksum of a record but for its entry `digest`, which holds it."""
+    rest = {key: value for key, value in record.items() if key != "digest"}
+    return digest(json.dumps(rest, sort_keys=True).encode())
+
+
 OBJECT_STORES = ("gs", "gcs", "s3", "s3a", "az", "abfs", "abfss", "oci", "memory")  # what is written appears whole
 
 
@@ -212,10 +233,12 @@ class Folder(ABC):
     """A shared folder. Names are relative and have forward slashes: `index/500-1f0c/MANIFEST.json`.
 
     A file appears whole or not at all and never changes unless it is written again. Every method raises StorageError,
-    naming the path, when storage fails; what is not there raises FileNotFoundError.
+    naming the path, when storage fails; what is not there raises FileNotFoundError. poll_seconds: between two looks of
+    who waits for something to appear.
     """
 
     url: str
+    poll_seconds: float
 
     @abstractmethod
     def read(self, name: str) -> bytes:
@@ -294,6 +317,8 @@ def open_folder(url: str | os.PathLike[str]) -> Folder:
 class PosixFolder(Folder):
     """A folder of a POSIX file system, which may be a network's."""
 
+    poll_seconds = 0.2  # a generation of a small corpus takes a second
+
     def __init__(self, root: Path) -> None:
         self.root, self.url = root, str(root)
 
@@ -347,6 +372,8 @@ class Bucket(Folder):
     Trusts little: an operation that fails is tried again (a write that raised may have happened; writing the same bytes
     again does no harm), listings are never taken from a cache, nothing is renamed, and what was written is looked at.
     """
+
+    poll_seconds = 5.0  # every look is a request that costs money
 
     def __init__(self, url: str, filesystem: Any = None, wait: Callable[[float], None] = time.sleep) -> None:
         """filesystem, wait: others than those of the URL and the clock, for tests."""
@@ -444,12 +471,12 @@ def cache_folder() -> Path:
     return Path(home) if home else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "realm_jax"
 
 
-def _verify_file(path: Path, entry: FileEntry, name: str) -> None:
+def _verify_file(path: Path, entry: FileEntry, name: str, content: bool = True) -> None:
     try:
         size = path.stat().st_size
         if size != entry.bytes:
             raise Damaged(f"{name} has {size:,} bytes, not {entry.bytes:,}")
-        found = file_digest(path)
+        found = file_digest(path) if content else entry.sha256
     except FileNotFoundError:
         raise Damaged(f"{name} is missing") from None
     if found != entry.sha256:

@@ -18,7 +18,7 @@ from realm_jax.index.generations import InvalidIndex, load_vectors, read_manifes
 from realm_jax.index.searchers import load_searcher
 from realm_jax.storage import PosixFolder
 
-SETTINGS = ScannConfig(shard_rows=3000, budget=50, leaves=0, searched=0, tree_from=10_000)
+SETTINGS = ScannConfig(shard_rows=3000, budget=50, tree_from=10_000)
 TREES = dataclasses.replace(SETTINGS, tree_from=0, budget=200)
 
 
@@ -122,7 +122,7 @@ def test_a_damaged_searcher_is_named(tmp_path):
     folder = PosixFolder(tmp_path)
     manifest = make(folder, TREES)
     file = manifest.searcher["shards"][1]["files"][0]
-    folder.write(file["name"], folder.read(file["name"])[:-1])
+    folder.write(file[0], folder.read(file[0])[:-1])
     with pytest.raises(InvalidIndex, match="searcher of rows 2666 to 5333: .* bytes, not"):
         load_searcher(folder, manifest, VECTORS)
 
@@ -150,7 +150,7 @@ def test_a_shard_that_goes_bad_before_publication_is_built_again(tmp_path, monke
 def test_a_pickle_beside_the_files_is_never_read(tmp_path):
     folder = PosixFolder(tmp_path)
     manifest = make(folder, SETTINGS)
-    home = (tmp_path / manifest.searcher["shards"][0]["files"][0]["name"]).parent
+    home = (tmp_path / manifest.searcher["shards"][0]["files"][0][0]).parent
     (home / "scann_docids.pkl").write_bytes(b"cos\nsystem\n(S'touch owned'\ntR.")
     load_searcher(folder, manifest, VECTORS).search(ASKED, 8)
     assert not (tmp_path / "owned").exists()

@@ -7,15 +7,16 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from collections import deque
+from contextlib import ExitStack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from side_by_side import (
+import small_chunks
+from runs import (
     EVERY,
     Watch,
     adoptions,
@@ -27,29 +28,27 @@ from side_by_side import (
     spoil,
     train,
     until,
-    with_first_generation_only,
 )
 
 from realm_jax import cli
+from realm_jax.host import Stop
+from realm_jax.index import status
 from realm_jax.index.generations import (
     export_step,
     export_steps,
     generation_names,
     read_manifest,
-    read_status,
     remove_generation,
     write_export,
 )  # fmt: skip
+from realm_jax.index.status import read_status, trainer_status
 from realm_jax.jobs import build_index
+from realm_jax.jobs.recipe import reported
 from realm_jax.storage import PosixFolder
-from realm_jax.training import reporter
 from realm_jax.training.adoption import BuiltIndex
 from realm_jax.training.exporter import export_record, sample_vectors, to_arrays
 from realm_jax.training.follower import IndexWatcher
 from realm_jax.training.metrics import read_lines
-from realm_jax.training.preemption import Stop
-from realm_jax.training.refresh import shared_folder
-from realm_jax.training.reporter import Reporter
 from realm_jax.training.restore import restore_params
 from realm_jax.training.state import Control, agreed
 
@@ -121,9 +120,11 @@ def test_processes_adopt_the_same_generation_at_the_same_step(people, tmp_path, 
     it, although newer ones come faster than the second looks."""
     run = open_tiny(people, tmp_path, adopt_after=-1, every=3)
     params, look = run.initial_params(), IndexWatcher._look
-    own = run, "realm", 0, {}, 1, lambda: False
     words, used, adopted = deque(maxlen=2), [None, None], []
-    with builder(run), BuiltIndex(*own) as first, BuiltIndex(*own) as second:
+    with ExitStack() as stack:
+        stack.enter_context(builder(run))
+        own = run, "realm", 0, {}, 1, stack.enter_context(reported(run)), lambda: False
+        first, second = (stack.enter_context(BuiltIndex(*own)) for _ in range(2))
         for step in range(90):
             if step == 1:
                 monkeypatch.setattr(
@@ -142,50 +143,17 @@ def test_processes_adopt_the_same_generation_at_the_same_step(people, tmp_path, 
     assert len(adopted) > 2 and adopted == sorted({*adopted})
 
 
-def test_the_first_process_alone_names_a_run(people, tmp_path, monkeypatch):
+def test_the_first_process_alone_names_a_run(tmp_path, monkeypatch):
     """Two that start together and each make up a name would take each other for another run."""
-    run = open_tiny(people, tmp_path)
+    folder = PosixFolder(tmp_path)
     with monkeypatch.context() as patch:
-        for module in ("processes", "training.reporter"):
+        for module in ("processes", "index.status"):
             patch.setattr(f"realm_jax.{module}.is_process_0", lambda: False)
-        Reporter(run, shared_folder(run), "realm")
-        assert not (tmp_path / reporter.RUN_ID).exists()
-    Reporter(run, shared_folder(run), "realm")
-    assert (tmp_path / reporter.RUN_ID).is_file()
-
-
-@pytest.mark.slow
-def test_an_index_that_grows_too_old_is_told_or_waited_for(people, tmp_path, caplog):
-    caplog.set_level(logging.WARNING)
-    run = open_tiny(people, tmp_path / "warn", adopt_after=-1, max_age=3)
-    with_first_generation_only(run, lambda: train(run))
-    assert "the index is 4 steps old (config.refresh.max_age=3); is `realm build-index` running?" in caplog.text
-    caplog.clear()
-    run = open_tiny(people, tmp_path / "wait", adopt_after=-1, max_age=3, when_stale="wait")
-    with_first_generation_only(run, lambda: train(run), seconds=0.2)
-    assert "the index is 4 steps old; waiting for a newer one" in caplog.text
-    assert "going on with the old index" in caplog.text
-
-
-@pytest.mark.slow
-def test_waiting_for_a_newer_index_ends_when_there_is_one(people, tmp_path, caplog):
-    caplog.set_level(logging.WARNING)
-    run = open_tiny(people, tmp_path, adopt_after=-1, max_age=3, when_stale="wait")
-    make_job(run)
-    first = threading.Event()
-
-    def later():
-        until(lambda: "waiting for a newer one" in caplog.text)
-        with builder(run):
-            first.wait()
-
-    thread = threading.Thread(target=later)
-    thread.start()
-    with_first_generation_only(run, lambda: train(run))
-    first.set()
-    thread.join()
-    assert "going on with the old index" not in caplog.text
-    assert len(adoptions(run)) > 1
+        with trainer_status(folder, tmp_path, True):
+            pass
+        assert not list(tmp_path.iterdir())
+    with trainer_status(folder, tmp_path, True):
+        assert (tmp_path / status.RUN_ID).is_file()
 
 
 @pytest.mark.slow
@@ -231,26 +199,28 @@ def test_once_builds_the_newest_export_or_finds_it_built(sturdy, tmp_path, caplo
 def test_generations_are_listed_verified_and_removed_by_hand(sturdy, tmp_path, capsys):
     shutil.copytree(sturdy.run.workdir, tmp_path / "run")
     workdir, folder = f"--workdir={tmp_path}/run", PosixFolder(tmp_path / "run")
-    assert cli.main(["index", "ls", "--json", workdir]) == 0
-    found = {entry["step"]: entry for entry in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert cli.main(["storage", "ls", "--json", workdir]) == 0
+    listed = map(json.loads, capsys.readouterr().out.splitlines())
+    found = {entry["step"]: entry for entry in listed if "checkpoint" not in entry}
     assert found[6]["state"] == "published" and found[6]["in_use"] and found[4]["pinned"]
     assert (found[6]["rows"], found[6]["age"]) == (16, 2)
-    assert cli.main(["index", "verify", workdir]) == 0
+    assert cli.main(["storage", "verify", workdir]) == 0
     name = found[6]["generation"]
     spoil(folder, read_manifest(folder, name), "flipped")
-    assert cli.main(["index", "verify", workdir]) == 1
+    assert cli.main(["storage", "verify", workdir]) == 1
     assert f"{name}: DAMAGED: " in capsys.readouterr().out
-    assert cli.main(["index", "search", "a", "--top=0", workdir]) == 2
-    assert "--top=0: must be at least 1" in capsys.readouterr().err
-    assert cli.main(["index", "rm", name, workdir]) == 2
+    assert cli.main(["storage", "rm", name, workdir]) == 2
     assert "is needed by the run to go on; remove it all the same with --force" in capsys.readouterr().err
-    assert cli.main(["index", "rm", name, "--force", workdir]) == 0
+    assert cli.main(["storage", "rm", name, "--force", workdir]) == 0
     assert name not in generation_names(folder)
-    assert cli.main(["index", "rm", name, workdir]) == 2
+    assert cli.main(["storage", "rm", name, workdir]) == 2
+    assert f"there is no {name} stored; `realm storage ls` lists what there is" in capsys.readouterr().err
+    assert cli.main(["storage", "rm", "realm/8", workdir]) == 2
+    assert "a checkpoint is removed by training itself" in capsys.readouterr().err
 
 
 def test_the_final_parameters_are_in_the_checkpoint(sturdy):
-    saved = restore_params(sturdy.run, sturdy.run.workdir, "realm", sturdy.run.initial_params())
+    saved = restore_params(sturdy.run, "realm")
     assert_same(jax.tree.map(np.asarray, saved), sturdy.final)
 
 
@@ -265,7 +235,7 @@ def test_bytes_do_not_depend_on_processes_and_devices(people, tmp_path):
         folder = PosixFolder(run.workdir)
         write_export(folder, export_record(run, 0), towers, sample_vectors(run, params))
         flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "JAX_PLATFORMS": "cpu"}
-        command = [sys.executable, "-m", "realm_jax.cli", "build-index", f"--workdir={run.workdir}", "--step=0"]
+        command = [sys.executable, small_chunks.__file__, "build-index", f"--workdir={run.workdir}", "--step=0"]
         started = [
             subprocess.Popen([*command, f"--process={one}", f"--processes={processes}"], env=os.environ | flags)
             for one in range(processes)

@@ -10,19 +10,17 @@ from realm_jax.index.builder import Builder, Corpus, Stopped, WorkShare, current
 from realm_jax.index.embed import CorpusRows
 from realm_jax.index.generations import (
     InvalidIndex,
-    Status,
     export_steps,
     generation_names,
     load_vectors,
     read_export,
     read_manifest,
-    read_status,
     read_towers,
     remove_export,
     remove_generation,
     write_export,
-    write_status,
 )  # fmt: skip
+from realm_jax.index.status import Status, read_status, write_status
 from realm_jax.storage import PosixFolder, digest
 
 WIDTH, ROWS, CHUNK = 4, 23, 5
@@ -107,7 +105,7 @@ def test_a_damaged_export_is_named(folder, export):
     folder.write(export.file.name, b"x" * export.file.bytes)
     with pytest.raises(InvalidIndex, match=r"exports/10/.*safetensors is damaged"):
         read_towers(folder, export)
-    folder.write("exports/10/EXPORT.json", b'{"format_version": 1, "step"')
+    folder.write("exports/10/EXPORT.json", b'{"format_version": 2, "step"')
     with pytest.raises(InvalidIndex, match="EXPORT.json is not readable JSON"):
         read_export(folder, 10)
 
@@ -223,9 +221,9 @@ def test_the_first_write_that_fails_ends_the_work(folder, export, monkeypatch):
 
 def test_a_chunk_that_goes_bad_before_publication_is_found_and_embedded_again(folder, export):
     def spoil():
-        marks = sorted(folder.root.rglob("000000005-*.bin"))
-        if marks and len(list(folder.root.rglob("*.done"))) == 5:
-            marks[0].write_bytes(marks[0].read_bytes()[:-1] + b"?")
+        if len(list(folder.root.rglob("*.bin"))) == 5:
+            (chunk,) = folder.root.rglob("000000005-*.bin")
+            chunk.write_bytes(chunk.read_bytes()[:-1] + b"?")
 
     with pytest.raises(InvalidIndex, match="000000005-000000010-.*is damaged"):
         builder(folder, check=spoil).build(export, embed, QUERIES)
@@ -285,7 +283,7 @@ def test_a_manifest_that_was_cut_or_is_of_another_version_is_named(folder, publi
     with pytest.raises(InvalidIndex, match="MANIFEST.json is not readable JSON"):
         read_manifest(folder, published.generation)
     folder.write_json(name, json.loads(text) | {"format_version": 9})
-    with pytest.raises(InvalidIndex, match="format version 9, not 1"):
+    with pytest.raises(InvalidIndex, match="format version 9, not 2"):
         read_manifest(folder, published.generation)
     folder.write_json(name, {key: value for key, value in json.loads(text).items() if key != "rows"})
     with pytest.raises(InvalidIndex, match="it has no 'rows'"):
@@ -335,7 +333,7 @@ def test_removing_a_generation_keeps_what_others_share(folder, published):
 
 def test_a_status_is_read_as_written_and_damage_is_no_status(folder):
     assert read_status(folder, "trainer") is None
-    status = Status("run", "realm", 7, 3, False, 5, ("5-ab",))
+    status = Status("run", "realm", 7, 3, False, True, 5, (5,))
     write_status(folder, "trainer", status)
     assert read_status(folder, "trainer") == status
     folder.write("jobs/trainer.json", b"{")

@@ -6,9 +6,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from realm_jax import checksums as module
+from realm_jax.checksums import checksums, differing
 from realm_jax.mesh import logical_sharding, make_mesh
-from realm_jax.training import checksums as module
-from realm_jax.training.checksums import checksums, differing
 
 RNG = np.random.default_rng(0)
 ARRAYS = {

@@ -1,5 +1,6 @@
 """The config: a page lists its keys, every bad value is named by its key, and resume keeps the science."""
 
+import json
 import math
 import re
 from pathlib import Path
@@ -11,6 +12,7 @@ import realm_jax
 from realm_jax import schema
 from realm_jax.config import SECTIONS, default, flatten, joint_length, reference, science, task_names, validate
 from realm_jax.errors import UserError
+from realm_jax.jobs.opening import recorded_config
 from realm_jax.tasks.tagger import TaggerTask
 
 PAGE = Path(realm_jax.__file__).parents[1] / "docs" / "config.md"
@@ -32,9 +34,17 @@ def test_the_page_lists_every_key_and_says_which_may_change(sections):
     assert kept == {*science(config)}
 
 
+def test_a_run_of_another_version_is_refused_with_a_way_to_take_it_over(tmp_path):
+    recorded = default().to_dict()
+    recorded["refresh"]["max_age"] = 0
+    (tmp_path / "config.json").write_text(json.dumps(recorded))
+    with pytest.raises(UserError, match=r"with a key refresh.max_age; there, write .* `realm weights export`"):
+        recorded_config(tmp_path)
+
+
 def test_operations_may_change_and_science_may_not():
     changed = default()
-    changed.mesh.model, changed.retrieval.block, changed.init_from = 2, 64, "elsewhere"
+    changed.mesh.model, changed.retrieval.embed_batch, changed.init_from = 2, 64, "elsewhere"
     changed.checkpoint.every = changed.log.every = changed.evaluation.batch_size = 7
     assert science(changed) == science(default())
     changed.retrieval.candidates = 4
@@ -80,9 +90,6 @@ BAD = [
     ("objective.qa", "both"),
     ("retrieval.candidates", 1),
     ("retrieval.dtype", "int8"),
-    ("retrieval.block", 100),
-    ("retrieval.block", 0),
-    ("retrieval.block", -32),
     ("refresh.every", 0),
     ("realm.steps", 0),
     ("qa.batch_size", 0),

@@ -12,7 +12,8 @@ from realm_jax import cli
 from realm_jax.corpus.store import PassageStore
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
-from realm_jax.index.generations import Status, generation_names, load_vectors, read_manifest, write_status
+from realm_jax.index.generations import generation_names, load_vectors, read_manifest
+from realm_jax.index.status import Status, write_status
 from realm_jax.jobs.answering import is_edited, open_run_to_ask, restore
 from realm_jax.jobs.opening import open_run
 from realm_jax.run import Run
@@ -31,7 +32,7 @@ def workdir(trained, tmp_path, monkeypatch):
     for name in ("data", "run"):
         shutil.copytree(trained.workdir.parent / name, tmp_path / name)
     config = json.loads((tmp_path / "run" / "config.json").read_text())
-    config["data"]["path"], config["refresh"]["chunk_rows"] = str(tmp_path / "data"), 6
+    config["data"]["path"] = str(tmp_path / "data")
     (tmp_path / "run" / "config.json").write_text(json.dumps(config))
     return tmp_path / "run"
 
@@ -89,6 +90,7 @@ def test_rows_of_an_edited_store_are_laid_out_as_those_of_one_made_anew(workdir)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("small_chunks")
 def test_only_what_changed_is_embedded(workdir, monkeypatch, capsys):
     """The first edit embeds everything once, because no generation was there; later ones share it."""
     embedded = []
@@ -111,9 +113,16 @@ def test_only_what_changed_is_embedded(workdir, monkeypatch, capsys):
     assert read_manifest(folder, first.generation) is None, "a version in between is forgotten, not what it shares"
     assert load_vectors(folder, second).shape == (18, 8)
     capsys.readouterr()
-    assert cli.main(["index", "search", "New 16", f"--workdir={workdir}", "--json", "--top=15"]) == 0
-    found = {json.loads(line)["id"] for line in capsys.readouterr().out.splitlines()}
-    assert "p16" in found and "p2" not in found
+    by_newest = ["ask", "New 16", f"--workdir={workdir}", "--generation=newest", "--top=15"]
+    assert cli.main([*by_newest, "--json"]) == 0
+    candidates = json.loads(capsys.readouterr().out)["candidates"]
+    found, scores = {one["id"] for one in candidates}, [one["score"] for one in candidates]
+    assert "p16" in found and "p2" not in found and len(found) == 15 and scores == sorted(scores, reverse=True)
+    assert cli.main(by_newest) == 0
+    head, *lines = capsys.readouterr().out.strip().splitlines()
+    assert head.split() == ["score", "found", "by", "title", "passage"] and len(lines) == 15
+    assert cli.main(["ask", "New 16", f"--workdir={workdir}", "--generation=7-none"]) == 2
+    assert "there is no generation 7-none; `realm storage ls` lists them" in capsys.readouterr().err
 
 
 def test_what_is_served_is_every_row_of_the_newest_version(workdir):

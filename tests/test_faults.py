@@ -14,30 +14,21 @@ import sys
 import threading
 import time
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from cutting import Cut, cut_at
+import small_chunks
 from faulty_bucket import bucket, http
 from orbax.checkpoint import v1 as ocp
-from side_by_side import (
-    Watch,
-    adoptions,
-    assert_same,
-    builder,
-    make_job,
-    metrics,
-    open_tiny,
-    spoil,
-    train,
-    until,
-)  # fmt: skip
+from runs import Cut, Watch, adoptions, assert_same, builder, cut_at, make_job, metrics, open_tiny, spoil, train, until
 from tiny_run import PEOPLE, prepare_people
 
 from realm_jax import storage
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
+from realm_jax.host import Preempted, Stop
 from realm_jax.index.builder import WorkShare
 from realm_jax.index.generations import (
     EXPORT,
@@ -47,9 +38,9 @@ from realm_jax.index.generations import (
     generation_names,
     read_export,
     read_manifest,
-    read_status,
     remove_generation,
 )  # fmt: skip
+from realm_jax.index.status import Status, StatusWriter, read_status
 from realm_jax.jobs import build_index
 from realm_jax.jobs.build_index import Job, for_embedding
 from realm_jax.run import make_run
@@ -58,8 +49,6 @@ from realm_jax.training import follower, refresh
 from realm_jax.training.adoption import BuiltIndex
 from realm_jax.training.checkpoints import Saved
 from realm_jax.training.follower import IndexWatcher
-from realm_jax.training.preemption import Preempted, Stop
-from realm_jax.training.reporter import Reporter
 
 pytestmark = pytest.mark.usefixtures("quick_steps")
 
@@ -125,10 +114,9 @@ def mortal_builder(run, processes):
         thread.join()
 
 
-@pytest.mark.parametrize("write", [1, slow(2), slow(3), 4, slow(5), slow(6), slow(7)])
+@pytest.mark.parametrize("write", [1, slow(2), slow(3), 4])
 def test_a_builder_is_killed_and_started_again(people, sturdy, tmp_path, before_write, watch, log, write):
-    """Before each of the seven writes of a generation: three chunks with their marks, and the manifest; then one
-    process comes, or two."""
+    """Before each of the four writes of a generation: three chunks and the manifest; then one process comes, or two."""
     run, seen = open_tiny(people, tmp_path), []
 
     def kill(path):
@@ -159,23 +147,25 @@ def test_a_trainer_is_killed(people, sturdy, tmp_path, monkeypatch, watch, step)
 
 def test_a_trainer_is_killed_before_it_says_that_it_is_done(people, sturdy, tmp_path, monkeypatch, log):
     """Its builder learns it from the next one, which finds nothing left to do."""
-    run = open_tiny(people, tmp_path)
+    run, update = open_tiny(people, tmp_path), StatusWriter.update
+
+    def cut_at_the_end(self, **changes):
+        if changes.get("index_done"):
+            raise Cut
+        update(self, **changes)
+
     with builder(run), monkeypatch.context() as patch:
-        patch.setattr(Reporter, "finish", raise_cut)
+        patch.setattr(StatusWriter, "update", cut_at_the_end)
         with pytest.raises(Cut):
             train(run)
-    assert not read_status(PosixFolder(run.workdir), "trainer").done
+    assert read_status(PosixFolder(run.workdir), "trainer").needs_index
     assert_same(train(run), sturdy.final)
-    assert read_status(PosixFolder(run.workdir), "trainer").done
-
-
-def raise_cut(*_):
-    raise Cut
+    assert not read_status(PosixFolder(run.workdir), "trainer").needs_index
 
 
 def test_two_builders_at_once(people, sturdy, tmp_path, before_write, watch, monkeypatch):
     """Neither knows of the other: work is done twice, but no chunk that somebody may read is written again."""
-    run, listed = open_tiny(people, tmp_path), set()
+    run, listed, embedded = open_tiny(people, tmp_path), set(), []
     folder = PosixFolder(run.workdir)
 
     def listed_stay(path):
@@ -193,12 +183,18 @@ def test_two_builders_at_once(people, sturdy, tmp_path, before_write, watch, mon
             meet.wait(1.0)  # so that both begin with the same chunks
         embed(self, *rest)
 
+    write = build_index.Builder._write
+
+    def noted(self, name, chunk, vectors):
+        embedded.append((name, chunk))
+        write(self, name, chunk, vectors)
+
     monkeypatch.setattr(build_index.Builder, "_embed_missing", together)
+    monkeypatch.setattr(build_index.Builder, "_write", noted)
     with builder(run), builder(run):
         assert_same(train(run), sturdy.final)
     watch.check(run)
-    marks = [path.name.rpartition("-")[0] for path in run.workdir.glob("index/6-*/*.done")]
-    assert len(marks) > len({*marks}), "some chunk was embedded by both"
+    assert len(embedded) > len({*embedded}), "some chunk was embedded by both"
     assert len(listed) >= 12
 
 
@@ -222,7 +218,7 @@ def test_the_builder_comes_first_and_ends_when_the_trainer_is_done(people, tmp_p
     thread.join(30)
     assert not thread.is_alive()
     assert read_status(PosixFolder(run.workdir), "trainer").done
-    assert "the trainer is done" in log.text
+    assert "the trainer needs no further index" in log.text
     watch.check(run)
 
 
@@ -233,14 +229,14 @@ def test_a_run_that_is_done_is_not_extended_and_its_builder_ends(people, sturdy,
     job = make_job(sturdy.run)
     job._options.idle_exit = 0.1
     job.work(Stop(), None, False)
-    assert "the trainer is done" in log.text
+    assert "the trainer needs no further index" in log.text
 
 
 def test_a_builder_that_gave_up_waiting_is_not_done(people, tmp_path, log):
     job = make_job(open_tiny(people, tmp_path))
     job._options.idle_exit = 0.01
     job.work(Stop(), None, False)
-    assert "no sign of life of the trainer for 0.01 s" in log.text
+    assert "no heartbeat of the trainer for 0.01 s" in log.text
     told = read_status(PosixFolder(job._run.workdir), "builder-0")
     assert (told.stage, told.done) == ("ended", False)
 
@@ -249,10 +245,11 @@ def test_a_builder_that_gave_up_waiting_is_not_done(people, tmp_path, log):
 def test_processes_that_are_killed_without_a_word(people, sturdy, tmp_path, watch):
     """SIGKILL to a real `realm build-index` while it writes; two others go on."""
     run = open_tiny(people, tmp_path, wait_seconds=300.0)
-    command = [sys.executable, "-m", "realm_jax.cli", "build-index", f"--workdir={run.workdir}"]
-    slow = "import time; from realm_jax import storage; put = storage.PosixFolder.put\n"
+    command = [sys.executable, small_chunks.__file__, "build-index", f"--workdir={run.workdir}"]
+    slow = f"import sys; sys.path.append({str(Path(__file__).parent)!r}); import small_chunks; small_chunks.shrink()\n"
+    slow += "import time; from realm_jax import storage; put = storage.PosixFolder.put\n"
     slow += "storage.PosixFolder.put = lambda *args: (time.sleep(1), put(*args))[1]\n"
-    slow += f"from realm_jax import cli; cli.main({command[3:]})"
+    slow += f"from realm_jax import cli; cli.main({command[2:]})"
     first = subprocess.Popen([sys.executable, "-c", slow], env=os.environ)
     others = []
 
@@ -435,9 +432,10 @@ def test_a_generation_of_another_name(people, tmp_path):
     manifest = folder.read_json(f"index/{own}/{MANIFEST}")
     foreign = f"{export_step(own)}-f123abcd"
     folder.write_json(f"index/{foreign}/{MANIFEST}", manifest | {"generation": foreign, "corpus": "another"})
-    with BuiltIndex(run, "realm", run.config.realm.steps, {}, 1, lambda: False) as adoption:
+    status = StatusWriter(folder, "trainer", Status("one"))
+    with BuiltIndex(run, "realm", run.config.realm.steps, {}, 1, status, lambda: False) as adoption:
         adoption._watcher.want(0, 100)
-        assert adoption._watcher.wait(10, lambda: False).manifest.generation == own
+        assert adoption._watcher.wait(10, lambda: False).generation == own
         with pytest.raises(IncompatibleIndex, match="its corpus is another, not"):
             adoption._watcher.load(foreign)
 
@@ -535,9 +533,9 @@ def test_shared_storage_becomes_read_only(people, tmp_path, before_write, watch,
     with builder(run):
         final = train(run)
     watch.check(run)
-    assert f"jobs/trainer.json: {os.strerror(errno.EROFS)}; the builder cannot see that training goes on" in log.text
+    assert f"jobs/trainer.json: {os.strerror(errno.EROFS)}; other jobs cannot see that the trainer goes on" in log.text
     assert f"the export of step 2 is not written yet: {shared}/exports/2/" in log.text
-    assert "the builder cannot see that training is done" in log.text
+    assert "other jobs cannot see that the trainer is done" in log.text
     assert {index for _, index in adoptions(run)} == {0}
     assert_same(train(run), final)
 
@@ -547,7 +545,7 @@ def test_the_disk_stays_full_for_an_export_that_is_due(people, sturdy, tmp_path,
     """With several on their way nobody waits for its generation yet; the trainer saves, and stops in time."""
     run, left = open_tiny(people, tmp_path, wait_seconds=2.0), ["full"]
     monkeypatch.setattr("realm_jax.training.adoption.EXPORT_SECONDS", 0.5)
-    monkeypatch.setattr("realm_jax.training.adoption.BEAT_SECONDS", 0.5)
+    monkeypatch.setattr("realm_jax.training.adoption.HEARTBEAT_SECONDS", 0.5)
     monkeypatch.setattr("realm_jax.training.exporter.RETRY_SECONDS", 0.1)
     run.config.refresh.adopt_after = 5
 
@@ -567,7 +565,7 @@ def test_the_disk_stays_full_for_an_export_that_is_due(people, sturdy, tmp_path,
 
 
 def test_a_trainer_that_cannot_clear_up_at_its_start_hears_sigterm(people, tmp_path, monkeypatch):
-    """Exports of a timeline that was cut off cannot be removed."""
+    """Exports of rolled-back steps cannot be removed."""
     run = open_tiny(people, tmp_path)
     PosixFolder(tmp_path).write("exports/90/EXPORT.json", b"{}")
 
@@ -582,7 +580,9 @@ def test_a_trainer_that_cannot_clear_up_at_its_start_hears_sigterm(people, tmp_p
 
     monkeypatch.setattr(PosixFolder, "remove", read_only)
     with pytest.raises(StorageError, match="exports/90/EXPORT.json: Read-only file system"):
-        with BuiltIndex(run, "realm", 0, {}, 1, stopping):
+        with BuiltIndex(
+            run, "realm", 0, {}, 1, StatusWriter(PosixFolder(tmp_path), "trainer", Status("one")), stopping
+        ):
             pass
     assert asked == [False, False, True], "it tries again until it is told, and then no more"
 

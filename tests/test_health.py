@@ -10,7 +10,7 @@ import pytest
 from tiny import one_device_mesh, task_of, tiny_setting
 
 from realm_jax.tasks.collapse import CollapseMonitor
-from realm_jax.training.journal import Journal, Work
+from realm_jax.training.metrics import MetricLogger, Work
 
 LENGTH = 120
 
@@ -90,10 +90,10 @@ def values(null: float, gain: float) -> dict[str, jax.Array]:
 def keep(folder, start: int, records: list[tuple[int, float, float]], task: str = "realm") -> None:
     """A task's records as the loop hands them over."""
     monitor = task_of(task, tiny_setting(one_device_mesh(), rows=8)).monitor()
-    with Journal(folder, task, start, 10 * LENGTH, 0.0, Work(1.0, 1, None), monitor=monitor) as journal:
+    with MetricLogger(folder, task, start, 10 * LENGTH, Work(1.0, 1, None), {}, monitor=monitor) as metrics:
         for step, null, gain in records:
-            journal.stepped(step, values(null, gain), {"index_age": 0})
-        journal.flush()
+            metrics.log_step(step, values(null, gain), {"index_age": 0})
+        metrics.flush()
 
 
 @pytest.fixture

@@ -6,11 +6,12 @@ import threading
 
 import jax
 import pytest
-from cutting import Cut, cut_at
-from side_by_side import (
+from runs import (
+    Cut,
     adoptions,
     assert_same,
     builder,
+    cut_at,
     make_job,
     metrics,
     open_tiny,
@@ -19,6 +20,7 @@ from side_by_side import (
 )
 
 from realm_jax.errors import UserError
+from realm_jax.host import Preempted, Stop
 from realm_jax.index.generations import (
     export_step,
     generation_names,
@@ -32,7 +34,6 @@ from realm_jax.training import loop
 from realm_jax.training.adoption import BuiltIndex
 from realm_jax.training.checkpoints import Saved
 from realm_jax.training.exporter import Exporter, export_record, sample_vectors, to_arrays
-from realm_jax.training.preemption import Preempted, Stop
 
 pytestmark = pytest.mark.usefixtures("quick_steps")
 
@@ -107,7 +108,7 @@ def test_a_generation_that_does_not_come_in_time_costs_no_step(people, sturdy, t
 @pytest.mark.parametrize("after", [0, 2, 5])
 def test_any_checkpoint_that_is_kept_can_be_gone_on_from(people, tmp_path, after):
     """Also the one before the newest, and with several generations on their way."""
-    run = open_tiny(people, tmp_path, adopt_after=after, keep=1)
+    run = open_tiny(people, tmp_path, adopt_after=after)
     with builder(run):
         final = train(run)
     seen = metrics(run)
@@ -162,7 +163,7 @@ def test_without_the_generation_and_its_export_training_goes_on_with_another(peo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("after", [1, pytest.param(-1, marks=pytest.mark.slow)])
-def test_what_a_cut_off_timeline_left_is_never_served(people, tmp_path, after):
+def test_what_rolled_back_steps_left_is_never_served(people, tmp_path, after):
     run = open_tiny(people, tmp_path, adopt_after=after)
     with builder(run):
         train(run)

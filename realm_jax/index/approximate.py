@@ -34,16 +34,17 @@ BLOCK = 65_536  # rows scored at a time by `exact_rows`
 class ScannConfig:
     """How the shards of an index are built and searched.
 
-    shard_rows: rows a shard at most. budget: rows that every shard returns, and that are scored exactly.
-    leaves, searched: of a shard's tree; 0 leaves them to the size of the shard. tree_from: rows from which a shard has
-    a tree at all; smaller ones are scored whole.
+    budget: rows that every shard returns, and that are scored exactly. searched, leaves: of a shard's tree; 0 leaves
+    them to the size of the shard. shard_rows: rows a shard at most, so what building one needs in memory: 1 GB of
+    vectors of 128, and twice that. tree_from: rows from which a shard has a tree at all; smaller ones are scored whole,
+    which takes no longer.
     """
 
-    shard_rows: int
     budget: int
-    leaves: int
-    searched: int
-    tree_from: int
+    searched: int = 0
+    leaves: int = 0
+    shard_rows: int = 2_000_000
+    tree_from: int = 20_000
 
     def of_shard(self, rows: int) -> tuple[int, int]:
         """Leaves of a shard's tree and how many are searched; (0, 0) for brute force.

@@ -1,16 +1,16 @@
 """Build one generation: embed the corpus chunk by chunk with an export's towers, check it, publish its manifest.
 
 Any number of processes may build the same generation, and any of them may die: each takes the chunks that are
-nobody's yet, its own share first and then the others' from the far end, and skips what has a done mark. A chunk's bytes
-depend on the export and the corpus alone. Work may be done twice, but no listed file is ever written again. When to
-build what is `jobs/build_index.py`; what the files mean is `generations.py`. Read `Builder.build` next.
+nobody's yet, its own share first and then the others' from the far end, and skips what is there. A chunk's bytes depend
+on the export and the corpus alone, and its name on its bytes: work may be done twice, but no listed file is ever
+written again. When to build what is `jobs/build_index.py`; what the files mean is `generations.py`. Read
+`Builder.build` next.
 """
 
 import contextlib
 import dataclasses
 import logging
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
@@ -21,15 +21,14 @@ from numpy.typing import NDArray
 from realm_jax.index.approximate import ScannConfig
 from realm_jax.index.embed import CorpusRows
 from realm_jax.index.generations import (
-    DONE,
     MANIFEST,
     REFUSED,
     ChunkFile,
     Export,
     InvalidIndex,
     Manifest,
+    by_rows,
     check_vectors,
-    done_marks,
     export_step,
     generation_name,
     generation_names,
@@ -40,16 +39,17 @@ from realm_jax.index.generations import (
     rows_name,
 )  # fmt: skip
 from realm_jax.index.searchers import build_searchers, measure
-from realm_jax.storage import Damaged, FileEntry, Folder
+from realm_jax.storage import Damaged, FileEntry, Folder, digest
 
 logger = logging.getLogger(__name__)
 
 CHECKED_ROWS = 64  # rows of a generation that are embedded a second time before it is published
+CHUNK = ".bin"
 TOLERANCE = 0.02  # of such a vector's length: what rounding to bfloat16 may change
 
 
 class Stopped(Exception):
-    """The builder was told to stop; what it wrote stays and is gone on from."""
+    """The builder was told to stop; what it wrote stays, and the next one resumes there."""
 
 
 class Rejected(Exception):
@@ -120,8 +120,8 @@ Check = Callable[[], None]  # called between chunks; may raise Stopped
 class Builder:
     """Where and how to build.
 
-    on_progress: called with chunks done and chunks. searches: how hosts search, None where they do not; then min_recall is the
-    least that a searcher must find. writer: a name that no other writer has.
+    on_progress: called with chunks done and chunks. searches: how hosts search, None where they do not; then min_recall
+    is the least that a searcher must find.
     """
 
     folder: Folder
@@ -133,7 +133,6 @@ class Builder:
     on_progress: Callable[[int, int], None] = lambda done, total: None
     searches: ScannConfig | None = None
     min_recall: float = 0.0
-    writer: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex[:8])
 
     def build(self, export: Export, embed: Embed, queries: NDArray[np.float32]) -> Manifest:
         """Build and publish the generation of an export, or take the one that is published already.
@@ -152,8 +151,8 @@ class Builder:
         shared = self._shared(export, width)
         self._embed_missing(name, [chunk for chunk in chunks if chunk.key not in shared], embed, width)
         embedded = time.monotonic()
-        marks = done_marks(self.folder, f"index/{name}")
-        files = [shared.get(chunk.key) or self._file(name, chunk, marks) for chunk in chunks]
+        written = self._written(name)
+        files = [shared.get(chunk.key) or self._file(name, chunk, written, width) for chunk in chunks]
         listed = tuple(ChunkFile(*chunk.key, file) for chunk, file in zip(chunks, files, strict=True))
         manifest = Manifest(
             name, export.step, export.parameters, self.corpus.fingerprint, self.corpus.tokenizer, self.corpus.rows,
@@ -187,7 +186,7 @@ class Builder:
         """The manifest with the searcher's files and recall, where hosts search."""
         if self.searches is None:
             return manifest
-        built = build_searchers(self.folder, manifest, self.searches, self.share.order, self.writer, self.check)
+        built = build_searchers(self.folder, manifest, self.searches, self.share.order, self.check)
         manifest = dataclasses.replace(manifest, searcher=built)
         found = measure(self.folder, manifest, queries)
         name, value = next(iter(found.items()))
@@ -211,7 +210,7 @@ class Builder:
         return found
 
     def _embed_missing(self, name: str, chunks: list[Chunk], embed: Embed, width: int) -> None:
-        """Embed every chunk that has no done mark. Reading, the devices and writing overlap; a write that fails ends
+        """Embed every chunk that is not written. Reading, the devices and writing overlap; a write that fails ends
         the work at the next chunk."""
         with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as writer:
             written: Future[None] | None = None
@@ -228,50 +227,47 @@ class Builder:
     def _read_ahead(
         self, name: str, chunks: list[Chunk], reader: ThreadPoolExecutor
     ) -> Iterator[tuple[int, CorpusRows]]:
-        """Chunks without a done mark and their rows; the next one is read while one is embedded."""
-        todo = self._todo(name, chunks)
-        ahead = next(todo, None)
-        pending = reader.submit(self.corpus.read, *chunks[ahead][2:]) if ahead is not None else None
-        while ahead is not None and pending is not None:
-            number, rows = ahead, pending.result()
-            ahead = next(todo, None)
-            pending = reader.submit(self.corpus.read, *chunks[ahead][2:]) if ahead is not None else None
-            yield number, rows
+        """Chunks that are not written and their rows; the next one is read while one is embedded."""
+        ahead: list[tuple[int, Future[CorpusRows]]] = []
+        for number in self._todo(name, chunks):
+            ahead.append((number, reader.submit(self.corpus.read, *chunks[number][2:])))
+            if len(ahead) > 1:
+                yield ahead[0][0], ahead.pop(0)[1].result()
+        for number, rows in ahead:
+            yield number, rows.result()
 
     def _todo(self, name: str, chunks: list[Chunk]) -> Iterator[int]:
         for number in self.share.order(len(chunks)):
             self.check()
-            marked = done_marks(self.folder, f"index/{name}")  # anew each time: others are at work
-            self.on_progress(len({*marked} & {chunk.name for chunk in chunks}), len(chunks))
-            if chunks[number].name not in marked:
+            written = self._written(name)  # anew each time: others are at work
+            self.on_progress(len({*written} & {chunk.name for chunk in chunks}), len(chunks))
+            if chunks[number].name not in written:
                 yield number
+
+    def _written(self, name: str) -> dict[str, str]:
+        """Chunk's name → its file in a generation."""
+        return by_rows(self.folder, f"index/{name}", CHUNK)
 
     def _write(self, name: str, chunk: Chunk, vectors: NDArray[np.float32]) -> None:
         stored = vectors.astype(numpy_dtype(self.dtype))
-        path = f"index/{name}/{chunk.name}-{self.writer}"
-        check_vectors(stored, self.folder.path(f"{path}.bin"))
-        entry = self.folder.put(f"{path}.bin", raw_bytes(stored))
-        self.folder.write_json(f"{path}{DONE}", entry._asdict())
+        home, data = f"index/{name}", raw_bytes(stored)
+        file = f"{chunk.name}-{digest(data)}{CHUNK}"
+        check_vectors(stored, self.folder.path(f"{home}/{file}"))
+        if file not in self.folder.names(home):  # another process may have written it, and published
+            self.folder.write(f"{home}/{file}", data)
 
-    def _file(self, name: str, chunk: Chunk, marks: dict[str, str]) -> FileEntry:
-        """The file of a chunk, by its done mark.
-
-        Raises InvalidIndex, and removes the mark, when it cannot be read: the chunk is then embedded again.
-        """
-        path = f"index/{name}/{marks.get(chunk.name)}"
-        try:
-            return FileEntry(**self.folder.read_json(path))
-        except FileNotFoundError:
-            raise InvalidIndex(f"{self.folder.path(f'index/{name}')}: rows {chunk.name} have no done mark") from None
-        except (Damaged, TypeError) as fault:
-            self.folder.remove(path)
-            raise InvalidIndex(f"{self.folder.path(path)} is damaged ({fault})") from None
+    def _file(self, name: str, chunk: Chunk, written: dict[str, str], width: int) -> FileEntry:
+        """What a manifest says of the file of a chunk. Raises InvalidIndex where somebody removed it."""
+        if (file := written.get(chunk.name)) is None:
+            raise InvalidIndex(f"{self.folder.path(f'index/{name}')}: the rows {chunk.name} were removed")
+        size = (chunk.last - chunk.first) * width * numpy_dtype(self.dtype).itemsize
+        return FileEntry(f"index/{name}/{file}", size, file.removesuffix(CHUNK).rpartition("-")[2])
 
     def _self_check(self, manifest: Manifest, chunks: list[Chunk], embed: Embed) -> None:
         """Read every chunk back, and embed a few rows a second time.
 
-        A damaged chunk loses its mark, or the generation that it is shared with is refused, so that it is embedded
-        again. Raises InvalidIndex.
+        A damaged chunk is removed, or the generation that it is shared with is refused, so that it is embedded again.
+        Raises InvalidIndex.
         """
         rows = np.linspace(0, manifest.rows - 1, min(CHECKED_ROWS, manifest.rows)).astype(np.int64)
         for chunk, listed in zip(chunks, manifest.chunks, strict=True):
@@ -279,9 +275,10 @@ class Builder:
             try:
                 vectors = read_chunk(self.folder, manifest, listed)
             except InvalidIndex as fault:
-                self.folder.remove(f"{listed.file.name.removesuffix('.bin')}{DONE}")
                 home = listed.file.name.split("/")[1]
-                if home != manifest.generation:
+                if home == manifest.generation:
+                    self.folder.remove(listed.file.name)
+                else:
                     reject(self.folder, home, str(fault), again=True)
                 raise
             sample = rows[(rows >= chunk.first) & (rows < chunk.last)]
@@ -327,7 +324,7 @@ def reject(folder: Folder, generation: str, reason: str, again: bool) -> None:
 
 
 def clear_rejections(folder: Folder) -> None:
-    """Take back what was refused for its settings: it goes on being built where its builder left it."""
+    """Take back what was refused for its settings: the next builder resumes where the last one left it."""
     for name in folder.names("index"):
         generation = name.removesuffix(REFUSED)
         if generation != name and not (rejection(folder, generation) or {}).get("again"):

@@ -48,7 +48,7 @@ class Setting:
     marginal: str = "example"
     ict_null_weight: float = 0.0  # weight of the null document in the inverse cloze task
     ict_from_index: bool = False  # its negatives are what the query retrieves, not the passages of the batch
-    search_block: int = 65_536
+    search_block: int = 65_536  # vectors scored at a time on a device, a multiple of 32
     qa_objective: str = "marginal"
     qa_beam: int = 64  # passages that the retriever's term of fine-tuning, and the inverse cloze task, rank
     qa_passages: int = 5  # passages that are read

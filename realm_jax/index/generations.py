@@ -1,24 +1,20 @@
 """Exports and generations: what trainer and index builder say to each other, as files in a shared folder.
 
-    exports/<step>/<fingerprint>.safetensors      both towers of that step, float32
-    exports/<step>/<fingerprint>.queries          sample query vectors of that step, float32
-    exports/<step>/EXPORT.json                    put last; without it the export does not exist
-    index/<step>-<nonce>/<rows>-<writer>.bin     vectors of a chunk of rows, and a `.done` mark with size and checksum
-    index/<step>-<nonce>/scann-…/                 searchers of the hosts, if any: `searchers.py`
-    index/<step>-<nonce>/MANIFEST.json            put last; without it the generation does not exist
-    index/<step>-<nonce>.refused                  why a generation must not be served; outlives it
-    jobs/trainer.json, jobs/builder-<n>.json      what each job is doing, and what it needs (pins)
-    jobs/recipe.json                              how far the trainer is in its recipe, and whether it lives
+    exports/<step>/<fingerprint>.safetensors        both towers of that step and sample query vectors, float32
+    exports/<step>/EXPORT.json                      put last; without it the export does not exist
+    index/<step>-<nonce>/<first>-<last>-<sha>.bin   vectors of the rows first … last − 1, by the checksum of their bytes
+    index/<step>-<nonce>/scann-…/                   searchers of the hosts, if any: `searchers.py`
+    index/<step>-<nonce>/MANIFEST.json              put last; without it the generation does not exist
+    index/<step>-<nonce>.refused                    why a generation must not be served; outlives it
 
 Nothing that a record lists is ever written again. Writing exports is `training/exporter.py`, building generations
-`builder.py`, following them `training/follower.py`. Read `Manifest` next.
+`builder.py`, following them `training/follower.py`; what the jobs say of themselves beside these files is `status.py`.
+Read `Manifest` next.
 """
 
-import contextlib
 import dataclasses
 import re
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import ml_dtypes
@@ -27,12 +23,15 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from realm_jax.checksums import arrays_digest
 from realm_jax.errors import UserError
-from realm_jax.storage import Damaged, FileEntry, Folder, StorageError, digest
+from realm_jax.storage import Damaged, FileEntry, Folder, digest
 
-FORMAT_VERSION = 1
-EXPORT, MANIFEST, REFUSED, DONE = "EXPORT.json", "MANIFEST.json", ".refused", ".done"
-QUERIES = "queries"  # name of the one array in a file of sample query vectors
+FORMAT_VERSION = 2
+CHUNK_ROWS = 65_536  # passages in a file of vectors: what a killed builder loses at most; every builder's the same
+KEPT = 3  # newest generations that stay, beside those in use or in checkpoints
+EXPORT, MANIFEST, REFUSED = "EXPORT.json", "MANIFEST.json", ".refused"
+QUERIES = "queries"  # name of the sample query vectors among the arrays of an export
 Arrays = dict[str, NDArray]
 
 
@@ -59,17 +58,15 @@ class Export:
     towers: dict[str, Any]
     index: dict[str, Any]
     file: FileEntry
-    queries: FileEntry
 
     def to_json(self) -> dict[str, Any]:
-        files = {"file": self.file._asdict(), "queries": self.queries._asdict()}
-        return {"format_version": FORMAT_VERSION, **dataclasses.asdict(self), **files}
+        return {"format_version": FORMAT_VERSION, **dataclasses.asdict(self)}
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any], where: str) -> Self:
         """Raises InvalidIndex for another version and for missing or wrong entries."""
         fields = _checked(found, where, cls)
-        return cls(**fields | {name: _entry(fields[name], where) for name in ("file", "queries")})
+        return cls(**fields | {"file": _entry(fields["file"], where)})
 
 
 def export_steps(folder: Folder) -> list[int]:
@@ -92,8 +89,7 @@ def read_towers(folder: Folder, export: Export) -> tuple[Arrays, NDArray[np.floa
     """The towers' parameters by path ('document_embedder/bert/…') and the sample queries [count, width]."""
     try:
         arrays = load(folder.read_verified(export.file))
-        queries = load(folder.read_verified(export.queries))
-        return arrays, queries[QUERIES]
+        return arrays, arrays.pop(QUERIES)
     except (Damaged, SafetensorError, KeyError) as fault:
         raise InvalidIndex(str(fault)) from None
 
@@ -103,16 +99,13 @@ def write_export(folder: Folder, export: Mapping[str, Any], towers: Arrays, quer
 
     An earlier export of the step that holds the same towers stays as it is, if it is sound.
     """
-    data = save({name: np.ascontiguousarray(value) for name, value in sorted(towers.items())})
-    fingerprint = digest(data)
-    step = export["step"]
+    fingerprint, step = arrays_digest(towers), export["step"]
     earlier = _sound_export(folder, step)
     if earlier is not None and earlier.parameters == fingerprint:
         return earlier
-    name = f"exports/{step}/{fingerprint[:16]}"
-    sample = folder.put(f"{name}.queries", save({QUERIES: np.ascontiguousarray(queries)}))
-    file = folder.put(f"{name}.safetensors", data)
-    made = Export(parameters=fingerprint, file=file, queries=sample, **export)
+    arrays = {name: np.ascontiguousarray(value) for name, value in [*sorted(towers.items()), (QUERIES, queries)]}
+    file = folder.put(f"exports/{step}/{fingerprint[:16]}.safetensors", save(arrays))
+    made = Export(parameters=fingerprint, file=file, **export)
     folder.write_json(f"exports/{step}/{EXPORT}", made.to_json())
     return made
 
@@ -172,16 +165,16 @@ class Manifest:
     seconds: dict[str, float]
 
     def to_json(self) -> dict[str, Any]:
-        chunks = [chunk._asdict() | {"file": chunk.file._asdict()} for chunk in self.chunks]
-        return {"format_version": FORMAT_VERSION, **dataclasses.asdict(self), "chunks": chunks}
+        return {"format_version": FORMAT_VERSION, **dataclasses.asdict(self)}
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any], where: str) -> Self:
         """Raises InvalidIndex for another version and for missing or wrong entries."""
         fields = _checked(found, where, cls)
         try:
-            chunks = tuple(ChunkFile(**chunk | {"file": _entry(chunk["file"], where)}) for chunk in fields["chunks"])
-        except (TypeError, KeyError) as fault:
+            listed: list[tuple[str, int, int, Any]] = fields["chunks"]
+            chunks = tuple(ChunkFile(name, first, last, _entry(file, where)) for name, first, last, file in listed)
+        except (TypeError, ValueError) as fault:
             raise InvalidIndex(f"{where}: its list of chunks is damaged ({fault})") from None
         return cls(**fields | {"chunks": chunks})
 
@@ -189,7 +182,7 @@ class Manifest:
     def files(self) -> list[FileEntry]:
         """Every file that the generation needs; names are relative to the shared folder."""
         shards = self.searcher["shards"] if self.searcher else []
-        return [c.file for c in self.chunks] + [FileEntry(**file) for shard in shards for file in shard["files"]]
+        return [c.file for c in self.chunks] + [FileEntry(*file) for shard in shards for file in shard["files"]]
 
 
 def generation_names(folder: Folder) -> list[str]:
@@ -204,7 +197,7 @@ def export_step(generation: str) -> int:
 
 
 def generation_name(step: int, parameters: str, corpus: str, attempt: int) -> str:
-    """The same for every builder process, so that they work on one generation without a word between them."""
+    """The same for every builder process, so that they work on one generation without talking to each other."""
     return f"{step}-{digest(f'{parameters} {corpus} {attempt}'.encode())[:8]}"
 
 
@@ -220,20 +213,29 @@ def read_manifest(folder: Folder, generation: str) -> Manifest | None:
 
 
 def export_of(folder: Folder, manifest: Manifest) -> Export | None:
-    """The export that a generation was built from; None when it is gone, or another took its place. Raises InvalidIndex."""
+    """The export that a generation was built from; None when it is gone, or another took its place.
+
+    Raises InvalidIndex.
+    """
     export = read_export(folder, manifest.step)
     return export if export is not None and export.parameters == manifest.parameters else None
 
 
-def load_vectors(folder: Folder, manifest: Manifest) -> NDArray:
-    """All vectors of a generation, verified: [rows, width] of its dtype. Raises InvalidIndex, naming the file."""
-    vectors = np.empty((manifest.rows, manifest.width), numpy_dtype(manifest.dtype))
+def load_vectors(
+    folder: Folder, manifest: Manifest, first: int = 0, last: int | None = None, dtype: Any = None
+) -> NDArray:
+    """Rows first … last − 1 of a generation, all by default, verified: [rows, width] of its dtype, or of another.
+
+    Raises InvalidIndex, naming the file.
+    """
+    last = manifest.rows if last is None else last
+    vectors = np.empty((last - first, manifest.width), dtype or numpy_dtype(manifest.dtype))
     start = 0
     for chunk in manifest.chunks:
         stop = start + chunk.last - chunk.first
-        if stop > manifest.rows:
-            break
-        vectors[start:stop] = read_chunk(folder, manifest, chunk)
+        low, high = max(start, first), min(stop, last)
+        if low < high:
+            vectors[low - first : high - first] = read_chunk(folder, manifest, chunk)[low - start : high - start]
         start = stop
     if start != manifest.rows:
         raise InvalidIndex(f"{folder.path('index/' + manifest.generation)}: its chunks hold other rows than it says")
@@ -259,10 +261,10 @@ def rows_name(first: int, last: int) -> str:
     return f"{first:09d}-{last:09d}"
 
 
-def done_marks(folder: Folder, home: str) -> dict[str, str]:
-    """`rows_name` → done mark of the chunks or shards in a folder; of several writers' the first by name."""
-    marks = [mark for mark in folder.names(home) if mark.endswith(DONE)]
-    return {mark.rpartition("-")[0]: mark for mark in reversed(marks)}
+def by_rows(folder: Folder, home: str, suffix: str) -> dict[str, str]:
+    """`rows_name` → file of a kind in a folder; of several writers' the first by name."""
+    names = [name for name in folder.names(home) if name.endswith(suffix)]
+    return {name.rpartition("-")[0]: name for name in reversed(names)}
 
 
 def check_vectors(vectors: NDArray, where: str) -> None:
@@ -317,114 +319,7 @@ def _checked(found: Mapping[str, Any], where: str, kind: type) -> dict[str, Any]
 
 def _entry(found: Any, where: str) -> FileEntry:
     try:
-        return FileEntry(str(found["name"]), int(found["bytes"]), str(found["sha256"]))
-    except (TypeError, KeyError, ValueError) as fault:
-        raise InvalidIndex(f"{where} is damaged: an entry of a file lacks {fault}") from None
-
-
-# --- Job status -------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class Status:
-    """What a job says of itself, in jobs/<job>.json.
-
-    run: id of the run, the same over restarts. counter: grows while the job is alive; nobody compares clocks. index:
-    export step of the generation in use, −1 for none. pins: export steps whose generations must stay.
-    """
-
-    run: str
-    stage: str = ""
-    step: int = 0
-    counter: int = 0
-    done: bool = False
-    index: int = -1
-    pins: tuple[int, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        return {"format_version": FORMAT_VERSION, **dataclasses.asdict(self)}
-
-
-BEAT_SECONDS = 5.0  # between two signs of life
-TRAINER, BUILDER = "trainer", "builder"
-RECIPE = "recipe"  # what the trainer says of the whole recipe; its word to the builders is TRAINER's
-
-
-def process_name(job: str, number: int) -> str:
-    """What a process of 'trainer' or 'builder' is called everywhere: its status, its log, its machines in a cloud."""
-    return f"{job}-{number}"
-
-
-class Beat:
-    """Calls `act` every BEAT_SECONDS in a thread, however long the work takes between. A context manager."""
-
-    def __init__(self, act: Callable[[], None]) -> None:
-        self._act, self._over = act, threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing to do where it was never entered, or is left again."""
-        self._over.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def _run(self) -> None:
-        while not self._over.wait(BEAT_SECONDS):
-            self._act()
-
-
-class Living:
-    """The status of a job, written when it changes and every BEAT_SECONDS, however long the work takes between.
-
-    A context manager. What storage does to a sign of life is told where work is stored, so here it is passed over.
-    """
-
-    def __init__(self, folder: Folder, job: str, status: Status) -> None:
-        self._folder, self._job, self._status = folder, job, status
-        self._lock, self._beat = threading.Lock(), Beat(self._live)
-
-    def __enter__(self) -> Self:
-        self._live()
-        self._beat.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._beat.__exit__()
-
-    def tell(self, **changes: Any) -> None:
-        """Write fields of `Status` that are other than before."""
-        with self._lock:
-            changed = dataclasses.replace(self._status, **changes)
-            if changed != self._status:
-                self._status = changed
-                self._write()
-
-    def _live(self) -> None:
-        with self._lock:
-            self._write()
-
-    def _write(self) -> None:
-        self._status.counter += 1
-        with contextlib.suppress(StorageError):
-            write_status(self._folder, self._job, self._status)
-
-
-def read_status(folder: Folder, job: str) -> Status | None:
-    """The status of a job; None where it never wrote one, or where what is there cannot be read."""
-    try:
-        found = _checked(folder.read_json(f"jobs/{job}.json"), job, Status)
-    except (FileNotFoundError, Damaged, InvalidIndex):
-        return None
-    kinds = {"run": str, "stage": str, "step": int, "counter": int, "done": bool, "index": int, "pins": list}
-    if any(type(found[name]) is not kind for name, kind in kinds.items()):
-        return None
-    return Status(**found | {"pins": tuple(found["pins"])})
-
-
-def write_status(folder: Folder, job: str, status: Status) -> None:
-    """Raises StorageError."""
-    folder.write_json(f"jobs/{job}.json", status.to_json())
+        name, size, checksum = found
+        return FileEntry(str(name), int(size), str(checksum))
+    except (TypeError, ValueError) as fault:
+        raise InvalidIndex(f"{where} is damaged: an entry of a file is none ({fault})") from None

@@ -3,12 +3,14 @@
     index/<generation>/scann-<settings>/<first>-<last>-<writer>/…      what ScaNN writes for the rows first … last − 1
     index/<generation>/scann-<settings>/<first>-<last>-<writer>.done   what was chosen; every file, size and checksum
 
-Shards are shared out and gone on from like chunks (`builder.py`). How they search is `approximate.py`.
+Shards are shared out like chunks (`builder.py`), and those with a `.done` mark are not built again. How they search is
+`approximate.py`.
 """
 
 import dataclasses
 import json
 import tempfile
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,25 +29,27 @@ from realm_jax.index.approximate import (
     shard_ranges,
 )
 from realm_jax.index.generations import (
-    DONE,
     IncompatibleIndex,
     InvalidIndex,
     Manifest,
-    done_marks,
+    by_rows,
     load_vectors,
-    read_chunk,
     rows_name,
 )
 from realm_jax.storage import Damaged, FileEntry, Folder, StorageError, digest
 
+DONE = ".done"
 MEASURED_QUERIES = 256
 MEASURED_DEPTH = 8  # K of the paper
 
 
 def build_searchers(
-    folder: Folder, manifest: Manifest, settings: ScannConfig, order: Callable[[int], list[int]], writer: str,
+    folder: Folder,
+    manifest: Manifest,
+    settings: ScannConfig,
+    order: Callable[[int], list[int]],
     check: Callable[[], None],
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Build every shard that has no done mark; the manifest's entry of the searcher. order: of this process's work."""
     ranges, chosen = shard_ranges(manifest.rows, settings.shard_rows), dataclasses.asdict(settings)
     key = digest(json.dumps(chosen, sort_keys=True).encode())[:6]  # builders with other settings do not meet
@@ -53,9 +57,9 @@ def build_searchers(
     for number in order(len(ranges)):
         check()
         name = rows_name(*ranges[number])
-        if name not in done_marks(folder, home):
-            _build(folder, manifest, settings, ranges[number], f"{home}/{name}-{writer}")
-    marks, shards = done_marks(folder, home), []
+        if name not in by_rows(folder, home, DONE):
+            _build(folder, manifest, settings, ranges[number], f"{home}/{name}-{uuid.uuid4().hex[:8]}")
+    marks, shards = by_rows(folder, home, DONE), []
     for first, last in ranges:
         path = f"{home}/{marks.get(rows_name(first, last))}"
         try:
@@ -83,7 +87,7 @@ def load_searcher(
 def _load(folder: Folder, shard: dict[str, Any]) -> Shard:
     where = f"searcher of rows {shard['first']} to {shard['last']}"
     try:
-        paths = [folder.local(FileEntry(**file)) for file in shard["files"]]
+        paths = [folder.local(FileEntry(*file)) for file in shard["files"]]
         return load_shard(paths[0].parent, shard["first"], shard["last"])
     except Damaged as fault:
         raise InvalidIndex(f"{where}: {fault}") from None
@@ -105,7 +109,7 @@ def measure(folder: Folder, manifest: Manifest, queries: NDArray[np.float32]) ->
             try:
                 shards.append(_load(folder, shard))
             except InvalidIndex:
-                folder.remove(shard["files"][0]["name"].rpartition("/")[0] + DONE)
+                folder.remove(shard["files"][0][0].rpartition("/")[0] + DONE)
                 raise
     finally:
         folder.unstage(f"index/{manifest.generation}")
@@ -116,19 +120,6 @@ def measure(folder: Folder, manifest: Manifest, queries: NDArray[np.float32]) ->
 
 def _build(folder: Folder, manifest: Manifest, settings: ScannConfig, rows: tuple[int, int], name: str) -> None:
     with tempfile.TemporaryDirectory(prefix="realm-scann-") as scratch:
-        chosen = build_shard(_read_rows(folder, manifest, *rows), settings, Path(scratch))
+        chosen = build_shard(load_vectors(folder, manifest, *rows, np.float32), settings, Path(scratch))
         files = [folder.put(f"{name}/{path.name}", path.read_bytes()) for path in sorted(Path(scratch).iterdir())]
-    folder.write_json(f"{name}{DONE}", chosen | {"files": [file._asdict() for file in files]})
-
-
-def _read_rows(folder: Folder, manifest: Manifest, first: int, last: int) -> NDArray[np.float32]:
-    """Rows first … last − 1, verified, in float32."""
-    found = np.empty((last - first, manifest.width), np.float32)
-    start = 0
-    for chunk in manifest.chunks:
-        stop = start + chunk.last - chunk.first
-        low, high = max(start, first), min(stop, last)
-        if low < high:
-            found[low - first : high - first] = read_chunk(folder, manifest, chunk)[low - start : high - start]
-        start = stop
-    return found
+    folder.write_json(f"{name}{DONE}", chosen | {"files": files})

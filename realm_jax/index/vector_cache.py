@@ -1,17 +1,16 @@
 """Vectors of passages that some run of this machine embedded before, by the content of the passages.
 
-An encoder, named by a digest of all that makes it a function, has a folder; a passage is known by a digest of its word
-pieces, so an edited or newly prepared corpus finds every passage that did not change, in whatever row it is now:
+An encoder, named by a digest of all that makes it a function, has an entry in the cache; a passage is known by a digest
+of its word pieces, so an edited or newly prepared corpus finds every passage that did not change, in whatever row it is
+now. Each item of the entry holds some passages:
 
-    VECTORS/<encoder>/<part>.rows.npy       digests of rows, uint64 [rows, 2]
-    VECTORS/<encoder>/<part>.vectors.npy    float32 [rows, width]
-    VECTORS/<encoder>/<part>.json           put last: both files with sizes and checksums
+    keys       digests of rows, uint32 [rows, 4]
+    vectors    float32 [rows, width]
 
 Not for towers that are being trained, whose vectors nobody asks for again. Which encoder: `training/embedding.py`.
 """
 
 import hashlib
-import io
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,10 +19,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from realm_jax.cache import cache_bytes, has_room, kept_in, make_room, used
-from realm_jax.errors import UserError
+from realm_jax.cache import CacheEntry, cache_bytes
 from realm_jax.index.embed import CorpusRows
-from realm_jax.storage import Damaged, FileEntry, PosixFolder, StorageError, digest
+from realm_jax.storage import Damaged, digest
 
 logger = logging.getLogger(__name__)
 
@@ -48,13 +46,13 @@ class VectorCache:
 
     def __init__(self, encoder: str) -> None:
         """encoder: its digest."""
-        self._folder = PosixFolder(kept_in("vectors", encoder))
+        self._entry = CacheEntry("vectors", encoder)
         self._usable = True
 
     @property
     def path(self) -> Path:
         """Where the vectors of this encoder lie."""
-        return self._folder.root
+        return self._entry.path
 
     def find(self, keys: NDArray[np.uint64]) -> tuple[NDArray[np.bool_], NDArray[np.float32] | None]:
         """Which of some rows are known, [rows], and their vectors, [rows, width]: arbitrary where a row is not, None
@@ -73,51 +71,34 @@ class VectorCache:
             rows = np.flatnonzero(found & (first <= place) & (place < first + len(part.keys)))
             vectors[rows] = part.vectors[place[rows] - first]
             first += len(part.keys)
-        used(self.path)
         return found, vectors if found.any() else None
 
     def add(self, keys: NDArray[np.uint64], vectors: NDArray[np.float32]) -> None:
         """Keep vectors of rows; what was used less lately makes room. Where that is not possible it is told."""
         if not self._usable:
             return
-        if not has_room(self.path, keys.nbytes + vectors.nbytes):
-            logger.info("%d vectors are not kept: all together may have %d bytes", len(keys), cache_bytes())
-            return
-        name = digest(keys.tobytes())[:16]
         try:
-            files = [
-                self._folder.put(f"{name}.rows.npy", _npy(keys)),
-                self._folder.put(f"{name}.vectors.npy", _npy(vectors)),
-            ]
-            self._folder.write_json(f"{name}.json", {"files": files})
-        except StorageError as fault:
+            arrays = {"keys": keys.view(np.uint32), "vectors": vectors}
+            if not self._entry.write(digest(keys.tobytes())[:16], arrays):
+                logger.info("%d vectors are not kept: all together may have %d bytes", len(keys), cache_bytes())
+        except OSError as fault:
             logger.warning("vectors are not kept for the next run: %s", fault)
-        make_room(self.path)
 
     def _parts(self) -> Iterator[_Part]:
-        for name in self._records():
+        for item in self._items():
             try:
-                files = self._folder.read_json(name)["files"]
-                keys, vectors = (np.load(self._folder.local(FileEntry(*file)), mmap_mode="r") for file in files)
-                yield _Part(np.asarray(keys), vectors)
+                arrays = self._entry.read(item)
+                yield _Part(arrays["keys"].view(np.uint64), arrays["vectors"])
             except FileNotFoundError:  # another run made room
                 continue
-            except (Damaged, StorageError, KeyError, TypeError, ValueError) as fault:
-                reason = fault if isinstance(fault, UserError) else f"{self._folder.path(name)} is damaged"
-                logger.warning("%s; the passages that it was of are embedded again", reason)
+            except (Damaged, KeyError, ValueError) as fault:
+                logger.warning("%s/%s: %s; its passages are embedded again", self.path, item, fault)
 
-    def _records(self) -> list[str]:
-        """The names of the parts' records; none where the folder cannot be read."""
+    def _items(self) -> list[str]:
+        """The names of the parts; none where the folder cannot be read."""
         try:
-            return [name for name in self._folder.names() if name.endswith(".json")]
-        except StorageError as fault:
+            return self._entry.items()
+        except OSError as fault:
             logger.warning("%s; all passages are embedded, and their vectors are not kept", fault)
             self._usable = False
             return []
-
-
-def _npy(array: NDArray) -> memoryview:
-    """An array as the content of a .npy file."""
-    stream = io.BytesIO()
-    np.save(stream, np.ascontiguousarray(array), allow_pickle=False)
-    return stream.getbuffer()

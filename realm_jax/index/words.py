@@ -1,7 +1,8 @@
 """Search by words: BM25 over the passages of a corpus, with the stems and stop words of its language.
 
 The search that needs no training, the yardstick beside which learnt retrieval is reported, and one half of hybrid
-search (`fusion.py`). An index is kept in the run folder (`save_index`) and memory-mapped from there; nobody else writes one.
+search (`fusion.py`). An index is kept in the run folder (`save_index`) and memory-mapped from there; nobody else writes
+one.
 """
 
 import json
@@ -24,13 +25,14 @@ from realm_jax.corpus.news import language
 from realm_jax.errors import UserError
 from realm_jax.storage import (
     Damaged,
-    FileEntry,
     PosixFolder,
+    check_files,
     digest,
-    file_digest,
+    list_files,
     make_folder,
     publish_folder,
     read_json,
+    record_digest,
     write_json_atomic,
 )
 from realm_jax.text.languages import LANGUAGES, PLAIN
@@ -42,7 +44,7 @@ logger = logging.getLogger(__name__)
 _WORD = regex.compile(r"[\p{L}\p{N}_][\p{L}\p{M}\p{N}_]*")
 _DOT_ABOVE = "\N{COMBINING DOT ABOVE}"  # what lower() leaves of the Turkish capital İ, beside an i
 SAMPLED = 100  # passages whose language is looked at
-FORMAT = 2
+FORMAT = 3
 COMPARED = 1 << 28  # bytes whose checksums a question waits for: a fraction of a second. The trainer waits for all.
 FOLDER, ABOUT = "words", "WORDS.json"
 _ONE_AT_A_TIME = threading.Lock()  # a stemmer has a memory that threads must not share: batches are made in another
@@ -127,9 +129,8 @@ class Bm25:
         """Write the index into an empty folder, without anything pickled, and what `load` compares the files with."""
         if self._index is not None:
             self._index.save(str(folder), allow_pickle=False, show_progress=False)
-        files = [FileEntry(path.name, path.stat().st_size, file_digest(path)) for path in sorted(folder.iterdir())]
-        about = {"size": self.size, "language": self.language, "empty": self.is_empty, "files": files}
-        write_json_atomic(folder / ABOUT, {"digest": _digest_of(about), **about})
+        about = {"size": self.size, "language": self.language, "empty": self.is_empty, "files": list_files(folder)}
+        write_json_atomic(folder / ABOUT, {"digest": record_digest(about), **about})
 
     @classmethod
     def load(cls, folder: Path, compared: int | None = None) -> Self:
@@ -139,9 +140,9 @@ class Bm25:
         (None: all content is). Raises OSError, ValueError, KeyError, TypeError or UserError where it is damaged.
         """
         about, loaded = dict(read_json(folder / ABOUT)), cls.__new__(cls)
-        if about.pop("digest") != _digest_of(about):
+        if about["digest"] != record_digest(about):
             raise Damaged(f"{folder / ABOUT}: its checksum is another")
-        _compare(folder, [FileEntry(*entry) for entry in about["files"]], compared)
+        check_files(folder, about["files"], compared is None or sum(entry[1] for entry in about["files"]) <= compared)
         loaded.size, loaded.language = about["size"], about["language"]
         loaded._index = None
         if not about["empty"]:
@@ -197,20 +198,6 @@ def _kept(folder: Path, compared: int | None = None) -> Bm25 | None:
     except (OSError, ValueError, KeyError, TypeError, UserError) as fault:
         logger.warning("%s is damaged (%s); the words are indexed anew", folder, fault)
         return None
-
-
-def _compare(folder: Path, entries: Sequence[FileEntry], compared: int | None) -> None:
-    """Raise Damaged for a file that is not what was saved. compared: as for `Bm25.load`."""
-    content = compared is None or sum(entry.bytes for entry in entries) <= compared
-    for entry in entries:
-        if content:
-            PosixFolder(folder).local(entry)
-        elif (folder / entry.name).stat().st_size != entry.bytes:
-            raise Damaged(f"{folder / entry.name} is not what was saved")
-
-
-def _digest_of(about: dict[str, Any]) -> str:
-    return digest(json.dumps(about).encode())
 
 
 def _place(store: Store, language: str, workdir: Path) -> Path:

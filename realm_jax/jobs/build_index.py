@@ -14,10 +14,13 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
+from realm_jax import processes
 from realm_jax.config import REALM_TASKS, default, validate
 from realm_jax.console import StageProgress
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
+from realm_jax.host import Preempted, Stop
+from realm_jax.index import generations
 from realm_jax.index.approximate import check_scann
 from realm_jax.index.builder import (
     Builder,
@@ -30,29 +33,24 @@ from realm_jax.index.builder import (
     rejection,
 )
 from realm_jax.index.generations import (
-    BUILDER,
     Export,
     InvalidIndex,
-    Living,
     Manifest,
-    Status,
     export_step,
     export_steps,
     generation_names,
-    process_name,
     read_export,
     read_manifest,
-    read_status,
     read_towers,
     remove_generation,
 )  # fmt: skip
+from realm_jax.index.status import BUILDER, TRAINER, Status, StatusWriter, process_name, read_status
 from realm_jax.jobs.flags import add_config_argument, load_config
 from realm_jax.jobs.models import resolved
 from realm_jax.jobs.opening import recorded_config, recorded_corpus, set_up_jax
 from realm_jax.run import Run, make_run
 from realm_jax.storage import Folder, StorageError, make_folder
 from realm_jax.training.exporter import index_settings, to_params, tower_settings
-from realm_jax.training.preemption import PREEMPTED, Preempted, Stop
 from realm_jax.training.refresh import shared_folder
 
 logger = logging.getLogger(__name__)
@@ -73,17 +71,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     add_config_argument(parser, "the one that the run in --workdir has recorded, else the paper's sizes")
     parser.add_argument("--workdir", required=True, metavar="DIR", help="folder of the run that trains")
-    parser.add_argument("--process", type=int, default=0, metavar="I", help="this process among --processes, from 0")
-    parser.add_argument("--processes", type=int, default=1, metavar="N", help="processes that share the work")
+    processes.add_share_arguments(parser)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--once", action="store_true", help="build the generation of the newest export, then end")
     which.add_argument("--step", type=int, metavar="S", help="build the generation of export step S, then end")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Build; exit code 75 after SIGTERM."""
-    if not 0 <= args.process < args.processes:
-        raise UserError(f"--process={args.process}: must be at least 0 and below --processes={args.processes}")
+def run(args: argparse.Namespace) -> None:
+    """Build. Raises Preempted after SIGTERM."""
+    share = WorkShare(*processes.share_of(args))
     config = load_config(args.config, args.overrides, lambda: _recorded_or_default(Path(args.workdir)))
     validate(config)
     config = resolved(config, Path(args.workdir))
@@ -93,14 +89,12 @@ def run(args: argparse.Namespace) -> int:
     set_up_jax()
     sources = open_sources(config.data.path, recorded_corpus(Path(args.workdir)))
     opened = make_run(for_embedding(config, jax.local_device_count()), Path(args.workdir), sources, jax.local_devices())
-    job = Job(opened, shared_folder(opened), WorkShare(args.process, args.processes))
+    job = Job(opened, shared_folder(opened), share)
     try:
         with Stop() as stop:
             job.work(stop, args.step, args.once or args.step is not None)
-    except (Preempted, Stopped):
-        logger.warning("SIGTERM: what is written stays; repeat the command to go on")
-        return PREEMPTED
-    return 0
+    except Stopped:
+        raise Preempted("SIGTERM: what is written stays; repeat the command to go on") from None
 
 
 def _recorded_or_default(workdir: Path) -> ConfigDict:
@@ -128,7 +122,7 @@ def run_builder(run: Run, folder: Folder, **options: Any) -> Builder:
     """The builder of a run's generations. options: further fields of `Builder`."""
     c = run.config
     return Builder(
-        folder, stored_corpus(run), c.retrieval.dtype, c.refresh.chunk_rows,
+        folder, stored_corpus(run), c.retrieval.dtype, generations.CHUNK_ROWS,
         searches=run.searches, min_recall=c.index.min_recall, **options,
     )  # fmt: skip
 
@@ -140,21 +134,21 @@ class Job:
         self._run, self._folder, self._share = run, folder, share
         self._options = run.config.refresh
         self._corpus = stored_corpus(run)
-        self._living = Living(folder, process_name(BUILDER, share.process), Status("", stage="starting"))
+        self._status = StatusWriter(folder, process_name(BUILDER, share.process), Status(""))
         self._seen: tuple[str, int] | None = None  # what the trainer said of itself last
-        self._moved = False  # whether the trainer gave a sign of life since this process started
+        self._moved = False  # whether the trainer's counter moved since this process started
         self._damaged: set[int] = set()  # steps whose export was found damaged; the trainer may write it again
         self._quiet_since = time.monotonic()
         self._gave_up = False  # waiting for the trainer, which may still come
 
     def work(self, stop: Stop, step: int | None, once: bool) -> None:
         """Build what is due until the trainer is done, or one generation."""
-        with self._living:
+        with self._status:
             self._work(stop, step, once)
-        self._living.tell(stage="ended", step=-1, done=not self._gave_up)
+            self._status.update(stage="ended", step=-1, done=not self._gave_up)
 
     def _work(self, stop: Stop, step: int | None, once: bool) -> None:
-        pause = self._options.poll_seconds
+        pause = self._folder.poll_seconds
         begun, told = False, False
         while True:
             try:
@@ -164,10 +158,10 @@ class Job:
                 export = self._only(step) if once else self._due()
                 if export is not None:
                     self._build(export, stop)
-                    pause, told = self._options.poll_seconds, False
+                    pause, told = self._folder.poll_seconds, False
                 if once or (export is None and self._ended()):
                     return
-                self._living.tell(stage="waiting" if export is None else "building", step=-1)
+                self._status.update(stage="waiting" if export is None else "building", step=-1)
             except Rejected as fault:
                 if once:
                     raise UserError(str(fault)) from None
@@ -184,14 +178,13 @@ class Job:
                 self._pause(pause, stop)
 
     def _begin(self) -> None:
-        trainer = read_status(self._folder, "trainer")
+        trainer = read_status(self._folder, TRAINER)
         if trainer is not None:
-            self._living.tell(run=trainer.run)
+            self._status.update(run=trainer.run)
             self._seen = (trainer.run, trainer.counter)
         self._folder.unstage("index")
-        clear_rejections(
-            self._folder
-        )  # what an earlier builder found too bad may be good enough with the settings of this one
+        # What an earlier builder found too bad may be good enough with the settings of this one.
+        clear_rejections(self._folder)
 
     def _pause(self, seconds: float, stop: Stop) -> None:
         until = time.monotonic() + seconds
@@ -213,7 +206,7 @@ class Job:
 
     def _due(self) -> Export | None:
         """The export to build next: what a restarted trainer needs, else the next or the newest, as the mode says."""
-        trainer = read_status(self._folder, "trainer")
+        trainer = read_status(self._folder, TRAINER)
         pinned, used = (trainer.pins, trainer.index) if trainer else ((), 0)
         steps = [step for step in export_steps(self._folder) if step >= used or step in pinned]
         newest_first = self._options.adopt_after < 0
@@ -259,7 +252,7 @@ class Job:
         return export
 
     def _build(self, export: Export, stop: Stop) -> None:
-        self._living.tell(stage="building", step=export.step)  # so that the trainer keeps it
+        self._status.update(wait=True, stage="building", step=export.step)  # so that the trainer keeps it
         try:
             arrays, queries = read_towers(self._folder, export)
         except InvalidIndex:
@@ -272,41 +265,41 @@ class Job:
             def check() -> None:
                 if stop.asked:
                     raise Stopped
-                self._living.tell(stage="building", step=export.step)
 
-            def told(done: int, total: int) -> None:
+            def on_progress(done: int, total: int) -> None:
                 bar.update(self._corpus.rows * done // total)
 
-            builder = run_builder(self._run, self._folder, share=self._share, check=check, on_progress=told)
+            builder = run_builder(self._run, self._folder, share=self._share, check=check, on_progress=on_progress)
             manifest = builder.build(export, lambda rows: self._run.embed(towers, rows=rows), queries)
         self._retain(manifest)
 
     def _retain(self, newest: Manifest) -> None:
         """Remove generations that nobody needs: all but the newest few, the one in use, those pinned, and those that
         will be adopted at their steps."""
-        trainer = read_status(self._folder, "trainer")
+        trainer = read_status(self._folder, TRAINER)
         if trainer is None:
             return
         last = newest.step if self._options.adopt_after < 0 else trainer.index
         names = [name for name in generation_names(self._folder) if export_step(name) <= newest.step]
-        for name in names[: -self._options.keep]:
+        for name in names[: -generations.KEPT]:
             step = export_step(name)
             if step <= last and step not in (*trainer.pins, trainer.index) and name != newest.generation:
                 remove_generation(self._folder, name)
 
     def _ended(self) -> bool:
-        """Whether the trainer is done, or has given no sign of life for too long (by this machine's clock alone)."""
-        trainer = read_status(self._folder, "trainer")
+        """Whether the trainer needs no more, or has been silent for too long (by this machine's clock alone)."""
+        trainer = read_status(self._folder, TRAINER)
         now = None if trainer is None else (trainer.run, trainer.counter)
         if now != self._seen:
             self._seen, self._moved, self._quiet_since = now, True, time.monotonic()
         quiet = time.monotonic() - self._quiet_since
-        # A trainer that was done before this process came may be about to go on from an earlier checkpoint.
-        if trainer is not None and trainer.done and (self._moved or quiet > min(GRACE, self._options.idle_exit)):
-            logger.info("the trainer is done")
+        # A trainer that was done before this process came may be about to resume from an earlier checkpoint.
+        done = trainer is not None and not trainer.needs_index
+        if done and (self._moved or quiet > min(GRACE, self._options.idle_exit)):
+            logger.info("the trainer needs no further index")
             return True
         if quiet > self._options.idle_exit:
-            logger.warning("no sign of life of the trainer for %g s; ending", self._options.idle_exit)
+            logger.warning("no heartbeat of the trainer for %g s; ending", self._options.idle_exit)
             self._gave_up = True
             return True
         return False

@@ -26,7 +26,7 @@ def run_controls(run: Run) -> None:
         start = borrow_params(run, start)
     for control in controls:
         changed = _with(run, control.keys)
-        params = restore_params(run, run.workdir, control.start, start) if control.start else start
+        params = restore_params(run, control.start) if control.start else start
         folder = None if control.folder == control.task else control.folder
         train_task(changed, control.task, params, make_task(control.task, changed).measure(), folder)
 

@@ -24,10 +24,10 @@ from realm_jax.index.generations import (
     export_step,
     generation_names,
     read_manifest,
-    read_status,
     remove_generation,
     write_export,
 )
+from realm_jax.index.status import TRAINER, read_status
 from realm_jax.jobs.answering import open_run_to_ask, restore_towers
 from realm_jax.jobs.build_index import run_builder
 from realm_jax.jobs.opening import recorded_config, recorded_folder
@@ -75,14 +75,14 @@ def run(args: argparse.Namespace) -> None:
         after = edit(data, args.action, args.what)
     print(f"{data}: {len(before):,} -> {len(after):,} passages, version {after.fingerprint[:12]}")
     if args.workdir:
-        manifest = publish(open_run_to_ask(Path(args.workdir), args.data))
+        manifest = publish(open_run_to_ask(Path(args.workdir), {"data.path": place}))
         print(f"generation {manifest.generation}: {manifest.rows:,} stored vectors")
 
 
 def _check_done(workdir: Path) -> None:
     """Raise UserError while a trainer and its builder work with the corpus as it was."""
-    trainer = read_status(recorded_folder(workdir), "trainer")
-    if trainer is not None and not trainer.done:
+    trainer = read_status(recorded_folder(workdir), TRAINER)
+    if trainer is not None and trainer.needs_index:
         raise UserError(
             f"--workdir={workdir}: the run is at step {trainer.step} of {trainer.stage} and stays with its corpus; "
             "edit with --data alone (`realm ask` embeds what changed), or wait until the run is done"

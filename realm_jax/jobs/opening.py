@@ -11,7 +11,8 @@ import jax
 from ml_collections import ConfigDict
 
 from realm_jax.cache import cache_bytes
-from realm_jax.config import completed, default_like, kind_of, require, task_names, validate
+from realm_jax.checksums import checksums
+from realm_jax.config import completed, default_like, flatten, kind_of, require, task_names, validate
 from realm_jax.data.sources import Sources, open_sources
 from realm_jax.errors import UserError
 from realm_jax.index.approximate import check_scann
@@ -36,7 +37,6 @@ from realm_jax.storage import Folder, cache_folder, digest, make_folder, open_fo
 from realm_jax.tasks import TASKS, make_task
 from realm_jax.text.wordpiece import WordPiece
 from realm_jax.training.checkpoints import Saved
-from realm_jax.training.checksums import checksums
 from realm_jax.training.workdir import START, begins_with_reader, check_workdir, has_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -180,7 +180,13 @@ def recorded_config(workdir: Path, name: str = "--workdir", tagger: bool | None 
     if tagger is not None and (kind_of(config) is not None) != tagger:
         found, wanted = ("REALM", "a tagger") if tagger else ("a tagger", "REALM")
         raise UserError(f"{name}={workdir}: {found} was trained there, not {wanted}; name another folder")
-    return completed(config, default_like(config))
+    known = default_like(config)
+    if gone := sorted(key for key in {*flatten(config)} - {*flatten(known.to_dict())} if "." in key):
+        raise UserError(
+            f"{name}={workdir}: made by another version of realm_jax, with a key {gone[0]}; there, write its networks "
+            "with `realm weights export`, and start from them with config.init_from"
+        )
+    return completed(config, known)
 
 
 def recorded_folder(workdir: Path) -> Folder:
@@ -237,7 +243,7 @@ def _borrow(run: Run, fresh: Params, key: str) -> Params:
     if saved is None:
         raise UserError(f"config.{key}: {folder} has no checkpoint of task {last}; let it finish first")
     places = {name: run.param_shardings[name] for name in names}
-    return dict(jax.tree.map(put_whole, saved.networks(names), places))
+    return dict(jax.tree.map(put_whole, saved.params(names), places))
 
 
 def record_start(run: Run, params: Params) -> None:

@@ -3,9 +3,8 @@
 import logging
 import shlex
 import signal
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,8 @@ from realm_jax.console import console
 from realm_jax.corpus.jsonl import Question
 from realm_jax.errors import UserError
 from realm_jax.evaluation.predict import Evaluator
-from realm_jax.index.generations import RECIPE, Living, Status
+from realm_jax.host import PREEMPTED, Preempted, Stop, handling
+from realm_jax.index.status import StatusWriter, trainer_status
 from realm_jax.jobs.controls import run_controls
 from realm_jax.jobs.opening import borrow_params, borrows, record_start, starts_with_pca
 from realm_jax.jobs.projection import with_principal_components
@@ -29,7 +29,6 @@ from realm_jax.storage import only_one
 from realm_jax.tasks import make_task
 from realm_jax.tasks.base import Task, dev_questions
 from realm_jax.training.loop import train_task
-from realm_jax.training.preemption import PREEMPTED, Preempted, Stop
 from realm_jax.training.refresh import shared_folder
 from realm_jax.training.workdir import has_checkpoint
 
@@ -52,22 +51,22 @@ def run_recipe(run: Run, controls: bool, command: str) -> int:
     if controls and without:
         raise UserError(f"--controls: {without[0]} is a control itself; leave it out")
     try:
-        with only_one(run.workdir) if is_process_0() else nullcontext(), living(run) as tell, preemptible():
+        with only_one(run.workdir) if is_process_0() else nullcontext(), reported(run) as status, preemptible():
             if set().union(*(task.searches for task in tasks)) - {"vectors"}:
                 run.words()  # raises before anything is trained
                 keep_words(run)
             warn_of_few(run, questions)
             if not questions or without:
-                train(run, tell)
+                train(run, status)
                 return 0
-            tell("baselines")
+            status.update(stage="baselines")
             evaluator = Evaluator(run, questions)
             measure_baselines(run, evaluator, run.initial_params())
-            params = train(run, tell)
+            params = train(run, status)
             if controls:
-                tell("controls")
+                status.update(stage="controls")
                 run_controls(run)
-            tell("results")
+            status.update(stage="results")
             results = write_results(run, params, questions, command)
     except Preempted as reason:
         logger.warning("%s", reason)
@@ -95,18 +94,10 @@ def tasks_of(run: Run) -> list[Task]:
     return [make_task(name, run) for name in task_names(run.config)]
 
 
-@contextmanager
-def living(run: Run) -> Iterator[Callable[[str], None]]:
-    """Signs of life (jobs/recipe.json) until the block ends, and once it has ended well the word that all is done.
-
-    Gives a function that takes what the recipe is at. Of several processes the first alone says anything.
-    """
-    if not is_process_0():
-        yield lambda stage: None
-        return
-    with Living(shared_folder(run), RECIPE, Status("", stage="starting", step=-1)) as job:
-        yield lambda stage: job.tell(stage=stage)
-        job.tell(stage="ended", done=True)
+def reported(run: Run) -> AbstractContextManager[StatusWriter]:
+    """The trainer's status until the block ends; see `trainer_status`."""
+    needs_index = run.config.refresh.mode == "async" and any(task.follows_builder for task in tasks_of(run))
+    return trainer_status(shared_folder(run), run.workdir, needs_index)
 
 
 @contextmanager
@@ -116,24 +107,18 @@ def preemptible() -> Iterator[None]:
     Inside a task the loop takes the signal and saves first. One of several processes notes it for the next task, before
     which all of them stop. A request for a profile between tasks is ignored.
     """
-
-    if threading.current_thread() is not threading.main_thread():  # someone else owns the signals
+    at_once = "" if jax.process_count() > 1 else "every finished task is saved"
+    with handling(signal.SIGUSR1, signal.SIG_IGN), Stop(at_once):
         yield
-        return
-    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    try:
-        with Stop("" if jax.process_count() > 1 else "every finished task is saved"):
-            yield
-    finally:
-        signal.signal(signal.SIGUSR1, before)
 
 
-def train(run: Run, tell: Callable[[str], None] = lambda task: None) -> Params:
-    """All tasks of the recipe; returns the final parameters. tell: is given the name of each."""
+def train(run: Run, status: StatusWriter | None = None) -> Params:
+    """All tasks of the recipe; returns the final parameters. status: needed where a builder makes REALM's index."""
     params = starting_params(run)
     for task in tasks_of(run):
-        tell(task.name)
-        params = train_task(run, task.name, params, task.measure())
+        if status is not None:
+            status.update(stage=task.name)
+        params = train_task(run, task.name, params, task.measure(), status=status)
     return params
 
 

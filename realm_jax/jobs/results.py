@@ -287,7 +287,7 @@ def masked_sentence(run: Run, params: Params) -> dict[str, Any] | None:
     name = next((name for name in task_names(run.config) if TASKS[name].inspects_sentences), None)
     if name is None:
         return None
-    params = restore_params(run, run.workdir, name, params)
+    params = restore_params(run, name)
     index = final_index(run, name, params)
     sources, setting = run.sources, run.setting
     text, own, find = sources.pretraining, sources.own_text, run.find_sentence

@@ -25,6 +25,7 @@ from realm_jax.data.conll import Document, open_tagged
 from realm_jax.errors import UserError
 from realm_jax.evaluation.entities import Scores
 from realm_jax.evaluation.tagging import TextTagger
+from realm_jax.host import PREEMPTED, Preempted
 from realm_jax.jobs.opening import borrows, has_begun, recorded_config, set_up_jax
 from realm_jax.jobs.recipe import preemptible
 from realm_jax.jobs.starting import local_source
@@ -38,8 +39,7 @@ from realm_jax.text.spans import NAME, find_by_rules
 from realm_jax.text.wordpiece import WordPiece
 from realm_jax.training.checkpoints import Saved
 from realm_jax.training.loop import train_task
-from realm_jax.training.preemption import PREEMPTED, Preempted
-from realm_jax.training.restore import task_params
+from realm_jax.training.restore import restore_params
 from realm_jax.training.workdir import check_workdir
 
 logger = logging.getLogger(__name__)
@@ -165,7 +165,7 @@ def open_tagger(workdir: Path, devices: list[jax.Device] | None = None, batch_si
         raise UserError(f"tagger={workdir}: has no checkpoint yet; go on with `realm train`")
     if saved.step < config[task].steps:
         logger.warning("tagger=%s is not done: step %d of %d", workdir, saved.step, config[task].steps)
-    params = task_params(run, TaggerTask(run), saved, jax.eval_shape(run.model.init, jax.random.key(0)))
+    params = restore_params(run, task, saved)
     return TextTagger(window_tagger(run), params, f"tagger:{workdir}", saved.record["digest"])
 
 

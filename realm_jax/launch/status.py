@@ -1,7 +1,8 @@
 """How a run is doing, from its work directory alone: the same for every target, from any machine that sees the folder.
 
-A job that is alive writes its status every BEAT_SECONDS. Nobody compares clocks: who looks, looks for two beats, and a
-counter that did not move by then is late. Which jobs should live is what `expect` wrote down when they were started.
+A job that is alive writes its status every HEARTBEAT_SECONDS. Nobody compares clocks: who looks, looks for two of them,
+and a counter that did not move by then is late. Which jobs should live is what `expect` wrote down when they were
+started.
 """
 
 import dataclasses
@@ -12,24 +13,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from realm_jax.errors import UserError
-from realm_jax.index.generations import (
-    BEAT_SECONDS,
-    BUILDER,
-    MANIFEST,
-    RECIPE,
-    TRAINER,
-    Status,
-    export_step,
-    generation_names,
-    read_status,
-)
+from realm_jax.index.generations import MANIFEST, export_step, generation_names
+from realm_jax.index.status import BUILDER, HEARTBEAT_SECONDS, TRAINER, Status, read_status, write_status
 from realm_jax.storage import Damaged, Folder, open_folder
 
 logger = logging.getLogger(__name__)
 
-PATIENCE = 2 * BEAT_SECONDS
+PATIENCE = 2 * HEARTBEAT_SECONDS
 EXPECTED = "jobs/expected.json"  # {"jobs": names of those that should live}
-UNHEARD = Status("", stage="not heard of", step=-1, counter=-1)
+UNHEARD = Status("", stage="not heard of", counter=-1)
 
 
 class Progress(NamedTuple):
@@ -41,8 +33,8 @@ class Progress(NamedTuple):
 
 
 class JobState(NamedTuple):
-    """A job and what it says of itself. state: 'done', 'alive', 'late' where it should live and gives no sign of it
-    while somebody looks, 'stopped' where it need not."""
+    """A job and what it says of itself. state: 'done', 'alive', 'late' where it should live and has no heartbeat while
+    somebody looks, 'stopped' where it need not."""
 
     name: str
     status: Status
@@ -58,7 +50,7 @@ class RunState(NamedTuple):
 
     @property
     def late(self) -> list[str]:
-        """The jobs that gave no sign of life."""
+        """The jobs without a heartbeat."""
         return [job.name for job in self.jobs if job.state == "late"]
 
 
@@ -68,14 +60,16 @@ class RunState(NamedTuple):
 def expect(workdir: str, jobs: Sequence[str]) -> None:
     """Write down which jobs are being started, and forget those that an earlier start had, and those that were done.
 
-    jobs/trainer.json stays: it says which run this is, and what of its indexes is needed. Raises UserError for a folder
-    that cannot be written to.
+    The trainer's status stays, but that it is not done: it says which run this is, and what of its indexes is needed.
+    Raises UserError for a folder that cannot be written to.
     """
     folder = open_folder(workdir)
     shared = _shared(folder)
     for name, status in _statuses(shared).items():
-        if name not in jobs or status.done:
-            shared.remove(f"jobs/{RECIPE if name == TRAINER else name}.json")
+        if name == TRAINER and status.done:
+            write_status(shared, name, dataclasses.replace(status, done=False, index_done=False))
+        elif name not in jobs or status.done:
+            shared.remove(f"jobs/{name}.json")
     folder.write_json(EXPECTED, {"jobs": list(jobs)})
 
 
@@ -97,7 +91,7 @@ def _expected(folder: Folder) -> list[str] | None:
 
 
 def look(folder: Folder, wait: Callable[[float], None] = time.sleep) -> RunState:
-    """The state of a run; takes two beats when a job gives no sign of life, and less when all do."""
+    """The state of a run; takes PATIENCE when a job has no heartbeat, and less when all do."""
     shared, expected = _shared(folder), _expected(folder)
     wanted = [TRAINER] if expected is None else expected
     before = _statuses(shared, wanted)
@@ -146,11 +140,7 @@ def _still(name: str, now: Status, before: dict[str, Status]) -> bool:
 def _statuses(folder: Folder, wanted: Sequence[str] = ()) -> dict[str, Status]:
     """What the jobs say of themselves, the trainer first, and those that are wanted in any case."""
     names = [name.removesuffix(".json") for name in folder.names("jobs") if name.endswith(".json")]
-    builders = {name: read_status(folder, name) for name in names if name.startswith(BUILDER)}
-    recipe, trainer = read_status(folder, RECIPE), read_status(folder, TRAINER)
-    if recipe is not None and trainer is not None:
-        recipe = dataclasses.replace(recipe, index=trainer.index)
-    found = {TRAINER: recipe} | builders
+    found = {name: read_status(folder, name) for name in (TRAINER, *names) if name.startswith((TRAINER, BUILDER))}
     return dict.fromkeys(wanted, UNHEARD) | {name: one for name, one in found.items() if one is not None}
 
 
@@ -202,12 +192,12 @@ def one_line(found: Progress, jobs: list[tuple[str, Status]]) -> str:
         parts += [f"index_age {numbers['index_age']}"] if "index_age" in numbers else []
     if found.checkpoint is not None:
         parts.append("checkpoint {}/{}".format(*found.checkpoint))
-    parts += [f"{name} {told(status)}" for name, status in jobs if name != TRAINER]
+    parts += [f"{name} {told(name, status)}" for name, status in jobs if name != TRAINER]
     return ", ".join(parts)
 
 
-def told(status: Status) -> str:
+def told(name: str, status: Status) -> str:
     """What a job is at, in words."""
     if status.done:
         return "done"
-    return f"{status.stage} {status.step}" if status.step >= 0 else status.stage
+    return f"{status.stage} {status.step}" if status.step >= 0 and name != TRAINER else status.stage

@@ -1,10 +1,11 @@
 """REALM's index in asynchronous mode: towers are exported, another job embeds, what it publishes is adopted.
 
-When a generation is adopted is decided here, step by step (`BuiltIndex.next`); loading one is the follower's work, writing
-exports the exporter's. The rules stand in docs/design.md, "Exports and generations".
+When a generation is adopted is decided here, step by step (`BuiltIndex.next`); loading one is the work of
+`follower.py`, writing exports that of `exporter.py`. The rules stand in docs/design.md, "Exports and generations".
 """
 
 import contextlib
+import dataclasses
 import logging
 import time
 from collections import deque
@@ -24,7 +25,6 @@ from realm_jax.index.builder import names_of_export
 from realm_jax.index.candidates import Setting
 from realm_jax.index.exact import search
 from realm_jax.index.generations import (
-    BEAT_SECONDS,
     EXPORT,
     Export,
     InvalidIndex,
@@ -34,15 +34,15 @@ from realm_jax.index.generations import (
     read_export,
     read_towers,
 )  # fmt: skip
+from realm_jax.index.status import HEARTBEAT_SECONDS, StatusWriter
 from realm_jax.mesh import to_host
 from realm_jax.models.realm import Params
 from realm_jax.processes import allgather_flags, broadcast_from_process_0, is_process_0
 from realm_jax.run import Run
 from realm_jax.storage import StorageError, digest
 from realm_jax.training.exporter import Exporter, index_settings
-from realm_jax.training.follower import IndexWatcher, Loaded
+from realm_jax.training.follower import IndexWatcher
 from realm_jax.training.refresh import CorpusIndexSource, Interrupted, LoadedIndex, shared_folder
-from realm_jax.training.reporter import Reporter
 from realm_jax.training.state import Control
 
 logger = logging.getLogger(__name__)
@@ -56,11 +56,12 @@ class BuiltIndex(CorpusIndexSource):
     """A task's index made by another job; see `refresh.IndexSource`."""
 
     def __init__(
-        self, run: Run, task: str, start: int, kept: dict[int, str], keep: int, should_stop: Callable[[], bool],
-        on_progress: Callable[[], None] = lambda: None,
+        self, run: Run, task: str, start: int, kept: dict[int, str], keep: int, status: StatusWriter,
+        should_stop: Callable[[], bool], on_progress: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        """start: step to begin or go on with. kept: step → generation of the checkpoints that are there; `keep` of
-        them stay. should_stop: whether to stop waiting. on_progress: called again and again while the corpus is embedded."""
+        """start: step to begin or resume with. kept: step → generation of the checkpoints that are there; `keep` of
+        them stay. status: through which builders hear what is needed. should_stop: whether to stop waiting.
+        on_progress: called again and again while the corpus is embedded."""
         super().__init__(run, task, on_progress)
         self._start, self._should_stop = start, should_stop
         self._options: ConfigDict = run.config.refresh
@@ -72,23 +73,21 @@ class BuiltIndex(CorpusIndexSource):
             "width": run.model.vector_size,
             "dtype": index_settings(run)["dtype"],
         }
-        self._watcher = IndexWatcher(self._folder, expected, run, self._options.poll_seconds)
+        self._watcher = IndexWatcher(self._folder, expected, run)
         self._exporter = Exporter(run, self._folder)
-        self._reporter = Reporter(run, self._folder, task)
+        self._status = status
         # Step and index of the checkpoints that a restart may find: those kept, and one that is still being written.
         saves = sorted((step, export_step(generation)) for step, generation in kept.items() if generation)
         self._saves: deque[tuple[int, int]] = deque(saves, maxlen=keep + 1)
         self._step, self._used = start, -1  # where training is, and the export step of the index in use
         self._newest = -1  # export step of the newest generation that any process has ready
         self._given_up = -1  # export steps up to this one are not waited for
-        self._stale_since: int | None = None
         # What was announced at the last two steps stays loaded until the processes have answered.
-        self._announced: deque[Loaded | None] = deque(maxlen=2)
-        self._waited = 0.0
+        self._announced: deque[LoadedIndex | None] = deque(maxlen=2)
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            stack.enter_context(self._reporter)
+            self._status.update(step=self._start)
             if is_process_0():
                 self._retry_storage(self._drop_later_exports)
             self._folder.unstage("index")
@@ -101,8 +100,8 @@ class BuiltIndex(CorpusIndexSource):
         self._stack.__exit__(*error)
 
     def _drop_later_exports(self) -> None:
-        """Exports after the first step are of a timeline that was cut off. Their generations stay, and have their
-        exports again if the same bits come again."""
+        """Exports after the first step are of rolled-back steps. Their generations stay, and have their exports again
+        if the same bits come again."""
         for step in export_steps(self._folder):
             if step > self._start:
                 self._folder.remove(f"exports/{step}/{EXPORT}")
@@ -120,8 +119,7 @@ class BuiltIndex(CorpusIndexSource):
         self._look_for(heard.step, step)
         found = self._announced[0] if len(self._announced) == 2 else None
         if found is not None and heard[:2] == _ready(found)[:2] and heard.step > self._used:
-            return self._adopt(found, index, self._waited)
-        self._when_stale(step, params, index)
+            return self._adopt(found, index, 0.0)
         return None
 
     def announce(self, step: int) -> Control:
@@ -136,7 +134,7 @@ class BuiltIndex(CorpusIndexSource):
         What is ready stays until it is adopted or some process has a newer one.
         """
         own = self._watcher.ready
-        self._newest = max(newest, own.manifest.step if own is not None else -1)
+        self._newest = max(newest, own.step if own is not None else -1)
         if self._newest > self._used and self._newest not in self._watcher.missing_steps:
             self._watcher.want(self._newest, self._newest, exactly=True)
         else:
@@ -178,12 +176,12 @@ class BuiltIndex(CorpusIndexSource):
             )
         self._exporter.export(step, params, self._needed() | {step})
 
-    def _wait(self, first: int, last: int, exactly: bool, what: str) -> Loaded:
+    def _wait(self, first: int, last: int, exactly: bool, what: str) -> LoadedIndex:
         """A generation of these export steps. Raises UserError after `refresh.wait_seconds`, Interrupted."""
         self._watcher.want(first, last, exactly)
         return self._wait_for_all(
             lambda seconds: self._watcher.wait(seconds, self._should_stop),
-            min(1.0, self._options.poll_seconds),
+            min(1.0, self._folder.poll_seconds),
             f"waiting for {what}; `realm build-index` with the same config and --workdir makes it",
             f"{self._folder.path('index')}: {what} did not come within config.refresh.wait_seconds="
             f"{self._options.wait_seconds:g}; start `realm build-index`, then repeat the command",
@@ -208,22 +206,21 @@ class BuiltIndex(CorpusIndexSource):
                 raise UserError(late)
             if not said:
                 logger.info("%s", waiting)
-            self._update_status(now=not said)
-            said, seconds = True, max(0.0, min(BEAT_SECONDS, patience))
+            self._update_status()
+            said, seconds = True, max(0.0, min(HEARTBEAT_SECONDS, patience))
 
-    def _adopt(self, found: Loaded, index: LoadedIndex | None, waited: float) -> LoadedIndex:
-        facts: dict[str, Any] = {"generation": found.manifest.generation, "waited": round(waited, 3)}
+    def _adopt(self, found: LoadedIndex, index: LoadedIndex | None, waited: float) -> LoadedIndex:
+        facts: dict[str, Any] = {"generation": found.generation, "waited": round(waited, 3)}
         if index is not None:  # a device program, so every process runs it, even without queries to run it with
             none = np.zeros((DRIFT_QUERIES, self._run.model.vector_size), np.float32)
             queries = none if found.queries is None else found.queries[:DRIFT_QUERIES]
             drift = self._ranking_overlap(queries, index, found)
             facts |= {} if found.queries is None else {"drift": drift}
-        manifest = found.manifest
-        self._stale_since, self._waited, self._used = None, 0.0, manifest.step
-        self._update_status(now=True)  # before the builder removes what nobody seems to need
-        return LoadedIndex(found.index, found.vectors, manifest.step, manifest.generation, found.searcher, facts)
+        self._used = found.step
+        self._update_status()  # before the builder removes what nobody seems to need
+        return dataclasses.replace(found, facts=facts)
 
-    def _ranking_overlap(self, queries: NDArray[np.float32], old: LoadedIndex, new: Loaded) -> float:
+    def _ranking_overlap(self, queries: NDArray[np.float32], old: LoadedIndex, new: LoadedIndex) -> float:
         """Drift: of the old index's top 100 for each query, how much of their top 8 the new vectors keep; 1 is none."""
         depth, k = min(DRIFT_DEPTH, self._run.setting.rows), min(DRIFT_K, self._run.setting.rows)
         if old.searcher is not None and new.vectors is not None:
@@ -233,41 +230,17 @@ class BuiltIndex(CorpusIndexSource):
             scores = to_host(_drift_scores(self._run.setting, queries, old.index.vectors, new.index.vectors, depth))
         return float((np.argsort(-scores, axis=1, kind="stable")[:, :k] < k).mean())
 
-    def _when_stale(self, step: int, params: Params, index: LoadedIndex) -> None:
-        """Training goes on with an old index, and says so; or waits for a newer one, for a while.
-
-        The newer one is then adopted like any other: once every process has announced it.
-        """
-        limit, age = self._options.max_age, step - index.step
-        if not limit or age <= limit or self._stale_since == index.step:
-            return
-        self._stale_since = index.step
-        if self._options.when_stale == "warn":
-            logger.warning(
-                "step %d: the index is %d steps old (config.refresh.max_age=%d); is `realm build-index` running?",
-                step, age, limit,
-            )  # fmt: skip
-            return
-        logger.warning("step %d: the index is %d steps old; waiting for a newer one", step, age)
-        self._export(step, params)
-        began = time.monotonic()
-        try:
-            self._wait(index.step + 1, step, False, "a newer generation")
-        except UserError as fault:
-            logger.warning("%s; going on with the old index", fault)
-        self._waited = time.monotonic() - began
-
     # --- Restarts
 
     def restore(self, generation: str, step: int) -> LoadedIndex:
         """The generation itself; else one built anew from its export; else the newest there is, without the promise
         of the same bits."""
         self._step, self._used = step, export_step(generation)
-        self._update_status(now=True)
+        self._update_status()
         found = self._loaded(lambda: self._retry_storage(lambda: self._watcher.load(generation)))
         return self._adopt(found or self._rebuilt(generation, step), None, 0.0)
 
-    def _loaded(self, load: Callable[[], Loaded | None]) -> Loaded | None:
+    def _loaded(self, load: Callable[[], LoadedIndex | None]) -> LoadedIndex | None:
         """A generation that every process has loaded, or None; what is wrong with it is said."""
         found = None
         try:
@@ -276,7 +249,7 @@ class BuiltIndex(CorpusIndexSource):
             logger.warning("%s", fault)
         return found if allgather_flags(found is not None).all() else None
 
-    def _rebuilt(self, generation: str, step: int) -> Loaded:
+    def _rebuilt(self, generation: str, step: int) -> LoadedIndex:
         wanted, corpus = export_step(generation), self._run.sources.passages.fingerprint
         export = self._retry_storage(lambda: self._export_of(wanted))
         if broadcast_from_process_0(
@@ -288,9 +261,9 @@ class BuiltIndex(CorpusIndexSource):
         while before >= 0:
             found = self._loaded(partial(self._newest_of, before))
             if found is not None:
-                name = found.manifest.generation
                 logger.warning(
-                    "going on with generation %s: from here the bits may differ from an undisturbed run's", name
+                    "going on with generation %s: from here the bits may differ from an undisturbed run's",
+                    found.generation,
                 )
                 return found
             before = self._step_before(before)
@@ -304,7 +277,7 @@ class BuiltIndex(CorpusIndexSource):
         steps = map(export_step, generation_names(self._folder))
         return broadcast_from_process_0(max((found for found in steps if found < step), default=-1))
 
-    def _newest_of(self, step: int) -> Loaded | None:
+    def _newest_of(self, step: int) -> LoadedIndex | None:
         """The newest generation of an export step that can be loaded."""
         for name in reversed([name for name in generation_names(self._folder) if export_step(name) == step]):
             with contextlib.suppress(InvalidIndex):
@@ -332,16 +305,13 @@ class BuiltIndex(CorpusIndexSource):
                 if self._should_stop() or time.monotonic() - began > self._options.wait_seconds:
                     raise
                 logger.warning("%s; trying again", fault)
-                time.sleep(self._options.poll_seconds)
+                time.sleep(self._folder.poll_seconds)
 
     def saving(self, step: int, generation: str) -> None:
         self._saves.append((step, export_step(generation) if generation else -1))
         if self._options.adopt_after >= 0 and not self._exporter.flush(EXPORT_SECONDS):
             logger.warning("an export that a restart from the checkpoint of step %d needs is not written yet", step)
-        self._update_status(now=True)  # a builder should know what is needed before it removes anything
-
-    def done(self, step: int) -> None:
-        self._reporter.finish(step)
+        self._update_status()  # a builder should know what is needed before it removes anything
 
     def _needed(self) -> set[int]:
         """Export steps that must stay, with their generations: in use, or still to be adopted, now or after a restart
@@ -353,13 +323,13 @@ class BuiltIndex(CorpusIndexSource):
                 needed |= set(range(used - used % every + every, saved, every))  # that of `saved` is exported again
         return needed - {-1}
 
-    def _update_status(self, now: bool = False) -> None:
-        self._reporter.tell(self._step, now, index=self._used, pins=tuple(sorted(self._needed())))
+    def _update_status(self) -> None:
+        self._status.update(step=self._step, index=self._used, pins=tuple(sorted(self._needed())))
 
 
-def _ready(found: Loaded) -> Control:
+def _ready(found: LoadedIndex) -> Control:
     """What processes agree on: 28 bits of the digest of a generation's name, and its step."""
-    return Control(int(digest(found.manifest.generation.encode())[:7], 16), found.manifest.step)
+    return Control(int(digest(found.generation.encode())[:7], 16), found.step)
 
 
 @partial(jax.jit, static_argnums=(0, 4))

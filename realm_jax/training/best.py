@@ -14,7 +14,6 @@ from realm_jax.storage import read_json
 from realm_jax.tasks.base import Task
 from realm_jax.training.checkpoints import Checkpoints, Saved
 from realm_jax.training.metrics import read_lines
-from realm_jax.training.restore import abstract_state
 from realm_jax.training.state import State
 
 logger = logging.getLogger(__name__)
@@ -45,16 +44,14 @@ class Best:
             with Checkpoints(self._folder, keep=1) as checkpoints:
                 checkpoints.save(step, {"trained": state.trained}, {}, {"value": found[name]}, wait=True)
 
-    def other_than(self, step: int, like: Params) -> tuple[int, Params] | None:
-        """The step that was best and what the task had trained; None where it is `step`. like: shapes of all
-        parameters."""
+    def other_than(self, step: int) -> tuple[int, Params] | None:
+        """The step that was best and what the task had trained then; None where it is `step`."""
         saved = Saved.newest_of_first(self._folder) if self._keep else None
         if saved is None or saved.step == step:
             return None
         value = saved.record["value"]
         logger.info("%s ends with the parameters of step %d, which measured %.4f", self._task.name, saved.step, value)
-        trained = abstract_state(self._run, self._task, like).trained
-        return saved.step, saved.state({"trained": trained})["trained"]
+        return saved.step, saved.params(self._task.trained, self._run.param_shardings)
 
 
 def kept_by(selects_by: str, found: dict[str, Any]) -> str:

@@ -5,7 +5,6 @@ its vectors would fill the cache and never be asked for again. How vectors are k
 """
 
 import contextlib
-import hashlib
 import json
 import logging
 import platform
@@ -19,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.cache import cache_bytes
+from realm_jax.checksums import arrays_digest, named_arrays
 from realm_jax.console import StageProgress
 from realm_jax.index.embed import BUCKET, GROUP, CorpusRows
 from realm_jax.index.vector_cache import VectorCache, row_keys
@@ -27,7 +27,6 @@ from realm_jax.models.realm import Params
 from realm_jax.processes import allgather_flags, broadcast_from_process_0, is_process_0
 from realm_jax.run import Run
 from realm_jax.training.checkpoints import environment
-from realm_jax.training.checksums import named_arrays
 from realm_jax.training.exporter import tower_settings
 from realm_jax.training.restore import embedded_before
 
@@ -44,8 +43,8 @@ def embed_once(
 ) -> NDArray[np.float32]:
     """The bits of `run.embed(params)`, [rows, width], of which only passages that are not known yet are computed.
 
-    on_progress: called again and again meanwhile. bar: whether a terminal may show one, beside no other. All processes have
-    to call it. Raises UserError when a vector is not finite.
+    on_progress: called again and again meanwhile. bar: whether a terminal may show one, beside no other. All processes
+    have to call it. Raises UserError when a vector is not finite.
     """
     if not cache_bytes():
         with _progress(run.setting.rows, bar) as shown:
@@ -102,12 +101,8 @@ def _everywhere(known: NDArray[np.bool_]) -> bool:
 def encoder_digest(run: Run, params: Params) -> str:
     """What the vectors of an encoder are known by: its parameters, and all that its bits depend on beside them."""
     tower = run.model.embedder_names[-1]
-    summary = hashlib.sha256(json.dumps(_circumstances(run), sort_keys=True).encode())
-    for name, array in sorted(named_arrays(params[tower]).items()):
-        host = np.ascontiguousarray(to_host(array))
-        summary.update(f"{name} {host.dtype} {host.shape}".encode())
-        summary.update(host.view(np.uint8).data)
-    return summary.hexdigest()[:32]
+    host = {name: to_host(array) for name, array in named_arrays(params[tower]).items()}
+    return arrays_digest(host, json.dumps(_circumstances(run), sort_keys=True).encode())[:32]
 
 
 def _circumstances(run: Run) -> dict[str, Any]:

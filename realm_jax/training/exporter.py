@@ -24,10 +24,10 @@ from realm_jax.index.generations import (
     export_step,
     export_steps,
     generation_names,
-    read_status,
     remove_export,
     write_export,
 )
+from realm_jax.index.status import BUILDER, read_status
 from realm_jax.mesh import replicated
 from realm_jax.models.realm import Params, Realm
 from realm_jax.processes import is_process_0
@@ -95,7 +95,7 @@ class Exporter:
                     return
 
     def _remove_old(self, needed: set[int]) -> None:
-        """Later exports than the newest are of a timeline that was cut off; they stay, since it may come again."""
+        """Later exports than the newest are of rolled-back steps; they stay, since the same bits may come again."""
         past = [step for step in export_steps(self._folder) if step <= max(needed)]
         wanted = needed | _being_built(self._folder)
         for step in past[:-KEPT]:
@@ -105,7 +105,7 @@ class Exporter:
 
 def _being_built(folder: Folder) -> set[int]:
     """Export steps that some builder works on or has built: a generation is of no use without its export."""
-    jobs = (job.removesuffix(".json") for job in folder.names("jobs") if job.startswith("builder"))
+    jobs = (job.removesuffix(".json") for job in folder.names("jobs") if job.startswith(BUILDER))
     statuses = (read_status(folder, job) for job in jobs)
     return {status.step for status in statuses if status} | {export_step(name) for name in generation_names(folder)}
 

@@ -5,7 +5,6 @@ is ever handed over; anything else is told once, and the last good generation st
 decides when a generation is adopted.
 """
 
-import dataclasses
 import logging
 import threading
 import time
@@ -16,7 +15,6 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from realm_jax.index.approximate import Searcher
 from realm_jax.index.builder import current_name, reject, rejection
 from realm_jax.index.candidates import Index
 from realm_jax.index.generations import (
@@ -39,22 +37,9 @@ from realm_jax.models.realm import Params
 from realm_jax.run import Run
 from realm_jax.storage import Folder, StorageError
 from realm_jax.training.exporter import to_params
+from realm_jax.training.refresh import LoadedIndex
 
 logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class Loaded:
-    """A verified generation, with its export's sample queries [count, width] if they are there.
-
-    vectors: on the host, where hosts search; index: on the devices.
-    """
-
-    manifest: Manifest
-    vectors: NDArray | None
-    index: Index
-    searcher: Searcher | None
-    queries: NDArray[np.float32] | None
 
 
 class Wanted(NamedTuple):
@@ -69,18 +54,18 @@ class Wanted(NamedTuple):
 
 
 class IndexWatcher:
-    """Loads the newest generation that is wanted. A context manager: inside, a thread looks every `poll` seconds."""
+    """Loads the newest generation that is wanted. A context manager: inside, a thread looks again and again."""
 
-    def __init__(self, folder: Folder, expected: dict[str, object], run: Run, poll: float) -> None:
+    def __init__(self, folder: Folder, expected: dict[str, object], run: Run) -> None:
         """expected: entries that a manifest must have, such as its corpus."""
-        self._folder, self._expected, self._run, self._poll = folder, expected, run, poll
+        self._folder, self._expected, self._run = folder, expected, run
         self._wanted = Wanted(0, -1)
-        self._ready: Loaded | None = None
+        self._ready: LoadedIndex | None = None
         self._logged: set[str] = set()
         self._incompatible: set[str] = set()  # generations that will not become usable while they are there
         self.missing_steps: set[int] = set()  # export steps whose generation, or its export, was wanted but not there
         self._lock, self._wake, self._closed = threading.Lock(), threading.Event(), False
-        self._thread = threading.Thread(target=self._watch, name="follower", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="index watcher", daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -95,24 +80,24 @@ class IndexWatcher:
         """Look for generations of export steps first … last; another one that is ready goes. exactly: see `Wanted`."""
         with self._lock:
             self._wanted = Wanted(first, last, exactly)
-            if self._ready is not None and self._ready.manifest.step not in self._wanted:
+            if self._ready is not None and self._ready.step not in self._wanted:
                 self._ready = None
 
     @property
-    def ready(self) -> Loaded | None:
+    def ready(self) -> LoadedIndex | None:
         """The newest wanted generation that is verified and loaded."""
         with self._lock:
             return self._ready
 
-    def wait(self, seconds: float, asked: Callable[[], bool]) -> Loaded | None:
+    def wait(self, seconds: float, asked: Callable[[], bool]) -> LoadedIndex | None:
         """`ready`, as soon as there is one; None after `seconds`, or when `asked` to stop waiting."""
         until = time.monotonic() + seconds
         self._wake.set()
         while (found := self.ready) is None and time.monotonic() < until and not asked():
-            time.sleep(min(0.05, self._poll))
+            time.sleep(min(0.05, self._folder.poll_seconds))
         return found
 
-    def load(self, generation: str) -> Loaded:
+    def load(self, generation: str) -> LoadedIndex:
         """A generation by name. Raises InvalidIndex, StorageError."""
         manifest = read_manifest(self._folder, generation)
         if manifest is None:
@@ -128,12 +113,14 @@ class IndexWatcher:
         passages, stored = self._run.sources.passages, load_vectors(self._folder, manifest)
         vectors = passages.kept(stored)
         if self._run.searches is None:
-            return Loaded(manifest, None, self._run.index(vectors)._replace(tower=tower), None, queries)
+            index = self._run.index(vectors)._replace(tower=tower)
+            return LoadedIndex(index, None, manifest.step, generation, queries=queries)
         try:
             searcher = load_searcher(self._folder, manifest, stored, passages.places())
         finally:  # loaded, it needs no room on this machine's disk
             self._folder.unstage(f"index/{generation}")
-        return Loaded(manifest, vectors, Index(None, self._run.documents, tower), searcher, queries)
+        index = Index(None, self._run.documents, tower)
+        return LoadedIndex(index, vectors, manifest.step, generation, searcher, queries)
 
     def _exported(self, manifest: Manifest) -> tuple[Arrays, NDArray[np.float32] | None]:
         """Towers and sample queries of a generation's export, if it is still there."""
@@ -161,14 +148,14 @@ class IndexWatcher:
                 self._look()
             except StorageError as fault:
                 self._log_once(f"storage: {fault}; training goes on with the generation it has")
-            except Exception:  # a thread that died without a word would look like a builder that is late
+            except Exception:  # a thread that died in silence would look like a builder that is late
                 logger.exception("looking for generations failed; it is tried again")
-            self._wake.wait(self._poll)
+            self._wake.wait(self._folder.poll_seconds)
             self._wake.clear()
 
     def _look(self) -> None:
         with self._lock:
-            wanted, have = self._wanted, self._ready.manifest.step if self._ready else -1
+            wanted, have = self._wanted, self._ready.step if self._ready else -1
         names = [name for name in generation_names(self._folder) if export_step(name) in wanted]
         if wanted.exactly and not names:
             self.missing_steps.add(wanted.last)
@@ -177,12 +164,12 @@ class IndexWatcher:
             loaded = self._try(name)
             if loaded is not None:
                 with self._lock:
-                    if loaded.manifest.step in self._wanted:
+                    if loaded.step in self._wanted:
                         self._ready = loaded
                 return
 
-    def _try(self, name: str) -> Loaded | None:
-        """A generation if it is one of this run's timeline, and good."""
+    def _try(self, name: str) -> LoadedIndex | None:
+        """A generation if it is of parameters that this run has had, and good."""
         try:
             export = read_export(self._folder, export_step(name))
         except InvalidIndex as fault:

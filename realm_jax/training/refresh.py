@@ -1,6 +1,6 @@
 """Where a task's index comes from: embedded by the trainer itself, or built by another job and adopted.
 
-Both answer the loop's one question, `next(step, …)`: is there a fresh index to use from this step on? InlineIndex, every
+Both answer the loop's one question, `next(step, …)`: is there a fresh index to use from this step on? Inline, every
 `refresh.every` steps; asynchronous, when a generation is due by `refresh.adopt_after` or is ready in every process.
 Read `InlineIndex.next` and then `adoption.py`; how generations are found and verified is `follower.py`.
 """
@@ -8,11 +8,11 @@ Read `InlineIndex.next` and then `adoption.py`; how generations are found and ve
 import abc
 import dataclasses
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.errors import UserError
@@ -25,19 +25,17 @@ from realm_jax.storage import Folder, open_folder
 from realm_jax.tasks import make_task
 from realm_jax.tasks.base import Task
 from realm_jax.training.embedding import start_vectors
-from realm_jax.training.reporter import Reporter
 from realm_jax.training.restore import Restored
 from realm_jax.training.state import Control
 
 
 @dataclasses.dataclass(frozen=True)
 class LoadedIndex:
-    """An index to use from now on.
+    """An index that a task can use.
 
     vectors: on the host, [rows, width]; None for a generation that the devices search, and where words find passages.
-    step: of its parameters.
-    generation: its name, '' for one that the trainer made. searcher: where hosts search. facts: what to record of a
-    change.
+    step: of its parameters. generation: its name, '' for one that the trainer made. searcher: where hosts search.
+    queries: the sample of its export [count, width], if it is there. facts: what to record when it is adopted.
     """
 
     index: Index
@@ -45,6 +43,7 @@ class LoadedIndex:
     step: int
     generation: str = ""
     searcher: Searcher | None = None
+    queries: NDArray[np.float32] | None = None
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -90,9 +89,6 @@ class IndexSource:
 
     def saving(self, step: int, generation: str) -> None:
         """A checkpoint of `step` is about to be written, which names this generation."""
-
-    def done(self, step: int) -> None:
-        """The task is done."""
 
 
 def shared_folder(run: Run) -> Folder:
@@ -183,20 +179,11 @@ class InlineIndex(CorpusIndexSource):
     """The trainer embeds the corpus: at the start of a task, unless that before it left the vectors, for REALM every
     `refresh.every` steps, and for fine-tuning every `refresh.qa_every` (0: never again)."""
 
-    def __init__(self, run: Run, name: str, on_progress: Callable[[], None], reporter: Reporter | None = None) -> None:
-        """on_progress: called again and again while it embeds. reporter: tells a builder that waits for a later task that the
-        run lives."""
+    def __init__(self, run: Run, name: str, on_progress: Callable[[], None]) -> None:
+        """on_progress: called again and again while it embeds."""
         super().__init__(run, name, on_progress)
         self._every = self._task.refresh_every
         self._exact = not self._task.host_search
-        self._reporter = reporter
-
-    def __enter__(self) -> Self:
-        (self._reporter or nullcontext()).__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        (self._reporter or nullcontext()).__exit__(*error)
 
     def next(self, step: int, params: Params, index: LoadedIndex | None, heard: Control) -> LoadedIndex | None:
         due = self._every > 0 and step % self._every == 0 and index is not None and step != index.step
@@ -206,11 +193,6 @@ class InlineIndex(CorpusIndexSource):
         if self._run.config.retrieval.query_params == "generation":  # a copy: the step gives its state away
             tower = jax.tree.map(jnp.copy, params[self._run.model.embedder_names[0]])
         return self._made(step, params, tower, index is None, self._exact)
-
-    def announce(self, step: int) -> Control:
-        if self._reporter is not None:
-            self._reporter.tell(step)
-        return Control()
 
     def restore(self, generation: str, step: int) -> LoadedIndex:
         raise UserError(

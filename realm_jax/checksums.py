@@ -5,8 +5,9 @@ the first, exchanged values change the second. Integer sums are exact in any ord
 can be verified on another, without gathering anything. Not against malice.
 """
 
+import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -41,6 +42,15 @@ def named_arrays(tree: Any) -> dict[str, Any]:
 def differing(saved: Sums, found: Sums) -> list[str]:
     """Names whose sums are not those that were saved."""
     return [name for name, sums in found.items() if saved.get(name) != sums]
+
+
+def arrays_digest(arrays: Mapping[str, NDArray], about: bytes = b"") -> str:
+    """SHA-256 of arrays on the host by their names, and of what else belongs to them, in hexadecimal."""
+    summary = hashlib.sha256(about)
+    for name, array in sorted(arrays.items()):
+        summary.update(f"{name} {array.dtype} {array.shape}".encode())
+        summary.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return summary.hexdigest()
 
 
 def leaf_sums(arrays: Sequence[Array]) -> Array:
