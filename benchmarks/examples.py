@@ -11,17 +11,15 @@ import time
 from collections.abc import Callable
 
 from realm_jax.config import default
-from realm_jax.data.closed_book import closed_book_examples
-from realm_jax.data.examples import (
-    Examples,
-    cloze_examples,
-    lengths_from,
-    masked_examples,
-    question_examples,
-    warmup_examples,
-)
+from realm_jax.data.examples import Examples, lengths_from
 from realm_jax.data.pipeline import dataset
 from realm_jax.data.sources import open_sources
+from realm_jax.tasks import TASKS
+from realm_jax.tasks.closed_book import closed_book_examples
+from realm_jax.tasks.ict import cloze_examples
+from realm_jax.tasks.mlm import warmup_examples
+from realm_jax.tasks.qa_examples import question_examples
+from realm_jax.tasks.realm import masked_examples
 
 BATCH = 512
 
@@ -48,14 +46,14 @@ def main() -> None:
     if questions:
         makers["qa"] = "qa", lambda: question_examples(questions, wordpiece, lengths)
         makers["closed book"] = "closed_book", lambda: closed_book_examples(x, questions, wordpiece, lengths)
-    for name, (purpose, maker) in makers.items():
-        print(name, ", ".join(f"{key} {value:.4g}" for key, value in measure(purpose, maker, args.seconds).items()))
+    for name, (task, maker) in makers.items():
+        print(name, ", ".join(f"{key} {value:.4g}" for key, value in measure(task, maker, args.seconds).items()))
 
 
-def measure(purpose: str, maker: Callable[[], Examples], seconds: float) -> dict[str, float]:
+def measure(task: str, maker: Callable[[], Examples], seconds: float) -> dict[str, float]:
     """Seconds to open; examples a second of one core; its seconds for BATCH examples; cores for a step of 200 ms."""
     began = time.perf_counter()
-    batches = dataset(maker(), 0, purpose, BATCH)
+    batches = dataset(maker(), 0, TASKS[task].stream, BATCH)
     batches[0]
     opened = time.perf_counter()
     step = 1

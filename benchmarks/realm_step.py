@@ -36,13 +36,13 @@ from numpy.typing import NDArray
 
 from realm_jax.config import default, joint_length
 from realm_jax.data.sources import open_sources
+from realm_jax.flops import peak
 from realm_jax.host import keep_memory
 from realm_jax.index.embed import CorpusRows
 from realm_jax.models.inputs import Documents
 from realm_jax.run import Run, bare_run, put_batch
-from realm_jax.training.flops import peak, step_flops
+from realm_jax.tasks import make_task
 from realm_jax.training.state import Control, make_step, put_control, start_state
-from realm_jax.training.tasks import make_task
 
 SIZES = {"128": (128, 2, 2, 512), "384": (384, 6, 12, 1536), "base": (768, 12, 12, 3072)}
 CLS, SEP, MASK, WORDS = 101, 102, 103, 30_522  # of BERT's uncased vocabulary
@@ -151,7 +151,7 @@ def batch_of(run: Run, rng: np.random.Generator) -> dict[str, NDArray]:
 
 
 def example_of(run: Run, row: int, rng: np.random.Generator) -> dict[str, Any]:
-    """As `realm_jax.data.examples` makes it for REALM."""
+    """As `realm_jax.tasks.realm` makes it."""
     size, most = run.lengths.query, run.lengths.predictions
     body = run.corpus.ids[row, run.corpus.title_lengths[row] + 2 : run.corpus.lengths[row] - 1]
     sentence = body[: rng.integers(size // 4, size - 1)]
@@ -230,8 +230,7 @@ def compare_steps(run: Run, params: Any, batch: Any, args: argparse.Namespace) -
 
 
 def show(times: dict[str, float], memory: dict[str, float], run: Run, args: argparse.Namespace) -> None:
-    words = run.model.bert.vocabulary_size
-    operations = sum(step_flops(run.config, "realm", words, args.predictions, run.setting.rows).values())
+    operations = sum(make_task("realm", run).flops().values())
     best = min(value for name, value in times.items() if name != OURS)
     limit = peak(jax.devices()[0].device_kind) if args.device == "cuda" else None
     device = f" {'MFU':>6} {'GiB':>6}" if limit else ""
@@ -243,7 +242,7 @@ def show(times: dict[str, float], memory: dict[str, float], run: Run, args: argp
 
 
 def our_way(run: Run, params: Any, batch: Any, vectors: NDArray[np.float32]) -> Way:
-    task = make_task("realm", run.setting)
+    task = make_task("realm", run)
     step = make_step(run, task)
     index, placed = run.index(vectors), put_batch(run.mesh, batch)
     control = put_control(run.mesh, Control())

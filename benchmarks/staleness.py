@@ -18,13 +18,14 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from realm_jax.jobs.measuring import retrieval_measure
 from realm_jax.jobs.opening import open_run, set_up_jax
 from realm_jax.jobs.quickstart import make_data
 from realm_jax.jobs.recipe import starting_params, train
 from realm_jax.recipes import quickstart
 from realm_jax.run import Run
-from realm_jax.training.loop import Measure, train_task
+from realm_jax.tasks import make_task
+from realm_jax.tasks.base import Measure
+from realm_jax.training.loop import train_task
 from realm_jax.training.metrics import read_lines
 
 N = 4  # steps between two refreshes that a builder beside training would manage
@@ -83,7 +84,7 @@ def run_seed(workdir: Path, seed: int) -> None:
 
 def at_the_end(run: Run) -> Measure:
     """The recipe's measure, but not at every refresh."""
-    whole = retrieval_measure(run, "realm")
+    whole = make_task("realm", run).measure()
     assert whole is not None, "the encyclopedia has questions"
     return lambda params, index, final: whole(params, index, True) if final else {}
 

@@ -24,8 +24,8 @@ machine with other work
 
 from ml_collections import ConfigDict
 
-from realm_jax import tagger_config
 from realm_jax.errors import UserError
+from realm_jax.tasks import tagger
 
 SIZES = {
     "base": {},
@@ -35,7 +35,7 @@ SIZES = {
 
 
 def get_config(size: str = "base") -> ConfigDict:
-    config = tagger_config.default()
+    config = tagger.default()
     if size not in SIZES:
         raise UserError(f"configs/tagger.py:{size}: there is no such size; choose among {', '.join(SIZES)}")
     config.model.update(SIZES[size])

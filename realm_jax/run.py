@@ -1,16 +1,14 @@
 """A run's fixed parts: config, folder, data, mesh, networks, and the corpus on the devices. Shared by every job.
 
-`BaseRun` is what the train loop needs of any run, `Run` is REALM's; a tagger's is `tagger_run.py`. Read next:
-`training/loop.py` for how it is trained, `evaluation/predict.py` for how it answers.
+`BaseRun` is what the train loop needs of any run, `Run` is one over passages. Read next: `tasks/base.py` for what is
+learned in it, `training/loop.py` for how, `evaluation/predict.py` for how it answers.
 """
 
-import abc
 import dataclasses
-import json
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +17,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
-from realm_jax.config import default, joint_length, task_names
-from realm_jax.corpus.jsonl import Question
 from realm_jax.data.examples import Example, Find, Found, Lengths, lengths_from
 from realm_jax.data.sources import Sources
 from realm_jax.errors import UserError
 from realm_jax.host import WIDE, return_blocks
 from realm_jax.index.approximate import ScannConfig
-from realm_jax.index.candidates import Index, Setting, words_listed
+from realm_jax.index.candidates import Index, Setting, bm25_listed, search_depth
 from realm_jax.index.embed import CorpusRows, embed_corpus, in_groups
 from realm_jax.index.exact import padded_rows
 from realm_jax.index.fusion import LIST
@@ -35,42 +31,24 @@ from realm_jax.mesh import logical_sharding, make_mesh, parameter_shardings
 from realm_jax.models.bert import BertConfig
 from realm_jax.models.inputs import Documents
 from realm_jax.models.realm import Params, Realm
-from realm_jax.storage import digest
+from realm_jax.sections import joint_length, task_names
 from realm_jax.text.templates import Encode, Template, compiled, placeholder
 from realm_jax.text.wordpiece import WordPiece
 
 
-class Networks(Protocol):
-    """Networks over one tree of parameters, as the train loop sees them."""
-
-    @property
-    def bert(self) -> BertConfig: ...
-
-    def init(self, key: jax.Array) -> Params: ...
-
-    def init_boxed(self, key: jax.Array) -> Params: ...
-
-
 @dataclasses.dataclass(frozen=True)
-class BaseRun(abc.ABC):
-    """What is trained, and where: config, folder, mesh and networks."""
+class BaseRun:
+    """What is trained, on what, and where: all that the train loop needs of a run.
+
+    model: networks over one tree of parameters, with `bert`, `init` and `init_boxed`. sources: what is read, with
+    `fingerprints`.
+    """
 
     config: ConfigDict
     workdir: Path
     mesh: Mesh
-
-    @property
-    @abc.abstractmethod
-    def model(self) -> Networks:
-        """What is trained."""
-
-    @abc.abstractmethod
-    def default_config(self) -> ConfigDict:
-        """The config with which a run of this kind is compared and completed."""
-
-    @abc.abstractmethod
-    def fingerprints(self) -> dict[str, str]:
-        """Name → fingerprint of everything that the run reads."""
+    model: Any
+    sources: Any
 
     def initial_params(self) -> Params:
         """Fresh parameters, born with their shardings."""
@@ -84,29 +62,12 @@ class BaseRun(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Run(BaseRun):
-    """A run of REALM: also its data, and the corpus in document layout."""
+    """A run over a corpus of passages, which is on the devices in document layout."""
 
+    model: Realm
     sources: Sources
     setting: Setting
     lengths: Lengths
-
-    @property
-    def model(self) -> Realm:
-        return self.setting.model
-
-    def default_config(self) -> ConfigDict:
-        return default()
-
-    def fingerprints(self) -> dict[str, str]:
-        sources = self.sources
-        stores = {"passages": sources.passages.fingerprint, "pretraining": sources.pretraining.fingerprint}
-        names = [field.name for field in dataclasses.fields(Question)]  # `asdict` would copy what they hold
-        asked = {
-            split: [{name: getattr(one, name) for name in names} for one in some]
-            for split, some in sources.questions.items()
-        }
-        questions = digest(json.dumps(asked, sort_keys=True).encode())
-        return {"tokenizer": sources.wordpiece.fingerprint} | stores | {"questions": questions}
 
     @cached_property
     def corpus(self) -> CorpusRows:
@@ -122,24 +83,6 @@ class Run(BaseRun):
     def index(self, vectors: NDArray) -> Index:
         """An index of host vectors [rows, projection], stored as `retrieval.dtype` and sharded by rows."""
         return Index(self._by_rows(vectors.astype(self.config.retrieval.dtype, copy=False)), self.documents)
-
-    def measured_by(self, task: str) -> str:
-        """What finds passages while a task is measured, one of `config.SEARCHES`: its vectors, unless it learns to
-        answer."""
-        return self.setting.qa_search if task == "qa" else "vectors"
-
-    def asked_by(self, task: str) -> str:
-        """What finds the passages of questions to a run whose parameters are those of a task, unless they say how."""
-        return "vectors" if task == "closed_book" else self.setting.qa_search
-
-    def needs_vectors(self, task: str, search: str = "") -> bool:
-        """Whether questions to what a task trained need the passages' vectors: to search them, or for p(z|x).
-
-        search: what finds passages, by default what does while the task is measured. A reader that was trained on
-        BM25's scores goes on with those.
-        """
-        trained_on_words = task == "qa" and self.setting.qa_words
-        return task != "closed_book" and not (trained_on_words and (search or self.measured_by(task)) == "bm25")
 
     def words(self) -> Bm25:
         """BM25 over the corpus, kept in the run folder or made in memory. Raises UserError where it has no words."""
@@ -157,7 +100,8 @@ class Run(BaseRun):
         REALM's candidates, where they do not come from vectors alone."""
         if self.setting.search == "vectors":
             return None
-        words, depth, own = self.words(), words_listed(self.setting, "realm"), self.setting.exclude_own
+        words, own = self.words(), self.setting.exclude_own
+        depth = bm25_listed(self.setting.search, search_depth(self.setting), self.setting.rows)
 
         def find(text: str, own_row: int) -> Example:
             rows, scores = (found[0] for found in words.scored([text], depth + 1))
@@ -287,7 +231,7 @@ def bare_run(
     lengths = lengths_from(
         data.query_length, data.document_length, data.masking, data.predictions, data.answers, config.model.span_width
     )
-    return Run(config, workdir, mesh, None, setting, lengths)  # type: ignore[arg-type]
+    return Run(config, workdir, mesh, setting.model, None, setting, lengths)  # type: ignore[arg-type]
 
 
 def mesh_for(config: ConfigDict, devices: list[jax.Device] | None = None) -> Mesh:

@@ -16,7 +16,7 @@ from realm_jax import processes
 from realm_jax.data.pipeline import batches
 from realm_jax.data.sources import open_sources
 from realm_jax.run import make_run, own_rows
-from realm_jax.training.loop import task_examples
+from realm_jax.tasks import make_task
 
 
 def main() -> None:
@@ -31,13 +31,14 @@ def main() -> None:
         config[task].batch_size = 16
     run = make_run(config, args.output.parent, open_sources(args.data))
     found = {}
-    for task in ("ict", "realm", "qa"):
+    for task in (make_task(name, run) for name in ("ict", "realm", "qa")):
         rows = own_rows(run.mesh, 16)
-        for step, batch in enumerate(batches(task_examples(run, task), config.seed, task, 16, 0, args.steps, rows)):
+        made = batches(task.examples({}, None), config.seed, task.stream, 16, 0, args.steps, rows)
+        for step, batch in enumerate(made):
             for place, row in enumerate(rows.tolist()):
                 example = jax.tree.map(lambda array, place=place: np.ascontiguousarray(array[place]), batch)
                 data = b"".join(example[name].tobytes() for name in sorted(example))
-                found[f"{task} {step} {row}"] = hashlib.sha256(data).hexdigest()
+                found[f"{task.name} {step} {row}"] = hashlib.sha256(data).hexdigest()
     args.output.write_text(json.dumps(found))
 
 

@@ -30,6 +30,7 @@ from realm_jax.jobs.build_index import Job, for_embedding
 from realm_jax.jobs.recipe import reported
 from realm_jax.models.realm import Params
 from realm_jax.run import Run, make_run
+from realm_jax.tasks.base import Task
 from realm_jax.training import loop
 from realm_jax.training.exporter import Exporter
 from realm_jax.training.loop import train_task
@@ -37,7 +38,6 @@ from realm_jax.training.metrics import TIMES, read_lines
 from realm_jax.training.refresh import shared_folder
 from realm_jax.training.restore import restore_params
 from realm_jax.training.state import make_step
-from realm_jax.training.tasks import Task
 
 STEPS = 6  # of a run that makes its index itself
 EVERY = 2  # steps between two exports of one that does not

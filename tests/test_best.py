@@ -53,7 +53,7 @@ def test_a_task_without_a_measurement_of_its_start_takes_the_baseline():
 )
 def test_a_task_that_keeps_its_last_parameters_says_why(end, why):
     records = lines(0.9, 0.8, **end)
-    measure = kept_by("qa", records[-1])
+    measure = kept_by("exact_match", records[-1])
     assert describe_loss("qa", compare_with_start(records), measure) == (
         f"qa ended below its start: recall@5 0.900 -> 0.800; it hands on its last parameters, since {why}"
     )

@@ -17,14 +17,12 @@ from ml_collections import ConfigDict, config_dict
 
 import realm_jax
 from realm_jax import cli
-from realm_jax.config import default, validate
+from realm_jax.config import default, default_like, kind_of, reference, validate
 from realm_jax.errors import UserError
 from realm_jax.host import Preempted
 from realm_jax.jobs import flags
 from realm_jax.launch import spec as specs
 from realm_jax.recipes import is_name
-from realm_jax.tagger_config import default_like, is_tagger, reference
-from realm_jax.tagger_config import validate as validate_tagger
 
 ROOT = Path(realm_jax.__file__).parents[1]
 
@@ -127,7 +125,7 @@ def test_the_config_of_an_example_in_the_help_is_complete(command):
     name = next(part for part in command if part.startswith("--config=")).removeprefix("--config=")
     given = [part for part in command if part.startswith("--config.")]
     config = flags.load_config(name, given, default, like=default_like)
-    (validate_tagger if is_tagger(config) else validate)(config)
+    validate(config, kind_of(config))
 
 
 def test_help_and_version_import_no_jax():

@@ -10,15 +10,20 @@ from tiny_run import PEOPLE, prepare_people, tiny_config
 from realm_jax import cli
 from realm_jax.config import validate
 from realm_jax.corpus.jsonl import Question
-from realm_jax.data.closed_book import answer_places, closed_book_answer, closed_book_examples, closed_book_query
 from realm_jax.data.examples import Lengths, document_arrays
 from realm_jax.data.sources import Sources, open_sources
 from realm_jax.errors import UserError
-from realm_jax.evaluation.closed_book import recall_answers
 from realm_jax.jobs.recipe import train
 from realm_jax.models.inputs import Documents, join
 from realm_jax.models.realm import flatten_joint
 from realm_jax.run import make_run
+from realm_jax.tasks.closed_book import (
+    answer_places,
+    closed_book_answer,
+    closed_book_examples,
+    closed_book_query,
+    recall_answers,
+)
 from realm_jax.training.workdir import check_workdir
 
 LENGTHS = Lengths(query=20, document=48, predictions=6, answers=2, span_width=4)

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from realm_jax.training.tasks import _cloze_with_null
+from realm_jax.tasks.ict import _cloze_with_null
 
 
 def test_the_null_document_is_wrong_beside_the_own_passage_and_right_without_it():

@@ -9,19 +9,20 @@ import pytest
 from ml_collections import ConfigDict
 
 import realm_jax
-from realm_jax import schema, tagger_config
-from realm_jax.config import SECTIONS, default, flatten, joint_length, science, task_names, validate
+from realm_jax import schema
+from realm_jax.config import SECTIONS, default, flatten, joint_length, reference, science, task_names, validate
 from realm_jax.errors import UserError
 from realm_jax.jobs.opening import recorded_config
+from realm_jax.tasks.tagger import TaggerTask
 
 PAGE = Path(realm_jax.__file__).parents[1] / "docs" / "config.md"
 
 
 def test_the_page_of_keys_is_made_from_their_declarations():
-    assert PAGE.read_text() == tagger_config.reference(), "`realm train --help-config > docs/config.md` writes it"
+    assert PAGE.read_text() == reference(), "`realm train --help-config > docs/config.md` writes it"
 
 
-@pytest.mark.parametrize("sections", [SECTIONS, tagger_config.SECTIONS], ids=["realm", "tagger"])
+@pytest.mark.parametrize("sections", [SECTIONS, TaggerTask.sections], ids=["realm", "tagger"])
 def test_the_page_lists_every_key_and_says_which_may_change(sections):
     tasks = [name for name in sections if f"{name}.retriever_rate" in schema.keys(sections)]
     entries = dict(re.findall(r"^\* `(\S+)` \((.*?)(?=^\* |\Z)", schema.help_text(sections), re.DOTALL | re.MULTILINE))
@@ -30,7 +31,7 @@ def test_the_page_lists_every_key_and_says_which_may_change(sections):
     config = schema.to_config_dict(sections)
     assert {*entries} == {*flatten(config.to_dict())}
     kept = {name for name, text in entries.items() if "operations):" not in " ".join(text.split())}
-    assert kept == {*science(config, sections)}
+    assert kept == {*science(config)}
 
 
 def test_a_run_of_another_version_is_refused_with_a_way_to_take_it_over(tmp_path):

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from realm_jax.corpus.jsonl import Question
 from realm_jax.data import examples as data
 from realm_jax.data.examples import Examples, Lengths, lengths_from
-from realm_jax.data.pipeline import PURPOSES, batches, dataset
+from realm_jax.data.pipeline import batches, dataset
 from realm_jax.data.sources import Sources, open_sources
 from realm_jax.errors import UserError
 from realm_jax.jobs.prepare import prepare
 from realm_jax.models.inputs import contains
+from realm_jax.tasks import ict, mlm, qa_examples, realm
 from realm_jax.text import layouts
 
 NAMES = ("Ada Lovelace", "Karl Marx", "Marie Curie", "Alan Turing", "Emmy Noether", "Isaac Newton", "Niels Bohr")
@@ -207,14 +208,14 @@ pieces = st.sampled_from([0x0101, 0x0102, 0x0201, 0x0202])
 def test_recurring_spans_are_those_of_plain_loops(sentences, query_length):
     """Found in another sentence, wholly inside it; not across two, nor across the bytes of two pieces."""
     store = Pieces(sentences)
-    assert data.recurring_spans(store, query_length).tolist() == [
+    assert mlm.recurring_spans(store, query_length).tolist() == [
         list(entry) for entry in recurring_by_loops(store, query_length)
     ]
 
 
 def test_recurring_spans_of_a_prepared_folder(sources):
     """Of each article the name and the place, in both of their sentences; the year stands in one only."""
-    spans = data.recurring_spans(sources.passages, 64)
+    spans = mlm.recurring_spans(sources.passages, 64)
     assert spans.tolist() == [list(entry) for entry in recurring_by_loops(sources.passages, 64)]
     texts = Counter()
     for row, number, place, other in spans.tolist():
@@ -238,7 +239,7 @@ def test_salient_sentences_are_those_with_a_span_in_reach(sources):
 
 def warmup(sources: Sources, null_rate: float, unrelated_rate: float) -> Examples:
     store = sources.passages
-    return data.warmup_examples(store, sources.pretraining, sources.wordpiece, LENGTHS, null_rate, unrelated_rate)
+    return mlm.warmup_examples(store, sources.pretraining, sources.wordpiece, LENGTHS, null_rate, unrelated_rate)
 
 
 def answer_of(example: dict) -> list[int]:
@@ -255,7 +256,7 @@ def holds(body: list[int], phrase: list[int]) -> bool:
 
 def test_the_warm_up_reads_the_masked_span_off_its_passage(sources):
     examples = warmup(sources, 0.0, 0.0)
-    assert examples.total == len(data.recurring_spans(sources.passages, LENGTHS.query))
+    assert examples.total == len(mlm.recurring_spans(sources.passages, LENGTHS.query))
     for index, rng in itertools.product(range(0, examples.total, 3), rngs(5)):
         example = examples.make(index, rng)
         answer = answer_of(example)
@@ -266,7 +267,7 @@ def test_the_warm_up_reads_the_masked_span_off_its_passage(sources):
 
 def test_the_warm_up_s_excerpts_vary_and_keep_the_order_of_sentences(sources):
     examples, store = warmup(sources, 0.0, 0.0), sources.passages
-    row = int(data.recurring_spans(store, LENGTHS.query)[0, 0])
+    row = int(mlm.recurring_spans(store, LENGTHS.query)[0, 0])
     sentences = [store.body_tokens(row)[start:end].tolist() for start, end in store.sentences(row)]
     possible = {tuple(itertools.chain(*chosen)) for n in range(1, 7) for chosen in itertools.combinations(sentences, n)}
     bodies = {tuple(body_of(examples.make(0, rng))) for rng in rngs(40)}
@@ -297,7 +298,7 @@ def test_the_warm_up_beside_nothing_has_the_null_document(sources):
 def test_the_inverse_cloze_task_removes_the_sentence(sources):
     """All other sentences stay, in order; short ones such as "Yes." are not asked."""
     store = sources.passages
-    examples = data.cloze_examples(store, sources.wordpiece, LENGTHS, mask_rate=1.0)
+    examples = ict.cloze_examples(store, sources.wordpiece, LENGTHS, mask_rate=1.0)
     assert examples.total == len(store)
     for index, rng in itertools.product(range(examples.total), rngs(6)):
         example = examples.make(index, rng)
@@ -309,10 +310,10 @@ def test_the_inverse_cloze_task_removes_the_sentence(sources):
 
 
 def test_the_inverse_cloze_task_leaves_a_share_of_sentences_in(sources):
-    whole = data.cloze_examples(sources.passages, sources.wordpiece, LENGTHS, mask_rate=0.0)
+    whole = ict.cloze_examples(sources.passages, sources.wordpiece, LENGTHS, mask_rate=0.0)
     example = whole.make(2, np.random.default_rng(0))
     np.testing.assert_array_equal(body_of(example), sources.passages.body_tokens(2))
-    mostly = data.cloze_examples(sources.passages, sources.wordpiece, LENGTHS, mask_rate=0.9)
+    mostly = ict.cloze_examples(sources.passages, sources.wordpiece, LENGTHS, mask_rate=0.9)
     full = len(sources.passages.body_tokens(2))
     kept = np.mean([len(body_of(mostly.make(2, rng))) == full for rng in rngs(300)])
     assert 0.05 < kept < 0.16
@@ -324,7 +325,7 @@ def test_the_inverse_cloze_task_leaves_a_share_of_sentences_in(sources):
 @pytest.mark.parametrize("kind", ["salient", "uniform", "random_span"])
 def test_masked_queries_are_their_sentence_but_for_the_predictions(sources, kind):
     store = sources.passages
-    examples = data.masked_examples(store, sources.wordpiece, LENGTHS, kind, own_text=True)
+    examples = realm.masked_examples(store, sources.wordpiece, LENGTHS, kind, own_text=True)
     assert examples.total == len(store)
     for index, rng in itertools.product(range(examples.total), rngs(5)):
         example = examples.make(index, rng)
@@ -344,7 +345,7 @@ def test_masked_queries_are_their_sentence_but_for_the_predictions(sources, kind
 
 def test_salient_queries_hide_one_whole_span(sources):
     store = sources.passages
-    examples = data.masked_examples(store, sources.wordpiece, LENGTHS, "salient", own_text=True)
+    examples = realm.masked_examples(store, sources.wordpiece, LENGTHS, "salient", own_text=True)
     salient = {
         tuple(store.body_tokens(0)[start:end].tolist()[: LENGTHS.predictions]) for start, end, _ in store.spans(0)
     }
@@ -355,7 +356,7 @@ def test_salient_queries_hide_one_whole_span(sources):
 def test_a_span_is_chosen_uniformly_over_its_passage(sources):
     """Sentences with two spans are drawn twice as often as those with one."""
     store = sources.passages
-    examples = data.masked_examples(store, sources.wordpiece, LENGTHS, "salient", own_text=True)
+    examples = realm.masked_examples(store, sources.wordpiece, LENGTHS, "salient", own_text=True)
     counts = np.zeros(len(store.sentences(0)))
     for rng in rngs(600):
         sentence = examples.make(0, rng)["sentence"]
@@ -372,13 +373,13 @@ def test_a_span_is_chosen_uniformly_over_its_passage(sources):
 
 def test_the_own_row_is_set_only_where_the_text_is_the_corpus(sources):
     for own_text, wanted in ((True, 3), (False, -1)):
-        examples = data.masked_examples(sources.passages, sources.wordpiece, LENGTHS, "salient", own_text)
+        examples = realm.masked_examples(sources.passages, sources.wordpiece, LENGTHS, "salient", own_text)
         assert examples.make(3, np.random.default_rng(0))["own_row"] == wanted
 
 
 def test_the_sentence_is_found_in_its_own_row_on_the_device(sources):
     """The two rules of exclusion agree: the row of an example is the one passage that holds its sentence."""
-    examples = data.masked_examples(sources.passages, sources.wordpiece, LENGTHS, "salient", own_text=True)
+    examples = realm.masked_examples(sources.passages, sources.wordpiece, LENGTHS, "salient", own_text=True)
     ids, _, _ = sources.passages.document_matrix(LENGTHS.document, sources.wordpiece.special)
     made = [examples.make(index, np.random.default_rng(index)) for index in range(examples.total)]
     sentences, lengths = (np.stack([one[name] for one in made]) for name in ("sentence", "sentence_length"))
@@ -395,7 +396,7 @@ def test_answers_that_are_longer_than_a_span_are_dropped_and_make_room(sources):
     """`LENGTHS` has room for two answers of at most three pieces."""
     long = "in the end the work was read by all of them"
     question = Question("who was born in London", [long, "London", "", "Marie Curie", "Trier"])
-    examples = data.question_examples([question], sources.wordpiece, LENGTHS)
+    examples = qa_examples.question_examples([question], sources.wordpiece, LENGTHS)
     example = examples.make(0, np.random.default_rng(0))
     wanted = [sources.wordpiece.encode(answer).ids for answer in ("London", "Marie Curie")]
     assert all(len(ids) <= LENGTHS.span_width for ids in wanted)
@@ -406,27 +407,27 @@ def test_answers_that_are_longer_than_a_span_are_dropped_and_make_room(sources):
 
 
 def test_a_question_whose_answers_are_all_too_long_has_none(sources):
-    examples = data.question_examples([Question("who", ["in the end the work"])], sources.wordpiece, LENGTHS)
+    examples = qa_examples.question_examples([Question("who", ["in the end the work"])], sources.wordpiece, LENGTHS)
     assert examples.make(0, np.random.default_rng(0))["answer_lengths"].tolist() == [0, 0]
 
 
 def test_a_folder_without_questions_cannot_be_fine_tuned(sources):
     with pytest.raises(UserError, match="no training questions .* --questions train=FILE"):
-        data.question_examples([], sources.wordpiece, LENGTHS)
+        qa_examples.question_examples([], sources.wordpiece, LENGTHS)
 
 
 def test_questions_with_patterns_cannot_be_learned_from(sources):
     questions = [Question("when", ["19[67]9"], fields={"match": "regex"}), Question("who", ["a king"])]
     with pytest.raises(UserError, match="1 of 2 training questions have regular expressions"):
-        data.question_examples(questions, sources.wordpiece, LENGTHS)
+        qa_examples.question_examples(questions, sources.wordpiece, LENGTHS)
 
 
 @pytest.mark.parametrize(
     "make, missing",
     [
-        (lambda store, s: data.cloze_examples(store, s.wordpiece, LENGTHS, 0.9), "two or more sentences"),
-        (lambda store, s: data.masked_examples(store, s.wordpiece, LENGTHS, "salient", True), "a salient span"),
-        (lambda store, s: data.warmup_examples(store, store, s.wordpiece, LENGTHS, 0.1, 0.1), "in two sentences"),
+        (lambda store, s: ict.cloze_examples(store, s.wordpiece, LENGTHS, 0.9), "two or more sentences"),
+        (lambda store, s: realm.masked_examples(store, s.wordpiece, LENGTHS, "salient", True), "a salient span"),
+        (lambda store, s: mlm.warmup_examples(store, store, s.wordpiece, LENGTHS, 0.1, 0.1), "in two sentences"),
     ],
 )
 def test_a_corpus_that_a_task_cannot_use_is_named(tmp_path, make, missing):
@@ -438,6 +439,8 @@ def test_a_corpus_that_a_task_cannot_use_is_named(tmp_path, make, missing):
 
 
 # --- order and batches ------------------------------------------------------------------------------------------------
+
+REALM, ICT, MLM = realm.Realm.stream, ict.Ict.stream, mlm.Mlm.stream
 
 
 def counting(total: int) -> Examples:
@@ -451,9 +454,9 @@ def steps(*arguments, **named) -> list[dict[str, np.ndarray]]:
 
 @pytest.mark.parametrize("start", [0, 1, 5, 11])
 def test_the_batch_of_a_step_is_the_same_wherever_a_run_begins(sources, start):
-    examples = data.masked_examples(sources.passages, sources.wordpiece, LENGTHS, "salient", own_text=True)
-    whole = steps(examples, 3, "realm", 4, start=0, stop=12)
-    resumed = steps(examples, 3, "realm", 4, start=start, stop=12)
+    examples = realm.masked_examples(sources.passages, sources.wordpiece, LENGTHS, "salient", own_text=True)
+    whole = steps(examples, 3, REALM, 4, start=0, stop=12)
+    resumed = steps(examples, 3, REALM, 4, start=start, stop=12)
     assert len(resumed) == 12 - start
     for wanted, found in zip(whole[start:], resumed, strict=True):
         assert wanted.keys() == found.keys()
@@ -463,14 +466,14 @@ def test_the_batch_of_a_step_is_the_same_wherever_a_run_begins(sources, start):
 
 
 def test_nothing_is_left_when_a_run_was_at_its_end():
-    assert steps(counting(5), 0, "realm", 2, start=7, stop=7) == []
+    assert steps(counting(5), 0, REALM, 2, start=7, stop=7) == []
 
 
 @settings(max_examples=20, deadline=None)
 @given(total=st.integers(1, 12), batch_size=st.integers(1, 5), seed=st.integers(0, 99))
 def test_every_epoch_visits_every_example_once(total, batch_size, seed):
     epochs = 3
-    ordered = dataset(counting(total), seed, "ict", batch_size)
+    ordered = dataset(counting(total), seed, ICT, batch_size)
     needed = -(-epochs * total // batch_size)
     indices = np.concatenate([ordered[step]["index"] for step in range(needed)])[: epochs * total]
     for epoch in indices.reshape(epochs, total):
@@ -478,15 +481,15 @@ def test_every_epoch_visits_every_example_once(total, batch_size, seed):
 
 
 def test_epochs_differ_in_order_and_in_draws():
-    ordered = dataset(counting(50), 0, "realm", 50)
+    ordered = dataset(counting(50), 0, REALM, 50)
     one, two = ordered[0], ordered[1]
     assert one["index"].tolist() != two["index"].tolist()
     assert not set(one["draw"].tolist()) & set(two["draw"].tolist())
 
 
-def draws(seed: int, purpose: str, batch_size: int, total: int = 20) -> dict[tuple[int, int], float]:
+def draws(seed: int, stream: int, batch_size: int, total: int = 20) -> dict[tuple[int, int], float]:
     """The draw of each (epoch, example) in the first two epochs."""
-    ordered = dataset(counting(total), seed, purpose, batch_size)
+    ordered = dataset(counting(total), seed, stream, batch_size)
     found = [ordered[step] for step in range(2 * total // batch_size)]
     indices, values = (np.concatenate([batch[name] for batch in found]) for name in ("index", "draw"))
     return {(place // total, int(i)): float(v) for place, (i, v) in enumerate(zip(indices, values, strict=True))}
@@ -495,13 +498,13 @@ def draws(seed: int, purpose: str, batch_size: int, total: int = 20) -> dict[tup
 def test_a_mask_depends_on_seed_epoch_and_example_alone():
     """Not on the batch size nor on the place in the epoch; another seed or task draws otherwise."""
     wanted = {
-        (epoch, example): np.random.default_rng((7, PURPOSES["realm"], epoch, example)).random()
+        (epoch, example): np.random.default_rng((7, REALM, epoch, example)).random()
         for epoch in range(2)
         for example in range(20)
     }
-    assert draws(7, "realm", 4) == draws(7, "realm", 10) == wanted
-    assert not set(wanted.values()) & set(draws(8, "realm", 4).values())
-    assert not set(wanted.values()) & set(draws(7, "mlm", 4).values())
+    assert draws(7, REALM, 4) == draws(7, REALM, 10) == wanted
+    assert not set(wanted.values()) & set(draws(8, REALM, 4).values())
+    assert not set(wanted.values()) & set(draws(7, MLM, 4).values())
 
 
 def test_a_fault_in_an_example_reaches_the_run():
@@ -511,4 +514,4 @@ def test_a_fault_in_an_example_reaches_the_run():
         raise UserError("passages/segment-00000: damaged")
 
     with pytest.raises(UserError, match="damaged"):
-        steps(Examples(3, make), 0, "qa", 2, start=0, stop=2)
+        steps(Examples(3, make), 0, REALM, 2, start=0, stop=2)

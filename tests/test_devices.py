@@ -7,13 +7,12 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import Mesh
-from tiny import Texts, document_rows, loud_params, masked_batch, random_corpus, tiny_realm, tiny_setting
+from tiny import Texts, document_rows, loud_params, masked_batch, random_corpus, task_of, tiny_realm, tiny_setting
 
 from realm_jax.index.candidates import Index, retrieve
 from realm_jax.index.exact import padded_rows
 from realm_jax.mesh import logical_sharding, make_mesh, parameter_shardings, replicated
 from realm_jax.training.optimizer import make_optimizer
-from realm_jax.training.tasks import make_task
 
 STEPS, REFRESH, BATCH, ROWS = 10, 5, 8, 40
 MODEL = tiny_realm(layers=1)  # compiling takes nearly all of the time
@@ -39,7 +38,7 @@ def corpus_and_batches() -> tuple[Texts, list[dict[str, np.ndarray]]]:
 def make_step(mesh: Mesh):
     """One optimiser step of the task 'realm', which also tells the gradients and the retrieved rows."""
     setting = tiny_setting(mesh, ROWS, MODEL)
-    task = make_task("realm", setting)
+    task = task_of("realm", setting)
     optimizer = make_optimizer(peak=0.002, total=100, warmup=2, weight_decay=0.01, clip=1.0)
 
     def step(params, state, batch, index):

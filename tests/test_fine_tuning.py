@@ -13,10 +13,12 @@ from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.evaluation.predict import Evaluator
 from realm_jax.index.words import Bm25
-from realm_jax.jobs.matched_answers import strings_of, training_questions
 from realm_jax.jobs.prepare import prepare
 from realm_jax.jobs.recipe import train as train_recipe
 from realm_jax.storage import read_json, write_json_atomic
+from realm_jax.tasks import make_task
+from realm_jax.tasks.qa_examples import strings_of, training_questions
+from realm_jax.training.embedding import start_vectors
 from realm_jax.training.loop import train_task
 from realm_jax.training.metrics import read_lines
 from realm_jax.training.restore import restore_params
@@ -219,6 +221,11 @@ def test_patterns_become_the_strings_that_they_match(patterned):
     assert strings_of(["Born.*1802"], texts, wordpiece, 3) == [], "too long for a span"
 
 
+def questions_of(run):
+    params = run.initial_params()
+    return training_questions(make_task("qa", run), params, lambda: start_vectors(run, "qa", params))
+
+
 @pytest.mark.slow
 def test_fine_tuning_learns_from_patterns(patterned, tmp_path):
     """The answers stand in the passages found first; a run that goes on has the same."""
@@ -231,8 +238,8 @@ def test_fine_tuning_learns_from_patterns(patterned, tmp_path):
     metrics = read_lines(tmp_path / "qa" / "metrics.jsonl")
     assert metrics[-1]["answer_in_passages"] > 0 and metrics[-1]["loss"] > 0
     write_json_atomic(tmp_path / "qa" / "answers.json", {"answers": [["1800"]] * 8})
-    assert [q.answers for q in training_questions(run, run.initial_params())] == [["1800"]] * 8
-    assert not any(q.is_regex for q in training_questions(run, run.initial_params()))
+    assert [q.answers for q in questions_of(run)] == [["1800"]] * 8
+    assert not any(q.is_regex for q in questions_of(run))
 
 
 def test_patterns_that_match_nothing_at_all_are_an_error(patterned, tmp_path):
@@ -240,4 +247,4 @@ def test_patterns_that_match_nothing_at_all_are_an_error(patterned, tmp_path):
     for one in run.sources.questions["train"]:
         one.answers[:] = ["nowhere"]
     with pytest.raises(UserError, match="no pattern of 8 training questions matches in the 16 passages"):
-        training_questions(run, run.initial_params())
+        questions_of(run)

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import one_device_mesh, task_of, tiny_setting
 
-from realm_jax.training.health import Watch
+from realm_jax.tasks.collapse import CollapseMonitor
 from realm_jax.training.metrics import MetricLogger, Work
 
 LENGTH = 120
@@ -26,7 +27,7 @@ def series(gain: tuple[float, float], null: tuple[float, float]) -> list[tuple[i
     return [(10 * (number + 1), n, g) for number, (n, g) in enumerate(zip(nulls, gains, strict=True))]
 
 
-def told(watch: Watch, records: list[tuple[int, float, float]]) -> list[str]:
+def told(watch: CollapseMonitor, records: list[tuple[int, float, float]]) -> list[str]:
     return [message for record in records if (message := watch.step(*record))]
 
 
@@ -35,7 +36,7 @@ COLLAPSE = series(gain=(0.8, 0.02), null=(0.4, 0.97))
 
 
 def test_a_healthy_run_is_not_disturbed():
-    watch = Watch()
+    watch = CollapseMonitor()
     assert told(watch, HEALTHY) == []
     assert [watch.recall(step, recall) for step, recall in [(0, 0.5), (50, 0.47), (100, 0.6), (150, 0.55)]] == [
         None
@@ -45,11 +46,11 @@ def test_a_healthy_run_is_not_disturbed():
 @pytest.mark.parametrize("gain", [0.0, 0.02])
 def test_candidates_that_never_helped_do_not_help_less_and_less(gain):
     """Noise around nothing falls below any share of its best window."""
-    assert told(Watch(), series(gain=(gain, gain), null=(0.2, 0.2))) == []
+    assert told(CollapseMonitor(), series(gain=(gain, gain), null=(0.2, 0.2))) == []
 
 
 def test_a_coming_collapse_is_told_before_it_is_there():
-    messages = told(Watch(), COLLAPSE)
+    messages = told(CollapseMonitor(), COLLAPSE)
     steps = [int(message.removeprefix("step ").split(":")[0]) for message in messages]
     assert "candidates help less and less" in messages[0] and "likely cause: the reader unlearns to read" in messages[0]
     before = {step: null for step, null, _ in COLLAPSE}[steps[0]]
@@ -59,19 +60,19 @@ def test_a_coming_collapse_is_told_before_it_is_there():
 
 
 def test_each_thing_is_said_once():
-    messages = told(Watch(), COLLAPSE + [(step + 10 * LENGTH, null, gain) for step, null, gain in COLLAPSE])
+    messages = told(CollapseMonitor(), COLLAPSE + [(step + 10 * LENGTH, null, gain) for step, null, gain in COLLAPSE])
     kinds = [message.split(": ", 1)[1][:30] for message in messages]
     assert len(kinds) == len(set(kinds)) <= 3
 
 
 def test_a_null_document_that_takes_everything_from_the_start_is_told_with_its_cause():
-    messages = told(Watch(), series(gain=(0.3, 0.3), null=(0.93, 0.95)))
+    messages = told(CollapseMonitor(), series(gain=(0.3, 0.3), null=(0.93, 0.95)))
     assert len(messages) == 1
     assert "p(null) is 0.9" in messages[0] and "train ict longer" in messages[0]
 
 
 def test_recall_that_falls_is_told_at_each_measurement_with_its_best():
-    watch = Watch()
+    watch = CollapseMonitor()
     assert [watch.recall(step, recall) for step, recall in [(0, 0.6), (50, 0.7)]] == [None, None]
     message = watch.recall(100, 0.4)
     assert message is not None and "step 100: recall fell to 0.400 from 0.700; likely cause" in message
@@ -88,7 +89,8 @@ def values(null: float, gain: float) -> dict[str, jax.Array]:
 
 def keep(folder, start: int, records: list[tuple[int, float, float]], task: str = "realm") -> None:
     """A task's records as the loop hands them over."""
-    with MetricLogger(folder, task, start, 10 * LENGTH, Work(1.0, 1, None), {}) as metrics:
+    monitor = task_of(task, tiny_setting(one_device_mesh(), rows=8)).monitor()
+    with MetricLogger(folder, task, start, 10 * LENGTH, Work(1.0, 1, None), {}, monitor=monitor) as metrics:
         for step, null, gain in records:
             metrics.log_step(step, values(null, gain), {"index_age": 0})
         metrics.flush()
@@ -103,7 +105,7 @@ def warnings(caplog, monkeypatch):
 
 def test_a_run_that_goes_on_remembers_its_best_and_what_it_said(tmp_path, warnings):
     """Cut off when it had just warned: the next start does not repeat it, but tells of the collapse that follows."""
-    alone = told(Watch(), COLLAPSE)
+    alone = told(CollapseMonitor(), COLLAPSE)
     assert len(alone) > 1
     cut = 1 + next(n for n, (step, _, _) in enumerate(COLLAPSE) if alone[0].startswith(f"step {step}:"))
     keep(tmp_path / "realm", 0, COLLAPSE[:cut])
@@ -120,7 +122,7 @@ def test_other_tasks_are_not_watched(tmp_path, warnings):
 
 
 def test_fine_tuning_without_any_answer_in_the_passages_is_told_once():
-    watch = Watch(window=3)
+    watch = CollapseMonitor(window=3)
     told = [watch.answers(step, share) for step, share in enumerate([0.0, 0.1, 0.0, 0.0, 0.0, 0.0])]
     assert told[:4] == [None] * 4 and told[5] is None
     assert "no passage that was read held an answer in the last 3 records" in told[4]

@@ -13,7 +13,7 @@ from realm_jax.jobs.opening import open_run
 from realm_jax.jobs.prepare import prepare
 from realm_jax.jobs.recipe import run_recipe
 from realm_jax.storage import read_json
-from realm_jax.training.loop import task_examples
+from realm_jax.tasks import make_task
 
 SHARE = 0.3
 
@@ -82,7 +82,7 @@ def measured(compiled, people, tmp_path_factory):
 
 def test_no_sentence_to_learn_from_is_of_a_held_out_document(measured):
     run, _ = measured
-    examples = task_examples(run, "ict")
+    examples = make_task("ict", run).examples({}, None)
     used = {int(examples.make(number, np.random.default_rng(0))["own_row"]) for number in range(examples.total)}
     kept = trained_rows(run.sources.passages, SHARE)
     assert used and all(kept[row] for row in used) and not kept.all()

@@ -8,7 +8,6 @@ from tiny_run import PEOPLE
 
 from realm_jax.config import default, validate
 from realm_jax.corpus.jsonl import Question
-from realm_jax.data.examples import words_left
 from realm_jax.data.pipeline import dataset
 from realm_jax.errors import UserError
 from realm_jax.evaluation.predict import Evaluator
@@ -18,7 +17,8 @@ from realm_jax.jobs.ask import ask
 from realm_jax.jobs.predict import records
 from realm_jax.jobs.recipe import train
 from realm_jax.jobs.results import by_words
-from realm_jax.training.loop import task_examples
+from realm_jax.tasks import make_task
+from realm_jax.tasks.realm import words_left
 from realm_jax.training.metrics import read_lines
 
 pytestmark = pytest.mark.usefixtures("quick_steps")
@@ -91,8 +91,9 @@ def test_ranks_are_recorded_by_name():
 @pytest.mark.parametrize("search", ["hybrid", pytest.param("bm25", marks=pytest.mark.slow)])
 def test_realm_trains_on_candidates_that_words_found(people, tmp_path, search):
     run = open_inline(people, tmp_path, tasks="realm", realm__steps=2, retrieval__search=search)
-    examples = task_examples(run, "realm")
-    batch, again = (dataset(examples, run.config.seed, "realm", 4)[0] for _ in range(2))
+    task = make_task("realm", run)
+    examples = task.examples({}, None)
+    batch, again = (dataset(examples, run.config.seed, task.stream, 4)[0] for _ in range(2))
     np.testing.assert_array_equal(batch["word_rows"], again["word_rows"])
     if run.sources.own_text:
         assert not (batch["word_rows"] == batch["own_row"][:, None]).any()

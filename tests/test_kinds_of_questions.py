@@ -17,9 +17,10 @@ from realm_jax.jobs.answering import Measured
 from realm_jax.jobs.opening import open_run
 from realm_jax.jobs.prepare import prepare
 from realm_jax.jobs.recipe import run_recipe
-from realm_jax.jobs.results import chance, supervision_of
+from realm_jax.jobs.results import chance
 from realm_jax.run import make_run
 from realm_jax.storage import read_json
+from realm_jax.tasks.qa import Qa
 from realm_jax.training.metrics import read_lines
 
 pytestmark = pytest.mark.usefixtures("quick_programs", "one_device")
@@ -214,9 +215,9 @@ def test_a_recipe_of_which_nothing_is_left_is_one_line(tmp_path, tasks):
 
 def test_a_report_says_where_a_passage_with_the_answer_was_named():
     config = default()
-    assert "Nobody says which passage holds the answer" in supervision_of(config, "qa")
+    assert "Nobody says which passage holds the answer" in Qa.supervision(config)
     config.objective.qa = "positive"
-    assert "gold document" in supervision_of(config, "qa") and "Nobody" not in supervision_of(config, "qa")
+    assert "gold document" in Qa.supervision(config) and "Nobody" not in Qa.supervision(config)
 
 
 def test_chance_is_over_questions_that_have_answers():

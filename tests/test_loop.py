@@ -40,11 +40,11 @@ from realm_jax.jobs.opening import reopen_run
 from realm_jax.jobs.recipe import preemptible, run_recipe
 from realm_jax.run import Run
 from realm_jax.storage import only_one, read_json, write_json_atomic
+from realm_jax.tasks import make_task
 from realm_jax.training import loop
 from realm_jax.training.checkpoints import Saved, saved_folders
 from realm_jax.training.loop import train_task
 from realm_jax.training.metrics import RecordWriter, read_lines
-from realm_jax.training.tasks import make_task
 
 pytestmark = pytest.mark.usefixtures("quick_steps")
 
@@ -134,7 +134,7 @@ def test_sigterm_does_not_wait_for_a_corpus_that_is_being_embedded(people, strai
 
 def test_a_refreshed_index_and_a_restored_state_need_no_new_program(people, straight, tmp_path, monkeypatch):
     """All runs before this one used the same step: over refreshes, checkpoints and restarts."""
-    step = loop.make_step(straight, make_task("realm", straight.setting))
+    step = loop.make_step(straight, make_task("realm", straight))
     assert step._cache_size() == 1
 
 

@@ -90,10 +90,10 @@ def test_the_installed_command_works_from_another_folder(installed, tmp_path):
 def test_every_config_is_found_by_its_name_far_from_the_checkout(installed, tmp_path):
     configs = sorted(path.stem for path in (ROOT / "configs").glob("*.py"))
     program = (
-        "from realm_jax import recipes, config, tagger_config\n"
+        "from realm_jax import recipes, config\n"
         "from realm_jax.jobs import ablate, flags\n"
         "for name in recipes.config_names():\n"
-        "    like = ablate._like if name == 'ablations' else tagger_config.default_like\n"
+        "    like = ablate._like if name == 'ablations' else config.default_like\n"
         "    print(name, flags.load_config(name, [], config.default, like=like).get('tasks', 'rows'))"
     )
     found = dict(line.split() for line in run_installed(installed, tmp_path, "-c", program).splitlines())

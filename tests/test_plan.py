@@ -11,17 +11,15 @@ import pytest
 from tiny_run import tiny_config
 
 from realm_jax import cli
-from realm_jax.config import default, joint_length
-from realm_jax.data.examples import array_shapes, lengths_from
-from realm_jax.data.positives import positive_examples
+from realm_jax.config import default
 from realm_jax.data.sources import open_sources
+from realm_jax.flops import Tower, embedding_flops, memory, peak
 from realm_jax.jobs.flags import load_config
 from realm_jax.jobs.plan import abstract_arguments
 from realm_jax.run import bare_run, make_run
-from realm_jax.training.flops import Tower, embedding_flops, memory, peak, step_flops
-from realm_jax.training.loop import task_examples
+from realm_jax.tasks import make_task
+from realm_jax.tasks.qa_examples import positive_examples
 from realm_jax.training.state import make_step
-from realm_jax.training.tasks import make_task
 
 ROOT = Path(__file__).parents[1]
 COMPILER = importlib.util.find_spec("libtpu") is not None
@@ -32,22 +30,23 @@ def test_shapes_are_those_of_real_examples(people, task, tmp_path):
     config = tiny_config(people)
     for name in ("ict", "qa"):
         config[name].batch_size = 8
-    run = make_run(config, tmp_path, open_sources(people))
-    example = task_examples(run, task).make(0, np.random.default_rng(0))
+    made = make_task(task, make_run(config, tmp_path, open_sources(people)))
+    example = made.examples({}, None).make(0, np.random.default_rng(0))
     found = {name: (np.shape(value), np.asarray(value).dtype) for name, value in example.items()}
-    wanted = {name: (shape, np.dtype(dtype)) for name, (shape, dtype) in array_shapes(task, run.lengths).items()}
+    wanted = {name: (shape, np.dtype(dtype)) for name, (shape, dtype) in made.array_shapes().items()}
     assert found == wanted
 
 
 @pytest.mark.parametrize("titles", [True, False])
 def test_shapes_of_a_question_beside_its_positive_passage(people, titles):
     config = tiny_config(people)
-    config.retrieval.qa_titles = titles
-    sources, lengths = open_sources(people), lengths_from(16, 48, "salient", 0, 8, 10)
+    config.retrieval.qa_titles, config.objective.qa, config.qa.batch_size = titles, "positive", 8
+    sources = open_sources(people)
+    task = make_task("qa", make_run(config, Path("."), sources, jax.devices()[:1]))
     asked = sources.questions["train"][:1]
-    examples = positive_examples(asked, [0], sources.passages, sources.wordpiece, lengths, titles)
+    examples = positive_examples(asked, [0], sources.passages, sources.wordpiece, task.run.lengths, titles)
     example = examples.make(0, np.random.default_rng(0))
-    wanted = array_shapes("qa", lengths, joint=joint_length(config))
+    wanted = task.array_shapes()
     assert {name: (np.shape(value), np.asarray(value).dtype) for name, value in example.items()} == {
         name: (shape, np.dtype(dtype)) for name, (shape, dtype) in wanted.items()
     }
@@ -59,7 +58,7 @@ def test_a_step_of_every_objective_can_be_planned(task, changes):
     config = tiny_config(Path("-"))
     config.objective.update(changes)
     run = bare_run(config, Path("."), 1000, 300, jax.devices()[:1])
-    made = jax.eval_shape(make_step(run, make_task(task, run.setting)), *abstract_arguments(run, task))
+    made = jax.eval_shape(make_step(run, make_task(task, run)), *abstract_arguments(run, task))
     assert "loss" in str(jax.tree.structure(made))
 
 
@@ -72,11 +71,14 @@ def test_operations_of_a_tower_by_hand():
     assert Tower(2, 4, 8).forward(3, 1) == one.forward(3) + first
 
 
+def step_flops(config, task: str, rows: int) -> dict[str, float]:
+    return make_task(task, bare_run(config, Path("."), rows, 30_522, jax.devices()[:1])).flops()
+
+
 def test_operations_of_a_step_of_the_paper_s_size():
     """330 million parameters, about 6 operations a parameter and piece: queries 96, seven documents 288, joints 382."""
     config = default()
-    lengths = lengths_from(96, 288, "salient", 0, 8, 10)
-    parts = step_flops(config, "realm", 30_522, lengths.predictions, 13_353_718)
+    parts = step_flops(config, "realm", 13_353_718)
     rough = 512 * 6 * 85e6 * (96 + 7 * 288 + 7 * 382 + 97)
     assert sum(parts.values()) == pytest.approx(rough, rel=0.25)
     assert parts["search"] < 0.02 * sum(parts.values())
@@ -85,15 +87,15 @@ def test_operations_of_a_step_of_the_paper_s_size():
 
 def test_objectives_over_the_index_read_and_embed_less():
     """The inverse cloze task over the index searches and embeds no passage; one positive passage is one to read."""
-    config, sizes = default(), (30_522, 20, 10_000)
-    batch = step_flops(config, "ict", *sizes)
+    config, rows = default(), 10_000
+    batch = step_flops(config, "ict", rows)
     config.objective.update(ict="index", qa="positive")
-    found = step_flops(config, "ict", *sizes)
+    found = step_flops(config, "ict", rows)
     assert found["search"] == config.ict.batch_size * 2 * 10_000 * config.encoder.projection
     assert "documents" not in found and found["queries"] == batch["queries"]
-    positive = step_flops(config, "qa", *sizes)
+    positive = step_flops(config, "qa", rows)
     config.objective.qa = "marginal"
-    marginal = step_flops(config, "qa", *sizes)
+    marginal = step_flops(config, "qa", rows)
     assert marginal["reader"] == config.retrieval.qa_passages * positive["reader"]
     assert marginal["search"] == positive["search"]
 

@@ -5,12 +5,13 @@ import pytest
 from tiny_run import write_lines
 
 from realm_jax.corpus.jsonl import Question
-from realm_jax.data import positives
-from realm_jax.data.examples import Examples, Found, Lengths, with_found
+from realm_jax.data.examples import Examples, Found, Lengths, occurs
 from realm_jax.data.pipeline import ROUND, WINDOW, dataset
-from realm_jax.data.positives import NONE, first_row, gold_row, occurs, positive_examples
 from realm_jax.data.sources import open_sources
 from realm_jax.jobs.prepare import prepare
+from realm_jax.tasks import qa_examples
+from realm_jax.tasks.qa import Qa
+from realm_jax.tasks.qa_examples import NONE, first_row, gold_row, positive_examples, with_found
 
 LENGTHS = Lengths(query=24, document=64, predictions=4, answers=2, span_width=4)
 FILLER = " It was a quiet life by the sea, and many people of the town remembered it well. "
@@ -46,8 +47,8 @@ def test_the_gold_row_holds_an_answer_and_most_of_the_question(sources):
 
 
 def test_the_answers_of_a_question_are_encoded_once(sources, monkeypatch):
-    calls, encode = [], positives.answer_pieces
-    monkeypatch.setattr(positives, "answer_pieces", lambda *given: calls.append(given) or encode(*given))
+    calls, encode = [], qa_examples.answer_pieces
+    monkeypatch.setattr(qa_examples, "answer_pieces", lambda *given: calls.append(given) or encode(*given))
     assert len(rows_of(sources, "long")) > 1
     gold_row(sources.passages, Question("where was Ada born", ["London"], "long"), sources.wordpiece, LENGTHS)
     assert len(calls) == 1
@@ -109,7 +110,7 @@ def width_for(length: int) -> int:
 def test_batches_hold_every_example_once_an_epoch_and_those_of_like_lengths_together(sources):
     size = 2
     examples = epoch_of(sources, size)
-    ordered = dataset(examples, 5, "qa", size)
+    ordered = dataset(examples, 5, Qa.stream, size)
     found = [ordered[step] for step in range(2 * WINDOW)]
     for epoch in (found[:WINDOW], found[WINDOW:]):
         assert sorted(np.concatenate([batch["number"] for batch in epoch]).tolist()) == list(range(examples.total))
@@ -123,7 +124,7 @@ def test_examples_with_a_list_of_passages_are_batched_by_length_as_without(sourc
     examples = epoch_of(sources, 2)
     listed = np.arange(2 * examples.total).reshape(examples.total, 2)
     found = with_found(examples, Found(listed.astype(np.int32), listed.astype(np.float32)))
-    plain, both = dataset(examples, 5, "qa", 2), dataset(found, 5, "qa", 2)
+    plain, both = dataset(examples, 5, Qa.stream, 2), dataset(found, 5, Qa.stream, 2)
     for step in range(WINDOW):
         assert both[step]["joint"].shape == plain[step]["joint"].shape
         np.testing.assert_array_equal(both[step]["word_rows"], listed[plain[step]["number"]])
@@ -133,7 +134,7 @@ def test_a_batch_is_the_same_wherever_a_run_begins_and_however_many_processes_sh
     """A process that holds the shorter rows pads them to what the longest row of the others needs."""
     size = 4
     examples = epoch_of(sources, size)
-    whole, shorter = dataset(examples, 5, "qa", size), dataset(examples, 5, "qa", size, np.array([0, 1]))
+    whole, shorter = dataset(examples, 5, Qa.stream, size), dataset(examples, 5, Qa.stream, size, np.array([0, 1]))
     wider = 0
     for step in range(WINDOW):
         batch, part = whole[step], shorter[step]
@@ -144,5 +145,5 @@ def test_a_batch_is_the_same_wherever_a_run_begins_and_however_many_processes_sh
             np.testing.assert_array_equal(array[:2], part[name])
         wider += width_for(part["joint_length"].max()) < part["joint"].shape[1]
     assert wider
-    again = dataset(examples, 5, "qa", size)[WINDOW - 1]
+    again = dataset(examples, 5, Qa.stream, size)[WINDOW - 1]
     np.testing.assert_array_equal(again["number"], batch["number"])

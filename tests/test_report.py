@@ -71,6 +71,7 @@ def sample_data() -> dict[str, Any]:
             "recall@20": {"untrained": 0.06, "ict": 0.66, "realm": 0.996, "bm25": 0.71},
             "exact_match": {"retrieval": 0.912, "closed_book": 0.041, "chance": 0.023},
             "retrieval_utility": 2.41,
+            "comparison": {"before": "ict", "after": "realm"},
             "seconds": {"mlm": 61.2, "ict": 34.0, "realm": 412.7, "qa": 88.1},
         },
         "stages": [

@@ -18,14 +18,13 @@ from test_weights import SETTINGS, random_weights, save
 from tiny import tiny_bert
 from tiny_tagger import open_tiny, tiny_config, write_corpus
 
-from realm_jax import cli, tagger_config
+from realm_jax import cli
 from realm_jax.config import default as realm_config
-from realm_jax.config import validate as validate_realm
+from realm_jax.config import validate
 from realm_jax.corpus.build import build_store
 from realm_jax.corpus.jsonl import Article
 from realm_jax.corpus.store import PassageStore
 from realm_jax.data.conll import Sentence, open_tagged
-from realm_jax.data.tagged import annotated, tagger_examples
 from realm_jax.errors import UserError
 from realm_jax.evaluation.entities import entity_scores
 from realm_jax.evaluation.tagging import PassageSpans, TextTagger, tag_passages, tag_program
@@ -33,13 +32,13 @@ from realm_jax.jobs.opening import open_run, recorded_config
 from realm_jax.jobs.tagger import KINDS, finder, open_tagger, run_tagger, train
 from realm_jax.models.tagger import Tagger, decode
 from realm_jax.storage import read_json
+from realm_jax.tasks.tagger import TaggerTask, annotated, default, tagger_examples, tagger_loss
 from realm_jax.text.spans import DATE, Span, find_dates, with_dates
 from realm_jax.text.spans import finder as finder_called
 from realm_jax.text.tags import IGNORED, Cutter, Entity
 from realm_jax.text.wordpiece import WordPiece
 from realm_jax.training.checkpoints import Saved
 from realm_jax.training.metrics import read_lines
-from realm_jax.training.tagging import tagger_loss
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
@@ -108,7 +107,7 @@ def test_the_loss_is_the_mean_over_first_pieces():
     ids, labels = np.full((1, 6), 7), np.array([[IGNORED, 3, IGNORED, 4, 0, IGNORED]], np.int8)
     batch = {"ids": ids, "length": np.array([6]), "shapes": np.zeros((1, 6), np.uint8), "labels": labels}
     log_p = np.asarray(tagger.scores(params, ids, batch["length"], batch["shapes"]))
-    means = tagger_loss(tagger, params, batch, None, None)
+    means = tagger_loss(tagger, params, batch, None)
     places = [1, 3, 4], [3, 4, 0]
     np.testing.assert_allclose(means["loss"].value, -log_p[0][places].mean(), rtol=1e-5)
     assert means["loss"].number == 3
@@ -293,7 +292,7 @@ def test_a_run_starts_from_imported_weights(corpus, tmp_path):
         open_tiny(corpus, tmp_path / "run", **sizes | {"model__width": 16})
     assert not (tmp_path / "run" / "config.json").exists()
     run = open_tiny(corpus, tmp_path / "run", **sizes, tagger__steps=1, tagger__learning_rate=1e-9)
-    assert run.wordpiece.fingerprint == words.fingerprint
+    assert run.sources.wordpiece.fingerprint == words.fingerprint
     train(run)
     (folder / "model.safetensors").unlink()  # of no use any more
     found = params_of(tmp_path / "run")["tagger"]["bert"]["words"]["embedding"]
@@ -348,19 +347,19 @@ def test_a_vocabulary_may_move_but_not_change(corpus, tmp_path):
     ],
 )
 def test_a_value_that_cannot_work_is_named(key, value):
-    config = tagger_config.default()
+    config = default()
     config.data.path = "somewhere"
-    tagger_config.validate(config)
+    validate(config, TaggerTask)
     config.update_from_flattened_dict({key: value})
     with pytest.raises(UserError, match=f"^config.{key}: "):
-        tagger_config.validate(config)
+        validate(config, TaggerTask)
 
 
 def test_jobs_of_realm_refuse_a_tagger_and_its_own_refuse_realm(corpus, trained, tmp_path, trained_run, capsys):
     with pytest.raises(UserError, match="config.tasks: this is a tagger's config"):
-        validate_realm(tiny_config(corpus))
+        validate(tiny_config(corpus))
     with pytest.raises(UserError, match="config.tasks: this is REALM's config"):
-        tagger_config.validate(realm_config())
+        validate(realm_config(), TaggerTask)
     for command in ("plan", "quickstart"):
         assert cli.main([command, "--config=configs/tagger.py:small"]) == 2
         assert "config.tasks: this is a tagger's config; `realm train` trains it" in capsys.readouterr().err

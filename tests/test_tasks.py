@@ -18,27 +18,22 @@ from tiny import (
     query_rows,
     random_corpus,
     random_words,
+    task_of,
     tiny_realm,
     tiny_setting,
 )
 from tiny_run import tiny_config
 
 from realm_jax.data.sources import open_sources
-from realm_jax.index.candidates import (
-    Candidates,
-    Index,
-    candidate_scores,
-    candidate_words,
-    read_joint,
-    read_passages,
-    retrieve,
-    take,
-)
+from realm_jax.forward import candidate_scores, candidate_words, read_joint, read_passages
+from realm_jax.index.candidates import Candidates, Index, retrieve, take
 from realm_jax.models.inputs import Documents, join
 from realm_jax.models.likelihood import masked_word_marginal
 from realm_jax.run import make_run
+from realm_jax.tasks.base import reported
+from realm_jax.tasks.qa import given_joint
+from realm_jax.tasks.realm import realm_metrics
 from realm_jax.text import layouts
-from realm_jax.training.tasks import given_joint, make_task, realm_metrics, reported
 
 ROWS, BATCH = 20, 4
 MODEL = tiny_realm(layers=1)  # compiling takes nearly all of the time
@@ -234,7 +229,7 @@ def largest(tree) -> float:
 def test_the_realm_loss_is_the_marginal_of_its_parts(params, index, candidates, null_document):
     """That it trains all three networks is seen in `test_devices.py`."""
     found, scores, log_p, _ = candidates
-    loss, metrics = jax.jit(make_task("realm", setting(null_document=null_document)).value)(params, MASKED, index, None)
+    loss, metrics = jax.jit(task_of("realm", setting(null_document=null_document)).value)(params, MASKED, index, None)
     valid = np.pad(found.valid, ((0, 0), (1, 0)), constant_values=null_document)
     wanted = masked_word_marginal(scores, log_p, MASKED["weights"], valid, "example")
     np.testing.assert_allclose(loss, wanted.loss.value, rtol=1e-5)
@@ -298,7 +293,7 @@ def as_batch(documents: Documents) -> dict[str, np.ndarray]:
 
 def test_the_warm_up_is_the_mean_over_predicted_pieces(params, candidates):
     """Beside the empty document it is what REALM reads beside its null document."""
-    loss, metrics = jax.jit(make_task("mlm", setting()).value)(
+    loss, metrics = jax.jit(task_of("mlm", setting()).value)(
         params, MASKED | as_batch(document_rows([([], [])] * BATCH)), None, None
     )
     _, _, log_p, right = candidates
@@ -310,7 +305,7 @@ def test_the_warm_up_is_the_mean_over_predicted_pieces(params, candidates):
 def test_the_inverse_cloze_task_ranks_each_sentence_among_all_passages_of_the_batch(params, index, query_vectors):
     documents = Documents(*(part[:BATCH] for part in index.documents))
     batch = {"query": MASKED["query"], "query_length": MASKED["query_length"]} | as_batch(documents)
-    loss, metrics = jax.jit(make_task("ict", setting()).value)(params, batch, None, None)
+    loss, metrics = jax.jit(task_of("ict", setting()).value)(params, batch, None, None)
     logits = query_vectors.astype(np.float64) @ np.asarray(index.vectors[:BATCH], np.float64).T
     log_p = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
     np.testing.assert_allclose(loss, -np.diagonal(log_p).mean(), rtol=1e-4)
@@ -322,7 +317,7 @@ def test_the_inverse_cloze_task_can_rank_the_own_passage_among_what_is_retrieved
     ranks = ranking(query_vectors, index)
     own = np.array([ranks[0, 0], ranks[1, 2], ranks[2, -1], ranks[3, 5]])
     batch = {"query": MASKED["query"], "query_length": MASKED["query_length"], "own_row": own.astype(np.int32)}
-    task = make_task("ict", setting(ict_from_index=True, qa_beam=4))
+    task = task_of("ict", setting(ict_from_index=True, qa_beam=4))
     assert task.trained == ("query_embedder",) and task.retrieves
     (loss, metrics), gradient = jax.jit(jax.value_and_grad(task.value, has_aux=True))(params, batch, index, None)
     scores = query_vectors.astype(np.float64) @ np.asarray(index.vectors[:ROWS], np.float64).T
@@ -386,7 +381,7 @@ def marginal_by_loops(rows, scores, span_scores, batch) -> list[float]:
 
 @functools.cache
 def qa_slopes(objective: str):
-    loss = make_task("qa", setting(qa_objective=objective, qa_beam=BEAM, qa_passages=PASSAGES)).value
+    loss = task_of("qa", setting(qa_objective=objective, qa_beam=BEAM, qa_passages=PASSAGES)).value
     return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
 
@@ -431,7 +426,7 @@ def test_a_trained_document_tower_scores_what_is_read(params, index, reading, ob
     """With vectors of the tower as it is the loss is the same; with others it follows the tower, not the vectors."""
     batch = asked(np.array([reading[0][0, 0], reading[0][1, 2], -1, -1]))
     changes = {"qa_objective": objective, "qa_beam": BEAM, "qa_passages": PASSAGES, "qa_documents": True}
-    task = make_task("qa", setting(**changes))
+    task = task_of("qa", setting(**changes))
     assert set(task.trained) == {"query_embedder", "document_embedder", "reader"}
     (loss, _), slopes = jax.jit(jax.value_and_grad(task.value, has_aux=True))(params, batch, index, None)
     np.testing.assert_allclose(loss, qa_slopes(objective)(params, batch, index, None)[0][0], rtol=1e-5)
@@ -467,7 +462,7 @@ def test_one_positive_passage_teaches_the_reader_and_the_beam_the_retriever(para
     rows, scores, _ = reading
     positives = np.array([rows[0, 0], rows[1, 4], rows[2, 1], rows[3, 2]])
     batch = asked(positives) | joined(positives, titles=False)
-    task = make_task("qa", setting(qa_objective="positive", qa_beam=BEAM))
+    task = task_of("qa", setting(qa_objective="positive", qa_beam=BEAM))
     (loss, metrics), gradient = jax.jit(jax.value_and_grad(task.value, has_aux=True))(params, batch, index, None)
     places = [rows[example].tolist().index(row) for example, row in enumerate(positives)]
     retriever = [np.logaddexp.reduce(scores[e].astype(np.float64)) - scores[e, place] for e, place in enumerate(places)]
@@ -507,16 +502,16 @@ def test_questions_without_an_answer_in_reach_teach_nothing(params, index, objec
 )
 def test_each_task_names_what_it_trains(name, separate, shared, retrieves):
     one_tower = tiny_setting(one_device_mesh(), ROWS, tiny_realm(shared_tower=True))
-    task = make_task(name, setting())
+    task = task_of(name, setting())
     assert task.name == name and task.retrieves == retrieves
     assert set(task.trained) == separate
-    assert set(make_task(name, one_tower).trained) == shared
+    assert set(task_of(name, one_tower).trained) == shared
 
 
 @pytest.mark.parametrize("name", ["ict", "mlm"])
 def test_dropout_follows_the_key(params, name):
     loud = tiny_realm(layers=1, dropout=0.3)
-    loss = jax.jit(make_task(name, tiny_setting(one_device_mesh(), ROWS, loud)).value)
+    loss = jax.jit(task_of(name, tiny_setting(one_device_mesh(), ROWS, loud)).value)
     batch = MASKED | as_batch(document_rows(CORPUS[:BATCH]))
     one, again, other = (float(loss(params, batch, None, jax.random.key(seed))[0]) for seed in (1, 1, 2))
     assert one == again != other

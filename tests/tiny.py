@@ -1,5 +1,6 @@
 """Tiny networks, corpora and batches that several tests share: two layers, width 16, fifty word pieces."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -7,11 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from realm_jax.config import default
 from realm_jax.index.candidates import Index, Setting
 from realm_jax.index.exact import padded_rows
 from realm_jax.models.bert import BertConfig
 from realm_jax.models.inputs import Documents
 from realm_jax.models.realm import Params, Realm
+from realm_jax.tasks import make_task
+from realm_jax.tasks.base import Task
 from realm_jax.text import layouts
 
 Texts = list[tuple[list[int], list[int]]]  # titles and bodies, as word pieces
@@ -57,6 +61,11 @@ def query_rows(queries: list[list[int]], length: int = QUERY) -> dict[str, np.nd
 def random_corpus(rng: np.random.Generator, rows: int) -> Texts:
     """Titles of one or two pieces and bodies of six to ten."""
     return [(random_words(rng, rng.integers(1, 3)), random_words(rng, rng.integers(6, 11))) for _ in range(rows)]
+
+
+def task_of(name: str, setting: Setting) -> Task:
+    """A task with its losses, of a run that has nothing else."""
+    return make_task(name, SimpleNamespace(setting=setting, config=default()))
 
 
 def masked_batch(rng: np.random.Generator, corpus: Texts, size: int) -> dict[str, np.ndarray]:

@@ -6,9 +6,9 @@ from pathlib import Path
 import jax
 from ml_collections import ConfigDict
 
-from realm_jax import tagger_config
 from realm_jax.jobs.tagger import open_tagger_run
-from realm_jax.tagger_run import TaggerRun
+from realm_jax.run import BaseRun
+from realm_jax.tasks import tagger
 
 FIRST = "Ada Boris Clara Dmitri Edda Fjodor".split()
 LAST = "Almgren Brandt Corvin Dahl Ebner Falk".split()
@@ -40,7 +40,7 @@ def write_corpus(folder: Path) -> Path:
 
 def tiny_config(corpus: Path, **changes) -> ConfigDict:
     """changes: keys with `__` for the dot."""
-    config = tagger_config.default()
+    config = tagger.default()
     config.data.update(path=str(corpus), vocabulary_size=200, length=24)
     config.model.update(layers=1, width=32, heads=2, feed_forward=32, dropout=0.0)
     config.tagger.update(steps=40, batch_size=8, learning_rate=2e-3, warmup=5)
@@ -49,5 +49,5 @@ def tiny_config(corpus: Path, **changes) -> ConfigDict:
     return config
 
 
-def open_tiny(corpus: Path, workdir: Path, devices: int = 1, **changes) -> TaggerRun:
+def open_tiny(corpus: Path, workdir: Path, devices: int = 1, **changes) -> BaseRun:
     return open_tagger_run(tiny_config(corpus, **changes), workdir, jax.devices()[:devices])

@@ -18,7 +18,9 @@ from realm_jax.data.examples import Examples
 if TYPE_CHECKING:
     import grain  # in functions otherwise: what only answers needs no order of examples, and starts sooner
 
-PURPOSES = {"mlm": 1, "ict": 2, "realm": 3, "qa": 4, "sample": 5, "tagger": 6, "closed_book": 7}
+SAMPLE = (
+    5  # the stream of random numbers of sample queries; a task has its own (`Task.stream`), 11 `jobs/projection.py`
+)
 ENDLESS = 1 << 40  # steps; no run has as many
 PREFETCH = 4  # batches made ahead, in one thread
 WINDOW = 32  # batches among which examples are sorted by length
@@ -26,7 +28,7 @@ ROUND = 32  # padded lengths are multiples of this: a step is compiled for a han
 
 
 def dataset(
-    examples: Examples, seed: int, purpose: str, batch_size: int, rows: NDArray[np.int64] | None = None
+    examples: Examples, seed: int, stream: int, batch_size: int, rows: NDArray[np.int64] | None = None
 ) -> "grain.MapDataset":
     """Batches without end; element s is the batch of step s, a dictionary of arrays [batch_size, …].
 
@@ -34,14 +36,14 @@ def dataset(
     """
     import grain
 
-    stream = (seed, PURPOSES[purpose])
-    shuffle_seed = int(np.random.SeedSequence(stream).generate_state(1)[0])
+    source = (seed, stream)
+    shuffle_seed = int(np.random.SeedSequence(source).generate_state(1)[0])
     order = grain.MapDataset.range(examples.total).shuffle(seed=shuffle_seed).repeat()
     own = np.arange(batch_size) if rows is None else rows
 
     def make(position: int) -> dict[str, NDArray]:
         epoch, example = position // examples.total, int(order[position])
-        return examples.make(example, np.random.default_rng((*stream, epoch, example)))
+        return examples.make(example, np.random.default_rng((*source, epoch, example)))
 
     def make_in_order(number: int) -> dict[str, NDArray]:
         step, place = divmod(number, len(own))
@@ -49,7 +51,7 @@ def dataset(
 
     if examples.lengths is None:
         return grain.MapDataset.range(ENDLESS * len(own)).map(make_in_order).batch(len(own))
-    positions = lru_cache(4)(partial(_positions, order, examples.lengths, stream, batch_size))
+    positions = lru_cache(4)(partial(_positions, order, examples.lengths, source, batch_size))
     batch = partial(_batch_by_length, make, positions, own)
     return grain.MapDataset.range(ENDLESS).map(batch)
 
@@ -74,24 +76,24 @@ def _batch_by_length(
 
 
 def _positions(
-    order: "grain.MapDataset", lengths: NDArray[np.int64], stream: tuple[int, int], batch_size: int, window: int
+    order: "grain.MapDataset", lengths: NDArray[np.int64], source: tuple[int, int], batch_size: int, window: int
 ) -> Window:
     """The batches of a window of steps: positions in the order of examples [WINDOW, batch_size], sorted by length, the
     batches in random order, and the longest of each batch [WINDOW]."""
     positions = window * WINDOW * batch_size + np.arange(WINDOW * batch_size)
     known = lengths[[int(order[int(position)]) for position in positions]]
     places = np.argsort(known, kind="stable").reshape(WINDOW, batch_size)
-    places = places[np.random.default_rng((*stream, window)).permutation(WINDOW)]
+    places = places[np.random.default_rng((*source, window)).permutation(WINDOW)]
     return positions[places], known[places].max(axis=1)
 
 
 def batches(
-    examples: Examples, seed: int, purpose: str, batch_size: int, start: int, stop: int,
+    examples: Examples, seed: int, stream: int, batch_size: int, start: int, stop: int,
     rows: NDArray[np.int64] | None = None,
 ) -> Iterator[dict]:  # fmt: skip
     """The batches of steps start … stop − 1, made ahead in a thread. rows: as of `dataset`."""
     import grain
 
-    steps = dataset(examples, seed, purpose, batch_size, rows)[start:stop]
+    steps = dataset(examples, seed, stream, batch_size, rows)[start:stop]
     options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=PREFETCH)
     return iter(steps.to_iter_dataset(options))

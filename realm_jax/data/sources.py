@@ -1,6 +1,7 @@
 """A prepared folder, opened: tokenizer, corpus Z, pre-training text X, questions. Read next: `examples.py`."""
 
 import dataclasses
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from realm_jax.corpus.jsonl import Question, answered, read_questions
 from realm_jax.corpus.store import PassageStore
 from realm_jax.data.staging import is_remote, staged
 from realm_jax.errors import UserError
-from realm_jax.storage import read_json
+from realm_jax.storage import digest, read_json
 from realm_jax.text.wordpiece import WordPiece
 
 FORMAT_VERSION = 2
@@ -32,6 +33,20 @@ class Sources:
     def answered(self, split: str) -> list[Question]:
         """The questions of a split that have answers."""
         return answered(self.questions.get(split, []))
+
+    def fingerprints(self) -> dict[str, str]:
+        """Name → fingerprint of everything that is read."""
+        names = [field.name for field in dataclasses.fields(Question)]  # `asdict` would copy what they hold
+        asked = {
+            split: [{name: getattr(one, name) for name in names} for one in some]
+            for split, some in self.questions.items()
+        }
+        return {
+            "tokenizer": self.wordpiece.fingerprint,
+            "passages": self.passages.fingerprint,
+            "pretraining": self.pretraining.fingerprint,
+            "questions": digest(json.dumps(asked, sort_keys=True).encode()),
+        }
 
 
 def open_sources(

@@ -13,8 +13,9 @@ from realm_jax.evaluation.format import share
 # Used where the number of questions is unknown.
 _DEFAULT_MARGIN = 0.02
 
+UNTRAINED = "untrained"
 METHODS = {
-    "untrained": "Before any training",
+    UNTRAINED: "Before any training",
     "ict": "Inverse cloze task",
     "more_ict": "Inverse cloze task, longer",
     "no_retriever_gradient": "REALM, retriever held still",
@@ -26,9 +27,10 @@ CONTROLS = {
     "no_retriever_gradient": "the same training with the retriever held still",
     "more_ict": "as many more steps of the inverse cloze task",
 }
+WITHOUT_PASSAGES = "closed_book"  # the reader that answers from the question alone
 READERS = {
     "chance": "Chance",
-    "closed_book": "Without passages",
+    WITHOUT_PASSAGES: "Without passages",
     "retrieval": "With passages",
 }
 
@@ -51,17 +53,25 @@ def headline(data: Mapping[str, Any]) -> Headline:
     results = data.get("results", {})
     measure = main_measure(results)
     recalls = results.get(measure, {}) if measure else {}
-    before_name = "ict" if "ict" in recalls else "untrained"
-    if measure is None or "realm" not in recalls or before_name not in recalls:
+    named, trained = methods_compared(data)
+    before_name = named if named in recalls else UNTRAINED
+    if measure is None or trained not in recalls or before_name not in recalls:
         return _headline_without_comparison(data)
-    before, after = recalls[before_name], recalls["realm"]
-    stage = "after the inverse cloze task" if before_name == "ict" else "before training"
+    before, after = recalls[before_name], recalls[trained]
+    first = METHODS.get(before_name, before_name)
+    stage = "before training" if before_name == UNTRAINED else f"after the {first[0].lower()}{first[1:]}"
     footnote = (
         f"{share(before)} is the retriever {stage}, {share(after)} after REALM{_questions(data)}. "
         f"{metric_label(measure)} is the share of questions with {_target(measure)} among the first five passages."
     )
     figures = f"{metric_label(measure)} {share(before)} → {share(after)}"
     return Headline(_change(data, recalls, before, after, _target(measure)), figures, footnote)
+
+
+def methods_compared(data: Mapping[str, Any]) -> tuple[str, str]:
+    """The methods before and after the retriever learnt from masked words; '' where that is not known."""
+    found = data.get("results", {}).get("comparison") or {}
+    return found.get("before", ""), found.get("after", "")
 
 
 def takeaways(data: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -109,14 +119,15 @@ def _change(data: Mapping[str, Any], recalls: Mapping[str, float], before: float
 
 def _headline_without_comparison(data: Mapping[str, Any]) -> Headline:
     exact = data.get("results", {}).get("exact_match", {})
-    if "retrieval" in exact and "closed_book" in exact:
-        better = exact["retrieval"] - exact["closed_book"] > margin(data, exact["retrieval"], exact["closed_book"])
+    if "retrieval" in exact and WITHOUT_PASSAGES in exact:
+        without, reading = exact[WITHOUT_PASSAGES], exact["retrieval"]
+        better = reading - without > margin(data, reading, without)
         sentence = (
             "Reading retrieved passages, the model answers questions that it cannot answer alone."
             if better
             else "Retrieved passages did not help the model to answer questions."
         )
-        figures = f"exact match {share(exact['closed_book'])} → {share(exact['retrieval'])}"
+        figures = f"exact match {share(without)} → {share(reading)}"
         footnote = f"Share of questions answered exactly without and with passages{_questions(data)}."
         return Headline(sentence, figures, footnote)
     sentence = "This run cannot yet say whether the retriever learnt anything"
@@ -126,9 +137,10 @@ def _headline_without_comparison(data: Mapping[str, Any]) -> Headline:
 def _controls(data: Mapping[str, Any]) -> str:
     results = data.get("results", {})
     recalls = results.get(main_measure(results), {})
-    if "realm" not in recalls:
+    _, trained = methods_compared(data)
+    if trained not in recalls:
         return ""
-    learnt = recalls["realm"]
+    learnt = recalls[trained]
     controls = {name: recalls[name] for name in CONTROLS if name in recalls}
     if not controls:
         return ""
@@ -141,9 +153,10 @@ def _controls(data: Mapping[str, Any]) -> str:
 def _word_matching(data: Mapping[str, Any]) -> str:
     results = data.get("results", {})
     recalls = results.get(main_measure(results), {})
-    if "realm" not in recalls or "bm25" not in recalls:
+    _, trained = methods_compared(data)
+    if trained not in recalls or "bm25" not in recalls:
         return ""
-    word_matching, learnt = recalls["bm25"], recalls["realm"]
+    word_matching, learnt = recalls["bm25"], recalls[trained]
     clear = margin(data, word_matching, learnt)
     if word_matching > learnt + clear:
         return f"They find more: BM25 {share(word_matching)}, REALM {share(learnt)}."
@@ -154,18 +167,19 @@ def _word_matching(data: Mapping[str, Any]) -> str:
 
 def _where_words_fail(data: Mapping[str, Any]) -> str:
     groups = data.get("recall_by_replaced_words", {})
-    both = sorted(set(groups.get("bm25", {})) & set(groups.get("realm", {})), key=group_order)
+    words, learnt = groups.get("bm25", {}), groups.get(methods_compared(data)[1], {})
+    both = sorted({*words} & {*learnt}, key=group_order)
     if len(both) < 2:
         return ""
     least, most = both[0], both[-1]
-    lost_words = groups["bm25"][least] - groups["bm25"][most]
-    lost_learnt = groups["realm"][least] - groups["realm"][most]
+    lost_words = words[least] - words[most]
+    lost_learnt = learnt[least] - learnt[most]
     if lost_words <= lost_learnt + _DEFAULT_MARGIN:
         return ""
     return (
-        f" Where {most} of a name's words are replaced by others, BM25 finds {share(groups['bm25'][most])}"
-        f" and REALM {share(groups['realm'][most])}; with {least} replaced, {share(groups['bm25'][least])}"
-        f" and {share(groups['realm'][least])}."
+        f" Where {most} of a name's words are replaced by others, BM25 finds {share(words[most])}"
+        f" and REALM {share(learnt[most])}; with {least} replaced, {share(words[least])}"
+        f" and {share(learnt[least])}."
     )
 
 
@@ -174,8 +188,8 @@ def _reader(data: Mapping[str, Any]) -> str:
     if "retrieval" not in exact:
         return ""
     sentence = f"With retrieved passages it answers {share(exact['retrieval'])} of the questions exactly"
-    if "closed_book" in exact:
-        sentence += f"; a model without passages answers {share(exact['closed_book'])}"
+    if WITHOUT_PASSAGES in exact:
+        sentence += f"; a model without passages answers {share(exact[WITHOUT_PASSAGES])}"
     if "chance" in exact:
         sentence += f"; always giving the commonest answer, {share(exact['chance'])}"
     return sentence + "."

@@ -19,20 +19,12 @@ from numpy.typing import NDArray
 
 from realm_jax.data.examples import Example, Lengths, query_arrays, question_arrays
 from realm_jax.errors import UserError
-from realm_jax.index.candidates import (
-    Index,
-    Setting,
-    candidate_scores,
-    candidate_words,
-    read_passages,
-    retrieve,
-    search_queries,
-    take,
-)  # fmt: skip
+from realm_jax.forward import masked_inputs, null_candidates, read_masked, read_question, read_targets
+from realm_jax.index.candidates import Index, Setting, search_queries, take
 from realm_jax.mesh import to_host
-from realm_jax.models.inputs import Documents, find_answers, join, null_documents
-from realm_jax.models.likelihood import NEGATIVE, answer_log_probabilities, log_prior, log_sum_selected
-from realm_jax.models.realm import Params, flatten_joint
+from realm_jax.models.inputs import Documents
+from realm_jax.models.likelihood import NEGATIVE, log_prior, log_sum_selected
+from realm_jax.models.realm import Params
 from realm_jax.run import Run, put_batch
 from realm_jax.text.wordpiece import WordPiece
 
@@ -99,7 +91,7 @@ def parse(text: str) -> Masked | None:
 
 
 def masked_text(text: Masked, pieces: int, lengths: Lengths, wordpiece: WordPiece) -> Example:
-    """The arrays of one REALM example; see `array_shapes`. pieces: of a blank whose answer is not known.
+    """The arrays of one REALM example; see `Task.array_shapes`. pieces: of a blank whose answer is not known.
 
     Its own passage is looked for by its text, as in pre-training. Raises UserError for a text or an answer that is too
     long or empty.
@@ -148,28 +140,20 @@ class Look(NamedTuple):
 @partial(jax.jit, static_argnums=0)
 def look(setting: Setting, params: Params, batch: Any, index: Index, special: Any) -> Look:
     """Retrieve for masked texts and read them beside every candidate. special [s] int: the pieces that are no text."""
-    found = retrieve(setting, params, batch, index, setting.candidates - 1)
-    documents = take(index, found.rows)
-    valid = jnp.pad(found.valid, ((0, 0), (1, 0)), constant_values=setting.null_document)
-    scores = candidate_scores(setting, params, batch, documents, None)
-    log_p, _ = candidate_words(setting, params, batch, documents, None)
-    reading = (log_p * batch["weights"][:, None]).sum(axis=-1)
-    nothing = null_documents(len(found.rows), (setting.cls_id, setting.sep_id))
-    parts = [Documents(*(part[:, None] for part in nothing)), documents]
+    read = read_masked(setting, params, batch, index, None)
+    reading = (read.log_p * batch["weights"][:, None]).sum(axis=-1)
+    parts = [null_candidates(setting, batch), take(index, read.found.rows)]
     guesses = jnp.concatenate([_likeliest(setting, params, batch, part, special) for part in parts], axis=1)
-    prior = log_prior(scores, valid)
-    null = jnp.where(setting.null_document, scores[:, 0], NEGATIVE)
+    null = jnp.where(setting.null_document, read.scores[:, 0], NEGATIVE)
     total = jnp.logaddexp(null, _log_total(setting, params, batch, index))
-    held = jnp.exp(jax.nn.logsumexp(jnp.where(valid, scores, NEGATIVE), axis=1) - total)
-    return Look(found.rows, prior, reading, held, guesses)
+    held = jnp.exp(jax.nn.logsumexp(jnp.where(read.valid, read.scores, NEGATIVE), axis=1) - total)
+    return Look(read.found.rows, log_prior(read.scores, read.valid), reading, held, guesses)
 
 
 def _likeliest(setting: Setting, params: Params, batch: Any, documents: Documents, special: Any) -> jax.Array:
     """The likeliest piece of text in every place beside each passage, [batch, k, m]."""
-    repeats = documents.ids.shape[1]
-    joint = flatten_joint(join(batch["query"], batch["query_length"], documents))
-    words = setting.model.read_words(params, joint, jnp.repeat(batch["positions"], repeats, axis=0))
-    return words.at[..., special].set(-jnp.inf).argmax(axis=-1).reshape(len(batch["query"]), repeats, -1)
+    words = setting.model.read_words(params, *masked_inputs(batch, documents))
+    return words.at[..., special].set(-jnp.inf).argmax(axis=-1).reshape(*documents.ids.shape[:2], -1)
 
 
 def _log_total(setting: Setting, params: Params, batch: Any, index: Index) -> jax.Array:
@@ -252,10 +236,8 @@ def read_alone(run: Run, params: Params, text: Masked, targets: Sequence[int]) -
 
 @partial(jax.jit, static_argnums=0)
 def _alone(setting: Setting, params: Params, batch: Any) -> jax.Array:
-    nothing = null_documents(len(batch["query"]), (setting.cls_id, setting.sep_id))
-    joint = flatten_joint(join(batch["query"], batch["query_length"], Documents(*(part[:, None] for part in nothing))))
-    log_p, _ = setting.model.read_targets(params, joint, batch["positions"], batch["targets"])
-    return (log_p * batch["weights"]).sum(axis=-1)
+    log_p, _ = read_targets(setting, params, batch, null_candidates(setting, batch))
+    return (log_p[:, 0] * batch["weights"]).sum(axis=-1)
 
 
 # --- a question -------------------------------------------------------------------------------------------------------
@@ -285,10 +267,7 @@ def inspect_question(run: Run, params: Params, index: Index, question: str, answ
 def _look_at_question(setting: Setting, params: Params, batch: Any, index: Index) -> tuple[jax.Array, ...]:
     """(rows, log p(z|x), log p(y|z,x)) [batch, k] and the share of the corpus [batch]."""
     passages = setting.qa_passages
-    reading, _ = read_passages(setting, params, batch, index, None, passages, passages)
-    answers = (batch["answers"], batch["answer_lengths"], setting.model.span_width)
-    allowed, correct = find_answers(reading.joint, *answers)
-    prior, spans = answer_log_probabilities(reading.scores, reading.span_scores, allowed, setting.qa_objective)
-    likelihood = log_sum_selected(spans, correct, (2, 3))
-    held = jnp.exp(jax.nn.logsumexp(reading.scores, axis=1) - _log_total(setting, params, batch, index))
-    return reading.rows, prior, likelihood, held
+    read = read_question(setting, params, batch, index, None, passages, passages)
+    likelihood = log_sum_selected(read.spans, read.correct, (2, 3))
+    held = jnp.exp(jax.nn.logsumexp(read.reading.scores, axis=1) - _log_total(setting, params, batch, index))
+    return read.reading.rows, read.prior, likelihood, held

@@ -15,15 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.corpus.jsonl import Question
-from realm_jax.data.examples import Found, query_arrays
-from realm_jax.data.positives import body_read, holds_answer
+from realm_jax.data.examples import Found, body_read, holds_answer, query_arrays
 from realm_jax.evaluation.answers import exact_match, normalise
 from realm_jax.evaluation.retrieval import answer_hits, by_group, found_within, gold_hits
-from realm_jax.index.candidates import Index, Setting, question_beam, read_passages
+from realm_jax.forward import question_beam, read_question
+from realm_jax.index.candidates import Index, Setting
 from realm_jax.index.fusion import Fused
 from realm_jax.mesh import to_host
-from realm_jax.models.inputs import find_answers
-from realm_jax.models.likelihood import answer_log_probabilities
 from realm_jax.models.realm import Params
 from realm_jax.run import Run, put_batch
 from realm_jax.text import patterns
@@ -118,19 +116,16 @@ class _Read(NamedTuple):
 def _read(setting: Setting, depth: int, spans: int, params: Params, batch: Any, index: Index) -> _Read:
     """Retrieve `depth` passages, read the first, and take the likeliest spans of each."""
     passages, width = setting.qa_passages, setting.model.span_width
-    reading, found = read_passages(setting, params, batch, index, None, max(depth, passages), passages)
-    nothing = jnp.zeros((reading.rows.shape[0], 1, 1), jnp.int32)
-    allowed, _ = find_answers(reading.joint, nothing, nothing[:, :, 0], width)
-    prior, log_p = answer_log_probabilities(reading.scores, reading.span_scores, allowed, setting.qa_objective)
-    flat = log_p.reshape(*log_p.shape[:2], -1)
+    read = read_question(setting, params, batch, index, None, max(depth, passages), passages)
+    flat = read.spans.reshape(*read.prior.shape, -1)
     best, places = jax.lax.top_k(flat, min(spans, flat.shape[-1]))
-    starts = places // width - reading.joint.body_start[..., None]
-    return _Read(*found, jnp.exp(prior), starts, places % width, best)
+    starts = places // width - read.reading.joint.body_start[..., None]
+    return _Read(*read.beam, jnp.exp(read.prior), starts, places % width, best)
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
-    """Questions against one run's corpus. search: what finds the passages, one of `config.SEARCHES`."""
+    """Questions against one run's corpus. search: what finds the passages, one of `sections.SEARCHES`."""
 
     run: Run
     questions: Sequence[Question]

@@ -48,7 +48,8 @@ def write_report(data: Data, path: str | os.PathLike[str]) -> None:
     * `title`, `command`, `created`, `hardware`: text.
     * `corpus`: the counts `passages`, `pretraining`, `train_questions`, `dev_questions`.
     * `results`: `recall@N` and `answer_recall@N`, {method: share} with methods of `findings.METHODS`; `exact_match`,
-      {reader: share} with readers of `findings.READERS`; `retrieval_utility`, nats; `seconds`, {stage: seconds}.
+      {reader: share} with readers of `findings.READERS`; `retrieval_utility`, nats; `seconds`, {stage: seconds};
+      `comparison`, the methods `before` and `after` the retriever learnt from masked words.
     * `stages`: in order, each with its `name` and, if known, `title`, `supervision`, `steps`, `seconds` and `metrics`,
       records with a `step` and any of `_STAGE_CURVES`.
     * `recall_history`: in order, each with its `stage` and `step`, with `recall@5` or `answer_recall@5`, and with

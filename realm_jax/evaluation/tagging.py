@@ -18,13 +18,12 @@ from jax.sharding import Mesh
 from numpy.typing import NDArray
 
 from realm_jax.corpus.store import PassageStore
-from realm_jax.data.tagged import SPECIAL_PIECES
 from realm_jax.mesh import to_host
 from realm_jax.models.tagger import Params, Tagger, decode
 from realm_jax.run import put_batch
 from realm_jax.text import sentences as sentence_rules
 from realm_jax.text.spans import DATE, Span, find_dates, in_pieces, with_dates
-from realm_jax.text.tags import OTHER, Cutter, Pieces, spans, windows, with_neighbours
+from realm_jax.text.tags import OTHER, SPECIAL_PIECES, Cutter, Pieces, spans, windows, with_neighbours
 from realm_jax.text.wordpiece import WordPiece
 
 BUCKETS = 8  # padded lengths at most

@@ -1,7 +1,7 @@
-"""Retrieval inside a step: the corpus on the devices, candidates for a query, their scores, and reading them.
+"""Retrieval inside a step: the corpus on the devices, and candidates for a query.
 
 Pure functions of (setting, parameters, batch, index), shared by training and evaluation; a refreshed index is new data,
-not a new program. The losses made of them are in `training/tasks.py`.
+not a new program. How candidates are scored and read: `realm_jax/forward.py`, the one thing to read next.
 """
 
 import dataclasses
@@ -14,13 +14,12 @@ from jax.sharding import Mesh
 
 from realm_jax.index.exact import search
 from realm_jax.index.fusion import LIST, Fused, fuse, ranks_of
-from realm_jax.models.inputs import DOCUMENT_SPECIALS, Documents, Joint, contains, hold_answers, join, null_documents
+from realm_jax.models.inputs import DOCUMENT_SPECIALS, Documents, contains, null_documents
 from realm_jax.models.likelihood import NEGATIVE
-from realm_jax.models.realm import Params, Realm, flatten_joint
+from realm_jax.models.realm import Params, Realm
 
 Array = jax.Array
 Batch = dict[str, Array]
-BEAM_PART = 64  # passages of a beam that are looked through at a time
 
 
 class Index(NamedTuple):
@@ -54,7 +53,7 @@ class Setting:
     qa_beam: int = 64  # passages that the retriever's term of fine-tuning, and the inverse cloze task, rank
     qa_passages: int = 5  # passages that are read
     qa_titles: bool = False  # with their titles
-    qa_search: str = "vectors"  # what finds them, one of `config.SEARCHES`
+    qa_search: str = "vectors"  # what finds them, one of `sections.SEARCHES`
     search: str = "vectors"  # what finds REALM's candidates
     qa_documents: bool = False  # whether fine-tuning trains the document embedder as well
 
@@ -114,7 +113,7 @@ def retrieve(setting: Setting, params: Params, batch: Batch, index: Index, count
 def search_by(
     setting: Setting, how: str, queries: Array, batch: Batch, index: Index, depth: int, own_row: Array | None = None
 ) -> Fused:
-    """The `depth` best passages of queries [batch, projection] by one of `config.SEARCHES`; scores: the retriever's.
+    """The `depth` best passages of queries [batch, projection] by one of `sections.SEARCHES`; scores: the retriever's.
 
     'bm25' and 'hybrid' take BM25's list from the batch (`word_rows`, `word_scores`). own_row [batch]: a row that takes
     no part in a list of vectors that is fused, where it would leave nothing to the others (−1 for none). Where words
@@ -136,20 +135,6 @@ def search_by(
     return found._replace(scores=stored_scores(queries, index, found.rows))
 
 
-def beam_answers(setting: Setting, batch: Batch, index: Index, rows: Array) -> Array:
-    """Which passages of a beam hold an answer of their question, as spans of word pieces: [batch, beam] bool.
-
-    rows [batch, beam]. The texts of BEAM_PART passages a question are on hand at a time, however long the beam is.
-    """
-    count, beam = rows.shape
-    parts = -(-beam // BEAM_PART)
-    padded = jnp.pad(rows, ((0, 0), (0, parts * BEAM_PART - beam)))
-    split = padded.reshape(count, parts, BEAM_PART).swapaxes(0, 1)
-    answers = (batch["answers"], batch["answer_lengths"], setting.model.span_width)
-    found = jax.lax.map(lambda part: hold_answers(take(index, part), *answers), split)
-    return found.swapaxes(0, 1).reshape(count, -1)[:, :beam]
-
-
 def search_queries(setting: Setting, params: Params, batch: Batch, tower: Params | None) -> Array:
     """What is searched with, [batch, projection]: without dropout, by the current query embedder or by `tower`."""
     if tower is not None:
@@ -157,21 +142,14 @@ def search_queries(setting: Setting, params: Params, batch: Batch, tower: Params
     return setting.model.embed_queries(params, batch["query"], batch["query_length"])
 
 
+def bm25_listed(search: str, depth: int, rows: int) -> int:
+    """Passages in BM25's list of a search for `depth` of `rows` passages; 0 where BM25 takes no part."""
+    return 0 if search == "vectors" else min(max(depth, LIST), rows)
+
+
 def search_depth(setting: Setting) -> int:
     """Rows searched for each masked sentence: its candidates, with its own passage in the null document's place."""
     return min(setting.candidates, setting.rows)
-
-
-def question_depth(setting: Setting) -> int:
-    """Passages that a question of fine-tuning retrieves."""
-    return min(setting.qa_passages if setting.qa_objective == "marginal" else setting.qa_beam, setting.rows)
-
-
-def words_listed(setting: Setting, task: str) -> int:
-    """Passages in BM25's list that comes with an example of a task; 0 where none does."""
-    how = {"realm": setting.search, "qa": setting.qa_search}.get(task, "vectors")
-    depth = question_depth(setting) if task == "qa" else search_depth(setting)
-    return 0 if how == "vectors" else min(max(depth, LIST), setting.rows)
 
 
 def embed_null(setting: Setting, params: Params, key: Array | None) -> Array:
@@ -185,68 +163,6 @@ def embed_taken(setting: Setting, params: Params, documents: Documents, key: Arr
     return setting.model.embed_documents(params, flat, key).reshape(*documents.ids.shape[:2], -1)
 
 
-def candidate_scores(setting: Setting, params: Params, batch: Batch, documents: Documents, key: Array | None) -> Array:
-    """Inner products with current parameters, null document first. documents.ids [batch, k, d] → [batch, 1 + k]."""
-    keys = dropout_keys(key, 3)
-    queries = setting.model.embed_queries(params, batch["query"], batch["query_length"], keys[0])
-    vectors = embed_taken(setting, params, documents, keys[1])
-    null = embed_null(setting, params, keys[2])
-    scores = jnp.einsum("bd,bkd->bk", queries, vectors)
-    return jnp.concatenate([queries @ null.T, scores], axis=1)
-
-
-def candidate_words(
-    setting: Setting, params: Params, batch: Batch, documents: Documents, key: Array | None
-) -> tuple[Array, Array]:
-    """log p(y_j|z,x) of every target and whether no piece is likelier, null document first.
-
-    documents.ids [batch, k, d] → ([batch, 1 + k, m] float32, [batch, 1 + k, m] bool). The null document's joint is
-    short, so it is read on its own and not at the passages' length.
-    """
-    keys = dropout_keys(key, 2)
-    batch_size, count = documents.ids.shape[:2]
-    null = null_documents(batch_size, (setting.cls_id, setting.sep_id))
-    null = Documents(*(part[:, None] for part in null))
-
-    def read(candidates: Documents, part_key: Array | None) -> tuple[Array, Array]:
-        repeats = candidates.ids.shape[1]
-        joint = flatten_joint(join(batch["query"], batch["query_length"], candidates))
-        positions = jnp.repeat(batch["positions"], repeats, axis=0)
-        targets = jnp.repeat(batch["targets"], repeats, axis=0)
-        log_p, right = setting.model.read_targets(params, joint, positions, targets, part_key)
-        shape = (batch_size, repeats, -1)
-        return log_p.reshape(shape), right.reshape(shape)
-
-    parts = [read(null, keys[0]), read(documents, keys[1])]
-    return tuple(jnp.concatenate(pair, axis=1) for pair in zip(*parts, strict=True))  # type: ignore[return-value]
-
-
-class Reading(NamedTuple):
-    """Passages read for a question. rows, scores [batch, k]; joint and span_scores of [batch, k, length(, width)]."""
-
-    rows: Array
-    scores: Array
-    joint: Joint
-    span_scores: Array
-
-
-def question_beam(
-    setting: Setting, params: Params, batch: Batch, index: Index, key: Array | None, beam: int
-) -> tuple[Fused, Array | None]:
-    """The best passages of each question by `qa_search`: rows, scores, ranks [batch, beam], and the queries.
-
-    Scores are inner products with the stored vectors, and gradient reaches the query embedder alone. BM25's list comes
-    with the batch, as `word_rows` and `word_scores`; without vectors its scores are all there is, and no queries.
-    """
-    depth = min(beam, setting.rows)
-    if index.vectors is None:
-        rows = batch["word_rows"][:, :depth]
-        scores = jnp.where(rows >= 0, batch["word_scores"][:, :depth], NEGATIVE)
-        return Fused(rows, scores, ranks_of("bm25", jnp, rows)), None
-    queries = setting.model.embed_queries(params, batch["query"], batch["query_length"], key)
-    return search_by(setting, setting.qa_search, queries, batch, index, depth), queries
-
-
 def stored_scores(queries: Array, index: Index, rows: Array) -> Array:
     """Inner products of queries [batch, d] with the stored vectors of rows [batch, k], without a gradient to those.
 
@@ -254,31 +170,3 @@ def stored_scores(queries: Array, index: Index, rows: Array) -> Array:
     """
     vectors = index.vectors[jnp.maximum(rows, 0)].astype(jnp.float32)
     return jnp.where(rows >= 0, jnp.einsum("bd,bkd->bk", queries, jax.lax.stop_gradient(vectors)), NEGATIVE)
-
-
-def read_passages(
-    setting: Setting, params: Params, batch: Batch, index: Index, key: Array | None, beam: int, passages: int
-) -> tuple[Reading, Fused]:
-    """Retrieve a beam with the stored vectors and read its first passages.
-
-    Returns the reading and the whole beam. Gradient reaches the query embedder
-    through the scores, with `qa_documents` the document embedder through those of the passages that are read, and the
-    reader through the spans. With `qa_words` the reader alone learns.
-    """
-    keys = dropout_keys(key, 3 if setting.qa_documents else 2)
-    found, queries = question_beam(setting, params, batch, index, keys[0], beam)
-    scores, read_rows = found.scores, found.rows[:, :passages]
-    documents = take(index, read_rows)
-    if setting.qa_documents:
-        fresh = jnp.einsum("bd,bkd->bk", queries, embed_taken(setting, params, documents, keys[2]))
-        fresh = jnp.where(read_rows >= 0, fresh, NEGATIVE)
-        scores = jnp.concatenate([fresh, scores[:, passages:]], axis=1)
-    joint = join(batch["query"], batch["query_length"], documents, setting.qa_titles)
-    spans = read_joint(setting, params, joint, keys[1])
-    return Reading(read_rows, scores[:, :passages], joint, spans), found._replace(scores=scores)
-
-
-def read_joint(setting: Setting, params: Params, joint: Joint, key: Array | None) -> Array:
-    """Span scores of joint arrays [batch, k, length] → [batch, k, length, span_width] float32."""
-    spans = setting.model.read_spans(params, flatten_joint(joint), key)
-    return spans.reshape(*joint.ids.shape, setting.model.span_width)

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from realm_jax.config import ANSWERING, default, require, science, task_names, validate
+from realm_jax.config import default, require, science, task_names, validate
 from realm_jax.corpus.encyclopedia import EncyclopediaSettings
 from realm_jax.errors import UserError
 from realm_jax.evaluation.ablations import HEADS, Measured, Row, cells, html, markdown
@@ -30,6 +30,7 @@ from realm_jax.jobs.recipe import preemptible, train
 from realm_jax.jobs.results import hardware
 from realm_jax.recipes import ROW, ablations
 from realm_jax.storage import make_folder, one_after_another, only_one, write_atomic, write_json_atomic
+from realm_jax.tasks import TASKS
 from realm_jax.training.metrics import read_lines
 
 logger = logging.getLogger(__name__)
@@ -103,7 +104,7 @@ def check(config: ConfigDict) -> None:
         trial = row_config(config, name, config.seeds[0], Path())
         trial.data.path = trial.data.path or "data"
         validate(trial)
-        ends_well = name not in config.table or task_names(trial)[-1] in ANSWERING
+        ends_well = name not in config.table or TASKS[task_names(trial)[-1]].learns_to_answer
         require(
             ends_well,
             f"{key}.tasks",
@@ -184,7 +185,8 @@ def measured(folder: Path, origins: Iterable[Path] = ()) -> Measured | None:
 
     origins: the runs that it starts from, whose time counts too.
     """
-    lines = next(filter(None, (read_lines(folder / task / "evaluations.jsonl") for task in ANSWERING)), [])
+    answering = [name for name, task in TASKS.items() if task.learns_to_answer]
+    lines = next(filter(None, (read_lines(folder / task / "evaluations.jsonl") for task in answering)), [])
     if not lines or "exact_match" not in lines[-1] or "seconds" not in lines[-1]:
         return None
     seconds = sum(_seconds(task) for run in (folder, *origins) for task in run.glob("*/"))

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from realm_jax.config import TASKS, task_names
+from realm_jax.config import REALM_TASKS
 from realm_jax.corpus.jsonl import Question, read_questions
 from realm_jax.data.staging import is_remote
 from realm_jax.errors import UserError
@@ -36,7 +36,9 @@ from realm_jax.jobs.opening import recorded_config, reopen_run, set_up_jax
 from realm_jax.mesh import replicated
 from realm_jax.models.realm import Params
 from realm_jax.run import Run
+from realm_jax.sections import task_names
 from realm_jax.storage import read_json
+from realm_jax.tasks import TASKS, make_task
 from realm_jax.training.best import RECALLS, measure_in
 from realm_jax.training.checkpoints import Gone, Saved
 from realm_jax.training.embedding import embed_once
@@ -58,7 +60,7 @@ LOW_EXACT_MATCH, LOW_RECALL = 0.2, 0.5  # below these a user is warned
 class Trained:
     """A run as it stands at the newest checkpoint of one of its tasks, with the corpus embedded.
 
-    search: what finds the passages of questions, one of `config.SEARCHES`.
+    search: what finds the passages of questions, one of `sections.SEARCHES`.
     """
 
     run: Run
@@ -95,11 +97,11 @@ def check_passages(run: Run, args: argparse.Namespace) -> None:
     """Raise UserError for arguments about passages that would do nothing, or that leave too few to read."""
     changes = changes_of(args)
     task, _ = newest(run, args.task)
-    if task == "closed_book":
+    if not TASKS[task].reads_passages:
         given = [f"--{flag}" for flag in ("nbest", "search") if vars(args).get(flag) is not None]
         given += [f"--config.{key}" for key in changes if key in ABOUT_PASSAGES]
         if given:
-            raise UserError(f"{given[0]}: {run.workdir} answers without passages (closed_book); leave it out")
+            raise UserError(f"{given[0]}: {run.workdir} answers without passages ({task}); leave it out")
         return
     read, passages = min(run.answering.qa_passages, run.setting.rows), changes.get("evaluation.passages")
     if passages is not None and passages < read:
@@ -147,7 +149,7 @@ def open_run_to_ask(workdir: Path, changes: dict[str, Any] | None = None, questi
     # Trained on one machine and asked on another: every device takes a share of the passages and all parameters. Batch
     # sizes of training must suit the devices, but nothing is trained here.
     here: dict[str, Any] = {"mesh.data": -1, "mesh.fsdp": 1, "mesh.model": 1}
-    for name in TASKS:
+    for name in REALM_TASKS:
         here |= {f"{name}.batch_size": jax.device_count(), f"{name}.microbatches": 1}
     run = reopen_run(workdir, here | changes, questions)
     check_data(run, run.sources.passages.versions, questions)
@@ -165,14 +167,15 @@ def _check_prepared(folder: str, workdir: Path) -> None:
 def reader_is_trained(workdir: Path, task: str) -> bool:
     """Whether the reader at the end of a task of a run learnt to answer from passages: in fine-tuning there, or in the
     run or weights that it started from."""
-    return task == "qa" or begins_with_reader(workdir)
+    return TASKS[task].teaches_reading() or begins_with_reader(workdir)
 
 
 def check_reads(trained: Trained) -> None:
     """Raise UserError for a reader without passages: there is nothing to show beside its answers."""
-    if trained.task == "closed_book":
+    if not TASKS[trained.task].reads_passages:
         raise UserError(
-            f"{trained.run.workdir}: closed_book was trained there, which answers without passages; use `realm predict`"
+            f"{trained.run.workdir}: {trained.task} was trained there, which answers without passages; use `realm "
+            "predict`"
         )
 
 
@@ -188,8 +191,9 @@ def restore(
     """
     while True:
         name, saved = newest(run, task)
-        how = search or run.asked_by(name)
-        vectors = run.needs_vectors(name, how)
+        asked = make_task(name, run)
+        how = search or asked.question_search
+        vectors = asked.needs_vectors(how)
         try:
             if not vectors:
                 index: Index | None = run.bare_index
@@ -203,7 +207,7 @@ def restore(
             break
         except Gone:  # the run went on and removed it; there is a newer one
             continue
-    trained = name == "closed_book" or reader_is_trained(run.workdir, name)
+    trained = asked.learns_to_answer or reader_is_trained(run.workdir, name)
     if not trained and for_answers and warn:
         logger.warning("these are the parameters of task %s: answers come from a span head that qa did not train", name)
     if saved.step < run.config[name].steps:
@@ -248,7 +252,8 @@ def measured(run: Run, task: str) -> Measured | None:
     """
     file = run.workdir / "results.json"
     results = read_json(file) if file.is_file() else {}
-    by = next((by for by in (run.asked_by(task), task) if any(by in results.get(name, {}) for name in RECALLS)), task)
+    methods = (make_task(task, run).question_search, task)
+    by = next((by for by in methods if any(by in results.get(name, {}) for name in RECALLS)), task)
     ended = {name: one[by] for name in RECALLS if by in (one := results.get(name, {}))}
     last = task == task_names(run.config)[-1]  # results are of the parameters at the end
     exact = results.get("exact_match", {}).get("retrieval") if last else None

@@ -6,10 +6,11 @@ What is done with them is `answering.py`.
 import argparse
 from typing import Any
 
-from realm_jax.config import SEARCHES, default, science
+from realm_jax.config import default, science
 from realm_jax.errors import UserError
 from realm_jax.jobs.flags import with_overrides
 from realm_jax.schema import flatten
+from realm_jax.sections import SEARCHES
 
 
 def filled(text: str) -> str:

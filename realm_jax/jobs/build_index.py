@@ -15,7 +15,7 @@ import jax
 from ml_collections import ConfigDict
 
 from realm_jax import processes
-from realm_jax.config import TASKS, default, validate
+from realm_jax.config import REALM_TASKS, default, validate
 from realm_jax.console import StageProgress
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
@@ -106,7 +106,7 @@ def for_embedding(config: ConfigDict, devices: int) -> ConfigDict:
     """The config on so many devices of the builder's own: nothing is trained there, so any batch size must pass."""
     own = ConfigDict(config.to_dict())
     own.mesh.update({"data": -1, "fsdp": 1, "model": 1})
-    for name in TASKS:
+    for name in REALM_TASKS:
         own[name].update(batch_size=devices, microbatches=1)
     return own
 

@@ -33,6 +33,7 @@ from realm_jax.jobs.arguments import add_question_arguments, add_run_arguments, 
 from realm_jax.jobs.output import checked_output, is_special, print_json, print_line, stdout, table, write_output
 from realm_jax.jobs.predict import describe, records
 from realm_jax.jobs.results import by_words
+from realm_jax.tasks import TASKS
 
 _T = TypeVar("_T")
 EXAMPLES = f"""examples:
@@ -127,7 +128,7 @@ def _evaluate_run(args: argparse.Namespace) -> tuple[dict[str, Any], list[Record
         opened.config.evaluation.qa_passages = 1  # what is retrieved is measured alone; reading more takes minutes
     check_passages(opened, args)
     asked = [question_record(question, number) for number, question in enumerate(questions, start=1)]
-    _check_trec(args, asked, newest(opened, args.task)[0] != "closed_book")
+    _check_trec(args, asked, TASKS[newest(opened, args.task)[0]].reads_passages)
     return evaluate(restore(opened, args.task, search=args.search), questions, bm25=not args.no_bm25)
 
 
@@ -183,7 +184,7 @@ def evaluate(trained: Trained, questions: Sequence[Question], bm25: bool = True)
         | {"questions": len(scored)}
         | _measured(scored)
     )
-    if bm25 and trained.task != "closed_book":
+    if bm25 and TASKS[trained.task].reads_passages:
         evaluator = Evaluator(trained.run, questions)
         others = evaluator.recall_of(by_words(trained.run, evaluator))
         found["bm25"] = {name: value for name, value in others.items() if name in found["measures"]}

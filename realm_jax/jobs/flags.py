@@ -19,11 +19,10 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from realm_jax.config import check_shape
+from realm_jax.config import check_shape, reference
 from realm_jax.errors import UserError
 from realm_jax.recipes import NAMED, config_names, is_name
 from realm_jax.schema import advise, flatten, parse
-from realm_jax.tagger_config import reference
 
 
 def add_config_argument(parser: argparse.ArgumentParser, default: str = "the built-in one") -> None:

@@ -37,6 +37,7 @@ from realm_jax.jobs.flags import positive
 from realm_jax.jobs.opening import recorded_config
 from realm_jax.jobs.output import checked_output, print_json, stdout, write_output
 from realm_jax.run import Run
+from realm_jax.tasks import TASKS
 from realm_jax.text import sentences
 from realm_jax.text.spans import finder
 from realm_jax.training.restore import restore_params
@@ -123,7 +124,8 @@ def _check(args: argparse.Namespace, text: Masked | None) -> None:
 
 def _task(config: Any, is_question: bool) -> str | None:
     """The task whose parameters are meant when none is named; None: the last."""
-    return None if is_question or "realm" not in task_names(config) else "realm"
+    inspected = [name for name in task_names(config) if TASKS[name].inspects_sentences]
+    return inspected[-1] if inspected and not is_question else None
 
 
 def _sentence(trained: Trained, text: Masked, pieces: int) -> Seen:

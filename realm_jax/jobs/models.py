@@ -12,13 +12,12 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from realm_jax.config import completed, flatten, from_model, require, validate
+from realm_jax.config import completed, flatten, from_model, kind_of, require, validate
 from realm_jax.errors import UserError
 from realm_jax.jobs.starting import is_weights, local_source, place_of, sentence_model
 from realm_jax.models.sentence_folder import SentenceModel, default_temperature
 from realm_jax.models.weights import SAME_ACTIVATION, SETTINGS
 from realm_jax.storage import read_json
-from realm_jax.tagger_config import is_tagger
 from realm_jax.training.workdir import has_checkpoint, with_absolute_paths
 
 logger = logging.getLogger(__name__)
@@ -117,7 +116,7 @@ def model_values(init_from: str, keys: Collection[str]) -> dict[str, Any]:
     if not run.is_file() or not (folder / "data.json").is_file():
         raise UserError(no_model(init_from))
     config = read_json(run)
-    if not isinstance(config, dict) or is_tagger(config):
+    if not isinstance(config, dict) or kind_of(config) is not None:
         raise UserError(f"config.init_from={init_from}: a tagger was trained there, not REALM; name another folder")
     return flatten(completed(config).to_dict())
 

@@ -12,14 +12,10 @@ from ml_collections import ConfigDict
 
 from realm_jax.cache import cache_bytes
 from realm_jax.checksums import checksums
-from realm_jax.config import ANSWERING, completed, flatten, require, task_names, validate
-from realm_jax.corpus.jsonl import answered
-from realm_jax.data.closed_book import check_closed_book
-from realm_jax.data.held_out import held_out_share, trained_rows
+from realm_jax.config import completed, default_like, flatten, kind_of, require, task_names, validate
 from realm_jax.data.sources import Sources, open_sources
 from realm_jax.errors import UserError
 from realm_jax.index.approximate import check_scann
-from realm_jax.jobs.measuring import measured_questions
 from realm_jax.jobs.models import no_model, resolved
 from realm_jax.jobs.projection import FILE as COMPONENTS
 from realm_jax.jobs.starting import (
@@ -38,7 +34,7 @@ from realm_jax.models.weights import PROJECTION
 from realm_jax.processes import run_on_process_0
 from realm_jax.run import Run, encoder_of, make_model, make_run, tower_lengths
 from realm_jax.storage import Folder, cache_folder, digest, make_folder, open_folder, read_json, write_json_atomic
-from realm_jax.tagger_config import default_like, is_tagger
+from realm_jax.tasks import TASKS, make_task
 from realm_jax.text.wordpiece import WordPiece
 from realm_jax.training.checkpoints import Saved
 from realm_jax.training.workdir import START, begins_with_reader, check_workdir, has_checkpoint
@@ -67,8 +63,8 @@ def open_run(config: ConfigDict, workdir: Path) -> Run:
     config = _with_possible_tasks(config, sources)
     borrowed = _borrowed(config, workdir, sources.wordpiece)
     run = make_run(config, workdir, sources)
-    if "closed_book" in task_names(config):
-        check_closed_book(sources.answered("train"), run.lengths)
+    for name in task_names(config):
+        make_task(name, run).check_data()
     make_folder(workdir, "--workdir")
     for key, folder in borrowed.items():
         if not is_weights(folder):
@@ -79,16 +75,9 @@ def open_run(config: ConfigDict, workdir: Path) -> Run:
 
 
 def _with_possible_tasks(config: ConfigDict, sources: Sources) -> ConfigDict:
-    """The config with the tasks that its data allow: without training questions nothing learns to answer, and without a
-    passage of two sentences, of a document that is not held out, there is no inverse cloze task.
-
-    Raises UserError where no task is left, and where fine-tuning is to end with what nothing can measure.
-    """
+    """The config with the tasks that its data allow. Raises UserError where none is left."""
     names = task_names(config)
-    lacking = {name: "training questions with answers" for name in names if name in ANSWERING}
-    lacking = {} if sources.answered("train") else lacking
-    if "ict" in names and (what := _lacking_for_ict(config, sources)):
-        lacking["ict"] = what
+    lacking = {name: what for name in names if (what := TASKS[name].missing(config, sources))}
     left = [name for name in names if name not in lacking]
     if not left:
         raise UserError(
@@ -97,26 +86,11 @@ def _with_possible_tasks(config: ConfigDict, sources: Sources) -> ConfigDict:
         )
     for name, what in lacking.items():
         logger.info("%s has no %s: %s left out of the recipe", config.data.path, what, name)
-    if "qa" in left and config.evaluation.qa_every and not answered(measured_questions(config, sources)):
-        raise UserError(
-            "config.evaluation.qa_every: goes by exact match, but no development question that is measured has answers "
-            f"in {config.data.path}; set it to 0"
-        )
     if not lacking:
         return config
     found = ConfigDict(config.to_dict())
     found.tasks = ",".join(left)
     return found
-
-
-def _lacking_for_ict(config: ConfigDict, sources: Sources) -> str:
-    """What the passages lack for the inverse cloze task; '' where it has some to learn from."""
-    what, share = "passage of two or more sentences", held_out_share(config, sources.questions)
-    several, kept = sources.passages.sentence_counts() > 1, trained_rows(sources.passages, share)
-    if not several.any():
-        return what
-    left = kept is None or bool((several & kept).any())
-    return "" if left else f"{what} that config.evaluation.held_out={share} leaves to learn from"
 
 
 def _borrowed(config: ConfigDict, workdir: Path, wordpiece: WordPiece) -> dict[str, Path]:
@@ -203,7 +177,7 @@ def recorded_config(workdir: Path, name: str = "--workdir", tagger: bool | None 
     config = read_json(workdir / "config.json")
     if not isinstance(config, dict) or not {"tasks", "data", "model"} <= {*config}:
         raise UserError(f"{name}={workdir}: config.json there is not the config of a run of `realm train`")
-    if tagger is not None and is_tagger(config) != tagger:
+    if tagger is not None and (kind_of(config) is not None) != tagger:
         found, wanted = ("REALM", "a tagger") if tagger else ("a tagger", "REALM")
         raise UserError(f"{name}={workdir}: {found} was trained there, not {wanted}; name another folder")
     known = default_like(config)
@@ -300,7 +274,8 @@ def _has_reader(run: Run, key: str) -> bool:
     folder = local_source(run.config[key], f"config.{key}")
     if is_weights(folder):
         return has_trained_reader(folder, run.model)
-    return "qa" in task_names(recorded_config(folder, f"config.{key}")) or begins_with_reader(folder)
+    names = task_names(recorded_config(folder, f"config.{key}"))
+    return any(TASKS[name].teaches_reading() for name in names) or begins_with_reader(folder)
 
 
 def check_source(run: Run, folder: Path, key: str) -> None:

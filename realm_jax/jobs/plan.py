@@ -2,7 +2,7 @@
 
 The real step and the real embedding program are compiled ahead of time for the slices of the spec; no TPU is needed,
 only its compiler (`pip install 'realm_jax[tpu]'`). Memory and collectives are the compiler's; times are arithmetic:
-operations (`training/flops.py`) over devices × peak × MFU, with the MFU that is given, not measured.
+operations (`flops.py`) over devices × peak × MFU, with the MFU that is given, not measured.
 """
 
 import argparse
@@ -20,10 +20,10 @@ from ml_collections import ConfigDict
 from rich.console import Console
 from rich.table import Table
 
-from realm_jax.config import default, flatten, joint_length, task_names, validate
-from realm_jax.data.examples import array_shapes
+from realm_jax.config import default, flatten, task_names, validate
 from realm_jax.errors import UserError
-from realm_jax.index.candidates import Index, words_listed
+from realm_jax.flops import embedding_flops, memory, peak
+from realm_jax.index.candidates import Index
 from realm_jax.index.exact import padded_rows
 from realm_jax.index.status import BUILDER, TRAINER
 from realm_jax.jobs.build_index import for_embedding
@@ -33,10 +33,9 @@ from realm_jax.launch.spec import Launch
 from realm_jax.mesh import logical_sharding, replicated
 from realm_jax.models.inputs import Documents
 from realm_jax.run import Run, bare_run, embed_program
-from realm_jax.training.flops import embedding_flops, memory, peak, step_flops
+from realm_jax.tasks import TASKS, make_task
 from realm_jax.training.restore import abstract_state
 from realm_jax.training.state import Control, control_sharding, make_step
-from realm_jax.training.tasks import make_task
 
 # The compiler asks for the machine's neighbours, of which there are none here.
 ALONE = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-8"}
@@ -51,18 +50,18 @@ def plan_launch(launch: Launch, args: argparse.Namespace) -> int:
     validate(config)
     config = resolved(config)
     names = task_names(config)
-    task = args.task or ("realm" if "realm" in names else names[-1])
+    task = args.task or next((name for name in names if TASKS[name].follows_builder), names[-1])
     if task not in names:
         raise UserError(f"--task={task}: the recipe has {', '.join(names)}")
     if not 0 < args.mfu <= 1:
         raise UserError(f"--mfu={args.mfu}: must lie above 0 and be at most 1")
-    sizes, builders = (args.passages, args.vocabulary), launch.spec.builder.slices if task == "realm" else 0
+    sizes, builders = (args.passages, args.vocabulary), launch.spec.builder.slices if TASKS[task].follows_builder else 0
     trainer = bare_run(config, Path("."), *sizes, tpu_devices(launch, TRAINER, launch.spec.trainer.slices))
     builder = None
     if builders:
         chips = tpu_devices(launch, BUILDER, 1)  # every builder is a program of its own
         builder = bare_run(for_embedding(config, len(chips)), Path("."), *sizes, chips)
-    found = plan(trainer, builder, task, args.vocabulary, args.mfu, args.price_per_chip_hour, builders)
+    found = plan(trainer, builder, task, args.mfu, args.price_per_chip_hour, builders)
     if args.json:
         print(json.dumps(found, indent=1))
     else:
@@ -94,7 +93,7 @@ def program_keys(config: ConfigDict, task: str) -> dict[str, Any]:
 
 
 def plan(
-    trainer: Run, builder: Run | None, task: str, vocabulary: int, mfu: float, price: float | None, builders: int = 1
+    trainer: Run, builder: Run | None, task: str, mfu: float, price: float | None, builders: int = 1
 ) -> dict[str, Any]:
     """Everything that is known of a task: memory, collectives, FLOPs, and what follows by arithmetic.
 
@@ -103,7 +102,7 @@ def plan(
     config, chips = trainer.config, trainer.mesh.size
     found: dict[str, Any] = {"task": task, "device": device_kind(trainer), "devices": chips}
     found |= step_needs(trainer, task)
-    operations = step_flops(config, task, vocabulary, trainer.lengths.predictions, trainer.setting.rows)
+    operations = make_task(task, trainer).flops()
     found["flops"] = sum(operations.values())
     found["flops_by_part"] = operations
     speed = (peak(found["device"]) or 0.0) * mfu
@@ -152,7 +151,7 @@ def device_kind(run: Run) -> str:
 def step_needs(trainer: Run, task: str) -> dict[str, Any]:
     """Peak bytes a device and collectives of a task's step, as the compiler has them; or that it does not fit."""
     state, batch, index, control = abstract_arguments(trainer, task)
-    step = make_step(trainer, make_task(task, trainer.setting))
+    step = make_step(trainer, make_task(task, trainer))
     second = sum(shard_bytes(leaf) for leaf in jax.tree.leaves(index.vectors)) if index is not None else 0
     return compiled_needs(step.lower(state, batch, index, control), device_kind(trainer), second)  # type: ignore[attr-defined]
 
@@ -205,22 +204,20 @@ def abstract_arguments(trainer: Run, task: str) -> tuple[Any, Any, Any, Any]:
     """Shapes, dtypes and places of what a step takes: state, batch, index, control words."""
     mesh, config = trainer.mesh, trainer.config
     like = jax.eval_shape(trainer.model.init, jax.random.key(0))
-    made = make_task(task, trainer.setting)
+    made = make_task(task, trainer)
     state = abstract_state(trainer, made, like)
     size = config[task].batch_size
-    found = words_listed(trainer.setting, task)
-    positive = task == "qa" and config.objective.qa == "positive"
-    shapes = array_shapes(task, trainer.lengths, found, joint_length(config) if positive else 0)
-    batch = {name: spread(trainer, (size, *shape), dtype, "batch") for name, (shape, dtype) in shapes.items()}
+    shapes = made.array_shapes().items()
+    batch = {name: spread(trainer, (size, *shape), dtype, "batch") for name, (shape, dtype) in shapes}
     index = None
     if made.retrieves:
         rows, length = padded_rows(trainer.setting.rows, mesh.size), config.data.document_length
         sizes = ((rows, length), (rows,), (rows,))
         documents: Any = Documents(*(spread(trainer, shape, jnp.uint16, "rows") for shape in sizes))  # type: ignore[arg-type]
         vectors: Any = spread(trainer, (rows, trainer.model.vector_size), jnp.dtype(config.retrieval.dtype), "rows")
-        if not trainer.needs_vectors(task):
+        if not made.needs_vectors():
             vectors = None
-        if task == "realm" and trainer.searches is not None:
+        if made.host_search and trainer.searches is not None:
             batch["found"] = spread(trainer, (size, config.retrieval.candidates), jnp.int32, "batch")
             vectors = None
         index = Index(vectors, documents)

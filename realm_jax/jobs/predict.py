@@ -19,7 +19,6 @@ import numpy as np
 from realm_jax.console import StageProgress
 from realm_jax.corpus.jsonl import Question
 from realm_jax.errors import UserError
-from realm_jax.evaluation.closed_book import recall_answers
 from realm_jax.evaluation.predict import Evaluator, Prediction
 from realm_jax.evaluation.predictions import Record, question_record, resume, write_record
 from realm_jax.evaluation.retrieval import answer_hits
@@ -40,6 +39,8 @@ from realm_jax.jobs.flags import positive
 from realm_jax.jobs.output import checked_output, is_special
 from realm_jax.run import Run
 from realm_jax.storage import digest, flush_to_disk, only_one
+from realm_jax.tasks import TASKS, make_task
+from realm_jax.tasks.closed_book import recall_answers
 from realm_jax.training.checkpoints import Saved
 
 logger = logging.getLogger(__name__)
@@ -101,7 +102,7 @@ def predict(
             _append(stream, restore(run, task, search=search), questions, nbest, 0, stop)
         return
     name, saved = newest(run, task)
-    settings = settings_of(run, name, saved, questions, nbest, search or run.asked_by(name))
+    settings = settings_of(run, name, saved, questions, nbest, search or make_task(name, run).question_search)
     with only_one(output.parent, output.name):
         done = resume(output, settings, len(questions))
         if done < len(questions):
@@ -137,13 +138,13 @@ def settings_of(
 def describe(run: Run, task: str, step: int, search: str) -> dict[str, Any]:
     """What numbers of a run are told with: {"task", "step", "parameters", "passages", "passages_read"}."""
     shapes = jax.eval_shape(run.model.init, jax.random.key(0))
-    used = shapes if run.needs_vectors(task, search) else {"reader": shapes["reader"]}
+    used = shapes if make_task(task, run).needs_vectors(search) else {"reader": shapes["reader"]}
     return {
         "task": task,
         "step": step,
         "parameters": sum(x.size for x in jax.tree.leaves(used)),
         "passages": run.setting.rows,
-        "passages_read": 0 if task == "closed_book" else min(run.answering.qa_passages, run.setting.rows),
+        "passages_read": min(run.answering.qa_passages, run.setting.rows) if TASKS[task].reads_passages else 0,
     }
 
 
@@ -168,7 +169,7 @@ def records(
     trained: Trained, questions: Sequence[Question], nbest: int = NBEST, first: int = 0
 ) -> Iterator[list[Record]]:
     """The records of questions `first` …, a batch at a time; see `EXAMPLES` for their fields."""
-    if trained.task == "closed_book":
+    if not TASKS[trained.task].reads_passages:
         yield from _recalled(trained, questions, first)
         return
     evaluator = Evaluator(trained.run, questions[first:], trained.search)

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 FILE = "projection.safetensors"
 SAMPLE = 2048  # passages; beyond a few for each feature more change little
-STREAM = 11  # of random numbers; those of training are `data.pipeline.PURPOSES`
+STREAM = 11  # of random numbers; those of tasks are `Task.stream`
 
 
 def with_principal_components(run: Run, params: Params) -> Params:

@@ -5,32 +5,29 @@ import shlex
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 from rich.table import Table
 
-from realm_jax.config import task_names
 from realm_jax.console import console
 from realm_jax.corpus.jsonl import Question
-from realm_jax.data.examples import Examples, question_examples
 from realm_jax.errors import UserError
 from realm_jax.evaluation.predict import Evaluator
 from realm_jax.host import PREEMPTED, Preempted, Stop, handling
 from realm_jax.index.status import StatusWriter, trainer_status
 from realm_jax.jobs.controls import run_controls
-from realm_jax.jobs.matched_answers import training_questions
-from realm_jax.jobs.measuring import dev_questions, measure_of
 from realm_jax.jobs.opening import borrow_params, borrows, record_start, starts_with_pca
-from realm_jax.jobs.positives import beam_by_words, examples_with_positives
 from realm_jax.jobs.projection import with_principal_components
 from realm_jax.jobs.results import keep_words, measure_baselines, write_results
 from realm_jax.models.realm import Params
 from realm_jax.processes import is_process_0
 from realm_jax.run import Run
+from realm_jax.sections import task_names
 from realm_jax.storage import only_one
+from realm_jax.tasks import make_task
+from realm_jax.tasks.base import Task, dev_questions
 from realm_jax.training.loop import train_task
 from realm_jax.training.refresh import shared_folder
 from realm_jax.training.workdir import has_checkpoint
@@ -49,15 +46,17 @@ def run_recipe(run: Run, controls: bool, command: str) -> int:
     questions = dev_questions(run)
     if controls and not questions:
         raise UserError(f"--controls: {run.config.data.path} has no development questions to measure them with")
-    if controls and "closed_book" in task_names(run.config):
-        raise UserError("--controls: closed_book is a control itself; leave it out")
+    tasks = tasks_of(run)
+    without = [task.name for task in tasks if not task.reads_passages]
+    if controls and without:
+        raise UserError(f"--controls: {without[0]} is a control itself; leave it out")
     try:
         with only_one(run.workdir) if is_process_0() else nullcontext(), reported(run) as status, preemptible():
-            if searched_by(run) - {"vectors"}:
+            if set().union(*(task.searches for task in tasks)) - {"vectors"}:
                 run.words()  # raises before anything is trained
                 keep_words(run)
             warn_of_few(run, questions)
-            if not questions or "closed_book" in task_names(run.config):
+            if not questions or without:
                 train(run, status)
                 return 0
             status.update(stage="baselines")
@@ -66,7 +65,7 @@ def run_recipe(run: Run, controls: bool, command: str) -> int:
             params = train(run, status)
             if controls:
                 status.update(stage="controls")
-                run_controls(run, evaluator)
+                run_controls(run)
             status.update(stage="results")
             results = write_results(run, params, questions, command)
     except Preempted as reason:
@@ -90,15 +89,14 @@ def warn_of_few(run: Run, questions: Sequence[Question]) -> None:
     )
 
 
-def searched_by(run: Run) -> set[str]:
-    """How the tasks of a recipe find passages, and questions to what it trained, of `config.SEARCHES`."""
-    names = task_names(run.config)
-    return {run.asked_by(name) for name in names} | ({run.setting.search} if "realm" in names else set())
+def tasks_of(run: Run) -> list[Task]:
+    """The tasks of the recipe, in order."""
+    return [make_task(name, run) for name in task_names(run.config)]
 
 
 def reported(run: Run) -> AbstractContextManager[StatusWriter]:
     """The trainer's status until the block ends; see `trainer_status`."""
-    needs_index = run.config.refresh.mode == "async" and "realm" in task_names(run.config)
+    needs_index = run.config.refresh.mode == "async" and any(task.follows_builder for task in tasks_of(run))
     return trainer_status(shared_folder(run), run.workdir, needs_index)
 
 
@@ -117,21 +115,11 @@ def preemptible() -> Iterator[None]:
 def train(run: Run, status: StatusWriter | None = None) -> Params:
     """All tasks of the recipe; returns the final parameters. status: needed where a builder makes REALM's index."""
     params = starting_params(run)
-    for name in task_names(run.config):
+    for task in tasks_of(run):
         if status is not None:
-            status.update(stage=name)
-        examples = partial(questions_to_learn, run) if name == "qa" else None
-        params = train_task(run, name, params, measure_of(run, name), examples=examples, status=status)
+            status.update(stage=task.name)
+        params = train_task(run, task.name, params, task.measure(), status=status)
     return params
-
-
-def questions_to_learn(run: Run, params: Params) -> Examples:
-    """The examples of fine-tuning from `params`; patterns for answers become strings."""
-    questions = training_questions(run, params)
-    if run.config.objective.qa == "positive":
-        return examples_with_positives(run, params, questions)
-    found = beam_by_words(run, questions) if run.setting.qa_search != "vectors" else None
-    return question_examples(questions, run.sources.wordpiece, run.lengths, found)
 
 
 def starting_params(run: Run) -> Params:

@@ -9,24 +9,24 @@ import platform
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
 from realm_jax.config import flatten, task_names
 from realm_jax.corpus.jsonl import Question, answered
-from realm_jax.data.examples import masked_examples
 from realm_jax.data.held_out import evenly_spaced
 from realm_jax.data.pipeline import dataset
 from realm_jax.evaluation.answers import exact_match, find_answer
+from realm_jax.evaluation.findings import UNTRAINED
 from realm_jax.evaluation.predict import GROUPED_BY, Evaluator, Prediction
 from realm_jax.evaluation.report import write_report
-from realm_jax.index.candidates import Index, candidate_scores, candidate_words, retrieve, take
+from realm_jax.forward import read_masked
+from realm_jax.index.candidates import Index
 from realm_jax.index.words import load_or_build, save_index
 from realm_jax.mesh import to_host
 from realm_jax.models.likelihood import masked_word_marginal
@@ -34,7 +34,10 @@ from realm_jax.models.realm import Params
 from realm_jax.processes import broadcast_from_process_0, is_process_0
 from realm_jax.run import Run, put_batch
 from realm_jax.storage import read_json, write_json_atomic
-from realm_jax.training.best import describe_loss, keeps_best, kept_by, measure_in, stage_of
+from realm_jax.tasks import TASKS, make_task
+from realm_jax.tasks.base import Task
+from realm_jax.tasks.realm import masked_examples
+from realm_jax.training.best import describe_loss, kept_by, measure_in, stage_of
 from realm_jax.training.checkpoints import Saved
 from realm_jax.training.embedding import embed_once
 from realm_jax.training.metrics import read_lines
@@ -45,19 +48,6 @@ RECALL = re.compile(r"(answer_)?recall@\d+")
 BY_WORDS = "recall@5_by_replaced_words"
 SHOWN_QUESTIONS = 6
 SENTENCES = 64  # or a few more, to share them out evenly over the devices
-TITLES = {"mlm": "Warm-up: masked words", "ict": "Inverse cloze task", "realm": "REALM", "qa": "Fine-tuning"}
-SUPERVISION = {
-    "mlm": "Names and dates hidden in a sentence, read beside other sentences of the same passage in which they occur "
-    "again, beside a random passage, or beside nothing. No questions, no labels.",
-    "ict": "Which passage was this sentence taken from? Passages only; no questions, no labels.",
-    "realm": "Names and dates hidden in the pre-training text. Nobody says which passage helps: the retriever learns "
-    "from how well the reader fills the gap.",
-    "qa": "Questions with answer strings. Nobody says which passage holds the answer.",
-}
-POSITIVE = (
-    "Questions with answer strings, each read beside one passage that holds an answer: of its gold document where that "
-    "is known, else the first that was retrieved."
-)
 
 
 def chance(train: Sequence[Question], dev: Sequence[Question], by: str = "relation") -> float:
@@ -108,7 +98,7 @@ def write_results(run: Run, params: Params, questions: Sequence[Question], comma
     last = task_names(run.config)[-1]
     index = final_index(run, last, params)
     asked = measure_as_asked(run, params, index, questions)
-    shown = Evaluator(run, evenly_spaced(questions, SHOWN_QUESTIONS), run.asked_by(last))
+    shown = Evaluator(run, evenly_spaced(questions, SHOWN_QUESTIONS), make_task(last, run).question_search)
     predictions = shown.predict(params, index)
     sentence = masked_sentence(run, params)
     if not is_process_0():
@@ -124,11 +114,15 @@ def write_results(run: Run, params: Params, questions: Sequence[Question], comma
 def measure_as_asked(run: Run, params: Params, index: Index, questions: Sequence[Question]) -> dict[str, Any]:
     """What the last task did not measure of a run as questions find it: recall by hybrid search, exact match of a
     reader that came with the run. All processes have to call it."""
-    last = task_names(run.config)[-1]
-    how, found = run.asked_by(last), dict[str, Any]()
-    if how != run.measured_by(last):
+    last = make_task(task_names(run.config)[-1], run)
+    how, found = last.question_search, dict[str, Any]()
+    if how != last.eval_search:
         found |= Evaluator(run, questions, how).recall(params, index)
-    if last != "qa" and broadcast_from_process_0(begins_with_reader(run.workdir)) and (asked := answered(questions)):
+    if (
+        not last.learns_to_answer
+        and broadcast_from_process_0(begins_with_reader(run.workdir))
+        and (asked := answered(questions))
+    ):
         evaluator = Evaluator(run, asked, how)
         found["exact_match"] = evaluator.exact_match(evaluator.predict(params, index))
     return found
@@ -148,32 +142,36 @@ def collect(run: Run, questions: Sequence[Question], asked: dict[str, Any]) -> d
     """
     measured = {"untrained": {}, "bm25": {}} | read_json(run.workdir / "baselines.json")
     baseline_seconds = measured.pop("seconds", 0.0)
-    stages = [*task_names(run.config), "no_retriever_gradient", "more_ict", "closed_book"]
+    tasks = [make_task(name, run) for name in task_names(run.config)]
+    stages = {task.name: task for task in tasks}
+    for control in (control for task in tasks for control in task.controls()):
+        stages[control.folder] = make_task(control.task, run)
     seconds = {"baselines": baseline_seconds}
     exact: dict[str, float] = {}
-    for name in stages:
+    for name, task in stages.items():
         last = (read_lines(run.workdir / name / "evaluations.jsonl") or [{}])[-1]
         steps = read_lines(run.workdir / name / "metrics.jsonl")
         if steps:
             seconds[name] = last.get("seconds", steps[-1]["seconds"])
-        if name == "closed_book" and "exact_match" in last:
-            exact["closed_book"] = last["exact_match"]
+        if not task.reads_passages and "exact_match" in last:
+            exact[name] = last["exact_match"]
         elif any("recall@" in key for key in last):
             measured[name] = last
     if measure_in(asked):
-        measured[run.asked_by(task_names(run.config)[-1])] = asked
-    utilities = [line["retrieval_utility"] for line in read_lines(run.workdir / "realm" / "metrics.jsonl")]
+        measured[tasks[-1].question_search] = asked
+    utilities = [line["retrieval_utility"] for line in records(run, "metrics") if "retrieval_utility" in line]
     keys = sorted({key for found in measured.values() for key in found if RECALL.fullmatch(key)})
     results: dict[str, Any] = {
         key: {name: found[key] for name, found in measured.items() if key in found} for key in keys
     }
-    share = asked.get("exact_match", measured.get("qa", {}).get("exact_match"))
-    exact |= {} if share is None else {"retrieval": share}
+    for found in (*(measured.get(task.name, {}) for task in tasks), asked):
+        exact |= {"retrieval": found["exact_match"]} if "exact_match" in found else {}
     if answered(questions):
         exact["chance"] = chance(run.sources.questions.get("train", []), questions)
     by_group = {name: found[BY_WORDS] for name, found in measured.items() if BY_WORDS in found}
     results |= {BY_WORDS: by_group} if by_group else {}
     results["exact_match"] = exact
+    results |= comparison(tasks, measured)
     dev = bool(run.sources.questions.get("dev"))
     results["measured_on"] = "development questions" if dev else "masked sentences of held-out documents"
     results["stages"] = {name: stage for name in task_names(run.config) if (stage := describe_end(run, name))}
@@ -182,13 +180,23 @@ def collect(run: Run, questions: Sequence[Question], asked: dict[str, Any]) -> d
     return results | {"seconds": seconds}
 
 
+def comparison(tasks: Sequence[Task], measured: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """The methods that say what the retriever learnt from masked words: {"comparison": {"before", "after"}}, if any."""
+    after = next((number for number, task in enumerate(tasks) if task.inspects_sentences), None)
+    if after is None:
+        return {}
+    before = [task.name for task in tasks[:after] if task.name in measured]
+    return {"comparison": {"before": before[-1] if before else UNTRAINED, "after": tasks[after].name}}
+
+
 def describe_end(run: Run, name: str) -> dict[str, Any] | None:
     """How a task ended against its own start, with the `warning` where it ended below; None where that is not known."""
     stage = stage_of(run.workdir / name)
     if stage is None:
         return None
     end = read_lines(run.workdir / name / "evaluations.jsonl")[-1]
-    measure = kept_by(name, end) if keeps_best(run.config, name) else None
+    task = make_task(name, run)
+    measure = kept_by(task.selects_by, end) if task.keeps_best else None
     loss = describe_loss(name, stage, measure)
     return stage | ({"warning": loss} if loss else {})
 
@@ -210,16 +218,11 @@ def describe_run(run: Run, questions: Sequence[Question], results: dict[str, Any
         "results": results,
         "stages": [stage for name in task_names(run.config) if (stage := describe_stage(run, name, results))],
         "recall_history": recall_history(run),
-        "adoptions": [line for line in read_lines(run.workdir / "realm" / "evaluations.jsonl") if "generation" in line],
+        "adoptions": [line for line in records(run, "evaluations") if "generation" in line],
         "recall_by_replaced_words": results.get(BY_WORDS, {}),
         "questions_by_replaced_words": Counter(str(question.fields.get(GROUPED_BY)) for question in questions),
         "settings": flatten(run.config.to_dict()),
     }
-
-
-def supervision_of(config: ConfigDict, name: str) -> str:
-    """What a task learns from, in a sentence or two."""
-    return POSITIVE if name == "qa" and config.objective.qa == "positive" else SUPERVISION[name]
 
 
 def describe_stage(run: Run, name: str, results: dict[str, Any]) -> dict[str, Any] | None:
@@ -227,8 +230,15 @@ def describe_stage(run: Run, name: str, results: dict[str, Any]) -> dict[str, An
     if not metrics:
         return None
     seconds = results["seconds"].get(name)
-    stage = {"name": name, "title": TITLES[name], "supervision": supervision_of(run.config, name), "seconds": seconds}
+    task = TASKS[name]
+    stage = {"name": name, "title": task.title, "supervision": task.supervision(run.config), "seconds": seconds}
     return stage | {"steps": run.config[name].steps, "metrics": metrics}
+
+
+def records(run: Run, kind: str) -> Iterator[dict[str, Any]]:
+    """The records of all tasks of the recipe, in order. kind: `metrics` or `evaluations`."""
+    for name in task_names(run.config):
+        yield from read_lines(run.workdir / name / f"{kind}.jsonl")
 
 
 def recall_history(run: Run) -> list[dict[str, Any]]:
@@ -247,7 +257,7 @@ def shown_examples(evaluator: Evaluator, predictions: Sequence[Prediction]) -> l
     """
     run = evaluator.run
     store = run.sources.passages
-    reads = "qa" in task_names(run.config) or begins_with_reader(run.workdir)
+    reads = any(TASKS[name].teaches_reading() for name in task_names(run.config)) or begins_with_reader(run.workdir)
     shown = []
     for question, prediction in zip(evaluator.questions, predictions, strict=True):
         candidates = [
@@ -272,28 +282,25 @@ def shown_examples(evaluator: Evaluator, predictions: Sequence[Prediction]) -> l
 def masked_sentence(run: Run, params: Params) -> dict[str, Any] | None:
     """The paper's Table 3 for a sentence of the pre-training text: of SENTENCES the one that retrieval helps most.
 
-    Read with the parameters at the end of the recipe's REALM task, so only where it has one.
+    Read with the parameters at the end of the recipe's task that learnt from such sentences, so only where it has one.
     """
-    if "realm" not in task_names(run.config):
+    name = next((name for name in task_names(run.config) if TASKS[name].inspects_sentences), None)
+    if name is None:
         return None
-    params = restore_params(run, "realm")
-    index = final_index(run, "realm", params)
-    sources, lengths, setting = run.sources, run.lengths, run.setting
+    params = restore_params(run, name)
+    index = final_index(run, name, params)
+    sources, setting = run.sources, run.setting
     text, own, find = sources.pretraining, sources.own_text, run.find_sentence
-    examples = masked_examples(text, sources.wordpiece, lengths, "salient", own, find)
+    examples = masked_examples(text, sources.wordpiece, run.lengths, "salient", own, find)
     count = SENTENCES + -SENTENCES % run.mesh.size
-    batch = dataset(examples, run.config.seed, "realm", count)[0]
+    batch = dataset(examples, run.config.seed, TASKS[name].stream, count)[0]
 
     def read(params: Params, batch: Any, index: Index) -> tuple[jax.Array, ...]:
-        found = retrieve(setting, params, batch, index, setting.candidates - 1)
-        documents = take(index, found.rows)
-        scores = candidate_scores(setting, params, batch, documents, None)
-        log_p, _ = candidate_words(setting, params, batch, documents, None)
-        valid = jnp.pad(found.valid, ((0, 0), (1, 0)), constant_values=setting.null_document)
-        result = masked_word_marginal(scores, log_p, batch["weights"], valid, "example")
-        reading = (log_p * batch["weights"][:, None]).sum(axis=-1)
-        reading = reading.at[:, 1:].set(jnp.where(found.valid, reading[:, 1:], -jnp.inf))
-        return found.rows, reading, result.log_likelihood
+        read = read_masked(setting, params, batch, index, None)
+        result = masked_word_marginal(read.scores, read.log_p, batch["weights"], read.valid, "example")
+        reading = (read.log_p * batch["weights"][:, None]).sum(axis=-1)
+        reading = reading.at[:, 1:].set(jnp.where(read.found.valid, reading[:, 1:], -jnp.inf))
+        return read.found.rows, reading, result.log_likelihood
 
     rows, reading, marginal = map(to_host, jax.jit(read)(params, put_batch(run.mesh, batch), index))
     best, counted = int(np.argmax(marginal - reading[:, 0])), setting.candidates - (not setting.null_document)

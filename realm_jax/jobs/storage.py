@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from realm_jax.config import kind_of
 from realm_jax.errors import UserError
 from realm_jax.index.builder import rejection
 from realm_jax.index.generations import (
@@ -25,7 +26,6 @@ from realm_jax.index.status import TRAINER, read_status
 from realm_jax.jobs.opening import recorded_config, recorded_folder
 from realm_jax.jobs.output import print_records
 from realm_jax.storage import Damaged, Folder
-from realm_jax.tagger_config import is_tagger
 from realm_jax.training.checkpoints import DAMAGED, Gone, Saved, saved_folders
 
 EXAMPLES = """examples:
@@ -86,7 +86,7 @@ def stored(workdir: Path) -> dict[str, Item]:
         for folder in sorted(workdir.glob("*/checkpoints"))
         for entry in (*reversed(saved_folders(folder)), *sorted(folder.glob(f"*{DAMAGED}*")))
     }
-    if is_tagger(config):
+    if kind_of(config) is not None:
         return items
     shared = recorded_folder(workdir)
     return items | {

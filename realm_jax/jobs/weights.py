@@ -25,7 +25,7 @@ from ml_collections import ConfigDict
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from realm_jax.config import TASKS
+from realm_jax.config import REALM_TASKS
 from realm_jax.errors import UserError
 from realm_jax.jobs.answering import newest, open_run_to_ask, reader_is_trained
 from realm_jax.jobs.arguments import add_run_arguments, changes_of
@@ -35,7 +35,7 @@ from realm_jax.models.bert import LAYER_NORM_EPSILON
 from realm_jax.models.realm import Params, Realm
 from realm_jax.models.sentence_export import PASSAGES, QUERIES, refuse_modules, write_modules
 from realm_jax.models.sentence_folder import OWN, READS
-from realm_jax.models.weights import SETTINGS, WEIGHTS, networks, save, settings_of, write_json
+from realm_jax.models.weights import HF_REALM, SETTINGS, WEIGHTS, networks, save, settings_of, write_json
 from realm_jax.run import tower_lengths
 from realm_jax.storage import publish_folder
 from realm_jax.text.wordpiece import TOKENIZER, VOCABULARY_FILE, WordPiece
@@ -59,9 +59,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", required=True, metavar="DIR", help="folder to make")
     export, convert = parser.add_argument_group("export"), parser.add_argument_group("convert")
     add_run_arguments(export, required=False)
-    export.add_argument("--task", choices=TASKS, help="parameters at the end of it (default: of the last one trained)")
     export.add_argument(
-        "--names", choices=("bert", "realm"),
+        "--task", choices=tuple(REALM_TASKS), help="parameters at the end of it (default: of the last one trained)"
+    )
+    export.add_argument(
+        "--names", choices=("bert", HF_REALM),
         help="'bert', the default: towers open in sentence-transformers and as BertModel, the reader as "
         "BertForMaskedLM; 'realm': as RealmEmbedder and RealmReader of transformers 4.x",
     )  # fmt: skip
@@ -103,7 +105,7 @@ def export(
     """
     opened = open_run_to_ask(workdir, changes)
     model, wordpiece = opened.model, opened.sources.wordpiece
-    if names == "realm":
+    if names == HF_REALM:
         _check_realm(model)
     name, saved = newest(opened, task)
     if saved.step < opened.config[name].steps:

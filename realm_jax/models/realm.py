@@ -2,7 +2,7 @@
 
     params = {'query_embedder': …, 'document_embedder': …, 'reader': …}     (one 'embedder' when the tower is shared)
 
-Read next: `likelihood.py` for the objective, `training/tasks.py` for how a task uses these functions.
+Read next: `likelihood.py` for the objective, `forward.py` for how they go together.
 """
 
 import dataclasses

@@ -5,7 +5,7 @@
 REALM's salient spans came from such a tagger, trained on CoNLL-2003 (Guu et al. 2020, section 3.4). A vocabulary in
 lower case hides what tells names best; `shapes` gives it back: embeddings of how each word and its neighbours are
 written are added to those of its pieces. What the labels mean: `realm_jax/text/tags.py`. Read next:
-`training/tagging.py`.
+`tasks/tagger.py`.
 """
 
 import dataclasses

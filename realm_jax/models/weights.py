@@ -39,10 +39,11 @@ LAYER = {  # ours → theirs
 WORDS, POSITIONS = "embeddings.word_embeddings.weight", "embeddings.position_embeddings.weight"
 WORD_HEAD, PROJECTION, VECTOR_NORM = "word head", "projection", "vector norm"
 TIED = "cls.predictions.decoder.weight"  # the word embeddings once more, in some files
+HF_REALM = "realm"  # the type of model of transformers that has REALM's networks
 FLOATS = ("F32", "F16", "BF16", "F64")
 SAME_ACTIVATION = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new"}  # theirs → ours: all with tanh
 PLAIN = {  # in their settings
-    "model_type": ("bert", "realm"),
+    "model_type": ("bert", HF_REALM),
     "position_embedding_type": ("absolute",),
     "is_decoder": (False,),
 }
@@ -358,7 +359,7 @@ def _check_settings(path: Path, wanted: dict[str, tuple[str, Any]]) -> None:
     for name, plain in PLAIN.items():
         if settings.get(name, plain[0]) not in plain:
             raise UserError(f"{path}: {name} is {settings[name]!r}, not {plain[0]!r}; choose a plain BERT")
-    if settings.get("model_type") == "realm":  # transformers has one epsilon for a tower
+    if settings.get("model_type") == HF_REALM:  # transformers has one epsilon for a tower
         settings.setdefault("projection_layer_norm_eps", settings.get("layer_norm_eps", LAYER_NORM_EPSILON))
     activation = settings.get("hidden_act")
     if activation is not None:

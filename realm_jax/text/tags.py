@@ -21,6 +21,7 @@ from realm_jax.text.spans import Span
 from realm_jax.text.wordpiece import CONTINUATION, WordPiece
 
 OUTSIDE, IGNORED = 0, -1  # labels: of no entity; of a piece that has none
+SPECIAL_PIECES = 2  # [CLS] and [SEP] around a window
 TAG = re.compile(r"O|[BIESLU]-\S+")  # what a tag looks like in any scheme
 _BEGINS, _ENDS = "BSU", "ESLU"  # prefixes that begin an entity whatever stands before, or end it whatever follows
 

@@ -8,16 +8,13 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from ml_collections import ConfigDict
-
-from realm_jax.config import ANSWERING
 from realm_jax.models.realm import Params
 from realm_jax.run import BaseRun
 from realm_jax.storage import read_json
+from realm_jax.tasks.base import Task
 from realm_jax.training.checkpoints import Checkpoints, Saved
 from realm_jax.training.metrics import read_lines
 from realm_jax.training.state import State
-from realm_jax.training.tasks import Task
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +33,7 @@ class Best:
 
     def kept_by(self, found: dict[str, Any]) -> str | None:
         """The measure that `describe_loss` asks for."""
-        return kept_by(self._task.name, found) if self._keep else None
+        return kept_by(self._task.selects_by, found) if self._keep else None
 
     def look(self, step: int, state: State, found: dict[str, Any]) -> None:
         """Keep what the task trained, at a step, if it measured better than all before; of equals the first stay."""
@@ -57,16 +54,10 @@ class Best:
         return saved.step, saved.params(self._task.trained, self._run.param_shardings)
 
 
-def keeps_best(config: ConfigDict, task: str) -> bool:
-    """Whether a task of a run hands on the parameters that measured best."""
-    evaluation = config.evaluation
-    return bool(evaluation.keep_best or (task == "qa" and evaluation.qa_every > 0))
-
-
-def kept_by(task: str, found: dict[str, Any]) -> str:
-    """The measure by which a task keeps its best parameters: answers where it learns them, else recall; '' where that
-    was not measured."""
-    name = "exact_match" if task in ANSWERING else measure_in(found)
+def kept_by(selects_by: str, found: dict[str, Any]) -> str:
+    """The measure by which a task keeps its best parameters, its `selects_by` or recall; '' where that was not
+    measured."""
+    name = selects_by or measure_in(found)
     return name if name in found else ""
 
 

@@ -18,8 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 from numpy.typing import NDArray
 
-from realm_jax.data.examples import masked_examples
-from realm_jax.data.pipeline import dataset
+from realm_jax.data.pipeline import SAMPLE, dataset
 from realm_jax.index.generations import (
     Arrays,
     export_step,
@@ -34,6 +33,7 @@ from realm_jax.models.realm import Params, Realm
 from realm_jax.processes import is_process_0
 from realm_jax.run import Run, put_batch
 from realm_jax.storage import Folder, StorageError
+from realm_jax.tasks.realm import masked_examples
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ def sample_queries(run: Run) -> dict[str, Any]:
     sources = run.sources
     examples = masked_examples(sources.pretraining, sources.wordpiece, run.lengths, "salient", sources.own_text)
     count = min(SAMPLES, examples.total)
-    batch = dataset(examples, run.config.seed, "sample", count + -count % run.mesh.size)[0]
+    batch = dataset(examples, run.config.seed, SAMPLE, count + -count % run.mesh.size)[0]
     return {name: batch[name] for name in ("query", "query_length")}
 
 

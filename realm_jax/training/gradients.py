@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from realm_jax.models.realm import Params
-from realm_jax.training.tasks import Batch, Means, Task, reported
+from realm_jax.tasks.base import Batch, Means, Task, reported
 
 Array = jax.Array
 
@@ -24,7 +24,7 @@ def gradients(
     if parts == 1:
         whole = jax.grad(lambda trained: task.value({**frozen, **trained}, batch, index, key), has_aux=True)
         return whole(trained)
-    if task.encode is None:
+    if task.contrast is None:
         slopes, means = _summed(task, trained, frozen, split(batch, parts), index, key)
     else:
         slopes, means = _cached(task, trained, frozen, split(batch, parts), key)
@@ -69,8 +69,8 @@ def _summed(
 
 
 def _cached(task: Task, trained: Params, frozen: Params, batch: Batch, key: Array | None) -> tuple[Params, Means]:
-    assert task.encode is not None and task.null is not None and task.contrast is not None
-    encode, null, contrast = task.encode, task.null, task.contrast
+    assert task.contrast is not None
+    encode, null, contrast = task.contrast
 
     def vectors(trained: Params, number: Array, part: Batch) -> Any:
         return encode({**frozen, **trained}, part, _part_key(key, number))

@@ -17,6 +17,7 @@ from realm_jax.host import Stop
 from realm_jax.index.candidates import Index
 from realm_jax.models.realm import Params
 from realm_jax.run import BaseRun
+from realm_jax.tasks.base import Task
 from realm_jax.training.best import Best, describe_loss, stage_of
 from realm_jax.training.checkpoints import Checkpoints
 from realm_jax.training.feed import Feed
@@ -24,7 +25,6 @@ from realm_jax.training.guards import Watchdog, check_replicas
 from realm_jax.training.metrics import MetricLogger
 from realm_jax.training.refresh import IndexSource, LoadedIndex
 from realm_jax.training.state import Control, State
-from realm_jax.training.tasks import Task
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,8 @@
 """The train loop: one task from its first step, or from its newest checkpoint, to its last.
 
 Read `train_loop` top to bottom, then `hooks.py`, what happens every so many steps. `train_task` says what the loop has
-to know of a task of REALM (`Course`); a tagger takes the same loop: `tagging.py`. What a step computes is `tasks.py`;
-where its arrays live is `state.py`; what watches over a run is `guards.py`.
+to know of a task (`Course`). What a step computes is the task's (`realm_jax/tasks/`); where its arrays live is
+`state.py`; what watches over a run is `guards.py`.
 """
 
 import dataclasses
@@ -11,38 +11,34 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 
-from realm_jax.data import examples as make
-from realm_jax.data.closed_book import closed_book_examples
 from realm_jax.data.examples import Examples
-from realm_jax.data.held_out import held_out_share, trained_rows
 from realm_jax.data.pipeline import batches, padded_lengths
+from realm_jax.flops import peak
 from realm_jax.host import Stop, free_heap
-from realm_jax.index.candidates import Index
 from realm_jax.index.status import StatusWriter
 from realm_jax.models.realm import Params
 from realm_jax.processes import any_process, broadcast_from_process_0
-from realm_jax.run import BaseRun, Run, own_rows
+from realm_jax.run import BaseRun, own_rows
+from realm_jax.tasks import make_task
+from realm_jax.tasks.base import Measure, Task
 from realm_jax.training import hooks
 from realm_jax.training.adoption import BuiltIndex
-from realm_jax.training.best import Best, keeps_best
+from realm_jax.training.best import Best
 from realm_jax.training.checkpoints import Checkpoints, Saved
+from realm_jax.training.embedding import start_vectors
 from realm_jax.training.feed import Feed, Search
-from realm_jax.training.flops import peak, step_flops
 from realm_jax.training.guards import CompileGuard, Profiler, Watchdog
 from realm_jax.training.hooks import Hook, Loop, run_due
 from realm_jax.training.metrics import MetricLogger, Work
 from realm_jax.training.refresh import IndexSource, InlineIndex, Interrupted
 from realm_jax.training.restore import restore
 from realm_jax.training.state import Control, make_step, put_control, start_state
-from realm_jax.training.tasks import Task, make_task
 from realm_jax.training.workdir import begins_with_reader
 
-Measure = Callable[[Params, Index | None, bool], dict[str, Any]]
 MakeRefresh = Callable[[int, Checkpoints, Callable[[], bool], Callable[[], None]], IndexSource]
 
 
@@ -72,60 +68,49 @@ class Course:
     answers_start: bool = False
 
 
-def task_examples(run: Run, name: str, params: Params | None = None) -> Examples:
-    """The examples that a task trains on, whatever the parameters."""
-    sources, config, lengths = run.sources, run.config, run.lengths
-    wordpiece, data = sources.wordpiece, config.data
-    share = held_out_share(config, sources.questions)
-    passages, pretraining = trained_rows(sources.passages, share), trained_rows(sources.pretraining, share)
-    if name == "mlm":
-        stores, kept = (sources.passages, sources.pretraining), (passages, pretraining)
-        return make.warmup_examples(*stores, wordpiece, lengths, data.null_rate, data.unrelated_rate, kept)
-    if name == "ict":
-        return make.cloze_examples(sources.passages, wordpiece, lengths, data.ict_mask_rate, passages)
-    if name == "realm":
-        text, find = sources.pretraining, run.find_sentence
-        return make.masked_examples(text, wordpiece, lengths, data.masking, sources.own_text, find, pretraining)
-    if name == "closed_book":
-        return closed_book_examples(sources.pretraining, sources.answered("train"), wordpiece, lengths)
-    return make.question_examples(sources.answered("train"), wordpiece, lengths)
-
-
 def train_task(
-    run: Run,
+    run: BaseRun,
     name: str,
     params: Params,
     measure: Measure | None = None,
     folder: str | None = None,
-    examples: Callable[[Params], Examples] | None = None,
     status: StatusWriter | None = None,
 ) -> Params:
-    """Train one task of REALM to its last step and return all parameters.
+    """Train one task of a run to its last step and return all parameters.
 
     params: where a fresh task starts; it donates them. measure: see `Course`; there is no index in a task that neither
-    retrieves nor trains the retriever. folder: name under the run folder, the task's own by default. examples: makes
-    others than the task's own. status: for a task whose index a builder makes. Continues from the newest checkpoint of
-    the folder. Raises Preempted after SIGTERM, once the state is saved.
+    retrieves nor trains the retriever. folder: name under the run folder, the task's own by default. status: for a task
+    whose index a builder makes. Continues from the newest checkpoint of the folder. Raises Preempted after SIGTERM,
+    once the state is saved.
     """
-    task = make_task(name, run.setting)
-    hosts_search = run.searches is not None and name == "realm"  # fine-tuning searches exactly
-    search = Search(run.setting, run.config.retrieval.ahead) if hosts_search else None
-    refresh = partial(make_refresh, run, name, status if folder is None else None)
-    course = Course(task, examples or partial(task_examples, run, name), work_of(run, task), refresh, search, measure)
+    task, own = make_task(name, run), folder is None
+    course = Course(
+        task,
+        lambda params: task.examples(params, partial(start_vectors, task.run, name, params)),
+        work_of(task),
+        partial(make_refresh, task, status if own else None),
+        Search(task.setting, run.config.retrieval.ahead) if task.host_search and task.run.searches else None,
+    )
     if measure is not None:
-        every = run.config.evaluation.qa_every if name == "qa" else 0
         course = dataclasses.replace(
             course,
-            every=every,
-            keep_best=keeps_best(run.config, name) and folder is None,
-            measure_start=name == "ict" and bool(run.config.init_from) and folder is None,
-            answers_start=run.config.evaluation.keep_best
-            and bool(broadcast_from_process_0(begins_with_reader(run.workdir))),
+            measure=measure,
+            every=task.evaluate_every,
+            keep_best=task.keeps_best and own,
+            measure_start=task.evaluates_start and own,
+            answers_start=starts_with_answers(task),
         )
     params = train_loop(run, course, params, run.workdir / (folder or name))
-    if name == "realm" and status is not None and folder is None:
-        status.update(index_done=True, step=run.config.realm.steps)
+    if task.follows_builder and status is not None and own:
+        status.update(index_done=True, step=run.config[name].steps)
     return params
+
+
+def starts_with_answers(task: Task) -> bool:
+    """Whether what a task starts with is measured as at its end, to keep the better: it may come with a reader."""
+    return task.retrieves and bool(
+        task.run.config.evaluation.keep_best and broadcast_from_process_0(begins_with_reader(task.run.workdir))
+    )
 
 
 def train_loop(run: BaseRun, course: Course, params: Params, folder: Path) -> Params:
@@ -180,12 +165,14 @@ def train_loop(run: BaseRun, course: Course, params: Params, folder: Path) -> Pa
 
         step_function = make_step(run, task)
         record = {} if saved is None else saved.record
-        metrics = MetricLogger(folder, task.name, start, total, course.work, record, lambda: checkpoints.latest)
+        metrics = MetricLogger(
+            folder, task.name, start, total, course.work, record, lambda: checkpoints.latest, task.monitor()
+        )
         watchdog = Watchdog(config.log.hang_seconds, folder.name)
         source = course.refresh(start, checkpoints, should_stop, embedding)
         rows = own_rows(run.mesh, size)
         examples = course.examples(state.params)
-        stream = batches(examples, config.seed, task.name, size, start, total, rows)
+        stream = batches(examples, config.seed, task.stream, size, start, total, rows)
         feed = Feed(run.mesh, stream, rows, size, course.search, None if saved is None else saved.in_flight)
         profiler = Profiler(folder / "profile", config.log.profile_step)
         compiles = CompileGuard(step_function, padded_lengths(examples))
@@ -254,22 +241,25 @@ def train_loop(run: BaseRun, course: Course, params: Params, folder: Path) -> Pa
     return loop.state.params
 
 
-def work_of(run: Run, task: Task) -> Work:
+def work_of(task: Task) -> Work:
     """What a step of a task is to the devices, for the records."""
-    parts = step_flops(run.config, task.name, run.model.bert.vocabulary_size, run.lengths.predictions, run.setting.rows)
-    return Work(sum(parts.values()), run.mesh.size, peak(run.mesh.devices.flat[0].device_kind))
+    mesh = task.run.mesh
+    return Work(sum(task.flops().values()), mesh.size, peak(mesh.devices.flat[0].device_kind))
 
 
 def make_refresh(
-    run: Run, name: str, status: StatusWriter | None, start: int, checkpoints: Checkpoints,
-    should_stop: Callable[[], bool], on_progress: Callable[[], None],
+    task: Task, status: StatusWriter | None, start: int, checkpoints: Checkpoints, should_stop: Callable[[], bool],
+    on_progress: Callable[[], None],
 ) -> IndexSource:  # fmt: skip
-    """Where a task's index comes from. Only REALM itself has a builder: a control and fine-tuning embed inline.
+    """Where a task's index comes from. A control embeds inline, and so does what follows no builder.
 
     status: through which the builder hears of the trainer, None for a control. should_stop: whether to stop waiting.
     on_progress: called again and again while the corpus is embedded.
     """
-    if run.config.refresh.mode == "inline" or name != "realm" or status is None:
+    if not task.has_corpus:
+        return IndexSource()
+    run, name = task.run, task.name
+    if run.config.refresh.mode == "inline" or not task.follows_builder or status is None:
         return InlineIndex(run, name, on_progress)
     kept = checkpoints.generations()
     return BuiltIndex(run, name, start, kept, run.config.checkpoint.keep, status, should_stop, on_progress)

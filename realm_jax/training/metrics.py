@@ -2,7 +2,7 @@
 
 Metrics come one step late, so that the host reads those of step s while the devices work on step s + 1. A resumed run
 cuts its records back to the step that it resumes from, so that a file never holds a step twice.
-Read next: `health.py`, which watches the values.
+Read next: `tasks/collapse.py`, which watches the values.
 """
 
 import dataclasses
@@ -23,7 +23,6 @@ from realm_jax.console import StageProgress
 from realm_jax.errors import UserError
 from realm_jax.processes import is_process_0
 from realm_jax.storage import write_atomic
-from realm_jax.training.health import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -60,18 +59,19 @@ class MetricLogger:
     def __init__(
         self, folder: Path, task: str, start: int, total: int, work: Work, record: dict[str, Any],
         last_saved: Callable[[], int | None] = lambda: None,
+        monitor: Callable[[dict[str, Any]], str | None] = lambda record: None,
     ) -> None:  # fmt: skip
         """start: steps that are done. record: of the checkpoint that the task resumes from, {} for none; of its entries
         `seconds` (spent) and `born` (when the task was first started, as `time.time()`) count. last_saved: the newest
-        step that is saved. The bar carries the folder's name, warnings go by the task's."""
+        step that is saved. monitor: says a warning, or None, of each record. The bar carries the folder's name."""
         self._folder, self._task, self._start = folder, task, start
         self._work, self._last_saved = work, last_saved
         self._metrics = RecordWriter(folder, "metrics", start)
         # An evaluation follows the save of its step, so a run that resumes from that save makes it again.
         self._evaluations = RecordWriter(folder, "evaluations", start - 1)
-        self._watch = Watch()
-        for record in self._metrics.kept + self._evaluations.kept:
-            self._warning(record)  # logged already, but the watch compares with what was
+        self._monitor = monitor
+        for kept in self._metrics.kept + self._evaluations.kept:
+            monitor(kept)  # warned of already, but it compares with what was
         self._bar = StageProgress(folder.name, total, start)
         self._shown: dict[str, Any] = {}
         self._pending: tuple[int, Values, dict[str, int]] | None = None
@@ -167,18 +167,8 @@ class MetricLogger:
         return numbers
 
     def _warn(self, step: int, found: dict[str, Any]) -> None:
-        if message := self._warning({"step": step} | found):
+        if message := self._monitor({"step": step} | found):
             logger.warning(message)
-
-    def _warning(self, record: dict[str, Any]) -> str | None:
-        """What the watch says of a record of metrics or of an evaluation."""
-        if "answer_in_passages" in record:
-            return self._watch.answers(record["step"], record["answer_in_passages"])
-        if self._task != "realm":
-            return None
-        if "null_probability" in record:
-            return self._watch.step(record["step"], record["null_probability"], record["best_candidate_gain"])
-        return self._watch.recall(record["step"], record["recall@5"]) if "recall@5" in record else None
 
 
 # --- Files ------------------------------------------------------------------------------------------------------------

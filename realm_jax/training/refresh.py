@@ -22,10 +22,11 @@ from realm_jax.index.generations import numpy_dtype
 from realm_jax.models.realm import Params
 from realm_jax.run import Run
 from realm_jax.storage import Folder, open_folder
+from realm_jax.tasks import make_task
+from realm_jax.tasks.base import Task
 from realm_jax.training.embedding import start_vectors
 from realm_jax.training.restore import Restored
 from realm_jax.training.state import Control
-from realm_jax.training.tasks import make_task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,9 +105,8 @@ def made(run: Run, vectors: NDArray, step: int, tower: Params | None, exact: boo
     return LoadedIndex(Index(None, run.documents, tower), stored, step, searcher=Searcher.of(stored, run.searches))
 
 
-def keeps_documents(run: Run, name: str) -> bool:
+def keeps_documents(run: Run, task: Task) -> bool:
     """Whether a task retrieves and leaves the document embedder as it is, so that its first index stays right."""
-    task = make_task(name, run.setting)
     return task.retrieves and run.model.embedder_names[-1] not in task.trained
 
 
@@ -115,7 +115,7 @@ class CorpusIndexSource(IndexSource, abc.ABC):
 
     def __init__(self, run: Run, task: str, on_progress: Callable[[], None]) -> None:
         """on_progress: called again and again while the corpus is embedded."""
-        self._run, self._task, self._on_progress = run, task, on_progress
+        self._run, self._task, self._on_progress = run, make_task(task, run), on_progress
 
     @abc.abstractmethod
     def restore(self, generation: str, step: int) -> LoadedIndex:
@@ -127,15 +127,15 @@ class CorpusIndexSource(IndexSource, abc.ABC):
             return None
         if generation := saved.record.get("generation"):
             return self.restore(generation, int(saved.state.step))
-        if not self._run.needs_vectors(self._task):
+        if not self._task.needs_vectors():
             return LoadedIndex(self._run.bare_index, None, saved.record["index_step"])
         if saved.vectors is None:
             return None
         vectors, step = saved.vectors[: self._run.setting.rows], saved.record["index_step"]
-        return made(self._run, vectors, step, saved.tower, exact=self._task != "realm")
+        return made(self._run, vectors, step, saved.tower, exact=not self._task.host_search)
 
     def as_exact(self, fresh: LoadedIndex) -> Index:
-        if fresh.index.vectors is not None or not self._run.needs_vectors(self._task):
+        if fresh.index.vectors is not None or not self._task.needs_vectors():
             return fresh.index
         assert fresh.vectors is not None, "where hosts search, they have the vectors"
         return self._run.index(fresh.vectors)
@@ -150,7 +150,7 @@ class CorpusIndexSource(IndexSource, abc.ABC):
 
     def final_index(self, step: int, params: Params, index: LoadedIndex | None) -> LoadedIndex | None:
         """Of the index in use, unless the document tower has moved since; None for a reader's own task."""
-        if self._task in ("mlm", "closed_book"):
+        if not self._task.has_final_index:
             return None
         if index is not None and self._still(step, index):
             return index
@@ -163,10 +163,10 @@ class CorpusIndexSource(IndexSource, abc.ABC):
     def _made(self, step: int, params: Params, tower: Params | None = None, first: bool = False,
               exact: bool = True) -> LoadedIndex:  # fmt: skip
         """An index of parameters. first: whether they are those that a task starts with; else see `made`."""
-        if not self._run.needs_vectors(self._task):
+        if not self._task.needs_vectors():
             return LoadedIndex(self._run.bare_index, None, step)
         if first:
-            vectors = start_vectors(self._run, self._task, params, self._on_progress)
+            vectors = start_vectors(self._run, self._task.name, params, self._on_progress)
         else:
             vectors = self._run.embed(params, lambda _: self._on_progress())
         return made(self._run, vectors, step, tower, exact)
@@ -182,8 +182,8 @@ class InlineIndex(CorpusIndexSource):
     def __init__(self, run: Run, name: str, on_progress: Callable[[], None]) -> None:
         """on_progress: called again and again while it embeds."""
         super().__init__(run, name, on_progress)
-        self._every = {"realm": run.config.refresh.every, "qa": run.config.refresh.qa_every}.get(name, 0)
-        self._exact = name != "realm"
+        self._every = self._task.refresh_every
+        self._exact = not self._task.host_search
 
     def next(self, step: int, params: Params, index: LoadedIndex | None, heard: Control) -> LoadedIndex | None:
         due = self._every > 0 and step % self._every == 0 and index is not None and step != index.step

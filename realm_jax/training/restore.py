@@ -9,16 +9,18 @@ import jax
 from numpy.typing import NDArray
 
 from realm_jax.checksums import checksums
-from realm_jax.config import completed, task_names
+from realm_jax.config import completed
 from realm_jax.errors import UserError
 from realm_jax.index.candidates import Index
 from realm_jax.models.realm import Params
 from realm_jax.processes import allgather_flags
 from realm_jax.run import BaseRun, Run
+from realm_jax.sections import task_names
 from realm_jax.storage import read_json
+from realm_jax.tasks import make_task
+from realm_jax.tasks.base import Task
 from realm_jax.training.checkpoints import Damaged, Gone, Saved, differences, environment
 from realm_jax.training.state import State, start_state, state_shardings
-from realm_jax.training.tasks import Task
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +71,7 @@ def restore_params(run: BaseRun, task: str, saved: Saved | None = None) -> Param
 
 def saved_index(run: Run, name: str, saved: Saved) -> Index | None:
     """The index in a checkpoint of a task; None when the parameters there would give another one."""
-    return index_saved(run, name, saved) if run.needs_vectors(name) else run.bare_index
+    return index_saved(run, name, saved) if make_task(name, run).needs_vectors() else run.bare_index
 
 
 def index_saved(run: Run, name: str, saved: Saved) -> Index | None:
@@ -110,7 +112,7 @@ def _tasks_of_source(run: Run) -> list[tuple[Path, str]]:
     folder = Path(run.config.init_from)
     if not run.config.init_from or not (folder / "config.json").is_file() or not (folder / "data.json").is_file():
         return []
-    theirs, data = completed(read_json(folder / "config.json"), run.default_config()), read_json(folder / "data.json")
+    theirs, data = completed(read_json(folder / "config.json")), read_json(folder / "data.json")
     sections = ("model", "encoder")  # as dictionaries: a locked config is never equal to one that is not
     same = all(theirs[name].to_dict() == run.config[name].to_dict() for name in sections)
     same = same and theirs.retrieval.dtype == run.config.retrieval.dtype

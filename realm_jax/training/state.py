@@ -12,14 +12,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
-from realm_jax.data.pipeline import PURPOSES
 from realm_jax.index.candidates import Index
 from realm_jax.mesh import replicated
 from realm_jax.models.realm import Params
 from realm_jax.run import BaseRun
+from realm_jax.tasks.base import Task
 from realm_jax.training.gradients import gradients
 from realm_jax.training.optimizer import Rates, make_optimizer, without_frozen
-from realm_jax.training.tasks import Task
 
 
 class State(NamedTuple):
@@ -38,11 +37,10 @@ class State(NamedTuple):
 def task_optimizer(config: ConfigDict, task: Task) -> Any:
     """The optimiser of a task, from its section of the config."""
     c = config[task.name]
-    hold = config.objective.retriever_start if task.name == "realm" else 0
     decay, clip = config.optimizer.weight_decay, config.optimizer.clip
     correction = config.optimizer.get("bias_correction", False)  # a tagger's config has no such keys
     rates = task_rates(config, task)
-    return make_optimizer(c.learning_rate, c.steps, c.warmup, decay, clip, hold, rates, correction)
+    return make_optimizer(c.learning_rate, c.steps, c.warmup, decay, clip, task.retriever_delay, rates, correction)
 
 
 def task_rates(config: ConfigDict, task: Task) -> Rates:
@@ -134,11 +132,11 @@ def make_step(run: BaseRun, task: Task) -> Step:
     import optax
 
     optimizer = task_optimizer(run.config, task)
-    seed, purpose, parts = run.config.seed, PURPOSES[task.name], run.config[task.name].microbatches
+    seed, parts = run.config.seed, run.config[task.name].microbatches
     dropout, rates = run.model.bert.dropout > 0, task_rates(run.config, task)
 
     def step(state: State, batch: Any, index: Index | None, control: jax.Array) -> tuple[State, dict[str, jax.Array]]:
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), purpose), state.step) if dropout else None
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), task.stream), state.step) if dropout else None
 
         grads, metrics = gradients(task, state.trained, state.frozen, batch, index, key, parts)
         grads = without_frozen(grads, rates)

@@ -8,12 +8,12 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from realm_jax.config import completed, science, task_names
+from realm_jax.config import completed, default_like, science
 from realm_jax.errors import UserError
 from realm_jax.processes import is_process_0
 from realm_jax.run import BaseRun
+from realm_jax.sections import task_names
 from realm_jax.storage import read_json, write_json_atomic
-from realm_jax.tagger_config import sections_like
 from realm_jax.training.checkpoints import Saved
 
 START = "start.json"  # what is known of where a run began
@@ -45,7 +45,7 @@ def check_workdir(run: BaseRun) -> None:
         check_data(run)
     if is_process_0():
         run.workdir.mkdir(parents=True, exist_ok=True)
-        write_json_atomic(run.workdir / "data.json", run.fingerprints())
+        write_json_atomic(run.workdir / "data.json", run.sources.fingerprints())
         write_json_atomic(path, with_absolute_paths(run.config.to_dict()))
 
 
@@ -65,9 +65,8 @@ def with_absolute_paths(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_science(run: BaseRun, path: Path) -> None:
-    sections = sections_like(run.config)
-    recorded = science(completed(read_json(path), run.default_config()), sections)
-    now = science(run.config, sections)
+    recorded = science(completed(read_json(path), default_like(run.config)))
+    now = science(run.config)
     for key in sorted({*recorded, *now}):
         if recorded.get(key) != now.get(key):
             raise UserError(
@@ -83,7 +82,7 @@ def check_data(run: BaseRun, versions: Collection[str] = (), questions: bool = T
     """
     path = run.workdir / "data.json"
     recorded = read_json(path) if path.is_file() else {}
-    now = run.fingerprints()
+    now = run.sources.fingerprints()
     for name in sorted({*recorded, *now} if recorded else ()):
         if name in ("passages", "pretraining") and recorded.get(name) in versions:
             continue

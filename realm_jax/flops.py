@@ -1,5 +1,7 @@
 """Floating-point operations of steps and of embedding, by arithmetic: what MFU and `realm launch plan` count.
 
+What a step of a task is made of stands in the task's file (`tasks/`).
+
 Only matrix products count, two operations a multiply-add, and the backward pass twice the forward one. What is computed
 again to save memory does not count, nor do lookups, softmax or LayerNorm; sequences count at their padded length, since
 that is what is computed. MFU (model FLOPs utilisation) is these operations a second, over devices × their peak.
@@ -9,8 +11,7 @@ import dataclasses
 
 from ml_collections import ConfigDict
 
-from realm_jax.config import joint_length
-from realm_jax.models.embedder import vector_size
+from realm_jax.run import Run
 
 # Dense bfloat16 operations a second of one JAX device, by `device_kind` (vendors' data sheets).
 PEAKS = {
@@ -86,41 +87,12 @@ def embedding_flops(config: ConfigDict, length: int) -> float:
     return tower_of(config).forward(length, None if encoder.pooling == "mean" else 1) + head
 
 
-def step_flops(config: ConfigDict, task: str, vocabulary: int, predictions: int, rows: int) -> dict[str, float]:
-    """One step of a task: {part: operations}. predictions: masked pieces that are predicted; rows: passages.
+def word_flops(run: Run) -> float:
+    """The reader's head over the masked word pieces of one sequence, forward."""
+    bert = run.model.bert
+    return 2 * run.lengths.predictions * bert.width * (bert.width + bert.vocabulary_size)
 
-    A question beside its positive passage counts as long as the longest can be; the length of batches is up to data.
-    """
-    data, retrieval, batch = config.data, config.retrieval, config[task].batch_size
-    tower, width, joint = tower_of(config), config.model.width, joint_length(config)
-    query, document = embedding_flops(config, data.query_length), embedding_flops(config, data.document_length)
-    features = vector_size(config.encoder.projection, width)
-    words = 2 * predictions * width * (width + vocabulary)
-    search = 2.0 * rows * features
-    parts: dict[str, float] = {}
-    if task in ("mlm", "closed_book"):
-        parts["reader"] = 3 * (tower.forward(joint, predictions) + words)
-    if task == "ict" and config.objective.ict == "index":  # stored vectors have no gradient: a product each way
-        scores = 2 * 2.0 * (1 + retrieval.qa_beam) * features
-        parts |= {"search": search, "queries": 3 * query, "scores": scores}
-    elif task == "ict":
-        scores = 3 * 2.0 * batch * features
-        parts |= {"queries": 3 * query, "documents": 3 * document, "scores": scores}
-    if task == "realm":
-        candidates = retrieval.candidates - 1
-        reading = candidates * tower.forward(joint, predictions) + tower.forward(data.query_length + 1, predictions)
-        parts |= {
-            "search": query + (search if retrieval.backend == "device" and retrieval.search != "bm25" else 0.0),
-            "queries": 3 * query,
-            "documents": 3 * candidates * document,
-            "reader": 3 * (reading + retrieval.candidates * words),
-        }
-    if task == "qa":
-        spans = 2 * joint * width * 2 * config.model.span_hidden
-        read = 1 if config.objective.qa == "positive" else retrieval.qa_passages
-        parts["reader"] = 3 * read * (tower.forward(joint) + spans)
-        if retrieval.qa_search != "bm25":
-            parts |= {"search": search, "queries": 3 * query}
-        if config.refresh.qa_every:
-            parts["documents"] = 3 * retrieval.qa_passages * document
-    return {name: batch * value for name, value in parts.items()}
+
+def score_flops(run: Run) -> float:
+    """One inner product of two vectors."""
+    return 2.0 * run.model.vector_size

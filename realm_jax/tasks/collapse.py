@@ -2,12 +2,13 @@
 
 REALM's known failure: the candidates help too rarely, so the reader learns to ignore its passages, the null document
 takes the whole prior, and retrieval never recovers. It shows first in the nats that the best candidate gains over the
-null document, then in p(null), last in recall. `Watch` compares the mean gain of a window of steps with the best
-window's so far.
+null document, then in p(null), last in recall. `CollapseMonitor` compares the mean gain of a window of steps with the
+best window's so far.
 """
 
 import dataclasses
 from collections import deque
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,7 @@ RECALL_DROP = 0.7  # share of the best recall below which the retriever is getti
 
 
 @dataclasses.dataclass
-class Watch:
+class CollapseMonitor:
     """Feed it every logged record and every measured recall; each returns a warning in one line, or None."""
 
     window: int = WINDOW
@@ -31,6 +32,17 @@ class Watch:
         self._best_gain = 0.0
         self._best_recall = 0.0
         self._said: set[str] = set()
+
+    def masked(self, record: dict[str, Any]) -> str | None:
+        """Of a record of REALM's metrics or measurements."""
+        if "null_probability" in record:
+            return self.step(record["step"], record["null_probability"], record["best_candidate_gain"])
+        return self.recall(record["step"], record["recall@5"]) if "recall@5" in record else None
+
+    def questions(self, record: dict[str, Any]) -> str | None:
+        """Of a record of fine-tuning."""
+        found = record.get("answer_in_passages")
+        return None if found is None else self.answers(record["step"], found)
 
     def step(self, step: int, null_probability: float, candidate_gain: float) -> str | None:
         """null_probability: mean p(null|x). candidate_gain: mean of log p(y|best candidate, x) − log p(y|null, x)."""

@@ -1,0 +1,275 @@
+"""What a task is to the rest: to the config, the train loop, questions asked of a run, `realm plan`, and the report.
+
+A task is one file beside this one and one line in `__init__.py`. Nobody else compares its name: what others have to
+know of it is an attribute here, with the value of a task that needs nothing special. Read next: `mlm.py`, a short one.
+
+A loss has the form `loss(params, batch, index, key) -> {name: Mean}`: its entry 'loss' is minimised, the others are
+reported. Means of the parts of a batch add up to those of the whole. `index` is None where nothing is retrieved and
+`key` None turns dropout off. Retrieval happens inside the loss (`realm_jax/forward.py`), so a step is one program.
+"""
+
+import abc
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ml_collections import ConfigDict
+from numpy.typing import NDArray
+
+from realm_jax.corpus.jsonl import Question, answered
+from realm_jax.corpus.store import PassageStore
+from realm_jax.data.examples import Examples
+from realm_jax.data.held_out import held_out_share, masked_sentences, trained_rows
+from realm_jax.data.sources import Sources
+from realm_jax.evaluation.predict import Evaluator
+from realm_jax.index.candidates import Batch, Index, Setting
+from realm_jax.models.likelihood import Mean
+from realm_jax.models.realm import Params
+from realm_jax.run import Run
+from realm_jax.schema import Sections
+from realm_jax.sections import AnyTask
+
+Array = jax.Array
+Means = dict[str, Mean]
+Shapes = dict[str, tuple[tuple[int, ...], Any]]  # name of an array → its shape in one example, and dtype
+Measure = Callable[[Params, Index | None, bool], dict[str, Any]]
+Embed = Callable[[], NDArray]  # the corpus by the parameters that a task starts with, [rows, width]
+LOG_PERPLEXITY = "log_perplexity"
+
+
+class Control(NamedTuple):
+    """A training that should not reach what a task reaches, of `--controls`. folder: its own in the run folder; task:
+    what is trained; start: the task whose parameters it starts from, '' for those of the run; keys: changed ones."""
+
+    folder: str
+    task: str
+    start: str = ""
+    keys: Mapping[str, Any] = {}
+
+
+class Contrast(NamedTuple):
+    """A loss that compares every example of a batch with every other, in parts (`training/gradients.py`).
+
+    encode: the vectors of some examples; null: that of the null document, or None; loss: of all these together.
+    """
+
+    encode: Callable[[Params, Batch, Array | None], Any]
+    null: Callable[[Params, Array | None], Any]
+    loss: Callable[[Any, Any], Means]
+
+
+class Task(abc.ABC):
+    """A task of a run. Parameters are named by top-level keys of their tree."""
+
+    name: ClassVar[str]
+    stream: ClassVar[int]  # of random numbers, which examples and dropout follow from: another for every task, for ever
+    title: ClassVar[str]
+    section: ClassVar[AnyTask]  # its section of the config, with its defaults
+    sections: ClassVar[Sections | None] = None  # of the whole config where it has one of its own kind; None: REALM's
+    partners: ClassVar[frozenset[str] | None] = None  # other tasks that its recipe may have; None: any
+
+    # --- what it learns from and is measured by
+    learns_to_answer: ClassVar[bool] = False  # from questions, and ends with answers to them
+    reads_passages: ClassVar[bool] = True  # answers stand in passages
+    inspects_sentences: ClassVar[bool] = False  # a sentence with a blank can be explained with its parameters
+    selects_by: ClassVar[str] = ""  # the measure that its best parameters are kept by; '': recall
+    evaluate_every: int = 0  # steps between two measurements beside those of every new index; 0: none
+    evaluates_start: bool = False  # before its first step too, where no index asks for it
+
+    # --- what it needs of an index
+    has_corpus: ClassVar[bool] = True
+    retrieves: bool = False  # a step takes an index
+    has_final_index: ClassVar[bool] = True  # its parameters are measured with one at the end
+    follows_builder: ClassVar[bool] = False  # `realm build-index` may make it
+    host_search: ClassVar[bool] = False  # retrieval.backend=scann applies to its step
+    refresh_every: int = 0  # steps between two embeddings of the corpus; 0: once
+    eval_search: str = "vectors"  # what finds passages while it is measured, one of `sections.SEARCHES`
+    question_search: str = "vectors"  # what finds those of questions to its parameters, unless they say how
+    bm25_depth: int = 0  # passages in BM25's list that comes with an example; 0: there is none
+
+    # --- how it is trained
+    trained: tuple[str, ...]  # the parameters that move
+    retriever_delay: int = 0  # steps before the retriever moves
+    contrast: Contrast | None = None  # its loss in parts, where examples are compared; None: losses of examples add up
+
+    def __init__(self, run: Any) -> None:
+        """run: a `Run`, or a `BaseRun` for a task with a config of its own kind. What depends on it is set here."""
+        self.run = run
+        if self.has_corpus:
+            self.question_search = run.setting.qa_search
+
+    @property
+    def setting(self) -> Setting:
+        """What its losses are made of beside arrays."""
+        setting: Setting = self.run.setting
+        return setting
+
+    @property
+    def settings(self) -> ConfigDict:
+        """Its section of the config."""
+        return self.run.config[self.name]
+
+    @classmethod
+    def check(cls, config: ConfigDict) -> None:
+        """Raise UserError for values of its keys that do not go together. Every task of every config is checked."""
+        return None
+
+    @classmethod
+    def missing(cls, config: ConfigDict, sources: Sources) -> str:
+        """What the data lack for it, which is then left out of the recipe; '' for nothing."""
+        return "" if not cls.learns_to_answer or sources.answered("train") else "training questions with answers"
+
+    @classmethod
+    def teaches_reading(cls) -> bool:
+        """Whether the reader learns to answer from passages."""
+        return cls.learns_to_answer and cls.reads_passages
+
+    @classmethod
+    def supervision(cls, config: ConfigDict) -> str:
+        """What it learns from, in a sentence or two."""
+        return ""
+
+    def check_data(self) -> None:
+        """Raise UserError where config and data do not allow to train it."""
+        return None
+
+    @abc.abstractmethod
+    def examples(self, params: Params, embed: Embed) -> Examples:
+        """What it learns from. params: what it starts, or goes on, from; embed: the corpus by those."""
+
+    @abc.abstractmethod
+    def array_shapes(self) -> Shapes:
+        """Every array of an example, as `examples` give them, at its longest."""
+
+    @abc.abstractmethod
+    def loss(self, params: Params, batch: Batch, index: Any, key: Array | None) -> Means:
+        """See the top of this file."""
+
+    @abc.abstractmethod
+    def example_flops(self) -> dict[str, float]:
+        """Operations of a step for each of its examples: {part of the model: operations} (`realm_jax/flops.py`)."""
+
+    def learned_rows(self, store: PassageStore) -> NDArray[np.bool_] | None:
+        """The rows of a store whose sentences may be learned from, bool [rows]; None for all."""
+        return trained_rows(store, held_out_share(self.run.config, self.run.sources.questions))
+
+    def value(self, params: Params, batch: Batch, index: Any, key: Array | None) -> tuple[Array, dict[str, Array]]:
+        """The loss of a whole batch, and everything that is reported of it."""
+        values = reported(self.loss(params, batch, index, key))
+        return values["loss"], values
+
+    def flops(self) -> dict[str, float]:
+        """Operations of a step: {part of the model: operations}."""
+        return {part: self.settings.batch_size * value for part, value in self.example_flops().items()}
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether it hands on the parameters that measured best."""
+        return bool(self.run.config.evaluation.get("keep_best", False))
+
+    @property
+    def searches(self) -> set[str]:
+        """What finds passages in its training and for questions to its parameters, of `sections.SEARCHES`."""
+        return {self.question_search}
+
+    def needs_vectors(self, search: str = "") -> bool:
+        """Whether questions to its parameters need the passages' vectors: to search them, or for p(z|x).
+
+        search: what finds passages, by default what does while it is measured.
+        """
+        return True
+
+    def measure(self) -> Measure | None:
+        """What measures parameters on the development questions; None without any.
+
+        It takes parameters, an index (None without one), and whether they are measured for the last time or halfway,
+        rather than for a new index. It finds recall, and then exact match of the questions with answers where the task
+        teaches to read them: at a new index nothing may have taught the reader which words answer a question.
+        """
+        questions = dev_questions(self.run)
+        if not questions:
+            return None
+        evaluator = Evaluator(self.run, questions, self.eval_search)
+
+        def measure(params: Params, index: Index | None, final: bool) -> dict[str, Any]:
+            if index is None:
+                return {}
+            found = evaluator.recall(params, index)
+            if final and self.teaches_reading() and answered(questions):
+                found["exact_match"] = evaluator.exact_match(evaluator.predict(params, index))
+            return found
+
+        return measure
+
+    def monitor(self) -> Callable[[dict[str, Any]], str | None]:
+        """What says a warning, or None, of the records of a training, handed over in order."""
+        return lambda record: None
+
+    def controls(self) -> list[Control]:
+        """The controls that the recipe allows for it."""
+        return []
+
+
+# --- means ------------------------------------------------------------------------------------------------------------
+
+
+def over_examples(values: Array) -> Mean:
+    """The mean of one value an example, [batch]."""
+    return Mean(values.astype(jnp.float32).sum(), jnp.float32(values.shape[0]))
+
+
+def reported(means: Means) -> dict[str, Array]:
+    """The values of means; a perplexity is the exponential of one."""
+    values = {name: mean.value for name, mean in means.items()}
+    if LOG_PERPLEXITY in values:
+        values["perplexity"] = jnp.exp(values.pop(LOG_PERPLEXITY))
+    return values
+
+
+# --- shapes that several tasks have -----------------------------------------------------------------------------------
+
+
+def query_shapes(run: Run) -> Shapes:
+    """Of `query_arrays`."""
+    return {"query": ((run.lengths.query,), np.uint16), "query_length": ((), np.int32)}
+
+
+def document_shapes(run: Run) -> Shapes:
+    """Of `document_arrays`."""
+    lengths: Shapes = {name: ((), np.int32) for name in ("document_length", "document_title_length")}
+    return {"document": ((run.lengths.document,), np.uint16)} | lengths
+
+
+def masked_shapes(run: Run) -> Shapes:
+    """Of `masked_arrays`."""
+    places = (run.lengths.predictions,)
+    own: Shapes = {"positions": (places, np.int32), "targets": (places, np.int32), "weights": (places, np.float32)}
+    return query_shapes(run) | own
+
+
+def bm25_shapes(depth: int) -> Shapes:
+    """Of `Found.arrays`; none where no list comes with an example."""
+    found: Shapes = {"word_rows": ((depth,), np.int32), "word_scores": ((depth,), np.float32)}
+    return found if depth else {}
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+def dev_questions(run: Run) -> list[Question]:
+    """What a run is measured on: its development questions, else masked sentences of held-out documents.
+
+    Empty where the prepared folder has no such questions and `evaluation.held_out` holds out nothing.
+    """
+    sources, most = run.sources, run.config.evaluation.questions
+    if questions := measured_questions(run.config, sources):
+        return questions
+    share = held_out_share(run.config, sources.questions)
+    return masked_sentences(sources.passages, sources.wordpiece, run.lengths.query, share, most) if share else []
+
+
+def measured_questions(config: ConfigDict, sources: Sources) -> list[Question]:
+    """The development questions that are measured: `evaluation.questions` of them at most."""
+    return sources.questions.get("dev", [])[: config.evaluation.questions or None]

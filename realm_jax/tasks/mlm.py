@@ -1,0 +1,195 @@
+"""Warm-up of the reader: masked words beside a passage that is given, so that it reads before anything is retrieved.
+
+Read `mlm_loss`, then what examples there are: `warmup_examples`.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ml_collections import ConfigDict
+from numpy.typing import NDArray
+
+from realm_jax.corpus.store import PassageStore
+from realm_jax.data.examples import (
+    Annotated,
+    Example,
+    Examples,
+    Lengths,
+    document_arrays,
+    masked_arrays,
+    require_passages,
+    salient_sentences,
+    spans_of,
+)  # fmt: skip
+from realm_jax.flops import tower_of, word_flops
+from realm_jax.forward import given_candidates, read_targets
+from realm_jax.index.candidates import Batch, Setting
+from realm_jax.models.likelihood import Mean
+from realm_jax.models.realm import Params
+from realm_jax.run import Run
+from realm_jax.schema import require
+from realm_jax.sections import TaskSection, joint_length
+from realm_jax.tasks.base import Embed, Means, Measure, Shapes, Task, document_shapes, masked_shapes
+from realm_jax.text.wordpiece import WordPiece
+
+Array = jax.Array
+WHOLE_RATE = 0.5  # excerpts that hold all other sentences; the rest are mostly short
+KEPT_RATE = 0.1  # excerpts that hold the masked sentence too, as in the inverse cloze task
+
+
+class Mlm(Task):
+    """The reader alone learns."""
+
+    name = "mlm"
+    stream = 1
+    title = "Warm-up: masked words"
+    section = TaskSection(100_000, 512, learning_rate=1e-4)
+    has_final_index = False
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.trained = ("reader",)
+
+    @classmethod
+    def check(cls, config: ConfigDict) -> None:
+        unused = config[cls.name].retriever_rate == 0
+        require(unused, f"{cls.name}.retriever_rate", "the task trains the reader alone; set it to 0")
+        rates = config.data.null_rate + config.data.unrelated_rate
+        require(rates <= 1, "data.unrelated_rate", "may not exceed 1 together with data.null_rate")
+
+    @classmethod
+    def supervision(cls, config: ConfigDict) -> str:
+        return (
+            "Names and dates hidden in a sentence, read beside other sentences of the same passage in which they occur "
+            "again, beside a random passage, or beside nothing. No questions, no labels."
+        )
+
+    def examples(self, params: Params, embed: Embed) -> Examples:
+        sources, data = self.run.sources, self.run.config.data
+        stores, rates = (sources.passages, sources.pretraining), (data.null_rate, data.unrelated_rate)
+        kept = self.learned_rows(sources.passages), self.learned_rows(sources.pretraining)
+        return warmup_examples(*stores, sources.wordpiece, self.run.lengths, *rates, kept)
+
+    def array_shapes(self) -> Shapes:
+        return masked_shapes(self.run) | document_shapes(self.run)
+
+    def loss(self, params: Params, batch: Batch, index: None, key: Array | None) -> Means:
+        return mlm_loss(self.setting, params, batch, key)
+
+    def example_flops(self) -> dict[str, float]:
+        config, predictions = self.run.config, self.run.lengths.predictions
+        return {"reader": 3 * (tower_of(config).forward(joint_length(config), predictions) + word_flops(self.run))}
+
+    def measure(self) -> Measure | None:
+        return None
+
+
+def mlm_loss(setting: Setting, params: Params, batch: Batch, key: Array | None) -> Means:
+    """Cross-entropy of masked words, mean over predicted pieces; the passage, if any, comes with the batch."""
+    log_p, right = (part[:, 0] for part in read_targets(setting, params, batch, given_candidates(batch), key))
+    weights = batch["weights"].astype(jnp.float32)
+    loss, accuracy = -(log_p * weights).sum(), (right * weights).sum()
+    return {"loss": Mean(loss, weights.sum()), "accuracy": Mean(accuracy, weights.sum())}
+
+
+# --- examples ---------------------------------------------------------------------------------------------------------
+
+
+def warmup_examples(
+    passages: PassageStore,
+    pretraining: PassageStore,
+    wordpiece: WordPiece,
+    lengths: Lengths,
+    null_rate: float,
+    unrelated_rate: float,
+    kept: tuple[NDArray[np.bool_] | None, NDArray[np.bool_] | None] = (None, None),
+) -> Examples:
+    """The reader's warm-up: masked salient spans of three kinds, all pairs that any text has.
+
+    * A sentence of a passage beside an excerpt of that passage in which the span occurs again. The excerpt is a random
+      choice of the other sentences, in order: short ones teach copying quickly, long ones teach what to copy.
+    * A share `unrelated_rate`: such a sentence beside a passage drawn at random, so that the reader does not believe
+      every passage: what retrieval offers at first is mostly wrong.
+    * A share `null_rate`: a sentence of the pre-training text beside the empty document (plain masked words). Beside
+      unrelated passages these would teach that the pre-training text's style means that no passage helps.
+
+    kept: rows of passages and of pre-training text that may be trained on, bool [rows]; None for all.
+    """
+    spans = recurring_spans(passages, lengths.query)
+    spans = spans if kept[0] is None else spans[kept[0][spans[:, 0]]]
+    require_passages(len(spans), passages, "a name or date that it mentions in two sentences", "the warm-up", kept[0])
+    sentences = salient_sentences(pretraining, lengths.query)
+    if kept[1] is not None:
+        sentences = Annotated(*(part[kept[1][sentences.rows]] for part in sentences))
+    require_passages(len(sentences.rows), pretraining, "a salient span", "the warm-up", kept[1])
+
+    def make(index: int, rng: np.random.Generator) -> Example:
+        draw = rng.random()
+        if draw >= null_rate:
+            unrelated = draw < null_rate + unrelated_rate
+            return _excerpt_example(passages, spans[index], unrelated, rng, lengths, wordpiece)
+        choice = int(rng.integers(len(sentences.rows)))
+        sentence, salient = spans_of(pretraining, int(sentences.rows[choice]), int(sentences.numbers[choice]))
+        arrays = masked_arrays(sentence, salient, "salient", rng, lengths, wordpiece)
+        return arrays | document_arrays(sentence[:0], sentence[:0], lengths.document, wordpiece)
+
+    return Examples(len(spans), make)
+
+
+def _excerpt_example(
+    store: PassageStore,
+    entry: NDArray[np.int32],
+    unrelated: bool,
+    rng: np.random.Generator,
+    lengths: Lengths,
+    wordpiece: WordPiece,
+) -> Example:
+    """A sentence with its recurring span masked, beside some of its passage's other sentences, one with the span.
+
+    unrelated: beside an excerpt of a passage drawn at random instead, made in the same way, so that length tells
+    nothing. A share KEPT_RATE of the excerpts holds the sentence itself too, so that whole passages occur.
+    """
+    row, number, place, other = map(int, entry)
+    start, end = store.sentences(row)[number]
+    span = store.spans(row)[place : place + 1, :2] - start
+    arrays = masked_arrays(store.body_tokens(row)[start:end], span, "salient", rng, lengths, wordpiece)
+    if unrelated:
+        row = (row + 1 + int(rng.integers(max(1, len(store) - 1)))) % len(store)
+        number, other = (int(rng.integers(len(store.sentences(row)))) for _ in range(2))
+    sentences, body = store.sentences(row), store.body_tokens(row)
+    kept = rng.random(len(sentences)) < (1.0 if rng.random() < WHOLE_RATE else rng.random() ** 2)
+    kept[number] = rng.random() < KEPT_RATE
+    kept[other] = True
+    excerpt = np.concatenate([body[first:last] for first, last in sentences[kept]])
+    return arrays | document_arrays(store.title_tokens(row), excerpt, lengths.document, wordpiece)
+
+
+def recurring_spans(store: PassageStore, query_length: int) -> NDArray[np.int32]:
+    """Salient spans that occur again in another sentence of their passage: int32 [n, 4].
+
+    A row is (passage, sentence, place of the span among the passage's, that other sentence).
+
+    Only such a span can be read off the rest of its passage; in a text that repeats its facts they are common.
+    """
+    found = []
+    for row in range(len(store)):
+        sentences, spans, body = store.sentences(row), store.spans(row), store.body_tokens(row)
+        for place, (start, end, _) in enumerate(spans):
+            number = int(np.searchsorted(sentences[:, 0], start, side="right")) - 1
+            if end - sentences[number, 0] <= query_length - 2:
+                other = _recurs(body, sentences, number, body[start:end])
+                found += [] if other is None else [(row, number, place, other)]
+    return np.array(found, np.int32).reshape(-1, 4)
+
+
+def _recurs(body: NDArray[np.uint16], sentences: NDArray[np.int32], number: int, span: NDArray) -> int | None:
+    """The first sentence but `number` in which the pieces of `span` occur."""
+    text, wanted = body.tobytes(), span.tobytes()
+    place = text.find(wanted)
+    while place >= 0:
+        piece, aligned = place // body.itemsize, place % body.itemsize == 0
+        other = int(np.searchsorted(sentences[:, 0], piece, side="right")) - 1
+        if aligned and other != number and piece + len(span) <= sentences[other, 1]:
+            return other
+        place = text.find(wanted, place + 1)
+    return None

@@ -1,0 +1,233 @@
+"""Fine-tuning: questions with answers, read in the passages that the retriever finds for them.
+
+Three objectives (`objective.qa`): 'marginal', the paper's −log Σ_z p(z|x) p(y|z,x); 'orqa', L_ret + L_read of the
+released code; 'positive', L_ret, and L_read of one passage a question that holds its answer. Read `qa_loss`; which
+answers and passages questions are trained with is `qa_examples.py`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ml_collections import ConfigDict
+
+from realm_jax.corpus.jsonl import answered
+from realm_jax.data.examples import Examples
+from realm_jax.errors import UserError
+from realm_jax.flops import embedding_flops, score_flops, tower_of
+from realm_jax.forward import question_beam, read_joint, read_question
+from realm_jax.index.candidates import Batch, Index, Setting, bm25_listed, dropout_keys, take
+from realm_jax.models import likelihood
+from realm_jax.models.inputs import Joint, find_answers, hold_answers, token_mask
+from realm_jax.models.likelihood import Mean
+from realm_jax.models.realm import Params
+from realm_jax.run import Run
+from realm_jax.schema import require
+from realm_jax.sections import TaskSection, joint_length, task_names
+from realm_jax.tasks.base import (
+    Control,
+    Embed,
+    Means,
+    Shapes,
+    Task,
+    bm25_shapes,
+    measured_questions,
+    over_examples,
+    query_shapes,
+)
+from realm_jax.tasks.closed_book import ClosedBook
+from realm_jax.tasks.collapse import CollapseMonitor
+from realm_jax.tasks.qa_examples import question_depth, questions_to_learn
+
+Array = jax.Array
+BEAM_PART = 64  # passages of a beam that are looked through at a time
+
+
+class Qa(Task):
+    """The reader learns, and with a search of vectors the query tower, and with `refresh.qa_every` both towers."""
+
+    name = "qa"
+    stream = 4
+    title = "Fine-tuning"
+    section = TaskSection(160_000, 16, learning_rate=1e-5)
+    retrieves = True
+    learns_to_answer = True
+    selects_by = "exact_match"
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        setting = run.setting
+        self.trained = (*question_towers(setting), "reader")
+        self.refresh_every = run.config.refresh.qa_every
+        self.evaluate_every = run.config.evaluation.qa_every
+        self.eval_search = setting.qa_search
+        self.bm25_depth = bm25_listed(setting.qa_search, question_depth(setting), setting.rows)
+
+    @classmethod
+    def check(cls, config: ConfigDict) -> None:
+        retrieval, objective = config.retrieval, config.objective
+        trains_tower = cls.name in task_names(config) and retrieval.qa_search != "bm25"
+        require(
+            not (trains_tower and config.model.shared_tower and config.refresh.qa_every == 0),
+            "model.shared_tower",
+            "cannot be fine-tuned while the document tower stays as it is; set refresh.qa_every, or leave qa out of "
+            "tasks",
+        )
+        if config.refresh.qa_every:
+            trained = objective.qa != "positive"
+            require(trained, "refresh.qa_every", "objective.qa=positive trains no document tower; set it to 0")
+            unsearched = "trains vectors that retrieval.qa_search=bm25 does not search; set it to 0"
+            require(retrieval.qa_search != "bm25", "refresh.qa_every", unsearched)
+        fits = objective.qa == "marginal" or retrieval.qa_beam >= retrieval.qa_passages
+        require(fits, "retrieval.qa_beam", "must be at least retrieval.qa_passages")
+
+    @classmethod
+    def supervision(cls, config: ConfigDict) -> str:
+        if config.objective.qa == "positive":
+            return (
+                "Questions with answer strings, each read beside one passage that holds an answer: of its gold "
+                "document where that is known, else the first that was retrieved."
+            )
+        return "Questions with answer strings. Nobody says which passage holds the answer."
+
+    def check_data(self) -> None:
+        config, sources = self.run.config, self.run.sources
+        if self.evaluate_every and not answered(measured_questions(config, sources)):
+            raise UserError(
+                "config.evaluation.qa_every: goes by exact match, but no development question that is measured has "
+                f"answers in {config.data.path}; set it to 0"
+            )
+
+    @property
+    def keeps_best(self) -> bool:
+        return super().keeps_best or self.evaluate_every > 0
+
+    def needs_vectors(self, search: str = "") -> bool:
+        """A reader that was trained on BM25's scores goes on with those."""
+        return not (self.setting.qa_words and (search or self.eval_search) == "bm25")
+
+    @property
+    def is_positive(self) -> bool:
+        """Whether the reader is given one passage a question, which comes with the batch."""
+        return self.setting.qa_objective == "positive"
+
+    def examples(self, params: Params, embed: Embed) -> Examples:
+        return questions_to_learn(self, params, embed)
+
+    def array_shapes(self) -> Shapes:
+        lengths = self.run.lengths
+        answers: Shapes = {
+            "answers": ((lengths.answers, lengths.span_width), np.int32),
+            "answer_lengths": ((lengths.answers,), np.int32),
+        }
+        found = query_shapes(self.run) | answers | bm25_shapes(self.bm25_depth)
+        if not self.is_positive:
+            return found
+        joint = joint_length(self.run.config)
+        return found | {"joint": ((joint,), np.uint16), "joint_length": ((), np.int32), "body_start": ((), np.int32)}
+
+    def loss(self, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
+        loss = positive_qa_loss if self.is_positive else qa_loss
+        return loss(self.setting, params, batch, index, key)
+
+    def example_flops(self) -> dict[str, float]:
+        """A question beside its positive passage counts as long as the longest can be; the length of batches is up to
+        data."""
+        config, joint = self.run.config, joint_length(self.run.config)
+        spans = 2 * joint * config.model.width * 2 * config.model.span_hidden
+        read = 1 if self.is_positive else config.retrieval.qa_passages
+        parts = {"reader": 3 * read * (tower_of(config).forward(joint) + spans)}
+        if not self.setting.qa_words:
+            queries = 3 * embedding_flops(config, config.data.query_length)
+            parts |= {"search": self.setting.rows * score_flops(self.run), "queries": queries}
+        if self.refresh_every:
+            documents = embedding_flops(config, config.data.document_length)
+            parts["documents"] = 3 * config.retrieval.qa_passages * documents
+        return parts
+
+    def monitor(self) -> Callable[[dict[str, Any]], str | None]:
+        return CollapseMonitor().questions
+
+    def controls(self) -> list[Control]:
+        return [Control(ClosedBook.name, ClosedBook.name)]
+
+
+def question_towers(setting: Setting) -> tuple[str, ...]:
+    """The embedders that fine-tuning trains."""
+    if setting.qa_words:
+        return ()
+    return setting.model.embedder_names if setting.qa_documents else setting.model.embedder_names[:1]
+
+
+# --- the losses -------------------------------------------------------------------------------------------------------
+
+
+def qa_loss(setting: Setting, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
+    """Fine-tuning on what is retrieved: the paper's marginal over passages and spans, or ORQA's L_ret + L_read."""
+    read = read_question(setting, params, batch, index, key, question_depth(setting), setting.qa_passages)
+    scores, spans = read.reading.scores, read.reading.span_scores
+    loss, log_likelihood = likelihood.answer_marginal(scores, spans, read.allowed, read.correct)
+    has_answer = read.correct.any(axis=(2, 3))
+    if setting.qa_objective == "orqa":
+        beam_correct = beam_answers(setting, batch, index, read.beam.rows)
+        loss = likelihood.orqa_loss(read.beam.scores, beam_correct, scores, spans, read.allowed, read.correct)
+    final = read.prior[:, :, None, None] + read.spans
+    answered = has_answer.any(axis=1)
+    return {
+        "loss": loss,
+        "accuracy": over_examples(best_is_right(final, read.correct)),
+        "answer_in_passages": over_examples(answered),
+        "log_likelihood": Mean(jnp.where(answered, log_likelihood, 0.0).sum(), answered.sum().astype(jnp.float32)),
+    }
+
+
+def best_is_right(scores: Array, correct: Array) -> Array:
+    """Whether the span with the largest score of an example is correct: both [batch, …] → [batch] bool."""
+    flat = scores.reshape(len(scores), -1)
+    return jnp.take_along_axis(correct.reshape(flat.shape), flat.argmax(axis=1)[:, None], axis=1)[:, 0]
+
+
+def positive_qa_loss(setting: Setting, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
+    """Fine-tuning with one positive passage a question, which comes with the batch.
+
+    The reader's term is −log p(correct span) among the spans of that passage; the retriever's is ORQA's L_ret over a
+    beam of the index, whose passages are not read. `joint` of the batch: ids [batch, length]; see `positive_examples`.
+    """
+    keys = dropout_keys(key, 2)
+    joint, answers = given_joint(batch), (batch["answers"], batch["answer_lengths"], setting.model.span_width)
+    allowed, correct = find_answers(joint, *answers)
+    spans = read_joint(setting, params, joint, keys[1])
+    terms = likelihood.reader_terms(jnp.zeros(joint.lengths.shape), spans, allowed, correct)
+    right = best_is_right(jnp.where(allowed, spans, likelihood.NEGATIVE), correct)
+    found = {"accuracy": over_examples(right), "reader_loss": over_examples(terms)}
+    if not setting.qa_words:
+        beam, _ = question_beam(setting, params, batch, index, keys[0], question_depth(setting))
+        hits = beam_answers(setting, batch, index, beam.rows)
+        retriever = likelihood.retriever_terms(beam.scores, hits)
+        terms += retriever
+        found |= {"answer_in_beam": over_examples(hits.any(axis=1)), "retriever_loss": over_examples(retriever)}
+    return {"loss": over_examples(terms)} | found
+
+
+def given_joint(batch: Batch) -> Joint:
+    """The joint layout that came with the batch, one passage a question: arrays [batch, 1, …]."""
+    ids, lengths = batch["joint"].astype(jnp.int32)[:, None], batch["joint_length"][:, None]
+    mask = token_mask(lengths, ids.shape[-1])
+    is_passage = (jnp.arange(ids.shape[-1]) >= batch["query_length"][:, None, None]) & mask
+    return Joint(ids, is_passage.astype(jnp.int32), mask, batch["body_start"][:, None], lengths)
+
+
+def beam_answers(setting: Setting, batch: Batch, index: Index, rows: Array) -> Array:
+    """Which passages of a beam hold an answer of their question, as spans of word pieces: [batch, beam] bool.
+
+    rows [batch, beam]. The texts of BEAM_PART passages a question are on hand at a time, however long the beam is.
+    """
+    count, beam = rows.shape
+    parts = -(-beam // BEAM_PART)
+    padded = jnp.pad(rows, ((0, 0), (0, parts * BEAM_PART - beam)))
+    split = padded.reshape(count, parts, BEAM_PART).swapaxes(0, 1)
+    answers = (batch["answers"], batch["answer_lengths"], setting.model.span_width)
+    found = jax.lax.map(lambda part: hold_answers(take(index, part), *answers), split)
+    return found.swapaxes(0, 1).reshape(count, -1)[:, :beam]

@@ -1,0 +1,308 @@
+"""The questions of fine-tuning: with answers as strings, and each beside a positive passage where that is wanted.
+
+Answers that are regular expressions (CuratedTREC): a span has to be compared with word pieces on the devices, which no
+regular expression can be. So before fine-tuning each such question searches with the parameters that fine-tuning starts
+from, and what its patterns match in the passages found becomes its answers.
+
+A positive passage (`objective.qa=positive`) holds an answer as a span. It is one of the gold document where that is
+known, else the first that is retrieved.
+
+Both depend on the parameters at the start and on the devices' rounding, so they are kept in TASK/answers.json and
+TASK/positives.json: a run that is resumed trains on the same ones. Read `questions_to_learn`.
+"""
+
+import dataclasses
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from realm_jax.corpus.jsonl import Question
+from realm_jax.corpus.store import PassageStore
+from realm_jax.data.examples import (
+    Example,
+    Examples,
+    Found,
+    Lengths,
+    body_read,
+    holds_answer,
+    question_arrays,
+    title_read,
+)
+from realm_jax.errors import UserError
+from realm_jax.evaluation.predict import Evaluator
+from realm_jax.index.candidates import Setting
+from realm_jax.models.inputs import DOCUMENT_SPECIALS
+from realm_jax.models.realm import Params
+from realm_jax.processes import is_process_0, run_on_process_0
+from realm_jax.run import Run
+from realm_jax.storage import make_folder, read_json, write_json_atomic
+from realm_jax.tasks.base import Embed, Task
+from realm_jax.text import layouts, patterns
+from realm_jax.text.wordpiece import WordPiece
+
+logger = logging.getLogger(__name__)
+
+ANSWERS, POSITIVES = "answers.json", "positives.json"
+DEPTH = 20  # retrieved passages among which a positive one is looked for
+NONE = -1  # in place of a row: no passage is known to hold an answer
+
+
+def questions_to_learn(task: Task, params: Params, embed: Embed) -> Examples:
+    """The examples of fine-tuning from `params`; see `Task.examples`."""
+    run: Run = task.run
+    questions = training_questions(task, params, embed)
+    if run.setting.qa_objective == "positive":
+        return examples_with_positives(task, params, embed, questions)
+    found = beam_by_words(run, questions) if run.setting.qa_search != "vectors" else None
+    return question_examples(questions, run.sources.wordpiece, run.lengths, found)
+
+
+def question_depth(setting: Setting) -> int:
+    """Passages that a question of fine-tuning retrieves."""
+    return min(setting.qa_passages if setting.qa_objective == "marginal" else setting.qa_beam, setting.rows)
+
+
+def question_examples(
+    questions: Sequence[Question], wordpiece: WordPiece, lengths: Lengths, found: Found | None = None
+) -> Examples:
+    """Questions with their answers as word pieces; an answer of more than `span_width` pieces can not be a span."""
+    if not questions:
+        raise UserError("no training questions in the prepared folder; give `realm prepare --questions train=FILE`")
+    check_strings(questions)
+    encoded = [encoding.ids for encoding in wordpiece.encode_batch([q.question for q in questions])]
+
+    def make(index: int, rng: np.random.Generator) -> Example:
+        return question_arrays(encoded[index], questions[index].answers, wordpiece, lengths)
+
+    examples = Examples(len(questions), make)
+    return examples if found is None else with_found(examples, found)
+
+
+def with_found(examples: Examples, found: Found) -> Examples:
+    """Examples with BM25's list of each."""
+    return examples._replace(make=lambda index, rng: examples.make(index, rng) | found.arrays(index))
+
+
+def check_strings(questions: Sequence[Question]) -> None:
+    """Raise UserError where answers are regular expressions: there is no telling which pieces they are."""
+    if patterns := sum(question.is_regex for question in questions):
+        raise UserError(
+            f"{patterns} of {len(questions)} training questions have regular expressions for answers, which cannot be "
+            "learned from; prepare training questions with answers as strings"
+        )
+
+
+def beam_by_words(run: Run, questions: Sequence[Question]) -> Found:
+    """BM25's list of each question of fine-tuning."""
+    return run.found_by_words([question.question for question in questions], question_depth(run.setting))
+
+
+def made_once(task: Task, file: str, name: str, count: int, make: Callable[[], list[Any]]) -> list[Any]:
+    """A list with an entry for each of `count` questions, made at the first start and kept in a file of the task's
+    folder.
+
+    name: what the entries are. Raises UserError where the kept list is of another number of questions.
+    """
+    path = task.run.workdir / task.name / file
+    if run_on_process_0(lambda: int(path.is_file())):
+        found: list[Any] = read_json(path)[name]
+    else:
+        found = make()
+        if is_process_0():
+            make_folder(path.parent, "--workdir")
+            write_json_atomic(path, {name: found})
+    if len(found) != count:
+        raise UserError(f"{path}: has {name} of {len(found)} questions, not {count}; remove it")
+    return found
+
+
+def retrieved_at_start(
+    task: Task, params: Params, embed: Embed, questions: Sequence[Question], depth: int
+) -> NDArray[np.int64]:
+    """Rows of the best passages of questions, int64 [questions, depth], by the search of fine-tuning with the
+    parameters that it starts from."""
+    run: Run = task.run
+    index = run.index(embed()) if task.needs_vectors() else run.bare_index
+    return Evaluator(run, questions, task.eval_search).retrieve(params, index, min(depth, run.setting.rows))
+
+
+# --- patterns for answers ---------------------------------------------------------------------------------------------
+
+
+def training_questions(task: Task, params: Params, embed: Embed) -> list[Question]:
+    """The training questions that have answers, as strings. params, embed: as of `Task.examples`.
+
+    A question none of whose patterns matches keeps no answer, and teaches nothing. Raises UserError where that is so
+    for all, or where the kept answers are of other questions.
+    """
+    run: Run = task.run
+    questions = run.sources.answered("train")
+    if without := len(run.sources.questions.get("train", [])) - len(questions):
+        logger.info(
+            "%s: %d training questions have a gold passage and no answers; the reader learns without them",
+            task.name,
+            without,
+        )
+    regular = [question for question in questions if question.is_regex]
+    if not regular:
+        return questions
+    answers = made_once(task, ANSWERS, "answers", len(regular), lambda: _matched(task, params, embed, regular))
+    strings = iter(answers)
+    return [
+        dataclasses.replace(question, answers=next(strings), fields=question.fields | {"match": "string"})
+        if question.is_regex
+        else question
+        for question in questions
+    ]
+
+
+def _matched(task: Task, params: Params, embed: Embed, questions: Sequence[Question]) -> list[list[str]]:
+    run: Run = task.run
+    store, depth = run.sources.passages, min(run.config.retrieval.qa_beam, run.setting.rows)
+    found = retrieved_at_start(task, params, embed, questions, depth)
+    answers = [
+        strings_of(question.answers, (store.text(row) for row in rows), run.sources.wordpiece, run.lengths.span_width)
+        for question, rows in zip(questions, found.tolist(), strict=True)
+    ]
+    without = sum(not strings for strings in answers)
+    logger.info(
+        "%s: %d questions have patterns for answers; in the first %d passages they match nothing for %d",
+        task.name,
+        len(questions),
+        depth,
+        without,
+    )
+    if without == len(questions):
+        raise UserError(
+            f"no pattern of {without} training questions matches in the {depth} passages that are found for it; train "
+            "the retriever first, or set config.retrieval.qa_beam higher"
+        )
+    return answers
+
+
+def strings_of(expressions: Iterable[str], texts: Iterable[str], wordpiece: WordPiece, span_width: int) -> list[str]:
+    """What patterns match in texts and can be a span, the most frequent first; of equals the one found first.
+
+    Two strings of the same word pieces are one.
+    """
+    counts: Counter[tuple[int, ...]] = Counter()
+    spelt: dict[tuple[int, ...], str] = {}
+    expressions = list(expressions)
+    for text in texts:
+        for expression in expressions:
+            for start, end in patterns.every(expression, text):
+                pieces = tuple(wordpiece.encode(text[start:end]).ids)
+                if 0 < len(pieces) <= span_width:
+                    counts[pieces] += 1
+                    spelt.setdefault(pieces, text[start:end])
+    return [spelt[pieces] for pieces, _ in counts.most_common()]
+
+
+# --- positive passages ------------------------------------------------------------------------------------------------
+
+
+def examples_with_positives(task: Task, params: Params, embed: Embed, questions: Sequence[Question]) -> Examples:
+    """The examples of `objective.qa=positive`: the questions for which a passage is known that holds an answer.
+
+    params, embed: as of `Task.examples`. Raises UserError where there is no such question, or where the kept rows are
+    of other questions.
+    """
+    run: Run = task.run
+    rows = made_once(task, POSITIVES, "rows", len(questions), lambda: find_positives(task, params, embed, questions))
+    known = [place for place, row in enumerate(rows) if row != NONE]
+    counts = len(known), len(questions)
+    logger.info("%s: %d of %d training questions have a passage that holds an answer", task.name, *counts)
+    if not known:
+        raise UserError(
+            f"no passage that holds an answer is known for any of {len(questions)} training questions: neither their "
+            f"gold passages nor the first {DEPTH} that are retrieved have one; check questions and passages"
+        )
+    asked, positives = [questions[place] for place in known], [rows[place] for place in known]
+    sources, titles = run.sources, run.setting.qa_titles
+    examples = positive_examples(asked, positives, sources.passages, sources.wordpiece, run.lengths, titles)
+    return with_found(examples, beam_by_words(run, asked)) if run.setting.qa_search == "hybrid" else examples
+
+
+def find_positives(task: Task, params: Params, embed: Embed, questions: Sequence[Question]) -> list[int]:
+    """A row for each question, NONE where none holds an answer: of its gold document, else the first retrieved."""
+    run: Run = task.run
+    store, wordpiece, lengths = run.sources.passages, run.sources.wordpiece, run.lengths
+    rows = [gold_row(store, question, wordpiece, lengths) for question in questions]
+    missing = [place for place, row in enumerate(rows) if row == NONE]
+    if missing:
+        asked = [questions[place] for place in missing]
+        retrieved = retrieved_at_start(task, params, embed, asked, DEPTH)
+        for place, found in zip(missing, retrieved.tolist(), strict=True):
+            rows[place] = first_row(store, questions[place], found, wordpiece, lengths)
+    return rows
+
+
+def gold_row(store: PassageStore, question: Question, wordpiece: WordPiece, lengths: Lengths) -> int:
+    """The row of a question's gold document that holds an answer; NONE where none does or there is no gold document.
+
+    Of several the one with the most pieces of the question, then the first.
+    """
+    if question.gold_passage_id is None:
+        return NONE
+    answers = answer_pieces(question, wordpiece, lengths)
+    rows = [row for row in store.rows_of(question.gold_passage_id) if holds_answer(store, row, answers, lengths)]
+    asked = set(wordpiece.encode(question.question).ids)
+    shared = [len(asked.intersection(store.body_tokens(row).tolist())) for row in rows]
+    return rows[int(np.argmax(shared))] if rows else NONE
+
+
+def first_row(
+    store: PassageStore, question: Question, rows: Sequence[int], wordpiece: WordPiece, lengths: Lengths
+) -> int:
+    """The first of some rows that holds an answer; NONE where none does."""
+    answers = answer_pieces(question, wordpiece, lengths)
+    return next((row for row in rows if row >= 0 and holds_answer(store, row, answers, lengths)), NONE)
+
+
+def answer_pieces(question: Question, wordpiece: WordPiece, lengths: Lengths) -> list[NDArray[np.uint16]]:
+    """The answers that can be spans, as the reader is trained with them."""
+    arrays = question_arrays([], question.answers, wordpiece, lengths)
+    return [
+        pieces[:size].astype(np.uint16)
+        for pieces, size in zip(arrays["answers"], arrays["answer_lengths"], strict=True)
+        if size
+    ]
+
+
+def positive_examples(
+    questions: Sequence[Question],
+    rows: Sequence[int],
+    store: PassageStore,
+    wordpiece: WordPiece,
+    lengths: Lengths,
+    titles: bool,
+) -> Examples:
+    """Questions with their answers, and each joined with its passage; batched by the length of that.
+
+    rows: the passage of each. Arrays: those of `question_arrays`, and `joint` uint16 [query + document − 1 or 2], its
+    places in use `joint_length`, and `body_start`; the layout is that of `realm_jax.models.inputs.join`.
+    """
+    encoded = [encoding.ids for encoding in wordpiece.encode_batch([question.question for question in questions])]
+    places = lengths.query + lengths.document - (1 if titles else DOCUMENT_SPECIALS)
+
+    def used(number: int) -> int:
+        row = rows[number]
+        title = len(title_read(store, row, lengths)) + 1 if titles else 0
+        query = min(len(encoded[number]), lengths.query - 2) + 2
+        return query + title + len(body_read(store, row, lengths)) + 1
+
+    def make(number: int, rng: np.random.Generator) -> Example:
+        title, body = title_read(store, rows[number], lengths), body_read(store, rows[number], lengths)
+        special, most = wordpiece.special, lengths.query - 2
+        laid = layouts.joint(encoded[number], body, places, special, most, title if titles else None)
+        return question_arrays(encoded[number], questions[number].answers, wordpiece, lengths) | {
+            "joint": laid.ids.astype(np.uint16),
+            "joint_length": np.int32(laid.used),
+            "body_start": np.int32(laid.used - len(body) - 1),
+        }
+
+    return Examples(len(questions), make, np.array([used(number) for number in range(len(questions))], np.int64))

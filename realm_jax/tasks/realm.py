@@ -1,0 +1,216 @@
+"""REALM: masked sentences whose passages are retrieved, −log Σ_z p(z|x) p(y|z,x) (Guu et al. 2020, section 3.3).
+
+Read `realm_loss`, then what it is given: `realm_jax/forward.py`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ml_collections import ConfigDict
+from numpy.typing import NDArray
+
+from realm_jax.corpus.store import PassageStore
+from realm_jax.data.examples import Example, Examples, Find, Lengths, masked_arrays, require_passages, spans_of
+from realm_jax.flops import embedding_flops, score_flops, tower_of, word_flops
+from realm_jax.forward import read_masked
+from realm_jax.index.candidates import Batch, Candidates, Index, Setting, bm25_listed, search_depth
+from realm_jax.models import likelihood
+from realm_jax.models.likelihood import Mean
+from realm_jax.models.realm import Params
+from realm_jax.run import Run
+from realm_jax.sections import TaskSection, joint_length, task_names
+from realm_jax.tasks.base import (
+    LOG_PERPLEXITY,
+    Control,
+    Embed,
+    Means,
+    Shapes,
+    Task,
+    bm25_shapes,
+    masked_shapes,
+    over_examples,
+)
+from realm_jax.tasks.collapse import CollapseMonitor
+from realm_jax.tasks.ict import Ict
+from realm_jax.text.wordpiece import WordPiece
+
+Array = jax.Array
+
+
+class Realm(Task):
+    """Retriever and reader learn together, while the index follows the document tower."""
+
+    name = "realm"
+    stream = 3
+    title = "REALM"
+    section = TaskSection(200_000, 512, learning_rate=3e-5)
+    retrieves = True
+    inspects_sentences = True
+    follows_builder = True
+    host_search = True
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.trained = (*run.setting.model.embedder_names, "reader")
+        self.refresh_every = run.config.refresh.every
+        self.retriever_delay = run.config.objective.retriever_start
+        self.bm25_depth = bm25_listed(run.setting.search, search_depth(run.setting), run.setting.rows)
+
+    @classmethod
+    def supervision(cls, config: ConfigDict) -> str:
+        return (
+            "Names and dates hidden in the pre-training text. Nobody says which passage helps: the retriever learns "
+            "from how well the reader fills the gap."
+        )
+
+    @property
+    def searches(self) -> set[str]:
+        return {self.question_search, self.setting.search}
+
+    def examples(self, params: Params, embed: Embed) -> Examples:
+        return self.masked_examples(self.run.config.data.masking, self.learned_rows(self.run.sources.pretraining))
+
+    def masked_examples(self, masking: str, kept: NDArray[np.bool_] | None = None) -> Examples:
+        """Its examples with any masking; kept: as of the function of this name."""
+        sources, find = self.run.sources, self.run.find_sentence
+        text = sources.pretraining
+        return masked_examples(text, sources.wordpiece, self.run.lengths, masking, sources.own_text, find, kept)
+
+    def array_shapes(self) -> Shapes:
+        sentence: Shapes = {"sentence": ((self.run.lengths.query,), np.uint16), "sentence_length": ((), np.int32)}
+        own: Shapes = {"own_row": ((), np.int32)}
+        return masked_shapes(self.run) | sentence | own | bm25_shapes(self.bm25_depth)
+
+    def loss(self, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
+        return realm_loss(self.setting, params, batch, index, key)
+
+    def example_flops(self) -> dict[str, float]:
+        config, candidates, tower = self.run.config, self.setting.candidates - 1, tower_of(self.run.config)
+        data, predictions = config.data, self.run.lengths.predictions
+        query, document = (embedding_flops(config, length) for length in (data.query_length, data.document_length))
+        reading = candidates * tower.forward(joint_length(config), predictions)
+        reading += tower.forward(data.query_length + 1, predictions)
+        on_devices = config.retrieval.backend == "device" and self.setting.search != "bm25"
+        return {
+            "search": query + (self.setting.rows * score_flops(self.run) if on_devices else 0.0),
+            "queries": 3 * query,
+            "documents": 3 * candidates * document,
+            "reader": 3 * (reading + self.setting.candidates * word_flops(self.run)),
+        }
+
+    def monitor(self) -> Callable[[dict[str, Any]], str | None]:
+        return CollapseMonitor().masked
+
+    def controls(self) -> list[Control]:
+        if Ict.name not in task_names(self.run.config):
+            return []
+        steps, seed = self.settings.steps, self.run.config.seed
+        return [
+            Control("no_retriever_gradient", self.name, Ict.name, {"objective.retriever_start": steps}),
+            Control("more_ict", Ict.name, Ict.name, {f"{Ict.name}.steps": steps, "seed": seed + 1}),
+        ]
+
+
+def realm_loss(setting: Setting, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
+    """−log Σ_z p(z|x) p(y|z,x) over the null document and the retrieved candidates."""
+    read = read_masked(setting, params, batch, index, key)
+    result = likelihood.masked_word_marginal(read.scores, read.log_p, batch["weights"], read.valid, setting.marginal)
+    return realm_metrics(result, read.right, batch, read.found)
+
+
+def realm_metrics(result: likelihood.Marginal, right: Array, batch: Batch, found: Candidates) -> Means:
+    """What a REALM step reports; means over the examples of the batch.
+
+    retrieval_utility: log p(y|x) − log p(y|null, x), nats. useful_candidates: share of examples whose best candidate
+    beats the null document by more than a tenth of a nat. accuracy: pieces that the reader gets right beside the
+    candidate of largest p(z|x). excluded: own passages dropped, per example.
+    """
+    prior = jnp.exp(result.log_prior)
+    weights = batch["weights"].astype(jnp.float32)
+    likeliest = result.log_prior.argmax(axis=1)
+    right = jnp.take_along_axis(right, likeliest[:, None, None], axis=1)[:, 0] * weights
+    gain = result.best_log_likelihood - result.null_log_likelihood
+    return {
+        "loss": result.loss,
+        LOG_PERPLEXITY: Mean(-result.log_likelihood.sum(), weights.sum()),
+        "accuracy": Mean(right.sum(), weights.sum()),
+        "retrieval_utility": over_examples(result.log_likelihood - result.null_log_likelihood),
+        "useful_candidates": over_examples(gain > 0.1),
+        "best_candidate_gain": over_examples(gain),
+        "null_probability": over_examples(prior[:, 0]),
+        "prior_entropy": over_examples(-jnp.sum(prior * result.log_prior, axis=1)),
+        "excluded": over_examples(found.excluded),
+    }
+
+
+# --- examples ---------------------------------------------------------------------------------------------------------
+
+
+def masked_examples(
+    store: PassageStore,
+    wordpiece: WordPiece,
+    lengths: Lengths,
+    kind: str,
+    own_text: bool,
+    find: Find | None = None,
+    kept: NDArray[np.bool_] | None = None,
+) -> Examples:
+    """REALM's queries: one masked sentence a passage and pass, spans chosen as `mask(kind, …)` does.
+
+    own_text: the rows are the corpus's own, so that `own_row` names the passage that may not be retrieved (else −1).
+    For 'salient' the sentence is that of a span chosen uniformly over the passage, as in the reference. find: the list
+    of BM25 for the words that are left, where that comes with an example. kept: rows that may be trained on, bool
+    [rows]; None for all.
+    """
+    room = lengths.query - 2
+    if kind == "salient":
+        rows = np.concatenate([np.unique(rows) for rows, _ in store.salient_sentences(room)])
+    else:
+        rows = np.flatnonzero(store.sentence_counts())
+    rows = rows if kept is None else rows[kept[rows]]
+    require_passages(len(rows), store, "a salient span", "REALM pre-training", kept)
+
+    def make(index: int, rng: np.random.Generator) -> Example:
+        row = int(rows[index])
+        numbers = _salient_numbers(store, row, room) if kind == "salient" else range(len(store.sentences(row)))
+        parts = [spans_of(store, row, int(number)) for number in numbers]
+        share = np.array([_share(kind, spans, lengths.query - 2) for _, spans in parts], np.float64)
+        chosen = rng.choice(len(parts), p=share / share.sum())
+        sentence, spans = parts[chosen]
+        arrays = masked_arrays(sentence, spans, kind, rng, lengths, wordpiece)
+        text = np.zeros(lengths.query, np.uint16)
+        text[: min(len(sentence), lengths.query)] = sentence[: lengths.query]
+        arrays |= {"sentence": text, "sentence_length": np.int32(min(len(sentence), lengths.query))}
+        own_row = row if own_text else -1
+        arrays |= {"own_row": np.int32(own_row)}
+        if find is None:
+            return arrays
+        hidden = arrays["positions"][arrays["weights"] > 0] - 1
+        return arrays | find(words_left(store, wordpiece, row, int(list(numbers)[chosen]), hidden), own_row)
+
+    return Examples(len(rows), make)
+
+
+def words_left(store: PassageStore, wordpiece: WordPiece, row: int, number: int, hidden: NDArray) -> str:
+    """The text of a sentence with spaces in place of its hidden pieces. hidden: their places in the sentence."""
+    text, (start, end) = store.text(row), store.sentences(row)[number]
+    offsets = wordpiece.encode(text).offsets[start:end]
+    letters = list(text)
+    for first, last in (offsets[place] for place in hidden.tolist()):
+        letters[first:last] = " " * (last - first)
+    return "".join(letters[offsets[0][0] : offsets[-1][1]])
+
+
+def _salient_numbers(store: PassageStore, row: int, room: int) -> NDArray[np.int64]:
+    """`salient_sentences` of one row, without a list of all: numbers, int64 [n]."""
+    sentences, spans = store.sentences(row), store.spans(row)
+    owner = np.searchsorted(sentences[:, 0], spans[:, 0], side="right") - 1
+    return np.unique(owner[spans[:, 1] - sentences[owner, 0] <= room])
+
+
+def _share(kind: str, spans: NDArray[np.int32], room: int) -> int:
+    """How likely a sentence is drawn: by its spans within reach for 'salient', else like any other."""
+    return int((spans[:, 1] <= room).sum()) if kind == "salient" else 1

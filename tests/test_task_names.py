@@ -1,0 +1,37 @@
+"""What depends on a task asks the task: nobody else compares its name."""
+
+import ast
+from pathlib import Path
+
+import realm_jax
+from realm_jax.tasks import TASKS
+
+PACKAGE = Path(realm_jax.__file__).parent
+
+
+def compared_names(source: str) -> list[str]:
+    """The names of tasks that stand, alone or in a collection, on either side of a comparison."""
+    sides = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Compare):
+            sides += [node.left, *node.comparators]
+    parts = [part for side in sides for part in getattr(side, "elts", [side]) if isinstance(part, ast.Constant)]
+    return [part.value for part in parts if part.value in TASKS]
+
+
+def test_a_comparison_is_found():
+    source = "a = task == 'realm'\nb = name in ('qa', 'x')\nc = 'mlm' not in names"
+    assert compared_names(source) == ["realm", "qa", "mlm"]
+    assert compared_names("titles = {'realm': 'REALM'}") == []
+
+
+def test_no_name_of_a_task_is_compared_outside_of_tasks():
+    files = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] != "tasks"]
+    found = {str(path.relative_to(PACKAGE)): compared_names(path.read_text()) for path in files}
+    assert not {path: names for path, names in found.items() if names}
+
+
+def test_streams_of_random_numbers_stay_as_they_are():
+    """Examples and dropout follow from them: another number is another training."""
+    streams = {"mlm": 1, "ict": 2, "realm": 3, "qa": 4, "tagger": 6, "closed_book": 7}
+    assert {name: task.stream for name, task in TASKS.items()} == streams
