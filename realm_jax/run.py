@@ -37,7 +37,7 @@ from realm_jax.models.inputs import Documents
 from realm_jax.models.realm import Params, Realm
 from realm_jax.storage import digest
 from realm_jax.text.templates import Encode, Template, compiled, placeholder
-from realm_jax.text.wordpiece import WordPiece
+from realm_jax.text.tokenizer import Tokenizer
 
 
 class Networks(Protocol):
@@ -325,7 +325,7 @@ def suited(bert: BertConfig, mesh: Mesh, fused: bool) -> BertConfig:
     return bert
 
 
-def encoder_of(wordpiece: WordPiece) -> Encode:
+def encoder_of(wordpiece: Tokenizer) -> Encode:
     """What makes word pieces of a prompt."""
     return lambda text: wordpiece.encode(text).ids
 

@@ -19,7 +19,7 @@ from realm_jax.models.tagger import Params, Tagger
 from realm_jax.models.weights import load_bert
 from realm_jax.run import BaseRun, make_bert, mesh_for, suited
 from realm_jax.storage import digest
-from realm_jax.text.wordpiece import WordPiece
+from realm_jax.text.tokenizer import Tokenizer
 
 # Keys of config.model without which parameters mean nothing, or something else.
 NETWORK = ("layers", "width", "heads", "feed_forward", "max_length", "dtype", "hidden_act", "shapes")
@@ -30,7 +30,7 @@ class TaggerRun(BaseRun):
     """splits: annotated documents by split; empty where a trained tagger is used and no more."""
 
     tagger: Tagger
-    wordpiece: WordPiece
+    wordpiece: Tokenizer
     splits: dict[str, list[Document]]
 
     @property
@@ -54,7 +54,7 @@ class TaggerRun(BaseRun):
 
 
 def make_tagger_run(
-    config: ConfigDict, workdir: Path, wordpiece: WordPiece, kinds: tuple[str, ...], splits: dict[str, list[Document]],
+    config: ConfigDict, workdir: Path, wordpiece: Tokenizer, kinds: tuple[str, ...], splits: dict[str, list[Document]],
     devices: list[jax.Device] | None = None,
 ) -> TaggerRun:  # fmt: skip
     """Everything that a validated config decides. Raises UserError where the mesh does not fit."""

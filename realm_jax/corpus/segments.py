@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from realm_jax.errors import UserError
 from realm_jax.storage import digest, flush_to_disk
@@ -24,13 +24,14 @@ from realm_jax.text.layouts import Special
 
 # Columns with any number of values a row: dtype and shape of one value. UTF-8 columns are bytes without a header.
 RAGGED: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
-    "tokens": (np.uint16, ()),  # title pieces, then body pieces
-    "sentences": (np.int32, (2,)),  # start and end, in pieces of the body
-    "spans": (np.int32, (3,)),  # start and end, in pieces of the body, and the code of the kind
+    "tokens": (np.uint16, ()),  # of the title, then of the body; uint32 where the segment's entry says so
+    "sentences": (np.int32, (2,)),  # start and end, in tokens of the body
+    "spans": (np.int32, (3,)),  # start and end, in tokens of the body, and the code of the kind
     "texts": (np.uint8, ()),
     "titles": (np.uint8, ()),
     "document_ids": (np.uint8, ()),
 }
+TOKENS = np.dtype(np.uint16)  # of ids, unless a vocabulary is too large for it
 _UTF8 = ("texts", "titles", "document_ids")
 # Columns with one value a row. A document's key is a hash of its id: ids are found without reading all of them.
 FIXED: dict[str, type[np.generic]] = {"title_lengths": np.uint16, "document_keys": np.uint64}
@@ -76,7 +77,7 @@ def columns(passages: Sequence[Passage]) -> Columns:
             )
     codes: dict[str, int] = {}
     parts: dict[str, list[NDArray[Any]]] = {
-        "tokens": [np.concatenate([p.title_tokens, p.body_tokens]).astype(np.uint16) for p in passages],
+        "tokens": [np.concatenate([p.title_tokens, p.body_tokens]) for p in passages],
         "sentences": [np.asarray(p.sentences, np.int32).reshape(-1, 2) for p in passages],
         "spans": [_coded(p.spans, codes) for p in passages],
         "texts": [_utf8(p.text) for p in passages],
@@ -85,7 +86,8 @@ def columns(passages: Sequence[Passage]) -> Columns:
     }
     ragged: dict[str, tuple[NDArray[Any], NDArray[np.int64]]] = {}
     for name, (dtype, shape) in RAGGED.items():
-        values = np.concatenate([np.zeros((0, *shape), dtype), *parts[name]])
+        empty = [] if parts[name] else [np.zeros((0, *shape), dtype)]
+        values = np.concatenate([*parts[name], *empty])
         ragged[name] = (values, np.array([len(part) for part in parts[name]], np.int64))
     fixed: dict[str, NDArray[Any]] = {
         "title_lengths": np.array([len(p.title_tokens) for p in passages], np.uint16),
@@ -104,7 +106,12 @@ class Segment:
         self.span_kinds: list[str] = entry["span_kinds"]
         self._folder = folder
         self._files = entry["files"]
-        self._values = {name: self._open(name, dtype, shape) for name, (dtype, shape) in RAGGED.items()}
+        self.dtype = np.dtype(entry.get("dtype", TOKENS))
+        """Of the ids of tokens."""
+        self._values = {
+            name: self._open(name, self.dtype if name == "tokens" else dtype, shape)
+            for name, (dtype, shape) in RAGGED.items()
+        }
         self.offsets = {name: self._open(f"{name}.offsets", np.int64, (), self.rows + 1) for name in RAGGED}
         self.fixed = {name: self._open(name, dtype, (), self.rows) for name, dtype in FIXED.items()}
 
@@ -127,7 +134,7 @@ class Segment:
             ) from None
 
     def fill(
-        self, ids: NDArray[np.uint16], first: int, last: int, special: Special
+        self, ids: NDArray[Any], first: int, last: int, special: Special
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Lay rows [first, last) out in `ids` (padding given); lengths and title lengths of the rows, after the cut."""
         length = ids.shape[1]
@@ -223,9 +230,7 @@ class Segment:
     def _id(self, document: int) -> str:
         return self.string("document_ids", int(self.document_starts[document]))
 
-    def _open(
-        self, name: str, dtype: type[np.generic], shape: tuple[int, ...], items: int | None = None
-    ) -> NDArray[Any]:
+    def _open(self, name: str, dtype: DTypeLike, shape: tuple[int, ...], items: int | None = None) -> NDArray[Any]:
         """Map one file after a look at its size; `items` is how many values it must hold, if that is known."""
         path = self.path(name)
         size = self._files[path.name]["bytes"]
@@ -250,13 +255,14 @@ class SegmentWriter:
     All rows of a document must be written one after another, and a document is written once.
     """
 
-    def __init__(self, folder: Path, tokenizer: str):
-        """folder: is made anew, whatever an interrupted writer left there. tokenizer: its fingerprint."""
+    def __init__(self, folder: Path, tokenizer: str, dtype: DTypeLike = TOKENS):
+        """folder: is made anew, whatever an interrupted writer left there. tokenizer: its fingerprint; dtype: of its
+        ids."""
         self.folder = folder
         self.rows = 0
         self.entry: dict[str, Any] = {}
         """What STORE.json says of the segment, once the block has ended well."""
-        self._tokenizer = tokenizer
+        self._tokenizer, self._dtype = tokenizer, np.dtype(dtype)
         self._span_kinds: dict[str, int] = {}
 
     def __enter__(self) -> Self:
@@ -264,7 +270,8 @@ class SegmentWriter:
         self.folder.mkdir(parents=True)
         self._sinks: dict[str, Sink] = {}
         for name, (dtype, shape) in RAGGED.items():
-            self._sinks[name] = Sink(self.folder / file_name(name), dtype, shape)
+            own = self._dtype if name == "tokens" else dtype
+            self._sinks[name] = Sink(self.folder / file_name(name), own, shape)
             self._sinks[f"{name}.offsets"] = Sink(self.folder / file_name(f"{name}.offsets"), np.int64, ())
             self._sinks[f"{name}.offsets"].write(np.zeros(1, np.int64))
         for name, dtype in FIXED.items():
@@ -309,7 +316,7 @@ class SegmentWriter:
         content = json.dumps({"tokenizer": self._tokenizer, "span_kinds": kinds, "files": digests}, sort_keys=True)
         fingerprint = digest(content.encode())
         about = {"folder": self.folder.name, "rows": self.rows, "fingerprint": fingerprint, "span_kinds": kinds}
-        return about | {"files": files}
+        return about | ({} if self._dtype == TOKENS else {"dtype": self._dtype.name}) | {"files": files}
 
     def _checked(self, entry: dict[str, Any]) -> dict[str, Any]:
         segment = Segment(self.folder, entry | {"documents": 0})
@@ -321,7 +328,7 @@ class SegmentWriter:
 class Sink:
     """One column file being written: appended to in pieces, hashed on the way, its header completed at the end."""
 
-    def __init__(self, path: Path, dtype: type[np.generic], shape: tuple[int, ...]):
+    def __init__(self, path: Path, dtype: DTypeLike, shape: tuple[int, ...]):
         self.path = path
         self.items = 0
         self._dtype = np.dtype(dtype)

@@ -26,7 +26,7 @@ from realm_jax.corpus.segments import Columns, Passage, Segment, SegmentWriter, 
 from realm_jax.errors import UserError
 from realm_jax.storage import digest, read_json, write_json_atomic
 from realm_jax.text.layouts import Special
-from realm_jax.text.wordpiece import WordPiece
+from realm_jax.text.tokenizer import Tokenizer
 
 __all__ = [
     "Columns",
@@ -68,6 +68,8 @@ class PassageStore:
         """Fingerprints of all versions, oldest first."""
         entries = manifest["segments"][: chosen["segments"]]
         self.segments = [Segment(folder / entry["folder"], entry) for entry in entries]
+        self.dtype: np.dtype[Any] = self.segments[0].dtype
+        """Of the ids of tokens: uint16, or uint32 where the vocabulary is too large for it."""
         kinds = dict.fromkeys(kind for segment in self.segments for kind in segment.span_kinds)
         self.span_kinds: tuple[str, ...] = tuple(kinds)
         self._codes = [np.array([[*kinds].index(kind) for kind in s.span_kinds], np.int32) for s in self.segments]
@@ -122,13 +124,13 @@ class PassageStore:
         """How many documents the rows come from."""
         return sum(segment.documents for segment in self.segments) - len(self.removed)
 
-    def title_tokens(self, row: int) -> NDArray[np.uint16]:
-        """Word pieces of the title, uint16 [t]."""
+    def title_tokens(self, row: int) -> NDArray[Any]:
+        """Tokens of the title, `dtype` [t]."""
         segment, local = self._locate(row)
         return segment.ragged("tokens", local)[: segment.fixed["title_lengths"][local]]
 
-    def body_tokens(self, row: int) -> NDArray[np.uint16]:
-        """Word pieces of the passage without its title, uint16 [b]."""
+    def body_tokens(self, row: int) -> NDArray[Any]:
+        """Tokens of the passage without its title, `dtype` [b]."""
         segment, local = self._locate(row)
         return segment.ragged("tokens", local)[segment.fixed["title_lengths"][local] :]
 
@@ -211,10 +213,10 @@ class PassageStore:
 
     def document_matrix(
         self, length: int, special: Special, rows: slice = slice(None)
-    ) -> tuple[NDArray[np.uint16], NDArray[np.uint16], NDArray[np.uint16]]:
+    ) -> tuple[NDArray[Any], NDArray[np.uint16], NDArray[np.uint16]]:
         """Rows in the document layout `[CLS] title [SEP] body [SEP]`, padded at the right.
 
-        A title is cut to `length` - 3 pieces and the body to the rest, as in REALM's release. Returns ids uint16
+        A title is cut to `length` - 3 pieces and the body to the rest, as in REALM's release. Returns ids `dtype`
         [rows, length], lengths uint16 [rows] (specials counted) and title lengths uint16 [rows] (after the cut).
         Large corpora go through in slices of rows. Raises UserError for a word piece beyond the vocabulary.
         """
@@ -230,11 +232,11 @@ class PassageStore:
 
     def stored_matrix(
         self, length: int, special: Special, start: int, stop: int
-    ) -> tuple[NDArray[np.uint16], NDArray[np.uint16], NDArray[np.uint16]]:
+    ) -> tuple[NDArray[Any], NDArray[np.uint16], NDArray[np.uint16]]:
         """`document_matrix` of the stored rows start … stop − 1."""
         if length < 3:
             raise ValueError(f"length must hold the three special pieces, not {length}")
-        ids = np.full((stop - start, length), special.pad, np.uint16)
+        ids = np.full((stop - start, length), special.pad, self.dtype)
         lengths = np.empty(stop - start, np.uint16)
         title_lengths = np.empty(stop - start, np.uint16)
         for segment, first, last, target in self._runs(start, stop):
@@ -248,7 +250,7 @@ class PassageStore:
         for segment in self.segments:
             segment.verify()
 
-    def _check_pieces(self, ids: NDArray[np.uint16]) -> None:
+    def _check_pieces(self, ids: NDArray[Any]) -> None:
         """A word piece that no embedding exists for would spread through the results as "not a number"."""
         if self._vocabulary_size is not None and ids.size and ids.max() >= self._vocabulary_size:
             raise UserError(
@@ -303,7 +305,7 @@ class StoreWriter(SegmentWriter):
     def __init__(
         self,
         folder: str | os.PathLike[str],
-        wordpiece: WordPiece,
+        tokenizer: Tokenizer,
         limit: int,
         replaces: Collection[str] = (),
     ):
@@ -314,7 +316,7 @@ class StoreWriter(SegmentWriter):
         self._store = Path(folder)
         self._replaces = replaces
         self._made_store = not self._store.exists()
-        self._settings = {"limit": limit, "tokenizer": wordpiece.fingerprint}
+        self._settings = {"limit": limit, "tokenizer": tokenizer.fingerprint}
         self._earlier = PassageStore.open(self._store) if (self._store / MANIFEST).exists() else None
         self._entries: list[dict[str, Any]] = []
         if self._earlier is not None:
@@ -324,7 +326,7 @@ class StoreWriter(SegmentWriter):
                 if manifest[key] != value:
                     raise UserError(f"{self._store}: {key} is {manifest[key]}, not {value}; append with the same one")
         number = 1 + max((int(entry["folder"].rpartition("-")[2]) for entry in self._entries), default=-1)
-        super().__init__(segment_folder(self._store, number), wordpiece.fingerprint)
+        super().__init__(segment_folder(self._store, number), tokenizer.fingerprint, tokenizer.dtype)
 
     def __exit__(
         self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None

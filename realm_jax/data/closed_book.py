@@ -22,7 +22,7 @@ from realm_jax.data.examples import (
     spans_of,
 )  # fmt: skip
 from realm_jax.errors import UserError
-from realm_jax.text.wordpiece import WordPiece
+from realm_jax.text.tokenizer import Tokenizer
 
 
 def answer_places(lengths: Lengths) -> int:
@@ -30,7 +30,7 @@ def answer_places(lengths: Lengths) -> int:
     return min(lengths.span_width, lengths.predictions)
 
 
-def closed_book_query(question: str, wordpiece: WordPiece, lengths: Lengths) -> Example:
+def closed_book_query(question: str, wordpiece: Tokenizer, lengths: Lengths) -> Example:
     """A question, cut where it would leave no room, followed by the masked places, and their positions."""
     places = answer_places(lengths)
     ids = wordpiece.encode(question).ids[: lengths.query - 2 - places]
@@ -40,7 +40,7 @@ def closed_book_query(question: str, wordpiece: WordPiece, lengths: Lengths) -> 
     return query | {"positions": positions}
 
 
-def closed_book_answer(pieces: NDArray, wordpiece: WordPiece, lengths: Lengths) -> str:
+def closed_book_answer(pieces: NDArray, wordpiece: Tokenizer, lengths: Lengths) -> str:
     """The answer that pieces predicted at `positions` spell: those in the places, up to the first [SEP]."""
     guesses = pieces[: answer_places(lengths)]
     ends = np.flatnonzero(guesses == wordpiece.sep_id)
@@ -60,7 +60,7 @@ def check_closed_book(questions: Sequence[Question], lengths: Lengths) -> None:
 
 
 def closed_book_examples(
-    store: PassageStore, questions: Sequence[Question], wordpiece: WordPiece, lengths: Lengths
+    store: PassageStore, questions: Sequence[Question], wordpiece: Tokenizer, lengths: Lengths
 ) -> Examples:
     """Half masked sentences of the pre-training text, half training questions; all beside the empty document."""
     check_closed_book(questions, lengths)
@@ -79,7 +79,7 @@ def closed_book_examples(
     return Examples(len(sentences.rows), make)
 
 
-def _question_example(question: Question, wordpiece: WordPiece, lengths: Lengths) -> Example:
+def _question_example(question: Question, wordpiece: Tokenizer, lengths: Lengths) -> Example:
     places = answer_places(lengths)
     answer = [*wordpiece.encode(question.answers[0]).ids[:places], *[wordpiece.sep_id] * places][:places]
     targets = np.zeros(lengths.predictions, np.int32)

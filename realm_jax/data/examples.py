@@ -15,7 +15,7 @@ from realm_jax.corpus.store import PassageStore
 from realm_jax.errors import UserError
 from realm_jax.text import layouts
 from realm_jax.text.masking import mask, predictions_needed
-from realm_jax.text.wordpiece import WordPiece
+from realm_jax.text.tokenizer import Tokenizer
 
 Example = dict[str, Any]  # arrays of one example; scalars are NumPy scalars
 Maker = Callable[[int, np.random.Generator], Example]
@@ -51,15 +51,18 @@ def lengths_from(query: int, document: int, masking: str, predictions: int, answ
     return Lengths(query, document, predictions or predictions_needed(masking, query - 2), answers, span_width)
 
 
-def array_shapes(task: str, lengths: Lengths, found: int = 0, joint: int = 0) -> dict[str, tuple[tuple[int, ...], Any]]:
+def array_shapes(
+    task: str, lengths: Lengths, found: int = 0, joint: int = 0, ids: Any = np.uint16
+) -> dict[str, tuple[tuple[int, ...], Any]]:
     """Shape and dtype of every array of an example of a task, as its maker gives them.
 
     found: passages that BM25 finds for a question or a masked sentence. joint: places of a question joined with its
-    positive passage, the longest that a batch can be padded to; 0 where questions come without one.
+    positive passage, the longest that a batch can be padded to; 0 where questions come without one. ids: dtype of
+    those of texts, `Tokenizer.dtype`.
     """
-    query = {"query": ((lengths.query,), np.uint16), "query_length": ((), np.int32)}
+    query = {"query": ((lengths.query,), ids), "query_length": ((), np.int32)}
     document = {
-        "document": ((lengths.document,), np.uint16),
+        "document": ((lengths.document,), ids),
         "document_length": ((), np.int32),
         "document_title_length": ((), np.int32),
     }
@@ -72,38 +75,38 @@ def array_shapes(task: str, lengths: Lengths, found: int = 0, joint: int = 0) ->
     passages: dict[str, Any] = {"word_rows": ((found,), np.int32), "word_scores": ((found,), np.float32)}
     passages = passages if found else {}
     if task == "realm":
-        sentence = {"sentence": ((lengths.query,), np.uint16), "sentence_length": ((), np.int32)}
+        sentence = {"sentence": ((lengths.query,), ids), "sentence_length": ((), np.int32)}
         return query | masked | sentence | {"own_row": ((), np.int32)} | passages
     answers = {
         "answers": ((lengths.answers, lengths.span_width), np.int32),
         "answer_lengths": ((lengths.answers,), np.int32),
     }
     beside: dict[str, Any] = {
-        "joint": ((joint,), np.uint16),
+        "joint": ((joint,), ids),
         "joint_length": ((), np.int32),
         "body_start": ((), np.int32),
     }
     return query | answers | passages | (beside if joint else {})
 
 
-def query_arrays(ids: NDArray, length: int, wordpiece: WordPiece, name: str = "query") -> Example:
-    """`[CLS] ids [SEP]`, padded: {name} uint16 [length] and {name}_length."""
+def query_arrays(ids: NDArray, length: int, wordpiece: Tokenizer, name: str = "query") -> Example:
+    """`[CLS] ids [SEP]`, padded: {name} [length], of the tokenizer's dtype, and {name}_length."""
     layout = layouts.query(ids, length, wordpiece.special)
-    return {name: layout.ids.astype(np.uint16), f"{name}_length": np.int32(layout.used)}
+    return {name: layout.ids.astype(wordpiece.dtype), f"{name}_length": np.int32(layout.used)}
 
 
-def document_arrays(title: NDArray, body: NDArray, length: int, wordpiece: WordPiece) -> Example:
+def document_arrays(title: NDArray, body: NDArray, length: int, wordpiece: Tokenizer) -> Example:
     """`[CLS] title [SEP] body [SEP]`, padded, with its length and the title's."""
     layout = layouts.document(title, body, length, wordpiece.special)
     return {
-        "document": layout.ids.astype(np.uint16),
+        "document": layout.ids.astype(wordpiece.dtype),
         "document_length": np.int32(layout.used),
         "document_title_length": np.int32(min(len(title), length - 3)),
     }
 
 
 def masked_arrays(
-    sentence: NDArray, spans: NDArray, kind: str, rng: np.random.Generator, lengths: Lengths, wordpiece: WordPiece
+    sentence: NDArray, spans: NDArray, kind: str, rng: np.random.Generator, lengths: Lengths, wordpiece: Tokenizer
 ) -> Example:
     """A masked sentence as a query, with its targets; positions count [CLS]. With nothing to mask it weighs 0."""
     masked = mask(kind, sentence, spans, rng, wordpiece, lengths.predictions, room=lengths.query - 2)
@@ -166,7 +169,7 @@ def recurring_spans(store: PassageStore, query_length: int) -> NDArray[np.int32]
     return np.array(found, np.int32).reshape(-1, 4)
 
 
-def _recurs(body: NDArray[np.uint16], sentences: NDArray[np.int32], number: int, span: NDArray) -> int | None:
+def _recurs(body: NDArray, sentences: NDArray[np.int32], number: int, span: NDArray) -> int | None:
     """The first sentence but `number` in which the pieces of `span` occur."""
     text, wanted = body.tobytes(), span.tobytes()
     place = text.find(wanted)
@@ -182,7 +185,7 @@ def _recurs(body: NDArray[np.uint16], sentences: NDArray[np.int32], number: int,
 def warmup_examples(
     passages: PassageStore,
     pretraining: PassageStore,
-    wordpiece: WordPiece,
+    wordpiece: Tokenizer,
     lengths: Lengths,
     null_rate: float,
     unrelated_rate: float,
@@ -226,7 +229,7 @@ def _excerpt_example(
     unrelated: bool,
     rng: np.random.Generator,
     lengths: Lengths,
-    wordpiece: WordPiece,
+    wordpiece: Tokenizer,
 ) -> Example:
     """A sentence with its recurring span masked, beside some of its passage's other sentences, one with the span.
 
@@ -249,7 +252,7 @@ def _excerpt_example(
 
 
 def cloze_examples(
-    store: PassageStore, wordpiece: WordPiece, lengths: Lengths, mask_rate: float, kept: NDArray[np.bool_] | None = None
+    store: PassageStore, wordpiece: Tokenizer, lengths: Lengths, mask_rate: float, kept: NDArray[np.bool_] | None = None
 ) -> Examples:
     """Inverse cloze task: a sentence and its passage, out of which a share `mask_rate` of the sentences is taken.
 
@@ -279,7 +282,7 @@ Find = Callable[[str, int], Example]  # text and own row (−1 for none) → `Fo
 
 def masked_examples(
     store: PassageStore,
-    wordpiece: WordPiece,
+    wordpiece: Tokenizer,
     lengths: Lengths,
     kind: str,
     own_text: bool,
@@ -309,7 +312,7 @@ def masked_examples(
         chosen = rng.choice(len(parts), p=share / share.sum())
         sentence, spans = parts[chosen]
         arrays = masked_arrays(sentence, spans, kind, rng, lengths, wordpiece)
-        text = np.zeros(lengths.query, np.uint16)
+        text = np.zeros(lengths.query, wordpiece.dtype)
         text[: min(len(sentence), lengths.query)] = sentence[: lengths.query]
         arrays |= {"sentence": text, "sentence_length": np.int32(min(len(sentence), lengths.query))}
         own_row = row if own_text else -1
@@ -322,14 +325,16 @@ def masked_examples(
     return Examples(len(rows), make)
 
 
-def words_left(store: PassageStore, wordpiece: WordPiece, row: int, number: int, hidden: NDArray) -> str:
+def words_left(store: PassageStore, wordpiece: Tokenizer, row: int, number: int, hidden: NDArray) -> str:
     """The text of a sentence with spaces in place of its hidden pieces. hidden: their places in the sentence."""
-    text, (start, end) = store.text(row), store.sentences(row)[number]
-    offsets = wordpiece.encode(text).offsets[start:end]
+    text, body, (start, end) = store.text(row), store.body_tokens(row), store.sentences(row)[number]
+    offsets = wordpiece.offsets_of(text, body)
+    if offsets is None:  # the passage was cut within a word
+        return wordpiece.decode(np.delete(body[start:end], hidden).tolist())
     letters = list(text)
-    for first, last in (offsets[place] for place in hidden.tolist()):
+    for first, last in offsets[start:end][hidden].tolist():
         letters[first:last] = " " * (last - first)
-    return "".join(letters[offsets[0][0] : offsets[-1][1]])
+    return "".join(letters[offsets[start, 0] : offsets[end - 1, 1]])
 
 
 def _share(kind: str, spans: NDArray[np.int32], room: int) -> int:
@@ -352,7 +357,7 @@ class Found(NamedTuple):
 
 
 def question_examples(
-    questions: Sequence[Question], wordpiece: WordPiece, lengths: Lengths, found: Found | None = None
+    questions: Sequence[Question], wordpiece: Tokenizer, lengths: Lengths, found: Found | None = None
 ) -> Examples:
     """Questions with their answers as word pieces; an answer of more than `span_width` pieces can not be a span."""
     if not questions:
@@ -381,12 +386,14 @@ def check_strings(questions: Sequence[Question]) -> None:
         )
 
 
-def question_arrays(ids: Sequence[int], answers: Sequence[str], wordpiece: WordPiece, lengths: Lengths) -> Example:
+def question_arrays(ids: Sequence[int], answers: Sequence[str], wordpiece: Tokenizer, lengths: Lengths) -> Example:
     """One question: query arrays, answers [answers, span_width] and their lengths (0 where there is none).
 
-    The first answers that can be spans are kept; one that is too long takes no place.
+    The first answers that can be spans are kept; one that is too long takes no place. An answer whose tokens depend on
+    what stands before it stands there in each of its forms, after the answers as they are by themselves.
     """
-    encoded = [wordpiece.encode(answer).ids for answer in answers]
+    forms = [wordpiece.forms(answer) for answer in answers]
+    encoded = [form[0] for form in forms] + [other for form in forms for other in form[1:]]
     fitting = [answer for answer in encoded if 0 < len(answer) <= lengths.span_width]
     pieces = np.zeros((lengths.answers, lengths.span_width), np.int32)
     sizes = np.zeros(lengths.answers, np.int32)

@@ -14,12 +14,12 @@ from realm_jax.corpus.store import PassageStore
 from realm_jax.data.examples import Example, Examples, Lengths, question_arrays
 from realm_jax.models.inputs import DOCUMENT_SPECIALS
 from realm_jax.text import layouts
-from realm_jax.text.wordpiece import WordPiece
+from realm_jax.text.tokenizer import Tokenizer
 
 NONE = -1  # in place of a row: no passage is known to hold an answer
 
 
-def gold_row(store: PassageStore, question: Question, wordpiece: WordPiece, lengths: Lengths) -> int:
+def gold_row(store: PassageStore, question: Question, wordpiece: Tokenizer, lengths: Lengths) -> int:
     """The row of a question's gold document that holds an answer; NONE where none does or there is no gold document.
 
     Of several the one with the most pieces of the question, then the first.
@@ -34,24 +34,24 @@ def gold_row(store: PassageStore, question: Question, wordpiece: WordPiece, leng
 
 
 def first_row(
-    store: PassageStore, question: Question, rows: Sequence[int], wordpiece: WordPiece, lengths: Lengths
+    store: PassageStore, question: Question, rows: Sequence[int], wordpiece: Tokenizer, lengths: Lengths
 ) -> int:
     """The first of some rows that holds an answer; NONE where none does."""
     answers = answer_pieces(question, wordpiece, lengths)
     return next((row for row in rows if row >= 0 and holds_answer(store, row, answers, lengths)), NONE)
 
 
-def answer_pieces(question: Question, wordpiece: WordPiece, lengths: Lengths) -> list[NDArray[np.uint16]]:
+def answer_pieces(question: Question, wordpiece: Tokenizer, lengths: Lengths) -> list[NDArray]:
     """The answers that can be spans, as the reader is trained with them."""
     arrays = question_arrays([], question.answers, wordpiece, lengths)
     return [
-        pieces[:size].astype(np.uint16)
+        pieces[:size].astype(wordpiece.dtype)
         for pieces, size in zip(arrays["answers"], arrays["answer_lengths"], strict=True)
         if size
     ]
 
 
-def holds_answer(store: PassageStore, row: int, answers: Sequence[NDArray[np.uint16]], lengths: Lengths) -> bool:
+def holds_answer(store: PassageStore, row: int, answers: Sequence[NDArray], lengths: Lengths) -> bool:
     """Whether the body of a row, as far as it is read, has one of some runs of pieces."""
     body = body_read(store, row, lengths)
     text = body.tobytes()
@@ -66,12 +66,12 @@ def occurs(text: bytes, wanted: bytes, size: int) -> bool:
     return place >= 0
 
 
-def body_read(store: PassageStore, row: int, lengths: Lengths) -> NDArray[np.uint16]:
+def body_read(store: PassageStore, row: int, lengths: Lengths) -> NDArray:
     """The body of a row as far as it is read: beside its title and three special pieces."""
     return store.body_tokens(row)[: lengths.document - 3 - len(title_read(store, row, lengths))]
 
 
-def title_read(store: PassageStore, row: int, lengths: Lengths) -> NDArray[np.uint16]:
+def title_read(store: PassageStore, row: int, lengths: Lengths) -> NDArray:
     """The title of a row as far as it is read: beside three special pieces."""
     return store.title_tokens(row)[: lengths.document - 3]
 
@@ -80,13 +80,13 @@ def positive_examples(
     questions: Sequence[Question],
     rows: Sequence[int],
     store: PassageStore,
-    wordpiece: WordPiece,
+    wordpiece: Tokenizer,
     lengths: Lengths,
     titles: bool,
 ) -> Examples:
     """Questions with their answers, and each joined with its passage; batched by the length of that.
 
-    rows: the passage of each. Arrays: those of `question_arrays`, and `joint` uint16 [query + document − 1 or 2], its
+    rows: the passage of each. Arrays: those of `question_arrays`, and `joint` [query + document − 1 or 2], its
     places in use `joint_length`, and `body_start`; the layout is that of `realm_jax.models.inputs.join`.
     """
     encoded = [encoding.ids for encoding in wordpiece.encode_batch([question.question for question in questions])]
@@ -103,7 +103,7 @@ def positive_examples(
         special, most = wordpiece.special, lengths.query - 2
         laid = layouts.joint(encoded[number], body, places, special, most, title if titles else None)
         return question_arrays(encoded[number], questions[number].answers, wordpiece, lengths) | {
-            "joint": laid.ids.astype(np.uint16),
+            "joint": laid.ids.astype(wordpiece.dtype),
             "joint_length": np.int32(laid.used),
             "body_start": np.int32(laid.used - len(body) - 1),
         }

@@ -49,7 +49,7 @@ def kinds_of(documents: Sequence[Document]) -> tuple[str, ...]:
 def tagger_examples(
     documents: Sequence[Document], cutter: Cutter, kinds: Sequence[str], length: int, hidden: float = 0.0
 ) -> Examples:
-    """Every window of every document. Arrays of [length]: ids uint16, shapes uint8, labels int16; `length` int32.
+    """Every window of every document. Arrays of [length]: ids, shapes uint8, labels int16; `length` int32.
 
     hidden: the share of units whose pieces are [UNK], others every time, so that a tagger looks at what is around.
     """
@@ -68,7 +68,7 @@ def tagger_examples(
         units = np.cumsum(example["labels"] != IGNORED)  # 0 at [CLS]
         gone = rng.random(len(units) + 1) < hidden
         inside = (units > 0) & (np.arange(len(units)) < example["length"] - 1)
-        return example | {"ids": np.where(gone[units] & inside, np.uint16(unknown), example["ids"])}
+        return example | {"ids": np.where(gone[units] & inside, example["ids"].dtype.type(unknown), example["ids"])}
 
     return Examples(len(made), make)
 
@@ -86,4 +86,4 @@ def _example(pieces: Pieces, wanted: NDArray[np.int16], window: slice, length: i
         tags[begin] -= 1
     used = np.int32(layout.used)
     shapes = with_neighbours(shapes, first, used)
-    return {"ids": layout.ids.astype(np.uint16), "length": used, "shapes": shapes, "labels": tags}
+    return {"ids": layout.ids.astype(pieces.ids.dtype), "length": used, "shapes": shapes, "labels": tags}

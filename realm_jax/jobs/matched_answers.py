@@ -23,7 +23,7 @@ from realm_jax.processes import is_first, told_by
 from realm_jax.run import Run
 from realm_jax.storage import make_folder, read_json, write_json_atomic
 from realm_jax.text import patterns
-from realm_jax.text.wordpiece import WordPiece
+from realm_jax.text.tokenizer import Tokenizer
 from realm_jax.training.embedding import start_vectors
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ def retrieved_at_start(run: Run, params: Params, questions: Sequence[Question], 
     return Evaluator(run, questions, run.measured_by("qa")).retrieve(params, index, min(depth, run.setting.rows))
 
 
-def strings_of(expressions: Iterable[str], texts: Iterable[str], wordpiece: WordPiece, span_width: int) -> list[str]:
+def strings_of(expressions: Iterable[str], texts: Iterable[str], wordpiece: Tokenizer, span_width: int) -> list[str]:
     """What patterns match in texts and can be a span, the most frequent first; of equals the one found first.
 
     Two strings of the same word pieces are one.

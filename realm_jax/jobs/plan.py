@@ -31,6 +31,7 @@ from realm_jax.jobs.models import resolved
 from realm_jax.mesh import logical_sharding, replicated
 from realm_jax.models.inputs import Documents
 from realm_jax.run import Run, bare_run, embed_program
+from realm_jax.text.tokenizer import id_dtype
 from realm_jax.training.flops import embedding_flops, memory, peak, step_flops
 from realm_jax.training.restore import abstract_state
 from realm_jax.training.state import Control, control_sharding, make_step
@@ -141,11 +142,16 @@ def plan(
     return found
 
 
+def document_parts(run: Run, rows: int, length: int) -> tuple[tuple[tuple[int, ...], Any], ...]:
+    """Shape and dtype of the arrays of `Documents` as the corpus has them."""
+    return ((rows, length), id_dtype(run.model.bert.vocabulary_size)), ((rows,), jnp.uint16), ((rows,), jnp.uint16)
+
+
 def plan_of_builder(builder: Run, mfu: float) -> dict[str, Any]:
     """The index builder's program: memory, and the time to embed every passage."""
     length, size = builder.config.data.document_length, builder.config.retrieval.embed_batch * builder.mesh.size
-    shapes = ((size, length), (size,), (size,))
-    documents: Any = Documents(*(spread(builder, shape, jnp.uint16, "batch") for shape in shapes))  # type: ignore[arg-type]
+    parts = document_parts(builder, size, length)
+    documents: Any = Documents(*(spread(builder, *part, "batch") for part in parts))  # type: ignore[arg-type]
     whole = replicated(builder.mesh)
     params = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole),
@@ -230,13 +236,14 @@ def abstract_arguments(trainer: Run, task: str) -> tuple[Any, Any, Any, Any]:
     size = config[task].batch_size
     found = words_listed(trainer.setting, task)
     positive = task == "qa" and config.objective.qa == "positive"
-    shapes = array_shapes(task, trainer.lengths, found, joint_length(config) if positive else 0)
+    ids = id_dtype(trainer.model.bert.vocabulary_size)
+    shapes = array_shapes(task, trainer.lengths, found, joint_length(config) if positive else 0, ids)
     batch = {name: spread(trainer, (size, *shape), dtype, "batch") for name, (shape, dtype) in shapes.items()}
     index = None
     if made.retrieves:
         rows, length = padded_rows(trainer.setting.rows, mesh.size), config.data.document_length
-        sizes = ((rows, length), (rows,), (rows,))
-        documents: Any = Documents(*(spread(trainer, shape, jnp.uint16, "rows") for shape in sizes))  # type: ignore[arg-type]
+        parts = document_parts(trainer, rows, length)
+        documents: Any = Documents(*(spread(trainer, *part, "rows") for part in parts))  # type: ignore[arg-type]
         vectors: Any = spread(trainer, (rows, trainer.model.vector_size), jnp.dtype(config.retrieval.dtype), "rows")
         if not trainer.needs_vectors(task):
             vectors = None

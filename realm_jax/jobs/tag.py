@@ -36,7 +36,8 @@ from realm_jax.index.builder import Share
 from realm_jax.jobs.opening import set_up_jax
 from realm_jax.jobs.tagger import open_tagger
 from realm_jax.storage import make_folder, only_one, publish_folder, read_json, write_atomic, write_json_atomic
-from realm_jax.text.wordpiece import WordPiece
+from realm_jax.text.tokenizer import Tokenizer
+from realm_jax.text.tokenizer_files import open_tokenizer
 from realm_jax.training.preemption import PREEMPTED, Preempted, Stop
 
 logger = logging.getLogger(__name__)
@@ -173,7 +174,7 @@ def _chunks(work: Path, name: str, rows: int, size: int, key: str) -> Iterator[C
         yield Chunk(name, range(start, min(start + size, rows)), folder / f"{start:09d}.npy", key)
 
 
-def _tag_chunk(tagger: TextTagger, store: PassageStore, wordpiece: WordPiece, chunk: Chunk) -> None:
+def _tag_chunk(tagger: TextTagger, store: PassageStore, wordpiece: Tokenizer, chunk: Chunk) -> None:
     found = tag_passages(tagger, store, chunk.rows, wordpiece)
     if found.unread:
         logger.warning("%d of %d passages were cut within a word and have no spans", found.unread, len(chunk.rows))
@@ -205,7 +206,7 @@ def _write(
     """The prepared folder anew, in the place of what a process that was cut off left of it."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(data, folder, ignore=shutil.ignore_patterns("passages", "pretraining", MANIFEST, ".lock"))
-    wordpiece = WordPiece.load(data / "tokenizer")
+    wordpiece = open_tokenizer(data / "tokenizer")
     for name, store in stores.items():
         own = [chunk for chunk in chunks if chunk.store == name]
         _write_store(tagger, store, own, folder / name, wordpiece, stop)
@@ -215,7 +216,7 @@ def _write(
 
 
 def _write_store(
-    tagger: TextTagger, store: PassageStore, chunks: list[Chunk], folder: Path, wordpiece: WordPiece, stop: Stop
+    tagger: TextTagger, store: PassageStore, chunks: list[Chunk], folder: Path, wordpiece: Tokenizer, stop: Stop
 ) -> None:
     """The store's rows with the chunks' spans, as one segment."""
     with StoreWriter(folder, wordpiece, store.limit) as writer:
