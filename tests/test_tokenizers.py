@@ -99,9 +99,7 @@ def test_a_saved_or_sent_tokenizer_is_the_same(tokenizer, tmp_path):
 
 def test_what_lacks_a_token_is_refused(tmp_path):
     plain = json.loads(unigram(1000))
-    with pytest.raises(
-        UserError, match=r"tokenizer.json: has no token for \[CLS\] \[SEP\]; choose"
-    ):
+    with pytest.raises(UserError, match=r"tokenizer.json: has no token for \[CLS\] \[SEP\]; choose"):
         Tokenizer(json.dumps(plain | {"post_processor": None}).encode())
     with pytest.raises(UserError, match="model.json: not a tokenizer that can be read"):
         Tokenizer(b"{}", "model.json")
@@ -159,10 +157,8 @@ def test_a_store_holds_its_tokens_sentences_and_spans(data, sources):
     ids, lengths, titles = store.document_matrix(48, tokenizer.special)
     assert ids.dtype == np.uint32 and (ids[:, 0] == tokenizer.cls_id).all()
     row = ids[0][: lengths[0]].tolist()
-    assert (
-        row[titles[0] + 1] == row[-1] == tokenizer.sep_id
+    assert row[titles[0] + 1] == row[-1] == tokenizer.sep_id
     assert row[1 : titles[0] + 1] == store.title_tokens(0).tolist()
-    )
 
 
 def test_an_answer_is_found_behind_a_mark(sources):
@@ -174,14 +170,14 @@ def test_an_answer_is_found_behind_a_mark(sources):
 
 def config_of(data: Path, tasks: str) -> ConfigDict:
     config = tiny_config(data)
-    config.tasks = tasks
+    config.tasks, config.model.width, config.model.shared_tower = tasks, 8, True  # each table has 250,000 rows
     for task in tasks.split(","):
         config[task].update({"steps": 2, "batch_size": 4})
     return config
 
 
 @pytest.mark.usefixtures("quick_programs")
-@pytest.mark.parametrize("tasks", ["mlm,ict,realm,qa", "mlm,closed_book"])
+@pytest.mark.parametrize("tasks", ["mlm,ict,realm,qa", "closed_book"])
 def test_every_task_learns_and_answers(tasks, data, sources, tmp_path, capsys):
     config = config_of(data, tasks)
     validate(config)

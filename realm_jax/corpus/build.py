@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from realm_jax.corpus.articles import read_shard
 from realm_jax.corpus.jsonl import Article
-from realm_jax.corpus.segments import SegmentWriter
-from realm_jax.corpus.store import Columns, Passage, StoreWriter, columns, segment_folder
+from realm_jax.corpus.segments import Passage, SegmentWriter
+from realm_jax.corpus.store import append_segment, segment_folder
 from realm_jax.errors import UserError
 from realm_jax.storage import Folder, open_folder
 from realm_jax.text import packing, sentences, spans
@@ -66,7 +66,7 @@ def build_store(
     Raises UserError when no article has words; the folder is then as before.
     """
     packer = PassagePacker(wordpiece, limit, finder)
-    with StoreWriter(folder, wordpiece, limit, replaces) as writer:
+    with append_segment(folder, wordpiece, limit, replaces) as writer:
         summary = _write(writer, packer, articles)
         if not summary.passages:
             raise UserError(f"none of {summary.articles} articles has words to store; check the texts")
@@ -145,7 +145,7 @@ class PassagePacker:
     def __reduce__(self) -> tuple[Any, ...]:
         return (PassagePacker, (self.tokenizer, self.limit, self._finder_name))
 
-    def __call__(self, articles: list[Article]) -> tuple[Columns, Summary]:
+    def __call__(self, articles: list[Article]) -> tuple[list[Passage], Summary]:
         """Rows of a batch of articles, in order, and what became of them."""
         summary = Summary(articles=len(articles))
         texts = [_without_title_line(article) for article in articles]
@@ -159,7 +159,7 @@ class PassagePacker:
                 summary.wordless.append(article.id)
             passages.extend(rows)
         summary.passages = len(passages)
-        return columns(passages), summary
+        return passages, summary
 
     def _passages(self, article: Article, text: str, title: Tokens, tokens: Tokens, summary: Summary) -> list[Passage]:
         """All passages of one article."""

@@ -51,51 +51,6 @@ class Passage:
     spans: Sequence[tuple[int, int, str]]
 
 
-@dataclass(frozen=True, slots=True)
-class Columns:
-    """Rows laid out as the files are: for each ragged column all values and the number of values of each row.
-
-    The kind of a span is an index into `span_kinds`, the kinds of this batch in the order in which they came.
-    """
-
-    rows: int
-    ragged: dict[str, tuple[NDArray[Any], NDArray[np.int64]]]
-    fixed: dict[str, NDArray[Any]]
-    span_kinds: tuple[str, ...]
-
-
-def columns(passages: Sequence[Passage]) -> Columns:
-    """Lay out passages for `SegmentWriter.write`; cheap to send between processes.
-
-    Raises UserError, with the document's id, for a title that is too long to be stored.
-    """
-    for passage in passages:
-        if len(passage.title_tokens) > _LONGEST_TITLE:
-            raise UserError(
-                f"document {passage.document_id!r}: its title keeps {len(passage.title_tokens):,} word pieces, more "
-                f"than {_LONGEST_TITLE:,}; shorten it, or set a smaller --limit, to which titles are cut"
-            )
-    codes: dict[str, int] = {}
-    parts: dict[str, list[NDArray[Any]]] = {
-        "tokens": [np.concatenate([p.title_tokens, p.body_tokens]) for p in passages],
-        "sentences": [np.asarray(p.sentences, np.int32).reshape(-1, 2) for p in passages],
-        "spans": [_coded(p.spans, codes) for p in passages],
-        "texts": [_utf8(p.text) for p in passages],
-        "titles": [_utf8(p.title) for p in passages],
-        "document_ids": [_utf8(p.document_id) for p in passages],
-    }
-    ragged: dict[str, tuple[NDArray[Any], NDArray[np.int64]]] = {}
-    for name, (dtype, shape) in RAGGED.items():
-        empty = [] if parts[name] else [np.zeros((0, *shape), dtype)]
-        values = np.concatenate([*parts[name], *empty])
-        ragged[name] = (values, np.array([len(part) for part in parts[name]], np.int64))
-    fixed: dict[str, NDArray[Any]] = {
-        "title_lengths": np.array([len(p.title_tokens) for p in passages], np.uint16),
-        "document_keys": np.array([_document_key(p.document_id) for p in passages], np.uint64),
-    }
-    return Columns(len(passages), ragged, fixed, tuple(codes))
-
-
 class Segment:
     """The memory-mapped files of one segment; rows count from 0."""
 
@@ -108,7 +63,7 @@ class Segment:
         self._files = entry["files"]
         self.dtype = np.dtype(entry.get("dtype", TOKENS))
         """Of the ids of tokens."""
-        self._values = {
+        self.values = {
             name: self._open(name, self.dtype if name == "tokens" else dtype, shape)
             for name, (dtype, shape) in RAGGED.items()
         }
@@ -118,7 +73,7 @@ class Segment:
     def ragged(self, name: str, row: int) -> NDArray[Any]:
         """The values of one row of a ragged column."""
         offsets = self.offsets[name]
-        return self._values[name][offsets[row] : offsets[row + 1]]
+        return self.values[name][offsets[row] : offsets[row + 1]]
 
     def path(self, name: str) -> Path:
         """The file of a column."""
@@ -139,7 +94,7 @@ class Segment:
         """Lay rows [first, last) out in `ids` (padding given); lengths and title lengths of the rows, after the cut."""
         length = ids.shape[1]
         offsets = self.offsets["tokens"][first : last + 1]
-        tokens = self._values["tokens"][offsets[0] : offsets[-1]]
+        tokens = self.values["tokens"][offsets[0] : offsets[-1]]
         counts = np.diff(offsets)
         titles = self.fixed["title_lengths"][first:last].astype(np.int64)
         kept_titles = np.minimum(titles, length - 3)
@@ -201,18 +156,18 @@ class Segment:
 
     def all_spans(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """The rows of all salient spans, int64 [n], and the spans, int32 [n, 3]."""
-        return np.repeat(np.arange(self.rows), np.diff(self.offsets["spans"])), self._values["spans"]
+        return np.repeat(np.arange(self.rows), np.diff(self.offsets["spans"])), self.values["spans"]
 
     def count_piece(self, piece: int) -> tuple[int, int]:
         """How often a word piece occurs, titles too, and how many pieces there are."""
-        return int(np.count_nonzero(self._values["tokens"] == piece)), len(self._values["tokens"])
+        return int(np.count_nonzero(self.values["tokens"] == piece)), len(self.values["tokens"])
 
     def salient_sentences(self, room: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Sentences with a salient span that ends within `room` pieces of the sentence's start, in order.
 
         Rows, and numbers of the sentences in their rows, int64 [n] each.
         """
-        sentences, (span_rows, spans) = self._values["sentences"], self.all_spans()
+        sentences, (span_rows, spans) = self.values["sentences"], self.all_spans()
         sentence_rows = np.repeat(np.arange(self.rows), np.diff(self.offsets["sentences"]))
         keys = (sentence_rows << 32) + sentences[:, 0]
         owners = np.searchsorted(keys, (span_rows << 32) + spans[:, 0], "right") - 1
@@ -222,7 +177,7 @@ class Segment:
 
     def verify(self) -> None:
         """Raise UserError naming the first file whose content is not what was written."""
-        arrays = {**self._values, **{f"{name}.offsets": self.offsets[name] for name in RAGGED}, **self.fixed}
+        arrays = {**self.values, **{f"{name}.offsets": self.offsets[name] for name in RAGGED}, **self.fixed}
         for name, array in arrays.items():
             if digest(np.ascontiguousarray(array).data) != self._files[file_name(name)]["sha256"]:
                 raise UserError(f"{self.path(name)} is damaged; prepare the data again")
@@ -278,19 +233,53 @@ class SegmentWriter:
             self._sinks[name] = Sink(self.folder / file_name(name), dtype, ())
         return self
 
-    def write(self, batch: Columns) -> None:
-        """Add rows (see `columns`)."""
-        # Kinds are numbered in the order in which they come, however the rows are cut into batches.
-        codes = [self._span_kinds.setdefault(kind, len(self._span_kinds)) for kind in batch.span_kinds]
-        for name, (values, lengths) in batch.ragged.items():
-            if name == "spans" and len(values):
-                values = np.column_stack([values[:, :2], np.array(codes, np.int32)[values[:, 2]]])
-            offsets = self._sinks[name].items + np.cumsum(lengths)
+    def write(self, passages: Sequence[Passage]) -> None:
+        """Add rows. Raises UserError, with the document's id, for a title that is too long to be stored."""
+        for passage in passages:
+            if len(passage.title_tokens) > _LONGEST_TITLE:
+                raise UserError(
+                    f"document {passage.document_id!r}: its title keeps {len(passage.title_tokens):,} word pieces, "
+                    f"more than {_LONGEST_TITLE:,}; shorten it, or set a smaller --limit, to which titles are cut"
+                )
+        self._write_ragged("tokens", [np.concatenate([one.title_tokens, one.body_tokens]) for one in passages])
+        self._write_ragged("sentences", [np.asarray(one.sentences, np.int32).reshape(-1, 2) for one in passages])
+        self._write_ragged("spans", [self._coded(one.spans) for one in passages])
+        self._write_ragged("texts", [_utf8(one.text) for one in passages])
+        self._write_ragged("titles", [_utf8(one.title) for one in passages])
+        self._write_ragged("document_ids", [_utf8(one.document_id) for one in passages])
+        self._sinks["title_lengths"].write(np.array([len(one.title_tokens) for one in passages], np.uint16))
+        keys = [_document_key(one.document_id) for one in passages]
+        self._sinks["document_keys"].write(np.array(keys, np.uint64))
+        self.rows += len(passages)
+
+    def copy(self, segment: Segment, spans: NDArray[np.int32], counts: NDArray[np.int64], kinds: Sequence[str]) -> None:
+        """Add the rows of a segment with other salient spans.
+
+        spans: int32 [n, 3], start and end in tokens of the body and index into `kinds`; counts: of each row, [rows].
+        """
+        for name in RAGGED:
+            if name != "spans":
+                self._sinks[name].write(segment.values[name])
+                self._sinks[f"{name}.offsets"].write(segment.offsets[name][1:])
+        for name, values in segment.fixed.items():
             self._sinks[name].write(values)
-            self._sinks[f"{name}.offsets"].write(offsets)
-        for name, values in batch.fixed.items():
-            self._sinks[name].write(values)
-        self.rows += batch.rows
+        coded = self._coded([(start, end, kinds[kind]) for start, end, kind in spans.tolist()])
+        self._sinks["spans"].write(coded)
+        self._sinks["spans.offsets"].write(np.cumsum(counts))
+        self.rows += segment.rows
+
+    def _write_ragged(self, name: str, rows: list[NDArray[Any]]) -> None:
+        """Add the values of some rows to a column, and the places where they end."""
+        sink = self._sinks[name]
+        self._sinks[f"{name}.offsets"].write(sink.items + np.cumsum([len(row) for row in rows], dtype=np.int64))
+        if rows:
+            sink.write(np.concatenate(rows))
+
+    def _coded(self, spans: Sequence[tuple[int, int, str]]) -> NDArray[np.int32]:
+        """Spans as int32 [m, 3]. Kinds are numbered in the order in which they come."""
+        kinds = self._span_kinds
+        rows = [(start, end, kinds.setdefault(kind, len(kinds))) for start, end, kind in spans]
+        return np.array(rows, np.int32).reshape(-1, 3)
 
     def __exit__(
         self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
@@ -365,12 +354,6 @@ class Sink:
 
 def file_name(name: str) -> str:
     return f"{name}.utf8" if name in _UTF8 else f"{name}.npy"
-
-
-def _coded(spans: Sequence[tuple[int, int, str]], codes: dict[str, int]) -> NDArray[np.int32]:
-    """Spans as int32 [m, 3]; kinds that `codes` does not know yet are added to it."""
-    rows = [(start, end, codes.setdefault(kind, len(codes))) for start, end, kind in spans]
-    return np.array(rows, np.int32).reshape(-1, 3)
 
 
 def _utf8(text: str) -> NDArray[np.uint8]:

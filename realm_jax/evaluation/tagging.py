@@ -7,7 +7,7 @@ over all devices of the mesh. Next to read: `models/tagger.decode`.
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -212,13 +212,18 @@ class PassageSpans(NamedTuple):
 
 
 def tag_passages(
-    tagger: TextTagger, store: PassageStore, rows: range, wordpiece: Tokenizer, at_a_time: int = 2048
+    tagger: TextTagger,
+    store: PassageStore,
+    rows: range,
+    wordpiece: Tokenizer,
+    at_a_time: int = 2048,
+    check: Callable[[], None] = lambda: None,
 ) -> PassageSpans:
     """Salient spans of some rows of a store, by the rule of its builder, who however reads whole articles: here a
     passage is read by itself, so its windows, and with them names, may be others.
 
-    wordpiece: of the store; the tagger may have another one. at_a_time: passages that share batches. A row has no spans
-    where its text does not give its pieces again: it was cut within a word.
+    wordpiece: of the store; the tagger may have another one. at_a_time: passages that share batches. check: called
+    between them. A row has no spans where its text does not give its pieces again: it was cut within a word.
     """
     same_pieces = wordpiece.fingerprint == tagger.windows.cutter.wordpiece.fingerprint
     cutter = None if same_pieces else Cutter(wordpiece)
@@ -237,6 +242,7 @@ def tag_passages(
 
     pending: deque[tuple[range, list[str], Pending]] = deque()
     for start in range(rows.start, rows.stop, at_a_time):
+        check()
         some = range(start, min(start + at_a_time, rows.stop))
         texts = [store.text(row) for row in some]
         pending.append((some, texts, tagger.windows.start(tagger.params, texts)))

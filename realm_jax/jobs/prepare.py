@@ -26,7 +26,7 @@ from realm_jax.corpus.jsonl import Article, question_lines
 from realm_jax.corpus.records import Counts
 from realm_jax.corpus.runners import Runner, runner
 from realm_jax.corpus.store import MANIFEST as STORE
-from realm_jax.corpus.store import first_version
+from realm_jax.corpus.store import new_version
 from realm_jax.corpus.texts import Input, identity, open_texts
 from realm_jax.data.sources import FORMAT_VERSION
 from realm_jax.errors import UserError
@@ -336,7 +336,7 @@ class Work:
             entries.append(packed.entry)
         if not summary.passages:
             raise UserError(f"none of {summary.articles} articles has words to store; check the texts")
-        manifest = first_version(packer.limit, packer.tokenizer.fingerprint, entries)
+        manifest = new_version({"limit": packer.limit, "tokenizer": packer.tokenizer.fingerprint}, entries)
         open_folder(f"{self.root}/{name}").write_json(STORE, manifest)
         rows, documents = (sum(entry[key] for entry in entries) for key in ("rows", "documents"))
         return summary, {"rows": rows, "documents": documents, "fingerprint": manifest["fingerprint"]}
