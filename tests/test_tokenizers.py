@@ -184,8 +184,12 @@ def test_every_task_learns_and_answers(tasks, data, sources, tmp_path, capsys):
     run = make_run(config, tmp_path / "run", sources, jax.devices()[:1])
     check_workdir(run)
     train(run)
-    assert cli.main(["ask", f"--workdir={tmp_path / 'run'}", "--json", question(3)["question"]]) == 0
-    answer = json.loads(capsys.readouterr().out)
-    assert isinstance(answer["answer"], str)
-    if "qa" in tasks:
+    workdir = f"--workdir={tmp_path / 'run'}"
+    if tasks == "closed_book":
+        assert cli.main(["predict", workdir, f"--output={tmp_path / 'predictions.jsonl'}"]) == 0
+        lines = [json.loads(line) for line in (tmp_path / "predictions.jsonl").read_text().splitlines()]
+        assert len(lines) == 8 and all(0 < line["probability"] <= 1 for line in lines)
+    else:
+        assert cli.main(["ask", workdir, "--json", question(3)["question"]]) == 0
+        answer = json.loads(capsys.readouterr().out)
         assert answer["answer"] in answer["passage"]["text"]
