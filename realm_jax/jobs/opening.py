@@ -34,7 +34,7 @@ from realm_jax.jobs.starting import (
 from realm_jax.mesh import put_whole
 from realm_jax.models.realm import Params, Realm
 from realm_jax.models.weights import PROJECTION
-from realm_jax.processes import told_by
+from realm_jax.processes import run_on_process_0
 from realm_jax.run import Run, encoder_of, make_model, make_run, tower_lengths
 from realm_jax.storage import Folder, cache_folder, digest, make_folder, open_folder, read_json, write_json_atomic
 from realm_jax.tagger_config import default_like, is_tagger
@@ -263,7 +263,7 @@ def _borrow(run: Run, fresh: Params, key: str) -> Params:
     if saved is None:
         raise UserError(f"config.{key}: {folder} has no checkpoint of task {last}; let it finish first")
     places = {name: run.param_shardings[name] for name in names}
-    return dict(jax.tree.map(put_whole, saved.networks(names), places))
+    return dict(jax.tree.map(put_whole, saved.params(names), places))
 
 
 def record_start(run: Run, params: Params) -> None:
@@ -274,7 +274,7 @@ def record_start(run: Run, params: Params) -> None:
     and records are none of this run's. Every process has to call it, before the first step.
     """
     sums = checksums(params) if any(run.config[key] for key in BORROWING) else {}
-    told_by(lambda: _record_start(run, digest(json.dumps(sums, sort_keys=True).encode())))
+    run_on_process_0(lambda: _record_start(run, digest(json.dumps(sums, sort_keys=True).encode())))
 
 
 def _record_start(run: Run, params: str) -> int:
