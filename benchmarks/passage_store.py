@@ -25,7 +25,8 @@ import psutil
 
 from realm_jax.corpus.build import PassagePacker
 from realm_jax.corpus.jsonl import Article
-from realm_jax.corpus.store import Passage, PassageStore, StoreWriter, columns
+from realm_jax.corpus.segments import Passage
+from realm_jax.corpus.store import PassageStore, append_segment
 from realm_jax.text.wordpiece import WordPiece
 
 WORDS = 135  # ORQA's blocks have about as many on average
@@ -69,10 +70,10 @@ def make(folder: Path, passages: int, tokenizer: Path | None = None) -> float:
         wordpiece.save(tokenizer)
     started = time.monotonic()
     rows = generated_rows(texts, wordpiece)
-    with StoreWriter(folder, wordpiece, 288) as writer:
+    with append_segment(folder, wordpiece, 288) as writer:
         for start in range(0, passages, len(rows)):
             batch = [replace_id(row, start + number) for number, row in enumerate(rows[: passages - start])]
-            writer.write(columns(batch))
+            writer.write(batch)
     return time.monotonic() - started
 
 
@@ -89,7 +90,7 @@ def generated_rows(texts: list[str], wordpiece: WordPiece) -> list[Passage]:
     """One row for each text, as `realm prepare` would make it."""
     articles = [Article(str(number), f"Title {number}", text) for number, text in enumerate(texts)]
     with tempfile.TemporaryDirectory() as folder:
-        with StoreWriter(folder, wordpiece, 512) as writer:
+        with append_segment(folder, wordpiece, 512) as writer:
             writer.write(PassagePacker(wordpiece, 512, "rules")(articles)[0])
         store = PassageStore.open(folder)
         return [as_passage(store, row) for row in range(len(store))]

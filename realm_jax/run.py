@@ -33,7 +33,7 @@ from realm_jax.models.inputs import Documents
 from realm_jax.models.realm import Params, Realm
 from realm_jax.sections import joint_length, task_names
 from realm_jax.text.templates import Encode, Template, compiled, placeholder
-from realm_jax.text.wordpiece import WordPiece
+from realm_jax.text.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,7 +267,7 @@ def suited(bert: BertConfig, mesh: Mesh, fused: bool) -> BertConfig:
     return bert
 
 
-def encoder_of(wordpiece: WordPiece) -> Encode:
+def encoder_of(wordpiece: Tokenizer) -> Encode:
     """What makes word pieces of a prompt."""
     return lambda text: wordpiece.encode(text).ids
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realm_jax.corpus.store import Passage, PassageStore, StoreWriter, columns
+from realm_jax.corpus.segments import Passage
+from realm_jax.corpus.store import PassageStore, append_segment
 from realm_jax.errors import UserError
 from realm_jax.text import layouts
 from realm_jax.text.wordpiece import WordPiece
@@ -37,8 +38,8 @@ def passage(
 
 
 def write(folder: Path, *passages: Passage, limit: int = 288) -> PassageStore:
-    with StoreWriter(folder, WORDPIECE, limit) as writer:
-        writer.write(columns(passages))
+    with append_segment(folder, WORDPIECE, limit) as writer:
+        writer.write(passages)
     return PassageStore.open(folder)
 
 
@@ -96,8 +97,8 @@ def test_appending_refuses_another_tokenizer_another_limit_and_known_documents(t
     with pytest.raises(UserError, match="limit is 288, not 100"):
         write(folder, passage("b"), limit=100)
     other = WordPiece(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "z"])
-    with pytest.raises(UserError, match="tokenizer is"):
-        StoreWriter(folder, other, 288)
+    with pytest.raises(UserError, match="tokenizer is"), append_segment(folder, other, 288):
+        pass
     with pytest.raises(UserError, match="document 'a' is in .* already"):
         write(folder, passage("b"), passage("a"))
     with pytest.raises(UserError, match="document 'b' was written twice"):
@@ -108,8 +109,8 @@ def test_appending_refuses_another_tokenizer_another_limit_and_known_documents(t
 
 def test_an_interrupted_writer_leaves_nothing(tmp_path):
     folder = tmp_path / "store"
-    with pytest.raises(KeyboardInterrupt), StoreWriter(folder, WORDPIECE, 288) as writer:
-        writer.write(columns([passage()]))
+    with pytest.raises(KeyboardInterrupt), append_segment(folder, WORDPIECE, 288) as writer:
+        writer.write([passage()])
         raise KeyboardInterrupt
     assert not folder.exists()
     with pytest.raises(UserError, match="holds no finished passage store"):
@@ -127,15 +128,15 @@ def test_a_segment_that_a_killed_writer_left_is_replaced(tmp_path):
 
 def test_the_fingerprint_covers_content_and_tokenizer(tmp_path):
     one = write(tmp_path / "one", passage("a"), passage("b"))
-    with StoreWriter(tmp_path / "two", WORDPIECE, 288) as writer:
-        writer.write(columns([passage("a")]))
-        writer.write(columns([]))
-        writer.write(columns([passage("b")]))
+    with append_segment(tmp_path / "two", WORDPIECE, 288) as writer:
+        writer.write([passage("a")])
+        writer.write([])
+        writer.write([passage("b")])
     assert PassageStore.open(tmp_path / "two").fingerprint == one.fingerprint, "batches do not matter"
     assert write(tmp_path / "three", passage("a"), passage("c")).fingerprint != one.fingerprint
     other = WordPiece(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "z"])
-    with StoreWriter(tmp_path / "four", other, 288) as writer:
-        writer.write(columns([passage("a"), passage("b")]))
+    with append_segment(tmp_path / "four", other, 288) as writer:
+        writer.write([passage("a"), passage("b")])
     assert PassageStore.open(tmp_path / "four").fingerprint != one.fingerprint
 
 
@@ -187,9 +188,9 @@ def test_a_word_piece_beyond_the_vocabulary_is_damage(tmp_path):
         damaged.document_matrix(16, WORDPIECE.special)
 
 
-def test_a_title_that_cannot_be_stored_is_named_by_its_document():
+def test_a_title_that_cannot_be_stored_is_named_by_its_document(tmp_path):
     with pytest.raises(UserError, match=r"document 'a\\nb': its title keeps 80,000 word pieces, more than 65,535; "):
-        columns([passage("a\nb", title=80_000)])
+        write(tmp_path / "store", passage("a\nb", title=80_000))
 
 
 def test_a_damaged_or_newer_manifest_is_named(tmp_path):

@@ -242,7 +242,7 @@ def test_a_vocabulary_in_a_fast_tokenizer_is_compared_too(people, tmp_path):
     open_run(config_for(people, folder), tmp_path / "run")
     tokenizer["model"]["vocab"] |= {pieces[-1]: len(pieces) - 2, pieces[-2]: len(pieces) - 1}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(UserError, match="tokenizer.json: not the word pieces of the prepared data"):
+    with pytest.raises(UserError, match="tokenizer.json: not the tokens of the prepared data"):
         open_run(config_for(people, folder), tmp_path / "other")
 
 

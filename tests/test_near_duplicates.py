@@ -18,11 +18,11 @@ from realm_jax.corpus import near_duplicates
 from realm_jax.corpus.jsonl import Article
 from realm_jax.corpus.near_duplicates import (
     BANDS,
+    FINGERPRINT,
     HASHES,
     REASONS,
     ROWS,
     SHINGLE,
-    Fingerprint,
     find_near_duplicates,
     fingerprint,
     signature,
@@ -47,37 +47,47 @@ def staying(articles: list[Article]) -> list[Article]:
     return without_copies(articles)[0]
 
 
-def bands_of(one: Fingerprint) -> list[bytes]:
-    return [one.bands[at : at + 8] for at in range(0, len(one.bands), 8)]
+def made(key: bytes, identity: bytes, text: bytes, bands: bytes, sketch: bytes) -> np.ndarray:
+    return np.frombuffer(key + identity + text + bands + sketch, FINGERPRINT)
 
 
-def agree_often(one: Fingerprint, other: Fingerprint) -> bool:
-    same = sum(a == b for a, b in zip(one.sketch, other.sketch, strict=True))
-    return same >= math.ceil(HASHES * (0.8 + 0.2 / 256))
+def key_of(one: np.ndarray) -> bytes:
+    return one["key"].tobytes()
+
+
+def bands_of(one: np.ndarray) -> list[int]:
+    return one["bands"][0].tolist()
+
+
+def agree_often(one: np.ndarray, other: np.ndarray) -> bool:
+    return (one["sketch"] == other["sketch"]).sum() >= math.ceil(HASHES * (0.8 + 0.2 / 256))
 
 
 # --- The rules --------------------------------------------------------------------------------------------------------
 
 
-def by_definition(fingerprints: list[Fingerprint], leaders: int) -> set[bytes]:
+def by_definition(fingerprints: list[np.ndarray], leaders: int) -> set[bytes]:
     """The keys that stay, by comparing everything with everything."""
     alone = [
         one
         for one in fingerprints
-        if not any(other.key < one.key and (other.id == one.id or other.text == one.text) for other in fingerprints)
+        if not any(
+            key_of(other) < key_of(one) and (other["id"] == one["id"] or other["text"] == one["text"])
+            for other in fingerprints
+        )
     ]
     staying = set()
     for one in alone:
-        for band in bands_of(one):
-            group = sorted(other.key for other in alone if band in bands_of(other))[:leaders]
-            if any(o.key in group and o.key < one.key and agree_often(one, o) for o in alone):
+        for place, band in enumerate(bands_of(one)):
+            group = sorted(key_of(other) for other in alone if bands_of(other)[place] == band)[:leaders]
+            if any(key_of(o) in group and key_of(o) < key_of(one) and agree_often(one, o) for o in alone):
                 break
         else:
-            staying.add(one.key)
+            staying.add(key_of(one))
     return staying
 
 
-def made_fingerprints(rng: Random, count: int) -> list[Fingerprint]:
+def made_fingerprints(rng: Random, count: int) -> list[np.ndarray]:
     """Few values of everything, so that all rules meet in most sets; sketches around the threshold of likeness."""
     bases = [bytes(rng.randrange(256) for _ in range(HASHES)) for _ in range(2)]
     found = {}
@@ -86,14 +96,8 @@ def made_fingerprints(rng: Random, count: int) -> list[Fingerprint]:
         for place in rng.sample(range(HASHES), rng.choice([0, 8, 12, 13, 25, 26])):
             sketch[place] ^= 1
         bands = b"".join(bytes([band, rng.randrange(3)]) + bytes(6) for band in range(BANDS))
-        one = Fingerprint(
-            key=bytes([rng.randrange(256)] * 16),
-            id=bytes([rng.randrange(30)] * 8),
-            text=bytes([rng.randrange(30)] * 8),
-            bands=bands,
-            sketch=bytes(sketch),
-        )
-        found[one.key] = one
+        key, identity, text = (bytes([rng.randrange(most)] * size) for most, size in ((256, 16), (30, 8), (30, 8)))
+        found[key] = made(key, identity, text, bands, bytes(sketch))
     return list(found.values())
 
 
@@ -109,7 +113,7 @@ def test_what_stays_follows_from_the_set_alone(seed, count, leaders):
         for _ in range(3):
             shuffled = rng.sample(fingerprints, len(fingerprints))
             found = find_near_duplicates(shuffled)
-            assert {one.key for one, reason in zip(shuffled, found, strict=True) if not reason} == expected
+            assert {key_of(one) for one, reason in zip(shuffled, found, strict=True) if not reason} == expected
 
 
 def test_a_set_of_made_fingerprints_uses_every_rule():
@@ -168,11 +172,11 @@ def test_nothing_and_one_article_are_no_copies():
 def test_in_a_chain_of_edits_every_neighbour_of_a_smaller_key_goes():
     """One that is left out leaves out others: the price of deciding every group by itself."""
 
-    def one(key: int, changed: range) -> Fingerprint:
+    def one(key: int, changed: range) -> np.ndarray:
         sketch = bytearray(HASHES)
         for place in changed:
             sketch[place] = 1
-        return Fingerprint(bytes([key]) * 16, bytes([key]) * 8, bytes([key]) * 8, bytes(BANDS * 8), bytes(sketch))
+        return made(bytes([key]) * 16, bytes([key]) * 8, bytes([key]) * 8, bytes(BANDS * 8), bytes(sketch))
 
     first, second, third = one(1, range(0)), one(2, range(20)), one(3, range(40))
     assert not agree_often(first, third)
@@ -193,13 +197,14 @@ def test_a_fingerprint_is_the_same_for_ever():
     one = fingerprint(
         Article("https://news.example/1", "Größe", "It was the best of times, it was the worst of times.")
     )
-    assert [len(part) for part in one] == [16, 8, 8, 8 * BANDS, HASHES]
-    assert (one.key.hex(), one.id.hex(), one.text.hex()) == (
+    assert [one[name].nbytes for name in FINGERPRINT.names] == [16, 8, 8, 8 * BANDS, HASHES]
+    assert tuple(one[name].tobytes().hex() for name in ("key", "id", "text")) == (
         "b38b975312236155e4666038219d6b0a",
         "efb2c5087402aa01",
         "557be86720da5215",
     )
-    assert (one.bands[:8].hex(), one.bands[-8:].hex(), one.sketch[:8].hex()) == (
+    bands, sketch = one["bands"].tobytes(), one["sketch"].tobytes()
+    assert (bands[:8].hex(), bands[-8:].hex(), sketch[:8].hex()) == (
         "f1cda032f8979e59",
         "4be76fe59c4a2258",
         "b67918f346ade61d",
@@ -230,7 +235,7 @@ def test_bands_are_told_apart_by_their_number():
 
 @given(st.text() | st.text(st.sampled_from("ab \ud800é")))
 def test_any_text_has_a_fingerprint(text):
-    assert len(b"".join(fingerprint(Article(text, text, text)))) == 288
+    assert fingerprint(Article(text, text, text)).nbytes == 288
 
 
 def test_equal_minima_estimate_the_share_of_common_shingles():

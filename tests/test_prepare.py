@@ -227,12 +227,12 @@ def test_a_vocabulary_is_found_where_a_model_has_it(tmp_path, passages, place):
 @pytest.mark.parametrize(
     "files, message",
     [
-        ({"tokenizer": {"model": {"type": "BPE", "vocab": {}}}}, "tokenizer.json: a tokenizer of type BPE, not WordPi"),
+        ({"tokenizer": {"model": {"type": "BPE", "vocab": {}}}}, "tokenizer.json: not a tokenizer that can be read"),
         ({"tokenizer": {"model": {"type": "WordPiece", "vocab": {"a": 7}}}}, "not numbered from 0 to 0; fetch it"),
         ({"tokenizer_config": []}, "tokenizer_config.json: holds no settings; fetch it again"),
     ],
 )
-def test_a_tokenizer_of_another_kind_is_refused(tmp_path, passages, files, message):
+def test_a_tokenizer_that_cannot_be_used_is_refused(tmp_path, passages, files, message):
     with pytest.raises(UserError, match=message):
         prepare(passages, tmp_path / "data", vocab=model_folder(tmp_path / "model", **files))
 

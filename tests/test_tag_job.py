@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -20,16 +21,22 @@ from realm_jax.evaluation.tagging import TextTagger, tag_passages
 from realm_jax.host import Preempted, Stop
 from realm_jax.index.builder import WorkShare
 from realm_jax.jobs import tag as job
+from realm_jax.jobs.corpus import edit
+from realm_jax.jobs.prepare import prepare
 from realm_jax.jobs.tag import tag
 from realm_jax.jobs.tagger import open_tagger, train
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
-SIZE = 3  # rows of a chunk; there are 16
+SEGMENTS = 4
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    return prepare_people(tmp_path_factory.mktemp("prepared"))
+    files = prepare_people(tmp_path_factory.mktemp("people")).parent
+    data = tmp_path_factory.mktemp("prepared") / "data"
+    given = {"questions": [files / "questions.jsonl"], "vocabulary_size": 300, "workers": 1, "shards": SEGMENTS}
+    prepare(files / "passages.jsonl", data, **given)
+    return data
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +53,7 @@ def tagger(workdir) -> TextTagger:
 
 def go(tagger: TextTagger, data: Path, output: Path, process: int = 0, processes: int = 1) -> None:
     with Stop() as stop:
-        tag(tagger, data, output, WorkShare(process, processes), stop, SIZE)
+        tag(tagger, data, output, WorkShare(process, processes), stop)
 
 
 def rows_of(store: PassageStore) -> list[tuple]:
@@ -91,39 +98,52 @@ def same(one: Path, other: Path) -> bool:
     return open_sources(one).passages.fingerprint == open_sources(other).passages.fingerprint
 
 
-def test_a_job_that_is_cut_off_goes_on_with_the_next_chunk(tagger, data, tagged, tmp_path, monkeypatch):
+def test_a_job_that_is_cut_off_goes_on_with_the_next_segment(tagger, data, tagged, tmp_path, monkeypatch):
     done: list[range] = []
     whole = job.tag_passages
 
-    def cut(tagger, store, rows, wordpiece):
+    def cut(*given, **check):
         if len(done) == 2:
             raise Cut
-        done.append(rows)
-        return whole(tagger, store, rows, wordpiece)
+        done.append(given[2])
+        return whole(*given, **check)
 
     with monkeypatch.context() as patch, pytest.raises(Cut):
         patch.setattr(job, "tag_passages", cut)
         go(tagger, data, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     with monkeypatch.context() as patch:
-        patch.setattr(job, "tag_passages", lambda *given: done.append(given[2]) or whole(*given))
+        patch.setattr(job, "tag_passages", lambda *given, **check: done.append(given[2]) or whole(*given, **check))
         go(tagger, data, tmp_path / "out")
-    assert [rows.start for rows in done] == [0, 3, 6, 9, 12, 15]
+    store = open_sources(data).passages
+    assert done == [store.rows_in(number)[0] for number in range(SEGMENTS)] and sum(map(len, done)) == len(store) == 16
     assert same(tmp_path / "out", tagged)
 
 
-def test_processes_share_the_chunks_and_the_first_one_publishes(tagger, data, tagged, tmp_path, monkeypatch):
-    """The second one finds the first one's first chunk done and, alone, does all others; the first has nothing left."""
+def test_rows_that_the_corpus_leaves_out_stay_out(tagger, data, tmp_path):
+    shutil.copytree(data, tmp_path / "data")
+    edit(tmp_path / "data", "remove", ["p3"])
+    go(tagger, tmp_path / "data", tmp_path / "out")
+    store = open_sources(tmp_path / "out").passages
+    assert (
+        len(store) == 15
+        and not store.rows_of("p3")
+        and rows_of(store) == rows_of(open_sources(tmp_path / "data").passages)
+    )
+
+
+def test_processes_share_the_segments_and_the_first_one_publishes(tagger, data, tagged, tmp_path, monkeypatch):
+    """The second one finds the first one's segment done and, alone, does all others; the first has nothing left."""
     whole, done = job.tag_passages, []
 
-    def first_chunk_only(*given):
+    def first_segment_only(*given, **check):
         if done:
             raise Cut
         done.append(given[2])
-        return whole(*given)
+        return whole(*given, **check)
 
     with monkeypatch.context() as patch, pytest.raises(Cut):
-        patch.setattr(job, "tag_passages", first_chunk_only)
+        patch.setattr(job, "tag_passages", first_segment_only)
         go(tagger, data, tmp_path / "out", 0, 2)
     go(tagger, data, tmp_path / "out", 1, 2)
     assert not (tmp_path / "out").exists()
@@ -133,28 +153,31 @@ def test_processes_share_the_chunks_and_the_first_one_publishes(tagger, data, ta
     assert same(tmp_path / "out", tagged)
 
 
-def test_sigterm_ends_between_chunks(tagger, data, tmp_path, monkeypatch):
-    whole = job.tag_passages
+def test_sigterm_ends_within_a_segment_and_keeps_those_before(tagger, data, tmp_path, monkeypatch):
+    whole, done = job.tag_passages, []
 
-    def stop(*given):
-        os.kill(os.getpid(), signal.SIGTERM)
-        return whole(*given)
+    def stop(*given, **check):
+        if done:
+            os.kill(os.getpid(), signal.SIGTERM)
+        done.append(given[2])
+        return whole(*given, **check)
 
     monkeypatch.setattr(job, "tag_passages", stop)
-    with pytest.raises(Preempted, match="finished chunks stay"):
+    with pytest.raises(Preempted, match="finished segments stay"):
         go(tagger, data, tmp_path / "out")
-    assert len([*(tmp_path / "out.tagging" / "passages").iterdir()]) == 1
+    names = sorted(path.name for path in (tmp_path / "out.tagging" / "passages").glob("segment*"))
+    assert len(done) == 2 and names == ["segment-00000", "segment-00000.json"]
 
 
 def test_a_process_that_is_overtaken_ends_well(tagger, data, tagged, tmp_path, monkeypatch):
-    """The first one does what is left, publishes and removes what led to it while the second is at its chunk."""
+    """The first one does what is left, publishes and removes what led to it while the second is at its segment."""
     whole = job.tag_passages
 
-    def overtaken(*given):
+    def overtaken(*given, **check):
         monkeypatch.setattr(job, "tag_passages", whole)
         go(tagger, data, tmp_path / "out", 0, 2)
         monkeypatch.setattr(job, "tag_passages", None)
-        return whole(*given)
+        return whole(*given, **check)
 
     monkeypatch.setattr(job, "tag_passages", overtaken)
     go(tagger, data, tmp_path / "out", 1, 2)
@@ -165,10 +188,10 @@ def test_a_process_that_is_overtaken_ends_well(tagger, data, tagged, tmp_path, m
 def test_of_two_equal_commands_one_works(tagger, data, tagged, tmp_path, monkeypatch):
     whole = job.tag_passages
 
-    def again(*given):
+    def again(*given, **check):
         with pytest.raises(UserError, match="another process works there"):
             go(tagger, data, tmp_path / "out")
-        return whole(*given)
+        return whole(*given, **check)
 
     monkeypatch.setattr(job, "tag_passages", again)
     go(tagger, data, tmp_path / "out")
@@ -193,18 +216,14 @@ def test_what_was_half_written_is_written_again(tagger, data, tagged, tmp_path, 
 
 
 def test_sigterm_ends_while_the_folder_is_written(tagger, data, tmp_path, begun, monkeypatch):
-    read = job._read_chunk
-    monkeypatch.setattr(job, "_read_chunk", lambda chunk: os.kill(os.getpid(), signal.SIGTERM) or read(chunk))
-    with pytest.raises(Preempted, match="finished chunks stay"):
+    verify = job.Segment.verify
+    monkeypatch.setattr(job.Segment, "verify", lambda self: os.kill(os.getpid(), signal.SIGTERM) or verify(self))
+    with pytest.raises(Preempted, match="finished segments stay"):
         go(tagger, data, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_what_was_begun_otherwise_is_refused(tagger, data, tmp_path, begun, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr("test_tag_job.SIZE", 5)
-        with pytest.raises(UserError, match="was begun with other chunk_rows"):
-            go(tagger, data, tmp_path / "out")
+def test_what_was_begun_otherwise_is_refused(tagger, data, tmp_path, begun):
     other = dataclasses.replace(tagger, identity="another")
     with pytest.raises(UserError, match="was begun with other tagger"):
         go(other, data, tmp_path / "out")
@@ -212,23 +231,20 @@ def test_what_was_begun_otherwise_is_refused(tagger, data, tmp_path, begun, monk
     record.write_text(json.dumps(json.loads(record.read_text()) | {"more": 1}))
     with pytest.raises(UserError, match="was begun with other settings"):
         go(tagger, data, tmp_path / "out")
-    record.unlink()
-    with monkeypatch.context() as patch, pytest.raises(UserError, match="npy is damaged; remove it and repeat"):
-        patch.setattr("test_tag_job.SIZE", 6)  # the chunks that are there are of three rows
-        go(tagger, data, tmp_path / "out")
 
 
 @pytest.mark.parametrize("harm", ["flipped", "cut", "empty", "moved"])
-def test_a_damaged_chunk_is_named(tagger, data, tmp_path, begun, harm):
-    chunk = begun / "passages" / "000000003.npy"
-    content = bytearray(chunk.read_bytes())
-    content[-40] ^= 1  # in the last span
-    other = (begun / "passages" / "000000006.npy").read_bytes()
-    chunk.write_bytes({"flipped": content, "cut": content[:70], "empty": b"", "moved": other}[harm])
-    with pytest.raises(UserError, match="000000003.npy is damaged; remove it and repeat"):
+def test_a_damaged_segment_is_named(tagger, data, tmp_path, begun, harm):
+    segment, other = (begun / "passages" / f"segment-0000{number}" for number in (1, 2))
+    content = bytearray((segment / "spans.npy").read_bytes())
+    content[-1] ^= 1  # in the last span
+    damaged = {"flipped": content, "cut": content[:70], "empty": b"", "moved": (other / "spans.npy").read_bytes()}[harm]
+    shutil.rmtree(begun / "whole")
+    (segment / "spans.npy").write_bytes(damaged)
+    with pytest.raises(UserError, match="segment-00001 is damaged; remove it and repeat"):
         go(tagger, data, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    chunk.unlink()
+    shutil.rmtree(segment)
     go(tagger, data, tmp_path / "out")
 
 

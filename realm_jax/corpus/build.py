@@ -11,7 +11,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, fields
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 
 from realm_jax.corpus.articles import read_shard
 from realm_jax.corpus.jsonl import Article
-from realm_jax.corpus.segments import SegmentWriter
-from realm_jax.corpus.store import Columns, Passage, StoreWriter, columns, segment_folder
+from realm_jax.corpus.segments import Passage, SegmentWriter
+from realm_jax.corpus.store import append_segment, segment_folder
 from realm_jax.errors import UserError
 from realm_jax.storage import Folder, open_folder
 from realm_jax.text import packing, sentences, spans
-from realm_jax.text.wordpiece import Encoding, WordPiece
+from realm_jax.text.tokenizer import Tokenizer, Tokens
 
 SMALLEST_LIMIT = 16  # below this a title leaves no room worth packing into
 _BATCH_ARTICLES = 512
@@ -53,7 +53,7 @@ class Summary:
 
 def build_store(
     articles: Iterable[Article],
-    wordpiece: WordPiece,
+    wordpiece: Tokenizer,
     folder: str | os.PathLike[str],
     limit: int = packing.DEFAULT_LIMIT,
     finder: str = "rules",
@@ -66,7 +66,7 @@ def build_store(
     Raises UserError when no article has words; the folder is then as before.
     """
     packer = PassagePacker(wordpiece, limit, finder)
-    with StoreWriter(folder, wordpiece, limit, replaces) as writer:
+    with append_segment(folder, wordpiece, limit, replaces) as writer:
         summary = _write(writer, packer, articles)
         if not summary.passages:
             raise UserError(f"none of {summary.articles} articles has words to store; check the texts")
@@ -108,7 +108,7 @@ def pack_shard(packer: "PassagePacker", store: str, articles: str, shard: int) -
     with tempfile.TemporaryDirectory() as scratch:
         is_remote = "://" in store
         segment = segment_folder(Path(scratch if is_remote else store), shard)
-        with SegmentWriter(segment, packer.tokenizer) as writer:
+        with SegmentWriter(segment, packer.tokenizer.fingerprint, packer.tokenizer.dtype) as writer:
             summary = _write(writer, packer, read_shard(source, shard))
         for path in sorted(segment.iterdir()) if is_remote else ():
             open_folder(store).write(f"{segment.name}/{path.name}", path.read_bytes())
@@ -135,100 +135,63 @@ def check_limit(limit: int) -> None:
 class PassagePacker:
     """Turns articles into rows of a store; a pure function of an article, cheap to send to another process."""
 
-    def __init__(self, wordpiece: WordPiece, limit: int, finder: str):
+    def __init__(self, wordpiece: Tokenizer, limit: int, finder: str):
         check_limit(limit)
-        self._wordpiece = wordpiece
+        self.tokenizer = wordpiece
         self.limit = limit
         self._finder_name = finder
         self._find = spans.finder(finder)
 
-    @property
-    def tokenizer(self) -> str:
-        """The fingerprint of the tokenizer."""
-        return self._wordpiece.fingerprint
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return (PassagePacker, (self._wordpiece, self.limit, self._finder_name))
+        return (PassagePacker, (self.tokenizer, self.limit, self._finder_name))
 
-    def __call__(self, articles: list[Article]) -> tuple[Columns, Summary]:
+    def __call__(self, articles: list[Article]) -> tuple[list[Passage], Summary]:
         """Rows of a batch of articles, in order, and what became of them."""
         summary = Summary(articles=len(articles))
         texts = [_without_title_line(article) for article in articles]
-        titles = self._wordpiece.encode_batch([article.title for article in articles])
+        titles, bodies = self.tokenizer.tokens([article.title for article in articles]), self.tokenizer.tokens(texts)
         passages: list[Passage] = []
-        for article, text, title, pieces in zip(articles, texts, titles, self._pieces(texts), strict=True):
-            rows = self._passages(article, text, title, pieces, summary)
+        for article, text, title, tokens in zip(articles, texts, titles, bodies, strict=True):
+            rows = self._passages(article, text, title, tokens, summary)
             if rows:
                 summary.documents += 1
             else:
                 summary.wordless.append(article.id)
             passages.extend(rows)
         summary.passages = len(passages)
-        return columns(passages), summary
+        return passages, summary
 
-    def _pieces(self, texts: list[str]) -> Iterator["_Pieces"]:
-        """The word pieces of each text. Lines are encoded one by one: no piece reaches over the end of a line, and the
-        tokenizer takes up to twice as long over many lines in one."""
-        lines = [text.split("\n") for text in texts]
-        encodings = self._wordpiece.encode_batch([*chain.from_iterable(lines)])
-        counts = np.array([len(encoding.ids) for encoding in encodings], np.int64)
-        ids = np.fromiter(chain.from_iterable(e.ids for e in encodings), np.uint16, counts.sum())
-        offsets = chain.from_iterable(chain.from_iterable(e.offsets for e in encodings))
-        places = np.fromiter(offsets, np.int64, 2 * len(ids)).reshape(-1, 2)
-        begins = np.fromiter(chain.from_iterable(map(_line_begins, lines)), np.int64, len(counts))
-        places += np.repeat(begins, counts)[:, None]
-        starts, ends = places.T.copy()
-        bounds = np.concatenate([[0], np.cumsum(counts)])[np.cumsum([0, *map(len, lines)])].tolist()
-        for first, last in pairwise(bounds):
-            yield _Pieces(ids[first:last], starts[first:last], ends[first:last])
-
-    def _passages(
-        self, article: Article, text: str, title: Encoding, pieces: "_Pieces", summary: Summary
-    ) -> list[Passage]:
+    def _passages(self, article: Article, text: str, title: Tokens, tokens: Tokens, summary: Summary) -> list[Passage]:
         """All passages of one article."""
-        title_tokens = np.array(title.ids[: packing.max_title(self.limit)], np.uint16)
+        title_tokens = title.ids[: packing.max_title(self.limit)]
         summary.notes["long titles shortened"] += len(title.ids) > len(title_tokens)
-        ranges = self._sentences(text, pieces, packing.body_room(len(title_tokens), self.limit), summary)
+        ranges = self._sentences(text, tokens, packing.body_room(len(title_tokens), self.limit), summary)
         if not ranges:
             return []
         borders = np.array([(sentence.start, sentence.stop) for sentence in ranges])
-        columns = pieces.ids, pieces.starts, pieces.ends, borders, self._wordpiece.unk_id
+        columns = *tokens, borders, self.tokenizer.unk_id
         found = spans.in_pieces(self._find(text), *columns)
         rows = packing.pack([s.stop - s.start for s in ranges], len(title_tokens), self.limit)
-        begins = [*(ranges[first].start for first, _ in rows), len(pieces.ids)]
+        begins = [*(ranges[first].start for first, _ in rows), len(tokens.ids)]
         bounds = np.searchsorted([start for start, _, _ in found], begins)
         own = [found[start:stop] for start, stop in pairwise(bounds.tolist())]
         return [
-            _passage(article, text, title_tokens, pieces, ranges[first:last], inside)
+            _passage(article, text, title_tokens, tokens, ranges[first:last], inside)
             for (first, last), inside in zip(rows, own, strict=True)
         ]
 
-    def _sentences(self, text: str, pieces: "_Pieces", room: int, summary: Summary) -> list["_Sentence"]:
+    def _sentences(self, text: str, tokens: Tokens, room: int, summary: Summary) -> list["_Sentence"]:
         """Sentences that have pieces, none with more than `room`."""
         boundaries = sentences.split(text)
-        starts = np.searchsorted(pieces.starts, [start for start, _ in boundaries])
-        stops = [*starts.tolist()[1:], len(pieces.ids)][: len(boundaries)]
         result: list[_Sentence] = []
-        for (begin, end), start, stop in zip(boundaries, starts.tolist(), stops, strict=True):
-            sentence = _Sentence(begin, end, start, stop)
-            if stop - start > room:
+        for (begin, end), parts in zip(boundaries, packing.sentence_parts(tokens, boundaries, room), strict=True):
+            if len(parts) > 1:
                 summary.notes["long sentences split"] += 1
-                result.extend(self._split(sentence, pieces, room))
-            elif stop > start:
-                result.append(sentence)
+            inner = [int(tokens.starts[start]) for start, _ in parts[1:]]
+            ends = [int(tokens.ends[stop - 1]) for _, stop in parts[:-1]]
+            borders = zip([begin, *inner], [*ends, end], parts, strict=False)
+            result += [_Sentence(first, last, start, stop) for first, last, (start, stop) in borders]
         return result
-
-    def _split(self, sentence: "_Sentence", pieces: "_Pieces", room: int) -> list["_Sentence"]:
-        """Cut a sentence into parts of at most `room` pieces, between words wherever possible."""
-        own = slice(sentence.start, sentence.stop)
-        words = packing.word_lengths(list(zip(pieces.starts[own].tolist(), pieces.ends[own].tolist(), strict=True)))
-        parts = []
-        for first, last in packing.split_long(words, room):
-            start, stop = sentence.start + first, sentence.start + last
-            begin = sentence.begin if first == 0 else int(pieces.starts[start])
-            end = sentence.end if stop == sentence.stop else int(pieces.ends[stop - 1])
-            parts.append(_Sentence(begin, end, start, stop))
-        return parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,27 +204,11 @@ class _Sentence:
     stop: int
 
 
-class _Pieces(NamedTuple):
-    """Word pieces of an article: ids uint16, first characters and ends int64, all [pieces]."""
-
-    ids: NDArray[np.uint16]
-    starts: NDArray[np.int64]
-    ends: NDArray[np.int64]
-
-
-def _line_begins(lines: list[str]) -> Iterator[int]:
-    """Where each line begins in the text."""
-    place = 0
-    for line in lines:
-        yield place
-        place += len(line) + 1
-
-
 def _passage(
     article: Article,
     text: str,
-    title_tokens: NDArray[np.uint16],
-    pieces: _Pieces,
+    title_tokens: NDArray[Any],
+    tokens: Tokens,
     ranges: list[_Sentence],
     found: list[tuple[int, int, str]],
 ) -> Passage:
@@ -272,7 +219,7 @@ def _passage(
         title=article.title,
         text=text[ranges[0].begin : ranges[-1].end],
         title_tokens=title_tokens,
-        body_tokens=pieces.ids[base : ranges[-1].stop],
+        body_tokens=tokens.ids[base : ranges[-1].stop],
         sentences=np.array([(sentence.start - base, sentence.stop - base) for sentence in ranges], np.int32),
         spans=[(start - base, end - base, kind) for start, end, kind in found],
     )

@@ -14,13 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from realm_jax.corpus.articles import copies_name, read_lines
-from realm_jax.corpus.near_duplicates import REASONS, Fingerprint, find_near_duplicates, fingerprint
+from realm_jax.corpus.near_duplicates import FINGERPRINT, REASONS, find_near_duplicates, fingerprint
 from realm_jax.storage import open_folder
 
 COPIES = "COPIES.json"
-SIZES = (16, 8, 8, 128, 128)  # bytes of the fields of a Fingerprint
 
 
 def fingerprint_shard(url: str, shard: int) -> int:
@@ -28,7 +28,7 @@ def fingerprint_shard(url: str, shard: int) -> int:
     folder = open_folder(url)
     if _name(shard) in folder.names():
         return 0
-    found = [b"".join(fingerprint(article)) for _, article in read_lines(folder, shard)]
+    found = [fingerprint(article).tobytes() for _, article in read_lines(folder, shard)]
     folder.write(_name(shard), b"".join(found))
     return len(found)
 
@@ -40,12 +40,11 @@ def leave_out_copies(url: str, shards: int) -> Counter[str]:
         return Counter({reason: int(times) for reason, times in folder.read_json(COPIES).items()})
     sizes: list[int] = []
 
-    def every() -> Iterator[Fingerprint]:
+    def every() -> Iterator[NDArray[np.void]]:
         for shard in range(shards):
-            found = folder.read(_name(shard))
-            sizes.append(len(found) // sum(SIZES))
-            for start in range(0, len(found), sum(SIZES)):
-                yield _fields(found[start : start + sum(SIZES)])
+            found = np.frombuffer(folder.read(_name(shard)), FINGERPRINT)
+            sizes.append(len(found))
+            yield found
 
     with tempfile.TemporaryDirectory() as scratch:
         reasons = find_near_duplicates(every(), Path(scratch))
@@ -56,11 +55,6 @@ def leave_out_copies(url: str, shards: int) -> Counter[str]:
     for shard in range(shards):
         folder.remove(_name(shard))
     return +Counter(counts)
-
-
-def _fields(data: bytes) -> Fingerprint:
-    ends = np.cumsum(SIZES).tolist()
-    return Fingerprint(*(data[end - size : end] for end, size in zip(ends, SIZES, strict=True)))
 
 
 def _name(shard: int) -> str:

@@ -6,18 +6,18 @@ entities are held out: their passages are in the corpus, but no pre-training sen
 of them, and the development questions are about them alone.
 
 Not for judging answers on natural language: use real passages and questions for that.
-Record i is a pure function of (settings, i), so a million passages need no big tables: see `lazily`.
+Record i is a pure function of (settings, i), so a million passages need no big tables.
 Read `Phrasings` and `PHRASINGS` next: they are all the English there is.
 """
 
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar
 
 from realm_jax.errors import UserError
 
@@ -82,8 +82,10 @@ PHRASINGS: dict[str, Phrasings] = {
 # fmt: on
 RELATIONS = tuple(PHRASINGS)
 REPEATED_FACTS = 1  # lets a sentence taken out of an article often be rebuilt from the rest
-ARTICLE_PHRASINGS = 2  # of a relation in one article at most; the news on an entity uses the others
-NEWS_PHRASINGS = min(len(phrasings.statement) for phrasings in PHRASINGS.values()) - ARTICLE_PHRASINGS
+NEWS_PER_FACT = 2  # pre-training sentences about each fact, in phrasings that the entity's article does not use
+PRONOUN_RATE = 0.25  # of the sentences of an article after the first say "it" for the name
+SYNONYM_RATE = 0.95  # of name words with a synonym, outside the passages; 0.36 * 0.95 changes 57 % of the names
+VALUES = 160  # distinct ones that a relation draws from, so chance is about 1 / 160
 QUESTION_PHRASINGS = min(len(phrasings.question) for phrasings in PHRASINGS.values())
 MONTHS = ("January", "March", "April", "June", "August", "October")  # not May: it is a common word too
 
@@ -104,17 +106,9 @@ class EncyclopediaSettings:
     """Questions about the other entities; no fact is asked twice before every fact was asked once."""
     synonym_share: float = 0.36
     """Share of name words that have a synonym."""
-    synonym_rate: float = 0.95
-    """Chance that such a word is replaced outside the passages; 0.36 * 0.95 changes 57 % of the names."""
     plain_questions: bool = False
     """Whether training questions call everything as its article does: synonyms can then be learnt from the pre-training
     text alone."""
-    news_per_fact: float = 2.0
-    """Mean number of pre-training sentences about each fact, each in another phrasing."""
-    pronoun_rate: float = 0.25
-    """Chance that an article sentence after the first says "it" for the name."""
-    values_per_relation: int = 160
-    """Distinct values a relation draws from: chance is about 1 / values_per_relation."""
 
     def __post_init__(self) -> None:
         known_facts = (self.entities - self.held_out) * len(RELATIONS)
@@ -123,30 +117,11 @@ class EncyclopediaSettings:
             "held_out": (1, self.entities - 1),
             "train_questions": (0, known_facts * QUESTION_PHRASINGS),
             "synonym_share": (0, 1),
-            "synonym_rate": (0, 1),
-            "news_per_fact": (1, NEWS_PHRASINGS),
-            "pronoun_rate": (0, 1),
-            "values_per_relation": (2, 400),  # at most 400, for as many distinct years must lie in 1500-1999
         }
         for key, (low, high) in limits.items():
             value = getattr(self, key)
             if not low <= value <= high:
                 raise UserError(f"encyclopedia: {key} is {value}; choose a value from {low} to {high}")
-
-
-@dataclass(frozen=True)
-class Encyclopedia:
-    """Four sequences of JSON-ready records; `lazily` gives sequences that compute a record when it is asked for."""
-
-    settings: EncyclopediaSettings
-    passages: Sequence[Record]
-    """{"id", "title", "text"}, one an entity: the corpus Z."""
-    pretraining: Sequence[Record]
-    """{"id", "title", "text"}, a news item of one to three sentences: the pre-training text X."""
-    train_questions: Sequence[Record]
-    """{"question", "answers", "gold_passage_id", "relation", "replaced_words", "entity"}."""
-    dev_questions: Sequence[Record]
-    """The same fields, about held-out entities only."""
 
 
 class Entity(NamedTuple):
@@ -157,67 +132,8 @@ class Entity(NamedTuple):
     values: tuple[str, ...]
 
 
-class LazyRecords(Sequence[Record]):
-    """A sequence whose record i is computed by `make(i)` each time it is read; nothing is kept."""
-
-    def __init__(self, count: int, make: Callable[[int], Record]) -> None:
-        self._count = count
-        self._make = make
-
-    def __len__(self) -> int:
-        return self._count
-
-    @overload
-    def __getitem__(self, index: int) -> Record: ...
-    @overload
-    def __getitem__(self, index: slice) -> "list[Record]": ...
-    def __getitem__(self, index: int | slice) -> "Record | list[Record]":
-        positions = range(self._count)[index]  # raises IndexError and understands negative numbers for us
-        return [self._make(i) for i in positions] if isinstance(positions, range) else self._make(positions)
-
-    def __iter__(self) -> Iterator[Record]:
-        return map(self._make, range(self._count))
-
-
-def generate(seed: int, entities: int = 3200, held_out: int = 200, **settings: Any) -> Encyclopedia:
-    """The whole encyclopedia in memory; `settings` are further fields of `EncyclopediaSettings`."""
-    lazy = lazily(EncyclopediaSettings(seed=seed, entities=entities, held_out=held_out, **settings))
-    return Encyclopedia(
-        lazy.settings, list(lazy.passages), list(lazy.pretraining), list(lazy.train_questions), list(lazy.dev_questions)
-    )
-
-
-def lazily(settings: EncyclopediaSettings) -> Encyclopedia:
-    """The same records as `generate`, each computed when read: memory grows with the square root of `entities`."""
-    world = _World(settings)
-    known = settings.entities - settings.held_out
-    return Encyclopedia(
-        settings,
-        passages=LazyRecords(settings.entities, world.passage),
-        pretraining=LazyRecords(known * world.news_items, world.news),
-        train_questions=LazyRecords(settings.train_questions, world.train_question),
-        dev_questions=LazyRecords(settings.held_out * len(RELATIONS), world.dev_question),
-    )
-
-
-def write(encyclopedia: Encyclopedia, folder: Path | str) -> list[Path]:
-    """Writes the four JSONL files into `folder` (made if absent), one record at a time; returns their paths."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    files: dict[str, Iterable[Record]] = {
-        "passages.jsonl": encyclopedia.passages,
-        "pretraining.jsonl": encyclopedia.pretraining,
-        "questions-train.jsonl": encyclopedia.train_questions,
-        "questions-dev.jsonl": encyclopedia.dev_questions,
-    }
-    for name, records in files.items():
-        with open(folder / name, "w", encoding="utf-8", newline="\n") as lines:
-            lines.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-    return [folder / name for name in files]
-
-
-class _World:
-    """The small tables (words, synonyms, value pools) and the functions from an index to its record.
+class Encyclopedia:
+    """Small tables (words, synonyms, value pools), and the records that follow from them, one after another.
 
     Held-out entities are spread evenly: entity floor(j * entities / held_out) is the j-th of them, so that no
     position in the corpus tells them apart.
@@ -228,17 +144,32 @@ class _World:
         rng = self._random("words", 0)
         # Each name word is shared by sqrt(entities) / 2.2 entities: 26 of 3,200.
         pool = math.ceil(2.2 * math.sqrt(settings.entities))
-        count = settings.values_per_relation
-        words = _invented_words(rng, 4 * pool + 3 * count)
+        words = _invented_words(rng, 4 * pool + 3 * VALUES)
         self.firsts, self.seconds = words[:pool], words[pool : 2 * pool]
         common = round(settings.synonym_share * pool)
         replaceable = self.firsts[:common] + self.seconds[:common]
         self.synonyms = dict(zip(replaceable, words[2 * pool :], strict=False))
-        self.pools = _value_pools(rng, [word.capitalize() for word in words[4 * pool :]], count)
+        self.pools = _value_pools(rng, [word.capitalize() for word in words[4 * pool :]], VALUES)
         self.rounds = [[_below(rng, pool) for _ in range(pool)] for _ in range(4)]
-        self.news_sentences = round(settings.news_per_fact * len(RELATIONS))
+        self.news_sentences = NEWS_PER_FACT * len(RELATIONS)
         self.news_items = math.ceil(self.news_sentences / 2)
         self.known = settings.entities - settings.held_out
+
+    def passages(self) -> Iterator[Record]:
+        """{"id", "title", "text"}, one an entity: the corpus Z."""
+        return map(self._passage, range(self.settings.entities))
+
+    def pretraining(self) -> Iterator[Record]:
+        """{"id", "title", "text"}, a news item of one to three sentences: the pre-training text X."""
+        return map(self._news, range(self.known * self.news_items))
+
+    def train_questions(self) -> Iterator[Record]:
+        """{"question", "answers", "gold_passage_id", "relation", "replaced_words", "entity"}."""
+        return map(self._train_question, range(self.settings.train_questions))
+
+    def dev_questions(self) -> Iterator[Record]:
+        """The same fields, about held-out entities only."""
+        return map(self._dev_question, range(self.settings.held_out * len(RELATIONS)))
 
     def entity(self, index: int) -> Entity:
         # A Feistel network is a bijection of the pairs, so no two entities share a name and no table is needed.
@@ -249,13 +180,13 @@ class _World:
         values = tuple(self.pools[relation][_below(rng, len(self.pools[relation]))] for relation in RELATIONS)
         return Entity(index, (self.firsts[first], self.seconds[second]), values)
 
-    def passage(self, index: int) -> Record:
+    def _passage(self, index: int) -> Record:
         entity, rng = self.entity(index), self._random("passage", index)
         plan = self._article_plan(index)
         name = " ".join(entity.name)
         sentences: list[str] = []
         for relation, phrasing in _shuffled(rng, plan):
-            pronoun = bool(sentences) and rng.random() < self.settings.pronoun_rate
+            pronoun = bool(sentences) and rng.random() < PRONOUN_RATE
             the, capital = ("it", "It") if pronoun else (f"the {name}", f"The {name}")
             sentences.append(phrasing.format(the=the, The=capital, value=entity.values[relation]))
         return {"id": f"entity-{index}", "title": name, "text": " ".join(sentences)}
@@ -269,7 +200,7 @@ class _World:
             for phrasing in _shuffled(rng, PHRASINGS[RELATIONS[relation]].statement)[:repeats]
         ]
 
-    def news(self, index: int) -> Record:
+    def _news(self, index: int) -> Record:
         which, item = divmod(index, self.news_items)
         entity = self.entity(self._known_entity(which))
         start, stop, plan = self._news_plan(entity.number, item)
@@ -280,7 +211,7 @@ class _World:
             sentences.append(phrasing.format(the=f"the {name}", The=f"The {name}", value=entity.values[relation]))
         return {"id": f"news-{index}", "title": f"dispatch {index + 1}", "text": " ".join(sentences)}
 
-    def train_question(self, index: int) -> Record:
+    def _train_question(self, index: int) -> Record:
         facts = self.known * len(RELATIONS)
         around, position = divmod(index, facts)
         # A stride without a common divisor visits every fact once before any fact twice.
@@ -288,7 +219,7 @@ class _World:
         which, relation = divmod(fact, len(RELATIONS))
         return self._question("train", index, self._known_entity(which), relation, around, fact)
 
-    def dev_question(self, index: int) -> Record:
+    def _dev_question(self, index: int) -> Record:
         which, relation = divmod(index, len(RELATIONS))
         entity = which * self.settings.entities // self.settings.held_out
         return self._question("dev", index, entity, relation, 0, index)
@@ -329,12 +260,28 @@ class _World:
 
     def _spoken_name(self, rng: Random, entity: Entity) -> tuple[str, int]:
         """The name with each word replaced by its synonym at the synonym rate, and how many were."""
-        replaced = [rng.random() < self.settings.synonym_rate and word in self.synonyms for word in entity.name]
+        replaced = [rng.random() < SYNONYM_RATE and word in self.synonyms for word in entity.name]
         words = [self.synonyms[word] if swap else word for word, swap in zip(entity.name, replaced, strict=True)]
         return " ".join(words), sum(replaced)
 
     def _random(self, purpose: str, index: int) -> Random:
         return Random(f"{self.settings.seed}/{purpose}/{index}")
+
+
+def write(encyclopedia: Encyclopedia, folder: Path | str) -> list[Path]:
+    """Writes the four JSONL files into `folder` (made if absent), one record at a time; returns their paths."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    files: dict[str, Iterator[Record]] = {
+        "passages.jsonl": encyclopedia.passages(),
+        "pretraining.jsonl": encyclopedia.pretraining(),
+        "questions-train.jsonl": encyclopedia.train_questions(),
+        "questions-dev.jsonl": encyclopedia.dev_questions(),
+    }
+    for name, records in files.items():
+        with open(folder / name, "w", encoding="utf-8", newline="\n") as lines:
+            lines.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    return [folder / name for name in files]
 
 
 def _below(rng: Random, limit: int) -> int:

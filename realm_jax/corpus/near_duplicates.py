@@ -37,9 +37,7 @@ import tempfile
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,34 +58,32 @@ _COMPARED = 1 << 16  # sketches at a time: 8 MB
 _WORD = re.compile(r"\w+")
 
 
-class Fingerprint(NamedTuple):
-    """What the rules need to know of an article: 288 bytes, which are the same everywhere."""
+# What the rules need to know of an article: 288 bytes, which are the same everywhere.
+FINGERPRINT = np.dtype(
+    [
+        ("key", ">u8", 2),  # two integers, which are in order as their bytes are
+        ("id", "<u8"),  # a hash, like the text's
+        ("text", "<u8"),
+        ("bands", "<u8", BANDS),  # to group by for rule 2: hashes of number and minima, so that no two bands share one
+        ("sketch", np.uint8, HASHES),
+    ]
+)
 
-    key: bytes  # 16
-    id: bytes  # 8: a hash
-    text: bytes  # 8: a hash
-    bands: bytes  # BANDS x 8, to group by for rule 2: hashes of a band's number and minima, so that no two share one
-    sketch: bytes  # HASHES
 
-
-def fingerprint(article: Article) -> Fingerprint:
-    """A pure function of id, title and text."""
+def fingerprint(article: Article) -> NDArray[np.void]:
+    """One FINGERPRINT, [1]: a pure function of id, title and text."""
     minima = signature(article.text)
     identity, title, text = (
         part.encode("utf-8", "surrogatepass") for part in (article.id, article.title, article.text)
     )
     # Lengths in front, so that no two articles are one string of bytes.
     content = b"%d %d " % (len(identity), len(title)) + identity + title + text
-    return Fingerprint(
-        key=_digest(content, 16),
-        id=_digest(identity, 8),
-        text=_digest(text, 8),
-        bands=b"".join(
-            _digest(bytes([number]) + band.astype("<u4").tobytes(), 8)
-            for number, band in enumerate(minima.reshape(BANDS, ROWS))
-        ),
-        sketch=minima.astype(np.uint8).tobytes(),
+    bands = (
+        _digest(bytes([number]) + band.astype("<u4").tobytes(), 8)
+        for number, band in enumerate(minima.reshape(BANDS, ROWS))
     )
+    parts = _digest(content, 16), _digest(identity, 8), _digest(text, 8), *bands, minima.astype(np.uint8).tobytes()
+    return np.frombuffer(b"".join(parts), FINGERPRINT)
 
 
 def signature(text: str) -> NDArray[np.uint32]:
@@ -101,11 +97,12 @@ def signature(text: str) -> NDArray[np.uint32]:
 REASONS = ("", "the text of another article", "the id of another article", "nearly the text of another article")
 
 
-def find_near_duplicates(fingerprints: Iterable[Fingerprint], scratch: Path | None = None) -> NDArray[np.uint8]:
+def find_near_duplicates(fingerprints: Iterable[NDArray[np.void]], scratch: Path | None = None) -> NDArray[np.uint8]:
     """For each article 0 if it stays, or the number of its reason in REASONS [articles].
 
-    Takes about 100 bytes of memory an article, and 288 of disk in a folder made in `scratch` (default: where
-    temporary files go) and removed at the end. Raises UserError when that disk is full.
+    fingerprints: arrays of FINGERPRINT, of one article or many. Takes about 100 bytes of memory an article, and 288 of
+    disk in a folder made in `scratch` (default: where temporary files go) and removed at the end. Raises UserError when
+    that disk is full.
     """
     with _folder(scratch) as folder:
         articles = _write_columns(fingerprints, folder)
@@ -191,27 +188,16 @@ def _grouped(values: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.
     return rows, np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
 
 
-def _chunks(items: Iterable, size: int) -> Iterator[list]:
-    iterator = iter(items)
-    while chunk := list(islice(iterator, size)):
-        yield chunk
-
-
 # --- Columns on disk --------------------------------------------------------------------------------------------------
 
-_ROW = np.dtype(
-    [("key", ">u8", 2), ("id", "<u8"), ("text", "<u8"), ("bands", "<u8", BANDS), ("sketch", np.uint8, HASHES)]
-)
 
-
-def _write_columns(fingerprints: Iterable[Fingerprint], folder: Path) -> int:
+def _write_columns(fingerprints: Iterable[NDArray[np.void]], folder: Path) -> int:
     """Write a file a column, since rules look at one column of all articles at a time; the number of articles."""
     articles = 0
-    names = ["key", "id", "text", "sketch", *(f"band{band}" for band in range(BANDS))]
     with ExitStack() as stack:
+        names = ["key", "id", "text", "sketch", *(f"band{band}" for band in range(BANDS))]
         files = {name: stack.enter_context(open(folder / name, "wb")) for name in names}
-        for chunk in _chunks(fingerprints, 1 << 14):
-            rows = np.frombuffer(b"".join(b"".join(row) for row in chunk), _ROW)
+        for rows in fingerprints:
             for name in ("key", "id", "text", "sketch"):
                 files[name].write(rows[name].tobytes())
             for band in range(BANDS):
@@ -221,7 +207,7 @@ def _write_columns(fingerprints: Iterable[Fingerprint], folder: Path) -> int:
 
 
 def _column(folder: Path, name: str) -> NDArray[np.uint64]:
-    """A column as integers, keys as two each, which are in order as their bytes are."""
+    """A column as integers, keys as two each."""
     return np.fromfile(folder / name, ">u8" if name == "key" else "<u8").astype(np.uint64, copy=False)
 
 

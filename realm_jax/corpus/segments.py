@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from realm_jax.errors import UserError
 from realm_jax.storage import digest, flush_to_disk
@@ -24,13 +24,14 @@ from realm_jax.text.layouts import Special
 
 # Columns with any number of values a row: dtype and shape of one value. UTF-8 columns are bytes without a header.
 RAGGED: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
-    "tokens": (np.uint16, ()),  # title pieces, then body pieces
-    "sentences": (np.int32, (2,)),  # start and end, in pieces of the body
-    "spans": (np.int32, (3,)),  # start and end, in pieces of the body, and the code of the kind
+    "tokens": (np.uint16, ()),  # of the title, then of the body; uint32 where the segment's entry says so
+    "sentences": (np.int32, (2,)),  # start and end, in tokens of the body
+    "spans": (np.int32, (3,)),  # start and end, in tokens of the body, and the code of the kind
     "texts": (np.uint8, ()),
     "titles": (np.uint8, ()),
     "document_ids": (np.uint8, ()),
 }
+TOKENS = np.dtype(np.uint16)  # of ids, unless a vocabulary is too large for it
 _UTF8 = ("texts", "titles", "document_ids")
 # Columns with one value a row. A document's key is a hash of its id: ids are found without reading all of them.
 FIXED: dict[str, type[np.generic]] = {"title_lengths": np.uint16, "document_keys": np.uint64}
@@ -50,50 +51,6 @@ class Passage:
     spans: Sequence[tuple[int, int, str]]
 
 
-@dataclass(frozen=True, slots=True)
-class Columns:
-    """Rows laid out as the files are: for each ragged column all values and the number of values of each row.
-
-    The kind of a span is an index into `span_kinds`, the kinds of this batch in the order in which they came.
-    """
-
-    rows: int
-    ragged: dict[str, tuple[NDArray[Any], NDArray[np.int64]]]
-    fixed: dict[str, NDArray[Any]]
-    span_kinds: tuple[str, ...]
-
-
-def columns(passages: Sequence[Passage]) -> Columns:
-    """Lay out passages for `SegmentWriter.write`; cheap to send between processes.
-
-    Raises UserError, with the document's id, for a title that is too long to be stored.
-    """
-    for passage in passages:
-        if len(passage.title_tokens) > _LONGEST_TITLE:
-            raise UserError(
-                f"document {passage.document_id!r}: its title keeps {len(passage.title_tokens):,} word pieces, more "
-                f"than {_LONGEST_TITLE:,}; shorten it, or set a smaller --limit, to which titles are cut"
-            )
-    codes: dict[str, int] = {}
-    parts: dict[str, list[NDArray[Any]]] = {
-        "tokens": [np.concatenate([p.title_tokens, p.body_tokens]).astype(np.uint16) for p in passages],
-        "sentences": [np.asarray(p.sentences, np.int32).reshape(-1, 2) for p in passages],
-        "spans": [_coded(p.spans, codes) for p in passages],
-        "texts": [_utf8(p.text) for p in passages],
-        "titles": [_utf8(p.title) for p in passages],
-        "document_ids": [_utf8(p.document_id) for p in passages],
-    }
-    ragged: dict[str, tuple[NDArray[Any], NDArray[np.int64]]] = {}
-    for name, (dtype, shape) in RAGGED.items():
-        values = np.concatenate([np.zeros((0, *shape), dtype), *parts[name]])
-        ragged[name] = (values, np.array([len(part) for part in parts[name]], np.int64))
-    fixed: dict[str, NDArray[Any]] = {
-        "title_lengths": np.array([len(p.title_tokens) for p in passages], np.uint16),
-        "document_keys": np.array([_document_key(p.document_id) for p in passages], np.uint64),
-    }
-    return Columns(len(passages), ragged, fixed, tuple(codes))
-
-
 class Segment:
     """The memory-mapped files of one segment; rows count from 0."""
 
@@ -104,14 +61,19 @@ class Segment:
         self.span_kinds: list[str] = entry["span_kinds"]
         self._folder = folder
         self._files = entry["files"]
-        self._values = {name: self._open(name, dtype, shape) for name, (dtype, shape) in RAGGED.items()}
+        self.dtype = np.dtype(entry.get("dtype", TOKENS))
+        """Of the ids of tokens."""
+        self.values = {
+            name: self._open(name, self.dtype if name == "tokens" else dtype, shape)
+            for name, (dtype, shape) in RAGGED.items()
+        }
         self.offsets = {name: self._open(f"{name}.offsets", np.int64, (), self.rows + 1) for name in RAGGED}
         self.fixed = {name: self._open(name, dtype, (), self.rows) for name, dtype in FIXED.items()}
 
     def ragged(self, name: str, row: int) -> NDArray[Any]:
         """The values of one row of a ragged column."""
         offsets = self.offsets[name]
-        return self._values[name][offsets[row] : offsets[row + 1]]
+        return self.values[name][offsets[row] : offsets[row + 1]]
 
     def path(self, name: str) -> Path:
         """The file of a column."""
@@ -127,12 +89,12 @@ class Segment:
             ) from None
 
     def fill(
-        self, ids: NDArray[np.uint16], first: int, last: int, special: Special
+        self, ids: NDArray[Any], first: int, last: int, special: Special
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Lay rows [first, last) out in `ids` (padding given); lengths and title lengths of the rows, after the cut."""
         length = ids.shape[1]
         offsets = self.offsets["tokens"][first : last + 1]
-        tokens = self._values["tokens"][offsets[0] : offsets[-1]]
+        tokens = self.values["tokens"][offsets[0] : offsets[-1]]
         counts = np.diff(offsets)
         titles = self.fixed["title_lengths"][first:last].astype(np.int64)
         kept_titles = np.minimum(titles, length - 3)
@@ -194,18 +156,18 @@ class Segment:
 
     def all_spans(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """The rows of all salient spans, int64 [n], and the spans, int32 [n, 3]."""
-        return np.repeat(np.arange(self.rows), np.diff(self.offsets["spans"])), self._values["spans"]
+        return np.repeat(np.arange(self.rows), np.diff(self.offsets["spans"])), self.values["spans"]
 
     def count_piece(self, piece: int) -> tuple[int, int]:
         """How often a word piece occurs, titles too, and how many pieces there are."""
-        return int(np.count_nonzero(self._values["tokens"] == piece)), len(self._values["tokens"])
+        return int(np.count_nonzero(self.values["tokens"] == piece)), len(self.values["tokens"])
 
     def salient_sentences(self, room: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Sentences with a salient span that ends within `room` pieces of the sentence's start, in order.
 
         Rows, and numbers of the sentences in their rows, int64 [n] each.
         """
-        sentences, (span_rows, spans) = self._values["sentences"], self.all_spans()
+        sentences, (span_rows, spans) = self.values["sentences"], self.all_spans()
         sentence_rows = np.repeat(np.arange(self.rows), np.diff(self.offsets["sentences"]))
         keys = (sentence_rows << 32) + sentences[:, 0]
         owners = np.searchsorted(keys, (span_rows << 32) + spans[:, 0], "right") - 1
@@ -215,7 +177,7 @@ class Segment:
 
     def verify(self) -> None:
         """Raise UserError naming the first file whose content is not what was written."""
-        arrays = {**self._values, **{f"{name}.offsets": self.offsets[name] for name in RAGGED}, **self.fixed}
+        arrays = {**self.values, **{f"{name}.offsets": self.offsets[name] for name in RAGGED}, **self.fixed}
         for name, array in arrays.items():
             if digest(np.ascontiguousarray(array).data) != self._files[file_name(name)]["sha256"]:
                 raise UserError(f"{self.path(name)} is damaged; prepare the data again")
@@ -223,9 +185,7 @@ class Segment:
     def _id(self, document: int) -> str:
         return self.string("document_ids", int(self.document_starts[document]))
 
-    def _open(
-        self, name: str, dtype: type[np.generic], shape: tuple[int, ...], items: int | None = None
-    ) -> NDArray[Any]:
+    def _open(self, name: str, dtype: DTypeLike, shape: tuple[int, ...], items: int | None = None) -> NDArray[Any]:
         """Map one file after a look at its size; `items` is how many values it must hold, if that is known."""
         path = self.path(name)
         size = self._files[path.name]["bytes"]
@@ -250,13 +210,14 @@ class SegmentWriter:
     All rows of a document must be written one after another, and a document is written once.
     """
 
-    def __init__(self, folder: Path, tokenizer: str):
-        """folder: is made anew, whatever an interrupted writer left there. tokenizer: its fingerprint."""
+    def __init__(self, folder: Path, tokenizer: str, dtype: DTypeLike = TOKENS):
+        """folder: is made anew, whatever an interrupted writer left there. tokenizer: its fingerprint; dtype: of its
+        ids."""
         self.folder = folder
         self.rows = 0
         self.entry: dict[str, Any] = {}
         """What STORE.json says of the segment, once the block has ended well."""
-        self._tokenizer = tokenizer
+        self._tokenizer, self._dtype = tokenizer, np.dtype(dtype)
         self._span_kinds: dict[str, int] = {}
 
     def __enter__(self) -> Self:
@@ -264,26 +225,61 @@ class SegmentWriter:
         self.folder.mkdir(parents=True)
         self._sinks: dict[str, Sink] = {}
         for name, (dtype, shape) in RAGGED.items():
-            self._sinks[name] = Sink(self.folder / file_name(name), dtype, shape)
+            own = self._dtype if name == "tokens" else dtype
+            self._sinks[name] = Sink(self.folder / file_name(name), own, shape)
             self._sinks[f"{name}.offsets"] = Sink(self.folder / file_name(f"{name}.offsets"), np.int64, ())
             self._sinks[f"{name}.offsets"].write(np.zeros(1, np.int64))
         for name, dtype in FIXED.items():
             self._sinks[name] = Sink(self.folder / file_name(name), dtype, ())
         return self
 
-    def write(self, batch: Columns) -> None:
-        """Add rows (see `columns`)."""
-        # Kinds are numbered in the order in which they come, however the rows are cut into batches.
-        codes = [self._span_kinds.setdefault(kind, len(self._span_kinds)) for kind in batch.span_kinds]
-        for name, (values, lengths) in batch.ragged.items():
-            if name == "spans" and len(values):
-                values = np.column_stack([values[:, :2], np.array(codes, np.int32)[values[:, 2]]])
-            offsets = self._sinks[name].items + np.cumsum(lengths)
+    def write(self, passages: Sequence[Passage]) -> None:
+        """Add rows. Raises UserError, with the document's id, for a title that is too long to be stored."""
+        for passage in passages:
+            if len(passage.title_tokens) > _LONGEST_TITLE:
+                raise UserError(
+                    f"document {passage.document_id!r}: its title keeps {len(passage.title_tokens):,} word pieces, "
+                    f"more than {_LONGEST_TITLE:,}; shorten it, or set a smaller --limit, to which titles are cut"
+                )
+        self._write_ragged("tokens", [np.concatenate([one.title_tokens, one.body_tokens]) for one in passages])
+        self._write_ragged("sentences", [np.asarray(one.sentences, np.int32).reshape(-1, 2) for one in passages])
+        self._write_ragged("spans", [self._coded(one.spans) for one in passages])
+        self._write_ragged("texts", [_utf8(one.text) for one in passages])
+        self._write_ragged("titles", [_utf8(one.title) for one in passages])
+        self._write_ragged("document_ids", [_utf8(one.document_id) for one in passages])
+        self._sinks["title_lengths"].write(np.array([len(one.title_tokens) for one in passages], np.uint16))
+        keys = [_document_key(one.document_id) for one in passages]
+        self._sinks["document_keys"].write(np.array(keys, np.uint64))
+        self.rows += len(passages)
+
+    def copy(self, segment: Segment, spans: NDArray[np.int32], counts: NDArray[np.int64], kinds: Sequence[str]) -> None:
+        """Add the rows of a segment with other salient spans.
+
+        spans: int32 [n, 3], start and end in tokens of the body and index into `kinds`; counts: of each row, [rows].
+        """
+        for name in RAGGED:
+            if name != "spans":
+                self._sinks[name].write(segment.values[name])
+                self._sinks[f"{name}.offsets"].write(segment.offsets[name][1:])
+        for name, values in segment.fixed.items():
             self._sinks[name].write(values)
-            self._sinks[f"{name}.offsets"].write(offsets)
-        for name, values in batch.fixed.items():
-            self._sinks[name].write(values)
-        self.rows += batch.rows
+        coded = self._coded([(start, end, kinds[kind]) for start, end, kind in spans.tolist()])
+        self._sinks["spans"].write(coded)
+        self._sinks["spans.offsets"].write(np.cumsum(counts))
+        self.rows += segment.rows
+
+    def _write_ragged(self, name: str, rows: list[NDArray[Any]]) -> None:
+        """Add the values of some rows to a column, and the places where they end."""
+        sink = self._sinks[name]
+        self._sinks[f"{name}.offsets"].write(sink.items + np.cumsum([len(row) for row in rows], dtype=np.int64))
+        if rows:
+            sink.write(np.concatenate(rows))
+
+    def _coded(self, spans: Sequence[tuple[int, int, str]]) -> NDArray[np.int32]:
+        """Spans as int32 [m, 3]. Kinds are numbered in the order in which they come."""
+        kinds = self._span_kinds
+        rows = [(start, end, kinds.setdefault(kind, len(kinds))) for start, end, kind in spans]
+        return np.array(rows, np.int32).reshape(-1, 3)
 
     def __exit__(
         self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
@@ -309,7 +305,7 @@ class SegmentWriter:
         content = json.dumps({"tokenizer": self._tokenizer, "span_kinds": kinds, "files": digests}, sort_keys=True)
         fingerprint = digest(content.encode())
         about = {"folder": self.folder.name, "rows": self.rows, "fingerprint": fingerprint, "span_kinds": kinds}
-        return about | {"files": files}
+        return about | ({} if self._dtype == TOKENS else {"dtype": self._dtype.name}) | {"files": files}
 
     def _checked(self, entry: dict[str, Any]) -> dict[str, Any]:
         segment = Segment(self.folder, entry | {"documents": 0})
@@ -321,7 +317,7 @@ class SegmentWriter:
 class Sink:
     """One column file being written: appended to in pieces, hashed on the way, its header completed at the end."""
 
-    def __init__(self, path: Path, dtype: type[np.generic], shape: tuple[int, ...]):
+    def __init__(self, path: Path, dtype: DTypeLike, shape: tuple[int, ...]):
         self.path = path
         self.items = 0
         self._dtype = np.dtype(dtype)
@@ -358,12 +354,6 @@ class Sink:
 
 def file_name(name: str) -> str:
     return f"{name}.utf8" if name in _UTF8 else f"{name}.npy"
-
-
-def _coded(spans: Sequence[tuple[int, int, str]], codes: dict[str, int]) -> NDArray[np.int32]:
-    """Spans as int32 [m, 3]; kinds that `codes` does not know yet are added to it."""
-    rows = [(start, end, codes.setdefault(kind, len(codes))) for start, end, kind in spans]
-    return np.array(rows, np.int32).reshape(-1, 3)
 
 
 def _utf8(text: str) -> NDArray[np.uint8]:

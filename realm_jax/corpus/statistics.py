@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.corpus.store import PassageStore
-from realm_jax.text.wordpiece import WordPiece
+from realm_jax.text.tokenizer import Tokenizer
 
 COMMON_SPANS = 20
 SAMPLED_ROWS = 20_000  # evenly spread rows whose spans are counted by their words
@@ -32,7 +32,7 @@ class Statistics(NamedTuple):
     spans: list[tuple[str, str, int]]
 
 
-def statistics(store: PassageStore, wordpiece: WordPiece) -> Statistics:
+def statistics(store: PassageStore, wordpiece: Tokenizer) -> Statistics:
     """Numbers of all rows of a store; words of spans are those of evenly spread rows."""
     bodies, titles = store.lengths()
     sentences, spans, sizes, kinds = store.sentence_counts(), store.span_counts(), *_spans(store)
@@ -74,10 +74,10 @@ def _spans(store: PassageStore) -> tuple[NDArray[np.int64], dict[str, int]]:
     return (spans[:, 1] - spans[:, 0]).astype(np.int64), dict(sorted(by_kind.items(), key=lambda one: -one[1]))
 
 
-def _common(store: PassageStore, wordpiece: WordPiece) -> list[tuple[str, str, int]]:
+def _common(store: PassageStore, wordpiece: Tokenizer) -> list[tuple[str, str, int]]:
     found: Counter[tuple[bytes, int]] = Counter()
     for row in range(0, len(store), -(-len(store) // SAMPLED_ROWS) or 1):
         body = store.body_tokens(row)
         found.update((body[start:end].tobytes(), int(kind)) for start, end, kind in store.spans(row))
     common = sorted(found.items(), key=lambda one: (-one[1], one[0]))[:COMMON_SPANS]
-    return [(wordpiece.decode(np.frombuffer(p, np.uint16)), store.span_kinds[k], times) for (p, k), times in common]
+    return [(wordpiece.decode(np.frombuffer(p, store.dtype)), store.span_kinds[k], times) for (p, k), times in common]

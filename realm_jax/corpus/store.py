@@ -7,38 +7,26 @@
 An edit appends a segment or leaves rows out, and so makes a new version; what is stored is never changed, and every
 version can still be opened. A folder without STORE.json does not exist for readers. Nothing is read before it is asked
 for, so that a store of millions of passages opens at once. Not for making passages out of articles: see
-`realm_jax.corpus.build`. Read `PassageStore` next, then `StoreWriter`; the files are `realm_jax.corpus.segments`.
+`realm_jax.corpus.build`. Read `PassageStore` next, then `append_segment`; the files are `realm_jax.corpus.segments`.
 """
 
 import json
 import os
 import shutil
 from bisect import bisect_right
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from realm_jax.corpus.segments import Columns, Passage, Segment, SegmentWriter, columns
+from realm_jax.corpus.segments import Segment, SegmentWriter
 from realm_jax.errors import UserError
 from realm_jax.storage import digest, read_json, write_json_atomic
 from realm_jax.text.layouts import Special
-from realm_jax.text.wordpiece import WordPiece
-
-__all__ = [
-    "Columns",
-    "Passage",
-    "PassageStore",
-    "StoreWriter",
-    "columns",
-    "first_version",
-    "leave_out",
-    "remove_documents",
-    "segment_folder",
-]
+from realm_jax.text.tokenizer import Tokenizer
 
 FORMAT_VERSION = 2
 MANIFEST = "STORE.json"
@@ -68,6 +56,8 @@ class PassageStore:
         """Fingerprints of all versions, oldest first."""
         entries = manifest["segments"][: chosen["segments"]]
         self.segments = [Segment(folder / entry["folder"], entry) for entry in entries]
+        self.dtype: np.dtype[Any] = self.segments[0].dtype
+        """Of the ids of tokens: uint16, or uint32 where the vocabulary is too large for it."""
         kinds = dict.fromkeys(kind for segment in self.segments for kind in segment.span_kinds)
         self.span_kinds: tuple[str, ...] = tuple(kinds)
         self._codes = [np.array([[*kinds].index(kind) for kind in s.span_kinds], np.int32) for s in self.segments]
@@ -122,13 +112,13 @@ class PassageStore:
         """How many documents the rows come from."""
         return sum(segment.documents for segment in self.segments) - len(self.removed)
 
-    def title_tokens(self, row: int) -> NDArray[np.uint16]:
-        """Word pieces of the title, uint16 [t]."""
+    def title_tokens(self, row: int) -> NDArray[Any]:
+        """Tokens of the title, `dtype` [t]."""
         segment, local = self._locate(row)
         return segment.ragged("tokens", local)[: segment.fixed["title_lengths"][local]]
 
-    def body_tokens(self, row: int) -> NDArray[np.uint16]:
-        """Word pieces of the passage without its title, uint16 [b]."""
+    def body_tokens(self, row: int) -> NDArray[Any]:
+        """Tokens of the passage without its title, `dtype` [b]."""
         segment, local = self._locate(row)
         return segment.ragged("tokens", local)[segment.fixed["title_lengths"][local] :]
 
@@ -171,6 +161,14 @@ class PassageStore:
                 return range(start + rows.start, start + rows.stop)
         return range(0)
 
+    def rows_in(self, number: int) -> tuple[range, NDArray[np.int64]]:
+        """The rows of this version in segment `number`, which are adjacent, and where they are in it, int64 [rows]."""
+        start, stop = self._starts[number], self._starts[number + 1]
+        if self._kept is None:
+            return range(start, stop), np.arange(stop - start)
+        first, last = np.searchsorted(self._kept, [start, stop]).tolist()
+        return range(first, last), self._kept[first:last] - start
+
     def lengths(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Numbers of pieces of all bodies and of all titles, int32 [rows] each."""
         titles = self._all_rows([segment.fixed["title_lengths"].astype(np.int32) for segment in self.segments])
@@ -211,10 +209,10 @@ class PassageStore:
 
     def document_matrix(
         self, length: int, special: Special, rows: slice = slice(None)
-    ) -> tuple[NDArray[np.uint16], NDArray[np.uint16], NDArray[np.uint16]]:
+    ) -> tuple[NDArray[Any], NDArray[np.uint16], NDArray[np.uint16]]:
         """Rows in the document layout `[CLS] title [SEP] body [SEP]`, padded at the right.
 
-        A title is cut to `length` - 3 pieces and the body to the rest, as in REALM's release. Returns ids uint16
+        A title is cut to `length` - 3 pieces and the body to the rest, as in REALM's release. Returns ids `dtype`
         [rows, length], lengths uint16 [rows] (specials counted) and title lengths uint16 [rows] (after the cut).
         Large corpora go through in slices of rows. Raises UserError for a word piece beyond the vocabulary.
         """
@@ -230,11 +228,11 @@ class PassageStore:
 
     def stored_matrix(
         self, length: int, special: Special, start: int, stop: int
-    ) -> tuple[NDArray[np.uint16], NDArray[np.uint16], NDArray[np.uint16]]:
+    ) -> tuple[NDArray[Any], NDArray[np.uint16], NDArray[np.uint16]]:
         """`document_matrix` of the stored rows start … stop − 1."""
         if length < 3:
             raise ValueError(f"length must hold the three special pieces, not {length}")
-        ids = np.full((stop - start, length), special.pad, np.uint16)
+        ids = np.full((stop - start, length), special.pad, self.dtype)
         lengths = np.empty(stop - start, np.uint16)
         title_lengths = np.empty(stop - start, np.uint16)
         for segment, first, last, target in self._runs(start, stop):
@@ -248,7 +246,7 @@ class PassageStore:
         for segment in self.segments:
             segment.verify()
 
-    def _check_pieces(self, ids: NDArray[np.uint16]) -> None:
+    def _check_pieces(self, ids: NDArray[Any]) -> None:
         """A word piece that no embedding exists for would spread through the results as "not a number"."""
         if self._vocabulary_size is not None and ids.size and ids.max() >= self._vocabulary_size:
             raise UserError(
@@ -294,77 +292,47 @@ class PassageStore:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-class StoreWriter(SegmentWriter):
-    """Writes one more segment of a store, or the only one of a new store; a context manager.
+@contextmanager
+def append_segment(
+    folder: str | os.PathLike[str], tokenizer: Tokenizer, limit: int, replaces: Collection[str] = ()
+) -> Iterator[SegmentWriter]:
+    """Write one more segment of a store, or the only one of a new store, as a new version.
 
-    The rows exist for readers once the block ends without an exception; after an exception the folder is as before.
+    The rows exist for readers once the block ends well; after an exception the folder is as before. replaces: documents
+    of the newest version that the new one leaves out, or has in the new segment. Raises UserError if an existing store
+    was made with another tokenizer or limit, has no such document, or has one that is written and not replaced.
     """
+    folder, settings = Path(folder), {"limit": limit, "tokenizer": tokenizer.fingerprint}
+    is_new_folder, earlier, manifest = not folder.exists(), None, None
+    if (folder / MANIFEST).exists():
+        earlier, manifest = PassageStore.open(folder), _read_manifest(folder)
+        for key, value in settings.items():
+            if manifest[key] != value:
+                raise UserError(f"{folder}: {key} is {manifest[key]}, not {value}; append with the same one")
+    entries = manifest["segments"] if manifest else []
+    number = 1 + max((int(entry["folder"].rpartition("-")[2]) for entry in entries), default=-1)
+    try:
+        with SegmentWriter(segment_folder(folder, number), tokenizer.fingerprint, tokenizer.dtype) as writer:
+            yield writer
+        removed: list[list[int]] = []
+        if earlier is not None:
+            _check_new(Segment(writer.folder, writer.entry), earlier, replaces)
+            removed = _leave_out(earlier, replaces)
+        write_json_atomic(folder / MANIFEST, new_version(settings, [*entries, writer.entry], removed, manifest))
+    except BaseException:
+        shutil.rmtree(folder if is_new_folder else segment_folder(folder, number), ignore_errors=True)
+        raise
 
-    def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        wordpiece: WordPiece,
-        limit: int,
-        replaces: Collection[str] = (),
-    ):
-        """replaces: documents of the newest version that the new one leaves out, or has in the new segment.
 
-        Raises UserError if an existing store was made with another tokenizer or limit, or has no such document.
-        """
-        self._store = Path(folder)
-        self._replaces = replaces
-        self._made_store = not self._store.exists()
-        self._settings = {"limit": limit, "tokenizer": wordpiece.fingerprint}
-        self._earlier = PassageStore.open(self._store) if (self._store / MANIFEST).exists() else None
-        self._entries: list[dict[str, Any]] = []
-        if self._earlier is not None:
-            manifest = _read_manifest(self._store)
-            self._entries = manifest["segments"]
-            for key, value in self._settings.items():
-                if manifest[key] != value:
-                    raise UserError(f"{self._store}: {key} is {manifest[key]}, not {value}; append with the same one")
-        number = 1 + max((int(entry["folder"].rpartition("-")[2]) for entry in self._entries), default=-1)
-        super().__init__(segment_folder(self._store, number), wordpiece.fingerprint)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            super().__exit__(kind, fault, trace)
-            if kind is None:
-                self._commit()
-        except BaseException:
-            self._remove()
-            raise
-        if kind is not None:
-            self._remove()
-
-    def _commit(self) -> None:
-        """Check the documents, then make the segment exist by writing STORE.json."""
-        self._check_new(Segment(self.folder, self.entry))
-        removed = leave_out(self._earlier, self._replaces) if self._earlier else []
-        versions = _versions(_read_manifest(self._store)) if self._earlier else []
-        manifest = _with_version(self._settings, [*self._entries, self.entry], removed, versions)
-        write_json_atomic(self._store / MANIFEST, manifest)
-
-    def _check_new(self, segment: Segment) -> None:
-        """Raise UserError for a document that the newest version has already, unless it is replaced."""
-        if self._earlier is None:
-            return
-        shared = (segment.shared_document(earlier) for earlier in self._earlier.segments)
-        if all(document is None for document in shared):
-            return
-        for document in segment.document_ids():
-            if document not in self._replaces and self._earlier.stored_rows_of(document):
-                raise UserError(
-                    f"document {document!r} is in {self._store} already; append new documents only, or replace it"
-                )
-
-    def _remove(self) -> None:
-        """Leave the folder as it was found."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-        if self._made_store:
-            shutil.rmtree(self._store, ignore_errors=True)
+def _check_new(segment: Segment, store: PassageStore, replaces: Collection[str]) -> None:
+    """Raise UserError for a document of a new segment that the store's version has already, unless it is replaced."""
+    if all(segment.shared_document(earlier) is None for earlier in store.segments):
+        return
+    for document in segment.document_ids():
+        if document not in replaces and store.stored_rows_of(document):
+            raise UserError(
+                f"document {document!r} is in {store.folder} already; append new documents only, or replace it"
+            )
 
 
 def segment_folder(store: Path, number: int) -> Path:
@@ -372,23 +340,18 @@ def segment_folder(store: Path, number: int) -> Path:
     return store / f"segment-{number:05d}"
 
 
-def first_version(limit: int, tokenizer: str, entries: list[dict[str, Any]]) -> dict[str, Any]:
-    """What STORE.json holds of a new store of segments that lie in its folder, as `SegmentWriter` describes them."""
-    return _with_version({"limit": limit, "tokenizer": tokenizer}, entries, [], [])
-
-
 def remove_documents(folder: Path, documents: Collection[str]) -> PassageStore:
     """Make a version of a store without some documents of the newest one. Raises UserError for an unknown one."""
     manifest, store = _read_manifest(folder), PassageStore.open(folder)
     settings = {key: manifest[key] for key in ("limit", "tokenizer")}
-    removed = leave_out(store, documents)
+    removed = _leave_out(store, documents)
     if sum(last - first for first, last in removed) == store.stored:
         raise UserError(f"{folder}: nothing would be left; a corpus needs at least one document")
-    write_json_atomic(folder / MANIFEST, _with_version(settings, manifest["segments"], removed, _versions(manifest)))
+    write_json_atomic(folder / MANIFEST, new_version(settings, manifest["segments"], removed, manifest))
     return PassageStore.open(folder)
 
 
-def leave_out(store: PassageStore, documents: Collection[str]) -> list[list[int]]:
+def _leave_out(store: PassageStore, documents: Collection[str]) -> list[list[int]]:
     """What a version leaves out that has none of these documents of `store`. Raises UserError for an unknown one."""
     removed = list(store.removed)
     for document in documents:
@@ -399,15 +362,21 @@ def leave_out(store: PassageStore, documents: Collection[str]) -> list[list[int]
     return sorted(removed)
 
 
-def _with_version(
-    settings: dict[str, Any], segments: list[Any], removed: list[list[int]], versions: list[Any]
+def new_version(
+    settings: dict[str, Any],
+    segments: list[Any],
+    removed: Sequence[list[int]] = (),
+    earlier: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """STORE.json with one more version."""
+    """STORE.json with one more version than `earlier` has, or with the first one.
+
+    settings: limit and fingerprint of the tokenizer; segments: in the store's folder, as their writer describes them.
+    """
     fingerprints = [segment["fingerprint"] for segment in segments]
     fingerprint = _fingerprint({"segments": fingerprints, "removed": removed} if removed else fingerprints)
-    version = {"fingerprint": fingerprint, "segments": len(segments), "removed": removed}
+    version = {"fingerprint": fingerprint, "segments": len(segments), "removed": [*removed]}
     manifest = {"format_version": FORMAT_VERSION, **settings, "fingerprint": fingerprint, "segments": segments}
-    kept = [earlier for earlier in versions if earlier["fingerprint"] != fingerprint]
+    kept = [one for one in (_versions(earlier) if earlier else []) if one["fingerprint"] != fingerprint]
     return manifest | {"versions": [*kept, version]}
 
 

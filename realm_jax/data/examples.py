@@ -15,7 +15,7 @@ from realm_jax.corpus.store import PassageStore
 from realm_jax.errors import UserError
 from realm_jax.text import layouts
 from realm_jax.text.masking import mask, predictions_needed
-from realm_jax.text.wordpiece import WordPiece
+from realm_jax.text.tokenizer import Tokenizer
 
 Example = dict[str, Any]  # arrays of one example; scalars are NumPy scalars
 Maker = Callable[[int, np.random.Generator], Example]
@@ -49,24 +49,24 @@ def lengths_from(query: int, document: int, masking: str, predictions: int, answ
     return Lengths(query, document, predictions or predictions_needed(masking, query - 2), answers, span_width)
 
 
-def query_arrays(ids: NDArray, length: int, wordpiece: WordPiece, name: str = "query") -> Example:
-    """`[CLS] ids [SEP]`, padded: {name} uint16 [length] and {name}_length."""
+def query_arrays(ids: NDArray, length: int, wordpiece: Tokenizer, name: str = "query") -> Example:
+    """`[CLS] ids [SEP]`, padded: {name} [length], of the tokenizer's dtype, and {name}_length."""
     layout = layouts.query(ids, length, wordpiece.special)
-    return {name: layout.ids.astype(np.uint16), f"{name}_length": np.int32(layout.used)}
+    return {name: layout.ids.astype(wordpiece.dtype), f"{name}_length": np.int32(layout.used)}
 
 
-def document_arrays(title: NDArray, body: NDArray, length: int, wordpiece: WordPiece) -> Example:
+def document_arrays(title: NDArray, body: NDArray, length: int, wordpiece: Tokenizer) -> Example:
     """`[CLS] title [SEP] body [SEP]`, padded, with its length and the title's."""
     layout = layouts.document(title, body, length, wordpiece.special)
     return {
-        "document": layout.ids.astype(np.uint16),
+        "document": layout.ids.astype(wordpiece.dtype),
         "document_length": np.int32(layout.used),
         "document_title_length": np.int32(min(len(title), length - 3)),
     }
 
 
 def masked_arrays(
-    sentence: NDArray, spans: NDArray, kind: str, rng: np.random.Generator, lengths: Lengths, wordpiece: WordPiece
+    sentence: NDArray, spans: NDArray, kind: str, rng: np.random.Generator, lengths: Lengths, wordpiece: Tokenizer
 ) -> Example:
     """A masked sentence as a query, with its targets; positions count [CLS]. With nothing to mask it weighs 0."""
     masked = mask(kind, sentence, spans, rng, wordpiece, lengths.predictions, room=lengths.query - 2)
@@ -121,12 +121,14 @@ class Found(NamedTuple):
         return {"word_rows": self.rows[number], "word_scores": self.scores[number]}
 
 
-def question_arrays(ids: Sequence[int], answers: Sequence[str], wordpiece: WordPiece, lengths: Lengths) -> Example:
+def question_arrays(ids: Sequence[int], answers: Sequence[str], wordpiece: Tokenizer, lengths: Lengths) -> Example:
     """One question: query arrays, answers [answers, span_width] and their lengths (0 where there is none).
 
-    The first answers that can be spans are kept; one that is too long takes no place.
+    The first answers that can be spans are kept; one that is too long takes no place. An answer whose tokens depend on
+    what stands before it stands there in each of its forms, after the answers as they are by themselves.
     """
-    encoded = [wordpiece.encode(answer).ids for answer in answers]
+    forms = [wordpiece.forms(answer) for answer in answers]
+    encoded = [form[0] for form in forms] + [other for form in forms for other in form[1:]]
     fitting = [answer for answer in encoded if 0 < len(answer) <= lengths.span_width]
     pieces = np.zeros((lengths.answers, lengths.span_width), np.int32)
     sizes = np.zeros(lengths.answers, np.int32)
@@ -137,7 +139,7 @@ def question_arrays(ids: Sequence[int], answers: Sequence[str], wordpiece: WordP
     return query | {"answers": pieces, "answer_lengths": sizes}
 
 
-def holds_answer(store: PassageStore, row: int, answers: Sequence[NDArray[np.uint16]], lengths: Lengths) -> bool:
+def holds_answer(store: PassageStore, row: int, answers: Sequence[NDArray], lengths: Lengths) -> bool:
     """Whether the body of a row, as far as it is read, has one of some runs of pieces."""
     body = body_read(store, row, lengths)
     text = body.tobytes()
@@ -152,12 +154,12 @@ def occurs(text: bytes, wanted: bytes, size: int) -> bool:
     return place >= 0
 
 
-def body_read(store: PassageStore, row: int, lengths: Lengths) -> NDArray[np.uint16]:
+def body_read(store: PassageStore, row: int, lengths: Lengths) -> NDArray:
     """The body of a row as far as it is read: beside its title and three special pieces."""
     return store.body_tokens(row)[: lengths.document - 3 - len(title_read(store, row, lengths))]
 
 
-def title_read(store: PassageStore, row: int, lengths: Lengths) -> NDArray[np.uint16]:
+def title_read(store: PassageStore, row: int, lengths: Lengths) -> NDArray:
     """The title of a row as far as it is read: beside three special pieces."""
     return store.title_tokens(row)[: lengths.document - 3]
 

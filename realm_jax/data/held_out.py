@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from realm_jax.corpus.jsonl import Question
 from realm_jax.corpus.store import PassageStore
 from realm_jax.data.examples import MINIMUM_SENTENCE, salient_sentences, spans_of
-from realm_jax.text.wordpiece import WordPiece
+from realm_jax.text.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
 
@@ -42,7 +42,7 @@ def held_out_share(config: ConfigDict, questions: Mapping[str, Sequence[Question
 
 
 def masked_sentences(
-    store: PassageStore, wordpiece: WordPiece, query_length: int, share: float, most: int
+    store: PassageStore, wordpiece: Tokenizer, query_length: int, share: float, most: int
 ) -> list[Question]:
     """Sentences of held-out documents without one of their salient spans, as questions with a gold passage.
 
@@ -53,7 +53,7 @@ def masked_sentences(
     return [Question(wordpiece.decode(pieces), [], store.document_id(row)) for row, pieces in chosen]
 
 
-def masked_pieces(store: PassageStore, query_length: int, share: float) -> list[tuple[int, NDArray[np.uint16]]]:
+def masked_pieces(store: PassageStore, query_length: int, share: float) -> list[tuple[int, NDArray]]:
     """The passage of every sentence of `masked_sentences`, as a row, and the word pieces that are left of it.
 
     Sentences of which too little is left are passed over.
@@ -73,7 +73,7 @@ def evenly_spaced(items: Sequence[_T], most: int) -> list[_T]:
     return [items[place] for place in places.round().astype(int)]
 
 
-def _what_is_left(store: PassageStore, row: int, number: int, room: int) -> NDArray[np.uint16]:
+def _what_is_left(store: PassageStore, row: int, number: int, room: int) -> NDArray:
     """The first `room` word pieces of a sentence without one of the salient spans that end among them.
 
     Which one follows from the sentence's own pieces: names, which often come first, and dates are hidden alike.

@@ -12,7 +12,6 @@ splits are in `realm_jax.data.question_sets`.
 """
 
 import contextlib
-import dataclasses
 import hashlib
 import io
 import json
@@ -31,40 +30,7 @@ from realm_jax.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-REFUSE, LEAVE_OUT = "refuse", "leave_out"
-
-
-@dataclasses.dataclass(eq=False, kw_only=True)
-class OpenQaConfig(tfds.core.BuilderConfig):
-    """One question set. Further configs, under other names, may choose among its answers.
-
-    `questions`: a name of `question_sets.SETS`. `max_answer_tokens`: keep answers of at most that many words between
-    white space, and questions that have one; the published NQ-open went through such a rule already (with the tokens of
-    HTML pages, where punctuation counts), other sets did not. `invalid_patterns`: whether a regular expression that
-    does not compile is refused, or its question left out and counted.
-    """
-
-    questions: str
-    max_answer_tokens: int | None = None
-    invalid_patterns: str = REFUSE
-
-    def __post_init__(self) -> None:
-        if self.questions not in SETS:
-            raise UserError(f"questions={self.questions!r}: no such set; choose one of {', '.join(SETS)}")
-        if self.invalid_patterns not in (REFUSE, LEAVE_OUT):
-            raise UserError(f"invalid_patterns={self.invalid_patterns!r}: choose {REFUSE!r} or {LEAVE_OUT!r}")
-        if self.max_answer_tokens is not None and self.max_answer_tokens < 1:
-            raise UserError(f"max_answer_tokens={self.max_answer_tokens}: no answer is so short; choose 1 or more")
-
-
-def checksums(sets: Mapping[str, QuestionSet]) -> dict[str, Any]:
-    """What TFDS compares downloads with, by URL."""
-    return {
-        file.url: tfds.download.checksums.UrlInfo(size=file.bytes, checksum=file.sha256, filename=file.name)
-        for published in sets.values()
-        for files in published.editions[0].values()
-        for file in files
-    }
+CHECKSUMS = Path(__file__).with_name("question_sets.tsv")  # of downloads: URL, size, SHA-256, name
 
 
 class OpenQa(tfds.core.GeneratorBasedBuilder):
@@ -76,11 +42,11 @@ class OpenQa(tfds.core.GeneratorBasedBuilder):
 
     VERSION = tfds.core.Version("1.0.0")
     BUILDER_CONFIGS = [
-        OpenQaConfig(name=name, questions=name, description=published.title) for name, published in SETS.items()
+        tfds.core.BuilderConfig(name=name, description=published.title) for name, published in SETS.items()
     ]
     MANUAL_DOWNLOAD_INSTRUCTIONS = "Where there is no network, put into this folder, or into one in it with the name "
     MANUAL_DOWNLOAD_INSTRUCTIONS += "of the set: " + "; ".join(f"{name}: {instructions(name)}" for name in SETS)
-    url_infos = checksums(SETS)  # TFDS reads them from a file unless they are here
+    url_infos = tfds.download.checksums.load_url_infos(CHECKSUMS)
 
     def __init__(self, *, file_format: Any = "array_record", **kwargs: Any):
         super().__init__(file_format=file_format, **kwargs)
@@ -88,7 +54,7 @@ class OpenQa(tfds.core.GeneratorBasedBuilder):
     @property
     def published(self) -> QuestionSet:
         """What the config's questions are."""
-        return SETS[self.builder_config.questions]
+        return SETS[self.builder_config.name]
 
     def _info(self) -> tfds.core.DatasetInfo:
         text = tfds.features.Text
@@ -111,7 +77,7 @@ class OpenQa(tfds.core.GeneratorBasedBuilder):
         )
 
     def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict[str, Iterator[tuple[int, Any]]]:
-        folders, advice = _manual_folders(dl_manager, self.builder_config.questions)
+        folders, advice = _manual_folders(dl_manager, self.builder_config.name)
         found = find_files(folders, self.published) or self._download(dl_manager, advice)
         left_out: Counter[str] = Counter()
         official = {split: self._read(files, left_out) for split, files in found.items()}
@@ -123,11 +89,14 @@ class OpenQa(tfds.core.GeneratorBasedBuilder):
         for number, question in enumerate(questions):
             fields = {"question": question.question, "answers": question.answers, "id": question.fields["id"]}
             match = "regex" if question.is_regex else "string"
-            yield number, fields | {"match": match, "source": self.builder_config.questions}
+            yield number, fields | {"match": match, "source": self.builder_config.name}
 
     def _download(self, dl_manager: tfds.download.DownloadManager, advice: str) -> Found:
         """Fetch the edition that can be fetched; checksums are compared."""
-        urls = {split: {file.name: file.url for file in files} for split, files in self.published.editions[0].items()}
+        urls = {
+            split: {name: self.published.url + name for name in files}
+            for split, files in self.published.editions[0].items()
+        }
         # At once, since without a network it takes minutes to fail.
         logger.warning("%s: downloading it from %s; or %s", self.info.full_name, self.published.homepage, advice)
         try:
@@ -143,33 +112,15 @@ class OpenQa(tfds.core.GeneratorBasedBuilder):
         questions = []
         for name, path in files.items():
             for question in read_questions(path, check_patterns=False):
-                kept, reason = self._keep(question, f"{path}:{question.line}")
-                if kept is None:
-                    left_out[reason] += 1
-                else:
-                    row = kept.fields.get("id")
-                    kept.fields["id"] = str(row) if isinstance(row, str | int) else f"{name}:{question.line}"
-                    questions.append(kept)
+                if not self.published.belongs(question):
+                    left_out["that were added to the files for another purpose"] += 1
+                    continue
+                if (fault := pattern_fault(question)) is not None:
+                    raise UserError(f"{path}:{question.line}: {fault}; correct the pattern")
+                row = question.fields.get("id")
+                question.fields["id"] = str(row) if isinstance(row, str | int) else f"{name}:{question.line}"
+                questions.append(question)
         return questions
-
-    def _keep(self, question: Question, where: str) -> tuple[Question | None, str]:
-        """The question with the answers that count, or None and the reason."""
-        if not self.published.belongs(question):
-            return None, "that were added to the files for another purpose"
-        if (fault := pattern_fault(question)) is not None:
-            if self.builder_config.invalid_patterns == REFUSE:
-                raise UserError(
-                    f"{where}: {fault}; correct the pattern, or set invalid_patterns={LEAVE_OUT!r} in a config"
-                )
-            logger.warning("%s: %s; its question is left out", where, fault)
-            return None, "with a pattern that does not compile"
-        most = self.builder_config.max_answer_tokens
-        if most is None or question.is_regex:
-            return question, ""
-        answers = [answer for answer in question.answers if len(answer.split()) <= most]
-        if not answers:
-            return None, f"without an answer of at most {most} words"
-        return dataclasses.replace(question, answers=answers), ""
 
     def _report(self, splits: Mapping[str, Sequence[Question]], left_out: Counter[str]) -> None:
         """Say what was left out, and whether the numbers are those that were published."""

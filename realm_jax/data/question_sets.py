@@ -17,17 +17,7 @@ PREFIX = "tfds:"  # begins the name of a set, `tfds:open_qa/nq_open`, where a fi
 SPLITS = ("train", "dev", "test")
 
 
-@dataclass(frozen=True)
-class PublishedFile:
-    """A file by its published name; `url` (with size and SHA-256 of what is there) where it can be downloaded."""
-
-    name: str
-    url: str = ""
-    bytes: int = 0
-    sha256: str = ""
-
-
-Files = Mapping[str, tuple[PublishedFile, ...]]  # of the official splits, "train" and "test", in the order of reading
+Files = Mapping[str, tuple[str, ...]]  # names, by official split, "train" and "test", in the order of reading
 
 
 @dataclass(frozen=True)
@@ -37,6 +27,7 @@ class QuestionSet:
     title: str
     homepage: str
     license: str
+    url: str  # of the folder of the first edition; sizes and checksums of its files: `question_sets.tsv`
     editions: tuple[Files, ...]  # the same questions, published in several forms; the first can be downloaded
     sizes: Mapping[str, int]  # questions in our splits
     member: re.Pattern[str]  # ids of the rows that belong to it; rows without ids all do
@@ -60,35 +51,13 @@ _WEB_QUESTIONS = (
 _CURATED_TREC = "https://raw.githubusercontent.com/brmson/dataset-factoid-curated/master/"
 
 
-def _file(base: str, name: str, size: int, sha256: str) -> PublishedFile:
-    return PublishedFile(name, base + name, size, sha256)
-
-
 SETS: dict[str, QuestionSet] = {
     "nq_open": QuestionSet(
         title="NQ-open: questions of Natural Questions with answers of at most five tokens (Lee et al. 2019)",
         homepage="https://github.com/google-research-datasets/natural-questions/tree/master/nq_open",
         license="CC BY-SA 3.0",
-        editions=(
-            {
-                "train": (
-                    _file(
-                        _NQ_OPEN,
-                        "NQ-open.train.jsonl",
-                        8_522_298,
-                        "0c93aaf13b12f855628489665e4ef85ffb8573ad444646f11f4fabdc57a0aabf",
-                    ),
-                ),
-                "test": (
-                    _file(
-                        _NQ_OPEN,
-                        "NQ-open.dev.jsonl",
-                        391_316,
-                        "f15567f38099f3615f5b8a685c0aef449c11ad90d3da3735e8d1b98115b40616",
-                    ),
-                ),
-            },
-        ),
+        url=_NQ_OPEN,
+        editions=({"train": ("NQ-open.train.jsonl",), "test": ("NQ-open.dev.jsonl",)},),
         sizes={"train": 79_168, "dev": 8_757, "test": 3_610},
         member=re.compile(""),
     ),
@@ -96,38 +65,10 @@ SETS: dict[str, QuestionSet] = {
         title="WebQuestions: questions that people typed, answered from Freebase (Berant et al. 2013)",
         homepage="https://github.com/brmson/dataset-factoid-webquestions",
         license="CC BY 4.0",
+        url=_WEB_QUESTIONS,
         editions=(
-            {
-                "train": (
-                    _file(
-                        _WEB_QUESTIONS,
-                        "devtest.json",
-                        25_148,
-                        "2541838645f7b8a6f24c4f409f12568b1616095f2edb6280eec924ea3df123c8",
-                    ),
-                    _file(
-                        _WEB_QUESTIONS,
-                        "val.json",
-                        102_028,
-                        "eece8cddb324972d55bae4ac05eb06d728bc6e4111585509391efcff5c29e063",
-                    ),
-                    _file(
-                        _WEB_QUESTIONS,
-                        "trainmodel.json",
-                        377_322,
-                        "eef8b21e5b65697b643f3904c4f1122f077a8afdf3dc91a2058d3cf7d34baa50",
-                    ),
-                ),
-                "test": (
-                    _file(
-                        _WEB_QUESTIONS,
-                        "test.json",
-                        274_219,
-                        "de320953700cd08300b9bcd2e60399da43b458a1be02db3f93c40344729fed39",
-                    ),
-                ),
-            },
-            {"train": (PublishedFile("WebQuestions-train.txt"),), "test": (PublishedFile("WebQuestions-test.txt"),)},
+            {"train": ("devtest.json", "val.json", "trainmodel.json"), "test": ("test.json",)},
+            {"train": ("WebQuestions-train.txt",), "test": ("WebQuestions-test.txt",)},
         ),
         sizes={"train": 3_417, "dev": 361, "test": 2_032},
         member=re.compile("wq"),
@@ -136,26 +77,10 @@ SETS: dict[str, QuestionSet] = {
         title="CuratedTREC: questions of TREC with regular expressions for answers (Baudis and Sedivy 2015)",
         homepage="https://github.com/brmson/dataset-factoid-curated",
         license="none stated",
+        url=_CURATED_TREC,
         editions=(
-            {
-                "train": (
-                    _file(
-                        _CURATED_TREC,
-                        "large2470-train.tsv",
-                        179_495,
-                        "b3c731a970a0f642dc50ea60395d22a520299fc462d046863e64df3dfbb0d176",
-                    ),
-                ),
-                "test": (
-                    _file(
-                        _CURATED_TREC,
-                        "large2470-test.tsv",
-                        71_065,
-                        "b112e749015566b67836de592d129e315821de6238a9ff1289a9d3e0b21ca0ac",
-                    ),
-                ),
-            },
-            {"train": (PublishedFile("CuratedTrec-train.txt"),), "test": (PublishedFile("CuratedTrec-test.txt"),)},
+            {"train": ("large2470-train.tsv",), "test": ("large2470-test.tsv",)},
+            {"train": ("CuratedTrec-train.txt",), "test": ("CuratedTrec-test.txt",)},
         ),
         sizes={"train": 1_353, "dev": 133, "test": 694},
         member=re.compile("(?!lfb)"),  # those were asked on a web page, with answers by its users
@@ -174,7 +99,7 @@ def find_files(folders: Sequence[Path], wanted: QuestionSet) -> Found | None:
     for folder in folders:
         partly = None
         for edition in wanted.editions:
-            found = {split: {file.name: folder / file.name for file in files} for split, files in edition.items()}
+            found = {split: {name: folder / name for name in files} for split, files in edition.items()}
             paths = [path for files in found.values() for path in files.values()]
             missing = [path.name for path in paths if not path.is_file()]
             if not missing:
@@ -190,7 +115,7 @@ def find_files(folders: Sequence[Path], wanted: QuestionSet) -> Found | None:
 def instructions(name: str) -> str:
     """Which files to get when they cannot be downloaded: `NQ-open.train.jsonl and NQ-open.dev.jsonl`, …"""
     editions = [[file for files in edition.values() for file in files] for edition in SETS[name].editions]
-    return ", or ".join(" and ".join(file.name for file in files) for files in editions)
+    return ", or ".join(" and ".join(files) for files in editions)
 
 
 def split_of(question: str) -> str:

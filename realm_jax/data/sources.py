@@ -11,7 +11,8 @@ from realm_jax.corpus.store import PassageStore
 from realm_jax.data.staging import is_remote, staged
 from realm_jax.errors import UserError
 from realm_jax.storage import digest, read_json
-from realm_jax.text.wordpiece import WordPiece
+from realm_jax.text.tokenizer import Tokenizer
+from realm_jax.text.tokenizer_files import open_tokenizer
 
 FORMAT_VERSION = 2
 
@@ -20,7 +21,7 @@ FORMAT_VERSION = 2
 class Sources:
     """What a run reads. `pretraining` is `passages` itself where X is Z (`own_text` is true then)."""
 
-    wordpiece: WordPiece
+    wordpiece: Tokenizer
     passages: PassageStore
     pretraining: PassageStore
     questions: dict[str, list[Question]]
@@ -66,7 +67,7 @@ def open_sources(
         raise UserError(f"{folder}/PREPARED.json: unknown format version; prepare the folder again with this release")
     if not isinstance(manifest.get("questions"), dict):
         raise UserError(f"{folder}/PREPARED.json is damaged (no counts of questions); prepare the folder again")
-    wordpiece = WordPiece.load(folder / "tokenizer")
+    wordpiece = open_tokenizer(folder / "tokenizer")
     passages = _open_store(folder / "passages", wordpiece, version)
     pretraining = _open_store(folder / "pretraining", wordpiece) if manifest.get("pretraining") else passages
     return Sources(wordpiece, passages, pretraining, _read_questions(folder, manifest) if questions else {})
@@ -81,7 +82,7 @@ def _read_questions(folder: Path, manifest: dict[str, Any]) -> dict[str, list[Qu
     return questions
 
 
-def _open_store(folder: Path, wordpiece: WordPiece, version: str | None = None) -> PassageStore:
+def _open_store(folder: Path, wordpiece: Tokenizer, version: str | None = None) -> PassageStore:
     store = PassageStore.open(folder, wordpiece.size)
     if version in store.versions:
         store = PassageStore.open(folder, wordpiece.size, version)

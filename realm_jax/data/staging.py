@@ -13,7 +13,6 @@ from realm_jax.corpus.store import MANIFEST as STORE
 from realm_jax.corpus.store import PassageStore
 from realm_jax.errors import UserError
 from realm_jax.storage import Folder, StorageError, digest, one_after_another, open_folder, staging_folder, write_atomic
-from realm_jax.text.wordpiece import FILES
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +55,8 @@ def _is_current(copy: Path, records: dict[str, bytes]) -> bool:
 
 
 def _copy(folder: Folder, copy: Path, manifest: dict[str, Any], stores: dict[str, bytes]) -> None:
-    small = [f"tokenizer/{name}" for name in FILES] + [f"questions/{split}.jsonl" for split in manifest["questions"]]
+    small = [f"tokenizer/{name}" for name in folder.names("tokenizer")]
+    small += [f"questions/{split}.jsonl" for split in manifest["questions"]]
     large = {
         f"{name}/{segment['folder']}/{file}": known["bytes"]
         for name in stores

@@ -26,7 +26,7 @@ from realm_jax.models.inputs import Documents
 from realm_jax.models.likelihood import NEGATIVE, log_prior, log_sum_selected
 from realm_jax.models.realm import Params
 from realm_jax.run import Run, put_batch
-from realm_jax.text.wordpiece import WordPiece
+from realm_jax.text.tokenizer import MARK, Tokenizer
 
 _BLANK = re.compile(r"_{2,}|\[([^\[\]]+)\]")
 
@@ -90,16 +90,16 @@ def parse(text: str) -> Masked | None:
 # --- a sentence with a blank ------------------------------------------------------------------------------------------
 
 
-def masked_text(text: Masked, pieces: int, lengths: Lengths, wordpiece: WordPiece) -> Example:
+def masked_text(text: Masked, pieces: int, lengths: Lengths, wordpiece: Tokenizer) -> Example:
     """The arrays of one REALM example; see `Task.array_shapes`. pieces: of a blank whose answer is not known.
 
     Its own passage is looked for by its text, as in pre-training. Raises UserError for a text or an answer that is too
     long or empty.
     """
-    before, after = (np.array(wordpiece.encode(part).ids, np.int32) for part in (text.before, text.after))
-    targets = (
-        np.zeros(pieces, np.int32) if text.answer is None else np.array(wordpiece.encode(text.answer).ids, np.int32)
-    )
+    before = np.array(wordpiece.encode(text.before.rstrip()).ids, np.int32)
+    after = np.array(wordpiece.encode_behind(MARK, text.after), np.int32)
+    answer = [0] * pieces if text.answer is None else wordpiece.encode_behind(text.before, text.answer)
+    targets = np.array(answer, np.int32)
     whole = np.concatenate([before, targets, after])
     if not len(targets):
         raise UserError(f"the blank [{text.answer}] holds no word piece; write a word in it, or ___")
@@ -116,7 +116,7 @@ def masked_text(text: Masked, pieces: int, lengths: Lengths, wordpiece: WordPiec
     weights = np.zeros(lengths.predictions, np.float32)
     weights[places] = 1.0
     masked = np.concatenate([before, np.full(len(targets), wordpiece.mask_id, np.int32), after])
-    sentence = np.zeros(lengths.query, np.uint16)
+    sentence = np.zeros(lengths.query, wordpiece.dtype)
     sentence[: len(whole)] = whole
     known = len(whole) if text.answer is not None else 0
     own = {"sentence": sentence, "sentence_length": np.int32(known), "own_row": np.int32(-1)}
@@ -200,7 +200,7 @@ def _look_at(run: Run, params: Params, index: Index, examples: Sequence[Example]
     return [Look(*(part[i] for part in found)) for i in range(len(examples))]
 
 
-def _seen(found: Look, targets: NDArray, wordpiece: WordPiece) -> Seen:
+def _seen(found: Look, targets: NDArray, wordpiece: Tokenizer) -> Seen:
     passages = _passages([None, *found.rows.tolist()], found.prior, found.reading)
     alone, pieces = float(np.exp(found.reading[0])), targets.tolist()
     return Seen(wordpiece.decode(pieces), _marginal(passages), alone, float(found.held), passages, targets=pieces)

@@ -240,8 +240,9 @@ class Evaluator:
         if question.is_regex:
             texts = [self._read_text(row) for row in rows]
             return any(patterns.search(answer, text) is not None for answer in question.answers for text in texts)
-        encode, longest = self.run.sources.wordpiece.encode, self.run.setting.model.span_width
-        encoded = [np.asarray(encode(answer).ids, np.uint16) for answer in question.answers]
+        wordpiece, longest = self.run.sources.wordpiece, self.run.setting.model.span_width
+        forms = (form for answer in question.answers for form in wordpiece.forms(answer))
+        encoded = [np.asarray(form, wordpiece.dtype) for form in forms]
         wanted = [answer for answer in encoded if 0 < len(answer) <= longest]
         return any(holds_answer(self.run.sources.passages, row, wanted, self.run.lengths) for row in rows)
 
@@ -272,10 +273,16 @@ class Evaluator:
         return int(offsets[min(first, last), 0]), int(offsets[last, 1])
 
     @cached_property
-    def _offsets(self) -> Callable[[int], NDArray[np.int32]]:
-        """Start and end of each piece of a row's body in its text, int32 [pieces, 2]. Rows come again."""
-        encode, store = self.run.sources.wordpiece.encode, self.run.sources.passages
-        return lru_cache(4096)(lambda row: np.array(encode(store.text(row)).offsets, np.int32).reshape(-1, 2))
+    def _offsets(self) -> Callable[[int], NDArray[np.int64]]:
+        """Start and end of each piece of a row's body in its text, int64 [pieces, 2]. Rows come again."""
+        wordpiece, store = self.run.sources.wordpiece, self.run.sources.passages
+
+        def offsets(row: int) -> NDArray[np.int64]:
+            found = wordpiece.offsets_of(store.text(row), store.body_tokens(row))
+            # One that was cut within a word has other tokens at its ends, and the same between.
+            return np.array(wordpiece.encode(store.text(row)).offsets).reshape(-1, 2) if found is None else found
+
+        return lru_cache(4096)(offsets)
 
     def _read_text(self, row: int) -> str:
         """The text of a row as far as it is read: beside its title and three special pieces."""

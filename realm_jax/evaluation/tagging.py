@@ -7,7 +7,7 @@ over all devices of the mesh. Next to read: `models/tagger.decode`.
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from realm_jax.run import put_batch
 from realm_jax.text import sentences as sentence_rules
 from realm_jax.text.spans import DATE, Span, find_dates, in_pieces, with_dates
 from realm_jax.text.tags import OTHER, SPECIAL_PIECES, Cutter, Pieces, spans, windows, with_neighbours
-from realm_jax.text.wordpiece import WordPiece
+from realm_jax.text.tokenizer import Tokenizer
 
 BUCKETS = 8  # padded lengths at most
 SMALLEST_BUCKET = 16
@@ -34,9 +34,9 @@ Ranges = Sequence[tuple[int, int]]
 
 
 class Batch(NamedTuple):
-    """Windows of one padded length: ids uint16, shapes uint8, first bool [batch, width]; lengths int32 [batch]."""
+    """Windows of one padded length: ids, shapes uint8, first bool [batch, width]; lengths int32 [batch]."""
 
-    ids: NDArray[np.uint16]
+    ids: NDArray[np.unsignedinteger]
     lengths: NDArray[np.int32]
     shapes: NDArray[np.uint8]
     first: NDArray[np.bool_]
@@ -65,7 +65,7 @@ class Effort:
 class WindowTagger:
     """The network over windows of texts, for any parameters."""
 
-    def __init__(self, tagger: Tagger, mesh: Mesh, wordpiece: WordPiece, length: int, batch_size: int) -> None:
+    def __init__(self, tagger: Tagger, mesh: Mesh, wordpiece: Tokenizer, length: int, batch_size: int) -> None:
         """length: word pieces of a window at most, specials counted. batch_size: windows on each device."""
         self.tagger, self.cutter, self.effort = tagger, Cutter(wordpiece), Effort()
         self._mesh, self._length = mesh, length
@@ -133,7 +133,7 @@ class WindowTagger:
         """Windows as arrays of a whole batch; one that is not full has empty rows at its end."""
         width, sizes, rows = places.shape[1] + SPECIAL_PIECES, valid.sum(axis=1), self._rows(len(places))
         shape = (rows, width)
-        ids = np.full(shape, self._special.pad, np.uint16)
+        ids = np.full(shape, self._special.pad, flat.ids.dtype)
         shapes, first = np.full(shape, OTHER, np.uint8), np.zeros(shape, bool)
         lengths = np.full(rows, SPECIAL_PIECES, np.int32)
         own = slice(0, len(places)), slice(1, -1)
@@ -211,13 +211,18 @@ class PassageSpans(NamedTuple):
 
 
 def tag_passages(
-    tagger: TextTagger, store: PassageStore, rows: range, wordpiece: WordPiece, at_a_time: int = 2048
+    tagger: TextTagger,
+    store: PassageStore,
+    rows: range,
+    wordpiece: Tokenizer,
+    at_a_time: int = 2048,
+    check: Callable[[], None] = lambda: None,
 ) -> PassageSpans:
     """Salient spans of some rows of a store, by the rule of its builder, who however reads whole articles: here a
     passage is read by itself, so its windows, and with them names, may be others.
 
-    wordpiece: of the store; the tagger may have another one. at_a_time: passages that share batches. A row has no spans
-    where its text does not give its pieces again: it was cut within a word.
+    wordpiece: of the store; the tagger may have another one. at_a_time: passages that share batches. check: called
+    between them. A row has no spans where its text does not give its pieces again: it was cut within a word.
     """
     same_pieces = wordpiece.fingerprint == tagger.windows.cutter.wordpiece.fingerprint
     cutter = None if same_pieces else Cutter(wordpiece)
@@ -236,6 +241,7 @@ def tag_passages(
 
     pending: deque[tuple[range, list[str], Pending]] = deque()
     for start in range(rows.start, rows.stop, at_a_time):
+        check()
         some = range(start, min(start + at_a_time, rows.stop))
         texts = [store.text(row) for row in some]
         pending.append((some, texts, tagger.windows.start(tagger.params, texts)))

@@ -21,9 +21,9 @@ BUCKET = 32  # padded lengths are multiples of this, up to the document length
 
 
 class CorpusRows(NamedTuple):
-    """A whole corpus in document layout on the host: ids uint16 [rows, length]; lengths, title_lengths [rows]."""
+    """A whole corpus in document layout on the host: ids unsigned [rows, length]; lengths, title_lengths [rows]."""
 
-    ids: NDArray[np.uint16]
+    ids: NDArray[np.unsignedinteger]
     lengths: NDArray[np.uint16]
     title_lengths: NDArray[np.uint16]
 

@@ -34,7 +34,7 @@ from realm_jax.jobs.opening import recorded_config, recorded_folder
 from realm_jax.run import Run
 from realm_jax.storage import Folder, StorageError, only_one, read_json
 from realm_jax.text import spans
-from realm_jax.text.wordpiece import WordPiece
+from realm_jax.text.tokenizer_files import open_tokenizer
 from realm_jax.training.exporter import export_record, sample_vectors, to_arrays
 from realm_jax.training.refresh import shared_folder
 
@@ -104,7 +104,7 @@ def edit(data: Path, action: str, what: list[str]) -> PassageStore:
     made = manifest.get("tagged") or manifest["inputs"]["settings"]
     if spans.identity(spans.finder(made["spans"])) != made.get("spans_identity"):
         raise UserError(f"{data}: {made['spans']} is not what found the spans there; put that back, or prepare anew")
-    build_store(articles, WordPiece.load(data / "tokenizer"), folder, store.limit, made["spans"], replaced)
+    build_store(articles, open_tokenizer(data / "tokenizer"), folder, store.limit, made["spans"], replaced)
     return PassageStore.open(folder)
 
 

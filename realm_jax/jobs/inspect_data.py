@@ -27,7 +27,7 @@ from realm_jax.evaluation.page import Bar, render
 from realm_jax.jobs.arguments import filled
 from realm_jax.jobs.flags import add_config_argument, load_config
 from realm_jax.jobs.output import stdout, write_output
-from realm_jax.text.wordpiece import WordPiece
+from realm_jax.text.tokenizer import Tokenizer
 
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "red")  # of kinds of spans, in their order
 
@@ -85,21 +85,21 @@ class Piece(NamedTuple):
     kind: str | None
 
 
-def pieces_of(store: PassageStore, row: int, wordpiece: WordPiece) -> list[Piece]:
+def pieces_of(store: PassageStore, row: int, wordpiece: Tokenizer) -> list[Piece]:
     """The text of a row cut at its salient spans, found again by the characters that their word pieces stand for."""
     text = store.text(row)
-    encoding = wordpiece.encode(text)
-    if not np.array_equal(encoding.ids, store.body_tokens(row)):
+    offsets = wordpiece.offsets_of(text, store.body_tokens(row))
+    if offsets is None:
         raise UserError(f"{store.folder}: the text of row {row} does not give its word pieces; prepare the data again")
     pieces, last = [], 0
     for start, end, kind in store.spans(row):
-        first, stop = encoding.offsets[start][0], encoding.offsets[end - 1][1]
+        first, stop = offsets[start, 0], offsets[end - 1, 1]
         pieces += [Piece(text[last:first], None), Piece(text[first:stop], store.span_kinds[kind])]
         last = stop
     return [piece for piece in [*pieces, Piece(text[last:], None)] if piece.text]
 
 
-def show_passage(screen: Console, store: PassageStore, row: int, wordpiece: WordPiece) -> None:
+def show_passage(screen: Console, store: PassageStore, row: int, wordpiece: Tokenizer) -> None:
     """A passage with its spans in colour."""
     head = Text(harmless(store.title(row)) or "(no title)", style="bold")
     head.append(harmless(f"   row {row} of {len(store):,}, document {store.document_id(row)}"), style="dim")
@@ -116,7 +116,7 @@ def colour(store: PassageStore, kind: str) -> str:
 
 
 def show_query(
-    screen: Console, store: PassageStore, row: int, wordpiece: WordPiece, lengths: Lengths, masking: str, seed: int
+    screen: Console, store: PassageStore, row: int, wordpiece: Tokenizer, lengths: Lengths, masking: str, seed: int
 ) -> None:
     """A query as pre-training makes it from this passage, and what is to be predicted."""
     query = masked_query(store, row, wordpiece, lengths, masking, seed)
@@ -124,10 +124,12 @@ def show_query(
         screen.print("  no query: nothing in it can be masked\n", style="dim")
         return
     line = Text("  ")
-    for number, piece in enumerate(wordpiece.pieces(query["query"][: query["query_length"]].tolist())):
+    ids, before = query["query"][: query["query_length"]].tolist(), ""
+    for number in range(len(ids)):
         masked = number in query["positions"][query["weights"] > 0]
-        joined = harmless(piece.removeprefix("##"))
-        line.append(" " * (number > 0 and not piece.startswith("##")) + joined, style="bold red" if masked else "dim")
+        text = wordpiece.decode(ids[: number + 1])
+        line.append(harmless(text[len(before) :]), style="bold red" if masked else "dim")
+        before = text
     targets = query["targets"][query["weights"] > 0]
     line.append(harmless(f"   = {wordpiece.decode(targets)}"), style="bold")
     screen.print(line)
@@ -135,7 +137,7 @@ def show_query(
 
 
 def masked_query(
-    store: PassageStore, row: int, wordpiece: WordPiece, lengths: Lengths, masking: str, seed: int
+    store: PassageStore, row: int, wordpiece: Tokenizer, lengths: Lengths, masking: str, seed: int
 ) -> Example | None:
     """A masked sentence of a row; None where nothing can be masked."""
     rng = np.random.default_rng((seed, row))

@@ -35,7 +35,7 @@ from realm_jax.processes import run_on_process_0
 from realm_jax.run import Run, encoder_of, make_model, make_run, tower_lengths
 from realm_jax.storage import Folder, cache_folder, digest, make_folder, open_folder, read_json, write_json_atomic
 from realm_jax.tasks import TASKS, make_task
-from realm_jax.text.wordpiece import WordPiece
+from realm_jax.text.tokenizer import Tokenizer
 from realm_jax.training.checkpoints import Saved
 from realm_jax.training.workdir import START, begins_with_reader, check_workdir, has_checkpoint
 
@@ -93,7 +93,7 @@ def _with_possible_tasks(config: ConfigDict, sources: Sources) -> ConfigDict:
     return found
 
 
-def _borrowed(config: ConfigDict, workdir: Path, wordpiece: WordPiece) -> dict[str, Path]:
+def _borrowed(config: ConfigDict, workdir: Path, wordpiece: Tokenizer) -> dict[str, Path]:
     """Key → the folder that it names, of what a run still has to start from. Raises UserError for weights in one that
     do not fit."""
     found: dict[str, Path] = {}

@@ -34,6 +34,7 @@ from realm_jax.mesh import logical_sharding, replicated
 from realm_jax.models.inputs import Documents
 from realm_jax.run import Run, bare_run, embed_program
 from realm_jax.tasks import TASKS, make_task
+from realm_jax.text.tokenizer import id_dtype
 from realm_jax.training.restore import abstract_state
 from realm_jax.training.state import Control, control_sharding, make_step
 
@@ -120,11 +121,16 @@ def plan(
     return found
 
 
+def document_parts(run: Run, rows: int, length: int) -> tuple[tuple[tuple[int, ...], Any], ...]:
+    """Shape and dtype of the arrays of `Documents` as the corpus has them."""
+    return ((rows, length), id_dtype(run.model.bert.vocabulary_size)), ((rows,), jnp.uint16), ((rows,), jnp.uint16)
+
+
 def plan_of_builder(builder: Run, mfu: float, builders: int) -> dict[str, Any]:
     """An index builder's program: memory, and the time in which all builders embed every passage."""
     length, size = builder.config.data.document_length, builder.config.retrieval.embed_batch * builder.mesh.size
-    shapes = ((size, length), (size,), (size,))
-    documents: Any = Documents(*(spread(builder, shape, jnp.uint16, "batch") for shape in shapes))  # type: ignore[arg-type]
+    parts = document_parts(builder, size, length)
+    documents: Any = Documents(*(spread(builder, *part, "batch") for part in parts))  # type: ignore[arg-type]
     whole = replicated(builder.mesh)
     params = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole),
@@ -212,8 +218,8 @@ def abstract_arguments(trainer: Run, task: str) -> tuple[Any, Any, Any, Any]:
     index = None
     if made.retrieves:
         rows, length = padded_rows(trainer.setting.rows, mesh.size), config.data.document_length
-        sizes = ((rows, length), (rows,), (rows,))
-        documents: Any = Documents(*(spread(trainer, shape, jnp.uint16, "rows") for shape in sizes))  # type: ignore[arg-type]
+        parts = document_parts(trainer, rows, length)
+        documents: Any = Documents(*(spread(trainer, *part, "rows") for part in parts))  # type: ignore[arg-type]
         vectors: Any = spread(trainer, (rows, trainer.model.vector_size), jnp.dtype(config.retrieval.dtype), "rows")
         if not made.needs_vectors():
             vectors = None

@@ -26,7 +26,7 @@ from realm_jax.corpus.jsonl import Article, question_lines
 from realm_jax.corpus.records import Counts
 from realm_jax.corpus.runners import Runner, runner
 from realm_jax.corpus.store import MANIFEST as STORE
-from realm_jax.corpus.store import first_version
+from realm_jax.corpus.store import new_version
 from realm_jax.corpus.texts import Input, identity, open_texts
 from realm_jax.data.sources import FORMAT_VERSION
 from realm_jax.errors import UserError
@@ -36,7 +36,9 @@ from realm_jax.jobs.unfinished import ARTICLES, MANIFEST, TOKENIZER, check_claim
 from realm_jax.storage import open_folder
 from realm_jax.text import spans as span_finders
 from realm_jax.text.packing import DEFAULT_LIMIT
-from realm_jax.text.wordpiece import FILES, VocabularyFile, WordPiece, check_size, lower_case_of, vocabulary_file
+from realm_jax.text.tokenizer import Tokenizer
+from realm_jax.text.tokenizer_files import FoundTokenizer, are_complete, lower_case_of, tokenizer_file, tokenizer_of
+from realm_jax.text.wordpiece import WordPiece, check_size
 
 logger = logging.getLogger(__name__)
 
@@ -92,8 +94,8 @@ class Options:
         action="extend",
     )
     vocab: Path_ | None = _option(
-        "vocabulary of a pretrained encoder, whose tokenizer says whether capitals are kept: its vocab.txt, "
-        "tokenizer.json or folder, hf:NAME, or py:NAME of an installed package",
+        "tokenizer of a pretrained encoder, which says whether capitals are kept: its vocab.txt, any tokenizer.json, "
+        "its folder, hf:NAME, or py:NAME of an installed package",
         None,
         metavar="FILE",
     )
@@ -220,7 +222,7 @@ def prepare(passages: Path_, output: Path_, **further: Any) -> None:
 
 def _inputs(
     sources: dict[str, Input],
-    vocabulary: VocabularyFile | None,
+    vocabulary: FoundTokenizer | None,
     questions: list[QuestionFile],
     settings: dict[str, Any],
 ) -> dict[str, Any]:
@@ -257,7 +259,7 @@ class Work:
     inputs: dict[str, Any]
     skip_damage: bool
 
-    def make(self, given: WordPiece | None, chosen: Chosen) -> Made:
+    def make(self, given: Tokenizer | None, chosen: Chosen) -> Made:
         """All files, PREPARED.json last."""
         settings = self.inputs["settings"]
         counts = {name: self.extract(name) for name in self.sources}
@@ -334,7 +336,7 @@ class Work:
             entries.append(packed.entry)
         if not summary.passages:
             raise UserError(f"none of {summary.articles} articles has words to store; check the texts")
-        manifest = first_version(packer.limit, packer.tokenizer, entries)
+        manifest = new_version({"limit": packer.limit, "tokenizer": packer.tokenizer.fingerprint}, entries)
         open_folder(f"{self.root}/{name}").write_json(STORE, manifest)
         rows, documents = (sum(entry[key] for entry in entries) for key in ("rows", "documents"))
         return summary, {"rows": rows, "documents": documents, "fingerprint": manifest["fingerprint"]}
@@ -347,11 +349,11 @@ class Work:
         return {split: len(questions) for split, questions in splits.items()}
 
 
-def _vocabulary_file(name: str) -> VocabularyFile:
+def _vocabulary_file(name: str) -> FoundTokenizer:
     """What `--vocab` names: a file, or a model as `config.init_from` takes it.
 
     Text is put in lower case unless the tokenizer that the file belongs to keeps capitals. Raises UserError where the
-    model is not there, or has no word pieces.
+    model is not there, or has no tokenizer.
     """
     path = Path(name)
     if not path.is_file():
@@ -360,26 +362,26 @@ def _vocabulary_file(name: str) -> VocabularyFile:
         model = local_source(name, "--vocab")
         path = _of_model(name, tokenizer_folder(model)) if model.is_dir() else model
     said = lower_case_of(path.parent)
-    return VocabularyFile(path, said is None or said.value)
+    return FoundTokenizer(path, said is None or said.value)
 
 
 def _of_model(name: str, folder: Path) -> Path:
-    path = vocabulary_file(folder)
+    path = tokenizer_file(folder)
     if path is None:
         raise UserError(f"--vocab={name}: {folder} has no vocab.txt and no tokenizer.json; name an encoder with one")
     return path
 
 
 def _vocabulary(
-    root: str, given: WordPiece | None, size: int, articles: Iterator[Article], characters: int
-) -> WordPiece:
-    """The vocabulary, in its place: the one that is there, the given one, or one that is learned.
+    root: str, given: Tokenizer | None, size: int, articles: Iterator[Article], characters: int
+) -> Tokenizer:
+    """The tokenizer, in its place: the one that is there, the given one, or one that is learned.
 
     It is learned from all articles, which have so many characters, or from every n-th when they are large.
     """
     folder = open_folder(root)
-    if FILES[-1] in folder.names(TOKENIZER):
-        return WordPiece.from_files({name: folder.read(f"{TOKENIZER}/{name}") for name in FILES}, TOKENIZER)
+    if are_complete(names := folder.names(TOKENIZER)):
+        return tokenizer_of({name: folder.read(f"{TOKENIZER}/{name}") for name in names}, TOKENIZER)
     some = islice(articles, 0, None, 1 + characters // LEARN_FROM)
     wordpiece = given or WordPiece.train((f"{article.title}\n{article.text}" for article in some), size)
     for name, content in wordpiece.files().items():

@@ -92,7 +92,7 @@ def make_data(workdir: Path, entities: int, seed: int, **others: Any) -> None:
     else:
         unfinished = workdir / ".text.partial"
         shutil.rmtree(unfinished, ignore_errors=True)
-        encyclopedia.write(encyclopedia.lazily(settings), unfinished)
+        encyclopedia.write(encyclopedia.Encyclopedia(settings), unfinished)
         write_json_atomic(unfinished / SETTINGS, dataclasses.asdict(settings))
         publish_folder(unfinished, text)
     questions = [f"{split}={text / f'questions-{split}.jsonl'}" for split in ("train", "dev")]

@@ -36,21 +36,19 @@ from realm_jax.models.sentence_folder import (
 from realm_jax.models.weights import WEIGHTS, Part, Source, find, module_places, networks, read, with_modules
 from realm_jax.run import Run
 from realm_jax.storage import read_settings
-from realm_jax.text.wordpiece import (
-    FAST_TOKENIZER,
-    TOKENIZER,
-    VOCABULARY_FILE,
-    WordPiece,
-    lower_case_of,
-    vocabulary_file,
-)
+from realm_jax.text.tokenizer import TOKENIZER_CONFIG, TOKENIZER_FILE, Tokenizer
+from realm_jax.text.tokenizer_files import lower_case_of, read_tokenizer, tokenizer_file
+from realm_jax.text.wordpiece import VOCABULARY_FILE
 
 logger = logging.getLogger(__name__)
 
 HUB, PACKAGE, IN_PACKAGE = "hf:", "py:", "model"
+ENCODER_FILES = (WEIGHTS, "config.json", VOCABULARY_FILE, TOKENIZER_CONFIG, TOKENIZER_FILE, INPUT)
 FETCHED = (
-    *(WEIGHTS, "config.json", VOCABULARY_FILE, TOKENIZER, FAST_TOKENIZER, MODULES, PROMPTS, INPUT),
-    *(f"[0-9]*_*/{name}" for name in (WEIGHTS, "config.json", VOCABULARY_FILE, TOKENIZER, FAST_TOKENIZER, INPUT)),
+    *ENCODER_FILES,
+    MODULES,
+    PROMPTS,
+    *(f"[0-9]*_*/{name}" for name in ENCODER_FILES),
 )
 SHARED, TOWERS, READER = "embedder", ("query_embedder", "document_embedder"), "reader"
 
@@ -126,7 +124,7 @@ def tokenizer_folder(folder: Path) -> Path:
 
 
 def find_weights(
-    folder: Path, model: Realm, wordpiece: WordPiece, names: Collection[str] | None = None
+    folder: Path, model: Realm, wordpiece: Tokenizer, names: Collection[str] | None = None
 ) -> dict[str, Source]:
     """Network → the file for it; no entry for one that the folder has nothing for. Reads no parameters.
 
@@ -188,13 +186,13 @@ def _place(folder: Path, network: str) -> Path | None:
     return place
 
 
-def _check_vocabulary(folder: Path, wordpiece: WordPiece) -> None:
+def _check_vocabulary(folder: Path, wordpiece: Tokenizer) -> None:
     """Raise UserError where the vocabulary beside the weights is not that of the prepared data. Nothing to compare
     without its files."""
     advice = f"prepare the data with `realm prepare --vocab={folder}`, or name other weights"
-    path, said = vocabulary_file(folder), lower_case_of(folder)
-    if path is not None and WordPiece.from_vocab(path, wordpiece.lower_case).fingerprint != wordpiece.fingerprint:
-        raise UserError(f"{path}: not the word pieces of the prepared data; {advice}")
+    path, said = tokenizer_file(folder), lower_case_of(folder)
+    if path is not None and read_tokenizer(path, wordpiece.lower_case).fingerprint != wordpiece.fingerprint:
+        raise UserError(f"{path}: not the tokens of the prepared data; {advice}")
     if said is not None and said.value != wordpiece.lower_case:
         prepared = f"the data were prepared with {wordpiece.lower_case}"
         raise UserError(f"{said.path}: do_lower_case is {said.value}, but {prepared}; {advice}")

@@ -1,34 +1,33 @@
 """`realm tag`: a prepared folder once more, with the salient spans of a trained tagger in place of those it has.
 
-    OUTPUT.tagging/TAGS.json              what is tagged, and with what
-    OUTPUT.tagging/<store>/000000.npy     spans of a chunk of rows, int32 [n, 4]: row, start, end (pieces), kind; a seal
-    OUTPUT.tagging/whole/                 what becomes OUTPUT
+    OUTPUT.tagging/TAGS.json                    what is tagged, and with what
+    OUTPUT.tagging/<store>/segment-00000/       a segment with other spans
+    OUTPUT.tagging/<store>/segment-00000.json   what STORE.json will say of it; put last
+    OUTPUT.tagging/whole/                       what becomes OUTPUT
 
-A chunk's file appears whole, so what is there is done: the command goes on where it was cut off, and any number of
-processes, each on its own devices, share the chunks like builders of an index share theirs. When all are there, the
-first process writes OUTPUT and removes what led to it; one that is still at work then sees OUTPUT and ends well.
-Read `tag` next.
+A segment appears whole, so what is there is done: the command goes on where it was cut off, and any number of
+processes, each on its own devices, share the segments like builders of an index share their chunks. When all are there,
+the first process writes OUTPUT and removes what led to it; one that is still at work then sees OUTPUT and ends well.
+OUTPUT has the newest version of the passages alone. Read `tag` next.
 """
 
 import argparse
 import contextlib
-import hashlib
-import io
-import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from numpy.typing import NDArray
 
 from realm_jax import processes
 from realm_jax.console import StageProgress
-from realm_jax.corpus.store import Passage, PassageStore, StoreWriter, columns
+from realm_jax.corpus.segments import Segment, SegmentWriter
+from realm_jax.corpus.store import MANIFEST as STORE
+from realm_jax.corpus.store import PassageStore, new_version, segment_folder
 from realm_jax.data.sources import open_sources
 from realm_jax.data.staging import is_remote, staged
 from realm_jax.errors import UserError
@@ -37,15 +36,12 @@ from realm_jax.host import Stop
 from realm_jax.index.builder import WorkShare
 from realm_jax.jobs.opening import set_up_jax
 from realm_jax.jobs.tagger import open_tagger
-from realm_jax.storage import make_folder, only_one, publish_folder, read_json, write_atomic, write_json_atomic
-from realm_jax.text.wordpiece import WordPiece
+from realm_jax.storage import make_folder, only_one, publish_folder, read_json, write_json_atomic
+from realm_jax.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 RECORD, MANIFEST = "TAGS.json", "PREPARED.json"
-SEAL_BYTES = 32  # at the end of a chunk's file
-CHUNK_ROWS = 16_384  # passages in a chunk: what a killed process loses at most
-WRITTEN_ROWS = 1024  # passages that are written at a time
 EXAMPLES = """examples:
   realm tag --workdir=runs/tagger --data=data --output=data-tagged
   realm tag --workdir=runs/tagger --data=data --output=data-tagged --process=1 --processes=4     the second of four
@@ -88,18 +84,29 @@ def folders(data: str, output: str) -> tuple[Path, Path]:
     return source, final
 
 
-class Chunk(NamedTuple):
-    """Some rows of a store, and the file of their spans. key: of all that decides them."""
+class Unit(NamedTuple):
+    """A segment of a store, and the folder of the same segment with other spans. number: of the segment."""
 
-    store: str
-    rows: range
-    file: Path
-    key: str
+    store: PassageStore
+    number: int
+    folder: Path
+
+    @property
+    def record(self) -> Path:
+        """The file with what STORE.json will say of it."""
+        return self.folder.with_suffix(".json")
+
+    @property
+    def is_done(self) -> bool:
+        return self.folder.is_dir() and self.record.is_file()
+
+    @property
+    def rows(self) -> range:
+        """The rows of the store's version that lie in it."""
+        return self.store.rows_in(self.number)[0]
 
 
-def tag(
-    tagger: TextTagger, data: Path, output: Path, share: WorkShare, stop: Stop, chunk_rows: int = CHUNK_ROWS
-) -> None:
+def tag(tagger: TextTagger, data: Path, output: Path, share: WorkShare, stop: Stop) -> None:
     """Do this process's share and what nobody else has done; the first process then writes `output`.
 
     Raises UserError for what cannot be gone on with, Preempted after SIGTERM.
@@ -108,7 +115,7 @@ def tag(
     make_folder(work, "--output")
     try:
         with only_one(work, f".lock-{share.process}"):
-            _take_part(tagger, data, output, work, share, stop, chunk_rows)
+            _take_part(tagger, data, output, work, share, stop)
     except (FileNotFoundError, UserError):
         if not output.exists():
             raise
@@ -117,29 +124,29 @@ def tag(
         _remove(work)
 
 
-def _take_part(
-    tagger: TextTagger, data: Path, output: Path, work: Path, share: WorkShare, stop: Stop, chunk_rows: int
-) -> None:
-    sources, manifest = open_sources(data, flag="--data="), read_json(data / MANIFEST)
+def _take_part(tagger: TextTagger, data: Path, output: Path, work: Path, share: WorkShare, stop: Stop) -> None:
+    sources = open_sources(data, flag="--data=")
     stores = {"passages": sources.passages} | ({} if sources.own_text else {"pretraining": sources.pretraining})
     fingerprints = {name: store.fingerprint for name, store in stores.items()}
-    record = {"tagger": tagger.identity, "kinds": list(tagger.kinds), "stores": fingerprints, "chunk_rows": chunk_rows}
-    _check_record(work, record)
-    key = json.dumps(record)
-    chunks = [chunk for name, store in stores.items() for chunk in _chunks(work, name, len(store), chunk_rows, key)]
-    with StageProgress("tag", sum(len(chunk.rows) for chunk in chunks)) as bar:
-        for number in share.order(len(chunks)):
-            stop.check(f"finished chunks stay in {work}")
-            if not chunks[number].file.is_file():
-                if output.exists():  # and the chunks were removed
+    _check_record(work, {"tagger": tagger.identity, "kinds": list(tagger.kinds), "stores": fingerprints})
+    units = {name: _units(store, work / name) for name, store in stores.items()}
+    every = [unit for own in units.values() for unit in own]
+
+    def check() -> None:
+        stop.check(f"finished segments stay in {work}")
+
+    with StageProgress("tag", sum(len(unit.rows) for unit in every)) as bar:
+        for number in share.order(len(every)):
+            check()
+            if not every[number].is_done:
+                if output.exists():  # and the segments were removed
                     return
-                _tag_chunk(tagger, stores[chunks[number].store], sources.wordpiece, chunks[number])
+                _tag_unit(tagger, every[number], sources.wordpiece, share.process, check)
             effort = tagger.windows.effort
-            done = sum(len(chunk.rows) for chunk in chunks if chunk.file.is_file())
+            done = sum(len(unit.rows) for unit in every if unit.is_done)
             bar.update(done, {"pieces": effort.pieces, "padding": effort.padding})
     if share.process == 0:
-        manifest["tagged"] = {"spans": tagger.name, "spans_identity": tagger.identity}
-        _write(tagger, data, work / "whole", manifest, stores, chunks, stop)
+        _write(tagger, data, work / "whole", units, check)
         publish_folder(work / "whole", output)
         logger.info("%s is ready", output)
 
@@ -153,7 +160,7 @@ def _remove(work: Path) -> None:
 
 
 def _check_record(work: Path, record: dict[str, Any]) -> None:
-    """Write what decides the content of the chunks, or compare it with what is there."""
+    """Write what decides the spans, or compare it with what is there."""
     path = work / RECORD
     if not path.is_file():
         write_json_atomic(path, record)
@@ -162,76 +169,52 @@ def _check_record(work: Path, record: dict[str, Any]) -> None:
         raise UserError(f"{work}: was begun with other {next(differ, 'settings')}; remove the folder to begin anew")
 
 
-def _chunks(work: Path, name: str, rows: int, size: int, key: str) -> Iterator[Chunk]:
-    folder = work / name
+def _units(store: PassageStore, folder: Path) -> list[Unit]:
     folder.mkdir(exist_ok=True)
-    for start in range(0, rows, size):
-        yield Chunk(name, range(start, min(start + size, rows)), folder / f"{start:09d}.npy", key)
+    return [Unit(store, number, segment_folder(folder, number)) for number in range(len(store.segments))]
 
 
-def _tag_chunk(tagger: TextTagger, store: PassageStore, wordpiece: WordPiece, chunk: Chunk) -> None:
-    found = tag_passages(tagger, store, chunk.rows, wordpiece)
+def _tag_unit(tagger: TextTagger, unit: Unit, wordpiece: Tokenizer, process: int, check: Callable[[], None]) -> None:
+    """Write a segment with the tagger's spans; rows that the version leaves out have none."""
+    segment, (rows, places) = unit.store.segments[unit.number], unit.store.rows_in(unit.number)
+    found = tag_passages(tagger, unit.store, rows, wordpiece, check=check)
     if found.unread:
-        logger.warning("%d of %d passages were cut within a word and have no spans", found.unread, len(chunk.rows))
-    rows = np.repeat(np.arange(chunk.rows.start, chunk.rows.stop, dtype=np.int32), found.counts)
-    content = io.BytesIO()
-    np.save(content, np.column_stack([rows, found.values]), allow_pickle=False)
-    write_atomic(chunk.file, content.getvalue() + _seal(chunk, content.getvalue()))
-
-
-def _seal(chunk: Chunk, content: bytes) -> bytes:
-    """A digest of the content and of what it belongs to."""
-    return hashlib.sha256(f"{chunk.key} {chunk.store} {chunk.rows}".encode() + content).digest()
-
-
-def _read_chunk(chunk: Chunk) -> NDArray[np.int32]:
-    """Spans [n, 4]. Raises UserError for a file that is damaged, or of another place."""
-    sealed = chunk.file.read_bytes()
-    content = sealed[:-SEAL_BYTES]
-    if sealed[-SEAL_BYTES:] != _seal(chunk, content):
-        raise UserError(f"{chunk.file} is damaged; remove it and repeat the command")
-    found: NDArray[np.int32] = np.load(io.BytesIO(content), allow_pickle=False)
-    return found
+        logger.warning("%d of %d passages were cut within a word and have no spans", found.unread, len(rows))
+    counts = np.zeros(segment.rows, np.int64)
+    counts[places] = found.counts
+    scratch = unit.folder.parent / f".{process}" / unit.folder.name
+    with SegmentWriter(scratch, wordpiece.fingerprint, wordpiece.dtype) as writer:
+        writer.copy(segment, found.values, counts, found.kinds)
+    if not unit.is_done:  # by another process meanwhile
+        shutil.rmtree(unit.folder, ignore_errors=True)  # of a process that ended before it wrote the record
+        os.rename(scratch, unit.folder)
+        write_json_atomic(unit.record, writer.entry)
 
 
 def _write(
-    tagger: TextTagger, data: Path, folder: Path, manifest: dict[str, Any], stores: dict[str, PassageStore],
-    chunks: list[Chunk], stop: Stop,
-) -> None:  # fmt: skip
+    tagger: TextTagger, data: Path, folder: Path, units: dict[str, list[Unit]], check: Callable[[], None]
+) -> None:
     """The prepared folder anew, in the place of what a process that was cut off left of it."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(data, folder, ignore=shutil.ignore_patterns("passages", "pretraining", MANIFEST, ".lock"))
-    wordpiece = WordPiece.load(data / "tokenizer")
-    for name, store in stores.items():
-        own = [chunk for chunk in chunks if chunk.store == name]
-        _write_store(tagger, store, own, folder / name, wordpiece, stop)
-        written = PassageStore.open(folder / name)
+    manifest = read_json(data / MANIFEST)
+    manifest["tagged"] = {"spans": tagger.name, "spans_identity": tagger.identity}
+    for name, own in units.items():
+        written = _write_store(own, folder / name, check)
         manifest[name] = {"rows": len(written), "documents": written.documents, "fingerprint": written.fingerprint}
     write_json_atomic(folder / MANIFEST, manifest)
 
 
-def _write_store(
-    tagger: TextTagger, store: PassageStore, chunks: list[Chunk], folder: Path, wordpiece: WordPiece, stop: Stop
-) -> None:
-    """The store's rows with the chunks' spans, as one segment."""
-    with StoreWriter(folder, wordpiece, store.limit) as writer:
-        for chunk in chunks:
-            stop.check(f"finished chunks stay in {chunk.file.parent.parent}")
-            spans = _read_chunk(chunk)
-            bounds = np.searchsorted(spans[:, 0], [*chunk.rows, chunk.rows.stop])
-            for start in range(0, len(chunk.rows), WRITTEN_ROWS):
-                some = chunk.rows[start : start + WRITTEN_ROWS]
-                own = [spans[bounds[row - chunk.rows.start] : bounds[row + 1 - chunk.rows.start], 1:] for row in some]
-                writer.write(columns([_passage(tagger, store, row, of) for row, of in zip(some, own, strict=True)]))
-
-
-def _passage(tagger: TextTagger, store: PassageStore, row: int, spans: NDArray[np.int32]) -> Passage:
-    return Passage(
-        document_id=store.document_id(row),
-        title=store.title(row),
-        text=store.text(row),
-        title_tokens=store.title_tokens(row),
-        body_tokens=store.body_tokens(row),
-        sentences=store.sentences(row),
-        spans=[(start, end, tagger.kinds[kind]) for start, end, kind in spans.tolist()],
-    )
+def _write_store(units: list[Unit], folder: Path, check: Callable[[], None]) -> PassageStore:
+    """The store of the tagged segments, which are the same files in both folders. Raises UserError for damage."""
+    store, entries = units[0].store, [read_json(unit.record) for unit in units]
+    for unit, entry in zip(units, entries, strict=True):
+        check()
+        try:
+            Segment(unit.folder, entry).verify()
+        except (UserError, KeyError, TypeError):
+            raise UserError(f"{unit.folder} is damaged; remove it and repeat the command") from None
+        shutil.copytree(unit.folder, folder / unit.folder.name, copy_function=os.link)
+    settings = {"limit": store.limit, "tokenizer": store.tokenizer_fingerprint}
+    write_json_atomic(folder / STORE, new_version(settings, entries, store.removed))
+    return PassageStore.open(folder)

@@ -38,7 +38,8 @@ from realm_jax.models.sentence_folder import OWN, READS
 from realm_jax.models.weights import HF_REALM, SETTINGS, WEIGHTS, networks, save, settings_of, write_json
 from realm_jax.run import tower_lengths
 from realm_jax.storage import publish_folder
-from realm_jax.text.wordpiece import TOKENIZER, VOCABULARY_FILE, WordPiece
+from realm_jax.text.tokenizer import Tokenizer
+from realm_jax.text.wordpiece import VOCABULARY_FILE, WordPiece
 from realm_jax.training.restore import restore_params
 
 logger = logging.getLogger(__name__)
@@ -134,7 +135,7 @@ def _check_realm(model: Realm) -> None:
 
 
 def write_networks(
-    folder: Path, config: ConfigDict, model: Realm, params: Params, wordpiece: WordPiece, names: str = "bert",
+    folder: Path, config: ConfigDict, model: Realm, params: Params, wordpiece: Tokenizer, names: str = "bert",
     reads: bool = True,
 ) -> None:  # fmt: skip
     """Write every network into a folder of its own in `folder`. names: 'bert' or 'realm'.
@@ -147,7 +148,7 @@ def write_networks(
         settings = settings_of(model, network, names) | {"pad_token_id": wordpiece.pad_id}
         settings |= {READS: reads} if network == READER else {OWN: encoder}
         save(place, own, parts, names, settings)
-        _save_vocabulary(place, wordpiece, model.bert.max_length)
+        _save_tokenizer(place, wordpiece, model.bert.max_length)
         if names == "bert" and network != READER:
             write_modules(place, model, own, encoder, _inputs(config, model, network))
         else:
@@ -229,7 +230,7 @@ def _networks(path: str, variables: dict[str, NDArray]) -> dict[str, tuple[dict[
 
 
 def _save_released(
-    folder: Path, tensors: dict[str, NDArray], wordpiece: WordPiece, heads: dict[str, float]
+    folder: Path, tensors: dict[str, NDArray], wordpiece: Tokenizer, heads: dict[str, float]
 ) -> None:  # fmt: skip
     """Settings are those of the released networks, as far as shapes do not tell: tanh-GELU, epsilons, uncased text."""
     folder.mkdir()
@@ -240,7 +241,7 @@ def _save_released(
     if (words := settings["vocab_size"]) != wordpiece.size:
         raise UserError(f"--vocab: has {wordpiece.size} word pieces, but {folder.name} has {words}; name its vocab.txt")
     write_json(folder / SETTINGS, settings)
-    _save_vocabulary(folder, wordpiece, settings["max_position_embeddings"])
+    _save_tokenizer(folder, wordpiece, settings["max_position_embeddings"])
 
 
 def _vocabulary(paths: dict[str, str], vocabulary: str | None) -> WordPiece:
@@ -271,8 +272,7 @@ def _whole(output: Path) -> Iterator[Path]:
         raise
 
 
-def _save_vocabulary(folder: Path, wordpiece: WordPiece, length: int) -> None:
-    """What Hugging Face's BertTokenizer needs."""
-    (folder / VOCABULARY_FILE).write_bytes(wordpiece.files()[VOCABULARY_FILE])
-    tokenizer = {"tokenizer_class": "BertTokenizer", "do_lower_case": wordpiece.lower_case, "model_max_length": length}
-    write_json(folder / TOKENIZER, tokenizer)
+def _save_tokenizer(folder: Path, wordpiece: Tokenizer, length: int) -> None:
+    """What transformers needs."""
+    for name, content in wordpiece.pretrained_files(length).items():
+        (folder / name).write_bytes(content)

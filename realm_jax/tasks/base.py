@@ -30,6 +30,7 @@ from realm_jax.models.realm import Params
 from realm_jax.run import Run
 from realm_jax.schema import Sections
 from realm_jax.sections import AnyTask
+from realm_jax.text.tokenizer import id_dtype
 
 Array = jax.Array
 Means = dict[str, Mean]
@@ -233,13 +234,13 @@ def reported(means: Means) -> dict[str, Array]:
 
 def query_shapes(run: Run) -> Shapes:
     """Of `query_arrays`."""
-    return {"query": ((run.lengths.query,), np.uint16), "query_length": ((), np.int32)}
+    return {"query": ((run.lengths.query,), id_dtype(run.model.bert.vocabulary_size)), "query_length": ((), np.int32)}
 
 
 def document_shapes(run: Run) -> Shapes:
     """Of `document_arrays`."""
     lengths: Shapes = {name: ((), np.int32) for name in ("document_length", "document_title_length")}
-    return {"document": ((run.lengths.document,), np.uint16)} | lengths
+    return {"document": ((run.lengths.document,), id_dtype(run.model.bert.vocabulary_size))} | lengths
 
 
 def masked_shapes(run: Run) -> Shapes:

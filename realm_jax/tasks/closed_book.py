@@ -38,7 +38,7 @@ from realm_jax.sections import TaskSection
 from realm_jax.tasks.base import Embed, Measure, dev_questions
 from realm_jax.tasks.mlm import Mlm
 from realm_jax.tasks.qa_examples import check_strings
-from realm_jax.text.wordpiece import WordPiece
+from realm_jax.text.tokenizer import Tokenizer
 
 
 class ClosedBook(Mlm):
@@ -94,7 +94,7 @@ def answer_places(lengths: Lengths) -> int:
     return min(lengths.span_width, lengths.predictions)
 
 
-def closed_book_query(question: str, wordpiece: WordPiece, lengths: Lengths) -> Example:
+def closed_book_query(question: str, wordpiece: Tokenizer, lengths: Lengths) -> Example:
     """A question, cut where it would leave no room, followed by the masked places, and their positions."""
     places = answer_places(lengths)
     ids = wordpiece.encode(question).ids[: lengths.query - 2 - places]
@@ -104,7 +104,7 @@ def closed_book_query(question: str, wordpiece: WordPiece, lengths: Lengths) -> 
     return query | {"positions": positions}
 
 
-def closed_book_answer(pieces: NDArray, wordpiece: WordPiece, lengths: Lengths) -> str:
+def closed_book_answer(pieces: NDArray, wordpiece: Tokenizer, lengths: Lengths) -> str:
     """The answer that pieces predicted at `positions` spell: those in the places, up to the first [SEP]."""
     guesses = pieces[: answer_places(lengths)]
     ends = np.flatnonzero(guesses == wordpiece.sep_id)
@@ -124,7 +124,7 @@ def check_closed_book(questions: Sequence[Question], lengths: Lengths) -> None:
 
 
 def closed_book_examples(
-    store: PassageStore, questions: Sequence[Question], wordpiece: WordPiece, lengths: Lengths
+    store: PassageStore, questions: Sequence[Question], wordpiece: Tokenizer, lengths: Lengths
 ) -> Examples:
     """Half masked sentences of the pre-training text, half training questions; all beside the empty document."""
     check_closed_book(questions, lengths)
@@ -143,7 +143,7 @@ def closed_book_examples(
     return Examples(len(sentences.rows), make)
 
 
-def _question_example(question: Question, wordpiece: WordPiece, lengths: Lengths) -> Example:
+def _question_example(question: Question, wordpiece: Tokenizer, lengths: Lengths) -> Example:
     places = answer_places(lengths)
     answer = [*wordpiece.encode(question.answers[0]).ids[:places], *[wordpiece.sep_id] * places][:places]
     targets = np.zeros(lengths.predictions, np.int32)
@@ -152,9 +152,9 @@ def _question_example(question: Question, wordpiece: WordPiece, lengths: Lengths
     return closed_book_query(question.question, wordpiece, lengths) | {"targets": targets, "weights": weights}
 
 
-def empty_document(wordpiece: WordPiece, lengths: Lengths) -> Example:
+def empty_document(wordpiece: Tokenizer, lengths: Lengths) -> Example:
     """The arrays of the passage that is read where there is none."""
-    nothing = np.zeros(0, np.uint16)
+    nothing = np.zeros(0, wordpiece.dtype)
     return document_arrays(nothing, nothing, lengths.document, wordpiece)
 
 

@@ -34,7 +34,7 @@ from realm_jax.run import Run
 from realm_jax.schema import require
 from realm_jax.sections import TaskSection, task_names
 from realm_jax.tasks.base import Contrast, Embed, Means, Shapes, Task, document_shapes, over_examples, query_shapes
-from realm_jax.text.wordpiece import WordPiece
+from realm_jax.text.tokenizer import Tokenizer
 
 Array = jax.Array
 
@@ -165,7 +165,7 @@ def retrieved_ict_loss(setting: Setting, params: Params, batch: Batch, index: In
 
 
 def cloze_examples(
-    store: PassageStore, wordpiece: WordPiece, lengths: Lengths, mask_rate: float, kept: NDArray[np.bool_] | None = None
+    store: PassageStore, wordpiece: Tokenizer, lengths: Lengths, mask_rate: float, kept: NDArray[np.bool_] | None = None
 ) -> Examples:
     """Inverse cloze task: a sentence and its passage, out of which a share `mask_rate` of the sentences is taken.
 

@@ -30,7 +30,7 @@ from realm_jax.run import Run
 from realm_jax.schema import require
 from realm_jax.sections import TaskSection, joint_length
 from realm_jax.tasks.base import Embed, Means, Measure, Shapes, Task, document_shapes, masked_shapes
-from realm_jax.text.wordpiece import WordPiece
+from realm_jax.text.tokenizer import Tokenizer
 
 Array = jax.Array
 WHOLE_RATE = 0.5  # excerpts that hold all other sentences; the rest are mostly short
@@ -98,7 +98,7 @@ def mlm_loss(setting: Setting, params: Params, batch: Batch, key: Array | None) 
 def warmup_examples(
     passages: PassageStore,
     pretraining: PassageStore,
-    wordpiece: WordPiece,
+    wordpiece: Tokenizer,
     lengths: Lengths,
     null_rate: float,
     unrelated_rate: float,
@@ -142,7 +142,7 @@ def _excerpt_example(
     unrelated: bool,
     rng: np.random.Generator,
     lengths: Lengths,
-    wordpiece: WordPiece,
+    wordpiece: Tokenizer,
 ) -> Example:
     """A sentence with its recurring span masked, beside some of its passage's other sentences, one with the span.
 
@@ -182,7 +182,7 @@ def recurring_spans(store: PassageStore, query_length: int) -> NDArray[np.int32]
     return np.array(found, np.int32).reshape(-1, 4)
 
 
-def _recurs(body: NDArray[np.uint16], sentences: NDArray[np.int32], number: int, span: NDArray) -> int | None:
+def _recurs(body: NDArray, sentences: NDArray[np.int32], number: int, span: NDArray) -> int | None:
     """The first sentence but `number` in which the pieces of `span` occur."""
     text, wanted = body.tobytes(), span.tobytes()
     place = text.find(wanted)

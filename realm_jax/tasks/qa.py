@@ -40,6 +40,7 @@ from realm_jax.tasks.base import (
 from realm_jax.tasks.closed_book import ClosedBook
 from realm_jax.tasks.collapse import CollapseMonitor
 from realm_jax.tasks.qa_examples import question_depth, questions_to_learn
+from realm_jax.text.tokenizer import id_dtype
 
 Array = jax.Array
 BEAM_PART = 64  # passages of a beam that are looked through at a time
@@ -125,8 +126,12 @@ class Qa(Task):
         found = query_shapes(self.run) | answers | bm25_shapes(self.bm25_depth)
         if not self.is_positive:
             return found
-        joint = joint_length(self.run.config)
-        return found | {"joint": ((joint,), np.uint16), "joint_length": ((), np.int32), "body_start": ((), np.int32)}
+        joint, ids = joint_length(self.run.config), id_dtype(self.run.model.bert.vocabulary_size)
+        return found | {
+            "joint": ((joint,), ids),
+            "joint_length": ((), np.int32),
+            "body_start": ((), np.int32),
+        }
 
     def loss(self, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
         loss = positive_qa_loss if self.is_positive else qa_loss

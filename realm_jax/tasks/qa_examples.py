@@ -42,7 +42,7 @@ from realm_jax.run import Run
 from realm_jax.storage import make_folder, read_json, write_json_atomic
 from realm_jax.tasks.base import Embed, Task
 from realm_jax.text import layouts, patterns
-from realm_jax.text.wordpiece import WordPiece
+from realm_jax.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ def question_depth(setting: Setting) -> int:
 
 
 def question_examples(
-    questions: Sequence[Question], wordpiece: WordPiece, lengths: Lengths, found: Found | None = None
+    questions: Sequence[Question], wordpiece: Tokenizer, lengths: Lengths, found: Found | None = None
 ) -> Examples:
     """Questions with their answers as word pieces; an answer of more than `span_width` pieces can not be a span."""
     if not questions:
@@ -184,7 +184,7 @@ def _matched(task: Task, params: Params, embed: Embed, questions: Sequence[Quest
     return answers
 
 
-def strings_of(expressions: Iterable[str], texts: Iterable[str], wordpiece: WordPiece, span_width: int) -> list[str]:
+def strings_of(expressions: Iterable[str], texts: Iterable[str], wordpiece: Tokenizer, span_width: int) -> list[str]:
     """What patterns match in texts and can be a span, the most frequent first; of equals the one found first.
 
     Two strings of the same word pieces are one.
@@ -241,7 +241,7 @@ def find_positives(task: Task, params: Params, embed: Embed, questions: Sequence
     return rows
 
 
-def gold_row(store: PassageStore, question: Question, wordpiece: WordPiece, lengths: Lengths) -> int:
+def gold_row(store: PassageStore, question: Question, wordpiece: Tokenizer, lengths: Lengths) -> int:
     """The row of a question's gold document that holds an answer; NONE where none does or there is no gold document.
 
     Of several the one with the most pieces of the question, then the first.
@@ -256,18 +256,18 @@ def gold_row(store: PassageStore, question: Question, wordpiece: WordPiece, leng
 
 
 def first_row(
-    store: PassageStore, question: Question, rows: Sequence[int], wordpiece: WordPiece, lengths: Lengths
+    store: PassageStore, question: Question, rows: Sequence[int], wordpiece: Tokenizer, lengths: Lengths
 ) -> int:
     """The first of some rows that holds an answer; NONE where none does."""
     answers = answer_pieces(question, wordpiece, lengths)
     return next((row for row in rows if row >= 0 and holds_answer(store, row, answers, lengths)), NONE)
 
 
-def answer_pieces(question: Question, wordpiece: WordPiece, lengths: Lengths) -> list[NDArray[np.uint16]]:
+def answer_pieces(question: Question, wordpiece: Tokenizer, lengths: Lengths) -> list[NDArray]:
     """The answers that can be spans, as the reader is trained with them."""
     arrays = question_arrays([], question.answers, wordpiece, lengths)
     return [
-        pieces[:size].astype(np.uint16)
+        pieces[:size].astype(wordpiece.dtype)
         for pieces, size in zip(arrays["answers"], arrays["answer_lengths"], strict=True)
         if size
     ]
@@ -277,13 +277,13 @@ def positive_examples(
     questions: Sequence[Question],
     rows: Sequence[int],
     store: PassageStore,
-    wordpiece: WordPiece,
+    wordpiece: Tokenizer,
     lengths: Lengths,
     titles: bool,
 ) -> Examples:
     """Questions with their answers, and each joined with its passage; batched by the length of that.
 
-    rows: the passage of each. Arrays: those of `question_arrays`, and `joint` uint16 [query + document − 1 or 2], its
+    rows: the passage of each. Arrays: those of `question_arrays`, and `joint` [query + document − 1 or 2], its
     places in use `joint_length`, and `body_start`; the layout is that of `realm_jax.models.inputs.join`.
     """
     encoded = [encoding.ids for encoding in wordpiece.encode_batch([question.question for question in questions])]
@@ -300,7 +300,7 @@ def positive_examples(
         special, most = wordpiece.special, lengths.query - 2
         laid = layouts.joint(encoded[number], body, places, special, most, title if titles else None)
         return question_arrays(encoded[number], questions[number].answers, wordpiece, lengths) | {
-            "joint": laid.ids.astype(np.uint16),
+            "joint": laid.ids.astype(wordpiece.dtype),
             "joint_length": np.int32(laid.used),
             "body_start": np.int32(laid.used - len(body) - 1),
         }

@@ -35,7 +35,7 @@ from realm_jax.tasks.base import (
 )
 from realm_jax.tasks.collapse import CollapseMonitor
 from realm_jax.tasks.ict import Ict
-from realm_jax.text.wordpiece import WordPiece
+from realm_jax.text.tokenizer import Tokenizer
 
 Array = jax.Array
 
@@ -80,9 +80,10 @@ class Realm(Task):
         return masked_examples(text, sources.wordpiece, self.run.lengths, masking, sources.own_text, find, kept)
 
     def array_shapes(self) -> Shapes:
-        sentence: Shapes = {"sentence": ((self.run.lengths.query,), np.uint16), "sentence_length": ((), np.int32)}
+        masked = masked_shapes(self.run)
+        sentence: Shapes = {"sentence": masked["query"], "sentence_length": ((), np.int32)}
         own: Shapes = {"own_row": ((), np.int32)}
-        return masked_shapes(self.run) | sentence | own | bm25_shapes(self.bm25_depth)
+        return masked | sentence | own | bm25_shapes(self.bm25_depth)
 
     def loss(self, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
         return realm_loss(self.setting, params, batch, index, key)
@@ -151,7 +152,7 @@ def realm_metrics(result: likelihood.Marginal, right: Array, batch: Batch, found
 
 def masked_examples(
     store: PassageStore,
-    wordpiece: WordPiece,
+    wordpiece: Tokenizer,
     lengths: Lengths,
     kind: str,
     own_text: bool,
@@ -181,7 +182,7 @@ def masked_examples(
         chosen = rng.choice(len(parts), p=share / share.sum())
         sentence, spans = parts[chosen]
         arrays = masked_arrays(sentence, spans, kind, rng, lengths, wordpiece)
-        text = np.zeros(lengths.query, np.uint16)
+        text = np.zeros(lengths.query, wordpiece.dtype)
         text[: min(len(sentence), lengths.query)] = sentence[: lengths.query]
         arrays |= {"sentence": text, "sentence_length": np.int32(min(len(sentence), lengths.query))}
         own_row = row if own_text else -1
@@ -194,14 +195,16 @@ def masked_examples(
     return Examples(len(rows), make)
 
 
-def words_left(store: PassageStore, wordpiece: WordPiece, row: int, number: int, hidden: NDArray) -> str:
+def words_left(store: PassageStore, wordpiece: Tokenizer, row: int, number: int, hidden: NDArray) -> str:
     """The text of a sentence with spaces in place of its hidden pieces. hidden: their places in the sentence."""
-    text, (start, end) = store.text(row), store.sentences(row)[number]
-    offsets = wordpiece.encode(text).offsets[start:end]
+    text, body, (start, end) = store.text(row), store.body_tokens(row), store.sentences(row)[number]
+    offsets = wordpiece.offsets_of(text, body)
+    if offsets is None:  # the passage was cut within a word
+        return wordpiece.decode(np.delete(body[start:end], hidden).tolist())
     letters = list(text)
-    for first, last in (offsets[place] for place in hidden.tolist()):
+    for first, last in offsets[start:end][hidden].tolist():
         letters[first:last] = " " * (last - first)
-    return "".join(letters[offsets[0][0] : offsets[-1][1]])
+    return "".join(letters[offsets[start, 0] : offsets[end - 1, 1]])
 
 
 def _salient_numbers(store: PassageStore, row: int, room: int) -> NDArray[np.int64]:

@@ -47,7 +47,7 @@ from realm_jax.text.tags import (
     windows,
     with_neighbours,
 )
-from realm_jax.text.wordpiece import WordPiece
+from realm_jax.text.tokenizer import Tokenizer
 
 Array = jax.Array
 NAME = "tagger"  # of the task, of its section of the config, and of its parameters
@@ -193,7 +193,7 @@ class AnnotatedText:
     """What a tagger's run reads. splits: documents by split, none where a trained tagger is used and no more; meaning:
     what its parameters mean nothing without."""
 
-    wordpiece: WordPiece
+    wordpiece: Tokenizer
     splits: dict[str, list[Document]]
     meaning: dict[str, Any]
 
@@ -204,7 +204,7 @@ class AnnotatedText:
 
 
 def make_tagger_run(
-    config: ConfigDict, workdir: Path, wordpiece: WordPiece, kinds: tuple[str, ...], splits: dict[str, list[Document]],
+    config: ConfigDict, workdir: Path, wordpiece: Tokenizer, kinds: tuple[str, ...], splits: dict[str, list[Document]],
     devices: list[jax.Device] | None = None,
 ) -> BaseRun:  # fmt: skip
     """Everything that a validated config decides. Raises UserError where the mesh does not fit."""
@@ -248,7 +248,7 @@ def kinds_of(documents: Sequence[Document]) -> tuple[str, ...]:
 def tagger_examples(
     documents: Sequence[Document], cutter: Cutter, kinds: Sequence[str], length: int, hidden: float = 0.0
 ) -> Examples:
-    """Every window of every document. Arrays of [length]: ids uint16, shapes uint8, labels int16; `length` int32.
+    """Every window of every document. Arrays of [length]: ids, shapes uint8, labels int16; `length` int32.
 
     hidden: the share of units whose pieces are [UNK], others every time, so that a tagger looks at what is around.
     """
@@ -267,7 +267,7 @@ def tagger_examples(
         units = np.cumsum(example["labels"] != IGNORED)  # 0 at [CLS]
         gone = rng.random(len(units) + 1) < hidden
         inside = (units > 0) & (np.arange(len(units)) < example["length"] - 1)
-        return example | {"ids": np.where(gone[units] & inside, np.uint16(unknown), example["ids"])}
+        return example | {"ids": np.where(gone[units] & inside, example["ids"].dtype.type(unknown), example["ids"])}
 
     return Examples(len(made), make)
 
@@ -285,7 +285,7 @@ def _example(pieces: Pieces, wanted: NDArray[np.int16], window: slice, length: i
         tags[begin] -= 1
     used = np.int32(layout.used)
     shapes = with_neighbours(shapes, first, used)
-    return {"ids": layout.ids.astype(np.uint16), "length": used, "shapes": shapes, "labels": tags}
+    return {"ids": layout.ids.astype(pieces.ids.dtype), "length": used, "shapes": shapes, "labels": tags}
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------

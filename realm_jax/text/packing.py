@@ -7,6 +7,11 @@ Next to read: `layouts.py`.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from realm_jax.text.tokenizer import Tokens
 
 SPECIAL_TOKENS = 3
 DEFAULT_LIMIT = 288  # ORQA's and REALM's block length
@@ -68,6 +73,23 @@ def word_lengths(offsets: Sequence[tuple[int, int]]) -> list[int]:
         lengths[-1] += 1
         last_end = end
     return lengths
+
+
+def sentence_parts(tokens: Tokens, sentences: Sequence[tuple[int, int]], room: int) -> list[list[tuple[int, int]]]:
+    """Half-open ranges of the tokens of each sentence: one, none without tokens, or several of at most `room`.
+
+    sentences: ranges of characters, as `sentences.split` gives them. A long sentence is cut as `split_long` does.
+    """
+    starts = np.searchsorted(tokens.starts, [start for start, _ in sentences]).tolist()
+    parts = []
+    for start, stop in pairwise([*starts, len(tokens.ids)]):
+        if stop - start <= room:
+            parts.append([(start, stop)] if stop > start else [])
+        else:
+            own = tokens.part(start, stop)
+            words = word_lengths(list(zip(own.starts.tolist(), own.ends.tolist(), strict=True)))
+            parts.append([(start + first, start + last) for first, last in split_long(words, room)])
+    return parts
 
 
 def split_long(word_lengths: Sequence[int], room: int) -> list[tuple[int, int]]:

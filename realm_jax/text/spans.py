@@ -138,7 +138,7 @@ def find_by_rules(text: str) -> list[Span]:
 
 
 def in_pieces(
-    found: Sequence[Span], ids: NDArray[np.uint16], starts: NDArray[np.int64], ends: NDArray[np.int64],
+    found: Sequence[Span], ids: NDArray[Any], starts: NDArray[np.int64], ends: NDArray[np.int64],
     sentences: NDArray[np.integer], unknown: int,
 ) -> list[tuple[int, int, str]]:  # fmt: skip
     """Spans of characters as they are stored: (first piece, piece behind the last, kind), in order.

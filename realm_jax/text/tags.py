@@ -6,19 +6,18 @@ that a tagger reads plain text as it read the file. Labels are numbers: 0 is O, 
 Next to read: `windows` below, then `realm_jax/models/tagger.py`.
 """
 
-import itertools
 import re
 from collections.abc import Sequence
 from functools import cache
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.text import packing
 from realm_jax.text.spans import Span
-from realm_jax.text.wordpiece import CONTINUATION, WordPiece
+from realm_jax.text.tokenizer import Tokenizer, Tokens
 
 OUTSIDE, IGNORED = 0, -1  # labels: of no entity; of a piece that has none
 SPECIAL_PIECES = 2  # [CLS] and [SEP] around a window
@@ -60,10 +59,10 @@ def entities(tags: Sequence[str]) -> list[Entity]:
 
 
 class Pieces(NamedTuple):
-    """The word pieces of a text: ids uint16, first character and end int64, whether a piece is the first of its unit,
-    and the shape of its unit, uint8; all [pieces]."""
+    """The tokens of a text: ids, first character and end int64, whether a piece is the first of its unit, and the shape
+    of its unit, uint8; all [pieces]."""
 
-    ids: NDArray[np.uint16]
+    ids: NDArray[Any]
     starts: NDArray[np.int64]
     ends: NDArray[np.int64]
     first: NDArray[np.bool_]
@@ -76,26 +75,19 @@ class Pieces(NamedTuple):
 
 
 class Cutter:
-    """Cuts texts into word pieces, as a tagger reads them."""
+    """Cuts texts into tokens, as a tagger reads them."""
 
-    def __init__(self, wordpiece: WordPiece) -> None:
+    def __init__(self, wordpiece: Tokenizer) -> None:
         self.wordpiece = wordpiece
-        names = wordpiece.pieces(range(wordpiece.size))
-        self._first = np.array([not name.startswith(CONTINUATION) or name == CONTINUATION for name in names])
 
     def __call__(self, texts: Sequence[str]) -> list[Pieces]:
-        """The pieces of each text, without special ones. Many texts at once take far less time than one by one."""
-        encodings = self.wordpiece.encode_batch(texts)
-        bounds = np.cumsum([0, *(len(encoding.ids) for encoding in encodings)])
-        ids = np.fromiter(chain.from_iterable(encoding.ids for encoding in encodings), np.uint16, bounds[-1])
-        offsets = chain.from_iterable(chain.from_iterable(encoding.offsets for encoding in encodings))
-        starts, ends = np.fromiter(offsets, np.int64, 2 * bounds[-1]).reshape(-1, 2).T.copy()
-        first = self._first[ids]
-        first[bounds[:-1][bounds[:-1] < len(ids)]] = True
-        base = np.repeat(np.cumsum([0, *map(len, texts)])[:-1], np.diff(bounds))
-        shape = shapes("".join(texts), starts + base, ends + base, first)
-        flat = Pieces(ids, starts, ends, first, shape)
-        return [flat.part(start, stop) for start, stop in itertools.pairwise(bounds.tolist())]
+        """The tokens of each text, without special ones. Many texts at once take far less time than one by one."""
+        found = []
+        for text, tokens in zip(texts, self.wordpiece.tokens(texts), strict=True):
+            first = self.wordpiece.unit_starts(text, tokens)
+            first[:1] = True
+            found.append(Pieces(*tokens, first, shapes(text, tokens.starts, tokens.ends, first)))
+        return found
 
 
 def shapes(
@@ -113,7 +105,7 @@ def shapes(
     begin = starts[first]
     last = np.append(np.flatnonzero(first)[1:], len(starts)) - 1
     upper, lower, number = (_count(kinds & bit != 0, begin, ends[last]) for bit in (_UPPER, _LOWER, _NUMBER))
-    initial = (kinds[begin] & _UPPER) != 0
+    initial = (kinds[np.minimum(begin, len(kinds) - 1)] & _UPPER) != 0  # a token may be the space at the very end
     found = np.full(len(begin), MIXED, np.uint8)
     found[upper + lower + number == 0] = OTHER
     found[(upper + number == 0) & (lower > 0)] = LOWER
@@ -163,15 +155,8 @@ def windows(pieces: Pieces, sentences: Sequence[tuple[int, int]], room: int) -> 
     sentences: ranges of characters, as `sentences.split` gives them. A sentence that is too long by itself is cut
     between words.
     """
-    starts = np.searchsorted(pieces.starts, [start for start, _ in sentences]).tolist()
-    parts: list[tuple[int, int]] = []
-    for start, stop in itertools.pairwise([*starts, len(pieces.ids)]):
-        if stop - start <= room:
-            parts += [(start, stop)] if stop > start else []
-        else:
-            offsets = list(zip(pieces.starts[start:stop].tolist(), pieces.ends[start:stop].tolist(), strict=True))
-            words = packing.word_lengths(offsets)
-            parts += [(start + first, start + last) for first, last in packing.split_long(words, room)]
+    tokens = Tokens(pieces.ids, pieces.starts, pieces.ends)
+    parts = [*chain.from_iterable(packing.sentence_parts(tokens, sentences, room))]
     packed = packing.pack([stop - start for start, stop in parts], 0, room + packing.SPECIAL_TOKENS)
     return [(parts[first][0], parts[last - 1][1]) for first, last in packed]
 

@@ -4,7 +4,8 @@
 
 Slots are `{text}`, which comes last, and for passages `{title}`; a literal brace is written twice. A template becomes
 word pieces once, so that a step lays it around the stored pieces (`models/inputs.py`). That gives the pieces of the
-whole text because words end at white space and at punctuation, which every literal therefore has to end in.
+whole text because words end at white space and at punctuation, which every literal therefore has to end in; it is
+tried out, as there are tokenizers that count the space to the word after it in another way.
 """
 
 import re
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 from realm_jax.errors import UserError
 
 TEXT, TITLE = "text", "title"
+SAMPLE = "a text"  # to try a template with
 Encode = Callable[[str], list[int]]  # text → ids of its word pieces, without special tokens
 
 
@@ -84,9 +86,14 @@ def _separates(character: str) -> bool:
 
 
 def compiled(template: str, key: str, titles: bool, encode: Encode) -> Template:
-    """A template as word pieces. Raises UserError as `parse` does."""
+    """A template as word pieces. Raises UserError as `parse` does, and where a text has others behind a literal."""
     before, between, titled = parse(template, key, titles)
-    return Template(tuple(encode(before)), tuple(encode(between)), titled)
+    found = Template(tuple(encode(before.rstrip())), tuple(encode(between.strip())), titled)
+    text = encode(SAMPLE)
+    whole = [*found.before, *text, *(found.between + tuple(text) if titled else ())]
+    if encode(before + SAMPLE + (between + SAMPLE if titled else "")) != whole:
+        _refuse(key, template, "cannot be laid around texts with this tokenizer, which has other tokens behind it")
+    return found
 
 
 def from_prompt(prompt: str, rest: str) -> str:

@@ -1,57 +1,41 @@
-"""Word pieces: text to ids and back, with the vocabulary of a BERT or one learned from the user's own text.
+"""Word pieces: a vocabulary of a BERT's vocab.txt, or one learned from the user's own text.
 
-The Rust library `tokenizers` does the splitting (BERT's basic tokenizer, then longest match first); this class adds
-what a corpus needs around it: reading and checking a vocabulary, character offsets, training that gives the same
-vocabulary each time, and a fingerprint that ties corpus, index and checkpoint to one vocabulary.
+The Rust library `tokenizers` does the splitting (BERT's basic tokenizer, then longest match first). Here is what word
+pieces have beyond other tokenizers: reading and checking a list of pieces, and training that gives the same vocabulary
+each time. Prepared data keep two files of it:
 
-A vocabulary is read from what lies beside a pretrained encoder's weights, or from the folder of prepared data:
+    vocab.txt        one piece a line
+    settings.json    whether text is put in lower case
 
-    vocab.txt               one piece a line
-    tokenizer.json          of the library tokenizers: the pieces once more, and how text is normalised
-    tokenizer_config.json   of transformers: whether text is put in lower case
-    settings.json           ours: the same, in prepared data
-
-No special token is ever made from text: "[MASK]" in a passage is three pieces, "[", "mask" and "]".
-Next to read: `layouts.py`, which puts the special tokens around ids.
+"[MASK]" in a passage is three pieces, "[", "mask" and "]". Next to read: `tokenizer_files.py`.
 """
 
 import hashlib
 import json
-import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
+import numpy as np
 import tokenizers
+from numpy.typing import NDArray
 from tokenizers import models, normalizers, pre_tokenizers, trainers
 
 from realm_jax.errors import UserError
-from realm_jax.storage import read_settings, write_atomic
 from realm_jax.text.layouts import Special
-
-logger = logging.getLogger(__name__)
+from realm_jax.text.tokenizer import TOKENIZER_CONFIG, Tokenizer, Tokens
 
 PAD, UNK, CLS, SEP, MASK = SPECIAL_PIECES = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 VOCABULARY_FILE = "vocab.txt"
 SETTINGS_FILE = "settings.json"
-TOKENIZER = "tokenizer_config.json"
-FAST_TOKENIZER = "tokenizer.json"
-SAYING = ((TOKENIZER, "do_lower_case"), (FAST_TOKENIZER, "normalizer"), (SETTINGS_FILE, "lower_case"))  # file, key
-FILES = (VOCABULARY_FILE, SETTINGS_FILE)  # in the order in which they are written
 FORMAT_VERSION = 1
-MAX_SIZE = 65_535  # ids are stored as uint16
+MAX_SIZE = 65_535  # of a list of pieces: it was learned, or is that of a BERT
 MIN_TRAINED_SIZE = 64  # the special tokens and both forms of a few dozen characters
 MAX_ALPHABET = 1_000  # distinct characters of a trained vocabulary: enough for any alphabet, not for every ideograph
 CONTINUATION = "##"
-
-
-class Encoding(NamedTuple):
-    """Word pieces of one text, without special tokens: ids, and the range of characters in the text of each."""
-
-    ids: list[int]
-    offsets: list[tuple[int, int]]
 
 
 def check_size(size: int) -> None:
@@ -60,8 +44,10 @@ def check_size(size: int) -> None:
         raise UserError(f"vocabulary size {size}: choose between {MIN_TRAINED_SIZE} and {MAX_SIZE}")
 
 
-class WordPiece:
-    """A vocabulary of word pieces. Made by `from_vocab`, `load` or `train`; never changed afterwards."""
+class WordPiece(Tokenizer):
+    """A vocabulary of word pieces. Made by `from_vocab`, `load` or `train`."""
+
+    CONTEXTS: ClassVar[tuple[str, ...]] = ("",)  # a word has the same pieces wherever it stands
 
     def __init__(self, vocabulary: Sequence[str], lower_case: bool = True, source: str = "vocabulary") -> None:
         """Check `vocabulary` (the piece of id i stands at place i) and build the tokenizer.
@@ -73,20 +59,21 @@ class WordPiece:
         self.lower_case = lower_case
         self._vocabulary = tuple(vocabulary)
         ids = {piece: number for number, piece in enumerate(vocabulary)}
-        self.pad_id, self.unk_id, self.cls_id, self.sep_id, self.mask_id = (ids[piece] for piece in SPECIAL_PIECES)
-        self._tokenizer = _tokenizer(ids, lower_case)
+        pad, unknown, cls, sep, mask = (ids[piece] for piece in SPECIAL_PIECES)
+        self._set_up(_tokenizer(ids, lower_case), Special(pad, cls, sep, mask), unknown)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), (self._vocabulary, self.lower_case))
 
     @classmethod
     def from_vocab(cls, path: str | Path, lower_case: bool = True) -> "WordPiece":
-        """Read a BERT `vocab.txt` (UTF-8, one piece a line, the id is the line number from 0) or a `tokenizer.json`.
+        """Read a BERT `vocab.txt` (UTF-8, one piece a line, the id is the line number from 0).
 
         Raises:
-            UserError: the file cannot be read, is a tokenizer of another type, or is no usable vocabulary; names the
-                file and, where one is at fault, the line (from 1).
+            UserError: the file cannot be read, or is no usable vocabulary; names the file and, where one is at fault,
+                the line (from 1).
         """
-        path = Path(path)
-        vocabulary = _fast_vocabulary(path) if path.name == FAST_TOKENIZER else _lines(_read(path), path)
-        return cls(vocabulary, lower_case, str(path))
+        return cls(_lines(read_bytes(Path(path)), Path(path)), lower_case, str(path))
 
     @classmethod
     def load(cls, folder: str | Path) -> "WordPiece":
@@ -95,7 +82,9 @@ class WordPiece:
         Raises:
             UserError: a file is absent, damaged or of another format version.
         """
-        return cls.from_files({name: _read(Path(folder) / name) for name in (SETTINGS_FILE, VOCABULARY_FILE)}, folder)
+        return cls.from_files(
+            {name: read_bytes(Path(folder) / name) for name in (SETTINGS_FILE, VOCABULARY_FILE)}, folder
+        )
 
     @classmethod
     def from_files(cls, files: Mapping[str, bytes], folder: str | Path) -> "WordPiece":
@@ -125,35 +114,31 @@ class WordPiece:
         vocabulary = "".join(f"{piece}\n" for piece in self._vocabulary)
         return {VOCABULARY_FILE: vocabulary.encode(), SETTINGS_FILE: f"{json.dumps(self._settings())}\n".encode()}
 
-    def save(self, folder: str | Path) -> None:
-        """Write `files` into `folder` (made if absent), each file whole or not at all."""
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        for name, content in self.files().items():
-            write_atomic(Path(folder) / name, content)
+    def pretrained_files(self, length: int) -> dict[str, bytes]:
+        """What BertTokenizer of transformers needs."""
+        config = {"tokenizer_class": "BertTokenizer", "do_lower_case": self.lower_case, "model_max_length": length}
+        return {
+            VOCABULARY_FILE: self.files()[VOCABULARY_FILE],
+            TOKENIZER_CONFIG: f"{json.dumps(config, indent=2)}\n".encode(),
+        }
 
-    def encode(self, text: str) -> Encoding:
-        """Split `text` into pieces without special tokens; offsets are characters of `text` as it was given."""
-        encoded = self._tokenizer.encode(text, add_special_tokens=False)
-        return Encoding(encoded.ids, encoded.offsets)
+    def _without_space(
+        self, texts: Sequence[str], starts: NDArray[np.int64], ends: NDArray[np.int64], counts: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        return starts  # BERT's tokenizer cuts white space away
 
-    def encode_batch(self, texts: Sequence[str]) -> list[Encoding]:
-        """`encode` of many texts, on all cores unless TOKENIZERS_PARALLELISM=false."""
-        encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
-        return [Encoding(one.ids, one.offsets) for one in encoded]
+    def unit_starts(self, text: str, tokens: Tokens) -> NDArray[np.bool_]:
+        """By the pieces' names: BERT's tokenizer cuts text into units before it looks for pieces."""
+        return self._begins_unit[tokens.ids]
+
+    @cached_property
+    def _begins_unit(self) -> NDArray[np.bool_]:
+        return np.array([not piece.startswith(CONTINUATION) or piece == CONTINUATION for piece in self._vocabulary])
 
     def decode(self, ids: Iterable[int]) -> str:
         """Join pieces into readable text: continuations closed up, words apart by one space, [PAD] left out."""
         joined = " ".join(self._vocabulary[number] for number in ids if number != self.pad_id)
         return joined.replace(" " + CONTINUATION, "")
-
-    def pieces(self, ids: Iterable[int]) -> list[str]:
-        """The piece of each id, as it stands in the vocabulary."""
-        return [self._vocabulary[number] for number in ids]
-
-    @property
-    def size(self) -> int:
-        """Number of pieces, special tokens included."""
-        return len(self._vocabulary)
 
     @property
     def cased(self) -> list[str]:
@@ -161,17 +146,7 @@ class WordPiece:
         plain = (piece for piece in self._vocabulary if not (piece.startswith("[") and piece.endswith("]")))
         return [piece for piece in plain if piece != piece.lower()]  # not ℝ, which has no other form
 
-    @property
-    def special(self) -> Special:
-        """Ids of the special tokens that `layouts` and `masking` use."""
-        return Special(pad=self.pad_id, cls=self.cls_id, sep=self.sep_id, mask=self.mask_id)
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """Ids of all five special tokens."""
-        return frozenset((self.pad_id, self.unk_id, self.cls_id, self.sep_id, self.mask_id))
-
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """16 hexadecimal digits that change with any piece, its place, or the settings."""
         content = json.dumps([self._settings(), self._vocabulary], ensure_ascii=True)
@@ -179,63 +154,6 @@ class WordPiece:
 
     def _settings(self) -> dict[str, bool | int]:
         return {"lower_case": self.lower_case, "format_version": FORMAT_VERSION}
-
-
-# --- The tokenizer of a pretrained encoder ----------------------------------------------------------------------------
-
-
-class VocabularyFile(NamedTuple):
-    """A file of word pieces, and whether text is put in lower case for them."""
-
-    path: Path
-    lower_case: bool
-
-    def read(self) -> WordPiece:
-        """The vocabulary, with a warning where text in lower case never meets some of its pieces. Raises UserError."""
-        wordpiece = WordPiece.from_vocab(self.path, self.lower_case)
-        if self.lower_case and (cased := wordpiece.cased):
-            logger.warning(
-                "%s: %d word pieces have capital letters, such as %r, and are never used: text is lower-cased; to keep "
-                'capitals, put a tokenizer_config.json with "do_lower_case": false beside it',
-                self.path,
-                len(cased),
-                cased[0],
-            )
-        return wordpiece
-
-
-class LowerCase(NamedTuple):
-    """Whether a tokenizer puts text in lower case, and the file that says so."""
-
-    path: Path
-    value: bool
-
-
-def vocabulary_file(folder: Path) -> Path | None:
-    """The file with the word pieces of the tokenizer in a folder; None where there is none."""
-    return next((folder / name for name in (VOCABULARY_FILE, FAST_TOKENIZER) if (folder / name).is_file()), None)
-
-
-def lower_case_of(folder: Path) -> LowerCase | None:
-    """Whether the tokenizer in a folder puts text in lower case; None where no file says.
-
-    Of several files the first counts, as in transformers. Raises UserError for one that cannot be read.
-    """
-    for name, key in SAYING:
-        value = _lowers(read_settings(folder / name).get(key))
-        if value is not None:
-            return LowerCase(folder / name, value)
-    return None
-
-
-def _lowers(value: Any) -> bool | None:
-    """Whether text is put in lower case. value: true or false, or a normalizer of the library tokenizers; None for
-    anything else, which does not say."""
-    if not isinstance(value, dict):
-        return value if isinstance(value, bool) else None
-    if value.get("type") == "Sequence":
-        return any(_lowers(part) for part in value.get("normalizers", []))
-    return value.get("type") == "Lowercase" or bool(value.get("lowercase"))
 
 
 # --- Reading and checking ---------------------------------------------------------------------------------------------
@@ -279,22 +197,6 @@ def _lines(raw: bytes, path: Path) -> list[str]:
     return [line.removesuffix("\r") for line in lines]
 
 
-def _fast_vocabulary(path: Path) -> list[str]:
-    """The pieces of a tokenizer.json. Raises UserError for a tokenizer of another type, which it names."""
-    model = _table(read_settings(path).get("model"))
-    if (kind := model.get("type")) != "WordPiece":
-        raise UserError(f"{path}: a tokenizer of type {kind}, not WordPiece; choose an encoder with BERT's tokenizer")
-    pieces = _table(model.get("vocab"))
-    if {*pieces.values()} != {*range(len(pieces))}:
-        raise UserError(f"{path}: its word pieces are not numbered from 0 to {len(pieces) - 1}; fetch it again")
-    return sorted(pieces, key=pieces.__getitem__)
-
-
-def _table(value: Any) -> dict[str, Any]:
-    """A value that should be a table of JSON; an empty one in place of anything else."""
-    return value if isinstance(value, dict) else {}
-
-
 def _lower_case_setting(raw: bytes, path: Path) -> bool:
     """What our settings.json says."""
     try:
@@ -310,7 +212,7 @@ def _lower_case_setting(raw: bytes, path: Path) -> bool:
     return lower_case
 
 
-def _read(path: Path) -> bytes:
+def read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
