@@ -15,7 +15,7 @@ from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.evaluation.ablations import HEADS, Measured, Row, cells, html, lead, markdown, mean_of
 from realm_jax.jobs import ablate
-from realm_jax.jobs.starting import with_weights
+from realm_jax.jobs.init_from import find_source
 from realm_jax.recipes import ablations
 from realm_jax.run import make_run
 from realm_jax.training.restore import restore_params
@@ -82,7 +82,7 @@ def test_a_mixture_has_the_towers_of_one_row_and_the_reader_of_another(ablated):
     folder = ablated[0] / "seed-0"
     run, towers = params_of(folder, "pretrained", "realm")
     _, reader = params_of(folder, "start", "ict")
-    mixed = with_weights(run, run.initial_params(), folder / "weights" / "pretrained+start")
+    mixed = find_source(str(folder / "weights" / "pretrained+start")).params(run, run.initial_params())
     assert same(mixed["query_embedder"], towers["query_embedder"])
     assert same(mixed["document_embedder"], towers["document_embedder"])
     assert same(mixed["reader"], reader["reader"]) and not same(mixed["reader"], towers["reader"])

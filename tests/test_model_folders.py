@@ -16,7 +16,7 @@ from tiny_run import prepare_people, tiny_config
 from realm_jax.config import FROM_MODEL, validate
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
-from realm_jax.jobs.models import resolved
+from realm_jax.jobs.init_from import resolved
 from realm_jax.jobs.opening import open_run
 from realm_jax.jobs.prepare import prepare
 from realm_jax.models import weights

@@ -19,7 +19,7 @@ from realm_jax.errors import UserError
 from realm_jax.models import weights
 from realm_jax.models.bert import Bert, BertConfig
 from realm_jax.models.realm import Realm
-from realm_jax.models.weights import Source, find, load_bert, networks, read
+from realm_jax.models.weights import NetworkFiles, find, load_bert, networks, read
 
 WIDTH, HEADS, LAYERS, HIDDEN, WORDS, POSITIONS = 8, 2, 2, 12, 11, 9
 SETTINGS = {"num_attention_heads": HEADS, "hidden_act": "gelu", "layer_norm_eps": 1e-12}
@@ -195,7 +195,7 @@ def test_other_files_are_refused(tmp_path):
         load_bert(save(tmp_path / "other", {"lstm.weight": np.zeros((2, 2), np.float32)}), config())
     folder = save(tmp_path / "settings", random_weights())
     (folder / "config.json").write_text("[1]")
-    with pytest.raises(UserError, match="config.json: cannot be read"):
+    with pytest.raises(UserError, match="config.json: holds no settings"):
         load_bert(folder, config())
 
 
@@ -228,7 +228,7 @@ def rewrite(folder: Path, change) -> Path:
     return save(folder, tensors)
 
 
-def found(folder: Path, network: str, model: Realm | None = None) -> Source:
+def found(folder: Path, network: str, model: Realm | None = None) -> NetworkFiles:
     model = model or realm()
     return find(folder, model.bert, networks(model)[network])
 

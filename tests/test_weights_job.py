@@ -18,11 +18,13 @@ from tiny_run import tiny_config
 from realm_jax import cli
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
-from realm_jax.jobs import opening, starting
+from realm_jax.jobs import opening
 from realm_jax.jobs import weights as job
+from realm_jax.jobs.init_from import find_source
 from realm_jax.jobs.opening import open_run
 from realm_jax.jobs.recipe import starting_params
 from realm_jax.models import weights
+from realm_jax.models.folders import local_source
 from realm_jax.models.realm import Params
 from realm_jax.models.weights import networks, settings_of
 from realm_jax.run import Run, make_model, make_run
@@ -188,7 +190,7 @@ def test_two_towers_do_not_go_into_one(people, tmp_path):
     config.model.shared_tower = True
     model, wordpiece = make_model(config, open_sources(people).wordpiece.size), open_sources(people).wordpiece
     with pytest.raises(UserError, match="has two towers; set config.model.shared_tower=False"):
-        starting.find_weights(tmp_path, model, wordpiece)
+        find_source(str(tmp_path)).files(model, wordpiece)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +234,7 @@ def test_another_vocabulary_is_refused(people, tmp_path):
     path.unlink()
     (folder / "tokenizer_config.json").unlink()
     wordpiece = open_sources(people).wordpiece
-    assert starting.find_weights(folder, make_model(config, wordpiece.size), wordpiece)  # nothing to compare
+    assert find_source(str(folder)).files(make_model(config, wordpiece.size), wordpiece)  # nothing to compare
 
 
 # ---- from the hub
@@ -261,7 +263,7 @@ def test_a_hub_that_is_out_of_reach_or_not_installed_is_told_in_one_line(monkeyp
 
     monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=fail))
     with pytest.raises(UserError, match=r"init_from=hf:bert: cannot be fetched \(ConnectionError: no route to host\)"):
-        starting.local_source("hf:bert")
+        local_source("hf:bert")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(UserError, match=r"init_from=hf:bert: needs Hugging Face's hub; run `pip install"):
-        starting.local_source("hf:bert")
+        local_source("hf:bert")

@@ -10,8 +10,8 @@ from typing import Any
 from realm_jax.config import task_names
 from realm_jax.evaluation.predict import Evaluator
 from realm_jax.index.candidates import Index
+from realm_jax.jobs.init_from import BORROWING, borrow_params
 from realm_jax.jobs.measuring import closed_book_measure
-from realm_jax.jobs.opening import BORROWING, borrow_params
 from realm_jax.models.realm import Params
 from realm_jax.run import Run
 from realm_jax.training.checkpoints import Saved

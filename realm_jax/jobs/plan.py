@@ -27,7 +27,7 @@ from realm_jax.index.candidates import Index, words_listed
 from realm_jax.index.exact import padded_rows
 from realm_jax.jobs.build_index import for_embedding
 from realm_jax.jobs.flags import add_config_argument, load_config
-from realm_jax.jobs.models import resolved
+from realm_jax.jobs.init_from import resolved
 from realm_jax.mesh import logical_sharding, replicated
 from realm_jax.models.inputs import Documents
 from realm_jax.run import Run, bare_run, embed_program

@@ -21,9 +21,9 @@ from realm_jax.errors import UserError
 from realm_jax.evaluation.predict import Evaluator
 from realm_jax.index.generations import RECIPE, Living, Status
 from realm_jax.jobs.controls import run_controls
+from realm_jax.jobs.init_from import borrow_params, borrows, record_start, starts_with_pca
 from realm_jax.jobs.matched_answers import training_questions
 from realm_jax.jobs.measuring import dev_questions, measure_of
-from realm_jax.jobs.opening import borrow_params, borrows, record_start, starts_with_pca
 from realm_jax.jobs.positives import beam_by_words, examples_with_positives
 from realm_jax.jobs.projection import with_principal_components
 from realm_jax.jobs.results import keep_words, measure_baselines, write_results

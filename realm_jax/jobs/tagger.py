@@ -26,9 +26,10 @@ from realm_jax.errors import UserError
 from realm_jax.evaluation.entities import Scores, entity_scores
 from realm_jax.evaluation.tagging import TextTagger, WindowTagger
 from realm_jax.index.candidates import Index
-from realm_jax.jobs.opening import borrows, has_begun, recorded_config, set_up_jax
+from realm_jax.jobs.init_from import borrows
+from realm_jax.jobs.opening import has_begun, set_up_jax
 from realm_jax.jobs.recipe import preemptible
-from realm_jax.jobs.starting import local_source
+from realm_jax.models.folders import local_source
 from realm_jax.models.tagger import Params
 from realm_jax.models.weights import load_bert
 from realm_jax.processes import is_first
@@ -42,7 +43,7 @@ from realm_jax.training.checkpoints import Saved
 from realm_jax.training.preemption import PREEMPTED, Preempted
 from realm_jax.training.restore import task_params
 from realm_jax.training.tagging import tagger_task, train_tagger
-from realm_jax.training.workdir import check_workdir
+from realm_jax.training.workdir import check_workdir, recorded_config
 
 logger = logging.getLogger(__name__)
 

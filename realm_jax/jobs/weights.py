@@ -17,7 +17,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -28,13 +27,12 @@ from safetensors.numpy import save_file
 from realm_jax.config import TASKS
 from realm_jax.errors import UserError
 from realm_jax.jobs.answering import add_run_arguments, newest, open_run_to_ask, reader_is_trained
-from realm_jax.jobs.starting import READER, SHARED, TOWERS
 from realm_jax.models import released
 from realm_jax.models.bert import LAYER_NORM_EPSILON
+from realm_jax.models.folders import READER, SHARED, TOWERS
 from realm_jax.models.realm import Params, Realm
-from realm_jax.models.sentence_export import PASSAGES, QUERIES, refuse_modules, write_modules
-from realm_jax.models.sentence_folder import OWN, READS
-from realm_jax.models.weights import SETTINGS, WEIGHTS, networks, save, settings_of, write_json
+from realm_jax.models.sentence_transformers import OWN, PASSAGES, QUERIES, READS, refuse_modules, write_modules
+from realm_jax.models.weights import SETTINGS, WEIGHTS, bert_settings, networks, save, settings_of, write_json
 from realm_jax.run import tower_lengths
 from realm_jax.storage import publish_folder
 from realm_jax.text.wordpiece import TOKENIZER, VOCABULARY_FILE, WordPiece
@@ -225,16 +223,16 @@ def _networks(path: str, variables: dict[str, NDArray]) -> dict[str, tuple[dict[
 def _save_released(
     folder: Path, tensors: dict[str, NDArray], wordpiece: WordPiece, heads: dict[str, float]
 ) -> None:  # fmt: skip
-    """Settings are those of the released networks, as far as shapes do not tell: tanh-GELU, epsilons, uncased text."""
+    """Settings are those of the released networks, as far as shapes do not tell: tanh-GELU and the epsilons."""
     folder.mkdir()
     arrays = {name: np.ascontiguousarray(array, np.float32) for name, array in tensors.items()}
     save_file(arrays, folder / WEIGHTS, metadata={"format": "pt"})
-    settings: dict[str, Any] = {"model_type": "bert", "hidden_act": "gelu_new", "layer_norm_eps": LAYER_NORM_EPSILON}
-    settings |= heads | released.sizes(tensors) | {"type_vocab_size": 2, "pad_token_id": wordpiece.pad_id}
-    if (words := settings["vocab_size"]) != wordpiece.size:
+    bert = released.bert_config(tensors)
+    if (words := bert.vocabulary_size) != wordpiece.size:
         raise UserError(f"--vocab: has {wordpiece.size} word pieces, but {folder.name} has {words}; name its vocab.txt")
+    settings = {"model_type": "bert"} | bert_settings(bert) | heads | {"pad_token_id": wordpiece.pad_id}
     write_json(folder / SETTINGS, settings)
-    _save_vocabulary(folder, wordpiece, settings["max_position_embeddings"])
+    _save_vocabulary(folder, wordpiece, bert.max_length)
 
 
 def _vocabulary(paths: dict[str, str], vocabulary: str | None) -> WordPiece:

@@ -13,7 +13,7 @@ from realm_jax.errors import UserError
 from realm_jax.processes import is_first
 from realm_jax.run import BaseRun
 from realm_jax.storage import read_json, write_json_atomic
-from realm_jax.tagger_config import sections_like
+from realm_jax.tagger_config import default_like, is_tagger, sections_like
 from realm_jax.training.checkpoints import Saved
 
 START = "start.json"  # what is known of where a run began
@@ -99,3 +99,19 @@ def check_data(run: BaseRun, versions: Collection[str] = (), questions: bool = T
                 f"{run.config.data.path}: not the data of the run: {found}; "
                 "name the folder that it was trained with, or start in another --workdir"
             )
+
+
+def recorded_config(workdir: Path, name: str = "--workdir", tagger: bool | None = False) -> ConfigDict:
+    """The config that a run recorded in its folder. `name`: of the flag or key that names the folder.
+
+    tagger: whether it must be the run of a tagger, or of REALM; None: either will do.
+    """
+    if not (workdir / "config.json").is_file():
+        raise UserError(f"{name}={workdir}: no run there (no config.json); train one with `realm train`")
+    config = read_json(workdir / "config.json")
+    if not isinstance(config, dict) or not {"tasks", "data", "model"} <= {*config}:
+        raise UserError(f"{name}={workdir}: config.json there is not the config of a run of `realm train`")
+    if tagger is not None and is_tagger(config) != tagger:
+        found, wanted = ("REALM", "a tagger") if tagger else ("a tagger", "REALM")
+        raise UserError(f"{name}={workdir}: {found} was trained there, not {wanted}; name another folder")
+    return completed(config, default_like(config))
