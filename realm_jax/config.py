@@ -104,9 +104,6 @@ class Bert:
     scan: bool = key(
         False, "one compiled loop over layers: minutes less to compile twelve; other dropout draws", operations=True
     )
-    fused_attention: bool = key(
-        True, "attend with one kernel that keeps no scores: on NVIDIA GPUs in bfloat16, by cuDNN", operations=True
-    )
 
 
 @dataclass(frozen=True)
@@ -455,6 +452,9 @@ def default() -> ConfigDict:
     return schema.to_config_dict(SECTIONS)
 
 
+REMOVED = (("model", "fused_attention", True),)  # keys that are no more, with what runs then did and still do
+
+
 def completed(recorded: dict[str, Any], like: ConfigDict | None = None) -> ConfigDict:
     """A config that was recorded earlier, with the default of every key that came later: what it did until then.
 
@@ -463,6 +463,9 @@ def completed(recorded: dict[str, Any], like: ConfigDict | None = None) -> Confi
     config = (default() if like is None else like).unlock()
     try:
         config.update(recorded)
+        for section, name, value in REMOVED:
+            if section in config and config[section].get(name) == value:
+                del config[section][name]
     except (TypeError, ValueError, AttributeError, KeyError) as fault:
         reason = " ".join(str(fault).split())[:200]
         raise UserError(f"config.json of the run is damaged ({reason}); put back what was there") from None

@@ -32,6 +32,7 @@ from realm_jax.index.fusion import LIST
 from realm_jax.index.words import Bm25, check_words, words_of
 from realm_jax.memory import WIDE, return_blocks
 from realm_jax.mesh import logical_sharding, make_mesh, parameter_shardings
+from realm_jax.models.attention import select_attention
 from realm_jax.models.bert import BertConfig
 from realm_jax.models.inputs import Documents
 from realm_jax.models.realm import Params, Realm
@@ -224,7 +225,7 @@ def embed_program(model: Realm, mesh: Mesh, params: Params, documents: Documents
     """A batch of passages, spread over the mesh, to their vectors: [batch, projection] float32."""
     if mesh.devices.flat[0].platform != "cpu":
         return model.embed_documents(params, documents)
-    model = dataclasses.replace(model, bert=on_one_cpu(model.bert))
+    model = dataclasses.replace(model, bert=dataclasses.replace(model.bert, attention="cpu", hidden=None))
     rows = logical_sharding(mesh, "batch").spec  # every device takes its own in turn
 
     def embed(params: Params, documents: Documents) -> jax.Array:
@@ -266,8 +267,9 @@ def bare_run(
     mesh = mesh_for(config, devices)
     data, retrieval, objective = config.data, config.retrieval, config.objective
     model = make_model(config, vocabulary_size, encode, logical_sharding(mesh, "batch", None, None))
+    bert = dataclasses.replace(model.bert, attention=select_attention(mesh, model.bert.dtype))
     setting = Setting(
-        dataclasses.replace(model, bert=suited(model.bert, mesh, config.model.fused_attention)),
+        dataclasses.replace(model, bert=bert),
         mesh,
         *special,
         rows,
@@ -308,21 +310,6 @@ def check_batches(config: ConfigDict, spread: int) -> None:
                 f"config.{name}.batch_size: is {size}, but {spread} devices share a batch in {parts} part(s); set a "
                 f"multiple of {spread * parts}"
             )
-
-
-def on_one_cpu(bert: BertConfig) -> BertConfig:
-    """The same networks for one CPU device."""
-    return dataclasses.replace(bert, attention="by_length", hidden=None)
-
-
-def suited(bert: BertConfig, mesh: Mesh, fused: bool) -> BertConfig:
-    """The way to attend that suits the devices: several CPU devices share a batch, which a loop over it would undo."""
-    platform = mesh.devices.flat[0].platform
-    if platform == "cpu" and mesh.size == 1:
-        return on_one_cpu(bert)
-    if platform == "gpu" and fused and bert.dtype == jnp.bfloat16:
-        return dataclasses.replace(bert, attention="fused")
-    return bert
 
 
 def encoder_of(wordpiece: WordPiece) -> Encode:

@@ -15,9 +15,10 @@ from ml_collections import ConfigDict
 from realm_jax import tagger_config
 from realm_jax.data.conll import Document
 from realm_jax.mesh import logical_sharding, put_whole
+from realm_jax.models.attention import select_attention
 from realm_jax.models.tagger import Params, Tagger
 from realm_jax.models.weights import load_bert
-from realm_jax.run import BaseRun, make_bert, mesh_for, suited
+from realm_jax.run import BaseRun, make_bert, mesh_for
 from realm_jax.storage import digest
 from realm_jax.text.wordpiece import WordPiece
 
@@ -61,5 +62,6 @@ def make_tagger_run(
     mesh = mesh_for(config, devices)
     hidden = logical_sharding(mesh, "batch", None, None)
     bert = make_bert(config.model, wordpiece.size, config.data.length, hidden)
-    tagger = Tagger(suited(bert, mesh, config.model.fused_attention), kinds, config.model.shapes)
+    bert = dataclasses.replace(bert, attention=select_attention(mesh, bert.dtype))
+    tagger = Tagger(bert, kinds, config.model.shapes)
     return TaggerRun(config, workdir, mesh, tagger, wordpiece, splits)

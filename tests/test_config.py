@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 
 import realm_jax
 from realm_jax import schema, tagger_config
-from realm_jax.config import SECTIONS, default, flatten, joint_length, science, task_names, validate
+from realm_jax.config import SECTIONS, completed, default, flatten, joint_length, science, task_names, validate
 from realm_jax.errors import UserError
 
 PAGE = Path(realm_jax.__file__).parents[1] / "docs" / "config.md"
@@ -195,3 +195,12 @@ def test_a_fresh_config_each_time():
     one = default()
     one.model.layers = 1
     assert default().model.layers == 12
+
+
+def test_a_recorded_key_that_is_no_more_is_dropped_where_it_changes_nothing():
+    recorded = default().to_dict()
+    recorded["model"]["fused_attention"] = True
+    assert completed(recorded).to_dict() == default().to_dict()
+    recorded["model"]["fused_attention"] = False
+    with pytest.raises(UserError, match="config.model.fused_attention: no such key"):
+        validate(completed(recorded))

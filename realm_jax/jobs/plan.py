@@ -108,8 +108,7 @@ def devices_of(topology: str, slices: int) -> list[jax.Device]:
 def program_keys(config: ConfigDict, task: str) -> dict[str, Any]:
     """The keys that decide a task's program on TPUs."""
     keys = {key: value for key, value in flatten(config.to_dict()).items() if key.split(".")[0] in (*DECIDING, task)}
-    for key in ("data.path", "model.fused_attention"):
-        keys.pop(key)
+    keys.pop("data.path")
     return keys
 
 
