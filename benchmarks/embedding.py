@@ -36,7 +36,7 @@ from realm_jax.data.sources import open_sources
 from realm_jax.index.embed import CorpusRows, embed_corpus, in_groups
 from realm_jax.memory import keep_memory
 from realm_jax.models.bert import BertConfig
-from realm_jax.models.embedder import Embedder
+from realm_jax.models.encoder import Embedder
 from realm_jax.models.inputs import Documents, document_segments, token_mask
 
 SIZES = {  # width, layers, heads, feed-forward

@@ -35,6 +35,7 @@ from realm_jax.mesh import logical_sharding, make_mesh, parameter_shardings
 from realm_jax.models.attention import select_attention
 from realm_jax.models.bert import BertConfig
 from realm_jax.models.inputs import Documents
+from realm_jax.models.reader import Reader
 from realm_jax.models.realm import Params, Realm
 from realm_jax.storage import digest
 from realm_jax.text.templates import Encode, Template, compiled, placeholder
@@ -225,7 +226,7 @@ def embed_program(model: Realm, mesh: Mesh, params: Params, documents: Documents
     """A batch of passages, spread over the mesh, to their vectors: [batch, projection] float32."""
     if mesh.devices.flat[0].platform != "cpu":
         return model.embed_documents(params, documents)
-    model = dataclasses.replace(model, bert=dataclasses.replace(model.bert, attention="cpu", hidden=None))
+    model = model.with_bert(attention="cpu", hidden=None)
     rows = logical_sharding(mesh, "batch").spec  # every device takes its own in turn
 
     def embed(params: Params, documents: Documents) -> jax.Array:
@@ -267,9 +268,8 @@ def bare_run(
     mesh = mesh_for(config, devices)
     data, retrieval, objective = config.data, config.retrieval, config.objective
     model = make_model(config, vocabulary_size, encode, logical_sharding(mesh, "batch", None, None))
-    bert = dataclasses.replace(model.bert, attention=select_attention(mesh, model.bert.dtype))
     setting = Setting(
-        dataclasses.replace(model, bert=bert),
+        model.with_bert(attention=select_attention(mesh, model.bert.dtype)),
         mesh,
         *special,
         rows,
@@ -329,8 +329,9 @@ def make_model(
     longest = max(joint_length(config), *tower_lengths(config, query_template, passage_template))
     if 0 < model.max_length < longest:
         raise UserError(f"config.model.max_length: texts with the prompts of config.encoder need {longest} positions")
+    bert = make_bert(model, vocabulary_size, longest, hidden)
     return Realm(
-        make_bert(model, vocabulary_size, longest, hidden),
+        bert,
         projection=encoder.projection,
         norm_epsilon=encoder.norm_epsilon,
         norm_scale=encoder.norm_scale,
@@ -340,9 +341,8 @@ def make_model(
         learn_temperature=encoder.learn_temperature,
         query_template=query_template,
         passage_template=passage_template,
-        span_hidden=model.span_hidden,
-        span_width=model.span_width,
         shared_tower=model.shared_tower,
+        reader=Reader(bert, model.span_hidden, model.span_width),
     )
 
 

@@ -14,9 +14,10 @@ import pytest
 from cutting import Cut, at_step, cut_at
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_weights import SETTINGS, random_weights, save
+from test_weights import SETTINGS, random_weights
 from tiny import tiny_bert
 from tiny_tagger import open_tiny, tiny_config, write_corpus
+from weight_folders import save_tensors
 
 from realm_jax import cli, tagger_config
 from realm_jax.config import default as realm_config
@@ -286,7 +287,7 @@ def test_a_run_starts_from_imported_weights(corpus, tmp_path):
     rng = np.random.default_rng(0)
     weights["embeddings.word_embeddings.weight"] = rng.normal(size=(words.size, 8)).astype(np.float32)
     weights["embeddings.position_embeddings.weight"] = rng.normal(size=(30, 8)).astype(np.float32)
-    folder = save(tmp_path / "bert", weights, SETTINGS)
+    folder = save_tensors(tmp_path / "bert", weights, SETTINGS)
     words.save(folder)
     sizes = {"init_from": str(folder), "model__layers": 2, "model__width": 8, "model__feed_forward": 12}
     with pytest.raises(UserError, match="is .*8.*, but the model needs .*16"):

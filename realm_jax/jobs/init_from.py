@@ -41,11 +41,12 @@ from realm_jax.models.sentence_transformers import (
 from realm_jax.models.weights import (
     BERT_SETTINGS,
     PROJECTION,
-    REALM_SETTINGS,
+    RETRIEVER_SETTINGS,
     SETTINGS,
     SPAN_HEAD,
     NetworkFiles,
     Part,
+    bert_of,
     find,
     networks,
     our_activation,
@@ -262,7 +263,7 @@ def _values_of(place: Path) -> dict[str, Any]:
     settings = read_settings((sentence.transformer if sentence else place) / SETTINGS)
     values = {f"model.{name}": settings.get(key) for name, key in BERT_SETTINGS.items()}
     values["model.hidden_act"] = our_activation(values["model.hidden_act"])
-    said = {name: settings[key] for name, key in REALM_SETTINGS.items() if name in PLAIN and settings.get(key)}
+    said = {name: settings[key] for name, key in RETRIEVER_SETTINGS.items() if settings.get(key)}
     encoder = PLAIN | said
     if sentence is not None:
         encoder = sentence.encoder
@@ -276,7 +277,7 @@ def _files(place: Path, model: Realm, network: str, parts: tuple[Part, ...]) -> 
     """The files of one network in a folder: of a tower also the modules of sentence-transformers."""
     sentence = sentence_model(place)
     if sentence is None or network == READER:
-        return find(transformer_folder(place), model.bert, parts)
+        return find(transformer_folder(place), bert_of(model, network), parts)
     width = sentence.encoder["projection"]
     if width not in (0, model.projection):
         raise UserError(

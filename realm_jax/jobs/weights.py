@@ -32,7 +32,7 @@ from realm_jax.models.bert import LAYER_NORM_EPSILON
 from realm_jax.models.folders import READER, SHARED, TOWERS
 from realm_jax.models.realm import Params, Realm
 from realm_jax.models.sentence_transformers import OWN, PASSAGES, QUERIES, READS, refuse_modules, write_modules
-from realm_jax.models.weights import SETTINGS, WEIGHTS, bert_settings, networks, save, settings_of, write_json
+from realm_jax.models.weights import SETTINGS, WEIGHTS, bert_of, bert_settings, networks, save, settings_of, write_json
 from realm_jax.run import tower_lengths
 from realm_jax.storage import publish_folder
 from realm_jax.text.wordpiece import TOKENIZER, VOCABULARY_FILE, WordPiece
@@ -139,7 +139,7 @@ def write_networks(
         settings = settings_of(model, network, names) | {"pad_token_id": wordpiece.pad_id}
         settings |= {READS: reads} if network == READER else {OWN: encoder}
         save(place, own, parts, names, settings)
-        _save_vocabulary(place, wordpiece, model.bert.max_length)
+        _save_vocabulary(place, wordpiece, bert_of(model, network).max_length)
         if names == "bert" and network != READER:
             write_modules(place, model, own, encoder, _inputs(config, model, network))
         else:

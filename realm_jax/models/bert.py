@@ -1,6 +1,6 @@
 """BERT (Devlin et al. 2019) as a Flax Linen module: embeddings and post-norm transformer layers, nothing above them.
 
-Not here: attention (`attention.py`), pooling and projection (`embedder.py`), word prediction and span scores
+Not here: attention (`attention.py`), pooling and projection (`encoder.py`), word prediction and span scores
 (`reader.py`).
 
 The last layer can be asked for a few positions only (`positions`). A retriever needs `[CLS]` alone and a masked
@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding
 from realm_jax.models.attention import ATTENTION
 
 Array = jax.Array
+Params = dict[str, Any]
 LAYER_NORM_EPSILON = 1e-12  # as in google-research/bert and every checkpoint descended from it
 BASE_WIDTH, BASE_STDDEV = 768, 0.02  # BERT-base and its initialiser
 
@@ -97,11 +98,15 @@ def dense(
     config: BertConfig,
     name: str,
     kernel_init: nn.initializers.Initializer | None = None,
+    dtype: Any = None,
 ) -> nn.Dense:
-    """A linear layer with logical axis names for (input, output); BERT's initialiser unless another is given."""
+    """A linear layer with logical axis names for (input, output).
+
+    BERT's initialiser and the config's compute dtype, unless others are given.
+    """
     return nn.Dense(
         features,
-        dtype=config.dtype,
+        dtype=dtype or config.dtype,
         dot_general=product,
         kernel_init=nn.with_logical_partitioning(kernel_init or initializer(config.width), axes),
         bias_init=nn.with_logical_partitioning(nn.initializers.zeros_init(), (axes[1],)),
@@ -231,3 +236,11 @@ class Bert(nn.Module):
     def attend_words(self, hidden: Array) -> Array:
         """Float32 logits [..., vocabulary] of hidden states against the word embeddings (tied output layer)."""
         return jnp.einsum("...d,vd->...v", hidden.astype(jnp.float32), self.words.embedding.astype(jnp.float32))
+
+
+def apply(module: nn.Module, params: Params, inputs: tuple[Array, ...], method: str, key: Array | None) -> Any:
+    """A method of a network with parameters of its own; `key` turns dropout on."""
+    dropout: dict[str, Any] = {"deterministic": True}
+    if key is not None:
+        dropout = {"deterministic": False, "rngs": {"dropout": key}}
+    return module.apply({"params": params}, *inputs, method=method, **dropout)

@@ -19,8 +19,9 @@ from safetensors.numpy import save_file
 
 from realm_jax.errors import UserError
 from realm_jax.models.bert import LAYER_NORM_EPSILON, BertConfig, initializer_stddev
+from realm_jax.models.encoder import LOG_TEMPERATURE
 from realm_jax.models.reader import SPAN_NORM_EPSILON
-from realm_jax.models.realm import LOG_TEMPERATURE, Realm
+from realm_jax.models.realm import Realm
 from realm_jax.storage import read_settings
 
 WEIGHTS, SETTINGS = "model.safetensors", "config.json"  # of a network, and of a module of sentence-transformers
@@ -58,12 +59,8 @@ BERT_SETTINGS = {  # field of BertConfig, most of them of config.model as well �
     "dropout": "hidden_dropout_prob",
     "max_length": "max_position_embeddings",
 }
-REALM_SETTINGS = {  # field of Realm → key of config.json
-    "projection": "retriever_proj_size",
-    "norm_epsilon": "projection_layer_norm_eps",
-    "span_hidden": "span_hidden_size",
-    "span_width": "max_span_width",
-}
+RETRIEVER_SETTINGS = {"projection": "retriever_proj_size", "norm_epsilon": "projection_layer_norm_eps"}  # of Retriever
+READER_SETTINGS = {"span_hidden": "span_hidden_size", "span_width": "max_span_width"}  # of Reader
 OTHER_NAMES = {  # the end of a name → what files of older releases, and some of newer ones, have in its place
     "LayerNorm.weight": "LayerNorm.gamma",
     "LayerNorm.bias": "LayerNorm.beta",
@@ -121,11 +118,16 @@ def encoder(c: BertConfig) -> Part:
     return Part("encoder", tuple(tensors), settings | fixed)
 
 
+def bert_of(model: Realm, network: str) -> BertConfig:
+    """The BERT of a network, by its name."""
+    return model.reader.bert if network == "reader" else model.bert
+
+
 def networks(model: Realm) -> dict[str, tuple[Part, ...]]:
     """Name of a network, at the top of the parameters → its parts, the encoder first."""
-    c = model.bert
-    tower = encoder(c), *_vector_parts(model)
-    reader = encoder(c), _word_head(c), _span_head(c, model.span_hidden)
+    c = model.reader.bert
+    tower = encoder(model.bert), *_vector_parts(model)
+    reader = encoder(c), _word_head(c), _span_head(c, model.reader.span_hidden)
     found = {name: tower for name in model.embedder_names} | {"reader": reader}
     if model.learn_temperature:
         name = model.embedder_names[0]
@@ -144,7 +146,7 @@ def _vector_parts(model: Realm) -> Iterator[Part]:
         tensors += _linear(("projection",), "cls.dense", (width, model.projection))
     if model.normalization == "layer":
         tensors += _norm(("projection_norm",), "cls.LayerNorm", model.vector_size)
-        epsilon = {REALM_SETTINGS["norm_epsilon"]: ("config.encoder.norm_epsilon", model.norm_epsilon)}
+        epsilon = {RETRIEVER_SETTINGS["norm_epsilon"]: ("config.encoder.norm_epsilon", model.norm_epsilon)}
     if tensors:
         yield Part(PROJECTION if model.projection else VECTOR_NORM, tuple(tensors), epsilon)
 
@@ -393,5 +395,7 @@ def settings_of(model: Realm, network: str, kind: str) -> dict[str, Any]:
     """
     classes = {"bert": ("BertForMaskedLM", "BertModel"), "realm": ("RealmReader", "RealmEmbedder")}
     settings = {"architectures": [classes[kind][network != "reader"]], "model_type": kind}
-    settings |= bert_settings(model.bert) | {key: getattr(model, name) for name, key in REALM_SETTINGS.items()}
+    settings |= bert_settings(bert_of(model, network))
+    settings |= {key: getattr(model, name) for name, key in RETRIEVER_SETTINGS.items()}
+    settings |= {key: getattr(model.reader, name) for name, key in READER_SETTINGS.items()}
     return settings | {"reader_layer_norm_eps": SPAN_NORM_EPSILON}

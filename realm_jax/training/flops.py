@@ -10,7 +10,7 @@ import dataclasses
 from ml_collections import ConfigDict
 
 from realm_jax.config import joint_length
-from realm_jax.models.embedder import vector_size
+from realm_jax.models.encoder import vector_size
 
 # Dense bfloat16 operations a second of one JAX device, by `device_kind` (vendors' data sheets).
 PEAKS = {
