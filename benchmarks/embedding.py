@@ -33,8 +33,8 @@ from transformers import BertConfig as TorchConfig
 from transformers import BertModel
 
 from realm_jax.data.sources import open_sources
+from realm_jax.host import keep_memory
 from realm_jax.index.embed import CorpusRows, embed_corpus, in_groups
-from realm_jax.memory import keep_memory
 from realm_jax.models.bert import BertConfig
 from realm_jax.models.encoder import Embedder
 from realm_jax.models.inputs import Documents, document_segments, token_mask

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.config import default
-from realm_jax.index.approximate import Searcher, Settings, exact_rows, recall
+from realm_jax.index.approximate import ScannConfig, Searcher, exact_rows, recall
 from realm_jax.index.builder import Builder, Corpus
 from realm_jax.index.embed import CorpusRows
 from realm_jax.index.generations import generation_names, load_vectors, read_manifest, write_export
@@ -125,10 +125,10 @@ def run(vectors: Path, workdir: Path, rows: int) -> None:
         subprocess.run(command, check=True)
 
 
-def settings() -> Settings:
+def settings() -> ScannConfig:
     """The package's own."""
     c = default().index
-    return Settings(c.shard_rows, c.budget, c.leaves, c.leaves_searched, c.tree_from)
+    return ScannConfig(c.shard_rows, c.budget, c.leaves, c.leaves_searched, c.tree_from)
 
 
 def build(workdir: Path, vectors: Enlarged, queries: NDArray[np.float32]) -> None:
@@ -201,7 +201,7 @@ def measured(
 def check(real: NDArray[np.float32], queries: NDArray[np.float32]) -> None:
     """ScaNN's recall by leaves searched over all real passages, and over a part of them, enlarged to as many."""
     own = settings()
-    trees = Settings(shard_rows=len(real), budget=own.budget, leaves=0, searched=0, tree_from=1)
+    trees = ScannConfig(shard_rows=len(real), budget=own.budget, leaves=0, searched=0, tree_from=1)
     asked = [queries[2048 : 2048 + 2 * BATCH]]
     order = np.random.default_rng(0).permutation(len(real))
     for part in (1, 4, 16, 64):

@@ -4,7 +4,7 @@ Every entry holds the keys that decide the program; one that came later has its 
 config, so that a config and its numbers change together; run this again when it fails. Ten minutes a plan on two cores.
 
     pip install -e '.[tpu]'
-    python benchmarks/plans.py [CONFIG …] [--topology v5e:8x8 …]
+    python benchmarks/plans.py [CONFIG …] [--slices v5e:8x8 …]
 """
 
 import argparse
@@ -24,7 +24,14 @@ from realm_jax.storage import read_json, write_json_atomic
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / "docs" / "results" / "plans.json"
-WANTED = {  # config: topologies, with slices
+SLICES = {  # name of a plan → overrides of the spec
+    "v5e:4x4": ["--spec.trainer.slice=v5e:4x4"],
+    "v5e:8x8": ["--spec.trainer.slice=v5e:8x8"],
+    "v5p:4x4x4": ["--spec.trainer.slice=v5p:4x4x4"],
+    "v6e:8x8": ["--spec.trainer.slice=v6e:8x8"],
+    "v5e:8x8 --num-slices=2": ["--spec.trainer.slice=v5e:8x8", "--spec.trainer.slices=2"],
+}
+WANTED = {  # config: its plans
     "realm_wiki": ["v5e:8x8", "v5p:4x4x4", "v6e:8x8", "v5e:8x8 --num-slices=2"],
     "realm_ccnews": ["v5e:8x8"],
     "ict_wiki": ["v5e:8x8"],
@@ -35,7 +42,7 @@ WANTED = {  # config: topologies, with slices
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("configs", nargs="*", default=list(WANTED), metavar="CONFIG", help=f"of {', '.join(WANTED)}")
-    parser.add_argument("--topology", nargs="+", help="these alone, quoted with their further flags")
+    parser.add_argument("--slices", nargs="+", choices=SLICES, help="these alone")
     args = parser.parse_args()
     known = read_json(GOLDEN) if GOLDEN.is_file() else {}
     for name in args.configs:
@@ -44,11 +51,11 @@ def main() -> None:
         validate(config)
         task = task_names(config)[-1]
         if name not in known or not is_of(known[name], config):
-            if args.topology:
-                sys.exit(f"{name}: its program is not the recorded one; plan all of it, without --topology")
+            if args.slices:
+                sys.exit(f"{name}: its program is not the recorded one; plan all of it, without --slices")
             known[name] = {"task": task, "keys": program_keys(config, task), "plans": {}}
-        for topology in args.topology or WANTED[name]:
-            known[name]["plans"][topology] = plan(name, topology)
+        for slices in args.slices or WANTED[name]:
+            known[name]["plans"][slices] = plan(name, slices)
             write_json_atomic(GOLDEN, known)
 
 
@@ -58,16 +65,17 @@ def is_of(entry: dict[str, Any], config: ConfigDict) -> bool:
     return program_keys(default(), task) | entry["keys"] == program_keys(config, task)
 
 
-def plan(name: str, topology: str) -> dict[str, Any]:
+def plan(name: str, slices: str) -> dict[str, Any]:
     """In a process of its own, since the compiler keeps its memory."""
     began = time.monotonic()
-    flags = [f"--config={ROOT / 'configs' / name}.py", *f"--topology={topology}".split(), "--json"]
-    ended = subprocess.run([sys.executable, "-m", "realm_jax.cli", "plan", *flags], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "realm_jax.cli", "launch", "plan", "--json", *SLICES[slices]]
+    command.append(f"--config={ROOT / 'configs' / name}.py")
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if not ended.stdout:
-        sys.exit(f"{name} {topology}: exit code {ended.returncode}")
+        sys.exit(f"{name} {slices}: exit code {ended.returncode}")
     found: dict[str, Any] = json.loads(ended.stdout)
     peak = found["bytes"]["peak"] / 2**30 if found["fits"] else float("nan")
-    print(f"{name} {topology}: fits {found['fits']}, {peak:.2f} GiB, {time.monotonic() - began:.0f} s", flush=True)
+    print(f"{name} {slices}: fits {found['fits']}, {peak:.2f} GiB, {time.monotonic() - began:.0f} s", flush=True)
     return found
 
 

@@ -36,8 +36,8 @@ from numpy.typing import NDArray
 
 from realm_jax.config import default, joint_length
 from realm_jax.data.sources import open_sources
+from realm_jax.host import keep_memory
 from realm_jax.index.embed import CorpusRows
-from realm_jax.memory import keep_memory
 from realm_jax.models.inputs import Documents
 from realm_jax.run import Run, bare_run, put_batch
 from realm_jax.training.flops import peak, step_flops

@@ -7,7 +7,7 @@ With BERT's weights, as in the paper, and its vocabulary: --config.init_from=hf:
 --config.model.hidden_act=gelu (`'.[huggingface]'`), or a folder with model.safetensors.
 
 100,000 steps of 4,096 sentences at 1e-4; a batch goes through the towers in eight parts. On v5e 8×8: 1.6 GiB a chip,
-and at 40 % MFU 156 ms a step, 4.3 hours for all (`realm plan --config=ict_wiki`).
+and at 40 % MFU 156 ms a step, 4.3 hours for all (`realm launch plan --config=ict_wiki`).
 """
 
 from ml_collections import ConfigDict

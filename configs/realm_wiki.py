@@ -5,7 +5,7 @@
     realm build-index --workdir=gs-mount/runs/realm                       beside it, on a smaller slice
 
 200,000 steps of 512 sentences at 3e-5, eight candidates each with the null document; 64 chips train and 16 embed, as in
-the paper. What `realm plan` says of it, by the TPU compiler (memory) and by arithmetic at 40 % MFU (times):
+the paper. What `realm launch plan` says of it, by the TPU compiler (memory) and by arithmetic at 40 % MFU (times):
 
     trainer        GiB a chip   a step    all steps   steps a refresh (16 × v5e embed in 8.5 minutes)
     v5e 8×8            9.6      255 ms     14.2 h       2,006
@@ -14,7 +14,7 @@ the paper. What `realm plan` says of it, by the TPU compiler (memory) and by ari
     v6e 8×8           12.0       55 ms      3.0 h       9,349
 
 The paper refreshed every 500 steps or so: the faster the trainer, the more chips the builder should have. The records
-are `docs/results/plans.json`; with your prices: `realm plan --config=realm_wiki --price-per-chip-hour=…`.
+are `docs/results/plans.json`; with your prices: `realm launch plan --config=realm_wiki --price-per-chip-hour=…`.
 """
 
 from ml_collections import ConfigDict

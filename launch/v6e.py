@@ -3,8 +3,8 @@
     realm launch --target=jobset --spec=launch/v6e.py --spec.image=IMAGE --config=realm_wiki \\
         --config.data.path=gs://BUCKET/data --workdir=gs://BUCKET/runs/realm --dry-run
 
-`realm plan --config=realm_wiki --topology=v6e:8x8 --builder-topology=v6e:2x4` says what it costs. From an
-empty project to this command: `docs/launch.md`.
+`realm launch plan --spec=launch/v6e.py --config=realm_wiki` says what it costs. From an empty project to this
+command: `docs/launch.md`.
 """
 
 from ml_collections import ConfigDict

@@ -11,20 +11,17 @@ import argparse
 import errno
 import importlib
 import io
+import logging
 import os
 import select
 import shlex
-import signal
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from types import FrameType, ModuleType
-from typing import Any
+from collections.abc import Sequence
+from types import ModuleType
 
 import realm_jax
 from realm_jax.errors import USER_ERROR, UserError
-from realm_jax.memory import keep_memory, no_collection
+from realm_jax.host import PREEMPTED, CtrlC, Preempted, keep_memory, no_collection
 
 OVERRIDES = {"config": "overrides", "spec": "spec_overrides"}  # --config.key=value → args.overrides
 
@@ -41,11 +38,10 @@ JOBS: dict[str, tuple[str, str]] = {
     "inspect": ("realm_jax.jobs.inspect", "look at prepared data, or at how a trained model predicts a text"),
     "train": ("realm_jax.jobs.train", "run the training recipe of a config file, or go on with it"),
     "tag": ("realm_jax.jobs.tag", "find the salient spans of prepared passages with a trained tagger"),
-    "launch": ("realm_jax.jobs.launch", "start a run here, on TPU VMs or on GKE; see it, stop it, remove it"),
+    "launch": ("realm_jax.jobs.launch", "plan a run, start it here, on TPU VMs or on GKE; see it, stop it, remove it"),
     "build-index": ("realm_jax.jobs.build_index", "embed the corpus anew beside a training run, and publish it"),
-    "index": ("realm_jax.jobs.index", "list, verify, remove and search the indexes of a run"),
     "corpus": ("realm_jax.jobs.corpus", "add, replace or remove documents; a trained run then answers from them"),
-    "checkpoints": ("realm_jax.jobs.checkpoints", "list and verify what a run has saved"),
+    "storage": ("realm_jax.jobs.storage", "list, verify and remove what a run has stored: checkpoints and indexes"),
     "weights": (
         "realm_jax.jobs.weights",
         "write a run's networks for Hugging Face's library, or convert released ones",
@@ -53,12 +49,10 @@ JOBS: dict[str, tuple[str, str]] = {
     "predict": ("realm_jax.jobs.predict", "answer a file of questions with a trained run"),
     "evaluate": (
         "realm_jax.jobs.evaluate",
-        "measure answers and retrieval of a trained run, or of a file of predictions",
+        "measure a trained run or a file of predictions, or say whether two files differ by more than chance",
     ),
-    "compare": ("realm_jax.jobs.compare", "say whether two files of predictions differ by more than chance"),
     "ablate": ("realm_jax.jobs.ablate", "train what differs in one thing, under several seeds, and tabulate it"),
     "ask": ("realm_jax.jobs.ask", "ask a trained run a question"),
-    "plan": ("realm_jax.jobs.plan", "say what a run on TPUs needs and costs, without a TPU"),
     "doctor": ("realm_jax.jobs.doctor", "say what is installed, which devices there are, and what will be slow"),
 }
 
@@ -66,17 +60,20 @@ JOBS: dict[str, tuple[str, str]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code; `argv` is `sys.argv[1:]` if not given.
 
-    Raises `SystemExit(2)` for arguments that cannot be parsed. An exception that is not the user's mistake is a defect
-    and propagates with its traceback.
+    Raises `SystemExit(2)` for arguments that cannot be parsed. An exception that is neither the user's mistake nor a
+    preemption is a defect and propagates with its traceback.
     """
     _mend_streams()
-    with _CtrlC() as ctrl_c:
+    with CtrlC() as ctrl_c:
         try:
             code = _run(list(sys.argv[1:] if argv is None else argv), ctrl_c)
             sys.stdout.flush()  # a reader that went away shows here, not while the interpreter shuts down
             return code
         except KeyboardInterrupt:
             return _interrupted()
+        except Preempted as reason:
+            logging.getLogger("realm_jax").warning("%s", reason)
+            return PREEMPTED
         except Exception as error:
             if ctrl_c.heard:  # what some library made of it
                 return _interrupted()
@@ -106,55 +103,6 @@ def _users_mistake(error: Exception) -> str:
     return ""
 
 
-class _CtrlC:
-    """Ctrl-C as KeyboardInterrupt, as Python has it, but never lost: a context manager around a whole command.
-
-    `heard` says that it came, whatever became of the exception. Where nothing can be raised, as in JAX's hook on
-    garbage collection, it comes again. With a handler that is not Python's own, asyncio leaves the signal alone too.
-    """
-
-    def __init__(self) -> None:
-        self.heard = False
-        self._held = False
-        in_charge = threading.current_thread() is threading.main_thread()
-        # In the background of a shell it is to be ignored, and stays so.
-        self._installs = in_charge and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        self._otherwise = sys.unraisablehook
-
-    def __enter__(self) -> "_CtrlC":
-        if self._installs:
-            signal.signal(signal.SIGINT, self._hear)
-            sys.unraisablehook = self._repeat
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._installs:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            sys.unraisablehook = self._otherwise
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Wait with it: modules in C that are interrupted while they are imported crash or say something else."""
-        self._held = True
-        try:
-            yield
-        finally:
-            self._held = False
-        if self.heard:
-            raise KeyboardInterrupt
-
-    def _hear(self, _number: int, _frame: FrameType | None) -> None:
-        self.heard = True
-        if not self._held:
-            raise KeyboardInterrupt
-
-    def _repeat(self, lost: Any) -> None:
-        if issubclass(lost.exc_type, KeyboardInterrupt):
-            threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT]).start()
-        else:
-            self._otherwise(lost)
-
-
 def _mend_streams() -> None:
     """Streams that the shell closed become /dev/null; what the encoding of stdout does not have is printed as "?"."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
@@ -164,7 +112,7 @@ def _mend_streams() -> None:
         sys.stdout.reconfigure(errors="replace")
 
 
-def _run(argv: list[str], ctrl_c: _CtrlC) -> int:
+def _run(argv: list[str], ctrl_c: CtrlC) -> int:
     """Parses `argv`, imports the one job that it names and runs it."""
     name = next((argument for argument in argv if not argument.startswith("-")), None)
     with ctrl_c.held():

@@ -2,8 +2,8 @@
 
 Every process runs every device program, in the same order, with its own part of the data; a program that one of them
 leaves out makes the others wait for ever. So what decides whether a program runs must be the same everywhere: it
-follows from the config, travels through the step (`training/state.put_control`), comes from the first (`told`), or is
-voted on (`votes`).
+follows from the config, travels through the step (`training/state.put_control`), comes from the first
+(`broadcast_from_process_0`), or is voted on (`allgather_flags`).
 """
 
 import argparse
@@ -39,12 +39,28 @@ def start(args: argparse.Namespace) -> None:
     if not args.processes.isdigit() or int(args.processes) < 1:
         raise UserError(f"--processes={args.processes}: give a number, or 'auto'")
     count = int(args.processes)
-    if not 0 <= args.process < count:
-        raise UserError(f"--process={args.process}: must be at least 0 and below --processes={count}")
+    _check_place(args.process, count)
     if count > 1:
         if not args.coordinator:
             raise UserError("--coordinator: name a machine and a free port that every process reaches, host:port")
         _initialize(args.coordinator, count, args.process)
+
+
+def add_share_arguments(parser: argparse.ArgumentParser) -> None:
+    """`--processes` and `--process` of a command whose processes share work by way of files, and do not connect."""
+    parser.add_argument("--process", type=int, default=0, metavar="I", help="this process among --processes, from 0")
+    parser.add_argument("--processes", type=int, default=1, metavar="N", help="processes that share the work")
+
+
+def share_of(args: argparse.Namespace) -> tuple[int, int]:
+    """(this process, all of them) of `add_share_arguments`. Raises UserError for a process that is none of them."""
+    _check_place(args.process, args.processes)
+    return args.process, args.processes
+
+
+def _check_place(process: int, count: int) -> None:
+    if not 0 <= process < count:
+        raise UserError(f"--process={process}: must be at least 0 and below --processes={count}")
 
 
 def _initialize(*where: Any) -> None:
@@ -52,32 +68,32 @@ def _initialize(*where: Any) -> None:
         jax.distributed.initialize(*where)
     except (RuntimeError, ValueError) as fault:
         raise UserError(f"the processes do not find each other: {' '.join(str(fault).split())[:300]}") from None
-    if not is_first():
+    if not is_process_0():
         logging.getLogger("realm_jax").setLevel(logging.WARNING)  # the first one tells the rest
 
 
-def is_first() -> bool:
+def is_process_0() -> bool:
     """Whether this process writes what is written once: records, configs, reports."""
     return jax.process_index() == 0
 
 
-def told_by(act: Callable[[], int]) -> int:
+def run_on_process_0(act: Callable[[], int]) -> int:
     """What `act` gives in the first process, in every process. When it raises there, the others raise UserError."""
     value, fault = 0, None
-    if is_first():
+    if is_process_0():
         try:
             value = act()
         except Exception as raised:
             fault = raised
-    failed = told(int(fault is not None))
+    failed = broadcast_from_process_0(int(fault is not None))
     if fault is not None:
         raise fault
     if failed:
         raise UserError("the first process cannot go on, so this one ends too; its log says why")
-    return told(value)
+    return broadcast_from_process_0(value)
 
 
-def votes(*facts: bool) -> NDArray[np.bool_]:
+def allgather_flags(*facts: bool) -> NDArray[np.bool_]:
     """What each process says of some facts, [processes, facts], in every process; all of them have to call it.
 
     For what one process may know before another: a signal, a file, a time that is up.
@@ -90,12 +106,12 @@ def votes(*facts: bool) -> NDArray[np.bool_]:
     return np.asarray(multihost_utils.process_allgather(own[0], tiled=False)).reshape(-1, len(facts))
 
 
-def anywhere(fact: bool) -> bool:
+def any_process(fact: bool) -> bool:
     """Whether a fact holds in any process; all of them have to call it."""
-    return bool(votes(fact).any())
+    return bool(allgather_flags(fact).any())
 
 
-def told(value: int) -> int:
+def broadcast_from_process_0(value: int) -> int:
     """The first process's value, in every process; all of them have to call it."""
     if jax.process_count() == 1:
         return value

@@ -11,6 +11,8 @@ from ml_collections import ConfigDict
 
 from realm_jax.config import default
 
+# A row of a table of ablations: its tasks, whose parameters and whose reader it starts with, and what differs.
+ROW = {"title": "", "tasks": "", "start": "", "reader": "", "changes": (), "paper": ()}
 NAMED = Path(__file__).with_name("configs")  # what `--config=NAME` finds
 
 
@@ -37,7 +39,7 @@ def quickstart() -> ConfigDict:
     config.realm.update(steps=500, batch_size=24, learning_rate=5e-4, warmup=50)
     config.qa.update(steps=300, batch_size=32, learning_rate=5e-4, warmup=50)
     config.closed_book.update(steps=1900, batch_size=48, learning_rate=1e-3, warmup=50)
-    config.refresh.every = 40
+    config.refresh.update(every=40, poll_seconds=0.2)  # a generation takes a second
     config.objective.retriever_start = 30
     config.retrieval.candidates = 16
     return config
@@ -117,11 +119,8 @@ def ablations() -> ConfigDict:
     return ConfigDict({"seeds": (0, 1, 2), "encyclopedia": harder, "base": base, "table": table, "rows": rows})
 
 
-def _row(
-    title: str, tasks: str, start: str = "", reader: str = "", changes: tuple[str, ...] = (),
-    paper: tuple[float, ...] = (),
-) -> dict[str, Any]:  # fmt: skip
-    return {"title": title, "tasks": tasks, "start": start, "reader": reader, "changes": changes, "paper": paper}
+def _row(title: str, tasks: str, start: str = "", reader: str = "", **others: tuple[Any, ...]) -> dict[str, Any]:
+    return ROW | {"title": title, "tasks": tasks, "start": start, "reader": reader} | others
 
 
 def paper(task: str) -> ConfigDict:

@@ -24,13 +24,13 @@ from realm_jax.corpus.jsonl import Question
 from realm_jax.data.examples import Example, Find, Found, Lengths, lengths_from
 from realm_jax.data.sources import Sources
 from realm_jax.errors import UserError
-from realm_jax.index.approximate import Settings as SearchSettings
+from realm_jax.host import WIDE, return_blocks
+from realm_jax.index.approximate import ScannConfig
 from realm_jax.index.candidates import Index, Setting, words_listed
 from realm_jax.index.embed import CorpusRows, embed_corpus, in_groups
 from realm_jax.index.exact import padded_rows
 from realm_jax.index.fusion import LIST
-from realm_jax.index.words import Bm25, check_words, words_of
-from realm_jax.memory import WIDE, return_blocks
+from realm_jax.index.words import Bm25, check_words, load_or_build
 from realm_jax.mesh import logical_sharding, make_mesh, parameter_shardings
 from realm_jax.models.attention import select_attention
 from realm_jax.models.bert import BertConfig
@@ -145,7 +145,7 @@ class Run(BaseRun):
 
     def words(self) -> Bm25:
         """BM25 over the corpus, kept in the run folder or made in memory. Raises UserError where it has no words."""
-        words = words_of(self.sources.passages, self.config.retrieval.language, self.workdir)
+        words = load_or_build(self.sources.passages, self.config.retrieval.language, self.workdir)
         check_words(words, f"search by words in {self.config.data.path}")
         return words
 
@@ -182,10 +182,10 @@ class Run(BaseRun):
         return dataclasses.replace(self.setting, qa_passages=passages)
 
     @property
-    def searches(self) -> SearchSettings | None:
+    def searches(self) -> ScannConfig | None:
         """How hosts search, where `retrieval.backend` says that they do."""
         c = self.config.index
-        settings = SearchSettings(c.shard_rows, c.budget, c.leaves, c.leaves_searched, c.tree_from)
+        settings = ScannConfig(c.shard_rows, c.budget, c.leaves, c.leaves_searched, c.tree_from)
         return settings if self.config.retrieval.backend == "scann" else None
 
     def _by_rows(self, array: NDArray) -> jax.Array:

@@ -9,6 +9,7 @@ top. From them come the ConfigDict that users see and change, its validation, wh
 that lists all keys. Not for which keys there are: `config.py`, which is the one thing to read next.
 """
 
+import ast
 import dataclasses
 import difflib
 import itertools
@@ -90,14 +91,17 @@ def science(config: ConfigDict, sections: Sections) -> dict[str, Any]:
     return {name: value for name, value in flatten(config.to_dict()).items() if name not in operations}
 
 
-def check_values(config: ConfigDict, sections: Sections, skip: Collection[str] = ()) -> None:
-    """Raise UserError for a number that is not finite, and for a value beyond its limit unless its key is in `skip`."""
+def check_values(config: ConfigDict, sections: Sections, skip: Collection[str] = (), kind: str = "config") -> None:
+    """Raise UserError for a number that is not finite, and for a value beyond its limit unless its key is in `skip`.
+
+    kind: what messages call the config.
+    """
     values = flatten(config.to_dict())
     for name, value in values.items():
-        require(not isinstance(value, float) or math.isfinite(value), name, "must be a finite number")
+        require(not isinstance(value, float) or math.isfinite(value), name, "must be a finite number", kind)
     for name, one in keys(sections).items():
         if one.limit and name not in skip:
-            require(one.limit.holds(values[name]), name, f"must be {one.limit.words}, not {values[name]!r}")
+            require(one.limit.holds(values[name]), name, f"must be {one.limit.words}, not {values[name]!r}", kind)
 
 
 def check_shape(config: ConfigDict, like: ConfigDict, kind: str = "config") -> None:
@@ -114,6 +118,35 @@ def check_shape(config: ConfigDict, like: ConfigDict, kind: str = "config") -> N
         require(_fits(value, wanted[name]), name, _type_advice(value, wanted[name]), kind)
     for name in wanted:
         require(name in found, name, f"is missing; begin with `{begin}` and change what differs", kind)
+
+
+def parse(text: str, kind: type) -> Any:
+    """A value of the type of a key, as a command line has it: `1e-3`, `true`, `('a', 'b')`, or `a` for a tuple of one.
+
+    Raises ValueError for a text that is no such value, and TypeError for a type that no text is parsed to.
+    """
+    if kind is bool:
+        if text.lower() not in (*_TRUE, *_FALSE):
+            raise ValueError(text)
+        return text.lower() in _TRUE
+    if kind is tuple:
+        return _parse_tuple(text)
+    if kind not in (int, float, str):
+        raise TypeError(kind)
+    return kind(text)
+
+
+_TRUE, _FALSE = ("true", "t", "1"), ("false", "f", "0")
+
+
+def _parse_tuple(text: str) -> tuple[Any, ...]:
+    try:
+        value = ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        if "," in text or " " in text:  # a tuple without quotes about its elements
+            raise ValueError(text) from None
+        value = text
+    return tuple(value) if isinstance(value, tuple | list) else (value,)
 
 
 def _fits(value: Any, example: Any) -> bool:

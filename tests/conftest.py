@@ -44,7 +44,7 @@ def compiled(tmp_path_factory):
 @pytest.fixture(scope="session")
 def trained_run(compiled, tmp_path_factory):
     """A tiny run (see `tiny_run.py`), trained once for all tests; they read it and leave it as it is."""
-    from quick import quick_compiler
+    from runs import quick_compiler
     from tiny_run import train_tiny_run
 
     with pytest.MonkeyPatch.context() as patch:
@@ -83,7 +83,7 @@ def questions(tmp_path) -> Path:
 @pytest.fixture(scope="module")
 def quick_programs(compiled):
     """Programs of this module are compiled without optimisations: they run too briefly to repay them."""
-    from quick import quick_compiler
+    from runs import quick_compiler
 
     with quick_compiler(compiled):
         yield
@@ -91,8 +91,8 @@ def quick_programs(compiled):
 
 @pytest.fixture(scope="module")
 def quick_steps(compiled):
-    """Runs of this module share their compiled steps; see `quick.py`."""
-    from quick import shared_steps
+    """Runs of this module share their compiled steps; see `runs.py`."""
+    from runs import shared_steps
 
     with shared_steps(compiled):
         yield
@@ -101,7 +101,7 @@ def quick_steps(compiled):
 @pytest.fixture(scope="module")
 def sturdy(people, quick_steps, tmp_path_factory):
     """An undisturbed run that adopts at fixed steps, with a builder beside it; tests read it and leave it as it is."""
-    from side_by_side import Trained, builder, open_tiny, train
+    from runs import Trained, builder, open_tiny, train
 
     run = open_tiny(people, tmp_path_factory.mktemp("sturdy"))
     with builder(run):
@@ -111,10 +111,10 @@ def sturdy(people, quick_steps, tmp_path_factory):
 @pytest.fixture(scope="module")
 def straight(people, quick_steps, tmp_path_factory):
     """An undisturbed run that makes its index itself; tests read it and leave it as it is."""
-    from inline_run import open_tiny, train
+    from runs import open_inline, train_measured
 
-    run = open_tiny(people, tmp_path_factory.mktemp("straight"))
-    train(run)
+    run = open_inline(people, tmp_path_factory.mktemp("straight"))
+    train_measured(run)
     return run
 
 
@@ -136,5 +136,6 @@ def tools(tmp_path, monkeypatch):
         monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
         return tmp_path / "bin"
 
-    monkeypatch.setattr("realm_jax.launch.status.open_folder", in_memory)
+    for module in ("launch.status", "jobs.launch"):
+        monkeypatch.setattr(f"realm_jax.{module}.open_folder", in_memory)
     return put

@@ -15,7 +15,7 @@ from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.evaluation.ablations import HEADS, Measured, Row, cells, html, lead, markdown, mean_of
 from realm_jax.jobs import ablate
-from realm_jax.jobs.init_from import find_source
+from realm_jax.jobs.init_from import borrow_params
 from realm_jax.recipes import ablations
 from realm_jax.run import make_run
 from realm_jax.training.restore import restore_params
@@ -48,15 +48,15 @@ def ablated(people, tmp_path_factory, quick_steps):
     command = ["ablate", f"--config={file}", f"--workdir={folder / 'runs'}"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "clear_caches", lambda: None)  # the rows of a test share their programs
-        assert cli.main([*command, "--seeds=0"]) == 0
-        assert cli.main([*command, "--seeds=3", "--rows=realm"]) == 0
+        assert cli.main([*command, "--config.seeds=0"]) == 0
+        assert cli.main([*command, "--config.seeds=3", "--rows=realm"]) == 0
     return folder / "runs", config, file
 
 
 def params_of(folder: Path, row: str, task: str):
     config = ConfigDict(json.loads((folder / row / "config.json").read_text()))
     run = make_run(config, folder / row, open_sources(config.data.path))
-    return run, restore_params(run, folder / row, task, run.initial_params())
+    return run, restore_params(run, task)
 
 
 def same(a, b) -> bool:
@@ -80,12 +80,14 @@ def test_the_table_has_every_row_with_its_seeds(ablated):
 
 def test_a_mixture_has_the_towers_of_one_row_and_the_reader_of_another(ablated):
     folder = ablated[0] / "seed-0"
-    run, towers = params_of(folder, "pretrained", "realm")
+    _, towers = params_of(folder, "pretrained", "realm")
     _, reader = params_of(folder, "start", "ict")
-    mixed = find_source(str(folder / "weights" / "pretrained+start")).params(run, run.initial_params())
+    run, _ = params_of(folder, "realm_retriever", "qa")
+    mixed = borrow_params(run, run.initial_params())
     assert same(mixed["query_embedder"], towers["query_embedder"])
     assert same(mixed["document_embedder"], towers["document_embedder"])
     assert same(mixed["reader"], reader["reader"]) and not same(mixed["reader"], towers["reader"])
+    assert not json.loads((folder / "realm_retriever" / "start.json").read_text())["reader"], "none was trained yet"
 
 
 def test_zero_shot_recall_is_that_of_the_towers_a_row_begins_with(ablated):
@@ -102,7 +104,7 @@ def test_zero_shot_recall_is_that_of_the_towers_a_row_begins_with(ablated):
 def test_what_is_done_is_not_trained_again(ablated, capsys):
     folder, _, file = ablated
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("metrics.jsonl")}
-    assert cli.main(["ablate", f"--config={file}", f"--workdir={folder}", "--seeds=3", "--rows=realm"]) == 0
+    assert cli.main(["ablate", f"--config={file}", f"--workdir={folder}", "--config.seeds=3", "--rows=realm"]) == 0
     assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("metrics.jsonl")}
     assert "ablations.md" in capsys.readouterr().out
 
@@ -175,8 +177,8 @@ def test_a_config_of_another_kind_is_refused(tmp_path, capsys):
     file.write_text("from realm_jax.config import default as get_config\n")
     assert cli.main(["ablate", f"--config={file}", f"--workdir={tmp_path / 'out'}"]) == 2
     assert "no such key" in capsys.readouterr().err and not (tmp_path / "out").exists()
-    assert cli.main(["ablate", f"--workdir={tmp_path / 'out'}", "--seeds=a"]) == 2
-    assert "--seeds=a: takes whole numbers" in capsys.readouterr().err
+    assert cli.main(["ablate", f"--workdir={tmp_path / 'out'}", "--config.seeds=a"]) == 2
+    assert "config.seeds: takes one whole number at least" in capsys.readouterr().err
     assert cli.main(["ablate", f"--workdir={tmp_path / 'out'}", "--config.base.tasks=qa"]) == 2
     assert "--config.base.tasks: every row has tasks of its own" in capsys.readouterr().err
 
@@ -212,13 +214,6 @@ def test_what_was_trained_with_another_config_is_left_out_and_named(tmp_path, ca
     assert found["Baseline (ORQA)"] == [0]
     assert "seed-1/baseline is left out of the table: baseline has qa.steps=2, the config 300" in caplog.text
     assert "seed-2/baseline is left out of the table: start has mlm.steps=9, the config 1600" in caplog.text
-
-
-def test_mixtures_go_with_the_rows_that_they_are_of(ablated, tmp_path):
-    for name in ("pretrained+start", "start+pretrained", "other+more"):
-        (tmp_path / "weights" / name).mkdir(parents=True)
-    ablate._forget_mixtures("pretrained", tmp_path)
-    assert [path.name for path in (tmp_path / "weights").iterdir()] == ["other+more"]
 
 
 def test_titles_are_no_markup(tmp_path, capsys):

@@ -11,14 +11,14 @@ import pytest
 pytest.importorskip("scann", reason="ScaNN runs on Linux alone")
 
 from realm_jax.index import searchers
-from realm_jax.index.approximate import Searcher, Settings, exact_rows, recall, shard_ranges
-from realm_jax.index.builder import Builder, Corpus, Refused, forgive, refusal
+from realm_jax.index.approximate import ScannConfig, Searcher, exact_rows, recall, shard_ranges
+from realm_jax.index.builder import Builder, Corpus, Rejected, clear_rejections, rejection
 from realm_jax.index.embed import CorpusRows
-from realm_jax.index.generations import Unusable, load_vectors, read_manifest, write_export
+from realm_jax.index.generations import InvalidIndex, load_vectors, read_manifest, write_export
 from realm_jax.index.searchers import load_searcher
 from realm_jax.storage import PosixFolder
 
-SETTINGS = Settings(shard_rows=3000, budget=50, leaves=0, searched=0, tree_from=10_000)
+SETTINGS = ScannConfig(shard_rows=3000, budget=50, leaves=0, searched=0, tree_from=10_000)
 TREES = dataclasses.replace(SETTINGS, tree_from=0, budget=200)
 
 
@@ -107,12 +107,12 @@ def test_a_generation_carries_its_searcher_and_its_recall(tmp_path):
 def test_too_low_a_recall_is_refused(tmp_path):
     folder = PosixFolder(tmp_path)
     poor = dataclasses.replace(TREES, leaves=500, searched=1, budget=8)
-    with pytest.raises(Refused, match=r"recall@8 of its searcher is 0\.\d+, below config.index.min_recall=0.99"):
+    with pytest.raises(Rejected, match=r"recall@8 of its searcher is 0\.\d+, below config.index.min_recall=0.99"):
         make(folder, poor, min_recall=0.99)
     names = folder.names("index")
-    assert read_manifest(folder, names[0]) is None and not refusal(folder, names[0])["again"]
+    assert read_manifest(folder, names[0]) is None and not rejection(folder, names[0])["again"]
     chunks = {path: path.stat().st_mtime_ns for path in tmp_path.glob("index/*/*.bin")}
-    forgive(folder)  # as a builder does when it starts
+    clear_rejections(folder)  # as a builder does when it starts
     manifest = make(folder, TREES, min_recall=0.5)
     assert {shard["leaves_searched"] for shard in manifest.searcher["shards"]} != {1}, "built with the settings of now"
     assert {path: path.stat().st_mtime_ns for path in chunks} == chunks, "nothing is embedded again"
@@ -123,7 +123,7 @@ def test_a_damaged_searcher_is_named(tmp_path):
     manifest = make(folder, TREES)
     file = manifest.searcher["shards"][1]["files"][0]
     folder.write(file["name"], folder.read(file["name"])[:-1])
-    with pytest.raises(Unusable, match="searcher of rows 2666 to 5333: .* bytes, not"):
+    with pytest.raises(InvalidIndex, match="searcher of rows 2666 to 5333: .* bytes, not"):
         load_searcher(folder, manifest, VECTORS)
 
 
@@ -138,7 +138,7 @@ def test_a_shard_that_goes_bad_before_publication_is_built_again(tmp_path, monke
 
     monkeypatch.setattr(searchers, "_build", spoil)
     folder = PosixFolder(tmp_path)
-    with pytest.raises(Unusable, match="scann_config.pb has"):
+    with pytest.raises(InvalidIndex, match="scann_config.pb has"):
         make(folder, TREES)
     good = {path: path.stat().st_mtime_ns for path in tmp_path.glob("index/*/scann-*/*.done")}
     assert len(good) == 2

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from side_by_side import (
+from runs import (
     EVERY,
     Watch,
     adoptions,
@@ -31,23 +31,23 @@ from side_by_side import (
 )
 
 from realm_jax import cli
+from realm_jax.host import Stop
 from realm_jax.index.generations import (
+    export_step,
     export_steps,
     generation_names,
     read_manifest,
     read_status,
     remove_generation,
-    step_of,
     write_export,
 )  # fmt: skip
 from realm_jax.jobs import build_index
 from realm_jax.storage import PosixFolder
 from realm_jax.training import reporter
-from realm_jax.training.adoption import Adoption
+from realm_jax.training.adoption import BuiltIndex
 from realm_jax.training.exporter import export_record, sample_vectors, to_arrays
-from realm_jax.training.follower import Follower
+from realm_jax.training.follower import IndexWatcher
 from realm_jax.training.metrics import read_lines
-from realm_jax.training.preemption import Stop
 from realm_jax.training.refresh import shared_folder
 from realm_jax.training.reporter import Reporter
 from realm_jax.training.restore import restore_params
@@ -71,7 +71,7 @@ def test_what_is_served_is_what_was_exported_and_what_nobody_needs_goes(people, 
     watch.check(run)
     folder = PosixFolder(run.workdir)
     assert read_status(folder, "trainer").pins == (4, 6)
-    left = {step_of(name) for name in generation_names(folder)}
+    left = {export_step(name) for name in generation_names(folder)}
     assert {4, 6} <= left and 0 not in left
 
 
@@ -79,7 +79,7 @@ def test_what_a_restart_needs_stays(sturdy):
     folder = PosixFolder(sturdy.run.workdir)
     pins = read_status(folder, "trainer").pins
     assert pins == (0, 2, 4, 6), "in use or due at steps 3, 6 and 8: one more stays, as a save may be cut off"
-    assert {*pins} <= set(export_steps(folder)) & {step_of(name) for name in generation_names(folder)}
+    assert {*pins} <= set(export_steps(folder)) & {export_step(name) for name in generation_names(folder)}
 
 
 @pytest.mark.slow
@@ -120,19 +120,19 @@ def test_processes_adopt_the_same_generation_at_the_same_step(people, tmp_path, 
     """Two trainer processes, of which the second looks for generations now and then: none is adopted before both have
     it, although newer ones come faster than the second looks."""
     run = open_tiny(people, tmp_path, adopt_after=-1, every=3)
-    params, look = run.initial_params(), Follower._look
+    params, look = run.initial_params(), IndexWatcher._look
     own = run, "realm", 0, {}, 1, lambda: False
     words, used, adopted = deque(maxlen=2), [None, None], []
-    with builder(run), Adoption(*own) as first, Adoption(*own) as second:
+    with builder(run), BuiltIndex(*own) as first, BuiltIndex(*own) as second:
         for step in range(90):
             if step == 1:
                 monkeypatch.setattr(
-                    Follower, "_look", lambda follower: look(follower) if follower is first._follower else None
+                    IndexWatcher, "_look", lambda follower: look(follower) if follower is first._watcher else None
                 )
             if step % 10 == 9:
-                look(second._follower)
+                look(second._watcher)
             heard = Control(*agreed(jnp.array(words[0])).tolist()) if len(words) == 2 else Control()
-            found = [one.at(step, params, used[i], heard) for i, one in enumerate((first, second))]
+            found = [one.next(step, params, used[i], heard) for i, one in enumerate((first, second))]
             used = [now or before for now, before in zip(found, used, strict=True)]
             assert used[0].generation == used[1].generation
             if found[0] is not None:
@@ -147,7 +147,7 @@ def test_the_first_process_alone_names_a_run(people, tmp_path, monkeypatch):
     run = open_tiny(people, tmp_path)
     with monkeypatch.context() as patch:
         for module in ("processes", "training.reporter"):
-            patch.setattr(f"realm_jax.{module}.is_first", lambda: False)
+            patch.setattr(f"realm_jax.{module}.is_process_0", lambda: False)
         Reporter(run, shared_folder(run), "realm")
         assert not (tmp_path / reporter.RUN_ID).exists()
     Reporter(run, shared_folder(run), "realm")
@@ -198,7 +198,7 @@ def test_a_builder_that_is_slower_than_three_exports_is_not_in_vain(people, tmp_
         until(lambda: not step or step[-1] >= min(export.step + 4 * EVERY, 29))
         return read(folder, export)
 
-    announce = Adoption.announce
+    announce = BuiltIndex.announce
 
     def watched(self, now):
         step.append(now)
@@ -206,7 +206,7 @@ def test_a_builder_that_is_slower_than_three_exports_is_not_in_vain(people, tmp_
         return announce(self, now)
 
     monkeypatch.setattr(build_index, "read_towers", slow)
-    monkeypatch.setattr(Adoption, "announce", watched)
+    monkeypatch.setattr(BuiltIndex, "announce", watched)
     with builder(run):
         train(run)
     assert len(adoptions(run)) > 2
@@ -216,7 +216,7 @@ def test_once_builds_the_newest_export_or_finds_it_built(sturdy, tmp_path, caplo
     shutil.copytree(sturdy.run.workdir, tmp_path / "run")
     run = dataclasses.replace(sturdy.run, workdir=tmp_path / "run")
     folder = PosixFolder(run.workdir)
-    [newest] = [name for name in generation_names(folder) if step_of(name) == 6]
+    [newest] = [name for name in generation_names(folder) if export_step(name) == 6]
     before = read_manifest(folder, newest)
     with caplog.at_level(logging.INFO):
         make_job(run).work(Stop(), None, True)
@@ -231,26 +231,28 @@ def test_once_builds_the_newest_export_or_finds_it_built(sturdy, tmp_path, caplo
 def test_generations_are_listed_verified_and_removed_by_hand(sturdy, tmp_path, capsys):
     shutil.copytree(sturdy.run.workdir, tmp_path / "run")
     workdir, folder = f"--workdir={tmp_path}/run", PosixFolder(tmp_path / "run")
-    assert cli.main(["index", "ls", "--json", workdir]) == 0
-    found = {entry["step"]: entry for entry in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert cli.main(["storage", "ls", "--json", workdir]) == 0
+    listed = map(json.loads, capsys.readouterr().out.splitlines())
+    found = {entry["step"]: entry for entry in listed if "checkpoint" not in entry}
     assert found[6]["state"] == "published" and found[6]["in_use"] and found[4]["pinned"]
     assert (found[6]["rows"], found[6]["age"]) == (16, 2)
-    assert cli.main(["index", "verify", workdir]) == 0
+    assert cli.main(["storage", "verify", workdir]) == 0
     name = found[6]["generation"]
     spoil(folder, read_manifest(folder, name), "flipped")
-    assert cli.main(["index", "verify", workdir]) == 1
+    assert cli.main(["storage", "verify", workdir]) == 1
     assert f"{name}: DAMAGED: " in capsys.readouterr().out
-    assert cli.main(["index", "search", "a", "--top=0", workdir]) == 2
-    assert "--top=0: must be at least 1" in capsys.readouterr().err
-    assert cli.main(["index", "rm", name, workdir]) == 2
+    assert cli.main(["storage", "rm", name, workdir]) == 2
     assert "is needed by the run to go on; remove it all the same with --force" in capsys.readouterr().err
-    assert cli.main(["index", "rm", name, "--force", workdir]) == 0
+    assert cli.main(["storage", "rm", name, "--force", workdir]) == 0
     assert name not in generation_names(folder)
-    assert cli.main(["index", "rm", name, workdir]) == 2
+    assert cli.main(["storage", "rm", name, workdir]) == 2
+    assert f"there is no {name} stored; `realm storage ls` lists what there is" in capsys.readouterr().err
+    assert cli.main(["storage", "rm", "realm/8", workdir]) == 2
+    assert "a checkpoint is removed by training itself" in capsys.readouterr().err
 
 
 def test_the_final_parameters_are_in_the_checkpoint(sturdy):
-    saved = restore_params(sturdy.run, sturdy.run.workdir, "realm", sturdy.run.initial_params())
+    saved = restore_params(sturdy.run, "realm")
     assert_same(jax.tree.map(np.asarray, saved), sturdy.final)
 
 

@@ -6,11 +6,11 @@ import json
 import numpy as np
 import pytest
 
-from realm_jax.index.builder import Builder, Corpus, Share, Stopped, current_name, refusal, refuse
+from realm_jax.index.builder import Builder, Corpus, Stopped, WorkShare, current_name, reject, rejection
 from realm_jax.index.embed import CorpusRows
 from realm_jax.index.generations import (
+    InvalidIndex,
     Status,
-    Unusable,
     export_steps,
     generation_names,
     load_vectors,
@@ -60,7 +60,7 @@ def make_export(folder, step, scale=1.0):
 
 
 def builder(folder, process=0, processes=1, **options):
-    return Builder(folder, CORPUS, options.pop("dtype", "float32"), CHUNK, Share(process, processes), **options)
+    return Builder(folder, CORPUS, options.pop("dtype", "float32"), CHUNK, WorkShare(process, processes), **options)
 
 
 class Killed(BaseException):
@@ -105,10 +105,10 @@ def test_the_same_export_stays_and_another_replaces_it(folder, export):
 
 def test_a_damaged_export_is_named(folder, export):
     folder.write(export.file.name, b"x" * export.file.bytes)
-    with pytest.raises(Unusable, match=r"exports/10/.*safetensors is damaged"):
+    with pytest.raises(InvalidIndex, match=r"exports/10/.*safetensors is damaged"):
         read_towers(folder, export)
     folder.write("exports/10/EXPORT.json", b'{"format_version": 1, "step"')
-    with pytest.raises(Unusable, match="EXPORT.json is not readable JSON"):
+    with pytest.raises(InvalidIndex, match="EXPORT.json is not readable JSON"):
         read_export(folder, 10)
 
 
@@ -227,23 +227,23 @@ def test_a_chunk_that_goes_bad_before_publication_is_found_and_embedded_again(fo
         if marks and len(list(folder.root.rglob("*.done"))) == 5:
             marks[0].write_bytes(marks[0].read_bytes()[:-1] + b"?")
 
-    with pytest.raises(Unusable, match="000000005-000000010-.*is damaged"):
+    with pytest.raises(InvalidIndex, match="000000005-000000010-.*is damaged"):
         builder(folder, check=spoil).build(export, embed, QUERIES)
     manifest = builder(folder).build(export, embed, QUERIES)
     np.testing.assert_array_equal(load_vectors(folder, manifest), ALL)
 
 
 def test_towers_that_diverged_are_never_published(folder, export):
-    with pytest.raises(Unusable, match="zero or not finite"):
+    with pytest.raises(InvalidIndex, match="zero or not finite"):
         builder(folder).build(export, lambda rows: embed(rows) * np.nan, QUERIES)
-    with pytest.raises(Unusable, match="vectors of 4, not 8"):
+    with pytest.raises(InvalidIndex, match="vectors of 4, not 8"):
         builder(folder).build(export, embed, np.ones((3, 8), np.float32))
     assert not list(folder.root.rglob("MANIFEST.json"))
 
 
 def test_vectors_of_other_passages_are_found_by_embedding_some_again(folder, export):
     shift = iter([0] * 5 + [1] * 5)
-    with pytest.raises(Unusable, match="holds vectors that are not those of its passages"):
+    with pytest.raises(InvalidIndex, match="holds vectors that are not those of its passages"):
         builder(folder).build(export, lambda rows: embed(rows) + 10 * next(shift), QUERIES)
 
 
@@ -259,10 +259,10 @@ def test_a_truncated_chunk_and_a_flipped_byte_are_named(folder, published):
     path = folder.root / published.chunks[1].file.name
     whole = path.read_bytes()
     path.write_bytes(whole[:-4])
-    with pytest.raises(Unusable, match=r"000000005-000000010-\w+.bin has 76 bytes, not 80"):
+    with pytest.raises(InvalidIndex, match=r"000000005-000000010-\w+.bin has 76 bytes, not 80"):
         load_vectors(folder, published)
     path.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
-    with pytest.raises(Unusable, match=r"000000005-000000010-\w+.bin is damaged"):
+    with pytest.raises(InvalidIndex, match=r"000000005-000000010-\w+.bin is damaged"):
         load_vectors(folder, published)
 
 
@@ -274,7 +274,7 @@ def test_bad_vectors_with_a_right_checksum_are_refused(folder, published, value)
     lying = dataclasses.replace(
         published, chunks=(chunk._replace(file=chunk.file._replace(sha256=digest(data))), *published.chunks[1:])
     )
-    with pytest.raises(Unusable, match="row 0 and 4 others have a vector that is zero or not finite"):
+    with pytest.raises(InvalidIndex, match="row 0 and 4 others have a vector that is zero or not finite"):
         load_vectors(folder, lying)
 
 
@@ -282,18 +282,18 @@ def test_a_manifest_that_was_cut_or_is_of_another_version_is_named(folder, publi
     name = f"index/{published.generation}/MANIFEST.json"
     text = folder.read(name)
     folder.write(name, text[: len(text) // 2])
-    with pytest.raises(Unusable, match="MANIFEST.json is not readable JSON"):
+    with pytest.raises(InvalidIndex, match="MANIFEST.json is not readable JSON"):
         read_manifest(folder, published.generation)
     folder.write_json(name, json.loads(text) | {"format_version": 9})
-    with pytest.raises(Unusable, match="format version 9, not 1"):
+    with pytest.raises(InvalidIndex, match="format version 9, not 1"):
         read_manifest(folder, published.generation)
     folder.write_json(name, {key: value for key, value in json.loads(text).items() if key != "rows"})
-    with pytest.raises(Unusable, match="it has no 'rows'"):
+    with pytest.raises(InvalidIndex, match="it has no 'rows'"):
         read_manifest(folder, published.generation)
 
 
 def test_rows_that_are_missing_are_noticed(folder, published):
-    with pytest.raises(Unusable, match="other rows than it says"):
+    with pytest.raises(InvalidIndex, match="other rows than it says"):
         load_vectors(folder, dataclasses.replace(published, chunks=published.chunks[:-1]))
 
 
@@ -303,9 +303,9 @@ def test_a_damaged_chunk_of_the_corpus_before_an_edit_is_not_shared(folder, expo
     path = folder.root / published.chunks[1].file.name
     path.write_bytes(path.read_bytes()[:-4])
     again = dataclasses.replace(builder(folder), corpus=edited)
-    with pytest.raises(Unusable, match="has 76 bytes, not 80"):
+    with pytest.raises(InvalidIndex, match="has 76 bytes, not 80"):
         again.build(export, embed, QUERIES)
-    assert refusal(folder, published.generation)["again"]
+    assert rejection(folder, published.generation)["again"]
     np.testing.assert_array_equal(load_vectors(folder, again.build(export, embed, QUERIES)), ALL)
 
 
@@ -314,11 +314,11 @@ def test_a_damaged_chunk_of_the_corpus_before_an_edit_is_not_shared(folder, expo
 
 def test_a_published_generation_is_built_once_and_again_only_if_it_was_found_damaged(folder, export, published):
     assert builder(folder).build(export, killed_at(1), QUERIES) == published
-    refuse(folder, published.generation, "a chunk is damaged", again=True)
+    reject(folder, published.generation, "a chunk is damaged", again=True)
     second = builder(folder).build(export, embed, QUERIES)
     assert second.generation != published.generation
     assert current_name(folder, export, "corpus") == second.generation
-    refuse(folder, second.generation, "its recall is too low", again=False)
+    reject(folder, second.generation, "its recall is too low", again=False)
     assert current_name(folder, export, "corpus") == second.generation
 
 

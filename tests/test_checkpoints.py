@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cutting import Cut, cut_at
-from inline_run import STEPS, assert_same_run, open_tiny, train
+from runs import STEPS, Cut, assert_same_run, cut_at, open_inline, train_measured
 
 from realm_jax import cli
 from realm_jax.errors import UserError
@@ -33,15 +32,15 @@ def flip(folder: Path, rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 12))])
 def test_one_flipped_bit_is_named_and_skipped(people, straight, tmp_path, monkeypatch, caplog, seed):
     """Cut off after step 4, whose checkpoint then goes bad: training goes on from step 2, to the same bits."""
-    run = open_tiny(people, tmp_path)
+    run = open_inline(people, tmp_path)
     with monkeypatch.context() as patch:
         cut_at(patch, 5)
         with pytest.raises(Cut):
-            train(run)
+            train_measured(run)
     newest = saved_folders(tmp_path / "realm" / "checkpoints")[0]
     assert newest.name == "4"
     flip(newest, np.random.default_rng(seed))
-    train(run)
+    train_measured(run)
     assert f"{newest} is damaged" in caplog.text and "going on from the one before" in caplog.text
     assert_same_run(run, straight)
 
@@ -49,15 +48,15 @@ def test_one_flipped_bit_is_named_and_skipped(people, straight, tmp_path, monkey
 def test_checkpoints_are_listed_and_verified(people, straight, tmp_path, capsys):
     shutil.copytree(straight.workdir, tmp_path / "run")
     workdir = f"--workdir={tmp_path}/run"
-    assert cli.main(["checkpoints", "ls", "--json", workdir]) == 0
+    assert cli.main(["storage", "ls", "--json", workdir]) == 0
     listed = {entry["checkpoint"]: entry for entry in map(json.loads, capsys.readouterr().out.splitlines())}
     assert f"realm/{STEPS}" in listed and listed[f"realm/{STEPS}"]["state"] == "complete"
-    assert cli.main(["checkpoints", "verify", workdir]) == 0
+    assert cli.main(["storage", "verify", workdir]) == 0
     assert capsys.readouterr().out.count(": sound (") == len(listed)
     flip(tmp_path / "run" / "realm" / "checkpoints" / str(STEPS), np.random.default_rng(0))
-    assert cli.main(["checkpoints", "verify", f"realm/{STEPS}", workdir]) == 1
+    assert cli.main(["storage", "verify", f"realm/{STEPS}", workdir]) == 1
     assert f"realm/{STEPS}: DAMAGED: " in capsys.readouterr().out
-    assert cli.main(["checkpoints", "verify", "realm/77", workdir]) == 2
+    assert cli.main(["storage", "verify", "realm/77", workdir]) == 2
 
 
 def test_storage_that_fails_is_no_damage(people, straight, tmp_path, monkeypatch):
@@ -77,17 +76,17 @@ def test_storage_that_fails_is_no_damage(people, straight, tmp_path, monkeypatch
 
 
 def test_when_all_are_damaged_training_stops(people, tmp_path):
-    run = open_tiny(people, tmp_path)
-    train(run)
+    run = open_inline(people, tmp_path)
+    train_measured(run)
     for folder in saved_folders(tmp_path / "realm" / "checkpoints"):
         flip(folder, np.random.default_rng(0))
     with pytest.raises(UserError, match="every checkpoint is damaged; start in another --workdir"):
-        train(run)
+        train_measured(run)
 
 
 def test_milestones_stay(people, tmp_path):
-    run = open_tiny(people, tmp_path, checkpoint__every=1, checkpoint__keep=1, checkpoint__keep_every=3)
-    train(run)
+    run = open_inline(people, tmp_path, checkpoint__every=1, checkpoint__keep=1, checkpoint__keep_every=3)
+    train_measured(run)
     kept = [int(folder.name) for folder in saved_folders(tmp_path / "realm" / "checkpoints")]
     assert kept == sorted({STEPS, *range(3, STEPS, 3)}, reverse=True)
 
@@ -114,6 +113,6 @@ def test_where_memory_is_short_a_save_holds_what_a_step_may_overwrite(tmp_path, 
     saved = Saved.newest(tmp_path / "saves")
     assert saved is not None
     like = {str(number): np.empty((64, 64), np.float32) for number in range(20)} | {"step": np.empty((), np.int32)}
-    found = saved.state(like)  # whose checksums are compared
+    found = saved.read("state", like)  # whose checksums are compared
     assert [float(found[str(number)][0, 0]) for number in range(20)] == [float(number) for number in range(20)]
-    assert np.array_equal(saved.array("vectors"), vectors)
+    assert np.array_equal(saved.read("vectors"), vectors)

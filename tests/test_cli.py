@@ -19,6 +19,7 @@ import realm_jax
 from realm_jax import cli
 from realm_jax.config import default, validate
 from realm_jax.errors import UserError
+from realm_jax.host import Preempted
 from realm_jax.jobs import flags
 from realm_jax.launch import spec as specs
 from realm_jax.recipes import is_name
@@ -151,6 +152,12 @@ def test_a_missing_dependency_is_named(monkeypatch, capsys):
 def test_the_exit_code_is_the_jobs(job, returned, code):
     job.ends = lambda: returned
     assert cli.main(["fake"]) == code
+
+
+def test_a_preemption_is_a_warning_and_exit_code_75(job, capsys):
+    job.ends = raising(Preempted("SIGTERM: the state is saved"))
+    assert cli.main(["fake"]) == 75
+    assert "warning: SIGTERM: the state is saved" in capsys.readouterr().err
 
 
 def test_a_users_mistake_is_one_line_and_exit_code_2(job, capsys):
@@ -298,27 +305,25 @@ def write(folder: Path, text: str) -> str:
     return str(path)
 
 
-def test_overrides_are_parsed_to_the_type_of_their_key():
+def test_overrides_are_parsed_to_the_type_of_their_key_and_the_last_counts_but_for_tuples():
     config = load(
+        "--config.train.steps=30",
         "--config.train.steps=20",
         "--config.train.learning_rate=1",
         "--config.train.limit=3",
         "--config.train.tasks=('realm',)",
+        "--config.train.tasks=qa",
         "--config.retrieval.shared=true",
         "--config.retrieval.backend=a b=c",
     )
-    assert config.train.to_dict() == {"steps": 20, "learning_rate": 1.0, "limit": 3, "tasks": ("realm",)}
+    assert config.train.to_dict() == {"steps": 20, "learning_rate": 1.0, "limit": 3, "tasks": ("realm", "qa")}
     assert (config.retrieval.shared, config.retrieval.backend) == (True, "a b=c")
 
 
-def test_the_last_override_of_a_key_counts():
-    assert load("--config.train.steps=20", "--config.train.steps=30").train.steps == 30
-
-
 def test_a_loaded_config_is_locked_and_the_default_is_not_shared():
-    config = load()
+    config = load("--config.seed=5")
     assert config.is_locked and config.train.is_locked
-    assert load("--config.seed=5").seed == 5 and load().seed == 0
+    assert config.seed == 5 and load().seed == 0
 
 
 def test_of_two_overrides_of_a_key_the_wrong_one_is_named():
@@ -349,6 +354,7 @@ def test_of_two_overrides_of_a_key_the_wrong_one_is_named():
         ),
         ("--config.retrieval.shared=maybe", "--config.retrieval.shared=maybe: this key takes a value of type bool"),
         ("--config.train.tasks=(mlm, ict", "--config.train.tasks=(mlm, ict: this key takes a value of type tuple"),
+        ("--config.train.tasks=(mlm, ict)", "--config.train.tasks=(mlm, ict): this key takes a value of type tuple"),
         ("--config.retrieval.depths=[3]", "--config.retrieval.depths: a list cannot be set on the command line"),
     ],
 )
@@ -441,8 +447,8 @@ def test_a_name_that_no_config_has_gets_the_names_there_are(tmp_path, monkeypatc
     (tmp_path / "mine").write_text("")
     with pytest.raises(UserError, match=r"or \./mine for the file$"):
         load(path="mine", default=default)
-    for command in ("train", "ablate", "plan", "build-index"):
-        assert cli.main([command, "--config=none", *([] if command == "plan" else ["--workdir=run"])]) == 2
+    for command in (["train"], ["ablate"], ["launch", "plan"], ["build-index"]):
+        assert cli.main([*command, "--config=none", "--workdir=run"]) == 2
     with pytest.raises(UserError, match=r"^--spec=v5e: there is no file v5e"):
         flags.load_config("v5e", [], specs.default, kind="spec")
 

@@ -120,7 +120,7 @@ def test_answers_from_nowhere_are_predicted_and_measured(alone, tmp_path, capsys
     assert cli.main(["predict", f"--workdir={alone.workdir}", f"--output={output}"]) == 0
     lines = [json.loads(line) for line in output.read_text().splitlines()]
     assert len(lines) == 8 and all(0 < line["probability"] <= 1 and "retrieved" not in line for line in lines)
-    assert cli.main(["evaluate", f"--predictions={output}", "--json"]) == 0
+    assert cli.main(["evaluate", str(output), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert {*found["measures"]} == {"exact_match", "exact_match_squad", "f1"} and found["passages_read"] == 0
     last = [json.loads(line) for line in (alone.workdir / "closed_book" / "evaluations.jsonl").open()][-1]

@@ -111,9 +111,16 @@ def test_only_what_changed_is_embedded(workdir, monkeypatch, capsys):
     assert read_manifest(folder, first.generation) is None, "a version in between is forgotten, not what it shares"
     assert load_vectors(folder, second).shape == (18, 8)
     capsys.readouterr()
-    assert cli.main(["index", "search", "New 16", f"--workdir={workdir}", "--json", "--top=15"]) == 0
-    found = {json.loads(line)["id"] for line in capsys.readouterr().out.splitlines()}
-    assert "p16" in found and "p2" not in found
+    by_newest = ["ask", "New 16", f"--workdir={workdir}", "--generation=newest", "--top=15"]
+    assert cli.main([*by_newest, "--json"]) == 0
+    candidates = json.loads(capsys.readouterr().out)["candidates"]
+    found, scores = {one["id"] for one in candidates}, [one["score"] for one in candidates]
+    assert "p16" in found and "p2" not in found and len(found) == 15 and scores == sorted(scores, reverse=True)
+    assert cli.main(by_newest) == 0
+    head, *lines = capsys.readouterr().out.strip().splitlines()
+    assert head.split() == ["score", "found", "by", "title", "passage"] and len(lines) == 15
+    assert cli.main(["ask", "New 16", f"--workdir={workdir}", "--generation=7-none"]) == 2
+    assert "there is no generation 7-none; `realm storage ls` lists them" in capsys.readouterr().err
 
 
 def test_what_is_served_is_every_row_of_the_newest_version(workdir):

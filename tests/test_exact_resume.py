@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import jax
 import pytest
-from cutting import Cut, cut_at
-from side_by_side import builder, metrics, open_tiny, train
+from runs import Cut, builder, cut_at, metrics, open_tiny, train
 from tiny_run import prepare_people
 
 pytestmark = pytest.mark.usefixtures("quick_steps")

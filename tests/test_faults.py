@@ -18,47 +18,35 @@ from contextlib import ExitStack, contextmanager, suppress
 import jax
 import numpy as np
 import pytest
-from cutting import Cut, cut_at
 from faulty_bucket import bucket, http
 from orbax.checkpoint import v1 as ocp
-from side_by_side import (
-    Watch,
-    adoptions,
-    assert_same,
-    builder,
-    make_job,
-    metrics,
-    open_tiny,
-    spoil,
-    train,
-    until,
-)  # fmt: skip
+from runs import Cut, Watch, adoptions, assert_same, builder, cut_at, make_job, metrics, open_tiny, spoil, train, until
 from tiny_run import PEOPLE, prepare_people
 
 from realm_jax import storage
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
-from realm_jax.index.builder import Share
+from realm_jax.host import Preempted, Stop
+from realm_jax.index.builder import WorkShare
 from realm_jax.index.generations import (
     EXPORT,
     MANIFEST,
-    Foreign,
+    IncompatibleIndex,
+    export_step,
     generation_names,
     read_export,
     read_manifest,
     read_status,
     remove_generation,
-    step_of,
 )  # fmt: skip
 from realm_jax.jobs import build_index
 from realm_jax.jobs.build_index import Job, for_embedding
 from realm_jax.run import make_run
 from realm_jax.storage import PosixFolder, StorageError
 from realm_jax.training import follower, refresh
-from realm_jax.training.adoption import Adoption
+from realm_jax.training.adoption import BuiltIndex
 from realm_jax.training.checkpoints import Saved
-from realm_jax.training.follower import Follower
-from realm_jax.training.preemption import Preempted, Stop
+from realm_jax.training.follower import IndexWatcher
 from realm_jax.training.reporter import Reporter
 
 pytestmark = pytest.mark.usefixtures("quick_steps")
@@ -96,7 +84,7 @@ def before_write(monkeypatch):
 
 
 def built(run):
-    return {step_of(name) for name in generation_names(PosixFolder(run.workdir))}
+    return {export_step(name) for name in generation_names(PosixFolder(run.workdir))}
 
 
 # --- Jobs that die, come late or meet ---------------------------------------------------------------------------------
@@ -279,7 +267,7 @@ def test_processes_that_are_killed_without_a_word(people, sturdy, tmp_path, watc
 def test_a_generation_is_damaged(people, sturdy, tmp_path, monkeypatch, watch, log, fault):
     """Between publication and the trainer's look; the trainer adopts the second attempt in time."""
     run = open_tiny(people, tmp_path)
-    build, look, damaged, gate = build_index.Builder.build, Follower._look, [], threading.Lock()
+    build, look, damaged, gate = build_index.Builder.build, IndexWatcher._look, [], threading.Lock()
 
     def spoiled(self, export, embed, queries):
         with gate:
@@ -293,7 +281,7 @@ def test_a_generation_is_damaged(people, sturdy, tmp_path, monkeypatch, watch, l
         with gate:
             look(self)
 
-    monkeypatch.setattr(Follower, "_look", gated)
+    monkeypatch.setattr(IndexWatcher, "_look", gated)
     monkeypatch.setattr(build_index.Builder, "build", spoiled)
     with builder(run):
         assert_same(train(run), sturdy.final)
@@ -388,7 +376,7 @@ def test_a_builder_of_another_corpus(people, sturdy, tmp_path):
     config.data.path = str(other)
     opened = make_run(config, sturdy.run.workdir, open_sources(other), jax.devices()[:1])
     with pytest.raises(UserError, match=r"exports/6 was written by a run with other (tokenizer|corpus)"):
-        Job(opened, PosixFolder(sturdy.run.workdir), Share()).work(Stop(), 6, True)
+        Job(opened, PosixFolder(sturdy.run.workdir), WorkShare()).work(Stop(), 6, True)
 
 
 @pytest.mark.parametrize("name", ["tokenizer", "corpus"])
@@ -404,7 +392,7 @@ def test_a_builder_with_other_vectors_than_the_trainer_wants(sturdy):
     config.retrieval.dtype = "bfloat16"
     opened = make_run(config, sturdy.run.workdir, sturdy.run.sources, jax.devices()[:1])
     with pytest.raises(UserError, match="exports/6 was written by a run with other index"):
-        Job(opened, PosixFolder(sturdy.run.workdir), Share()).work(Stop(), 6, True)
+        Job(opened, PosixFolder(sturdy.run.workdir), WorkShare()).work(Stop(), 6, True)
 
 
 @pytest.mark.parametrize("name", [slow("tokenizer"), slow("corpus")])
@@ -412,7 +400,7 @@ def test_a_generation_of_another_tokenizer_or_corpus(people, sturdy, tmp_path, w
     """It has the right name, and is passed over; nothing comes in its place until somebody removes it."""
     run = open_tiny(people, tmp_path, wait_seconds=2.0)
     folder = PosixFolder(run.workdir)
-    [own] = [name for name in generation_names(PosixFolder(sturdy.run.workdir)) if step_of(name) == 2]
+    [own] = [name for name in generation_names(PosixFolder(sturdy.run.workdir)) if export_step(name) == 2]
     manifest = PosixFolder(sturdy.run.workdir).read_json(f"index/{own}/{MANIFEST}")
     folder.write_json(f"index/{own}/{MANIFEST}", manifest | {name: "another"})
     with builder(run):
@@ -433,13 +421,13 @@ def test_a_generation_of_another_name(people, tmp_path):
     folder = PosixFolder(run.workdir)
     own = generation_names(folder)[-1]
     manifest = folder.read_json(f"index/{own}/{MANIFEST}")
-    foreign = f"{step_of(own)}-f123abcd"
+    foreign = f"{export_step(own)}-f123abcd"
     folder.write_json(f"index/{foreign}/{MANIFEST}", manifest | {"generation": foreign, "corpus": "another"})
-    with Adoption(run, "realm", run.config.realm.steps, {}, 1, lambda: False) as adoption:
-        adoption._follower.want(0, 100)
-        assert adoption._follower.wait(10, lambda: False).manifest.generation == own
-        with pytest.raises(Foreign, match="its corpus is another, not"):
-            adoption._follower.load(foreign)
+    with BuiltIndex(run, "realm", run.config.realm.steps, {}, 1, lambda: False) as adoption:
+        adoption._watcher.want(0, 100)
+        assert adoption._watcher.wait(10, lambda: False).manifest.generation == own
+        with pytest.raises(IncompatibleIndex, match="its corpus is another, not"):
+            adoption._watcher.load(foreign)
 
 
 def test_a_shared_folder_of_another_run(people, sturdy, tmp_path):
@@ -515,7 +503,7 @@ def test_a_bucket_that_fails_now_and_then(people, sturdy, tmp_path, monkeypatch,
     with builder(run):
         assert_same(train(run), sturdy.final)
     watch.check(run)
-    assert {0, 2, 4, 6} == {step_of(name) for name in generation_names(folder)}
+    assert {0, 2, 4, 6} == {export_step(name) for name in generation_names(folder)}
     for what in ("write", "read", "list"):
         assert f"cannot {what} it (" in log.text
     assert not list(tmp_path.glob("index")), "everything that is shared is in the bucket"
@@ -582,7 +570,7 @@ def test_a_trainer_that_cannot_clear_up_at_its_start_hears_sigterm(people, tmp_p
 
     monkeypatch.setattr(PosixFolder, "remove", read_only)
     with pytest.raises(StorageError, match="exports/90/EXPORT.json: Read-only file system"):
-        with Adoption(run, "realm", 0, {}, 1, stopping):
+        with BuiltIndex(run, "realm", 0, {}, 1, stopping):
             pass
     assert asked == [False, False, True], "it tries again until it is told, and then no more"
 

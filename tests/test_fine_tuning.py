@@ -5,8 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from cutting import Cut, cut_at
-from inline_run import open_tiny
+from runs import Cut, assert_same, cut_at, open_inline
 from tiny_run import PEOPLE, question, write_lines
 
 from realm_jax.config import default, validate
@@ -29,7 +28,7 @@ STEPS = 6
 def open_fine(people, workdir, **changes):
     """Six steps of fine-tuning, measured before the third and the fifth and at the end."""
     fixed = {"tasks": "qa", "qa__steps": STEPS, "qa__learning_rate": 1e-2, "qa__warmup": 1, "evaluation__qa_every": 2}
-    return open_tiny(people, workdir, **fixed | changes)
+    return open_inline(people, workdir, **fixed | changes)
 
 
 def train(run, sign=-1.0):
@@ -55,10 +54,6 @@ def measurements(run):
     return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
 
 
-def assert_same(a, b):
-    jax.tree.map(np.testing.assert_array_equal, a, b)
-
-
 @pytest.fixture(scope="module")
 def fallen(people, tmp_path_factory):
     """A run whose first measurement was its best."""
@@ -72,7 +67,7 @@ def test_fine_tuning_ends_with_the_parameters_that_measured_best(fallen):
     assert [line["step"] for line in found] == [2, 4, STEPS] and found[0]["exact_match"] > found[1]["exact_match"]
     assert found[-1]["best_step"] == 2 and found[-1]["exact_match"] == found[0]["exact_match"]
     assert_same(last, seen[1][0])  # the first was measured with the first index, before any step
-    assert_same(last, restore_params(run, run.workdir, "qa", jax.eval_shape(run.initial_params)))
+    assert_same(last, restore_params(run, "qa"))
 
 
 @pytest.mark.slow

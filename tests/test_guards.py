@@ -17,8 +17,7 @@ from realm_jax.errors import UserError
 from realm_jax.mesh import make_mesh
 from realm_jax.training import guards
 from realm_jax.training.guards import HUNG, TRACED, CompileGuard, Profiler, Watchdog, check_replicas, differing_replicas
-from realm_jax.training.journal import Journal, Work
-from realm_jax.training.metrics import read_lines
+from realm_jax.training.metrics import MetricLogger, Work, read_lines
 
 HANGS = """
 import time
@@ -41,7 +40,7 @@ def test_who_moves_is_left_alone():
     with Watchdog(1.5, "realm", ended.append) as watchdog:
         for _ in range(20):
             time.sleep(0.1)
-            watchdog.beat()
+            watchdog.heartbeat()
     with Watchdog(0.0, "realm", ended.append):
         time.sleep(0.1)
     assert not ended
@@ -107,14 +106,14 @@ def test_one_bit_in_one_replica_is_seen(spec):
 def test_records_say_where_the_time_went(tmp_path):
     """Four steps of 20 ms with 60 ms of waiting, by a task that was first started ten seconds ago."""
     values = {"loss": jnp.float32(1.0), "gradient_norm": jnp.float32(1.0)}
-    with Journal(tmp_path, "mlm", 0, 4, 0.0, Work(4e6, 2, 1e9), time.time() - 10) as journal:
+    with MetricLogger(tmp_path, "mlm", 0, 4, Work(4e6, 2, 1e9), {"born": time.time() - 10}) as metrics:
         for step in range(4):
-            with journal.step():
-                with journal.waiting("index"):
+            with metrics.step():
+                with metrics.waiting("index"):
                     time.sleep(0.06)
                 time.sleep(0.02)
-                journal.stepped(step + 1, values, {})
-        journal.flush()
+                metrics.log_step(step + 1, values, {})
+        metrics.flush()
     last = read_lines(tmp_path / "metrics.jsonl")[-1]
     assert 0.02 <= last["step_seconds"] < 0.5
     assert last["tflops_per_device"] == pytest.approx(2e-6 / last["step_seconds"])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from realm_jax.training.health import Watch
-from realm_jax.training.journal import Journal, Work
+from realm_jax.training.metrics import MetricLogger, Work
 
 LENGTH = 120
 
@@ -88,10 +88,10 @@ def values(null: float, gain: float) -> dict[str, jax.Array]:
 
 def keep(folder, start: int, records: list[tuple[int, float, float]], task: str = "realm") -> None:
     """A task's records as the loop hands them over."""
-    with Journal(folder, task, start, 10 * LENGTH, 0.0, Work(1.0, 1, None)) as journal:
+    with MetricLogger(folder, task, start, 10 * LENGTH, Work(1.0, 1, None), {}) as metrics:
         for step, null, gain in records:
-            journal.stepped(step, values(null, gain), {"index_age": 0})
-        journal.flush()
+            metrics.log_step(step, values(null, gain), {"index_age": 0})
+        metrics.flush()
 
 
 @pytest.fixture

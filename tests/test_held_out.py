@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from quick import quick_compiler
+from runs import quick_compiler
 from tiny_run import prepare_people, tiny_config
 
 from realm_jax.data import held_out

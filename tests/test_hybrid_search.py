@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from inline_run import open_tiny
+from runs import open_inline
 from tiny_run import PEOPLE
 
 from realm_jax.config import default, validate
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("quick_steps")
 def fine(people, tmp_path_factory):
     """A run that was fine-tuned on what hybrid search finds."""
     changes = {"tasks": "qa", "qa__steps": 4, "qa__learning_rate": 1e-2, "qa__warmup": 1}
-    run = open_tiny(people, tmp_path_factory.mktemp("hybrid"), retrieval__qa_search="hybrid", **changes)
+    run = open_inline(people, tmp_path_factory.mktemp("hybrid"), retrieval__qa_search="hybrid", **changes)
     first = jax.tree.map(np.asarray, run.initial_params())
     return run, first, train(run)
 
@@ -90,7 +90,7 @@ def test_ranks_are_recorded_by_name():
 
 @pytest.mark.parametrize("search", ["hybrid", pytest.param("bm25", marks=pytest.mark.slow)])
 def test_realm_trains_on_candidates_that_words_found(people, tmp_path, search):
-    run = open_tiny(people, tmp_path, tasks="realm", realm__steps=2, retrieval__search=search)
+    run = open_inline(people, tmp_path, tasks="realm", realm__steps=2, retrieval__search=search)
     examples = task_examples(run, "realm")
     batch, again = (dataset(examples, run.config.seed, "realm", 4)[0] for _ in range(2))
     np.testing.assert_array_equal(batch["word_rows"], again["word_rows"])
@@ -102,7 +102,7 @@ def test_realm_trains_on_candidates_that_words_found(people, tmp_path, search):
 
 def test_hidden_words_are_no_words_of_a_query(people, tmp_path):
     """What BM25 looks for is what is left of the sentence."""
-    run = open_tiny(people, tmp_path, tasks="realm", retrieval__search="hybrid")
+    run = open_inline(people, tmp_path, tasks="realm", retrieval__search="hybrid")
     store, wordpiece = run.sources.pretraining, run.sources.wordpiece
     whole = words_left(store, wordpiece, 0, 0, np.zeros(0, np.int64))
     assert whole in store.text(0)

@@ -43,7 +43,7 @@ def check(run):
 def test_borrows_again_after_dying_before_the_first_checkpoint(first, tmp_path):
     run = heir(first, tmp_path)
     (tmp_path / "ict" / "checkpoints").mkdir(parents=True)
-    theirs = restore_params(first, first.workdir, "qa", first.initial_params())
+    theirs = restore_params(first, "qa")
     jax.tree.map(lambda a, b: None if (a == b).all() else pytest.fail("differs"), starting_params(run), theirs)
 
 
@@ -59,7 +59,7 @@ def test_refuses_a_source_that_is_not_done(first, tmp_path):
 
 def test_starts_from_the_final_parameters_even_with_another_optimiser(first, tmp_path):
     run = heir(first, tmp_path, objective={"retriever_start": 1})
-    theirs = restore_params(first, first.workdir, "qa", first.initial_params())
+    theirs = restore_params(first, "qa")
     jax.tree.map(lambda a, b: None if (a == b).all() else pytest.fail("differs"), starting_params(run), theirs)
 
 
@@ -80,8 +80,8 @@ def test_the_corpus_is_embedded_once_for_the_same_parameters(first, tmp_path, em
     """At the end of ict. Fine-tuning, which leaves the document tower as it is, and an heir take the vectors."""
     run = train_tiny_run(tmp_path)
     assert len(embeddings) == 1
-    saved = Saved.newest(run.workdir / "qa" / "checkpoints").array("vectors")
-    np.testing.assert_array_equal(saved, Saved.newest(run.workdir / "ict" / "checkpoints").array("vectors"))
+    saved = Saved.newest(run.workdir / "qa" / "checkpoints").read("vectors")
+    np.testing.assert_array_equal(saved, Saved.newest(run.workdir / "ict" / "checkpoints").read("vectors"))
     np.testing.assert_array_equal(saved, embed_anew(run))
     embeddings.clear()
     other = heir(run, tmp_path / "other", tasks="qa")
@@ -119,13 +119,12 @@ def test_vectors_of_a_damaged_checkpoint_are_made_anew(first, tmp_path, monkeypa
     assert embedded_before(run, "qa", run.initial_params()) is None
     run.config.lock()  # as configs from flags are, and the one that is read from the folder is not
     assert embedded_before(run, "qa", params) is not None
-    monkeypatch.setattr(Saved, "array", lambda *_: (_ for _ in ()).throw(Damaged("not as it was saved")))
+    monkeypatch.setattr(Saved, "read", lambda *_: (_ for _ in ()).throw(Damaged("not as it was saved")))
     assert embedded_before(run, "qa", params) is None
 
 
 def embed_anew(run):
-    like = run.initial_params()
-    return run.embed(restore_params(run, run.workdir, "ict", like))
+    return run.embed(restore_params(run, "ict"))
 
 
 def test_goes_on_without_the_source(first, tmp_path):
@@ -157,7 +156,7 @@ def test_another_config_shares_the_corpus_on_the_devices(first):
 def test_a_reader_can_come_from_another_run_than_the_retriever(first, tmp_path):
     """The retriever is fresh here, the reader that of the first run."""
     run = heir(first, tmp_path, init_from="", reader_from=str(first.workdir))
-    theirs = restore_params(first, first.workdir, "qa", first.initial_params())
+    theirs = restore_params(first, "qa")
     fresh, found = run.initial_params(), starting_params(run)
     jax.tree.map(np.testing.assert_array_equal, found["reader"], theirs["reader"])
     for tower in run.model.embedder_names:
@@ -168,7 +167,7 @@ def test_a_run_that_trained_other_networks_in_its_last_task_is_read_by_their_nam
     """The source fine-tuned the query tower; here fine-tuning by BM25 would train the reader alone."""
     run = heir(first, tmp_path, retrieval={"candidates": 4, "qa_passages": 3, "embed_batch": 16, "qa_search": "bm25"})
     check(run)
-    theirs = restore_params(first, first.workdir, "qa", first.initial_params())
+    theirs = restore_params(first, "qa")
     jax.tree.map(np.testing.assert_array_equal, starting_params(run), theirs)
     assert begins_with_reader(tmp_path)
 

@@ -223,9 +223,6 @@ def test_the_command_shows_json_pages_and_alignments(trained_run, tmp_path, caps
         (["a [b]", "--workdir=x", "--spans=rules"], "--spans: goes with --alignment"),
         (["a b.", "--workdir=x", "--alignment=y", "--json"], "--json: does nothing with --alignment"),
         (["a [b]", "--workdir=x", "--html=no/x.html"], "--html=no/x.html: name a file in a folder that exists"),
-        (["a [b]", "--workdir=x", "--html="], "--html=: is empty; give a value, or leave the flag out"),
-        (["a [b]", "--workdir=x", "--bert="], "--bert=: is empty"),
-        (["who?", "--workdir=x", "--answer="], "--answer=: is empty"),
         (["x\udcff [b]", "--workdir=x"], "the text: is not valid UTF-8; type or save it as UTF-8 text"),
         (["x\udcff b.", "--workdir=x", "--alignment=y"], "the text: is not valid UTF-8"),
         (["who?", "--workdir=x", "--answer=\udcff"], "--answer: is not valid UTF-8"),
@@ -311,6 +308,8 @@ def test_an_answer_that_stands_nowhere_is_said_to():
         (["text", "who?"], "the following arguments are required: --workdir"),
         (["text", "who?", "--workdir=x", "--rows=3"], "unrecognized arguments: --rows=3"),
         (["data", "x", "--pieces=3"], "unrecognized arguments: --pieces=3"),
+        (["data", "x", "--html="], "argument --html: it is empty; give a value or leave the flag out"),
+        (["text", "who?", "--workdir=x", "--answer="], "argument --answer: it is empty"),
     ],
 )
 def test_each_kind_has_flags_of_its_own(arguments, told, capsys):

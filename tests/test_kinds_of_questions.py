@@ -6,7 +6,7 @@ from functools import partial
 import jax
 import pytest
 from ml_collections import ConfigDict
-from quick import quick_compiler
+from runs import quick_compiler
 from tiny_run import prepare_people, question, tiny_config, write_lines
 
 from realm_jax import cli
@@ -89,13 +89,13 @@ def test_questions_without_answers_are_measured_by_retrieval_alone(mixed, tmp_pa
     lines = [json.loads(line) for line in predictions.read_text().splitlines()]
     assert [len(line.get("answers", [])) for line in lines] == [1] * 4 + [0] * 4
     capsys.readouterr()
-    assert cli.main(["evaluate", f"--predictions={predictions}", "--json"]) == 0
+    assert cli.main(["evaluate", str(predictions), "--json"]) == 0
     measures = json.loads(capsys.readouterr().out)["measures"]
     assert measures["exact_match"]["questions"] == measures["answer_recall@5"]["questions"] == 4
     assert measures["recall@5"]["questions"] == 8
     assert measures["recall@5"]["value"] == pytest.approx(results["recall@5"]["qa"])
     assert measures["exact_match"]["value"] == pytest.approx(right["retrieval"])
-    assert cli.main(["compare", str(predictions), str(predictions), "--json"]) == 0
+    assert cli.main(["evaluate", str(predictions), str(predictions), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["measures"]["recall@5"]["questions"] == 8
 
 

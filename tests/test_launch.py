@@ -126,16 +126,16 @@ NOWHERE = ("--target=jobset", f"--spec.image={IMAGE}")
         ([*JOBSET, "--config.data.path=gs://b/a\nEND-OF-JOB"], "--config.data.path: a value of one line is needed"),
         ([*GCLOUD, "--spec.gcloud.zone="], "spec.gcloud.zone: name the one"),
         (["delete", *GCLOUD, "--spec.gcloud.project="], "spec.gcloud.project: name the one"),
-        ([*GCLOUD, "--spec.gcloud.capacity=cheap"], "spec.gcloud.capacity=cheap: choose among on-demand"),
+        ([*GCLOUD, "--spec.gcloud.capacity=cheap"], "spec.gcloud.capacity: must be one of 'on-demand'"),
         (["--target=local", WORKDIR], "--target=local needs a folder of this machine"),
         (["--target=local", "--workdir=s3://b/x"], "--target=local needs a folder of this machine"),
         (["--target=local", "--workdir=x", "--config.refresh.mode=async", "--spec.builder.processes=0"],
          "spec.builder.processes=0: config.refresh.mode=async needs an index builder"),
         ([WORKDIR], "--target: name one of local, queued_resources, jobset"),
-        (["stop", *JOBSET, "--dry-run"], "--dry-run: goes with start"),
-        (["stop", *JOBSET, "--job=trainer"], "--job: goes with logs"),
-        (["status", WORKDIR, "--target=jobset"], "--target: goes with start, list"),
-        (["status", WORKDIR, "--spec.name=x"], "--spec.name: goes with start, list"),
+        (["--dry-run", "stop", *JOBSET], "--dry-run: goes with start"),
+        (["--target=local"], "--workdir: name the folder of the run"),
+        (["stop", WORKDIR], "--target: name one of local, queued_resources, jobset"),
+        (["status", WORKDIR, "--spec.name=x"], "--target: name one of local, queued_resources, jobset"),
     ],
 )  # fmt: skip
 def test_a_mistake_stops_before_anything_is_created(tools, capsys, monkeypatch, tmp_path, arguments, told):
@@ -146,6 +146,27 @@ def test_a_mistake_stops_before_anything_is_created(tools, capsys, monkeypatch, 
     assert launch(*arguments) == 2
     assert told in capsys.readouterr().err
     assert calls(folder) == [] and sorted(path.name for path in tmp_path.iterdir()) == ["bin", "tests"]
+
+
+@pytest.mark.parametrize("flag", ["--dry-run", "--job=trainer", "--json"])
+def test_an_action_refuses_the_flags_of_others(tools, capsys, flag):
+    folder = tools()
+    with pytest.raises(SystemExit) as end:
+        launch("stop", *JOBSET, flag)
+    assert end.value.code == 2 and calls(folder) == []
+    assert f"unrecognized arguments: {flag}" in capsys.readouterr().err
+
+
+def test_what_was_said_before_the_action_counts(tools):
+    folder = tools({"match": "kubectl get", "stdout": '{"items": []}'})
+    assert launch(*JOBSET, "status") == 0
+    assert "--selector=realm-jax/run=realm" in calls(folder)[0]["words"]
+
+
+def test_the_keys_of_specs_are_listed_without_any_other_argument(capsys):
+    with pytest.raises(SystemExit) as end:
+        launch("status", "--help-spec")
+    assert end.value.code == 0 and "* `gcloud.capacity` (`'on-demand'`; one of" in capsys.readouterr().out
 
 
 def test_a_mistake_in_a_spec_s_file_is_told_as_one_of_the_spec(tmp_path):
@@ -193,20 +214,12 @@ def test_awkward_words_arrive_as_they_were_given():
     ("tool", "complaint", "advice"),
     [
         ("gcloud", "ERROR: (gcloud) You do not currently have an active account selected.", "run `gcloud auth login`"),
-        (
-            "gcloud",
-            "ERROR: Quota limit 'TPUV5sLitepodPerProjectPerZone' has been exceeded.",
-            "over the project's quota",
-        ),
+        ("gcloud", "ERROR: Quota limit 'TPUV5sLitepodPerProject' has been exceeded.", "over the project's quota"),
         ("gcloud", "ERROR: ALREADY_EXISTS: Resource 'realm-trainer' already exists", "is there already"),
         ("gcloud", "ERROR: FAILED_PRECONDITION: queued resource is in state SUSPENDED", "lost its machines"),
         ("gcloud", "ERROR: PERMISSION_DENIED: tpu.nodes.create", "not allowed"),
         ("gcloud", "ERROR: (gcloud) PERMISSION_DENIED: Quota exceeded for quota metric", "over the project's quota"),
-        (
-            "gcloud",
-            "PERMISSION_DENIED: Cloud TPU API has not been used in project 1 before or it is disabled",
-            "services enable",
-        ),
+        ("gcloud", "PERMISSION_DENIED: Cloud TPU API has not been used in project 1 before", "services enable"),
         ("gcloud", "PERMISSION_DENIED: Permission denied on 'locations/us-x1-a' (or it may not exist)", "no such zone"),
         ("kubectl", "exec: executable gke-gcloud-auth-plugin not found", "components install gke-gcloud-auth-plugin"),
         ("kubectl", 'error: context "gke" does not exist', "set spec.kubernetes.context"),
@@ -234,14 +247,14 @@ def test_the_complaint_of_a_tool_ends_the_command_with_2(tools, capsys):
 
 def test_a_tool_that_is_not_installed_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert launch("list", *JOBSET) == 2
+    assert launch("status", *JOBSET) == 2
     assert "kubectl is not installed; install it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("target", [GCLOUD, JOBSET])
 def test_an_answer_that_is_no_json_is_told(tools, capsys, target):
     tools({"match": "get", "stdout": "Welcome!"}, {"match": "list", "stdout": "Welcome!"})
-    assert launch("list", *target) == 2
+    assert launch("status", *target) == 2
     assert "did not answer with JSON: 'Welcome!'" in capsys.readouterr().err
 
 
@@ -263,5 +276,5 @@ def test_a_dry_run_prints_and_asks_for_nothing(tools, capsys):
     folder = tools()
     assert launch(*GCLOUD, "--dry-run") == 0
     assert "queued-resources create realm-trainer" in capsys.readouterr().out
-    assert launch(*JOBSET, "--dry-run") == 0
+    assert launch(*JOBSET, "start", "--dry-run") == 0
     assert "kind: JobSet" in capsys.readouterr().out and calls(folder) == []

@@ -10,10 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
+from runs import until
 from tiny_run import tiny_config
 
 from realm_jax import cli
 from realm_jax.errors import UserError
+from realm_jax.host import Preempted, Stop
 from realm_jax.index.generations import RECIPE, Status, write_status
 from realm_jax.launch import local
 from realm_jax.launch import spec as specs
@@ -57,7 +59,7 @@ def scripted(tmp_path, monkeypatch):
         monkeypatch.setattr(local, "PROGRAM", [sys.executable, "-IS", str(program)])
         monkeypatch.setattr(local, "FIRST_PAUSE", 0.01)
         monkeypatch.setattr(local, "SHORT_GRACE", 1.0)
-        supervisor = Supervisor(launched(tmp_path, **changes), tmp_path)
+        supervisor = Supervisor.of(launched(tmp_path, **changes))
         supervisor.runs = runs
         return supervisor
 
@@ -74,89 +76,53 @@ def ready(count, number):
 """
 
 
-def test_a_dead_process_restarts_its_gang_and_nobody_else(scripted):
-    supervisor = scripted(
+# id: (script, changes of the spec, exit code, how often each process was started)
+ENDS = {
+    "a dead process restarts its group and nobody else": (
         """
 if name == "trainer-1" and run == 0:
     os.kill(os.getpid(), signal.SIGKILL)
 if run == 0 and name.startswith("trainer"):
     signal.pause()
-"""
-    )
-    assert supervisor.run() == 0
-    assert supervisor.runs == {"trainer-0": 2, "trainer-1": 2, "builder-0": 1}
-
-
-def test_a_dead_builder_is_started_again_by_itself(scripted):
-    supervisor = scripted(
+""", {}, 0, {"trainer-0": 2, "trainer-1": 2, "builder-0": 1},
+    ),
+    "a dead builder is started again by itself": (
         """
 time.sleep(1.5 if name.startswith("trainer") else 0.1)
 sys.exit(3 if name == "builder-1" and run < 2 else 0)
-""",
-        builders=2,
-    )
-    assert supervisor.run() == 0
-    assert supervisor.runs == {"trainer-0": 1, "trainer-1": 1, "builder-0": 1, "builder-1": 3}
-
-
-def test_a_builder_that_does_not_see_the_end_of_training_is_ended(scripted):
-    supervisor = scripted("sys.exit(0) if name == 'trainer-0' else signal.pause()", trainers=1, grace_seconds=1)
-    assert supervisor.run() == 0
-    assert supervisor.runs == {"trainer-0": 1, "builder-0": 1}
-
-
-def test_a_mistake_is_not_repeated(scripted):
-    supervisor = scripted("sys.exit(2 if name == 'trainer-0' else signal.pause())")
-    assert supervisor.run() == 2
-    assert supervisor.runs == {"trainer-0": 1, "trainer-1": 1, "builder-0": 1}
-
-
-def test_a_builder_s_mistake_lets_training_end_and_is_the_exit_code(scripted):
-    supervisor = scripted("time.sleep(0.5)\nsys.exit(2 if name == 'builder-0' else 0)")
-    assert supervisor.run() == 2
-    assert supervisor.runs == {"trainer-0": 1, "trainer-1": 1, "builder-0": 1}
-
-
-def test_preemptions_do_not_count_and_crashes_without_progress_do(scripted, caplog):
-    supervisor = scripted("sys.exit(75 if run < 4 else 9)", trainers=1, builders=0, restarts=2)
-    assert supervisor.run() == 9
-    assert supervisor.runs == {"trainer-0": 4 + 3}
-    assert "exit code 9; failures without progress: 3; given up" in caplog.text
-
-
-def test_progress_between_crashes_forgives_them(scripted):
-    """A checkpoint more at every run: five crashes are five times the first."""
-    supervisor = scripted(
+""", {"builders": 2}, 0, {"trainer-0": 1, "trainer-1": 1, "builder-0": 1, "builder-1": 3},
+    ),
+    "a builder that does not see the end of training is ended": (
+        "sys.exit(0) if name == 'trainer-0' else signal.pause()",
+        {"trainers": 1, "grace_seconds": 1}, 0, {"trainer-0": 1, "builder-0": 1},
+    ),
+    "a mistake is not repeated": (
+        "sys.exit(2 if name == 'trainer-0' else signal.pause())",
+        {}, 2, {"trainer-0": 1, "trainer-1": 1, "builder-0": 1},
+    ),
+    "a builder's mistake lets training end and is the exit code": (
+        "time.sleep(0.5)\nsys.exit(2 if name == 'builder-0' else 0)",
+        {}, 2, {"trainer-0": 1, "trainer-1": 1, "builder-0": 1},
+    ),
+    "preemptions do not count and crashes without progress do": (
+        "sys.exit(75 if run < 4 else 9)", {"trainers": 1, "builders": 0, "restarts": 2}, 9, {"trainer-0": 4 + 3},
+    ),
+    "a checkpoint between crashes makes each of them the first": (
         """
 os.makedirs(f"{folder}/qa/checkpoints/{run}", exist_ok=True)
 open(f"{folder}/config.json", "w").write('{"tasks": "qa"}')
 sys.exit(9 if run < 5 else 0)
-""",
-        trainers=1,
-        builders=0,
-        restarts=1,
-    )
-    assert supervisor.run() == 0 and supervisor.runs == {"trainer-0": 6}
-
-
-def test_what_is_logged_is_no_progress(scripted):
-    """A crash loop that writes a line of metrics each time ends all the same."""
-    supervisor = scripted(
+""", {"trainers": 1, "builders": 0, "restarts": 1}, 0, {"trainer-0": 6},
+    ),
+    "a crash loop that writes a line of metrics each time ends all the same": (
         """
 os.makedirs(f"{folder}/qa", exist_ok=True)
 open(f"{folder}/config.json", "w").write('{"tasks": "qa"}')
 open(f"{folder}/qa/metrics.jsonl", "a").write('{"step": %d}\\n' % run)
 sys.exit(9)
-""",
-        trainers=1,
-        builders=0,
-        restarts=2,
-    )
-    assert supervisor.run() == 9 and supervisor.runs == {"trainer-0": 3}
-
-
-def test_a_builder_s_progress_is_a_generation_and_not_the_trainer_s_checkpoint(scripted):
-    supervisor = scripted(
+""", {"trainers": 1, "builders": 0, "restarts": 2}, 9, {"trainer-0": 3},
+    ),
+    "a builder's progress is a generation (three with, one without) and not the trainer's checkpoint": (
         """
 if name == "trainer-0":
     while not os.path.exists(f"{folder}/given_up"):
@@ -169,12 +135,16 @@ if run < 3:
 if run == 3:
     os.mkdir(f"{folder}/given_up")
 sys.exit(1)
-""",
-        trainers=1,
-        restarts=1,
-    )
-    assert supervisor.run() == 1
-    assert supervisor.runs == {"trainer-0": 1, "builder-0": 4}, "three with progress, and one without"
+""", {"trainers": 1, "restarts": 1}, 1, {"trainer-0": 1, "builder-0": 4},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("script", "changes", "code", "runs"), ENDS.values(), ids=ENDS)
+def test_what_follows_from_the_end_of_a_process(scripted, caplog, script, changes, code, runs):
+    supervisor = scripted(script, **changes)
+    assert (supervisor.run(), supervisor.runs) == (code, runs)
+    assert ("exit code 9; failures without progress: 3; given up" in caplog.text) == (code == 9)
 
 
 def test_a_folder_that_cannot_be_looked_at_ends_nothing(scripted, monkeypatch, caplog):
@@ -376,7 +346,7 @@ sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
 from realm_jax.launch import local
 from test_launch_local import launched
 local.PROGRAM = [sys.executable, "-IS", {str(program)!r}]
-local.Supervisor(launched(Path({str(tmp_path)!r}), 1, 0), Path({str(tmp_path)!r})).run()
+local.Supervisor.of(launched(Path({str(tmp_path)!r}), 1, 0)).run()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == -signal.SIGKILL, done.stderr
@@ -398,7 +368,6 @@ def test_devices_are_shared_out(tmp_path):
     [
         ({"local__gpus": ("0",)}, "spec.local.gpus: name the devices of each of the 3 processes, such as"),
         ({"local__gpus": (0, 1, 2)}, "spec.local.gpus: name the devices of each of the 3 processes, such as"),
-        ({"local__devices": -1}, "spec.local.devices=-1: must not be negative"),
         ({"local__devices": 1, "local__gpus": ("0", "1", "2")}, "spec.local.devices: emulates devices of a CPU"),
     ],
 )
@@ -443,6 +412,43 @@ def test_stop_waits_as_long_as_the_start_allowed(tmp_path, monkeypatch):
     monkeypatch.setattr(Supervisor, "run", stopped_meanwhile)
     assert Local(launched(tmp_path, grace_seconds=600)).start() == 0
     assert clock[0] == 611
+
+
+# ---- builders of a trainer that is this process
+
+
+def builders_alone(monkeypatch):
+    """Leaves a launch its builders."""
+    whole = local.processes
+    monkeypatch.setattr(
+        local,
+        "processes",
+        lambda launch, port: {name: one for name, one in whole(launch, port).items() if name != "trainer"},
+    )
+
+
+def test_builders_in_the_background_are_started_again_and_ended_with_the_trainer(
+    scripted, tmp_path, monkeypatch, capfd
+):
+    builders_alone(monkeypatch)
+    supervisor = scripted("print('hello')\nsys.exit(9) if run < 2 else open(f'{folder}/ready', 'w')\nsignal.pause()")
+    with supervisor.in_background():
+        until((tmp_path / "ready").is_file)
+    assert supervisor.runs == {"builder-0": 3} and (tmp_path / "logs" / "builder-0.log").is_file()
+
+
+@pytest.mark.parametrize(
+    ("script", "told"), [("sys.exit(2)", "builder-0 failed; no index will arrive"), (None, "cannot")]
+)
+def test_a_builder_in_the_background_that_fails_ends_the_trainer(scripted, tmp_path, monkeypatch, script, told):
+    """By SIGTERM, at which it saves what it has."""
+    builders_alone(monkeypatch)
+    supervisor = scripted(script or "")
+    if script is None:
+        (tmp_path / "logs" / "builder-0.log").mkdir()
+    with pytest.raises(UserError, match=told), Stop() as stop, supervisor.in_background():
+        until(lambda: stop.asked)
+        raise Preempted("SIGTERM: saved")
 
 
 # ---- the real thing

@@ -76,7 +76,7 @@ def test_delete_and_stop_reach_all_that_is_there_whatever_the_flags_say(tools, c
     assert "queued resource realm-builder-3: is being removed" in capsys.readouterr().out
     tools(there())
     assert launch("delete", *GCLOUD, "--spec.name=typo") == 2
-    assert "spec.name=typo: nothing of this run is there" in capsys.readouterr().err
+    assert "spec.name=typo: no queued resource of this run is there" in capsys.readouterr().err
 
 
 def test_a_machine_that_does_not_stop_is_told_once_all_others_were(tools, capsys):
@@ -105,8 +105,8 @@ def test_logs_hold_those_of_the_startup_script(tools, capsys):
     assert node == "realm-trainer-0" and "--unit=realm --unit=google-startup-scripts" in words[-1]
     assert launch("logs", *GCLOUD, "--job=builder") == 2
     assert "--job=builder: there is no such job; choose among trainer" in capsys.readouterr().err
-    assert launch("list", *GCLOUD, "--json") == 0
-    told = json.loads(capsys.readouterr().out)
+    assert launch("status", *GCLOUD, "--json") == 0
+    told = json.loads(capsys.readouterr().out)["resources"]
     assert told == [{"name": "realm-trainer", "state": "active", "detail": "v5litepod-64"}]
 
 

@@ -16,11 +16,25 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from cutting import Cut, at_step, cut_at
-from inline_run import STEPS, assert_same_run, final_params, open_tiny, records, train
-from side_by_side import until
+from runs import (
+    STEPS,
+    Cut,
+    assert_same_run,
+    at_step,
+    cut_at,
+    final_params,
+    finish,
+    flags_of,
+    open_inline,
+    records,
+    start,
+    train_measured,
+    until,
+)
+from tiny_run import tiny_config
 
 from realm_jax.errors import UserError
+from realm_jax.host import Preempted, Stop
 from realm_jax.jobs import recipe
 from realm_jax.jobs.opening import reopen_run
 from realm_jax.jobs.recipe import preemptible, run_recipe
@@ -29,8 +43,7 @@ from realm_jax.storage import only_one, read_json, write_json_atomic
 from realm_jax.training import loop
 from realm_jax.training.checkpoints import Saved, saved_folders
 from realm_jax.training.loop import train_task
-from realm_jax.training.metrics import MetricsWriter, read_lines
-from realm_jax.training.preemption import Preempted, Stop
+from realm_jax.training.metrics import RecordWriter, read_lines
 from realm_jax.training.tasks import make_task
 
 pytestmark = pytest.mark.usefixtures("quick_steps")
@@ -40,20 +53,20 @@ pytestmark = pytest.mark.usefixtures("quick_steps")
 
 def test_a_run_that_is_cut_off_twice_ends_as_one_that_never_was(people, straight, tmp_path, monkeypatch):
     """Once between two checkpoints, and once when a checkpoint and a refresh have just been made."""
-    run = open_tiny(people, tmp_path)
+    run = open_inline(people, tmp_path)
     with monkeypatch.context() as patch:
         cut_at(patch, 3, 4)
         for _ in range(2):
             with pytest.raises(Cut):
-                train(run)
-    train(run)
+                train_measured(run)
+    train_measured(run)
     assert_same_run(run, straight)
 
 
 def test_what_is_done_is_not_repeated(straight, monkeypatch):
     monkeypatch.setattr(loop, "make_step", None)
     files = {path: path.stat().st_mtime_ns for path in straight.workdir.rglob("*") if path.is_file()}
-    params = train(straight)
+    params = train_measured(straight)
     jax.tree.map(np.testing.assert_array_equal, final_params(straight), jax.tree.map(np.asarray, params))
     assert files == {path: path.stat().st_mtime_ns for path in straight.workdir.rglob("*") if path.is_file()}
 
@@ -84,13 +97,13 @@ def test_sigterm_saves_and_the_next_start_loses_no_step(people, straight, tmp_pa
             os.kill(os.getpid(), signal.SIGTERM)
         return embed(*arguments, **options)
 
-    run = open_tiny(people, tmp_path, checkpoint__every=100)
+    run = open_inline(people, tmp_path, checkpoint__every=100)
     at_step(monkeypatch, note)
     monkeypatch.setattr(Run, "embed", late)
     with pytest.raises(Preempted, match=f"saved realm at step {min(last + 1, STEPS)}; repeat the command"):
-        train(run)
+        train_measured(run)
     last = -1
-    train(run)
+    train_measured(run)
     assert calls == list(range(STEPS))
     assert_same_run(run, straight)
 
@@ -107,12 +120,12 @@ def test_sigterm_does_not_wait_for_a_corpus_that_is_being_embedded(people, strai
         made.append(embed(run, params, heard))
         return made[-1]
 
-    run = open_tiny(people, tmp_path, checkpoint__every=100)
+    run = open_inline(people, tmp_path, checkpoint__every=100)
     with monkeypatch.context() as patched, pytest.raises(Preempted, match="saved realm at step 2; repeat the command"):
         patched.setattr(Run, "embed", told_meanwhile)
-        train(run)
+        train_measured(run)
     assert len(made) == 1
-    train(run)
+    train_measured(run)
     assert_same_run(run, straight)
 
 
@@ -153,12 +166,12 @@ def test_a_run_goes_on_with_the_same_state_and_index_on_other_devices(people, tm
     replace_step(monkeypatch, look)
     changes = {"retrieval__dtype": "bfloat16", "refresh__every": 100}
     devices = 1
-    run = open_tiny(people, tmp_path, **changes)
+    run = open_inline(people, tmp_path, **changes)
     with pytest.raises(Cut):
         train_task(run, "realm", run.initial_params())
     params, moments, vectors = seen[2]
     devices = 8
-    run = open_tiny(people, tmp_path, devices, mesh__fsdp=2, **changes)
+    run = open_inline(people, tmp_path, devices, mesh__fsdp=2, **changes)
     train_task(run, "realm", jax.eval_shape(run.initial_params))
     jax.tree.map(np.testing.assert_array_equal, seen[2][:2], (params, moments))
     assert len(vectors) == 32 and len(seen[2][2]) == 256
@@ -170,11 +183,11 @@ def test_a_run_goes_on_with_the_same_state_and_index_on_other_devices(people, tm
 def test_what_is_not_finite_is_told_with_its_step_and_never_saved(people, tmp_path, monkeypatch, key):
     """Metrics are logged every tenth step, but a save looks at those of its own step."""
     replace_step(monkeypatch, lambda state, *_: {key: np.nan if int(state.step) == 3 else 1.0})
-    run = open_tiny(people, tmp_path, log__every=10)
+    run = open_inline(people, tmp_path, log__every=10)
     what = key.replace("_", " ")
     message = f"step 4 of realm: the {what} is not finite; the last good checkpoint is realm/2; lower config.realm.l"
     with pytest.raises(UserError, match=message):
-        train(run)
+        train_measured(run)
     newest = Saved.newest(tmp_path / "realm" / "checkpoints")
     assert newest is not None and newest.step == 2
 
@@ -182,69 +195,69 @@ def test_what_is_not_finite_is_told_with_its_step_and_never_saved(people, tmp_pa
 @pytest.mark.slow
 def test_a_learning_rate_that_is_far_too_high_ends_with_advice(people, tmp_path):
     with pytest.raises(UserError, match=r"not finite"):
-        train(open_tiny(people, tmp_path, realm__learning_rate=1e30))
+        train_measured(open_inline(people, tmp_path, realm__learning_rate=1e30))
 
 
 # --- The run folder
 
 
 def test_a_science_key_stays_and_an_operations_key_may_change(people, tmp_path):
-    open_tiny(people, tmp_path)
+    open_inline(people, tmp_path)
     message = rf"config.realm.batch_size is 16, but the run in {tmp_path} has 8; set it back, or start in another"
     with pytest.raises(UserError, match=message):
-        open_tiny(people, tmp_path, realm__batch_size=16)
+        open_inline(people, tmp_path, realm__batch_size=16)
     assert read_json(tmp_path / "config.json")["realm"]["batch_size"] == 8
-    open_tiny(people, tmp_path, checkpoint__every=3, mesh__data=1)
+    open_inline(people, tmp_path, checkpoint__every=3, mesh__data=1)
     assert read_json(tmp_path / "config.json")["checkpoint"]["every"] == 3
 
 
 def test_other_questions_are_other_data(people, tmp_path):
-    open_tiny(people, tmp_path / "run")
+    open_inline(people, tmp_path / "run")
     shutil.copytree(people, tmp_path / "other")
     path = tmp_path / "other" / "questions" / "train.jsonl"
     path.write_text(path.read_text().replace("1801", "1999"))
     with pytest.raises(UserError, match="not the data of the run: other questions"):
-        open_tiny(tmp_path / "other", tmp_path / "run")
+        open_inline(tmp_path / "other", tmp_path / "run")
 
 
 def test_one_process_trains_in_a_folder(people, tmp_path):
-    run = open_tiny(people, tmp_path)
+    run = open_inline(people, tmp_path)
     with only_one(tmp_path), pytest.raises(UserError, match="another process works there"):
         run_recipe(run, False, "realm train")
 
 
 def test_sigterm_between_tasks_ends_with_75(people, tmp_path, monkeypatch):
     monkeypatch.setattr(recipe, "measure_baselines", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-    assert run_recipe(open_tiny(people, tmp_path), False, "realm train") == 75
+    assert run_recipe(open_inline(people, tmp_path), False, "realm train") == 75
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_a_run_of_before_a_key_was_there_goes_on_with_its_default(people, tmp_path):
-    open_tiny(people, tmp_path)
+    open_inline(people, tmp_path)
     recorded = read_json(tmp_path / "config.json")
     del recorded["refresh"]["mode"], recorded["encoder"]["norm_scale"]
     write_json_atomic(tmp_path / "config.json", recorded)
-    open_tiny(people, tmp_path)
+    open_inline(people, tmp_path)
     with pytest.raises(UserError, match="config.encoder.norm_scale is 0.5, but the run in .* has 1.0"):
-        open_tiny(people, tmp_path, encoder__norm_scale=0.5)
+        open_inline(people, tmp_path, encoder__norm_scale=0.5)
 
 
 def test_other_data_under_the_same_path_are_refused(people, tmp_path):
-    open_tiny(people, tmp_path)
+    open_inline(people, tmp_path)
     fingerprints = read_json(tmp_path / "data.json")
     write_json_atomic(tmp_path / "data.json", fingerprints | {"passages": "other"})
     with pytest.raises(UserError, match=f"{people}: .* other passages than {tmp_path}/data.json records"):
-        open_tiny(people, tmp_path)
+        open_inline(people, tmp_path)
 
 
 def test_records_are_cut_back_to_a_step_and_a_torn_line_is_dropped(tmp_path):
-    first = MetricsWriter(tmp_path, "metrics", 0)
+    first = RecordWriter(tmp_path, "metrics", 0)
     for step in (1, 2, 3):
         first.write(step, {"loss": 0.5, "by": {"a": 1.0}})
     first.close()
     with (tmp_path / "metrics.jsonl").open("a") as stream:
         stream.write('{"step": 4, "lo')
-    second = MetricsWriter(tmp_path, "metrics", 2)
+    second = RecordWriter(tmp_path, "metrics", 2)
     assert [record["step"] for record in second.kept] == [1, 2]
     second.write(3, {"loss": 0.25})
     second.close()
@@ -256,53 +269,29 @@ def test_records_are_cut_back_to_a_step_and_a_torn_line_is_dropped(tmp_path):
 # --- Processes that are killed
 
 
-CONFIG = """
-import sys
-
-sys.path.insert(0, {tests!r})
-from pathlib import Path
-from tiny_run import tiny_config
-
-def get_config():
-    config = tiny_config(Path({data!r}))
-    config.tasks, config.ict.batch_size, config.qa.batch_size = "realm", 8, 8
-    config.realm.update({{"steps": 60, "batch_size": 8, "warmup": 2}})
-    config.refresh.every = 5
-    config.log.every = 1
-    config.checkpoint.every = 5
-    return config
-"""
-
-
-def start(config: Path, workdir: Path) -> subprocess.Popen:
-    """`realm train` in a process of its own, on one device."""
-    command = [sys.executable, "-m", "realm_jax.cli", "train", f"--config={config}", f"--workdir={workdir}"]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(config.parent / "compiled")}
-    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-
-
 def wait_for_step(process: subprocess.Popen, workdir: Path, step: int) -> None:
     """Return when a process has recorded a step."""
     while not any(record["step"] >= step for record in read_lines(workdir / "realm" / "metrics.jsonl")):
-        assert process.poll() is None, process.stderr.read()
+        assert process.poll() is None, process.stdout.read()
         time.sleep(0.01)
 
 
 @pytest.mark.slow
 def test_a_process_that_is_killed_and_repeated_ends_as_one_that_never_was(people, tmp_path):
     """`kill -9` at four steps, a SIGTERM that saves and exits with 75, then to the end."""
-    config = tmp_path / "config.py"
-    config.write_text(CONFIG.format(tests=str(Path(__file__).parent), data=str(people)))
-    quiet, killed = tmp_path / "quiet", tmp_path / "killed"
-    assert start(config, quiet).wait() == 0
+    config = tiny_config(people)
+    config.tasks, config.ict.batch_size, config.qa.batch_size = "realm", 8, 8
+    config.realm.update({"steps": 60, "batch_size": 8, "warmup": 2})
+    config.refresh.every, config.log.every, config.checkpoint.every = 5, 1, 5
+    quiet, killed, given = tmp_path / "quiet", tmp_path / "killed", (flags_of(config), tmp_path / "compiled")
+    finish(start(quiet, *given, devices=1, quick=False))
     for step, end, code in [(3, "KILL", -9), (11, "KILL", -9), (17, "KILL", -9), (33, "TERM", 75), (44, "KILL", -9)]:
-        process = start(config, killed)
-        wait_for_step(process, killed, step)
-        process.send_signal(getattr(signal, f"SIG{end}"))
-        _, told = process.communicate()
-        assert process.returncode == code, told
+        started = start(killed, *given, devices=1, quick=False)
+        wait_for_step(started[0], killed, step)
+        started[0].send_signal(getattr(signal, f"SIG{end}"))
+        [told] = finish(started, code)
         assert code != 75 or "repeat the command to go on" in told
-    assert start(config, killed).wait() == 0
+    finish(start(killed, *given, devices=1, quick=False))
     assert_same_run(*(reopen_run(workdir) for workdir in (quiet, killed)))
     assert records(reopen_run(quiet), "metrics")[-1]["step"] == 60
     same, again = (read_json(workdir / "results.json") | {"seconds": None} for workdir in (quiet, killed))
@@ -344,7 +333,7 @@ def test_host_memory_does_not_grow_over_two_thousand_steps(people, tmp_path, mon
 
     at_step(monkeypatch, note)
     changes = {"realm__steps": 2000, "refresh__every": 50, "checkpoint__every": 100, "log__every": 10}
-    train(open_tiny(people, tmp_path, **changes))
+    train_measured(open_inline(people, tmp_path, **changes))
     early, late = max(found[400:600]), max(found[-200:])
     print(f"anonymous {early:.0f} MB after 600 steps, {late:.0f} MB after 2,000")
     assert late < early + 20

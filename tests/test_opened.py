@@ -4,9 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from realm_jax.mesh import replicated
 from realm_jax.training.checkpoints import Saved
-from realm_jax.training.opened import Opened
+from realm_jax.training.opened import CachedCheckpoint
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 NETWORKS = ("query_embedder", "reader")
@@ -20,10 +19,10 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "opened"
 
 
-def read(run, kind=Opened):
+def read(run, kind=CachedCheckpoint):
     """What a question needs."""
     saved = kind.newest(run.workdir / "qa" / "checkpoints")
-    return saved.params(NETWORKS, replicated(run.mesh)), saved.array("vectors")
+    return saved.params(NETWORKS), saved.read("vectors")
 
 
 def check_same(found, expected):
@@ -37,7 +36,7 @@ def no_checkpoint(monkeypatch):
     """Call it, and from then on a checkpoint's arrays cannot be read."""
 
     def forbid():
-        for name in ("params", "array"):
+        for name in ("params", "read"):
             monkeypatch.setattr(Saved, name, lambda *_: pytest.fail("the copy has it"))
 
     return forbid
@@ -75,8 +74,8 @@ def test_an_empty_copy_is_made_again(trained_run, cache, caplog, no_checkpoint, 
 
 def test_a_copy_of_another_checkpoint_is_not_looked_at(trained_run, cache):
     read(trained_run)
-    folder, places = trained_run.workdir / "ict" / "checkpoints", replicated(trained_run.mesh)
-    check_same(*(kind.newest(folder).params(NETWORKS[:1], places) for kind in (Opened, Saved)))
+    folder = trained_run.workdir / "ict" / "checkpoints"
+    check_same(*(kind.newest(folder).params(NETWORKS[:1]) for kind in (CachedCheckpoint, Saved)))
     assert len(list(cache.iterdir())) == 2
 
 
@@ -90,4 +89,4 @@ def test_nothing_is_copied_where_nothing_may_be_kept(trained_run, cache, monkeyp
 
 
 def test_what_was_not_saved_is_not_there(trained_run, cache):
-    assert Opened.newest(trained_run.workdir / "qa" / "checkpoints").array("in_flight") is None
+    assert CachedCheckpoint.newest(trained_run.workdir / "qa" / "checkpoints").read("in_flight") is None

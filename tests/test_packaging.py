@@ -23,7 +23,6 @@ PACKAGE = ROOT / "realm_jax"
 DISTRIBUTION = {
     "Stemmer": "pystemmer",
     "yaml": "pyyaml",
-    "absl": "absl-py",
     "apache_beam": "apache-beam",
     "farmhash": "pyfarmhash",
     "ml_collections": "ml-collections",

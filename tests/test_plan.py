@@ -111,7 +111,7 @@ SMALL = ["--config.model.layers=2", "--config.model.width=128", "--config.model.
 @pytest.mark.slow
 @pytest.mark.skipif(not COMPILER, reason="the TPU compiler is not installed")
 def test_a_plan_of_a_small_model(capsys):
-    assert cli.main(["plan", "--topology=v5e:4x4", "--passages=100000", "--json", *SMALL]) == 0
+    assert cli.main(["launch", "plan", "--spec.trainer.slice=v5e:4x4", "--passages=100000", "--json", *SMALL]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["devices"] == 16 and found["fits"] and found["bytes"]["peak"] < 2**34
     assert found["collectives"]["all-reduce"] > 0 and found["steps_per_refresh"] > 0
@@ -120,19 +120,20 @@ def test_a_plan_of_a_small_model(capsys):
 @pytest.mark.slow
 @pytest.mark.skipif(not COMPILER, reason="the TPU compiler is not installed")
 def test_what_does_not_fit_is_said_with_the_keys_to_change(capsys):
-    assert cli.main(["plan", "--topology=v5e:2x2", "--config.model.dtype=bfloat16"]) == 1
+    assert cli.main(["launch", "plan", "--spec.trainer.slice=v5e:2x2", "--config.model.dtype=bfloat16"]) == 1
     assert "does NOT fit" in capsys.readouterr().out
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not COMPILER, reason="the TPU compiler is not installed")
-def test_trainer_and_builder_have_topologies_of_their_own(capsys):
-    topologies = ["--topology=v5e:2x4", "--num-slices=2", "--builder-topology=v6e:2x2", "--passages=100000"]
-    assert cli.main(["plan", *topologies, "--json", "--price-per-chip-hour=2", *SMALL]) == 0
+def test_trainer_and_builders_have_slices_of_their_own(capsys):
+    spec = ["trainer.slice=v5e:2x4", "trainer.slices=2", "builder.slice=v6e:2x2", "builder.slices=2"]
+    flags = [*(f"--spec.{key}" for key in spec), "--passages=100000", "--json", "--price-per-chip-hour=2"]
+    assert cli.main(["launch", "plan", *flags, *SMALL]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["devices"], found["device"]) == (16, "TPU v5 lite")
-    assert (found["builder_devices"], found["builder_device"]) == (4, "TPU v6 lite")
-    assert found["builder"]["fits"] and found["cost"] == pytest.approx(found["hours"] * (16 + 4) * 2)
+    assert (found["builder_devices"], found["builder_device"]) == (2 * 4, "TPU v6 lite")
+    assert found["builder"]["fits"] and found["cost"] == pytest.approx(found["hours"] * (16 + 8) * 2)
 
 
 RECORDED = runpy.run_path(str(ROOT / "benchmarks" / "plans.py"))
@@ -160,5 +161,5 @@ def test_what_is_recorded_is_of_the_shipped_config(name):
     ],
 )
 def test_wrong_arguments_are_named(capsys, flags, message):
-    assert cli.main(["plan", *flags]) == 2
+    assert cli.main(["launch", "plan", *flags]) == 2
     assert message in capsys.readouterr().err

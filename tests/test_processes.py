@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,18 +9,16 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from side_by_side import until
+from runs import finish, flags_of, free_port, start, until
 from tiny_run import tiny_config
 
 from realm_jax import cli, processes
-from realm_jax.config import flatten
 from realm_jax.jobs.opening import reopen_run
 from realm_jax.jobs.quickstart import ENTITIES, make_data
 from realm_jax.recipes import quickstart
 from realm_jax.storage import read_json
 from realm_jax.training.checkpoints import saved_folders
-from realm_jax.training.journal import TIMES
-from realm_jax.training.metrics import read_lines
+from realm_jax.training.metrics import TIMES, read_lines
 from realm_jax.training.restore import restore_params
 
 
@@ -33,48 +30,14 @@ def tiny_flags(data, **changes):
         config[task].update({"steps": 4, "batch_size": 8, "warmup": 2, "learning_rate": 1e-3})
     config.update({"refresh": {"every": 2}, "checkpoint": {"every": 2}, "log": {"every": 1}})
     config.update_from_flattened_dict({key.replace("__", "."): value for key, value in changes.items()})
-    return [f"--config.{key}={value}" for key, value in flatten(config.to_dict()).items() if value != ""]
-
-
-def free_port():
-    with socket.socket() as server:
-        server.bind(("localhost", 0))
-        return server.getsockname()[1]
-
-
-def start(workdir, flags, count, cache, quick=True):
-    """`count` processes that share eight devices. quick: compile without optimisations."""
-    coordinator = f"localhost:{free_port()}"
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={8 // count}",
-        "JAX_COMPILATION_CACHE_DIR": str(cache),
-        "REALM_CACHE": str(cache),
-        "REALM_CACHE_BYTES": "1000000",  # some start with vectors of others
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1" if quick else "0",
-    }
-    several = [f"--processes={count}", f"--coordinator={coordinator}"] if count > 1 else []
-    command = [sys.executable, "-m", "realm_jax.cli", "train", f"--workdir={workdir}", *flags, *several]
-    return [
-        subprocess.Popen(
-            [*command, *([f"--process={one}"] if count > 1 else [])],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for one in range(count)
-    ]  # fmt: skip
-
-
-def finish(started, code=0, seconds=300):
-    outputs = [process.communicate(timeout=seconds)[0] for process in started]
-    assert [process.returncode for process in started] == [code] * len(started), "\n".join(outputs)[-5000:]
-    return outputs
+    return flags_of(config)
 
 
 @pytest.fixture(scope="module")
 def alone(people, tmp_path_factory):
     """One process with eight devices, undisturbed."""
     workdir = tmp_path_factory.mktemp("alone")
-    finish(start(workdir, tiny_flags(people), 1, tmp_path_factory.mktemp("cache")))
+    finish(start(workdir, tiny_flags(people), tmp_path_factory.mktemp("cache")))
     return workdir
 
 
@@ -82,7 +45,7 @@ def assert_nearly_same(one, other):
     """Other collectives add up in another order; nothing else may differ."""
     runs = [reopen_run(workdir) for workdir in (one, other)]
     for task in ("ict", "realm", "qa"):
-        final = [restore_params(run, run.workdir, task, jax.eval_shape(run.initial_params)) for run in runs]
+        final = [restore_params(run, task) for run in runs]
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), *final)
         lines = [read_lines(run.workdir / task / "metrics.jsonl") for run in runs]
         assert [line["step"] for line in lines[0]] == [line["step"] for line in lines[1]] == [1, 2, 3, 4]
@@ -96,7 +59,7 @@ def assert_nearly_same(one, other):
 
 @pytest.mark.slow
 def test_two_processes_do_what_one_does(people, alone, tmp_path):
-    outputs = finish(start(tmp_path / "run", tiny_flags(people), 2, tmp_path / "cache"))
+    outputs = finish(start(tmp_path / "run", tiny_flags(people), tmp_path / "cache", 2))
     assert_nearly_same(alone, tmp_path / "run")
     assert "Results" in outputs[0] and "Results" not in outputs[1]
     assert (tmp_path / "run" / "report.html").is_file()
@@ -105,7 +68,7 @@ def test_two_processes_do_what_one_does(people, alone, tmp_path):
 def start_and_end(people, tmp_path, saves, signal_number):
     """Start two processes, and send both a signal once `realm` has saved so often; what was started, and its flags."""
     flags = tiny_flags(people, checkpoint__every=1)
-    started = start(tmp_path / "run", flags, 2, tmp_path / "cache")
+    started = start(tmp_path / "run", flags, tmp_path / "cache", 2)
     until_saved(tmp_path / "run" / "realm" / "checkpoints", saves)
     for process in started:
         process.send_signal(signal_number)
@@ -141,7 +104,7 @@ def test_processes_that_are_killed_go_on_also_as_one(people, alone, tmp_path):
     for process in started:
         process.wait()
     assert len(saved_folders(tmp_path / "run" / "qa" / "checkpoints")) == 0
-    finish(start(tmp_path / "run", flags, 1, tmp_path / "cache"))
+    finish(start(tmp_path / "run", flags, tmp_path / "cache"))
     assert_nearly_same(alone, tmp_path / "run")
 
 
@@ -149,7 +112,7 @@ def test_processes_that_are_killed_go_on_also_as_one(people, alone, tmp_path):
 def test_sigterm_to_all_saves_and_loses_no_step(people, alone, tmp_path):
     started, flags = start_and_end(people, tmp_path, 1, signal.SIGTERM)
     finish(started, code=75)
-    finish(start(tmp_path / "run", flags, 2, tmp_path / "cache"))
+    finish(start(tmp_path / "run", flags, tmp_path / "cache", 2))
     assert_nearly_same(alone, tmp_path / "run")
 
 
@@ -157,7 +120,7 @@ def test_sigterm_to_all_saves_and_loses_no_step(people, alone, tmp_path):
 def test_one_process_that_is_told_to_stop_while_all_wait_for_an_index_stops_all(people, tmp_path):
     """There is no builder. They save what they have; the same command would go on."""
     flags = tiny_flags(people, tasks="realm", refresh__mode="async", log__hang_seconds=120.0)
-    started = start(tmp_path / "run", flags, 2, tmp_path / "cache")
+    started = start(tmp_path / "run", flags, tmp_path / "cache", 2)
     until(lambda: (tmp_path / "run" / "exports" / "0" / "EXPORT.json").exists(), 200.0)
     started[1].send_signal(signal.SIGTERM)
     outputs = finish(started, code=75)
@@ -171,10 +134,10 @@ def test_a_short_realm_run_reaches_the_same_recall(tmp_path):
     config = quickstart()
     config.tasks, config.data.path = "mlm,ict,realm", str(tmp_path / "data")
     config.realm.steps, config.qa.batch_size = 160, 32
-    flags = [f"--config.{key}={value}" for key, value in flatten(config.to_dict()).items() if value != ""]
+    flags = flags_of(config)
     found = []
     for name, count in (("one", 1), ("two", 2)):
-        finish(start(tmp_path / name, flags, count, tmp_path / "cache", quick=False), seconds=1500)
+        finish(start(tmp_path / name, flags, tmp_path / "cache", count, quick=False), seconds=1500)
         measured = read_lines(tmp_path / name / "realm" / "evaluations.jsonl")
         found.append((measured[0]["recall@5"], measured[-1]["recall@5"]))
         print(f"{name}: recall@5 {found[-1][0]:.3f} before REALM, {found[-1][1]:.3f} after 160 steps")
@@ -200,7 +163,11 @@ def test_processes_that_cannot_be_are_refused(people, tmp_path, capsys, flags, m
 
 
 def test_a_single_process_needs_nobody():
-    assert processes.is_first() and processes.told(7) == 7 and processes.told_by(lambda: 7) == 7
-    assert processes.votes(True, False).tolist() == [[True, False]] and not processes.anywhere(False)
+    assert (
+        processes.is_process_0()
+        and processes.broadcast_from_process_0(7) == 7
+        and processes.run_on_process_0(lambda: 7) == 7
+    )
+    assert processes.allgather_flags(True, False).tolist() == [[True, False]] and not processes.any_process(False)
     with pytest.raises(KeyError):
-        processes.told_by(lambda: {}["missing"])
+        processes.run_on_process_0(lambda: {}["missing"])

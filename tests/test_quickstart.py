@@ -1,6 +1,5 @@
 """`realm quickstart` in small: from nothing to results and report, again, and after an interruption."""
 
-import sys
 from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
@@ -8,7 +7,6 @@ from typing import Any
 
 import jax
 import pytest
-from side_by_side import until
 
 from realm_jax import cli
 from realm_jax.corpus import encyclopedia
@@ -49,32 +47,6 @@ def quickstart(workdir: Path, *arguments: str, entities: int = 40) -> int:
     return cli.main(["quickstart", f"--workdir={workdir}", f"--entities={entities}", *overrides, *arguments])
 
 
-def fake_builder(path: Path, code: int) -> list[str]:
-    """A command that notes each of its starts and ends with `code` but for the third, which stays."""
-    lines = (
-        f"import sys, time\nlog = open({str(path)!r}, 'a+')\nlog.seek(0)\nbefore = len(log.read())\nlog.write('x')\n"
-    )
-    lines += f"log.close()\nif before >= 2: time.sleep(100)\nsys.exit({code})"
-    return [sys.executable, "-c", lines]
-
-
-def test_a_builder_that_fails_is_started_again_and_ended_with_the_trainer(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(job, "FIRST_PAUSE", 0.01)
-    starts = tmp_path / "starts"
-    with job.builder_beside(tmp_path, fake_builder(starts, code=9)):
-        until(lambda: starts.is_file() and len(starts.read_text()) == 3)
-    assert caplog.text.count("the builder ended with 9; starting it again") == 2
-    assert (tmp_path / "jobs" / "builder.log").is_file()
-
-
-def test_a_builder_that_says_what_is_wrong_is_not_started_again(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(job, "FIRST_PAUSE", 0.01)
-    starts = tmp_path / "starts"
-    with job.builder_beside(tmp_path, fake_builder(starts, code=2)):
-        until(lambda: "the builder cannot work" in caplog.text)
-    assert starts.read_text() == "x"
-
-
 @pytest.mark.slow
 def test_with_a_builder_beside_it(tmp_path, capsys):
     assert quickstart(tmp_path / "run", "--async", "--config.refresh.adopt_after=1") == 0
@@ -82,10 +54,10 @@ def test_with_a_builder_beside_it(tmp_path, capsys):
     assert [(line["step"], line["index_step"]) for line in lines if "generation" in line] == [(0, 0), (3, 2)]
     assert read_json(tmp_path / "run" / "jobs" / "trainer.json")["done"]
     capsys.readouterr()
-    assert quickstart(tmp_path / "run") == 2
-    assert "--async: the run in" in capsys.readouterr().err
+    assert quickstart(tmp_path / "run", "--config.refresh.adopt_after=1") == 2
+    assert "config.refresh.mode is 'inline', but the run in" in capsys.readouterr().err
     assert quickstart(tmp_path / "other", "--async", "--config.refresh.mode=inline") == 2
-    assert "says otherwise" in capsys.readouterr().err
+    assert "--async: means --config.refresh.mode=async" in capsys.readouterr().err
 
 
 class Links(HTMLParser):

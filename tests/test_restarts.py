@@ -6,11 +6,12 @@ import threading
 
 import jax
 import pytest
-from cutting import Cut, cut_at
-from side_by_side import (
+from runs import (
+    Cut,
     adoptions,
     assert_same,
     builder,
+    cut_at,
     make_job,
     metrics,
     open_tiny,
@@ -19,20 +20,20 @@ from side_by_side import (
 )
 
 from realm_jax.errors import UserError
+from realm_jax.host import Preempted, Stop
 from realm_jax.index.generations import (
+    export_step,
     generation_names,
     read_export,
     remove_export,
     remove_generation,
-    step_of,
     write_export,
 )  # fmt: skip
 from realm_jax.storage import PosixFolder
 from realm_jax.training import loop
-from realm_jax.training.adoption import Adoption
+from realm_jax.training.adoption import BuiltIndex
 from realm_jax.training.checkpoints import Saved
 from realm_jax.training.exporter import Exporter, export_record, sample_vectors, to_arrays
-from realm_jax.training.preemption import Preempted, Stop
 
 pytestmark = pytest.mark.usefixtures("quick_steps")
 
@@ -48,7 +49,7 @@ def test_a_generation_that_is_gone_at_a_restart_is_built_again(people, sturdy, t
         remove_generation(folder, name)
     with builder(run):
         final = train(run)
-    assert 4 in {step_of(name) for name in generation_names(folder)}, "the checkpoint of step 6 names it"
+    assert 4 in {export_step(name) for name in generation_names(folder)}, "the checkpoint of step 6 names it"
     assert_same(final, sturdy.final)
 
 
@@ -79,14 +80,14 @@ def test_sigterm_while_waiting_saves_and_goes_on_with_the_same_bits(people, stur
 def train_until_waiting(run, monkeypatch):
     with monkeypatch.context() as patch:
         waiting = threading.Event()
-        wait = Adoption._wait
+        wait = BuiltIndex._wait
 
         def watched(self, first, *rest):
             if first == 2:
                 waiting.set()
             return wait(self, first, *rest)
 
-        patch.setattr(Adoption, "_wait", watched)
+        patch.setattr(BuiltIndex, "_wait", watched)
         patch.setattr(StopWhen, "due", staticmethod(waiting.is_set))
         patch.setattr(loop, "Stop", StopWhen)
         with pytest.raises(Preempted, match="saved realm at step 3"):
@@ -149,7 +150,7 @@ def test_without_the_generation_and_its_export_training_goes_on_with_another(peo
     folder = PosixFolder(run.workdir)
     shutil.rmtree(run.workdir / "realm" / "checkpoints" / "8")  # the one before names the generation of step 4
     for name in generation_names(folder):
-        if step_of(name) >= 4:
+        if export_step(name) >= 4:
             remove_generation(folder, name)
     remove_export(folder, 4)
     remove_export(folder, 6)
@@ -172,7 +173,7 @@ def test_what_a_cut_off_timeline_left_is_never_served(people, tmp_path, after):
     towers = to_arrays({name: other[name] for name in run.model.embedder_names})
     write_export(folder, export_record(run, 7), towers, sample_vectors(run, other))
     make_job(run).work(Stop(), 7, True)
-    assert 7 in {step_of(name) for name in generation_names(folder)}
+    assert 7 in {export_step(name) for name in generation_names(folder)}
     with builder(run):
         train(run)
     assert read_export(folder, 7) is None

@@ -292,7 +292,7 @@ def test_a_trained_run_is_exported_with_its_vectors(trained_run, tmp_path):
     """Through the checkpoint: ICT and fine-tuning with the paper's towers, made of two segments."""
     export(trained_run.workdir, tmp_path / "out")
     run, wordpiece = trained_run, trained_run.sources.wordpiece
-    params = restore_params(run, run.workdir, "qa", run.initial_params())
+    params = restore_params(run, "qa")
     towers = [library.SentenceTransformer(str(tmp_path / "out" / name)) for name in run.model.embedder_names]
     asked = [question.question for question in run.sources.questions["dev"]]
     np.testing.assert_allclose(towers[0].encode(asked), embed_queries(run.model, params, wordpiece, asked), atol=CLOSE)

@@ -13,7 +13,6 @@ import hashlib
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -27,13 +26,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import pytest
+from runs import flags_of, free_port
 from tiny_run import tiny_config
 
-from realm_jax.config import flatten, task_names
+from realm_jax.config import task_names
 from realm_jax.jobs.opening import reopen_run
 from realm_jax.storage import read_json
-from realm_jax.training.journal import TIMES
-from realm_jax.training.metrics import read_lines
+from realm_jax.training.metrics import TIMES, read_lines
 from realm_jax.training.restore import restore_params
 
 pytestmark = pytest.mark.nightly
@@ -72,7 +71,7 @@ def flags(data: Path, changes: dict[str, Any]) -> list[str]:
     config.refresh.update({"mode": "async", "every": 3, "adopt_after": 2, "chunk_rows": 3, "keep": 1})
     config.refresh.update({"poll_seconds": 0.02, "wait_seconds": LIMIT, "idle_exit": LIMIT})
     config.update_from_flattened_dict(changes)
-    return [f"--config.{key}={value}" for key, value in flatten(config.to_dict()).items() if value != ""]
+    return flags_of(config)
 
 
 @dataclass
@@ -168,12 +167,6 @@ class Pair:
 
     def metrics(self) -> list[Path]:
         return sorted(self.workdir.glob("*/metrics.jsonl"), key=lambda path: path.stat().st_mtime_ns)
-
-
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("localhost", 0))
-        return server.getsockname()[1]
 
 
 # --- When it is killed
@@ -301,11 +294,10 @@ class Outcome(NamedTuple):
 
 def outcome(workdir: Path) -> Outcome:
     run = reopen_run(workdir)
-    like = jax.eval_shape(run.initial_params)
     names = task_names(run.config)
     checksum = hashlib.sha256()
     for name in names:
-        for path, value in jax.tree_util.tree_leaves_with_path(restore_params(run, workdir, name, like)):
+        for path, value in jax.tree_util.tree_leaves_with_path(restore_params(run, name)):
             checksum.update(jax.tree_util.keystr(path).encode() + np.asarray(value).tobytes())
     lines = {f"{name}/{kind}": records(workdir, name, kind) for name in names for kind in ("metrics", "evaluations")}
     results = read_json(workdir / "results.json") | {"seconds": None}

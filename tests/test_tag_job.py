@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from cutting import Cut
+from runs import Cut
 from tiny_run import prepare_people
 from tiny_tagger import open_tiny, write_corpus
 
@@ -17,11 +17,11 @@ from realm_jax.corpus.store import PassageStore
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.evaluation.tagging import TextTagger, tag_passages
-from realm_jax.index.builder import Share
+from realm_jax.host import Preempted, Stop
+from realm_jax.index.builder import WorkShare
 from realm_jax.jobs import tag as job
 from realm_jax.jobs.tag import tag
 from realm_jax.jobs.tagger import open_tagger, train
-from realm_jax.training.preemption import Preempted, Stop
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 SIZE = 3  # rows of a chunk; there are 16
@@ -46,7 +46,7 @@ def tagger(workdir) -> TextTagger:
 
 def go(tagger: TextTagger, data: Path, output: Path, process: int = 0, processes: int = 1) -> None:
     with Stop() as stop:
-        tag(tagger, data, output, Share(process, processes), stop, SIZE)
+        tag(tagger, data, output, WorkShare(process, processes), stop, SIZE)
 
 
 def rows_of(store: PassageStore) -> list[tuple]:
@@ -248,7 +248,7 @@ def test_the_command(workdir, data, tagged, tmp_path, monkeypatch):
     parser = argparse.ArgumentParser()
     job.add_arguments(parser)
     given = [f"--workdir={workdir}", f"--data={data}", f"--output={tmp_path / 'out'}"]
-    assert job.run(parser.parse_args([*given, "--batch-size=2"])) == 0
+    job.run(parser.parse_args([*given, "--batch-size=2"]))
     assert same(tmp_path / "out", tagged)
     for wrong in ("--process=1", "--batch-size=0"):
         with pytest.raises(UserError, match=wrong):

@@ -16,7 +16,7 @@ from realm_jax.index.embed import CorpusRows
 from realm_jax.index.vector_cache import VectorCache, row_keys
 from realm_jax.run import Run, make_run
 from realm_jax.training.embedding import embed_once, encoder_digest
-from realm_jax.training.refresh import Inline
+from realm_jax.training.refresh import InlineIndex
 from realm_jax.training.state import Control
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
@@ -125,14 +125,14 @@ def test_another_tower_or_setting_is_another_encoder(tiny, params):
 
 
 def test_a_task_begins_with_known_vectors_and_what_it_trains_is_not_kept(tiny, params, cache, counted):
-    inline = Inline(tiny, "ict", lambda: None)
-    first = inline.at(0, params, None, Control())
-    again = Inline(tiny, "ict", lambda: None).at(0, params, None, Control())
+    inline = InlineIndex(tiny, "ict", lambda: None)
+    first = inline.next(0, params, None, Control())
+    again = InlineIndex(tiny, "ict", lambda: None).next(0, params, None, Control())
     assert counted == [16]
     np.testing.assert_array_equal(first.vectors, again.vectors, strict=True)
     files = sorted(cache.rglob("*"))
     trained = jax.tree.map(lambda x: x * 1.5, params)
-    inline.last(2, trained, first)
+    inline.final_index(2, trained, first)
     assert counted == [16, 16] and sorted(cache.rglob("*")) == files
 
 

@@ -67,7 +67,7 @@ def on_host(params: Params) -> Params:
 
 
 def test_an_exported_run_is_what_another_starts_from_bit_for_bit(trained_run, exported, tmp_path):
-    theirs = restore_params(trained_run, trained_run.workdir, "qa", trained_run.initial_params())
+    theirs = restore_params(trained_run, "qa")
     run = heir(Path(trained_run.config.data.path), tmp_path, exported)
     assert_same_bits(on_host(starting_params(run)), on_host(theirs))
 
@@ -88,7 +88,7 @@ def test_a_task_and_transformers_realm_can_be_asked_for(trained_run, tmp_path):
     command = ["weights", "export", f"--workdir={trained_run.workdir}", f"--output={tmp_path / 'ict'}"]
     assert cli.main([*command, "--task=ict", "--names=realm"]) == 0
     assert json.loads((tmp_path / "ict" / "reader" / "config.json").read_text())["architectures"] == ["RealmReader"]
-    theirs = restore_params(trained_run, trained_run.workdir, "ict", trained_run.initial_params())
+    theirs = restore_params(trained_run, "ict")
     run = heir(Path(trained_run.config.data.path), tmp_path / "run", tmp_path / "ict")
     assert_same_bits(on_host(starting_params(run)), on_host(theirs))
 

@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 from realm_jax.errors import UserError
 from realm_jax.index import words
 from realm_jax.index.candidates import Index, stored_scores, take
-from realm_jax.index.words import ABOUT, FOLDER, Bm25, check_words, keep, language_of, searchable_texts, words_of
+from realm_jax.index.words import (
+    ABOUT,
+    FOLDER,
+    Bm25,
+    check_words,
+    language_of,
+    load_or_build,
+    save_index,
+    searchable_texts,
+)
 from realm_jax.models.inputs import Documents, find_answers, hold_answers, join
 from realm_jax.models.likelihood import NEGATIVE
 
@@ -133,7 +142,7 @@ def test_no_row_is_an_empty_passage_without_a_score():
 
 def test_a_question_of_stop_words_finds_nothing():
     index = Bm25(["the of and", "tea"], "en")
-    assert not index.knows("is it of the") and index.knows("the tea")
+    assert not index.has_terms("is it of the") and index.has_terms("the tea")
     assert index.search(["is it of the", "the tea"], 2).tolist() == [[-1, -1], [1, -1]]
 
 
@@ -146,30 +155,30 @@ def test_the_language_is_that_of_most_passages(caplog):
 
 
 def test_a_kept_index_is_the_same_and_is_not_made_again(tmp_path, monkeypatch):
-    made = words_of(SHELF, "en", tmp_path)
-    keep(SHELF, "en", tmp_path)
-    words_of.cache_clear()
+    made = load_or_build(SHELF, "en", tmp_path)
+    save_index(SHELF, "en", tmp_path)
+    load_or_build.cache_clear()
     monkeypatch.setattr(Bm25, "__init__", None)  # nothing is indexed
-    loaded = words_of(SHELF, "en", tmp_path)
+    loaded = load_or_build(SHELF, "en", tmp_path)
     questions = ["what orbits the earth?", "towers", "of the", "omega"]
     for ours, theirs in zip(loaded.scored(questions, 3), made.scored(questions, 3), strict=True):
         assert ours.tolist() == theirs.tolist()
 
 
 def test_another_corpus_takes_the_place_of_the_kept_one(tmp_path):
-    keep(SHELF, "en", tmp_path)
+    save_index(SHELF, "en", tmp_path)
     first = kept_files(tmp_path)
-    keep(SHELF, "en", tmp_path)
+    save_index(SHELF, "en", tmp_path)
     assert kept_files(tmp_path) == first
-    keep(Shelf(("", ENGLISH)), "en", tmp_path)
+    save_index(Shelf(("", ENGLISH)), "en", tmp_path)
     assert kept_files(tmp_path) != first and len(kept_files(tmp_path)) == 1
 
 
 @pytest.fixture
 def kept(tmp_path):
     """The folder of an index that is kept, as a new process finds it."""
-    keep(SHELF, "en", tmp_path)
-    words_of.cache_clear()
+    save_index(SHELF, "en", tmp_path)
+    load_or_build.cache_clear()
     (place,) = (tmp_path / FOLDER).iterdir()
     return place
 
@@ -183,22 +192,22 @@ def flip_a_bit(path):
 @pytest.mark.parametrize("name", ["data.csc.index.npy", "indices.csc.index.npy", "vocab.index.json"])
 def test_an_index_with_a_flipped_bit_is_made_anew(tmp_path, kept, caplog, name):
     flip_a_bit(kept / name)
-    assert words_of(SHELF, "en", tmp_path).search(["towers", "tea"], 1).tolist() == [[2], [3]]
+    assert load_or_build(SHELF, "en", tmp_path).search(["towers", "tea"], 1).tolist() == [[2], [3]]
     assert f"{kept} is damaged" in caplog.text
 
 
 def test_a_record_of_an_index_with_another_number_is_not_believed(tmp_path, kept, caplog):
     (kept / ABOUT).write_text((kept / ABOUT).read_text().replace('"size": 4', '"size": 5'))
-    assert len(words_of(SHELF, "en", tmp_path).search(["towers"], 9)[0]) == 4
+    assert len(load_or_build(SHELF, "en", tmp_path).search(["towers"], 9)[0]) == 4
     assert "WORDS.json: its checksum is another" in caplog.text
 
 
 def test_of_a_large_index_a_question_compares_sizes_and_the_trainer_everything(tmp_path, kept, caplog, monkeypatch):
     monkeypatch.setattr(words, "COMPARED", 0)
     flip_a_bit(kept / "data.csc.index.npy")
-    words_of(SHELF, "en", tmp_path)
+    load_or_build(SHELF, "en", tmp_path)
     assert "is damaged" not in caplog.text
-    keep(SHELF, "en", tmp_path)
+    save_index(SHELF, "en", tmp_path)
     assert "is damaged" in caplog.text
     assert Bm25.load(kept).search(["towers"], 1).tolist() == [[2]]
 
@@ -206,37 +215,37 @@ def test_of_a_large_index_a_question_compares_sizes_and_the_trainer_everything(t
 def test_what_else_lies_where_the_index_is_kept_goes(tmp_path):
     (tmp_path / FOLDER).mkdir()
     (tmp_path / FOLDER / "notes.txt").write_text("a file")
-    keep(SHELF, "en", tmp_path)
+    save_index(SHELF, "en", tmp_path)
     (only,) = kept_files(tmp_path)
     assert (tmp_path / FOLDER / only / ABOUT).is_file()
 
 
 def test_a_damaged_index_is_made_anew_in_memory(tmp_path, caplog):
-    keep(SHELF, "en", tmp_path)
+    save_index(SHELF, "en", tmp_path)
     (place,) = (tmp_path / FOLDER).iterdir()
     (place / "indices.csc.index.npy").write_bytes(b"torn")
-    words_of.cache_clear()
-    assert words_of(SHELF, "en", tmp_path).search(["towers"], 1).tolist() == [[2]]
+    load_or_build.cache_clear()
+    assert load_or_build(SHELF, "en", tmp_path).search(["towers"], 1).tolist() == [[2]]
     assert "is damaged" in caplog.text and (place / ABOUT).is_file()
 
 
 def test_a_damaged_index_is_written_anew_where_a_run_keeps_it(tmp_path, caplog):
-    keep(SHELF, "en", tmp_path)
+    save_index(SHELF, "en", tmp_path)
     (place,) = (tmp_path / FOLDER).iterdir()
     (place / "indices.csc.index.npy").write_bytes(b"torn")
-    words_of.cache_clear()
-    keep(SHELF, "en", tmp_path)
+    load_or_build.cache_clear()
+    save_index(SHELF, "en", tmp_path)
     assert "is damaged" in caplog.text
     assert Bm25.load(place).search(["towers"], 1).tolist() == [[2]]
     before = (place / ABOUT).stat().st_mtime_ns
-    keep(SHELF, "en", tmp_path)
+    save_index(SHELF, "en", tmp_path)
     assert (place / ABOUT).stat().st_mtime_ns == before, "what is whole is left as it is"
 
 
 def test_a_corpus_of_stop_words_cannot_be_searched_by_words(tmp_path):
-    words = words_of(Shelf(("", "of the"), ("", "and")), "en", tmp_path)
+    words = load_or_build(Shelf(("", "of the"), ("", "and")), "en", tmp_path)
     with pytest.raises(UserError, match="no word that is no stop word|has a word"):
         check_words(words, "--search=hybrid")
-    keep(Shelf(("", "of the"), ("", "and")), "en", tmp_path)
-    words_of.cache_clear()
-    assert words_of(Shelf(("", "of the"), ("", "and")), "en", tmp_path).is_empty
+    save_index(Shelf(("", "of the"), ("", "and")), "en", tmp_path)
+    load_or_build.cache_clear()
+    assert load_or_build(Shelf(("", "of the"), ("", "and")), "en", tmp_path).is_empty

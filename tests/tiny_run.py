@@ -58,8 +58,13 @@ def tiny_config(data: Path) -> ConfigDict:
 
 def train_tiny_run(folder: Path) -> Run:
     """Prepare `folder/data` and train in `folder/run`, on one device."""
-    config = tiny_config(prepare_people(folder))
-    run = make_run(config, folder / "run", open_sources(config.data.path), jax.devices()[:1])
-    check_workdir(run)
+    run = open_config(tiny_config(prepare_people(folder)), folder / "run")
     train(run)
+    return run
+
+
+def open_config(config: ConfigDict, workdir: Path, devices: int = 1) -> Run:
+    """The run of a config in a folder that is new or its own."""
+    run = make_run(config, workdir, open_sources(config.data.path), jax.devices()[:devices])
+    check_workdir(run)
     return run

@@ -1,34 +1,22 @@
-"""From predictions to measures: what each question counts, means with intervals, TREC files. No model, no device.
+"""From predictions to measures: what each question counts, means with intervals, differences. No model, no device.
 
-A *record* is one line of a predictions file (`realm predict`): the question, what is right, what was answered and which
-passages were retrieved. Every measure is an array over the questions, NaN where it has no meaning for one. Read
-`answers.py` for what is right, `significance.py` for intervals.
+Every measure is an array over the questions, NaN where it has no meaning for one. Read `predictions.py` for the records
+that are measured, `answers.py` for what is right, `significance.py` for intervals.
 """
 
-import json
-import os
-import re
-from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import numpy as np
 from numpy.typing import NDArray
 
-from realm_jax.corpus.jsonl import match_fault
-from realm_jax.corpus.lines import json_records, strictly
 from realm_jax.errors import UserError
 from realm_jax.evaluation.answers import exact_match, full_match, squad_match, token_f1
-from realm_jax.evaluation.retrieval import DEPTHS, found_within
-from realm_jax.evaluation.significance import interval
-from realm_jax.storage import read_json
+from realm_jax.evaluation.predictions import Record, check_same_questions
+from realm_jax.evaluation.retrieval import found_within
+from realm_jax.evaluation.significance import METHODS, difference, interval
 
-Record = dict[str, Any]
 Measures = dict[str, NDArray[np.float64]]
-_LARGEST = float(np.finfo(np.float32).max)
-_COUNTS = ("step", "parameters", "passages", "passages_read", "lines")  # numbers of a settings file that are shown
 
 WORDS = {
     "exact_match": "ORQA's and NQ-open's; patterns match from the start",
@@ -128,158 +116,26 @@ def _at_depths(name: str, records: Sequence[Record], hits_of: Callable[[Record],
     room = max((len(one) for one in hits if one), default=min(1, len(counted)))
     matrix = np.array([one + [False] * (room - len(one)) for one in hits if one is not None], bool)
     found: Measures = {}
-    for k in (k for k in DEPTHS if k <= room):
+    for k, within in found_within(matrix.reshape(len(counted), room)).items():
         found[f"{name}@{k}"] = np.full(len(records), np.nan)
-        found[f"{name}@{k}"][counted] = found_within(matrix, k)
+        found[f"{name}@{k}"][counted] = within
     return found
 
 
-# ---- files
+def compare(first: Sequence[Record], second: Sequence[Record], path: str) -> dict[str, Any]:
+    """{"questions", "methods", "measures": {name: {"a", "b", "difference", "low", "high", "p", "mcnemar", "only_a",
+    "only_b", "questions"}}} of two sets of predictions, over the questions on which both have a measure.
 
-
-def read_predictions(path: str | os.PathLike[str]) -> list[Record]:
-    """The records of a predictions file. Raises UserError, with file and line, for one that cannot be scored.
-
-    Also raised where `realm predict` has not written all of it, or something was added to what it wrote.
+    path: the second file's name, for the message. Raises UserError unless both were asked the same.
     """
-    _check_whole(Path(path))
-    records: list[Record] = []
-    for line, record in strictly(path, json_records(path)):
-        if (fault := _fault(record)) is not None:
-            raise UserError(f"{path}:{line}: {fault}; is this a file of `realm predict`?")
-        if records and ("retrieved" in record) != ("retrieved" in records[0]):
-            raise UserError(
-                f'{path}:{line}: some lines have "retrieved" and some not; write an empty list where nothing was found'
-            )
-        number = str(len(records) + 1)
-        records.append(record | {"id": number if record.get("id") is None else record["id"]})
-    if not records:
-        raise UserError(f"{path} holds no predictions; make them with `realm predict`")
-    return records
-
-
-def settings_file(predictions: Path) -> Path:
-    """The record beside a predictions file of what made it."""
-    return predictions.with_name(f"{predictions.name}.settings.json")
-
-
-def read_settings(predictions: str | os.PathLike[str]) -> dict[str, Any]:
-    """What made a predictions file, as far as it is known; nothing for a file of another system."""
-    file = settings_file(Path(predictions))
-    found = read_json(file) if file.is_file() else {}
-    if not isinstance(found, dict):
-        raise UserError(f"{file} holds no JSON object; remove it")
-    wrong = [key for key in _COUNTS if not isinstance(found.get(key, 0), int)]
-    if wrong:
-        raise UserError(f'{file}: "{wrong[0]}" must be a whole number; remove the file, or predict again')
-    return found
-
-
-def whole_lines(predictions: Path) -> int:
-    """How many lines of a predictions file were written to their ends."""
-    with open(predictions, "rb") as stream:
-        return sum(line.endswith(b"\n") for line in stream)
-
-
-def _check_whole(path: Path) -> None:
-    """Raise UserError unless a file has as many lines as its settings promise; a file without them is as it is."""
-    asked = read_settings(path).get("lines")
-    if not isinstance(asked, int) or not path.is_file():
-        return
-    found = whole_lines(path)
-    if found < asked:
-        raise UserError(
-            f"{path}: {found:,} of {asked:,} questions are answered; repeat the `realm predict` command that wrote it"
-        )
-    if found > asked:
-        raise UserError(surplus(path, found, asked))
-
-
-def surplus(name: str | os.PathLike[str], found: int, asked: int) -> str:
-    """What is said of a file with more lines than questions."""
-    return f"{name}: holds {found:,} lines for {asked:,} questions; remove the file and predict again"
-
-
-def _fault(record: Record) -> str | None:
-    """What is wrong with the fields of a record, if anything."""
-    answers, retrieved = record.get("answers", []), record.get("retrieved", [])
-    if not isinstance(record.get("question"), str) or not isinstance(record.get("prediction"), str):
-        return '"question" and "prediction" must be texts'
-    if not isinstance(answers, list) or not all(isinstance(answer, str) for answer in answers):
-        return '"answers" must be a list of texts'
-    if answers and (unknown := match_fault(record.get("match"))) is not None:
-        return str(unknown)
-    for name in ("id", "gold_passage_id"):
-        if record.get(name) is not None and not _is_id(record[name]):
-            return f'"{name}" must be a text or a whole number'
-    if not isinstance(record.get("reader_oracle", False), bool):
-        return '"reader_oracle" must be true or false'
-    if not isinstance(retrieved, list):
-        return '"retrieved" must be a list of passages with "id" and "score"'
-    if (fault := next(filter(None, map(_passage_fault, retrieved)), None)) is not None:
-        return fault
-    if len({"has_answer" in passage for passage in retrieved}) > 1:
-        return 'either every passage of "retrieved" or none has "has_answer"'
-    return None
-
-
-def _passage_fault(passage: Any) -> str | None:
-    """What is wrong with a retrieved passage, if anything. A score has to fit a float32, as a TREC run has it."""
-    if not isinstance(passage, dict) or not {"id", "score"} <= passage.keys():
-        return '"retrieved" must be a list of passages with "id" and "score"'
-    if not _is_id(passage["id"]):
-        return 'every "id" of "retrieved" must be a text or a whole number'
-    score = passage["score"]
-    if isinstance(score, bool) or not isinstance(score, int | float) or not abs(score) <= _LARGEST:
-        return 'every "score" of "retrieved" must be a finite number'
-    if not isinstance(passage.get("has_answer", False), bool):
-        return 'every "has_answer" of "retrieved" must be true or false'
-    return None
-
-
-def _is_id(value: Any) -> bool:
-    return isinstance(value, str | int) and not isinstance(value, bool)
-
-
-def write_record(record: Record) -> str:
-    """A record as a line of a predictions file."""
-    return json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def trec_run(records: Sequence[Record], tag: str) -> str:
-    """The retrieved passages as a TREC run: `qid Q0 docid rank score tag` a line, the best first.
-
-    A document of several passages stands once, at its best place. Tools that read such files sort by the score and not
-    by the rank, so a score that is not below the one before (in float32) is lowered by one step. White space in ids is
-    written as in URLs. Raises UserError where two questions have one id.
-    """
-    lines = []
-    for number, record in zip(trec_ids(records), records, strict=True):
-        documents: dict[str, float] = {}
-        for passage in record.get("retrieved", ()):
-            documents.setdefault(_trec(passage["id"]), passage["score"])
-        below = np.float32(np.inf)
-        for rank, (document, score) in enumerate(documents.items(), start=1):
-            below = min(np.float32(score), np.nextafter(below, np.float32(-np.inf)))
-            lines.append(f"{number} Q0 {document} {rank} {below:.9g} {_trec(tag)}\n")
-    return "".join(lines)
-
-
-def trec_qrels(records: Sequence[Record]) -> str:
-    """The gold passages as TREC's judgements, `qid 0 docid 1` a line. Raises as `trec_run` does."""
-    golds = [(number, record.get("gold_passage_id")) for number, record in zip(trec_ids(records), records, strict=True)]
-    return "".join(f"{number} 0 {_trec(gold)} 1\n" for number, gold in golds if gold is not None)
-
-
-def trec_ids(records: Sequence[Record]) -> list[str]:
-    """One word for each question. Raises UserError where two would have the same."""
-    ids = [_trec(record["id"]) for record in records]
-    twice = next((one for one, count in Counter(ids).items() if count > 1), None)
-    if twice is not None:
-        raise UserError(f"two questions have the id {twice}; TREC's files need one for each")
-    return ids
-
-
-def _trec(name: Any) -> str:
-    """A name as one word."""
-    return re.sub(r"[\s%]", lambda found: quote(found[0]), str(name)) or "-"
+    check_same_questions(first, second, path)
+    left, right = measure(first), measure(second)
+    measures = {}
+    for name in (name for name in left if name in right):
+        both = ~np.isnan(left[name]) & ~np.isnan(right[name])
+        a, b = left[name][both], right[name][both]
+        if len(a):
+            tests = difference(a, b)._asdict()
+            means = {"a": float(a.mean()), "b": float(b.mean()), "difference": tests.pop("value")}
+            measures[name] = means | tests | {"questions": len(a)}
+    return {"questions": len(first), "methods": METHODS, "measures": measures}

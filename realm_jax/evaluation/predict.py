@@ -18,15 +18,9 @@ from realm_jax.corpus.jsonl import Question
 from realm_jax.data.examples import Found, query_arrays
 from realm_jax.data.positives import body_read, holds_answer
 from realm_jax.evaluation.answers import exact_match, normalise
-from realm_jax.evaluation.retrieval import (
-    DEPTHS,
-    answer_hits,
-    by_group,
-    found_within,
-    gold_hits,
-    recall_at_k,
-)
+from realm_jax.evaluation.retrieval import answer_hits, by_group, found_within, gold_hits
 from realm_jax.index.candidates import Index, Setting, question_beam, read_passages
+from realm_jax.index.fusion import Fused
 from realm_jax.mesh import to_host
 from realm_jax.models.inputs import find_answers
 from realm_jax.models.likelihood import answer_log_probabilities
@@ -98,9 +92,9 @@ def merge(occurrences: Iterable[Answer], aggregate: str) -> list[Answer]:
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _find(setting: Setting, depth: int, params: Params, batch: Any, index: Index) -> jax.Array:
-    """Rows of the `depth` best passages, int32 [batch, depth]. One program for all sets of questions of a run."""
-    return question_beam(setting, params, batch, index, None, depth)[0].rows
+def _find(setting: Setting, depth: int, params: Params, batch: Any, index: Index) -> Fused:
+    """The `depth` best passages, [batch, depth]. One program for all sets of questions of a run."""
+    return question_beam(setting, params, batch, index, None, depth)[0]
 
 
 class _Read(NamedTuple):
@@ -179,15 +173,20 @@ class Evaluator:
 
         int64 [questions, depth].
         """
-        setting, mesh = self.run.setting, self.run.mesh
-        depth = min(depth, setting.rows) or self.depth
+        depth = min(depth, self.run.setting.rows) or self.depth
         if self.search == "bm25":
             found = self._found
             found = found if found is not None and depth <= found.rows.shape[1] else self._found_at(depth)
             return found.rows[:, :depth].astype(np.int64)
-        setting = dataclasses.replace(setting, qa_search=self.search)
-        rows = [_find(setting, depth, params, put_batch(mesh, batch), index) for batch in self._batches]
-        return np.concatenate([to_host(part).astype(np.int64) for part in rows])[: len(self.questions)]
+        rows: NDArray[np.int64] = self.find(params, index, depth).rows.astype(np.int64)
+        return rows
+
+    def find(self, params: Params, index: Index, depth: int) -> Fused:
+        """The `depth` best passages for every question by a search that takes vectors, [questions, depth or all]."""
+        setting = dataclasses.replace(self.run.setting, qa_search=self.search)
+        parts = [_find(setting, depth, params, put_batch(self.run.mesh, batch), index) for batch in self._batches]
+        columns = [np.concatenate([*map(to_host, column)]) for column in zip(*parts, strict=True)]
+        return Fused(*(column[: len(self.questions)] for column in columns))
 
     def recall(self, params: Params, index: Index) -> dict[str, Any]:
         """recall@k of the gold passage's id, over the questions that have one, and answer_recall@k, over those with
@@ -206,12 +205,12 @@ class Evaluator:
             hits["answer_recall"] = answer_hits(store, rows[answered], answers, [q.is_regex for q in asked])
         if gold:
             hits["recall"] = gold_hits(store, rows[gold], [self.questions[place].gold_passage_id for place in gold])
-        depths = [k for k in DEPTHS if k <= rows.shape[1]]
-        found: dict[str, Any] = {f"{name}@{k}": recall_at_k(hit, k) for name, hit in hits.items() for k in depths}
+        within = {f"{name}@{k}": found for name, hit in hits.items() for k, found in found_within(hit).items()}
+        recalls: dict[str, Any] = {name: float(found.mean()) for name, found in within.items()}
         groups = [self.questions[place].fields.get(GROUPED_BY) for place in gold]
-        if "recall" in hits and 5 in depths and None not in groups:
-            found[f"recall@5_by_{GROUPED_BY}"] = by_group(found_within(hits["recall"], 5), groups)
-        return found
+        if "recall@5" in within and None not in groups:
+            recalls[f"recall@5_by_{GROUPED_BY}"] = by_group(within["recall@5"], groups)
+        return recalls
 
     def predict(self, params: Params, index: Index) -> list[Prediction]:
         """Answers for every question, with the passages that were read."""

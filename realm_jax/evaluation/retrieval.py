@@ -6,44 +6,24 @@ how good they are. Read `answers.py` for what it means that a passage contains a
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from realm_jax.corpus.store import PassageStore
 from realm_jax.evaluation.answers import contains_answer, contains_words, words
 
 DEPTHS = (1, 5, 20, 100)  # at which recall is told, as far as passages are retrieved
 
 
-class PassageTexts(Protocol):
-    """What this file needs of a passage store."""
+def found_within(hits: NDArray[np.bool_]) -> dict[int, NDArray[np.bool_]]:
+    """k → for each question, whether one of its first k candidates is a hit, bool [questions], for k of DEPTHS.
 
-    def __len__(self) -> int: ...
-
-    def document_id(self, row: int, /) -> str: ...
-
-    def title(self, row: int, /) -> str: ...
-
-    def text(self, row: int, /) -> str: ...
-
-
-def found_within(hits: NDArray[np.bool_], k: int) -> NDArray[np.bool_]:
-    """For each question, whether one of its first k candidates is a hit.
-
-    `hits` is bool [questions, depth], best candidate first; the result is bool [questions]. Raises ValueError if there
-    are fewer than k candidates: recall@20 of ten candidates would look worse than it is.
+    `hits` is bool [questions, depth], best candidate first. Of a k beyond the depth nothing is said: recall@20 of ten
+    candidates would look worse than it is.
     """
-    if hits.ndim != 2 or not 1 <= k <= hits.shape[1]:
-        raise ValueError(f"recall@{k} needs hits [questions, at least {k} candidates], got the shape {hits.shape}")
-    return np.any(hits[:, :k], axis=1)
-
-
-def recall_at_k(hits: NDArray[np.bool_], k: int) -> float:
-    """Share of the questions with a hit among their first k candidates. Raises ValueError if there is no question."""
-    if len(hits) == 0:
-        raise ValueError(f"recall@{k} of no questions is not defined")
-    return float(found_within(hits, k).mean())
+    return {k: np.any(hits[:, :k], axis=1) for k in DEPTHS if k <= hits.shape[1]}
 
 
 def by_group(found: ArrayLike, groups: Sequence[Any]) -> dict[str, float]:
@@ -64,7 +44,7 @@ def by_group(found: ArrayLike, groups: Sequence[Any]) -> dict[str, float]:
     return {name: float(np.mean(members[name])) for name in sorted(members, key=places.__getitem__)}
 
 
-def gold_hits(store: PassageTexts, rows: ArrayLike, gold_passage_ids: Sequence[str | None]) -> NDArray[np.bool_]:
+def gold_hits(store: PassageStore, rows: ArrayLike, gold_passage_ids: Sequence[str | None]) -> NDArray[np.bool_]:
     """Which candidates are the passage that the question was asked about.
 
     `rows` is int [questions, depth] into the store, below 0 for "no candidate". A document that was cut into several
@@ -80,7 +60,7 @@ def gold_hits(store: PassageTexts, rows: ArrayLike, gold_passage_ids: Sequence[s
 
 
 def answer_hits(
-    store: PassageTexts, rows: ArrayLike, answers: Sequence[Sequence[str]], is_regex: Sequence[bool] | bool = False
+    store: PassageStore, rows: ArrayLike, answers: Sequence[Sequence[str]], is_regex: Sequence[bool] | bool = False
 ) -> NDArray[np.bool_]:
     """Which candidates contain an answer of their question in the text; the title does not count.
 

@@ -31,7 +31,7 @@ BLOCK = 65_536  # rows scored at a time by `exact_rows`
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class ScannConfig:
     """How the shards of an index are built and searched.
 
     shard_rows: rows a shard at most. budget: rows that every shard returns, and that are scored exactly.
@@ -72,7 +72,7 @@ def shard_ranges(rows: int, shard_rows: int) -> list[tuple[int, int]]:
     return list(zip(edges, edges[1:], strict=False))
 
 
-def build_shard(vectors: NDArray[np.float32], settings: Settings, folder: Path) -> dict[str, Any]:
+def build_shard(vectors: NDArray[np.float32], settings: ScannConfig, folder: Path) -> dict[str, Any]:
     """Build the searcher of a shard and write its files into `folder`; what was chosen. vectors [rows, width]."""
     pybind = _scann()
     rows = len(vectors)
@@ -112,7 +112,7 @@ class Searcher:
     places: NDArray[np.int32] | None = None
 
     @classmethod
-    def of(cls, vectors: NDArray, settings: Settings) -> Self:
+    def of(cls, vectors: NDArray, settings: ScannConfig) -> Self:
         """Build all shards in memory's time and serve them from a scratch folder; for tests and measurements."""
         shards = []
         for first, last in shard_ranges(len(vectors), settings.shard_rows):

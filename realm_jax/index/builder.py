@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from realm_jax.index.approximate import Settings
+from realm_jax.index.approximate import ScannConfig
 from realm_jax.index.embed import CorpusRows
 from realm_jax.index.generations import (
     DONE,
@@ -26,10 +26,11 @@ from realm_jax.index.generations import (
     REFUSED,
     ChunkFile,
     Export,
+    InvalidIndex,
     Manifest,
-    Unusable,
     check_vectors,
     done_marks,
+    export_step,
     generation_name,
     generation_names,
     numpy_dtype,
@@ -37,7 +38,6 @@ from realm_jax.index.generations import (
     read_chunk,
     read_manifest,
     rows_name,
-    step_of,
 )  # fmt: skip
 from realm_jax.index.searchers import build_searchers, measure
 from realm_jax.storage import Damaged, FileEntry, Folder
@@ -52,7 +52,7 @@ class Stopped(Exception):
     """The builder was told to stop; what it wrote stays and is gone on from."""
 
 
-class Refused(Exception):
+class Rejected(Exception):
     """A generation was built but is too bad to be served."""
 
 
@@ -99,7 +99,7 @@ class Corpus:
         return found
 
 
-class Share(NamedTuple):
+class WorkShare(NamedTuple):
     """This process among those that build together."""
 
     process: int = 0
@@ -120,25 +120,25 @@ Check = Callable[[], None]  # called between chunks; may raise Stopped
 class Builder:
     """Where and how to build.
 
-    told: called with chunks done and chunks. searches: how hosts search, None where they do not; then min_recall is the
-    least that a searcher must find. writer: a name that no other writer has.
+    on_progress: called with chunks done and chunks. searches: how hosts search, None where they do not; then min_recall
+    is the least that a searcher must find. writer: a name that no other writer has.
     """
 
     folder: Folder
     corpus: Corpus
     dtype: str
     chunk_rows: int
-    share: Share = Share()
+    share: WorkShare = WorkShare()
     check: Check = lambda: None
-    told: Callable[[int, int], None] = lambda done, total: None
-    searches: Settings | None = None
+    on_progress: Callable[[int, int], None] = lambda done, total: None
+    searches: ScannConfig | None = None
     min_recall: float = 0.0
     writer: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex[:8])
 
     def build(self, export: Export, embed: Embed, queries: NDArray[np.float32]) -> Manifest:
         """Build and publish the generation of an export, or take the one that is published already.
 
-        queries: the export's sample [count, width]. Raises Stopped; Unusable when a check fails; Refused when the
+        queries: the export's sample [count, width]. Raises Stopped; InvalidIndex when a check fails; Rejected when the
         searcher finds too little; StorageError when storage fails.
         """
         width = queries.shape[1]
@@ -174,14 +174,14 @@ class Builder:
         return manifest
 
     def _check_presence(self, manifest: Manifest) -> None:
-        """Raise Unusable when somebody removed what is about to be published."""
+        """Raise InvalidIndex when somebody removed what is about to be published."""
         homes: dict[str, set[str]] = {}
         for file in manifest.files:
             home, _, name = file.name.rpartition("/")
             if home not in homes:
                 homes[home] = {*self.folder.names(home)}
             if name not in homes[home]:
-                raise Unusable(f"{self.folder.path(file.name)} was removed while its generation was built")
+                raise InvalidIndex(f"{self.folder.path(file.name)} was removed while its generation was built")
 
     def _with_searcher(self, manifest: Manifest, queries: NDArray[np.float32]) -> Manifest:
         """The manifest with the searcher's files and recall, where hosts search."""
@@ -193,8 +193,8 @@ class Builder:
         name, value = next(iter(found.items()))
         if value < self.min_recall:
             reason = f"{name} of its searcher is {value:.3f}, below config.index.min_recall={self.min_recall:g}"
-            refuse(self.folder, manifest.generation, reason, again=False)
-            raise Refused(f"generation {manifest.generation} is not published: {reason}; raise index.leaves_searched")
+            reject(self.folder, manifest.generation, reason, again=False)
+            raise Rejected(f"generation {manifest.generation} is not published: {reason}; raise index.leaves_searched")
         return dataclasses.replace(manifest, recall=found)
 
     def _shared(self, export: Export, width: int) -> dict[tuple[str, int, int], FileEntry]:
@@ -202,9 +202,9 @@ class Builder:
         found: dict[tuple[str, int, int], FileEntry] = {}
         wanted = (export.parameters, self.dtype, width)
         for other in generation_names(self.folder):
-            if step_of(other) != export.step or refusal(self.folder, other) is not None:
+            if export_step(other) != export.step or rejection(self.folder, other) is not None:
                 continue
-            with contextlib.suppress(Unusable):
+            with contextlib.suppress(InvalidIndex):
                 manifest = read_manifest(self.folder, other)
                 if manifest is not None and (manifest.parameters, manifest.dtype, manifest.width) == wanted:
                     found |= {chunk[:3]: chunk.file for chunk in manifest.chunks}
@@ -218,7 +218,7 @@ class Builder:
             for number, rows in self._read_ahead(name, chunks, reader):
                 vectors = embed(rows)
                 if vectors.shape[1] != width:
-                    raise Unusable(f"the export's towers give vectors of {vectors.shape[1]}, not {width}")
+                    raise InvalidIndex(f"the export's towers give vectors of {vectors.shape[1]}, not {width}")
                 if written is not None:
                     written.result()
                 written = writer.submit(self._write, name, chunks[number], vectors)
@@ -242,7 +242,7 @@ class Builder:
         for number in self.share.order(len(chunks)):
             self.check()
             marked = done_marks(self.folder, f"index/{name}")  # anew each time: others are at work
-            self.told(len({*marked} & {chunk.name for chunk in chunks}), len(chunks))
+            self.on_progress(len({*marked} & {chunk.name for chunk in chunks}), len(chunks))
             if chunks[number].name not in marked:
                 yield number
 
@@ -256,33 +256,33 @@ class Builder:
     def _file(self, name: str, chunk: Chunk, marks: dict[str, str]) -> FileEntry:
         """The file of a chunk, by its done mark.
 
-        Raises Unusable, and removes the mark, when it cannot be read: the chunk is then embedded again.
+        Raises InvalidIndex, and removes the mark, when it cannot be read: the chunk is then embedded again.
         """
         path = f"index/{name}/{marks.get(chunk.name)}"
         try:
             return FileEntry(**self.folder.read_json(path))
         except FileNotFoundError:
-            raise Unusable(f"{self.folder.path(f'index/{name}')}: rows {chunk.name} have no done mark") from None
+            raise InvalidIndex(f"{self.folder.path(f'index/{name}')}: rows {chunk.name} have no done mark") from None
         except (Damaged, TypeError) as fault:
             self.folder.remove(path)
-            raise Unusable(f"{self.folder.path(path)} is damaged ({fault})") from None
+            raise InvalidIndex(f"{self.folder.path(path)} is damaged ({fault})") from None
 
     def _self_check(self, manifest: Manifest, chunks: list[Chunk], embed: Embed) -> None:
         """Read every chunk back, and embed a few rows a second time.
 
         A damaged chunk loses its mark, or the generation that it is shared with is refused, so that it is embedded
-        again. Raises Unusable.
+        again. Raises InvalidIndex.
         """
         rows = np.linspace(0, manifest.rows - 1, min(CHECKED_ROWS, manifest.rows)).astype(np.int64)
         for chunk, listed in zip(chunks, manifest.chunks, strict=True):
             self.check()
             try:
                 vectors = read_chunk(self.folder, manifest, listed)
-            except Unusable as fault:
+            except InvalidIndex as fault:
                 self.folder.remove(f"{listed.file.name.removesuffix('.bin')}{DONE}")
                 home = listed.file.name.split("/")[1]
                 if home != manifest.generation:
-                    refuse(self.folder, home, str(fault), again=True)
+                    reject(self.folder, home, str(fault), again=True)
                 raise
             sample = rows[(rows >= chunk.first) & (rows < chunk.last)]
             if not len(sample):
@@ -291,25 +291,27 @@ class Builder:
             fresh = embed(CorpusRows(*(np.concatenate(parts) for parts in zip(*read, strict=True))))
             error = np.linalg.norm(fresh - vectors[sample - chunk.first].astype(np.float32), axis=1)
             if (error > TOLERANCE * np.linalg.norm(fresh, axis=1)).any():
-                raise Unusable(f"{self.folder.path(listed.file.name)} holds vectors that are not those of its passages")
+                raise InvalidIndex(
+                    f"{self.folder.path(listed.file.name)} holds vectors that are not those of its passages"
+                )
 
 
-def attempts(folder: Folder, export: Export, corpus: str) -> list[str]:
+def names_of_export(folder: Folder, export: Export, corpus: str) -> list[str]:
     """The names of an export's generation: those found damaged after they were published, and the one that counts."""
     names: list[str] = []
     while True:
         names.append(generation_name(export.step, export.parameters, corpus, len(names)))
-        reason = refusal(folder, names[-1])
+        reason = rejection(folder, names[-1])
         if reason is None or not reason.get("again"):
             return names
 
 
 def current_name(folder: Folder, export: Export, corpus: str) -> str:
     """The generation of an export: the first one that was not found damaged after it was published."""
-    return attempts(folder, export, corpus)[-1]
+    return names_of_export(folder, export, corpus)[-1]
 
 
-def refusal(folder: Folder, generation: str) -> dict | None:
+def rejection(folder: Folder, generation: str) -> dict | None:
     """Why a generation must not be served: {"reason", "again": whether it is worth building once more}."""
     try:
         return folder.read_json(f"index/{generation}{REFUSED}")
@@ -319,14 +321,14 @@ def refusal(folder: Folder, generation: str) -> dict | None:
         return {"reason": str(fault), "again": True}
 
 
-def refuse(folder: Folder, generation: str, reason: str, again: bool) -> None:
+def reject(folder: Folder, generation: str, reason: str, again: bool) -> None:
     """Say that a generation must not be served."""
     folder.write_json(f"index/{generation}{REFUSED}", {"reason": reason, "again": again})
 
 
-def forgive(folder: Folder) -> None:
+def clear_rejections(folder: Folder) -> None:
     """Take back what was refused for its settings: it goes on being built where its builder left it."""
     for name in folder.names("index"):
         generation = name.removesuffix(REFUSED)
-        if generation != name and not (refusal(folder, generation) or {}).get("again"):
+        if generation != name and not (rejection(folder, generation) or {}).get("again"):
             folder.remove(f"index/{name}")

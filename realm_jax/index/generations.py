@@ -36,11 +36,11 @@ QUERIES = "queries"  # name of the one array in a file of sample query vectors
 Arrays = dict[str, NDArray]
 
 
-class Unusable(UserError):
+class InvalidIndex(UserError):
     """A generation or an export cannot be served: damaged, incomplete, or of something else. The message says why."""
 
 
-class Foreign(Unusable):
+class IncompatibleIndex(InvalidIndex):
     """Perhaps whole, but not for this run or this machine: building it again would not help."""
 
 
@@ -67,7 +67,7 @@ class Export:
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any], where: str) -> Self:
-        """Raises Unusable for another version and for missing or wrong entries."""
+        """Raises InvalidIndex for another version and for missing or wrong entries."""
         fields = _checked(found, where, cls)
         return cls(**fields | {name: _entry(fields[name], where) for name in ("file", "queries")})
 
@@ -78,14 +78,14 @@ def export_steps(folder: Folder) -> list[int]:
 
 
 def read_export(folder: Folder, step: int) -> Export | None:
-    """The export of a step; None where there is none yet. Raises Unusable."""
+    """The export of a step; None where there is none yet. Raises InvalidIndex."""
     name = f"exports/{step}/{EXPORT}"
     try:
         return Export.from_json(folder.read_json(name), folder.path(name))
     except FileNotFoundError:
         return None
     except Damaged as fault:
-        raise Unusable(str(fault)) from None
+        raise InvalidIndex(str(fault)) from None
 
 
 def read_towers(folder: Folder, export: Export) -> tuple[Arrays, NDArray[np.float32]]:
@@ -95,7 +95,7 @@ def read_towers(folder: Folder, export: Export) -> tuple[Arrays, NDArray[np.floa
         queries = load(folder.read_verified(export.queries))
         return arrays, queries[QUERIES]
     except (Damaged, SafetensorError, KeyError) as fault:
-        raise Unusable(str(fault)) from None
+        raise InvalidIndex(str(fault)) from None
 
 
 def write_export(folder: Folder, export: Mapping[str, Any], towers: Arrays, queries: NDArray[np.float32]) -> Export:
@@ -132,7 +132,7 @@ def _sound_export(folder: Folder, step: int) -> Export | None:
         if export is not None:
             read_towers(folder, export)
         return export
-    except Unusable:
+    except InvalidIndex:
         return None
 
 
@@ -177,12 +177,12 @@ class Manifest:
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any], where: str) -> Self:
-        """Raises Unusable for another version and for missing or wrong entries."""
+        """Raises InvalidIndex for another version and for missing or wrong entries."""
         fields = _checked(found, where, cls)
         try:
             chunks = tuple(ChunkFile(**chunk | {"file": _entry(chunk["file"], where)}) for chunk in fields["chunks"])
         except (TypeError, KeyError) as fault:
-            raise Unusable(f"{where}: its list of chunks is damaged ({fault})") from None
+            raise InvalidIndex(f"{where}: its list of chunks is damaged ({fault})") from None
         return cls(**fields | {"chunks": chunks})
 
     @property
@@ -195,10 +195,10 @@ class Manifest:
 def generation_names(folder: Folder) -> list[str]:
     """Folders of generations, by step; a folder without a manifest is one that is being built or removed."""
     names = [name for name in folder.names("index") if re.fullmatch(r"\d+-[0-9a-f]+", name)]
-    return sorted(names, key=lambda name: (step_of(name), name))
+    return sorted(names, key=lambda name: (export_step(name), name))
 
 
-def step_of(generation: str) -> int:
+def export_step(generation: str) -> int:
     """The export step in a generation's name."""
     return int(generation.partition("-")[0])
 
@@ -209,24 +209,27 @@ def generation_name(step: int, parameters: str, corpus: str, attempt: int) -> st
 
 
 def read_manifest(folder: Folder, generation: str) -> Manifest | None:
-    """The manifest of a generation; None where there is none (yet). Raises Unusable."""
+    """The manifest of a generation; None where there is none (yet). Raises InvalidIndex."""
     name = f"index/{generation}/{MANIFEST}"
     try:
         return Manifest.from_json(folder.read_json(name), folder.path(name))
     except FileNotFoundError:
         return None
     except Damaged as fault:
-        raise Unusable(str(fault)) from None
+        raise InvalidIndex(str(fault)) from None
 
 
 def export_of(folder: Folder, manifest: Manifest) -> Export | None:
-    """The export that a generation was built from; None when it is gone, or another took its place. Raises Unusable."""
+    """The export that a generation was built from; None when it is gone, or another took its place.
+
+    Raises InvalidIndex.
+    """
     export = read_export(folder, manifest.step)
     return export if export is not None and export.parameters == manifest.parameters else None
 
 
 def load_vectors(folder: Folder, manifest: Manifest) -> NDArray:
-    """All vectors of a generation, verified: [rows, width] of its dtype. Raises Unusable, naming the file."""
+    """All vectors of a generation, verified: [rows, width] of its dtype. Raises InvalidIndex, naming the file."""
     vectors = np.empty((manifest.rows, manifest.width), numpy_dtype(manifest.dtype))
     start = 0
     for chunk in manifest.chunks:
@@ -236,7 +239,7 @@ def load_vectors(folder: Folder, manifest: Manifest) -> NDArray:
         vectors[start:stop] = read_chunk(folder, manifest, chunk)
         start = stop
     if start != manifest.rows:
-        raise Unusable(f"{folder.path('index/' + manifest.generation)}: its chunks hold other rows than it says")
+        raise InvalidIndex(f"{folder.path('index/' + manifest.generation)}: its chunks hold other rows than it says")
     return vectors
 
 
@@ -245,10 +248,10 @@ def read_chunk(folder: Folder, manifest: Manifest, chunk: ChunkFile) -> NDArray:
     try:
         data = folder.read_verified(chunk.file)
     except Damaged as fault:
-        raise Unusable(str(fault)) from None
+        raise InvalidIndex(str(fault)) from None
     stored = np.frombuffer(data, np.uint16 if manifest.dtype == "bfloat16" else manifest.dtype)
     if len(stored) != (chunk.last - chunk.first) * manifest.width:
-        raise Unusable(f"{folder.path(chunk.file.name)} holds other rows than its manifest says")
+        raise InvalidIndex(f"{folder.path(chunk.file.name)} holds other rows than its manifest says")
     vectors = stored.view(numpy_dtype(manifest.dtype)).reshape(-1, manifest.width)
     check_vectors(vectors, folder.path(chunk.file.name))
     return vectors
@@ -266,11 +269,11 @@ def done_marks(folder: Folder, home: str) -> dict[str, str]:
 
 
 def check_vectors(vectors: NDArray, where: str) -> None:
-    """Raise Unusable when a vector is zero or not finite: a tower that diverged, or memory that went bad."""
+    """Raise InvalidIndex when a vector is zero or not finite: a tower that diverged, or memory that went bad."""
     lengths = np.linalg.norm(vectors.astype(np.float32), axis=1)
     bad = np.flatnonzero(~np.isfinite(lengths) | (lengths == 0))
     if len(bad):
-        raise Unusable(f"{where}: row {bad[0]} and {len(bad) - 1} others have a vector that is zero or not finite")
+        raise InvalidIndex(f"{where}: row {bad[0]} and {len(bad) - 1} others have a vector that is zero or not finite")
 
 
 def numpy_dtype(name: str) -> Any:
@@ -299,7 +302,7 @@ def remove_generation(folder: Folder, generation: str) -> None:
 def _files_or_none(folder: Folder, generation: str) -> Sequence[FileEntry]:
     try:
         manifest = read_manifest(folder, generation)
-    except Unusable:
+    except InvalidIndex:
         return ()
     return manifest.files if manifest else ()
 
@@ -308,10 +311,10 @@ def _checked(found: Mapping[str, Any], where: str, kind: type) -> dict[str, Any]
     """The fields of a record, if it has them all and its version is ours."""
     version = found.get("format_version")
     if version != FORMAT_VERSION:
-        raise Unusable(f"{where} has format version {version}, not {FORMAT_VERSION}")
+        raise InvalidIndex(f"{where} has format version {version}, not {FORMAT_VERSION}")
     names = [field.name for field in dataclasses.fields(kind)]
     if missing := [name for name in names if name not in found]:
-        raise Unusable(f"{where} is damaged: it has no {missing[0]!r}")
+        raise InvalidIndex(f"{where} is damaged: it has no {missing[0]!r}")
     return {name: found[name] for name in names}
 
 
@@ -319,7 +322,7 @@ def _entry(found: Any, where: str) -> FileEntry:
     try:
         return FileEntry(str(found["name"]), int(found["bytes"]), str(found["sha256"]))
     except (TypeError, KeyError, ValueError) as fault:
-        raise Unusable(f"{where} is damaged: an entry of a file lacks {fault}") from None
+        raise InvalidIndex(f"{where} is damaged: an entry of a file lacks {fault}") from None
 
 
 # --- Job status -------------------------------------------------------------------------------------------------------
@@ -417,7 +420,7 @@ def read_status(folder: Folder, job: str) -> Status | None:
     """The status of a job; None where it never wrote one, or where what is there cannot be read."""
     try:
         found = _checked(folder.read_json(f"jobs/{job}.json"), job, Status)
-    except (FileNotFoundError, Damaged, Unusable):
+    except (FileNotFoundError, Damaged, InvalidIndex):
         return None
     kinds = {"run": str, "stage": str, "step": int, "counter": int, "done": bool, "index": int, "pins": list}
     if any(type(found[name]) is not kind for name, kind in kinds.items()):

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.index.approximate import (
+    ScannConfig,
     Searcher,
-    Settings,
     Shard,
     build_shard,
     exact_rows,
@@ -28,9 +28,9 @@ from realm_jax.index.approximate import (
 )
 from realm_jax.index.generations import (
     DONE,
-    Foreign,
+    IncompatibleIndex,
+    InvalidIndex,
     Manifest,
-    Unusable,
     done_marks,
     load_vectors,
     read_chunk,
@@ -43,7 +43,7 @@ MEASURED_DEPTH = 8  # K of the paper
 
 
 def build_searchers(
-    folder: Folder, manifest: Manifest, settings: Settings, order: Callable[[int], list[int]], writer: str,
+    folder: Folder, manifest: Manifest, settings: ScannConfig, order: Callable[[int], list[int]], writer: str,
     check: Callable[[], None],
 ) -> dict[str, Any]:  # fmt: skip
     """Build every shard that has no done mark; the manifest's entry of the searcher. order: of this process's work."""
@@ -61,19 +61,21 @@ def build_searchers(
         try:
             shards.append(folder.read_json(path) | {"first": first, "last": last})
         except FileNotFoundError:
-            raise Unusable(f"{folder.path(home)}: rows {first} to {last} have no searcher") from None
+            raise InvalidIndex(f"{folder.path(home)}: rows {first} to {last} have no searcher") from None
         except Damaged as fault:
             folder.remove(path)
-            raise Unusable(str(fault)) from None
+            raise InvalidIndex(str(fault)) from None
     return {"settings": chosen, "shards": shards}
 
 
 def load_searcher(
     folder: Folder, manifest: Manifest, vectors: NDArray, places: NDArray[np.int32] | None = None
 ) -> Searcher:
-    """The searcher of a generation over its stored vectors. places: as of `Searcher`. Raises Unusable."""
+    """The searcher of a generation over its stored vectors. places: as of `Searcher`. Raises InvalidIndex."""
     if manifest.searcher is None:
-        raise Foreign(f"generation {manifest.generation} has no searcher; its builder needs retrieval.backend=scann")
+        raise IncompatibleIndex(
+            f"generation {manifest.generation} has no searcher; its builder needs retrieval.backend=scann"
+        )
     shards = tuple(_load(folder, shard) for shard in manifest.searcher["shards"])
     return Searcher(shards, vectors, manifest.searcher["settings"]["budget"], places)
 
@@ -84,17 +86,17 @@ def _load(folder: Folder, shard: dict[str, Any]) -> Shard:
         paths = [folder.local(FileEntry(**file)) for file in shard["files"]]
         return load_shard(paths[0].parent, shard["first"], shard["last"])
     except Damaged as fault:
-        raise Unusable(f"{where}: {fault}") from None
+        raise InvalidIndex(f"{where}: {fault}") from None
     except FileNotFoundError as fault:  # staged, and removed by another process of this machine
         raise StorageError(f"{where}: {fault}") from None
     except (RuntimeError, ValueError, OSError) as fault:  # its files are sound
-        raise Foreign(f"{where} cannot be loaded here: {fault}") from None
+        raise IncompatibleIndex(f"{where} cannot be loaded here: {fault}") from None
 
 
 def measure(folder: Folder, manifest: Manifest, queries: NDArray[np.float32]) -> dict[str, float]:
     """Recall of a generation's searcher against exact search, with sample queries of the same export.
 
-    A shard that cannot be loaded loses its done mark, so that it is built again. Raises Unusable.
+    A shard that cannot be loaded loses its done mark, so that it is built again. Raises InvalidIndex.
     """
     assert manifest.searcher is not None, "hosts search"
     vectors, shards = load_vectors(folder, manifest), []
@@ -102,7 +104,7 @@ def measure(folder: Folder, manifest: Manifest, queries: NDArray[np.float32]) ->
         for shard in manifest.searcher["shards"]:
             try:
                 shards.append(_load(folder, shard))
-            except Unusable:
+            except InvalidIndex:
                 folder.remove(shard["files"][0]["name"].rpartition("/")[0] + DONE)
                 raise
     finally:
@@ -112,7 +114,7 @@ def measure(folder: Folder, manifest: Manifest, queries: NDArray[np.float32]) ->
     return {f"recall@{depth}": recall(searcher.search(asked, depth), exact_rows(asked, vectors, depth))}
 
 
-def _build(folder: Folder, manifest: Manifest, settings: Settings, rows: tuple[int, int], name: str) -> None:
+def _build(folder: Folder, manifest: Manifest, settings: ScannConfig, rows: tuple[int, int], name: str) -> None:
     with tempfile.TemporaryDirectory(prefix="realm-scann-") as scratch:
         chosen = build_shard(_read_rows(folder, manifest, *rows), settings, Path(scratch))
         files = [folder.put(f"{name}/{path.name}", path.read_bytes()) for path in sorted(Path(scratch).iterdir())]

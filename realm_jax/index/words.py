@@ -1,7 +1,8 @@
 """Search by words: BM25 over the passages of a corpus, with the stems and stop words of its language.
 
 The search that needs no training, the yardstick beside which learnt retrieval is reported, and one half of hybrid
-search (`fusion.py`). An index is kept in the run folder (`keep`) and memory-mapped from there; nobody else writes one.
+search (`fusion.py`). An index is kept in the run folder (`save_index`) and memory-mapped from there; nobody else writes
+one.
 """
 
 import json
@@ -99,7 +100,7 @@ class Bm25:
         """Whether no text has any word, stop words aside."""
         return self._index is None
 
-    def knows(self, question: str) -> bool:
+    def has_terms(self, question: str) -> bool:
         """Whether any word of a question is left without the stop words."""
         return bool(_tokens(question, self.language))
 
@@ -150,7 +151,7 @@ class Bm25:
 
 
 @lru_cache(1)
-def words_of(store: Store, language: str, workdir: Path) -> Bm25:
+def load_or_build(store: Store, language: str, workdir: Path) -> Bm25:
     """BM25 over a corpus: as a run keeps it, or else made in memory. Questions come one by one, or set after set.
 
     language: `retrieval.language` of a config. Nothing is written.
@@ -159,20 +160,20 @@ def words_of(store: Store, language: str, workdir: Path) -> Bm25:
     return Bm25(searchable_texts(store), language or language_of(store)) if kept is None else kept
 
 
-def keep(store: Store, language: str, workdir: Path) -> None:
-    """Write the index of `words_of` into the run folder, unless it is there whole; any other index goes."""
+def save_index(store: Store, language: str, workdir: Path) -> None:
+    """Write the index of `load_or_build` into the run folder, unless it is there whole; any other index goes."""
     final = _place(store, language, workdir)
     if _kept(final) is not None:
         return
     if final.is_dir():
-        words_of.cache_clear()  # it may have read what is damaged
+        load_or_build.cache_clear()  # it may have read what is damaged
     make_folder(final.parent, "--workdir")
     others = PosixFolder(final.parent)
     for name in others.names():
         others.remove(name)
     made = Path(tempfile.mkdtemp(prefix=".partial-", dir=final.parent))
     try:
-        words_of(store, language, workdir).save(made)
+        load_or_build(store, language, workdir).save(made)
         publish_folder(made, final)
     except BaseException:
         shutil.rmtree(made, ignore_errors=True)

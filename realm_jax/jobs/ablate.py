@@ -9,7 +9,6 @@ not repeated, and one that was cut off goes on. The rows are in the config file;
 import argparse
 import dataclasses
 import logging
-import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,24 +28,21 @@ from realm_jax.jobs.opening import open_run, recorded_config, set_up_jax
 from realm_jax.jobs.quickstart import make_data
 from realm_jax.jobs.recipe import preemptible, train
 from realm_jax.jobs.results import hardware
-from realm_jax.jobs.weights import export
-from realm_jax.recipes import ablations
-from realm_jax.storage import make_folder, one_after_another, only_one, publish_folder, write_atomic, write_json_atomic
+from realm_jax.recipes import ROW, ablations
+from realm_jax.storage import make_folder, one_after_another, only_one, write_atomic, write_json_atomic
 from realm_jax.training.metrics import read_lines
-from realm_jax.training.preemption import PREEMPTED, Preempted
 
 logger = logging.getLogger(__name__)
 
 EXAMPLES = """examples:
   realm ablate --config=ablations --workdir=runs/ablations
-  realm ablate --config=ablations --workdir=runs/ablations --seeds=0 --rows=realm,baseline
+  realm ablate --config=ablations --workdir=runs/ablations --config.seeds=0 --rows=realm,baseline
   realm ablate --config=ablations --config.base.data.path=data/wiki --workdir=runs/wiki
 
 The table lies in ablations.md, ablations.html and ablations.json of the folder, and grows with every row. Commands for
-different seeds may work in one folder at the same time: `taskset --cpu-list=0 realm ablate … --seeds=0 &` and so on.
+different seeds may work in one folder at the same time: `taskset --cpu-list=0 realm ablate … --config.seeds=0 &` …
 """
-SET_BY_ROWS = ("tasks", "seed", "init_from")  # keys that a row's own entries decide
-ROW = {"title": "", "tasks": "", "start": "", "reader": "", "changes": (), "paper": ()}
+SET_BY_ROWS = ("tasks", "seed", "init_from", "reader_from")  # keys that a row's own entries decide
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,18 +50,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     add_config_argument(parser, "ablations: the paper's table 2 and more")
     parser.add_argument("--workdir", required=True, metavar="DIR", help="folder of the runs: made, or gone on with")
-    parser.add_argument("--seeds", metavar="N,N", help="in place of the config's seeds")
     parser.add_argument("--rows", metavar="NAME,NAME", help="these rows, and those that they start from (default: all)")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Train what is missing; exit code 75 after SIGTERM, once the state is saved."""
+def run(args: argparse.Namespace) -> None:
+    """Train what is missing. Raises Preempted after SIGTERM, once the state is saved."""
     config = load_config(args.config, args.overrides, ablations, like=_like)
     if any(override.startswith("--config.base.tasks=") for override in args.overrides):
         raise UserError("--config.base.tasks: every row has tasks of its own; set --config.rows.NAME.tasks")
     check(config)
     rows = wanted(config, args.rows)
-    seeds = _seeds(args.seeds) if args.seeds else list(config.seeds)
     workdir = Path(args.workdir)
     make_folder(workdir, "--workdir")
     if not config.base.data.path:
@@ -73,15 +67,10 @@ def run(args: argparse.Namespace) -> int:
             make_data(workdir, seed=config.base.seed, **config.encyclopedia)
         config.base.data.path = str(workdir / "data")
     set_up_jax()
-    try:
-        with preemptible():
-            for seed in seeds:
-                train_seed(config, rows, seed, workdir)
-    except Preempted as reason:
-        logger.warning("%s", reason)
-        return PREEMPTED
+    with preemptible():
+        for seed in config.seeds:
+            train_seed(config, rows, seed, workdir)
     show(table_rows(config, workdir, warn=True), workdir)
-    return 0
 
 
 def _like(config: ConfigDict) -> ConfigDict:
@@ -131,12 +120,6 @@ def _check_changes(changes: Any, key: str) -> None:
         require(name not in SET_BY_ROWS, key, f"{name} follows from tasks, start and seeds of the rows; leave it out")
 
 
-def _seeds(text: str) -> list[int]:
-    if not all(part.strip().isdecimal() for part in text.split(",")):
-        raise UserError(f"--seeds={text}: takes whole numbers, such as --seeds=0,1,2")
-    return [int(part) for part in text.split(",")]
-
-
 def wanted(config: ConfigDict, names: str | None) -> list[str]:
     """The rows to train, in order: those of the table, or that are named, and before each what it starts from."""
     chosen = [name.strip() for name in names.split(",")] if names else config.table
@@ -168,14 +151,10 @@ def row_config(config: ConfigDict, name: str, seed: int, place: Path) -> ConfigD
     row = config.rows[name]
     found = with_overrides(ConfigDict(config.base.to_dict()), [f"--config.{change}" for change in row.changes])
     found.update(tasks=row.tasks, seed=seed)
-    if row.start:
-        found.init_from = str(start_of(row, place))
+    for key, other in (("init_from", row.start), ("reader_from", row.reader)):
+        if other:
+            found[key] = str(place / other)
     return found
-
-
-def start_of(row: ConfigDict, place: Path) -> Path:
-    """What a row starts from: the run of another, or the towers of one with the reader of another."""
-    return place / "weights" / f"{row.start}+{row.reader}" if row.reader else place / row.start
 
 
 def train_seed(config: ConfigDict, rows: Sequence[str], seed: int, workdir: Path) -> None:
@@ -190,12 +169,7 @@ def train_seed(config: ConfigDict, rows: Sequence[str], seed: int, workdir: Path
 
 def train_row(config: ConfigDict, name: str, seed: int, place: Path) -> None:
     """Train a row under a seed, as far as it is not done. Raises Preempted once the state is saved."""
-    row = config.rows[name]
-    logger.info("seed %d: %s", seed, row.title or name)
-    if not (place / name).exists():
-        _forget_mixtures(name, place)
-    if row.reader and not start_of(row, place).is_dir():
-        join_networks(place / row.start, place / row.reader, start_of(row, place))
+    logger.info("seed %d: %s", seed, config.rows[name].title or name)
     opened = open_run(row_config(config, name, seed, place), place / name)
     for split, what in (("dev", "rows are measured with"), ("train", "readers are trained with")):
         if not opened.sources.answered(split):
@@ -203,26 +177,6 @@ def train_row(config: ConfigDict, name: str, seed: int, place: Path) -> None:
     with only_one(opened.workdir):
         train(opened)
     jax.clear_caches()  # the programs of one row are of no use to the next
-
-
-def _forget_mixtures(name: str, place: Path) -> None:
-    """Remove what was joined from the networks of a row that is trained anew."""
-    for mixture in (place / "weights").glob("*"):
-        if name in mixture.name.split("+"):
-            shutil.rmtree(mixture)
-
-
-def join_networks(towers: Path, reader: Path, output: Path) -> None:
-    """A folder of weights with the towers of one run and the reader of another, whole or not at all."""
-    parts = output.parent / f".{output.name}.parts"
-    shutil.rmtree(parts, ignore_errors=True)
-    parts.mkdir(parents=True)
-    export(towers, parts / "whole")
-    export(reader, parts / "other")
-    shutil.rmtree(parts / "whole" / "reader")
-    (parts / "other" / "reader").rename(parts / "whole" / "reader")
-    publish_folder(parts / "whole", output)
-    shutil.rmtree(parts)
 
 
 def measured(folder: Path, origins: Iterable[Path] = ()) -> Measured | None:

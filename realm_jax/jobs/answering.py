@@ -7,28 +7,31 @@ import argparse
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from numpy.typing import NDArray
 
-from realm_jax.config import SEARCHES, TASKS, task_names
+from realm_jax.config import TASKS, task_names
 from realm_jax.corpus.jsonl import Question, read_questions
 from realm_jax.data.staging import is_remote
 from realm_jax.errors import UserError
-from realm_jax.evaluation.predict import Answer, Candidate
+from realm_jax.evaluation.predict import Answer
+from realm_jax.index.builder import rejection
 from realm_jax.index.candidates import Index
 from realm_jax.index.generations import (
-    Unusable,
+    InvalidIndex,
+    Manifest,
     export_of,
     generation_names,
     load_vectors,
     read_manifest,
     read_towers,
 )
-from realm_jax.jobs.flags import positive
+from realm_jax.jobs.arguments import changes_of
 from realm_jax.jobs.opening import recorded_config, reopen_run, set_up_jax
 from realm_jax.mesh import replicated
 from realm_jax.models.realm import Params
@@ -37,17 +40,17 @@ from realm_jax.storage import read_json
 from realm_jax.training.best import RECALLS, measure_in
 from realm_jax.training.checkpoints import Gone, Saved
 from realm_jax.training.embedding import embed_once
-from realm_jax.training.exporter import to_arrays
+from realm_jax.training.exporter import to_arrays, to_params
 from realm_jax.training.metrics import read_lines
-from realm_jax.training.opened import Opened
+from realm_jax.training.opened import CachedCheckpoint
 from realm_jax.training.refresh import shared_folder
-from realm_jax.training.restore import index_saved, saved_params
+from realm_jax.training.restore import index_saved, restore_params
 from realm_jax.training.workdir import begins_with_reader, check_data
 
 logger = logging.getLogger(__name__)
 
 NBEST = 5  # answers of a question that are shown or written, if nothing else is asked for
-PASSAGES = 20  # to retrieve for a question, if nothing else is asked for
+ABOUT_PASSAGES = ("evaluation.passages", "evaluation.qa_passages", "evaluation.aggregate")
 LOW_EXACT_MATCH, LOW_RECALL = 0.2, 0.5  # below these a user is warned
 
 
@@ -65,106 +68,50 @@ class Trained:
     index: Index
     search: str = "vectors"
 
+    @property
+    def reads(self) -> bool:
+        """Whether its reader learnt to answer from passages."""
+        return reader_is_trained(self.run.workdir, self.task)
+
     def place(self, row: int) -> dict[str, Any]:
         """Where a passage is from: {"id", "part", "title"}; part: which of the passages of its document, from 0."""
         store = self.run.sources.passages
         document = store.document_id(row)
         return {"id": document, "part": row - store.rows_of(document).start, "title": store.title(row)}
 
-    def source(self, answer: Answer) -> dict[str, Any]:
-        """Where an answer stands: `place` with {"span"}, characters of the passage's text."""
-        return self.place(answer.row) | {"span": list(answer.span)}
-
-    def text(self, candidate: Candidate) -> str:
-        """A candidate's own answer, as it stands in its passage."""
-        return self.run.sources.passages.text(candidate.row)[slice(*candidate.span)]
+    def answer(self, answer: Answer) -> dict[str, Any]:
+        """{"answer", "probability", "passage"}; passage: where it stands, `place` with {"span"}, characters of the
+        passage's text; None where no passage was found."""
+        passage = self.place(answer.row) | {"span": list(answer.span)} if answer.row >= 0 else None
+        return {"answer": answer.text, "probability": short(answer.probability), "passage": passage}
 
 
-def filled(text: str) -> str:
-    """The type of an argument that says something."""
-    if not text.strip():
-        raise argparse.ArgumentTypeError("it is empty; give a value or leave the flag out")
-    return text
-
-
-def add_run_arguments(parser: argparse._ActionsContainer, instead: argparse._ActionsContainer | None = None) -> None:
-    """`--workdir` and `--data`. instead: where `--workdir` goes, if something else may stand in its place."""
-    (instead or parser).add_argument(
-        "--workdir", type=filled, required=instead is None, metavar="DIR", help="folder of a run of `realm train`"
-    )
-    parser.add_argument(
-        "--data", type=filled, metavar="DIR", help="the run's prepared folder, where it was moved since"
-    )
-
-
-def add_search_argument(parser: argparse._ActionsContainer) -> None:
-    """`--search`."""
-    parser.add_argument(
-        "--search",
-        choices=SEARCHES,
-        help="what finds the passages of questions (default: the config's retrieval.qa_search)",
-    )
-
-
-def add_question_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which questions, with which parameters, and how they are answered; see `questions_of` and `overrides_of`."""
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument("--split", type=filled, help="questions of the prepared folder (default: dev)")
-    source.add_argument("--questions", type=filled, metavar="FILE", help="file of questions, in place of a split")
-    parser.add_argument(
-        "--task", type=filled, help="parameters at the end of this task (default: the last with a checkpoint)"
-    )
-    parser.add_argument(
-        "--passages",
-        type=positive,
-        metavar="N",
-        help=f"passages to retrieve (default: {PASSAGES}, or as many as --read)",
-    )
-    add_search_argument(parser)
-    parser.add_argument(
-        "--read",
-        type=positive,
-        metavar="N",
-        help="passages to read (default: as many as in training; for evaluate one where no question has an answer)",
-    )
-    parser.add_argument(
-        "--aggregate",
-        choices=("marginal", "max"),
-        help="probability of an answer: summed over passages and occurrences, or that of the likeliest (default: the "
-        "run's, marginal unless it says otherwise)",
-    )
-
-
-def overrides_of(args: argparse.Namespace) -> dict[str, Any]:
-    """What the arguments of `add_question_arguments` change in the run's config."""
-    found: dict[str, Any] = {"evaluation.passages": args.passages or max(PASSAGES, args.read or 0)}
-    found |= {"evaluation.qa_passages": args.read} if args.read else {}
-    return found | ({"evaluation.aggregate": args.aggregate} if args.aggregate else {})
+def short(value: float) -> float:
+    """As many digits as a float32 has."""
+    return float(f"{value:.9g}")
 
 
 def check_passages(run: Run, args: argparse.Namespace) -> None:
     """Raise UserError for arguments about passages that would do nothing, or that leave too few to read."""
+    changes = changes_of(args)
     task, _ = newest(run, args.task)
     if task == "closed_book":
-        given = [
-            flag for flag in ("passages", "read", "aggregate", "nbest", "search") if vars(args).get(flag) is not None
-        ]
+        given = [f"--{flag}" for flag in ("nbest", "search") if vars(args).get(flag) is not None]
+        given += [f"--config.{key}" for key in changes if key in ABOUT_PASSAGES]
         if given:
-            raise UserError(f"--{given[0]}: {run.workdir} answers without passages (closed_book); leave it out")
+            raise UserError(f"{given[0]}: {run.workdir} answers without passages (closed_book); leave it out")
         return
-    read = min(run.answering.qa_passages, run.setting.rows)
-    if args.passages is not None and args.passages < read:
+    read, passages = min(run.answering.qa_passages, run.setting.rows), changes.get("evaluation.passages")
+    if passages is not None and passages < read:
         raise UserError(
-            f"--passages={args.passages}: fewer than the {read} that are read; retrieve more, or read fewer with --read"
+            f"--config.evaluation.passages={passages}: fewer than the {read} that are read; retrieve more, or read "
+            "fewer with --config.evaluation.qa_passages"
         )
 
 
-def questions_of(run: Run, args: argparse.Namespace, need_right: bool) -> list[Question]:
-    """The questions that the arguments name. Warns of those that cannot be answered, or found, as they stand."""
-    if args.questions:
-        questions = read_questions(args.questions, need_right=need_right)
-    else:
-        questions = _split(run, args.split or "dev")
+def questions_of(run: Run, name: str | None, need_right: bool) -> list[Question]:
+    """The questions of a split, or of a file. Warns of those that cannot be answered, or found, as they stand."""
+    questions = _questions(run, name or "dev", need_right)
     most = run.config.data.query_length - 2
     encoded = run.sources.wordpiece.encode_batch([question.question for question in questions])
     if cut := sum(len(item.ids) > most for item in encoded):
@@ -175,34 +122,34 @@ def questions_of(run: Run, args: argparse.Namespace, need_right: bool) -> list[Q
     return questions
 
 
-def _split(run: Run, split: str) -> list[Question]:
-    questions = run.sources.questions.get(split)
-    if not questions:
-        known = ", ".join(run.sources.questions) or "none"
-        raise UserError(
-            f"--split={split}: {run.config.data.path} has no such questions (it has: {known}); "
-            "choose another split, or give a file with --questions"
-        )
-    return questions
+def _questions(run: Run, name: str, need_right: bool) -> list[Question]:
+    """Of a split, or of a file: what is no split, and is there or is written like no split."""
+    splits = run.sources.questions
+    if name in splits:
+        return splits[name]
+    if Path(name).exists() or not name.isidentifier():
+        return read_questions(name, need_right=need_right)
+    raise UserError(
+        f"--questions={name}: {run.config.data.path} has no such questions (it has: {', '.join(splits) or 'none'}), "
+        "and there is no such file; choose another split, or name a file"
+    )
 
 
-def open_run_to_ask(
-    workdir: Path, data: str | None = None, overrides: dict[str, Any] | None = None, questions: bool = True
-) -> Run:
-    """The run of a folder on the devices that are here, with operations keys changed by `overrides`.
+def open_run_to_ask(workdir: Path, changes: dict[str, Any] | None = None, questions: bool = True) -> Run:
+    """The run of a folder on the devices that are here, with its config changed as `changes_of` has it.
 
     questions: whether those of the prepared folder are read.
     Raises UserError when there is no run, or when its prepared folder is gone or another one.
     """
-    _check_prepared(data or recorded_config(workdir).data.path, workdir)
+    changes = changes or {}
+    _check_prepared(changes.get("data.path") or recorded_config(workdir).data.path, workdir)
     set_up_jax()
     # Trained on one machine and asked on another: every device takes a share of the passages and all parameters. Batch
     # sizes of training must suit the devices, but nothing is trained here.
     here: dict[str, Any] = {"mesh.data": -1, "mesh.fsdp": 1, "mesh.model": 1}
     for name in TASKS:
         here |= {f"{name}.batch_size": jax.device_count(), f"{name}.microbatches": 1}
-    moved = {"data.path": data} if data else {}
-    run = reopen_run(workdir, here | moved | (overrides or {}), questions)
+    run = reopen_run(workdir, here | changes, questions)
     check_data(run, run.sources.passages.versions, questions)
     return run
 
@@ -211,7 +158,7 @@ def _check_prepared(folder: str, workdir: Path) -> None:
     if not is_remote(folder) and not (Path(folder) / "PREPARED.json").is_file():
         raise UserError(
             f"{folder}: the prepared folder of the run in {workdir} is not there (looked from {Path.cwd()}); "
-            "name the place that it was moved to with --data=DIR"
+            "name the place that it was moved to with --config.data.path=DIR"
         )
 
 
@@ -318,13 +265,13 @@ def _params(run: Run, saved: Saved, documents: bool) -> Params:
     """What answers are made with. documents: the document tower too, which answers from stored vectors do without."""
     query, *others = run.model.embedder_names
     names = [query, "reader", *(others if documents or run.setting.qa_documents else ())]
-    return saved.params(names, replicated(run.mesh))  # as `open_run_to_ask` lays out the mesh
+    return jax.device_put(saved.params(names), replicated(run.mesh))  # as `open_run_to_ask` lays out the mesh
 
 
 def restore_towers(run: Run) -> tuple[int, Params]:
     """The towers at the end of what was trained, and the step of REALM that they count as."""
     name, saved = newest(run)
-    params = saved_params(run, name, saved, jax.eval_shape(run.model.init, jax.random.key(0)))
+    params = restore_params(run, name, saved)
     return run.config.realm.steps, {tower: params[tower] for tower in run.model.embedder_names}
 
 
@@ -335,20 +282,57 @@ def is_edited(run: Run) -> bool:
 
 def published_index(run: Run, params: Params) -> Index | None:
     """The index of a generation of this version of the corpus and of the towers of `params`, if there is a good one."""
-    folder, name = shared_folder(run), run.model.embedder_names[-1]
+    name = run.model.embedder_names[-1]
     tower = to_arrays({name: params[name]})
-    for generation in reversed(generation_names(folder)):
-        with contextlib.suppress(Unusable):
-            manifest = read_manifest(folder, generation)
-            if manifest is None or manifest.corpus != run.sources.passages.fingerprint:
-                continue
-            export = export_of(folder, manifest)
-            if export is None:
-                continue
-            exported, _ = read_towers(folder, export)
-            if all(np.array_equal(exported[path], value) for path, value in tower.items()):
-                return run.index(run.sources.passages.kept(load_vectors(folder, manifest)))
+    for manifest in _generations(run):
+        with contextlib.suppress(InvalidIndex):
+            exported = _exported_towers(run, manifest)
+            if exported and all(np.array_equal(exported[path], value) for path, value in tower.items()):
+                return _stored_index(run, manifest)
     return None
+
+
+def open_generation(run: Run, name: str) -> Trained:
+    """The index of a generation, by its name or the 'newest' of this version of the corpus, with the towers that made
+    it and no reader. Raises UserError where there is none, and where its towers are gone."""
+    folder = shared_folder(run)
+    manifest = next(_generations(run), None) if name == "newest" else read_manifest(folder, name)
+    if manifest is None and name == "newest":
+        raise UserError(
+            f"{folder.path('index')}: no generation of the corpus as it is now; train with refresh.mode=async, or "
+            "publish one with `realm corpus`"
+        )
+    if manifest is None:
+        raise UserError(f"{folder.path('index')}: there is no generation {name}; `realm storage ls` lists them")
+    if manifest.corpus != run.sources.passages.fingerprint:
+        raise UserError(f"generation {manifest.generation} is of another corpus than {run.config.data.path}")
+    towers = _exported_towers(run, manifest)
+    if towers is None:
+        raise UserError(
+            f"{folder.path('exports')}: the export of generation {manifest.generation} is gone; name another"
+        )
+    return Trained(run, task_names(run.config)[-1], manifest.step, to_params(towers), _stored_index(run, manifest))
+
+
+def _generations(run: Run) -> Iterator[Manifest]:
+    """The good generations of this version of the corpus, the newest first."""
+    folder = shared_folder(run)
+    for name in reversed(generation_names(folder)):
+        with contextlib.suppress(InvalidIndex):
+            manifest = read_manifest(folder, name)
+            own = manifest is not None and manifest.corpus == run.sources.passages.fingerprint
+            if manifest is not None and own and rejection(folder, name) is None:
+                yield manifest
+
+
+def _exported_towers(run: Run, manifest: Manifest) -> dict[str, NDArray] | None:
+    """The towers that a generation was built with; None where their export is gone."""
+    export = export_of(shared_folder(run), manifest)
+    return None if export is None else read_towers(shared_folder(run), export)[0]
+
+
+def _stored_index(run: Run, manifest: Manifest) -> Index:
+    return run.index(run.sources.passages.kept(load_vectors(shared_folder(run), manifest)))
 
 
 def newest(run: Run, task: str | None = None) -> tuple[str, Saved]:
@@ -358,7 +342,7 @@ def newest(run: Run, task: str | None = None) -> tuple[str, Saved]:
         raise UserError(f"--task={task}: the run in {run.workdir} has no such task; choose among {', '.join(names)}")
     names = names if task is None else [task]
     for name in reversed(names):
-        if (saved := Opened.newest(run.workdir / name / "checkpoints")) is not None:
+        if (saved := CachedCheckpoint.newest(run.workdir / name / "checkpoints")) is not None:
             return name, saved
     what = f"of task {names[0]} " if len(names) == 1 else ""
     raise UserError(f"{run.workdir}: no checkpoint {what}yet; give the `realm train` command that started it again")
@@ -373,7 +357,7 @@ def check_question(run: Run, question: str, search: str = "vectors") -> str:
     except UnicodeEncodeError:
         raise UserError("the question is not valid UTF-8; type or save it as UTF-8 text") from None
     pieces = len(run.sources.wordpiece.encode(question).ids)
-    if search == "bm25" and not run.words().knows(question):
+    if search == "bm25" and not run.words().has_terms(question):
         raise UserError(
             "the question has no word but stop words, which BM25 leaves out; ask with other words, or with "
             "--search=vectors"

@@ -6,7 +6,6 @@ Results go to stdout, everything else to stderr. What is asked is `answering.py`
 
 import argparse
 import io
-import json
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -25,17 +24,17 @@ from realm_jax.evaluation.predict import Evaluator
 from realm_jax.jobs.answering import (
     NBEST,
     Trained,
-    add_run_arguments,
-    add_search_argument,
     check_question,
     check_reads,
     measured,
+    open_generation,
     open_run_to_ask,
     ranks_by_search,
-    reader_is_trained,
     restore,
 )
+from realm_jax.jobs.arguments import add_run_arguments, add_search_argument, changes_of, filled
 from realm_jax.jobs.flags import positive
+from realm_jax.jobs.output import print_json, stdout
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +42,10 @@ EXAMPLES = """examples:
   realm ask --workdir=runs/wiki "Who built the bridge?"
   realm ask --workdir=runs/wiki                                  a question a line, until an empty one
   realm ask --workdir=runs/wiki --json < questions.txt > answers.jsonl
+  realm ask --workdir=runs/wiki --config.evaluation.qa_passages=50 "Who built the bridge?"
+  realm ask --workdir=runs/wiki --generation=newest "the bridge over the river"
 """
+NEAREST = 5  # passages of a generation that are shown, if nothing else is asked for
 SNIPPET, TITLE, PLACES = 60, 30, 9  # characters of a passage, its title and its places, where passages are listed
 
 
@@ -51,28 +53,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `realm ask`."""
     parser.epilog = EXAMPLES
     add_run_arguments(parser)
-    add_search_argument(parser)
+    how = parser.add_mutually_exclusive_group()
+    add_search_argument(how)
+    how.add_argument(
+        "--generation",
+        type=filled,
+        metavar="NAME",
+        help="show the nearest passages by this generation of the index (see `realm storage ls`), or by the 'newest', "
+        "without an answer",
+    )
     parser.add_argument("question", nargs="*", metavar="QUESTION", help="without one, questions are read from stdin")
     parser.add_argument("--json", action="store_true", help="print one JSON object a question")
-    parser.add_argument("--top", type=positive, metavar="N", help="show N of the passages that are read (default: all)")
+    parser.add_argument(
+        "--top", type=positive, metavar="N", help="passages to show (default: all that are read; of a generation 5)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Answer; exit code 2 when a line from a pipe could not be asked."""
-    opened = open_run_to_ask(Path(args.workdir), args.data, {"evaluation.batch_size": 1}, questions=False)
+    opened = open_run_to_ask(Path(args.workdir), {"evaluation.batch_size": 1} | changes_of(args), questions=False)
     single = " ".join(args.question) if args.question else None
     if single is not None:
         check_question(opened, single)
-    trained = restore(opened, search=args.search, warn=False)
-    check_reads(trained)
-    _tell_how_good(trained)
-    to = Console(highlight=False)
+    if args.generation:
+        trained = open_generation(opened, args.generation)
+    else:
+        trained = restore(opened, search=args.search, warn=False)
+        check_reads(trained)
+        _tell_how_good(trained)
+    to = stdout()
     to.soft_wrap = not to.is_terminal  # words are wrapped for people, lines stay whole for programs
 
     def reply(question: str) -> None:
-        answer = ask(trained, question, args.top)
+        answer = search(trained, question, args.top or NEAREST) if args.generation else ask(trained, question, args.top)
         if args.json:
-            print(json.dumps(answer, ensure_ascii=False), flush=True)
+            print_json(answer)
         else:
             show(answer, to)
 
@@ -97,39 +112,42 @@ def ask(trained: Trained, question: str, top: int | None = None) -> dict[str, An
     neither "answer" nor "span". So it is where no passage shares a word with the question, and nothing else searches.
     """
     prediction = _evaluator(trained, question).predict(trained.params, trained.index)[0]
-    store, best = trained.run.sources.passages, prediction.nbest[0]
+    store, found, reads = trained.run.sources.passages, prediction.candidates, trained.reads
     ranks = dict(zip(prediction.retrieved.tolist(), map(ranks_by_search, prediction.ranks.tolist()), strict=True))
-    reads = reader_is_trained(trained.run.workdir, trained.task)
-    found_by = prediction.candidates  # in the order of the search, which is all that is known without a reader
-    ranked = (sorted(found_by, key=lambda candidate: -candidate.probability) if reads else found_by)[:top]
+    # Without a reader the order of the search is all that is known.
+    ranked = (sorted(found, key=lambda candidate: -candidate.probability) if reads else found)[:top]
+    best, nbest = {"answer": None, "probability": None, "passage": None}, []
+    if ranked and reads:
+        nbest = [trained.answer(answer) for answer in prediction.nbest[:NBEST]]
+        best = nbest[0] | {"passage": nbest[0]["passage"] | {"text": store.text(prediction.nbest[0].row)}}
+    candidates = []
+    for one in ranked:
+        text, (start, end) = store.text(one.row), one.span
+        read = {"answer": text[start:end], "span": [start, end]} if reads else {}
+        place = trained.place(one.row) | {"ranks": ranks[one.row], "probability": one.probability}
+        candidates.append(place | read | {"text": text})
     known = measured(trained.run, trained.task)
     facts = None if known is None else {"exact_match": known.exact_match, "recall@5": known.found, "on": known.on}
-    told = {"measured": facts}
-    found = [trained.place(c.row) | {"ranks": ranks[c.row], "probability": c.probability} for c in ranked]
-    if not ranked or not reads:
-        read = [place | {"text": store.text(c.row)} for place, c in zip(found, ranked, strict=True)]
-        answer = {"answer": None, "probability": None, "passage": None, "nbest": [], "candidates": read}
-        return {"question": question} | answer | told
-    return {
-        "question": question,
-        "answer": best.text,
-        "probability": best.probability,
-        "passage": trained.source(best) | {"text": store.text(best.row)},
-        "nbest": [
-            {"answer": answer.text, "probability": answer.probability, "passage": trained.source(answer)}
-            for answer in prediction.nbest[:NBEST]
-        ],
-        "candidates": [
-            place | {"answer": trained.text(c), "span": list(c.span), "text": store.text(c.row)}
-            for place, c in zip(found, ranked, strict=True)
-        ],
-    } | told
+    return {"question": question} | best | {"nbest": nbest, "candidates": candidates, "measured": facts}
+
+
+def search(trained: Trained, question: str, top: int) -> dict[str, Any]:
+    """The nearest passages of a checked question, without an answer: {"question", "index_step", "candidates"}.
+
+    "index_step" is the step of the towers; "candidates" are {"id", "part", "title", "ranks", "score", "text"}.
+    """
+    found, store = _evaluator(trained, question).find(trained.params, trained.index, top), trained.run.sources.passages
+    candidates = [
+        trained.place(row) | {"ranks": ranks_by_search(ranks), "score": score, "text": store.text(row)}
+        for row, score, ranks in zip(*(part[0].tolist() for part in found), strict=True)
+    ]
+    return {"question": question, "index_step": trained.step, "candidates": candidates}
 
 
 def _tell_how_good(trained: Trained) -> None:
     """Warn, once, where answers are not to be trusted as they are: by what the run itself measured."""
     known = measured(trained.run, trained.task)
-    if not reader_is_trained(trained.run.workdir, trained.task):
+    if not trained.reads:
         logger.warning("no reader was trained (task %s): these are the passages that were found", trained.task)
     if known is None:
         logger.info("this run was never measured")
@@ -185,7 +203,7 @@ def _lines() -> Iterator[str]:
 
 def show(answer: dict[str, Any], to: Console) -> None:
     """Print an answer for people; the span is in reverse on a terminal with colours and in [[…]] elsewhere."""
-    passage = answer["passage"]
+    passage = answer.get("passage")
     if not answer["candidates"]:
         to.print("no passage shares a word with the question; ask with other words, or with --search=vectors")
         return
@@ -222,16 +240,17 @@ def marked(text: str, span: list[int], to: Console, room: int | None = None) -> 
 
 
 def _candidates(candidates: list[dict[str, Any]], to: Console) -> None:
-    """The passages that were read, a line each: p(z|x), places by search, title, surroundings of the best answer."""
+    """A line for each passage: p(z|x) or score, places by search, title, surroundings of the best answer."""
     titles = [harmless(candidate["title"]) for candidate in candidates]
     width = min(TITLE, max(map(cell_len, ["title", *titles])))
     room = max(SNIPPET // 2, to.width - width - PLACES - 14) if to.is_terminal else SNIPPET
     marks = ", its best answer marked" if all("span" in candidate for candidate in candidates) else ""
-    to.print(Text(f"p(z|x)  found by   {set_cell_size('title', width)}  passage{marks}", style="bold"))
+    number, head = ("score", " score") if "score" in candidates[0] else ("probability", "p(z|x)")
+    to.print(Text(f"{head}  found by   {set_cell_size('title', width)}  passage{marks}", style="bold"))
     for candidate, title in zip(candidates, titles, strict=True):
         snippet = marked(candidate["text"], candidate.get("span", [0, 0]), to, room)
         places = set_cell_size(_places(candidate["ranks"]), PLACES)
-        to.print(Text.assemble(f"{candidate['probability']:6.3f}  {places}  {set_cell_size(title, width)}  ", snippet))
+        to.print(Text.assemble(f"{candidate[number]:6.3f}  {places}  {set_cell_size(title, width)}  ", snippet))
 
 
 def _places(ranks: dict[str, int]) -> str:

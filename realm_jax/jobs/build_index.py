@@ -14,19 +14,31 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
+from realm_jax import processes
 from realm_jax.config import TASKS, default, validate
 from realm_jax.console import StageProgress
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
+from realm_jax.host import Preempted, Stop
 from realm_jax.index.approximate import check_scann
-from realm_jax.index.builder import Builder, Corpus, Refused, Share, Stopped, current_name, forgive, refusal
+from realm_jax.index.builder import (
+    Builder,
+    Corpus,
+    Rejected,
+    Stopped,
+    WorkShare,
+    clear_rejections,
+    current_name,
+    rejection,
+)
 from realm_jax.index.generations import (
     BUILDER,
     Export,
+    InvalidIndex,
     Living,
     Manifest,
     Status,
-    Unusable,
+    export_step,
     export_steps,
     generation_names,
     process_name,
@@ -35,7 +47,6 @@ from realm_jax.index.generations import (
     read_status,
     read_towers,
     remove_generation,
-    step_of,
 )  # fmt: skip
 from realm_jax.jobs.flags import add_config_argument, load_config
 from realm_jax.jobs.init_from import resolved
@@ -43,7 +54,6 @@ from realm_jax.jobs.opening import recorded_config, recorded_corpus, set_up_jax
 from realm_jax.run import Run, make_run
 from realm_jax.storage import Folder, StorageError, make_folder
 from realm_jax.training.exporter import index_settings, to_params, tower_settings
-from realm_jax.training.preemption import PREEMPTED, Preempted, Stop
 from realm_jax.training.refresh import shared_folder
 
 logger = logging.getLogger(__name__)
@@ -64,17 +74,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     add_config_argument(parser, "the one that the run in --workdir has recorded, else the paper's sizes")
     parser.add_argument("--workdir", required=True, metavar="DIR", help="folder of the run that trains")
-    parser.add_argument("--process", type=int, default=0, metavar="I", help="this process among --processes, from 0")
-    parser.add_argument("--processes", type=int, default=1, metavar="N", help="processes that share the work")
+    processes.add_share_arguments(parser)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--once", action="store_true", help="build the generation of the newest export, then end")
     which.add_argument("--step", type=int, metavar="S", help="build the generation of export step S, then end")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Build; exit code 75 after SIGTERM."""
-    if not 0 <= args.process < args.processes:
-        raise UserError(f"--process={args.process}: must be at least 0 and below --processes={args.processes}")
+def run(args: argparse.Namespace) -> None:
+    """Build. Raises Preempted after SIGTERM."""
+    share = WorkShare(*processes.share_of(args))
     config = load_config(args.config, args.overrides, lambda: _recorded_or_default(Path(args.workdir)))
     validate(config)
     config = resolved(config, Path(args.workdir))
@@ -84,14 +92,12 @@ def run(args: argparse.Namespace) -> int:
     set_up_jax()
     sources = open_sources(config.data.path, recorded_corpus(Path(args.workdir)))
     opened = make_run(for_embedding(config, jax.local_device_count()), Path(args.workdir), sources, jax.local_devices())
-    job = Job(opened, shared_folder(opened), Share(args.process, args.processes))
+    job = Job(opened, shared_folder(opened), share)
     try:
         with Stop() as stop:
             job.work(stop, args.step, args.once or args.step is not None)
-    except (Preempted, Stopped):
-        logger.warning("SIGTERM: what is written stays; repeat the command to go on")
-        return PREEMPTED
-    return 0
+    except Stopped:
+        raise Preempted("SIGTERM: what is written stays; repeat the command to go on") from None
 
 
 def _recorded_or_default(workdir: Path) -> ConfigDict:
@@ -127,7 +133,7 @@ def run_builder(run: Run, folder: Folder, **options: Any) -> Builder:
 class Job:
     """One builder process: follows exports until the trainer is done."""
 
-    def __init__(self, run: Run, folder: Folder, share: Share) -> None:
+    def __init__(self, run: Run, folder: Folder, share: WorkShare) -> None:
         self._run, self._folder, self._share = run, folder, share
         self._options = run.config.refresh
         self._corpus = stored_corpus(run)
@@ -159,11 +165,11 @@ class Job:
                 if once or (export is None and self._ended()):
                     return
                 self._living.tell(stage="waiting" if export is None else "building", step=-1)
-            except Refused as fault:
+            except Rejected as fault:
                 if once:
                     raise UserError(str(fault)) from None
                 logger.error("%s", fault)
-            except (StorageError, Unusable) as fault:
+            except (StorageError, InvalidIndex) as fault:
                 if once:
                     raise UserError(f"{fault}; repeat the command to go on") from None
                 logger.warning("%s; trying again", fault)
@@ -180,7 +186,9 @@ class Job:
             self._living.tell(run=trainer.run)
             self._seen = (trainer.run, trainer.counter)
         self._folder.unstage("index")
-        forgive(self._folder)  # what an earlier builder found too bad may be good enough with the settings of this one
+        clear_rejections(
+            self._folder
+        )  # what an earlier builder found too bad may be good enough with the settings of this one
 
     def _pause(self, seconds: float, stop: Stop) -> None:
         until = time.monotonic() + seconds
@@ -221,7 +229,7 @@ class Job:
     def _sound(self, step: int) -> Export | None:
         try:
             return read_export(self._folder, step)
-        except Unusable as fault:  # others wait behind it
+        except InvalidIndex as fault:  # others wait behind it
             if step not in self._damaged:
                 logger.warning("%s; it is passed over", fault)
             self._damaged.add(step)
@@ -229,7 +237,7 @@ class Job:
 
     def _missing(self, export: Export) -> bool:
         name = current_name(self._folder, export, self._corpus.fingerprint)
-        return refusal(self._folder, name) is None and read_manifest(self._folder, name) is None
+        return rejection(self._folder, name) is None and read_manifest(self._folder, name) is None
 
     def _checked(self, export: Export) -> Export:
         """Raises UserError for an export of another tokenizer, corpus or tower than the config's."""
@@ -251,7 +259,7 @@ class Job:
         self._living.tell(stage="building", step=export.step)  # so that the trainer keeps it
         try:
             arrays, queries = read_towers(self._folder, export)
-        except Unusable:
+        except InvalidIndex:
             self._damaged.add(export.step)
             raise
         self._damaged.discard(export.step)
@@ -263,10 +271,10 @@ class Job:
                     raise Stopped
                 self._living.tell(stage="building", step=export.step)
 
-            def told(done: int, total: int) -> None:
+            def on_progress(done: int, total: int) -> None:
                 bar.update(self._corpus.rows * done // total)
 
-            builder = run_builder(self._run, self._folder, share=self._share, check=check, told=told)
+            builder = run_builder(self._run, self._folder, share=self._share, check=check, on_progress=on_progress)
             manifest = builder.build(export, lambda rows: self._run.embed(towers, rows=rows), queries)
         self._retain(manifest)
 
@@ -277,9 +285,9 @@ class Job:
         if trainer is None:
             return
         last = newest.step if self._options.adopt_after < 0 else trainer.index
-        names = [name for name in generation_names(self._folder) if step_of(name) <= newest.step]
+        names = [name for name in generation_names(self._folder) if export_step(name) <= newest.step]
         for name in names[: -self._options.keep]:
-            step = step_of(name)
+            step = export_step(name)
             if step <= last and step not in (*trainer.pins, trainer.index) and name != newest.generation:
                 remove_generation(self._folder, name)
 

@@ -34,7 +34,7 @@ def run_controls(run: Run, evaluator: Evaluator) -> None:
         never = _with(run, objective={"retriever_start": run.config.realm.steps})
         longer = _with(run, ict={"steps": run.config.realm.steps}, seed=run.config.seed + 1)
         for control, name, folder in ((never, "realm", "no_retriever_gradient"), (longer, "ict", "more_ict")):
-            before_realm = restore_params(run, run.workdir, "ict", start)
+            before_realm = restore_params(run, "ict")
             train_task(control, name, before_realm, measure, folder)
     if "qa" in names and "closed_book" not in names:
         train_task(run, "closed_book", start, closed_book_measure(run))

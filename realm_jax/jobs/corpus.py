@@ -17,15 +17,15 @@ from realm_jax.corpus.store import PassageStore, remove_documents
 from realm_jax.data.sources import open_sources
 from realm_jax.data.staging import is_remote
 from realm_jax.errors import UserError
-from realm_jax.index.builder import Refused
+from realm_jax.index.builder import Rejected
 from realm_jax.index.generations import (
+    InvalidIndex,
     Manifest,
-    Unusable,
+    export_step,
     generation_names,
     read_manifest,
     read_status,
     remove_generation,
-    step_of,
     write_export,
 )
 from realm_jax.jobs.answering import open_run_to_ask, restore_towers
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> None:
         after = edit(data, args.action, args.what)
     print(f"{data}: {len(before):,} -> {len(after):,} passages, version {after.fingerprint[:12]}")
     if args.workdir:
-        manifest = publish(open_run_to_ask(Path(args.workdir), args.data))
+        manifest = publish(open_run_to_ask(Path(args.workdir), {"data.path": place}))
         print(f"generation {manifest.generation}: {manifest.rows:,} stored vectors")
 
 
@@ -122,8 +122,8 @@ def _replaced(store: PassageStore, documents: list[str], action: str, file: str)
 def _forget(folder: Folder, newest: Manifest, versions: list[str]) -> None:
     """Remove what was published for versions between the first, which runs train with, and the newest."""
     for name in generation_names(folder):
-        if step_of(name) == newest.step and name != newest.generation:
-            with contextlib.suppress(Unusable):
+        if export_step(name) == newest.step and name != newest.generation:
+            with contextlib.suppress(InvalidIndex):
                 manifest = read_manifest(folder, name)
                 if manifest is not None and manifest.corpus in versions[1:]:
                     remove_generation(folder, name)
@@ -139,5 +139,5 @@ def publish(run: Run) -> Manifest:
         manifest = run_builder(run, folder).build(export, lambda rows: run.embed(towers, rows=rows), queries)
         _forget(folder, manifest, run.sources.passages.versions)
         return manifest
-    except (StorageError, Unusable, Refused) as fault:
+    except (StorageError, InvalidIndex, Rejected) as fault:
         raise UserError(f"{fault}; the corpus is edited, but nothing is published for the run") from None

@@ -5,7 +5,6 @@ back through its metadata, so that they are written down once. To go on, read `r
 """
 
 import argparse
-import dataclasses
 import importlib.metadata
 import json
 import os
@@ -21,6 +20,7 @@ from packaging.requirements import Requirement
 from rich.console import Console
 
 import realm_jax
+from realm_jax.errors import USER_ERROR
 
 GIB = 2**30
 LITTLE_MEMORY = 4 * GIB  # rules of thumb for small runs, with room for compiling and for a few checkpoints;
@@ -35,63 +35,16 @@ OPTIONAL = {
     "transformers": "salient spans by its token classifiers (--spans=hf:NAME)",
     "spacy": "salient spans by its pipelines (--spans=spacy:NAME)",
     "stanza": "salient spans by its pipelines (--spans=stanza:LANGUAGE)",
-    "libtpu": "`realm plan`, which compiles for TPUs",
+    "libtpu": "`realm launch plan`, which compiles for TPUs",
 }
 
 # Where the driver of an accelerator shows, and the extra that brings JAX's side of it.
 ACCELERATOR_FILES = {"cuda": ("/dev/nvidia0", "/dev/nvidiactl"), "tpu": ("/dev/accel0", "/dev/vfio/0")}
 
 
-@dataclasses.dataclass(frozen=True)
-class Package:
-    """A required package: the range that is asked for, the version found (None: not installed), whether it fits."""
-
-    name: str
-    wanted: str
-    installed: str | None
-    fits: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class Devices:
-    """JAX's devices; `memory` in bytes of one device where it is known; `error` if JAX could not start."""
-
-    platform: str = "none"
-    count: int = 0
-    kind: str = ""
-    memory: int | None = None
-    error: str | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Machine:
-    """What this process may use of the machine; memory and disk in bytes, disk where the command was given."""
-
-    cores: int
-    memory_total: int
-    memory_free: int
-    disk_free: int
-    folder: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Report:
-    """Everything that was found. `problems` stop every run, `warnings` make one slow or unusual."""
-
-    realm_jax: str
-    location: str
-    python: str
-    packages: list[Package]
-    optional: dict[str, str | None]
-    devices: Devices
-    machine: Machine
-    settings: dict[str, str]
-    warnings: list[str] = dataclasses.field(default_factory=list)
-    problems: list[str] = dataclasses.field(default_factory=list)
-
-    @property
-    def usable(self) -> bool:
-        return not self.problems
+# A section of the report: {"realm_jax", "location", "python", "packages": [{"name", "wanted", "installed", "fits"}],
+# "optional": {name: version}, "devices", "machine" (bytes), "settings", "warnings", "problems", "usable"}.
+Section = dict[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -107,31 +60,32 @@ def run(args: argparse.Namespace) -> int:
     """Print what was found; exit code 2 when something stops every run."""
     report = examine()
     if args.json:
-        print(json.dumps(dataclasses.asdict(report) | {"usable": report.usable}, indent=2))
+        print(json.dumps(report, indent=2))
     else:
         show(report, Console(soft_wrap=True, highlight=False))
-    return 0 if report.usable else 2
+    return 0 if report["usable"] else USER_ERROR
 
 
-def examine() -> Report:
+def examine() -> Section:
     """Looks at this process's environment; starts JAX's backend to see its devices."""
-    report = Report(
-        realm_jax=realm_jax.__version__,
-        location=str(Path(realm_jax.__file__).parent),
-        python=f"{platform.python_version()} ({sys.executable})",
-        packages=required_packages(),
-        optional={name: _version(name) for name in OPTIONAL},
-        devices=find_devices(),
-        machine=look_at_machine(),
-        settings=telling_settings(),
-    )
-    return dataclasses.replace(report, warnings=list(slow(report)), problems=list(broken(report)))
+    report: Section = {
+        "realm_jax": realm_jax.__version__,
+        "location": str(Path(realm_jax.__file__).parent),
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "packages": required_packages(),
+        "optional": {name: _version(name) for name in OPTIONAL},
+        "devices": find_devices(),
+        "machine": look_at_machine(),
+        "settings": relevant_settings(),
+    }
+    found = list(problems(report))
+    return report | {"warnings": list(warnings(report)), "problems": found, "usable": not found}
 
 
 # ---- looking
 
 
-def required_packages() -> list[Package]:
+def required_packages() -> list[Section]:
     """The requirements that hold on this Python; empty where `realm-jax` runs from a folder without being installed."""
     try:
         lines = importlib.metadata.requires("realm-jax") or []
@@ -140,13 +94,14 @@ def required_packages() -> list[Package]:
     return [package for line in lines if (package := check(Requirement(line)))]
 
 
-def check(requirement: Requirement) -> Package | None:
+def check(requirement: Requirement) -> Section | None:
     """Compares a requirement with what is installed; None where its marker is for another Python or an extra."""
     if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
         return None
     installed = _version(requirement.name)
     fits = installed is not None and requirement.specifier.contains(installed, prereleases=True)
-    return Package(requirement.name, str(requirement.specifier), installed, fits)
+    wanted = str(requirement.specifier)
+    return {"name": requirement.name, "wanted": wanted, "installed": installed, "fits": fits}
 
 
 def _version(name: str) -> str | None:
@@ -156,30 +111,31 @@ def _version(name: str) -> str | None:
         return None
 
 
-def find_devices() -> Devices:
-    """JAX's devices, or why it does not start; starts its backend."""
+def find_devices() -> Section:
+    """JAX's devices, or why it does not start; starts its backend. memory: of one device, where it is known."""
     try:
         import jax
 
         devices = jax.devices()
         memory = (devices[0].memory_stats() or {}).get("bytes_limit")
     except Exception as error:  # whatever it is that stops JAX, naming it is the purpose of this command
-        return Devices(error=" ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":"))
-    return Devices(devices[0].platform, len(devices), devices[0].device_kind, memory)
+        reason = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+        return {"platform": "none", "count": 0, "kind": "", "memory": None, "error": reason}
+    first = devices[0]
+    found = {"platform": first.platform, "count": len(devices), "kind": first.device_kind}
+    return found | {"memory": memory, "error": None}
 
 
-def look_at_machine() -> Machine:
+def look_at_machine() -> Section:
     """Cores, memory and disk, within the limits of this process and its control group."""
-    memory = psutil.virtual_memory()
-    folder = Path.cwd()
-    limit = _container_memory_limit()
-    return Machine(
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        memory_total=min(memory.total, limit),
-        memory_free=min(memory.available, limit),
-        disk_free=shutil.disk_usage(folder).free,
-        folder=str(folder),
-    )
+    memory, limit, folder = psutil.virtual_memory(), _container_memory_limit(), Path.cwd()
+    return {
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "memory_total": min(memory.total, limit),
+        "memory_free": min(memory.available, limit),
+        "disk_free": shutil.disk_usage(folder).free,
+        "folder": str(folder),
+    }
 
 
 def _container_memory_limit() -> int:
@@ -190,7 +146,7 @@ def _container_memory_limit() -> int:
         return sys.maxsize
 
 
-def telling_settings() -> dict[str, str]:
+def relevant_settings() -> dict[str, str]:
     """Settings that change speed or results, where they are on: environment variables and JAX's switches."""
     settings = {name: os.environ[name] for name in ("JAX_PLATFORMS", "XLA_FLAGS") if os.environ.get(name)}
     jax = sys.modules.get("jax")
@@ -203,85 +159,86 @@ def telling_settings() -> dict[str, str]:
 # ---- judging
 
 
-def broken(report: Report) -> Iterable[str]:
+def problems(report: Section) -> Iterable[str]:
     """What stops every run, each with what to do."""
-    missing = [package.name for package in report.packages if package.installed is None]
+    missing = [package["name"] for package in report["packages"] if package["installed"] is None]
     if missing:
         yield f"not installed: {', '.join(missing)}; run `pip install -e .` in the folder of the source"
-    if report.devices.error:
-        wish = report.settings.get("JAX_PLATFORMS")
-        yield f"JAX does not start{f' with JAX_PLATFORMS={wish}' if wish else ''}: {report.devices.error}"
+    if error := report["devices"]["error"]:
+        wish = report["settings"].get("JAX_PLATFORMS")
+        yield f"JAX does not start{f' with JAX_PLATFORMS={wish}' if wish else ''}: {error}"
 
 
-def slow(report: Report) -> Iterable[str]:
+def warnings(report: Section) -> Iterable[str]:
     """What makes runs slow, unusual or untested here."""
-    yield from _slow_packages(report)
-    yield from _slow_devices(report)
-    machine = report.machine
-    if machine.cores == 1:
+    yield from _package_warnings(report)
+    yield from _device_warnings(report)
+    machine = report["machine"]
+    if machine["cores"] == 1:
         yield "one core: input, compilation and training take turns on it"
-    if machine.memory_free < LITTLE_MEMORY:
-        yield f"only {_gib(machine.memory_free)} of memory free: large batches or corpora may end the process"
-    if machine.disk_free < LITTLE_DISK:
-        yield f"only {_gib(machine.disk_free)} of disk free in {machine.folder}: keep --workdir on another disk"
+    if machine["memory_free"] < LITTLE_MEMORY:
+        yield f"only {_gib(machine['memory_free'])} of memory free: large batches or corpora may end the process"
+    if machine["disk_free"] < LITTLE_DISK:
+        yield f"only {_gib(machine['disk_free'])} of disk free in {machine['folder']}: keep --workdir on another disk"
     reasons = {
         "jax_enable_x64": "float64 is on (JAX_ENABLE_X64): slower, and numbers differ from the documented ones",
         "jax_disable_jit": "compilation is off (JAX_DISABLE_JIT): for debugging only",
         "jax_debug_nans": "NaN checks are on (JAX_DEBUG_NANS): every step waits for its results",
         "jax_check_tracer_leaks": "leak checks are on (JAX_CHECK_TRACER_LEAKS): compilation is slow",
     }
-    yield from (reasons[name] for name in report.settings if name in reasons)
+    yield from (reasons[name] for name in report["settings"] if name in reasons)
 
 
-def _slow_packages(report: Report) -> Iterable[str]:
-    if not report.packages:
+def _package_warnings(report: Section) -> Iterable[str]:
+    if not report["packages"]:
         yield "realm-jax runs from a folder and is not installed: versions were not checked; run `pip install -e .`"
-    for package in report.packages:
-        if package.installed and not package.fits:
-            yield f"{package.name} {package.installed} is outside the tested range {package.wanted}"
+    for package in report["packages"]:
+        if package["installed"] and not package["fits"]:
+            yield "{name} {installed} is outside the tested range {wanted}".format(**package)
 
 
-def _slow_devices(report: Report) -> Iterable[str]:
-    devices = report.devices
-    if devices.platform != "cpu":
+def _device_warnings(report: Section) -> Iterable[str]:
+    devices = report["devices"]
+    if devices["platform"] != "cpu":
         return
     yield "no accelerator: fine for the quickstart and small corpora, too slow for BERT-base towers"
     yield "bfloat16 is emulated on most CPUs and slower than float32: keep float32"
     for extra, files in ACCELERATOR_FILES.items():
         if any(os.path.exists(file) for file in files):
-            hidden = "cpu" in report.settings.get("JAX_PLATFORMS", "")
+            hidden = "cpu" in report["settings"].get("JAX_PLATFORMS", "")
             advice = "JAX_PLATFORMS hides it" if hidden else f"run `pip install -e '.[{extra}]'`"
             yield f"a {extra.upper()} device is there, but JAX runs on the CPU: {advice}"
-    if devices.count > 1:
-        cores = report.machine.cores
-        yield f"{devices.count} emulated devices share {cores} cores (XLA_FLAGS or JAX_NUM_CPU_DEVICES): for tests"
+    if devices["count"] > 1:
+        cores = report["machine"]["cores"]
+        yield f"{devices['count']} emulated devices share {cores} cores (XLA_FLAGS or JAX_NUM_CPU_DEVICES): for tests"
 
 
 # ---- telling
 
 
-def show(report: Report, console: Console) -> None:
+def show(report: Section, console: Console) -> None:
     """Prints the report for people: aligned lines, without colour or wrapping where there is no terminal."""
-    machine, devices = report.machine, report.devices
-    memory = f", {_gib(devices.memory)} each" if devices.memory else ""
+    machine, devices = report["machine"], report["devices"]
+    memory = f", {_gib(devices['memory'])} each" if devices["memory"] else ""
     facts = {
-        "realm_jax": f"{report.realm_jax} ({report.location})",
-        "python": report.python,
-        "devices": f"{devices.count} x {devices.kind} ({devices.platform}{memory})" if devices.count else "none",
-        "cores": str(machine.cores),
-        "memory": f"{_gib(machine.memory_free)} free of {_gib(machine.memory_total)}",
-        "disk": f"{_gib(machine.disk_free)} free in {machine.folder}",
+        "realm_jax": "{realm_jax} ({location})".format(**report),
+        "python": report["python"],
+        "devices": "{count} x {kind} ({platform}".format(**devices) + f"{memory})" if devices["count"] else "none",
+        "cores": machine["cores"],
+        "memory": f"{_gib(machine['memory_free'])} free of {_gib(machine['memory_total'])}",
+        "disk": f"{_gib(machine['disk_free'])} free in {machine['folder']}",
     }
-    _table(console, "here", facts | report.settings)
-    _table(console, "required", {package.name: _state(package) for package in report.packages})
-    _table(console, "optional", {name: _optional_state(name, found) for name, found in report.optional.items()})
-    for title, style, lines in (("slow", "yellow", report.warnings), ("problems", "bold red", report.problems)):
-        if lines:
+    _table(console, "here", facts | report["settings"])
+    _table(console, "required", {package["name"]: _state(package) for package in report["packages"]})
+    optional = {name: version or f"absent: no {OPTIONAL[name]}" for name, version in report["optional"].items()}
+    _table(console, "optional", optional)
+    for title, style, name in (("slow", "yellow", "warnings"), ("problems", "bold red", "problems")):
+        if report[name]:
             console.print(f"\n{title}", style="bold")
-        for line in lines:
+        for line in report[name]:
             console.print(f"  - {line}", style=style, markup=False)
-    verdict = "runs can start here" if report.usable else "runs cannot start here"
-    console.print(f"\n{verdict}", style="bold green" if report.usable else "bold red")
+    verdict, style = ("can", "bold green") if report["usable"] else ("cannot", "bold red")
+    console.print(f"\nruns {verdict} start here", style=style)
 
 
 def _table(console: Console, title: str, rows: dict[str, Any]) -> None:
@@ -292,14 +249,10 @@ def _table(console: Console, title: str, rows: dict[str, Any]) -> None:
         console.print(f"  {name:<{width}}  {value}", markup=False)
 
 
-def _state(package: Package) -> str:
-    if package.installed is None:
-        return f"MISSING, wanted {package.wanted}"
-    return package.installed if package.fits else f"{package.installed}, outside {package.wanted}"
-
-
-def _optional_state(name: str, installed: str | None) -> str:
-    return installed or f"absent: no {OPTIONAL[name]}"
+def _state(package: Section) -> str:
+    if package["installed"] is None:
+        return f"MISSING, wanted {package['wanted']}"
+    return package["installed"] if package["fits"] else "{installed}, outside {wanted}".format(**package)
 
 
 def _gib(size: int) -> str:

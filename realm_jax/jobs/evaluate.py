@@ -1,69 +1,62 @@
-"""`realm evaluate`: one table of all measures, of a trained run or of a file of `realm predict`, with intervals.
+"""`realm evaluate`: one table of all measures, of a trained run or of a file of `realm predict`; or two files compared.
 
 What is measured is `realm_jax/evaluation/measures.py`; a run is measured by way of the same records that a file holds.
-BM25's recall stands beside a run's.
+BM25's recall stands beside a run's. Two files are compared by the tests of `realm_jax/evaluation/significance.py`.
 """
 
 import argparse
-import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
-from rich.table import Table
 
 from realm_jax.corpus.jsonl import Question, answered
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
-from realm_jax.evaluation.measures import (
+from realm_jax.evaluation.measures import compare, measure, summarise, words_of
+from realm_jax.evaluation.predict import Evaluator
+from realm_jax.evaluation.predictions import (
+    FACTS,
     Record,
-    measure,
+    question_record,
     read_predictions,
     read_settings,
-    summarise,
     trec_ids,
     trec_qrels,
     trec_run,
-    words_of,
 )
-from realm_jax.evaluation.predict import Evaluator
-from realm_jax.jobs.answering import (
-    Trained,
-    add_question_arguments,
-    add_run_arguments,
-    check_passages,
-    filled,
-    newest,
-    open_run_to_ask,
-    overrides_of,
-    questions_of,
-    restore,
-)
-from realm_jax.jobs.predict import checked_output, describe, is_special, known_of, records
+from realm_jax.evaluation.significance import METHODS
+from realm_jax.jobs.answering import Trained, check_passages, newest, open_run_to_ask, questions_of, restore
+from realm_jax.jobs.arguments import add_question_arguments, add_run_arguments, changes_of, filled
+from realm_jax.jobs.output import checked_output, is_special, print_json, print_line, stdout, table, write_output
+from realm_jax.jobs.predict import describe, records
 from realm_jax.jobs.results import by_words
-from realm_jax.storage import write_atomic
 
 _T = TypeVar("_T")
-EXAMPLES = """examples:
+EXAMPLES = f"""examples:
   realm evaluate --workdir=runs/wiki
   realm evaluate --workdir=runs/wiki --task=realm --json         before fine-tuning
-  realm evaluate --workdir=runs/wiki --questions=test.jsonl --passages=100 --trec=run.txt --qrels=qrels.txt
-  realm evaluate --predictions=predictions.jsonl                 what `realm predict` wrote; needs no device
-  realm evaluate --predictions=predictions.jsonl --unseen=data/wiki
+  realm evaluate --workdir=runs/wiki --questions=test.jsonl --config.evaluation.passages=100 --trec=run.txt
+  realm evaluate predictions.jsonl --qrels=qrels.txt             what `realm predict` wrote; needs no device
+  realm evaluate predictions.jsonl --unseen=data/wiki
+  realm evaluate ict.jsonl realm.jsonl                           whether the second is better by more than chance
 
-Where there is no terminal a line is `name value`, or `name value low high` with the ends of the interval.
+Of two files, {METHODS.replace("; ", chr(10))}.
+Where there is no terminal a line is `name value`, or `name value low high` with the ends of the interval; of two files
+`measure A B difference low high p McNemar questions`.
 """
-FACTS = ("task", "step", "questions", "passages", "passages_read", "parameters")
+COMPARED = ("a", "b", "difference", "low", "high", "p", "mcnemar", "questions")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `realm evaluate`."""
     parser.epilog = EXAMPLES
-    what = parser.add_mutually_exclusive_group(required=True)
-    add_run_arguments(parser, instead=what)
-    what.add_argument("--predictions", type=filled, metavar="FILE", help="a file of `realm predict`, in place of a run")
+    parser.add_argument(
+        "files", nargs="*", type=filled, metavar="FILE", help="a file of `realm predict`, or two of the same questions"
+    )
+    add_run_arguments(parser, required=False)
     add_question_arguments(parser)
     parser.add_argument(
         "--unseen",
@@ -81,29 +74,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Measure, write and print."""
-    files = {flag: vars(args)[flag] for flag in ("trec", "qrels") if vars(args)[flag]}
-    _check_apart(args)
-    checked = {flag: checked_output(Path(path), f"--{flag}") for flag, path in files.items()}
-    found, scored = _evaluate_file(args) if args.predictions else _evaluate_run(args)
+    _check(args)
+    if len(args.files) == 2:
+        found = compare_files(*args.files)
+        _print(found, args.json, show_comparison)
+        return
+    checked = {flag: checked_output(vars(args)[flag], f"--{flag}") for flag in ("trec", "qrels") if vars(args)[flag]}
+    found, scored = _evaluate_file(args, args.files[0]) if args.files else _evaluate_run(args)
     texts = {"trec": lambda: trec_run(scored, f"realm-{found.get('task', 'run')}"), "qrels": lambda: trec_qrels(scored)}
-    if args.json:
-        print(json.dumps(found, ensure_ascii=False, allow_nan=False))
-    else:
-        show(found, Console(highlight=False))
+    _print(found, args.json, show)
     for flag, path in checked.items():
-        write_lines(path, texts[flag]())
+        write_output(path, texts[flag]())
 
 
-def _check_apart(args: argparse.Namespace) -> None:
-    """Raise UserError where a file would be written over another that is written or read."""
+def _check(args: argparse.Namespace) -> None:
+    """Raise UserError unless there is one thing to do, with flags that take part in it and files of their own."""
+    if bool(args.workdir) == bool(args.files) or len(args.files) > 2:
+        raise UserError("realm evaluate: name a run with --workdir, or one file of predictions, or two to compare")
+    of_runs = ("questions", "task", "search", "no_bm25") if args.files else ()
+    of_one = ("unseen", "trec", "qrels") if len(args.files) == 2 else ()
+    for flag in [flag for flag in (*of_runs, *of_one) if vars(args)[flag]]:
+        what = f"goes with --workdir; what is in {args.files[0]} is fixed" if flag in of_runs else "goes with one file"
+        raise UserError(f"--{flag.replace('_', '-')}: {what}")
+    if args.files and args.overrides:
+        raise UserError(f"{args.overrides[0]}: goes with --workdir; what is in {args.files[0]} is fixed")
+    named = [("the predictions", path) for path in args.files[:1]]
+    named += [(f"--{flag}", vars(args)[flag]) for flag in ("questions", "trec", "qrels") if vars(args)[flag]]
     taken: dict[str, str] = {}
-    for flag in ("predictions", "questions", "trec", "qrels"):
-        path = vars(args)[flag]
-        if path is None or is_special(Path(path)):
-            continue
-        other = taken.setdefault(os.path.realpath(path), flag)
-        if other != flag:
-            raise UserError(f"--{flag}={path}: is the file of --{other}; name another")
+    for name, path in named:
+        other = name if is_special(Path(path)) else taken.setdefault(os.path.realpath(path), name)
+        if other != name:
+            raise UserError(f"{name}={path}: is the file of {other}; name another")
 
 
 def _check_trec(args: argparse.Namespace, asked: Sequence[Record], retrieves: bool) -> None:
@@ -117,30 +118,37 @@ def _check_trec(args: argparse.Namespace, asked: Sequence[Record], retrieves: bo
 
 
 def _evaluate_run(args: argparse.Namespace) -> tuple[dict[str, Any], list[Record]]:
-    opened = open_run_to_ask(Path(args.workdir), args.data, overrides_of(args))
-    questions = questions_of(opened, args, need_right=True)
+    changes = changes_of(args)
+    opened = open_run_to_ask(Path(args.workdir), changes)
+    questions = questions_of(opened, args.questions, need_right=True)
     if args.unseen:
         questions = _unseen(questions, [one.gold_passage_id for one in questions], args)
-    if not args.read and not answered(questions):
+    if "evaluation.qa_passages" not in changes and not answered(questions):
         opened.config.evaluation.qa_passages = 1  # what is retrieved is measured alone; reading more takes minutes
     check_passages(opened, args)
-    asked = [known_of(question, number) for number, question in enumerate(questions, start=1)]
+    asked = [question_record(question, number) for number, question in enumerate(questions, start=1)]
     _check_trec(args, asked, newest(opened, args.task)[0] != "closed_book")
     return evaluate(restore(opened, args.task, search=args.search), questions, bm25=not args.no_bm25)
 
 
-def _evaluate_file(args: argparse.Namespace) -> tuple[dict[str, Any], list[Record]]:
-    for flag in ("data", "split", "questions", "task", "aggregate", "read", "passages", "search", "no_bm25"):
-        if vars(args)[flag]:
-            raise UserError(
-                f"--{flag.replace('_', '-')}: goes with --workdir; what is in --predictions={args.predictions} is fixed"
-            )
-    scored, made = read_predictions(args.predictions), read_settings(args.predictions)
+def _evaluate_file(args: argparse.Namespace, path: str) -> tuple[dict[str, Any], list[Record]]:
+    scored = read_predictions(path)
     if args.unseen:
         scored = _unseen(scored, [record.get("gold_passage_id") for record in scored], args)
     _check_trec(args, scored, any(record.get("retrieved") for record in scored))
-    facts = {name: made[name] for name in FACTS if name in made} | {"questions": len(scored)}
-    return facts | _measured(scored), scored
+    return _facts(path) | {"questions": len(scored)} | _measured(scored), scored
+
+
+def _facts(path: str) -> dict[str, Any]:
+    """What made a file of predictions, as far as it is known."""
+    made = read_settings(path)
+    return {name: made[name] for name in FACTS if name in made}
+
+
+def compare_files(first: str, second: str) -> dict[str, Any]:
+    """`measures.compare` of two files of predictions, with {"a", "b"}: each one's name and what made it."""
+    facts = {name: {"file": path} | _facts(path) for name, path in (("a", first), ("b", second))}
+    return facts | compare(read_predictions(first), read_predictions(second), second)
 
 
 def gold_in_training(folder: str) -> set[str]:
@@ -186,47 +194,54 @@ def _measured(scored: Sequence[Record]) -> dict[str, Any]:
     return {"measures": {name: summarise(values) for name, values in measure(scored).items()}}
 
 
-def write_lines(path: Path, text: str) -> None:
-    """Write a file whole or not at all; a pipe or a device has nothing to replace and is written to as it is."""
-    if is_special(path):
-        path.write_text(text, encoding="utf-8")
+# ---- showing
+
+
+def _print(found: dict[str, Any], as_json: bool, show: Callable[[dict[str, Any], Console], None]) -> None:
+    if as_json:
+        print_json(found)
     else:
-        write_atomic(path, text)
-
-
-# ---- telling
+        show(found, stdout())
 
 
 def show(found: dict[str, Any], to: Console) -> None:
     """A table on a terminal; elsewhere lines, with `bm25 ` before those of BM25."""
-    facts = {name: found[name] for name in FACTS if name in found}
+    facts = {name: found[name] for name in (*FACTS, "questions") if name in found}
+    others = found.get("bm25", {})
     if to.is_terminal:
-        to.print(_table(found))
+        heads = ("measure", f"after {found['task']}" if "task" in found else "value", "95 %", "BM25", "questions", "")
+        to.print(table(heads, [_row(name, one, others) for name, one in found["measures"].items()], numbers=True))
         to.print("   ".join(f"{name} {value:,}" for name, value in facts.items() if name != "task"), style="dim")
         return
     lines = {name: [value] for name, value in facts.items()}
     lines |= {name: [one[key] for key in ("value", "low", "high")] for name, one in found["measures"].items()}
-    lines |= {f"bm25 {name}": [value] for name, value in found.get("bm25", {}).items()}
+    lines |= {f"bm25 {name}": [value] for name, value in others.items()}
     for name, values in lines.items():
-        print(name, *map(_plain, values))
+        print_line(name, values, ".4f")
 
 
-def _plain(value: Any) -> str:
-    """A value in a line for programs: four digits of a share, `-` for what is not there."""
-    if value is None:
-        return "-"
-    return f"{value:.4f}" if isinstance(value, float) else json.dumps(value).strip('"')
+def _row(name: str, one: dict[str, Any], others: dict[str, float]) -> tuple[str, ...]:
+    other = f"{others[name]:.1%}" if name in others else "–"
+    ends = "–" if one["low"] is None else f"{one['low']:.1%} … {one['high']:.1%}"
+    return name, f"{one['value']:.1%}", ends, other, f"{one['questions']:,}", words_of(name)
 
 
-def _table(found: dict[str, Any]) -> Table:
-    table = Table("measure", box=None, pad_edge=False, header_style="bold")
-    for head in (f"after {found['task']}" if "task" in found else "value", "95 %", "BM25", "questions"):
-        table.add_column(head, justify="right", no_wrap=True)
-    table.add_column("", style="dim")
-    others = found.get("bm25", {})
-    for name, one in found["measures"].items():
-        other = f"{others[name]:.1%}" if name in others else "–"
-        style = "bold" if name == "exact_match" else None
-        ends = "–" if one["low"] is None else f"{one['low']:.1%} … {one['high']:.1%}"
-        table.add_row(name, f"{one['value']:.1%}", ends, other, f"{one['questions']:,}", words_of(name), style=style)
-    return table
+def show_comparison(found: dict[str, Any], to: Console) -> None:
+    """A table on a terminal, with what was compared and how; elsewhere lines."""
+    if not to.is_terminal:
+        for name, one in found["measures"].items():
+            print_line(name, [one[column] for column in COMPARED], ".4g")
+        return
+    for name in ("a", "b"):
+        facts = [f"{key} {value:,}" if isinstance(value, int) else str(value) for key, value in found[name].items()]
+        to.print(f"{name.upper()}: {'   '.join(facts)}", markup=False)
+    heads = ("measure", "A", "B", "B − A", "95 %", "p", "McNemar", "questions")
+    to.print(table(heads, [_compared_row(name, one) for name, one in found["measures"].items()], numbers=True))
+    to.print(found["methods"], style="dim", markup=False)
+
+
+def _compared_row(name: str, one: dict[str, Any]) -> tuple[str, ...]:
+    ends = "–" if one["low"] is None else f"{one['low']:+.1%} … {one['high']:+.1%}"
+    mcnemar = "–" if one["mcnemar"] is None else f"{one['mcnemar']:.2g}"
+    shares = (f"{one['a']:.1%}", f"{one['b']:.1%}", f"{one['difference']:+.1%}", ends)
+    return (name, *shares, f"{one['p']:.2g}", mcnemar, f"{one['questions']:,}")

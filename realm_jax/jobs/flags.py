@@ -2,13 +2,14 @@
 
 NAME is one of the configs that travel with the package (`configs/`), or the path of a file: what has a folder in it or
 ends with `.py`. A config file is Python with `get_config()` or `get_config(argument)` that returns an
-`ml_collections.ConfigDict`.
-Values are parsed by ml_collections' `config_flags`, so that they are written as in other JAX projects; on top of it
-come errors in one line that name the file, the line or the key. What the keys mean is not known here: read
+`ml_collections.ConfigDict`. A value is parsed by the type of its key (`schema.parse`), written as other JAX projects
+write them. Errors are one line that names the file, the line or the key. What the keys mean is not known here: read
 `realm_jax/config.py` next.
 """
 
 import argparse
+import copy
+import functools
 import inspect
 import runpy
 import traceback
@@ -16,17 +17,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from absl import flags
-from ml_collections import ConfigDict, config_flags
-from ml_collections.config_flags import config_path
+from ml_collections import ConfigDict
 
 from realm_jax.config import check_shape
 from realm_jax.errors import UserError
 from realm_jax.recipes import NAMED, config_names, is_name
-from realm_jax.schema import advise, flatten
+from realm_jax.schema import advise, flatten, parse
 from realm_jax.tagger_config import reference
-
-_REFUSALS = (flags.Error, TypeError, ValueError)  # what config_flags raises for a value that does not fit its key
 
 
 def add_config_argument(parser: argparse.ArgumentParser, default: str = "the built-in one") -> None:
@@ -37,14 +34,15 @@ def add_config_argument(parser: argparse.ArgumentParser, default: str = "the bui
         help=f"one of {', '.join(config_names())}, or a Python file with get_config(), and what to hand to it; "
         f"if not given, {default}. Keys of it are set with --config.section.key=value",
     )
-    parser.add_argument("--help-config", action=_HelpConfig, nargs=0, help="list all keys of configs, and exit")
+    add = parser.add_argument
+    add("--help-config", action=PrintPage, nargs=0, const=reference, help="list all keys of configs, and exit")
 
 
-class _HelpConfig(argparse.Action):
-    """Prints the page of all keys, whatever other arguments are missing."""
+class PrintPage(argparse.Action):
+    """Prints the page that `const` makes, whatever other arguments are missing, and exits."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        print(reference(), end="")
+        print(self.const(), end="")
         parser.exit()
 
 
@@ -77,11 +75,13 @@ def load_config(
 
 
 def with_overrides(config: ConfigDict, overrides: Sequence[str], kind: str = "config") -> ConfigDict:
-    """The config with overrides applied, locked; see `load_config`."""
-    keys = list(flatten(config.to_dict()))
+    """A copy of the config with overrides applied, locked; see `load_config`."""
+    found, values = copy.deepcopy(config), dict[str, Any]()
     for override in overrides:
-        _check_override(override, keys, kind)
-    return _apply(config, list(overrides), kind)
+        key, value = _parse_override(override, config, kind)
+        values[key] = values.get(key, ()) + value if isinstance(value, tuple) else value
+    found.update_from_flattened_dict(values)
+    return found.lock()
 
 
 def _load_file(path: str, kind: str) -> ConfigDict:
@@ -138,54 +138,24 @@ def _broken(name: str, error: Exception) -> UserError:
     return UserError(f"{where}: {type(error).__name__}: {what}")
 
 
-def _check_override(override: str, keys: list[str], kind: str) -> None:
-    name, equals, _ = override.partition("=")
-    key = name.removeprefix(f"--{kind}.")
+def _parse_override(override: str, config: ConfigDict, kind: str) -> tuple[str, Any]:
+    """The key of an override and its value. Raises UserError."""
+    flag, equals, text = override.partition("=")
+    key, keys = flag.removeprefix(f"--{kind}."), list(flatten(config.to_dict()))
     if not equals:
         raise UserError(f"{override}: no value; write {override}=VALUE")
-    if key in keys:
-        return
-    inside = [known for known in keys if known.startswith(f"{key}.")]
-    if inside:
-        raise UserError(f"{name}: {key} is a section; set its keys, such as --{kind}.{inside[0]}")
-    raise UserError(f"{name}: there is no such key in the {kind}; {advise(key, keys)}")
-
-
-def _apply(config: ConfigDict, overrides: list[str], kind: str) -> ConfigDict:
-    """The config with overrides applied. Raises UserError that names the first one that does not fit its key."""
+    if key not in keys:
+        if inside := next((known for known in keys if known.startswith(f"{key}.")), ""):
+            raise UserError(f"{flag}: {key} is a section; set its keys, such as --{kind}.{inside}")
+        raise UserError(f"{flag}: there is no such key in the {kind}; {advise(key, keys)}")
+    *sections, name = key.split(".")
+    section = functools.reduce(ConfigDict.__getitem__, sections, config)
+    wanted = section.get_type(name)
     try:
-        return _parse(config, overrides, kind)
-    except _REFUSALS as error:
-        for override in overrides:
-            if _refused(config, override, kind):
-                raise UserError(_explain(override, config, kind)) from error
-        raise UserError(" ".join(str(error).split())) from error
-
-
-def _refused(config: ConfigDict, override: str, kind: str) -> bool:
-    try:
-        _parse(config, [override], kind)
-    except _REFUSALS:
-        return True
-    return False
-
-
-def _parse(config: ConfigDict, overrides: list[str], kind: str) -> ConfigDict:
-    """Lets config_flags parse the overrides, on flag values of its own: absl's global ones are for programs."""
-    values = flags.FlagValues()
-    argv = ["realm", *overrides]
-    config_flags.DEFINE_config_dict(kind, config, flag_values=values, sys_argv=argv)
-    values(argv)
-    return values[kind].value
-
-
-def _explain(override: str, config: ConfigDict, kind: str) -> str:
-    """What the key of an override takes."""
-    name, _, text = override.partition("=")
-    key = name.removeprefix(f"--{kind}.")
-    wanted = config_path.get_type(key, config).__name__
-    if wanted not in ("int", "float", "bool", "str", "tuple"):
-        return f"{name}: a {wanted} cannot be set on the command line; set it in a config file"
-    value = config_path.get_value(key, config)
-    example = "" if value is None else f", such as {value!r}"
-    return f"{name}={text}: this key takes a value of type {wanted}{example}"
+        return key, parse(text, wanted)
+    except ValueError:
+        example = "" if section[name] is None else f", such as {section[name]!r}"
+        raise UserError(f"{override}: this key takes a value of type {wanted.__name__}{example}") from None
+    except TypeError:
+        advice = f"a {wanted.__name__} cannot be set on the command line; set it in a config file"
+        raise UserError(f"{flag}: {advice}") from None

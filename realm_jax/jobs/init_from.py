@@ -52,7 +52,7 @@ from realm_jax.models.weights import (
     our_activation,
     read,
 )
-from realm_jax.processes import told_by
+from realm_jax.processes import run_on_process_0
 from realm_jax.run import Run, encoder_of, make_model, tower_lengths
 from realm_jax.storage import digest, make_folder, read_json, read_settings, write_json_atomic
 from realm_jax.text.wordpiece import WordPiece, lower_case_of, vocabulary_file
@@ -171,7 +171,7 @@ class RunSource(Source):
             raise UserError(f"config.{self.key}: {self.folder} has no checkpoint of task {last}; let it finish first")
         names = self.networks_for(run.model)
         places = {name: run.param_shardings[name] for name in names}
-        return dict(jax.tree.map(put_whole, saved.networks(names), places))
+        return dict(jax.tree.map(put_whole, saved.params(names), places))
 
     def has_projection(self, run: Run) -> bool:
         return True
@@ -411,7 +411,7 @@ def record_start(run: Run, params: Params) -> None:
     """
     sources = sources_of(run.config)
     sums = checksums(params) if sources else {}
-    told_by(lambda: _record_start(run, sources, digest(json.dumps(sums, sort_keys=True).encode())))
+    run_on_process_0(lambda: _record_start(run, sources, digest(json.dumps(sums, sort_keys=True).encode())))
 
 
 def _record_start(run: Run, sources: Sequence[Source], params: str) -> int:

@@ -4,16 +4,16 @@
 """
 
 import argparse
-from pathlib import Path
 
-from realm_jax.errors import UserError
 from realm_jax.jobs import inspect_data, inspect_text
-from realm_jax.jobs.predict import checked_output
+from realm_jax.jobs.arguments import filled
+from realm_jax.jobs.output import checked_output
 
 EXAMPLES = """examples:
   realm inspect data data/wiki                                three passages drawn at random, and numbers
   realm inspect data data/wiki --document=article-17          the passages of a document
-  realm inspect data data/wiki --text=pretraining --masking=random_span --rows=5
+  realm inspect data data/wiki --config=realm_ccnews --rows=5       its text, and queries masked as it says
+  realm inspect data data/wiki --config.data.masking=random_span
   realm inspect data data/wiki --html=wiki.html               histograms
   realm inspect text "3 is a [Fermat] prime." --workdir=runs/wiki --bert=runs/bert
   realm inspect text "The bridge was built in ____." --workdir=runs/wiki --html=bridge.html
@@ -33,14 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, (job, subject, told) in KINDS.items():
         kind = kinds.add_parser(name, help=told, description=f"See {told}.", allow_abbrev=parser.allow_abbrev)
         kind.add_argument("subject", metavar=subject, help=told)
-        kind.add_argument("--html", metavar="FILE", help="also write what is shown as a page")
+        kind.add_argument("--html", type=filled, metavar="FILE", help="also write what is shown as a page")
         job.add_arguments(kind)
 
 
 def run(args: argparse.Namespace) -> None:
     """Look, and show."""
-    for name, value in vars(args).items():
-        if value == "" and name != "subject":
-            raise UserError(f"--{name.replace('_', '-')}=: is empty; give a value, or leave the flag out")
-    html = None if args.html is None else checked_output(Path(args.html), "--html")
+    html = None if args.html is None else checked_output(args.html, "--html")
     KINDS[args.what][0].run(args, html)

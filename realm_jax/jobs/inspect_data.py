@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from ml_collections import ConfigDict
 from rich.console import Console
 from rich.text import Text
 
+from realm_jax.config import default, validate
 from realm_jax.console import harmless
 from realm_jax.corpus.statistics import Histogram, Statistics, statistics
 from realm_jax.corpus.store import PassageStore
@@ -22,8 +24,9 @@ from realm_jax.data.examples import Example, Lengths, lengths_from, masked_array
 from realm_jax.data.sources import Sources, open_sources
 from realm_jax.errors import UserError
 from realm_jax.evaluation.page import Bar, render
-from realm_jax.jobs.evaluate import write_lines
-from realm_jax.text.masking import KINDS
+from realm_jax.jobs.arguments import filled
+from realm_jax.jobs.flags import add_config_argument, load_config
+from realm_jax.jobs.output import stdout, write_output
 from realm_jax.text.wordpiece import WordPiece
 
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "red")  # of kinds of spans, in their order
@@ -31,40 +34,37 @@ COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "red")  # of kinds of s
 
 def add_arguments(add: argparse.ArgumentParser) -> None:
     """The arguments of `realm inspect data`, but those of both kinds."""
-    add.add_argument(
-        "--text", choices=("passages", "pretraining"), default="passages", help="which texts (default: passages)"
-    )
+    add_config_argument(add, "passages, and queries masked as by the built-in one")
     add.add_argument("--rows", type=int, default=3, metavar="N", help="passages to show (default: 3)")
-    add.add_argument("--document", metavar="ID", help="show the passages of this document instead")
-    add.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of the choice of passages and masks (default: 0)"
-    )
-    add.add_argument("--masking", choices=KINDS, default="salient", help="how queries are masked (default: salient)")
-    add.add_argument("--query-length", type=int, default=64, metavar="N", help="word pieces of a query (default: 64)")
+    add.add_argument("--document", type=filled, metavar="ID", help="show the passages of this document instead")
 
 
 def run(args: argparse.Namespace, html: Path | None) -> None:
     """Show passages of the folder `args.subject`, and numbers. html: a checked file for the page."""
-    _check(args)
+    if args.rows < 0:
+        raise UserError(f"--rows={args.rows}: must be at least 0")
+    config = load_config(args.config, args.overrides, _shown)
+    config.data.path = args.subject
+    validate(config)
     sources = open_sources(args.subject, flag="")
-    store = sources.passages if args.text == "passages" else sources.pretraining
-    lengths = lengths_from(args.query_length, store.limit, args.masking, 0, 1, 1)
-    screen = Console(highlight=False)
-    for row in chosen_rows(store, args.document, args.rows, args.seed):
+    store = sources.passages if config.data.text == "passages" else sources.pretraining
+    lengths = lengths_from(config.data.query_length, store.limit, config.data.masking, config.data.predictions, 1, 1)
+    screen = stdout()
+    for row in chosen_rows(store, args.document, args.rows, config.seed):
         show_passage(screen, store, row, sources.wordpiece)
-        show_query(screen, store, row, sources.wordpiece, lengths, args.masking, args.seed)
+        show_query(screen, store, row, sources.wordpiece, lengths, config.data.masking, config.seed)
     found = statistics(store, sources.wordpiece)
     show_numbers(screen, found, sources)
     if html:
-        write_lines(html, page(args.subject, args.text, found))
+        write_output(html, page(args.subject, config.data.text, found))
         print(f"{args.html} is written")
 
 
-def _check(args: argparse.Namespace) -> None:
-    """Raise UserError for what would fail later."""
-    for flag, value, least in (("rows", args.rows, 0), ("seed", args.seed, 0), ("query-length", args.query_length, 8)):
-        if value < least:
-            raise UserError(f"--{flag}={value}: must be at least {least}")
+def _shown() -> ConfigDict:
+    """What is shown where nothing else is asked for: the passages, which every prepared folder has."""
+    config = default()
+    config.data.text = "passages"
+    return config
 
 
 def chosen_rows(store: PassageStore, document: str | None, count: int, seed: int) -> list[int]:

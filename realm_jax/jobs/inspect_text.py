@@ -31,22 +31,15 @@ from realm_jax.evaluation.inspection import (
 )
 from realm_jax.evaluation.page import Bar, render
 from realm_jax.evaluation.predict import Evaluator
-from realm_jax.jobs.answering import (
-    Trained,
-    add_run_arguments,
-    check_question,
-    newest,
-    open_run_to_ask,
-    restore,
-)
-from realm_jax.jobs.evaluate import write_lines
+from realm_jax.jobs.answering import Trained, check_question, newest, open_run_to_ask, restore
+from realm_jax.jobs.arguments import add_run_arguments, changes_of, filled
 from realm_jax.jobs.flags import positive
 from realm_jax.jobs.opening import recorded_config
-from realm_jax.jobs.predict import checked_output
+from realm_jax.jobs.output import checked_output, print_json, stdout, write_output
 from realm_jax.run import Run
 from realm_jax.text import sentences
 from realm_jax.text.spans import finder
-from realm_jax.training.restore import saved_params
+from realm_jax.training.restore import restore_params
 
 logger = logging.getLogger(__name__)
 
@@ -58,29 +51,32 @@ NOWHERE = "the answer stands in none of the passages that were read"
 def add_arguments(add: argparse.ArgumentParser) -> None:
     """The arguments of `realm inspect text`, but those of both kinds."""
     add_run_arguments(add)
-    add.add_argument("--task", help="parameters at the end of this task (default: realm's for a sentence)")
-    add.add_argument("--answer", metavar="TEXT", help="of a question: what is looked at (default: the likeliest)")
+    texts = {
+        "task": ("TASK", "parameters at the end of this task (default: realm's for a sentence)"),
+        "answer": ("TEXT", "of a question: what is looked at (default: the likeliest)"),
+        "bert": ("DIR", "run whose reader was trained without passages, to stand beside"),
+        "alignment": ("FILE", "write which passages explain each salient span, as JSON Lines"),
+        "spans": ("NAME", "how they are found (default: rules)"),
+    }
+    for name, (value, meaning) in texts.items():
+        add.add_argument(f"--{name}", type=filled, metavar=value, help=meaning)
     add.add_argument("--pieces", type=positive, default=1, metavar="N", help="word pieces of a blank ___ (default: 1)")
-    add.add_argument("--bert", metavar="DIR", help="run whose reader was trained without passages, to stand beside")
-    add.add_argument(
-        "--alignment", metavar="FILE", help="write which passages explain each salient span, as JSON Lines"
-    )
-    add.add_argument("--spans", metavar="NAME", help="how they are found (default: rules)")
     add.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace, html: Path | None) -> None:
     """Look at the text `args.subject`. html: a checked file for the page."""
-    alignment = checked_output(Path(args.alignment), "--alignment") if args.alignment else None
+    alignment = checked_output(args.alignment, "--alignment") if args.alignment else None
     text = None if alignment else parse(args.subject)
     _check(args, text)
-    opened = open_run_to_ask(Path(args.workdir), args.data, {"evaluation.batch_size": 1})
+    changes = changes_of(args)
+    opened = open_run_to_ask(Path(args.workdir), {"evaluation.batch_size": 1} | changes)
     is_question = text is None and not alignment
     if is_question:
         check_question(opened, args.subject)
     if text:
         masked_text(text, args.pieces, opened.lengths, opened.sources.wordpiece)
-    bert = _open_bert(args, opened, text) if args.bert and text else None
+    bert = _open_bert(args, changes, opened, text) if args.bert and text else None
     trained = restore(opened, args.task or _task(opened.config, is_question), for_answers=is_question)
     if trained.index.vectors is None:
         raise UserError(
@@ -91,16 +87,16 @@ def run(args: argparse.Namespace, html: Path | None) -> None:
         print(f"{args.alignment} is written")
         return
     seen = _question(trained, args.subject, args.answer) if text is None else _sentence(trained, text, args.pieces)
-    told = tell(trained, args.subject, seen)
+    record = to_record(trained, args.subject, seen)
     if bert and text:
-        params = saved_params(bert, *newest(bert), bert.initial_params())
-        told["bert"] = read_alone(bert, params, text, seen.targets)
+        params = restore_params(bert, *newest(bert))
+        record["bert"] = read_alone(bert, params, text, seen.targets)
     if args.json:
-        print(json.dumps(told, ensure_ascii=False))
+        print_json(record)
     else:
-        show(told, Console(highlight=False))
+        show(record, stdout())
     if html:
-        write_lines(html, page(told))
+        write_output(html, page(record))
 
 
 def _check(args: argparse.Namespace, text: Masked | None) -> None:
@@ -141,11 +137,11 @@ def _question(trained: Trained, question: str, answer: str | None) -> Seen:
     return inspect_question(trained.run, trained.params, trained.index, question, answer)
 
 
-def _open_bert(args: argparse.Namespace, opened: Run, text: Masked) -> Run:
+def _open_bert(args: argparse.Namespace, changes: dict[str, Any], opened: Run, text: Masked) -> Run:
     """The run of --bert. Raises UserError for one that cannot read the text, or not in the same word pieces."""
     recorded_config(Path(args.bert), "--bert")
     try:
-        other = open_run_to_ask(Path(args.bert), args.data)
+        other = open_run_to_ask(Path(args.bert), changes)
         newest(other)
         masked_text(text, args.pieces, other.lengths, other.sources.wordpiece)
     except UserError as fault:
@@ -155,7 +151,7 @@ def _open_bert(args: argparse.Namespace, opened: Run, text: Masked) -> Run:
     return other
 
 
-def tell(trained: Trained, text: str, seen: Seen) -> dict[str, Any]:
+def to_record(trained: Trained, text: str, seen: Seen) -> dict[str, Any]:
     """Everything that is shown, as JSON has it.
 
     {"text", "task", "step", "answer", "probability", "alone", "held", "others": [{"answer", "probability"}],
@@ -194,15 +190,15 @@ def align(trained: Trained, text: str, spans: str, output: Path) -> None:
         except UserError as fault:  # one sentence that is too long does not end the others
             logger.warning("%r is left out: %s", sentence, fault)
             continue
-        told = tell(trained, sentence, seen) | {"span": [start, end]}
-        told["passages"] = sorted(told["passages"], key=lambda one: -one["posterior"])
-        lines.append(json.dumps(told, ensure_ascii=False) + "\n")
-        best, y = told["passages"][0], told["answer"]
+        record = to_record(trained, sentence, seen) | {"span": [start, end]}
+        record["passages"] = sorted(record["passages"], key=lambda one: -one["posterior"])
+        lines.append(json.dumps(record, ensure_ascii=False) + "\n")
+        best, y = record["passages"][0], record["answer"]
         explained = f"best explained by {_name(best)} ({best['posterior']:.3f})"
         print(harmless(f"{y}: p(y|x) {seen.probability:.3g}, {explained}"))
     if not lines:
         raise UserError("--alignment: the text has no salient span; choose other --spans, or write a [blank]")
-    write_lines(output, "".join(lines))
+    write_output(output, "".join(lines))
 
 
 def _masked_spans(text: str, spans: str) -> Iterator[tuple[str, tuple[int, int]]]:
@@ -222,27 +218,27 @@ def _name(passage: dict[str, Any]) -> str:
     return f"{passage['title'] or 'passage'} ({passage['id']}, part {passage['part']})"
 
 
-def _facts(told: dict[str, Any]) -> list[tuple[str, str]]:
+def _facts(record: dict[str, Any]) -> list[tuple[str, str]]:
     """The rows of the paper's table above its passages: what is meant, and the number."""
-    answer = f"y = {told['answer']!r}"
-    facts = [("(a) BERT, trained without passages: p(y|x)", probability(told["bert"]))] if "bert" in told else []
-    if told["alone"] is not None:
-        facts.append(("(a) this reader beside the empty passage: p(y|x,∅)", probability(told["alone"])))
-    if _is_nowhere(told):
+    answer = f"y = {record['answer']!r}"
+    facts = [("(a) BERT, trained without passages: p(y|x)", probability(record["bert"]))] if "bert" in record else []
+    if record["alone"] is not None:
+        facts.append(("(a) this reader beside the empty passage: p(y|x,∅)", probability(record["alone"])))
+    if _is_nowhere(record):
         facts.append((f"(b) {NOWHERE}", ""))
     else:
-        best = max(told["passages"], key=lambda one: one["likelihood"])
+        best = max(record["passages"], key=lambda one: one["likelihood"])
         facts.append((f"(b) beside {_name(best)}: p(y|z,x)", probability(best["likelihood"])))
     facts.append(
-        (f"(c) marginal over {len(told['passages'])} passages: p(y|x), {answer}", probability(told["probability"]))
+        (f"(c) marginal over {len(record['passages'])} passages: p(y|x), {answer}", probability(record["probability"]))
     )
-    facts.append(("    share of the whole corpus's probability that they hold", probability(told["held"])))
-    facts += [(f"    instead: {one['answer']!r}", probability(one["probability"])) for one in told["others"]]
+    facts.append(("    share of the whole corpus's probability that they hold", probability(record["held"])))
+    facts += [(f"    instead: {one['answer']!r}", probability(one["probability"])) for one in record["others"]]
     return facts
 
 
-def _is_nowhere(told: dict[str, Any]) -> bool:
-    return all(one["posterior"] is None for one in told["passages"])
+def _is_nowhere(record: dict[str, Any]) -> bool:
+    return all(one["posterior"] is None for one in record["passages"])
 
 
 def _numbers(one: dict[str, Any]) -> list[str]:
@@ -251,15 +247,15 @@ def _numbers(one: dict[str, Any]) -> list[str]:
     return [f"{one['prior']:.3f}", probability(one["likelihood"]), posterior, gain]
 
 
-def show(told: dict[str, Any], to: Console) -> None:
+def show(record: dict[str, Any], to: Console) -> None:
     """The facts, then a passage a line, of which a terminal sees the beginning; numbers are whole everywhere."""
     to.soft_wrap = not to.is_terminal
-    to.print(Text(harmless(told["text"]), style="bold"))
-    facts = [(harmless(meant), number) for meant, number in _facts(told)]
+    to.print(Text(harmless(record["text"]), style="bold"))
+    facts = [(harmless(meant), number) for meant, number in _facts(record)]
     width = max(cell_len(number) for _, number in facts)
     for meant, number in facts:
         to.print(Text(f"{number.rjust(width)}  {meant}"))
-    for line in _table(told["passages"]):
+    for line in _table(record["passages"]):
         to.print(line, no_wrap=True, overflow="ellipsis" if to.is_terminal else "ignore")
 
 
@@ -273,16 +269,16 @@ def _table(passages: list[dict[str, Any]]) -> Iterator[Text]:
         yield Text("  ".join([*cells, harmless(passage)]))
 
 
-def page(told: dict[str, Any]) -> str:
+def page(record: dict[str, Any]) -> str:
     """The same as a page, with the passages whole."""
-    passages = told["passages"]
-    explained = [] if _is_nowhere(told) else [(_name(one), one["posterior"]) for one in passages]
+    passages = record["passages"]
+    explained = [] if _is_nowhere(record) else [(_name(one), one["posterior"]) for one in passages]
     return render(
         "inspect_text.html.j2",
-        text=told["text"],
-        step=told["step"],
-        task=told["task"],
-        facts=_facts(told),
+        text=record["text"],
+        step=record["step"],
+        task=record["task"],
+        facts=_facts(record),
         posteriors=[Bar(name, posterior, "realm", f"{posterior:.3f}") for name, posterior in explained],
         nowhere=NOWHERE,
         heads=(*HEADS, "text"),

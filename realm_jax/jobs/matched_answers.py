@@ -19,7 +19,7 @@ from realm_jax.corpus.jsonl import Question
 from realm_jax.errors import UserError
 from realm_jax.evaluation.predict import Evaluator
 from realm_jax.models.realm import Params
-from realm_jax.processes import is_first, told_by
+from realm_jax.processes import is_process_0, run_on_process_0
 from realm_jax.run import Run
 from realm_jax.storage import make_folder, read_json, write_json_atomic
 from realm_jax.text import patterns
@@ -61,11 +61,11 @@ def made_once(path: Path, name: str, count: int, make: Callable[[], list[Any]]) 
 
     name: what the entries are. Raises UserError where the kept list is of another number of questions.
     """
-    if told_by(lambda: int(path.is_file())):
+    if run_on_process_0(lambda: int(path.is_file())):
         found: list[Any] = read_json(path)[name]
     else:
         found = make()
-        if is_first():
+        if is_process_0():
             make_folder(path.parent, "--workdir")
             write_json_atomic(path, {name: found})
     if len(found) != count:

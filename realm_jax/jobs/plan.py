@@ -1,8 +1,8 @@
-"""`realm plan`: what a run needs and costs, before it is started: memory, traffic, time, money.
+"""`realm launch plan`: what a run needs and costs, before it is started: memory, traffic, time, money.
 
-The real step and the real embedding program are compiled ahead of time for a TPU topology; no TPU is needed, only its
-compiler (`pip install 'realm_jax[tpu]'`). Memory and collectives are the compiler's; times are arithmetic: operations
-(`training/flops.py`) over devices × peak × MFU, with the MFU that is given, not measured.
+The real step and the real embedding program are compiled ahead of time for the slices of the spec; no TPU is needed,
+only its compiler (`pip install 'realm_jax[tpu]'`). Memory and collectives are the compiler's; times are arithmetic:
+operations (`training/flops.py`) over devices × peak × MFU, with the MFU that is given, not measured.
 """
 
 import argparse
@@ -25,9 +25,11 @@ from realm_jax.data.examples import array_shapes
 from realm_jax.errors import UserError
 from realm_jax.index.candidates import Index, words_listed
 from realm_jax.index.exact import padded_rows
+from realm_jax.index.generations import BUILDER, TRAINER
 from realm_jax.jobs.build_index import for_embedding
-from realm_jax.jobs.flags import add_config_argument, load_config
+from realm_jax.jobs.flags import load_config
 from realm_jax.jobs.init_from import resolved
+from realm_jax.launch.spec import Launch
 from realm_jax.mesh import logical_sharding, replicated
 from realm_jax.models.inputs import Documents
 from realm_jax.run import Run, bare_run, embed_program
@@ -36,36 +38,14 @@ from realm_jax.training.restore import abstract_state
 from realm_jax.training.state import Control, control_sharding, make_step
 from realm_jax.training.tasks import make_task
 
-ROWS = 13_353_718  # passages of the paper's Wikipedia
-VOCABULARY = 30_522  # word pieces of BERT's uncased vocabulary
 # The compiler asks for the machine's neighbours, of which there are none here.
 ALONE = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-8"}
 DECIDING = ("data", "model", "encoder", "objective", "retrieval", "optimizer", "mesh")  # of a task's program
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-EXAMPLES = """examples:
-  realm plan --config=realm_wiki --topology=v5p:4x4x4
-  realm plan --config=realm_wiki --topology=v5e:8x8 --num-slices=2 --price-per-chip-hour=1.2
-"""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `realm plan`."""
-    parser.epilog = EXAMPLES
-    add_config_argument(parser, "the paper's sizes")
-    add = parser.add_argument
-    add("--topology", default="v5e:8x8", help="chips of the trainer: v5e:8x8, v5p:4x4x4, v6e:8x8, … (default: v5e:8x8)")
-    add("--num-slices", type=int, default=1, metavar="N", help="slices of that topology (default: 1)")
-    add("--builder-topology", default="v5e:4x4", help="chips of the index builder (default: v5e:4x4)")
-    add("--task", help="plan this task (default: realm if it is in the recipe, else the last)")
-    add("--passages", type=int, default=ROWS, metavar="N", help=f"of the corpus (default: {ROWS:,}, the paper's)")
-    add("--vocabulary", type=int, default=VOCABULARY, metavar="N", help=f"word pieces (default: {VOCABULARY:,})")
-    add("--mfu", type=float, default=0.4, help="share of peak that steps and embedding reach (default: 0.4)")
-    add("--price-per-chip-hour", type=float, metavar="X", help="for the cost, in any currency")
-    add("--json", action="store_true", help="one JSON object instead of the table")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Exit code 1 when it does not fit."""
+def plan_launch(launch: Launch, args: argparse.Namespace) -> int:
+    """Show the plan of a launch; exit code 1 when it does not fit. args: flags of `realm launch plan`."""
     config = load_config(args.config, args.overrides, default)
     config.data.path = config.data.path or "-"
     validate(config)
@@ -76,11 +56,13 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--task={task}: the recipe has {', '.join(names)}")
     if not 0 < args.mfu <= 1:
         raise UserError(f"--mfu={args.mfu}: must lie above 0 and be at most 1")
-    chips, helpers = devices_of(args.topology, args.num_slices), devices_of(args.builder_topology, 1)
-    trainer = bare_run(config, Path("."), args.passages, args.vocabulary, chips)
-    sizes = (args.passages, args.vocabulary)
-    builder = bare_run(for_embedding(config, len(helpers)), Path("."), *sizes, helpers) if task == "realm" else None
-    found = plan(trainer, builder, task, args.vocabulary, args.mfu, args.price_per_chip_hour)
+    sizes, builders = (args.passages, args.vocabulary), launch.spec.builder.slices if task == "realm" else 0
+    trainer = bare_run(config, Path("."), *sizes, tpu_devices(launch, TRAINER, launch.spec.trainer.slices))
+    builder = None
+    if builders:
+        chips = tpu_devices(launch, BUILDER, 1)  # every builder is a program of its own
+        builder = bare_run(for_embedding(config, len(chips)), Path("."), *sizes, chips)
+    found = plan(trainer, builder, task, args.vocabulary, args.mfu, args.price_per_chip_hour, builders)
     if args.json:
         print(json.dumps(found, indent=1))
     else:
@@ -88,21 +70,19 @@ def run(args: argparse.Namespace) -> int:
     return 0 if found["fits"] and found.get("builder", found)["fits"] else 1
 
 
-def devices_of(topology: str, slices: int) -> list[jax.Device]:
-    """The devices of a TPU topology, for compiling only. Raises UserError."""
+def tpu_devices(launch: Launch, job: str, slices: int) -> list[jax.Device]:
+    """The devices of so many slices of a job, for compiling only. Raises UserError."""
     from jax.experimental import topologies  # here, since it starts the TPU compiler
 
     for name, value in ALONE.items():
         os.environ.setdefault(name, value)
+    chips = str(launch.slice(job))
     try:
-        found = topologies.get_topology_desc(platform="tpu", topology_name=topology, num_slices=slices)
-        return list(found.devices)
+        return list(topologies.get_topology_desc(platform="tpu", topology_name=chips, num_slices=slices).devices)
     except Exception as fault:  # RuntimeError, ValueError or XLA's own, by version
         reason = " ".join(str(fault).split())[:200]
-        raise UserError(
-            f"--topology={topology}: {reason}; names are like v5e:8x8, v5p:4x4x4 and v6e:8x8, and the compiler comes "
-            "with `pip install 'realm_jax[tpu]'`"
-        ) from None
+        advice = "the compiler comes with `pip install 'realm_jax[tpu]'`"
+        raise UserError(f"spec.{job}.slice={chips}: {reason}; {advice}") from None
 
 
 def program_keys(config: ConfigDict, task: str) -> dict[str, Any]:
@@ -113,11 +93,11 @@ def program_keys(config: ConfigDict, task: str) -> dict[str, Any]:
 
 
 def plan(
-    trainer: Run, builder: Run | None, task: str, vocabulary: int, mfu: float, price: float | None
+    trainer: Run, builder: Run | None, task: str, vocabulary: int, mfu: float, price: float | None, builders: int = 1
 ) -> dict[str, Any]:
     """Everything that is known of a task: memory, collectives, FLOPs, and what follows by arithmetic.
 
-    builder: the index builder's run on its own devices, for the task that has one.
+    builder: an index builder's run on its own devices, for the task that has one; builders: how many share the work.
     """
     config, chips = trainer.config, trainer.mesh.size
     found: dict[str, Any] = {"task": task, "device": device_kind(trainer), "devices": chips}
@@ -132,16 +112,16 @@ def plan(
         if price is not None:
             found["cost"] = found["hours"] * chips * price
     if builder is not None:
-        found |= plan_of_builder(builder, mfu)
+        found |= plan_of_builder(builder, mfu, builders)
         if speed and "refresh_seconds" in found:
             found["steps_per_refresh"] = found["refresh_seconds"] / found["step_seconds"]
             if price is not None:
-                found["cost"] += found["hours"] * builder.mesh.size * price
+                found["cost"] += found["hours"] * found["builder_devices"] * price
     return found
 
 
-def plan_of_builder(builder: Run, mfu: float) -> dict[str, Any]:
-    """The index builder's program: memory, and the time to embed every passage."""
+def plan_of_builder(builder: Run, mfu: float, builders: int) -> dict[str, Any]:
+    """An index builder's program: memory, and the time in which all builders embed every passage."""
     length, size = builder.config.data.document_length, builder.config.retrieval.embed_batch * builder.mesh.size
     shapes = ((size, length), (size,), (size,))
     documents: Any = Documents(*(spread(builder, shape, jnp.uint16, "batch") for shape in shapes))  # type: ignore[arg-type]
@@ -155,11 +135,11 @@ def plan_of_builder(builder: Run, mfu: float) -> dict[str, Any]:
     found: dict[str, Any] = {
         "builder": sizes,
         "builder_device": device_kind(builder),
-        "builder_devices": builder.mesh.size,
+        "builder_devices": builder.mesh.size * builders,
     }
     if rate := (peak(device_kind(builder)) or 0.0) * mfu:
         work = embedding_flops(builder.config, length) * builder.setting.rows
-        found["refresh_seconds"] = work / (builder.mesh.size * rate)
+        found["refresh_seconds"] = work / (found["builder_devices"] * rate)
     return found
 
 

@@ -21,7 +21,7 @@ from realm_jax.index.embed import CorpusRows
 from realm_jax.mesh import put_whole
 from realm_jax.models.realm import Params
 from realm_jax.models.weights import open_safetensors
-from realm_jax.processes import is_first, told, told_by
+from realm_jax.processes import broadcast_from_process_0, is_process_0, run_on_process_0
 from realm_jax.run import Run
 from realm_jax.storage import write_atomic
 
@@ -39,9 +39,9 @@ def with_principal_components(run: Run, params: Params) -> Params:
     fit, and for fewer passages than features.
     """
     path = run.workdir / FILE
-    if not told(int(path.is_file())):
+    if not broadcast_from_process_0(int(path.is_file())):
         made = _make(run, params)
-        told_by(lambda: _keep(path, made))
+        run_on_process_0(lambda: _keep(path, made))
     found = _read(path)
     params, shardings = dict(params), run.param_shardings
     for tower in run.model.embedder_names:
@@ -75,12 +75,12 @@ def _make(run: Run, params: Params) -> dict[str, NDArray[np.float32]]:
         )
     chosen = np.random.default_rng((run.config.seed, STREAM)).choice(total, min(SAMPLE, total), replace=False)
     rows = CorpusRows(*(part[np.sort(chosen)] for part in run.corpus))
-    if is_first():
+    if is_process_0():
         logger.info("encoder.projection_start='pca': embedding %d passages", len(chosen))
     pooled = dataclasses.replace(run.model, projection=0, normalization="none")
     bare = dataclasses.replace(run, setting=dataclasses.replace(run.setting, model=pooled))
     kernel, bias, share = principal_components(bare.embed(params, rows=rows), size)
-    if is_first():
+    if is_process_0():
         logger.info("%d principal components hold %.0f %% of the variance", size, 100 * share)
     return {"kernel": kernel, "bias": bias}
 

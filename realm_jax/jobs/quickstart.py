@@ -6,35 +6,28 @@ Every stage is skipped when it is done and gone on with when it was cut off, so 
 
 import argparse
 import dataclasses
-import logging
 import shutil
-import subprocess
-import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from ml_collections import ConfigDict
-
 from realm_jax.config import validate
 from realm_jax.corpus import encyclopedia
-from realm_jax.errors import USER_ERROR, UserError
+from realm_jax.errors import UserError
+from realm_jax.index.generations import BUILDER, process_name
 from realm_jax.jobs.flags import add_config_argument, load_config
-from realm_jax.jobs.opening import open_run, recorded_config, set_up_jax
+from realm_jax.jobs.opening import open_run, set_up_jax
 from realm_jax.jobs.prepare import prepare
 from realm_jax.jobs.recipe import run_recipe
+from realm_jax.launch.local import Process, Supervisor
 from realm_jax.recipes import quickstart
 from realm_jax.storage import make_folder, publish_folder, read_json, write_json_atomic
-
-logger = logging.getLogger(__name__)
 
 DEFAULT_WORKDIR = "realm-quickstart"
 ENTITIES = 3200
 VOCABULARY = 2000
-POLL_SECONDS = 0.2  # between two looks at the shared folder, since a generation takes a second
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds between two starts of a builder that fails
+ASYNC = "--config.refresh.mode=async"
+RESTARTS, GRACE_SECONDS = 10, 30  # of the index builder
 SETTINGS = "settings.json"  # of the encyclopedia, beside its files
 EXAMPLES = """examples:
   realm quickstart
@@ -61,74 +54,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The whole recipe; exit code 75 after SIGTERM, once the state is saved."""
-    config = load_config(args.config, args.overrides, quickstart)
+    if args.asynchronous and any(one.startswith("--config.refresh.mode=") for one in args.overrides):
+        raise UserError(f"--async: means {ASYNC}; leave one of them out")
+    config = load_config(args.config, [*args.overrides, *([ASYNC] if args.asynchronous else [])], quickstart)
     workdir = Path(args.workdir)
     config.data.path = config.data.path or str(workdir / "data")
     validate(config)
     make_folder(workdir, "--workdir")
-    _refresh_beside(config, args.overrides, workdir, args.asynchronous)
     if config.data.path == str(workdir / "data"):
         make_data(workdir, args.entities, config.seed)
     if args.data_only:
         return 0
     set_up_jax()
-    if not args.asynchronous:
-        return run_recipe(open_run(config, workdir), args.controls, args.command_line)
     opened = open_run(config, workdir)
-    with builder_beside(workdir, [sys.executable, "-m", "realm_jax.cli", "build-index", f"--workdir={workdir}"]):
+    with index_builder(workdir) if args.asynchronous else nullcontext():
         return run_recipe(opened, args.controls, args.command_line)
 
 
-def _refresh_beside(config: ConfigDict, overrides: list[str], workdir: Path, beside: bool) -> None:
-    """Set what `--async` means in the config. Raises UserError where an override or the run itself says otherwise."""
-    mode = "async" if beside else config.refresh.mode
-    given = next((override for override in overrides if override.startswith("--config.refresh.mode=")), "")
-    if given and config.refresh.mode != mode:
-        raise UserError(f"--async: {given} says otherwise; leave one of them out")
-    if (workdir / "config.json").is_file() and recorded_config(workdir).refresh.mode != mode:
-        way = "without" if beside else "with"
-        raise UserError(f"--async: the run in {workdir} began {way} it; go on as it began, or name another --workdir")
-    config.refresh.mode = mode
-    if beside and not any(override.startswith("--config.refresh.poll_seconds=") for override in overrides):
-        config.refresh.poll_seconds = POLL_SECONDS
-
-
-@contextmanager
-def builder_beside(workdir: Path, command: list[str]) -> Iterator[None]:
-    """The builder of a run as a process of its own, which is started again when it fails; its log lies in
-    WORKDIR/jobs/builder.log."""
-    (workdir / "jobs").mkdir(exist_ok=True)
-    over = threading.Event()
-    with open(workdir / "jobs" / "builder.log", "ab") as log:
-
-        def start() -> subprocess.Popen[bytes]:
-            return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-
-        running = [start()]
-
-        def watch() -> None:
-            pause = FIRST_PAUSE
-            while not over.wait(pause):
-                code = running[0].poll()
-                if code == USER_ERROR:
-                    logger.error("the builder cannot work: %s says why; training waits for it in vain", log.name)
-                    return
-                if code not in (None, 0):
-                    logger.warning("the builder ended with %s; starting it again (%s)", code, log.name)
-                    running[0], pause = start(), min(2 * pause, LONGEST_PAUSE)
-
-        watcher = threading.Thread(target=watch, daemon=True)
-        watcher.start()
-        try:
-            yield
-        finally:
-            over.set()
-            watcher.join()
-            running[0].terminate()
-            try:
-                running[0].wait(30)
-            except subprocess.TimeoutExpired:
-                running[0].kill()
+def index_builder(workdir: Path) -> AbstractContextManager[None]:
+    """`realm build-index` as a process of its own while the block trains; its log lies in WORKDIR/logs."""
+    make_folder(workdir / "logs", "--workdir")
+    name = process_name(BUILDER, 0)
+    jobs = {name: [Process(name, ["realm", "build-index", f"--workdir={workdir}"], {})]}
+    return Supervisor(lambda port: jobs, workdir, RESTARTS, GRACE_SECONDS, echo=False).in_background()
 
 
 def make_data(workdir: Path, entities: int, seed: int, **others: Any) -> None:

@@ -3,7 +3,6 @@
 import logging
 import shlex
 import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -19,6 +18,7 @@ from realm_jax.corpus.jsonl import Question
 from realm_jax.data.examples import Examples, question_examples
 from realm_jax.errors import UserError
 from realm_jax.evaluation.predict import Evaluator
+from realm_jax.host import PREEMPTED, Preempted, Stop, handling
 from realm_jax.index.generations import RECIPE, Living, Status
 from realm_jax.jobs.controls import run_controls
 from realm_jax.jobs.init_from import borrow_params, borrows, record_start, starts_with_pca
@@ -28,11 +28,10 @@ from realm_jax.jobs.positives import beam_by_words, examples_with_positives
 from realm_jax.jobs.projection import with_principal_components
 from realm_jax.jobs.results import keep_words, measure_baselines, write_results
 from realm_jax.models.realm import Params
-from realm_jax.processes import is_first
+from realm_jax.processes import is_process_0
 from realm_jax.run import Run
 from realm_jax.storage import only_one
 from realm_jax.training.loop import train_task
-from realm_jax.training.preemption import PREEMPTED, Preempted, Stop
 from realm_jax.training.refresh import shared_folder
 from realm_jax.training.workdir import has_checkpoint
 
@@ -53,7 +52,7 @@ def run_recipe(run: Run, controls: bool, command: str) -> int:
     if controls and "closed_book" in task_names(run.config):
         raise UserError("--controls: closed_book is a control itself; leave it out")
     try:
-        with only_one(run.workdir) if is_first() else nullcontext(), living(run) as tell, preemptible():
+        with only_one(run.workdir) if is_process_0() else nullcontext(), living(run) as tell, preemptible():
             if searched_by(run) - {"vectors"}:
                 run.words()  # raises before anything is trained
                 keep_words(run)
@@ -73,14 +72,14 @@ def run_recipe(run: Run, controls: bool, command: str) -> int:
     except Preempted as reason:
         logger.warning("%s", reason)
         return PREEMPTED
-    if is_first():
+    if is_process_0():
         show(results, run.workdir)
     return 0
 
 
 def warn_of_few(run: Run, questions: Sequence[Question]) -> None:
     """Say where there are no development questions, and masked sentences are too few to stand in for them."""
-    if run.sources.questions.get("dev") or len(questions) >= FEW or not is_first():
+    if run.sources.questions.get("dev") or len(questions) >= FEW or not is_process_0():
         return
     held_out = f"evaluation.held_out={run.config.evaluation.held_out}"
     few = f"{len(questions)} masked sentences of documents that {held_out} keeps out of training" if questions else ""
@@ -103,7 +102,7 @@ def living(run: Run) -> Iterator[Callable[[str], None]]:
 
     Gives a function that takes what the recipe is at. Of several processes the first alone says anything.
     """
-    if not is_first():
+    if not is_process_0():
         yield lambda stage: None
         return
     with Living(shared_folder(run), RECIPE, Status("", stage="starting", step=-1)) as job:
@@ -118,16 +117,9 @@ def preemptible() -> Iterator[None]:
     Inside a task the loop takes the signal and saves first. One of several processes notes it for the next task, before
     which all of them stop. A request for a profile between tasks is ignored.
     """
-
-    if threading.current_thread() is not threading.main_thread():  # someone else owns the signals
+    at_once = "" if jax.process_count() > 1 else "every finished task is saved"
+    with handling(signal.SIGUSR1, signal.SIG_IGN), Stop(at_once):
         yield
-        return
-    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    try:
-        with Stop("" if jax.process_count() > 1 else "every finished task is saved"):
-            yield
-    finally:
-        signal.signal(signal.SIGUSR1, before)
 
 
 def train(run: Run, tell: Callable[[str], None] = lambda task: None) -> Params:

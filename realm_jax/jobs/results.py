@@ -27,11 +27,11 @@ from realm_jax.evaluation.answers import exact_match, find_answer
 from realm_jax.evaluation.predict import GROUPED_BY, Evaluator, Prediction
 from realm_jax.evaluation.report import write_report
 from realm_jax.index.candidates import Index, candidate_scores, candidate_words, retrieve, take
-from realm_jax.index.words import keep, words_of
+from realm_jax.index.words import load_or_build, save_index
 from realm_jax.mesh import to_host
 from realm_jax.models.likelihood import masked_word_marginal
 from realm_jax.models.realm import Params
-from realm_jax.processes import is_first, told
+from realm_jax.processes import broadcast_from_process_0, is_process_0
 from realm_jax.run import Run, put_batch
 from realm_jax.storage import read_json, write_json_atomic
 from realm_jax.training.best import describe_loss, keeps_best, kept_by, measure_in, stage_of
@@ -78,7 +78,7 @@ def chance(train: Sequence[Question], dev: Sequence[Question], by: str = "relati
 def measure_baselines(run: Run, evaluator: Evaluator, params: Params) -> None:
     """Recall of BM25 and of fresh parameters, kept in `baselines.json` so that a resumed run has them too."""
     path = run.workdir / "baselines.json"
-    if told(path.is_file()):
+    if broadcast_from_process_0(path.is_file()):
         return
     began = time.monotonic()
     keep_words(run)
@@ -86,20 +86,20 @@ def measure_baselines(run: Run, evaluator: Evaluator, params: Params) -> None:
     if not run.config.init_from:  # else the first measurement of the first task says where the run began
         found["untrained"] = evaluator.recall(params, run.index(embed_once(run, params)))
     found["seconds"] = time.monotonic() - began
-    if is_first():
+    if is_process_0():
         write_json_atomic(path, found)
 
 
 def keep_words(run: Run) -> None:
     """Keep the index of the corpus' words in the run folder, where questions find it later."""
-    if is_first():
-        keep(run.sources.passages, run.config.retrieval.language, run.workdir)
+    if is_process_0():
+        save_index(run.sources.passages, run.config.retrieval.language, run.workdir)
 
 
 def by_words(run: Run, evaluator: Evaluator) -> NDArray[np.int64]:
     """The rows that BM25 finds for questions, int64 [questions, evaluation.passages]; −1 for none."""
     store, settings = run.sources.passages, run.config
-    words = words_of(store, settings.retrieval.language, run.workdir)
+    words = load_or_build(store, settings.retrieval.language, run.workdir)
     return words.search([question.question for question in evaluator.questions], evaluator.depth)
 
 
@@ -111,7 +111,7 @@ def write_results(run: Run, params: Params, questions: Sequence[Question], comma
     shown = Evaluator(run, evenly_spaced(questions, SHOWN_QUESTIONS), run.asked_by(last))
     predictions = shown.predict(params, index)
     sentence = masked_sentence(run, params)
-    if not is_first():
+    if not is_process_0():
         return {}
     results = collect(run, questions, asked)
     write_json_atomic(run.workdir / "results.json", results)
@@ -128,7 +128,7 @@ def measure_as_asked(run: Run, params: Params, index: Index, questions: Sequence
     how, found = run.asked_by(last), dict[str, Any]()
     if how != run.measured_by(last):
         found |= Evaluator(run, questions, how).recall(params, index)
-    if last != "qa" and told(begins_with_reader(run.workdir)) and (asked := answered(questions)):
+    if last != "qa" and broadcast_from_process_0(begins_with_reader(run.workdir)) and (asked := answered(questions)):
         evaluator = Evaluator(run, asked, how)
         found["exact_match"] = evaluator.exact_match(evaluator.predict(params, index))
     return found
@@ -276,7 +276,7 @@ def masked_sentence(run: Run, params: Params) -> dict[str, Any] | None:
     """
     if "realm" not in task_names(run.config):
         return None
-    params = restore_params(run, run.workdir, "realm", params)
+    params = restore_params(run, "realm")
     index = final_index(run, "realm", params)
     sources, lengths, setting = run.sources, run.lengths, run.setting
     text, own, find = sources.pretraining, sources.own_text, run.find_sentence

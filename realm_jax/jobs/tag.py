@@ -26,18 +26,19 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from realm_jax import processes
 from realm_jax.console import StageProgress
 from realm_jax.corpus.store import Passage, PassageStore, StoreWriter, columns
 from realm_jax.data.sources import open_sources
 from realm_jax.data.staging import is_remote, staged
 from realm_jax.errors import UserError
 from realm_jax.evaluation.tagging import TextTagger, tag_passages
-from realm_jax.index.builder import Share
+from realm_jax.host import Stop
+from realm_jax.index.builder import WorkShare
 from realm_jax.jobs.opening import set_up_jax
 from realm_jax.jobs.tagger import open_tagger
 from realm_jax.storage import make_folder, only_one, publish_folder, read_json, write_atomic, write_json_atomic
 from realm_jax.text.wordpiece import WordPiece
-from realm_jax.training.preemption import PREEMPTED, Preempted, Stop
 
 logger = logging.getLogger(__name__)
 
@@ -60,26 +61,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", required=True, metavar="DIR", help="folder written by `realm prepare`, or its URL")
     parser.add_argument("--output", required=True, metavar="DIR", help="folder to make")
     parser.add_argument("--batch-size", type=int, metavar="N", help="windows on each device (default: the tagger's)")
-    parser.add_argument("--process", type=int, default=0, metavar="I", help="this process among --processes, from 0")
-    parser.add_argument("--processes", type=int, default=1, metavar="N", help="processes that share the work")
+    processes.add_share_arguments(parser)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Tag; exit code 75 after SIGTERM."""
-    if not 0 <= args.process < args.processes:
-        raise UserError(f"--process={args.process}: must be at least 0 and below --processes={args.processes}")
+def run(args: argparse.Namespace) -> None:
+    """Tag. Raises Preempted after SIGTERM."""
+    share = WorkShare(*processes.share_of(args))
     if args.batch_size is not None and args.batch_size < 1:
         raise UserError(f"--batch-size={args.batch_size}: must be positive")
     data, output = folders(args.data, args.output)
     set_up_jax()
     tagger = open_tagger(Path(args.workdir), jax.local_devices(), args.batch_size)
-    try:
-        with Stop() as stop:
-            tag(tagger, data, output, Share(args.process, args.processes), stop)
-    except Preempted as reason:
-        logger.warning("%s", reason)
-        return PREEMPTED
-    return 0
+    with Stop() as stop:
+        tag(tagger, data, output, share, stop)
 
 
 def folders(data: str, output: str) -> tuple[Path, Path]:
@@ -103,7 +97,9 @@ class Chunk(NamedTuple):
     key: str
 
 
-def tag(tagger: TextTagger, data: Path, output: Path, share: Share, stop: Stop, chunk_rows: int = CHUNK_ROWS) -> None:
+def tag(
+    tagger: TextTagger, data: Path, output: Path, share: WorkShare, stop: Stop, chunk_rows: int = CHUNK_ROWS
+) -> None:
     """Do this process's share and what nobody else has done; the first process then writes `output`.
 
     Raises UserError for what cannot be gone on with, Preempted after SIGTERM.
@@ -122,7 +118,7 @@ def tag(tagger: TextTagger, data: Path, output: Path, share: Share, stop: Stop, 
 
 
 def _take_part(
-    tagger: TextTagger, data: Path, output: Path, work: Path, share: Share, stop: Stop, chunk_rows: int
+    tagger: TextTagger, data: Path, output: Path, work: Path, share: WorkShare, stop: Stop, chunk_rows: int
 ) -> None:
     sources, manifest = open_sources(data, flag="--data="), read_json(data / MANIFEST)
     stores = {"passages": sources.passages} | ({} if sources.own_text else {"pretraining": sources.pretraining})

@@ -25,6 +25,7 @@ from realm_jax.data.tagged import annotated, kinds_of
 from realm_jax.errors import UserError
 from realm_jax.evaluation.entities import Scores, entity_scores
 from realm_jax.evaluation.tagging import TextTagger, WindowTagger
+from realm_jax.host import PREEMPTED, Preempted
 from realm_jax.index.candidates import Index
 from realm_jax.jobs.init_from import borrows
 from realm_jax.jobs.opening import has_begun, set_up_jax
@@ -32,7 +33,7 @@ from realm_jax.jobs.recipe import preemptible
 from realm_jax.models.folders import local_source
 from realm_jax.models.tagger import Params
 from realm_jax.models.weights import load_bert
-from realm_jax.processes import is_first
+from realm_jax.processes import is_process_0
 from realm_jax.storage import make_folder, only_one, read_json, write_json_atomic
 from realm_jax.tagger_config import TAGGER, validate
 from realm_jax.tagger_run import TaggerRun, make_tagger_run
@@ -40,9 +41,8 @@ from realm_jax.text.spans import NAME, find_by_rules
 from realm_jax.text.tags import Entity
 from realm_jax.text.wordpiece import WordPiece
 from realm_jax.training.checkpoints import Saved
-from realm_jax.training.preemption import PREEMPTED, Preempted
-from realm_jax.training.restore import task_params
-from realm_jax.training.tagging import tagger_task, train_tagger
+from realm_jax.training.restore import restore_params
+from realm_jax.training.tagging import train_tagger
 from realm_jax.training.workdir import check_workdir, recorded_config
 
 logger = logging.getLogger(__name__)
@@ -54,12 +54,12 @@ def run_tagger(config: ConfigDict, workdir: Path) -> int:
     """Train, measure and write the results; returns the exit code, 75 after SIGTERM, once the state is saved."""
     run = open_tagger_run(config, workdir)
     try:
-        with only_one(workdir) if is_first() else nullcontext(), preemptible():
+        with only_one(workdir) if is_process_0() else nullcontext(), preemptible():
             results = train(run)
     except Preempted as reason:
         logger.warning("%s", reason)
         return PREEMPTED
-    if is_first():
+    if is_process_0():
         show(results)
     return 0
 
@@ -76,7 +76,7 @@ def open_tagger_run(config: ConfigDict, workdir: Path, devices: list[jax.Device]
     make_folder(workdir, "--workdir")
     if borrows(config, workdir):
         load_bert(local_source(config.init_from), run.tagger.bert)  # says what does not fit before anything is recorded
-    if is_first() and not begun:
+    if is_process_0() and not begun:
         wordpiece.save(workdir / TOKENIZER)
         write_json_atomic(workdir / KINDS, list(run.tagger.kinds))
     check_workdir(run)
@@ -110,7 +110,7 @@ def train(run: TaggerRun) -> dict[str, Any]:
     measured = [split for split in ("dev", "test") if split in run.splits]
     results: dict[str, Any] = {split: score(windows, params, run.splits[split]) for split in measured}
     results["rules"] = {split: score_rules(run.splits[split]) for split in measured}
-    if is_first():
+    if is_process_0():
         saved = Saved.newest(run.workdir / TAGGER / "checkpoints")
         assert saved is not None, "training ends with a save"
         results |= {"kinds": list(run.tagger.kinds), "seconds": saved.record["seconds"]}
@@ -185,8 +185,7 @@ def open_tagger(workdir: Path, devices: list[jax.Device] | None = None, batch_si
         raise UserError(f"tagger={workdir}: has no checkpoint yet; go on with `realm train`")
     if saved.step < config.tagger.steps:
         logger.warning("tagger=%s is not done: step %d of %d", workdir, saved.step, config.tagger.steps)
-    like = jax.eval_shape(run.tagger.init, jax.random.key(0))
-    params = task_params(run, tagger_task(run.tagger), saved, like)
+    params = restore_params(run, TAGGER, saved)
     return TextTagger(window_tagger(run), params, f"tagger:{workdir}", saved.record["digest"])
 
 

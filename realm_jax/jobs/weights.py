@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -26,7 +27,8 @@ from safetensors.numpy import save_file
 
 from realm_jax.config import TASKS
 from realm_jax.errors import UserError
-from realm_jax.jobs.answering import add_run_arguments, newest, open_run_to_ask, reader_is_trained
+from realm_jax.jobs.answering import newest, open_run_to_ask, reader_is_trained
+from realm_jax.jobs.arguments import add_run_arguments, changes_of
 from realm_jax.models import released
 from realm_jax.models.bert import LAYER_NORM_EPSILON
 from realm_jax.models.folders import READER, SHARED, TOWERS
@@ -36,7 +38,7 @@ from realm_jax.models.weights import SETTINGS, WEIGHTS, bert_of, bert_settings, 
 from realm_jax.run import tower_lengths
 from realm_jax.storage import publish_folder
 from realm_jax.text.wordpiece import TOKENIZER, VOCABULARY_FILE, WordPiece
-from realm_jax.training.restore import saved_params
+from realm_jax.training.restore import restore_params
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=("export", "convert"), help="a run to folders, or TensorFlow's checkpoints")
     parser.add_argument("--output", required=True, metavar="DIR", help="folder to make")
     export, convert = parser.add_argument_group("export"), parser.add_argument_group("convert")
-    add_run_arguments(export, instead=export)
+    add_run_arguments(export, required=False)
     export.add_argument("--task", choices=TASKS, help="parameters at the end of it (default: of the last one trained)")
     export.add_argument(
         "--names", choices=("bert", "realm"),
@@ -77,32 +79,35 @@ def run(args: argparse.Namespace) -> None:
     output = Path(args.output)
     if os.path.lexists(output):
         raise UserError(f"--output={output} already exists; remove it or choose another folder")
-    others = (*CONVERTED, "vocab") if args.action == "export" else ("workdir", "data", "task", "names")
-    unused = [flag for flag in others if getattr(args, flag)]
+    others = (*CONVERTED, "vocab") if args.action == "export" else ("workdir", "task", "names")
+    unused = [f"--{flag}" for flag in others if getattr(args, flag)]
+    unused += args.overrides if args.action == "convert" else []
     if unused:
-        raise UserError(f"--{unused[0]}: does nothing with `realm weights {args.action}`; leave it out")
+        raise UserError(f"{unused[0]}: does nothing with `realm weights {args.action}`; leave it out")
     if args.action == "export":
         if not args.workdir:
             raise UserError("realm weights export: name a run with --workdir")
-        export(Path(args.workdir), output, args.names or "bert", args.task, args.data)
+        export(Path(args.workdir), output, args.names or "bert", args.task, changes_of(args))
     else:
         convert({name: getattr(args, name) for name in CONVERTED if getattr(args, name)}, output, args.vocab)
 
 
-def export(workdir: Path, output: Path, names: str = "bert", task: str | None = None, data: str | None = None) -> None:
+def export(
+    workdir: Path, output: Path, names: str = "bert", task: str | None = None, changes: dict[str, Any] | None = None
+) -> None:
     """Write the networks of a run, at its newest checkpoint of `task` or of the last task that has one.
 
-    names: 'bert' or 'realm'. data: the run's prepared folder, where it was moved. Raises UserError where there is no
+    names: 'bert' or 'realm'. changes: of the run's config, as of `changes_of`. Raises UserError where there is no
     checkpoint, and where `names` cannot say what the networks are.
     """
-    opened = open_run_to_ask(workdir, data)
+    opened = open_run_to_ask(workdir, changes)
     model, wordpiece = opened.model, opened.sources.wordpiece
     if names == "realm":
         _check_realm(model)
     name, saved = newest(opened, task)
     if saved.step < opened.config[name].steps:
         logger.warning("task %s is not done: step %d of %d", name, saved.step, opened.config[name].steps)
-    params = saved_params(opened, name, saved, jax.eval_shape(model.init, jax.random.key(0)))
+    params = restore_params(opened, name, saved)
     with _whole(output) as folder:
         write_networks(folder, opened.config, model, params, wordpiece, names, reader_is_trained(workdir, name))
     logger.info("%s: %s of %s at step %d of %s", output, ", ".join(params), workdir, saved.step, name)

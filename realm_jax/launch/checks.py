@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 
 from realm_jax.config import task_names
 from realm_jax.errors import UserError
+from realm_jax.index.generations import BUILDER, TRAINER
 from realm_jax.launch.spec import BUCKET, MOUNTED, Launch
 from realm_jax.recipes import is_name
 
@@ -29,7 +30,7 @@ def check_place(workdir: str, target: str) -> None:
 
 def check_cloud(launch: Launch, target: str) -> None:
     """Raise UserError for what no cloud can start."""
-    if not launch.image:
+    if not launch.spec.image:
         raise UserError(
             f"spec.image: --target={target} needs a container; build launch/Dockerfile, push it, and name it"
         )
@@ -40,19 +41,19 @@ def check_cloud(launch: Launch, target: str) -> None:
             f"--config={launch.config}: has to be a file of the container; put it into configs/ and give its name, "
             "such as realm_wiki, or its path from the folder of the source"
         )
-    if launch.grace_seconds < SAVE_SECONDS:
+    if launch.spec.grace_seconds < SAVE_SECONDS:
         raise UserError(
-            f"spec.grace_seconds={launch.grace_seconds}: a save may take {SAVE_SECONDS} seconds; give it as many"
+            f"spec.grace_seconds={launch.spec.grace_seconds}: a save may take {SAVE_SECONDS} seconds; give it as many"
         )
-    usual = launch.trainer.slice.usual
-    if target == "queued_resources" and launch.trainer.slice != usual:
+    trainer, builder = launch.slice(TRAINER), launch.slice(BUILDER)
+    if target == "queued_resources" and trainer != trainer.usual:
         raise UserError(
-            f"spec.trainer.slice={launch.trainer.slice}: gcloud makes no such shape; name {usual}, or --target=jobset"
+            f"spec.trainer.slice={trainer}: gcloud makes no such shape; name {trainer.usual}, or --target=jobset"
         )
-    if launch.builder.count and launch.builder.slice.hosts != 1:
+    if launch.spec.builder.slices and builder.hosts != 1:
         raise UserError(
-            f"spec.builder.slice={launch.builder.slice}: spans {launch.builder.slice.hosts} machines, but the builders "
-            "are independent; name a slice of one machine, such as v5e:2x4, and how many in spec.builder.slices"
+            f"spec.builder.slice={builder}: spans {builder.hosts} machines, but the builders are independent; name a "
+            "slice of one machine, such as v5e:2x4, and how many in spec.builder.slices"
         )
 
 
@@ -80,9 +81,9 @@ def _check_slices(launch: Launch, config: ConfigDict) -> None:
     from realm_jax.mesh import mesh_sizes  # here, since listing and stopping need no JAX
     from realm_jax.run import check_batches
 
-    role, mesh = launch.trainer, config.mesh
+    chips, count, mesh = launch.slice(TRAINER), launch.spec.trainer.slices, config.mesh
     try:
-        data, fsdp, _ = mesh_sizes(mesh.data, mesh.fsdp, mesh.model, role.slice.chips * role.count, role.count)
+        data, fsdp, _ = mesh_sizes(mesh.data, mesh.fsdp, mesh.model, chips.chips * count, count)
         check_batches(config, data * fsdp)
     except UserError as fault:
-        raise UserError(f"spec.trainer: {role.count} × {role.slice}: {fault}") from None
+        raise UserError(f"spec.trainer: {count} × {chips}: {fault}") from None

@@ -1,16 +1,18 @@
 """One machine: real processes, the trainer's as a gang, the builder's each for itself, watched until training ends.
 
 When a trainer process dies the others cannot go on (a collective would wait for it for ever), so all of them are ended
-and started again, on a new port. A builder process is started again by itself. Exit code 0 is an end, 2 a mistake that
-no restart mends, 75 a preemption that does not count; all else is a failure, after which there is a pause that doubles,
-and after `spec.restarts` of them without progress between them the job is given up. Progress is a new checkpoint for
-the trainer, a new generation for a builder.
+and started again, on a new port. A builder process is started again by itself. Exit code 0 is an end; 2 an error in the
+configuration, after which nothing is restarted; 75 a preemption that does not count; all else is a failure, after which
+there is a pause that doubles, and after `spec.restarts` of them without progress between them the job is given up.
+Progress is a new checkpoint for the trainer, a new generation for a builder.
 
 Everything that a process prints goes to this terminal with its name before it, and to WORKDIR/logs/NAME.log. Read
-`Supervisor.run`, which looks at all processes once a `LOOK_SECONDS`.
+`Supervisor.run`, which looks at all processes once a `LOOK_SECONDS`; `Supervisor.in_background` does so for builders of
+a trainer that is this process.
 """
 
 import contextlib
+import functools
 import logging
 import os
 import shlex
@@ -20,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -28,11 +30,11 @@ from typing import IO, NamedTuple, TypeVar
 
 from realm_jax.console import go_silent
 from realm_jax.errors import USER_ERROR, UserError
+from realm_jax.host import PREEMPTED
 from realm_jax.index.generations import BUILDER, TRAINER, process_name
 from realm_jax.launch.spec import Launch, choose, share
 from realm_jax.launch.status import expect, expect_none, newest_checkpoint, newest_generation, summary
 from realm_jax.storage import is_held, make_folder, only_one, open_folder, read_json, write_json_atomic
-from realm_jax.training.preemption import PREEMPTED
 
 logger = logging.getLogger(__name__)
 
@@ -63,23 +65,21 @@ class Process(NamedTuple):
     environment: dict[str, str]
 
 
-def processes(launch: Launch, port: int | str) -> dict[str, list[Process]]:
-    """Job → its processes, which live and die together. port: of this machine, where those of a trainer meet."""
-    trainer, builder = launch.trainer, launch.builder
+Jobs = dict[str, list[Process]]  # job → its processes, which live and die together
+
+
+def processes(launch: Launch, port: int | str) -> Jobs:
+    """The jobs of a launch. port: of this machine, where the processes of a trainer meet."""
+    trainers, builders = launch.spec.trainer.processes, launch.spec.builder.processes
+
+    def process(job: str, number: int, *flags: str) -> Process:
+        place = number if job == TRAINER else trainers + number
+        return Process(process_name(job, number), launch.command(job, *flags), _environment(launch, place))
+
     where = [f"--coordinator=localhost:{port}"]
-    gang = [
-        launch.command(trainer, *([*share(number, trainer.processes), *where] if trainer.processes > 1 else []))
-        for number in range(trainer.processes)
-    ]
-    jobs = {TRAINER: [(process_name(TRAINER, number), words) for number, words in enumerate(gang)]}
-    for number in range(builder.processes):
-        name = process_name(BUILDER, number)
-        jobs[name] = [(name, launch.command(builder, *share(number, builder.processes)))]
-    places = iter(range(trainer.processes + builder.processes))
-    return {
-        job: [Process(name, words, _environment(launch, next(places))) for name, words in members]
-        for job, members in jobs.items()
-    }
+    group = [process(TRAINER, n, *([*share(n, trainers), *where] if trainers > 1 else [])) for n in range(trainers)]
+    alone = [process(BUILDER, number, *share(number, builders)) for number in range(builders)]
+    return {TRAINER: group} | {one.name: [one] for one in alone}
 
 
 def _environment(launch: Launch, place: int) -> dict[str, str]:
@@ -124,45 +124,97 @@ class Job:
 
 
 class Supervisor:
-    """Starts the processes of a launch and watches over them; `run` returns the exit code."""
+    """Starts jobs and watches over them, in this thread or in one of its own; for a single use.
 
-    def __init__(self, launch: Launch, workdir: Path) -> None:
-        self._launch, self._workdir = launch, workdir
+    jobs: given a free port of this machine. restarts: failures without progress after which a job is given up.
+    grace_seconds: from SIGTERM to SIGKILL. echo: whether the run and what its processes print are shown here.
+    """
+
+    def __init__(
+        self, jobs: Callable[[int], Jobs], workdir: Path, restarts: int, grace_seconds: float, echo: bool = True
+    ) -> None:
+        self._processes, self._workdir, self._echo = jobs, workdir, echo
+        self._restarts, self._grace_seconds = restarts, grace_seconds
         folder = open_folder(workdir)
         self._asked: list[int] = []  # signals that came
+        self._fault: UserError | None = None  # why builders in the background ended
         self._told_at = time.monotonic()
         self._print = threading.Lock()
         self._summary = lambda: summary(folder)
         reached = {TRAINER: lambda: newest_checkpoint(folder)}
-        self._jobs = [Job(name, reached.get(name, lambda: newest_generation(folder))) for name in processes(launch, 0)]
-        self._trainer, *self._builders = self._jobs
+        self._jobs = [Job(name, reached.get(name, lambda: newest_generation(folder))) for name in jobs(0)]
+
+    @classmethod
+    def of(cls, launch: Launch) -> "Supervisor":
+        """The supervisor of a launch on this machine."""
+        jobs, spec = functools.partial(processes, launch), launch.spec
+        return cls(jobs, Path(launch.workdir), spec.restarts, spec.grace_seconds)
 
     def run(self) -> int:
-        """Until training has ended and the builders with it, or until a signal has ended them. Raises UserError."""
+        """Until training has ended and the builders with it, or until a signal has ended them; the exit code.
+
+        Raises UserError for a process that cannot be started.
+        """
         signals = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
         heard = [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]  # else nohup's, or &'s
         before = {number: signal.signal(number, self._hear) for number in heard}
         try:
-            while not self._asked and not self._is_over():
-                for job in self._jobs:
-                    self._look_after(job)
-                self._tell()
-                time.sleep(LOOK_SECONDS)
+            self._watch()
             if self._asked:
                 logger.warning("%s: saving and ending", signal.Signals(self._asked[0]).name)
         finally:
-            self._finish([child for job in self._jobs for child in job.children], self._launch.grace_seconds)
+            self._end_all()
             for number, handler in before.items():
                 signal.signal(number, handler)
         return self._code()
 
+    @contextlib.contextmanager
+    def in_background(self) -> Iterator[None]:
+        """Watch over builders while the block trains in this process. A builder that is given up ends the block, by
+        SIGTERM, at which it saves; then raises UserError."""
+        watcher = threading.Thread(target=self._watch_builders, daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            self._asked.append(signal.SIGTERM)
+            watcher.join()
+            if self._fault:
+                raise self._fault
+
+    def _watch_builders(self) -> None:
+        try:
+            self._watch()
+            for job in self._jobs:
+                if job.code:
+                    log = self._workdir / "logs" / f"{job.name}.log"
+                    raise UserError(f"{job.name} failed; no index will arrive. {log} says why")
+        except UserError as fault:
+            self._fault = fault
+            if not self._asked:
+                os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            self._end_all()
+
+    def _watch(self) -> None:
+        while not self._asked and not self._is_over():
+            for job in self._jobs:
+                self._look_after(job)
+            self._tell()
+            time.sleep(LOOK_SECONDS)
+
+    def _end_all(self) -> None:
+        self._finish([child for job in self._jobs for child in job.children], self._grace_seconds)
+
     def _is_over(self) -> bool:
         """Builders see in the work directory that training has ended; for the grace period they are waited for."""
-        if not self._trainer.is_over:
+        trainer = next((job for job in self._jobs if job.name == TRAINER), None)
+        if trainer is None:  # it is this process
+            return any(job.code for job in self._jobs)
+        if not trainer.is_over:
             return False
-        waited = time.monotonic() - self._trainer.over_at
-        patient = self._trainer.code == 0 and waited < self._launch.grace_seconds
-        return not patient or all(job.is_over for job in self._builders)
+        patient = trainer.code == 0 and time.monotonic() - trainer.over_at < self._grace_seconds
+        return not patient or all(job.is_over for job in self._jobs)
 
     def _code(self) -> int:
         """The exit code of it all: what a signal means, else the trainer's, else the first that is not 0."""
@@ -193,21 +245,23 @@ class Supervisor:
             self._ended(job, 0)
         elif any(codes):
             cause = _cause(codes)
-            self._finish(job.children, self._launch.grace_seconds if cause == PREEMPTED else SHORT_GRACE)
+            self._finish(job.children, self._grace_seconds if cause == PREEMPTED else SHORT_GRACE)
             mistaken = any(child.process.returncode == USER_ERROR for child in job.children)
             self._failed(job, USER_ERROR if mistaken else cause)
 
     def _failed(self, job: Job, code: int) -> None:
         """Decide what follows from the exit code of the process that ended first."""
         if code == USER_ERROR:
-            logger.error("%s: exit code 2, a mistake that no restart mends; its last lines say which", job.name)
+            logger.error(
+                "%s: exit code 2, an error in the configuration; not restarted, its last lines say which", job.name
+            )
             self._ended(job, code)
             return
         pause = 0.0
         if code != PREEMPTED:
             moved = self._tried(job.reached, job.progress) != job.progress
             job.failures = 1 if moved else job.failures + 1
-            if job.failures > self._launch.restarts:
+            if job.failures > self._restarts:
                 logger.error("%s: %s; failures without progress: %d; given up", job.name, _how(code), job.failures)
                 self._ended(job, code)
                 return
@@ -232,7 +286,7 @@ class Supervisor:
             child.reader.join(5)
 
     def _tell(self) -> None:
-        if time.monotonic() - self._told_at > STATUS_SECONDS:
+        if self._echo and time.monotonic() - self._told_at > STATUS_SECONDS:
             self._told_at = time.monotonic()
             logger.info("%s", self._tried(self._summary, "no news of the run"))
 
@@ -249,7 +303,7 @@ class Supervisor:
     def _start(self, job: Job) -> None:
         """Raises UserError; what was started by then is among the job's children."""
         job.progress = self._tried(job.reached, job.progress)
-        for process in processes(self._launch, _free_port())[job.name]:
+        for process in self._processes(_free_port())[job.name]:
             try:
                 job.children.append(self._spawn(process))
             except OSError as fault:
@@ -279,8 +333,9 @@ class Supervisor:
                 line = piece if piece.endswith(b"\n") else piece + b"\n"
                 with contextlib.suppress(OSError):
                     log.write(line)
-                with self._print, contextlib.suppress(OSError, ValueError):
-                    self._show(f"{name} | {line.decode(errors='replace')}")
+                if self._echo:
+                    with self._print, contextlib.suppress(OSError, ValueError):
+                        self._show(f"{name} | {line.decode(errors='replace')}")
 
     @staticmethod
     def _show(text: str) -> None:
@@ -337,11 +392,11 @@ class Local:
         self._check()
         make_folder(self._logs, "--workdir")
         with only_one(self._logs):
-            record = _Running(os.getpid(), self._launch.grace_seconds)
+            record = _Running(os.getpid(), self._launch.spec.grace_seconds)
             write_json_atomic(self._logs / RECORD, record._asdict())
             expect(self._launch.workdir, list(processes(self._launch, 0)))
             try:
-                code = Supervisor(self._launch, self._workdir).run()
+                code = Supervisor.of(self._launch).run()
                 if code == INTERRUPTED:  # Ctrl-C is a stop; a signal of the machine is not
                     expect_none(self._launch.workdir)
                 return code
@@ -352,7 +407,7 @@ class Local:
         """{"name", "state", "detail"} of the supervisor."""
         found = self._running()
         state, detail = ("not running", "") if found is None else ("running", f"process {found.pid}")
-        return [{"name": self._launch.name, "state": state, "detail": detail}]
+        return [{"name": self._launch.spec.name, "state": state, "detail": detail}]
 
     def logs(self, job: str, follow: bool) -> int:
         """What a process printed. job: 'trainer-0' or 'trainer', 'builder-1', …"""
@@ -373,7 +428,7 @@ class Local:
             if time.monotonic() > until:
                 raise UserError(f"process {found.pid} does not end; look into {self._logs}")
             time.sleep(LOOK_SECONDS)
-        print(f"{self._launch.name}: stopped")
+        print(f"{self._launch.spec.name}: stopped")
 
     def delete(self) -> None:
         """There is nothing here but the work directory."""
@@ -393,11 +448,9 @@ class Local:
         launch, local = self._launch, self._launch.spec.local
         if "://" in launch.workdir:
             raise UserError(f"--workdir={launch.workdir}: --target=local needs a folder of this machine")
-        if local.devices < 0:
-            raise UserError(f"spec.local.devices={local.devices}: must not be negative")
         if local.devices and local.gpus:
             raise UserError("spec.local.devices: emulates devices of a CPU; leave it or spec.local.gpus out")
-        wanted = launch.trainer.processes + launch.builder.processes
+        wanted = launch.spec.trainer.processes + launch.spec.builder.processes
         if local.gpus and (len(local.gpus) != wanted or not all(isinstance(one, str) for one in local.gpus)):
             example = str(tuple(str(number) for number in range(wanted)))
             raise UserError(f"spec.local.gpus: name the devices of each of the {wanted} processes, such as {example}")

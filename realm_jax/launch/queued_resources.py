@@ -9,20 +9,20 @@ deleted. All that is sent is in `create` and `startup_script`.
 import shlex
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from realm_jax.errors import UserError
+from realm_jax.host import PREEMPTED
+from realm_jax.index.generations import TRAINER
+from realm_jax.launch.cloud import CloudTarget, Resource
 from realm_jax.launch.spec import MOUNTED, Launch, Part, choose, parts
 from realm_jax.launch.status import expect
 from realm_jax.launch.tools import call, call_json, stream
-from realm_jax.training.preemption import PREEMPTED
 
 SERVICE = "realm"
 UNIT = f"/etc/systemd/system/{SERVICE}.service"
 STOPPED = "/var/lib/realm-stopped"  # while it is there the service does not start, at no boot either
 UNITS = (SERVICE, "google-startup-scripts")  # whose logs are shown
 GROUP = ("gcloud", "--quiet", "compute", "tpus")
-CAPACITIES = ("on-demand", "spot", "reserved")
 GONE = ("FAILED", "SUSPENDED", "SUSPENDING", "DELETING")  # states of a resource that will never have machines again
 SCRIPT = """\
 #!/bin/bash
@@ -105,12 +105,12 @@ def startup_script(launch: Launch, part: Part) -> str:
     return SCRIPT.format(
         mount=f"{MOUNTED}/{launch.bucket}",
         bucket=launch.bucket,
-        registry=launch.image.partition("/")[0],
-        image=shlex.quote(launch.image),
+        registry=launch.spec.image.partition("/")[0],
+        image=shlex.quote(launch.spec.image),
         command=" \\\n    ".join(map(shlex.quote, part.words)),
-        grace=launch.grace_seconds,
-        patience=launch.grace_seconds + 30,
-        restarts=launch.restarts,
+        grace=launch.spec.grace_seconds,
+        patience=launch.spec.grace_seconds + 30,
+        restarts=launch.spec.restarts,
         preempted=PREEMPTED,
         service=SERVICE,
         unit=UNIT,
@@ -125,17 +125,18 @@ def on_machine(verb: str) -> str:
     return f"{mark}; if [ -e {UNIT} ]; then sudo systemctl {verb} {SERVICE}; fi"
 
 
-class QueuedResources:
+class QueuedResources(CloudTarget):
     """The target `queued_resources`."""
+
+    kind = "queued resource"
 
     def __init__(self, launch: Launch) -> None:
         """Raises UserError where nothing says which project and zone are meant."""
-        self._launch, self._cloud = launch, launch.spec.gcloud
+        super().__init__(launch)
+        self._cloud = launch.spec.gcloud
         for key in ("project", "zone"):
             if not self._cloud[key]:
                 raise UserError(f"spec.gcloud.{key}: name the one in which the TPUs are")
-        if self._cloud.capacity not in CAPACITIES:
-            raise UserError(f"spec.gcloud.capacity={self._cloud.capacity}: choose among {', '.join(CAPACITIES)}")
 
     def plan(self) -> str:
         """All that would be sent, as the commands that send it."""
@@ -149,7 +150,7 @@ class QueuedResources:
     def start(self) -> None:
         """Ask for what is not there, and start the service again where machines are. Raises UserError for what has
         lost its machines, or was asked for with other settings: before anything is created."""
-        there = {_name_of(item): item for item in self._get()}
+        there = {_name_of(item): item for item in self._list()}
         wanted = parts(self._launch)
         for part in wanted:
             self._check_there(part, there.get(self._name(part.name)))
@@ -170,28 +171,21 @@ class QueuedResources:
 
     def create(self, part: Part, script: str) -> list[str]:
         """The command that asks for one. script: file of its startup script."""
-        cloud, role, name = self._cloud, part.role, self._name(part.name)
-        several = role is self._launch.trainer and role.count > 1
-        nodes = [f"--node-count={role.count}", f"--node-prefix={name}"] if several else [f"--node-id={name}"]
+        cloud, chips, name = self._cloud, part.slice, self._name(part.name)
+        several = part.slices > 1
+        nodes = [f"--node-count={part.slices}", f"--node-prefix={name}"] if several else [f"--node-id={name}"]
         capacity = [] if cloud.capacity == "on-demand" else [f"--{cloud.capacity}"]
         account = [f"--service-account={cloud.service_account}"] if cloud.service_account else []
         network = [f"--network={cloud.network}"] if cloud.network else []
         return [
-            *GROUP, "queued-resources", "create", name, *self._where(), f"--accelerator-type={role.slice.gcloud}",
-            f"--runtime-version={role.slice.generation.runtime}", *nodes, *capacity, *account, *network,
+            *GROUP, "queued-resources", "create", name, *self._where(), f"--accelerator-type={chips.gcloud}",
+            f"--runtime-version={chips.generation.runtime}", *nodes, *capacity, *account, *network,
             f"--metadata-from-file=startup-script={script}", "--async",
         ]  # fmt: skip
 
-    def items(self) -> list[dict[str, str]]:
-        """{"name", "state", "detail"} of each queued resource of the run."""
-        return [
-            {"name": _name_of(item), "state": _state(item).lower(), "detail": _node(item).get("acceleratorType", "")}
-            for item in self._get()
-        ]
-
     def logs(self, job: str, follow: bool) -> int:
         """What the first machine of a job printed. job: 'trainer', 'builder-0', …"""
-        there = {_name_of(item).removeprefix(f"{self._launch.name}-"): item for item in self._there()}
+        there = {name.removeprefix(self._name("")): item for name, item in self._own().items()}
         node = self._nodes(there[choose(job, there)])[0]
         units = " ".join(f"--unit={unit}" for unit in UNITS)
         command = f"sudo journalctl {units} --lines=200 --no-pager{' --follow' if follow else ''}"
@@ -200,25 +194,24 @@ class QueuedResources:
     def stop(self) -> None:
         """SIGTERM to every container, which saves; the machines stay. All are told before any is waited for, so that
         no slice takes another's end for a preemption. Raises UserError, once all were told, for what does not stop."""
-        there = self._there()
-        active = [item for item in there if _state(item) == "ACTIVE"]
+        there = self._own()
+        active = [item for item in there.values() if _state(item) == "ACTIVE"]
         self._everywhere(active, on_machine("stop --no-block"))
         _raise(self._everywhere(active, on_machine("stop")))
-        for item in there:
+        for name, item in there.items():
             told = "stopped; its machines stay" if item in active else f"is {_state(item).lower()}; it can be deleted"
-            print(f"queued resource {_name_of(item)}: {told}")
+            print(f"queued resource {name}: {told}")
 
     def delete(self) -> None:
         """Give all machines of the run back; the work directory stays."""
-        for item in self._there():
-            name = _name_of(item)
+        for name in self._own():
             words = [*GROUP, "queued-resources", "delete", name, *self._where(), "--force", "--async"]
             call(words, f"queued resource {name}")
             print(f"queued resource {name}: is being removed")
 
     # ---- what is there
 
-    def _check_there(self, part: Part, item: dict[str, Any] | None) -> None:
+    def _check_there(self, part: Part, item: Resource | None) -> None:
         advice = (
             "wait until `realm launch delete` has removed it, then start again: training goes on from its checkpoint"
         )
@@ -230,33 +223,28 @@ class QueuedResources:
         if kept is not None and kept.strip() != startup_script(self._launch, part).strip():
             raise UserError(f"queued resource {_name_of(item)}: was asked for with other settings; {advice}")
 
-    def _get(self) -> list[dict[str, Any]]:
-        chosen = f'--filter=name~"/{self._launch.name}-(trainer|builder-[0-9]+)$"'  # without "" parentheses group terms
-        words = [*GROUP, "queued-resources", "list", *self._where(), chosen, "--format=json"]
-        found: list[dict[str, Any]] = call_json(words, "queued resources")
-        return found
+    def _list(self) -> list[Resource]:
+        # Without "" its parentheses would group terms.
+        selected = f'--filter=name~"/{self._name("(trainer|builder-[0-9]+)")}$"'
+        words = [*GROUP, "queued-resources", "list", *self._where(), selected, "--format=json"]
+        return list(call_json(words, "queued resources"))
 
-    def _there(self) -> list[dict[str, Any]]:
-        """Raises UserError where nothing is."""
-        found = self._get()
-        if not found:
-            raise UserError(f"spec.name={self._launch.name}: nothing of this run is there; see `realm launch list`")
-        place = f" {shlex.quote(f'--workdir={self._launch.place}')} "
-        for item in found:
-            if (kept := _script(item)) is not None and place not in kept:
-                raise UserError(
-                    f"queued resource {_name_of(item)}: belongs to another --workdir; give that one, or set spec.name"
-                )
-        return found
+    def _describe(self, item: Resource) -> dict[str, str]:
+        detail = _node(item).get("acceleratorType", "")
+        return {"name": _name_of(item), "state": _state(item).lower(), "detail": detail}
 
-    def _nodes(self, item: dict[str, Any]) -> list[str]:
+    def _owner(self, item: Resource) -> str:
+        script, place = _script(item), shlex.quote(f"--workdir={self._launch.place}")
+        return "another --workdir" if script is not None and f" {place} " not in script else ""
+
+    def _nodes(self, item: Resource) -> list[str]:
         """The TPU nodes of a resource: several for a trainer of several slices."""
         spec = _spec(item)
         several = spec.get("multisliceParams") or spec.get("multiNodeParams")
-        count, name = self._launch.trainer.count, _name_of(item)
+        count, name = self._launch.spec.trainer.slices, _name_of(item)
         if several:
             count = int(several["nodeCount"])
-        elif "nodeId" in spec or name != self._name("trainer"):
+        elif "nodeId" in spec or name != self._name(TRAINER):
             count = 1
         return [f"{name}-{number}" for number in range(count)] if count > 1 else [name]
 
@@ -268,7 +256,7 @@ class QueuedResources:
             script.write_text(startup_script(self._launch, part))
             call(self.create(part, str(script)), f"queued resource {self._name(part.name)}")
 
-    def _everywhere(self, items: list[dict[str, Any]], command: str) -> list[str]:
+    def _everywhere(self, items: list[Resource], command: str) -> list[str]:
         """Run a command on every machine of some resources; what went wrong where."""
         faults = []
         for node in [node for item in items for node in self._nodes(item)]:
@@ -278,9 +266,6 @@ class QueuedResources:
                 faults.append(str(fault))
         return faults
 
-    def _name(self, job: str) -> str:
-        return f"{self._launch.name}-{job}"
-
     def _ssh(self, node: str, worker: str, command: str) -> list[str]:
         return [*GROUP, "tpu-vm", "ssh", node, *self._where(), f"--worker={worker}", f"--command={command}"]
 
@@ -288,25 +273,25 @@ class QueuedResources:
         return [f"--project={self._cloud.project}", f"--zone={self._cloud.zone}"]
 
 
-def _name_of(item: dict[str, Any]) -> str:
+def _name_of(item: Resource) -> str:
     return str(item["name"].rpartition("/")[2])
 
 
-def _state(item: dict[str, Any]) -> str:
+def _state(item: Resource) -> str:
     return str(item.get("state", {}).get("state", "UNKNOWN"))
 
 
-def _spec(item: dict[str, Any]) -> dict[str, Any]:
+def _spec(item: Resource) -> Resource:
     return dict(next(iter(item.get("tpu", {}).get("nodeSpec", [])), {}))
 
 
-def _script(item: dict[str, Any]) -> str | None:
+def _script(item: Resource) -> str | None:
     """The startup script with which it was asked for, where it is told."""
     kept = _node(item).get("metadata", {}).get("startup-script")
     return None if kept is None else str(kept)
 
 
-def _node(item: dict[str, Any]) -> dict[str, Any]:
+def _node(item: Resource) -> Resource:
     return dict(_spec(item).get("node", {}))
 
 

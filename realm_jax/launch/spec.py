@@ -1,34 +1,12 @@
 """What is to be started: one description, from which every target makes its own commands and manifests.
 
 A spec is a Python file like a config, `get_spec() -> ConfigDict` over `default()`, and its keys are set with
-`--spec.section.key=value`. Keys:
-
-  name                     of the run, a DNS label: what clouds call its parts begins with it
-  image                    container with this package (`launch/Dockerfile`); clouds need one
-  restarts                 failures without progress after which a job is given up; preemptions do not count
-  grace_seconds            from SIGTERM to SIGKILL: long enough to save
-  trainer.slice, slices    TPU slice, such as v5e:8x8, and how many of them train together
-  trainer.processes        local: processes that train together
-  trainer.priority         JobSet: priority class of its pods; '' for none
-  builder.slice, slices    a slice of one machine, and how many; the index builder's processes are independent; 0: none
-  builder.processes        local: builder processes; 0: none
-  builder.priority         as the trainer's; lower, so that the builder makes room
-  local.devices            CPU devices that each process emulates; 0: those that are there
-  local.gpus               CUDA_VISIBLE_DEVICES of each process, trainers first, such as ('0,1', '2'); (): as they are
-  gcloud.project, zone     where queued resources are asked for
-  gcloud.capacity          'on-demand', 'spot' or 'reserved'
-  gcloud.service_account   of the machines; '' for the project's own
-  gcloud.network           '' for the default one
-  kubernetes.context       kubectl's; '' for the current one
-  kubernetes.namespace     of the JobSets
-  kubernetes.queue         Kueue's local queue; '' where there is none
-  kubernetes.restarts      failures in a JobSet's whole life, with progress or without, after which it is given up
-  kubernetes.service_account   with access to the bucket (Workload Identity)
+`--spec.section.key=value`. The sections below declare them; `realm launch --help-spec` lists them.
 """
 
-import dataclasses
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ml_collections import ConfigDict
@@ -36,6 +14,7 @@ from ml_collections import ConfigDict
 from realm_jax.errors import UserError
 from realm_jax.index.generations import BUILDER, TRAINER, process_name
 from realm_jax.launch.slices import Slice, parse
+from realm_jax.schema import NOT_NEGATIVE, check_values, help_text, key, one_of, require, to_config_dict
 
 BUCKET = "gs://"
 MOUNTED = "/realm"  # where the containers see buckets
@@ -45,65 +24,111 @@ LABEL = re.compile(r"[a-z]([-a-z0-9]{0,28}[a-z0-9])?")  # a pod's name is this, 
 IMAGE = re.compile(r"[a-zA-Z0-9][-\w./:@]*")
 
 
-def default() -> ConfigDict:
-    """A spec with every key: one process on this machine and no image."""
-    return ConfigDict(
-        {
-            "name": "realm",
-            "image": "",
-            "restarts": 10,
-            "grace_seconds": 120,
-            "trainer": {"slice": "v5e:8x8", "slices": 1, "processes": 1, "priority": ""},
-            "builder": {"slice": "v5e:2x4", "slices": 2, "processes": 1, "priority": ""},
-            "local": {"devices": 0, "gpus": ()},
-            "gcloud": {"project": "", "zone": "", "capacity": "on-demand", "service_account": "", "network": ""},
-            "kubernetes": {
-                "context": "",
-                "namespace": "default",
-                "queue": "",
-                "restarts": 1000,
-                "service_account": "",
-            },
-        }
+@dataclass(frozen=True)
+class Top:
+    """What holds for the whole run."""
+
+    name: str = key("realm", "of the run, a DNS label: what clouds call its parts begins with it")
+    image: str = key("", "container with this package (`launch/Dockerfile`); clouds need one")
+    restarts: int = key(
+        10, "failures without progress after which a job is given up; preemptions do not count", NOT_NEGATIVE
+    )
+    grace_seconds: int = key(120, "from SIGTERM to SIGKILL: long enough to save", NOT_NEGATIVE)
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """The processes that train together."""
+
+    slice: str = key("v5e:8x8", "TPU slice")
+    slices: int = key(1, "how many of them train together", NOT_NEGATIVE)
+    processes: int = key(1, "of target `local`: processes that train together", NOT_NEGATIVE)
+    priority: str = key("", "of target `jobset`: priority class of its pods; '' for none")
+
+
+@dataclass(frozen=True)
+class Builder:
+    """The index builder's processes, which are independent of each other."""
+
+    slice: str = key("v5e:2x4", "TPU slice of one machine")
+    slices: int = key(2, "how many; 0: none", NOT_NEGATIVE)
+    processes: int = key(1, "of target `local`: builder processes; 0: none", NOT_NEGATIVE)
+    priority: str = key("", "as the trainer's; lower, so that the builder makes room")
+
+
+@dataclass(frozen=True)
+class Here:
+    """This machine."""
+
+    devices: int = key(0, "CPU devices that each process emulates; 0: those that are there", NOT_NEGATIVE)
+    gpus: tuple[str, ...] = key(
+        (), "CUDA_VISIBLE_DEVICES of each process, trainers first, such as ('0,1', '2'); (): as they are"
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Role:
-    """One of the two jobs. count: slices in a cloud; processes: on this machine."""
+@dataclass(frozen=True)
+class Gcloud:
+    """Queued resources of TPU VMs."""
 
-    name: str
-    slice: Slice
-    count: int
-    processes: int
-    priority: str
+    project: str = key("", "where they are asked for")
+    zone: str = key("", "where they are asked for")
+    capacity: str = key("on-demand", "of machines", one_of("on-demand", "spot", "reserved"))
+    service_account: str = key("", "of the machines; '' for the project's own")
+    network: str = key("", "'' for the default one")
 
 
-@dataclasses.dataclass(frozen=True)
-class Launch:
+@dataclass(frozen=True)
+class Kubernetes:
+    """JobSets of GKE."""
+
+    context: str = key("", "kubectl's; '' for the current one")
+    namespace: str = key("default", "of the JobSets")
+    queue: str = key("", "Kueue's local queue; '' where there is none")
+    restarts: int = key(
+        1000, "failures in a JobSet's whole life, with progress or without, after which it is given up", NOT_NEGATIVE
+    )
+    service_account: str = key("", "with access to the bucket (Workload Identity)")
+
+
+SECTIONS = {
+    "": Top(),
+    TRAINER: Trainer(),
+    BUILDER: Builder(),
+    "local": Here(),
+    "gcloud": Gcloud(),
+    "kubernetes": Kubernetes(),
+}
+
+
+def default() -> ConfigDict:
+    """A spec with every key: one process on this machine and no image."""
+    return to_config_dict(SECTIONS)
+
+
+def reference() -> str:
+    """The page that lists all keys."""
+    return help_text(SECTIONS)
+
+
+class Launch(NamedTuple):
     """What is to be started, whole. workdir: a folder of this machine, or gs://BUCKET/FOLDER."""
 
-    name: str
-    image: str
-    restarts: int
-    grace_seconds: int
-    trainer: Role
-    builder: Role
     spec: ConfigDict
     config: str
     overrides: tuple[str, ...]
     workdir: str
 
-    def command(self, role: Role, *process: str) -> list[str]:
-        """The words of a job's command. process: its flags of processes."""
-        job, patient = ("train", []) if role is self.trainer else ("build-index", [PATIENT])
-        config = [f"--config={self.config}"] if self.config else []
-        place = [*self._shared(), f"--workdir={self.place}"]
-        return ["realm", job, *config, *patient, *self.overrides, *place, *process]
+    def slice(self, job: str) -> Slice:
+        """The slice of 'trainer' or 'builder'."""
+        return parse(self.spec[job].slice, f"spec.{job}.slice")
 
-    def _shared(self) -> list[str]:
-        """Trainer and builder meet in the bucket itself; what they say of that comes last, so that it counts."""
-        return [f"--config.refresh.shared={self.workdir}"] if self.is_remote else []
+    def command(self, job: str, *process: str) -> list[str]:
+        """The command of a process of 'trainer' or 'builder'. process: its flags of processes."""
+        program, patient = ("train", []) if job == TRAINER else ("build-index", [PATIENT])
+        config = [f"--config={self.config}"] if self.config else []
+        # Trainer and builder meet in the bucket itself; what they say of that comes last, so that it counts.
+        shared = [f"--config.refresh.shared={self.workdir}"] if self.is_remote else []
+        return ["realm", program, *config, *patient, *self.overrides, *shared, f"--workdir={self.place}", *process]
 
     @property
     def is_remote(self) -> bool:
@@ -122,19 +147,21 @@ class Launch:
 
 
 class Part(NamedTuple):
-    """A job of a launch: what a cloud creates, restarts and ends by itself. words: of its command."""
+    """What a cloud creates, restarts and ends by itself. job: 'trainer' or 'builder'; words: of its command."""
 
     name: str
-    role: Role
+    job: str
+    slice: Slice
+    slices: int
     words: list[str]
 
 
 def parts(launch: Launch) -> list[Part]:
-    """The jobs of a launch in a cloud: the trainer on all its slices, and a builder on each of its own."""
-    count = launch.builder.count
-    trainer = Part(TRAINER, launch.trainer, launch.command(launch.trainer, "--processes=auto"))
+    """The parts of a launch in a cloud: the trainer on all its slices, and a builder on each of its own."""
+    slices, count, chips = launch.spec.trainer.slices, launch.spec.builder.slices, launch.slice(BUILDER)
+    trainer = Part(TRAINER, TRAINER, launch.slice(TRAINER), slices, launch.command(TRAINER, "--processes=auto"))
     builders = [
-        Part(process_name(BUILDER, number), launch.builder, launch.command(launch.builder, *share(number, count)))
+        Part(process_name(BUILDER, number), BUILDER, chips, 1, launch.command(BUILDER, *share(number, count)))
         for number in range(count)
     ]
     return [trainer, *builders]
@@ -156,30 +183,15 @@ def choose(job: str, names: Iterable[str]) -> str:
 
 def describe(spec: ConfigDict, config: str, overrides: Sequence[str], workdir: str) -> Launch:
     """A checked description. Raises UserError, with the key's name, for what cannot be started anywhere."""
+    check_values(spec, SECTIONS, kind="spec")
     if not LABEL.fullmatch(spec.name):
         raise UserError(f"spec.name={spec.name}: use lower-case letters, digits and '-', at most 30 of them")
     if spec.image and not IMAGE.fullmatch(spec.image):
         raise UserError(f"spec.image={spec.image}: write it like REGION-docker.pkg.dev/PROJECT/realm/realm:1")
-    for value, key in ((spec.restarts, "restarts"), (spec.grace_seconds, "grace_seconds"),
-                       (spec.kubernetes.restarts, "kubernetes.restarts")):  # fmt: skip
-        if value < 0:
-            raise UserError(f"spec.{key}: must not be negative")
+    require(min(spec.trainer.processes, spec.trainer.slices) > 0, TRAINER, "needs one process and one slice", "spec")
     for override in overrides:
         if "\n" in override:
             raise UserError(f"{override.partition('=')[0]}: a value of one line is needed; set it in a config file")
-    trainer, builder = (_role(spec, name) for name in (TRAINER, BUILDER))
-    if trainer.processes < 1 or trainer.count < 1:
-        raise UserError("spec.trainer: needs one process and one slice at least")
-    return Launch(
-        spec.name, spec.image, spec.restarts, spec.grace_seconds, trainer, builder, spec, config, tuple(overrides),
-        workdir.rstrip("/") or workdir,
-    )  # fmt: skip
-
-
-def _role(spec: ConfigDict, name: str) -> Role:
-    section = spec[name]
-    for key in ("slices", "processes"):
-        if section[key] < 0:
-            raise UserError(f"spec.{name}.{key}: must not be negative")
-    found = parse(section.slice, f"spec.{name}.slice")
-    return Role(name, found, section.slices, section.processes, section.priority)
+    launch = Launch(spec, config, tuple(overrides), workdir.rstrip("/") or workdir)
+    parts(launch)  # raises for a slice that there is not
+    return launch

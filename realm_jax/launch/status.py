@@ -19,9 +19,9 @@ from realm_jax.index.generations import (
     RECIPE,
     TRAINER,
     Status,
+    export_step,
     generation_names,
     read_status,
-    step_of,
 )
 from realm_jax.storage import Damaged, Folder, open_folder
 
@@ -110,7 +110,7 @@ def look(folder: Folder, wait: Callable[[float], None] = time.sleep) -> RunState
     for name, one in now.items():
         silent = "late" if expected is None or name in expected else "stopped"
         jobs.append(JobState(name, one, "done" if one.done else silent if _still(name, one, before) else "alive"))
-    built = [step_of(name) for name in generation_names(shared)]
+    built = [export_step(name) for name in generation_names(shared)]
     return RunState(progress(folder), jobs, max(built, default=-1))
 
 

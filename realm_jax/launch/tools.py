@@ -33,7 +33,7 @@ KNOWN = (
     (r"PERMISSION_DENIED|Forbidden|does not have permission",
      "not allowed; ask for the roles in docs/launch.md, or name another project"),
     (r"ALREADY_EXISTS|AlreadyExists|already exists",
-     "is there already; see `realm launch list`, and remove it with `realm launch delete`, or set spec.name"),
+     "is there already; see `realm launch status`, and remove it with `realm launch delete`, or set spec.name"),
     (r"SUSPENDED|SUSPENDING|state FAILED",
      "lost its machines; remove it with `realm launch delete`, then start again: training goes on from its checkpoint"),
     (r'no matches for kind "JobSet"|have a resource type "jobset',
@@ -43,7 +43,7 @@ KNOWN = (
      "runs already with other settings; remove it with `realm launch delete`, then start again"),
     (r"[Uu]nable to connect|connection.*refused|no such host|i/o timeout|timed? ?out|deadline exceeded",
      "cannot be reached; check the network and the cluster's name, then repeat the command"),
-    (r"NOT_FOUND|NotFound|not found", "is not there; see `realm launch list`"),
+    (r"NOT_FOUND|NotFound|not found", "is not there; see `realm launch status`"),
 )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """REALM's index in asynchronous mode: towers are exported, another job embeds, what it publishes is adopted.
 
-When a generation is adopted is decided here, step by step (`Adoption.at`); loading one is the follower's work, writing
-exports the exporter's. The rules stand in docs/design.md, "Exports and generations".
+When a generation is adopted is decided here, step by step (`BuiltIndex.next`); loading one is the work of
+`follower.py`, writing exports that of `exporter.py`. The rules stand in docs/design.md, "Exports and generations".
 """
 
 import contextlib
@@ -20,28 +20,28 @@ from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
 from realm_jax.errors import UserError
-from realm_jax.index.builder import attempts
+from realm_jax.index.builder import names_of_export
 from realm_jax.index.candidates import Setting
 from realm_jax.index.exact import search
 from realm_jax.index.generations import (
     BEAT_SECONDS,
     EXPORT,
     Export,
-    Unusable,
+    InvalidIndex,
+    export_step,
     export_steps,
     generation_names,
     read_export,
     read_towers,
-    step_of,
 )  # fmt: skip
 from realm_jax.mesh import to_host
 from realm_jax.models.realm import Params
-from realm_jax.processes import is_first, told, votes
+from realm_jax.processes import allgather_flags, broadcast_from_process_0, is_process_0
 from realm_jax.run import Run
 from realm_jax.storage import StorageError, digest
 from realm_jax.training.exporter import Exporter, index_settings
-from realm_jax.training.follower import Follower, Loaded
-from realm_jax.training.refresh import Fresh, Interrupted, OfCorpus, shared_folder
+from realm_jax.training.follower import IndexWatcher, Loaded
+from realm_jax.training.refresh import CorpusIndexSource, Interrupted, LoadedIndex, shared_folder
 from realm_jax.training.reporter import Reporter
 from realm_jax.training.state import Control
 
@@ -52,17 +52,18 @@ DRIFT_QUERIES, DRIFT_DEPTH, DRIFT_K = 256, 100, 8
 _T = TypeVar("_T")
 
 
-class Adoption(OfCorpus):
-    """A task's index made by another job; see `refresh.Refresh`."""
+class BuiltIndex(CorpusIndexSource):
+    """A task's index made by another job; see `refresh.IndexSource`."""
 
     def __init__(
-        self, run: Run, task: str, start: int, kept: dict[int, str], keep: int, stopping: Callable[[], bool],
-        alive: Callable[[], None] = lambda: None,
+        self, run: Run, task: str, start: int, kept: dict[int, str], keep: int, should_stop: Callable[[], bool],
+        on_progress: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         """start: step to begin or go on with. kept: step → generation of the checkpoints that are there; `keep` of
-        them stay. stopping: whether to stop waiting. alive: called again and again while the corpus is embedded."""
-        super().__init__(run, task, alive)
-        self._start, self._stopping = start, stopping
+        them stay. should_stop: whether to stop waiting. on_progress: called again and again while the corpus is
+        embedded."""
+        super().__init__(run, task, on_progress)
+        self._start, self._should_stop = start, should_stop
         self._options: ConfigDict = run.config.refresh
         self._folder = shared_folder(run)
         expected: dict[str, object] = {
@@ -72,11 +73,11 @@ class Adoption(OfCorpus):
             "width": run.model.vector_size,
             "dtype": index_settings(run)["dtype"],
         }
-        self._follower = Follower(self._folder, expected, run, self._options.poll_seconds)
+        self._watcher = IndexWatcher(self._folder, expected, run, self._options.poll_seconds)
         self._exporter = Exporter(run, self._folder)
         self._reporter = Reporter(run, self._folder, task)
         # Step and index of the checkpoints that a restart may find: those kept, and one that is still being written.
-        saves = sorted((step, step_of(generation)) for step, generation in kept.items() if generation)
+        saves = sorted((step, export_step(generation)) for step, generation in kept.items() if generation)
         self._saves: deque[tuple[int, int]] = deque(saves, maxlen=keep + 1)
         self._step, self._used = start, -1  # where training is, and the export step of the index in use
         self._newest = -1  # export step of the newest generation that any process has ready
@@ -89,10 +90,10 @@ class Adoption(OfCorpus):
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             stack.enter_context(self._reporter)
-            if is_first():
-                self._patiently(self._drop_later_exports)
+            if is_process_0():
+                self._retry_storage(self._drop_later_exports)
             self._folder.unstage("index")
-            for part in (self._exporter, self._follower):
+            for part in (self._exporter, self._watcher):
                 stack.enter_context(part)
             self._stack = stack.pop_all()
         return self
@@ -109,7 +110,7 @@ class Adoption(OfCorpus):
 
     # --- Step by step
 
-    def at(self, step: int, params: Params, index: Fresh | None, heard: Control) -> Fresh | None:
+    def next(self, step: int, params: Params, index: LoadedIndex | None, heard: Control) -> LoadedIndex | None:
         self._step, self._used = step, -1 if index is None else index.step
         if step % self._options.every == 0 or index is None:
             self._export(step, params)
@@ -125,8 +126,8 @@ class Adoption(OfCorpus):
         return None
 
     def announce(self, step: int) -> Control:
-        self._tell()
-        found = self._follower.ready
+        self._update_status()
+        found = self._watcher.ready
         self._announced.append(found)
         return Control() if found is None else _ready(found)
 
@@ -135,23 +136,25 @@ class Adoption(OfCorpus):
 
         What is ready stays until it is adopted or some process has a newer one.
         """
-        own = self._follower.ready
+        own = self._watcher.ready
         self._newest = max(newest, own.manifest.step if own is not None else -1)
-        if self._newest > self._used and self._newest not in self._follower.gone:
-            self._follower.want(self._newest, self._newest, exactly=True)
+        if self._newest > self._used and self._newest not in self._watcher.missing_steps:
+            self._watcher.want(self._newest, self._newest, exactly=True)
         else:
-            self._follower.want(self._used + 1, step)
+            self._watcher.want(self._used + 1, step)
 
-    def _at_fixed_distance(self, step: int, index: Fresh) -> Fresh | None:
+    def _at_fixed_distance(self, step: int, index: LoadedIndex) -> LoadedIndex | None:
         """The generation of export step s at step s + `adopt_after`, waiting if it must: the same bits every time."""
         every, done = self._options.every, max(self._used, self._given_up)
         following = done - done % every + every
         if following <= step:
-            self._follower.want(following, following, exactly=True)
+            self._watcher.want(following, following, exactly=True)
         due = (step - self._options.adopt_after) // every * every
         if due <= done:
             return None
-        if due < self._start and told(int(self._patiently(lambda: self._export_of(due)) is None)):
+        if due < self._start and broadcast_from_process_0(
+            int(self._retry_storage(lambda: self._export_of(due)) is None)
+        ):
             logger.warning(
                 "%s is not there; going on with the index of step %d until the next one is due: from here the bits may "
                 "differ from an undisturbed run's", self._folder.path(f"exports/{due}"), self._used,
@@ -166,7 +169,7 @@ class Adoption(OfCorpus):
         """Export the towers of `step`. An earlier export that is still being written is waited for where its generation
         is, too; elsewhere this one is left out."""
         if self._options.adopt_after >= 0 or self._used < 0:
-            self._together(
+            self._wait_for_all(
                 lambda seconds: self._exporter.flush(seconds) or None,
                 EXPORT_SECONDS,
                 "waiting for an export that is still being written",
@@ -178,16 +181,16 @@ class Adoption(OfCorpus):
 
     def _wait(self, first: int, last: int, exactly: bool, what: str) -> Loaded:
         """A generation of these export steps. Raises UserError after `refresh.wait_seconds`, Interrupted."""
-        self._follower.want(first, last, exactly)
-        return self._together(
-            lambda seconds: self._follower.wait(seconds, self._stopping),
+        self._watcher.want(first, last, exactly)
+        return self._wait_for_all(
+            lambda seconds: self._watcher.wait(seconds, self._should_stop),
             min(1.0, self._options.poll_seconds),
             f"waiting for {what}; `realm build-index` with the same config and --workdir makes it",
             f"{self._folder.path('index')}: {what} did not come within config.refresh.wait_seconds="
             f"{self._options.wait_seconds:g}; start `realm build-index`, then repeat the command",
         )
 
-    def _together(self, look: Callable[[float], _T | None], seconds: float, waiting: str, late: str) -> _T:
+    def _wait_for_all(self, look: Callable[[float], _T | None], seconds: float, waiting: str, late: str) -> _T:
         """What `look(seconds)` gives, as soon as it gives something in every process.
 
         Processes see a file, a signal or the end of their patience at different moments, so they vote: else one would
@@ -197,7 +200,7 @@ class Adoption(OfCorpus):
         while True:
             found = look(seconds) if found is None else found
             patience = self._options.wait_seconds - (time.monotonic() - began)
-            here, asked, tired = votes(found is not None, self._stopping(), patience < 0).T
+            here, asked, tired = allgather_flags(found is not None, self._should_stop(), patience < 0).T
             if found is not None and here.all():
                 return found
             if asked.any():
@@ -206,22 +209,22 @@ class Adoption(OfCorpus):
                 raise UserError(late)
             if not said:
                 logger.info("%s", waiting)
-            self._tell(now=not said)
+            self._update_status(now=not said)
             said, seconds = True, max(0.0, min(BEAT_SECONDS, patience))
 
-    def _adopt(self, found: Loaded, index: Fresh | None, waited: float) -> Fresh:
+    def _adopt(self, found: Loaded, index: LoadedIndex | None, waited: float) -> LoadedIndex:
         facts: dict[str, Any] = {"generation": found.manifest.generation, "waited": round(waited, 3)}
         if index is not None:  # a device program, so every process runs it, even without queries to run it with
             none = np.zeros((DRIFT_QUERIES, self._run.model.vector_size), np.float32)
             queries = none if found.queries is None else found.queries[:DRIFT_QUERIES]
-            drift = self._kept_share(queries, index, found)
+            drift = self._ranking_overlap(queries, index, found)
             facts |= {} if found.queries is None else {"drift": drift}
         manifest = found.manifest
         self._stale_since, self._waited, self._used = None, 0.0, manifest.step
-        self._tell(now=True)  # before the builder removes what nobody seems to need
-        return Fresh(found.index, found.vectors, manifest.step, manifest.generation, found.searcher, facts)
+        self._update_status(now=True)  # before the builder removes what nobody seems to need
+        return LoadedIndex(found.index, found.vectors, manifest.step, manifest.generation, found.searcher, facts)
 
-    def _kept_share(self, queries: NDArray[np.float32], old: Fresh, new: Loaded) -> float:
+    def _ranking_overlap(self, queries: NDArray[np.float32], old: LoadedIndex, new: Loaded) -> float:
         """Drift: of the old index's top 100 for each query, how much of their top 8 the new vectors keep; 1 is none."""
         depth, k = min(DRIFT_DEPTH, self._run.setting.rows), min(DRIFT_K, self._run.setting.rows)
         if old.searcher is not None and new.vectors is not None:
@@ -231,7 +234,7 @@ class Adoption(OfCorpus):
             scores = to_host(_drift_scores(self._run.setting, queries, old.index.vectors, new.index.vectors, depth))
         return float((np.argsort(-scores, axis=1, kind="stable")[:, :k] < k).mean())
 
-    def _when_stale(self, step: int, params: Params, index: Fresh) -> None:
+    def _when_stale(self, step: int, params: Params, index: LoadedIndex) -> None:
         """Training goes on with an old index, and says so; or waits for a newer one, for a while.
 
         The newer one is then adopted like any other: once every process has announced it.
@@ -257,12 +260,12 @@ class Adoption(OfCorpus):
 
     # --- Restarts
 
-    def restore(self, generation: str, step: int) -> Fresh:
+    def restore(self, generation: str, step: int) -> LoadedIndex:
         """The generation itself; else one built anew from its export; else the newest there is, without the promise
         of the same bits."""
-        self._step, self._used = step, step_of(generation)
-        self._tell(now=True)
-        found = self._loaded(lambda: self._patiently(lambda: self._follower.load(generation)))
+        self._step, self._used = step, export_step(generation)
+        self._update_status(now=True)
+        found = self._loaded(lambda: self._retry_storage(lambda: self._watcher.load(generation)))
         return self._adopt(found or self._rebuilt(generation, step), None, 0.0)
 
     def _loaded(self, load: Callable[[], Loaded | None]) -> Loaded | None:
@@ -270,14 +273,16 @@ class Adoption(OfCorpus):
         found = None
         try:
             found = load()
-        except Unusable as fault:
+        except InvalidIndex as fault:
             logger.warning("%s", fault)
-        return found if votes(found is not None).all() else None
+        return found if allgather_flags(found is not None).all() else None
 
     def _rebuilt(self, generation: str, step: int) -> Loaded:
-        wanted, corpus = step_of(generation), self._run.sources.passages.fingerprint
-        export = self._patiently(lambda: self._export_of(wanted))
-        if told(int(export is not None and generation in attempts(self._folder, export, corpus))):
+        wanted, corpus = export_step(generation), self._run.sources.passages.fingerprint
+        export = self._retry_storage(lambda: self._export_of(wanted))
+        if broadcast_from_process_0(
+            int(export is not None and generation in names_of_export(self._folder, export, corpus))
+        ):
             logger.warning("it has to be built again from its export; the bits will be the same")
             return self._wait(wanted, wanted, True, f"generation {generation} again")
         before = self._step_before(step + 1)
@@ -297,14 +302,14 @@ class Adoption(OfCorpus):
 
     def _step_before(self, step: int) -> int:
         """The last export step before `step` that has a generation, as the first process sees it; −1 for none."""
-        steps = map(step_of, generation_names(self._folder))
-        return told(max((found for found in steps if found < step), default=-1))
+        steps = map(export_step, generation_names(self._folder))
+        return broadcast_from_process_0(max((found for found in steps if found < step), default=-1))
 
     def _newest_of(self, step: int) -> Loaded | None:
         """The newest generation of an export step that can be loaded."""
-        for name in reversed([name for name in generation_names(self._folder) if step_of(name) == step]):
-            with contextlib.suppress(Unusable):
-                return self._follower.load(name)
+        for name in reversed([name for name in generation_names(self._folder) if export_step(name) == step]):
+            with contextlib.suppress(InvalidIndex):
+                return self._watcher.load(name)
         return None
 
     def _export_of(self, step: int) -> Export | None:
@@ -314,27 +319,27 @@ class Adoption(OfCorpus):
             if export is not None:
                 read_towers(self._folder, export)
             return export
-        except Unusable as fault:
+        except InvalidIndex as fault:
             logger.warning("%s", fault)
             return None
 
-    def _patiently(self, act: Callable[[], _T]) -> _T:
+    def _retry_storage(self, act: Callable[[], _T]) -> _T:
         """What storage gives, trying again for `refresh.wait_seconds` while it fails."""
         began = time.monotonic()
         while True:
             try:
                 return act()
             except StorageError as fault:
-                if self._stopping() or time.monotonic() - began > self._options.wait_seconds:
+                if self._should_stop() or time.monotonic() - began > self._options.wait_seconds:
                     raise
                 logger.warning("%s; trying again", fault)
                 time.sleep(self._options.poll_seconds)
 
     def saving(self, step: int, generation: str) -> None:
-        self._saves.append((step, step_of(generation) if generation else -1))
+        self._saves.append((step, export_step(generation) if generation else -1))
         if self._options.adopt_after >= 0 and not self._exporter.flush(EXPORT_SECONDS):
             logger.warning("an export that a restart from the checkpoint of step %d needs is not written yet", step)
-        self._tell(now=True)  # a builder should know what is needed before it removes anything
+        self._update_status(now=True)  # a builder should know what is needed before it removes anything
 
     def done(self, step: int) -> None:
         self._reporter.finish(step)
@@ -349,7 +354,7 @@ class Adoption(OfCorpus):
                 needed |= set(range(used - used % every + every, saved, every))  # that of `saved` is exported again
         return needed - {-1}
 
-    def _tell(self, now: bool = False) -> None:
+    def _update_status(self, now: bool = False) -> None:
         self._reporter.tell(self._step, now, index=self._used, pins=tuple(sorted(self._needed())))
 
 

@@ -16,7 +16,6 @@ from realm_jax.run import BaseRun
 from realm_jax.storage import read_json
 from realm_jax.training.checkpoints import Checkpoints, Saved
 from realm_jax.training.metrics import read_lines
-from realm_jax.training.restore import abstract_state
 from realm_jax.training.state import State
 from realm_jax.training.tasks import Task
 
@@ -48,16 +47,14 @@ class Best:
             with Checkpoints(self._folder, keep=1) as checkpoints:
                 checkpoints.save(step, {"trained": state.trained}, {}, {"value": found[name]}, wait=True)
 
-    def other_than(self, step: int, like: Params) -> tuple[int, Params] | None:
-        """The step that was best and what the task had trained; None where it is `step`. like: shapes of all
-        parameters."""
+    def other_than(self, step: int) -> tuple[int, Params] | None:
+        """The step that was best and what the task had trained then; None where it is `step`."""
         saved = Saved.newest_of_first(self._folder) if self._keep else None
         if saved is None or saved.step == step:
             return None
         value = saved.record["value"]
         logger.info("%s ends with the parameters of step %d, which measured %.4f", self._task.name, saved.step, value)
-        trained = abstract_state(self._run, self._task, like).trained
-        return saved.step, saved.state({"trained": trained})["trained"]
+        return saved.step, saved.params(self._task.trained, self._run.param_shardings)
 
 
 def keeps_best(config: ConfigDict, task: str) -> bool:

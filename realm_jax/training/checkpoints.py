@@ -26,13 +26,12 @@ import flax
 import jax
 import numpy as np
 import orbax.checkpoint
-from numpy.typing import NDArray
 from orbax.checkpoint import v1 as ocp
 
 import realm_jax
 from realm_jax.errors import UserError
-from realm_jax.memory import free_heap, returns_memory
-from realm_jax.processes import is_first, told_by
+from realm_jax.host import free_heap, returns_memory
+from realm_jax.processes import is_process_0, run_on_process_0
 from realm_jax.storage import StorageError, digest, file_digest, read_json, write_json_atomic
 from realm_jax.training.checksums import checksums, differing, named_arrays
 
@@ -125,7 +124,13 @@ class Checkpoints:
         with self._writing(), _in_little_memory(items):
             saving = self._checkpointer.save_checkpointables_async(step, items, custom_metadata=record, force=True)
             self._sealed = self._sealing.submit(_end_save, saving, self._folder / str(step))
-            if wait:
+        if wait:
+            self.wait()
+
+    def wait(self) -> None:
+        """Return when what is being saved is complete. Raises StorageError when it could not be."""
+        if self._sealed is not None:
+            with self._writing():
                 self._checkpointer.wait()
                 self._sealed.result()
 
@@ -149,7 +154,7 @@ def _end_save(saving: Any, folder: Path) -> None:
     """
     try:
         saving.result()
-        if is_first():
+        if is_process_0():
             _seal(folder)
     except Exception as fault:  # the save's own is raised where its end is waited for; or it was removed again
         logger.debug("%s has no %s: %s", folder, FILES, fault)
@@ -169,7 +174,7 @@ def _digest(record: dict[str, Any]) -> str:
 
 def _set_aside(entry: Path, fault: Exception) -> None:
     logger.error("%s; going on from the one before", fault)
-    if is_first():
+    if is_process_0():
         before = len([*entry.parent.glob(f"{entry.name}{DAMAGED}*")])  # the same step may be damaged again
         entry.rename(entry.with_name(f"{entry.name}{DAMAGED}{before + 1 if before else ''}"))
 
@@ -221,7 +226,7 @@ class Saved:
             found = cls.newest(folder)
             return NONE if found is None else found.step
 
-        newest = told_by(step)
+        newest = run_on_process_0(step)
         return None if newest == NONE else cls(folder.absolute() / str(newest))
 
     @classmethod
@@ -234,7 +239,7 @@ class Saved:
         """
         damaged = False
         while True:
-            step = told_by(lambda: cls._choose(folder))
+            step = run_on_process_0(lambda: cls._choose(folder))
             if step == ALL_DAMAGED or step == NONE and damaged:
                 raise UserError(f"{folder}: every checkpoint is damaged; start in another --workdir")
             if step == NONE:
@@ -268,7 +273,7 @@ class Saved:
             reason = f"{type(fault).__name__}: {str(fault).strip().partition(chr(10))[0][:200]}"
             if _is_passing(fault):
                 raise StorageError(f"{self._path} could not be read ({reason}); repeat the command") from fault
-            raise Damaged(f"{self._path} is damaged ({reason}); see `realm checkpoints verify`") from fault
+            raise Damaged(f"{self._path} is damaged ({reason}); see `realm storage verify`") from fault
 
     @property
     def record(self) -> dict[str, Any]:
@@ -281,59 +286,44 @@ class Saved:
         with self._reading():
             return ocp.checkpointables_metadata(self._path).metadata
 
-    def state(self, abstract: Any) -> Any:
-        """The state, on any devices. `abstract`: shapes with the shardings to load onto; `...` leaves an array out."""
+    def read(self, item: str, like: Any = None) -> Any:
+        """An item, of 'state', 'vectors', 'tower' and 'in_flight'; None where it was not saved.
+
+        like: its shapes, with the shardings to load onto, and `...` in place of what to leave out; None: all of it, on
+        the host.
+        """
+        if not any(path.startswith(f"{item}.") for path in self._record["checksums"]):
+            return None
+        if like is None:
+            like = jax.tree.map(_like, self._metadata[item])
+        elif item != "state":
+            like = {item: like}
         with self._reading():
-            return self._verified({"state": ocp.load_checkpointables(self._path, {"state": abstract})["state"]})[
-                "state"
-            ]
+            found = self._verified({item: ocp.load_checkpointables(self._path, {item: like})[item]})[item]
+        return found if item == "state" else found[item]
 
-    def params(self, names: Collection[str], sharding: jax.sharding.Sharding) -> Any:
-        """The parameters of some networks, by their top-level names, all placed alike."""
-        return jax.device_put(self.networks(names), sharding)
+    def params(self, names: Collection[str], shardings: Any = None) -> Any:
+        """The parameters of some networks, by their top-level names, whichever of them the task trained.
 
-    def networks(self, names: Collection[str]) -> Any:
-        """The parameters of some networks on the host, by their top-level names, whichever of them the task trained.
-
-        Shapes are those that were saved, and they are compared on the host: for a program that asks the networks once,
-        tracing what a task's state looks like (`state`) would cost more than reading them.
+        shardings: by network, what each array is loaded onto; None: all of them are on the host. Shapes are those that
+        were saved: tracing what a task's state looks like would cost a program that asks once more than reading it.
         """
 
-        def like(path: Any, known: Any) -> Any:
-            part, name = _names(path)
-            wanted = part in ("trained", "frozen") and name in names
-            return np.empty(known.shape, known.dtype) if wanted else ...
+        def like(name: str, known: Any) -> Any:
+            if name not in names:
+                return jax.tree.map(lambda _: ..., known)
+            return jax.tree.map(_like, known, *(() if shardings is None else (shardings[name],)))
 
-        with self._reading():
-            where = {"state": jax.tree_util.tree_map_with_path(like, self._metadata["state"])}
-            found = self._verified({"state": ocp.load_checkpointables(self._path, where)["state"]})["state"]
-        parts = {**found["frozen"], **found["trained"]}
-        return {name: parts[name] for name in names}
+        state = dict(self._metadata["state"])
+        parts = {part: state[part] for part in ("frozen", "trained") if part in state}
+        wanted = {part: {name: like(name, known) for name, known in parts[part].items()} for part in parts}
+        found = self.read("state", jax.tree.map(lambda _: ..., state) | wanted)
+        networks = {name: network for part in parts for name, network in found[part].items()}
+        return {name: networks[name] for name in names}
 
     def trained(self, name: str) -> bool:
         """Whether the task trained a network, by its top-level name."""
         return any(path.startswith(f"state.trained.{name}.") for path in self._record["checksums"])
-
-    def array(self, name: str) -> NDArray | None:
-        """An array that was saved beside the state, on the host; None if there was none."""
-        return self._beside(name, lambda known: np.empty(known.shape, known.dtype))
-
-    def tree(self, name: str, shardings: Any) -> Any:
-        """Arrays that were saved beside the state under one name, on the devices; None if there were none."""
-
-        def places(known: Any) -> Any:
-            return jax.tree.map(
-                lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), known, shardings
-            )
-
-        return self._beside(name, places)
-
-    def _beside(self, name: str, like: Callable[[Any], Any]) -> Any:
-        if name not in self._metadata:
-            return None
-        with self._reading():
-            where = {name: {name: like(self._metadata[name][name])}}
-            return self._verified({name: ocp.load_checkpointables(self._path, where)[name]})[name][name]
 
     def _verified(self, items: dict[str, Any]) -> dict[str, Any]:
         """What was loaded. Raises ValueError when it is not what was saved."""
@@ -359,11 +349,15 @@ class Saved:
     def verify(self) -> None:
         """Read everything, on the host. Raises UserError when it is damaged."""
         self.verify_files()
-        with self._reading():
-            known = self._metadata
-            for name in known:
-                like = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), known[name])
-                self._verified({name: ocp.load_checkpointables(self._path, {name: like})[name]})
+        for item in self._metadata:
+            self.read(item)
+
+
+def _like(known: Any, sharding: jax.sharding.Sharding | None = None) -> Any:
+    """What Orbax is given to load an array onto devices, or (None) onto the host."""
+    if sharding is None:
+        return np.empty(known.shape, known.dtype)
+    return jax.ShapeDtypeStruct(known.shape, known.dtype, sharding=sharding)
 
 
 def _is_passing(fault: Exception) -> bool:
@@ -395,9 +389,3 @@ def environment() -> dict[str, Any]:
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """`name: before -> now` of what changed between two environments."""
     return [f"{key}: {before.get(key)} -> {now[key]}" for key in now if before.get(key) != now[key]]
-
-
-def _names(path: Any) -> tuple[str | None, str | None]:
-    """Of a leaf of a saved state: its part, such as 'trained', and its network."""
-    first, second = (getattr(key, "key", None) for key in path[:2]) if len(path) > 1 else (None, None)
-    return first, second

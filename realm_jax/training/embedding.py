@@ -24,7 +24,7 @@ from realm_jax.index.embed import BUCKET, GROUP, CorpusRows
 from realm_jax.index.vector_cache import VectorCache, row_keys
 from realm_jax.mesh import to_host
 from realm_jax.models.realm import Params
-from realm_jax.processes import is_first, told, votes
+from realm_jax.processes import allgather_flags, broadcast_from_process_0, is_process_0
 from realm_jax.run import Run
 from realm_jax.training.checkpoints import environment
 from realm_jax.training.checksums import named_arrays
@@ -40,16 +40,16 @@ EVERY_SECONDS = 60.0  # between two lines about what is done
 
 
 def embed_once(
-    run: Run, params: Params, alive: Callable[[], None] = lambda: None, bar: bool = False
+    run: Run, params: Params, on_progress: Callable[[], None] = lambda: None, bar: bool = False
 ) -> NDArray[np.float32]:
     """The bits of `run.embed(params)`, [rows, width], of which only passages that are not known yet are computed.
 
-    alive: called again and again meanwhile. bar: whether a terminal may show one, beside no other. All processes have
-    to call it. Raises UserError when a vector is not finite.
+    on_progress: called again and again meanwhile. bar: whether a terminal may show one, beside no other. All processes
+    have to call it. Raises UserError when a vector is not finite.
     """
     if not cache_bytes():
         with _progress(run.setting.rows, bar) as shown:
-            return run.embed(params, _telling(shown, 0, alive))
+            return run.embed(params, _telling(shown, 0, on_progress))
     cache, keys = VectorCache(encoder_digest(run, params)), row_keys(run.corpus)
     known, vectors = cache.find(keys)
     missing = np.flatnonzero(~known if _everywhere(known) else np.ones_like(known))
@@ -60,33 +60,33 @@ def embed_once(
         for start in range(0, len(missing), PIECE):
             rows = missing[start : start + PIECE]
             piece = CorpusRows(*(part[rows] for part in run.corpus))
-            fresh = run.embed(params, _telling(shown, start, alive), piece)
+            fresh = run.embed(params, _telling(shown, start, on_progress), piece)
             vectors = np.empty((len(known), fresh.shape[1]), np.float32) if vectors is None else vectors
             vectors[rows], new = fresh, ~known[rows]
-            if is_first() and new.any():
+            if is_process_0() and new.any():
                 cache.add(keys[rows[new]], fresh[new])
     assert vectors is not None, "every row is known or embedded"
     return vectors
 
 
 def start_vectors(
-    run: Run, task: str, params: Params, alive: Callable[[], None] = lambda: None
+    run: Run, task: str, params: Params, on_progress: Callable[[], None] = lambda: None
 ) -> NDArray[np.floating]:
     """The corpus as the parameters that a task starts with embed it, [rows, width]: from a checkpoint with the same
     document tower (`embedded_before`), or `embed_once`."""
     known = embedded_before(run, task, params)
-    return embed_once(run, params, alive) if known is None else known
+    return embed_once(run, params, on_progress) if known is None else known
 
 
 def _progress(rows: int, bar: bool) -> StageProgress:
     return StageProgress("passages embedded", rows, every_seconds=EVERY_SECONDS, bar=bar)
 
 
-def _telling(shown: StageProgress | None, before: int, alive: Callable[[], None]) -> Callable[[int], None]:
+def _telling(shown: StageProgress | None, before: int, on_progress: Callable[[], None]) -> Callable[[int], None]:
     """What is called with the number of passages that are done, beside `before` earlier ones."""
 
     def tell(done: int) -> None:
-        alive()
+        on_progress()
         if shown is not None:
             shown.update(before + done)
 
@@ -96,7 +96,7 @@ def _telling(shown: StageProgress | None, before: int, alive: Callable[[], None]
 def _everywhere(known: NDArray[np.bool_]) -> bool:
     """Whether every process has vectors of the same rows: they have to embed the same ones together."""
     mark = zlib.crc32(np.packbits(known).tobytes()) >> 1
-    return bool(votes(told(mark) == mark).all())
+    return bool(allgather_flags(broadcast_from_process_0(mark) == mark).all())
 
 
 def encoder_digest(run: Run, params: Params) -> str:

@@ -22,16 +22,16 @@ from realm_jax.data.examples import masked_examples
 from realm_jax.data.pipeline import dataset
 from realm_jax.index.generations import (
     Arrays,
+    export_step,
     export_steps,
     generation_names,
     read_status,
     remove_export,
-    step_of,
     write_export,
 )
 from realm_jax.mesh import replicated
 from realm_jax.models.realm import Params, Realm
-from realm_jax.processes import is_first
+from realm_jax.processes import is_process_0
 from realm_jax.run import Run, put_batch
 from realm_jax.storage import Folder, StorageError
 
@@ -65,7 +65,7 @@ class Exporter:
         """
         towers = {name: params[name] for name in self._run.model.embedder_names}
         copies, queries = _snapshot(self._run.model, self._run.mesh, towers, self._batch)
-        if not is_first():
+        if not is_process_0():
             return
         if self.flush(0):
             self._pending = self._pool.submit(self._write, step, copies, queries, needed)
@@ -107,7 +107,7 @@ def _being_built(folder: Folder) -> set[int]:
     """Export steps that some builder works on or has built: a generation is of no use without its export."""
     jobs = (job.removesuffix(".json") for job in folder.names("jobs") if job.startswith("builder"))
     statuses = (read_status(folder, job) for job in jobs)
-    return {status.step for status in statuses if status} | {step_of(name) for name in generation_names(folder)}
+    return {status.step for status in statuses if status} | {export_step(name) for name in generation_names(folder)}
 
 
 @partial(jax.jit, static_argnums=(0, 1))

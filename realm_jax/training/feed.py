@@ -23,6 +23,7 @@ from realm_jax.index.candidates import Setting, search_depth, search_queries
 from realm_jax.mesh import replicated
 from realm_jax.models.realm import Params
 from realm_jax.run import put_own
+from realm_jax.training.refresh import LoadedIndex
 
 Batch = dict[str, Any]
 
@@ -65,19 +66,20 @@ class Feed:
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def next(self, params: Params, searcher: Searcher | None, tower: Params | None) -> Batch:
-        """The batch of this step. params: its parameters, with which the search of a later step starts."""
+    def next(self, params: Params, index: LoadedIndex | None) -> Batch:
+        """The batch of this step. params: its parameters, with which the search of a later step starts; index: the one
+        in use."""
         if self._how is None:
             return self._put()
-        assert searcher is not None, "where hosts search, an index has a searcher"
+        assert index is not None and index.searcher is not None, "where hosts search, an index has a searcher"
         while len(self._queue) <= self._how.ahead:
             try:
                 batch = self._put()
             except StopIteration:
                 break
-            queries = _queries(self._how.setting, params, batch, tower, replicated(self._mesh))
+            queries = _queries(self._how.setting, params, batch, index.index.tower, replicated(self._mesh))
             depth = search_depth(self._how.setting)
-            self._queue.append(Ahead(batch, self._pool.submit(self._search, searcher, queries, depth)))
+            self._queue.append(Ahead(batch, self._pool.submit(self._search, index.searcher, queries, depth)))
         batch, rows = self._queue.popleft()
         return batch | self._spread({"found": rows.result()})
 

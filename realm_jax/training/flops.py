@@ -1,4 +1,4 @@
-"""Floating-point operations of steps and of embedding, by arithmetic: what MFU and `realm plan` count.
+"""Floating-point operations of steps and of embedding, by arithmetic: what MFU and `realm launch plan` count.
 
 Only matrix products count, two operations a multiply-add, and the backward pass twice the forward one. What is computed
 again to save memory does not count, nor do lookups, softmax or LayerNorm; sequences count at their padded length, since

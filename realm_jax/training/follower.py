@@ -17,21 +17,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.index.approximate import Searcher
-from realm_jax.index.builder import current_name, refusal, refuse
+from realm_jax.index.builder import current_name, reject, rejection
 from realm_jax.index.candidates import Index
 from realm_jax.index.generations import (
     MANIFEST,
     Arrays,
-    Foreign,
+    IncompatibleIndex,
+    InvalidIndex,
     Manifest,
-    Unusable,
     export_of,
+    export_step,
     generation_names,
     load_vectors,
     read_export,
     read_manifest,
     read_towers,
-    step_of,
 )  # fmt: skip
 from realm_jax.index.searchers import load_searcher
 from realm_jax.mesh import put_whole
@@ -68,7 +68,7 @@ class Wanted(NamedTuple):
         return isinstance(step, int) and self.first <= step <= self.last
 
 
-class Follower:
+class IndexWatcher:
     """Loads the newest generation that is wanted. A context manager: inside, a thread looks every `poll` seconds."""
 
     def __init__(self, folder: Folder, expected: dict[str, object], run: Run, poll: float) -> None:
@@ -76,11 +76,11 @@ class Follower:
         self._folder, self._expected, self._run, self._poll = folder, expected, run, poll
         self._wanted = Wanted(0, -1)
         self._ready: Loaded | None = None
-        self._told: set[str] = set()
-        self._foreign: set[str] = set()  # generations that will not become usable while they are there
-        self.gone: set[int] = set()  # export steps whose generation, or its export, was wanted but not there
+        self._logged: set[str] = set()
+        self._incompatible: set[str] = set()  # generations that will not become usable while they are there
+        self.missing_steps: set[int] = set()  # export steps whose generation, or its export, was wanted but not there
         self._lock, self._wake, self._closed = threading.Lock(), threading.Event(), False
-        self._thread = threading.Thread(target=self._follow, name="follower", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="follower", daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -113,14 +113,16 @@ class Follower:
         return found
 
     def load(self, generation: str) -> Loaded:
-        """A generation by name. Raises Unusable, StorageError."""
+        """A generation by name. Raises InvalidIndex, StorageError."""
         manifest = read_manifest(self._folder, generation)
         if manifest is None:
-            raise Foreign(f"{self._folder.path('index/' + generation)} is not there")
+            raise IncompatibleIndex(f"{self._folder.path('index/' + generation)} is not there")
         for name, value in self._expected.items():
             found = getattr(manifest, name)
             if found != value:
-                raise Foreign(f"{self._folder.path('index/' + generation)}: its {name} is {found}, not {value}")
+                raise IncompatibleIndex(
+                    f"{self._folder.path('index/' + generation)}: its {name} is {found}, not {value}"
+                )
         towers, queries = self._exported(manifest)
         tower = self._query_tower(towers, generation)
         passages, stored = self._run.sources.passages, load_vectors(self._folder, manifest)
@@ -138,8 +140,8 @@ class Follower:
         try:
             export = export_of(self._folder, manifest)
             return ({}, None) if export is None else read_towers(self._folder, export)
-        except Unusable as fault:
-            self._tell(f"{fault}; generation {manifest.generation} is used without its export")
+        except InvalidIndex as fault:
+            self._log_once(f"{fault}; generation {manifest.generation} is used without its export")
             return {}, None
 
     def _query_tower(self, towers: Arrays, generation: str) -> Params | None:
@@ -147,16 +149,18 @@ class Follower:
         if self._run.config.retrieval.query_params == "current":
             return None
         if not towers:
-            raise Foreign(f"the export of generation {generation} is gone, with the query tower that searches it")
+            raise IncompatibleIndex(
+                f"the export of generation {generation} is gone, with the query tower that searches it"
+            )
         name = self._run.model.embedder_names[0]
         return jax.tree.map(put_whole, to_params(towers)[name], self._run.param_shardings[name])
 
-    def _follow(self) -> None:
+    def _watch(self) -> None:
         while not self._closed:
             try:
                 self._look()
             except StorageError as fault:
-                self._tell(f"storage: {fault}; training goes on with the generation it has")
+                self._log_once(f"storage: {fault}; training goes on with the generation it has")
             except Exception:  # a thread that died without a word would look like a builder that is late
                 logger.exception("looking for generations failed; it is tried again")
             self._wake.wait(self._poll)
@@ -165,10 +169,10 @@ class Follower:
     def _look(self) -> None:
         with self._lock:
             wanted, have = self._wanted, self._ready.manifest.step if self._ready else -1
-        names = [name for name in generation_names(self._folder) if step_of(name) in wanted]
+        names = [name for name in generation_names(self._folder) if export_step(name) in wanted]
         if wanted.exactly and not names:
-            self.gone.add(wanted.last)
-        names = [name for name in names if step_of(name) > have]
+            self.missing_steps.add(wanted.last)
+        names = [name for name in names if export_step(name) > have]
         for name in reversed(names):
             loaded = self._try(name)
             if loaded is not None:
@@ -180,37 +184,37 @@ class Follower:
     def _try(self, name: str) -> Loaded | None:
         """A generation if it is one of this run's timeline, and good."""
         try:
-            export = read_export(self._folder, step_of(name))
-        except Unusable as fault:
-            self._tell(f"{fault}; it is passed over")
+            export = read_export(self._folder, export_step(name))
+        except InvalidIndex as fault:
+            self._log_once(f"{fault}; it is passed over")
             return None
         if export is None:
-            self.gone.add(step_of(name))
-            self._tell(f"generation {name} has no export, perhaps not yet; it is passed over")
+            self.missing_steps.add(export_step(name))
+            self._log_once(f"generation {name} has no export, perhaps not yet; it is passed over")
             return None
         if current_name(self._folder, export, str(self._expected["corpus"])) != name:
             return None  # of parameters that this run never had, or found damaged before
-        if (refused := refusal(self._folder, name)) is not None:
-            self._tell(f"generation {name} is refused: {refused['reason']}; start its builder with other settings")
+        if (refused := rejection(self._folder, name)) is not None:
+            self._log_once(f"generation {name} is refused: {refused['reason']}; start its builder with other settings")
             return None
         try:
             if read_manifest(self._folder, name) is None:
-                self._foreign.discard(name)
+                self._incompatible.discard(name)
                 return None
-            return None if name in self._foreign else self.load(name)
-        except Foreign as fault:
-            self._foreign.add(name)
-            self._tell(f"{fault}; it is passed over")
+            return None if name in self._incompatible else self.load(name)
+        except IncompatibleIndex as fault:
+            self._incompatible.add(name)
+            self._log_once(f"{fault}; it is passed over")
             return None
-        except Unusable as fault:
+        except InvalidIndex as fault:
             if MANIFEST not in self._folder.names(f"index/{name}"):
                 logger.warning("generation %s was removed while it was read", name)
                 return None
             logger.error("generation %s is refused: %s; the last good one stays", name, fault)
-            refuse(self._folder, name, str(fault), again=True)
+            reject(self._folder, name, str(fault), again=True)
             return None
 
-    def _tell(self, message: str) -> None:
-        if message not in self._told:
-            self._told.add(message)
+    def _log_once(self, message: str) -> None:
+        if message not in self._logged:
+            self._logged.add(message)
             logger.warning(message)

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from realm_jax.errors import UserError
-from realm_jax.memory import free_heap
+from realm_jax.host import free_heap, handling
 from realm_jax.mesh import replicated
 from realm_jax.training.checksums import leaf_sums, named_arrays
 
@@ -31,7 +31,7 @@ TRACED = 5  # steps in a profile
 
 
 class Watchdog:
-    """Ends the process with exit code `HUNG` when `beat` is not called for `limit` seconds; 0: never.
+    """Ends the process with exit code `HUNG` when `heartbeat` is not called for `limit` seconds; 0: never.
 
     A collective that waits for a dead process waits for ever; an orchestrator restarts only what ends. The stacks of
     all threads go to stderr first. A context manager.
@@ -54,8 +54,8 @@ class Watchdog:
         if self._limit:
             self._thread.join()
 
-    def beat(self) -> None:
-        """A sign of life."""
+    def heartbeat(self) -> None:
+        """Say that something moved."""
         self._moved = True
 
     def _watch(self) -> None:
@@ -86,18 +86,16 @@ class Profiler:
         self._folder, self._first = folder, first
         self._asked = False
         self._until: int | None = None  # step before which the running trace ends
-        self._before: Any = None
+        self._handling = handling(signal.SIGUSR1, self._ask)
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGUSR1, self._ask)
+        self._handling.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: Any) -> None:
         if self._until is not None:
             self._stop()
-        if self._before is not None:
-            signal.signal(signal.SIGUSR1, self._before)
+        self._handling.__exit__(None, None, None)
 
     def _ask(self, *_: object) -> None:
         self._asked = True

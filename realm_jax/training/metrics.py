@@ -1,14 +1,187 @@
-"""Metrics on disk: JSON lines always, TensorBoard files beside them. Read next: `journal.py`, which writes them.
+"""What one task reports while it trains: records on disk, TensorBoard files, a progress bar, warnings.
 
-A resumed run cuts its records back to the step it goes on from, so that a file never tells of a step twice.
+Metrics come one step late, so that the host reads those of step s while the devices work on step s + 1. A resumed run
+cuts its records back to the step that it resumes from, so that a file never holds a step twice.
+Read next: `health.py`, which watches the values.
 """
 
+import dataclasses
 import json
+import logging
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
-from realm_jax.processes import is_first
+import jax
+import numpy as np
+
+from realm_jax.console import StageProgress
+from realm_jax.errors import UserError
+from realm_jax.processes import is_process_0
 from realm_jax.storage import write_atomic
+from realm_jax.training.health import Watch
+
+logger = logging.getLogger(__name__)
+
+SHOWN = ("loss", "retrieval_utility", "recall@5", "null_probability", "f1", "accuracy")
+WAITS = ("data", "index", "measurement", "checkpoint")
+SPEEDS = ("steps_per_second", "step_seconds", "tflops_per_device", "mfu", "goodput")
+TIMES = ("seconds", *SPEEDS, *(f"wait_{name}" for name in WAITS))  # entries of a record that no two runs share
+TIMED = 100  # steps that the median is taken of
+Values = dict[str, jax.Array]  # scalars on the devices
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What a step is, for the records. flops: operations (`flops.py`); devices: how many; peak: of one, a second."""
+
+    flops: float
+    devices: int
+    peak: float | None
+
+
+class MetricLogger:
+    """The records, progress and warnings of one task. A context manager: leaving closes bar and files.
+
+    What every record says of time; waits are shares of the seconds since this start:
+    wait_data, wait_index, wait_measurement, wait_checkpoint
+                                             the loop waited for input or a search, for an index, for the measurement
+                                             that follows it, for a save to be taken over
+    step_seconds                             median of the last `TIMED` steps; of these waits it holds the one for data
+    tflops_per_device, mfu                   operations over step_seconds and devices; over the peak, if that is known
+    goodput                                  steps done × step_seconds over all seconds since the first start that a
+                                             save remembers: what restarts, compiling, waits and repeats leave
+    """
+
+    def __init__(
+        self, folder: Path, task: str, start: int, total: int, work: Work, record: dict[str, Any],
+        last_saved: Callable[[], int | None] = lambda: None,
+    ) -> None:  # fmt: skip
+        """start: steps that are done. record: of the checkpoint that the task resumes from, {} for none; of its entries
+        `seconds` (spent) and `born` (when the task was first started, as `time.time()`) count. last_saved: the newest
+        step that is saved. The bar carries the folder's name, warnings go by the task's."""
+        self._folder, self._task, self._start = folder, task, start
+        self._work, self._last_saved = work, last_saved
+        self._metrics = RecordWriter(folder, "metrics", start)
+        # An evaluation follows the save of its step, so a run that resumes from that save makes it again.
+        self._evaluations = RecordWriter(folder, "evaluations", start - 1)
+        self._watch = Watch()
+        for record in self._metrics.kept + self._evaluations.kept:
+            self._warning(record)  # logged already, but the watch compares with what was
+        self._bar = StageProgress(folder.name, total, start)
+        self._shown: dict[str, Any] = {}
+        self._pending: tuple[int, Values, dict[str, int]] | None = None
+        self._began, self._before = time.monotonic(), float(record.get("seconds", 0.0))
+        self.born: float = record.get("born") or time.time()
+        self._waited = dict.fromkeys(WAITS, 0.0)
+        self._steps: deque[float] = deque(maxlen=TIMED)
+
+    def __enter__(self) -> Self:
+        self._bar.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._bar.__exit__(*error)
+        self._metrics.close()
+        self._evaluations.close()
+
+    # --- Time
+
+    @property
+    def seconds(self) -> float:
+        """Spent on the task, earlier starts included."""
+        return self._before + time.monotonic() - self._began
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Around what makes the devices wait, one of `WAITS`: counts the time."""
+        asked = time.monotonic()
+        yield
+        self._waited[what] += time.monotonic() - asked
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around a step: times it without its waits, but for those for data, during which the devices work."""
+        began, waited = time.monotonic(), self._idle()
+        yield
+        self._steps.append(time.monotonic() - began - (self._idle() - waited))
+
+    def _idle(self) -> float:
+        return sum(seconds for name, seconds in self._waited.items() if name != "data")
+
+    def _times(self, step: int) -> dict[str, float]:
+        elapsed = time.monotonic() - self._began
+        found = {"steps_per_second": (step - self._start) / elapsed}
+        found |= {f"wait_{name}": self._waited[name] / elapsed for name in WAITS}
+        if not self._steps:
+            return found
+        seconds = statistics.median(self._steps)
+        speed = self._work.flops / seconds / self._work.devices
+        found |= {"step_seconds": seconds, "tflops_per_device": speed / 1e12}
+        found["goodput"] = min(1.0, step * seconds / max(time.time() - self.born, seconds))
+        return found | ({"mfu": speed / self._work.peak} if self._work.peak else {})
+
+    # --- Records
+
+    def log_evaluation(self, step: int, found: dict[str, Any]) -> None:
+        """Record what the parameters before a step are worth."""
+        self._evaluations.write(step, found)
+        self._shown |= found
+        self._warn(step, found)
+
+    def log_step(self, step: int, values: Values, further: dict[str, int]) -> None:
+        """Take the metrics of a step that was only just started; they are fetched at the next call or `flush`."""
+        self.flush()
+        self._pending = step, values, further
+
+    def flush(self) -> None:
+        """Fetch and record the metrics that were taken last. Raises UserError as `fetch` does."""
+        if self._pending is None:
+            return
+        (step, values, further), self._pending = self._pending, None
+        numbers = self.fetch(step, values) | further
+        self._metrics.write(step, numbers | self._times(step) | {"seconds": self.seconds})
+        self._shown |= numbers
+        self._bar.update(step, {key: self._shown[key] for key in SHOWN if key in self._shown})
+        self._warn(step, numbers)
+
+    def fetch(self, step: int, values: Values) -> dict[str, float]:
+        """The metrics of a step as floats. Raises UserError when its loss or gradient is not finite.
+
+        If both are finite, so are the parameters that the step made.
+        """
+        numbers = {key: float(value) for key, value in jax.device_get(values).items()}
+        for key in ("loss", "gradient_norm"):
+            if not np.isfinite(numbers[key]):
+                good = self._last_saved()
+                newest = f"the last good checkpoint is {self._folder.name}/{good}"
+                raise UserError(
+                    f"step {step} of {self._task}: the {key.replace('_', ' ')} is not finite; "
+                    f"{'nothing is saved yet' if good is None else newest}; lower "
+                    f"config.{self._task}.learning_rate and start in another --workdir"
+                )
+        return numbers
+
+    def _warn(self, step: int, found: dict[str, Any]) -> None:
+        if message := self._warning({"step": step} | found):
+            logger.warning(message)
+
+    def _warning(self, record: dict[str, Any]) -> str | None:
+        """What the watch says of a record of metrics or of an evaluation."""
+        if "answer_in_passages" in record:
+            return self._watch.answers(record["step"], record["answer_in_passages"])
+        if self._task != "realm":
+            return None
+        if "null_probability" in record:
+            return self._watch.step(record["step"], record["null_probability"], record["best_candidate_gain"])
+        return self._watch.recall(record["step"], record["recall@5"]) if "recall@5" in record else None
+
+
+# --- Files ------------------------------------------------------------------------------------------------------------
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -24,7 +197,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-class MetricsWriter:
+class RecordWriter:
     """Appends records {"step": …, name: value, …} to `folder/name.jsonl` and, for numbers, to TensorBoard files.
 
     Of several processes the first one writes.
@@ -36,7 +209,7 @@ class MetricsWriter:
         path = folder / f"{name}.jsonl"
         self.kept = [record for record in read_lines(path) if record["step"] <= last]
         self._stream: IO[str] | None = None
-        if not is_first():
+        if not is_process_0():
             return
         write_atomic(path, "".join(json.dumps(record) + "\n" for record in self.kept))
         self._stream = path.open("a")

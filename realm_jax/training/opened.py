@@ -33,26 +33,29 @@ ALIGNED = 64  # bytes: where an array begins, so that a CPU device can use it wh
 Arrays = Mapping[str, NDArray]  # by their names in a checkpoint's checksums
 
 
-class Opened(Saved):
+class CachedCheckpoint(Saved):
     """A checkpoint, of which networks and arrays on the host are read from the copy where there is a good one."""
 
-    def params(self, names: Collection[str], sharding: jax.sharding.Sharding) -> Any:
+    def params(self, names: Collection[str], shardings: Any = None) -> Any:
+        if shardings is not None:
+            return super().params(names, shardings)
         places = {name: self._place(name) for name in names}
         found = {name: kept for name in names if (kept := self._kept(name, places[name])) is not None}
         networks = {name: _tree(arrays, places[name]) for name, arrays in found.items()}
         if missing := [name for name in names if name not in found]:
-            networks |= super().params(missing, sharding)
+            networks |= super().params(missing)
             for name in missing:
                 self._keep(name, {places[name] + path: x for path, x in named_arrays(networks[name]).items()})
-        return jax.device_put({name: networks[name] for name in names}, sharding)
+        return {name: networks[name] for name in names}
 
-    def array(self, name: str) -> NDArray | None:
-        place = f"{name}.{name}"
-        if (kept := self._kept(name, place)) is not None:
+    def read(self, item: str, like: Any = None) -> Any:
+        place = f"{item}.{item}"
+        if like is not None or place not in self._sums:
+            return super().read(item, like)
+        if (kept := self._kept(item, place)) is not None:
             return kept[place]
-        found = super().array(name)
-        if found is not None:
-            self._keep(name, {place: found})
+        found = super().read(item)
+        self._keep(item, {place: found})
         return found
 
     def _place(self, network: str) -> str:

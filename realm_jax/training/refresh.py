@@ -1,8 +1,8 @@
 """Where a task's index comes from: embedded by the trainer itself, or built by another job and adopted.
 
-Both answer the loop's one question, `at(step, …)`: is there a fresh index to use from this step on? Inline, every
+Both answer the loop's one question, `next(step, …)`: is there a fresh index to use from this step on? Inline, every
 `refresh.every` steps; asynchronous, when a generation is due by `refresh.adopt_after` or is ready in every process.
-Read `Inline.at` and then `adoption.py`; how generations are found and verified is `follower.py`.
+Read `InlineIndex.next` and then `adoption.py`; how generations are found and verified is `follower.py`.
 """
 
 import abc
@@ -30,7 +30,7 @@ from realm_jax.training.tasks import make_task
 
 
 @dataclasses.dataclass(frozen=True)
-class Fresh:
+class LoadedIndex:
     """An index to use from now on.
 
     vectors: on the host, [rows, width]; None for a generation that the devices search, and where words find passages.
@@ -51,7 +51,7 @@ class Interrupted(Exception):
     """SIGTERM came to a process while training waited for an index; every process raises it."""
 
 
-class Refresh:
+class IndexSource:
     """Where a task's index comes from: nowhere, for a task that has no corpus. A context manager."""
 
     def __enter__(self) -> Self:
@@ -60,26 +60,26 @@ class Refresh:
     def __exit__(self, *error: object) -> None:
         pass
 
-    def at(self, step: int, params: Params, index: Fresh | None, heard: Control) -> Fresh | None:
+    def next(self, step: int, params: Params, index: LoadedIndex | None, heard: Control) -> LoadedIndex | None:
         """A fresh index to use from `step` on, or None to go on with the one in use.
 
         heard: what the processes announced two steps ago. Raises Interrupted, UserError.
         """
         return None
 
-    def resume(self, saved: Restored) -> Fresh | None:
+    def resume(self, saved: Restored) -> LoadedIndex | None:
         """The index that was in use when a checkpoint was saved. Raises Interrupted, UserError."""
         return None
 
-    def exact(self, fresh: Fresh) -> Index:
+    def as_exact(self, fresh: LoadedIndex) -> Index:
         """The index for exact search on the devices, with which everything but REALM's own search works."""
         return fresh.index
 
-    def fitting(self, step: int, params: Params, index: Fresh | None) -> Index | None:
+    def index_for_eval(self, step: int, params: Params, index: LoadedIndex | None) -> Index | None:
         """The index that the parameters are measured with before `step`. index: the one in use."""
         return None
 
-    def last(self, step: int, params: Params, index: Fresh | None) -> Fresh | None:
+    def final_index(self, step: int, params: Params, index: LoadedIndex | None) -> LoadedIndex | None:
         """The index that the parameters at the end of the task are measured with. index: the one in use."""
         return None
 
@@ -99,13 +99,13 @@ def shared_folder(run: Run) -> Folder:
     return open_folder(run.config.refresh.shared or run.workdir)
 
 
-def made(run: Run, vectors: NDArray, step: int, tower: Params | None, exact: bool = False) -> Fresh:
+def made(run: Run, vectors: NDArray, step: int, tower: Params | None, exact: bool = False) -> LoadedIndex:
     """An index of vectors that the trainer made itself. tower: the query embedder that shall search, None for the
     current one. exact: on the devices also where hosts search for REALM."""
     stored = vectors.astype(numpy_dtype(run.config.retrieval.dtype))
     if run.searches is None or exact:
-        return Fresh(run.index(stored)._replace(tower=tower), stored, step)
-    return Fresh(Index(None, run.documents, tower), stored, step, searcher=Searcher.of(stored, run.searches))
+        return LoadedIndex(run.index(stored)._replace(tower=tower), stored, step)
+    return LoadedIndex(Index(None, run.documents, tower), stored, step, searcher=Searcher.of(stored, run.searches))
 
 
 def keeps_documents(run: Run, name: str) -> bool:
@@ -114,45 +114,45 @@ def keeps_documents(run: Run, name: str) -> bool:
     return task.retrieves and run.model.embedder_names[-1] not in task.trained
 
 
-class OfCorpus(Refresh, abc.ABC):
+class CorpusIndexSource(IndexSource, abc.ABC):
     """What every index of a run's corpus can do, whoever makes it."""
 
-    def __init__(self, run: Run, task: str, alive: Callable[[], None]) -> None:
-        """alive: called again and again while the corpus is embedded."""
-        self._run, self._task, self._alive = run, task, alive
+    def __init__(self, run: Run, task: str, on_progress: Callable[[], None]) -> None:
+        """on_progress: called again and again while the corpus is embedded."""
+        self._run, self._task, self._on_progress = run, task, on_progress
 
     @abc.abstractmethod
-    def restore(self, generation: str, step: int) -> Fresh:
+    def restore(self, generation: str, step: int) -> LoadedIndex:
         """The generation that a checkpoint of `step` names. Raises Interrupted, UserError."""
 
-    def resume(self, saved: Restored) -> Fresh | None:
+    def resume(self, saved: Restored) -> LoadedIndex | None:
         """Of saved vectors, or the generation that the checkpoint names."""
         if saved.record["index_step"] < 0:
             return None
         if generation := saved.record.get("generation"):
             return self.restore(generation, int(saved.state.step))
         if not self._run.needs_vectors(self._task):
-            return Fresh(self._run.bare_index, None, saved.record["index_step"])
+            return LoadedIndex(self._run.bare_index, None, saved.record["index_step"])
         if saved.vectors is None:
             return None
         vectors, step = saved.vectors[: self._run.setting.rows], saved.record["index_step"]
         return made(self._run, vectors, step, saved.tower, exact=self._task != "realm")
 
-    def exact(self, fresh: Fresh) -> Index:
+    def as_exact(self, fresh: LoadedIndex) -> Index:
         if fresh.index.vectors is not None or not self._run.needs_vectors(self._task):
             return fresh.index
         assert fresh.vectors is not None, "where hosts search, they have the vectors"
         return self._run.index(fresh.vectors)
 
-    def fitting(self, step: int, params: Params, index: Fresh | None) -> Index | None:
+    def index_for_eval(self, step: int, params: Params, index: LoadedIndex | None) -> Index | None:
         """Of the index in use, unless the document tower has moved since it was made."""
         if index is None:
             return None
         if self._still(step, index):
-            return self.exact(index)
+            return self.as_exact(index)
         return self._made(step, params).index
 
-    def last(self, step: int, params: Params, index: Fresh | None) -> Fresh | None:
+    def final_index(self, step: int, params: Params, index: LoadedIndex | None) -> LoadedIndex | None:
         """Of the index in use, unless the document tower has moved since; None for a reader's own task."""
         if self._task in ("mlm", "closed_book"):
             return None
@@ -160,33 +160,33 @@ class OfCorpus(Refresh, abc.ABC):
             return index
         return self._made(step, params)
 
-    def _still(self, step: int, index: Fresh) -> bool:
+    def _still(self, step: int, index: LoadedIndex) -> bool:
         """Whether the document embedder is at `step` what it was when an index was made."""
         return index.step == step or keeps_documents(self._run, self._task)
 
     def _made(self, step: int, params: Params, tower: Params | None = None, first: bool = False,
-              exact: bool = True) -> Fresh:  # fmt: skip
+              exact: bool = True) -> LoadedIndex:  # fmt: skip
         """An index of parameters. first: whether they are those that a task starts with; else see `made`."""
         if not self._run.needs_vectors(self._task):
-            return Fresh(self._run.bare_index, None, step)
+            return LoadedIndex(self._run.bare_index, None, step)
         if first:
-            vectors = start_vectors(self._run, self._task, params, self._alive)
+            vectors = start_vectors(self._run, self._task, params, self._on_progress)
         else:
-            vectors = self._run.embed(params, lambda _: self._alive())
+            vectors = self._run.embed(params, lambda _: self._on_progress())
         return made(self._run, vectors, step, tower, exact)
 
 
 # --- On the trainer's own devices -------------------------------------------------------------------------------------
 
 
-class Inline(OfCorpus):
+class InlineIndex(CorpusIndexSource):
     """The trainer embeds the corpus: at the start of a task, unless that before it left the vectors, for REALM every
     `refresh.every` steps, and for fine-tuning every `refresh.qa_every` (0: never again)."""
 
-    def __init__(self, run: Run, name: str, alive: Callable[[], None], reporter: Reporter | None = None) -> None:
-        """alive: called again and again while it embeds. reporter: tells a builder that waits for a later task that the
-        run lives."""
-        super().__init__(run, name, alive)
+    def __init__(self, run: Run, name: str, on_progress: Callable[[], None], reporter: Reporter | None = None) -> None:
+        """on_progress: called again and again while it embeds. reporter: tells a builder that waits for a later task
+        that the run lives."""
+        super().__init__(run, name, on_progress)
         self._every = {"realm": run.config.refresh.every, "qa": run.config.refresh.qa_every}.get(name, 0)
         self._exact = name != "realm"
         self._reporter = reporter
@@ -198,7 +198,7 @@ class Inline(OfCorpus):
     def __exit__(self, *error: Any) -> None:
         (self._reporter or nullcontext()).__exit__(*error)
 
-    def at(self, step: int, params: Params, index: Fresh | None, heard: Control) -> Fresh | None:
+    def next(self, step: int, params: Params, index: LoadedIndex | None, heard: Control) -> LoadedIndex | None:
         due = self._every > 0 and step % self._every == 0 and index is not None and step != index.step
         if index is not None and not due:
             return None
@@ -212,7 +212,7 @@ class Inline(OfCorpus):
             self._reporter.tell(step)
         return Control()
 
-    def restore(self, generation: str, step: int) -> Fresh:
+    def restore(self, generation: str, step: int) -> LoadedIndex:
         raise UserError(
             f"{self._run.workdir}: step {step} was trained with generation {generation}; set config.refresh.mode=async"
         )

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from realm_jax.errors import UserError
 from realm_jax.index.generations import BEAT_SECONDS, Beat, Status, read_status, write_status
-from realm_jax.processes import is_first, told_by
+from realm_jax.processes import is_process_0, run_on_process_0
 from realm_jax.run import Run
 from realm_jax.storage import Folder, StorageError, read_json, write_json_atomic
 
@@ -36,7 +36,7 @@ class Reporter:
             name, earlier = _run_id(run), read_status(folder, "trainer")
             return int(earlier is not None and earlier.run != name)
 
-        if told_by(is_taken):
+        if run_on_process_0(is_taken):
             raise UserError(f"config.refresh.shared: {folder.url} is another run's; give each a folder of its own")
         self._status = dataclasses.replace(earlier or Status(name), stage=task, done=False)
         self._told_at = -BEAT_SECONDS
@@ -46,7 +46,7 @@ class Reporter:
 
     def __enter__(self) -> Self:
         """Raises StorageError."""
-        if is_first():
+        if is_process_0():
             write_status(self._folder, "trainer", self._status)
         self._beat.__enter__()
         return self
@@ -73,7 +73,7 @@ class Reporter:
 
     def _submit(self) -> None:
         self._pending = [write for write in self._pending if not write.done()]
-        if is_first() and len(self._pending) < 2:  # one that waits will take the newest
+        if is_process_0() and len(self._pending) < 2:  # one that waits will take the newest
             self._pending.append(self._pool.submit(self._write))
 
     def finish(self, step: int) -> None:
@@ -81,7 +81,7 @@ class Reporter:
         self._beat.__exit__()
         self._pool.shutdown(wait=True)
         self._status = dataclasses.replace(self._status, step=step, done=True, counter=self._status.counter + 1)
-        if is_first():
+        if is_process_0():
             self._write()
 
     def _write(self) -> None:

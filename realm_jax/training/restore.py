@@ -12,13 +12,13 @@ from realm_jax.config import completed, task_names
 from realm_jax.errors import UserError
 from realm_jax.index.candidates import Index
 from realm_jax.models.realm import Params
-from realm_jax.processes import votes
+from realm_jax.processes import allgather_flags
 from realm_jax.run import BaseRun, Run
 from realm_jax.storage import read_json
 from realm_jax.training.checkpoints import Damaged, Gone, Saved, differences, environment
 from realm_jax.training.checksums import checksums
 from realm_jax.training.state import State, start_state, state_shardings
-from realm_jax.training.tasks import Task, make_task
+from realm_jax.training.tasks import Task
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +42,11 @@ def restore(run: BaseRun, task: Task, saved: Saved, like: Params) -> Restored:
     if changed:
         logger.warning("the environment differs, so bits may too: %s", "; ".join(changed))
     logger.info("%s: going on from step %d", task.name, saved.step)
-    state = saved.state(abstract_state(run, task, like))
-    tower = saved.tree("tower", run.param_shardings[task.trained[0]]) if task.retrieves else None
-    return Restored(state, saved.record, saved.array("vectors"), tower, saved.array("in_flight"))
+    abstract = abstract_state(run, task, like)
+    tower = saved.read("tower", abstract.trained[task.trained[0]]) if task.retrieves else None
+    return Restored(
+        saved.read("state", abstract), saved.record, saved.read("vectors"), tower, saved.read("in_flight")
+    )  # fmt: skip
 
 
 def abstract_state(run: BaseRun, task: Task, like: Params) -> State:
@@ -54,27 +56,15 @@ def abstract_state(run: BaseRun, task: Task, like: Params) -> State:
     return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places)
 
 
-def restore_params(run: Run, workdir: Path, name: str, like: Params) -> Params:
-    """The newest parameters of a task in a run folder, on this run's devices. `like`: their shapes.
+def restore_params(run: BaseRun, task: str, saved: Saved | None = None) -> Params:
+    """All parameters in a checkpoint of a task, on this run's devices; None: the newest one in the run folder.
 
-    Changes nothing there. Raises UserError when there are none.
+    Changes nothing there. Raises UserError when there is none.
     """
-    saved = Saved.newest(workdir / name / "checkpoints")
+    saved = saved or Saved.newest(run.workdir / task / "checkpoints")
     if saved is None:
-        raise UserError(f"{workdir}: task {name} has no checkpoint; train it first (`realm train`)")
-    return saved_params(run, name, saved, like)
-
-
-def saved_params(run: Run, name: str, saved: Saved, like: Params) -> Params:
-    """The parameters in a checkpoint of a task of REALM, on this run's devices. `like`: their shapes."""
-    return task_params(run, make_task(name, run.setting), saved, like)
-
-
-def task_params(run: BaseRun, task: Task, saved: Saved, like: Params) -> Params:
-    """The parameters in a checkpoint of any task, on this run's devices. `like`: their shapes."""
-    abstract = abstract_state(run, task, like)
-    moments = jax.tree.map(lambda _: ..., abstract.optimizer)
-    return saved.state(abstract._replace(optimizer=moments)).params
+        raise UserError(f"{run.workdir}: task {task} has no checkpoint; train it first (`realm train`)")
+    return saved.params(run.param_shardings, run.param_shardings)
 
 
 def saved_index(run: Run, name: str, saved: Saved) -> Index | None:
@@ -94,7 +84,7 @@ def saved_vectors(run: Run, name: str, saved: Saved) -> NDArray | None:
     They fit it when they were made by it, or when the task leaves it as it was. [rows, projection].
     """
     fits = not saved.trained(run.model.embedder_names[-1]) or saved.record["index_step"] == saved.step
-    vectors = saved.array("vectors") if fits else None
+    vectors = saved.read("vectors") if fits else None
     return None if vectors is None else vectors[: run.setting.rows]
 
 
@@ -110,7 +100,7 @@ def embedded_before(run: Run, name: str, params: Params) -> NDArray | None:
         found = None
         with contextlib.suppress(Gone, Damaged):
             found = saved_vectors(run, task, saved)
-        if votes(found is not None).all():
+        if allgather_flags(found is not None).all():
             return found
     return None
 

@@ -15,9 +15,9 @@ from realm_jax.tagger_config import TAGGER
 from realm_jax.tagger_run import TaggerRun
 from realm_jax.text.tags import IGNORED, Cutter
 from realm_jax.training.flops import Tower, peak
-from realm_jax.training.journal import Work
-from realm_jax.training.loop import Course, Measure, follow
-from realm_jax.training.refresh import Refresh
+from realm_jax.training.loop import Course, Measure, train_loop
+from realm_jax.training.metrics import Work
+from realm_jax.training.refresh import IndexSource
 from realm_jax.training.tasks import Batch, Means, Task
 
 Array = jax.Array
@@ -46,11 +46,11 @@ def train_tagger(run: TaggerRun, params: Params, measure: Measure) -> Params:
         tagger_task(run.tagger),
         lambda params: tagger_examples(run.splits["train"], cutter, run.tagger.kinds, data.length, data.hidden),
         work_of(run),
-        lambda *_: Refresh(),
+        lambda *_: IndexSource(),
         measure=measure,
         every=run.config.evaluation.every,
     )
-    return follow(run, course, params, run.workdir / TAGGER)
+    return train_loop(run, course, params, run.workdir / TAGGER)
 
 
 def work_of(run: TaggerRun) -> Work:

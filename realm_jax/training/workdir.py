@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 
 from realm_jax.config import completed, science, task_names
 from realm_jax.errors import UserError
-from realm_jax.processes import is_first
+from realm_jax.processes import is_process_0
 from realm_jax.run import BaseRun
 from realm_jax.storage import read_json, write_json_atomic
 from realm_jax.tagger_config import default_like, is_tagger, sections_like
@@ -43,7 +43,7 @@ def check_workdir(run: BaseRun) -> None:
     if path.is_file():
         _check_science(run, path)
         check_data(run)
-    if is_first():
+    if is_process_0():
         run.workdir.mkdir(parents=True, exist_ok=True)
         write_json_atomic(run.workdir / "data.json", run.fingerprints())
         write_json_atomic(path, with_absolute_paths(run.config.to_dict()))

@@ -5,23 +5,23 @@ import sys
 
 import pytest
 
-from realm_jax import memory
+from realm_jax import host
 
 PROGRAM = """
 import ctypes, os, sys
-from realm_jax import memory
+from realm_jax import host
 calls = []
 class Libc:
     def mallopt(self, option, value):
         calls.append((option, value))
-memory.ctypes.CDLL = lambda name: Libc()
-memory.platform.libc_ver = lambda: (sys.argv[1], "2.39")
-memory.return_blocks()
+host.ctypes.CDLL = lambda name: Libc()
+host.platform.libc_ver = lambda: (sys.argv[1], "2.39")
+host.return_blocks()
 assert not calls, "nothing is returned before anything is kept"
-memory.keep_memory()
+host.keep_memory()
 print(calls)
 calls.clear()
-memory.return_blocks()
+host.return_blocks()
 print(calls)
 """
 
@@ -43,5 +43,5 @@ def test_malloc_is_told_to_keep_memory_only_where_jax_runs_on_the_cpu(libc, envi
 def test_without_a_wish_the_plugins_that_are_installed_decide(monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     for installed in ((), ("jax_plugins",), ("libtpu",)):
-        monkeypatch.setattr(memory.importlib.util, "find_spec", lambda name, some=installed: name in some or None)
-        assert memory.on_cpu_alone() == (not installed)
+        monkeypatch.setattr(host.importlib.util, "find_spec", lambda name, some=installed: name in some or None)
+        assert host.on_cpu_alone() == (not installed)

@@ -1,0 +1,70 @@
+"""Arguments of the commands that read a trained run, said once: which run, what of its config changes, which questions.
+
+What is done with them is `answering.py`.
+"""
+
+import argparse
+from typing import Any
+
+from realm_jax.config import SEARCHES, default, science
+from realm_jax.errors import UserError
+from realm_jax.jobs.flags import with_overrides
+from realm_jax.schema import flatten
+
+
+def filled(text: str) -> str:
+    """The type of an argument that says something."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("it is empty; give a value or leave the flag out")
+    return text
+
+
+def add_run_arguments(parser: argparse._ActionsContainer, required: bool = True) -> None:
+    """`--workdir`, and `--config.section.key=value` for its recorded config; see `changes_of`."""
+    parser.set_defaults(config=None)  # by this `realm_jax.cli` knows that overrides are taken
+    parser.add_argument(
+        "--workdir",
+        type=filled,
+        required=required,
+        metavar="DIR",
+        help="folder of a run of `realm train`. What its config says of operations and of evaluation is changed with "
+        "--config.section.key=value, such as --config.data.path=DIR for a prepared folder that was moved "
+        "(`realm train --help-config` lists the keys)",
+    )
+
+
+def changes_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Dotted key → value of what the overrides of `add_run_arguments` change in the config of a run.
+
+    Raises UserError for a key that a trained run keeps: only those of operations and of evaluation may change.
+    """
+    names = [override.partition("=")[0].removeprefix("--config.") for override in args.overrides]
+    config = with_overrides(default(), args.overrides)
+    for name in science(config).keys() & {*names}:
+        if not name.startswith("evaluation."):
+            raise UserError(f"--config.{name}: the run keeps it; only keys of operations and of evaluation may change")
+    values = flatten(config.to_dict())
+    return {name: values[name] for name in names}
+
+
+def add_search_argument(parser: argparse._ActionsContainer) -> None:
+    """`--search`."""
+    parser.add_argument(
+        "--search",
+        choices=SEARCHES,
+        help="what finds the passages of questions (default: the config's retrieval.qa_search)",
+    )
+
+
+def add_question_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which questions, with which parameters, and how their passages are found; see `questions_of`."""
+    parser.add_argument(
+        "--questions",
+        type=filled,
+        metavar="SPLIT|FILE",
+        help="questions of the prepared folder, by their split, or a file of questions (default: dev)",
+    )
+    parser.add_argument(
+        "--task", type=filled, help="parameters at the end of this task (default: the last with a checkpoint)"
+    )
+    add_search_argument(parser)

@@ -1,0 +1,362 @@
+"""Tiny runs of one task: opened, cut off before a step, with an index builder beside them, and compared.
+
+`open_inline` makes its index itself; `open_tiny` takes it from a builder, which runs in a thread of the test and works
+whenever it is told to, so that nothing depends on the clock.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+from tiny_run import open_config, tiny_config
+
+from realm_jax.config import flatten
+from realm_jax.evaluation.predict import Evaluator
+from realm_jax.host import Preempted, Stop
+from realm_jax.index.builder import Stopped, WorkShare
+from realm_jax.index.generations import export_steps, read_export
+from realm_jax.jobs.build_index import Job, for_embedding
+from realm_jax.models.realm import Params
+from realm_jax.run import Run, make_run
+from realm_jax.training import loop
+from realm_jax.training.exporter import Exporter
+from realm_jax.training.loop import train_task
+from realm_jax.training.metrics import TIMES, read_lines
+from realm_jax.training.refresh import shared_folder
+from realm_jax.training.restore import restore_params
+from realm_jax.training.state import make_step
+from realm_jax.training.tasks import Task
+
+STEPS = 6  # of a run that makes its index itself
+EVERY = 2  # steps between two exports of one that does not
+PATIENCE = 300.0  # seconds that trainer and builder wait for each other, on a machine that does much else
+
+# --- Compiling: tiny steps do not repay the compiler's work, and no program needs to be compiled twice ----------------
+
+
+@contextmanager
+def quick_compiler(folder: Path) -> Iterator[None]:
+    """Compile without optimisations, and keep every program in `folder`, so that a second run finds it there."""
+    settings = {
+        "jax_disable_most_optimizations": (True, False),
+        "jax_compilation_cache_dir": (str(folder), None),
+        "jax_persistent_cache_min_compile_time_secs": (0.0, 1.0),
+        "jax_persistent_cache_min_entry_size_bytes": (-1, 0),
+    }
+    _apply({name: inside for name, (inside, _) in settings.items()})
+    try:
+        yield
+    finally:
+        _apply({name: outside for name, (_, outside) in settings.items()})
+
+
+@contextmanager
+def shared_steps(folder: Path) -> Iterator[None]:
+    """`quick_compiler`, and runs of one test after another share their compiled step."""
+    steps: dict[Any, Any] = {}
+
+    def make(run: Run, task: Task) -> Any:
+        key = task.name, run.setting, run.config[task.name].to_json()
+        return steps.setdefault(key, make_step(run, task))
+
+    with quick_compiler(folder), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "make_step", make)
+        yield
+
+
+def _apply(values: dict) -> None:
+    for name, value in values.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+# --- Opened and trained -----------------------------------------------------------------------------------------------
+
+
+def open_inline(people: Path, workdir: Path, devices: int = 1, **changes: Any) -> Run:
+    """Six steps of the task 'realm', a refresh and a checkpoint every second one.
+
+    changes: dotted config keys, with two underscores for the dot.
+    """
+    config = tiny_config(people)
+    config.tasks, config.ict.batch_size, config.qa.batch_size = "realm", 8, 8
+    config.realm.update({"steps": STEPS, "batch_size": 8, "warmup": 2, "learning_rate": 1e-3})
+    config.update({"refresh": {"every": 2}, "checkpoint": {"every": 2, "keep": 2}, "log": {"every": 1}})
+    config.update_from_flattened_dict({key.replace("__", "."): value for key, value in changes.items()})
+    return open_config(config, workdir, devices)
+
+
+def open_tiny(data, workdir, steps=8, retrieval=None, task="realm", **refresh):
+    """Eight steps of a task whose index a builder makes: an export every second one, adopted a step later.
+
+    retrieval, refresh: keys of these sections.
+    """
+    config = tiny_config(data)
+    config.retrieval.update(retrieval or {})
+    config.tasks = task
+    for name in ("mlm", "ict", "realm", "qa"):
+        config[name].batch_size = 8
+    config[task].update({"steps": steps, "warmup": 2, "learning_rate": 1e-3})
+    config.update({"checkpoint": {"every": 3, "keep": 2}, "log": {"every": 1}})
+    config.refresh.update(
+        {"mode": "async", "every": EVERY, "adopt_after": 1, "poll_seconds": 0.01, "chunk_rows": 6, "keep": 1}
+        | {"wait_seconds": PATIENCE, "idle_exit": PATIENCE}
+        | refresh
+    )
+    return open_config(config, workdir)
+
+
+class Trained(NamedTuple):
+    """A run that is done, and its last parameters."""
+
+    run: Run
+    final: Params
+
+
+def train(run):
+    return jax.tree.map(np.asarray, train_task(run, run.config.tasks, run.initial_params()))
+
+
+def train_measured(run: Run, name: str = "realm") -> Any:
+    """With recall on the development questions."""
+    evaluator = Evaluator(run, run.sources.questions["dev"])
+
+    def measure(params: Any, index: Any, final: bool) -> dict[str, Any]:
+        return evaluator.recall(params, index)
+
+    return train_task(run, name, run.initial_params(), measure)
+
+
+# --- Cut off ----------------------------------------------------------------------------------------------------------
+
+
+class Cut(Exception):
+    """Stands for the power going off."""
+
+
+def at_step(monkeypatch, act: Callable[[int], None]) -> None:
+    """Has `act(step)` called before each step of the loop."""
+    make = loop.make_step
+
+    def watched(run: Run, task: Any) -> Any:
+        step = make(run, task)
+
+        def call(state: Any, *rest: Any) -> Any:
+            act(int(state.step))
+            return step(state, *rest)
+
+        return call
+
+    monkeypatch.setattr(loop, "make_step", watched)
+
+
+def cut_at(monkeypatch, *wanted: int) -> None:
+    """Cut a run off before these steps, one after the other, each once."""
+    left = list(wanted)
+
+    def cut(step: int) -> None:
+        if left and step == left[0]:
+            left.pop(0)
+            raise Cut
+
+    at_step(monkeypatch, cut)
+
+
+# --- With a builder beside them ---------------------------------------------------------------------------------------
+
+
+def make_job(run, process=0, processes=1):
+    own = make_run(for_embedding(run.config, jax.local_device_count()), run.workdir, run.sources, jax.devices()[:1])
+    return Job(own, shared_folder(run), WorkShare(process, processes))
+
+
+@contextmanager
+def builder(run, process=0, processes=1):
+    """`realm build-index` in a thread; what it raises is raised at the end."""
+    faults, stop = [], Stop()
+
+    def work():
+        try:
+            make_job(run, process, processes).work(stop, None, False)
+        except (Preempted, Stopped):
+            pass
+        except Exception as fault:
+            faults.append(fault)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.asked = True
+        thread.join()
+    if faults:
+        raise faults[0]
+
+
+def spoil(folder, manifest, fault):
+    name = manifest.chunks[0].file.name
+    if fault == "manifest":
+        folder.write(f"index/{manifest.generation}/MANIFEST.json", b'{"format_version": 1, "generation')
+    elif fault == "nan":
+        data = np.full((6, manifest.width), np.nan, np.float32).tobytes()
+        text = folder.read(f"index/{manifest.generation}/MANIFEST.json").decode()
+        entry = folder.put(name, data)
+        text = text.replace(manifest.chunks[0].file.sha256, entry.sha256)
+        folder.write(f"index/{manifest.generation}/MANIFEST.json", text.encode())
+    else:
+        data = folder.read(name)
+        folder.write(name, data[:-3] if fault == "truncated" else data[:9] + bytes([data[9] ^ 4]) + data[10:])
+
+
+def with_first_generation_only(run, act, seconds=PATIENCE):
+    """`act` beside a builder that dies after the first generation; then `wait_seconds` is `seconds`."""
+    folder = shared_folder(run)
+    done = threading.Event()
+
+    def first():
+        while not done.is_set():
+            if 0 in export_steps(folder) and read_export(folder, 0):
+                make_job(run).work(Stop(), 0, True)
+                run.config.refresh.wait_seconds = seconds
+                return
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    try:
+        act()
+    finally:
+        done.set()
+        thread.join()
+        run.config.refresh.wait_seconds = PATIENCE
+
+
+# --- As commands, in processes of their own ---------------------------------------------------------------------------
+
+
+def free_port():
+    with socket.socket() as server:
+        server.bind(("localhost", 0))
+        return server.getsockname()[1]
+
+
+def flags_of(config):
+    """The command line that gives a config."""
+    return [f"--config.{key}={value}" for key, value in flatten(config.to_dict()).items() if value != ""]
+
+
+def start(workdir, flags, cache, count=1, devices=8, quick=True):
+    """`realm train` in `count` processes that share the devices. quick: compile without optimisations."""
+    coordinator = f"localhost:{free_port()}"
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices // count}",
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "REALM_CACHE": str(cache),
+        "REALM_CACHE_BYTES": "1000000",  # some start with vectors of others
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1" if quick else "0",
+    }
+    several = [f"--processes={count}", f"--coordinator={coordinator}"] if count > 1 else []
+    command = [sys.executable, "-m", "realm_jax.cli", "train", f"--workdir={workdir}", *flags, *several]
+    return [
+        subprocess.Popen(
+            [*command, *([f"--process={one}"] if count > 1 else [])],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for one in range(count)
+    ]  # fmt: skip
+
+
+def finish(started, code=0, seconds=300):
+    outputs = [process.communicate(timeout=seconds)[0] for process in started]
+    assert [process.returncode for process in started] == [code] * len(started), "\n".join(outputs)[-5000:]
+    return outputs
+
+
+# --- Looked at --------------------------------------------------------------------------------------------------------
+
+
+def records(run: Run, name: str, folder: str = "") -> list[dict[str, Any]]:
+    """The lines of a task's records but for times. folder: the task's, where the run has one task only."""
+    lines = read_lines(run.workdir / (folder or run.config.tasks) / f"{name}.jsonl")
+    return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
+
+
+def metrics(run):
+    return records(run, "metrics")
+
+
+def adoptions(run):
+    found = read_lines(run.workdir / "realm" / "evaluations.jsonl")
+    return [(line["step"], line["index_step"]) for line in found if "generation" in line]
+
+
+class Watch:
+    """Every index that training steps saw, and the towers of every export, on their way to storage."""
+
+    def __init__(self, monkeypatch):
+        self._seen, self._exported = [], {}
+        make, export = loop.make_step, Exporter.export
+
+        def watched(run, task):
+            step = make(run, task)
+
+            def call(state, batch, index, control):
+                self._seen.append((int(state.step), np.asarray(index.vectors)))
+                return step(state, batch, index, control)
+
+            return call
+
+        def kept(exporter, step, params, *rest, **options):
+            names = exporter._run.model.embedder_names
+            self._exported[step] = jax.tree.map(np.asarray, {name: params[name] for name in names})
+            return export(exporter, step, params, *rest, **options)
+
+        monkeypatch.setattr(loop, "make_step", watched)
+        monkeypatch.setattr(Exporter, "export", kept)
+
+    def check(self, run):
+        """Every row that a step saw is what its generation's towers give; the adoption log says which one that is."""
+        adopted = adoptions(run)
+        assert {step for step, _ in self._seen} == set(range(run.config.realm.steps))
+        fresh = {index: run.embed(self._exported[index]) for _, index in adopted}
+        for step, vectors in self._seen:
+            index = max(entry for entry in adopted if entry[0] <= step)[1]
+            np.testing.assert_allclose(vectors[: len(fresh[index])], fresh[index], atol=1e-5)
+
+
+def final_params(run: Run) -> Any:
+    return jax.tree.map(np.asarray, restore_params(run, "realm"))
+
+
+def assert_same_run(a: Run, b: Run) -> None:
+    """Equal parameters, metrics and measurements, bit for bit."""
+    assert_same(final_params(a), final_params(b))
+    for name in ("metrics", "evaluations"):
+        assert records(a, name) == records(b, name)
+        assert records(a, name)
+
+
+def assert_same(params, others):
+    """The same bits."""
+    jax.tree.map(np.testing.assert_array_equal, params, others)
+
+
+def until(true, seconds=60.0):
+    """Return once `true()` is; AssertionError if that takes too long."""
+    began = time.monotonic()
+    while not true():
+        assert time.monotonic() - began < seconds, "it did not happen"
+        time.sleep(0.01)
