@@ -36,7 +36,7 @@ from realm_jax.data.sources import open_sources
 from realm_jax.host import keep_memory
 from realm_jax.index.embed import CorpusRows, embed_corpus, in_groups
 from realm_jax.models.bert import BertConfig
-from realm_jax.models.embedder import Embedder
+from realm_jax.models.encoder import Embedder
 from realm_jax.models.inputs import Documents, document_segments, token_mask
 
 SIZES = {  # width, layers, heads, feed-forward
@@ -82,7 +82,7 @@ def compare(
 ) -> None:
     width, layers, heads, hidden = SIZES[name]
     sizes = (words, width, layers, heads, hidden, 512, 0.0, jnp.dtype(dtype))
-    config = BertConfig(*sizes, attention="by_length", hidden_act="gelu")
+    config = BertConfig(*sizes, attention="cpu", hidden_act="gelu")
     tower = Embedder(config, PROJECTION)
     some = jnp.zeros((1, 8), jnp.int32)
     params = nn.unbox(jax.jit(tower.init)(jax.random.key(0), some, some, some > 0))

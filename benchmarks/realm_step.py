@@ -91,7 +91,6 @@ def arguments() -> argparse.Namespace:
     add("--predictions", type=int, default=8, help="masked pieces of a query at most")
     add("--rows", type=int, default=100_000, help="vectors that are searched")
     add("--remat", default="none", help="config.model.remat of ours")
-    add("--no-fused", action="store_true", help="config.model.fused_attention=False for ours")
     add("--microbatches", type=int, default=1, help="config.realm.microbatches of ours")
     add("--modes", nargs="+", default=["default"], help="of torch.compile; on a GPU try max-autotune")
     add("--repeats", type=int, default=5)
@@ -119,7 +118,6 @@ def config_of(args: argparse.Namespace) -> ConfigDict:
     model, data, task = config.model, config.data, config.realm
     model.width, model.layers, model.heads, model.feed_forward = SIZES[args.size]
     model.dtype, model.dropout, model.remat = args.dtype, 0.0, args.remat
-    model.fused_attention = not args.no_fused
     config.encoder.norm_scale = 0.3  # fresh scores near each other: every candidate and both towers matter
     data.query_length, data.document_length, data.predictions = args.query, args.document, args.predictions
     config.retrieval.candidates = args.candidates

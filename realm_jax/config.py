@@ -40,7 +40,7 @@ SECTIONS: dict[str, Any] = {
     "evaluation": sections.Evaluation(),
 }
 
-# Values that mean "as the model of `init_from`"; `jobs/models.py` puts its own in their place.
+# Values that mean "as the model of `init_from`"; `jobs/init_from.py` puts its own in their place.
 FROM_MODEL = schema.inherited(SECTIONS)
 
 INTRODUCTION = """# Keys of a config

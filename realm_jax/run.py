@@ -28,8 +28,10 @@ from realm_jax.index.exact import padded_rows
 from realm_jax.index.fusion import LIST
 from realm_jax.index.words import Bm25, check_words, load_or_build
 from realm_jax.mesh import logical_sharding, make_mesh, parameter_shardings
+from realm_jax.models.attention import select_attention
 from realm_jax.models.bert import BertConfig
 from realm_jax.models.inputs import Documents
+from realm_jax.models.reader import Reader
 from realm_jax.models.realm import Params, Realm
 from realm_jax.sections import joint_length, task_names
 from realm_jax.text.templates import Encode, Template, compiled, placeholder
@@ -167,7 +169,7 @@ def embed_program(model: Realm, mesh: Mesh, params: Params, documents: Documents
     """A batch of passages, spread over the mesh, to their vectors: [batch, projection] float32."""
     if mesh.devices.flat[0].platform != "cpu":
         return model.embed_documents(params, documents)
-    model = dataclasses.replace(model, bert=on_one_cpu(model.bert))
+    model = model.with_bert(attention="cpu", hidden=None)
     rows = logical_sharding(mesh, "batch").spec  # every device takes its own in turn
 
     def embed(params: Params, documents: Documents) -> jax.Array:
@@ -210,7 +212,7 @@ def bare_run(
     data, retrieval, objective = config.data, config.retrieval, config.objective
     model = make_model(config, vocabulary_size, encode, logical_sharding(mesh, "batch", None, None))
     setting = Setting(
-        dataclasses.replace(model, bert=suited(model.bert, mesh, config.model.fused_attention)),
+        model.with_bert(attention=select_attention(mesh, model.bert.dtype)),
         mesh,
         *special,
         rows,
@@ -252,21 +254,6 @@ def check_batches(config: ConfigDict, spread: int) -> None:
             )
 
 
-def on_one_cpu(bert: BertConfig) -> BertConfig:
-    """The same networks for one CPU device."""
-    return dataclasses.replace(bert, attention="by_length", hidden=None)
-
-
-def suited(bert: BertConfig, mesh: Mesh, fused: bool) -> BertConfig:
-    """The way to attend that suits the devices: several CPU devices share a batch, which a loop over it would undo."""
-    platform = mesh.devices.flat[0].platform
-    if platform == "cpu" and mesh.size == 1:
-        return on_one_cpu(bert)
-    if platform == "gpu" and fused and bert.dtype == jnp.bfloat16:
-        return dataclasses.replace(bert, attention="fused")
-    return bert
-
-
 def encoder_of(wordpiece: Tokenizer) -> Encode:
     """What makes word pieces of a prompt."""
     return lambda text: wordpiece.encode(text).ids
@@ -284,8 +271,9 @@ def make_model(
     longest = max(joint_length(config), *tower_lengths(config, query_template, passage_template))
     if 0 < model.max_length < longest:
         raise UserError(f"config.model.max_length: texts with the prompts of config.encoder need {longest} positions")
+    bert = make_bert(model, vocabulary_size, longest, hidden)
     return Realm(
-        make_bert(model, vocabulary_size, longest, hidden),
+        bert,
         projection=encoder.projection,
         norm_epsilon=encoder.norm_epsilon,
         norm_scale=encoder.norm_scale,
@@ -295,9 +283,8 @@ def make_model(
         learn_temperature=encoder.learn_temperature,
         query_template=query_template,
         passage_template=passage_template,
-        span_hidden=model.span_hidden,
-        span_width=model.span_width,
         shared_tower=model.shared_tower,
+        reader=Reader(bert, model.span_hidden, model.span_width),
     )
 
 

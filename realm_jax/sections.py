@@ -97,9 +97,6 @@ class Bert:
     scan: bool = key(
         False, "one compiled loop over layers: minutes less to compile twelve; other dropout draws", operations=True
     )
-    fused_attention: bool = key(
-        True, "attend with one kernel that keeps no scores: on NVIDIA GPUs in bfloat16, by cuDNN", operations=True
-    )
 
 
 @dataclass(frozen=True)

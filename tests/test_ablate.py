@@ -15,7 +15,7 @@ from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.evaluation.ablations import HEADS, Measured, Row, cells, html, lead, markdown, mean_of
 from realm_jax.jobs import ablate
-from realm_jax.jobs.opening import borrow_params
+from realm_jax.jobs.init_from import borrow_params
 from realm_jax.recipes import ablations
 from realm_jax.run import make_run
 from realm_jax.training.restore import restore_params

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -11,7 +10,7 @@ from tiny_run import PEOPLE, prepare_people, tiny_config, train_tiny_run
 
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
-from realm_jax.jobs.opening import check_source, record_start
+from realm_jax.jobs.init_from import find_source, record_start
 from realm_jax.jobs.projection import FILE as COMPONENTS
 from realm_jax.jobs.recipe import starting_params, train
 from realm_jax.run import Run, make_run
@@ -37,7 +36,7 @@ def heir(first, folder, **changes):
 
 
 def check(run):
-    check_source(run, Path(run.config.init_from), "init_from")
+    find_source(run.config.init_from).check(run.config, run.model, run.sources.wordpiece)
 
 
 @pytest.mark.slow
@@ -139,7 +138,7 @@ def test_goes_on_without_the_source(first, tmp_path):
 
 
 def test_names_what_does_not_fit(first, tmp_path):
-    with pytest.raises(UserError, match="init_from=.*no config.json"):
+    with pytest.raises(UserError, match="init_from=.*no run folder"):
         check(heir(first, tmp_path, init_from=str(tmp_path / "nowhere")))
     with pytest.raises(UserError, match=r"init_from: .*span_\w+.* is \(.*set config.model"):
         check(heir(first, tmp_path, model={"span_hidden": 12}))

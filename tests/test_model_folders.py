@@ -5,24 +5,21 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import DOCUMENT, SPECIAL, document_rows
 from tiny_run import prepare_people, tiny_config
+from weight_folders import edit_settings, save_tiny_network
 
 from realm_jax.config import FROM_MODEL, validate
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
-from realm_jax.jobs.models import resolved
+from realm_jax.jobs.init_from import resolved
 from realm_jax.jobs.opening import open_run
 from realm_jax.jobs.prepare import prepare
-from realm_jax.models import weights
 from realm_jax.models.inputs import Documents, document_sequences, query_sequences
-from realm_jax.models.weights import networks, settings_of
-from realm_jax.run import make_model
 from realm_jax.text.templates import Template, compiled, parse
 
 LIBRARY = "sentence_transformers.models."
@@ -36,20 +33,13 @@ def people(tmp_path_factory) -> Path:
 
 
 def bert_folder(people: Path, folder: Path) -> Path:
-    """A plain BERT of the tiny run's sizes."""
-    wordpiece = open_sources(people).wordpiece
-    model = make_model(tiny_config(people), wordpiece.size)
-    shapes = jax.eval_shape(model.init, jax.random.key(0))["reader"]
-    params = jax.tree.map(lambda leaf: np.ones(leaf.shape, np.float32), shapes)
-    weights.save(folder, params, networks(model)["reader"][:1], "bert", settings_of(model, "reader", "bert"))
-    settings = json.loads((folder / "config.json").read_text())
-    del settings["retriever_proj_size"], settings["projection_layer_norm_eps"]
-    (folder / "config.json").write_text(json.dumps(settings))
-    wordpiece.save(folder)
+    """A plain BERT of the tiny run's sizes, which says nothing of vectors."""
+    save_tiny_network(people, folder, parts=1)
+    edit_settings(folder, retriever_proj_size=None, projection_layer_norm_eps=None)
     return folder
 
 
-Files = dict[str, dict[str, Any]]
+Files = dict[str, Any]
 
 
 def sentence_folder(people: Path, folder: Path, *modules: str, pooling: Any = MEAN, files: Files | None = None) -> Path:
@@ -77,12 +67,8 @@ def config_for(people: Path, folder: Path, **changes: Any) -> Any:
 def test_a_plain_bert_gets_the_towers_of_the_paper(people, tmp_path):
     encoder = resolved(config_for(people, bert_folder(people, tmp_path / "bert"))).encoder
     assert (encoder.pooling, encoder.projection, encoder.normalization) == ("pooler", 128, "layer")
-    assert (encoder.temperature, encoder.norm_epsilon, encoder.query_prompt, encoder.passage_prompt) == (
-        1.0,
-        1e-12,
-        "",
-        "",
-    )
+    assert (encoder.temperature, encoder.norm_epsilon) == (1.0, 1e-12)
+    assert encoder.query_prompt == encoder.passage_prompt == ""
 
 
 def test_a_run_records_what_its_model_says_and_goes_on_without_it(people, tmp_path):
@@ -152,68 +138,34 @@ def test_scores_are_cosines_as_in_the_library_unless_a_folder_says_otherwise(
 
 DENSE = {"in_features": 16, "out_features": 8, "activation_function": "torch.nn.modules.linear.Identity"}
 PROMPTS = "config_sentence_transformers.json"
-REFUSED = {
+POOLING, INPUT, DENSE_2 = "1_Pooling/config.json", "sentence_bert_config.json", "2_Dense/config.json"
+RELU = "torch.nn.modules.activation.ReLU"
+REFUSED: dict[str, tuple[tuple[str, ...], Files, str]] = {  # modules, files, and what is said
     "an unknown module": (("CNN",), {}, r"modules.json: has the module sentence_transformers.models.CNN; modules that"),
-    "pooling by maximum": ((), {"pooling": {"pooling_mode": "max"}}, r"1_Pooling/config.json: pools by max; choose"),
-    "two poolings": ((), {"pooling": {"pooling_mode": ["cls", "mean"]}}, "pools by cls and mean; choose"),
-    "a prompt left out": ((), {"pooling": MEAN | {"include_prompt": False}}, "has include_prompt=false"),
-    "another activation": (
-        ("Dense",),
-        {"files": {"2_Dense/config.json": DENSE | {"activation_function": "torch.nn.modules.activation.ReLU"}}},
-        "2_Dense/config.json: is a Dense with torch.nn.modules.activation.ReLU; one is read",
-    ),
-    "two projections": (
-        ("Dense", "Dense"),
-        {"files": {"2_Dense/config.json": DENSE, "3_Dense/config.json": DENSE}},
-        "3_Dense/config.json: is a second Dense",
-    ),
+    "pooling by maximum": ((), {POOLING: {"pooling_mode": "max"}}, "1_Pooling/config.json: pools by max; choose"),
+    "two poolings": ((), {POOLING: {"pooling_mode": ["cls", "mean"]}}, "pools by cls and mean; choose"),
+    "pooling by a number": ((), {POOLING: {"pooling_mode": 3}}, "1_Pooling/config.json: pools by 3; choose"),
+    "a prompt left out": ((), {POOLING: MEAN | {"include_prompt": False}}, "has include_prompt=false"),
+    "another activation": (("Dense",), {DENSE_2: DENSE | {"activation_function": RELU}}, f"is a Dense with {RELU}"),
+    "two projections": (("Dense", "Dense"), {DENSE_2: DENSE, "3_Dense/config.json": DENSE}, "3_Dense.* a second Dense"),
+    "a size in words": (("Dense",), {DENSE_2: DENSE | {"out_features": "8"}}, 'out_features="8", which is no whole'),
+    "a projection without weights": (("Dense",), {DENSE_2: DENSE}, "2_Dense: has no model"),
     "a layer after the normalisation": (("Normalize", "LayerNorm"), {}, "modules.json: has LayerNorm after its norm"),
-    "a projection without weights": (
-        ("Dense",),
-        {"files": {"2_Dense/config.json": DENSE}},
-        "2_Dense: has no model",
-    ),
-    "distances": ((), {"files": {PROMPTS: {"similarity_fn_name": "euclidean"}}}, "compares vectors by euclidean"),
-    "a prompt that grows into the text": ((), {"files": {PROMPTS: {"prompts": {"query": "query"}}}}, "grow together"),
-    "prompts in a list": (
-        (),
-        {"files": {PROMPTS: {"prompts": ["a"]}}},
-        r'has prompts=\["a"\], which is no table; fetch',
-    ),
-    "a prompt that is a number": (
-        (),
-        {"files": {PROMPTS: {"prompts": {"query": 1}}}},
-        "prompts that are no text; fetch",
-    ),
-    "a default prompt in a list": (
-        (),
-        {"files": {PROMPTS: {"prompts": {"a": "b"}, "default_prompt_name": ["a"]}}},
-        r'has default_prompt_name=\["a"\], which is no text',
-    ),
-    "a module without a path": (
-        (),
-        {"files": {"modules.json": [{"path": None, "type": LIBRARY + "Transformer"}]}},
-        "modules.json: is no list of modules; fetch it again",
-    ),
-    "pooling by a number": ((), {"pooling": {"pooling_mode": 3}}, "1_Pooling/config.json: pools by 3; choose"),
-    "a length in words": (
-        (),
-        {"files": {"sentence_bert_config.json": {"max_seq_length": "long"}}},
-        'has max_seq_length="long", which is no whole number',
-    ),
-    "a size in words": (
-        ("Dense",),
-        {"files": {"2_Dense/config.json": DENSE | {"out_features": "8"}}},
-        'has out_features="8", which is no whole number',
-    ),
-    "cut vectors": ((), {"files": {PROMPTS: {"truncate_dim": 4}}}, "has truncate_dim, which cuts vectors"),
+    "distances": ((), {PROMPTS: {"similarity_fn_name": "euclidean"}}, "compares vectors by euclidean"),
+    "cut vectors": ((), {PROMPTS: {"truncate_dim": 4}}, "has truncate_dim, which cuts vectors"),
+    "a prompt that grows into the text": ((), {PROMPTS: {"prompts": {"query": "query"}}}, "grow together"),
+    "prompts in a list": ((), {PROMPTS: {"prompts": ["a"]}}, r'has prompts=\["a"\], which is no table; fetch'),
+    "a prompt that is a number": ((), {PROMPTS: {"prompts": {"query": 1}}}, "prompts that are no text; fetch"),
+    "a default prompt in a list": ((), {PROMPTS: {"default_prompt_name": ["a"]}}, r'name=\["a"\], which is no text'),
+    "a length in words": ((), {INPUT: {"max_seq_length": "long"}}, 'max_seq_length="long", which is no whole'),
+    "a module without a path": ((), {"modules.json": [{"type": LIBRARY + "Transformer"}]}, "is no list of modules"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_represented_is_refused_by_name(name, people, tmp_path):
-    modules, options, says = REFUSED[name]
-    folder = sentence_folder(people, tmp_path / "model", *modules, **options)
+    modules, files, says = REFUSED[name]
+    folder = sentence_folder(people, tmp_path / "model", *modules, files=files)
     with pytest.raises(UserError, match=says) as fault:
         open_run(config_for(people, folder), tmp_path / "run")
     assert "\n" not in str(fault.value) and not (tmp_path / "run").exists()
@@ -257,8 +209,13 @@ def test_data_that_are_prepared_with_a_cased_model_fit_it(people, tmp_path):
 
 
 def test_a_folder_without_a_model_says_what_to_name(people, tmp_path):
-    with pytest.raises(UserError, match="no run folder, and none with model.safetensors; name one of them"):
+    says = "init_from=.*: no run folder, and none with model.safetensors; name one of them"
+    with pytest.raises(UserError, match=says):
         resolved(config_for(people, tmp_path))
+    config = tiny_config(people)
+    config.init_from = "nowhere"
+    with pytest.raises(UserError, match=says):
+        open_run(config, tmp_path / "run")
     with pytest.raises(UserError, match="the package no_such_model is not installed; run `pip install no-such-model`"):
         resolved(config_for(people, Path("py:no_such_model")))
     with pytest.raises(UserError, match="the package realm_jax has no folder `model`"):  # as pip writes its name

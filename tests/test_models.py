@@ -9,17 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from numpy_bert import gelu_tanh, hidden_states, linear, norm
 from tiny import VOCABULARY, document_rows, query_rows, random_words, tiny_bert, tiny_realm
 
-from realm_jax.models import bert
-from realm_jax.models.bert import Bert, BertConfig, attend, attend_fused, attend_in_turn, initializer
+from realm_jax.models import attention
+from realm_jax.models.attention import dot_product_attention, per_sequence_attention, select_attention
+from realm_jax.models.bert import Bert, BertConfig, initializer
 from realm_jax.models.inputs import Documents, Joint, document_segments, join
 from realm_jax.models.realm import Realm, flatten_joint
-from realm_jax.run import suited
+from realm_jax.models.weights import networks
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
 BATCH = 3
+WAYS = dot_product_attention, per_sequence_attention
 MODEL = tiny_realm()
 embed_queries = jax.jit(MODEL.embed_queries)
 embed_documents = jax.jit(MODEL.embed_documents)
@@ -60,75 +63,47 @@ def noise(ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return np.where(np.arange(ids.shape[1]) < lengths[:, None], ids, words).astype(ids.dtype)
 
 
-# --- a transformer in NumPy, float64, written from the papers, for one sequence without padding -----------------------
+def by_names(network: str) -> dict[str, np.ndarray]:
+    """The parameters of a network in float64, by Hugging Face's names."""
+    found = {}
+    for part in networks(MODEL)[network]:
+        for tensor in part.tensors:
+            array = np.asarray(functools.reduce(dict.__getitem__, tensor.path, parameters()[network]), np.float64)
+            found[tensor.name] = array.T if tensor.turned else array
+    return found
 
 
-def norm(x, p, epsilon=1e-12):
-    x = x - x.mean(axis=-1, keepdims=True)
-    return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + epsilon) * p["scale"] + p["bias"]
-
-
-def linear(x, p):
-    return x @ p["kernel"] + p["bias"]
-
-
-def gelu(x):
-    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
-
-
-def attention(x, p, heads=2):
-    parts = []
-    projected = (np.split(linear(x, p[name]), heads, axis=-1) for name in ("query", "key", "value"))
-    for query, key, value in zip(*projected, strict=True):
-        weights = np.exp(query @ key.T / np.sqrt(query.shape[-1]))
-        parts.append(weights / weights.sum(axis=-1, keepdims=True) @ value)
-    return linear(np.concatenate(parts, axis=-1), p["attention_output"])
-
-
-def numpy_bert(p, ids, segments):
-    """Hidden states [n, width] of the n pieces of one sequence."""
-    words, places, kinds = (p[name]["embedding"] for name in ("words", "positions", "segments"))
-    x = norm(words[ids] + places[: len(ids)] + kinds[segments], p["embedding_norm"])
-    for layer in (p["layer_0"], p["layer_1"]):
-        x = norm(x + attention(x, layer), layer["attention_norm"])
-        x = norm(x + linear(gelu(linear(x, layer["intermediate"])), layer["output"]), layer["output_norm"])
-    return x
-
-
-def numpy_embedder(p, ids, segments):
-    pooled = np.tanh(linear(numpy_bert(p["bert"], ids, segments)[0], p["pooler"]))
-    return norm(linear(pooled, p["projection"]), p["projection_norm"])
-
-
-def in_float64(params):
-    return jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+def numpy_embedder(w, ids, segments):
+    pooled = np.tanh(linear(hidden_states(w, ids, segments)[0], w, "pooler.dense"))
+    return norm(linear(pooled, w, "cls.dense"), w, "cls.LayerNorm")
 
 
 def test_the_query_tower_is_a_transformer_a_tanh_a_projection_and_a_layer_norm():
-    query, p = queries(), in_float64(parameters()["query_embedder"])
+    query, w = queries(), by_names("query_embedder")
     found = embed_queries(parameters(), query["query"], query["query_length"])
     for row, length in enumerate(query["query_length"]):
-        wanted = numpy_embedder(p, query["query"][row, :length], np.zeros(length, int))
+        wanted = numpy_embedder(w, query["query"][row, :length], np.zeros(length, int))
         np.testing.assert_allclose(found[row], wanted, atol=2e-5)
 
 
 def test_the_document_tower_is_the_same_network_with_segments():
-    texts, p = documents(), in_float64(parameters()["document_embedder"])
+    texts, w = documents(), by_names("document_embedder")
     segments = np.asarray(document_segments(texts))
     found = embed_documents(parameters(), texts)
     for row, length in enumerate(texts.lengths):
-        wanted = numpy_embedder(p, texts.ids[row, :length], segments[row, :length])
+        wanted = numpy_embedder(w, texts.ids[row, :length], segments[row, :length])
         np.testing.assert_allclose(found[row], wanted, atol=2e-5)
 
 
 def test_words_are_predicted_by_a_gelu_layer_and_the_word_embeddings():
     inputs, positions = joint(), np.array([[1, 3], [2, 2], [8, 0]])
     found = read_words(parameters(), inputs, positions)
-    p = in_float64(parameters()["reader"])
+    w = by_names("reader")
     for row, length in enumerate(inputs.lengths):
-        hidden = numpy_bert(p["bert"], inputs.ids[row, :length], inputs.segments[row, :length])[positions[row]]
-        hidden = norm(gelu(linear(hidden, p["mlm_transform"])), p["mlm_norm"])
-        logits = hidden @ p["bert"]["words"]["embedding"].T + p["mlm_bias"]
+        hidden = hidden_states(w, inputs.ids[row, :length], inputs.segments[row, :length])[positions[row]]
+        hidden = gelu_tanh(linear(hidden, w, "cls.predictions.transform.dense"))
+        hidden = norm(hidden, w, "cls.predictions.transform.LayerNorm")
+        logits = hidden @ w["embeddings.word_embeddings.weight"].T + w["cls.predictions.bias"]
         wanted = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
         np.testing.assert_allclose(found[row], wanted, atol=3e-5)
 
@@ -137,14 +112,16 @@ def test_a_span_is_scored_by_its_ends():
     inputs = joint()
     found = read_spans(parameters(), inputs)
     assert found.shape == (*inputs.ids.shape, MODEL.span_width)
-    p = in_float64(parameters()["reader"])
+    w = by_names("reader")
     for row, length in enumerate(inputs.lengths):
-        hidden = numpy_bert(p["bert"], inputs.ids[row, :length], inputs.segments[row, :length])
-        start, end = np.split(linear(hidden, p["span_projection"]), 2, axis=-1)
+        hidden = hidden_states(w, inputs.ids[row, :length], inputs.segments[row, :length])
+        start, end = np.split(linear(hidden, w, "qa_outputs.dense_intermediate"), 2, axis=-1)
         for first, width in np.ndindex(length, MODEL.span_width):
             if first + width < length:
-                span = norm(np.maximum(start[first] + end[first + width], 0), p["span_norm"], epsilon=1e-3)
-                np.testing.assert_allclose(found[row, first, width], linear(span, p["span_score"])[0], atol=3e-5)
+                span = np.maximum(start[first] + end[first + width], 0)
+                span = norm(span, w, "qa_outputs.layer_normalization", epsilon=1e-3)
+                wanted = linear(span, w, "qa_outputs.dense_output")[0]
+                np.testing.assert_allclose(found[row, first, width], wanted, atol=3e-5)
 
 
 def test_what_stands_in_the_padding_changes_nothing():
@@ -299,9 +276,9 @@ def test_norm_scale_sets_the_length_of_fresh_vectors():
 def test_attending_in_turn_gives_what_attending_at_once_gives(dtype, tolerance):
     parts = jax.random.normal(jax.random.key(0), (3, 4, 20, 2, 8), dtype)
     mask = jnp.arange(20) < jnp.array([20, 7, 1, 13])[:, None]
-    at_once, in_turn = (np.asarray(way(*parts, mask), np.float32) for way in (attend, attend_in_turn))
+    at_once, in_turn = (np.asarray(way(*parts, mask), np.float32) for way in WAYS)
     np.testing.assert_allclose(in_turn, at_once, atol=tolerance)
-    few = np.asarray(attend_in_turn(parts[0][:, :1], parts[1], parts[2], mask), np.float32)
+    few = np.asarray(per_sequence_attention(parts[0][:, :1], parts[1], parts[2], mask), np.float32)
     np.testing.assert_allclose(few, at_once[:, :1], atol=tolerance)
 
 
@@ -312,12 +289,12 @@ def test_attending_in_turn_has_the_gradient_of_attending_at_once(dtype, toleranc
     mask = jnp.arange(20) < jnp.array([20, 7, 1])[:, None]
 
     @functools.partial(jax.jit, static_argnums=0)
-    def slopes(way, query, key, value, pull):
-        return jax.vjp(lambda *parts: way(*parts, mask), query, key, value)[1](pull)
+    def gradients(way, query, key, value, cotangent):
+        return jax.vjp(lambda *parts: way(*parts, mask), query, key, value)[1](cotangent)
 
     for positions in (20, 3):
         arrays = (parts[0][:, :positions], parts[1], parts[2], parts[3][:, :positions])
-        for in_turn, at_once in zip(slopes(attend_in_turn, *arrays), slopes(attend, *arrays), strict=True):
+        for at_once, in_turn in zip(*(gradients(way, *arrays) for way in WAYS), strict=True):
             assert in_turn.dtype == at_once.dtype == dtype
             np.testing.assert_allclose(in_turn.astype(float), at_once.astype(float), atol=tolerance)
 
@@ -325,7 +302,7 @@ def test_attending_in_turn_has_the_gradient_of_attending_at_once(dtype, toleranc
 @pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 1e-5), (jnp.bfloat16, 0.05)])
 def test_a_fused_kernel_is_told_of_lengths_and_scale(monkeypatch, dtype, tolerance):
     """XLA's own version of the kernel, since cuDNN's is for GPUs; a passage without a word disturbs no other."""
-    monkeypatch.setattr(bert, "FUSED", "xla")
+    monkeypatch.setattr(attention, "FUSED", "xla")
     parts = jax.random.normal(jax.random.key(0), (3, 4, 20, 2, 8), dtype)
     mask = jnp.arange(20) < jnp.array([20, 7, 1, 0])[:, None]
     for positions in (20, 3):
@@ -334,34 +311,34 @@ def test_a_fused_kernel_is_told_of_lengths_and_scale(monkeypatch, dtype, toleran
         def total(way, *arrays):
             return (way(*arrays, mask)[:3].astype(jnp.float32) ** 2).sum()
 
-        ways = [jax.value_and_grad(functools.partial(total, way), (0, 1, 2))(*arrays) for way in (attend, attend_fused)]
+        both = dot_product_attention, attention.cudnn_attention
+        ways = [jax.value_and_grad(functools.partial(total, way), (0, 1, 2))(*arrays) for way in both]
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a.astype(float), b.astype(float), atol=tolerance), *ways)
 
 
 @pytest.mark.parametrize(
     "platform, devices, dtype, wanted",
     [
-        ("cpu", 1, jnp.float32, "by_length"),
-        ("cpu", 8, jnp.float32, "whole"),
-        ("gpu", 8, jnp.bfloat16, "fused"),
-        ("gpu", 8, jnp.float32, "whole"),
-        ("tpu", 8, jnp.bfloat16, "whole"),
+        ("cpu", 1, jnp.float32, "cpu"),
+        ("cpu", 8, jnp.float32, "xla"),
+        ("gpu", 8, jnp.bfloat16, "cudnn"),
+        ("gpu", 8, jnp.float32, "xla"),
+        ("tpu", 8, jnp.bfloat16, "xla"),
     ],
 )
 def test_layers_attend_in_the_way_that_suits_the_devices(platform, devices, dtype, wanted):
     device = types.SimpleNamespace(platform=platform)
     mesh = types.SimpleNamespace(size=devices, devices=np.array([device] * devices))
-    assert suited(BertConfig(30, dtype=jnp.dtype(dtype)), mesh, True).attention == wanted
-    assert suited(BertConfig(30, dtype=jnp.dtype(dtype)), mesh, False).attention in ("whole", "by_length")
+    assert select_attention(mesh, jnp.dtype(dtype)) == wanted
 
 
 def test_long_sequences_are_embedded_in_turn_where_asked(monkeypatch):
     """The same vectors, and no product over the whole batch's scores."""
-    monkeypatch.setattr(bert, "LONG", 1)
+    monkeypatch.setattr(attention, "LONG", 1)
     config = BertConfig(30, width=8, layers=2, heads=2, feed_forward=16, max_length=12, dropout=0.0)
     ids = jax.random.randint(jax.random.key(1), (5, 12), 0, 30)
     mask = jnp.arange(12) < jnp.arange(8, 13)[:, None]
-    towers = [Bert(dataclasses.replace(config, attention=way)) for way in ("whole", "by_length")]
+    towers = [Bert(dataclasses.replace(config, attention=way)) for way in ("xla", "cpu")]
     params = towers[0].init(jax.random.key(0), ids, ids * 0, mask)
     states = [np.asarray(tower.apply(params, ids, ids * 0, mask)) for tower in towers]
     np.testing.assert_allclose(*states, atol=1e-5)

@@ -13,14 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_weights import assert_same_bits
 from tiny import VOCABULARY, loud_params, random_words, tiny_realm
+from weight_folders import assert_same_bits, save_network
 
 from realm_jax.models.bert import Bert, BertConfig
 from realm_jax.models.inputs import Joint
 from realm_jax.models.likelihood import masked_word_marginal, orqa_loss
+from realm_jax.models.reader import Reader
 from realm_jax.models.realm import Params, Realm
-from realm_jax.models.weights import find, load_bert, networks, read, save, settings_of
+from realm_jax.models.weights import find, load_bert, networks, read, settings_of
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -66,10 +67,8 @@ def batch(seed: int, lengths: tuple[int, ...] = LENGTHS, words: int = VOCABULARY
     return Batch(ids, ((place >= used // 2) & mask).astype(int), mask)
 
 
-def saved(folder: Path, network: str, kind: str, params: Params, model: Realm = MODEL) -> Path:
-    place = folder / f"{network}-{kind}"
-    save(place, params[network], networks(model)[network], kind, settings_of(model, network, kind))
-    return place
+def saved(folder: Path, network: str, kind: str, params: Params) -> Path:
+    return save_network(folder / f"{network}-{kind}", MODEL, network, params, kind)
 
 
 def apply(module: Any, params: Params, *inputs: Any, **options: Any) -> np.ndarray:
@@ -84,7 +83,7 @@ def pooled(model: Realm, tower: Params, inputs: Batch) -> np.ndarray:
 def word_log_probabilities(model: Realm, reader: Params, inputs: Batch) -> np.ndarray:
     """Of every position."""
     every = np.broadcast_to(np.arange(inputs.ids.shape[1]), inputs.ids.shape)
-    return apply(model.reader, reader, *inputs.ours, jnp.asarray(every), method="word_log_probabilities")
+    return apply(model.reader.network, reader, *inputs.ours, jnp.asarray(every), method="word_log_probabilities")
 
 
 def bert_settings(hidden_act: str) -> Any:
@@ -118,7 +117,7 @@ def shaken(theirs: Any) -> Any:
 def test_a_masked_language_model_gives_hidden_states_and_words(tmp_path, hidden_act):
     theirs = shaken(transformers.BertForMaskedLM(bert_settings(hidden_act)))
     theirs.save_pretrained(tmp_path)
-    model = dataclasses.replace(MODEL, bert=dataclasses.replace(MODEL.bert, hidden_act=hidden_act))
+    model = MODEL.with_bert(hidden_act=hidden_act)
     source = find(tmp_path, model.bert, networks(model)["reader"])
     assert source.missing == ("span head",)
     reader, inputs = read(source), batch(1)
@@ -150,7 +149,8 @@ def test_a_real_model_gives_the_hidden_states_of_its_own_library():
     theirs = transformers.BertModel.from_pretrained(folder).eval()
     with torch.no_grad():
         wanted = theirs(**inputs.theirs())
-    model = Realm(BertConfig(30_522, 384, 6, 12, 1536, max_length=67, dropout=0.0, hidden_act="gelu"))
+    bert = BertConfig(30_522, 384, 6, 12, 1536, max_length=67, dropout=0.0, hidden_act="gelu")
+    model = Realm(bert, reader=Reader(bert))
     tower = read(find(folder, model.bert, networks(model)["query_embedder"]))
     hidden = apply(Bert(model.bert), load_bert(folder, model.bert), *inputs.ours)
     np.testing.assert_allclose(hidden[inputs.mask], wanted.last_hidden_state.numpy()[inputs.mask], atol=CLOSE)

@@ -13,7 +13,7 @@ from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.jobs.projection import FILE, principal_components
 from realm_jax.jobs.recipe import starting_params
-from realm_jax.models.realm import LOG_TEMPERATURE
+from realm_jax.models.encoder import LOG_TEMPERATURE
 from realm_jax.run import make_run
 from realm_jax.training.optimizer import decayed
 

@@ -5,19 +5,20 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from test_weights import assert_same_bits
 from tiny import VOCABULARY, loud_params, tiny_realm
+from weight_folders import assert_same_bits
 
 from realm_jax.errors import UserError
 from realm_jax.jobs import weights as job
 from realm_jax.models import released
 from realm_jax.models.bert import BertConfig
+from realm_jax.models.reader import Reader
 from realm_jax.models.realm import Params, Realm
 from realm_jax.models.weights import find, networks, read
 
 TOWER, QUESTION, BERT, READER = "module/module/", "module/module/module/", "", "reader/"
 PREFIX = {TOWER: "module/module/module/", QUESTION: "module/module/module/module/", BERT: "", READER: "reader/module/"}
-BASE = Realm(BertConfig(30_522))
+BASE = Realm(BertConfig(30_522), reader=Reader(BertConfig(30_522)))
 
 
 def variables(scope: str, model: Realm = BASE, word_head: bool = True) -> dict[str, tuple[int, ...]]:
@@ -44,8 +45,9 @@ def variables(scope: str, model: Realm = BASE, word_head: bool = True) -> dict[s
     if scope in (TOWER, QUESTION):
         dense[f"{scope}dense"], norms[f"{scope}LayerNorm"] = (width, model.projection), model.projection
     if scope == READER:
-        dense |= {"reader/dense": (width, 2 * model.span_hidden), "reader/dense_1": (model.span_hidden, 1)}
-        norms["reader/layer_normalization"] = model.span_hidden
+        size = model.reader.span_hidden
+        dense |= {"reader/dense": (width, 2 * size), "reader/dense_1": (size, 1)}
+        norms["reader/layer_normalization"] = size
     for name, shape in dense.items():
         shapes |= {f"{name}/kernel": shape, f"{name}/bias": shape[1:]}
     for name, size in norms.items():

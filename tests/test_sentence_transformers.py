@@ -16,12 +16,13 @@ import pytest
 from tiny import loud_params
 
 from realm_jax.config import FROM_MODEL, default, flatten
-from realm_jax.jobs.models import resolved
+from realm_jax.jobs.init_from import find_source, resolved
 from realm_jax.jobs.projection import principal_components
-from realm_jax.jobs.starting import find_weights, local_source
 from realm_jax.jobs.weights import export, write_networks
+from realm_jax.models.encoder import LOG_TEMPERATURE
+from realm_jax.models.folders import local_source
 from realm_jax.models.inputs import Documents
-from realm_jax.models.realm import LOG_TEMPERATURE, Params, Realm
+from realm_jax.models.realm import Params, Realm
 from realm_jax.models.weights import read
 from realm_jax.run import encoder_of, make_model
 from realm_jax.text import layouts
@@ -73,7 +74,7 @@ def load(folder: str, wordpiece: WordPiece, **encoder: Any) -> tuple[Realm, Para
     config = config_of(folder, **encoder)
     model = make_model(config, wordpiece.size, encoder_of(wordpiece))
     shapes = jax.eval_shape(model.init, jax.random.key(0))
-    found = find_weights(local_source(folder), model, wordpiece)
+    found = find_source(folder).files(model, wordpiece)
     zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
     return model, {name: zeros[name] | read(found[name]) for name in model.embedder_names}
 

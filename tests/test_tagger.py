@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runs import Cut, at_step, cut_at
-from test_weights import SETTINGS, random_weights, save
+from test_weights import SETTINGS, random_weights
 from tiny import tiny_bert
 from tiny_tagger import open_tiny, tiny_config, write_corpus
+from weight_folders import save_tensors
 
 from realm_jax import cli
 from realm_jax.config import default as realm_config
@@ -285,7 +286,7 @@ def test_a_run_starts_from_imported_weights(corpus, tmp_path):
     rng = np.random.default_rng(0)
     weights["embeddings.word_embeddings.weight"] = rng.normal(size=(words.size, 8)).astype(np.float32)
     weights["embeddings.position_embeddings.weight"] = rng.normal(size=(30, 8)).astype(np.float32)
-    folder = save(tmp_path / "bert", weights, SETTINGS)
+    folder = save_tensors(tmp_path / "bert", weights, SETTINGS)
     words.save(folder)
     sizes = {"init_from": str(folder), "model__layers": 2, "model__width": 8, "model__feed_forward": 12}
     with pytest.raises(UserError, match="is .*8.*, but the model needs .*16"):
@@ -360,8 +361,8 @@ def test_jobs_of_realm_refuse_a_tagger_and_its_own_refuse_realm(corpus, trained,
         validate(tiny_config(corpus))
     with pytest.raises(UserError, match="config.tasks: this is REALM's config"):
         validate(realm_config(), TaggerTask)
-    for command in ("plan", "quickstart"):
-        assert cli.main([command, "--config=configs/tagger.py:small"]) == 2
+    for command in (["launch", "plan"], ["quickstart"]):
+        assert cli.main([*command, "--config=configs/tagger.py:small"]) == 2
         assert "config.tasks: this is a tagger's config; `realm train` trains it" in capsys.readouterr().err
     for wrong in (["--config.tasks=tagger"], ["--config=configs/tagger.py:small", "--config.tasks=ict"]):
         assert cli.main(["train", *wrong, "--config.data.path=x", f"--workdir={tmp_path / 'run'}"]) == 2

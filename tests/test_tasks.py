@@ -213,7 +213,7 @@ def test_words_are_read_beside_each_candidate_and_beside_nothing(params, candida
 
 @jax.jit
 def read_words(params, ids, segments, mask, positions):
-    return MODEL.reader.apply(
+    return MODEL.reader.network.apply(
         {"params": params["reader"]}, ids, segments, mask, positions, method="word_log_probabilities"
     )
 

@@ -170,7 +170,7 @@ def test_an_answer_is_found_behind_a_mark(sources):
 
 def config_of(data: Path, tasks: str) -> ConfigDict:
     config = tiny_config(data)
-    config.tasks, config.model.width, config.model.shared_tower = tasks, 8, True  # each table has 250,000 rows
+    config.tasks, config.model.width = tasks, 8  # each table has 250,000 rows
     for task in tasks.split(","):
         config[task].update({"steps": 2, "batch_size": 4})
     return config

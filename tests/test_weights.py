@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import json
-import math
 from pathlib import Path
 
 import flax.linen as nn
@@ -12,14 +10,16 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from numpy_bert import gelu_erf, hidden_states
+from safetensors.numpy import load_file
 from tiny import loud_params
+from weight_folders import assert_same_bits, edit_settings, save_network, save_tensors
 
 from realm_jax.errors import UserError
-from realm_jax.models import weights
 from realm_jax.models.bert import Bert, BertConfig
+from realm_jax.models.reader import Reader
 from realm_jax.models.realm import Realm
-from realm_jax.models.weights import Source, find, load_bert, networks, read
+from realm_jax.models.weights import NetworkFiles, find, load_bert, networks, read
 
 WIDTH, HEADS, LAYERS, HIDDEN, WORDS, POSITIONS = 8, 2, 2, 12, 11, 9
 SETTINGS = {"num_attention_heads": HEADS, "hidden_act": "gelu", "layer_norm_eps": 1e-12}
@@ -53,45 +53,6 @@ def random_weights(seed: int = 0) -> dict[str, np.ndarray]:
     return {name: rng.normal(0, 0.5, shape).astype(np.float32) for name, shape in shapes.items()}
 
 
-def save(folder: Path, weights: dict[str, np.ndarray], settings: dict | None = None) -> Path:
-    folder.mkdir(exist_ok=True)
-    save_file({name: np.ascontiguousarray(array) for name, array in weights.items()}, folder / "model.safetensors")
-    if settings is not None:
-        (folder / "config.json").write_text(json.dumps(settings))
-    return folder
-
-
-def reference(weights: dict[str, np.ndarray], ids, segments, mask) -> np.ndarray:
-    """BERT from the tensors' names, in float64: [batch, length, width]."""
-    w = {name: array.astype(np.float64) for name, array in weights.items()}
-    erf = np.vectorize(math.erf)
-
-    def linear(x, name):
-        return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
-
-    def norm(x, name):
-        centred = x - x.mean(-1, keepdims=True)
-        return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-12) * w[f"{name}.weight"] + w[f"{name}.bias"]
-
-    def heads(x):
-        return x.reshape(*x.shape[:2], HEADS, -1).transpose(0, 2, 1, 3)
-
-    x = w["embeddings.word_embeddings.weight"][ids] + w["embeddings.token_type_embeddings.weight"][segments]
-    x = norm(x + w["embeddings.position_embeddings.weight"][: ids.shape[1]], "embeddings.LayerNorm")
-    for number in range(LAYERS):
-        layer = f"encoder.layer.{number}"
-        query, key, value = (heads(linear(x, f"{layer}.attention.self.{part}")) for part in ("query", "key", "value"))
-        scores = query @ key.transpose(0, 1, 3, 2) / math.sqrt(WIDTH // HEADS)
-        scores = np.where(mask[:, None, None], scores, -np.inf)
-        attention = np.exp(scores - scores.max(-1, keepdims=True))
-        attended = (attention / attention.sum(-1, keepdims=True) @ value).transpose(0, 2, 1, 3).reshape(x.shape)
-        x = norm(x + linear(attended, f"{layer}.attention.output.dense"), f"{layer}.attention.output.LayerNorm")
-        hidden = linear(x, f"{layer}.intermediate.dense")
-        hidden = hidden * 0.5 * (1 + erf(hidden / math.sqrt(2)))
-        x = norm(x + linear(hidden, f"{layer}.output.dense"), f"{layer}.output.LayerNorm")
-    return x
-
-
 def inputs() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Ids, segments and mask of sequences of 7 and 4 pieces."""
     ids = np.random.default_rng(1).integers(0, WORDS, (2, 7))
@@ -102,15 +63,18 @@ def inputs() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("prefix", ["", "bert."])
 def test_imported_weights_compute_what_they_did(tmp_path, prefix):
     weights = random_weights()
-    folder = save(tmp_path, {prefix + name: array for name, array in weights.items()}, SETTINGS)
+    folder = save_tensors(tmp_path, {prefix + name: array for name, array in weights.items()}, SETTINGS)
     params = load_bert(folder, config())
     ids, segments, mask = inputs()
     found = Bert(config()).apply({"params": params}, ids, segments, mask)
-    np.testing.assert_allclose(np.asarray(found)[mask], reference(weights, ids, segments, mask)[mask], atol=1e-5)
+    exact = {name: array.astype(np.float64) for name, array in weights.items()}
+    for row, length in enumerate(mask.sum(axis=1)):
+        wanted = hidden_states(exact, ids[row, :length], segments[row, :length], gelu_erf)
+        np.testing.assert_allclose(found[row, :length], wanted, atol=1e-5)
 
 
 def test_the_tree_is_the_one_of_a_fresh_model(tmp_path):
-    params = load_bert(save(tmp_path, random_weights()), config(max_length=5))
+    params = load_bert(save_tensors(tmp_path, random_weights()), config(max_length=5))
     ids = jnp.zeros((1, 4), jnp.int32)
     fresh = nn.unbox(jax.eval_shape(Bert(config(max_length=5)).init, jax.random.key(0), ids, ids, ids > 0))["params"]
     assert jax.tree.map(lambda x: (x.shape, x.dtype), fresh) == jax.tree.map(lambda x: (x.shape, x.dtype), params)
@@ -120,8 +84,8 @@ def test_old_names_of_layer_norm_are_known(tmp_path):
     weights = random_weights()
     old = {n.replace("Norm.weight", "Norm.gamma").replace("Norm.bias", "Norm.beta"): x for n, x in weights.items()}
     assert set(old) != set(weights)
-    new = load_bert(save(tmp_path / "new", weights), config())
-    jax.tree.map(np.testing.assert_array_equal, load_bert(save(tmp_path / "old", old), config()), new)
+    new = load_bert(save_tensors(tmp_path / "new", weights), config())
+    jax.tree.map(np.testing.assert_array_equal, load_bert(save_tensors(tmp_path / "old", old), config()), new)
 
 
 @pytest.mark.parametrize(
@@ -141,14 +105,14 @@ def test_old_names_of_layer_norm_are_known(tmp_path):
     ],
 )
 def test_what_does_not_fit_is_named(tmp_path, changes, says):
-    folder = save(tmp_path, random_weights(), SETTINGS)
+    folder = save_tensors(tmp_path, random_weights(), SETTINGS)
     with pytest.raises(UserError, match=f"^{tmp_path}.*{says}"):
         load_bert(folder, config(**changes))
 
 
 @pytest.mark.parametrize("theirs", ["gelu_new", "gelu_fast", "gelu_pytorch_tanh"])
 def test_one_activation_has_several_names(tmp_path, theirs):
-    folder = save(tmp_path, random_weights(), SETTINGS | {"hidden_act": theirs})
+    folder = save_tensors(tmp_path, random_weights(), SETTINGS | {"hidden_act": theirs})
     load_bert(folder, config(hidden_act="gelu_new"))
     with pytest.raises(UserError, match="hidden_act is 'gelu_new', but config.model.hidden_act is 'gelu'"):
         load_bert(folder, config())
@@ -159,15 +123,15 @@ def test_one_activation_has_several_names(tmp_path, theirs):
 )
 def test_a_bert_of_another_kind_is_refused_by_its_settings(tmp_path, name, value):
     with pytest.raises(UserError, match=f"config.json: {name} is {value!r}, not .*; choose a plain BERT"):
-        load_bert(save(tmp_path, random_weights(), SETTINGS | {name: value}), config())
+        load_bert(save_tensors(tmp_path, random_weights(), SETTINGS | {name: value}), config())
 
 
 def test_a_bert_of_another_kind_is_refused_by_its_tensors(tmp_path):
     weights = random_weights() | {"embeddings.position_ids": np.arange(POSITIONS)[None]}
-    load_bert(save(tmp_path, weights), config())
+    load_bert(save_tensors(tmp_path, weights), config())
     more = {"encoder.layer.0.crossattention.self.query.weight": np.zeros((WIDTH, WIDTH), np.float32)}
     with pytest.raises(UserError, match="has encoder.layer.0.crossattention.self.query.weight, which this BERT has no"):
-        load_bert(save(tmp_path, weights | more), config())
+        load_bert(save_tensors(tmp_path, weights | more), config())
 
 
 @pytest.mark.parametrize(
@@ -182,7 +146,7 @@ def test_a_bert_of_another_kind_is_refused_by_its_tensors(tmp_path):
 def test_numbers_that_are_none_are_refused(tmp_path, change, says):
     weights, name = random_weights(), "encoder.layer.0.output.dense.weight"
     with pytest.raises(UserError, match=f"model.safetensors: {name} {says}"):
-        load_bert(save(tmp_path, weights | {name: change(weights[name])}), config())
+        load_bert(save_tensors(tmp_path, weights | {name: change(weights[name])}), config())
 
 
 def test_other_files_are_refused(tmp_path):
@@ -192,10 +156,10 @@ def test_other_files_are_refused(tmp_path):
     with pytest.raises(UserError, match="model.safetensors: cannot be read"):
         load_bert(tmp_path, config())
     with pytest.raises(UserError, match="it is not the file of a BERT"):
-        load_bert(save(tmp_path / "other", {"lstm.weight": np.zeros((2, 2), np.float32)}), config())
-    folder = save(tmp_path / "settings", random_weights())
+        load_bert(save_tensors(tmp_path / "other", {"lstm.weight": np.zeros((2, 2), np.float32)}), config())
+    folder = save_tensors(tmp_path / "settings", random_weights())
     (folder / "config.json").write_text("[1]")
-    with pytest.raises(UserError, match="config.json: cannot be read"):
+    with pytest.raises(UserError, match="config.json: holds no settings"):
         load_bert(folder, config())
 
 
@@ -203,7 +167,7 @@ def test_other_files_are_refused(tmp_path):
 
 
 def realm(**changes) -> Realm:
-    model = Realm(config(), projection=3, norm_epsilon=1e-12, span_hidden=4, span_width=2)
+    model = Realm(config(), projection=3, norm_epsilon=1e-12, reader=Reader(config(), span_hidden=4, span_width=2))
     return dataclasses.replace(model, **changes)
 
 
@@ -215,27 +179,19 @@ def loud(model: Realm) -> dict:
 def written(folder: Path, network: str, kind: str = "bert", model: Realm | None = None) -> tuple[Path, dict]:
     """A network with loud parameters, saved; the folder and the parameters."""
     model = model or realm()
-    params = loud(model)[network]
-    place = folder / f"{network}-{kind}"
-    weights.save(place, params, networks(model)[network], kind, weights.settings_of(model, network, kind))
-    return place, params
+    return save_network(folder / f"{network}-{kind}", model, network, loud(model), kind), loud(model)[network]
 
 
 def rewrite(folder: Path, change) -> Path:
     """A saved network with its tensors changed in place by a function of the dictionary."""
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
-    return save(folder, tensors)
+    return save_tensors(folder, tensors)
 
 
-def found(folder: Path, network: str, model: Realm | None = None) -> Source:
+def found(folder: Path, network: str, model: Realm | None = None) -> NetworkFiles:
     model = model or realm()
     return find(folder, model.bert, networks(model)[network])
-
-
-def assert_same_bits(ours: dict, theirs: dict) -> None:
-    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a.view(np.uint32), b.view(np.uint32)), ours, theirs)
 
 
 @pytest.mark.parametrize("kind", ["bert", "realm"])
@@ -248,7 +204,8 @@ def test_a_round_trip_changes_no_bit(tmp_path, network, kind):
 
 
 def test_parts_cover_every_parameter_once(tmp_path):
-    for model in (realm(), realm(shared_tower=True)):
+    wide = Reader(config(width=12, heads=3), span_hidden=4, span_width=2)  # of other sizes than the retriever
+    for model in (realm(), realm(shared_tower=True), realm(reader=wide)):
         shapes = jax.eval_shape(model.init, jax.random.key(0))
         for network, parts in networks(model).items():
             listed = [(tensor.path, tensor.shape) for part in parts for tensor in part.tensors]
@@ -258,7 +215,7 @@ def test_parts_cover_every_parameter_once(tmp_path):
 
 
 def test_what_a_file_does_not_have_is_missing(tmp_path):
-    folder = save(tmp_path, random_weights(), SETTINGS)
+    folder = save_tensors(tmp_path, random_weights(), SETTINGS)
     tower, reader = found(folder, "query_embedder"), found(folder, "reader")
     assert (tower.found, tower.missing) == (("encoder", "pooler"), ("projection",))
     assert (reader.found, reader.missing) == (("encoder",), ("word head", "span head"))
@@ -298,17 +255,14 @@ def test_epsilons_of_the_heads_are_compared(tmp_path):
     with pytest.raises(UserError, match=says):
         found(folder, "query_embedder")
     folder, _ = written(tmp_path, "reader")
-    settings = json.loads((folder / "config.json").read_text()) | {"reader_layer_norm_eps": 1e-12}
-    (folder / "config.json").write_text(json.dumps(settings))
+    edit_settings(folder, reader_layer_norm_eps=1e-12)
     with pytest.raises(UserError, match="reader_layer_norm_eps is 1e-12, but the epsilon of the span head, which is"):
         found(folder, "reader")
 
 
 def test_a_tower_of_transformers_realm_has_one_epsilon(tmp_path):
     folder, _ = written(tmp_path, "query_embedder", "realm")
-    settings = json.loads((folder / "config.json").read_text())
-    del settings["projection_layer_norm_eps"]
-    (folder / "config.json").write_text(json.dumps(settings))
+    edit_settings(folder, projection_layer_norm_eps=None)
     found(folder, "query_embedder")
     with pytest.raises(UserError, match="projection_layer_norm_eps is 1e-12, but config.encoder.norm_epsilon is 0.001"):
         found(folder, "query_embedder", realm(norm_epsilon=1e-3))

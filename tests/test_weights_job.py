@@ -11,20 +11,19 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from test_weights import assert_same_bits
-from tiny import loud_params
 from tiny_run import tiny_config
+from weight_folders import assert_same_bits, save_tiny_network
 
 from realm_jax import cli
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
-from realm_jax.jobs import opening, starting
+from realm_jax.jobs import opening
 from realm_jax.jobs import weights as job
+from realm_jax.jobs.init_from import find_source
 from realm_jax.jobs.opening import open_run
 from realm_jax.jobs.recipe import starting_params
-from realm_jax.models import weights
+from realm_jax.models.folders import local_source
 from realm_jax.models.realm import Params
-from realm_jax.models.weights import networks, settings_of
 from realm_jax.run import Run, make_model, make_run
 from realm_jax.text.wordpiece import WordPiece
 from realm_jax.training.restore import restore_params
@@ -58,17 +57,6 @@ def heir(people: Path, folder: Path, init_from: Path | str, **model) -> Run:
     config = tiny_config(people)
     config.update({"init_from": str(init_from), "model": model})
     return make_run(config, folder, open_sources(config.data.path), jax.devices()[:1])
-
-
-def one_bert(people: Path, folder: Path, network: str = "reader", parts: int = 2) -> tuple[Path, Params]:
-    """A folder with one network of the tiny run's sizes and its parameters, without their last part."""
-    config = tiny_config(people)
-    wordpiece = open_sources(people).wordpiece
-    model = make_model(config, wordpiece.size)
-    params = loud_params(model, 0)[network]
-    weights.save(folder, params, networks(model)[network][:parts], "bert", settings_of(model, network, "bert"))
-    wordpiece.save(folder)
-    return folder, params
 
 
 def on_host(params: Params) -> Params:
@@ -153,7 +141,7 @@ def test_a_folder_that_is_there_is_not_written_over(tmp_path, capsys):
 
 
 def test_one_bert_goes_into_every_network_and_the_rest_is_fresh(people, tmp_path, caplog):
-    folder, theirs = one_bert(people, tmp_path / "bert")
+    folder, theirs = save_tiny_network(people, tmp_path / "bert")
     run = heir(people, tmp_path / "run", folder)
     with caplog.at_level(logging.INFO):
         found = on_host(starting_params(run))
@@ -174,7 +162,7 @@ def test_one_bert_goes_into_every_network_and_the_rest_is_fresh(people, tmp_path
 
 @pytest.mark.slow
 def test_a_folder_may_have_one_tower_for_both_and_no_reader(people, tmp_path):
-    _, theirs = one_bert(people, tmp_path / "embedder", "query_embedder", 3)
+    _, theirs = save_tiny_network(people, tmp_path / "embedder", "query_embedder", 3)
     run = heir(people, tmp_path / "run", tmp_path)
     found = on_host(starting_params(run))
     assert_same_bits(found["query_embedder"], theirs)
@@ -183,12 +171,12 @@ def test_a_folder_may_have_one_tower_for_both_and_no_reader(people, tmp_path):
 
 
 def test_two_towers_do_not_go_into_one(people, tmp_path):
-    one_bert(people, tmp_path / "query_embedder", "query_embedder", 3)
+    save_tiny_network(people, tmp_path / "query_embedder", "query_embedder", 3)
     config = tiny_config(people)
     config.model.shared_tower = True
     model, wordpiece = make_model(config, open_sources(people).wordpiece.size), open_sources(people).wordpiece
     with pytest.raises(UserError, match="has two towers; set config.model.shared_tower=False"):
-        starting.find_weights(tmp_path, model, wordpiece)
+        find_source(str(tmp_path)).files(model, wordpiece)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +189,7 @@ def test_two_towers_do_not_go_into_one(people, tmp_path):
     ],
 )
 def test_what_does_not_fit_is_told_before_a_device_is_asked_for(people, tmp_path, monkeypatch, model, says):
-    folder, _ = one_bert(people, tmp_path / "bert")
+    folder, _ = save_tiny_network(people, tmp_path / "bert")
     config = tiny_config(people)
     config.update({"init_from": str(folder), "model": model})
     monkeypatch.setattr(opening, "make_run", lambda *_: pytest.fail("a mesh was made"))
@@ -210,15 +198,8 @@ def test_what_does_not_fit_is_told_before_a_device_is_asked_for(people, tmp_path
     assert not (tmp_path / "run").exists()
 
 
-def test_a_source_that_is_none_is_told(people, tmp_path):
-    config = tiny_config(people)
-    config.init_from = "nowhere"
-    with pytest.raises(UserError, match="init_from=nowhere: no run folder, and none with model.safetensors; name one"):
-        open_run(config, tmp_path / "run")
-
-
 def test_another_vocabulary_is_refused(people, tmp_path):
-    folder, _ = one_bert(people, tmp_path / "bert")
+    folder, _ = save_tiny_network(people, tmp_path / "bert")
     config = tiny_config(people)
     config.init_from = str(folder)
     (folder / "tokenizer_config.json").write_text('{"do_lower_case": false}')
@@ -232,14 +213,14 @@ def test_another_vocabulary_is_refused(people, tmp_path):
     path.unlink()
     (folder / "tokenizer_config.json").unlink()
     wordpiece = open_sources(people).wordpiece
-    assert starting.find_weights(folder, make_model(config, wordpiece.size), wordpiece)  # nothing to compare
+    assert find_source(str(folder)).files(make_model(config, wordpiece.size), wordpiece)  # nothing to compare
 
 
 # ---- from the hub
 
 
 def test_a_model_of_the_hub_is_fetched_without_what_is_not_needed(people, tmp_path, monkeypatch):
-    folder, theirs = one_bert(people, tmp_path / "bert")
+    folder, theirs = save_tiny_network(people, tmp_path / "bert")
     asked = []
 
     def snapshot_download(name: str, **options) -> str:
@@ -261,7 +242,7 @@ def test_a_hub_that_is_out_of_reach_or_not_installed_is_told_in_one_line(monkeyp
 
     monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=fail))
     with pytest.raises(UserError, match=r"init_from=hf:bert: cannot be fetched \(ConnectionError: no route to host\)"):
-        starting.local_source("hf:bert")
+        local_source("hf:bert")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(UserError, match=r"init_from=hf:bert: needs Hugging Face's hub; run `pip install"):
-        starting.local_source("hf:bert")
+        local_source("hf:bert")

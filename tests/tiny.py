@@ -13,6 +13,7 @@ from realm_jax.index.candidates import Index, Setting
 from realm_jax.index.exact import padded_rows
 from realm_jax.models.bert import BertConfig
 from realm_jax.models.inputs import Documents
+from realm_jax.models.reader import Reader
 from realm_jax.models.realm import Params, Realm
 from realm_jax.tasks import make_task
 from realm_jax.tasks.base import Task
@@ -31,7 +32,8 @@ def tiny_bert(**changes) -> BertConfig:
 
 
 def tiny_realm(shared_tower: bool = False, **changes) -> Realm:
-    return Realm(tiny_bert(**changes), projection=8, span_hidden=8, span_width=3, shared_tower=shared_tower)
+    bert = tiny_bert(**changes)
+    return Realm(bert, projection=8, shared_tower=shared_tower, reader=Reader(bert, span_hidden=8, span_width=3))
 
 
 def tiny_setting(mesh: Mesh, rows: int, model: Realm | None = None, **changes) -> Setting:

@@ -46,7 +46,7 @@ from realm_jax.index.generations import (
 )  # fmt: skip
 from realm_jax.index.status import BUILDER, TRAINER, Status, StatusWriter, process_name, read_status
 from realm_jax.jobs.flags import add_config_argument, load_config
-from realm_jax.jobs.models import resolved
+from realm_jax.jobs.init_from import resolved
 from realm_jax.jobs.opening import recorded_config, recorded_corpus, set_up_jax
 from realm_jax.run import Run, make_run
 from realm_jax.storage import Folder, StorageError, make_folder

@@ -7,7 +7,7 @@ the inverse cloze task as REALM has, and a reader of the same size that answers 
 from collections.abc import Mapping
 from typing import Any
 
-from realm_jax.jobs.opening import BORROWING, borrow_params
+from realm_jax.jobs.init_from import BORROWING, borrow_params
 from realm_jax.run import Run
 from realm_jax.sections import task_names
 from realm_jax.tasks import make_task

@@ -28,7 +28,7 @@ from realm_jax.index.exact import padded_rows
 from realm_jax.index.status import BUILDER, TRAINER
 from realm_jax.jobs.build_index import for_embedding
 from realm_jax.jobs.flags import load_config
-from realm_jax.jobs.models import resolved
+from realm_jax.jobs.init_from import resolved
 from realm_jax.launch.spec import Launch
 from realm_jax.mesh import logical_sharding, replicated
 from realm_jax.models.inputs import Documents
@@ -88,8 +88,7 @@ def tpu_devices(launch: Launch, job: str, slices: int) -> list[jax.Device]:
 def program_keys(config: ConfigDict, task: str) -> dict[str, Any]:
     """The keys that decide a task's program on TPUs."""
     keys = {key: value for key, value in flatten(config.to_dict()).items() if key.split(".")[0] in (*DECIDING, task)}
-    for key in ("data.path", "model.fused_attention"):
-        keys.pop(key)
+    keys.pop("data.path")
     return keys
 
 

@@ -357,7 +357,7 @@ def _vocabulary_file(name: str) -> FoundTokenizer:
     """
     path = Path(name)
     if not path.is_file():
-        from realm_jax.jobs.starting import local_source, tokenizer_folder  # here, since it brings JAX along
+        from realm_jax.models.folders import local_source, tokenizer_folder  # here, since it brings JAX along
 
         model = local_source(name, "--vocab")
         path = _of_model(name, tokenizer_folder(model)) if model.is_dir() else model

@@ -14,13 +14,13 @@ from pathlib import Path
 import jax
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save
+from safetensors.numpy import save
 
 from realm_jax.errors import UserError
 from realm_jax.index.embed import CorpusRows
 from realm_jax.mesh import put_whole
 from realm_jax.models.realm import Params
+from realm_jax.models.weights import open_safetensors
 from realm_jax.processes import broadcast_from_process_0, is_process_0, run_on_process_0
 from realm_jax.run import Run
 from realm_jax.storage import write_atomic
@@ -61,11 +61,8 @@ def _keep(path: Path, made: dict[str, NDArray[np.float32]]) -> int:
 def _read(path: Path) -> dict[str, NDArray[np.float32]]:
     """Kernel and bias. A torn file is for the user to remove, since other devices than those that made it would give it
     other bits."""
-    try:
-        return load_file(path)
-    except (SafetensorError, OSError) as fault:
-        reason = " ".join(str(fault).split())[:200]
-        raise UserError(f"{path}: cannot be read ({reason}); remove it, and it is made again") from None
+    with open_safetensors(path, "remove it, and it is made again") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}
 
 
 def _make(run: Run, params: Params) -> dict[str, NDArray[np.float32]]:

@@ -18,7 +18,7 @@ from realm_jax.evaluation.predict import Evaluator
 from realm_jax.host import PREEMPTED, Preempted, Stop, handling
 from realm_jax.index.status import StatusWriter, trainer_status
 from realm_jax.jobs.controls import run_controls
-from realm_jax.jobs.opening import borrow_params, borrows, record_start, starts_with_pca
+from realm_jax.jobs.init_from import borrow_params, borrows, record_start, starts_with_pca
 from realm_jax.jobs.projection import with_principal_components
 from realm_jax.jobs.results import keep_words, measure_baselines, write_results
 from realm_jax.models.realm import Params

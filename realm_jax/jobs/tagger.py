@@ -26,10 +26,11 @@ from realm_jax.errors import UserError
 from realm_jax.evaluation.entities import Scores
 from realm_jax.evaluation.tagging import TextTagger
 from realm_jax.host import PREEMPTED, Preempted
-from realm_jax.jobs.opening import borrows, has_begun, recorded_config, set_up_jax
+from realm_jax.jobs.init_from import borrows
+from realm_jax.jobs.opening import has_begun, set_up_jax
 from realm_jax.jobs.recipe import preemptible
-from realm_jax.jobs.starting import local_source
 from realm_jax.mesh import put_whole
+from realm_jax.models.folders import local_source
 from realm_jax.models.weights import load_bert
 from realm_jax.processes import is_process_0
 from realm_jax.run import BaseRun
@@ -40,7 +41,7 @@ from realm_jax.text.wordpiece import WordPiece
 from realm_jax.training.checkpoints import Saved
 from realm_jax.training.loop import train_task
 from realm_jax.training.restore import restore_params
-from realm_jax.training.workdir import check_workdir
+from realm_jax.training.workdir import check_workdir, recorded_config
 
 logger = logging.getLogger(__name__)
 

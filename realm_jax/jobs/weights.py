@@ -29,13 +29,22 @@ from realm_jax.config import REALM_TASKS
 from realm_jax.errors import UserError
 from realm_jax.jobs.answering import newest, open_run_to_ask, reader_is_trained
 from realm_jax.jobs.arguments import add_run_arguments, changes_of
-from realm_jax.jobs.starting import READER, SHARED, TOWERS
 from realm_jax.models import released
 from realm_jax.models.bert import LAYER_NORM_EPSILON
+from realm_jax.models.folders import READER, SHARED, TOWERS
 from realm_jax.models.realm import Params, Realm
-from realm_jax.models.sentence_export import PASSAGES, QUERIES, refuse_modules, write_modules
-from realm_jax.models.sentence_folder import OWN, READS
-from realm_jax.models.weights import HF_REALM, SETTINGS, WEIGHTS, networks, save, settings_of, write_json
+from realm_jax.models.sentence_transformers import OWN, PASSAGES, QUERIES, READS, refuse_modules, write_modules
+from realm_jax.models.weights import (
+    HF_REALM,
+    SETTINGS,
+    WEIGHTS,
+    bert_of,
+    bert_settings,
+    networks,
+    save,
+    settings_of,
+    write_json,
+)
 from realm_jax.run import tower_lengths
 from realm_jax.storage import publish_folder
 from realm_jax.text.tokenizer import Tokenizer
@@ -148,7 +157,7 @@ def write_networks(
         settings = settings_of(model, network, names) | {"pad_token_id": wordpiece.pad_id}
         settings |= {READS: reads} if network == READER else {OWN: encoder}
         save(place, own, parts, names, settings)
-        _save_tokenizer(place, wordpiece, model.bert.max_length)
+        _save_tokenizer(place, wordpiece, bert_of(model, network).max_length)
         if names == "bert" and network != READER:
             write_modules(place, model, own, encoder, _inputs(config, model, network))
         else:
@@ -232,16 +241,16 @@ def _networks(path: str, variables: dict[str, NDArray]) -> dict[str, tuple[dict[
 def _save_released(
     folder: Path, tensors: dict[str, NDArray], wordpiece: Tokenizer, heads: dict[str, float]
 ) -> None:  # fmt: skip
-    """Settings are those of the released networks, as far as shapes do not tell: tanh-GELU, epsilons, uncased text."""
+    """Settings are those of the released networks, as far as shapes do not tell: tanh-GELU and the epsilons."""
     folder.mkdir()
     arrays = {name: np.ascontiguousarray(array, np.float32) for name, array in tensors.items()}
     save_file(arrays, folder / WEIGHTS, metadata={"format": "pt"})
-    settings: dict[str, Any] = {"model_type": "bert", "hidden_act": "gelu_new", "layer_norm_eps": LAYER_NORM_EPSILON}
-    settings |= heads | released.sizes(tensors) | {"type_vocab_size": 2, "pad_token_id": wordpiece.pad_id}
-    if (words := settings["vocab_size"]) != wordpiece.size:
+    bert = released.bert_config(tensors)
+    if (words := bert.vocabulary_size) != wordpiece.size:
         raise UserError(f"--vocab: has {wordpiece.size} word pieces, but {folder.name} has {words}; name its vocab.txt")
+    settings = {"model_type": "bert"} | bert_settings(bert) | heads | {"pad_token_id": wordpiece.pad_id}
     write_json(folder / SETTINGS, settings)
-    _save_tokenizer(folder, wordpiece, settings["max_position_embeddings"])
+    _save_tokenizer(folder, wordpiece, bert.max_length)
 
 
 def _vocabulary(paths: dict[str, str], vocabulary: str | None) -> WordPiece:

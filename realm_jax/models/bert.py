@@ -1,6 +1,7 @@
 """BERT (Devlin et al. 2019) as a Flax Linen module: embeddings and post-norm transformer layers, nothing above them.
 
-Not here: pooling and projection (`embedder.py`), word prediction and span scores (`reader.py`).
+Not here: attention (`attention.py`), pooling and projection (`encoder.py`), word prediction and span scores
+(`reader.py`).
 
 The last layer can be asked for a few positions only (`positions`). A retriever needs `[CLS]` alone and a masked
 language model only the masked places, so the rest of that layer need not be computed: the same numbers for
@@ -11,17 +12,17 @@ import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from realm_jax.models.attention import ATTENTION
+
 Array = jax.Array
-MASKED_BIAS = -1e9  # added to scores of places that may not be attended to; finite, so that gradients stay finite
-LONG = 2**18  # scores of a sequence from which on it is worth attending in it alone
-FUSED: Literal["cudnn", "xla"] = "cudnn"  # what `jax.nn.dot_product_attention` calls the kernel
+Params = dict[str, Any]
 LAYER_NORM_EPSILON = 1e-12  # as in google-research/bert and every checkpoint descended from it
 BASE_WIDTH, BASE_STDDEV = 768, 0.02  # BERT-base and its initialiser
 
@@ -46,7 +47,7 @@ class BertConfig:
 
     vocabulary_size: word pieces. max_length: longest sequence with a position embedding. dropout: probability, on
     embeddings, attention and both residual branches. dtype: of the matrix products ('float32' or 'bfloat16');
-    parameters, LayerNorm and softmax are float32 always. attention: how layers attend (a key of ATTENTION). remat:
+    parameters, LayerNorm and softmax are float32 always. attention: a key of `attention.ATTENTION`. remat:
     'none' keeps all that the backward pass needs, 'dots' of a layer the results of products with parameters, 'layer'
     nothing of it. scan: layers but for the last are one compiled loop over their stacked parameters; the tree of
     parameters stays as it is. hidden_act: what the feed-forward part bends its hidden features with (a key of
@@ -62,7 +63,7 @@ class BertConfig:
     max_length: int = 512
     dropout: float = 0.1
     dtype: Any = jnp.float32
-    attention: str = "whole"
+    attention: str = "xla"
     remat: str = "none"
     scan: bool = False
     hidden_act: str = "gelu_new"
@@ -97,11 +98,15 @@ def dense(
     config: BertConfig,
     name: str,
     kernel_init: nn.initializers.Initializer | None = None,
+    dtype: Any = None,
 ) -> nn.Dense:
-    """A linear layer with logical axis names for (input, output); BERT's initialiser unless another is given."""
+    """A linear layer with logical axis names for (input, output).
+
+    BERT's initialiser and the config's compute dtype, unless others are given.
+    """
     return nn.Dense(
         features,
-        dtype=config.dtype,
+        dtype=dtype or config.dtype,
         dot_general=product,
         kernel_init=nn.with_logical_partitioning(kernel_init or initializer(config.width), axes),
         bias_init=nn.with_logical_partitioning(nn.initializers.zeros_init(), (axes[1],)),
@@ -124,86 +129,6 @@ def embedding(rows: int, width: int, axis: str | None, name: str) -> nn.Embed:
     """A lookup table [rows, width] with BERT's initialiser."""
     init = nn.with_logical_partitioning(initializer(width), (axis, "embed"))
     return nn.Embed(rows, width, embedding_init=init, name=name)
-
-
-def attend(query: Array, key: Array, value: Array, mask: Array) -> Array:
-    """Softmax attention over key positions where `mask` is true.
-
-    query [batch, positions, heads, size], key and value [batch, length, heads, size], mask [batch, length] bool.
-    The softmax is float32. Returns [batch, positions, heads, size] in the dtype of `value`.
-    """
-    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
-    bias = jnp.where(mask, 0.0, MASKED_BIAS).astype(jnp.float32)[:, None, None, :]
-    weights = jax.nn.softmax(scores * query.shape[-1] ** -0.5 + bias, axis=-1).astype(value.dtype)
-    return jnp.einsum("bhqk,bkhd->bqhd", weights, value)
-
-
-def attend_fused(query: Array, key: Array, value: Array, mask: Array) -> Array:
-    """`attend` as one kernel of cuDNN that keeps no scores: for NVIDIA GPUs, in bfloat16, where a mask is a length.
-
-    The few queries of a last layer have few scores; they are attended to as a whole.
-    """
-    if query.shape[1] != key.shape[1]:
-        return attend(query, key, value, mask)
-    lengths = jnp.maximum(mask.sum(axis=-1), 1)
-    return jax.nn.dot_product_attention(query, key, value, key_value_seq_lengths=lengths, implementation=FUSED)
-
-
-def attend_by_length(query: Array, key: Array, value: Array, mask: Array) -> Array:
-    """`attend_in_turn` where a sequence has many scores, else `attend`: for one CPU device."""
-    long = query.shape[1] * query.shape[2] * key.shape[1] >= LONG
-    return (attend_in_turn if long else attend)(query, key, value, mask)
-
-
-@jax.custom_vjp
-def attend_in_turn(query: Array, key: Array, value: Array, mask: Array) -> Array:
-    """`attend`, sequence after sequence, so that scores stay in the cache. The backward pass computes them again."""
-    return _attend_forward(query, key, value, mask)[0]
-
-
-def _scores(query: Array, key: Array, mask: Array) -> Array:
-    """Of one sequence, [heads, positions, length] float32."""
-    scores = jnp.einsum("qhd,khd->hqk", query, key, preferred_element_type=jnp.float32)
-    return scores * query.shape[-1] ** -0.5 + jnp.where(mask, 0.0, MASKED_BIAS)
-
-
-def _attend_forward(query: Array, key: Array, value: Array, mask: Array) -> tuple[Array, tuple[Array, ...]]:
-    """What is attended to, and all that the backward pass needs: of the scores the logarithm of their softmax's sum."""
-
-    def one(entry: tuple[Array, ...]) -> tuple[Array, Array]:
-        query, key, value, mask = entry
-        scores = _scores(query, key, mask)
-        top = scores.max(axis=-1, keepdims=True)
-        weights = jnp.exp(scores - top)
-        total = weights.sum(axis=-1, keepdims=True)
-        attended = jnp.einsum("hqk,khd->qhd", weights.astype(value.dtype), value, preferred_element_type=jnp.float32)
-        attended /= total[..., 0].T[..., None]  # after the product, which is smaller
-        return attended.astype(value.dtype), top + jnp.log(total)
-
-    attended, log_total = jax.lax.map(one, (query, key, value, mask))
-    return attended, (query, key, value, mask, attended, log_total)
-
-
-def _attend_backward(kept: tuple[Array, ...], pull: Array) -> tuple[Array, Array, Array, None]:
-    """The gradient of a softmax s of scores is s · (g − Σ s g), and Σ s g is the pull on what was attended to."""
-
-    def one(entry: tuple[Array, ...]) -> tuple[Array, Array, Array]:
-        query, key, value, mask, attended, log_total, pull = entry
-        weights = jnp.exp(_scores(query, key, mask) - log_total)
-        pulls = jnp.einsum("qhd,khd->hqk", pull, value, preferred_element_type=jnp.float32)
-        mean = (pull.astype(jnp.float32) * attended).sum(axis=-1).T[..., None]
-        slope = (weights * (pulls - mean) * query.shape[-1] ** -0.5).astype(query.dtype)
-        return (
-            jnp.einsum("hqk,khd->qhd", slope, key),
-            jnp.einsum("hqk,qhd->khd", slope, query),
-            jnp.einsum("hqk,qhd->khd", weights.astype(value.dtype), pull),
-        )
-
-    return *jax.lax.map(one, (*kept, pull)), None
-
-
-attend_in_turn.defvjp(_attend_forward, _attend_backward)
-ATTENTION = {"whole": attend, "by_length": attend_by_length, "fused": attend_fused}
 
 
 class Layer(nn.Module):
@@ -278,9 +203,11 @@ class Bert(nn.Module):
         return self.blocks[-1](queries, x, mask, deterministic)
 
     def _place(self, x: Array) -> Array:
-        """Hidden states where they belong, if the batch can be divided so."""
+        """Hidden states where they belong, if there are several devices and the batch can be divided so."""
         hidden = self.config.hidden
-        if hidden is None or x.shape[0] % math.prod(hidden.mesh.shape[axis] for axis in hidden.spec[0]):
+        if hidden is None or hidden.mesh.size == 1:
+            return x
+        if x.shape[0] % math.prod(hidden.mesh.shape[axis] for axis in hidden.spec[0]):
             return x
         return jax.lax.with_sharding_constraint(x, hidden)
 
@@ -309,3 +236,11 @@ class Bert(nn.Module):
     def attend_words(self, hidden: Array) -> Array:
         """Float32 logits [..., vocabulary] of hidden states against the word embeddings (tied output layer)."""
         return jnp.einsum("...d,vd->...v", hidden.astype(jnp.float32), self.words.embedding.astype(jnp.float32))
+
+
+def apply(module: nn.Module, params: Params, inputs: tuple[Array, ...], method: str, key: Array | None) -> Any:
+    """A method of a network with parameters of its own; `key` turns dropout on."""
+    dropout: dict[str, Any] = {"deterministic": True}
+    if key is not None:
+        dropout = {"deterministic": False, "rngs": {"dropout": key}}
+    return module.apply({"params": params}, *inputs, method=method, **dropout)

@@ -4,17 +4,20 @@ One BERT with two heads: word prediction for pre-training (BERT's MLM head, outp
 span scores for question answering (ORQA's: the sum of a start and an end representation through ReLU and LayerNorm).
 """
 
+import dataclasses
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from realm_jax.models.bert import ACTIVATIONS, Bert, BertConfig, dense, initializer, layer_norm
+from realm_jax.models.bert import ACTIVATIONS, Bert, BertConfig, Params, apply, dense, layer_norm
+from realm_jax.models.inputs import Joint
 
 Array = jax.Array
 SPAN_NORM_EPSILON = 1e-3  # Keras's default, in the released reader
 
 
-class Reader(nn.Module):
+class ReaderNetwork(nn.Module):
     """`span_hidden`: size of a span's representation; `span_width`: longest answer in word pieces."""
 
     config: BertConfig
@@ -30,13 +33,7 @@ class Reader(nn.Module):
         self.mlm_bias: Array = self.param("mlm_bias", zeros, (c.vocabulary_size,))  # type: ignore[assignment]
         self.span_projection = dense(2 * self.span_hidden, ("embed", "mlp"), c, "span_projection")
         self.span_norm = layer_norm("span_norm", SPAN_NORM_EPSILON)
-        self.span_score = nn.Dense(
-            1,
-            dtype=jnp.float32,
-            kernel_init=nn.with_logical_partitioning(initializer(c.width), ("span", None)),
-            bias_init=nn.with_logical_partitioning(nn.initializers.zeros_init(), (None,)),
-            name="span_score",
-        )
+        self.span_score = dense(1, ("span", None), c, "span_score", dtype=jnp.float32)
 
     def word_log_probabilities(
         self, ids: Array, segments: Array, mask: Array, positions: Array, deterministic: bool = True
@@ -82,3 +79,41 @@ class Reader(nn.Module):
         """Touch every parameter once; used with `init` only."""
         self.word_log_probabilities(ids, segments, mask, jnp.zeros((ids.shape[0], 1), jnp.int32))
         self.span_scores(ids, segments, mask)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """The reader as pure functions over a tree in which its parameters have the key 'reader'.
+
+    Its BERT may be of other sizes than the retriever's. span_hidden, span_width: as of the network.
+    """
+
+    bert: BertConfig
+    span_hidden: int = 256
+    span_width: int = 10
+
+    @property
+    def network(self) -> ReaderNetwork:
+        return ReaderNetwork(self.bert, self.span_hidden, self.span_width)
+
+    def init_boxed(self, key: Array) -> Params:
+        """Fresh parameters, boxed with their logical axis names."""
+        ids, mask = jnp.zeros((1, 8), jnp.int32), jnp.ones((1, 8), bool)
+        return {"reader": self.network.init(key, ids, ids, mask, method="initialise")["params"]}
+
+    def read_words(self, params: Params, joint: Joint, positions: Array, key: Array | None = None) -> Array:
+        """log p(·|z, x) at masked positions. joint arrays [batch, …], positions [batch, m] → [batch, m, vocabulary]."""
+        inputs = (joint.ids, joint.segments, joint.mask, positions)
+        return apply(self.network, params["reader"], inputs, "word_log_probabilities", key)
+
+    def read_targets(
+        self, params: Params, joint: Joint, positions: Array, targets: Array, key: Array | None = None
+    ) -> tuple[Array, Array]:
+        """log p(target|z, x) at masked positions, float32 [batch, m], and whether no piece is likelier, bool."""
+        inputs = (joint.ids, joint.segments, joint.mask, positions, targets)
+        return apply(self.network, params["reader"], inputs, "target_log_probabilities", key)
+
+    def read_spans(self, params: Params, joint: Joint, key: Array | None = None) -> Array:
+        """Span scores. joint arrays [batch, length] → [batch, length, span_width] float32."""
+        inputs = (joint.ids, joint.segments, joint.mask)
+        return apply(self.network, params["reader"], inputs, "span_scores", key)

@@ -12,12 +12,11 @@ As transformers 4.x reads them (`load_tf_weights_in_realm`). Arrays in, arrays o
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from numpy.typing import NDArray
 
 from realm_jax.errors import UserError
-from realm_jax.models.bert import LAYER_NORM_EPSILON
+from realm_jax.models.bert import LAYER_NORM_EPSILON, BertConfig
 from realm_jax.models.reader import SPAN_NORM_EPSILON
 
 EMBEDDER, READER = "embedder", "reader"
@@ -115,18 +114,18 @@ def turned(variable: str, array: NDArray) -> NDArray:
     return array.T if variable.endswith("/kernel") else array
 
 
-def sizes(tensors: Mapping[str, NDArray]) -> dict[str, Any]:
-    """What the shapes of a network's tensors say of its BERT, in the words of config.json.
+def bert_config(tensors: Mapping[str, NDArray]) -> BertConfig:
+    """What the shapes of a network's tensors say of its BERT.
 
     The heads are those of every BERT that was released: of 64 features.
     """
     words, positions, intermediate = (tensors[name].shape for name in REQUIRED)
     layers = {int(match[1]) for name in tensors if (match := re.match(r"bert\.encoder\.layer\.(\d+)\.", name))}
-    return {
-        "vocab_size": words[0],
-        "hidden_size": words[1],
-        "num_hidden_layers": len(layers),
-        "num_attention_heads": max(words[1] // 64, 1),
-        "intermediate_size": intermediate[0],
-        "max_position_embeddings": positions[0],
-    }
+    return BertConfig(
+        words[0],
+        width=words[1],
+        layers=len(layers),
+        heads=max(words[1] // 64, 1),
+        feed_forward=intermediate[0],
+        max_length=positions[0],
+    )

@@ -8,6 +8,7 @@ transformers' `RealmEmbedder` and `RealmReader` for the parts that are REALM's o
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,10 +19,12 @@ from safetensors.numpy import save_file
 
 from realm_jax.errors import UserError
 from realm_jax.models.bert import LAYER_NORM_EPSILON, BertConfig, initializer_stddev
+from realm_jax.models.encoder import LOG_TEMPERATURE
 from realm_jax.models.reader import SPAN_NORM_EPSILON
-from realm_jax.models.realm import LOG_TEMPERATURE, Realm
-from realm_jax.models.sentence_folder import SETTINGS, WEIGHTS, SentenceModel
+from realm_jax.models.realm import Realm
+from realm_jax.storage import read_settings
 
+WEIGHTS, SETTINGS = "model.safetensors", "config.json"  # of a network, and of a module of sentence-transformers
 PREFIXES = ("", "bert.", "realm.")  # of a bare encoder, of one with a head, and of REALM's networks in transformers
 HEADS = ("cls.", "qa_outputs.", "retriever.")  # their tensors' names have no prefix
 Params = dict[str, Any]
@@ -37,7 +40,7 @@ LAYER = {  # ours → theirs
     "output_norm": "output.LayerNorm",
 }
 WORDS, POSITIONS = "embeddings.word_embeddings.weight", "embeddings.position_embeddings.weight"
-WORD_HEAD, PROJECTION, VECTOR_NORM = "word head", "projection", "vector norm"
+WORD_HEAD, SPAN_HEAD, PROJECTION, VECTOR_NORM = "word head", "span head", "projection", "vector norm"
 TIED = "cls.predictions.decoder.weight"  # the word embeddings once more, in some files
 HF_REALM = "realm"  # the type of model of transformers that has REALM's networks
 FLOATS = ("F32", "F16", "BF16", "F64")
@@ -47,6 +50,18 @@ PLAIN = {  # in their settings
     "position_embedding_type": ("absolute",),
     "is_decoder": (False,),
 }
+BERT_SETTINGS = {  # field of BertConfig, most of them of config.model as well → key of config.json
+    "vocabulary_size": "vocab_size",
+    "width": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "feed_forward": "intermediate_size",
+    "hidden_act": "hidden_act",
+    "dropout": "hidden_dropout_prob",
+    "max_length": "max_position_embeddings",
+}
+RETRIEVER_SETTINGS = {"projection": "retriever_proj_size", "norm_epsilon": "projection_layer_norm_eps"}  # of Retriever
+READER_SETTINGS = {"span_hidden": "span_hidden_size", "span_width": "max_span_width"}  # of Reader
 OTHER_NAMES = {  # the end of a name → what files of older releases, and some of newer ones, have in its place
     "LayerNorm.weight": "LayerNorm.gamma",
     "LayerNorm.bias": "LayerNorm.beta",
@@ -72,7 +87,7 @@ class Tensor(NamedTuple):
 class Part(NamedTuple):
     """Tensors that come and go together.
 
-    settings: what their config.json has to say of them: their key → (our key, our value).
+    settings: what their config.json has to say of them, since shapes do not: its key → (what sets ours, our value).
     """
 
     title: str
@@ -99,19 +114,21 @@ def encoder(c: BertConfig) -> Part:
                 tensors += _norm(place, theirs, c.width)
             else:
                 tensors += _linear(place, theirs, sizes.get(part, (c.width, c.width)))
-    settings = {
-        "num_attention_heads": ("config.model.heads", c.heads),
-        "hidden_act": ("config.model.hidden_act", c.hidden_act),
-        "layer_norm_eps": ("the epsilon of LayerNorm, which is fixed,", LAYER_NORM_EPSILON),
-    }
-    return Part("encoder", tuple(tensors), settings)
+    settings = {BERT_SETTINGS[name]: (f"config.model.{name}", getattr(c, name)) for name in ("heads", "hidden_act")}
+    fixed = {"layer_norm_eps": ("the epsilon of LayerNorm, which is fixed,", LAYER_NORM_EPSILON)}
+    return Part("encoder", tuple(tensors), settings | fixed)
+
+
+def bert_of(model: Realm, network: str) -> BertConfig:
+    """The BERT of a network, by its name."""
+    return model.reader.bert if network == "reader" else model.bert
 
 
 def networks(model: Realm) -> dict[str, tuple[Part, ...]]:
     """Name of a network, at the top of the parameters → its parts, the encoder first."""
-    c = model.bert
-    tower = encoder(c), *_vector_parts(model)
-    reader = encoder(c), _word_head(c), _span_head(c, model.span_hidden)
+    c = model.reader.bert
+    tower = encoder(model.bert), *_vector_parts(model)
+    reader = encoder(c), _word_head(c), _span_head(c, model.reader.span_hidden)
     found = {name: tower for name in model.embedder_names} | {"reader": reader}
     if model.learn_temperature:
         name = model.embedder_names[0]
@@ -130,7 +147,7 @@ def _vector_parts(model: Realm) -> Iterator[Part]:
         tensors += _linear(("projection",), "cls.dense", (width, model.projection))
     if model.normalization == "layer":
         tensors += _norm(("projection_norm",), "cls.LayerNorm", model.vector_size)
-        epsilon = {"projection_layer_norm_eps": ("config.encoder.norm_epsilon", model.norm_epsilon)}
+        epsilon = {RETRIEVER_SETTINGS["norm_epsilon"]: ("config.encoder.norm_epsilon", model.norm_epsilon)}
     if tensors:
         yield Part(PROJECTION if model.projection else VECTOR_NORM, tuple(tensors), epsilon)
 
@@ -151,7 +168,7 @@ def _span_head(c: BertConfig, hidden: int) -> Part:
         *_linear(("span_score",), "qa_outputs.dense_output", (hidden, 1)),
     )
     epsilon = {"reader_layer_norm_eps": ("the epsilon of the span head, which is fixed,", SPAN_NORM_EPSILON)}
-    return Part("span head", tensors, epsilon)
+    return Part(SPAN_HEAD, tensors, epsilon)
 
 
 def _linear(path: tuple[str, ...], name: str, shape: tuple[int, int]) -> Iterator[Tensor]:
@@ -167,7 +184,7 @@ def _norm(path: tuple[str, ...], name: str, width: int) -> Iterator[Tensor]:
 # --- In ---------------------------------------------------------------------------------------------------------------
 
 
-class Source(NamedTuple):
+class NetworkFiles(NamedTuple):
     """A file that fits: where each tensor of the parts in it is, and the titles of the parts it has and has not.
 
     modules: further files of the same network, each with where its tensors are.
@@ -177,7 +194,22 @@ class Source(NamedTuple):
     names: tuple[tuple[Tensor, str], ...]
     found: tuple[str, ...]
     missing: tuple[str, ...]
-    modules: tuple["Source", ...] = ()
+    modules: tuple["NetworkFiles", ...] = ()
+
+
+NO_BIAS = ""  # in the place of a name: the layer has none, which is a bias of 0
+
+
+@contextmanager
+def open_safetensors(path: Path, remedy: str = "fetch it again") -> Iterator[Any]:
+    """A file of tensors, closed when the block ends. Raises UserError where there is none, or none that can be read."""
+    if not path.is_file():
+        raise UserError(f"{path.parent}: has no {path.name}; choose a model that was saved as safetensors")
+    try:
+        with safe_open(path, "numpy") as file:
+            yield file
+    except (SafetensorError, OSError, TypeError) as fault:
+        raise UserError(f"{path}: cannot be read ({' '.join(str(fault).split())[:200]}); {remedy}") from None
 
 
 def load_bert(folder: Path, config: BertConfig) -> Params:
@@ -186,92 +218,44 @@ def load_bert(folder: Path, config: BertConfig) -> Params:
     return params
 
 
-def find(folder: Path, config: BertConfig, parts: Sequence[Part]) -> Source:
+def find(folder: Path, config: BertConfig, parts: Sequence[Part]) -> NetworkFiles:
     """What there is of a network in a folder; the encoder, the first of its parts, has to be. Reads no parameters.
 
     Raises UserError for a folder without safe weights, for a file that cannot be read, for a tensor that is missing or
     of another shape, which it names with both shapes, for numbers that are no floats, for settings that differ, and for
     what a BERT does not have.
     """
-    path = folder / WEIGHTS
-    if not path.is_file():
-        raise UserError(f"{folder}: has no {WEIGHTS}; name a folder with a BERT that was saved as safetensors")
-    source = _opened(path, lambda file: _find(file, path, config, parts))
-    found = {key: value for part in parts if part.title in source.found for key, value in part.settings.items()}
-    _check_settings(folder / SETTINGS, found)
-    return source
+    with open_safetensors(folder / WEIGHTS) as file:
+        files = _find(file, folder / WEIGHTS, config, parts)
+    compared = {key: value for part in parts if part.title in files.found for key, value in part.settings.items()}
+    _check_settings(folder / SETTINGS, compared)
+    return files
 
 
-def read(source: Source) -> Params:
+def read(files: NetworkFiles) -> Params:
     """The network's parameters that the file has, as a tree of float32 arrays on the host.
 
     Positions beyond those of the network are left out. Raises UserError where a number is not finite.
     """
-    params: Params = _opened(source.path, lambda file: _read(file, source))
-    for module in source.modules:
+    params: Params = {}
+    with open_safetensors(files.path) as file:
+        for tensor, name in files.names:
+            array = np.zeros(tensor.shape, np.float32) if name == NO_BIAS else file.get_tensor(name)
+            array = array.T if tensor.turned else array
+            if tensor.name == POSITIONS:
+                array = array[: tensor.shape[0]]
+            place = params
+            for parent in tensor.path[:-1]:
+                place = place.setdefault(parent, {})
+            place[tensor.path[-1]] = array = np.asarray(array, np.float32, order="C")
+            if not np.isfinite(array).all():
+                raise UserError(f"{files.path}: {name} holds numbers that are not finite; fetch it again")
+    for module in files.modules:
         params |= read(module)
     return params
 
 
-NO_BIAS = ""  # in the place of a name: the layer has none, which is a bias of 0
-MODULES = {  # of sentence-transformers: our path → its kind, and the name of its layer
-    "pooler": ("pooler", "linear"),
-    "projection": ("projection", "linear"),
-    "projection_norm": ("norm", "norm"),
-}
-
-
-def with_modules(source: Source, part: Part, model: SentenceModel) -> Source:
-    """A source with those tensors of a part that modules of sentence-transformers hold; what they lack stays fresh.
-
-    Raises UserError where a module has no safe weights, or weights of another size.
-    """
-    modules = []
-    for place in module_places(part, model):
-        kind, layer = MODULES[place]
-        tensors = [tensor for tensor in part.tensors if tensor.path[0] == place]
-        modules.append(_find_module(model.module(kind), tensors, layer, part.title))
-    return source._replace(found=(*source.found, part.title), modules=(*source.modules, *modules))
-
-
-def module_places(part: Part, model: SentenceModel) -> list[str]:
-    """The layers of a tower's part that a module of sentence-transformers has weights for."""
-    places = sorted({tensor.path[0] for tensor in part.tensors} & {*MODULES})
-    return [place for place in places if model.module(MODULES[place][0]) is not None]
-
-
-def _find_module(folder: Path | None, tensors: Sequence[Tensor], layer: str, title: str) -> Source:
-    assert folder is not None
-    path = folder / WEIGHTS
-    if not path.is_file():
-        raise UserError(f"{path.parent}: has no {WEIGHTS}; choose a model that was saved as safetensors")
-
-    def find(file: Any) -> Source:
-        names, places = set(file.keys()), []
-        for tensor in tensors:
-            name = f"{layer}.{tensor.name.rpartition('.')[2]}"
-            if name in names:
-                _check_tensor(file.get_slice(name), name, tensor, path)
-                places.append((tensor, name))
-            elif name.endswith("bias"):
-                places.append((tensor, NO_BIAS))
-            else:
-                raise UserError(f"{path}: has no {name}; fetch it again")
-        return Source(path, tuple(places), (title,), ())
-
-    found: Source = _opened(path, find)
-    return found
-
-
-def _opened(path: Path, use: Any) -> Any:
-    try:
-        with safe_open(path, "numpy") as file:
-            return use(file)
-    except (SafetensorError, OSError, TypeError) as fault:
-        raise UserError(f"{path}: cannot be read ({' '.join(str(fault).split())[:200]}); fetch it again") from None
-
-
-def _find(file: Any, path: Path, config: BertConfig, parts: Sequence[Part]) -> Source:
+def _find(file: Any, path: Path, config: BertConfig, parts: Sequence[Part]) -> NetworkFiles:
     names = set(file.keys())
     prefix = next((prefix for prefix in PREFIXES if prefix + WORDS in names), None)
     if prefix is None:
@@ -282,14 +266,14 @@ def _find(file: Any, path: Path, config: BertConfig, parts: Sequence[Part]) -> S
     for part in present:
         for tensor in part.tensors:
             name = _name(names, prefix, tensor, path)
-            _check_tensor(file.get_slice(name), name, tensor, path)
+            check_tensor(file.get_slice(name), name, tensor, path)
             places.append((tensor, name))
     left = {name for name in names if name.startswith((f"{prefix}embeddings.", f"{prefix}encoder."))}
     left -= {name for _, name in places} | {f"{prefix}embeddings.position_ids"}  # 0, 1, 2, …, in older files
     for name in sorted(left):
         raise UserError(f"{path}: has {name}, which this BERT has no place for; choose a plain BERT")
     titles = tuple(part.title for part in present)
-    return Source(path, tuple(places), titles, tuple(part.title for part in parts if part.title not in titles))
+    return NetworkFiles(path, tuple(places), titles, tuple(part.title for part in parts if part.title not in titles))
 
 
 def _has(file: Any, names: set[str], prefix: str, part: Part) -> bool:
@@ -313,7 +297,7 @@ def _name(names: set[str], prefix: str, tensor: Tensor, path: Path) -> str:
     return found
 
 
-def _check_tensor(stored: Any, name: str, tensor: Tensor, path: Path) -> None:
+def check_tensor(stored: Any, name: str, tensor: Tensor, path: Path) -> None:
     """Raise UserError unless what is stored under a name is of the tensor's shape, in floats."""
     if stored.get_dtype() not in FLOATS:
         raise UserError(f"{path}: {name} is {stored.get_dtype()}; fetch the model in float32, float16 or bfloat16")
@@ -350,39 +334,22 @@ def _check_settings(path: Path, wanted: dict[str, tuple[str, Any]]) -> None:
 
     Nothing to compare without the file.
     """
-    if not path.is_file():
-        return
-    try:
-        settings = dict(json.loads(path.read_text("utf-8")))
-    except (ValueError, TypeError, OSError) as fault:
-        raise UserError(f"{path}: cannot be read ({fault}); fetch it again, or remove it") from None
+    settings = read_settings(path)
     for name, plain in PLAIN.items():
         if settings.get(name, plain[0]) not in plain:
             raise UserError(f"{path}: {name} is {settings[name]!r}, not {plain[0]!r}; choose a plain BERT")
     if settings.get("model_type") == HF_REALM:  # transformers has one epsilon for a tower
         settings.setdefault("projection_layer_norm_eps", settings.get("layer_norm_eps", LAYER_NORM_EPSILON))
-    activation = settings.get("hidden_act")
-    if activation is not None:
-        settings["hidden_act"] = SAME_ACTIVATION.get(str(activation), activation)
+    if "hidden_act" in settings:
+        settings["hidden_act"] = our_activation(settings["hidden_act"])
     for name, (key, own) in wanted.items():
         if settings.get(name, own) != own:
             raise UserError(f"{path}: {name} is {settings[name]!r}, but {key} is {own!r}; they must be the same")
 
 
-def _read(file: Any, source: Source) -> Params:
-    params: Params = {}
-    for tensor, name in source.names:
-        array = np.zeros(tensor.shape, np.float32) if name == NO_BIAS else file.get_tensor(name)
-        array = array.T if tensor.turned else array
-        if tensor.name == POSITIONS:
-            array = array[: tensor.shape[0]]
-        place = params
-        for parent in tensor.path[:-1]:
-            place = place.setdefault(parent, {})
-        place[tensor.path[-1]] = array = np.asarray(array, np.float32, order="C")
-        if not np.isfinite(array).all():
-            raise UserError(f"{source.path}: {name} holds numbers that are not finite; fetch it again")
-    return params
+def our_activation(name: Any) -> Any:
+    """Our name for an activation of config.json; others stay as they are."""
+    return SAME_ACTIVATION.get(str(name), name)
 
 
 # --- Out --------------------------------------------------------------------------------------------------------------
@@ -411,32 +378,25 @@ def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", "utf-8")
 
 
+def bert_settings(c: BertConfig) -> dict[str, Any]:
+    """What the config.json of any network says of its BERT."""
+    return {key: getattr(c, name) for name, key in BERT_SETTINGS.items()} | {
+        "attention_probs_dropout_prob": 0.0,  # dropout acts on what is attended to, not on how much
+        "type_vocab_size": 2,
+        "initializer_range": initializer_stddev(c.width),
+        "layer_norm_eps": LAYER_NORM_EPSILON,
+        "torch_dtype": "float32",
+    }
+
+
 def settings_of(model: Realm, network: str, kind: str) -> dict[str, Any]:
     """The config.json of a network. kind: 'bert' or 'realm', the library's model that it is for.
 
     Of the architectures it names, BERT's are without the parts that are REALM's own: their tensors lie in the file.
     """
-    c = model.bert
     classes = {"bert": ("BertForMaskedLM", "BertModel"), "realm": ("RealmReader", "RealmEmbedder")}
-    return {
-        "architectures": [classes[kind][network != "reader"]],
-        "model_type": kind,
-        "vocab_size": c.vocabulary_size,
-        "hidden_size": c.width,
-        "num_hidden_layers": c.layers,
-        "num_attention_heads": c.heads,
-        "intermediate_size": c.feed_forward,
-        "hidden_act": c.hidden_act,
-        "hidden_dropout_prob": c.dropout,
-        "attention_probs_dropout_prob": 0.0,  # dropout acts on what is attended to, not on how much
-        "max_position_embeddings": c.max_length,
-        "type_vocab_size": 2,
-        "initializer_range": initializer_stddev(c.width),
-        "layer_norm_eps": LAYER_NORM_EPSILON,
-        "torch_dtype": "float32",
-        "retriever_proj_size": model.projection,
-        "projection_layer_norm_eps": model.norm_epsilon,
-        "span_hidden_size": model.span_hidden,
-        "max_span_width": model.span_width,
-        "reader_layer_norm_eps": SPAN_NORM_EPSILON,
-    }
+    settings = {"architectures": [classes[kind][network != "reader"]], "model_type": kind}
+    settings |= bert_settings(bert_of(model, network))
+    settings |= {key: getattr(model, name) for name, key in RETRIEVER_SETTINGS.items()}
+    settings |= {key: getattr(model.reader, name) for name, key in READER_SETTINGS.items()}
+    return settings | {"reader_layer_norm_eps": SPAN_NORM_EPSILON}

@@ -5,6 +5,7 @@ Its config is of its own kind, with annotated text in place of passages; the tra
 the text is from: `data/conll.py`.
 """
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,9 +26,10 @@ from realm_jax.evaluation.tagging import WindowTagger
 from realm_jax.flops import tower_of
 from realm_jax.index.candidates import Batch, Index
 from realm_jax.mesh import logical_sharding
+from realm_jax.models.attention import select_attention
 from realm_jax.models.likelihood import Mean
 from realm_jax.models.tagger import Params, Tagger
-from realm_jax.run import BaseRun, make_bert, mesh_for, suited
+from realm_jax.run import BaseRun, make_bert, mesh_for
 from realm_jax.schema import BELOW_ONE, NOT_NEGATIVE, POSITIVE, at_least, key, require
 from realm_jax.sections import SEED, AnyOptimizer, AnyTask, Bert, Checkpoint, Log, Mesh
 from realm_jax.storage import digest
@@ -210,7 +212,8 @@ def make_tagger_run(
     """Everything that a validated config decides. Raises UserError where the mesh does not fit."""
     mesh = mesh_for(config, devices)
     bert = make_bert(config.model, wordpiece.size, config.data.length, logical_sharding(mesh, "batch", None, None))
-    tagger = Tagger(suited(bert, mesh, config.model.fused_attention), kinds, config.model.shapes)
+    bert = dataclasses.replace(bert, attention=select_attention(mesh, bert.dtype))
+    tagger = Tagger(bert, kinds, config.model.shapes)
     network = {name: config.model[name] for name in NETWORK} | {"length": config.data.length}
     text = AnnotatedText(wordpiece, splits, {"kinds": kinds, "network": network})
     return BaseRun(config, workdir, mesh, tagger, text)

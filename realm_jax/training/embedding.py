@@ -112,7 +112,7 @@ def _circumstances(run: Run) -> dict[str, Any]:
     """
     around, model = environment(), run.config.model
     return tower_settings(run) | {
-        "program": [BUCKET, GROUP, model.scan, model.fused_attention, run.mesh.shape["fsdp"], run.mesh.shape["model"]],
+        "program": [BUCKET, GROUP, model.scan, run.mesh.shape["fsdp"], run.mesh.shape["model"]],
         "tokenizer": run.sources.wordpiece.fingerprint,  # of the word pieces around a passage
         "environment": {name: around[name] for name in BITS},
         "compiler": [jax.config.values[f"jax_{name}"] for name in COMPILER],

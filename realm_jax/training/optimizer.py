@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from realm_jax.models.realm import LOG_TEMPERATURE
+from realm_jax.models.encoder import LOG_TEMPERATURE
 
 BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-6
 READER, HEADS = "reader", ("span_", "mlm_")  # its key in the parameters, and what its heads' keys begin with

@@ -8,7 +8,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from realm_jax.config import completed, default_like, science
+from realm_jax.config import completed, default_like, flatten, kind_of, science
 from realm_jax.errors import UserError
 from realm_jax.processes import is_process_0
 from realm_jax.run import BaseRun
@@ -98,3 +98,25 @@ def check_data(run: BaseRun, versions: Collection[str] = (), questions: bool = T
                 f"{run.config.data.path}: not the data of the run: {found}; "
                 "name the folder that it was trained with, or start in another --workdir"
             )
+
+
+def recorded_config(workdir: Path, name: str = "--workdir", tagger: bool | None = False) -> ConfigDict:
+    """The config that a run recorded in its folder. `name`: of the flag or key that names the folder.
+
+    tagger: whether it must be the run of a tagger, or of REALM; None: either will do.
+    """
+    if not (workdir / "config.json").is_file():
+        raise UserError(f"{name}={workdir}: no run there (no config.json); train one with `realm train`")
+    config = read_json(workdir / "config.json")
+    if not isinstance(config, dict) or not {"tasks", "data", "model"} <= {*config}:
+        raise UserError(f"{name}={workdir}: config.json there is not the config of a run of `realm train`")
+    if tagger is not None and (kind_of(config) is not None) != tagger:
+        found, wanted = ("REALM", "a tagger") if tagger else ("a tagger", "REALM")
+        raise UserError(f"{name}={workdir}: {found} was trained there, not {wanted}; name another folder")
+    known = default_like(config)
+    if gone := sorted(key for key in {*flatten(config)} - {*flatten(known.to_dict())} if "." in key):
+        raise UserError(
+            f"{name}={workdir}: made by another version of realm_jax, with a key {gone[0]}; there, write its networks "
+            "with `realm weights export`, and start from them with config.init_from"
+        )
+    return completed(config, known)

@@ -1,25 +1,44 @@
-"""Folders of sentence-transformers: which network they describe, as keys of the config's section `encoder`.
+"""Folders of sentence-transformers, in and out: a tower as the library's chain of modules.
 
-    modules.json                          the modules in order: Transformer, Pooling, then Dense, LayerNorm, Normalize
+    modules.json                          the modules in order: Transformer, Pooling, those of LAYERS, Normalize
     config_sentence_transformers.json     prompts, and how vectors are compared
     sentence_bert_config.json             the longest input
     1_Pooling/config.json, 2_Dense/…      settings and weights of each module
 
-What cannot be represented here is refused by its name. The encoder's own weights are read by `weights.py`; this module
-only says where they lie. Read next: `realm_jax/jobs/models.py`, which puts what is found here into a config.
+In: which network a folder describes, as keys of the config's section `encoder`, and where its weights lie; what cannot
+be represented here is refused by its name. Out: `SentenceTransformer(FOLDER).encode` gives the tower's vectors. The
+library's LayerNorm has one epsilon, which is larger than BERT's; scaling what goes into it makes up for that exactly,
+since LayerNorm takes any scale out again. A folder that is no encoder of texts, the reader's, gets a list of modules at
+which the library stops, where it would otherwise take the mean of hidden states and say nothing. Read next:
+`weights.py`, for the BERT inside.
 """
 
 import json
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from safetensors import SafetensorError, safe_open
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
 
 from realm_jax.errors import UserError
+from realm_jax.models.bert import BertConfig
+from realm_jax.models.realm import Params, Realm
+from realm_jax.models.weights import (
+    NO_BIAS,
+    SETTINGS,
+    WEIGHTS,
+    NetworkFiles,
+    Part,
+    check_tensor,
+    find,
+    open_safetensors,
+    write_json,
+)
 from realm_jax.storage import read_fetched_json, read_settings
-from realm_jax.text.templates import from_prompt
+from realm_jax.text.templates import from_prompt, parse
 
-WEIGHTS, SETTINGS = "model.safetensors", "config.json"  # of a module, and of a whole model
 MODULES = "modules.json"
 PROMPTS = "config_sentence_transformers.json"
 INPUT = "sentence_bert_config.json"
@@ -34,7 +53,6 @@ FLAGS = {  # of Pooling's older form
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-TANH, IDENTITY = "torch.nn.modules.activation.Tanh", "torch.nn.modules.linear.Identity"
 QUERY_PROMPTS, PASSAGE_PROMPTS = ("query",), ("document", "passage", "corpus")  # as `encode_query`, `encode_document`
 TITLED = "{title} {text}"
 REFUSING = "sentence_transformers.this_network_is_no_sentence_encoder"  # a module's type at which the library stops
@@ -45,27 +63,34 @@ OWN = "realm_encoder"  # in config.json of what `realm weights export` writes: i
 
 
 class Module(NamedTuple):
-    """A module behind the pooling that has weights: its kind, and its folder."""
+    """The library's module for a layer of a tower: its class, how its tensors' names begin, what a Dense ends in."""
 
-    kind: str  # 'pooler', 'projection' or 'norm'
-    folder: Path
+    kind: str
+    layer: str
+    activation: str = ""
+
+
+LAYERS = {  # our layer → the library's module, in the order in which they follow the pooling
+    "pooler": Module("Dense", "linear", "torch.nn.modules.activation.Tanh"),
+    "projection": Module("Dense", "linear", "torch.nn.modules.linear.Identity"),
+    "projection_norm": Module("LayerNorm", "norm"),
+}
 
 
 class SentenceModel(NamedTuple):
-    """A folder. transformer: where the BERT lies; encoder: key of the config's section → value; modules: those whose
-    weights are to be read; max_seq_length: word pieces of its longest input, None where it does not say; unused: names
-    of prompts that nothing takes."""
+    """A folder. transformer: where the BERT lies; encoder: key of the config's section → value; modules: folders of
+    those layers whose weights are to be read; max_seq_length: word pieces of its longest input, None where it does not
+    say; unused: names of prompts that nothing takes."""
 
     folder: Path
     transformer: Path
     encoder: dict[str, Any]
-    modules: tuple[Module, ...]
+    modules: dict[str, Path]
     max_seq_length: int | None
     unused: tuple[str, ...]
 
-    def module(self, kind: str) -> Path | None:
-        """The folder of a module with weights; None where there is none of the kind."""
-        return next((module.folder for module in self.modules if module.kind == kind), None)
+
+# --- In ---------------------------------------------------------------------------------------------------------------
 
 
 def is_sentence_model(folder: Path) -> bool:
@@ -98,25 +123,25 @@ def read_sentence_model(folder: Path) -> SentenceModel:
     transformer = folder / entries[0]["path"]
     encoder: dict[str, Any] = {"pooling": _pooling(folder / entries[1]["path"]), "projection": 0}
     encoder |= {"normalization": "none", "norm_epsilon": LIBRARY_EPSILON}
-    modules: list[Module] = []
+    modules: dict[str, Path] = {}
     for kind, entry in zip(kinds[2:], entries[2:], strict=True):
         place = folder / entry["path"]
         if encoder["normalization"] != "none":
             _refuse(folder / MODULES, f"has {kind} after its normalisation, which must be last; choose another model")
         if kind == "Dense":
-            modules.append(_add_dense(encoder, place, [module.kind for module in modules]))
+            modules[_layer_of_dense(encoder, place, modules)] = place
         elif kind == "LayerNorm":
             encoder["normalization"] = "layer"
-            modules.append(Module("norm", place))
+            modules["projection_norm"] = place
         elif kind == "Normalize":
             encoder["normalization"] = "l2"
     prompts, unused = _prompts(folder / PROMPTS, encoder)
     encoder |= prompts
     encoder["temperature"] = default_temperature(encoder["normalization"])
     if own := _own(transformer, encoder):
-        encoder, modules = own, []
+        encoder, modules = own, {}
     longest = _one(transformer / INPUT, read_settings(transformer / INPUT), "max_seq_length", int)
-    return SentenceModel(folder, transformer, encoder, tuple(modules), longest, unused)
+    return SentenceModel(folder, transformer, encoder, modules, longest, unused)
 
 
 def _own(transformer: Path, encoder: dict[str, Any]) -> dict[str, Any]:
@@ -129,11 +154,8 @@ def _own(transformer: Path, encoder: dict[str, Any]) -> dict[str, Any]:
     path = transformer / WEIGHTS
     if not isinstance(own, dict) or not {*encoder} <= {*own} or not path.is_file():
         return {}
-    try:
-        with safe_open(path, "numpy") as file:
-            names = {name.removeprefix("bert.") for name in file.keys()}
-    except (SafetensorError, OSError) as fault:
-        raise UserError(f"{path}: cannot be read ({' '.join(str(fault).split())[:200]}); fetch it again") from None
+    with open_safetensors(path) as file:
+        names = {name.removeprefix("bert.") for name in file.keys()}
     layers = {
         "pooler.dense.weight": own["pooling"] == "pooler",
         "cls.dense.weight": bool(own["projection"]),
@@ -171,23 +193,23 @@ def _pooling(folder: Path) -> str:
     return POOLINGS[modes[0]]
 
 
-def _add_dense(encoder: dict[str, Any], folder: Path, before: list[str]) -> Module:
+def _layer_of_dense(encoder: dict[str, Any], folder: Path, before: Collection[str]) -> str:
     """Take a Dense into the section: BERT's tanh layer behind [CLS], or the projection."""
     path = folder / SETTINGS
     settings = read_settings(path, needed=True)
-    activation = str(settings.get("activation_function", TANH))
+    activation = str(settings.get("activation_function", LAYERS["pooler"].activation))
     name = activation.rpartition(".")[2]
     if settings.get("use_residual") or settings.get("module_input_name", "sentence_embedding") != "sentence_embedding":
         _refuse(path, "is no plain layer (use_residual, module_input_name); choose another model")
     square = settings.get("in_features") == settings.get("out_features")
     if name == "Tanh" and square and encoder["pooling"] == "cls" and not before:
         encoder["pooling"] = "pooler"
-        return Module("pooler", folder)
+        return "pooler"
     if name != "Identity" or "projection" in before:
         what = "a second Dense" if "projection" in before else f"a Dense with {activation}"
         _refuse(path, f"is {what}; one is read with Identity, and before it one with Tanh as BERT's own behind [CLS]")
     encoder["projection"] = _one(path, settings, "out_features", int)
-    return Module("projection", folder)
+    return "projection"
 
 
 def _prompts(path: Path, encoder: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -240,3 +262,148 @@ def _one(path: Path, settings: dict[str, Any], key: str, kind: type[Kind]) -> Ki
 
 def _refuse(path: Path, what: str) -> None:
     raise UserError(f"{path}: {what}")
+
+
+def find_tower(model: SentenceModel, config: BertConfig, parts: Sequence[Part]) -> NetworkFiles:
+    """A tower's files, as `find` has them: its BERT's and those of the modules, which count where both have a part, as
+    a BERT has its pooler. What a module lacks stays fresh.
+
+    Raises UserError as `find` does, also where a module has no safe weights, or weights of another size.
+    """
+    layers = [sorted({tensor.path[0] for tensor in part.tensors} & {*model.modules}) for part in parts]
+    files = find(model.transformer, config, [part for part, own in zip(parts, layers, strict=True) if not own])
+    for part, own in zip(parts, layers, strict=True):
+        if own:
+            modules = (_find_module(model.modules[layer], layer, part) for layer in own)
+            files = files._replace(found=(*files.found, part.title), modules=(*files.modules, *modules))
+    return files
+
+
+def _find_module(folder: Path, layer: str, part: Part) -> NetworkFiles:
+    path, places = folder / WEIGHTS, []
+    with open_safetensors(path) as file:
+        names = set(file.keys())
+        for tensor in (tensor for tensor in part.tensors if tensor.path[0] == layer):
+            name = f"{LAYERS[layer].layer}.{tensor.name.rpartition('.')[2]}"
+            if name in names:
+                check_tensor(file.get_slice(name), name, tensor, path)
+                places.append((tensor, name))
+            elif name.endswith("bias"):
+                places.append((tensor, NO_BIAS))
+            else:
+                raise UserError(f"{path}: has no {name}; fetch it again")
+    return NetworkFiles(path, tuple(places), (part.title,), ())
+
+
+# --- Out --------------------------------------------------------------------------------------------------------------
+
+README = "README.md"
+QUERIES, PASSAGES = "query", "document"  # the library's names for prompts, and for the texts that a tower is for
+Written = tuple[str, dict[str, Any], dict[str, NDArray[np.float32]]]  # a module's class, settings and tensors
+
+
+def write_modules(
+    folder: Path, model: Realm, tower: Params, encoder: dict[str, Any], lengths: dict[str, int]
+) -> None:  # fmt: skip
+    """Make the library's files around a tower's BERT, which lies in `folder`.
+
+    encoder: the config's section. lengths: 'query' or 'document', what the tower is for, both where it is shared → word
+    pieces of its longest input.
+    """
+    modules = [("Transformer", "")]
+    modules += [_write(folder, number, *module) for number, module in enumerate(_chain(model, tower), start=1)]
+    entries = [
+        {"idx": number, "name": str(number), "path": path, "type": f"{LIBRARY}models.{kind}"}
+        for number, (kind, path) in enumerate(modules)
+    ]
+    write_json(folder / MODULES, entries)
+    longest = {"max_seq_length": max(lengths.values()), "do_lower_case": False}
+    write_json(folder / INPUT, longest | {"model_args": {"add_pooling_layer": False}})
+    prompts = {purpose: prompt for purpose in lengths if (prompt := _prompt(encoder, purpose))}
+    write_json(
+        folder / PROMPTS,
+        {
+            "prompts": prompts,
+            "default_prompt_name": next(iter(prompts)) if len(lengths) == len(prompts) == 1 else None,
+            "similarity_fn_name": "cosine" if model.normalization == "l2" else "dot",
+        },
+    )
+    (folder / README).write_text(_readme(encoder, list(lengths)), "utf-8")
+
+
+def refuse_modules(folder: Path) -> None:
+    """Make sentence-transformers stop at a folder that is no encoder of texts."""
+    write_json(folder / MODULES, [{"idx": 0, "name": "0", "path": "", "type": REFUSING}])
+
+
+def _chain(model: Realm, tower: Params) -> list[Written]:
+    """The modules behind the Transformer."""
+    pooling = "cls" if model.pooling == "pooler" else model.pooling
+    flags = {flag: POOLINGS.get(mode) == pooling for flag, mode in FLAGS.items()}
+    chain: list[Written] = [
+        ("Pooling", {"word_embedding_dimension": model.bert.width, "include_prompt": True} | flags, {})
+    ]
+    layers = {layer: tower[layer] for layer in LAYERS if layer in tower}
+    if model.normalization == "layer":
+        scale, size = (LIBRARY_EPSILON / model.norm_epsilon) ** 0.5, model.vector_size
+        unscaled = layers.get("projection", {"kernel": np.eye(size), "bias": np.zeros(size)})
+        layers["projection"] = {name: array * scale for name, array in unscaled.items()}
+    chain += [_module(LAYERS[layer], layers[layer]) for layer in LAYERS if layer in layers]
+    return [*chain, ("Normalize", {}, {})] if model.normalization == "l2" else chain
+
+
+def _module(module: Module, layer: Params) -> Written:
+    """One of a tower's layers as the library has it."""
+    if module.kind == "Dense":
+        weight = layer["kernel"].T
+        sizes = {"in_features": weight.shape[1], "out_features": weight.shape[0]}
+        settings = sizes | {"bias": True, "activation_function": module.activation}
+    else:
+        weight = layer["scale"]
+        settings = {"dimension": weight.size}
+    tensors = {f"{module.layer}.weight": weight, f"{module.layer}.bias": layer["bias"]}
+    return module.kind, settings, {name: np.ascontiguousarray(array, np.float32) for name, array in tensors.items()}
+
+
+def _write(folder: Path, number: int, kind: str, settings: dict[str, Any], tensors: dict[str, Any]) -> tuple[str, str]:
+    """Write a module's folder. Returns its class and path."""
+    path = f"{number}_{kind}"
+    (folder / path).mkdir()
+    if settings:
+        write_json(folder / path / SETTINGS, settings)
+    if tensors:
+        save_file(tensors, folder / path / WEIGHTS, metadata={"format": "pt"})
+    return kind, path
+
+
+def _prompt(encoder: dict[str, Any], purpose: str) -> str:
+    """The literal text before the first slot."""
+    template = encoder["query_prompt" if purpose == QUERIES else "passage_prompt"]
+    return parse(template, "config.encoder", titles=True)[0] if template else ""
+
+
+def _readme(encoder: dict[str, Any], purposes: list[str]) -> str:
+    """What to encode, and how to compare."""
+    lines = ["# A retriever's tower for sentence-transformers", ""]
+    for purpose in purposes:
+        lines += _usage(encoder, purpose)
+    lines += [
+        f"Scores are inner products of the two towers' vectors divided by the temperature, {encoder['temperature']:g}.",
+        "`model.safetensors` holds the tower's own layers once more, under names that transformers reports and leaves",
+        "out; `realm train --config.init_from` reads them.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _usage(encoder: dict[str, Any], purpose: str) -> list[str]:
+    call = f"SentenceTransformer(FOLDER).encode_{purpose}"
+    template = encoder["query_prompt" if purpose == QUERIES else "passage_prompt"]
+    if purpose == PASSAGES and not template:
+        text, what = "[(title, text), ...]", "pairs of title and text, since the tower reads them as two segments"
+    else:
+        prompt = _prompt(encoder, purpose)
+        rest = (template or "{text}")[len(prompt.replace("{", "{{").replace("}", "}}")) :]
+        text, what = f'[f"{rest}", ...]', f"texts as {rest!r}"
+        what += f"; the prompt {prompt!r} is put before them" if prompt else ""
+    name = "Queries" if purpose == QUERIES else "Passages"
+    return [f"{name}: {what}.", "", f"    {call}({text})", ""]

@@ -1,0 +1,111 @@
+"""Softmax attention in four implementations that give the same numbers, and which of them suits the devices.
+
+query [batch, positions, heads, size], key and value [batch, length, heads, size], mask [batch, length] bool → [batch,
+positions, heads, size] in the dtype of `value`; the softmax is float32. Read next: `bert.py`, whose layers call them.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+Array = jax.Array
+MASKED_BIAS = -1e9  # added to scores of places that may not be attended to; finite, so that gradients stay finite
+LONG = 2**18  # scores of a sequence from which on it is worth attending in it alone
+FUSED: Literal["cudnn", "xla"] = "cudnn"  # what `jax.nn.dot_product_attention` calls the kernel
+
+
+def dot_product_attention(query: Array, key: Array, value: Array, mask: Array) -> Array:
+    """Softmax attention over key positions where `mask` is true."""
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
+    bias = jnp.where(mask, 0.0, MASKED_BIAS).astype(jnp.float32)[:, None, None, :]
+    weights = jax.nn.softmax(scores * query.shape[-1] ** -0.5 + bias, axis=-1).astype(value.dtype)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, value)
+
+
+def cudnn_attention(query: Array, key: Array, value: Array, mask: Array) -> Array:
+    """`dot_product_attention` as one kernel of cuDNN that keeps no scores: for NVIDIA GPUs, in bfloat16.
+
+    A mask has to be a length. The few queries of a last layer have few scores; they are attended to as a whole.
+    """
+    if query.shape[1] != key.shape[1]:
+        return dot_product_attention(query, key, value, mask)
+    lengths = jnp.maximum(mask.sum(axis=-1), 1)
+    return jax.nn.dot_product_attention(query, key, value, key_value_seq_lengths=lengths, implementation=FUSED)
+
+
+def cpu_attention(query: Array, key: Array, value: Array, mask: Array) -> Array:
+    """`per_sequence_attention` where a sequence has many scores, else `dot_product_attention`: for one CPU device."""
+    long = query.shape[1] * query.shape[2] * key.shape[1] >= LONG
+    return (per_sequence_attention if long else dot_product_attention)(query, key, value, mask)
+
+
+@jax.custom_vjp
+def per_sequence_attention(query: Array, key: Array, value: Array, mask: Array) -> Array:
+    """`dot_product_attention`, sequence after sequence, so that scores stay in the cache.
+
+    The backward pass computes them again.
+    """
+    return _attend_forward(query, key, value, mask)[0]
+
+
+def _scores(query: Array, key: Array, mask: Array) -> Array:
+    """Of one sequence, [heads, positions, length] float32."""
+    scores = jnp.einsum("qhd,khd->hqk", query, key, preferred_element_type=jnp.float32)
+    return scores * query.shape[-1] ** -0.5 + jnp.where(mask, 0.0, MASKED_BIAS)
+
+
+def _attend_forward(query: Array, key: Array, value: Array, mask: Array) -> tuple[Array, tuple[Array, ...]]:
+    """What is attended to, and all that the backward pass needs: of the scores the logarithm of their softmax's sum."""
+
+    def one(entry: tuple[Array, ...]) -> tuple[Array, Array]:
+        query, key, value, mask = entry
+        scores = _scores(query, key, mask)
+        top = scores.max(axis=-1, keepdims=True)
+        weights = jnp.exp(scores - top)
+        total = weights.sum(axis=-1, keepdims=True)
+        attended = jnp.einsum("hqk,khd->qhd", weights.astype(value.dtype), value, preferred_element_type=jnp.float32)
+        attended /= total[..., 0].T[..., None]  # after the product, which is smaller
+        return attended.astype(value.dtype), top + jnp.log(total)
+
+    attended, log_total = jax.lax.map(one, (query, key, value, mask))
+    return attended, (query, key, value, mask, attended, log_total)
+
+
+def _attend_backward(kept: tuple[Array, ...], cotangent: Array) -> tuple[Array, Array, Array, None]:
+    """The gradient of a softmax s of scores is s · (g − Σ s g); Σ s g is the output's product with its cotangent."""
+
+    def one(entry: tuple[Array, ...]) -> tuple[Array, Array, Array]:
+        query, key, value, mask, attended, log_total, cotangent = entry
+        weights = jnp.exp(_scores(query, key, mask) - log_total)
+        of_weights = jnp.einsum("qhd,khd->hqk", cotangent, value, preferred_element_type=jnp.float32)
+        mean = (cotangent.astype(jnp.float32) * attended).sum(axis=-1).T[..., None]
+        of_scores = (weights * (of_weights - mean) * query.shape[-1] ** -0.5).astype(query.dtype)
+        return (
+            jnp.einsum("hqk,khd->qhd", of_scores, key),
+            jnp.einsum("hqk,qhd->khd", of_scores, query),
+            jnp.einsum("hqk,qhd->khd", weights.astype(value.dtype), cotangent),
+        )
+
+    return *jax.lax.map(one, (*kept, cotangent)), None
+
+
+per_sequence_attention.defvjp(_attend_forward, _attend_backward)
+
+
+ATTENTION: dict[str, Callable[[Array, Array, Array, Array], Array]] = {
+    "xla": dot_product_attention,
+    "cpu": cpu_attention,
+    "cudnn": cudnn_attention,
+}
+
+
+def select_attention(mesh: Mesh, dtype: Any) -> str:
+    """The key of ATTENTION that suits the devices. Several CPU devices share a batch, which a loop over it would undo;
+    TPUs attend as written. dtype: of the matrix products."""
+    platform = mesh.devices.flat[0].platform
+    if platform == "cpu" and mesh.size == 1:
+        return "cpu"
+    return "cudnn" if platform == "gpu" and dtype == jnp.bfloat16 else "xla"

@@ -1,0 +1,167 @@
+"""The retriever: text in, one vector out (Embed_input and Embed_doc of the paper, section 3.2).
+
+hidden states → pooled → linear projection → normalised. The paper's: [CLS] through BERT's tanh layer, 128 features,
+LayerNorm. With unit scale such a vector's norm is about √128, so inner products range over about ±128. The public
+encoders of retrieval take the mean, have no projection, and divide by the length.
+"""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from realm_jax.models.bert import Bert, BertConfig, Params, apply, dense, layer_norm
+from realm_jax.models.inputs import Documents, Sequences, document_sequences, query_sequences
+from realm_jax.text.templates import Template
+
+Array = jax.Array
+LOG_TEMPERATURE = "log_temperature"  # of the query tower's parameters
+SMALLEST_LENGTH = 1e-12  # that a vector is divided by, as in PyTorch
+
+
+class Embedder(nn.Module):
+    """One tower.
+
+    pooling: of the hidden states, 'pooler' ([CLS] through a tanh layer), 'cls', 'mean' (of all real tokens, [CLS] and
+    [SEP] among them) or 'last' (the last real token). projection: size of a linear layer after it, 0 for none.
+    normalization: 'layer' (LayerNorm), 'l2' (length 1) or 'none'. norm_epsilon, norm_scale: of the LayerNorm; a fresh
+    vector's length is norm_scale × √size, so scores lie within ± norm_scale² × size.
+    """
+
+    config: BertConfig
+    projection: int = 128
+    norm_epsilon: float = 1e-12
+    norm_scale: float = 1.0
+    pooling: str = "pooler"
+    normalization: str = "layer"
+
+    @nn.compact
+    def __call__(self, ids: Array, segments: Array, mask: Array, deterministic: bool = True) -> Array:
+        """ids, segments [batch, length] int, mask [batch, length] bool → vectors [batch, size] float32.
+
+        After a LayerNorm dropout reaches the final vector too, as in the released code (it acts on the retrieval
+        scores); vectors of length 1 and those that are left as they are keep what they are.
+        """
+        vector = self._pooled(ids, segments, mask, deterministic)
+        if self.projection:
+            axes, init = ("embed", "projection"), nn.initializers.glorot_uniform()
+            vector = dense(self.projection, axes, self.config, "projection", init, jnp.float32)(vector)
+        if self.normalization == "l2":
+            return unit(vector)
+        if self.normalization == "none":
+            return vector
+        vector = layer_norm("projection_norm", self.norm_epsilon, self.norm_scale)(vector)
+        return nn.Dropout(self.config.dropout)(vector, deterministic=deterministic)
+
+    def _pooled(self, ids: Array, segments: Array, mask: Array, deterministic: bool) -> Array:
+        c = self.config
+        bert = Bert(c, name="bert")
+        if self.pooling == "mean":
+            hidden = bert(ids, segments, mask, deterministic=deterministic).astype(jnp.float32)
+            return masked_mean(hidden, mask)
+        place = jnp.zeros((ids.shape[0], 1), jnp.int32)
+        if self.pooling == "last":
+            place = jnp.maximum(mask.sum(axis=-1, keepdims=True, dtype=jnp.int32) - 1, 0)
+        hidden = bert(ids, segments, mask, positions=place, deterministic=deterministic)[:, 0]
+        if self.pooling == "pooler":
+            hidden = jnp.tanh(dense(c.width, ("embed", "embed_out"), c, "pooler")(hidden))
+        return hidden.astype(jnp.float32)
+
+
+def vector_size(projection: int, width: int) -> int:
+    """Features of a tower's vector. projection: of its linear layer, 0 for none; width: of its hidden states."""
+    return projection or width
+
+
+def masked_mean(hidden: Array, mask: Array) -> Array:
+    """The mean over positions where `mask` is true. hidden [batch, length, width], mask [batch, length] → [batch,
+    width]; 0 where there are none."""
+    weights = mask.astype(hidden.dtype)
+    return jnp.einsum("bld,bl->bd", hidden, weights) / jnp.maximum(weights.sum(axis=-1, keepdims=True), 1)
+
+
+def unit(vectors: Array) -> Array:
+    """Vectors [..., size] divided by their length."""
+    squares = jnp.square(vectors).sum(axis=-1, keepdims=True)
+    return vectors * jax.lax.rsqrt(jnp.maximum(squares, SMALLEST_LENGTH**2))
+
+
+@dataclasses.dataclass(frozen=True)
+class Retriever:
+    """The towers as pure functions over one tree of parameters, in which each has a key of its own.
+
+    projection … normalization: of the towers (`Embedder`). temperature: scores are inner products of passages' vectors
+    with queries' divided by it; learn_temperature: it is a parameter of the query tower, its logarithm, that starts
+    there. query_template, passage_template: what goes around the texts; a passage without one is read in two segments,
+    title and body. shared_tower: one tower for both.
+    """
+
+    bert: BertConfig
+    projection: int = 128
+    norm_epsilon: float = 1e-12
+    norm_scale: float = 1.0
+    pooling: str = "pooler"
+    normalization: str = "layer"
+    temperature: float = 1.0
+    learn_temperature: bool = False
+    query_template: Template | None = None
+    passage_template: Template | None = None
+    shared_tower: bool = False
+
+    @property
+    def embedder(self) -> Embedder:
+        c = self
+        return Embedder(c.bert, c.projection, c.norm_epsilon, c.norm_scale, c.pooling, c.normalization)
+
+    @property
+    def vector_size(self) -> int:
+        """Features of a retrieval vector."""
+        return vector_size(self.projection, self.bert.width)
+
+    @property
+    def embedder_names(self) -> tuple[str, ...]:
+        """Top-level keys of the retriever's parameters."""
+        return ("embedder",) if self.shared_tower else ("query_embedder", "document_embedder")
+
+    def init_towers(self, key: Array) -> Params:
+        """Fresh parameters, boxed with their logical axis names.
+
+        Both towers start from the same numbers, as in the released code: the inner product of equal functions begins
+        as a similarity, which training need only sharpen. Each has its own copy, so that both can be donated.
+        """
+        ids = jnp.zeros((1, 8), jnp.int32)
+        tower = self.embedder.init(key, ids, ids, jnp.ones((1, 8), bool))["params"]
+        towers = {name: jax.tree.map(jnp.copy, tower) for name in self.embedder_names}
+        if self.learn_temperature:
+            towers[self.embedder_names[0]][LOG_TEMPERATURE] = jnp.log(jnp.float32(self.temperature))
+        return towers
+
+    def embed_queries(self, params: Params, query: Array, lengths: Array, key: Array | None = None) -> Array:
+        """Embed_input, divided by the temperature, so that an inner product with a passage's vector is a score.
+
+        query [batch, q] int, lengths [batch] → [batch, vector_size] float32.
+        """
+        vectors = self.query_vectors(params, query, lengths, key)
+        if self.learn_temperature:
+            return vectors / jnp.exp(params[self.embedder_names[0]][LOG_TEMPERATURE])
+        return vectors if self.temperature == 1.0 else vectors / self.temperature
+
+    def current_temperature(self, params: Params) -> float:
+        """The temperature of the scores with these parameters."""
+        if not self.learn_temperature:
+            return self.temperature
+        return float(jnp.exp(jnp.asarray(params[self.embedder_names[0]][LOG_TEMPERATURE])))
+
+    def query_vectors(self, params: Params, query: Array, lengths: Array, key: Array | None = None) -> Array:
+        """`embed_queries` before the temperature: what other libraries know as the vector of a query."""
+        tower = params[self.embedder_names[0]]
+        return self._embed(tower, query_sequences(query, lengths, self.query_template), key)
+
+    def embed_documents(self, params: Params, documents: Documents, key: Array | None = None) -> Array:
+        """Embed_doc. documents.ids [batch, d] → [batch, vector_size] float32."""
+        tower = params[self.embedder_names[-1]]
+        return self._embed(tower, document_sequences(documents, self.passage_template), key)
+
+    def _embed(self, tower: Params, texts: Sequences, key: Array | None) -> Array:
+        return apply(self.embedder, tower, tuple(texts), "__call__", key)

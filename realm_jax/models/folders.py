@@ -1,0 +1,113 @@
+"""Where a model of other programs lies, and which of its folders holds which network.
+
+    FOLDER/model.safetensors            one BERT, for every network; with its heads, where it has them
+    FOLDER/<network>/model.safetensors  one for each network, as `realm weights` writes them (`embedder`: both towers)
+    hf:NAME, hf:NAME@REVISION           a repository of the Hugging Face hub
+    py:NAME                             an installed Python package that carries a model in its folder `model`
+
+Each may be a folder of sentence-transformers (`modules.json`). Read next: `weights.py` for the files.
+"""
+
+import importlib.util
+from functools import cache
+from pathlib import Path
+
+from realm_jax.errors import UserError
+from realm_jax.models.sentence_transformers import (
+    INPUT,
+    MODULES,
+    PROMPTS,
+    SentenceModel,
+    is_sentence_model,
+    read_sentence_model,
+    transformer_folder,
+)
+from realm_jax.models.weights import SETTINGS, WEIGHTS
+from realm_jax.text.tokenizer import TOKENIZER_CONFIG, TOKENIZER_FILE
+from realm_jax.text.wordpiece import VOCABULARY_FILE
+
+HUB, PACKAGE, IN_PACKAGE = "hf:", "py:", "model"
+FILES = WEIGHTS, SETTINGS, VOCABULARY_FILE, TOKENIZER_CONFIG, TOKENIZER_FILE, INPUT
+FETCHED = MODULES, PROMPTS, *FILES, *(f"[0-9]*_*/{name}" for name in FILES)
+SHARED, TOWERS, READER = "embedder", ("query_embedder", "document_embedder"), "reader"
+
+
+def local_source(name: str, flag: str = "config.init_from") -> Path:
+    """The folder that `config.init_from`, or another flag, names. A model of the hub is fetched, or found in its cache.
+
+    Raises UserError where the hub cannot be asked, or has no such model, and for a package that is not installed.
+    """
+    if name.startswith(PACKAGE):
+        return _package_folder(name, flag)
+    if not name.startswith(HUB):
+        return Path(name)
+    return _fetched(name, flag)
+
+
+@cache
+def _fetched(name: str, flag: str) -> Path:
+    """The folder of a model of the hub, which is asked once: what a run starts from does not change on the way."""
+    try:
+        import huggingface_hub  # here, since it is optional
+    except ImportError:
+        raise UserError(
+            f"{flag}={name}: needs Hugging Face's hub; run `pip install '.[huggingface]'`, or name a folder"
+        ) from None
+    repository, _, revision = name.removeprefix(HUB).partition("@")
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(repository, revision=revision or None, allow_patterns=list(FETCHED))
+        )
+    except Exception as fault:  # of its own kinds, and of the libraries that it speaks to the network with
+        reason = " ".join(str(fault).split())[:200]
+        raise UserError(
+            f"{flag}={name}: cannot be fetched ({type(fault).__name__}: {reason}); "
+            "check the name and the network, or fetch the model elsewhere and name its folder"
+        ) from None
+
+
+def _package_folder(name: str, flag: str) -> Path:
+    """The model in an installed package, which is found and not run."""
+    package = name.removeprefix(PACKAGE).replace("-", "_")
+    spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    folders = [Path(place) / IN_PACKAGE for place in (spec.submodule_search_locations or [] if spec else [])]
+    folder = next((folder for folder in folders if folder.is_dir()), None)
+    if folder is None:
+        what = "has no folder `model`" if spec else "is not installed"
+        raise UserError(
+            f"{flag}={name}: the package {package} {what}; run `pip install {package.replace('_', '-')}`, or "
+            "name a folder"
+        )
+    return folder
+
+
+def is_model(folder: Path) -> bool:
+    """Whether a folder holds the weights of one network."""
+    return (folder / WEIGHTS).is_file() or is_sentence_model(folder)
+
+
+def sentence_model(folder: Path) -> SentenceModel | None:
+    """What a folder of sentence-transformers describes; None for a plain BERT. Raises UserError."""
+    return read_sentence_model(folder) if is_sentence_model(folder) else None
+
+
+def model_folders(folder: Path) -> list[Path]:
+    """Where weights lie, of one network or of several; a run folder has none."""
+    return [folder / name for name in ("", SHARED, *TOWERS, READER) if is_model(folder / name)]
+
+
+def tokenizer_folder(folder: Path) -> Path:
+    """Where the tokenizer of a model lies: beside the weights of the first of its networks, which all have the same."""
+    return transformer_folder(next(iter(model_folders(folder)), folder))
+
+
+def network_folder(folder: Path, network: str) -> Path | None:
+    """Where a network's weights lie; None where there are none for it. Raises UserError for two towers in place of the
+    one of a model."""
+    if is_model(folder):
+        return folder
+    names = [network, SHARED] if network in TOWERS else [network]
+    place = next((folder / name for name in names if is_model(folder / name)), None)
+    if place is None and network == SHARED and any(is_model(folder / name) for name in TOWERS):
+        raise UserError(f"config.init_from: {folder} has two towers; set config.model.shared_tower=False")
+    return place

@@ -1,0 +1,55 @@
+"""Folders of weights that several tests start from, as Hugging Face's library and `realm weights` write them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from safetensors.numpy import save_file
+from tiny import loud_params
+from tiny_run import tiny_config
+
+from realm_jax.data.sources import open_sources
+from realm_jax.models import weights
+from realm_jax.models.realm import Params, Realm
+from realm_jax.run import make_model
+
+
+def save_tensors(folder: Path, tensors: dict[str, np.ndarray], settings: dict | None = None) -> Path:
+    """A file of tensors by their names, and its config.json."""
+    folder.mkdir(exist_ok=True)
+    save_file({name: np.ascontiguousarray(array) for name, array in tensors.items()}, folder / "model.safetensors")
+    if settings is not None:
+        (folder / "config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def save_network(
+    folder: Path, model: Realm, network: str, params: Params, kind: str = "bert", parts: int | None = None
+) -> Path:
+    """One of a model's networks, or its first parts, under the names of a kind."""
+    chosen = weights.networks(model)[network][:parts]
+    weights.save(folder, params[network], chosen, kind, weights.settings_of(model, network, kind))
+    return folder
+
+
+def save_tiny_network(data: Path, folder: Path, network: str = "reader", parts: int = 2) -> tuple[Path, Params]:
+    """A network of the tiny run's sizes without its last part, beside the vocabulary of its data; its parameters."""
+    wordpiece = open_sources(data).wordpiece
+    model = make_model(tiny_config(data), wordpiece.size)
+    params = loud_params(model, 0)
+    wordpiece.save(save_network(folder, model, network, params, parts=parts))
+    return folder, params[network]
+
+
+def edit_settings(folder: Path, **changes: Any) -> None:
+    """Change keys of a folder's config.json; None removes one."""
+    settings = json.loads((folder / "config.json").read_text()) | changes
+    kept = {key: value for key, value in settings.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(kept))
+
+
+def assert_same_bits(ours: Params, theirs: Params) -> None:
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a.view(np.uint32), b.view(np.uint32)), ours, theirs)
