@@ -79,7 +79,7 @@ def ablations() -> ConfigDict:
     """The paper's table 2 on the encyclopedia, and more rows of its kind; see `configs/ablations.py`.
 
     Searched with the query tower of the index, as the released code does: then an old index is old as a whole. Training
-    questions teach no synonyms: fine-tuning would mend what pre-training left out.
+    questions teach no synonyms: fine-tuning would make up for what pre-training left out.
     """
     harder = {"entities": 3200, "synonym_share": 0.6, "plain_questions": True}
     base = quickstart()

@@ -53,7 +53,7 @@ class BaseRun:
     sources: Any
 
     def initial_params(self) -> Params:
-        """Fresh parameters, born with their shardings."""
+        """Fresh parameters, initialised sharded."""
         return jax.jit(self.model.init, out_shardings=self.param_shardings)(jax.random.key(self.config.seed))
 
     @cached_property

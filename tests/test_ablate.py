@@ -15,7 +15,7 @@ from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.evaluation.ablations import HEADS, Measured, Row, cells, html, lead, markdown, mean_of
 from realm_jax.jobs import ablate
-from realm_jax.jobs.init_from import borrow_params
+from realm_jax.jobs.init_from import init_from_sources
 from realm_jax.recipes import ablations
 from realm_jax.run import make_run
 from realm_jax.training.restore import restore_params
@@ -83,7 +83,7 @@ def test_a_mixture_has_the_towers_of_one_row_and_the_reader_of_another(ablated):
     _, towers = params_of(folder, "pretrained", "realm")
     _, reader = params_of(folder, "start", "ict")
     run, _ = params_of(folder, "realm_retriever", "qa")
-    mixed = borrow_params(run, run.initial_params())
+    mixed = init_from_sources(run, run.initial_params())
     assert same(mixed["query_embedder"], towers["query_embedder"])
     assert same(mixed["document_embedder"], towers["document_embedder"])
     assert same(mixed["reader"], reader["reader"]) and not same(mixed["reader"], towers["reader"])

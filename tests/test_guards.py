@@ -106,7 +106,7 @@ def test_one_bit_in_one_replica_is_seen(spec):
 def test_records_say_where_the_time_went(tmp_path):
     """Four steps of 20 ms with 60 ms of waiting, by a task that was first started ten seconds ago."""
     values = {"loss": jnp.float32(1.0), "gradient_norm": jnp.float32(1.0)}
-    with MetricLogger(tmp_path, "mlm", 0, 4, Work(4e6, 2, 1e9), {"born": time.time() - 10}) as metrics:
+    with MetricLogger(tmp_path, "mlm", 0, 4, Work(4e6, 2, 1e9), {"first_started": time.time() - 10}) as metrics:
         for step in range(4):
             with metrics.step():
                 with metrics.waiting("index"):

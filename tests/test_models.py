@@ -235,7 +235,7 @@ def test_bfloat16_is_for_matrix_products_alone():
     products = [e for e in equations if e.primitive.name == "dot_general"]
     low = [e for e in products if all(v.aval.dtype == jnp.bfloat16 for v in e.invars)]
     towers = 2 * (2 * 8 + 1)  # eight products in each of two layers, and the pooler
-    reader = 2 * 2 * 8 + 2  # the same layers for words and for spans, the word head's layer and the span projection
+    reader = 2 * 2 * 8 + 2  # the same layers for words and for spans, the MLM head's layer and the span projection
     assert len(low) == towers + reader
 
 

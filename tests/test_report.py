@@ -206,7 +206,7 @@ def test_a_part_without_data_is_left_out(key: str | None):
     data.pop(key, None)
     page = Balance(render_report(data))
     heading = {
-        "stages": "What was the model told?",
+        "stages": "How was each stage supervised?",
         "recall_history": "How it came about",
         "recall_by_replaced_words": "When names are replaced",
         "examples": "Questions, answers, passages",

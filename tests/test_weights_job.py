@@ -156,7 +156,7 @@ def test_one_bert_goes_into_every_network_and_the_rest_is_fresh(people, tmp_path
     (line,) = [record.message for record in caplog.records if "init_from" in record.message]
     assert line.endswith(
         "query_embedder: encoder; fresh: pooler, projection | document_embedder: encoder; fresh: pooler, projection | "
-        "reader: encoder, word head; fresh: span head"
+        "reader: encoder, MLM head; fresh: span head"
     )
 
 

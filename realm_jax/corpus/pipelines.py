@@ -109,7 +109,7 @@ def extract(texts: Texts, folder: str, shards: int, skip_damage: bool, options: 
     try:
         check(texts, found, skip_damage)
     except UserError:
-        target.remove(COUNTS)  # what is wrong may be mended, and is to be read again then
+        target.remove(COUNTS)  # what is wrong may be fixed, and is to be read again then
         raise
     return found
 

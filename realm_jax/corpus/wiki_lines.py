@@ -7,7 +7,7 @@ begins where nothing of its kind stands before. Read `paragraphs` next.
 import html
 import re
 
-GAP = "\x1a"  # stands where something was left out, until its line is mended; no XML file can hold it
+GAP = "\x1a"  # stands where something was left out, until its line is cleaned; no XML file can hold it
 
 _EXTERNAL_LINK = re.compile(
     r"\[(?:(?:https?|ftps?|irc|gopher|news|mailto):(?://)?|//)[^\s\[\]<>\"]*+[ \t]*+([^\[\]\n]*+)\]", re.IGNORECASE

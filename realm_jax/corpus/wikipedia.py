@@ -59,7 +59,7 @@ def article(page: Page, notes: Counter[Any] | None = None) -> Article | Dropped:
     """The text of a page, or why it has none.
 
     Headings are paragraphs of their own; paragraphs are apart by blank lines. notes: templates, sections and elements
-    that were left out, and markup that was mended, are counted there. Time grows with the length of the page alone, and
+    that were left out, and markup that was fixed, are counted there. Time grows with the length of the page alone, and
     nothing that a page may hold raises.
     """
     notes = Counter() if notes is None else notes

@@ -149,7 +149,7 @@ class Job:
 
     def _work(self, stop: Stop, step: int | None, once: bool) -> None:
         pause = self._folder.poll_seconds
-        begun, told = False, False
+        begun, logged = False, False
         while True:
             try:
                 if not begun:
@@ -158,7 +158,7 @@ class Job:
                 export = self._only(step) if once else self._due()
                 if export is not None:
                     self._build(export, stop)
-                    pause, told = self._folder.poll_seconds, False
+                    pause, logged = self._folder.poll_seconds, False
                 if once or (export is None and self._ended()):
                     return
                 self._status.update(stage="waiting" if export is None else "building", step=-1)
@@ -172,9 +172,9 @@ class Job:
                 logger.warning("%s; trying again", fault)
                 pause, export = min(pause * 2, LONGEST_PAUSE), None
             if export is None:
-                if not told:
+                if not logged:
                     logger.info("waiting for exports in %s", self._folder.path("exports"))
-                    told = True
+                    logged = True
                 self._pause(pause, stop)
 
     def _begin(self) -> None:

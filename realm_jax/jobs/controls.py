@@ -7,7 +7,7 @@ the inverse cloze task as REALM has, and a reader of the same size that answers 
 from collections.abc import Mapping
 from typing import Any
 
-from realm_jax.jobs.init_from import BORROWING, borrow_params
+from realm_jax.jobs.init_from import INIT_KEYS, init_from_sources
 from realm_jax.run import Run
 from realm_jax.sections import task_names
 from realm_jax.tasks import make_task
@@ -22,8 +22,8 @@ def run_controls(run: Run) -> None:
     start = run.initial_params()
     from_start = [control.folder for control in controls if not control.start]
     begun = any(Saved.newest_of_first(run.workdir / folder / "checkpoints") for folder in from_start)
-    if any(run.config[key] for key in BORROWING) and not begun:  # afterwards its source may go
-        start = borrow_params(run, start)
+    if any(run.config[key] for key in INIT_KEYS) and not begun:  # afterwards its source may go
+        start = init_from_sources(run, start)
     for control in controls:
         changed = _with(run, control.keys)
         params = restore_params(run, control.start) if control.start else start

@@ -64,7 +64,7 @@ from realm_jax.training.workdir import START, begins_with_reader, has_checkpoint
 
 logger = logging.getLogger(__name__)
 
-BORROWING = ("init_from", "reader_from")  # keys that name what a fresh run starts from
+INIT_KEYS = ("init_from", "reader_from")  # keys that name what a fresh run starts from
 PLAIN = {  # a BERT that says nothing of vectors: the paper's towers on top of it
     "pooling": "pooler",
     "projection": 128,
@@ -78,7 +78,7 @@ PLAIN = {  # a BERT that says nothing of vectors: the paper's towers on top of i
 
 @dataclasses.dataclass(frozen=True)
 class Source(abc.ABC):
-    """What a key of BORROWING names. key: that key; name: its value; folder: where that lies."""
+    """What a key of INIT_KEYS names. key: that key; name: its value; folder: where that lies."""
 
     key: str
     name: str
@@ -113,7 +113,7 @@ class Source(abc.ABC):
 
 
 def find_source(name: str, key: str = "init_from") -> Source:
-    """What a key of BORROWING names. Raises UserError for what is neither a run nor weights."""
+    """What a key of INIT_KEYS names. Raises UserError for what is neither a run nor weights."""
     folder = local_source(name, f"config.{key}")
     if model_folders(folder):
         return WeightsSource(key, name, folder)
@@ -127,7 +127,7 @@ def find_source(name: str, key: str = "init_from") -> Source:
 
 def sources_of(config: ConfigDict) -> list[Source]:
     """All that a fresh run starts from; where two have a reader, the last one's counts."""
-    return [find_source(config[key], key) for key in BORROWING if config.get(key)]
+    return [find_source(config[key], key) for key in INIT_KEYS if config.get(key)]
 
 
 class RunSource(Source):
@@ -382,9 +382,9 @@ def _of_model(
 # --- Parameters to start from -----------------------------------------------------------------------------------------
 
 
-def borrows(config: ConfigDict, workdir: Path) -> bool:
+def needs_sources(config: ConfigDict, workdir: Path) -> bool:
     """Whether a run still has to take its first parameters from elsewhere: none of its own are saved yet."""
-    return any(config.get(key) for key in BORROWING) and not has_checkpoint(config, workdir)
+    return any(config.get(key) for key in INIT_KEYS) and not has_checkpoint(config, workdir)
 
 
 def starts_with_pca(run: Run) -> bool:
@@ -396,7 +396,7 @@ def starts_with_pca(run: Run) -> bool:
     return not source or not find_source(source).has_projection(run)
 
 
-def borrow_params(run: Run, fresh: Params) -> Params:
+def init_from_sources(run: Run, fresh: Params) -> Params:
     """What `init_from` and `reader_from` name, on this run's devices; the reader is that of the latter."""
     params = dict(fresh)
     for source in sources_of(run.config):

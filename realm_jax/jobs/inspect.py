@@ -30,9 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `realm inspect`: those of each kind are its own."""
     parser.epilog = EXAMPLES
     kinds = parser.add_subparsers(dest="what", metavar="data|text", required=True)
-    for name, (job, subject, told) in KINDS.items():
-        kind = kinds.add_parser(name, help=told, description=f"See {told}.", allow_abbrev=parser.allow_abbrev)
-        kind.add_argument("subject", metavar=subject, help=told)
+    for name, (job, subject, text) in KINDS.items():
+        kind = kinds.add_parser(name, help=text, description=f"See {text}.", allow_abbrev=parser.allow_abbrev)
+        kind.add_argument("subject", metavar=subject, help=text)
         kind.add_argument("--html", type=filled, metavar="FILE", help="also write what is shown as a page")
         job.add_arguments(kind)
 

@@ -25,7 +25,7 @@ from realm_jax.launch.jobset import JobSets
 from realm_jax.launch.local import Local
 from realm_jax.launch.queued_resources import QueuedResources
 from realm_jax.launch.spec import Launch, describe
-from realm_jax.launch.status import RunState, expect_none, look, one_line, told
+from realm_jax.launch.status import RunState, describe_status, expect_none, look, one_line
 from realm_jax.storage import open_folder
 from realm_jax.tasks import TASKS
 
@@ -223,7 +223,7 @@ def show(state: RunState | None, resources: list[dict[str, str]] | None = None) 
         for job in state.jobs:
             sign = "LATE: no heartbeat for ten seconds" if job.state == "late" else job.state
             used = f", index of step {job.status.index}" if job.status.index >= 0 else ""
-            print(f"{job.name}: {sign}; {told(job.name, job.status)}{used}")
+            print(f"{job.name}: {sign}; {describe_status(job.name, job.status)}{used}")
         if state.generation >= 0:
             print(f"newest index: of step {state.generation}")
     if resources is not None:

@@ -13,7 +13,7 @@ from realm_jax.config import task_names, validate
 from realm_jax.data.sources import Sources, open_sources
 from realm_jax.errors import UserError
 from realm_jax.index.approximate import check_scann
-from realm_jax.jobs.init_from import borrows, resolved, sources_of
+from realm_jax.jobs.init_from import needs_sources, resolved, sources_of
 from realm_jax.run import Run, encoder_of, make_model, make_run
 from realm_jax.storage import Folder, cache_folder, make_folder, open_folder, read_json
 from realm_jax.tasks import TASKS, make_task
@@ -40,7 +40,7 @@ def open_run(config: ConfigDict, workdir: Path) -> Run:
     config = resolved(config, workdir)
     sources = open_sources(config.data.path, recorded_corpus(workdir))
     config = _with_possible_tasks(config, sources)
-    if borrows(config, workdir):
+    if needs_sources(config, workdir):
         _check_sources(config, sources.wordpiece)
     run = make_run(config, workdir, sources)
     for name in task_names(config):

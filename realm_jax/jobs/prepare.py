@@ -276,7 +276,7 @@ class Work:
         manifest["questions"] = self.write_questions(chosen, summaries["passages"])
         manifest |= {"limit": settings["limit"], "inputs": self.inputs}
         manifest["counts"] = {name: _told(count) for name, count in counts.items()}
-        manifest["counts"] |= {"questions": chosen.told()} if self.inputs["questions"] else {}
+        manifest["counts"] |= {"questions": chosen.to_manifest()} if self.inputs["questions"] else {}
         check_claim(self.root, self.claim)
         open_folder(self.root).write_json(MANIFEST, manifest)
         return Made(manifest, counts, summaries, wordpiece.size)
@@ -405,8 +405,8 @@ def _print_summary(output: Path_, made: Made, questions: Counts, seconds: float)
         for kind, times, names in counts.common_notes():
             print(f"  {times:,} × {kind}, such as {', '.join(one for one, _ in names[:5])}")
         _print_samples(counts)
-    told = ", ".join(f"{split} {count:,}" for split, count in made.manifest["questions"].items()) or "none"
-    print(_with_reasons(f"questions: {told}", "dropped", questions.dropped + questions.damaged))
+    asked = ", ".join(f"{split} {count:,}" for split, count in made.manifest["questions"].items()) or "none"
+    print(_with_reasons(f"questions: {asked}", "dropped", questions.dropped + questions.damaged))
     _print_samples(questions)
     print(f"vocabulary: {made.vocabulary:,} word pieces")
     print(f"{output} is ready after {seconds:.0f} seconds")

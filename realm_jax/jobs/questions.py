@@ -40,7 +40,7 @@ class Chosen:
     splits: dict[str, list[Placed]]
     counts: Counts
 
-    def told(self) -> dict[str, Any]:
+    def to_manifest(self) -> dict[str, Any]:
         """What PREPARED.json says of questions that were left out."""
         found = self.counts.to_json()
         return {key: found[key] for key in ("records", "dropped", "damaged", "samples")}

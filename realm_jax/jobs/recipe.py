@@ -18,7 +18,7 @@ from realm_jax.evaluation.predict import Evaluator
 from realm_jax.host import PREEMPTED, Preempted, Stop, handling
 from realm_jax.index.status import StatusWriter, trainer_status
 from realm_jax.jobs.controls import run_controls
-from realm_jax.jobs.init_from import borrow_params, borrows, record_start, starts_with_pca
+from realm_jax.jobs.init_from import init_from_sources, needs_sources, record_start, starts_with_pca
 from realm_jax.jobs.projection import with_principal_components
 from realm_jax.jobs.results import keep_words, measure_baselines, write_results
 from realm_jax.models.realm import Params
@@ -130,8 +130,8 @@ def starting_params(run: Run) -> Params:
     params = run.initial_params()
     if has_checkpoint(run.config, run.workdir):
         return params
-    if borrows(run.config, run.workdir):
-        params = borrow_params(run, params)
+    if needs_sources(run.config, run.workdir):
+        params = init_from_sources(run, params)
     record_start(run, params)
     return with_principal_components(run, params) if starts_with_pca(run) else params
 

@@ -26,7 +26,7 @@ from realm_jax.errors import UserError
 from realm_jax.evaluation.entities import Scores
 from realm_jax.evaluation.tagging import TextTagger
 from realm_jax.host import PREEMPTED, Preempted
-from realm_jax.jobs.init_from import borrows
+from realm_jax.jobs.init_from import needs_sources
 from realm_jax.jobs.opening import has_begun, set_up_jax
 from realm_jax.jobs.recipe import preemptible
 from realm_jax.mesh import put_whole
@@ -72,7 +72,7 @@ def open_tagger_run(config: ConfigDict, workdir: Path, devices: list[jax.Device]
     wordpiece = _vocabulary(config, splits["train"]) if given else WordPiece.load(workdir / TOKENIZER)
     run = make_tagger_run(config, workdir, wordpiece, kinds_of(splits["train"]), splits, devices)
     make_folder(workdir, "--workdir")
-    if borrows(config, workdir):
+    if needs_sources(config, workdir):
         load_bert(local_source(config.init_from), run.model.bert)  # says what does not fit before anything is recorded
     if is_process_0() and not begun:
         wordpiece.save(workdir / TOKENIZER)
@@ -97,7 +97,7 @@ def _vocabulary(config: ConfigDict, documents: Sequence[Document]) -> WordPiece:
 def train(run: BaseRun) -> dict[str, Any]:
     """Train to the end and write `results.json`; returns it."""
     name, fresh = TaggerTask.name, run.initial_params()
-    if borrows(run.config, run.workdir):
+    if needs_sources(run.config, run.workdir):
         encoder = load_bert(local_source(run.config.init_from), run.model.bert)
         fresh[name]["bert"] = jax.tree.map(put_whole, encoder, run.param_shardings[name]["bert"])
     params = train_task(run, name, fresh, TaggerTask(run).measure())

@@ -77,13 +77,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="'bert', the default: towers open in sentence-transformers and as BertModel, the reader as "
         "BertForMaskedLM; 'realm': as RealmEmbedder and RealmReader of transformers 4.x",
     )  # fmt: skip
-    told = {
+    helps = {
         "embedder": "the towers: folder of a released module, or prefix of a checkpoint",
         "bert": "the reader: the same, or a BERT of google-research/bert",
         "finetuned": "the query tower and the reader with its span head: prefix of a fine-tuned ORQA checkpoint",
     }
     for name in CONVERTED:
-        convert.add_argument(f"--{name}", metavar="PATH", help=told[name])
+        convert.add_argument(f"--{name}", metavar="PATH", help=helps[name])
     convert.add_argument("--vocab", metavar="FILE", help="vocab.txt (default: that of a module's assets)")
 
 

@@ -140,12 +140,12 @@ class QueuedResources(CloudTarget):
 
     def plan(self) -> str:
         """All that would be sent, as the commands that send it."""
-        told = []
+        lines = []
         for part in parts(self._launch):
             script = f"{self._name(part.name)}.sh"
-            told.append(f"# {script}\n{startup_script(self._launch, part)}")
-            told.append(f"{shlex.join(self.create(part, script))}\n")
-        return "\n".join(told)
+            lines.append(f"# {script}\n{startup_script(self._launch, part)}")
+            lines.append(f"{shlex.join(self.create(part, script))}\n")
+        return "\n".join(lines)
 
     def start(self) -> None:
         """Ask for what is not there, and start the service again where machines are. Raises UserError for what has
@@ -199,8 +199,8 @@ class QueuedResources(CloudTarget):
         self._everywhere(active, on_machine("stop --no-block"))
         _raise(self._everywhere(active, on_machine("stop")))
         for name, item in there.items():
-            told = "stopped; its machines stay" if item in active else f"is {_state(item).lower()}; it can be deleted"
-            print(f"queued resource {name}: {told}")
+            done = "stopped; its machines stay" if item in active else f"is {_state(item).lower()}; it can be deleted"
+            print(f"queued resource {name}: {done}")
 
     def delete(self) -> None:
         """Give all machines of the run back; the work directory stays."""

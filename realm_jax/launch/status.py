@@ -192,11 +192,11 @@ def one_line(found: Progress, jobs: list[tuple[str, Status]]) -> str:
         parts += [f"index_age {numbers['index_age']}"] if "index_age" in numbers else []
     if found.checkpoint is not None:
         parts.append("checkpoint {}/{}".format(*found.checkpoint))
-    parts += [f"{name} {told(name, status)}" for name, status in jobs if name != TRAINER]
+    parts += [f"{name} {describe_status(name, status)}" for name, status in jobs if name != TRAINER]
     return ", ".join(parts)
 
 
-def told(name: str, status: Status) -> str:
+def describe_status(name: str, status: Status) -> str:
     """What a job is at, in words."""
     if status.done:
         return "done"

@@ -59,11 +59,11 @@ def call(words: Sequence[str], about: str, stdin: str | None = None) -> str:
 
 def call_json(words: Sequence[str], about: str) -> Any:
     """The JSON that a tool prints; see `call`."""
-    told = call(words, about)
+    reply = call(words, about)
     try:
-        return json.loads(told)
+        return json.loads(reply)
     except ValueError:
-        raise UserError(f"{about}: {words[0]} did not answer with JSON: {' '.join(told.split())[:100]!r}") from None
+        raise UserError(f"{about}: {words[0]} did not answer with JSON: {' '.join(reply.split())[:100]!r}") from None
 
 
 def stream(words: Sequence[str]) -> int:
@@ -79,7 +79,7 @@ def _require(tool: str) -> None:
 
 def explain(tool: str, about: str, complaint: str) -> str:
     """One line for what a tool complains of."""
-    told = " ".join(complaint.split())
-    advice = next((advice for pattern, advice in KNOWN if re.search(pattern, told)), None)
-    reason = told.removeprefix("ERROR: ")[:300] or "it failed without a word"
+    reply = " ".join(complaint.split())
+    advice = next((advice for pattern, advice in KNOWN if re.search(pattern, reply)), None)
+    reason = reply.removeprefix("ERROR: ")[:300] or "it failed without a word"
     return f"{about}: {advice} ({tool}: {reason})" if advice else f"{about}: {tool} failed: {reason}"

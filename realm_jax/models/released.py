@@ -1,6 +1,6 @@
 """The released REALM and ORQA checkpoints of TensorFlow: which variable is which tensor, by name.
 
-    bert/…, cls/…                    the reader's BERT and word head (`cc_news_pretrained/bert`), or any BERT of
+    bert/…, cls/…                    the reader's BERT and MLM head (`cc_news_pretrained/bert`), or any BERT of
                                      google-research/bert
     module/…                         a tower (`cc_news_pretrained/embedder`, or the module of the inverse cloze task),
                                      and the question's in a fine-tuned checkpoint, with one more `module/` before it
@@ -21,7 +21,7 @@ from realm_jax.models.reader import SPAN_NORM_EPSILON
 
 EMBEDDER, READER = "embedder", "reader"
 KERAS_EPSILON = 1e-3
-# What no network has a place for: the optimiser's variables and counters, the next-sentence head, a tower's word head.
+# What no network has a place for: the optimiser's variables and counters, the next-sentence head, a tower's MLM head.
 UNUSED = re.compile(
     r"(^|/)(adam_[mv]|AdamWeightDecayOptimizer(_\d+)?|global_step|block_emb|cls/seq_relationship)($|/)"
     r"|^(module/)+cls/predictions/"

@@ -1,6 +1,6 @@
 """Weights that Hugging Face's library understands: `model.safetensors` and `config.json`, in and out.
 
-One folder holds one network. Its *parts* are the encoder, and whatever there is of pooler, projection, word head and
+One folder holds one network. Its *parts* are the encoder, and whatever there is of pooler, projection, MLM head and
 span head; what a file does not have stays as it was. Names are those of `BertModel` and `BertForMaskedLM`, and of
 transformers' `RealmEmbedder` and `RealmReader` for the parts that are REALM's own. Pickled weights
 (`pytorch_model.bin`) are never opened; the vocabulary beside them is not read here. Read next: `bert.py`.
@@ -40,7 +40,7 @@ LAYER = {  # ours → theirs
     "output_norm": "output.LayerNorm",
 }
 WORDS, POSITIONS = "embeddings.word_embeddings.weight", "embeddings.position_embeddings.weight"
-WORD_HEAD, SPAN_HEAD, PROJECTION, VECTOR_NORM = "word head", "span head", "projection", "vector norm"
+MLM_HEAD, SPAN_HEAD, PROJECTION, VECTOR_NORM = "MLM head", "span head", "projection", "vector norm"
 TIED = "cls.predictions.decoder.weight"  # the word embeddings once more, in some files
 HF_REALM = "realm"  # the type of model of transformers that has REALM's networks
 FLOATS = ("F32", "F16", "BF16", "F64")
@@ -158,7 +158,7 @@ def _word_head(c: BertConfig) -> Part:
         *_norm(("mlm_norm",), "cls.predictions.transform.LayerNorm", c.width),
         Tensor(("mlm_bias",), "cls.predictions.bias", (c.vocabulary_size,)),
     )
-    return Part(WORD_HEAD, tensors)
+    return Part(MLM_HEAD, tensors)
 
 
 def _span_head(c: BertConfig, hidden: int) -> Part:
@@ -277,8 +277,8 @@ def _find(file: Any, path: Path, config: BertConfig, parts: Sequence[Part]) -> N
 
 
 def _has(file: Any, names: set[str], prefix: str, part: Part) -> bool:
-    """Whether a file has a part. An output layer that is not tied to the word embeddings makes another word head."""
-    if part.title == WORD_HEAD and TIED in names:
+    """Whether a file has a part. An output layer that is not tied to the word embeddings makes another MLM head."""
+    if part.title == MLM_HEAD and TIED in names:
         return np.array_equal(file.get_tensor(TIED), file.get_tensor(prefix + WORDS))
     return any(_full(prefix, tensor.name) in names for tensor in part.tensors)
 

@@ -1,4 +1,4 @@
-"""What a task is to the rest: to the config, the train loop, questions asked of a run, `realm plan`, and the report.
+"""What a task is to the rest: to the config, the train loop, questions asked of a run, plans, and the report.
 
 A task is one file beside this one and one line in `__init__.py`. Nobody else compares its name: what others have to
 know of it is an attribute here, with the value of a task that needs nothing special. Read next: `mlm.py`, a short one.

@@ -25,10 +25,10 @@ def gradients(
         whole = jax.grad(lambda trained: task.value({**frozen, **trained}, batch, index, key), has_aux=True)
         return whole(trained)
     if task.contrast is None:
-        slopes, means = _summed(task, trained, frozen, split(batch, parts), index, key)
+        grads, means = _summed(task, trained, frozen, split(batch, parts), index, key)
     else:
-        slopes, means = _cached(task, trained, frozen, split(batch, parts), key)
-    return slopes, reported(means)
+        grads, means = _cached(task, trained, frozen, split(batch, parts), key)
+    return grads, reported(means)
 
 
 def split(batch: Batch, parts: int) -> Batch:
@@ -54,8 +54,8 @@ def _summed(
         return means["loss"].total, means
 
     def one(number: Array, part: Batch) -> tuple[Params, Means]:
-        (_, means), slopes = jax.value_and_grad(total, has_aux=True)(trained, part, number)
-        return slopes, means
+        (_, means), grads = jax.value_and_grad(total, has_aux=True)(trained, part, number)
+        return grads, means
 
     def add(sums: tuple[Params, Means], entry: tuple[Array, Batch]) -> tuple[tuple[Params, Means], None]:
         return jax.tree.map(jnp.add, sums, one(*entry)), None
@@ -63,9 +63,9 @@ def _summed(
     numbers = jnp.arange(_length(batch))
     shapes = jax.eval_shape(one, numbers[0], jax.tree.map(lambda x: x[0], batch))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    (slopes, means), _ = jax.lax.scan(add, zeros, (numbers, batch))
+    (grads, means), _ = jax.lax.scan(add, zeros, (numbers, batch))
     count = jnp.maximum(means["loss"].number, 1.0)
-    return jax.tree.map(lambda slope: slope / count, slopes), means
+    return jax.tree.map(lambda gradient: gradient / count, grads), means
 
 
 def _cached(task: Task, trained: Params, frozen: Params, batch: Batch, key: Array | None) -> tuple[Params, Means]:
@@ -81,15 +81,15 @@ def _cached(task: Task, trained: Params, frozen: Params, batch: Batch, key: Arra
 
     numbers = jnp.arange(_length(batch))
     found = _join(jax.lax.map(lambda entry: vectors(trained, *entry), (numbers, batch)))
-    (_, means), (pulls, slopes) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(found, trained)
+    (_, means), (cotangents, grads) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(found, trained)
 
-    def add(slopes: Params, entry: tuple[Array, Batch, Any]) -> tuple[Params, None]:
-        number, part, pull = entry
+    def add(grads: Params, entry: tuple[Array, Batch, Any]) -> tuple[Params, None]:
+        number, part, cotangent = entry
         _, back = jax.vjp(lambda trained: vectors(trained, number, part), trained)
-        return jax.tree.map(jnp.add, slopes, back(pull)[0]), None
+        return jax.tree.map(jnp.add, grads, back(cotangent)[0]), None
 
-    slopes, _ = jax.lax.scan(add, slopes, (numbers, batch, split(pulls, len(numbers))))
-    return slopes, means
+    grads, _ = jax.lax.scan(add, grads, (numbers, batch, split(cotangents, len(numbers))))
+    return grads, means
 
 
 def _length(batch: Batch) -> int:

@@ -139,7 +139,7 @@ def save(loop: Loop) -> None:
         index = loop.index
         generation = "" if index is None else index.generation
         record = {"index_step": -1 if index is None else index.step, "generation": generation}
-        record |= {"seconds": loop.metrics.seconds, "born": loop.metrics.born}
+        record |= {"seconds": loop.metrics.seconds, "first_started": loop.metrics.first_started}
         arrays: dict[str, Any] = {}
         if index is not None and not generation and index.vectors is not None:
             arrays["vectors"] = index.vectors

@@ -62,8 +62,8 @@ class MetricLogger:
         monitor: Callable[[dict[str, Any]], str | None] = lambda record: None,
     ) -> None:  # fmt: skip
         """start: steps that are done. record: of the checkpoint that the task resumes from, {} for none; of its entries
-        `seconds` (spent) and `born` (when the task was first started, as `time.time()`) count. last_saved: the newest
-        step that is saved. monitor: says a warning, or None, of each record. The bar carries the folder's name."""
+        `seconds` (spent) and `first_started` (of the task, as `time.time()`) count. last_saved: the newest step that is
+        saved. monitor: says a warning, or None, of each record. The bar carries the folder's name."""
         self._folder, self._task, self._start = folder, task, start
         self._work, self._last_saved = work, last_saved
         self._metrics = RecordWriter(folder, "metrics", start)
@@ -76,7 +76,7 @@ class MetricLogger:
         self._shown: dict[str, Any] = {}
         self._pending: tuple[int, Values, dict[str, int]] | None = None
         self._began, self._before = time.monotonic(), float(record.get("seconds", 0.0))
-        self.born: float = record.get("born") or time.time()
+        self.first_started: float = record.get("first_started") or time.time()
         self._waited = dict.fromkeys(WAITS, 0.0)
         self._steps: deque[float] = deque(maxlen=TIMED)
 
@@ -122,7 +122,7 @@ class MetricLogger:
         seconds = statistics.median(self._steps)
         speed = self._work.flops / seconds / self._work.devices
         found |= {"step_seconds": seconds, "tflops_per_device": speed / 1e12}
-        found["goodput"] = min(1.0, step * seconds / max(time.time() - self.born, seconds))
+        found["goodput"] = min(1.0, step * seconds / max(time.time() - self.first_started, seconds))
         return found | ({"mfu": speed / self._work.peak} if self._work.peak else {})
 
     # --- Records
