@@ -208,7 +208,7 @@ def test_another_vocabulary_is_refused(people, tmp_path):
     path = folder / "vocab.txt"
     pieces = path.read_text().splitlines()
     path.write_text("".join(f"{piece}\n" for piece in [*pieces[:-2], pieces[-1], pieces[-2]]))
-    with pytest.raises(UserError, match="vocab.txt: not the word pieces of the prepared data; prepare the data with"):
+    with pytest.raises(UserError, match="vocab.txt: not the tokens of the prepared data; prepare the data with"):
         open_run(config, tmp_path / "run")
     path.unlink()
     (folder / "tokenizer_config.json").unlink()

@@ -8,16 +8,10 @@ from typing import Any
 
 from realm_jax.config import default, science
 from realm_jax.errors import UserError
+from realm_jax.jobs.argument_types import filled
 from realm_jax.jobs.flags import with_overrides
 from realm_jax.schema import flatten
 from realm_jax.sections import SEARCHES
-
-
-def filled(text: str) -> str:
-    """The type of an argument that says something."""
-    if not text.strip():
-        raise argparse.ArgumentTypeError("it is empty; give a value or leave the flag out")
-    return text
 
 
 def add_run_arguments(parser: argparse._ActionsContainer, required: bool = True) -> None:

@@ -32,8 +32,8 @@ from realm_jax.jobs.answering import (
     ranks_by_search,
     restore,
 )
-from realm_jax.jobs.arguments import add_run_arguments, add_search_argument, changes_of, filled
-from realm_jax.jobs.flags import positive
+from realm_jax.jobs.argument_types import filled, positive
+from realm_jax.jobs.arguments import add_run_arguments, add_search_argument, changes_of
 from realm_jax.jobs.output import print_json, stdout
 
 logger = logging.getLogger(__name__)

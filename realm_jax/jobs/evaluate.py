@@ -29,7 +29,8 @@ from realm_jax.evaluation.predictions import (
 )
 from realm_jax.evaluation.significance import METHODS
 from realm_jax.jobs.answering import Trained, check_passages, newest, open_run_to_ask, questions_of, restore
-from realm_jax.jobs.arguments import add_question_arguments, add_run_arguments, changes_of, filled
+from realm_jax.jobs.argument_types import filled
+from realm_jax.jobs.arguments import add_question_arguments, add_run_arguments, changes_of
 from realm_jax.jobs.output import checked_output, is_special, print_json, print_line, stdout, table, write_output
 from realm_jax.jobs.predict import describe, records
 from realm_jax.jobs.results import by_words

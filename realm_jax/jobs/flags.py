@@ -45,13 +45,6 @@ class PrintPage(argparse.Action):
         parser.exit()
 
 
-def positive(text: str) -> int:
-    """The type of an argument that is a whole number, at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return int(text)
-
-
 def load_config(
     path: str | None,
     overrides: Sequence[str],

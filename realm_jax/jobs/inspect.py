@@ -6,7 +6,7 @@
 import argparse
 
 from realm_jax.jobs import inspect_data, inspect_text
-from realm_jax.jobs.arguments import filled
+from realm_jax.jobs.argument_types import filled
 from realm_jax.jobs.output import checked_output
 
 EXAMPLES = """examples:

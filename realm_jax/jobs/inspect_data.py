@@ -24,7 +24,7 @@ from realm_jax.data.examples import Example, Lengths, lengths_from, masked_array
 from realm_jax.data.sources import Sources, open_sources
 from realm_jax.errors import UserError
 from realm_jax.evaluation.page import Bar, render
-from realm_jax.jobs.arguments import filled
+from realm_jax.jobs.argument_types import filled
 from realm_jax.jobs.flags import add_config_argument, load_config
 from realm_jax.jobs.output import stdout, write_output
 from realm_jax.text.tokenizer import Tokenizer

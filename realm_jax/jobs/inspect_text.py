@@ -32,8 +32,8 @@ from realm_jax.evaluation.inspection import (
 from realm_jax.evaluation.page import Bar, render
 from realm_jax.evaluation.predict import Evaluator
 from realm_jax.jobs.answering import Trained, check_question, newest, open_run_to_ask, restore
-from realm_jax.jobs.arguments import add_run_arguments, changes_of, filled
-from realm_jax.jobs.flags import positive
+from realm_jax.jobs.argument_types import filled, positive
+from realm_jax.jobs.arguments import add_run_arguments, changes_of
 from realm_jax.jobs.opening import recorded_config
 from realm_jax.jobs.output import checked_output, print_json, stdout, write_output
 from realm_jax.run import Run

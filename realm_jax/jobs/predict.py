@@ -34,8 +34,8 @@ from realm_jax.jobs.answering import (
     restore,
     short,
 )
+from realm_jax.jobs.argument_types import positive
 from realm_jax.jobs.arguments import add_question_arguments, add_run_arguments, changes_of
-from realm_jax.jobs.flags import positive
 from realm_jax.jobs.output import checked_output, is_special
 from realm_jax.run import Run
 from realm_jax.storage import digest, flush_to_disk, only_one

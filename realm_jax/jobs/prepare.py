@@ -30,7 +30,7 @@ from realm_jax.corpus.store import new_version
 from realm_jax.corpus.texts import Input, identity, open_texts
 from realm_jax.data.sources import FORMAT_VERSION
 from realm_jax.errors import UserError
-from realm_jax.jobs.flags import positive
+from realm_jax.jobs.argument_types import positive
 from realm_jax.jobs.questions import Chosen, QuestionFile, published_identity, question_file, read_all
 from realm_jax.jobs.unfinished import ARTICLES, MANIFEST, TOKENIZER, check_claim, is_prepared, unfinished
 from realm_jax.storage import open_folder
