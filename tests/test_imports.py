@@ -1,0 +1,45 @@
+"""Imports run downhill: what a package may import is what stands above it in docs/design.md, and in this list."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import realm_jax
+
+ROOT = Path(realm_jax.__file__).parent
+# The lowest first. A module or package imports from those before it alone; configs/ are users' files.
+LAYERS = (
+    *("errors", "storage", "schema", "processes", "mesh", "console", "checksums", "cache", "host"),
+    *("text", "sections", "corpus", "data", "models", "index", "run", "forward", "flops", "evaluation"),
+    *("tasks", "config", "recipes", "training", "launch", "jobs", "cli"),
+)
+
+
+def imported(path: Path) -> set[str]:
+    """Packages and top-level modules of realm_jax that a file imports, also inside of functions."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == "realm_jax":
+            found |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("realm_jax."):
+            found.add(node.module.split(".")[1])
+        elif isinstance(node, ast.Import):
+            found |= {name.name.split(".")[1] for name in node.names if name.name.startswith("realm_jax.")}
+    return found & {*LAYERS}
+
+
+def files_of(layer: str) -> list[Path]:
+    return [ROOT / f"{layer}.py"] if (ROOT / f"{layer}.py").is_file() else sorted((ROOT / layer).rglob("*.py"))
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_package_imports_only_what_is_below_it(layer):
+    below, files = {*LAYERS[: LAYERS.index(layer) + 1]}, files_of(layer)
+    assert files
+    assert {str(path.relative_to(ROOT)): wrong for path in files if (wrong := imported(path) - below)} == {}
+
+
+def test_every_module_has_its_layer():
+    there = {path.stem for path in ROOT.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
+    assert there - {"__init__", "configs"} == {*LAYERS}
