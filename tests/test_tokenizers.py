@@ -108,7 +108,7 @@ def test_what_lacks_a_token_is_refused(tmp_path):
 def test_offsets_are_words_without_the_space_before_them(tokenizer):
     text = "  Ada   Almgren\nwas born (1801). "
     found = [text[start:end] for start, end in tokenizer.encode(text).offsets]
-    assert [word for word in found if word] == ["Ada", "Almgren", "was", "first_started", "(", "1801", ")", "."]
+    assert [word for word in found if word] == ["Ada", "Almgren", "was", "born", "(", "1801", ")", "."]
 
 
 @settings(max_examples=60)
