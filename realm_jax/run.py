@@ -212,7 +212,7 @@ def bare_run(
     data, retrieval, objective = config.data, config.retrieval, config.objective
     model = make_model(config, vocabulary_size, encode, logical_sharding(mesh, "batch", None, None))
     setting = Setting(
-        model.with_bert(attention=select_attention(mesh, model.bert.dtype)),
+        model.with_bert(**for_devices(mesh, model.bert.dtype)),
         mesh,
         *special,
         rows,
@@ -252,6 +252,12 @@ def check_batches(config: ConfigDict, spread: int) -> None:
                 f"config.{name}.batch_size: is {size}, but {spread} devices share a batch in {parts} part(s); set a "
                 f"multiple of {spread * parts}"
             )
+
+
+def for_devices(mesh: Mesh, dtype: Any) -> dict[str, Any]:
+    """Fields of a `BertConfig` that suit the devices: how to attend; one CPU needs no place for hidden states."""
+    attention = select_attention(mesh, dtype)
+    return {"attention": attention} | ({"hidden": None} if attention == "cpu" else {})
 
 
 def encoder_of(wordpiece: Tokenizer) -> Encode:

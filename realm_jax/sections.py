@@ -17,7 +17,6 @@ SEARCHES = ("vectors", "bm25", "hybrid")  # what finds passages
 
 SEED = Limit("from 0 to 2**32 - 1 (JAX drops the bits beyond)", lambda value: 0 <= value < 2**32)
 DEVICES = Limit("positive, or -1 for what is left", lambda value: value > 0 or value == -1)
-BLOCK = Limit("a positive multiple of 32", lambda value: value > 0 and value % 32 == 0)
 HELD_OUT = Limit(
     "0 for none, or from 0.001 to 1 (documents are held out in thousandths)",
     lambda value: value == 0 or 0.001 <= value <= 1,

@@ -354,7 +354,7 @@ def remove_documents(folder: Path, documents: Collection[str]) -> PassageStore:
 def _leave_out(store: PassageStore, documents: Collection[str]) -> list[list[int]]:
     """What a version leaves out that has none of these documents of `store`. Raises UserError for an unknown one."""
     removed = list(store.removed)
-    for document in documents:
+    for document in dict.fromkeys(documents):
         rows = store.stored_rows_of(document)
         if not rows:
             raise UserError(f"{store.folder} has no document {document!r}; `realm corpus add` adds new ones")

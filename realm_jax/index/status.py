@@ -19,7 +19,7 @@ from typing import Any, Self
 
 from realm_jax.errors import UserError
 from realm_jax.processes import is_process_0, run_on_process_0
-from realm_jax.storage import Damaged, Folder, StorageError, read_json, write_json_atomic
+from realm_jax.storage import Damaged, Folder, read_json, write_json_atomic
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ class StatusWriter:
                 self._status = dataclasses.replace(self._status, counter=self._status.counter + 1)
             try:
                 write_status(self._folder, self._job, self._status)
-            except StorageError as fault:
+            except Exception as fault:  # of whatever kind: the heartbeat goes on
                 news = "is done" if self._status.done else "goes on"
                 logger.warning("%s; other jobs cannot see that the %s %s", fault, self._job, news)
 

@@ -26,7 +26,7 @@ from realm_jax.evaluation.ablations import HEADS, Measured, Row, cells, html, ma
 from realm_jax.jobs.flags import add_config_argument, load_config, with_overrides
 from realm_jax.jobs.opening import open_run, recorded_config, set_up_jax
 from realm_jax.jobs.quickstart import make_data
-from realm_jax.jobs.recipe import preemptible, train
+from realm_jax.jobs.recipe import preemptible, reported, train
 from realm_jax.jobs.results import hardware
 from realm_jax.recipes import ROW, ablations
 from realm_jax.storage import make_folder, one_after_another, only_one, write_atomic, write_json_atomic
@@ -175,8 +175,8 @@ def train_row(config: ConfigDict, name: str, seed: int, place: Path) -> None:
     for split, what in (("dev", "rows are measured with"), ("train", "readers are trained with")):
         if not opened.sources.answered(split):
             raise UserError(f"{config.base.data.path}: no {split} questions with answers, which {what}; prepare some")
-    with only_one(opened.workdir):
-        train(opened)
+    with only_one(opened.workdir), reported(opened) as status:
+        train(opened, status)
     jax.clear_caches()  # the programs of one row are of no use to the next
 
 

@@ -18,6 +18,7 @@ from rich.table import Table
 from realm_jax.config import default, task_names, validate
 from realm_jax.errors import UserError
 from realm_jax.index.status import TRAINER
+from realm_jax.jobs.argument_types import positive
 from realm_jax.jobs.flags import PrintPage, add_config_argument, load_config, with_overrides
 from realm_jax.launch import spec as specs
 from realm_jax.launch.checks import check_cloud, check_place, check_training
@@ -85,8 +86,20 @@ def _add_flags(parser: argparse.ArgumentParser, act: Action) -> None:
         add("--dry-run", action="store_true", help="print all that would be sent, and do nothing")
     if act is plan:
         add("--task", default=None, help="plan this task (default: realm if it is in the recipe, else the last)")
-        add("--passages", type=int, default=ROWS, metavar="N", help=f"of the corpus (default: {ROWS:,}, the paper's)")
-        add("--vocabulary", type=int, default=VOCABULARY, metavar="N", help=f"word pieces (default: {VOCABULARY:,})")
+        add(
+            "--passages",
+            type=positive,
+            default=ROWS,
+            metavar="N",
+            help=f"of the corpus (default: {ROWS:,}, the paper's)",
+        )
+        add(
+            "--vocabulary",
+            type=positive,
+            default=VOCABULARY,
+            metavar="N",
+            help=f"word pieces (default: {VOCABULARY:,})",
+        )
         add("--mfu", type=float, default=0.4, help="share of peak that steps and embedding reach (default: 0.4)")
         add("--price-per-chip-hour", type=float, default=None, metavar="X", help="for the cost, in any currency")
     if act is logs:

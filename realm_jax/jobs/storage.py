@@ -112,6 +112,8 @@ def remove(folder: Folder, names: list[str], force: bool) -> None:
     if not names:
         raise UserError("realm storage rm: name the generations to remove; `realm storage ls` lists them")
     for name in names:
+        if DAMAGED in name:
+            raise UserError(f"{name}: was set aside as damaged; remove its folder by hand once nobody needs it")
         if name not in generation_names(folder):
             raise UserError(f"{name}: a checkpoint is removed by training itself, as checkpoint.keep has it")
         entry = _generation(folder, name)

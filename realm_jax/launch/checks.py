@@ -12,6 +12,7 @@ from realm_jax.errors import UserError
 from realm_jax.index.status import BUILDER, TRAINER
 from realm_jax.launch.spec import BUCKET, MOUNTED, Launch
 from realm_jax.recipes import is_name
+from realm_jax.schema import flatten
 from realm_jax.sections import task_names
 from realm_jax.tasks import TASKS
 
@@ -71,7 +72,8 @@ def check_training(launch: Launch, config: ConfigDict, builders: int, remote: bo
 
 def _check_places(launch: Launch, config: ConfigDict) -> None:
     mounted = f"{MOUNTED}/{launch.bucket}/"
-    for key, path, elsewhere in (("data.path", config.data.path, BUCKET), ("init_from", config.init_from, "hf:")):
+    for key, elsewhere in (("data.path", BUCKET), ("init_from", "hf:"), ("reader_from", "hf:")):
+        path = flatten(config.to_dict())[key]
         if path and not path.startswith((mounted, elsewhere)):
             raise UserError(f"config.{key}={path}: the machines do not see it; name {elsewhere}… or {mounted}…")
     if config.refresh.shared not in ("", launch.workdir):

@@ -137,7 +137,7 @@ class Supervisor:
         self._restarts, self._grace_seconds = restarts, grace_seconds
         folder = open_folder(workdir)
         self._asked: list[int] = []  # signals that came
-        self._fault: UserError | None = None  # why builders in the background ended
+        self._fault: Exception | None = None  # why builders in the background ended
         self._told_at = time.monotonic()
         self._print = threading.Lock()
         self._summary = lambda: summary(folder)
@@ -189,7 +189,7 @@ class Supervisor:
                 if job.code:
                     log = self._workdir / "logs" / f"{job.name}.log"
                     raise UserError(f"{job.name} failed; no index will arrive. {log} says why")
-        except UserError as fault:
+        except Exception as fault:  # also a defect: training would wait for an index that no builder makes
             self._fault = fault
             if not self._asked:
                 os.kill(os.getpid(), signal.SIGTERM)

@@ -26,10 +26,9 @@ from realm_jax.evaluation.tagging import WindowTagger
 from realm_jax.flops import tower_of
 from realm_jax.index.candidates import Batch, Index
 from realm_jax.mesh import logical_sharding
-from realm_jax.models.attention import select_attention
 from realm_jax.models.likelihood import Mean
 from realm_jax.models.tagger import Params, Tagger
-from realm_jax.run import BaseRun, make_bert, mesh_for
+from realm_jax.run import BaseRun, for_devices, make_bert, mesh_for
 from realm_jax.schema import BELOW_ONE, NOT_NEGATIVE, POSITIVE, at_least, key, require
 from realm_jax.sections import SEED, AnyOptimizer, AnyTask, Bert, Checkpoint, Log, Mesh
 from realm_jax.storage import digest
@@ -49,7 +48,7 @@ from realm_jax.text.tags import (
     windows,
     with_neighbours,
 )
-from realm_jax.text.tokenizer import Tokenizer
+from realm_jax.text.tokenizer import Tokenizer, id_dtype
 
 Array = jax.Array
 NAME = "tagger"  # of the task, of its section of the config, and of its parameters
@@ -150,7 +149,11 @@ class TaggerTask(Task):
 
     def array_shapes(self) -> Shapes:
         places = (self.run.config.data.length,)
-        shapes: Shapes = {"ids": (places, np.uint16), "shapes": (places, np.uint8), "labels": (places, np.int16)}
+        shapes: Shapes = {
+            "ids": (places, id_dtype(self.run.model.bert.vocabulary_size)),
+            "shapes": (places, np.uint8),
+            "labels": (places, np.int16),
+        }
         return shapes | {"length": ((), np.int32)}
 
     def loss(self, params: Params, batch: Batch, index: None, key: Array | None) -> Means:
@@ -212,7 +215,7 @@ def make_tagger_run(
     """Everything that a validated config decides. Raises UserError where the mesh does not fit."""
     mesh = mesh_for(config, devices)
     bert = make_bert(config.model, wordpiece.size, config.data.length, logical_sharding(mesh, "batch", None, None))
-    bert = dataclasses.replace(bert, attention=select_attention(mesh, bert.dtype))
+    bert = dataclasses.replace(bert, **for_devices(mesh, bert.dtype))
     tagger = Tagger(bert, kinds, config.model.shapes)
     network = {name: config.model[name] for name in NETWORK} | {"length": config.data.length}
     text = AnnotatedText(wordpiece, splits, {"kinds": kinds, "network": network})

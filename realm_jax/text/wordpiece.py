@@ -32,7 +32,7 @@ PAD, UNK, CLS, SEP, MASK = SPECIAL_PIECES = ("[PAD]", "[UNK]", "[CLS]", "[SEP]",
 VOCABULARY_FILE = "vocab.txt"
 SETTINGS_FILE = "settings.json"
 FORMAT_VERSION = 1
-MAX_SIZE = 65_535  # of a list of pieces: it was learned, or is that of a BERT
+MAX_SIZE = 65_535  # of a vocabulary that is learned here
 MIN_TRAINED_SIZE = 64  # the special tokens and both forms of a few dozen characters
 MAX_ALPHABET = 1_000  # distinct characters of a trained vocabulary: enough for any alphabet, not for every ideograph
 CONTINUATION = "##"
@@ -169,8 +169,6 @@ def _tokenizer(ids: dict[str, int], lower_case: bool) -> tokenizers.Tokenizer:
 def _check(vocabulary: Sequence[str], source: str) -> None:
     if not vocabulary:
         raise UserError(f"{source}: the vocabulary is empty; one word piece a line is expected")
-    if len(vocabulary) > MAX_SIZE:
-        raise UserError(f"{source}: {len(vocabulary)} word pieces; at most {MAX_SIZE} fit the stored ids")
     line_of: dict[str, int] = {}
     for line, piece in enumerate(vocabulary, start=1):
         if not piece.strip():

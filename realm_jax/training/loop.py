@@ -154,7 +154,7 @@ def train_loop(run: BaseRun, course: Course, params: Params, folder: Path) -> Pa
         # --- What serves the steps
 
         def should_stop() -> bool:
-            """Whether to stop waiting for an index; a process that asks is on_progress."""
+            """Whether to stop waiting for an index; a process that asks is alive."""
             watchdog.heartbeat()
             return stop.asked
 

@@ -84,7 +84,7 @@ class IndexSource:
         return None
 
     def announce(self, step: int) -> Control:
-        """The generation that this process has ready; called once a step, after `at`."""
+        """The generation that this process has ready; called once a step, after `next`."""
         return Control()
 
     def saving(self, step: int, generation: str) -> None:
