@@ -33,9 +33,9 @@ logger = logging.getLogger(__name__)
 class Loop:
     """One task on its way: what serves it, then what changes from step to step.
 
-    folder: under the run folder. measure, answers_start: see `loop.Course`. step: steps that are done; saved: those of
-    the newest save, −1 for none. index: the one in use. values: metrics of the last step, on the devices. heard: what
-    all processes announced two steps ago.
+    folder: under the run folder. measure: see `loop.train_task`. answers_start: whether the start of a task that
+    retrieves is measured as its end is. step: steps that are done; saved: those of the newest save, −1 for none. index:
+    the one in use. values: metrics of the last step, on the devices. heard: what all processes announced two steps ago.
     """
 
     run: BaseRun

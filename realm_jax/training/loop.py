@@ -1,21 +1,18 @@
 """The train loop: one task from its first step, or from its newest checkpoint, to its last.
 
-Read `train_loop` top to bottom, then `hooks.py`, what happens every so many steps. `train_task` says what the loop has
-to know of a task (`Course`). What a step computes is the task's (`realm_jax/tasks/`); where its arrays live is
-`state.py`; what watches over a run is `guards.py`.
+Read `train_task` top to bottom, then `hooks.py`, what happens every so many steps. What a task needs and what a step
+computes is said by the task (`realm_jax/tasks/`); where its arrays live is `state.py`; what watches over a run is
+`guards.py`.
 """
 
-import dataclasses
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 
 import jax
 import numpy as np
 
-from realm_jax.data.examples import Examples
 from realm_jax.data.pipeline import batches, padded_lengths
 from realm_jax.flops import peak
 from realm_jax.host import Stop, free_heap
@@ -39,34 +36,6 @@ from realm_jax.training.restore import restore
 from realm_jax.training.state import Control, make_step, put_control, start_state
 from realm_jax.training.workdir import begins_with_reader
 
-MakeRefresh = Callable[[int, Checkpoints, Callable[[], bool], Callable[[], None]], IndexSource]
-
-
-@dataclasses.dataclass(frozen=True)
-class Course:
-    """What the loop has to know of a task.
-
-    examples: called when something is left to train, with the parameters that it goes on from. work: what a step is to
-    the devices. refresh: where the index comes from, by (first step, checkpoints, whether to stop waiting, what to call
-    again and again while the corpus is embedded). search: where hosts search ahead of a step. measure: called with
-    parameters and an index (None without one) at every refresh and, its last argument true, every so many steps
-    (`every`; 0: never) and at the end. keep_best: whether the task ends with the parameters that measured best
-    (`best.py`).
-    measure_start: whether a task that does not retrieve is measured before its first step too; answers_start: whether
-    one that does is measured then as at its end.
-    """
-
-    task: Task
-    examples: Callable[[Params], Examples]
-    work: Work
-    refresh: MakeRefresh
-    search: Search | None = None
-    measure: Measure | None = None
-    every: int = 0
-    keep_best: bool = False
-    measure_start: bool = False
-    answers_start: bool = False
-
 
 def train_task(
     run: BaseRun,
@@ -76,47 +45,12 @@ def train_task(
     folder: str | None = None,
     status: StatusWriter | None = None,
 ) -> Params:
-    """Train one task of a run to its last step and return all parameters.
+    """Train a task to its last step, or on from its newest checkpoint; returns all parameters.
 
-    params: where a fresh task starts; it donates them. measure: see `Course`; there is no index in a task that neither
-    retrieves nor trains the retriever. folder: name under the run folder, the task's own by default. status: for a task
-    whose index a builder makes. Continues from the newest checkpoint of the folder. Raises Preempted after SIGTERM,
-    once the state is saved.
-    """
-    task, own = make_task(name, run), folder is None
-    course = Course(
-        task,
-        lambda params: task.examples(params, partial(start_vectors, task.run, name, params)),
-        work_of(task),
-        partial(make_refresh, task, status if own else None),
-        Search(task.setting, run.config.retrieval.ahead) if task.host_search and task.run.searches else None,
-    )
-    if measure is not None:
-        course = dataclasses.replace(
-            course,
-            measure=measure,
-            every=task.evaluate_every,
-            keep_best=task.keeps_best and own,
-            measure_start=task.evaluates_start and own,
-            answers_start=starts_with_answers(task),
-        )
-    params = train_loop(run, course, params, run.workdir / (folder or name))
-    if task.follows_builder and status is not None and own:
-        status.update(index_done=True, step=run.config[name].steps)
-    return params
-
-
-def starts_with_answers(task: Task) -> bool:
-    """Whether what a task starts with is measured as at its end, to keep the better: it may come with a reader."""
-    return task.retrieves and bool(
-        task.run.config.evaluation.keep_best and broadcast_from_process_0(begins_with_reader(task.run.workdir))
-    )
-
-
-def train_loop(run: BaseRun, course: Course, params: Params, folder: Path) -> Params:
-    """Train a task to its last step, or on from the newest checkpoint in `folder`; returns all parameters.
-
-    `params`, where a fresh task starts, are donated. Raises Preempted after SIGTERM, once the state is saved.
+    params: where a fresh task starts; it donates them. measure: called with parameters and an index (None without one)
+    at every new index and, its last argument true, every `task.evaluate_every` steps and at the end. folder: name of a
+    control's folder under the run folder, None for the task's own; a control hands on its last parameters. status: for
+    a task whose index a builder makes. Raises Preempted after SIGTERM, once the state is saved.
 
     The order of a step: adopt an index, evaluate, batch, step, log, save.
 
@@ -133,22 +67,24 @@ def train_loop(run: BaseRun, course: Course, params: Params, folder: Path) -> Pa
     embedding the corpus     one process gives it up (Interrupted); several finish it, and stop before a later step
     after the last step      the last evaluation and save come first, so that no step is lost; then Preempted
     """
-    config, task = run.config, course.task
-    total, size = config[task.name].steps, config[task.name].batch_size
+    config, task, own = run.config, make_task(name, run), folder is None
+    total, size, place = task.settings.steps, task.settings.batch_size, run.workdir / (folder or name)
+    status = status if own else None
 
     # --- Restore: the newest checkpoint that is intact, else the start
 
     free_heap()
-    saved = Saved.newest_sound(folder / "checkpoints", lambda saved: restore(run, task, saved, params))
+    saved = Saved.newest_sound(place / "checkpoints", lambda saved: restore(run, task, saved, params))
     state = start_state(run, task, params) if saved is None else saved.state
     start = int(state.step)
     with ExitStack() as stack:
         keep = config.checkpoint
-        checkpoints = stack.enter_context(Checkpoints(folder / "checkpoints", keep.keep, keep.keep_every))
+        checkpoints = stack.enter_context(Checkpoints(place / "checkpoints", keep.keep, keep.keep_every))
         stop = stack.enter_context(Stop())
         stop.asked = any_process(stop.asked)
         stop.check("every finished task is saved")
         if start >= total:
+            tell_builders(task, status)
             return state.params
 
         # --- What serves the steps
@@ -166,26 +102,28 @@ def train_loop(run: BaseRun, course: Course, params: Params, folder: Path) -> Pa
         step_function = make_step(run, task)
         record = {} if saved is None else saved.record
         metrics = MetricLogger(
-            folder, task.name, start, total, course.work, record, lambda: checkpoints.latest, task.monitor()
+            place, name, start, total, work_of(task), record, lambda: checkpoints.latest, task.monitor()
         )
-        watchdog = Watchdog(config.log.hang_seconds, folder.name)
-        source = course.refresh(start, checkpoints, should_stop, embedding)
+        watchdog = Watchdog(config.log.hang_seconds, place.name)
+        source = make_refresh(task, status, start, checkpoints, should_stop, embedding)
         rows = own_rows(run.mesh, size)
-        examples = course.examples(state.params)
+        examples = task.examples(state.params, partial(start_vectors, task.run, name, state.params))
         stream = batches(examples, config.seed, task.stream, size, start, total, rows)
-        feed = Feed(run.mesh, stream, rows, size, course.search, None if saved is None else saved.in_flight)
-        profiler = Profiler(folder / "profile", config.log.profile_step)
+        feed = Feed(run.mesh, stream, rows, size, search_of(task), None if saved is None else saved.in_flight)
+        profiler = Profiler(place / "profile", config.log.profile_step)
         compiles = CompileGuard(step_function, padded_lengths(examples))
-        best = Best(run, task, folder, course.keep_best)
+        measured = measure is not None
+        best = Best(run, task, place, measured and task.keeps_best and own)
         loop = Loop(
-            run=run, task=task, folder=folder, total=total, stop=stop, watchdog=watchdog, metrics=metrics,
-            checkpoints=checkpoints, best=best, source=source, feed=feed, measure=course.measure,
-            answers_start=course.answers_start, state=state, step=start, saved=-1 if saved is None else start,
+            run=run, task=task, folder=place, total=total, stop=stop, watchdog=watchdog, metrics=metrics,
+            checkpoints=checkpoints, best=best, source=source, feed=feed, measure=measure,
+            answers_start=measured and starts_with_answers(task), state=state, step=start,
+            saved=-1 if saved is None else start,
         )  # fmt: skip
         before_step = (
             Hook(lambda loop: profiler.at(loop.step, loop.values)),
             Hook(hooks.adopt, every=int(task.retrieves)),
-            Hook(hooks.evaluate, every=course.every, at_ends=False),
+            Hook(hooks.evaluate, every=task.evaluate_every if measured else 0, at_ends=False),
         )
         after_step = (
             Hook(lambda loop: compiles.check(loop.step - 1)),
@@ -202,7 +140,7 @@ def train_loop(run: BaseRun, course: Course, params: Params, folder: Path) -> Pa
             if saved is not None and task.retrieves:
                 loop.index = source.resume(saved)
             del saved, state  # their arrays go when the loop needs them no longer
-            if course.measure_start and start == 0 and not task.retrieves:
+            if measured and own and task.evaluates_start and start == 0 and not task.retrieves:
                 hooks.adopt(loop)
                 loop.index = None  # it was evaluated with one; its steps use none
             while loop.step < total:
@@ -213,7 +151,7 @@ def train_loop(run: BaseRun, course: Course, params: Params, folder: Path) -> Pa
                     raise Interrupted
                 with metrics.step():
                     run_due(before_step, loop)
-                    with jax.profiler.StepTraceAnnotation(task.name, step_num=loop.step):
+                    with jax.profiler.StepTraceAnnotation(name, step_num=loop.step):
                         with metrics.waiting("data"):
                             batch = feed.next(loop.state.params, loop.index)
                         said = source.announce(loop.step)._replace(stop=int(stop.asked))
@@ -236,9 +174,28 @@ def train_loop(run: BaseRun, course: Course, params: Params, folder: Path) -> Pa
         watchdog.heartbeat()
         hooks.save_at_once(loop)
         hooks.warn_if_below_start(loop, measures)
+        tell_builders(task, status)
         stop.asked = any_process(stop.asked)
-        stop.check(f"saved {folder.name} at step {total}")
+        stop.check(f"saved {place.name} at step {total}")
     return loop.state.params
+
+
+def tell_builders(task: Task, status: StatusWriter | None) -> None:
+    """Say that the index of a task that follows a builder is needed no more."""
+    if task.follows_builder and status is not None:
+        status.update(index_done=True, step=task.settings.steps)
+
+
+def search_of(task: Task) -> Search | None:
+    """Where hosts search ahead of a step; None where the step searches itself."""
+    return Search(task.setting, task.run.config.retrieval.ahead) if task.host_search and task.run.searches else None
+
+
+def starts_with_answers(task: Task) -> bool:
+    """Whether what a task starts with is measured as at its end, to keep the better: it may come with a reader."""
+    return task.retrieves and bool(
+        task.run.config.evaluation.keep_best and broadcast_from_process_0(begins_with_reader(task.run.workdir))
+    )
 
 
 def work_of(task: Task) -> Work:
