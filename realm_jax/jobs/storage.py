@@ -6,7 +6,7 @@ A checkpoint is called TASK/STEP (`realm_jax/training/checkpoints.py`), a genera
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,18 +49,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exit code 1 when `verify` finds damage."""
     workdir = Path(args.workdir)
-    items = stored(workdir)
+    saved = checkpoints(workdir)
+    if args.action == "rm":
+        remove(workdir, args.names, saved, args.force)
+        return 0
+    # The shared folder, which may be a bucket, is looked at where something in it is asked for.
+    items = saved if args.names and {*args.names} <= {*saved} else saved | generations(workdir)
     if args.action == "ls":
         entries = [item.describe() for item in items.values()]
         for kind in ("checkpoint", "generation"):
             print_records([entry for entry in entries if [*entry][0] == kind], args.json, f"no {kind}s")
         return 0
     for name in args.names:
-        if name not in items:
-            raise UserError(f"--workdir={workdir}: there is no {name} stored; `realm storage ls` lists what there is")
-    if args.action == "rm":
-        remove(recorded_folder(workdir), args.names, args.force)
-        return 0
+        _check_name(name, items, workdir)
     return int(any([verify(name, items[name]) for name in args.names or items]))
 
 
@@ -75,24 +76,31 @@ class Item(NamedTuple):
     verify: Callable[[], str | None]
 
 
-def stored(workdir: Path) -> dict[str, Item]:
-    """What the run in a folder has stored, by name: checkpoints by task and step, then generations.
-
-    Raises UserError where there is no run.
-    """
-    config = recorded_config(workdir, tagger=None)
-    items = {
+def checkpoints(workdir: Path) -> dict[str, Item]:
+    """The checkpoints of the run in a folder, by task and step. Raises UserError where there is no run."""
+    recorded_config(workdir, tagger=None)
+    return {
         _name(entry): Item(partial(_checkpoint, entry), partial(_verify_checkpoint, entry))
         for folder in sorted(workdir.glob("*/checkpoints"))
         for entry in (*reversed(saved_folders(folder)), *sorted(folder.glob(f"*{DAMAGED}*")))
     }
-    if kind_of(config) is not None:
-        return items
+
+
+def generations(workdir: Path) -> dict[str, Item]:
+    """The generations of the run in a folder, by name; a tagger has none. Raises UserError where the shared folder
+    cannot be opened."""
+    if kind_of(recorded_config(workdir, tagger=None)) is not None:
+        return {}
     shared = recorded_folder(workdir)
-    return items | {
+    return {
         name: Item(partial(_generation, shared, name), partial(_verify_generation, shared, name))
         for name in generation_names(shared)
     }
+
+
+def _check_name(name: str, known: Collection[str], workdir: Path) -> None:
+    if name not in known:
+        raise UserError(f"--workdir={workdir}: there is no {name} stored; `realm storage ls` lists what there is")
 
 
 def verify(name: str, item: Item) -> bool:
@@ -107,15 +115,20 @@ def verify(name: str, item: Item) -> bool:
     return False
 
 
-def remove(folder: Folder, names: list[str], force: bool) -> None:
-    """Remove generations. Raises UserError, before any is removed, for what must stay."""
+def remove(workdir: Path, names: list[str], saved: Collection[str], force: bool) -> None:
+    """Remove generations. saved: the run's checkpoints. Raises UserError, before any is removed, for what must stay."""
     if not names:
         raise UserError("realm storage rm: name the generations to remove; `realm storage ls` lists them")
     for name in names:
         if DAMAGED in name:
             raise UserError(f"{name}: was set aside as damaged; remove its folder by hand once nobody needs it")
-        if name not in generation_names(folder):
+        if name in saved:
             raise UserError(f"{name}: a checkpoint is removed by training itself, as checkpoint.keep has it")
+    known = generations(workdir)
+    for name in names:
+        _check_name(name, known, workdir)
+    folder = recorded_folder(workdir)
+    for name in names:
         entry = _generation(folder, name)
         if not force and (entry.get("in_use") or entry.get("pinned")):
             raise UserError(f"generation {name} is needed by the run to go on; remove it all the same with --force")
