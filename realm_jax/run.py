@@ -157,6 +157,10 @@ class Run(BaseRun):
         length, special = self.config.data.document_length, self.sources.wordpiece.special
         return CorpusRows(*self.sources.passages.stored_matrix(length, special, first, last))
 
+    def with_model(self, model: Realm) -> "Run":
+        """The same run with other networks, which it and its losses know."""
+        return dataclasses.replace(self, model=model, setting=dataclasses.replace(self.setting, model=model))
+
     def with_config(self, config: ConfigDict) -> "Run":
         """The same run under another config of the same data and networks; the corpus on the devices is shared."""
         other = dataclasses.replace(self, config=config)

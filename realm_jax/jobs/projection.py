@@ -78,8 +78,7 @@ def _make(run: Run, params: Params) -> dict[str, NDArray[np.float32]]:
     if is_process_0():
         logger.info("encoder.projection_start='pca': embedding %d passages", len(chosen))
     pooled = dataclasses.replace(run.model, projection=0, normalization="none")
-    bare = dataclasses.replace(run, model=pooled, setting=dataclasses.replace(run.setting, model=pooled))
-    kernel, bias, share = principal_components(bare.embed(params, rows=rows), size)
+    kernel, bias, share = principal_components(run.with_model(pooled).embed(params, rows=rows), size)
     if is_process_0():
         logger.info("%d principal components hold %.0f %% of the variance", size, 100 * share)
     return {"kernel": kernel, "bias": bias}
