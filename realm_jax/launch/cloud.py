@@ -1,5 +1,6 @@
 """What the targets in a cloud have in common: the parts of a run are resources that bear its name."""
 
+import abc
 from typing import Any
 
 from realm_jax.errors import UserError
@@ -8,7 +9,7 @@ from realm_jax.launch.spec import Launch
 Resource = dict[str, Any]  # as a cloud's tool prints it
 
 
-class CloudTarget:
+class CloudTarget(abc.ABC):
     """The base of `JobSets` and `QueuedResources`. kind: what a resource is called in messages."""
 
     kind: str
@@ -23,17 +24,17 @@ class CloudTarget:
     def _name(self, part: str) -> str:
         return f"{self._launch.spec.name}-{part}"
 
+    @abc.abstractmethod
     def _list(self) -> list[Resource]:
         """The resources that have the run's name."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _describe(self, item: Resource) -> dict[str, str]:
         """{"name", "state", "detail"} of a resource."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _owner(self, item: Resource) -> str:
         """The flag that names whose a resource is, where it is another run's of the same name; else ''."""
-        raise NotImplementedError
 
     def _own(self, required: bool = True) -> dict[str, Resource]:
         """Name → resource of the run. Raises UserError for one of another run, and where there is none if required."""
