@@ -13,10 +13,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from realm_jax.corpus import dumps, wikipedia
-from realm_jax.corpus.build import PassagePacker
-from realm_jax.corpus.jsonl import Article
-from realm_jax.text.wordpiece import WordPiece
+from realm_jax.corpora import dumps, wikipedia
+from realm_jax.corpora.build import PassagePacker
+from realm_jax.data.jsonl import Article
+from realm_jax.data.wordpiece import WordPiece
 
 PASSAGES = 13_353_718  # of the index that was released with Guu et al. 2020
 WORKERS, CORES = 100, 2

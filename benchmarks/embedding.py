@@ -34,10 +34,10 @@ from transformers import BertModel
 
 from realm_jax.data.sources import open_sources
 from realm_jax.host import keep_memory
-from realm_jax.index.embed import CorpusRows, embed_corpus, in_groups
 from realm_jax.models.bert import BertConfig
 from realm_jax.models.encoder import Embedder
 from realm_jax.models.inputs import Documents, document_segments, token_mask
+from realm_jax.retrieval.embed import CorpusRows, embed_corpus, in_groups
 
 SIZES = {  # width, layers, heads, feed-forward
     "384 x 6": (384, 6, 12, 1536),

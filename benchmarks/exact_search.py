@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from realm_jax.index.exact import padded_rows, search
 from realm_jax.mesh import make_mesh
+from realm_jax.retrieval.exact import padded_rows, search
 
 BLOCKS = (4_096, 16_384, 65_536, 262_144)
 QUERIES = (512, 64, 1)

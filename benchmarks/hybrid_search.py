@@ -5,7 +5,7 @@
 
 --encoder: a sentence-transformers folder, which embeds passages (title and text) and questions; --vectors: a folder in
 which the vectors are kept, PASSAGES.npy and SPLIT.npy, so that the encoder is needed once. The rule of the package is
-`realm_jax/index/fusion.py`; the others are here because it was compared with them.
+`realm_jax/retrieval/fusion.py`; the others are here because it was compared with them.
 
 The split `masked` is made of the corpus itself, for choosing a rule without any question: a sentence without one of its
 spans asks for the other passages of its document, and its own passage takes no part.
@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from realm_jax.data.held_out import evenly_spaced, masked_pieces
 from realm_jax.data.sources import Sources, open_sources
-from realm_jax.evaluation.retrieval import gold_hits
-from realm_jax.index.fusion import LIST, fuse
-from realm_jax.index.words import PLAIN, Bm25, language_of, searchable_texts
+from realm_jax.eval.retrieval import gold_hits
+from realm_jax.retrieval.bm25 import PLAIN, Bm25, language_of, searchable_texts
+from realm_jax.retrieval.fusion import LIST, fuse
 
 TEMPERATURE = 0.05  # of cosines, the retriever's
 BLOCK = 256  # questions at a time

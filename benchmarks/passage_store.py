@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 import psutil
 
-from realm_jax.corpus.build import PassagePacker
-from realm_jax.corpus.jsonl import Article
-from realm_jax.corpus.segments import Passage
-from realm_jax.corpus.store import PassageStore, append_segment
-from realm_jax.text.wordpiece import WordPiece
+from realm_jax.corpora.build import PassagePacker
+from realm_jax.data.jsonl import Article
+from realm_jax.data.segments import Passage
+from realm_jax.data.store import PassageStore, append_segment
+from realm_jax.data.wordpiece import WordPiece
 
 WORDS = 135  # ORQA's blocks have about as many on average
 DIFFERENT_TEXTS = 4000

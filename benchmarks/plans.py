@@ -17,9 +17,9 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from realm_jax.cli.config_flags import load_config
+from realm_jax.cli.plan import program_keys
 from realm_jax.config import default, task_names, validate
-from realm_jax.jobs.flags import load_config
-from realm_jax.jobs.plan import program_keys
 from realm_jax.storage import read_json, write_json_atomic
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -68,7 +68,7 @@ def is_of(entry: dict[str, Any], config: ConfigDict) -> bool:
 def plan(name: str, slices: str) -> dict[str, Any]:
     """In a process of its own, since the compiler keeps its memory."""
     began = time.monotonic()
-    command = [sys.executable, "-m", "realm_jax.cli", "launch", "plan", "--json", *SLICES[slices]]
+    command = [sys.executable, "-m", "realm_jax.cli.main", "launch", "plan", "--json", *SLICES[slices]]
     command.append(f"--config={ROOT / 'configs' / name}.py")
     ended = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if not ended.stdout:

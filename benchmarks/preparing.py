@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 
-from realm_jax.corpus.build import PassagePacker
-from realm_jax.corpus.jsonl import Article, read_passages
-from realm_jax.text.spans import Span
-from realm_jax.text.wordpiece import WordPiece
+from realm_jax.corpora.build import PassagePacker
+from realm_jax.data.jsonl import Article, read_passages
+from realm_jax.data.spans import Span
+from realm_jax.data.wordpiece import WordPiece
 
 BATCH = 64  # articles, about a million characters
 FINDERS = {"sentences, word pieces, packing": "preparing:nothing", "the same with salient spans by rules": "rules"}

@@ -38,11 +38,11 @@ from realm_jax.config import default, joint_length
 from realm_jax.data.sources import open_sources
 from realm_jax.flops import peak
 from realm_jax.host import keep_memory
-from realm_jax.index.embed import CorpusRows
 from realm_jax.models.inputs import Documents
+from realm_jax.retrieval.embed import CorpusRows
 from realm_jax.run import Run, bare_run, put_batch
 from realm_jax.tasks import make_task
-from realm_jax.training.state import Control, make_step, put_control, start_state
+from realm_jax.train.step import Control, make_step, put_control, start_state
 
 SIZES = {"128": (128, 2, 2, 512), "384": (384, 6, 12, 1536), "base": (768, 12, 12, 3072)}
 CLS, SEP, MASK, WORDS = 101, 102, 103, 30_522  # of BERT's uncased vocabulary
@@ -287,7 +287,7 @@ def their_way(
 
 
 def rate(step: int, config: ConfigDict) -> float:
-    """The learning rate of `realm_jax.training.optimizer` with one step of warm-up."""
+    """The learning rate of `realm_jax.train.optimizer` with one step of warm-up."""
     return config.realm.learning_rate * (1 - step / config.realm.steps) if step else 0.0
 
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from realm_jax.data.conll import read_conll
-from realm_jax.text.sentences import split
+from realm_jax.data.sentences import split
 
 Splitter = Callable[[str], list[str]]
 

@@ -18,15 +18,15 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from realm_jax.jobs.opening import open_run, set_up_jax
-from realm_jax.jobs.quickstart import make_data
-from realm_jax.jobs.recipe import starting_params, train
+from realm_jax.cli.quickstart import make_data
 from realm_jax.recipes import quickstart
 from realm_jax.run import Run
 from realm_jax.tasks import make_task
 from realm_jax.tasks.base import Measure
-from realm_jax.training.loop import train_task
-from realm_jax.training.metrics import read_lines
+from realm_jax.train.loop import train_task
+from realm_jax.train.metrics import read_lines
+from realm_jax.train.opening import open_run, set_up_jax
+from realm_jax.train.recipe import starting_params, train
 
 N = 4  # steps between two refreshes that a builder beside training would manage
 STEPS = 60 * N

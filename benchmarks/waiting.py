@@ -25,10 +25,10 @@ from realm_jax.data.sources import FORMAT_VERSION, open_sources
 from realm_jax.host import keep_memory
 from realm_jax.recipes import quickstart
 from realm_jax.run import Run, make_run
-from realm_jax.training.guards import Profiler
-from realm_jax.training.loop import train_task
-from realm_jax.training.metrics import WAITS, read_lines
-from realm_jax.training.workdir import check_workdir
+from realm_jax.train.guards import Profiler
+from realm_jax.train.loop import train_task
+from realm_jax.train.metrics import WAITS, read_lines
+from realm_jax.train.workdir import check_workdir
 
 FIRST = 20  # step whose record is the beginning: compiling and the first index lie before it
 

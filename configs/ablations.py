@@ -13,7 +13,7 @@ row whose parameters it begins with ("" for the start of the base); `reader`, th
     )
     config.table = (*config.table, "wider")
 
-`encyclopedia` holds settings of `realm_jax/corpus/encyclopedia.py`, and nothing where `base.data.path` names a prepared
+`encyclopedia` holds settings of `realm_jax/data/encyclopedia.py`, and nothing where `base.data.path` names a prepared
 folder. `seeds` are those of training; the encyclopedia is the same for all. Hardware: two CPU cores. What came of it,
 and the time: `docs/results/ablations.md`.
 """

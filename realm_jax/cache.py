@@ -4,7 +4,7 @@
     ROOT/<kind>/<name>/<item>.json    put last: name → dtype, shape, first byte and checksum of each
 
 An entry, ROOT/<kind>/<name>, goes as a whole when others need its room. Kinds are `vectors`, of passages by encoder
-(`index/vector_cache.py`), and `opened`, of checkpoints that are asked (`training/opened.py`). Nothing that is read is
+(`retrieval/vector_cache.py`), and `opened`, of checkpoints that are asked (`train/opened.py`). Nothing that is read is
 trusted: arrays are compared with their checksums.
 """
 

@@ -13,11 +13,11 @@ from ml_collections import ConfigDict
 
 from realm_jax import schema, sections
 from realm_jax.errors import UserError
+from realm_jax.models.prompts import parse
 from realm_jax.schema import Sections, flatten, require
 from realm_jax.sections import MODEL_PROMPT, check_heads, joint_length, task_names
 from realm_jax.tasks import TASKS
 from realm_jax.tasks.base import Task
-from realm_jax.text.templates import parse
 
 REALM_TASKS = {name: task for name, task in TASKS.items() if task.sections is None}
 OTHER_KINDS = {name: task for name, task in TASKS.items() if task.sections is not None}
@@ -40,7 +40,7 @@ SECTIONS: dict[str, Any] = {
     "evaluation": sections.Evaluation(),
 }
 
-# Values that mean "as the model of `init_from`"; `jobs/init_from.py` puts its own in their place.
+# Values that mean "as the model of `init_from`"; `train/init_from.py` puts its own in their place.
 FROM_MODEL = schema.inherited(SECTIONS)
 
 INTRODUCTION = """# Keys of a config

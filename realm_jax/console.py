@@ -2,7 +2,7 @@
 
 Rich finds out what the other end can show (a terminal or a file, its width, `NO_COLOR`); here is decided what is said.
 One console serves bars and log lines, so that a line appears above a running bar and not through it.
-Not for metrics that are kept: those are written by `realm_jax/training/metrics.py`.
+Not for metrics that are kept: those are written by `realm_jax/train/metrics.py`.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """The two forward passes: of a masked sentence, and of a question. Training, evaluation and inspection share them.
 
 Pure functions of (setting, parameters, batch, index); `key` None turns dropout off. A loss takes what they return, and
-so do answers, the report and `realm inspect`. What retrieval does: `index/candidates.py`. Read next:
+so do answers, the report and `realm inspect`. What retrieval does: `retrieval/search.py`. Read next:
 `models/likelihood.py` for the probabilities, `tasks/realm.py` and `tasks/qa.py` for the losses.
 """
 
@@ -10,7 +10,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from realm_jax.index.candidates import (
+from realm_jax.models.inputs import Documents, Joint, find_answers, join, null_documents
+from realm_jax.models.likelihood import NEGATIVE, answer_log_probabilities
+from realm_jax.models.realm import Params, flatten_joint
+from realm_jax.retrieval.fusion import Fused, ranks_of
+from realm_jax.retrieval.search import (
     Batch,
     Candidates,
     Index,
@@ -22,10 +26,6 @@ from realm_jax.index.candidates import (
     search_by,
     take,
 )  # fmt: skip
-from realm_jax.index.fusion import Fused, ranks_of
-from realm_jax.models.inputs import Documents, Joint, find_answers, join, null_documents
-from realm_jax.models.likelihood import NEGATIVE, answer_log_probabilities
-from realm_jax.models.realm import Params, flatten_joint
 
 Array = jax.Array
 

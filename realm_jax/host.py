@@ -2,8 +2,8 @@
 
 XLA takes and gives back hundreds of megabytes a step, and gigabytes with larger models. glibc returns such blocks to
 the system and gets them anew, with a page fault and a zeroed page each: a third of a step of the tiny recipe
-(`benchmarks/README.md`). `keep_memory` helps only before other threads have allocated anything, so `cli.py` calls it
-before it imports a job. MALLOC_ARENA_MAX in the environment leaves malloc alone.
+(`benchmarks/README.md`). `keep_memory` helps only before other threads have allocated anything, so `cli/main.py` calls
+it before it imports a command. MALLOC_ARENA_MAX in the environment leaves malloc alone.
 
 What is kept serves a small model. The programs of a wide one, one for each length of its batches, leave each other
 holes that are too small, and twice the memory is held that any of them uses: `return_blocks`, before the first large

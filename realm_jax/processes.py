@@ -2,7 +2,7 @@
 
 Every process runs every device program, in the same order, with its own part of the data; a program that one of them
 leaves out makes the others wait for ever. So what decides whether a program runs must be the same everywhere: it
-follows from the config, travels through the step (`training/state.put_control`), comes from the first
+follows from the config, travels through the step (`train/step.put_control`), comes from the first
 (`broadcast_from_process_0`), or is voted on (`allgather_flags`).
 """
 

@@ -1,7 +1,7 @@
 """A run's fixed parts: config, folder, data, mesh, networks, and the corpus on the devices. Shared by every job.
 
 `BaseRun` is what the train loop needs of any run, `Run` is one over passages. Read next: `tasks/base.py` for what is
-learned in it, `training/loop.py` for how, `evaluation/predict.py` for how it answers.
+learned in it, `train/loop.py` for how, `eval/prediction.py` for how it answers.
 """
 
 import dataclasses
@@ -19,23 +19,23 @@ from numpy.typing import NDArray
 
 from realm_jax.data.examples import Example, Find, Found, Lengths, lengths_from
 from realm_jax.data.sources import Sources
+from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.errors import UserError
 from realm_jax.host import WIDE, return_blocks
-from realm_jax.index.approximate import ScannConfig
-from realm_jax.index.candidates import Index, Setting, bm25_listed, search_depth
-from realm_jax.index.embed import CorpusRows, embed_corpus, in_groups
-from realm_jax.index.exact import padded_rows
-from realm_jax.index.fusion import LIST
-from realm_jax.index.words import Bm25, check_words, load_or_build
 from realm_jax.mesh import logical_sharding, make_mesh, parameter_shardings
 from realm_jax.models.attention import select_attention
 from realm_jax.models.bert import BertConfig
 from realm_jax.models.inputs import Documents
+from realm_jax.models.prompts import Encode, Template, compiled, placeholder
 from realm_jax.models.reader import Reader
 from realm_jax.models.realm import Params, Realm
+from realm_jax.retrieval.bm25 import Bm25, check_words, load_or_build
+from realm_jax.retrieval.embed import CorpusRows, embed_corpus, in_groups
+from realm_jax.retrieval.exact import padded_rows
+from realm_jax.retrieval.fusion import LIST
+from realm_jax.retrieval.scann import ScannConfig
+from realm_jax.retrieval.search import Index, Setting, bm25_listed, search_depth
 from realm_jax.sections import joint_length, task_names
-from realm_jax.text.templates import Encode, Template, compiled, placeholder
-from realm_jax.text.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from ml_collections import ConfigDict
 
+from realm_jax.data.languages import LANGUAGES, PLAIN
 from realm_jax.schema import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Limit, at_least, key, one_of, require
-from realm_jax.text.languages import LANGUAGES, PLAIN
 
 MODEL_PROMPT = "model"
 SEARCHES = ("vectors", "bm25", "hybrid")  # what finds passages

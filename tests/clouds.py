@@ -2,7 +2,7 @@
 
 from fake_tools import calls
 
-from realm_jax import cli
+from realm_jax.cli import main as cli
 from realm_jax.launch import spec as specs
 from realm_jax.launch.spec import describe
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from realm_jax.corpus import near_duplicates
-from realm_jax.corpus.jsonl import Article
-from realm_jax.corpus.near_duplicates import find_near_duplicates, fingerprint
-from realm_jax.corpus.news import RULES
-from realm_jax.text import sentences
+from realm_jax.corpora import near_duplicates
+from realm_jax.corpora.near_duplicates import find_near_duplicates, fingerprint
+from realm_jax.corpora.news import RULES
+from realm_jax.data import sentences
+from realm_jax.data.jsonl import Article
 
 DAMAGED = ("null", "not UTF-8", "not JSON", "surrogate")
 KINDS = ("article", "furnished", "copy", "version", "edited", "foreign", "stub", *DAMAGED)

@@ -21,23 +21,23 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from tiny_run import open_config, tiny_config
 
+from realm_jax.cli.build_index import Job, for_embedding
 from realm_jax.config import flatten
-from realm_jax.evaluation.predict import Evaluator
+from realm_jax.eval.prediction import Evaluator
 from realm_jax.host import Preempted, Stop
-from realm_jax.index.builder import Stopped, WorkShare
-from realm_jax.index.generations import export_steps, read_export
-from realm_jax.jobs.build_index import Job, for_embedding
-from realm_jax.jobs.recipe import reported
 from realm_jax.models.realm import Params
+from realm_jax.refresh.builder import Stopped, WorkShare
+from realm_jax.refresh.exporter import Exporter
+from realm_jax.refresh.generations import export_steps, read_export
 from realm_jax.run import Run, make_run
 from realm_jax.tasks.base import Task
-from realm_jax.training import loop
-from realm_jax.training.exporter import Exporter
-from realm_jax.training.loop import train_task
-from realm_jax.training.metrics import TIMES, read_lines
-from realm_jax.training.refresh import shared_folder
-from realm_jax.training.restore import restore_params
-from realm_jax.training.state import make_step
+from realm_jax.train import loop
+from realm_jax.train.index_source import shared_folder
+from realm_jax.train.loop import train_task
+from realm_jax.train.metrics import TIMES, read_lines
+from realm_jax.train.recipe import reported
+from realm_jax.train.restore import restore_params
+from realm_jax.train.step import make_step
 
 STEPS = 6  # of a run that makes its index itself
 EVERY = 2  # steps between two exports of one that does not
@@ -272,7 +272,7 @@ def start(workdir, flags, cache, count=1, devices=8, quick=True):
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1" if quick else "0",
     }
     several = [f"--processes={count}", f"--coordinator={coordinator}"] if count > 1 else []
-    command = [sys.executable, "-m", "realm_jax.cli", "train", f"--workdir={workdir}", *flags, *several]
+    command = [sys.executable, "-m", "realm_jax.cli.main", "train", f"--workdir={workdir}", *flags, *several]
     return [
         subprocess.Popen(
             [*command, *([f"--process={one}"] if count > 1 else [])],

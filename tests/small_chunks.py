@@ -4,8 +4,9 @@ that stays; nobody waits long between two looks at a folder."""
 import sys
 from collections.abc import Callable
 
-from realm_jax import cli, storage
-from realm_jax.index import generations
+from realm_jax import storage
+from realm_jax.cli import main as cli
+from realm_jax.refresh import generations
 
 
 def shrink(patch: Callable[..., None] = setattr) -> None:

@@ -9,16 +9,16 @@ import pytest
 from ml_collections import ConfigDict
 from tiny_run import tiny_config
 
-from realm_jax import cli
+from realm_jax.cli import ablate
+from realm_jax.cli import main as cli
 from realm_jax.config import default, flatten
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
-from realm_jax.evaluation.ablations import HEADS, Measured, Row, cells, html, lead, markdown, mean_of
-from realm_jax.jobs import ablate
-from realm_jax.jobs.init_from import init_from_sources
+from realm_jax.eval.ablations import HEADS, Measured, Row, cells, html, lead, markdown, mean_of
 from realm_jax.recipes import ablations
 from realm_jax.run import make_run
-from realm_jax.training.restore import restore_params
+from realm_jax.train.init_from import init_from_sources
+from realm_jax.train.restore import restore_params
 
 
 def tiny_ablations(data: Path) -> ConfigDict:

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realm_jax.evaluation.answers import (
+from realm_jax.data import patterns
+from realm_jax.eval.answers import (
     contains_answer,
     exact_match,
     find_answer,
@@ -20,7 +21,6 @@ from realm_jax.evaluation.answers import (
     token_f1,
     words,
 )
-from realm_jax.text import patterns
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 needs_shared_data = pytest.mark.skipif(not SHARED.is_dir(), reason="the shared real data is not on this machine")

@@ -10,12 +10,12 @@ import pytest
 
 pytest.importorskip("scann", reason="ScaNN runs on Linux alone")
 
-from realm_jax.index import searchers
-from realm_jax.index.approximate import ScannConfig, Searcher, exact_rows, recall, shard_ranges
-from realm_jax.index.builder import Builder, Corpus, Rejected, clear_rejections, rejection
-from realm_jax.index.embed import CorpusRows
-from realm_jax.index.generations import InvalidIndex, load_vectors, read_manifest, write_export
-from realm_jax.index.searchers import load_searcher
+from realm_jax.refresh import searchers
+from realm_jax.refresh.builder import Builder, Corpus, Rejected, clear_rejections, rejection
+from realm_jax.refresh.generations import InvalidIndex, load_vectors, read_manifest, write_export
+from realm_jax.refresh.searchers import load_searcher
+from realm_jax.retrieval.embed import CorpusRows
+from realm_jax.retrieval.scann import ScannConfig, Searcher, exact_rows, recall, shard_ranges
 from realm_jax.storage import PosixFolder
 
 SETTINGS = ScannConfig(shard_rows=3000, budget=50, tree_from=10_000)
@@ -158,7 +158,5 @@ def test_a_pickle_beside_the_files_is_never_read(tmp_path):
 
 def test_an_installed_tensorflow_stays_out(tmp_path):
     (tmp_path / "tensorflow.py").write_text("raise RuntimeError('TensorFlow was imported')")
-    code = (
-        "from realm_jax.index.approximate import _scann; _scann(); import sys; assert 'tensorflow' not in sys.modules"
-    )
+    code = "from realm_jax.retrieval.scann import _scann; _scann(); import sys; assert 'tensorflow' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin"})

@@ -11,15 +11,15 @@ import pytest
 from rich.console import Console
 from tiny_run import PEOPLE, prepare_people, question
 
-from realm_jax import cli
-from realm_jax.corpus.jsonl import Question
-from realm_jax.evaluation.answers import normalise
-from realm_jax.evaluation.predict import Answer, Evaluator, merge
-from realm_jax.jobs import ask as job
-from realm_jax.jobs.answering import open_run_to_ask, restore
+from realm_jax.cli import ask as job
+from realm_jax.cli import main as cli
+from realm_jax.data.jsonl import Question
+from realm_jax.eval.answers import normalise
+from realm_jax.eval.prediction import Answer, Evaluator, merge
 from realm_jax.run import Run
-from realm_jax.training.checkpoints import Gone, Saved
-from realm_jax.training.restore import restore_params, saved_index
+from realm_jax.train.checkpoints import Gone, Saved
+from realm_jax.train.restore import restore_params, saved_index
+from realm_jax.train.trained_run import open_run_to_ask, restore
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
@@ -206,7 +206,7 @@ def test_a_folder_with_another_config_is_no_run(tmp_path, capsys):
 def test_a_question_imports_only_what_it_needs():
     """Each of these takes between a tenth of a second and two of them."""
     unwanted = {"torch", "tensorboardX", "scipy", "grain", "optax", "tensorflow", "transformers"}
-    code = f"import sys, realm_jax.jobs.ask; print(*sorted({unwanted} & sys.modules.keys()))"
+    code = f"import sys, realm_jax.cli.ask; print(*sorted({unwanted} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
 
 

@@ -30,10 +30,12 @@ from runs import (
     until,
 )
 
-from realm_jax import cli
+from realm_jax.cli import build_index
+from realm_jax.cli import main as cli
 from realm_jax.host import Stop
-from realm_jax.index import status
-from realm_jax.index.generations import (
+from realm_jax.refresh import status
+from realm_jax.refresh.exporter import export_record, sample_vectors, to_arrays
+from realm_jax.refresh.generations import (
     export_step,
     export_steps,
     generation_names,
@@ -41,16 +43,14 @@ from realm_jax.index.generations import (
     remove_generation,
     write_export,
 )  # fmt: skip
-from realm_jax.index.status import read_status, trainer_status
-from realm_jax.jobs import build_index
-from realm_jax.jobs.recipe import reported
+from realm_jax.refresh.status import read_status, trainer_status
+from realm_jax.refresh.watcher import IndexWatcher
 from realm_jax.storage import PosixFolder
-from realm_jax.training.adoption import BuiltIndex
-from realm_jax.training.exporter import export_record, sample_vectors, to_arrays
-from realm_jax.training.follower import IndexWatcher
-from realm_jax.training.metrics import read_lines
-from realm_jax.training.restore import restore_params
-from realm_jax.training.state import Control, agreed
+from realm_jax.train.built_index import BuiltIndex
+from realm_jax.train.metrics import read_lines
+from realm_jax.train.recipe import reported
+from realm_jax.train.restore import restore_params
+from realm_jax.train.step import Control, agreed
 
 pytestmark = pytest.mark.usefixtures("quick_steps")
 

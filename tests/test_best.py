@@ -2,7 +2,7 @@
 
 import pytest
 
-from realm_jax.training.best import compare_with_start, describe_loss, kept_by
+from realm_jax.train.best import compare_with_start, describe_loss, kept_by
 
 
 def lines(start: float, end: float, **last) -> list[dict]:

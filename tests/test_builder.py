@@ -6,9 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from realm_jax.index.builder import Builder, Corpus, Stopped, WorkShare, current_name, reject, rejection
-from realm_jax.index.embed import CorpusRows
-from realm_jax.index.generations import (
+from realm_jax.refresh.builder import Builder, Corpus, Stopped, WorkShare, current_name, reject, rejection
+from realm_jax.refresh.generations import (
     InvalidIndex,
     export_steps,
     generation_names,
@@ -20,7 +19,8 @@ from realm_jax.index.generations import (
     remove_generation,
     write_export,
 )  # fmt: skip
-from realm_jax.index.status import Status, read_status, write_status
+from realm_jax.refresh.status import Status, read_status, write_status
+from realm_jax.retrieval.embed import CorpusRows
 from realm_jax.storage import PosixFolder, digest
 
 WIDTH, ROWS, CHUNK = 4, 23, 5

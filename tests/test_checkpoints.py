@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from runs import STEPS, Cut, assert_same_run, cut_at, open_inline, train_measured
 
-from realm_jax import cli, storage
+from realm_jax import storage
+from realm_jax.cli import main as cli
 from realm_jax.errors import UserError
 from realm_jax.storage import StorageError
-from realm_jax.training import checkpoints
-from realm_jax.training.checkpoints import Saved, saved_folders
+from realm_jax.train import checkpoints
+from realm_jax.train.checkpoints import Saved, saved_folders
 
 pytestmark = pytest.mark.usefixtures("quick_steps")
 

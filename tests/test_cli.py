@@ -16,11 +16,11 @@ import pytest
 from ml_collections import ConfigDict, config_dict
 
 import realm_jax
-from realm_jax import cli
+from realm_jax.cli import config_flags
+from realm_jax.cli import main as cli
 from realm_jax.config import default, default_like, kind_of, reference, validate
 from realm_jax.errors import UserError
 from realm_jax.host import Preempted
-from realm_jax.jobs import flags
 from realm_jax.launch import spec as specs
 from realm_jax.recipes import is_name
 
@@ -34,7 +34,7 @@ def job(monkeypatch):
     module.seen, module.ends = [], lambda: None
 
     def add_arguments(parser: argparse.ArgumentParser) -> None:
-        flags.add_config_argument(parser)
+        config_flags.add_config_argument(parser)
         parser.add_argument("--workdir")
         parser.epilog = "examples:\n  realm fake --workdir=runs/first"
 
@@ -124,13 +124,14 @@ def examples() -> list[list[str]]:
 def test_the_config_of_an_example_in_the_help_is_complete(command):
     name = next(part for part in command if part.startswith("--config=")).removeprefix("--config=")
     given = [part for part in command if part.startswith("--config.")]
-    config = flags.load_config(name, given, default, like=default_like)
+    config = config_flags.load_config(name, given, default, like=default_like)
     validate(config, kind_of(config))
 
 
 def test_help_and_version_import_no_jax():
     program = (
-        "import sys; from realm_jax import cli\ntry: cli.main(sys.argv[1:])\nfinally: assert 'jax' not in sys.modules"
+        "import sys; from realm_jax.cli import main as cli\n"
+        "try: cli.main(sys.argv[1:])\nfinally: assert 'jax' not in sys.modules"
     )
     for option in ("--help", "--version"):
         done = subprocess.run([sys.executable, "-c", program, option], cwd=ROOT, capture_output=True, text=True)
@@ -188,7 +189,7 @@ def test_a_defect_keeps_its_traceback(job, error):
 
 def test_a_reader_that_stops_reading_is_no_error():
     program = (
-        "import sys, types; from realm_jax import cli\n"
+        "import sys, types; from realm_jax.cli import main as cli\n"
         "job = types.ModuleType('job'); sys.modules['job'] = job; job.add_arguments = lambda parser: None\n"
         "job.run = lambda args: [print('line' * 100) for _ in range(1000)] and 0\n"
         "cli.JOBS['talk'] = ('job', 'talk'); sys.exit(cli.main(['talk']))"
@@ -257,7 +258,7 @@ def test_an_interrupt_where_nothing_can_be_raised_comes_again(job, interruptible
 def realm(end: str, *shell: str, **environment: str) -> subprocess.CompletedProcess:
     """A job whose body is `end`, run with the redirections of `shell`."""
     program = (
-        "import sys, types; from realm_jax import cli\n"
+        "import sys, types; from realm_jax.cli import main as cli\n"
         "job = types.ModuleType('job'); sys.modules['job'] = job; job.add_arguments = lambda parser: None\n"
         f"job.run = lambda args: {end}\n"
         "cli.JOBS['talk'] = ('job', 'talk'); sys.exit(cli.main(['talk']))"
@@ -295,7 +296,7 @@ def tiny_config() -> ConfigDict:
 
 
 def load(*overrides: str, path: str | None = None, default=tiny_config, like=None) -> ConfigDict:
-    return flags.load_config(path, list(overrides), default, like=like)
+    return config_flags.load_config(path, list(overrides), default, like=like)
 
 
 def write(folder: Path, text: str) -> str:
@@ -449,7 +450,7 @@ def test_a_name_that_no_config_has_gets_the_names_there_are(tmp_path, monkeypatc
     for command in (["train"], ["ablate"], ["launch", "plan"], ["build-index"]):
         assert cli.main([*command, "--config=none", "--workdir=run"]) == 2
     with pytest.raises(UserError, match=r"^--spec=v5e: there is no file v5e"):
-        flags.load_config("v5e", [], specs.default, kind="spec")
+        config_flags.load_config("v5e", [], specs.default, kind="spec")
 
 
 def test_an_edited_config_file_is_read_anew(tmp_path):

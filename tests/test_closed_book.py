@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 from tiny_run import PEOPLE, prepare_people, tiny_config
 
-from realm_jax import cli
+from realm_jax.cli import main as cli
 from realm_jax.config import validate
-from realm_jax.corpus.jsonl import Question
 from realm_jax.data.examples import Lengths, document_arrays
+from realm_jax.data.jsonl import Question
 from realm_jax.data.sources import Sources, open_sources
 from realm_jax.errors import UserError
-from realm_jax.jobs.recipe import train
 from realm_jax.models.inputs import Documents, join
 from realm_jax.models.realm import flatten_joint
 from realm_jax.run import make_run
@@ -24,7 +23,8 @@ from realm_jax.tasks.closed_book import (
     closed_book_query,
     recall_answers,
 )
-from realm_jax.training.workdir import check_workdir
+from realm_jax.train.recipe import train
+from realm_jax.train.workdir import check_workdir
 
 LENGTHS = Lengths(query=20, document=48, predictions=6, answers=2, span_width=4)
 QUESTION = "When was Ada Dahl born?"

@@ -12,8 +12,8 @@ import realm_jax
 from realm_jax import schema
 from realm_jax.config import SECTIONS, default, flatten, joint_length, reference, science, task_names, validate
 from realm_jax.errors import UserError
-from realm_jax.jobs.opening import recorded_config
 from realm_jax.tasks.tagger import TaggerTask
+from realm_jax.train.opening import recorded_config
 
 PAGE = Path(realm_jax.__file__).parents[1] / "docs" / "config.md"
 

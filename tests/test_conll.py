@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realm_jax.data.conll import Document, Sentence, open_tagged, read_conll, split_by_hash, text_of
+from realm_jax.data.tags import Entity, entities
 from realm_jax.errors import UserError
-from realm_jax.text.tags import Entity, entities
 
 SENTENCE = "Ada Lovelace met Babbage Ltd in London".split()
 FOUND = [Entity(0, 2, "PER"), Entity(3, 5, "ORG"), Entity(6, 7, "LOC")]

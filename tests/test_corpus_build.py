@@ -8,13 +8,13 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from realm_jax.corpus import build
-from realm_jax.corpus.build import Summary, build_store
-from realm_jax.corpus.jsonl import Article, read_passages
-from realm_jax.corpus.store import PassageStore
+from realm_jax.corpora import build
+from realm_jax.corpora.build import Summary, build_store
+from realm_jax.data import spans
+from realm_jax.data.jsonl import Article, read_passages
+from realm_jax.data.store import PassageStore
+from realm_jax.data.wordpiece import WordPiece
 from realm_jax.errors import UserError
-from realm_jax.text import spans
-from realm_jax.text.wordpiece import WordPiece
 
 WORDS = "the cat sat on a mat in paris before dawn and left 1990 ##s un ##believ ##able".split()
 WORDPIECE = WordPiece(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS, *".,:!?-/", "東", "京"])

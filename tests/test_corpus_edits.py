@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 from tiny_run import PEOPLE, train_tiny_run, write_lines
 
-from realm_jax import cli
-from realm_jax.corpus.store import PassageStore
+from realm_jax.cli import main as cli
 from realm_jax.data.sources import open_sources
+from realm_jax.data.store import PassageStore
 from realm_jax.errors import UserError
-from realm_jax.index.generations import generation_names, load_vectors, read_manifest
-from realm_jax.index.status import Status, write_status
-from realm_jax.jobs.answering import is_edited, open_run_to_ask, restore
-from realm_jax.jobs.opening import open_run
+from realm_jax.refresh.generations import generation_names, load_vectors, read_manifest
+from realm_jax.refresh.status import Status, write_status
 from realm_jax.run import Run
 from realm_jax.storage import PosixFolder
+from realm_jax.train.opening import open_run
+from realm_jax.train.trained_run import is_edited, open_run_to_ask, restore
 
 
 @pytest.fixture(scope="module")

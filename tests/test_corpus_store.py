@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realm_jax.corpus.segments import Passage
-from realm_jax.corpus.store import PassageStore, append_segment
+from realm_jax.data import layouts
+from realm_jax.data.segments import Passage
+from realm_jax.data.store import PassageStore, append_segment
+from realm_jax.data.wordpiece import WordPiece
 from realm_jax.errors import UserError
-from realm_jax.text import layouts
-from realm_jax.text.wordpiece import WordPiece
 
 WORDPIECE = WordPiece(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghij"])
 

@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realm_jax.corpus.jsonl import Question
+from realm_jax.cli.prepare import prepare
 from realm_jax.data import examples as data
+from realm_jax.data import layouts
 from realm_jax.data.examples import Examples, Lengths, lengths_from
+from realm_jax.data.jsonl import Question
 from realm_jax.data.pipeline import batches, dataset
 from realm_jax.data.sources import Sources, open_sources
 from realm_jax.errors import UserError
-from realm_jax.jobs.prepare import prepare
 from realm_jax.models.inputs import contains
 from realm_jax.tasks import ict, mlm, qa_examples, realm
-from realm_jax.text import layouts
 
 NAMES = ("Ada Lovelace", "Karl Marx", "Marie Curie", "Alan Turing", "Emmy Noether", "Isaac Newton", "Niels Bohr")
 PLACES = ("London", "Trier", "Warsaw", "Wilmslow", "Erlangen", "Cambridge", "Copenhagen")

@@ -9,10 +9,10 @@ import pytest
 from jax.sharding import Mesh
 from tiny import Texts, document_rows, loud_params, masked_batch, random_corpus, task_of, tiny_realm, tiny_setting
 
-from realm_jax.index.candidates import Index, retrieve
-from realm_jax.index.exact import padded_rows
 from realm_jax.mesh import logical_sharding, make_mesh, parameter_shardings, replicated
-from realm_jax.training.optimizer import make_optimizer
+from realm_jax.retrieval.exact import padded_rows
+from realm_jax.retrieval.search import Index, retrieve
+from realm_jax.train.optimizer import make_optimizer
 
 STEPS, REFRESH, BATCH, ROWS = 10, 5, 8, 40
 MODEL = tiny_realm(layers=1)  # compiling takes nearly all of the time

@@ -8,9 +8,9 @@ import pytest
 from packaging.requirements import Requirement
 from rich.console import Console
 
-from realm_jax import cli
-from realm_jax.jobs import doctor
-from realm_jax.jobs.doctor import GIB
+from realm_jax.cli import doctor
+from realm_jax.cli import main as cli
+from realm_jax.cli.doctor import GIB
 
 GPU = {"platform": "gpu", "count": 8, "kind": "NVIDIA H100", "memory": 80 * GIB, "error": None}
 CPU = {"platform": "cpu", "count": 1, "kind": "cpu", "memory": None, "error": None}

@@ -12,10 +12,11 @@ from capitals import digests
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realm_jax.corpus import articles, dumps, files, ranges, wikipedia
-from realm_jax.corpus.articles import Texts, extract
-from realm_jax.corpus.dumps import Page, Part, parts, read_pages
-from realm_jax.corpus.records import Damage
+from realm_jax.corpora import articles, dumps, ranges, wikipedia
+from realm_jax.corpora.articles import Texts, extract
+from realm_jax.corpora.dumps import Page, Part, parts, read_pages
+from realm_jax.data import files
+from realm_jax.data.records import Damage
 from realm_jax.errors import UserError
 
 HEAD = b"""<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.10/" version="0.10" xml:lang="en">

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tiny import document_rows, random_words, tiny_realm
 
 from realm_jax.errors import UserError
-from realm_jax.index.embed import BUCKET, GROUP, CorpusRows, batches, embed_corpus, in_groups
 from realm_jax.mesh import make_mesh
 from realm_jax.models.inputs import Documents
+from realm_jax.retrieval.embed import BUCKET, GROUP, CorpusRows, batches, embed_corpus, in_groups
 from realm_jax.run import put_batch
 
 LONGEST, ROWS = 100, 30

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from realm_jax.corpus.encyclopedia import (
+from realm_jax.data.encyclopedia import (
     PHRASINGS,
     RELATIONS,
     Encyclopedia,

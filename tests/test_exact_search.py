@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realm_jax.index.exact import GROUP, Neighbours, padded_rows, search
 from realm_jax.mesh import logical_sharding, make_mesh
+from realm_jax.retrieval.exact import GROUP, Neighbours, padded_rows, search
 
 ONE = make_mesh(1, 1, 1, jax.devices()[:1])
 EIGHT = make_mesh(2, 2, 2)

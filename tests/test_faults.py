@@ -26,11 +26,14 @@ from runs import Cut, Watch, adoptions, assert_same, builder, cut_at, make_job, 
 from tiny_run import PEOPLE, prepare_people
 
 from realm_jax import storage
+from realm_jax.cli import build_index
+from realm_jax.cli.build_index import Job, for_embedding
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.host import Preempted, Stop
-from realm_jax.index.builder import WorkShare
-from realm_jax.index.generations import (
+from realm_jax.refresh import watcher
+from realm_jax.refresh.builder import WorkShare
+from realm_jax.refresh.generations import (
     EXPORT,
     MANIFEST,
     IncompatibleIndex,
@@ -40,15 +43,13 @@ from realm_jax.index.generations import (
     read_manifest,
     remove_generation,
 )  # fmt: skip
-from realm_jax.index.status import Status, StatusWriter, read_status
-from realm_jax.jobs import build_index
-from realm_jax.jobs.build_index import Job, for_embedding
+from realm_jax.refresh.status import Status, StatusWriter, read_status
+from realm_jax.refresh.watcher import IndexWatcher
 from realm_jax.run import make_run
 from realm_jax.storage import PosixFolder, StorageError
-from realm_jax.training import follower, refresh
-from realm_jax.training.adoption import BuiltIndex
-from realm_jax.training.checkpoints import Saved
-from realm_jax.training.follower import IndexWatcher
+from realm_jax.train import index_source
+from realm_jax.train.built_index import BuiltIndex
+from realm_jax.train.checkpoints import Saved
 
 pytestmark = pytest.mark.usefixtures("quick_steps")
 
@@ -249,7 +250,7 @@ def test_processes_that_are_killed_without_a_word(people, sturdy, tmp_path, watc
     slow = f"import sys; sys.path.append({str(Path(__file__).parent)!r}); import small_chunks; small_chunks.shrink()\n"
     slow += "import time; from realm_jax import storage; put = storage.PosixFolder.put\n"
     slow += "storage.PosixFolder.put = lambda *args: (time.sleep(1), put(*args))[1]\n"
-    slow += f"from realm_jax import cli; cli.main({command[2:]})"
+    slow += f"from realm_jax.cli import main as cli; cli.main({command[2:]})"
     first = subprocess.Popen([sys.executable, "-c", slow], env=os.environ)
     others = []
 
@@ -299,7 +300,7 @@ def test_a_generation_is_damaged(people, sturdy, tmp_path, monkeypatch, watch, l
 
 
 def test_a_generation_is_removed_while_it_is_loaded(people, sturdy, tmp_path, monkeypatch, watch, log):
-    run, load, removed = open_tiny(people, tmp_path), follower.load_vectors, []
+    run, load, removed = open_tiny(people, tmp_path), watcher.load_vectors, []
 
     def gone(folder, manifest):
         if manifest.step == 2 and not removed:
@@ -307,7 +308,7 @@ def test_a_generation_is_removed_while_it_is_loaded(people, sturdy, tmp_path, mo
             remove_generation(folder, manifest.generation)
         return load(folder, manifest)
 
-    monkeypatch.setattr(follower, "load_vectors", gone)
+    monkeypatch.setattr(watcher, "load_vectors", gone)
     with builder(run):
         assert_same(train(run), sturdy.final)
     watch.check(run)
@@ -508,7 +509,7 @@ def test_a_bucket_that_fails_now_and_then(people, sturdy, tmp_path, monkeypatch,
     folder = bucket(
         write=some * 20, late=some[3:] * 20, read=some * 40, list=[None, *some, PermissionError("403")] * 40
     )
-    monkeypatch.setattr(refresh, "open_folder", lambda url: folder)
+    monkeypatch.setattr(index_source, "open_folder", lambda url: folder)
     run = open_tiny(people, tmp_path, shared="memory://runs/one")
     with builder(run):
         assert_same(train(run), sturdy.final)
@@ -544,9 +545,9 @@ def test_shared_storage_becomes_read_only(people, tmp_path, before_write, watch,
 def test_the_disk_stays_full_for_an_export_that_is_due(people, sturdy, tmp_path, before_write, monkeypatch, watch, log):
     """With several on their way nobody waits for its generation yet; the trainer saves, and stops in time."""
     run, left = open_tiny(people, tmp_path, wait_seconds=2.0), ["full"]
-    monkeypatch.setattr("realm_jax.training.adoption.EXPORT_SECONDS", 0.5)
-    monkeypatch.setattr("realm_jax.training.adoption.HEARTBEAT_SECONDS", 0.5)
-    monkeypatch.setattr("realm_jax.training.exporter.RETRY_SECONDS", 0.1)
+    monkeypatch.setattr("realm_jax.train.built_index.EXPORT_SECONDS", 0.5)
+    monkeypatch.setattr("realm_jax.train.built_index.HEARTBEAT_SECONDS", 0.5)
+    monkeypatch.setattr("realm_jax.refresh.exporter.RETRY_SECONDS", 0.1)
     run.config.refresh.adopt_after = 5
 
     def full(path):

@@ -8,20 +8,20 @@ import pytest
 from runs import Cut, assert_same, cut_at, open_inline
 from tiny_run import PEOPLE, question, write_lines
 
+from realm_jax.cli.prepare import prepare
 from realm_jax.config import default, validate
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
-from realm_jax.evaluation.predict import Evaluator
-from realm_jax.index.words import Bm25
-from realm_jax.jobs.prepare import prepare
-from realm_jax.jobs.recipe import train as train_recipe
+from realm_jax.eval.prediction import Evaluator
+from realm_jax.retrieval.bm25 import Bm25
 from realm_jax.storage import read_json, write_json_atomic
 from realm_jax.tasks import make_task
 from realm_jax.tasks.qa_examples import strings_of, training_questions
-from realm_jax.training.embedding import start_vectors
-from realm_jax.training.loop import train_task
-from realm_jax.training.metrics import read_lines
-from realm_jax.training.restore import restore_params
+from realm_jax.train.embedding import start_vectors
+from realm_jax.train.loop import train_task
+from realm_jax.train.metrics import read_lines
+from realm_jax.train.recipe import train as train_recipe
+from realm_jax.train.restore import restore_params
 
 pytestmark = pytest.mark.usefixtures("quick_steps")
 STEPS = 6

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from realm_jax.corpus.jsonl import Article, Question, parse_questions, read_passages, read_questions
-from realm_jax.corpus.records import BadRecord
+from realm_jax.data.jsonl import Article, Question, parse_questions, read_passages, read_questions
+from realm_jax.data.records import BadRecord
 from realm_jax.errors import UserError
 
 DPR_PASSAGES = (
@@ -230,13 +230,13 @@ def test_an_array_may_be_read_in_pieces_of_any_size(tmp_path, monkeypatch):
     assert [question.question for question in whole] == [line["question"] for line in lines]
     assert [question.line for question in whole] == [3 + 12 * n for n in range(50)]
     for size in (1, 2, 3, 7, 64):
-        monkeypatch.setattr("realm_jax.corpus.lines._CHUNK", size)
+        monkeypatch.setattr("realm_jax.data.lines._CHUNK", size)
         assert read_questions(path) == whole
 
 
 def test_an_object_without_end_is_not_read_for_ever(tmp_path, monkeypatch):
-    monkeypatch.setattr("realm_jax.corpus.lines._CHUNK", 10)
-    monkeypatch.setattr("realm_jax.corpus.lines.LONGEST_LINE", 1000)
+    monkeypatch.setattr("realm_jax.data.lines._CHUNK", 10)
+    monkeypatch.setattr("realm_jax.data.lines.LONGEST_LINE", 1000)
     with pytest.raises(UserError, match=r"q\.json:1: .*an object is longer than 1,000 characters"):
         read_questions(write(tmp_path / "q.json", '[{"question": "' + "x" * 5000))
 

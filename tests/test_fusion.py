@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from realm_jax.index.fusion import LIST, fuse, ranks_of
+from realm_jax.retrieval.fusion import LIST, fuse, ranks_of
 
 
 def lists(vectors, words, cross=None):

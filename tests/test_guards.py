@@ -15,13 +15,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from realm_jax.errors import UserError
 from realm_jax.mesh import make_mesh
-from realm_jax.training import guards
-from realm_jax.training.guards import HUNG, TRACED, CompileGuard, Profiler, Watchdog, check_replicas, differing_replicas
-from realm_jax.training.metrics import MetricLogger, Work, read_lines
+from realm_jax.train import guards
+from realm_jax.train.guards import HUNG, TRACED, CompileGuard, Profiler, Watchdog, check_replicas, differing_replicas
+from realm_jax.train.metrics import MetricLogger, Work, read_lines
 
 HANGS = """
 import time
-from realm_jax.training.guards import Watchdog
+from realm_jax.train.guards import Watchdog
 def stuck():
     time.sleep(60)
 with Watchdog(0.2, "realm") as watchdog:

@@ -10,7 +10,7 @@ import pytest
 from tiny import one_device_mesh, task_of, tiny_setting
 
 from realm_jax.tasks.collapse import CollapseMonitor
-from realm_jax.training.metrics import MetricLogger, Work
+from realm_jax.train.metrics import MetricLogger, Work
 
 LENGTH = 120
 

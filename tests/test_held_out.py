@@ -5,15 +5,15 @@ import pytest
 from runs import quick_compiler
 from tiny_run import prepare_people, tiny_config
 
+from realm_jax.cli.prepare import prepare
 from realm_jax.data import held_out
 from realm_jax.data.held_out import is_held_out, masked_sentences, trained_rows
 from realm_jax.data.sources import open_sources
-from realm_jax.jobs import answering
-from realm_jax.jobs.opening import open_run
-from realm_jax.jobs.prepare import prepare
-from realm_jax.jobs.recipe import run_recipe
 from realm_jax.storage import read_json
 from realm_jax.tasks import make_task
+from realm_jax.train import trained_run
+from realm_jax.train.opening import open_run
+from realm_jax.train.recipe import run_recipe
 
 SHARE = 0.3
 
@@ -91,7 +91,7 @@ def test_no_sentence_to_learn_from_is_of_a_held_out_document(measured):
 def test_the_run_is_measured_against_its_own_start(measured):
     run, results = measured
     assert results["measured_on"] == "masked sentences of held-out documents"
-    assert answering.measured(run, "ict").on == results["measured_on"]
+    assert trained_run.measured(run, "ict").on == results["measured_on"]
     stage = results["stages"]["ict"]
     assert stage["measure"] == "recall@5" and 0 <= stage["start"] <= 1 and 0 <= stage["end"] <= 1
     assert "bm25" in results["recall@5"]

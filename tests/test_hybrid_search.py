@@ -6,20 +6,20 @@ import pytest
 from runs import open_inline
 from tiny_run import PEOPLE
 
+from realm_jax.cli.ask import ask
+from realm_jax.cli.predict import records
 from realm_jax.config import default, validate
-from realm_jax.corpus.jsonl import Question
+from realm_jax.data.jsonl import Question
 from realm_jax.data.pipeline import dataset
 from realm_jax.errors import UserError
-from realm_jax.evaluation.predict import Evaluator
-from realm_jax.index.fusion import fuse
-from realm_jax.jobs.answering import Trained, ranks_by_search
-from realm_jax.jobs.ask import ask
-from realm_jax.jobs.predict import records
-from realm_jax.jobs.recipe import train
-from realm_jax.jobs.results import by_words
+from realm_jax.eval.prediction import Evaluator
+from realm_jax.retrieval.fusion import fuse
 from realm_jax.tasks import make_task
 from realm_jax.tasks.realm import words_left
-from realm_jax.training.metrics import read_lines
+from realm_jax.train.metrics import read_lines
+from realm_jax.train.recipe import train
+from realm_jax.train.results import by_words
+from realm_jax.train.trained_run import Trained, ranks_by_search
 
 pytestmark = pytest.mark.usefixtures("quick_steps")
 

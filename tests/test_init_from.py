@@ -10,16 +10,16 @@ from tiny_run import PEOPLE, prepare_people, tiny_config, train_tiny_run
 
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
-from realm_jax.jobs.init_from import find_source, record_start
-from realm_jax.jobs.projection import FILE as COMPONENTS
-from realm_jax.jobs.recipe import starting_params, train
 from realm_jax.run import Run, make_run
 from realm_jax.storage import digest, read_json
-from realm_jax.training.best import stage_of
-from realm_jax.training.checkpoints import Damaged, Saved
-from realm_jax.training.loop import train_task
-from realm_jax.training.restore import embedded_before, restore_params
-from realm_jax.training.workdir import begins_with_reader, check_workdir
+from realm_jax.train.best import stage_of
+from realm_jax.train.checkpoints import Damaged, Saved
+from realm_jax.train.init_from import find_source, record_start
+from realm_jax.train.loop import train_task
+from realm_jax.train.projection import FILE as COMPONENTS
+from realm_jax.train.recipe import starting_params, train
+from realm_jax.train.restore import embedded_before, restore_params
+from realm_jax.train.workdir import begins_with_reader, check_workdir
 
 
 @pytest.fixture(scope="module")

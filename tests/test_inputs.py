@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import SPECIAL, document_rows, query_rows
 
+from realm_jax.data import layouts
 from realm_jax.models import inputs
 from realm_jax.models.inputs import Documents, Joint
-from realm_jax.text import layouts
 
 join = jax.jit(inputs.join)
 contains = jax.jit(inputs.contains)

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from capitals import write_lines
 
-from realm_jax import cli
-from realm_jax.corpus.statistics import histogram, statistics
+from realm_jax.cli import main as cli
+from realm_jax.cli.inspect_data import pieces_of
+from realm_jax.cli.prepare import prepare
 from realm_jax.data.sources import open_sources
-from realm_jax.jobs.inspect_data import pieces_of
-from realm_jax.jobs.prepare import prepare
+from realm_jax.data.statistics import histogram, statistics
 
 
 @pytest.fixture

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from realm_jax import cli
+from realm_jax.cli import inspect_text as job
+from realm_jax.cli import main as cli
+from realm_jax.data.wordpiece import WordPiece
 from realm_jax.errors import UserError
-from realm_jax.evaluation.inspection import (
+from realm_jax.eval.inspection import (
     Masked,
     inspect_masked,
     inspect_question,
@@ -19,11 +21,9 @@ from realm_jax.evaluation.inspection import (
     parse,
     read_alone,
 )
-from realm_jax.jobs import inspect_text as job
-from realm_jax.jobs.answering import restore
 from realm_jax.models.inputs import Documents, join, null_documents
 from realm_jax.models.realm import flatten_joint
-from realm_jax.text.wordpiece import WordPiece
+from realm_jax.train.trained_run import restore
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
@@ -320,7 +320,7 @@ def test_each_kind_has_flags_of_its_own(arguments, told, capsys):
 
 def test_the_devices_do_not_matter(trained, seen):
     """The command opens a run on all devices that are here; what it finds is what one finds."""
-    from realm_jax.jobs.answering import open_run_to_ask
+    from realm_jax.train.trained_run import open_run_to_ask
 
     other = restore(open_run_to_ask(trained.run.workdir), "ict", for_answers=False)
     assert other.run.mesh.size == jax.device_count()

@@ -9,19 +9,19 @@ from ml_collections import ConfigDict
 from runs import quick_compiler
 from tiny_run import prepare_people, question, tiny_config, write_lines
 
-from realm_jax import cli
+from realm_jax.cli import main as cli
+from realm_jax.cli.prepare import prepare
 from realm_jax.config import default
 from realm_jax.errors import UserError
-from realm_jax.jobs import opening
-from realm_jax.jobs.answering import Measured
-from realm_jax.jobs.opening import open_run
-from realm_jax.jobs.prepare import prepare
-from realm_jax.jobs.recipe import run_recipe
-from realm_jax.jobs.results import chance
 from realm_jax.run import make_run
 from realm_jax.storage import read_json
 from realm_jax.tasks.qa import Qa
-from realm_jax.training.metrics import read_lines
+from realm_jax.train import opening
+from realm_jax.train.metrics import read_lines
+from realm_jax.train.opening import open_run
+from realm_jax.train.recipe import run_recipe
+from realm_jax.train.results import chance
+from realm_jax.train.trained_run import Measured
 
 pytestmark = pytest.mark.usefixtures("quick_programs", "one_device")
 
@@ -221,7 +221,7 @@ def test_a_report_says_where_a_passage_with_the_answer_was_named():
 
 
 def test_chance_is_over_questions_that_have_answers():
-    from realm_jax.corpus.jsonl import Question
+    from realm_jax.data.jsonl import Question
 
     some, none = Question("a", ["x"]), Question("b", [], "p")
     assert chance([none, some], [some, none]) == 1 and chance([none], [none]) == 0

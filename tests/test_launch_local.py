@@ -13,17 +13,17 @@ import pytest
 from runs import until
 from tiny_run import tiny_config
 
-from realm_jax import cli
+from realm_jax.cli import main as cli
 from realm_jax.errors import UserError
 from realm_jax.host import Preempted, Stop
-from realm_jax.index.status import TRAINER, Status, write_status
 from realm_jax.launch import local
 from realm_jax.launch import spec as specs
 from realm_jax.launch.local import Local, Supervisor, processes
 from realm_jax.launch.spec import describe
 from realm_jax.launch.status import look
+from realm_jax.refresh.status import TRAINER, Status, write_status
 from realm_jax.storage import StorageError, open_folder
-from realm_jax.training.metrics import read_lines
+from realm_jax.train.metrics import read_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -465,7 +465,7 @@ def test_two_trainer_processes_and_a_builder_train_a_tiny_run(people, tmp_path):
         f"from ml_collections import ConfigDict\ndef get_config(): return ConfigDict({config.to_dict()!r})\n"
     )
     workdir = tmp_path / "run"
-    command = [sys.executable, "-m", "realm_jax.cli", "launch", "--target=local", f"--config={file}"]
+    command = [sys.executable, "-m", "realm_jax.cli.main", "launch", "--target=local", f"--config={file}"]
     command += [f"--workdir={workdir}", "--spec.trainer.processes=2", "--spec.local.devices=1"]
     quick = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | quick

@@ -5,9 +5,10 @@ import json
 import pytest
 from runs import until
 
-from realm_jax import cli
-from realm_jax.index import status
-from realm_jax.index.status import (
+from realm_jax.cli import main as cli
+from realm_jax.launch.status import expect, expect_none, look, summary
+from realm_jax.refresh import status
+from realm_jax.refresh.status import (
     HEARTBEAT_SECONDS,
     Status,
     StatusWriter,
@@ -15,7 +16,6 @@ from realm_jax.index.status import (
     trainer_status,
     write_status,
 )
-from realm_jax.launch.status import expect, expect_none, look, summary
 from realm_jax.storage import PosixFolder, StorageError
 
 

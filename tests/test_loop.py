@@ -35,16 +35,15 @@ from tiny_run import tiny_config
 
 from realm_jax.errors import UserError
 from realm_jax.host import Preempted, Stop
-from realm_jax.jobs import recipe
-from realm_jax.jobs.opening import reopen_run
-from realm_jax.jobs.recipe import preemptible, run_recipe
 from realm_jax.run import Run
 from realm_jax.storage import only_one, read_json, write_json_atomic
 from realm_jax.tasks import make_task
-from realm_jax.training import loop
-from realm_jax.training.checkpoints import Saved, saved_folders
-from realm_jax.training.loop import train_task
-from realm_jax.training.metrics import RecordWriter, read_lines
+from realm_jax.train import loop, recipe
+from realm_jax.train.checkpoints import Saved, saved_folders
+from realm_jax.train.loop import train_task
+from realm_jax.train.metrics import RecordWriter, read_lines
+from realm_jax.train.opening import reopen_run
+from realm_jax.train.recipe import preemptible, run_recipe
 
 pytestmark = pytest.mark.usefixtures("quick_steps")
 
@@ -302,7 +301,7 @@ def test_a_process_that_is_killed_and_repeated_ends_as_one_that_never_was(people
 def test_sigterm_saves_the_quickstart_s_model_within_ten_seconds(tmp_path):
     """And the restart goes on from the very step, once in the middle of each task."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
-    command = [sys.executable, "-m", "realm_jax.cli", "quickstart", f"--workdir={tmp_path}/run"]
+    command = [sys.executable, "-m", "realm_jax.cli.main", "quickstart", f"--workdir={tmp_path}/run"]
     for task in ("mlm", "ict", "realm", "qa"):
         process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
         until(lambda folder=tmp_path / "run" / task: len(read_lines(folder / "metrics.jsonl")) >= 2, 600.0)

@@ -7,8 +7,8 @@ import pytest
 from tiny_run import write_lines
 
 from realm_jax.errors import UserError
-from realm_jax.evaluation.measures import compare, measure, summarise, words_of
-from realm_jax.evaluation.predictions import read_predictions, settings_file, trec_qrels, trec_run
+from realm_jax.eval.metrics import compare, measure, summarise, words_of
+from realm_jax.eval.prediction_files import read_predictions, settings_file, trec_qrels, trec_run
 
 
 def passages(*hits: bool, gold: int | None = None) -> list[dict]:

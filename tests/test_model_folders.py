@@ -13,14 +13,14 @@ from tiny import DOCUMENT, SPECIAL, document_rows
 from tiny_run import prepare_people, tiny_config
 from weight_folders import edit_settings, save_tiny_network
 
+from realm_jax.cli.prepare import prepare
 from realm_jax.config import FROM_MODEL, validate
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
-from realm_jax.jobs.init_from import resolved
-from realm_jax.jobs.opening import open_run
-from realm_jax.jobs.prepare import prepare
 from realm_jax.models.inputs import Documents, document_sequences, query_sequences
-from realm_jax.text.templates import Template, compiled, parse
+from realm_jax.models.prompts import Template, compiled, parse
+from realm_jax.train.init_from import resolved
+from realm_jax.train.opening import open_run
 
 LIBRARY = "sentence_transformers.models."
 MEAN = {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True, "word_embedding_dimension": 16}

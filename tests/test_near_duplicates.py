@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_news import made_texts, without_copies
 
-from realm_jax.corpus import near_duplicates
-from realm_jax.corpus.jsonl import Article
-from realm_jax.corpus.near_duplicates import (
+from realm_jax.corpora import near_duplicates
+from realm_jax.corpora.near_duplicates import (
     BANDS,
     FINGERPRINT,
     HASHES,
@@ -27,6 +26,7 @@ from realm_jax.corpus.near_duplicates import (
     fingerprint,
     signature,
 )
+from realm_jax.data.jsonl import Article
 from realm_jax.errors import UserError
 
 

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_news import FOREIGN, expected, made_texts, make_news, without_copies
 
-from realm_jax.corpus import news, raw_records
-from realm_jax.corpus.jsonl import Article
-from realm_jax.corpus.news import RULES, clean, language
-from realm_jax.corpus.records import Damage, Dropped
-from realm_jax.text import sentences
+from realm_jax.corpora import news, raw_records
+from realm_jax.corpora.news import RULES, clean, language
+from realm_jax.data import sentences
+from realm_jax.data.jsonl import Article
+from realm_jax.data.records import Damage, Dropped
 
 PROSE = made_texts(1)[0]
 ANYTHING = {"languages": [], "characters": (0, 10**9), "words": (0, 10**9), "sentences": (0, 10**9)}

@@ -12,7 +12,7 @@ import pytest
 from made_news import expected, make_news
 
 from realm_jax.data.sources import open_sources
-from realm_jax.training.metrics import read_lines
+from realm_jax.train.metrics import read_lines
 
 RECORDS, STEPS, REFRESH, BATCH = 2000, 300, 100, 8
 
@@ -20,7 +20,7 @@ RECORDS, STEPS, REFRESH, BATCH = 2000, 300, 100, 8
 def realm(*arguments: str) -> str:
     """The output of a command that must succeed."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
-    command = [sys.executable, "-m", "realm_jax.cli", *arguments]
+    command = [sys.executable, "-m", "realm_jax.cli.main", *arguments]
     return subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=1500).stdout
 
 

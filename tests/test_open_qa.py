@@ -16,8 +16,8 @@ import farmhash
 import pytest
 
 import realm_jax
-from realm_jax import cli
-from realm_jax.corpus.jsonl import Question, read_questions
+from realm_jax.cli import main as cli
+from realm_jax.data.jsonl import Question, read_questions
 from realm_jax.data.question_sets import SETS, find_files, resplit, split_of
 from realm_jax.errors import UserError
 

@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from realm_jax.training.checkpoints import Saved
-from realm_jax.training.opened import CachedCheckpoint
+from realm_jax.train.checkpoints import Saved
+from realm_jax.train.opened import CachedCheckpoint
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 NETWORKS = ("query_embedder", "reader")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tiny import tiny_realm
 
-from realm_jax.training.optimizer import Rates, decayed, learning_rate, make_optimizer, warmup_steps, without_frozen
+from realm_jax.train.optimizer import Rates, decayed, learning_rate, make_optimizer, warmup_steps, without_frozen
 
 PEAK, TOTAL, WARMUP, DECAY, CLIP = 0.1, 20, 3, 0.01, 1.0
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from realm_jax.cli.output import checked_output, print_line, write_output
 from realm_jax.errors import UserError
-from realm_jax.jobs.output import checked_output, print_line, write_output
 
 
 def put(path: Path, text: str) -> None:

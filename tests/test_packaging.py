@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from realm_jax import cli
+from realm_jax.cli import main as cli
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "realm_jax"
@@ -79,8 +79,8 @@ def test_the_wheel_holds_every_file_of_the_package_and_the_licence(wheel):
 
 
 def test_the_installed_command_works_from_another_folder(installed, tmp_path):
-    assert "doctor" in run_installed(installed, tmp_path, "-m", "realm_jax.cli", "--help")
-    report = json.loads(run_installed(installed, tmp_path, "-m", "realm_jax.cli", "doctor", "--json"))
+    assert "doctor" in run_installed(installed, tmp_path, "-m", "realm_jax.cli.main", "--help")
+    report = json.loads(run_installed(installed, tmp_path, "-m", "realm_jax.cli.main", "doctor", "--json"))
     assert report["location"] == str(installed / "realm_jax")
     assert {"jax", "flax", "optax"} <= {package["name"] for package in report["packages"]}
     script = installed / "bin" / "realm"
@@ -91,7 +91,7 @@ def test_every_config_is_found_by_its_name_far_from_the_checkout(installed, tmp_
     configs = sorted(path.stem for path in (ROOT / "configs").glob("*.py"))
     program = (
         "from realm_jax import recipes, config\n"
-        "from realm_jax.jobs import ablate, flags\n"
+        "from realm_jax.cli import ablate, flags\n"
         "for name in recipes.config_names():\n"
         "    like = ablate._like if name == 'ablations' else config.default_like\n"
         "    print(name, flags.load_config(name, [], config.default, like=like).get('tasks', 'rows'))"
@@ -154,7 +154,7 @@ def test_both_sets_of_pins_move_jax_and_flax_together():
 
 
 def test_the_console_script_of_this_environment_is_the_command():
-    assert setup()["options.entry_points"]["console_scripts"].strip() == "realm = realm_jax.cli:main"
+    assert setup()["options.entry_points"]["console_scripts"].strip() == "realm = realm_jax.cli.main:main"
     script = Path(sysconfig.get_path("scripts")) / "realm"
     if not script.exists():
         pytest.skip("realm-jax is not installed in this environment")

@@ -317,7 +317,7 @@ def test_a_released_checkpoint_is_what_their_conversion_makes_of_it(realm_of_tra
     from test_released import BERT, QUESTION, READER, TOWER, checkpoint, read_back, vocabulary
     from test_released import MODEL as OURS
 
-    from realm_jax.jobs import weights as job
+    from realm_jax.cli import weights as job
 
     def write(name: str, arrays: dict[str, np.ndarray]) -> str:
         prefix = str(tmp_path / name)

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 from tiny_run import tiny_config
 
-from realm_jax import cli
+from realm_jax.cli import main as cli
+from realm_jax.cli.config_flags import load_config
+from realm_jax.cli.plan import abstract_arguments
 from realm_jax.config import default
 from realm_jax.data.sources import open_sources
 from realm_jax.flops import Tower, embedding_flops, memory, peak
-from realm_jax.jobs.flags import load_config
-from realm_jax.jobs.plan import abstract_arguments
 from realm_jax.run import bare_run, make_run
 from realm_jax.tasks import make_task
 from realm_jax.tasks.qa_examples import positive_examples
-from realm_jax.training.state import make_step
+from realm_jax.train.step import make_step
 
 ROOT = Path(__file__).parents[1]
 COMPILER = importlib.util.find_spec("libtpu") is not None

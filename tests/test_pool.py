@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from realm_jax.corpus.pool import SENDING_SECONDS, map_in_order
+from realm_jax.corpora.pool import SENDING_SECONDS, map_in_order
 
 MANY = 32 << 20  # bytes of a result that takes a while to be sent
 

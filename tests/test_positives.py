@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from tiny_run import write_lines
 
-from realm_jax.corpus.jsonl import Question
+from realm_jax.cli.prepare import prepare
 from realm_jax.data.examples import Examples, Found, Lengths, occurs
+from realm_jax.data.jsonl import Question
 from realm_jax.data.pipeline import ROUND, WINDOW, dataset
 from realm_jax.data.sources import open_sources
-from realm_jax.jobs.prepare import prepare
 from realm_jax.tasks import qa_examples
 from realm_jax.tasks.qa import Qa
 from realm_jax.tasks.qa_examples import NONE, first_row, gold_row, positive_examples, with_found

@@ -14,13 +14,15 @@ import pytest
 from rich.console import Console
 from tiny_run import question, write_lines
 
-from realm_jax import cli
+from realm_jax.cli import evaluate, predict
+from realm_jax.cli import main as cli
+from realm_jax.cli.arguments import check_passages
 from realm_jax.errors import UserError
-from realm_jax.evaluation.answers import exact_match
-from realm_jax.evaluation.measures import compare
-from realm_jax.evaluation.predictions import settings_file
-from realm_jax.jobs import answering, evaluate, predict
-from realm_jax.jobs.answering import open_run_to_ask, restore
+from realm_jax.eval.answers import exact_match
+from realm_jax.eval.metrics import compare
+from realm_jax.eval.prediction_files import settings_file
+from realm_jax.train import trained_run
+from realm_jax.train.trained_run import open_run_to_ask, restore
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
@@ -124,7 +126,7 @@ def test_a_line_says_what_was_asked_what_was_answered_and_where_it_stands(traine
         assert {key: line[key] for key in known} == known
         assert {**line["nbest"][0], "answer": line["prediction"]} == line["nbest"][0]
         assert (line["probability"], line["passage"]) == (line["nbest"][0]["probability"], line["nbest"][0]["passage"])
-        assert 1 <= len(line["nbest"]) <= answering.NBEST and line["probability"] <= 1
+        assert 1 <= len(line["nbest"]) <= trained_run.NBEST and line["probability"] <= 1
         for answer in line["nbest"]:
             place = answer["passage"]
             row = store.rows_of(place["id"])[place["part"]]
@@ -413,11 +415,11 @@ def test_predictions_of_others_are_looked_at_before_they_are_measured(tmp_path, 
 
 
 def test_a_corpus_has_no_more_passages_to_read_than_it_has(monkeypatch):
-    monkeypatch.setattr(answering, "newest", lambda *_: ("qa", None))
+    monkeypatch.setattr(trained_run, "newest", lambda *_: ("qa", None))
     small = SimpleNamespace(answering=SimpleNamespace(qa_passages=5), setting=SimpleNamespace(rows=3))
-    answering.check_passages(small, Namespace(task=None, overrides=["--config.evaluation.passages=3"]))
+    check_passages(small, Namespace(task=None, overrides=["--config.evaluation.passages=3"]))
     with pytest.raises(UserError, match="passages=2: fewer than the 3 that are read"):
-        answering.check_passages(small, Namespace(task=None, overrides=["--config.evaluation.passages=2"]))
+        check_passages(small, Namespace(task=None, overrides=["--config.evaluation.passages=2"]))
 
 
 @pytest.mark.parametrize(
@@ -431,13 +433,13 @@ def test_a_corpus_has_no_more_passages_to_read_than_it_has(monkeypatch):
     ],
 )
 def test_what_is_said_about_passages_does_nothing_without_passages(monkeypatch, given, refused):
-    monkeypatch.setattr(answering, "newest", lambda *_: ("closed_book", None))
+    monkeypatch.setattr(trained_run, "newest", lambda *_: ("closed_book", None))
     args, opened = Namespace(**{"task": None, "overrides": []} | given), SimpleNamespace(workdir="runs/mine")
     if refused is None:
-        answering.check_passages(opened, args)
+        check_passages(opened, args)
         return
     with pytest.raises(UserError, match=f"{refused}: runs/mine answers without passages"):
-        answering.check_passages(opened, args)
+        check_passages(opened, args)
 
 
 # ---- two files

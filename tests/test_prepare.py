@@ -18,18 +18,18 @@ import pytest
 from capitals import QUESTIONS, TEXTS, digests, write_lines
 from made_news import expected, made_texts, make_news
 
-from realm_jax import cli
-from realm_jax.corpus import articles, runners
-from realm_jax.corpus.jsonl import read_questions
-from realm_jax.corpus.store import PassageStore
-from realm_jax.corpus.texts import _DUMP
+from realm_jax.cli import main as cli
+from realm_jax.cli import prepare as job
+from realm_jax.cli.prepare import prepare
+from realm_jax.corpora import articles, runners
+from realm_jax.corpora.texts import _DUMP
+from realm_jax.data.jsonl import read_questions
 from realm_jax.data.sources import open_sources
+from realm_jax.data.spans import Span
+from realm_jax.data.store import PassageStore
+from realm_jax.data.wordpiece import WordPiece
 from realm_jax.errors import UserError
-from realm_jax.jobs import prepare as job
-from realm_jax.jobs.prepare import prepare
 from realm_jax.storage import StorageError
-from realm_jax.text.spans import Span
-from realm_jax.text.wordpiece import WordPiece
 
 ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".tsv.gz")
 
@@ -246,7 +246,7 @@ def test_a_model_without_a_vocabulary_is_named(tmp_path, passages):
 
 def test_a_vocabulary_that_is_a_file_is_found_without_the_networks(tmp_path):
     vocab = model_folder(tmp_path / "model") / "vocab.txt"
-    code = f"import sys; from realm_jax.jobs import prepare; prepare._vocabulary_file({str(vocab)!r}).read()"
+    code = f"import sys; from realm_jax.cli import prepare; prepare._vocabulary_file({str(vocab)!r}).read()"
     subprocess.run([sys.executable, "-c", f"{code}; sys.exit('jax' in sys.modules)"], check=True)
 
 
@@ -411,7 +411,7 @@ def test_a_preparation_that_is_killed_goes_on_to_the_same_bytes(tmp_path, killed
     passages = write_lines(tmp_path / "p.jsonl", records)
     (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nparis\n")
     flags = f"--passages {passages} --vocab {tmp_path}/vocab.txt --shards 8 --workers 1"
-    command = [sys.executable, *f"-m realm_jax.cli prepare {flags} --output {tmp_path}/data".split()]
+    command = [sys.executable, *f"-m realm_jax.cli.main prepare {flags} --output {tmp_path}/data".split()]
 
     def hear_interrupts():  # a test run in the background of a shell hands on that they are ignored
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -12,14 +12,15 @@ import pytest
 from runs import finish, flags_of, free_port, start, until
 from tiny_run import tiny_config
 
-from realm_jax import cli, processes
-from realm_jax.jobs.opening import reopen_run
-from realm_jax.jobs.quickstart import ENTITIES, make_data
+from realm_jax import processes
+from realm_jax.cli import main as cli
+from realm_jax.cli.quickstart import ENTITIES, make_data
 from realm_jax.recipes import quickstart
 from realm_jax.storage import read_json
-from realm_jax.training.checkpoints import saved_folders
-from realm_jax.training.metrics import TIMES, read_lines
-from realm_jax.training.restore import restore_params
+from realm_jax.train.checkpoints import saved_folders
+from realm_jax.train.metrics import TIMES, read_lines
+from realm_jax.train.opening import reopen_run
+from realm_jax.train.restore import restore_params
 
 
 def tiny_flags(data, **changes):

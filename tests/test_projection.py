@@ -11,11 +11,11 @@ from tiny_run import prepare_people, tiny_config
 
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
-from realm_jax.jobs.projection import FILE, principal_components
-from realm_jax.jobs.recipe import starting_params
 from realm_jax.models.encoder import LOG_TEMPERATURE
 from realm_jax.run import make_run
-from realm_jax.training.optimizer import decayed
+from realm_jax.train.optimizer import decayed
+from realm_jax.train.projection import FILE, principal_components
+from realm_jax.train.recipe import starting_params
 
 
 def test_principal_components_keep_the_directions_of_largest_variance():

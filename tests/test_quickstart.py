@@ -8,14 +8,14 @@ from typing import Any
 import jax
 import pytest
 
-from realm_jax import cli
-from realm_jax.corpus import encyclopedia
+from realm_jax.cli import main as cli
+from realm_jax.cli import quickstart as job
+from realm_jax.data import encyclopedia
 from realm_jax.errors import UserError
-from realm_jax.jobs import opening
-from realm_jax.jobs import quickstart as job
 from realm_jax.run import make_run
 from realm_jax.storage import read_json
-from realm_jax.training.metrics import read_lines
+from realm_jax.train import opening
+from realm_jax.train.metrics import read_lines
 
 SIZES = {
     "encoder": {"projection": 8},
@@ -165,7 +165,7 @@ def test_data_that_were_interrupted_are_made_again(tmp_path, monkeypatch):
         raise Interrupted
 
     with monkeypatch.context() as patch, pytest.raises(Interrupted):
-        patch.setattr("realm_jax.jobs.prepare.pack_shard", broken)
+        patch.setattr("realm_jax.cli.prepare.pack_shard", broken)
         job.make_data(workdir, 20, seed=0)
     assert names(workdir) == {"text", ".data.partial"}
     job.make_data(workdir, 20, seed=0)

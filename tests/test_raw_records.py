@@ -15,10 +15,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from realm_jax.corpus import lines, raw_records, records
-from realm_jax.corpus.jsonl import Article, read_passages
-from realm_jax.corpus.raw_records import Fields, article, parts
-from realm_jax.corpus.records import Damage
+from realm_jax.corpora import raw_records
+from realm_jax.corpora.raw_records import Fields, article, parts
+from realm_jax.data import lines, records
+from realm_jax.data.jsonl import Article, read_passages
+from realm_jax.data.records import Damage
 from realm_jax.errors import UserError
 
 GOOD = b'{"id": "a", "title": "A", "text": "Some text."}\n'

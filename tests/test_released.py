@@ -8,9 +8,9 @@ import pytest
 from tiny import VOCABULARY, loud_params, tiny_realm
 from weight_folders import assert_same_bits
 
+from realm_jax.cli import weights as job
 from realm_jax.errors import UserError
-from realm_jax.jobs import weights as job
-from realm_jax.models import released
+from realm_jax.models import tf_checkpoints
 from realm_jax.models.bert import BertConfig
 from realm_jax.models.reader import Reader
 from realm_jax.models.realm import Params, Realm
@@ -73,7 +73,7 @@ def tensors_of(network: str, parts: int = 3) -> dict[str, tuple[int, ...]]:
 def test_every_tensor_of_a_network_is_a_variable_of_its_shape(scope, network, ours, count):
     """Of BERT-base, whose shapes the released checkpoints have. A kernel is [input, output] there and here."""
     shapes = variables(scope)
-    found = released.wanted(shapes, "checkpoint")
+    found = tf_checkpoints.wanted(shapes, "checkpoint")
     assert set(found) == {network}
     assert {name: shapes[found[network][name]] for name in ours} == ours
     assert set(found[network]) - set(ours) <= {"bert.pooler.dense.weight", "bert.pooler.dense.bias"}
@@ -96,9 +96,9 @@ def test_every_tensor_of_a_network_is_a_variable_of_its_shape(scope, network, ou
     ],
 )  # fmt: skip
 def test_names(variable, network, tensor):
-    place = released.network_of(variable)
+    place = tf_checkpoints.network_of(variable)
     assert place is not None and place[0] == network
-    assert released.tensor_name(*place) == tensor
+    assert tf_checkpoints.tensor_name(*place) == tensor
 
 
 @pytest.mark.parametrize(
@@ -113,21 +113,21 @@ def test_names(variable, network, tensor):
     ],
 )
 def test_what_is_no_parameter_of_a_network_is_passed_over(name):
-    assert released.network_of(name) is None
+    assert tf_checkpoints.network_of(name) is None
 
 
 def test_other_checkpoints_are_refused():
     names = variables(BERT)
     with pytest.raises(UserError, match="here: has module/lstm/kernel, which no released checkpoint has"):
-        released.wanted([*names, "module/lstm/kernel"], "here")
+        tf_checkpoints.wanted([*names, "module/lstm/kernel"], "here")
     with pytest.raises(
         UserError, match="here: module/bert/a/kernel and module/module/bert/a/kernel are both bert.a.we"
     ):
-        released.wanted([*names, "module/bert/a/kernel", "module/module/bert/a/kernel"], "here")
+        tf_checkpoints.wanted([*names, "module/bert/a/kernel", "module/module/bert/a/kernel"], "here")
     with pytest.raises(UserError, match="here: has no bert.embeddings.word_embeddings.weight for its network; name"):
-        released.wanted(["global_step"], "here")
+        tf_checkpoints.wanted(["global_step"], "here")
     with pytest.raises(UserError, match="here: has no bert.embeddings.word_embeddings.weight for its embedder; name"):
-        released.wanted([*names, "module/dense/kernel"], "here")
+        tf_checkpoints.wanted([*names, "module/dense/kernel"], "here")
 
 
 # ---- converting

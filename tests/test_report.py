@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jinja2 import UndefinedError
 
-from realm_jax.evaluation.charts import thinned, ticks
-from realm_jax.evaluation.findings import headline, takeaways
-from realm_jax.evaluation.format import duration, probability, share
-from realm_jax.evaluation.page import render
-from realm_jax.evaluation.report import render_report, write_report
+from realm_jax.eval.charts import thinned, ticks
+from realm_jax.eval.findings import headline, takeaways
+from realm_jax.eval.format import duration, probability, share
+from realm_jax.eval.html import render
+from realm_jax.eval.report import render_report, write_report
 
 
 def sample_data() -> dict[str, Any]:

@@ -21,7 +21,8 @@ from runs import (
 
 from realm_jax.errors import UserError
 from realm_jax.host import Preempted, Stop
-from realm_jax.index.generations import (
+from realm_jax.refresh.exporter import Exporter, export_record, sample_vectors, to_arrays
+from realm_jax.refresh.generations import (
     export_step,
     generation_names,
     read_export,
@@ -30,10 +31,9 @@ from realm_jax.index.generations import (
     write_export,
 )  # fmt: skip
 from realm_jax.storage import PosixFolder
-from realm_jax.training import loop
-from realm_jax.training.adoption import BuiltIndex
-from realm_jax.training.checkpoints import Saved
-from realm_jax.training.exporter import Exporter, export_record, sample_vectors, to_arrays
+from realm_jax.train import loop
+from realm_jax.train.built_index import BuiltIndex
+from realm_jax.train.checkpoints import Saved
 
 pytestmark = pytest.mark.usefixtures("quick_steps")
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from realm_jax.evaluation.retrieval import (
+from realm_jax.eval.retrieval import (
     answer_hits,
     by_group,
     found_within,

@@ -15,19 +15,19 @@ import numpy as np
 import pytest
 from tiny import loud_params
 
+from realm_jax.cli.weights import export, write_networks
 from realm_jax.config import FROM_MODEL, default, flatten
-from realm_jax.jobs.init_from import find_source, resolved
-from realm_jax.jobs.projection import principal_components
-from realm_jax.jobs.weights import export, write_networks
+from realm_jax.data import layouts
+from realm_jax.data.wordpiece import WordPiece
 from realm_jax.models.encoder import LOG_TEMPERATURE
 from realm_jax.models.folders import local_source
 from realm_jax.models.inputs import Documents
 from realm_jax.models.realm import Params, Realm
 from realm_jax.models.weights import read
 from realm_jax.run import encoder_of, make_model
-from realm_jax.text import layouts
-from realm_jax.text.wordpiece import WordPiece
-from realm_jax.training.restore import restore_params
+from realm_jax.train.init_from import find_source, resolved
+from realm_jax.train.projection import principal_components
+from realm_jax.train.restore import restore_params
 
 torch = pytest.importorskip("torch")
 library = pytest.importorskip("sentence_transformers")

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from realm_jax.evaluation.significance import PERMUTATIONS, difference, interval
+from realm_jax.eval.significance import PERMUTATIONS, difference, interval
 
 
 def test_an_interval_is_that_of_the_normal_distribution_where_there_are_many_questions():

@@ -31,10 +31,10 @@ from runs import flags_of, free_port
 from tiny_run import tiny_config
 
 from realm_jax.config import task_names
-from realm_jax.jobs.opening import reopen_run
 from realm_jax.storage import read_json
-from realm_jax.training.metrics import TIMES, read_lines
-from realm_jax.training.restore import restore_params
+from realm_jax.train.metrics import TIMES, read_lines
+from realm_jax.train.opening import reopen_run
+from realm_jax.train.restore import restore_params
 
 pytestmark = pytest.mark.nightly
 

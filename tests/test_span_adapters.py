@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from realm_jax.data import span_adapters
+from realm_jax.data.spans import Span, finder
 from realm_jax.errors import UserError
-from realm_jax.text import span_adapters
-from realm_jax.text.spans import Span, finder
 
 TEXT = "Ada Lovelace met two men in May 1843. She lived in London last year.\n\nHe knew Turing."
 FOUND = [

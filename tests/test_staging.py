@@ -7,11 +7,11 @@ import fsspec
 import pytest
 from capitals import digests
 
-from realm_jax import cli
+from realm_jax.cli import main as cli
+from realm_jax.cli.prepare import prepare
 from realm_jax.data import staging
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
-from realm_jax.jobs.prepare import prepare
 from realm_jax.storage import StorageError, open_folder
 
 URL = "memory://bucket/data"

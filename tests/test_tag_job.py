@@ -14,17 +14,17 @@ from runs import Cut
 from tiny_run import prepare_people
 from tiny_tagger import open_tiny, write_corpus
 
-from realm_jax.corpus.store import PassageStore
+from realm_jax.cli import tag as job
+from realm_jax.cli.corpus import edit
+from realm_jax.cli.prepare import prepare
+from realm_jax.cli.tag import tag
 from realm_jax.data.sources import open_sources
+from realm_jax.data.store import PassageStore
 from realm_jax.errors import UserError
-from realm_jax.evaluation.tagging import TextTagger, tag_passages
+from realm_jax.eval.tagging import TextTagger, tag_passages
 from realm_jax.host import Preempted, Stop
-from realm_jax.index.builder import WorkShare
-from realm_jax.jobs import tag as job
-from realm_jax.jobs.corpus import edit
-from realm_jax.jobs.prepare import prepare
-from realm_jax.jobs.tag import tag
-from realm_jax.jobs.tagger import open_tagger, train
+from realm_jax.refresh.builder import WorkShare
+from realm_jax.train.tagger import open_tagger, train
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 SEGMENTS = 4

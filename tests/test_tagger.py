@@ -19,27 +19,27 @@ from tiny import tiny_bert
 from tiny_tagger import open_tiny, tiny_config, write_corpus
 from weight_folders import save_tensors
 
-from realm_jax import cli
+from realm_jax.cli import main as cli
 from realm_jax.config import default as realm_config
 from realm_jax.config import validate
-from realm_jax.corpus.build import build_store
-from realm_jax.corpus.jsonl import Article
-from realm_jax.corpus.store import PassageStore
+from realm_jax.corpora.build import build_store
 from realm_jax.data.conll import Sentence, open_tagged
+from realm_jax.data.jsonl import Article
+from realm_jax.data.spans import DATE, Span, find_dates, with_dates
+from realm_jax.data.spans import finder as finder_called
+from realm_jax.data.store import PassageStore
+from realm_jax.data.tags import IGNORED, Cutter, Entity
+from realm_jax.data.wordpiece import WordPiece
 from realm_jax.errors import UserError
-from realm_jax.evaluation.entities import entity_scores
-from realm_jax.evaluation.tagging import PassageSpans, TextTagger, tag_passages, tag_program
-from realm_jax.jobs.opening import open_run, recorded_config
-from realm_jax.jobs.tagger import KINDS, finder, open_tagger, run_tagger, train
+from realm_jax.eval.entities import entity_scores
+from realm_jax.eval.tagging import PassageSpans, TextTagger, tag_passages, tag_program
 from realm_jax.models.tagger import Tagger, decode
 from realm_jax.storage import read_json
 from realm_jax.tasks.tagger import TaggerTask, annotated, default, tagger_examples, tagger_loss
-from realm_jax.text.spans import DATE, Span, find_dates, with_dates
-from realm_jax.text.spans import finder as finder_called
-from realm_jax.text.tags import IGNORED, Cutter, Entity
-from realm_jax.text.wordpiece import WordPiece
-from realm_jax.training.checkpoints import Saved
-from realm_jax.training.metrics import read_lines
+from realm_jax.train.checkpoints import Saved
+from realm_jax.train.metrics import read_lines
+from realm_jax.train.opening import open_run, recorded_config
+from realm_jax.train.tagger import KINDS, finder, open_tagger, run_tagger, train
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 

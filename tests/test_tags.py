@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realm_jax.text.spans import Span
-from realm_jax.text.tags import (
+from realm_jax.data.spans import Span
+from realm_jax.data.tags import (
     DIGIT,
     IGNORED,
     LOWER,
@@ -23,7 +23,7 @@ from realm_jax.text.tags import (
     windows,
     with_neighbours,
 )
-from realm_jax.text.wordpiece import SPECIAL_PIECES, WordPiece
+from realm_jax.data.wordpiece import SPECIAL_PIECES, WordPiece
 
 LETTERS = [chr(code) for code in range(ord("a"), ord("z") + 1)]
 CHARACTERS = [*LETTERS, *"0123456789", *".,'-()É日本"]

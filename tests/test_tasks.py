@@ -24,16 +24,16 @@ from tiny import (
 )
 from tiny_run import tiny_config
 
+from realm_jax.data import layouts
 from realm_jax.data.sources import open_sources
 from realm_jax.forward import candidate_scores, candidate_words, read_joint, read_passages
-from realm_jax.index.candidates import Candidates, Index, retrieve, take
 from realm_jax.models.inputs import Documents, join
 from realm_jax.models.likelihood import masked_word_marginal
+from realm_jax.retrieval.search import Candidates, Index, retrieve, take
 from realm_jax.run import make_run
 from realm_jax.tasks.base import reported
 from realm_jax.tasks.qa import given_joint
 from realm_jax.tasks.realm import realm_metrics
-from realm_jax.text import layouts
 
 ROWS, BATCH = 20, 4
 MODEL = tiny_realm(layers=1)  # compiling takes nearly all of the time

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from realm_jax.data.masking import KINDS, Masked, mask, predictions_needed
 from realm_jax.errors import UserError
-from realm_jax.text.masking import KINDS, Masked, mask, predictions_needed
 
 
 class Vocabulary(NamedTuple):

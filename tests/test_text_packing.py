@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realm_jax.text.packing import body_room, max_title, pack, split_long, word_lengths
+from realm_jax.data.packing import body_room, max_title, pack, split_long, word_lengths
 
 lengths = st.lists(st.integers(0, 60), max_size=60)
 

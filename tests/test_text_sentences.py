@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realm_jax.text.sentences import split
+from realm_jax.data.sentences import split
 
 PASSAGES = Path(__file__).resolve().parents[2] / "shared" / "data" / "wiki_qa" / "passages.jsonl.gz"
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from realm_jax.data.spans import SalientSpanFinder, Span, find_by_rules, finder
 from realm_jax.errors import UserError
-from realm_jax.text.spans import SalientSpanFinder, Span, find_by_rules, finder
 
 
 def found(text: str, kind: str) -> list[str]:
@@ -206,7 +206,7 @@ def test_a_module_that_cannot_be_imported_is_one_line(monkeypatch, tmp_path, cod
         finder("broken_finder:find")
 
 
-@pytest.mark.parametrize("name", ["ruels", "nowhere.at_all:tag", "realm_jax.text.spans:absent", "json:__name__", ""])
+@pytest.mark.parametrize("name", ["ruels", "nowhere.at_all:tag", "realm_jax.data.spans:absent", "json:__name__", ""])
 def test_an_unknown_finder_is_an_error_that_lists_the_choices(name: str) -> None:
     with pytest.raises(UserError, match=f"span finder '{name}'.*choose rules, or"):
         finder(name)

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from realm_jax.data.wordpiece import SPECIAL_PIECES, WordPiece
 from realm_jax.errors import UserError
-from realm_jax.text.wordpiece import SPECIAL_PIECES, WordPiece
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 VOCABULARY = DATA / "bert_vocab" / "vocab.txt"
@@ -129,7 +129,7 @@ def wordpiece_normal(text: str) -> str:
 
 def test_training_gives_the_same_vocabulary_in_another_process() -> None:
     program = (
-        "import sys, json; from realm_jax.text.wordpiece import WordPiece; "
+        "import sys, json; from realm_jax.data.wordpiece import WordPiece; "
         "print(WordPiece.train(json.loads(sys.argv[1]), 120).fingerprint)"
     )
     prints = {

@@ -16,20 +16,20 @@ from ml_collections import ConfigDict
 from tiny_run import PEOPLE, question, tiny_config, write_lines
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from realm_jax import cli
+from realm_jax.cli import main as cli
+from realm_jax.cli.inspect_data import pieces_of
+from realm_jax.cli.prepare import prepare
 from realm_jax.config import validate
 from realm_jax.data.examples import Lengths
 from realm_jax.data.sources import Sources, open_sources
+from realm_jax.data.tokenizer import Tokenizer
+from realm_jax.data.wordpiece import SPECIAL_PIECES, WordPiece
 from realm_jax.errors import UserError
-from realm_jax.jobs.inspect_data import pieces_of
-from realm_jax.jobs.prepare import prepare
-from realm_jax.jobs.recipe import train
+from realm_jax.models.prompts import compiled
 from realm_jax.run import make_run
 from realm_jax.tasks.qa_examples import gold_row
-from realm_jax.text.templates import compiled
-from realm_jax.text.tokenizer import Tokenizer
-from realm_jax.text.wordpiece import SPECIAL_PIECES, WordPiece
-from realm_jax.training.workdir import check_workdir
+from realm_jax.train.recipe import train
+from realm_jax.train.workdir import check_workdir
 
 SIZE = 250_000
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]

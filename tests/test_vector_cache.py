@@ -12,12 +12,12 @@ from tiny_run import tiny_config
 from realm_jax.cache import cache_bytes
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
-from realm_jax.index.embed import CorpusRows
-from realm_jax.index.vector_cache import VectorCache, row_keys
+from realm_jax.retrieval.embed import CorpusRows
+from realm_jax.retrieval.vector_cache import VectorCache, row_keys
 from realm_jax.run import Run, make_run
-from realm_jax.training.embedding import embed_once, encoder_digest
-from realm_jax.training.refresh import InlineIndex
-from realm_jax.training.state import Control
+from realm_jax.train.embedding import embed_once, encoder_digest
+from realm_jax.train.index_source import InlineIndex
+from realm_jax.train.step import Control
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
@@ -162,7 +162,7 @@ def test_a_folder_that_cannot_be_written_to_is_told(cache, caplog):
 
 
 def test_training_goes_on_without_a_cache_that_cannot_be_read(tiny, params, cache, counted, caplog, monkeypatch):
-    monkeypatch.setattr("realm_jax.training.embedding.PIECE", 8)
+    monkeypatch.setattr("realm_jax.train.embedding.PIECE", 8)
     cache.write_text("a file")
     embed_once(tiny, params)
     assert counted == [8, 8]

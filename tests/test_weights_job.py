@@ -14,20 +14,20 @@ import pytest
 from tiny_run import tiny_config
 from weight_folders import assert_same_bits, save_tiny_network
 
-from realm_jax import cli
+from realm_jax.cli import main as cli
+from realm_jax.cli import weights as job
 from realm_jax.data.sources import open_sources
+from realm_jax.data.wordpiece import WordPiece
 from realm_jax.errors import UserError
-from realm_jax.jobs import opening
-from realm_jax.jobs import weights as job
-from realm_jax.jobs.init_from import find_source
-from realm_jax.jobs.opening import open_run
-from realm_jax.jobs.recipe import starting_params
 from realm_jax.models.folders import local_source
 from realm_jax.models.realm import Params
 from realm_jax.run import Run, make_model, make_run
-from realm_jax.text.wordpiece import WordPiece
-from realm_jax.training.restore import restore_params
-from realm_jax.training.workdir import begins_with_reader
+from realm_jax.train import opening
+from realm_jax.train.init_from import find_source
+from realm_jax.train.opening import open_run
+from realm_jax.train.recipe import starting_params
+from realm_jax.train.restore import restore_params
+from realm_jax.train.workdir import begins_with_reader
 
 THERE = (  # files of a repository
     *(

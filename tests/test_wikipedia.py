@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realm_jax.corpus import wiki_templates, wikipedia, wikitext
-from realm_jax.corpus.dumps import Page, parts, read_pages
-from realm_jax.corpus.jsonl import Article
-from realm_jax.corpus.records import Dropped
-from realm_jax.corpus.wikitext import Note
+from realm_jax.corpora import wiki_templates, wikipedia, wikitext
+from realm_jax.corpora.dumps import Page, parts, read_pages
+from realm_jax.corpora.wikitext import Note
+from realm_jax.data.jsonl import Article
+from realm_jax.data.records import Dropped
 
 
 def page(text: str, title: str = "Kakadu", **fields) -> Page:
@@ -522,7 +522,7 @@ def test_the_words_of_balanced_markup_are_kept_in_order(pair):
 
 ELSEWHERE = """
 import pickle, sys
-from realm_jax.corpus.wikipedia import article
+from realm_jax.corpora.wikipedia import article
 print([article(page) for page in pickle.load(sys.stdin.buffer)])
 """
 

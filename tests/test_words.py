@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realm_jax.errors import UserError
-from realm_jax.index import words
-from realm_jax.index.candidates import Index, stored_scores, take
-from realm_jax.index.words import (
+from realm_jax.models.inputs import Documents, find_answers, hold_answers, join
+from realm_jax.models.likelihood import NEGATIVE
+from realm_jax.retrieval import bm25
+from realm_jax.retrieval.bm25 import (
     ABOUT,
     FOLDER,
     Bm25,
@@ -22,8 +23,7 @@ from realm_jax.index.words import (
     save_index,
     searchable_texts,
 )
-from realm_jax.models.inputs import Documents, find_answers, hold_answers, join
-from realm_jax.models.likelihood import NEGATIVE
+from realm_jax.retrieval.search import Index, stored_scores, take
 
 GERMAN = "Die Brücke wurde im Jahre neunzehnhundert gebaut und überspannt den Fluss mit drei Bögen aus Stein."
 ENGLISH = "The bridge was built in the year nineteen hundred and spans the river with three arches of stone."
@@ -104,7 +104,7 @@ def test_vowel_signs_belong_to_their_word():
 
 @given(st.text(st.characters(codec="ascii")))
 def test_plain_english_has_the_words_that_python_finds(text):
-    assert words._tokens(text, "none") == re.findall(r"\b\w+\b", text.lower())
+    assert bm25._tokens(text, "none") == re.findall(r"\b\w+\b", text.lower())
 
 
 def test_of_equal_texts_the_lower_row_comes_first():
@@ -203,7 +203,7 @@ def test_a_record_of_an_index_with_another_number_is_not_believed(tmp_path, kept
 
 
 def test_of_a_large_index_a_question_compares_sizes_and_the_trainer_everything(tmp_path, kept, caplog, monkeypatch):
-    monkeypatch.setattr(words, "COMPARED", 0)
+    monkeypatch.setattr(bm25, "COMPARED", 0)
     flip_a_bit(kept / "data.csc.index.npy")
     load_or_build(SHELF, "en", tmp_path)
     assert "is damaged" not in caplog.text

@@ -2,7 +2,7 @@
 
 import pytest
 
-from realm_jax.training.workdir import PLACES, with_absolute_paths
+from realm_jax.train.workdir import PLACES, with_absolute_paths
 
 
 def recorded(key: str, value: str) -> str:

@@ -9,15 +9,15 @@ import numpy as np
 from jax.sharding import Mesh
 
 from realm_jax.config import default
-from realm_jax.index.candidates import Index, Setting
-from realm_jax.index.exact import padded_rows
+from realm_jax.data import layouts
 from realm_jax.models.bert import BertConfig
 from realm_jax.models.inputs import Documents
 from realm_jax.models.reader import Reader
 from realm_jax.models.realm import Params, Realm
+from realm_jax.retrieval.exact import padded_rows
+from realm_jax.retrieval.search import Index, Setting
 from realm_jax.tasks import make_task
 from realm_jax.tasks.base import Task
-from realm_jax.text import layouts
 
 Texts = list[tuple[list[int], list[int]]]  # titles and bodies, as word pieces
 VOCABULARY = 50

@@ -6,12 +6,12 @@ from pathlib import Path
 import jax
 from ml_collections import ConfigDict
 
+from realm_jax.cli.prepare import prepare
 from realm_jax.config import default
 from realm_jax.data.sources import open_sources
-from realm_jax.jobs.prepare import prepare
-from realm_jax.jobs.recipe import train
 from realm_jax.run import Run, make_run
-from realm_jax.training.workdir import check_workdir
+from realm_jax.train.recipe import train
+from realm_jax.train.workdir import check_workdir
 
 FIRST_NAMES, LAST_NAMES = ("Ada", "Boris", "Clara", "Dmitri"), ("Almgren", "Brandt", "Corvin", "Dahl")
 PEOPLE = [f"{first} {last}" for first in FIRST_NAMES for last in LAST_NAMES]

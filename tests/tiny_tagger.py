@@ -6,9 +6,9 @@ from pathlib import Path
 import jax
 from ml_collections import ConfigDict
 
-from realm_jax.jobs.tagger import open_tagger_run
 from realm_jax.run import BaseRun
 from realm_jax.tasks import tagger
+from realm_jax.train.tagger import open_tagger_run
 
 FIRST = "Ada Boris Clara Dmitri Edda Fjodor".split()
 LAST = "Almgren Brandt Corvin Dahl Ebner Falk".split()

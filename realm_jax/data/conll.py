@@ -1,7 +1,7 @@
 """Text with annotated names: files in the format of CoNLL-2003 and its many relatives, or a TensorFlow data set.
 
 A line holds a token and its tag, with other columns between; a blank line ends a sentence and `-DOCSTART-` begins a
-document. What schemes a tag may be of is `realm_jax/text/tags.py`. Read `open_tagged` next.
+document. What schemes a tag may be of is `realm_jax/data/tags.py`. Read `open_tagged` next.
 """
 
 import hashlib
@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from realm_jax.corpus.lines import text_lines
+from realm_jax.data.lines import text_lines
+from realm_jax.data.tags import TAG, Entity, entities
 from realm_jax.errors import UserError
-from realm_jax.text.tags import TAG, Entity, entities
 
 DOCUMENT = "-DOCSTART-"
 TFDS = "tfds:"

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from realm_jax.corpus.store import PassageStore
+from realm_jax.data import layouts
+from realm_jax.data.masking import mask, predictions_needed
+from realm_jax.data.store import PassageStore
+from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.errors import UserError
-from realm_jax.text import layouts
-from realm_jax.text.masking import mask, predictions_needed
-from realm_jax.text.tokenizer import Tokenizer
 
 Example = dict[str, Any]  # arrays of one example; scalars are NumPy scalars
 Maker = Callable[[int, np.random.Generator], Example]

@@ -14,10 +14,10 @@ import numpy as np
 from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
-from realm_jax.corpus.jsonl import Question
-from realm_jax.corpus.store import PassageStore
 from realm_jax.data.examples import MINIMUM_SENTENCE, salient_sentences, spans_of
-from realm_jax.text.tokenizer import Tokenizer
+from realm_jax.data.jsonl import Question
+from realm_jax.data.store import PassageStore
+from realm_jax.data.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import grain  # in functions otherwise: what only answers needs no order of examples, and starts sooner
 
 SAMPLE = (
-    5  # the stream of random numbers of sample queries; a task has its own (`Task.stream`), 11 `jobs/projection.py`
+    5  # the stream of random numbers of sample queries; a task has its own (`Task.stream`), 11 `train/projection.py`
 )
 ENDLESS = 1 << 40  # steps; no run has as many
 PREFETCH = 4  # batches made ahead, in one thread

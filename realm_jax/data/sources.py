@@ -6,13 +6,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-from realm_jax.corpus.jsonl import Question, answered, read_questions
-from realm_jax.corpus.store import PassageStore
+from realm_jax.data.jsonl import Question, answered, read_questions
 from realm_jax.data.staging import is_remote, staged
+from realm_jax.data.store import PassageStore
+from realm_jax.data.tokenizer import Tokenizer
+from realm_jax.data.tokenizer_files import open_tokenizer
 from realm_jax.errors import UserError
 from realm_jax.storage import digest, read_json
-from realm_jax.text.tokenizer import Tokenizer
-from realm_jax.text.tokenizer_files import open_tokenizer
 
 FORMAT_VERSION = 2
 

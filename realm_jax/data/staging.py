@@ -9,8 +9,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from realm_jax.corpus.store import MANIFEST as STORE
-from realm_jax.corpus.store import PassageStore
+from realm_jax.data.store import MANIFEST as STORE
+from realm_jax.data.store import PassageStore
 from realm_jax.errors import UserError
 from realm_jax.storage import Folder, StorageError, digest, one_after_another, open_folder, staging_folder, write_atomic
 

@@ -31,9 +31,9 @@ from typing import IO, NamedTuple, TypeVar
 from realm_jax.console import go_silent
 from realm_jax.errors import USER_ERROR, UserError
 from realm_jax.host import PREEMPTED
-from realm_jax.index.status import BUILDER, TRAINER, process_name
 from realm_jax.launch.spec import Launch, choose, share
 from realm_jax.launch.status import expect, expect_none, newest_checkpoint, newest_generation, summary
+from realm_jax.refresh.status import BUILDER, TRAINER, process_name
 from realm_jax.storage import is_held, make_folder, only_one, open_folder, read_json, write_json_atomic
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ STATUS_SECONDS = 30.0  # between two lines about the run
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # before a failed job is started again
 SHORT_GRACE = 5.0  # seconds for what is left of a job that crashed: without the others it cannot save
 LONGEST_LINE = 1 << 16  # bytes
-PROGRAM = [sys.executable, "-m", "realm_jax.cli"]  # `realm` of this environment
+PROGRAM = [sys.executable, "-m", "realm_jax.cli.main"]  # `realm` of this environment
 # Becomes the program of its arguments, and gets SIGTERM when the supervisor dies, whatever it dies of.
 TIED = (
     "import ctypes, os, signal, sys\n"

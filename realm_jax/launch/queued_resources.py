@@ -12,11 +12,11 @@ from pathlib import Path
 
 from realm_jax.errors import UserError
 from realm_jax.host import PREEMPTED
-from realm_jax.index.status import TRAINER
 from realm_jax.launch.cloud import CloudTarget, Resource
 from realm_jax.launch.spec import MOUNTED, Launch, Part, choose, parts
 from realm_jax.launch.status import expect
 from realm_jax.launch.tools import call, call_json, stream
+from realm_jax.refresh.status import TRAINER
 
 SERVICE = "realm"
 UNIT = f"/etc/systemd/system/{SERVICE}.service"

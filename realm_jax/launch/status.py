@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from realm_jax.errors import UserError
-from realm_jax.index.generations import MANIFEST, export_step, generation_names
-from realm_jax.index.status import BUILDER, HEARTBEAT_SECONDS, TRAINER, Status, read_status, write_status
+from realm_jax.refresh.generations import MANIFEST, export_step, generation_names
+from realm_jax.refresh.status import BUILDER, HEARTBEAT_SECONDS, TRAINER, Status, read_status, write_status
 from realm_jax.storage import Damaged, Folder, open_folder
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from realm_jax.models.bert import Bert, BertConfig, Params, apply, dense, layer_norm
 from realm_jax.models.inputs import Documents, Sequences, document_sequences, query_sequences
-from realm_jax.text.templates import Template
+from realm_jax.models.prompts import Template
 
 Array = jax.Array
 LOG_TEMPERATURE = "log_temperature"  # of the query tower's parameters

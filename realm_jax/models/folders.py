@@ -12,6 +12,8 @@ import importlib.util
 from functools import cache
 from pathlib import Path
 
+from realm_jax.data.tokenizer import TOKENIZER_CONFIG, TOKENIZER_FILE
+from realm_jax.data.wordpiece import VOCABULARY_FILE
 from realm_jax.errors import UserError
 from realm_jax.models.sentence_transformers import (
     INPUT,
@@ -23,8 +25,6 @@ from realm_jax.models.sentence_transformers import (
     transformer_folder,
 )
 from realm_jax.models.weights import SETTINGS, WEIGHTS
-from realm_jax.text.tokenizer import TOKENIZER_CONFIG, TOKENIZER_FILE
-from realm_jax.text.wordpiece import VOCABULARY_FILE
 
 HUB, PACKAGE, IN_PACKAGE = "hf:", "py:", "model"
 FILES = WEIGHTS, SETTINGS, VOCABULARY_FILE, TOKENIZER_CONFIG, TOKENIZER_FILE, INPUT

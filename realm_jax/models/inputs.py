@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from realm_jax.text.templates import Template
+from realm_jax.models.prompts import Template
 
 Array = jax.Array
 DOCUMENT_SPECIALS = 2  # the [CLS] before and the [SEP] after the title, which the joint layout leaves out

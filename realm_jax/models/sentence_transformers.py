@@ -24,6 +24,7 @@ from safetensors.numpy import save_file
 
 from realm_jax.errors import UserError
 from realm_jax.models.bert import BertConfig
+from realm_jax.models.prompts import from_prompt, parse
 from realm_jax.models.realm import Params, Realm
 from realm_jax.models.weights import (
     NO_BIAS,
@@ -37,7 +38,6 @@ from realm_jax.models.weights import (
     write_json,
 )
 from realm_jax.storage import read_fetched_json, read_settings
-from realm_jax.text.templates import from_prompt, parse
 
 MODULES = "modules.json"
 PROMPTS = "config_sentence_transformers.json"

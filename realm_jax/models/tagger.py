@@ -4,7 +4,7 @@
 
 REALM's salient spans came from such a tagger, trained on CoNLL-2003 (Guu et al. 2020, section 3.4). A vocabulary in
 lower case hides what tells names best; `shapes` gives it back: embeddings of how each word and its neighbours are
-written are added to those of its pieces. What the labels mean: `realm_jax/text/tags.py`. Read next:
+written are added to those of its pieces. What the labels mean: `realm_jax/data/tags.py`. Read next:
 `tasks/tagger.py`.
 """
 
@@ -15,9 +15,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from realm_jax.data.tags import OUTSIDE, SHAPES
 from realm_jax.models.bert import Bert, BertConfig, initializer
 from realm_jax.models.inputs import token_mask
-from realm_jax.text.tags import OUTSIDE, SHAPES
 
 Array = jax.Array
 Params = dict[str, Any]

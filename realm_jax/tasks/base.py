@@ -18,19 +18,19 @@ import numpy as np
 from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
-from realm_jax.corpus.jsonl import Question, answered
-from realm_jax.corpus.store import PassageStore
 from realm_jax.data.examples import Examples
 from realm_jax.data.held_out import held_out_share, masked_sentences, trained_rows
+from realm_jax.data.jsonl import Question, answered
 from realm_jax.data.sources import Sources
-from realm_jax.evaluation.predict import Evaluator
-from realm_jax.index.candidates import Batch, Index, Setting
+from realm_jax.data.store import PassageStore
+from realm_jax.data.tokenizer import id_dtype
+from realm_jax.eval.prediction import Evaluator
 from realm_jax.models.likelihood import Mean
 from realm_jax.models.realm import Params
+from realm_jax.retrieval.search import Batch, Index, Setting
 from realm_jax.run import Run
 from realm_jax.schema import Sections
 from realm_jax.sections import AnyTask
-from realm_jax.text.tokenizer import id_dtype
 
 Array = jax.Array
 Means = dict[str, Mean]
@@ -51,7 +51,7 @@ class Control(NamedTuple):
 
 
 class Contrast(NamedTuple):
-    """A loss that compares every example of a batch with every other, in parts (`training/gradients.py`).
+    """A loss that compares every example of a batch with every other, in parts (`train/gradients.py`).
 
     encode: the vectors of some examples; null: that of the null document, or None; loss: of all these together.
     """

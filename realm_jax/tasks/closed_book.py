@@ -14,8 +14,6 @@ import numpy as np
 from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
-from realm_jax.corpus.jsonl import Question, answered
-from realm_jax.corpus.store import PassageStore
 from realm_jax.data.examples import (
     Example,
     Examples,
@@ -26,19 +24,21 @@ from realm_jax.data.examples import (
     salient_sentences,
     spans_of,
 )  # fmt: skip
+from realm_jax.data.jsonl import Question, answered
+from realm_jax.data.store import PassageStore
+from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.errors import UserError
-from realm_jax.evaluation.answers import exact_match
-from realm_jax.evaluation.predict import Evaluator
+from realm_jax.eval.answers import exact_match
+from realm_jax.eval.prediction import Evaluator
 from realm_jax.forward import given_candidates, masked_inputs
-from realm_jax.index.candidates import Index
 from realm_jax.mesh import to_host
 from realm_jax.models.realm import Params, Realm
+from realm_jax.retrieval.search import Index
 from realm_jax.run import Run, put_batch
 from realm_jax.sections import TaskSection
 from realm_jax.tasks.base import Embed, Measure, dev_questions
 from realm_jax.tasks.mlm import Mlm
 from realm_jax.tasks.qa_examples import check_strings
-from realm_jax.text.tokenizer import Tokenizer
 
 
 class ClosedBook(Mlm):

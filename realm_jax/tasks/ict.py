@@ -12,7 +12,6 @@ import numpy as np
 from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
-from realm_jax.corpus.store import PassageStore
 from realm_jax.data.examples import (
     MINIMUM_SENTENCE,
     Example,
@@ -24,17 +23,18 @@ from realm_jax.data.examples import (
 )
 from realm_jax.data.held_out import held_out_share, trained_rows
 from realm_jax.data.sources import Sources
+from realm_jax.data.store import PassageStore
+from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.flops import embedding_flops, score_flops
 from realm_jax.forward import given_documents
-from realm_jax.index.candidates import Batch, Index, Setting, dropout_keys, embed_null, stored_scores
-from realm_jax.index.exact import search
 from realm_jax.models import likelihood
 from realm_jax.models.realm import Params
+from realm_jax.retrieval.exact import search
+from realm_jax.retrieval.search import Batch, Index, Setting, dropout_keys, embed_null, stored_scores
 from realm_jax.run import Run
 from realm_jax.schema import require
 from realm_jax.sections import TaskSection, task_names
 from realm_jax.tasks.base import Contrast, Embed, Means, Shapes, Task, document_shapes, over_examples, query_shapes
-from realm_jax.text.tokenizer import Tokenizer
 
 Array = jax.Array
 

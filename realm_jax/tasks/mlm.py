@@ -9,7 +9,6 @@ import numpy as np
 from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
-from realm_jax.corpus.store import PassageStore
 from realm_jax.data.examples import (
     Annotated,
     Example,
@@ -21,16 +20,17 @@ from realm_jax.data.examples import (
     salient_sentences,
     spans_of,
 )  # fmt: skip
+from realm_jax.data.store import PassageStore
+from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.flops import tower_of, word_flops
 from realm_jax.forward import given_candidates, read_targets
-from realm_jax.index.candidates import Batch, Setting
 from realm_jax.models.likelihood import Mean
 from realm_jax.models.realm import Params
+from realm_jax.retrieval.search import Batch, Setting
 from realm_jax.run import Run
 from realm_jax.schema import require
 from realm_jax.sections import TaskSection, joint_length
 from realm_jax.tasks.base import Embed, Means, Measure, Shapes, Task, document_shapes, masked_shapes
-from realm_jax.text.tokenizer import Tokenizer
 
 Array = jax.Array
 WHOLE_RATE = 0.5  # excerpts that hold all other sentences; the rest are mostly short

@@ -13,16 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from realm_jax.corpus.jsonl import answered
 from realm_jax.data.examples import Examples
+from realm_jax.data.jsonl import answered
+from realm_jax.data.tokenizer import id_dtype
 from realm_jax.errors import UserError
 from realm_jax.flops import embedding_flops, score_flops, tower_of
 from realm_jax.forward import question_beam, read_joint, read_question
-from realm_jax.index.candidates import Batch, Index, Setting, bm25_listed, dropout_keys, take
 from realm_jax.models import likelihood
 from realm_jax.models.inputs import Joint, find_answers, hold_answers, token_mask
 from realm_jax.models.likelihood import Mean
 from realm_jax.models.realm import Params
+from realm_jax.retrieval.search import Batch, Index, Setting, bm25_listed, dropout_keys, take
 from realm_jax.run import Run
 from realm_jax.schema import require
 from realm_jax.sections import TaskSection, joint_length, task_names
@@ -40,7 +41,6 @@ from realm_jax.tasks.base import (
 from realm_jax.tasks.closed_book import ClosedBook
 from realm_jax.tasks.collapse import CollapseMonitor
 from realm_jax.tasks.qa_examples import question_depth, questions_to_learn
-from realm_jax.text.tokenizer import id_dtype
 
 Array = jax.Array
 BEAM_PART = 64  # passages of a beam that are looked through at a time

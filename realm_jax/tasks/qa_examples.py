@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from realm_jax.corpus.jsonl import Question
-from realm_jax.corpus.store import PassageStore
+from realm_jax.data import layouts, patterns
 from realm_jax.data.examples import (
     Example,
     Examples,
@@ -32,17 +31,18 @@ from realm_jax.data.examples import (
     question_arrays,
     title_read,
 )
+from realm_jax.data.jsonl import Question
+from realm_jax.data.store import PassageStore
+from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.errors import UserError
-from realm_jax.evaluation.predict import Evaluator
-from realm_jax.index.candidates import Setting
+from realm_jax.eval.prediction import Evaluator
 from realm_jax.models.inputs import DOCUMENT_SPECIALS
 from realm_jax.models.realm import Params
 from realm_jax.processes import is_process_0, run_on_process_0
+from realm_jax.retrieval.search import Setting
 from realm_jax.run import Run
 from realm_jax.storage import make_folder, read_json, write_json_atomic
 from realm_jax.tasks.base import Embed, Task
-from realm_jax.text import layouts, patterns
-from realm_jax.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -12,14 +12,15 @@ import numpy as np
 from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
-from realm_jax.corpus.store import PassageStore
 from realm_jax.data.examples import Example, Examples, Find, Lengths, masked_arrays, require_passages, spans_of
+from realm_jax.data.store import PassageStore
+from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.flops import embedding_flops, score_flops, tower_of, word_flops
 from realm_jax.forward import read_masked
-from realm_jax.index.candidates import Batch, Candidates, Index, Setting, bm25_listed, search_depth
 from realm_jax.models import likelihood
 from realm_jax.models.likelihood import Mean
 from realm_jax.models.realm import Params
+from realm_jax.retrieval.search import Batch, Candidates, Index, Setting, bm25_listed, search_depth
 from realm_jax.run import Run
 from realm_jax.sections import TaskSection, joint_length, task_names
 from realm_jax.tasks.base import (
@@ -35,7 +36,6 @@ from realm_jax.tasks.base import (
 )
 from realm_jax.tasks.collapse import CollapseMonitor
 from realm_jax.tasks.ict import Ict
-from realm_jax.text.tokenizer import Tokenizer
 
 Array = jax.Array
 

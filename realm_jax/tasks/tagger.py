@@ -1,7 +1,7 @@
 """Named-entity tagger: a BERT with a label for every word piece, for salient spans (Guu et al. 2020, section 3.4).
 
 Its config is of its own kind, with annotated text in place of passages; the train loop is that of all tasks. Read
-`TaggerTask`, then `tagger_examples`; the network is `models/tagger.py`, and how it tags `evaluation/tagging.py`. Where
+`TaggerTask`, then `tagger_examples`; the network is `models/tagger.py`, and how it tags `eval/tagging.py`. Where
 the text is from: `data/conll.py`.
 """
 
@@ -19,24 +19,12 @@ from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
 from realm_jax import schema
+from realm_jax.data import layouts
 from realm_jax.data.conll import Document, text_of
 from realm_jax.data.examples import Example, Examples
-from realm_jax.evaluation.entities import Scores, entity_scores
-from realm_jax.evaluation.tagging import WindowTagger
-from realm_jax.flops import tower_of
-from realm_jax.index.candidates import Batch, Index
-from realm_jax.mesh import logical_sharding
-from realm_jax.models.likelihood import Mean
-from realm_jax.models.tagger import Params, Tagger
-from realm_jax.run import BaseRun, for_devices, make_bert, mesh_for
-from realm_jax.schema import BELOW_ONE, NOT_NEGATIVE, POSITIVE, at_least, key, require
-from realm_jax.sections import SEED, AnyOptimizer, AnyTask, Bert, Checkpoint, Log, Mesh
-from realm_jax.storage import digest
-from realm_jax.tasks.base import Embed, Means, Measure, Shapes, Task
-from realm_jax.text import layouts
-from realm_jax.text.layouts import Special
-from realm_jax.text.spans import Span
-from realm_jax.text.tags import (
+from realm_jax.data.layouts import Special
+from realm_jax.data.spans import Span
+from realm_jax.data.tags import (
     IGNORED,
     OTHER,
     OUTSIDE,
@@ -48,7 +36,19 @@ from realm_jax.text.tags import (
     windows,
     with_neighbours,
 )
-from realm_jax.text.tokenizer import Tokenizer, id_dtype
+from realm_jax.data.tokenizer import Tokenizer, id_dtype
+from realm_jax.eval.entities import Scores, entity_scores
+from realm_jax.eval.tagging import WindowTagger
+from realm_jax.flops import tower_of
+from realm_jax.mesh import logical_sharding
+from realm_jax.models.likelihood import Mean
+from realm_jax.models.tagger import Params, Tagger
+from realm_jax.retrieval.search import Batch, Index
+from realm_jax.run import BaseRun, for_devices, make_bert, mesh_for
+from realm_jax.schema import BELOW_ONE, NOT_NEGATIVE, POSITIVE, at_least, key, require
+from realm_jax.sections import SEED, AnyOptimizer, AnyTask, Bert, Checkpoint, Log, Mesh
+from realm_jax.storage import digest
+from realm_jax.tasks.base import Embed, Means, Measure, Shapes, Task
 
 Array = jax.Array
 NAME = "tagger"  # of the task, of its section of the config, and of its parameters

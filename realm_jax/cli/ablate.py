@@ -1,0 +1,263 @@
+"""`realm ablate`: trainings that differ in one thing, under several seeds, and one table of what they come to.
+
+A row is a run like any other, `WORKDIR/seed-<n>/<row>`: its config is the base with the row's changes, and it starts
+where the base does (from fresh parameters, or `init_from`) or from where another row ended. So a row that is done is
+not repeated, and one that was cut off goes on. The rows are in the config file; the table is
+`realm_jax/eval/ablations.py`.
+"""
+
+import argparse
+import dataclasses
+import logging
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from realm_jax.cli.config_flags import add_config_argument, load_config, with_overrides
+from realm_jax.cli.quickstart import make_data
+from realm_jax.config import default, require, science, task_names, validate
+from realm_jax.data.encyclopedia import EncyclopediaSettings
+from realm_jax.errors import UserError
+from realm_jax.eval.ablations import HEADS, Measured, Row, cells, html, markdown
+from realm_jax.recipes import ROW, ablations
+from realm_jax.storage import make_folder, one_after_another, only_one, write_atomic, write_json_atomic
+from realm_jax.tasks import TASKS
+from realm_jax.train.metrics import read_lines
+from realm_jax.train.opening import open_run, recorded_config, set_up_jax
+from realm_jax.train.recipe import preemptible, reported, train
+from realm_jax.train.results import hardware
+
+logger = logging.getLogger(__name__)
+
+EXAMPLES = """examples:
+  realm ablate --config=ablations --workdir=runs/ablations
+  realm ablate --config=ablations --workdir=runs/ablations --config.seeds=0 --rows=realm,baseline
+  realm ablate --config=ablations --config.base.data.path=data/wiki --workdir=runs/wiki
+
+The table lies in ablations.md, ablations.html and ablations.json of the folder, and grows with every row. Commands for
+different seeds may work in one folder at the same time: `taskset --cpu-list=0 realm ablate … --config.seeds=0 &` …
+"""
+SET_BY_ROWS = ("tasks", "seed", "init_from", "reader_from")  # keys that a row's own entries decide
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `realm ablate`."""
+    parser.epilog = EXAMPLES
+    add_config_argument(parser, "ablations: the paper's table 2 and more")
+    parser.add_argument("--workdir", required=True, metavar="DIR", help="folder of the runs: made, or gone on with")
+    parser.add_argument("--rows", metavar="NAME,NAME", help="these rows, and those that they start from (default: all)")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Train what is missing. Raises Preempted after SIGTERM, once the state is saved."""
+    config = load_config(args.config, args.overrides, ablations, like=_like)
+    if any(override.startswith("--config.base.tasks=") for override in args.overrides):
+        raise UserError("--config.base.tasks: every row has tasks of its own; set --config.rows.NAME.tasks")
+    check(config)
+    rows = wanted(config, args.rows)
+    workdir = Path(args.workdir)
+    make_folder(workdir, "--workdir")
+    if not config.base.data.path:
+        with one_after_another(workdir):
+            make_data(workdir, seed=config.base.seed, **config.encyclopedia)
+        config.base.data.path = str(workdir / "data")
+    set_up_jax()
+    with preemptible():
+        for seed in config.seeds:
+            train_seed(config, rows, seed, workdir)
+    show(table_rows(config, workdir, warn=True), workdir)
+
+
+def _like(config: ConfigDict) -> ConfigDict:
+    """What a config of ablations has; `check` looks at its rows."""
+    rows = config.get("rows", ConfigDict())
+    made = config.get("encyclopedia", ConfigDict())
+    return ConfigDict({"seeds": (0,), "encyclopedia": made, "base": default(), "table": ("",), "rows": rows})
+
+
+def check(config: ConfigDict) -> None:
+    """Raise UserError, with the key's name, for rows that cannot be trained."""
+    whole = all(isinstance(seed, int) and seed >= 0 for seed in config.seeds)
+    require(bool(config.seeds) and whole, "seeds", "takes one whole number at least, such as (0, 1, 2)")
+    require(bool(config.table), "table", "name a row at least")
+    known = {field.name for field in dataclasses.fields(EncyclopediaSettings)} - {"seed"}
+    made = {*config.encyclopedia}
+    require(made <= known, "encyclopedia", f"takes {', '.join(sorted(known))}")
+    given = bool(config.base.data.path) or "entities" in made
+    require(given, "encyclopedia", "needs entities; or name a prepared folder in base.data.path")
+    for name in config.table:
+        require(name in config.rows, "table", f"there is no row {name!r}; choose among {', '.join(config.rows)}")
+    for name, row in config.rows.items():
+        key = f"rows.{name}"
+        require(isinstance(row, ConfigDict) and {*row} == {*ROW}, key, f"must have the keys {', '.join(ROW)}")
+        for other in ("start", "reader"):
+            require(row[other] in ("", *config.rows), f"{key}.{other}", f"there is no row {row[other]!r}")
+        require(not row.reader or bool(row.start), f"{key}.reader", "needs a start, whose towers go with it")
+        require(len(row.paper) in (0, 2), f"{key}.paper", "takes exact match and recall@5, or nothing")
+        _check_changes(row.changes, f"{key}.changes")
+        trial = row_config(config, name, config.seeds[0], Path())
+        trial.data.path = trial.data.path or "data"
+        validate(trial)
+        ends_well = name not in config.table or TASKS[task_names(trial)[-1]].learns_to_answer
+        require(
+            ends_well,
+            f"{key}.tasks",
+            "a row of the table has to end with qa or closed_book; take it out of config.table",
+        )
+    in_order(config, config.rows)
+
+
+def _check_changes(changes: Any, key: str) -> None:
+    is_tuple = isinstance(changes, tuple) and all(isinstance(change, str) for change in changes)
+    require(is_tuple, key, "takes a tuple, such as ('data.masking=uniform',) with its comma")
+    for change in changes:
+        name = change.partition("=")[0]
+        require(name not in SET_BY_ROWS, key, f"{name} follows from tasks, start and seeds of the rows; leave it out")
+
+
+def wanted(config: ConfigDict, names: str | None) -> list[str]:
+    """The rows to train, in order: those of the table, or that are named, and before each what it starts from."""
+    chosen = [name.strip() for name in names.split(",")] if names else config.table
+    for name in chosen:
+        if name not in config.rows:
+            raise UserError(f"--rows: there is no row {name!r}; choose among {', '.join(config.rows)}")
+    return in_order(config, chosen)
+
+
+def in_order(config: ConfigDict, names: Iterable[str]) -> list[str]:
+    """Rows with those that they start from, those first. Raises UserError where one starts from itself."""
+    found: list[str] = []
+
+    def add(name: str, above: tuple[str, ...]) -> None:
+        require(name not in above, f"rows.{name}.start", f"it would start from itself, by way of {', '.join(above)}")
+        for other in (config.rows[name].start, config.rows[name].reader):
+            if other:
+                add(other, (*above, name))
+        if name not in found:
+            found.append(name)
+
+    for name in names:
+        add(name, ())
+    return found
+
+
+def row_config(config: ConfigDict, name: str, seed: int, place: Path) -> ConfigDict:
+    """The config of the run of a row. place: the seed's folder."""
+    row = config.rows[name]
+    found = with_overrides(ConfigDict(config.base.to_dict()), [f"--config.{change}" for change in row.changes])
+    found.update(tasks=row.tasks, seed=seed)
+    for key, other in (("init_from", row.start), ("reader_from", row.reader)):
+        if other:
+            found[key] = str(place / other)
+    return found
+
+
+def train_seed(config: ConfigDict, rows: Sequence[str], seed: int, workdir: Path) -> None:
+    """Train rows under a seed. Several seeds may be trained at once, by as many commands."""
+    place = workdir / f"seed-{seed}"
+    make_folder(place, "--workdir")
+    with only_one(place):
+        for name in rows:
+            train_row(config, name, seed, place)
+            write_table(config, workdir)
+
+
+def train_row(config: ConfigDict, name: str, seed: int, place: Path) -> None:
+    """Train a row under a seed, as far as it is not done. Raises Preempted once the state is saved."""
+    logger.info("seed %d: %s", seed, config.rows[name].title or name)
+    opened = open_run(row_config(config, name, seed, place), place / name)
+    for split, what in (("dev", "rows are measured with"), ("train", "readers are trained with")):
+        if not opened.sources.answered(split):
+            raise UserError(f"{config.base.data.path}: no {split} questions with answers, which {what}; prepare some")
+    with only_one(opened.workdir), reported(opened) as status:
+        train(opened, status)
+    jax.clear_caches()  # the programs of one row are of no use to the next
+
+
+def measured(folder: Path, origins: Iterable[Path] = ()) -> Measured | None:
+    """What the run of a row comes to; None while it is not done.
+
+    origins: the runs that it starts from, whose time counts too.
+    """
+    answering = [name for name, task in TASKS.items() if task.learns_to_answer]
+    lines = next(filter(None, (read_lines(folder / task / "evaluations.jsonl") for task in answering)), [])
+    if not lines or "exact_match" not in lines[-1] or "seconds" not in lines[-1]:
+        return None
+    seconds = sum(_seconds(task) for run in (folder, *origins) for task in run.glob("*/"))
+    return Measured(lines[-1]["exact_match"], lines[0].get("answer_recall@5"), lines[0].get("recall@5"), seconds)
+
+
+def _seconds(task: Path) -> float:
+    lines = read_lines(task / "metrics.jsonl") + read_lines(task / "evaluations.jsonl")
+    return max((line.get("seconds", 0.0) for line in lines), default=0.0)
+
+
+def table_rows(config: ConfigDict, workdir: Path, warn: bool = False) -> list[Row]:
+    """The rows of the table, with all the seeds that lie in the folder and were trained with this config.
+
+    warn: say which are left out, as they were trained with another.
+    """
+    seeds = sorted(int(place.name[5:]) for place in workdir.glob("seed-*") if place.name[5:].isdecimal())
+    rows = []
+    for name in config.table:
+        found = {}
+        for seed in seeds:
+            place = workdir / f"seed-{seed}"
+            origins = in_order(config, [name])[:-1]
+            one = measured(place / name, [place / origin for origin in origins])
+            if one is None:
+                continue
+            if other := next(filter(None, (_otherwise(config, part, seed, place) for part in (*origins, name))), ""):
+                if warn:
+                    logger.warning("%s is left out of the table: %s", place / name, other)
+                continue
+            found[seed] = one
+        rows.append(Row(config.rows[name].title or name, tuple(config.rows[name].paper), found))
+    return rows
+
+
+def _otherwise(config: ConfigDict, name: str, seed: int, place: Path) -> str:
+    """How the run of a row was trained otherwise than its config says now; empty where it was not, or is gone."""
+    if not (place / name / "config.json").is_file():
+        return ""
+    recorded, now = science(recorded_config(place / name)), science(row_config(config, name, seed, place))
+    key = next((key for key in sorted({*recorded, *now}) if recorded.get(key) != now.get(key)), "")
+    return f"{name} has {key}={recorded.get(key)!r}, the config {now.get(key)!r}" if key else ""
+
+
+def write_table(config: ConfigDict, workdir: Path) -> None:
+    """Write what is known so far."""
+    rows = table_rows(config, workdir)
+    if not any(row.seeds for row in rows):
+        return
+    made = ", ".join(f"{key}={value}" for key, value in config.encyclopedia.items())
+    is_made = Path(config.base.data.path) == workdir / "data"
+    note = f"The encyclopedia with {made}" if is_made else config.base.data.path
+    note = f"{note}; {hardware()}."
+    write_atomic(workdir / "ablations.md", markdown(rows, note))
+    write_atomic(workdir / "ablations.html", html(rows, note))
+    write_json_atomic(workdir / "ablations.json", [_record(row) for row in rows])
+
+
+def _record(row: Row) -> dict[str, Any]:
+    return dataclasses.asdict(row) | {"seeds": {str(seed): one._asdict() for seed, one in row.seeds.items()}}
+
+
+def show(rows: Sequence[Row], workdir: Path) -> None:
+    """The table, and where it lies."""
+    found, screen = Table(box=None, pad_edge=False), Console(highlight=False)
+    if not any(row.seeds for row in rows):
+        screen.print("no row of the table is trained yet", markup=False)
+        return
+    for place, head in enumerate(HEADS):
+        found.add_column(head, justify="left" if place == 0 else "right")
+    for line in cells(rows):
+        found.add_row(*map(Text, line))
+    screen.print(found)
+    screen.print(f"{workdir / 'ablations.md'} and ablations.html are written", soft_wrap=True, markup=False)

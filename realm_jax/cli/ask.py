@@ -1,0 +1,258 @@
+"""`realm ask`: answer questions with a trained run, and show the passages that the answers come from.
+
+Results go to stdout, everything else to stderr. What is asked is `train/trained_run.py`; how an answer is found is
+`realm_jax/eval/prediction.py`.
+"""
+
+import argparse
+import io
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console
+from rich.text import Text
+
+from realm_jax.cli.argument_types import filled, positive
+from realm_jax.cli.arguments import add_run_arguments, add_search_argument, changes_of
+from realm_jax.cli.output import print_json, stdout
+from realm_jax.console import console as on_stderr
+from realm_jax.console import harmless
+from realm_jax.data.jsonl import Question
+from realm_jax.errors import UserError
+from realm_jax.eval.prediction import Evaluator
+from realm_jax.train.trained_run import (
+    NBEST,
+    Trained,
+    check_question,
+    check_reads,
+    measured,
+    open_generation,
+    open_run_to_ask,
+    ranks_by_search,
+    restore,
+)
+
+logger = logging.getLogger(__name__)
+
+EXAMPLES = """examples:
+  realm ask --workdir=runs/wiki "Who built the bridge?"
+  realm ask --workdir=runs/wiki                                  a question a line, until an empty one
+  realm ask --workdir=runs/wiki --json < questions.txt > answers.jsonl
+  realm ask --workdir=runs/wiki --config.evaluation.qa_passages=50 "Who built the bridge?"
+  realm ask --workdir=runs/wiki --generation=newest "the bridge over the river"
+"""
+NEAREST = 5  # passages of a generation that are shown, if nothing else is asked for
+SNIPPET, TITLE, PLACES = 60, 30, 9  # characters of a passage, its title and its places, where passages are listed
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `realm ask`."""
+    parser.epilog = EXAMPLES
+    add_run_arguments(parser)
+    how = parser.add_mutually_exclusive_group()
+    add_search_argument(how)
+    how.add_argument(
+        "--generation",
+        type=filled,
+        metavar="NAME",
+        help="show the nearest passages by this generation of the index (see `realm storage ls`), or by the 'newest', "
+        "without an answer",
+    )
+    parser.add_argument("question", nargs="*", metavar="QUESTION", help="without one, questions are read from stdin")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a question")
+    parser.add_argument(
+        "--top", type=positive, metavar="N", help="passages to show (default: all that are read; of a generation 5)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answer; exit code 2 when a line from a pipe could not be asked."""
+    opened = open_run_to_ask(Path(args.workdir), {"evaluation.batch_size": 1} | changes_of(args), questions=False)
+    single = " ".join(args.question) if args.question else None
+    if single is not None:
+        check_question(opened, single)
+    if args.generation:
+        trained = open_generation(opened, args.generation)
+    else:
+        trained = restore(opened, search=args.search, warn=False)
+        check_reads(trained)
+        _tell_how_good(trained)
+    to = stdout()
+    to.soft_wrap = not to.is_terminal  # words are wrapped for people, lines stay whole for programs
+
+    def reply(question: str) -> None:
+        answer = search(trained, question, args.top or NEAREST) if args.generation else ask(trained, question, args.top)
+        if args.json:
+            print_json(answer)
+        else:
+            show(answer, to)
+
+    if single is not None:
+        reply(check_question(opened, single, trained.search))
+        return 0
+    if sys.stdin.isatty():
+        return _converse(trained, reply)
+    return _answer_lines(trained, reply)
+
+
+def ask(trained: Trained, question: str, top: int | None = None) -> dict[str, Any]:
+    """Answer a checked question: {"question", "answer", "probability", "passage", "nbest", "candidates", "measured"}.
+
+    "passage" is where the answer stands, {"id", "part", "title", "text", "span"}; "nbest" are the likeliest answers,
+    {"answer", "probability", "passage"}; "candidates" are the `top` first passages that were read, {"id", "part",
+    "title", "ranks", "probability", "answer", "span", "text"}; "ranks": the places of a passage by the searches that
+    found it; "measured" is what the run measured, {"exact_match", "recall@5", "on"}, None where it did not; "on": on
+    which questions or sentences, None where the run has no results yet. Spans are characters of a passage's text.
+
+    Where no reader was trained "answer", "probability" and "passage" are None, "nbest" is empty and "candidates" have
+    neither "answer" nor "span". So it is where no passage shares a word with the question, and nothing else searches.
+    """
+    prediction = _evaluator(trained, question).predict(trained.params, trained.index)[0]
+    store, found, reads = trained.run.sources.passages, prediction.candidates, trained.reads
+    ranks = dict(zip(prediction.retrieved.tolist(), map(ranks_by_search, prediction.ranks.tolist()), strict=True))
+    # Without a reader the order of the search is all that is known.
+    ranked = (sorted(found, key=lambda candidate: -candidate.probability) if reads else found)[:top]
+    best, nbest = {"answer": None, "probability": None, "passage": None}, []
+    if ranked and reads:
+        nbest = [trained.answer(answer) for answer in prediction.nbest[:NBEST]]
+        best = nbest[0] | {"passage": nbest[0]["passage"] | {"text": store.text(prediction.nbest[0].row)}}
+    candidates = []
+    for one in ranked:
+        text, (start, end) = store.text(one.row), one.span
+        read = {"answer": text[start:end], "span": [start, end]} if reads else {}
+        place = trained.place(one.row) | {"ranks": ranks[one.row], "probability": one.probability}
+        candidates.append(place | read | {"text": text})
+    known = measured(trained.run, trained.task)
+    facts = None if known is None else {"exact_match": known.exact_match, "recall@5": known.found, "on": known.on}
+    return {"question": question} | best | {"nbest": nbest, "candidates": candidates, "measured": facts}
+
+
+def search(trained: Trained, question: str, top: int) -> dict[str, Any]:
+    """The nearest passages of a checked question, without an answer: {"question", "index_step", "candidates"}.
+
+    "index_step" is the step of the towers; "candidates" are {"id", "part", "title", "ranks", "score", "text"}.
+    """
+    found, store = _evaluator(trained, question).find(trained.params, trained.index, top), trained.run.sources.passages
+    candidates = [
+        trained.place(row) | {"ranks": ranks_by_search(ranks), "score": score, "text": store.text(row)}
+        for row, score, ranks in zip(*(part[0].tolist() for part in found), strict=True)
+    ]
+    return {"question": question, "index_step": trained.step, "candidates": candidates}
+
+
+def _tell_how_good(trained: Trained) -> None:
+    """Warn, once, where answers are not to be trusted as they are: by what the run itself measured."""
+    known = measured(trained.run, trained.task)
+    if not trained.reads:
+        logger.warning("no reader was trained (task %s): these are the passages that were found", trained.task)
+    if known is None:
+        logger.info("this run was never measured")
+    elif known.is_low:
+        logger.warning("%s", known.advice())
+
+
+def _evaluator(trained: Trained, question: str) -> Evaluator:
+    return Evaluator(trained.run, [Question(question, [])], trained.search)
+
+
+# ---- questions from stdin
+
+
+def _converse(trained: Trained, reply: Callable[[str], None]) -> int:
+    """One question after another on a terminal, until an empty line or the end of input."""
+    while True:
+        try:
+            line = on_stderr().input("[bold]question>[/bold] ")
+        except EOFError:
+            on_stderr().print()
+            return 0
+        if not line.strip():
+            return 0
+        try:
+            reply(check_question(trained.run, line, trained.search))
+        except UserError as error:
+            logger.warning("%s", error)
+
+
+def _answer_lines(trained: Trained, reply: Callable[[str], None]) -> int:
+    """A question a line; a line that cannot be asked is named and passed over."""
+    refused = number = 0
+    for number, line in enumerate(_lines(), start=1):
+        try:
+            reply(check_question(trained.run, line, trained.search))
+        except UserError as error:
+            logger.error("line %d: %s", number, error)
+            refused += 1
+    if not number:
+        raise UserError("no question was given; add one in quotes, or write one a line to stdin")
+    return 2 if refused else 0
+
+
+def _lines() -> Iterator[str]:
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # bad bytes spoil their line, not the rest
+    yield from sys.stdin
+
+
+# ---- telling
+
+
+def show(answer: dict[str, Any], to: Console) -> None:
+    """Print an answer for people; the span is in reverse on a terminal with colours and in [[…]] elsewhere."""
+    passage = answer.get("passage")
+    if not answer["candidates"]:
+        to.print("no passage shares a word with the question; ask with other words, or with --search=vectors")
+        return
+    if passage is None:
+        _candidates(answer["candidates"], to)
+        to.print()
+        return
+    found = Text(harmless(answer["answer"]) or "no answer", style="bold green")
+    to.print(Text.assemble(found, f"  (probability {answer['probability']:.3g})"))
+    to.print()
+    to.print(Text(harmless(f"{passage['title'] or 'passage'} ({passage['id']})"), style="bold"))
+    to.print(marked(passage["text"], passage["span"], to))
+    to.print()
+    _candidates(answer["candidates"], to)
+    to.print()
+
+
+def marked(text: str, span: list[int], to: Console, room: int | None = None) -> Text:
+    """A text with its span marked; with `room`, only so many characters around the span."""
+    start, end = span
+    first, last = 0, len(text)
+    if room is not None:
+        around = max(0, room - (end - start))
+        first = max(0, min(start - around // 2, len(text) - room))
+        last = max(end, min(len(text), first + room))
+    text = harmless(text)
+    before, inside, after = text[first:start], text[start:end], text[end:last]
+    before, after = "…" * (first > 0) + before, after + "…" * (last < len(text))
+    if not inside:
+        return Text(before + after)
+    if to.color_system is None or to.no_color:
+        return Text(f"{before}[[{inside}]]{after}")
+    return Text.assemble(before, (inside, "bold reverse"), after)
+
+
+def _candidates(candidates: list[dict[str, Any]], to: Console) -> None:
+    """A line for each passage: p(z|x) or score, places by search, title, surroundings of the best answer."""
+    titles = [harmless(candidate["title"]) for candidate in candidates]
+    width = min(TITLE, max(map(cell_len, ["title", *titles])))
+    room = max(SNIPPET // 2, to.width - width - PLACES - 14) if to.is_terminal else SNIPPET
+    marks = ", its best answer marked" if all("span" in candidate for candidate in candidates) else ""
+    number, head = ("score", " score") if "score" in candidates[0] else ("probability", "p(z|x)")
+    to.print(Text(f"{head}  found by   {set_cell_size('title', width)}  passage{marks}", style="bold"))
+    for candidate, title in zip(candidates, titles, strict=True):
+        snippet = marked(candidate["text"], candidate.get("span", [0, 0]), to, room)
+        places = set_cell_size(_places(candidate["ranks"]), PLACES)
+        to.print(Text.assemble(f"{candidate[number]:6.3f}  {places}  {set_cell_size(title, width)}  ", snippet))
+
+
+def _places(ranks: dict[str, int]) -> str:
+    """Which search found a passage and at which place: v3 b1."""
+    return " ".join(f"{search[0]}{rank}" for search, rank in ranks.items())

@@ -1,0 +1,306 @@
+"""`realm build-index`: the job beside training that embeds the corpus anew and publishes index generations.
+
+It follows the exports of the run in --workdir and needs nothing else of the trainer; either may start first, and either
+may be killed and started again. Several processes share the work (`--process`, `--processes`); their number may change.
+How a generation is built is `realm_jax/refresh/builder.py`; the files are explained in
+`realm_jax/refresh/generations.py`.
+"""
+
+import argparse
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from realm_jax import processes
+from realm_jax.cli.config_flags import add_config_argument, load_config
+from realm_jax.config import REALM_TASKS, default, validate
+from realm_jax.console import StageProgress
+from realm_jax.data.sources import open_sources
+from realm_jax.errors import UserError
+from realm_jax.host import Preempted, Stop
+from realm_jax.refresh import generations
+from realm_jax.refresh.builder import (
+    Builder,
+    Corpus,
+    Rejected,
+    Stopped,
+    WorkShare,
+    clear_rejections,
+    current_name,
+    rejection,
+)
+from realm_jax.refresh.exporter import index_settings, to_params, tower_settings
+from realm_jax.refresh.generations import (
+    Export,
+    InvalidIndex,
+    Manifest,
+    export_step,
+    export_steps,
+    generation_names,
+    read_export,
+    read_manifest,
+    read_towers,
+    remove_generation,
+)  # fmt: skip
+from realm_jax.refresh.status import BUILDER, TRAINER, Status, StatusWriter, process_name, read_status
+from realm_jax.retrieval.scann import check_scann
+from realm_jax.run import Run, make_run
+from realm_jax.storage import Folder, StorageError, make_folder
+from realm_jax.train.index_source import shared_folder
+from realm_jax.train.init_from import resolved
+from realm_jax.train.opening import recorded_config, recorded_corpus, set_up_jax
+
+logger = logging.getLogger(__name__)
+
+GRACE = 60.0  # seconds that a trainer which is done has to change its mind
+LONGEST_PAUSE = 60.0  # seconds between two tries while storage fails
+EXAMPLES = """examples:
+  realm build-index --config=realm_wiki --config.data.path=data/wiki --workdir=runs/wiki
+  realm build-index --workdir=runs/wiki --process=1 --processes=4         the second of four; the run is there already
+  realm build-index --workdir=runs/wiki --once                            the newest export, then end
+
+The config is the trainer's. The same command goes on where it was cut off.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `realm build-index`."""
+    parser.epilog = EXAMPLES
+    add_config_argument(parser, "the one that the run in --workdir has recorded, else the paper's sizes")
+    parser.add_argument("--workdir", required=True, metavar="DIR", help="folder of the run that trains")
+    processes.add_share_arguments(parser)
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--once", action="store_true", help="build the generation of the newest export, then end")
+    which.add_argument("--step", type=int, metavar="S", help="build the generation of export step S, then end")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Build. Raises Preempted after SIGTERM."""
+    share = WorkShare(*processes.share_of(args))
+    config = load_config(args.config, args.overrides, lambda: _recorded_or_default(Path(args.workdir)))
+    validate(config)
+    config = resolved(config, Path(args.workdir))
+    if config.retrieval.backend == "scann":
+        check_scann()
+    make_folder(Path(args.workdir), "--workdir")
+    set_up_jax()
+    sources = open_sources(config.data.path, recorded_corpus(Path(args.workdir)))
+    opened = make_run(for_embedding(config, jax.local_device_count()), Path(args.workdir), sources, jax.local_devices())
+    job = Job(opened, shared_folder(opened), share)
+    try:
+        with Stop() as stop:
+            job.work(stop, args.step, args.once or args.step is not None)
+    except Stopped:
+        raise Preempted("SIGTERM: what is written stays; repeat the command to go on") from None
+
+
+def _recorded_or_default(workdir: Path) -> ConfigDict:
+    """The config of the run that is there already, so that the builder of a run needs its folder alone."""
+    return recorded_config(workdir) if (workdir / "config.json").is_file() else default()
+
+
+def for_embedding(config: ConfigDict, devices: int) -> ConfigDict:
+    """The config on so many devices of the builder's own: nothing is trained there, so any batch size must pass."""
+    own = ConfigDict(config.to_dict())
+    own.mesh.update({"data": -1, "fsdp": 1, "model": 1})
+    for name in REALM_TASKS:
+        own[name].update(batch_size=devices, microbatches=1)
+    return own
+
+
+def stored_corpus(run: Run) -> Corpus:
+    """The passages of a run as a builder needs them."""
+    passages = run.sources.passages
+    segments = tuple((segment.fingerprint, segment.rows) for segment in passages.segments)
+    return Corpus(passages.fingerprint, run.sources.wordpiece.fingerprint, segments, run.read_stored)
+
+
+def run_builder(run: Run, folder: Folder, **options: Any) -> Builder:
+    """The builder of a run's generations. options: further fields of `Builder`."""
+    c = run.config
+    return Builder(
+        folder, stored_corpus(run), c.retrieval.dtype, generations.CHUNK_ROWS,
+        searches=run.searches, min_recall=c.index.min_recall, **options,
+    )  # fmt: skip
+
+
+class Job:
+    """One builder process: follows exports until the trainer is done."""
+
+    def __init__(self, run: Run, folder: Folder, share: WorkShare) -> None:
+        self._run, self._folder, self._share = run, folder, share
+        self._options = run.config.refresh
+        self._corpus = stored_corpus(run)
+        self._status = StatusWriter(folder, process_name(BUILDER, share.process), Status(""))
+        self._seen: tuple[str, int] | None = None  # what the trainer said of itself last
+        self._moved = False  # whether the trainer's counter moved since this process started
+        self._damaged: set[int] = set()  # steps whose export was found damaged; the trainer may write it again
+        self._quiet_since = time.monotonic()
+        self._gave_up = False  # waiting for the trainer, which may still come
+
+    def work(self, stop: Stop, step: int | None, once: bool) -> None:
+        """Build what is due until the trainer is done, or one generation."""
+        with self._status:
+            self._work(stop, step, once)
+            self._status.update(stage="ended", step=-1, done=not self._gave_up)
+
+    def _work(self, stop: Stop, step: int | None, once: bool) -> None:
+        pause = self._folder.poll_seconds
+        begun, logged = False, False
+        while True:
+            try:
+                if not begun:
+                    self._begin()
+                    begun = True
+                export = self._only(step) if once else self._due()
+                if export is not None:
+                    self._build(export, stop)
+                    pause, logged = self._folder.poll_seconds, False
+                if once or (export is None and self._ended()):
+                    return
+                self._status.update(stage="waiting" if export is None else "building", step=-1)
+            except Rejected as fault:
+                if once:
+                    raise UserError(str(fault)) from None
+                logger.error("%s", fault)
+            except (StorageError, InvalidIndex) as fault:
+                if once:
+                    raise UserError(f"{fault}; repeat the command to go on") from None
+                logger.warning("%s; trying again", fault)
+                pause, export = min(pause * 2, LONGEST_PAUSE), None
+            if export is None:
+                if not logged:
+                    logger.info("waiting for exports in %s", self._folder.path("exports"))
+                    logged = True
+                self._pause(pause, stop)
+
+    def _begin(self) -> None:
+        trainer = read_status(self._folder, TRAINER)
+        if trainer is not None:
+            self._status.update(run=trainer.run)
+            self._seen = (trainer.run, trainer.counter)
+        self._folder.unstage("index")
+        # What an earlier builder found too bad may be good enough with the settings of this one.
+        clear_rejections(self._folder)
+
+    def _pause(self, seconds: float, stop: Stop) -> None:
+        until = time.monotonic() + seconds
+        while True:
+            stop.check("what is written stays")
+            if (left := until - time.monotonic()) <= 0:
+                return
+            time.sleep(min(left, 1.0))
+
+    def _only(self, step: int | None) -> Export:
+        """The export of a step, or the newest one."""
+        steps = [step] if step is not None else reversed(export_steps(self._folder))
+        for candidate in steps:
+            export = read_export(self._folder, candidate)
+            if export is not None:
+                return self._checked(export)
+        what = "nothing to build" if step is None else f"there is no export of step {step}"
+        raise UserError(f"{self._folder.path('exports')}: {what}; start the trainer first")
+
+    def _due(self) -> Export | None:
+        """The export to build next: what a restarted trainer needs, else the next or the newest, as the mode says."""
+        trainer = read_status(self._folder, TRAINER)
+        pinned, used = (trainer.pins, trainer.index) if trainer else ((), 0)
+        steps = [step for step in export_steps(self._folder) if step >= used or step in pinned]
+        newest_first = self._options.adopt_after < 0
+
+        def urgency(step: int) -> tuple[bool, bool, int]:
+            return step in self._damaged, step not in pinned, -step if newest_first else step
+
+        for candidate in sorted(steps, key=urgency):
+            export = self._sound(candidate)
+            if export is not None and self._missing(export):
+                return self._checked(export)
+            if newest_first and export is not None and candidate not in pinned:
+                return None  # the newest one is built; older ones are of no use any more
+        return None
+
+    def _sound(self, step: int) -> Export | None:
+        try:
+            return read_export(self._folder, step)
+        except InvalidIndex as fault:  # others wait behind it
+            if step not in self._damaged:
+                logger.warning("%s; it is passed over", fault)
+            self._damaged.add(step)
+            return None
+
+    def _missing(self, export: Export) -> bool:
+        name = current_name(self._folder, export, self._corpus.fingerprint)
+        return rejection(self._folder, name) is None and read_manifest(self._folder, name) is None
+
+    def _checked(self, export: Export) -> Export:
+        """Raises UserError for an export of another tokenizer, corpus or tower than the config's."""
+        expected = {
+            "tokenizer": self._corpus.tokenizer,
+            "corpus": self._corpus.fingerprint,
+            "towers": tower_settings(self._run),
+            "index": index_settings(self._run),
+        }
+        for name, value in expected.items():
+            if getattr(export, name) != value:
+                raise UserError(
+                    f"{self._folder.path(f'exports/{export.step}')} was written by a run with other {name}; give this "
+                    "command the trainer's --config and config.data.path, and start it again"
+                )
+        return export
+
+    def _build(self, export: Export, stop: Stop) -> None:
+        self._status.update(wait=True, stage="building", step=export.step)  # so that the trainer keeps it
+        try:
+            arrays, queries = read_towers(self._folder, export)
+        except InvalidIndex:
+            self._damaged.add(export.step)
+            raise
+        self._damaged.discard(export.step)
+        towers = jax.device_put(to_params(arrays))
+        with StageProgress(f"index {export.step}", self._corpus.rows) as bar:
+
+            def check() -> None:
+                if stop.asked:
+                    raise Stopped
+
+            def on_progress(done: int, total: int) -> None:
+                bar.update(self._corpus.rows * done // total)
+
+            builder = run_builder(self._run, self._folder, share=self._share, check=check, on_progress=on_progress)
+            manifest = builder.build(export, lambda rows: self._run.embed(towers, rows=rows), queries)
+        self._retain(manifest)
+
+    def _retain(self, newest: Manifest) -> None:
+        """Remove generations that nobody needs: all but the newest few, the one in use, those pinned, and those that
+        will be adopted at their steps."""
+        trainer = read_status(self._folder, TRAINER)
+        if trainer is None:
+            return
+        last = newest.step if self._options.adopt_after < 0 else trainer.index
+        names = [name for name in generation_names(self._folder) if export_step(name) <= newest.step]
+        for name in names[: -generations.KEPT]:
+            step = export_step(name)
+            if step <= last and step not in (*trainer.pins, trainer.index) and name != newest.generation:
+                remove_generation(self._folder, name)
+
+    def _ended(self) -> bool:
+        """Whether the trainer needs no more, or has been silent for too long (by this machine's clock alone)."""
+        trainer = read_status(self._folder, TRAINER)
+        now = None if trainer is None else (trainer.run, trainer.counter)
+        if now != self._seen:
+            self._seen, self._moved, self._quiet_since = now, True, time.monotonic()
+        quiet = time.monotonic() - self._quiet_since
+        # A trainer that was done before this process came may be about to resume from an earlier checkpoint.
+        done = trainer is not None and not trainer.needs_index
+        if done and (self._moved or quiet > min(GRACE, self._options.idle_exit)):
+            logger.info("the trainer needs no further index")
+            return True
+        if quiet > self._options.idle_exit:
+            logger.warning("no heartbeat of the trainer for %g s; ending", self._options.idle_exit)
+            self._gave_up = True
+            return True
+        return False

@@ -1,0 +1,143 @@
+"""`realm corpus`: add, replace or remove documents of a prepared corpus; a trained run then answers from the new text.
+
+An edit makes a new version of the passages. Runs that train stay with the version they began with; `realm ask` and
+`realm evaluate` read the newest one. With --workdir the passages that changed are embedded with the run's towers and
+published as a generation that shares everything else, without any training.
+"""
+
+import argparse
+import contextlib
+import logging
+from collections.abc import Collection
+from pathlib import Path
+
+from realm_jax.cli.build_index import run_builder
+from realm_jax.corpora.build import build_store
+from realm_jax.data import spans
+from realm_jax.data.jsonl import read_passages
+from realm_jax.data.sources import open_sources
+from realm_jax.data.staging import is_remote
+from realm_jax.data.store import PassageStore, remove_documents
+from realm_jax.data.tokenizer_files import open_tokenizer
+from realm_jax.errors import UserError
+from realm_jax.refresh.builder import Rejected
+from realm_jax.refresh.exporter import export_record, sample_vectors, to_arrays
+from realm_jax.refresh.generations import (
+    InvalidIndex,
+    Manifest,
+    export_step,
+    generation_names,
+    read_manifest,
+    remove_generation,
+    write_export,
+)
+from realm_jax.refresh.status import TRAINER, read_status
+from realm_jax.run import Run
+from realm_jax.storage import Folder, StorageError, only_one, read_json
+from realm_jax.train.index_source import shared_folder
+from realm_jax.train.opening import recorded_config, recorded_folder
+from realm_jax.train.trained_run import open_run_to_ask, restore_towers
+
+logger = logging.getLogger(__name__)
+
+EXAMPLES = """examples:
+  realm corpus replace new-articles.jsonl --workdir=runs/wiki      ids that are there already get the new text
+  realm corpus add more-articles.jsonl --workdir=runs/wiki
+  realm corpus remove article-17 article-18 --workdir=runs/wiki
+  realm corpus add more-articles.jsonl --data=data                 the corpus alone; runs embed it when they are asked
+
+A line of the files is {"id": …, "title": …, "text": …}, as for `realm prepare`.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `realm corpus`."""
+    parser.epilog = EXAMPLES
+    parser.add_argument("action", choices=("add", "replace", "remove"), help="what to do")
+    parser.add_argument("what", nargs="+", metavar="FILE|ID", help="add, replace: one JSONL file; remove: document ids")
+    parser.add_argument("--workdir", metavar="DIR", help="a trained run over the corpus; publish a generation for it")
+    parser.add_argument("--data", metavar="DIR", help="the prepared folder (default: the run's)")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Edit, then embed what changed."""
+    if args.data is None and args.workdir is None:
+        raise UserError("realm corpus: name the prepared folder with --data, or a run over it with --workdir")
+    if args.workdir:
+        _check_done(Path(args.workdir))
+    place = args.data or recorded_config(Path(args.workdir)).data.path
+    if is_remote(place):
+        raise UserError(f"{place}: a corpus is edited on a disk; edit it there, and copy the folder to its bucket")
+    data = Path(place)
+    open_sources(data, flag="--data=" if args.data else "config.data.path=")  # says what is wrong with it
+    with only_one(data):
+        before = PassageStore.open(data / "passages")
+        after = edit(data, args.action, args.what)
+    print(f"{data}: {len(before):,} -> {len(after):,} passages, version {after.fingerprint[:12]}")
+    if args.workdir:
+        manifest = publish(open_run_to_ask(Path(args.workdir), {"data.path": place}))
+        print(f"generation {manifest.generation}: {manifest.rows:,} stored vectors")
+
+
+def _check_done(workdir: Path) -> None:
+    """Raise UserError while a trainer and its builder work with the corpus as it was."""
+    trainer = read_status(recorded_folder(workdir), TRAINER)
+    if trainer is not None and trainer.needs_index:
+        raise UserError(
+            f"--workdir={workdir}: the run is at step {trainer.step} of {trainer.stage} and stays with its corpus; "
+            "edit with --data alone (`realm ask` embeds what changed), or wait until the run is done"
+        )
+
+
+def edit(data: Path, action: str, what: list[str]) -> PassageStore:
+    """Make a new version of the passages of a prepared folder."""
+    folder = data / "passages"
+    if action == "remove":
+        return remove_documents(folder, what)
+    if len(what) != 1:
+        raise UserError(f"realm corpus {action}: name one file; put the documents of several into one")
+    articles = list(read_passages(what[0]))
+    if not articles:
+        raise UserError(f"{what[0]} holds no passages")
+    replaced = _replaced(PassageStore.open(folder), [article.id for article in articles], action, what[0])
+    store, manifest = PassageStore.open(folder), read_json(data / "PREPARED.json")
+    made = manifest.get("tagged") or manifest["inputs"]["settings"]
+    if spans.identity(spans.finder(made["spans"])) != made.get("spans_identity"):
+        raise UserError(f"{data}: {made['spans']} is not what found the spans there; put that back, or prepare anew")
+    build_store(articles, open_tokenizer(data / "tokenizer"), folder, store.limit, made["spans"], replaced)
+    return PassageStore.open(folder)
+
+
+def _replaced(store: PassageStore, documents: list[str], action: str, file: str) -> Collection[str]:
+    """The documents that are there already: all of them for `replace`, none for `add`."""
+    known = [document for document in documents if store.stored_rows_of(document)]
+    if action == "add" and known:
+        raise UserError(f"{file}: document {known[0]!r} is in the corpus already; use `realm corpus replace`")
+    missing = sorted({*documents} - {*known})
+    if action == "replace" and missing:
+        raise UserError(f"{file}: document {missing[0]!r} is not in the corpus; use `realm corpus add`")
+    return known
+
+
+def _forget(folder: Folder, newest: Manifest, versions: list[str]) -> None:
+    """Remove what was published for versions between the first, which runs train with, and the newest."""
+    for name in generation_names(folder):
+        if export_step(name) == newest.step and name != newest.generation:
+            with contextlib.suppress(InvalidIndex):
+                manifest = read_manifest(folder, name)
+                if manifest is not None and manifest.corpus in versions[1:]:
+                    remove_generation(folder, name)
+
+
+def publish(run: Run) -> Manifest:
+    """A generation of the newest version of the corpus by the run's final towers; embeds only what is not there yet."""
+    folder = shared_folder(run)
+    step, towers = restore_towers(run)
+    try:
+        queries = sample_vectors(run, towers)
+        export = write_export(folder, export_record(run, step), to_arrays(towers), queries)
+        manifest = run_builder(run, folder).build(export, lambda rows: run.embed(towers, rows=rows), queries)
+        _forget(folder, manifest, run.sources.passages.versions)
+        return manifest
+    except (StorageError, InvalidIndex, Rejected) as fault:
+        raise UserError(f"{fault}; the corpus is edited, but nothing is published for the run") from None

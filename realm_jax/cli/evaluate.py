@@ -1,0 +1,249 @@
+"""`realm evaluate`: one table of all measures, of a trained run or of a file of `realm predict`; or two files compared.
+
+What is measured is `realm_jax/eval/metrics.py`; a run is measured by way of the same records that a file holds.
+BM25's recall stands beside a run's. Two files are compared by the tests of `realm_jax/eval/significance.py`.
+"""
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Console
+
+from realm_jax.cli.argument_types import filled
+from realm_jax.cli.arguments import add_question_arguments, add_run_arguments, changes_of, check_passages
+from realm_jax.cli.output import checked_output, is_special, print_json, print_line, stdout, table, write_output
+from realm_jax.cli.predict import describe, records
+from realm_jax.data.jsonl import Question, answered
+from realm_jax.data.sources import open_sources
+from realm_jax.errors import UserError
+from realm_jax.eval.metrics import compare, measure, summarise, words_of
+from realm_jax.eval.prediction import Evaluator
+from realm_jax.eval.prediction_files import (
+    FACTS,
+    Record,
+    question_record,
+    read_predictions,
+    read_settings,
+    trec_ids,
+    trec_qrels,
+    trec_run,
+)
+from realm_jax.eval.significance import METHODS
+from realm_jax.tasks import TASKS
+from realm_jax.train.results import by_words
+from realm_jax.train.trained_run import Trained, newest, open_run_to_ask, questions_of, restore
+
+_T = TypeVar("_T")
+EXAMPLES = f"""examples:
+  realm evaluate --workdir=runs/wiki
+  realm evaluate --workdir=runs/wiki --task=realm --json         before fine-tuning
+  realm evaluate --workdir=runs/wiki --questions=test.jsonl --config.evaluation.passages=100 --trec=run.txt
+  realm evaluate predictions.jsonl --qrels=qrels.txt             what `realm predict` wrote; needs no device
+  realm evaluate predictions.jsonl --unseen=data/wiki
+  realm evaluate ict.jsonl realm.jsonl                           whether the second is better by more than chance
+
+Of two files, {METHODS.replace("; ", chr(10))}.
+Where there is no terminal a line is `name value`, or `name value low high` with the ends of the interval; of two files
+`measure A B difference low high p McNemar questions`.
+"""
+COMPARED = ("a", "b", "difference", "low", "high", "p", "mcnemar", "questions")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `realm evaluate`."""
+    parser.epilog = EXAMPLES
+    parser.add_argument(
+        "files", nargs="*", type=filled, metavar="FILE", help="a file of `realm predict`, or two of the same questions"
+    )
+    add_run_arguments(parser, required=False)
+    add_question_arguments(parser)
+    parser.add_argument(
+        "--unseen",
+        type=filled,
+        metavar="DIR",
+        help="leave out questions whose gold passage is that of a training question of this prepared folder",
+    )
+    parser.add_argument("--trec", type=filled, metavar="FILE", help="write what was retrieved there, as a TREC run")
+    parser.add_argument(
+        "--qrels", type=filled, metavar="FILE", help="write the gold passages there, as TREC's judgements"
+    )
+    parser.add_argument("--no-bm25", action="store_true", help="leave out BM25, which holds the corpus in memory")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure, write and print."""
+    _check(args)
+    if len(args.files) == 2:
+        found = compare_files(*args.files)
+        _print(found, args.json, show_comparison)
+        return
+    checked = {flag: checked_output(vars(args)[flag], f"--{flag}") for flag in ("trec", "qrels") if vars(args)[flag]}
+    found, scored = _evaluate_file(args, args.files[0]) if args.files else _evaluate_run(args)
+    texts = {"trec": lambda: trec_run(scored, f"realm-{found.get('task', 'run')}"), "qrels": lambda: trec_qrels(scored)}
+    _print(found, args.json, show)
+    for flag, path in checked.items():
+        write_output(path, texts[flag]())
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raise UserError unless there is one thing to do, with flags that take part in it and files of their own."""
+    if bool(args.workdir) == bool(args.files) or len(args.files) > 2:
+        raise UserError("realm evaluate: name a run with --workdir, or one file of predictions, or two to compare")
+    of_runs = ("questions", "task", "search", "no_bm25") if args.files else ()
+    of_one = ("unseen", "trec", "qrels") if len(args.files) == 2 else ()
+    for flag in [flag for flag in (*of_runs, *of_one) if vars(args)[flag]]:
+        what = f"goes with --workdir; what is in {args.files[0]} is fixed" if flag in of_runs else "goes with one file"
+        raise UserError(f"--{flag.replace('_', '-')}: {what}")
+    if args.files and args.overrides:
+        raise UserError(f"{args.overrides[0]}: goes with --workdir; what is in {args.files[0]} is fixed")
+    named = [("the predictions", path) for path in args.files[:1]]
+    named += [(f"--{flag}", vars(args)[flag]) for flag in ("questions", "trec", "qrels") if vars(args)[flag]]
+    taken: dict[str, str] = {}
+    for name, path in named:
+        other = name if is_special(Path(path)) else taken.setdefault(os.path.realpath(path), name)
+        if other != name:
+            raise UserError(f"{name}={path}: is the file of {other}; name another")
+
+
+def _check_trec(args: argparse.Namespace, asked: Sequence[Record], retrieves: bool) -> None:
+    """Raise UserError where the files for TREC would be empty, or two questions have one id."""
+    if args.trec and not retrieves:
+        raise UserError(f"--trec={args.trec}: nothing was retrieved that could be written; leave the flag out")
+    if args.qrels and all(one.get("gold_passage_id") is None for one in asked):
+        raise UserError(f"--qrels={args.qrels}: no question has a gold passage; leave the flag out")
+    if args.trec or args.qrels:
+        trec_ids(asked)
+
+
+def _evaluate_run(args: argparse.Namespace) -> tuple[dict[str, Any], list[Record]]:
+    changes = changes_of(args)
+    opened = open_run_to_ask(Path(args.workdir), changes)
+    questions = questions_of(opened, args.questions, need_right=True)
+    if args.unseen:
+        questions = _unseen(questions, [one.gold_passage_id for one in questions], args)
+    if "evaluation.qa_passages" not in changes and not answered(questions):
+        opened.config.evaluation.qa_passages = 1  # what is retrieved is measured alone; reading more takes minutes
+    check_passages(opened, args)
+    asked = [question_record(question, number) for number, question in enumerate(questions, start=1)]
+    _check_trec(args, asked, TASKS[newest(opened, args.task)[0]].reads_passages)
+    return evaluate(restore(opened, args.task, search=args.search), questions, bm25=not args.no_bm25)
+
+
+def _evaluate_file(args: argparse.Namespace, path: str) -> tuple[dict[str, Any], list[Record]]:
+    scored = read_predictions(path)
+    if args.unseen:
+        scored = _unseen(scored, [record.get("gold_passage_id") for record in scored], args)
+    _check_trec(args, scored, any(record.get("retrieved") for record in scored))
+    return _facts(path) | {"questions": len(scored)} | _measured(scored), scored
+
+
+def _facts(path: str) -> dict[str, Any]:
+    """What made a file of predictions, as far as it is known."""
+    made = read_settings(path)
+    return {name: made[name] for name in FACTS if name in made}
+
+
+def compare_files(first: str, second: str) -> dict[str, Any]:
+    """`measures.compare` of two files of predictions, with {"a", "b"}: each one's name and what made it."""
+    facts = {name: {"file": path} | _facts(path) for name, path in (("a", first), ("b", second))}
+    return facts | compare(read_predictions(first), read_predictions(second), second)
+
+
+def gold_in_training(folder: str) -> set[str]:
+    """The gold passages of the training questions of a prepared folder. Raises UserError where they have none."""
+    questions = open_sources(folder, flag="--unseen=").questions.get("train", [])
+    seen = {question.gold_passage_id for question in questions if question.gold_passage_id is not None}
+    if not seen:
+        raise UserError(f"--unseen={folder}: no training question there has a gold passage; name another folder")
+    return seen
+
+
+def _unseen(found: Sequence[_T], golds: Sequence[Any], args: argparse.Namespace) -> list[_T]:
+    """What is left of the questions without those of which training had the gold passage; golds: of each, or None."""
+    if all(gold is None for gold in golds):
+        raise UserError(f"--unseen={args.unseen}: no measured question has a gold passage; leave the flag out")
+    seen = gold_in_training(args.unseen)
+    left = [one for one, gold in zip(found, golds, strict=True) if gold is None or str(gold) not in seen]
+    if not left:
+        raise UserError(f"--unseen={args.unseen}: leaves no question; name the folder that the run was trained with")
+    return left
+
+
+def evaluate(trained: Trained, questions: Sequence[Question], bm25: bool = True) -> tuple[dict[str, Any], list[Record]]:
+    """Everything that is measured, and the records that it is measured on.
+
+    {"task", "step", "parameters", "passages", "passages_read", "questions", "measures": {"exact_match": {"value",
+    "low", "high", "questions"}, …}, "bm25": {"recall@1", …}}; a measure that no question has is left out.
+    """
+    scored = [record for batch in records(trained, questions) for record in batch]
+    found = (
+        describe(trained.run, trained.task, trained.step, trained.search)
+        | {"questions": len(scored)}
+        | _measured(scored)
+    )
+    if bm25 and TASKS[trained.task].reads_passages:
+        evaluator = Evaluator(trained.run, questions)
+        others = evaluator.recall_of(by_words(trained.run, evaluator))
+        found["bm25"] = {name: value for name, value in others.items() if name in found["measures"]}
+    return found, scored
+
+
+def _measured(scored: Sequence[Record]) -> dict[str, Any]:
+    return {"measures": {name: summarise(values) for name, values in measure(scored).items()}}
+
+
+# ---- showing
+
+
+def _print(found: dict[str, Any], as_json: bool, show: Callable[[dict[str, Any], Console], None]) -> None:
+    if as_json:
+        print_json(found)
+    else:
+        show(found, stdout())
+
+
+def show(found: dict[str, Any], to: Console) -> None:
+    """A table on a terminal; elsewhere lines, with `bm25 ` before those of BM25."""
+    facts = {name: found[name] for name in (*FACTS, "questions") if name in found}
+    others = found.get("bm25", {})
+    if to.is_terminal:
+        heads = ("measure", f"after {found['task']}" if "task" in found else "value", "95 %", "BM25", "questions", "")
+        to.print(table(heads, [_row(name, one, others) for name, one in found["measures"].items()], numbers=True))
+        to.print("   ".join(f"{name} {value:,}" for name, value in facts.items() if name != "task"), style="dim")
+        return
+    lines = {name: [value] for name, value in facts.items()}
+    lines |= {name: [one[key] for key in ("value", "low", "high")] for name, one in found["measures"].items()}
+    lines |= {f"bm25 {name}": [value] for name, value in others.items()}
+    for name, values in lines.items():
+        print_line(name, values, ".4f")
+
+
+def _row(name: str, one: dict[str, Any], others: dict[str, float]) -> tuple[str, ...]:
+    other = f"{others[name]:.1%}" if name in others else "–"
+    ends = "–" if one["low"] is None else f"{one['low']:.1%} … {one['high']:.1%}"
+    return name, f"{one['value']:.1%}", ends, other, f"{one['questions']:,}", words_of(name)
+
+
+def show_comparison(found: dict[str, Any], to: Console) -> None:
+    """A table on a terminal, with what was compared and how; elsewhere lines."""
+    if not to.is_terminal:
+        for name, one in found["measures"].items():
+            print_line(name, [one[column] for column in COMPARED], ".4g")
+        return
+    for name in ("a", "b"):
+        facts = [f"{key} {value:,}" if isinstance(value, int) else str(value) for key, value in found[name].items()]
+        to.print(f"{name.upper()}: {'   '.join(facts)}", markup=False)
+    heads = ("measure", "A", "B", "B − A", "95 %", "p", "McNemar", "questions")
+    to.print(table(heads, [_compared_row(name, one) for name, one in found["measures"].items()], numbers=True))
+    to.print(found["methods"], style="dim", markup=False)
+
+
+def _compared_row(name: str, one: dict[str, Any]) -> tuple[str, ...]:
+    ends = "–" if one["low"] is None else f"{one['low']:+.1%} … {one['high']:+.1%}"
+    mcnemar = "–" if one["mcnemar"] is None else f"{one['mcnemar']:.2g}"
+    shares = (f"{one['a']:.1%}", f"{one['b']:.1%}", f"{one['difference']:+.1%}", ends)
+    return (name, *shares, f"{one['p']:.2g}", mcnemar, f"{one['questions']:,}")

@@ -1,0 +1,194 @@
+"""`realm inspect data`: prepared passages with their salient spans in colour, queries masked from them, and numbers.
+
+    realm inspect data data/wiki --rows=3
+    realm inspect data data/wiki --html=wiki.html
+
+Not for a trained model. Read `realm_jax.data.statistics` for the numbers.
+"""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from ml_collections import ConfigDict
+from rich.console import Console
+from rich.text import Text
+
+from realm_jax.cli.argument_types import filled
+from realm_jax.cli.config_flags import add_config_argument, load_config
+from realm_jax.cli.output import stdout, write_output
+from realm_jax.config import default, validate
+from realm_jax.console import harmless
+from realm_jax.data.examples import Example, Lengths, lengths_from, masked_arrays, spans_of
+from realm_jax.data.sources import Sources, open_sources
+from realm_jax.data.statistics import Histogram, Statistics, statistics
+from realm_jax.data.store import PassageStore
+from realm_jax.data.tokenizer import Tokenizer
+from realm_jax.errors import UserError
+from realm_jax.eval.html import Bar, render
+
+COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "red")  # of kinds of spans, in their order
+
+
+def add_arguments(add: argparse.ArgumentParser) -> None:
+    """The arguments of `realm inspect data`, but those of both kinds."""
+    add_config_argument(add, "passages, and queries masked as by the built-in one")
+    add.add_argument("--rows", type=int, default=3, metavar="N", help="passages to show (default: 3)")
+    add.add_argument("--document", type=filled, metavar="ID", help="show the passages of this document instead")
+
+
+def run(args: argparse.Namespace, html: Path | None) -> None:
+    """Show passages of the folder `args.subject`, and numbers. html: a checked file for the page."""
+    if args.rows < 0:
+        raise UserError(f"--rows={args.rows}: must be at least 0")
+    config = load_config(args.config, args.overrides, _shown)
+    config.data.path = args.subject
+    validate(config)
+    sources = open_sources(args.subject, flag="")
+    store = sources.passages if config.data.text == "passages" else sources.pretraining
+    lengths = lengths_from(config.data.query_length, store.limit, config.data.masking, config.data.predictions, 1, 1)
+    screen = stdout()
+    for row in chosen_rows(store, args.document, args.rows, config.seed):
+        show_passage(screen, store, row, sources.wordpiece)
+        show_query(screen, store, row, sources.wordpiece, lengths, config.data.masking, config.seed)
+    found = statistics(store, sources.wordpiece)
+    show_numbers(screen, found, sources)
+    if html:
+        write_output(html, page(args.subject, config.data.text, found))
+        print(f"{args.html} is written")
+
+
+def _shown() -> ConfigDict:
+    """What is shown where nothing else is asked for: the passages, which every prepared folder has."""
+    config = default()
+    config.data.text = "passages"
+    return config
+
+
+def chosen_rows(store: PassageStore, document: str | None, count: int, seed: int) -> list[int]:
+    """The rows of a document, or some drawn at random. Raises UserError for a document that is not there."""
+    if document is not None:
+        rows = store.rows_of(document)
+        if not rows:
+            raise UserError(f"--document={document}: {store.folder} has no such document")
+        return list(rows)
+    rng = np.random.default_rng(seed)
+    return sorted(rng.choice(len(store), min(count, len(store)), replace=False).tolist())
+
+
+class Piece(NamedTuple):
+    """A stretch of a passage's text. kind: of the salient span that it is, or None."""
+
+    text: str
+    kind: str | None
+
+
+def pieces_of(store: PassageStore, row: int, wordpiece: Tokenizer) -> list[Piece]:
+    """The text of a row cut at its salient spans, found again by the characters that their word pieces stand for."""
+    text = store.text(row)
+    offsets = wordpiece.offsets_of(text, store.body_tokens(row))
+    if offsets is None:
+        raise UserError(f"{store.folder}: the text of row {row} does not give its word pieces; prepare the data again")
+    pieces, last = [], 0
+    for start, end, kind in store.spans(row):
+        first, stop = offsets[start, 0], offsets[end - 1, 1]
+        pieces += [Piece(text[last:first], None), Piece(text[first:stop], store.span_kinds[kind])]
+        last = stop
+    return [piece for piece in [*pieces, Piece(text[last:], None)] if piece.text]
+
+
+def show_passage(screen: Console, store: PassageStore, row: int, wordpiece: Tokenizer) -> None:
+    """A passage with its spans in colour."""
+    head = Text(harmless(store.title(row)) or "(no title)", style="bold")
+    head.append(harmless(f"   row {row} of {len(store):,}, document {store.document_id(row)}"), style="dim")
+    screen.print(head)
+    body = Text()
+    for piece in pieces_of(store, row, wordpiece):
+        body.append(harmless(piece.text), style=f"bold {colour(store, piece.kind)}" if piece.kind else "")
+    screen.print(body)
+
+
+def colour(store: PassageStore, kind: str) -> str:
+    """The colour of a kind of span."""
+    return COLOURS[store.span_kinds.index(kind) % len(COLOURS)]
+
+
+def show_query(
+    screen: Console, store: PassageStore, row: int, wordpiece: Tokenizer, lengths: Lengths, masking: str, seed: int
+) -> None:
+    """A query as pre-training makes it from this passage, and what is to be predicted."""
+    query = masked_query(store, row, wordpiece, lengths, masking, seed)
+    if query is None:
+        screen.print("  no query: nothing in it can be masked\n", style="dim")
+        return
+    line = Text("  ")
+    ids, before = query["query"][: query["query_length"]].tolist(), ""
+    for number in range(len(ids)):
+        masked = number in query["positions"][query["weights"] > 0]
+        text = wordpiece.decode(ids[: number + 1])
+        line.append(harmless(text[len(before) :]), style="bold red" if masked else "dim")
+        before = text
+    targets = query["targets"][query["weights"] > 0]
+    line.append(harmless(f"   = {wordpiece.decode(targets)}"), style="bold")
+    screen.print(line)
+    screen.print()
+
+
+def masked_query(
+    store: PassageStore, row: int, wordpiece: Tokenizer, lengths: Lengths, masking: str, seed: int
+) -> Example | None:
+    """A masked sentence of a row; None where nothing can be masked."""
+    rng = np.random.default_rng((seed, row))
+    for number in rng.permutation(len(store.sentences(row))):
+        sentence, spans = spans_of(store, row, int(number))
+        found = masked_arrays(sentence, spans, masking, rng, lengths, wordpiece)
+        if found["weights"].any():
+            return found
+    return None
+
+
+def show_numbers(screen: Console, found: Statistics, sources: Sources) -> None:
+    """Numbers, one a line, and what the folder holds beside the texts."""
+    kinds = ", ".join(f"{kind} {count:,}" for kind, count in found.kinds.items())
+    counts = ", ".join(f"{split} {len(questions):,}" for split, questions in sources.questions.items())
+    lines = [
+        *(f"{name:>24}  {_number(value)}" for name, value in found.numbers.items()),
+        f"{'of kinds':>24}  {kinds or 'none'}",
+        *(
+            f"{name:>29}  mean {one.mean:.1f}, median {one.median:.0f}, most {one.most}"
+            for name, one in found.histograms.items()
+        ),
+        f"{'questions':>24}  {counts or 'none'}",
+    ]
+    for line in lines:
+        screen.print(Text(harmless(line)))
+
+
+def page(folder: str, which: str, found: Statistics) -> str:
+    """The numbers and histograms as a page."""
+    most = max(found.kinds.values(), default=1) or 1
+    return render(
+        "inspect_data.html.j2",
+        which=which,
+        folder=Path(folder).name,
+        numbers=[(name, _number(value)) for name, value in found.numbers.items()],
+        kinds=[Bar(kind, count, "realm", f"{count:,}", most) for kind, count in found.kinds.items()],
+        histograms=[
+            {"name": name, "spread": f"Mean {one.mean:.1f}, median {one.median:.0f}.", "bars": list(_bars(one))}
+            for name, one in found.histograms.items()
+        ],
+        spans=[(span, kind, f"{times:,}") for span, kind, times in found.spans],
+    )
+
+
+def _bars(one: Histogram) -> Iterator[Bar]:
+    most = max(1.0, float(one.counts.max()))
+    for first, after, count in zip(one.edges[:-1], one.edges[1:], one.counts, strict=True):
+        label = f"{first}" if after - first == 1 else f"{first} – {after - 1}"
+        yield Bar(label, float(count), "plain", f"{count:,}", most)
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.2%}"

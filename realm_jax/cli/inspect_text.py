@@ -1,0 +1,288 @@
+"""`realm inspect text`: which passages a trained model reads for a text, and what each of them makes of the prediction.
+
+A sentence has a blank, `___` or `[the word]`; a question has none. The numbers are those of the paper's table 3,
+computed in `realm_jax/eval/inspection.py`. `--alignment` masks every salient span of a text in turn.
+"""
+
+import argparse
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.text import Text
+
+from realm_jax.cli.argument_types import filled, positive
+from realm_jax.cli.arguments import add_run_arguments, changes_of
+from realm_jax.cli.output import checked_output, print_json, stdout, write_output
+from realm_jax.config import task_names
+from realm_jax.console import harmless
+from realm_jax.data import sentences
+from realm_jax.data.jsonl import Question
+from realm_jax.data.spans import finder
+from realm_jax.errors import UserError
+from realm_jax.eval.format import probability
+from realm_jax.eval.html import Bar, render
+from realm_jax.eval.inspection import (
+    Masked,
+    Seen,
+    inspect_masked,
+    inspect_question,
+    masked_text,
+    parse,
+    read_alone,
+)
+from realm_jax.eval.prediction import Evaluator
+from realm_jax.run import Run
+from realm_jax.tasks import TASKS
+from realm_jax.train.opening import recorded_config
+from realm_jax.train.restore import restore_params
+from realm_jax.train.trained_run import Trained, check_question, newest, open_run_to_ask, restore
+
+logger = logging.getLogger(__name__)
+
+HEADS = ("p(z|x)", "p(y|z,x)", "p(z|x,y)", "r(z)", "passage")
+SNIPPET = 160  # characters of a passage in a line
+NOWHERE = "the answer stands in none of the passages that were read"
+
+
+def add_arguments(add: argparse.ArgumentParser) -> None:
+    """The arguments of `realm inspect text`, but those of both kinds."""
+    add_run_arguments(add)
+    texts = {
+        "task": ("TASK", "parameters at the end of this task (default: realm's for a sentence)"),
+        "answer": ("TEXT", "of a question: what is looked at (default: the likeliest)"),
+        "bert": ("DIR", "run whose reader was trained without passages, to stand beside"),
+        "alignment": ("FILE", "write which passages explain each salient span, as JSON Lines"),
+        "spans": ("NAME", "how they are found (default: rules)"),
+    }
+    for name, (value, meaning) in texts.items():
+        add.add_argument(f"--{name}", type=filled, metavar=value, help=meaning)
+    add.add_argument("--pieces", type=positive, default=1, metavar="N", help="word pieces of a blank ___ (default: 1)")
+    add.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace, html: Path | None) -> None:
+    """Look at the text `args.subject`. html: a checked file for the page."""
+    alignment = checked_output(args.alignment, "--alignment") if args.alignment else None
+    text = None if alignment else parse(args.subject)
+    _check(args, text)
+    changes = changes_of(args)
+    opened = open_run_to_ask(Path(args.workdir), {"evaluation.batch_size": 1} | changes)
+    is_question = text is None and not alignment
+    if is_question:
+        check_question(opened, args.subject)
+    if text:
+        masked_text(text, args.pieces, opened.lengths, opened.sources.wordpiece)
+    bert = _open_bert(args, changes, opened, text) if args.bert and text else None
+    trained = restore(opened, args.task or _task(opened.config, is_question), for_answers=is_question)
+    if trained.index.vectors is None:
+        raise UserError(
+            f"there is no p(z|x) to look at: task {trained.task} of {args.workdir} finds no passages by their vectors"
+        )
+    if alignment:
+        align(trained, args.subject, args.spans or "rules", alignment)
+        print(f"{args.alignment} is written")
+        return
+    seen = _question(trained, args.subject, args.answer) if text is None else _sentence(trained, text, args.pieces)
+    record = to_record(trained, args.subject, seen)
+    if bert and text:
+        params = restore_params(bert, *newest(bert))
+        record["bert"] = read_alone(bert, params, text, seen.targets)
+    if args.json:
+        print_json(record)
+    else:
+        show(record, stdout())
+    if html:
+        write_output(html, page(record))
+
+
+def _check(args: argparse.Namespace, text: Masked | None) -> None:
+    """Raise UserError for texts that are none, and for flags that would do nothing."""
+    for name, value in (("the text", args.subject), ("--answer", args.answer or "")):
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError:
+            raise UserError(f"{name}: is not valid UTF-8; type or save it as UTF-8 text") from None
+    if text is None and args.bert:
+        raise UserError("--bert: goes with a sentence that has a blank, such as '3 is a [Fermat] prime.'")
+    if args.alignment:
+        unused = [flag for flag in ("answer", "bert", "html", "json") if getattr(args, flag)]
+        if unused:
+            raise UserError(f"--{unused[0]}: does nothing with --alignment; leave it out")
+        return
+    if args.spans:
+        raise UserError("--spans: goes with --alignment")
+    if text is not None and args.answer:
+        raise UserError("--answer: goes with a question; write what stands in the blank into it: [the word]")
+    if (text is None or text.answer is not None) and args.pieces != 1:
+        raise UserError("--pieces: goes with a blank that is to be filled: ___")
+
+
+def _task(config: Any, is_question: bool) -> str | None:
+    """The task whose parameters are meant when none is named; None: the last."""
+    inspected = [name for name in task_names(config) if TASKS[name].inspects_sentences]
+    return inspected[-1] if inspected and not is_question else None
+
+
+def _sentence(trained: Trained, text: Masked, pieces: int) -> Seen:
+    return inspect_masked(trained.run, trained.params, trained.index, text, pieces)
+
+
+def _question(trained: Trained, question: str, answer: str | None) -> Seen:
+    if answer is None:
+        evaluator = Evaluator(trained.run, [Question(question, [])], trained.search)
+        answer = evaluator.predict(trained.params, trained.index)[0].answer
+    return inspect_question(trained.run, trained.params, trained.index, question, answer)
+
+
+def _open_bert(args: argparse.Namespace, changes: dict[str, Any], opened: Run, text: Masked) -> Run:
+    """The run of --bert. Raises UserError for one that cannot read the text, or not in the same word pieces."""
+    recorded_config(Path(args.bert), "--bert")
+    try:
+        other = open_run_to_ask(Path(args.bert), changes)
+        newest(other)
+        masked_text(text, args.pieces, other.lengths, other.sources.wordpiece)
+    except UserError as fault:
+        raise UserError(f"--bert: {fault}") from None
+    if other.sources.wordpiece.fingerprint != opened.sources.wordpiece.fingerprint:
+        raise UserError(f"--bert={args.bert}: its vocabulary is not that of --workdir={args.workdir}; name another run")
+    return other
+
+
+def to_record(trained: Trained, text: str, seen: Seen) -> dict[str, Any]:
+    """Everything that is shown, as JSON has it.
+
+    {"text", "task", "step", "answer", "probability", "alone", "held", "others": [{"answer", "probability"}],
+    "passages": [{"id", "part", "title", "text", "prior", "likelihood", "posterior", "gain"}]}; the null document's id
+    is null, and so are posteriors and gains where the answer stands in none of the passages.
+    """
+    store = trained.run.sources.passages
+    passages = []
+    for one in seen.passages:
+        nothing = {"id": None, "part": 0, "title": "", "text": ""}
+        place = nothing if one.row is None else trained.place(one.row) | {"text": store.text(one.row)}
+        numbers = {"prior": one.prior, "likelihood": one.likelihood, "posterior": one.posterior, "gain": one.gain}
+        passages.append(place | numbers)
+    return {
+        "text": text,
+        "task": trained.task,
+        "step": trained.step,
+        "answer": seen.answer,
+        "probability": seen.probability,
+        "alone": seen.alone,
+        "held": seen.held,
+        "others": [{"answer": answer, "probability": p} for answer, p in seen.others],
+        "passages": passages,
+    }
+
+
+# ---- alignment
+
+
+def align(trained: Trained, text: str, spans: str, output: Path) -> None:
+    """Write a line for each salient span of a text: its sentence, and every passage with p(z|x) and p(z|x,y)."""
+    lines = []
+    for sentence, (start, end) in _masked_spans(text, spans):
+        try:
+            seen = _sentence(trained, Masked(sentence[:start], sentence[start:end], sentence[end:]), 1)
+        except UserError as fault:  # one sentence that is too long does not end the others
+            logger.warning("%r is left out: %s", sentence, fault)
+            continue
+        record = to_record(trained, sentence, seen) | {"span": [start, end]}
+        record["passages"] = sorted(record["passages"], key=lambda one: -one["posterior"])
+        lines.append(json.dumps(record, ensure_ascii=False) + "\n")
+        best, y = record["passages"][0], record["answer"]
+        explained = f"best explained by {_name(best)} ({best['posterior']:.3f})"
+        print(harmless(f"{y}: p(y|x) {seen.probability:.3g}, {explained}"))
+    if not lines:
+        raise UserError("--alignment: the text has no salient span; choose other --spans, or write a [blank]")
+    write_output(output, "".join(lines))
+
+
+def _masked_spans(text: str, spans: str) -> Iterator[tuple[str, tuple[int, int]]]:
+    find = finder(spans)
+    for start, end in sentences.split(text):
+        sentence = " ".join(text[start:end].split())
+        for span in find(sentence):
+            yield sentence, (span.start, span.end)
+
+
+# ---- showing
+
+
+def _name(passage: dict[str, Any]) -> str:
+    if passage["id"] is None:
+        return "the empty passage"
+    return f"{passage['title'] or 'passage'} ({passage['id']}, part {passage['part']})"
+
+
+def _facts(record: dict[str, Any]) -> list[tuple[str, str]]:
+    """The rows of the paper's table above its passages: what is meant, and the number."""
+    answer = f"y = {record['answer']!r}"
+    facts = [("(a) BERT, trained without passages: p(y|x)", probability(record["bert"]))] if "bert" in record else []
+    if record["alone"] is not None:
+        facts.append(("(a) this reader beside the empty passage: p(y|x,∅)", probability(record["alone"])))
+    if _is_nowhere(record):
+        facts.append((f"(b) {NOWHERE}", ""))
+    else:
+        best = max(record["passages"], key=lambda one: one["likelihood"])
+        facts.append((f"(b) beside {_name(best)}: p(y|z,x)", probability(best["likelihood"])))
+    facts.append(
+        (f"(c) marginal over {len(record['passages'])} passages: p(y|x), {answer}", probability(record["probability"]))
+    )
+    facts.append(("    share of the whole corpus's probability that they hold", probability(record["held"])))
+    facts += [(f"    instead: {one['answer']!r}", probability(one["probability"])) for one in record["others"]]
+    return facts
+
+
+def _is_nowhere(record: dict[str, Any]) -> bool:
+    return all(one["posterior"] is None for one in record["passages"])
+
+
+def _numbers(one: dict[str, Any]) -> list[str]:
+    known = one["posterior"] is not None
+    posterior, gain = (f"{one['posterior']:.3f}", f"{one['gain']:+.3f}") if known else ("–", "–")
+    return [f"{one['prior']:.3f}", probability(one["likelihood"]), posterior, gain]
+
+
+def show(record: dict[str, Any], to: Console) -> None:
+    """The facts, then a passage a line, of which a terminal sees the beginning; numbers are whole everywhere."""
+    to.soft_wrap = not to.is_terminal
+    to.print(Text(harmless(record["text"]), style="bold"))
+    facts = [(harmless(meant), number) for meant, number in _facts(record)]
+    width = max(cell_len(number) for _, number in facts)
+    for meant, number in facts:
+        to.print(Text(f"{number.rjust(width)}  {meant}"))
+    for line in _table(record["passages"]):
+        to.print(line, no_wrap=True, overflow="ellipsis" if to.is_terminal else "ignore")
+
+
+def _table(passages: list[dict[str, Any]]) -> Iterator[Text]:
+    """A line of names, and one for each passage: its numbers below each other, then where it is from and its text."""
+    rows = [[*_numbers(one), f"{_name(one)}: {' '.join(one['text'].split())[:SNIPPET]}"] for one in passages]
+    *columns, last = zip(HEADS, *rows, strict=True)
+    widths = [max(map(cell_len, column)) for column in columns]
+    for numbers, passage in zip(zip(*columns, strict=True), last, strict=True):
+        cells = [number.rjust(width) for number, width in zip(numbers, widths, strict=True)]
+        yield Text("  ".join([*cells, harmless(passage)]))
+
+
+def page(record: dict[str, Any]) -> str:
+    """The same as a page, with the passages whole."""
+    passages = record["passages"]
+    explained = [] if _is_nowhere(record) else [(_name(one), one["posterior"]) for one in passages]
+    return render(
+        "inspect_text.html.j2",
+        text=record["text"],
+        step=record["step"],
+        task=record["task"],
+        facts=_facts(record),
+        posteriors=[Bar(name, posterior, "realm", f"{posterior:.3f}") for name, posterior in explained],
+        nowhere=NOWHERE,
+        heads=(*HEADS, "text"),
+        passages=[(*_numbers(one), _name(one), one["text"]) for one in passages],
+    )

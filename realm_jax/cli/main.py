@@ -1,0 +1,197 @@
+"""The `realm` command: finds the job, parses its arguments and turns the ends of a run into exit codes.
+
+Not for work of any kind: each command is a module of `realm_jax.cli` with `add_arguments(parser)` and
+`run(args) -> int | None`, imported only when its command is given, so that `realm --help` needs no JAX. A job that
+takes a config calls `realm_jax.cli.config_flags.add_config_argument`; its `args.overrides` then holds the arguments of
+the form `--config.key=value`, and `args.spec_overrides` those of the form `--spec.key=value`. Read
+`realm_jax/cli/quickstart.py` next.
+"""
+
+import argparse
+import errno
+import importlib
+import io
+import logging
+import os
+import select
+import shlex
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+import realm_jax
+from realm_jax.errors import USER_ERROR, UserError
+from realm_jax.host import PREEMPTED, CtrlC, Preempted, keep_memory, no_collection
+
+OVERRIDES = {"config": "overrides", "spec": "spec_overrides"}  # --config.key=value → args.overrides
+
+INTERRUPTED = 130
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # of files outside of shared storage: records, compiled programs
+BROKEN_PIPE = 141  # what a shell reports for a program that SIGPIPE ended
+
+JOBS: dict[str, tuple[str, str]] = {
+    "quickstart": (
+        "realm_jax.cli.quickstart",
+        "make a small encyclopedia, train on it, watch retrieval being learned",
+    ),
+    "prepare": ("realm_jax.cli.prepare", "turn your documents and questions into a folder to train from"),
+    "inspect": ("realm_jax.cli.inspect", "look at prepared data, or at how a trained model predicts a text"),
+    "train": ("realm_jax.cli.train", "run the training recipe of a config file, or go on with it"),
+    "tag": ("realm_jax.cli.tag", "find the salient spans of prepared passages with a trained tagger"),
+    "launch": ("realm_jax.cli.launch", "plan a run, start it here, on TPU VMs or on GKE; see it, stop it, remove it"),
+    "build-index": ("realm_jax.cli.build_index", "embed the corpus anew beside a training run, and publish it"),
+    "corpus": ("realm_jax.cli.corpus", "add, replace or remove documents; a trained run then answers from them"),
+    "storage": ("realm_jax.cli.storage", "list, verify and remove what a run has stored: checkpoints and indexes"),
+    "weights": (
+        "realm_jax.cli.weights",
+        "write a run's networks for Hugging Face's library, or convert released ones",
+    ),
+    "predict": ("realm_jax.cli.predict", "answer a file of questions with a trained run"),
+    "evaluate": (
+        "realm_jax.cli.evaluate",
+        "measure a trained run or a file of predictions, or say whether two files differ by more than chance",
+    ),
+    "ablate": ("realm_jax.cli.ablate", "train what differs in one thing, under several seeds, and tabulate it"),
+    "ask": ("realm_jax.cli.ask", "ask a trained run a question"),
+    "doctor": ("realm_jax.cli.doctor", "say what is installed, which devices there are, and what will be slow"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the exit code; `argv` is `sys.argv[1:]` if not given.
+
+    Raises `SystemExit(2)` for arguments that cannot be parsed. An exception that is neither the user's mistake nor a
+    preemption is a defect and propagates with its traceback.
+    """
+    _mend_streams()
+    with CtrlC() as ctrl_c:
+        try:
+            code = _run(list(sys.argv[1:] if argv is None else argv), ctrl_c)
+            sys.stdout.flush()  # a reader that went away shows here, not while the interpreter shuts down
+            return code
+        except KeyboardInterrupt:
+            return _interrupted()
+        except Preempted as reason:
+            logging.getLogger("realm_jax").warning("%s", reason)
+            return PREEMPTED
+        except Exception as error:
+            if ctrl_c.heard:  # what some library made of it
+                return _interrupted()
+            if isinstance(error, BrokenPipeError) and _stdout_is_broken():
+                return BROKEN_PIPE
+            if not (message := _users_mistake(error)):
+                raise
+            print(f"realm: error: {message}", file=sys.stderr)
+            return USER_ERROR
+
+
+def _interrupted() -> int:
+    print("\nrealm: interrupted; run the same command again to continue", file=sys.stderr)
+    return INTERRUPTED
+
+
+def _users_mistake(error: Exception) -> str:
+    """The line for the user, empty for a defect. JAX looks for its devices late, wherever they are first asked for."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, OSError) and error.errno in UNWRITABLE:
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{error.strerror}; make room there, then repeat the command: what was saved is whole"
+    message = " ".join(str(error).split())
+    if isinstance(error, RuntimeError) and message.startswith("Unable to initialize backend"):
+        return f"JAX does not start: {message}; `realm doctor` shows the devices and settings"
+    return ""
+
+
+def _mend_streams() -> None:
+    """Streams that the shell closed become /dev/null; what the encoding of stdout does not have is printed as "?"."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
+    if isinstance(sys.stdout, io.TextIOWrapper) and not sys.stdout.encoding.lower().startswith("utf"):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def _run(argv: list[str], ctrl_c: CtrlC) -> int:
+    """Parses `argv`, imports the one job that it names and runs it."""
+    name = next((argument for argument in argv if not argument.startswith("-")), None)
+    with ctrl_c.held():
+        job = _import_job(name) if name in JOBS else None
+    parser = _parser(name, job)
+    # Taken out first: argparse would take one with a space in it for a word without a flag.
+    overrides = {flag: [one for one in argv if one.startswith(f"--{flag}.")] for flag in OVERRIDES}
+    given = [one for found in overrides.values() for one in found]
+    for override in given:  # here, since what follows a space is taken for something else
+        if "=" not in override:
+            raise UserError(f"{override}: no value; write {override}=VALUE")
+    args, rest = parser.parse_known_args([one for one in argv if one not in given])
+    for flag, place in OVERRIDES.items():
+        setattr(args, place, overrides[flag])
+        rest += [] if hasattr(args, flag) else overrides[flag]
+    args.command_line = shlex.join(["realm", *argv])
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    assert job is not None, "the parser requires a command of the table"
+    _set_up_logging()
+    code = job.run(args)
+    return 0 if code is None else code
+
+
+def _set_up_logging() -> None:
+    from realm_jax import console  # here, since Rich is not needed for `realm --help`
+
+    console.set_up_logging()
+
+
+def _import_job(name: str) -> ModuleType:
+    module, _ = JOBS[name]
+    keep_memory()
+    if module in sys.modules:
+        return sys.modules[module]
+    try:
+        with no_collection():
+            return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] == "realm_jax":
+            raise
+        raise UserError(
+            f"`realm {name}` needs the Python package {error.name!r}, which is not installed; "
+            "run `pip install -e .` again in the folder of the source, then `realm doctor`"
+        ) from error
+
+
+def _parser(chosen: str | None, job: ModuleType | None) -> argparse.ArgumentParser:
+    """The parser of all commands, with the arguments of the chosen one only: the others stay unimported."""
+    parser = argparse.ArgumentParser(
+        prog="realm",
+        description="Train language models that retrieve before they predict.",
+        epilog="`realm COMMAND --help` shows a command's arguments, with examples.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"realm_jax {realm_jax.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (_, summary) in JOBS.items():
+        command = commands.add_parser(
+            name,
+            help=summary,
+            description=summary[0].upper() + summary[1:] + ".",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        if name == chosen and job is not None:
+            job.add_arguments(command)
+    return parser
+
+
+def _stdout_is_broken() -> bool:
+    """Whether the reader of stdout went away; if so, stdout is pointed elsewhere so that shutting down stays quiet."""
+    watch = select.poll()
+    watch.register(sys.stdout.fileno(), 0)
+    if not any(event & (select.POLLERR | select.POLLHUP) for _, event in watch.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,277 @@
+"""`realm launch plan`: what a run needs and costs, before it is started: memory, traffic, time, money.
+
+The real step and the real embedding program are compiled ahead of time for the slices of the spec; no TPU is needed,
+only its compiler (`pip install 'realm_jax[tpu]'`). Memory and collectives are the compiler's; times are arithmetic:
+operations (`flops.py`) over devices × peak × MFU, with the MFU that is given, not measured.
+"""
+
+import argparse
+import json
+import math
+import os
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from ml_collections import ConfigDict
+from rich.console import Console
+from rich.table import Table
+
+from realm_jax.cli.build_index import for_embedding
+from realm_jax.cli.config_flags import load_config
+from realm_jax.config import default, flatten, task_names, validate
+from realm_jax.data.tokenizer import id_dtype
+from realm_jax.errors import UserError
+from realm_jax.flops import embedding_flops, memory, peak
+from realm_jax.launch.spec import Launch
+from realm_jax.mesh import logical_sharding, replicated
+from realm_jax.models.inputs import Documents
+from realm_jax.refresh.status import BUILDER, TRAINER
+from realm_jax.retrieval.exact import padded_rows
+from realm_jax.retrieval.search import Index
+from realm_jax.run import Run, bare_run, embed_program
+from realm_jax.tasks import TASKS, make_task
+from realm_jax.train.init_from import resolved
+from realm_jax.train.restore import abstract_state
+from realm_jax.train.step import Control, control_sharding, make_step
+
+# The compiler asks for the machine's neighbours, of which there are none here.
+ALONE = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-8"}
+DECIDING = ("data", "model", "encoder", "objective", "retrieval", "optimizer", "mesh")  # of a task's program
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+
+
+def plan_launch(launch: Launch, args: argparse.Namespace) -> int:
+    """Show the plan of a launch; exit code 1 when it does not fit. args: flags of `realm launch plan`."""
+    config = load_config(args.config, args.overrides, default)
+    config.data.path = config.data.path or "-"
+    validate(config)
+    config = resolved(config)
+    names = task_names(config)
+    task = args.task or next((name for name in names if TASKS[name].follows_builder), names[-1])
+    if task not in names:
+        raise UserError(f"--task={task}: the recipe has {', '.join(names)}")
+    if not 0 < args.mfu <= 1:
+        raise UserError(f"--mfu={args.mfu}: must lie above 0 and be at most 1")
+    sizes, builders = (args.passages, args.vocabulary), launch.spec.builder.slices if TASKS[task].follows_builder else 0
+    trainer = bare_run(config, Path("."), *sizes, tpu_devices(launch, TRAINER, launch.spec.trainer.slices))
+    builder = None
+    if builders:
+        chips = tpu_devices(launch, BUILDER, 1)  # every builder is a program of its own
+        builder = bare_run(for_embedding(config, len(chips)), Path("."), *sizes, chips)
+    found = plan(trainer, builder, task, args.mfu, args.price_per_chip_hour, builders)
+    if args.json:
+        print(json.dumps(found, indent=1))
+    else:
+        show(found, args, task)
+    return 0 if found["fits"] and found.get("builder", found)["fits"] else 1
+
+
+def tpu_devices(launch: Launch, job: str, slices: int) -> list[jax.Device]:
+    """The devices of so many slices of a job, for compiling only. Raises UserError."""
+    from jax.experimental import topologies  # here, since it starts the TPU compiler
+
+    for name, value in ALONE.items():
+        os.environ.setdefault(name, value)
+    chips = str(launch.slice(job))
+    try:
+        return list(topologies.get_topology_desc(platform="tpu", topology_name=chips, num_slices=slices).devices)
+    except Exception as fault:  # RuntimeError, ValueError or XLA's own, by version
+        reason = " ".join(str(fault).split())[:200]
+        advice = "the compiler comes with `pip install 'realm_jax[tpu]'`"
+        raise UserError(f"spec.{job}.slice={chips}: {reason}; {advice}") from None
+
+
+def program_keys(config: ConfigDict, task: str) -> dict[str, Any]:
+    """The keys that decide a task's program on TPUs."""
+    keys = {key: value for key, value in flatten(config.to_dict()).items() if key.split(".")[0] in (*DECIDING, task)}
+    keys.pop("data.path")
+    return keys
+
+
+def plan(
+    trainer: Run, builder: Run | None, task: str, mfu: float, price: float | None, builders: int = 1
+) -> dict[str, Any]:
+    """Everything that is known of a task: memory, collectives, FLOPs, and what follows by arithmetic.
+
+    builder: an index builder's run on its own devices, for the task that has one; builders: how many share the work.
+    """
+    config, chips = trainer.config, trainer.mesh.size
+    found: dict[str, Any] = {"task": task, "device": device_kind(trainer), "devices": chips}
+    found |= step_needs(trainer, task)
+    operations = make_task(task, trainer).flops()
+    found["flops"] = sum(operations.values())
+    found["flops_by_part"] = operations
+    speed = (peak(found["device"]) or 0.0) * mfu
+    if speed:
+        found["step_seconds"] = found["flops"] / (chips * speed)
+        found["hours"] = found["step_seconds"] * config[task].steps / 3600
+        if price is not None:
+            found["cost"] = found["hours"] * chips * price
+    if builder is not None:
+        found |= plan_of_builder(builder, mfu, builders)
+        if speed and "refresh_seconds" in found:
+            found["steps_per_refresh"] = found["refresh_seconds"] / found["step_seconds"]
+            if price is not None:
+                found["cost"] += found["hours"] * found["builder_devices"] * price
+    return found
+
+
+def document_parts(run: Run, rows: int, length: int) -> tuple[tuple[tuple[int, ...], Any], ...]:
+    """Shape and dtype of the arrays of `Documents` as the corpus has them."""
+    return ((rows, length), id_dtype(run.model.bert.vocabulary_size)), ((rows,), jnp.uint16), ((rows,), jnp.uint16)
+
+
+def plan_of_builder(builder: Run, mfu: float, builders: int) -> dict[str, Any]:
+    """An index builder's program: memory, and the time in which all builders embed every passage."""
+    length, size = builder.config.data.document_length, builder.config.retrieval.embed_batch * builder.mesh.size
+    parts = document_parts(builder, size, length)
+    documents: Any = Documents(*(spread(builder, *part, "batch") for part in parts))  # type: ignore[arg-type]
+    whole = replicated(builder.mesh)
+    params = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole),
+        jax.eval_shape(builder.model.init, jax.random.key(0)),
+    )
+    tower = {name: params[name] for name in builder.model.embedder_names}
+    sizes = compiled_needs(embed_program.lower(builder.model, builder.mesh, tower, documents), device_kind(builder))
+    found: dict[str, Any] = {
+        "builder": sizes,
+        "builder_device": device_kind(builder),
+        "builder_devices": builder.mesh.size * builders,
+    }
+    if rate := (peak(device_kind(builder)) or 0.0) * mfu:
+        work = embedding_flops(builder.config, length) * builder.setting.rows
+        found["refresh_seconds"] = work / (found["builder_devices"] * rate)
+    return found
+
+
+def device_kind(run: Run) -> str:
+    """What the devices of a run are called."""
+    return str(run.mesh.devices.flat[0].device_kind)
+
+
+def step_needs(trainer: Run, task: str) -> dict[str, Any]:
+    """Peak bytes a device and collectives of a task's step, as the compiler has them; or that it does not fit."""
+    state, batch, index, control = abstract_arguments(trainer, task)
+    step = make_step(trainer, make_task(task, trainer))
+    second = sum(shard_bytes(leaf) for leaf in jax.tree.leaves(index.vectors)) if index is not None else 0
+    return compiled_needs(step.lower(state, batch, index, control), device_kind(trainer), second)  # type: ignore[attr-defined]
+
+
+def compiled_needs(lowered: jax.stages.Lowered, kind: str, second: int = 0) -> dict[str, Any]:
+    """What a program needs of each device. second: bytes beside it, of the generation that is being loaded."""
+    try:
+        compiled: Any = lowered.compile()
+    except jax.errors.JaxRuntimeError as fault:
+        if "RESOURCE_EXHAUSTED" not in str(fault):
+            raise
+        needed = re.search(r"Used ([\d.]+[KMGT]) of ([\d.]+[KMGT]) hbm", str(fault))
+        return {"fits": False, "needs": needed.group(1) if needed else "?", "has": needed.group(2) if needed else "?"}
+    sizes = compiled.memory_analysis()
+    peak_bytes = (
+        sizes.argument_size_in_bytes
+        + sizes.output_size_in_bytes
+        + sizes.temp_size_in_bytes
+        - sizes.alias_size_in_bytes
+        + sizes.generated_code_size_in_bytes
+    )
+    words = re.findall(rf"\s({'|'.join(COLLECTIVES)})(?:-start)?\(", compiled.as_text())
+    capacity = memory(kind)
+    if capacity and peak_bytes + second > capacity:
+        return {"fits": False, "needs": _gib(peak_bytes + second), "has": _gib(capacity)}
+    return {
+        "fits": True,
+        "bytes": {
+            "arguments": sizes.argument_size_in_bytes,
+            "temporaries": sizes.temp_size_in_bytes,
+            "second_generation": second,
+            "peak": peak_bytes + second,
+        },
+        "collectives": dict(Counter(words)),
+    }
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f}G"
+
+
+def shard_bytes(leaf: jax.ShapeDtypeStruct) -> int:
+    """Bytes of an array on each device."""
+    assert leaf.sharding is not None
+    shape = leaf.sharding.shard_shape(leaf.shape)
+    return int(jnp.dtype(leaf.dtype).itemsize) * math.prod(shape)
+
+
+def abstract_arguments(trainer: Run, task: str) -> tuple[Any, Any, Any, Any]:
+    """Shapes, dtypes and places of what a step takes: state, batch, index, control words."""
+    mesh, config = trainer.mesh, trainer.config
+    like = jax.eval_shape(trainer.model.init, jax.random.key(0))
+    made = make_task(task, trainer)
+    state = abstract_state(trainer, made, like)
+    size = config[task].batch_size
+    shapes = made.array_shapes().items()
+    batch = {name: spread(trainer, (size, *shape), dtype, "batch") for name, (shape, dtype) in shapes}
+    index = None
+    if made.retrieves:
+        rows, length = padded_rows(trainer.setting.rows, mesh.size), config.data.document_length
+        parts = document_parts(trainer, rows, length)
+        documents: Any = Documents(*(spread(trainer, *part, "rows") for part in parts))  # type: ignore[arg-type]
+        vectors: Any = spread(trainer, (rows, trainer.model.vector_size), jnp.dtype(config.retrieval.dtype), "rows")
+        if not made.needs_vectors():
+            vectors = None
+        if made.host_search and trainer.searches is not None:
+            batch["found"] = spread(trainer, (size, config.retrieval.candidates), jnp.int32, "batch")
+            vectors = None
+        index = Index(vectors, documents)
+    words = jax.ShapeDtypeStruct((mesh.size, len(Control())), jnp.int32, sharding=control_sharding(mesh))
+    return state, batch, index, words
+
+
+def spread(run: Run, shape: tuple[int, ...], dtype: Any, axis: str) -> jax.ShapeDtypeStruct:
+    """An array whose first dimension is spread over the devices like others of that name."""
+    places = logical_sharding(run.mesh, axis, *[None] * (len(shape) - 1))
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=places)
+
+
+def show(found: dict[str, Any], args: argparse.Namespace, task: str) -> None:
+    """The plan as a table."""
+    table = Table(title=f"{task} on {found['devices']} × {found['device']}", title_justify="left", show_header=False)
+    if not found["fits"]:
+        table.add_row("memory a device", f"needs {found['needs']}, has {found['has']}: does NOT fit")
+        table.add_row("try", advice(task))
+    else:
+        for name, size in found["bytes"].items():
+            table.add_row(f"memory a device: {name.replace('_', ' ')}", f"{size / 2**30:.2f} GiB")
+        together = ", ".join(f"{count} × {name}" for name, count in sorted(found["collectives"].items()))
+        table.add_row("collectives in the program", together or "none")
+    table.add_row("operations a step", f"{found['flops'] / 1e12:,.1f} T")
+    for name, value in found["flops_by_part"].items():
+        table.add_row(f"  {name}", f"{value / 1e12:,.1f} T")
+    if "step_seconds" in found:
+        table.add_row(f"a step at {args.mfu:.0%} MFU", f"{found['step_seconds'] * 1e3:,.0f} ms")
+        table.add_row("all steps", f"{found['hours']:,.1f} hours")
+    if "builder" in found and not found["builder"]["fits"]:
+        table.add_row("the builder's memory a device", "does NOT fit: lower config.retrieval.embed_batch")
+    elif "builder" in found:
+        table.add_row("the builder's memory a device", f"{found['builder']['bytes']['peak'] / 2**30:.2f} GiB")
+    if "refresh_seconds" in found:
+        table.add_row(
+            f"embedding {args.passages:,} passages on {found['builder_devices']} devices",
+            f"{found['refresh_seconds'] / 60:,.1f} minutes",
+        )
+    if "steps_per_refresh" in found:
+        table.add_row("steps between two generations", f"{found['steps_per_refresh']:,.0f}")
+    if "cost" in found:
+        table.add_row("cost", f"{found['cost']:,.0f}")
+    Console(highlight=False).print(table)
+
+
+def advice(task: str) -> str:
+    """Which keys change what is needed."""
+    return (
+        f"--config.{task}.microbatches=2 or more, --config.model.remat=dots or layer, --config.model.dtype=bfloat16, "
+        "--config.retrieval.dtype=bfloat16, --config.mesh.fsdp=N, or more chips"
+    )

@@ -1,0 +1,424 @@
+"""`realm prepare`: your documents and questions, turned once into a folder that every other job reads.
+
+Articles are read by `realm_jax.corpora.articles` and packed by `realm_jax.corpora.build`, by one of the runners of
+`realm_jax.corpora.runners`; `realm_jax.corpora.partial_output` has the folder until it is whole. Read `prepare` next.
+"""
+
+import argparse
+import json
+import logging
+import os
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from functools import partial
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from realm_jax.cli.argument_types import positive
+from realm_jax.console import StageProgress
+from realm_jax.corpora.articles import read_shard
+from realm_jax.corpora.build import PassagePacker, Summary, check_limit, pack_shard, packed_name, packed_shards
+from realm_jax.corpora.copies import COPIES, fingerprint_shard, leave_out_copies
+from realm_jax.corpora.partial_output import ARTICLES, MANIFEST, TOKENIZER, check_claim, is_prepared, unfinished
+from realm_jax.corpora.questions import Chosen, QuestionFile, published_identity, question_file, read_all
+from realm_jax.corpora.runners import Runner, runner
+from realm_jax.corpora.texts import Input, identity, open_texts
+from realm_jax.data import spans as span_finders
+from realm_jax.data.jsonl import Article, question_lines
+from realm_jax.data.packing import DEFAULT_LIMIT
+from realm_jax.data.records import Counts
+from realm_jax.data.sources import FORMAT_VERSION
+from realm_jax.data.store import MANIFEST as STORE
+from realm_jax.data.store import new_version
+from realm_jax.data.tokenizer import Tokenizer
+from realm_jax.data.tokenizer_files import FoundTokenizer, are_complete, lower_case_of, tokenizer_file, tokenizer_of
+from realm_jax.data.wordpiece import WordPiece, check_size
+from realm_jax.errors import UserError
+from realm_jax.storage import open_folder
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_VOCABULARY_SIZE = 30_522  # as many pieces as bert-base-uncased has
+LEARN_FROM = 100_000_000  # characters of text to learn a vocabulary from: about a minute and a half
+
+Path_ = str | os.PathLike[str]
+
+EXAMPLES = """examples:
+  realm prepare --passages passages.jsonl.gz --questions questions.jsonl.gz --output data
+  realm prepare --passages wiki.jsonl.xz --pretraining news.jsonl.xz --questions train=NQ-open.train.jsonl \\
+      --questions dev=NQ-open.dev.jsonl --vocab vocab.txt --max-answer-words 5 --output data
+  realm prepare --passages 'enwiki-20261101/*.xml*.bz2' --vocab vocab.txt --output data
+  realm prepare --passages psgs_w100.tsv.gz --questions train=nq-train.json dev=nq-dev.json --output data
+  realm prepare --passages wiki.jsonl --questions tfds:open_qa/web_questions --output data
+  realm prepare --passages tfds:wikipedia/20230601.en --pretraining 'news:cc-news/*.jsonl.gz' --vocab vocab.txt \\
+      --output data
+
+A line of a passage file is {"id": …, "title": …, "text": …}, of a question file {"question": …, "answers": […]} with
+"gold_passage_id" and "split" if known; with a gold passage it needs no answers, and retrieval alone is measured by it.
+Files of DPR, Atlas, FiD, ORQA, DrQA and CuratedTREC are read as they are. Files may be packed as .gz, .xz or .bz2.
+tfds:open_qa/nq_open, …/web_questions and …/curated_trec are the published questions with ORQA's splits train, dev and
+test; they are downloaded, or taken from TFDS_DATA_DIR/downloads/manual. Texts may also be hf:NAME, tfds:NAME or a dump
+of Wikipedia; news:SOURCE is raw news (JSON Lines with text or maintext, title, url, or hf:cc_news), of which prose in
+English of a usual length stays, without near-duplicates.
+A run that was cut off goes on when its command is repeated.
+"""
+
+
+def _option(help_: str, default: Any = MISSING, recorded: bool = False, **argument: Any) -> Any:
+    """A field of `Options`. recorded: whether PREPARED.json keeps it as a setting; argument: what argparse is told."""
+    metadata = {"recorded": recorded, "argument": argument | {"help": help_}}
+    if default == []:
+        return field(default_factory=list, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is prepared and how: every field is a flag of `realm prepare`, and an argument of `prepare`."""
+
+    passages: Path_ = _option("file of the texts to retrieve from", metavar="FILE")
+    output: Path_ = _option("folder to make", metavar="DIR")
+    pretraining: Path_ | None = _option(
+        "file of the texts to pre-train on (default: the passages)", None, metavar="FILE"
+    )
+    questions: Sequence[Path_] = _option(
+        "file of questions for a split such as train or dev, or tfds:open_qa/NAME; without SPLIT= the field "
+        '"split" of each question decides',
+        [],
+        metavar="[SPLIT=]FILE",
+        nargs="+",
+        action="extend",
+    )
+    vocab: Path_ | None = _option(
+        "tokenizer of a pretrained encoder, which says whether capitals are kept: its vocab.txt, any tokenizer.json, "
+        "its folder, hf:NAME, or py:NAME of an installed package",
+        None,
+        metavar="FILE",
+    )
+    vocabulary_size: int = _option(
+        "most word pieces of a vocabulary learned from the texts, or from every n-th article of large ones "
+        "(default: %(default)s)",
+        DEFAULT_VOCABULARY_SIZE,
+        recorded=True,
+        type=positive,
+        metavar="N",
+    )
+    limit: int = _option(
+        "most word pieces of a passage, its title and three special ones included (default: %(default)s)",
+        DEFAULT_LIMIT,
+        recorded=True,
+        type=positive,
+        metavar="N",
+    )
+    spans: str = _option(
+        f"how salient spans are found (default: %(default)s): {span_finders.CHOICES}",
+        "rules",
+        recorded=True,
+        metavar="NAME",
+    )
+    question_sources: Sequence[str] = _option(
+        'keep only questions whose field "source" is one of these',
+        [],
+        recorded=True,
+        type=lambda names: [name for name in names.split(",") if name],
+        metavar="NAME,NAME",
+    )
+    max_answer_words: int | None = _option(
+        "keep only answers of at most N words, and questions that have one; NQ-open has 5; regular expressions "
+        "stay (default: keep all)",
+        None,
+        recorded=True,
+        type=positive,
+        metavar="N",
+    )
+    ignore_gold: bool = _option(
+        "forget which passages the questions come with: for questions made with other passages than these",
+        False,
+        recorded=True,
+        action="store_true",
+    )
+    workers: int | None = _option("processes to use (default: one a core)", None, type=positive, metavar="N")
+    shards: int | None = _option(
+        "parts of a corpus that are packed one by one, by hash of the id (default: one for each 2 MiB of input)",
+        None,
+        type=positive,
+        metavar="N",
+    )
+    skip_damage: bool = _option(
+        "leave out what cannot be read of texts and of questions, and say so (default: stop)",
+        False,
+        action="store_true",
+    )
+    beam: str | None = _option(
+        "work with Apache Beam instead of processes of this machine, such as "
+        "--beam='--runner=DataflowRunner --project=… --region=… --temp_location=gs://…'; --output may be a bucket then",
+        None,
+        metavar="OPTIONS",
+    )
+
+    def settings(self) -> dict[str, Any]:
+        """What PREPARED.json keeps."""
+        return {one.name: getattr(self, one.name) for one in fields(self) if one.metadata["recorded"]}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `realm prepare`: the fields of `Options`."""
+    parser.epilog = EXAMPLES
+    vocabulary = parser.add_mutually_exclusive_group()
+    for one in fields(Options):
+        group = vocabulary if one.name in ("vocab", "vocabulary_size") else parser
+        default = one.default_factory() if one.default_factory is not MISSING else one.default
+        argument = {"required": True} if default is MISSING else {"default": default}
+        group.add_argument(f"--{one.name.replace('_', '-')}", **argument, **one.metadata["argument"])
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run the command."""
+    prepare(**{one.name: getattr(args, one.name) for one in fields(Options)})
+
+
+def prepare(passages: Path_, output: Path_, **further: Any) -> None:
+    """Write the prepared folder `output` (see docs/design.md) and print a summary.
+
+    further: as `Options` has them; `vocab` goes before `vocabulary_size`. Does nothing when `output` was prepared from
+    the same inputs with the same settings. Raises UserError for faults in the inputs and when `output` exists
+    otherwise.
+    """
+    started = time.monotonic()
+    options = Options(passages, output, **further)
+    finder = span_finders.finder(options.spans)
+    check_limit(options.limit)
+    vocabulary = None if options.vocab is None else _vocabulary_file(os.fspath(options.vocab))
+    if vocabulary is None:
+        check_size(options.vocabulary_size)
+    if not options.questions and (options.question_sources or options.max_answer_words or options.ignore_gold):
+        raise UserError("--question-sources, --max-answer-words and --ignore-gold are about --questions; give some")
+    worker = runner(options.workers, options.beam)
+    files = [question_file(argument) for argument in options.questions]
+    sources = {"passages": open_texts(passages)}
+    sources |= {"pretraining": open_texts(options.pretraining)} if options.pretraining else {}
+    shards = {name: options.shards or source.shards for name, source in sources.items()}
+    worker.check(max(shards.values()))
+    settings = options.settings() | {"shards": shards} | ({"vocabulary_size": None} if vocabulary else {})
+    if (own := span_finders.identity(finder)) is not None:
+        settings["spans_identity"] = own
+    inputs = _inputs(sources, vocabulary, files, settings)
+    if is_prepared(os.fspath(output), inputs, options.skip_damage):
+        print(f"{output} was prepared from the same inputs with the same settings; nothing to do")
+        return
+    given = None if vocabulary is None else vocabulary.read()
+    chosen = read_all(
+        files, options.question_sources, options.max_answer_words, options.ignore_gold, options.skip_damage
+    )
+    claim = uuid.uuid4().hex
+    with unfinished(os.fspath(output), inputs, options.beam is not None, claim) as root:
+        made = Work(worker, root, claim, sources, inputs, options.skip_damage).make(given, chosen)
+    _print_summary(output, made, chosen.counts, time.monotonic() - started)
+
+
+def _inputs(
+    sources: dict[str, Input],
+    vocabulary: FoundTokenizer | None,
+    questions: list[QuestionFile],
+    settings: dict[str, Any],
+) -> dict[str, Any]:
+    """Names and SHA-256 of the input files, and settings: what tells two preparations apart, as it is read again."""
+    if vocabulary is not None and not vocabulary.lower_case:
+        settings = settings | {"lower_case": False}  # what folders do not record in which it is true
+    inputs = {
+        "passages": sources["passages"].identity,
+        "pretraining": sources["pretraining"].identity if "pretraining" in sources else None,
+        "vocab": None if vocabulary is None else identity(vocabulary.path),
+        "questions": [{"split": file.split} | (published_identity(file) or identity(file.path)) for file in questions],
+        "settings": settings,
+    }
+    return dict(json.loads(json.dumps(inputs)))
+
+
+class Made(NamedTuple):
+    """What was made: PREPARED.json, and by source what became of its records and of its articles."""
+
+    manifest: dict[str, Any]
+    counts: dict[str, Counts]
+    summaries: dict[str, Summary]
+    vocabulary: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """A preparation in its folder `root`, a path or a URL; `inputs` has its settings."""
+
+    runner: Runner
+    root: str
+    claim: str
+    sources: dict[str, Input]
+    inputs: dict[str, Any]
+    skip_damage: bool
+
+    def make(self, given: Tokenizer | None, chosen: Chosen) -> Made:
+        """All files, PREPARED.json last."""
+        settings = self.inputs["settings"]
+        counts = {name: self.extract(name) for name in self.sources}
+        self.check_gold(chosen)
+        size, characters = settings["vocabulary_size"], sum(count.characters for count in counts.values())
+        wordpiece = _vocabulary(self.root, given, size, self.articles(*self.sources), characters)
+        packer = PassagePacker(wordpiece, settings["limit"], settings["spans"])
+        summaries, entries = {}, {}
+        for name in self.sources:
+            check_claim(self.root, self.claim)
+            summaries[name], entries[name] = self.pack(name, packer, counts[name].articles)
+        manifest: dict[str, Any] = {"format_version": FORMAT_VERSION, "tokenizer": wordpiece.fingerprint}
+        manifest |= {"passages": None, "pretraining": None} | entries
+        manifest["questions"] = self.write_questions(chosen, summaries["passages"])
+        manifest |= {"limit": settings["limit"], "inputs": self.inputs}
+        manifest["counts"] = {name: _told(count) for name, count in counts.items()}
+        manifest["counts"] |= {"questions": chosen.to_manifest()} if self.inputs["questions"] else {}
+        check_claim(self.root, self.claim)
+        open_folder(self.root).write_json(MANIFEST, manifest)
+        return Made(manifest, counts, summaries, wordpiece.size)
+
+    def shards(self, name: str) -> int:
+        """The number of shards of a source."""
+        return int(self.inputs["settings"]["shards"][name])
+
+    def articles(self, *names: str) -> Iterator[Article]:
+        """The articles of some sources, shard after shard, once they are extracted."""
+        for name in names:
+            folder = open_folder(f"{self.root}/{ARTICLES}/{name}")
+            yield from chain.from_iterable(read_shard(folder, shard) for shard in range(self.shards(name)))
+
+    def extract(self, name: str) -> Counts:
+        """The articles of a source into shards, without copies where the source says so."""
+        texts, shards, where = self.sources[name].texts, self.shards(name), f"{self.root}/{ARTICLES}/{name}"
+        with StageProgress(f"reading {name}", None) as bar:
+            counts = self.runner.extract(texts, where, shards, self.skip_damage, bar.update)
+        if texts.without_copies:
+            if COPIES not in open_folder(where).names():
+                with StageProgress(f"comparing {name}", counts.articles) as bar:
+                    self.runner.each(fingerprint_shard, where, range(shards), bar.update)
+            copies = leave_out_copies(where, shards)
+            counts.dropped += copies
+            counts.articles -= copies.total()
+        return counts
+
+    def check_gold(self, chosen: Chosen) -> None:
+        """Raise UserError for a question whose gold passage does not exist, before the slow part begins.
+
+        It is damage like any other, so with `skip_damage` it is left out.
+        """
+        places = chosen.gold()
+        if not places:
+            return
+        for article in self.articles("passages"):
+            places.pop(article.id, None)
+        if self.skip_damage:
+            chosen.leave_out_gold(places)
+            return
+        for gold, where in places.items():
+            passages = self.sources["passages"].texts.name
+            raise UserError(f"{where}: gold_passage_id {gold!r} is not in {passages}; correct it, or use --ignore-gold")
+
+    def pack(self, name: str, packer: PassagePacker, articles: int) -> tuple[Summary, dict[str, Any]]:
+        """A store of the shards of a source: what became of its articles, and what PREPARED.json says of the store."""
+        where, shards = f"{self.root}/{ARTICLES}/{name}", self.shards(name)
+        with StageProgress(name, articles) as bar:
+            done = {*open_folder(where).names()}
+            missing = [shard for shard in range(shards) if packed_name(shard) not in done]
+            if missing:
+                self.runner.each(partial(pack_shard, packer, f"{self.root}/{name}"), where, missing, bar.update)
+        summary, entries = Summary(), []
+        for packed in packed_shards(open_folder(where), shards):
+            summary.add(packed.summary)
+            entries.append(packed.entry)
+        if not summary.passages:
+            raise UserError(f"none of {summary.articles} articles has words to store; check the texts")
+        manifest = new_version({"limit": packer.limit, "tokenizer": packer.tokenizer.fingerprint}, entries)
+        open_folder(f"{self.root}/{name}").write_json(STORE, manifest)
+        rows, documents = (sum(entry[key] for entry in entries) for key in ("rows", "documents"))
+        return summary, {"rows": rows, "documents": documents, "fingerprint": manifest["fingerprint"]}
+
+    def write_questions(self, chosen: Chosen, passages: Summary) -> dict[str, int]:
+        """Write each split, without questions whose gold passage has no words; the numbers of questions."""
+        splits = chosen.with_words(passages.wordless)
+        for split, questions in splits.items():
+            open_folder(self.root).write(f"questions/{split}.jsonl", question_lines(questions))
+        return {split: len(questions) for split, questions in splits.items()}
+
+
+def _vocabulary_file(name: str) -> FoundTokenizer:
+    """What `--vocab` names: a file, or a model as `config.init_from` takes it.
+
+    Text is put in lower case unless the tokenizer that the file belongs to keeps capitals. Raises UserError where the
+    model is not there, or has no tokenizer.
+    """
+    path = Path(name)
+    if not path.is_file():
+        from realm_jax.models.folders import local_source, tokenizer_folder  # here, since it brings JAX along
+
+        model = local_source(name, "--vocab")
+        path = _of_model(name, tokenizer_folder(model)) if model.is_dir() else model
+    said = lower_case_of(path.parent)
+    return FoundTokenizer(path, said is None or said.value)
+
+
+def _of_model(name: str, folder: Path) -> Path:
+    path = tokenizer_file(folder)
+    if path is None:
+        raise UserError(f"--vocab={name}: {folder} has no vocab.txt and no tokenizer.json; name an encoder with one")
+    return path
+
+
+def _vocabulary(
+    root: str, given: Tokenizer | None, size: int, articles: Iterator[Article], characters: int
+) -> Tokenizer:
+    """The tokenizer, in its place: the one that is there, the given one, or one that is learned.
+
+    It is learned from all articles, which have so many characters, or from every n-th when they are large.
+    """
+    folder = open_folder(root)
+    if are_complete(names := folder.names(TOKENIZER)):
+        return tokenizer_of({name: folder.read(f"{TOKENIZER}/{name}") for name in names}, TOKENIZER)
+    some = islice(articles, 0, None, 1 + characters // LEARN_FROM)
+    wordpiece = given or WordPiece.train((f"{article.title}\n{article.text}" for article in some), size)
+    for name, content in wordpiece.files().items():
+        folder.write(f"{TOKENIZER}/{name}", content)
+    return wordpiece
+
+
+def _told(counts: Counts) -> dict[str, Any]:
+    """What PREPARED.json says of what became of a source."""
+    notes = {kind: {"times": times, "names": dict(names)} for kind, times, names in counts.common_notes()}
+    return counts.to_json() | {"notes": notes}
+
+
+def _print_summary(output: Path_, made: Made, questions: Counts, seconds: float) -> None:
+    """Say on stdout what was made and what was left out, with a sample of it."""
+    for name, summary in made.summaries.items():
+        line = f"{name}: {summary.articles:,} articles -> {summary.passages:,} passages"
+        counts, wordless = made.counts[name], Counter({"no words in the text": len(summary.wordless)})
+        dropped = counts.dropped + counts.damaged + wordless
+        print(_with_reasons(line, "dropped", dropped) + _with_reasons("", "", summary.notes))
+        for kind, times, names in counts.common_notes():
+            print(f"  {times:,} × {kind}, such as {', '.join(one for one, _ in names[:5])}")
+        _print_samples(counts)
+    asked = ", ".join(f"{split} {count:,}" for split, count in made.manifest["questions"].items()) or "none"
+    print(_with_reasons(f"questions: {asked}", "dropped", questions.dropped + questions.damaged))
+    _print_samples(questions)
+    print(f"vocabulary: {made.vocabulary:,} word pieces")
+    print(f"{output} is ready after {seconds:.0f} seconds")
+
+
+def _print_samples(counts: Counts) -> None:
+    for reason, samples in sorted(counts.samples.items()):
+        print(f"  {reason}, such as: " + " | ".join(sample[:100] for _, _, sample in samples))
+
+
+def _with_reasons(line: str, verb: str, reasons: Counter[str]) -> str:
+    """`line; dropped 4 of other sources, 3 without words`: most often first, without reasons that never happened."""
+    often = sorted(reasons.items(), key=lambda reason: (-reason[1], reason[0]))
+    counted = ", ".join(f"{count:,} {reason}" for reason, count in often if count)
+    return f"{line}; {verb} {counted}".replace("  ", " ") if counted else line

@@ -1,0 +1,111 @@
+"""`realm quickstart`: the whole of REALM on one machine, from text to answered questions.
+
+encyclopedia → prepared folder → warm-up → inverse cloze task → REALM with refreshes → fine-tuning → results and report.
+Every stage is skipped when it is done and gone on with when it was cut off, so the same command always ends the same.
+"""
+
+import argparse
+import dataclasses
+import shutil
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from realm_jax.cli.config_flags import add_config_argument, load_config
+from realm_jax.cli.prepare import prepare
+from realm_jax.config import validate
+from realm_jax.data import encyclopedia
+from realm_jax.errors import UserError
+from realm_jax.launch.local import Process, Supervisor
+from realm_jax.recipes import quickstart
+from realm_jax.refresh.status import BUILDER, process_name
+from realm_jax.storage import make_folder, publish_folder, read_json, write_json_atomic
+from realm_jax.train.opening import open_run, set_up_jax
+from realm_jax.train.recipe import run_recipe
+
+DEFAULT_WORKDIR = "realm-quickstart"
+ENTITIES = 3200
+VOCABULARY = 2000
+ASYNC = "--config.refresh.mode=async"
+RESTARTS, GRACE_SECONDS = 10, 30  # of the index builder
+SETTINGS = "settings.json"  # of the encyclopedia, beside its files
+EXAMPLES = """examples:
+  realm quickstart
+  realm quickstart --async --workdir=runs/async
+  realm quickstart --controls --config.seed=1 --workdir=runs/seed1
+
+Afterwards: open report.html in the run folder, or ask:  realm ask --workdir=realm-quickstart "question"
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `realm quickstart`."""
+    parser.epilog = EXAMPLES
+    add_config_argument(parser, "two layers of 64, seven to ten minutes on two cores")
+    add = parser.add_argument
+    add("--workdir", default=DEFAULT_WORKDIR, metavar="DIR", help=f"folder of the run (default: {DEFAULT_WORKDIR})")
+    add("--entities", type=int, default=ENTITIES, metavar="N", help=f"articles of the encyclopedia ({ENTITIES})")
+    add("--data-only", action="store_true", help="make WORKDIR/data and end: for `realm train` and `realm launch`")
+    add("--async", action="store_true", dest="asynchronous", help="embed the corpus in a second process, "
+        "`realm build-index`, while training goes on")  # fmt: skip
+    add("--controls", action="store_true", help="also train what should not reach REALM: no gradient to the "
+        "retriever, more ICT steps instead, no passages")  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    """The whole recipe; exit code 75 after SIGTERM, once the state is saved."""
+    if args.asynchronous and any(one.startswith("--config.refresh.mode=") for one in args.overrides):
+        raise UserError(f"--async: means {ASYNC}; leave one of them out")
+    config = load_config(args.config, [*args.overrides, *([ASYNC] if args.asynchronous else [])], quickstart)
+    workdir = Path(args.workdir)
+    config.data.path = config.data.path or str(workdir / "data")
+    validate(config)
+    make_folder(workdir, "--workdir")
+    if config.data.path == str(workdir / "data"):
+        make_data(workdir, args.entities, config.seed)
+    if args.data_only:
+        return 0
+    set_up_jax()
+    opened = open_run(config, workdir)
+    with index_builder(workdir) if args.asynchronous else nullcontext():
+        return run_recipe(opened, args.controls, args.command_line)
+
+
+def index_builder(workdir: Path) -> AbstractContextManager[None]:
+    """`realm build-index` as a process of its own while the block trains; its log lies in WORKDIR/logs."""
+    make_folder(workdir / "logs", "--workdir")
+    name = process_name(BUILDER, 0)
+    jobs = {name: [Process(name, ["realm", "build-index", f"--workdir={workdir}"], {})]}
+    return Supervisor(lambda port: jobs, workdir, RESTARTS, GRACE_SECONDS, echo=False).in_background()
+
+
+def make_data(workdir: Path, entities: int, seed: int, **others: Any) -> None:
+    """The encyclopedia as ordinary JSONL files in `workdir/text`, prepared into `workdir/data`.
+
+    others: of `EncyclopediaSettings`. Raises UserError when the files there were made with other settings.
+    """
+    text = workdir / "text"
+    sizes = {"held_out": max(1, entities // 16), "train_questions": min(4000, entities * 3)}
+    settings = encyclopedia.EncyclopediaSettings(seed=seed, entities=entities, **(sizes | others))
+    if text.is_dir():
+        _check_settings(text, dataclasses.asdict(settings))
+    else:
+        unfinished = workdir / ".text.partial"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        encyclopedia.write(encyclopedia.Encyclopedia(settings), unfinished)
+        write_json_atomic(unfinished / SETTINGS, dataclasses.asdict(settings))
+        publish_folder(unfinished, text)
+    questions = [f"{split}={text / f'questions-{split}.jsonl'}" for split in ("train", "dev")]
+    prepare(
+        text / "passages.jsonl", workdir / "data", questions=questions, pretraining=text / "pretraining.jsonl",
+        vocabulary_size=VOCABULARY,
+    )  # fmt: skip
+
+
+def _check_settings(text: Path, settings: dict[str, Any]) -> None:
+    made = read_json(text / SETTINGS)
+    for key, value in settings.items():
+        if made.get(key) != value:
+            raise UserError(
+                f"{text} was made with {key}={made.get(key)}, not {value}; ask for the same, or for another --workdir"
+            )

@@ -1,0 +1,208 @@
+"""`realm storage`: what a run has stored, its checkpoints and the generations of its index: list, verify, remove.
+
+A checkpoint is called TASK/STEP (`realm_jax/train/checkpoints.py`), a generation as its folder under `index`
+(`realm_jax/refresh/generations.py`). Nothing here needs the trainer or the builder to run, or touches a device.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Collection
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from realm_jax.cli.output import print_records
+from realm_jax.config import kind_of
+from realm_jax.errors import UserError
+from realm_jax.refresh.builder import rejection
+from realm_jax.refresh.generations import (
+    InvalidIndex,
+    export_step,
+    generation_names,
+    load_vectors,
+    read_manifest,
+    remove_generation,
+)  # fmt: skip
+from realm_jax.refresh.status import TRAINER, read_status
+from realm_jax.storage import Damaged, Folder
+from realm_jax.train.checkpoints import DAMAGED, Gone, Saved, saved_folders
+from realm_jax.train.opening import recorded_config, recorded_folder
+
+EXAMPLES = """examples:
+  realm storage ls --workdir=runs/wiki
+  realm storage verify --workdir=runs/wiki                every array, vector and file against its checksum
+  realm storage verify realm/2000 --workdir=runs/wiki
+  realm storage rm 1500-3f09a2c1 --workdir=runs/wiki      a generation; old checkpoints go by checkpoint.keep
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `realm storage`."""
+    parser.epilog = EXAMPLES
+    parser.add_argument("action", choices=("ls", "verify", "rm"), help="what to do")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="TASK/STEP or a generation (default of verify: all)")
+    parser.add_argument("--workdir", required=True, metavar="DIR", help="folder of a run")
+    parser.add_argument("--force", action="store_true", help="rm: also a generation that a run needs to go on")
+    parser.add_argument("--json", action="store_true", help="ls: one JSON object a line")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code 1 when `verify` finds damage."""
+    workdir = Path(args.workdir)
+    saved = checkpoints(workdir)
+    if args.action == "rm":
+        remove(workdir, args.names, saved, args.force)
+        return 0
+    # The shared folder, which may be a bucket, is looked at where something in it is asked for.
+    items = saved if args.names and {*args.names} <= {*saved} else saved | generations(workdir)
+    if args.action == "ls":
+        entries = [item.describe() for item in items.values()]
+        for kind in ("checkpoint", "generation"):
+            print_records([entry for entry in entries if [*entry][0] == kind], args.json, f"no {kind}s")
+        return 0
+    for name in args.names:
+        _check_name(name, items, workdir)
+    return int(any([verify(name, items[name]) for name in args.names or items]))
+
+
+class Item(NamedTuple):
+    """A checkpoint or a generation.
+
+    describe: what there is to know without reading its arrays. verify: reads all of it; says what it holds before the
+    time that reading took, or None where it is unfinished, and raises where it is not what was stored.
+    """
+
+    describe: Callable[[], dict[str, Any]]
+    verify: Callable[[], str | None]
+
+
+def checkpoints(workdir: Path) -> dict[str, Item]:
+    """The checkpoints of the run in a folder, by task and step. Raises UserError where there is no run."""
+    recorded_config(workdir, tagger=None)
+    return {
+        _name(entry): Item(partial(_checkpoint, entry), partial(_verify_checkpoint, entry))
+        for folder in sorted(workdir.glob("*/checkpoints"))
+        for entry in (*reversed(saved_folders(folder)), *sorted(folder.glob(f"*{DAMAGED}*")))
+    }
+
+
+def generations(workdir: Path) -> dict[str, Item]:
+    """The generations of the run in a folder, by name; a tagger has none. Raises UserError where the shared folder
+    cannot be opened."""
+    if kind_of(recorded_config(workdir, tagger=None)) is not None:
+        return {}
+    shared = recorded_folder(workdir)
+    return {
+        name: Item(partial(_generation, shared, name), partial(_verify_generation, shared, name))
+        for name in generation_names(shared)
+    }
+
+
+def _check_name(name: str, known: Collection[str], workdir: Path) -> None:
+    if name not in known:
+        raise UserError(f"--workdir={workdir}: there is no {name} stored; `realm storage ls` lists what there is")
+
+
+def verify(name: str, item: Item) -> bool:
+    """Print whether something stored is sound; returns whether it is damaged."""
+    began = time.monotonic()
+    try:
+        holds = item.verify()
+    except (UserError, Gone, InvalidIndex, Damaged) as fault:
+        print(f"{name}: DAMAGED: {fault}")
+        return True
+    print(f"{name}: unfinished" if holds is None else f"{name}: sound ({holds}{time.monotonic() - began:.1f} s)")
+    return False
+
+
+def remove(workdir: Path, names: list[str], saved: Collection[str], force: bool) -> None:
+    """Remove generations. saved: the run's checkpoints. Raises UserError, before any is removed, for what must stay."""
+    if not names:
+        raise UserError("realm storage rm: name the generations to remove; `realm storage ls` lists them")
+    for name in names:
+        if DAMAGED in name:
+            raise UserError(f"{name}: was set aside as damaged; remove its folder by hand once nobody needs it")
+        if name in saved:
+            raise UserError(f"{name}: a checkpoint is removed by training itself, as checkpoint.keep has it")
+    known = generations(workdir)
+    for name in names:
+        _check_name(name, known, workdir)
+    folder = recorded_folder(workdir)
+    for name in names:
+        entry = _generation(folder, name)
+        if not force and (entry.get("in_use") or entry.get("pinned")):
+            raise UserError(f"generation {name} is needed by the run to go on; remove it all the same with --force")
+    for name in names:
+        remove_generation(folder, name)
+        print(f"{name}: removed")
+
+
+# ---- checkpoints
+
+
+def _name(entry: Path) -> str:
+    """How a person calls a checkpoint: task/step."""
+    return f"{entry.parent.parent.name}/{entry.name}"
+
+
+def _checkpoint(entry: Path) -> dict[str, Any]:
+    found = {"checkpoint": _name(entry), "state": "damaged"}
+    if DAMAGED in entry.name:
+        return found
+    try:
+        record = Saved(entry).record
+    except (UserError, Gone) as fault:
+        return found | {"reason": str(fault)}
+    return found | {
+        "state": "complete",
+        "bytes": sum(file.stat().st_size for file in entry.rglob("*") if file.is_file()),
+        "saved": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(entry.stat().st_mtime)),
+        "index_step": record["index_step"],
+        "generation": record.get("generation") or "",
+    }
+
+
+def _verify_checkpoint(entry: Path) -> str:
+    if DAMAGED in entry.name:
+        raise UserError(f"{entry} was found damaged and set aside; remove it")
+    Saved(entry).verify()
+    return ""
+
+
+# ---- generations
+
+
+def _generation(folder: Folder, name: str) -> dict[str, Any]:
+    trainer = read_status(folder, TRAINER)
+    found: dict[str, Any] = {"generation": name, "step": export_step(name), "state": "unfinished"}
+    try:
+        manifest = read_manifest(folder, name)
+    except InvalidIndex as fault:
+        return found | {"state": "damaged", "reason": str(fault)}
+    reason = rejection(folder, name)
+    if reason is not None:
+        found |= {"state": "refused", "reason": reason.get("reason", "")}
+    elif manifest is not None:
+        found["state"] = "published"
+    if manifest is not None:
+        found |= {
+            "rows": manifest.rows,
+            "bytes": sum(file.bytes for file in manifest.files),
+            "age": None if trainer is None else max(trainer.step - manifest.step, 0),
+            "recall": manifest.recall,
+            "seconds": sum(manifest.seconds.values()),
+        }
+    found["in_use"] = trainer is not None and trainer.index == export_step(name)
+    found["pinned"] = trainer is not None and export_step(name) in trainer.pins
+    return found
+
+
+def _verify_generation(folder: Folder, name: str) -> str | None:
+    """Every file against its size and checksum, and every vector for being one."""
+    manifest = read_manifest(folder, name)
+    if manifest is None:
+        return None
+    load_vectors(folder, manifest)
+    for file in manifest.files[len(manifest.chunks) :]:
+        folder.read_verified(file)
+    return f"{manifest.rows:,} vectors, "

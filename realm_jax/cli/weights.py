@@ -1,0 +1,287 @@
+"""`realm weights`: a trained run's networks as folders for Hugging Face's library, and released checkpoints made such.
+
+    OUTPUT/query_embedder/       model.safetensors, config.json, vocab.txt, tokenizer_config.json; the modules of
+                                 sentence-transformers, and a README.md that says what text to encode
+    OUTPUT/document_embedder/    or `embedder` for both, where the run has one tower
+    OUTPUT/reader/
+
+The folder appears whole or not at all, and `config.init_from` takes it. Read next: `realm_jax/models/weights.py` for
+names, `realm_jax/models/tf_checkpoints.py` for TensorFlow's.
+"""
+
+import argparse
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+
+from realm_jax.cli.arguments import add_run_arguments, changes_of
+from realm_jax.config import REALM_TASKS
+from realm_jax.data.tokenizer import Tokenizer
+from realm_jax.data.wordpiece import VOCABULARY_FILE, WordPiece
+from realm_jax.errors import UserError
+from realm_jax.models import tf_checkpoints
+from realm_jax.models.bert import LAYER_NORM_EPSILON
+from realm_jax.models.folders import READER, SHARED, TOWERS
+from realm_jax.models.realm import Params, Realm
+from realm_jax.models.sentence_transformers import OWN, PASSAGES, QUERIES, READS, refuse_modules, write_modules
+from realm_jax.models.weights import (
+    HF_REALM,
+    SETTINGS,
+    WEIGHTS,
+    bert_of,
+    bert_settings,
+    networks,
+    save,
+    settings_of,
+    write_json,
+)
+from realm_jax.run import tower_lengths
+from realm_jax.storage import publish_folder
+from realm_jax.train.restore import restore_params
+from realm_jax.train.trained_run import newest, open_run_to_ask, reader_is_trained
+
+logger = logging.getLogger(__name__)
+
+EXAMPLES = """examples:
+  realm weights export --workdir=runs/wiki --output=weights/wiki
+  realm weights export --workdir=runs/wiki --output=weights/wiki-realm --names=realm      for transformers 4
+  realm weights convert --embedder=cc_news_pretrained/embedder --bert=cc_news_pretrained/bert --output=weights/cc_news
+  realm train --config=qa_wiki --config.init_from=weights/cc_news --config.data.path=data/wiki --workdir=runs/qa
+"""
+CONVERTED = ("embedder", "bert", "finetuned")  # flags
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `realm weights`."""
+    parser.epilog = EXAMPLES
+    parser.add_argument("action", choices=("export", "convert"), help="a run to folders, or TensorFlow's checkpoints")
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder to make")
+    export, convert = parser.add_argument_group("export"), parser.add_argument_group("convert")
+    add_run_arguments(export, required=False)
+    export.add_argument(
+        "--task", choices=tuple(REALM_TASKS), help="parameters at the end of it (default: of the last one trained)"
+    )
+    export.add_argument(
+        "--names", choices=("bert", HF_REALM),
+        help="'bert', the default: towers open in sentence-transformers and as BertModel, the reader as "
+        "BertForMaskedLM; 'realm': as RealmEmbedder and RealmReader of transformers 4.x",
+    )  # fmt: skip
+    helps = {
+        "embedder": "the towers: folder of a released module, or prefix of a checkpoint",
+        "bert": "the reader: the same, or a BERT of google-research/bert",
+        "finetuned": "the query tower and the reader with its span head: prefix of a fine-tuned ORQA checkpoint",
+    }
+    for name in CONVERTED:
+        convert.add_argument(f"--{name}", metavar="PATH", help=helps[name])
+    convert.add_argument("--vocab", metavar="FILE", help="vocab.txt (default: that of a module's assets)")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Make the folder."""
+    output = Path(args.output)
+    if os.path.lexists(output):
+        raise UserError(f"--output={output} already exists; remove it or choose another folder")
+    others = (*CONVERTED, "vocab") if args.action == "export" else ("workdir", "task", "names")
+    unused = [f"--{flag}" for flag in others if getattr(args, flag)]
+    unused += args.overrides if args.action == "convert" else []
+    if unused:
+        raise UserError(f"{unused[0]}: does nothing with `realm weights {args.action}`; leave it out")
+    if args.action == "export":
+        if not args.workdir:
+            raise UserError("realm weights export: name a run with --workdir")
+        export(Path(args.workdir), output, args.names or "bert", args.task, changes_of(args))
+    else:
+        convert({name: getattr(args, name) for name in CONVERTED if getattr(args, name)}, output, args.vocab)
+
+
+def export(
+    workdir: Path, output: Path, names: str = "bert", task: str | None = None, changes: dict[str, Any] | None = None
+) -> None:
+    """Write the networks of a run, at its newest checkpoint of `task` or of the last task that has one.
+
+    names: 'bert' or 'realm'. changes: of the run's config, as of `changes_of`. Raises UserError where there is no
+    checkpoint, and where `names` cannot say what the networks are.
+    """
+    opened = open_run_to_ask(workdir, changes)
+    model, wordpiece = opened.model, opened.sources.wordpiece
+    if names == HF_REALM:
+        _check_realm(model)
+    name, saved = newest(opened, task)
+    if saved.step < opened.config[name].steps:
+        logger.warning("task %s is not done: step %d of %d", name, saved.step, opened.config[name].steps)
+    params = restore_params(opened, name, saved)
+    with _whole(output) as folder:
+        write_networks(folder, opened.config, model, params, wordpiece, names, reader_is_trained(workdir, name))
+    logger.info("%s: %s of %s at step %d of %s", output, ", ".join(params), workdir, saved.step, name)
+
+
+def _check_realm(model: Realm) -> None:
+    """Raise UserError for towers that RealmEmbedder cannot be."""
+    if model.norm_epsilon != LAYER_NORM_EPSILON:
+        raise UserError(
+            f"--names=realm: RealmEmbedder has LayerNorm's epsilon {LAYER_NORM_EPSILON:g} on its vectors, but the run "
+            f"has config.encoder.norm_epsilon={model.norm_epsilon:g}; give --names=bert"
+        )
+    theirs = {"pooling": "pooler", "normalization": "layer", "query_template": None, "passage_template": None}
+    other = next((name for name, value in theirs.items() if getattr(model, name) != value), None)
+    if other or not model.projection:
+        name = (other or "projection").replace("template", "prompt")
+        raise UserError(
+            f"--names=realm: RealmEmbedder has the towers of the paper, but the run another config.encoder.{name}; "
+            "give --names=bert"
+        )
+
+
+def write_networks(
+    folder: Path, config: ConfigDict, model: Realm, params: Params, wordpiece: Tokenizer, names: str = "bert",
+    reads: bool = True,
+) -> None:  # fmt: skip
+    """Write every network into a folder of its own in `folder`. names: 'bert' or 'realm'.
+
+    reads: whether the reader was trained with questions; recorded, so that a run that begins with it knows.
+    """
+    encoder = config.encoder.to_dict() | {"temperature": model.current_temperature(params)}
+    for network, parts in networks(model).items():
+        place, own = folder / network, jax.tree.map(np.asarray, params[network])
+        settings = settings_of(model, network, names) | {"pad_token_id": wordpiece.pad_id}
+        settings |= {READS: reads} if network == READER else {OWN: encoder}
+        save(place, own, parts, names, settings)
+        _save_tokenizer(place, wordpiece, bert_of(model, network).max_length)
+        if names == "bert" and network != READER:
+            write_modules(place, model, own, encoder, _inputs(config, model, network))
+        else:
+            refuse_modules(place)
+
+
+def _inputs(config: ConfigDict, model: Realm, network: str) -> dict[str, int]:
+    """What a tower is for → word pieces of its longest input."""
+    query, document = tower_lengths(config, model.query_template, model.passage_template)
+    lengths = {QUERIES: query, PASSAGES: document}
+    return lengths if network == SHARED else {purpose: lengths[purpose] for purpose in lengths if purpose in network}
+
+
+# --- TensorFlow's checkpoints -----------------------------------------------------------------------------------------
+
+
+def convert(paths: dict[str, str], output: Path, vocabulary: str | None = None) -> None:
+    """Write the networks of released checkpoints. paths: by flag, `embedder`, `bert`, `finetuned`.
+
+    A fine-tuned checkpoint trains the query tower and the reader; its document tower is the pre-trained one. Raises
+    UserError where a checkpoint cannot be read, or has other networks than its flag says.
+    """
+    if not paths:
+        raise UserError("realm weights convert: name what to convert with --embedder, --bert or --finetuned")
+    if "finetuned" in paths and "bert" in paths:
+        raise UserError("--finetuned has a reader of its own; leave out --bert")
+    wordpiece = _vocabulary(paths, vocabulary)
+    found = {flag: _networks(f"--{flag}={path}", read_checkpoint(_prefix(path))) for flag, path in paths.items()}
+    query, document = TOWERS
+    places = {  # folder → where its tensors are
+        (document if "finetuned" in paths else SHARED): ("embedder", tf_checkpoints.EMBEDDER),
+        query: ("finetuned", tf_checkpoints.EMBEDDER),
+        "reader": ("finetuned" if "finetuned" in paths else "bert", tf_checkpoints.READER),
+    }
+    with _whole(output) as folder:
+        for name, (flag, network) in places.items():
+            if flag not in paths:
+                continue
+            if network not in found[flag]:
+                raise UserError(f"--{flag}={paths[flag]}: has no {network}; it has {', '.join(found[flag])}")
+            tensors, heads = found[flag][network]
+            _save_released(folder / name, tensors, wordpiece, heads)
+    logger.info("%s: %s", output, ", ".join(name for name, (flag, _) in places.items() if flag in paths))
+
+
+def read_checkpoint(prefix: Path) -> dict[str, NDArray]:
+    """The networks' variables in a checkpoint of TensorFlow, by name.
+
+    Raises UserError without TensorFlow, and for what it cannot read.
+    """
+    try:
+        import tensorflow  # here, since it is optional
+    except ImportError:
+        raise UserError(f"{prefix}: reading it needs TensorFlow; run `pip install '.[tensorflow]'`") from None
+    try:
+        reader = tensorflow.train.load_checkpoint(str(prefix))
+        names = [name for name in reader.get_variable_to_shape_map() if tf_checkpoints.network_of(name)]
+        return {name: reader.get_tensor(name) for name in names}
+    except (ValueError, tensorflow.errors.OpError) as fault:
+        reason = " ".join(str(fault).split())[:200]
+        raise UserError(f"{prefix}: no checkpoint of TensorFlow that can be read ({reason}); name its prefix") from None
+
+
+def _prefix(path: str) -> Path:
+    """A module's folder keeps its checkpoint in `variables`."""
+    inner = Path(path) / "variables" / "variables"
+    return inner if inner.parent.is_dir() else Path(path)
+
+
+def _networks(path: str, variables: dict[str, NDArray]) -> dict[str, tuple[dict[str, NDArray], dict[str, float]]]:
+    """Network → (Hugging Face's name → array, the epsilons of its heads)."""
+    return {
+        network: (
+            {tensor: tf_checkpoints.turned(name, variables[name]) for tensor, name in tensors.items()},
+            tf_checkpoints.epsilons(network, tensors.values()),
+        )
+        for network, tensors in tf_checkpoints.wanted(variables, path).items()
+    }
+
+
+def _save_released(
+    folder: Path, tensors: dict[str, NDArray], wordpiece: Tokenizer, heads: dict[str, float]
+) -> None:  # fmt: skip
+    """Settings are those of the released networks, as far as shapes do not tell: tanh-GELU and the epsilons."""
+    folder.mkdir()
+    arrays = {name: np.ascontiguousarray(array, np.float32) for name, array in tensors.items()}
+    save_file(arrays, folder / WEIGHTS, metadata={"format": "pt"})
+    bert = tf_checkpoints.bert_config(tensors)
+    if (words := bert.vocabulary_size) != wordpiece.size:
+        raise UserError(f"--vocab: has {wordpiece.size} word pieces, but {folder.name} has {words}; name its vocab.txt")
+    settings = {"model_type": "bert"} | bert_settings(bert) | heads | {"pad_token_id": wordpiece.pad_id}
+    write_json(folder / SETTINGS, settings)
+    _save_tokenizer(folder, wordpiece, bert.max_length)
+
+
+def _vocabulary(paths: dict[str, str], vocabulary: str | None) -> WordPiece:
+    assets = [Path(path) / "assets" / VOCABULARY_FILE for path in paths.values()]
+    path = vocabulary or next((asset for asset in assets if asset.is_file()), None)
+    if path is None:
+        raise UserError(f"there is no {assets[0]}; name the vocabulary of the weights with --vocab")
+    cased = WordPiece.from_vocab(path, lower_case=False).cased
+    return WordPiece.from_vocab(path, lower_case=not cased)
+
+
+# --- What both write --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _whole(output: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes `output` when the block ends well and is removed otherwise."""
+    try:
+        output.absolute().parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".partial", dir=output.absolute().parent))
+    except OSError as fault:
+        raise UserError(f"--output={output}: cannot be written ({fault.strerror}); choose another folder") from None
+    try:
+        yield work
+        publish_folder(work, output)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+
+
+def _save_tokenizer(folder: Path, wordpiece: Tokenizer, length: int) -> None:
+    """What transformers needs."""
+    for name, content in wordpiece.pretrained_files(length).items():
+        (folder / name).write_bytes(content)

@@ -1,0 +1,244 @@
+"""Articles to passages: sentences, word pieces, greedy packing, salient spans; written as a passage store.
+
+Each passage is a run of whole sentences of one article that fits the limit together with the title and three special
+pieces; a sentence that is too long by itself is split at word boundaries, so that no text is lost. A shard of articles
+is packed by one worker, on this machine or another; the store is the same, byte for byte, whatever their number. Not
+for reading files: see `realm_jax.data.jsonl`. Read `pack_shard` next, then `PassagePacker`.
+"""
+
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field, fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from realm_jax.corpora.articles import read_shard
+from realm_jax.data import packing, sentences, spans
+from realm_jax.data.jsonl import Article
+from realm_jax.data.segments import Passage, SegmentWriter
+from realm_jax.data.store import append_segment, segment_folder
+from realm_jax.data.tokenizer import Tokenizer, Tokens
+from realm_jax.errors import UserError
+from realm_jax.storage import Folder, open_folder
+
+SMALLEST_LIMIT = 16  # below this a title leaves no room worth packing into
+_BATCH_ARTICLES = 512
+_BATCH_CHARACTERS = 1_000_000  # about a second of work and tens of MB of word pieces with their offsets
+
+
+@dataclass(slots=True)
+class Summary:
+    """What became of articles. wordless: ids of those left out, as no word is in them; notes: what else was done."""
+
+    articles: int = 0
+    documents: int = 0
+    passages: int = 0
+    wordless: list[str] = field(default_factory=list)
+    notes: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: "Summary") -> None:
+        """Add the counts of another batch."""
+        self.articles += other.articles
+        self.documents += other.documents
+        self.passages += other.passages
+        self.wordless += other.wordless
+        self.notes += other.notes
+
+
+def build_store(
+    articles: Iterable[Article],
+    wordpiece: Tokenizer,
+    folder: str | os.PathLike[str],
+    limit: int = packing.DEFAULT_LIMIT,
+    finder: str = "rules",
+    replaces: Collection[str] = (),
+) -> Summary:
+    """Pack articles into the passage store `folder` (a new one, or one more segment of an existing one).
+
+    `limit` counts the pieces of title and body and the three special ones of the document layout. `finder` names a
+    salient-span finder. `replaces`: ids of documents of an existing store that the new segment takes the place of.
+    Raises UserError when no article has words; the folder is then as before.
+    """
+    packer = PassagePacker(wordpiece, limit, finder)
+    with append_segment(folder, wordpiece, limit, replaces) as writer:
+        summary = _write(writer, packer, articles)
+        if not summary.passages:
+            raise UserError(f"none of {summary.articles} articles has words to store; check the texts")
+    return summary
+
+
+def _write(writer: SegmentWriter, packer: "PassagePacker", articles: Iterable[Article]) -> Summary:
+    """Add the passages of articles; what became of these."""
+    summary = Summary()
+    for batch in _batches(articles):
+        passages, of_batch = packer(batch)
+        writer.write(passages)
+        summary.add(of_batch)
+    return summary
+
+
+class Packed(NamedTuple):
+    """A shard that became a segment. entry: what STORE.json says of it."""
+
+    entry: dict[str, Any]
+    summary: Summary
+
+    def to_json(self) -> dict[str, Any]:
+        summary = {one.name: getattr(self.summary, one.name) for one in fields(Summary)}
+        return {"entry": self.entry, "summary": summary}  # a Counter is a JSON object
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Self:
+        summary = value["summary"]
+        return cls(value["entry"], Summary(**summary | {"notes": Counter(summary["notes"])}))
+
+
+def pack_shard(packer: "PassagePacker", store: str, articles: str, shard: int) -> int:
+    """Make a shard of articles a segment of `store`, and write beside the shard what became of it.
+
+    articles, store: paths or URLs. Into a bucket a segment is carried file by file. Returns the number of articles.
+    """
+    source = open_folder(articles)
+    with tempfile.TemporaryDirectory() as scratch:
+        is_remote = "://" in store
+        segment = segment_folder(Path(scratch if is_remote else store), shard)
+        with SegmentWriter(segment, packer.tokenizer.fingerprint, packer.tokenizer.dtype) as writer:
+            summary = _write(writer, packer, read_shard(source, shard))
+        for path in sorted(segment.iterdir()) if is_remote else ():
+            open_folder(store).write(f"{segment.name}/{path.name}", path.read_bytes())
+    source.write_json(packed_name(shard), Packed(writer.entry, summary).to_json())
+    return summary.articles
+
+
+def packed_name(shard: int) -> str:
+    """The file beside a shard that says what became of it."""
+    return f"{shard:05d}.packed.json"
+
+
+def packed_shards(articles: Folder, shards: int) -> list[Packed]:
+    """What became of each shard."""
+    return [Packed.from_json(articles.read_json(packed_name(shard))) for shard in range(shards)]
+
+
+def check_limit(limit: int) -> None:
+    """Raise UserError for a limit that is too small for a title and a body."""
+    if limit < SMALLEST_LIMIT:
+        raise UserError(f"a limit of {limit} pieces leaves no room for text; use at least {SMALLEST_LIMIT}")
+
+
+class PassagePacker:
+    """Turns articles into rows of a store; a pure function of an article, cheap to send to another process."""
+
+    def __init__(self, wordpiece: Tokenizer, limit: int, finder: str):
+        check_limit(limit)
+        self.tokenizer = wordpiece
+        self.limit = limit
+        self._finder_name = finder
+        self._find = spans.finder(finder)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (PassagePacker, (self.tokenizer, self.limit, self._finder_name))
+
+    def __call__(self, articles: list[Article]) -> tuple[list[Passage], Summary]:
+        """Rows of a batch of articles, in order, and what became of them."""
+        summary = Summary(articles=len(articles))
+        texts = [_without_title_line(article) for article in articles]
+        titles, bodies = self.tokenizer.tokens([article.title for article in articles]), self.tokenizer.tokens(texts)
+        passages: list[Passage] = []
+        for article, text, title, tokens in zip(articles, texts, titles, bodies, strict=True):
+            rows = self._passages(article, text, title, tokens, summary)
+            if rows:
+                summary.documents += 1
+            else:
+                summary.wordless.append(article.id)
+            passages.extend(rows)
+        summary.passages = len(passages)
+        return passages, summary
+
+    def _passages(self, article: Article, text: str, title: Tokens, tokens: Tokens, summary: Summary) -> list[Passage]:
+        """All passages of one article."""
+        title_tokens = title.ids[: packing.max_title(self.limit)]
+        summary.notes["long titles shortened"] += len(title.ids) > len(title_tokens)
+        ranges = self._sentences(text, tokens, packing.body_room(len(title_tokens), self.limit), summary)
+        if not ranges:
+            return []
+        borders = np.array([(sentence.start, sentence.stop) for sentence in ranges])
+        columns = *tokens, borders, self.tokenizer.unk_id
+        found = spans.in_pieces(self._find(text), *columns)
+        rows = packing.pack([s.stop - s.start for s in ranges], len(title_tokens), self.limit)
+        begins = [*(ranges[first].start for first, _ in rows), len(tokens.ids)]
+        bounds = np.searchsorted([start for start, _, _ in found], begins)
+        own = [found[start:stop] for start, stop in pairwise(bounds.tolist())]
+        return [
+            _passage(article, text, title_tokens, tokens, ranges[first:last], inside)
+            for (first, last), inside in zip(rows, own, strict=True)
+        ]
+
+    def _sentences(self, text: str, tokens: Tokens, room: int, summary: Summary) -> list["_Sentence"]:
+        """Sentences that have pieces, none with more than `room`."""
+        boundaries = sentences.split(text)
+        result: list[_Sentence] = []
+        for (begin, end), parts in zip(boundaries, packing.sentence_parts(tokens, boundaries, room), strict=True):
+            if len(parts) > 1:
+                summary.notes["long sentences split"] += 1
+            inner = [int(tokens.starts[start]) for start, _ in parts[1:]]
+            ends = [int(tokens.ends[stop - 1]) for _, stop in parts[:-1]]
+            borders = zip([begin, *inner], [*ends, end], parts, strict=False)
+            result += [_Sentence(first, last, start, stop) for first, last, (start, stop) in borders]
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Sentence:
+    """A sentence as characters [begin, end) of the text and as pieces [start, stop) of the article."""
+
+    begin: int
+    end: int
+    start: int
+    stop: int
+
+
+def _passage(
+    article: Article,
+    text: str,
+    title_tokens: NDArray[Any],
+    tokens: Tokens,
+    ranges: list[_Sentence],
+    found: list[tuple[int, int, str]],
+) -> Passage:
+    """One row: its sentences and spans count pieces from the row's first piece."""
+    base = ranges[0].start
+    return Passage(
+        document_id=article.id,
+        title=article.title,
+        text=text[ranges[0].begin : ranges[-1].end],
+        title_tokens=title_tokens,
+        body_tokens=tokens.ids[base : ranges[-1].stop],
+        sentences=np.array([(sentence.start - base, sentence.stop - base) for sentence in ranges], np.int32),
+        spans=[(start - base, end - base, kind) for start, end, kind in found],
+    )
+
+
+def _without_title_line(article: Article) -> str:
+    """The text without a first line that repeats the title, as older versions of WikiExtractor write it."""
+    first, _, rest = article.text.lstrip().partition("\n")
+    return rest if rest.strip() and first.strip() == article.title.strip() else article.text
+
+
+def _batches(articles: Iterable[Article]) -> Iterator[list[Article]]:
+    """Cut the stream of articles by number and by characters; the last batch of all may be empty."""
+    batch: list[Article] = []
+    characters = 0
+    for article in articles:
+        batch.append(article)
+        characters += len(article.text)
+        if len(batch) == _BATCH_ARTICLES or characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    yield batch

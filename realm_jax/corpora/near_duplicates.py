@@ -1,0 +1,221 @@
+"""Copies in a corpus: which articles to leave out because another one says the same in nearly the same words.
+
+Two rules, in terms of *keys* (128 bits, a hash of id, title and text) and of nothing else:
+
+1. Of the articles with one text, and of those with one id, the one with the smallest key stays.
+2. Of what is left, an article is left out if one with a smaller key shares a *band* with it and looks similar. Where
+   more than LEADERS articles share a band, the LEADERS smallest keys among them are asked: a notice that a million
+   articles repeat costs LEADERS comparisons an article, not a million.
+
+So what stays is a property of the set of articles. It does not depend on their order, on how they are spread over
+files and processes, or on who computes it: each rule is a grouping by equal values and a decision inside each group,
+which a sort on one machine and a GroupByKey of Apache Beam do alike. An article may be left out for the sake of one
+that is left out itself: in a chain of edits a-b-c, where a and c are no longer similar, c may go though b does too.
+Connected components, the usual alternative, leave out at least as much and take as many rounds as the longest chain
+is long; going through the articles one by one would keep c, but does not fall apart into groups. Of similar articles
+it is arbitrary which one stays, and adding articles can change it.
+
+MinHash (Broder 1997): of the shingles, runs of SHINGLE words, of two texts the share J that both have (Jaccard) is the
+chance that a hash function takes its minimum at the same shingle. A signature holds the minima of HASHES functions. It
+is cut into BANDS bands of ROWS; two articles share a band with a chance of 1 - (1 - J^ROWS)^BANDS. Whether they look
+similar is then estimated from their *sketches*, the lowest byte of every minimum (Li and König 2010), which agree in
+enough places for THRESHOLD. For independent functions:
+
+    J               0.3     0.5     0.6     0.7     0.75    0.8     0.85    0.9     0.95
+    share a band    0.001   0.061   0.237   0.613   0.815   0.947   0.994   0.9999  1.0
+    and left out    0.000   0.000   0.000   0.005   0.094   0.505   0.937   0.9995  1.0
+
+Hashes are CRC-32 of words and integer arithmetic modulo 2^32 and 2^64, the same on every machine and in every version
+of NumPy; libraries for this change their hashes from version to version. Not for scripts without spaces between words.
+Read `fingerprint` and `find_near_duplicates` next; `realm_jax.corpora.copies` applies them to the shards of a corpus.
+"""
+
+import hashlib
+import math
+import re
+import tempfile
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from realm_jax.data.jsonl import Article
+from realm_jax.errors import UserError
+
+SHINGLE = 5  # words, as Lee et al. (2021) use to find near-duplicates in news and web text
+HASHES = 128
+BANDS = 16
+ROWS = HASHES // BANDS
+THRESHOLD = 0.8
+LEADERS = 64
+
+# A byte of two different minima agrees by chance once in 256 times.
+_AGREE = math.ceil(HASHES * (THRESHOLD + (1 - THRESHOLD) / 256))
+_COMPARED = 1 << 16  # sketches at a time: 8 MB
+_WORD = re.compile(r"\w+")
+
+
+# What the rules need to know of an article: 288 bytes, which are the same everywhere.
+FINGERPRINT = np.dtype(
+    [
+        ("key", ">u8", 2),  # two integers, which are in order as their bytes are
+        ("id", "<u8"),  # a hash, like the text's
+        ("text", "<u8"),
+        ("bands", "<u8", BANDS),  # to group by for rule 2: hashes of number and minima, so that no two bands share one
+        ("sketch", np.uint8, HASHES),
+    ]
+)
+
+
+def fingerprint(article: Article) -> NDArray[np.void]:
+    """One FINGERPRINT, [1]: a pure function of id, title and text."""
+    minima = signature(article.text)
+    identity, title, text = (
+        part.encode("utf-8", "surrogatepass") for part in (article.id, article.title, article.text)
+    )
+    # Lengths in front, so that no two articles are one string of bytes.
+    content = b"%d %d " % (len(identity), len(title)) + identity + title + text
+    bands = (
+        _digest(bytes([number]) + band.astype("<u4").tobytes(), 8)
+        for number, band in enumerate(minima.reshape(BANDS, ROWS))
+    )
+    parts = _digest(content, 16), _digest(identity, 8), _digest(text, 8), *bands, minima.astype(np.uint8).tobytes()
+    return np.frombuffer(b"".join(parts), FINGERPRINT)
+
+
+def signature(text: str) -> NDArray[np.uint32]:
+    """The minimum of each hash function over the shingles of a text [HASHES]; case and punctuation do not count."""
+    shingles = _shingles(text)
+    if not len(shingles):
+        return np.full(HASHES, 0xFFFFFFFF, np.uint32)
+    return (_FACTORS[:, None] * shingles + _TERMS[:, None]).min(axis=1)
+
+
+REASONS = ("", "the text of another article", "the id of another article", "nearly the text of another article")
+
+
+def find_near_duplicates(fingerprints: Iterable[NDArray[np.void]], scratch: Path | None = None) -> NDArray[np.uint8]:
+    """For each article 0 if it stays, or the number of its reason in REASONS [articles].
+
+    fingerprints: arrays of FINGERPRINT, of one article or many. Takes about 100 bytes of memory an article, and 288 of
+    disk in a folder made in `scratch` (default: where temporary files go) and removed at the end. Raises UserError when
+    that disk is full.
+    """
+    with _folder(scratch) as folder:
+        articles = _write_columns(fingerprints, folder)
+        if not articles:
+            return np.zeros(0, np.uint8)
+        keys = _column(folder, "key").reshape(-1, 2)
+        order = np.lexsort((keys[:, 1], keys[:, 0]))  # from here on rows are in the order of keys
+        reasons = np.zeros(articles, np.uint8)
+        for code, name in ((2, "id"), (1, "text")):
+            rows, starts = _grouped(_column(folder, name)[order])
+            rest = np.ones(articles, bool)
+            rest[starts] = False
+            reasons[rows[rest]] = code
+        left = np.flatnonzero(reasons == 0)
+        sketches = np.memmap(folder / "sketch", np.uint8, "r", shape=(articles, HASHES))
+        for band in range(BANDS):
+            reasons[left[_near_rows(_column(folder, f"band{band}")[order[left]], sketches, order[left])]] = 3
+        result = np.empty_like(reasons)
+        result[order] = reasons
+        return result
+
+
+# --- Hashing ----------------------------------------------------------------------------------------------------------
+
+
+def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """A bijection of 64-bit integers in which every bit of the result depends on all (the finaliser of SplitMix64)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+_NUMBERS = _mixed(np.arange(1, 2 * HASHES + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+_FACTORS = _NUMBERS[:HASHES].astype(np.uint32) | np.uint32(1)  # odd: a permutation modulo 2^32
+_TERMS = _NUMBERS[HASHES:].astype(np.uint32)
+_BASE = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _shingles(text: str) -> NDArray[np.uint32]:
+    """Hashes of all runs of SHINGLE words, or of all words when there are fewer."""
+    words = [word.encode("utf-8", "surrogatepass") for word in _WORD.findall(text.lower())]
+    hashes = np.fromiter(map(zlib.crc32, words), np.uint32, len(words)).astype(np.uint64)
+    width = min(SHINGLE, len(words))
+    count = len(words) - width + 1 if words else 0
+    shingles = np.zeros(count, np.uint64)
+    for at in range(width):
+        shingles = shingles * _BASE + hashes[at : at + count]
+    return (_mixed(shingles) >> np.uint64(32)).astype(np.uint32)
+
+
+def _digest(data: bytes, size: int) -> bytes:
+    return hashlib.blake2b(data, digest_size=size).digest()
+
+
+# --- Groups -----------------------------------------------------------------------------------------------------------
+
+
+def _similar(sketches: NDArray[np.uint8], others: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    """Which sketches [n, HASHES] look like the other [HASHES], or each like its own [n, HASHES]."""
+    return (sketches == others).sum(axis=1, dtype=np.int16) >= _AGREE
+
+
+def _near_rows(bands: NDArray[np.uint64], sketches: NDArray[np.uint8], places: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Rule 2 for all groups of one band. `bands` [rows] is in the order of keys; sketches of row r lie at places[r]."""
+    rows, starts = _grouped(bands)
+    first = np.repeat(starts, np.diff(starts, append=len(rows)))  # of the group that each place in `rows` belongs to
+    left_out = np.zeros(len(rows), bool)
+    asking = np.flatnonzero(np.arange(len(rows)) > first)
+    for leader in range(LEADERS):
+        asking = asking[(asking - first[asking] > leader) & ~left_out[asking]]
+        if not len(asking):
+            break
+        for chunk in np.array_split(asking, len(asking) // _COMPARED + 1):
+            mine, others = places[rows[chunk]], places[rows[first[chunk] + leader]]
+            left_out[chunk] = _similar(sketches[mine], sketches[others])
+    return rows[left_out]
+
+
+def _grouped(values: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Rows by value, in their order where values are equal, and where in this list each value begins."""
+    rows = np.argsort(values, kind="stable")
+    ordered = values[rows]
+    return rows, np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
+
+
+# --- Columns on disk --------------------------------------------------------------------------------------------------
+
+
+def _write_columns(fingerprints: Iterable[NDArray[np.void]], folder: Path) -> int:
+    """Write a file a column, since rules look at one column of all articles at a time; the number of articles."""
+    articles = 0
+    with ExitStack() as stack:
+        names = ["key", "id", "text", "sketch", *(f"band{band}" for band in range(BANDS))]
+        files = {name: stack.enter_context(open(folder / name, "wb")) for name in names}
+        for rows in fingerprints:
+            for name in ("key", "id", "text", "sketch"):
+                files[name].write(rows[name].tobytes())
+            for band in range(BANDS):
+                files[f"band{band}"].write(rows["bands"][:, band].tobytes())
+            articles += len(rows)
+    return articles
+
+
+def _column(folder: Path, name: str) -> NDArray[np.uint64]:
+    """A column as integers, keys as two each."""
+    return np.fromfile(folder / name, ">u8" if name == "key" else "<u8").astype(np.uint64, copy=False)
+
+
+@contextmanager
+def _folder(scratch: Path | None) -> Iterator[Path]:
+    try:
+        with tempfile.TemporaryDirectory(prefix="near-duplicates-", dir=scratch) as folder:
+            yield Path(folder)
+    except OSError as fault:
+        where = scratch or tempfile.gettempdir()
+        raise UserError(f"cannot keep 288 bytes an article in {where} ({fault.strerror}); make room there") from None

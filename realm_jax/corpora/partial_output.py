@@ -1,0 +1,127 @@
+"""The folder of `realm prepare` while it becomes whole: who works there, what was begun, when it is done.
+
+Everything is written into a hidden folder beside the output, which takes the output's name at the very end; in a
+bucket PREPARED.json comes last instead. What was cut off does not look whole, and goes on when the command is repeated.
+"""
+
+import errno
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from realm_jax.data.sources import FORMAT_VERSION
+from realm_jax.data.store import MANIFEST as STORE
+from realm_jax.errors import Resumable, UserError
+from realm_jax.storage import Folder, StorageError, only_one, open_folder, publish_folder
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "PREPARED.json"
+TOKENIZER = "tokenizer"
+ARTICLES = "articles"  # while the work is not done
+INPUTS, CLAIM = "INPUTS.json", "CLAIM.json"  # in it: what is prepared, and by which command
+OWN = (ARTICLES, TOKENIZER, "passages", "pretraining", "questions")  # what a command that was cut off may leave
+
+
+def is_prepared(output: str, inputs: dict[str, Any], skip_damage: bool) -> bool:
+    """Whether `output` is already what would be made. Raises UserError when it is anything else."""
+    folder = open_folder(output)
+    names = folder.names()
+    if not (names or os.path.lexists(output)):
+        return False
+    advice = "choose another --output or remove the folder"
+    if MANIFEST not in names:
+        if "://" in output and INPUTS in folder.names(ARTICLES):
+            return False  # begun, and not done
+        raise UserError(f"{output} exists and is no prepared folder; {advice}")
+    manifest = folder.read_json(MANIFEST)
+    if not isinstance(manifest.get("inputs"), dict):
+        raise UserError(f"{output}/{MANIFEST} is damaged; {advice}")
+    if manifest.get("format_version") != FORMAT_VERSION:
+        raise UserError(f"{output} was prepared by another version of this program; {advice}")
+    if "tagged" in manifest:
+        raise UserError(f"{output} was made by `realm tag`; {advice}")
+    if manifest.get("inputs") != inputs:
+        changed = [name for name, value in inputs.items() if manifest["inputs"].get(name) != value]
+        raise UserError(f"{output} was prepared with other {' and '.join(changed)}; {advice}")
+    lost = sum(sum(counts["damaged"].values()) for counts in manifest["counts"].values())
+    if lost and not skip_damage:
+        raise UserError(
+            f"{output} was prepared with --skip-damage, which found damage in {lost} places; give the flag again to "
+            "keep it as it is, or remove the folder"
+        )
+    for store in ("passages", "pretraining") if manifest.get("pretraining") else ("passages",):
+        if STORE not in folder.names(store):
+            raise UserError(f"{output} is damaged (no {store}/{STORE}); remove the folder")
+    return True
+
+
+@contextmanager
+def unfinished(output: str, inputs: dict[str, Any], anywhere: bool, claim: str) -> Iterator[str]:
+    """Where to work: a hidden folder beside `output`, which takes its name at the end, or the bucket itself.
+
+    What an earlier run with the same inputs left is gone on with. After a UserError nothing stays, unless the same
+    inputs can be gone on with.
+    """
+    if "://" in output:
+        if not anywhere:
+            raise UserError(f"--output={output}: processes of this machine write to its disk; give --beam, or a path")
+        _begin(open_folder(output), inputs, claim)
+        yield output
+        open_folder(output).remove(ARTICLES)
+        return
+    final = Path(output)
+    root = final.absolute().parent / f".{final.name}.partial"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as fault:
+        raise UserError(f"cannot write into {root.parent} ({fault.strerror}); choose another --output") from None
+    with only_one(root):
+        _begin(open_folder(root), inputs, claim)
+        try:
+            yield str(root)
+        except (Resumable, StorageError):
+            raise
+        except UserError:
+            shutil.rmtree(root, ignore_errors=True)
+            raise
+        except OSError as fault:
+            if fault.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            place = Path(fault.filename or root).parent
+            raise UserError(f"the disk of {place} is full; make room and repeat the command to go on") from None
+        done = root.with_name(f".{final.name}.articles")
+        shutil.rmtree(done, ignore_errors=True)
+        (root / ARTICLES).rename(done)
+        (root / ".lock").unlink()
+        publish_folder(root, final)
+        shutil.rmtree(done, ignore_errors=True)
+
+
+def _begin(folder: Folder, inputs: dict[str, Any], claim: str) -> None:
+    """Go on with what an earlier command with the same inputs left; what others left is removed."""
+    record, found = f"{ARTICLES}/{INPUTS}", None
+    if INPUTS in folder.names(ARTICLES):
+        with suppress(UserError):
+            found = folder.read_json(record)
+    if found == inputs:
+        logger.info("%s: going on with what was begun", folder.url)
+    else:
+        begun = sorted({*folder.names()} & {*OWN})
+        if begun:
+            logger.warning("%s: what was begun there with other inputs is removed: %s", folder.url, ", ".join(begun))
+        for name in begun:
+            folder.remove(name)
+        folder.write_json(record, inputs)
+    folder.write_json(f"{ARTICLES}/{CLAIM}", {"command": claim})
+
+
+def check_claim(root: str, claim: str) -> None:
+    """Raise UserError where another command has taken the folder over: a bucket has no locks."""
+    folder = open_folder(root)
+    if CLAIM not in folder.names(ARTICLES) or folder.read_json(f"{ARTICLES}/{CLAIM}") != {"command": claim}:
+        raise UserError(f"{root}: another command works there now; wait for it, or stop it and repeat this one")

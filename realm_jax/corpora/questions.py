@@ -1,0 +1,167 @@
+"""The questions of `realm prepare`: read from files, divided by split, and filtered. Read `read_all` next."""
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from realm_jax.data.jsonl import Question, parse_questions, read_questions
+from realm_jax.data.lines import applied, strictly
+from realm_jax.data.question_sets import PREFIX
+from realm_jax.data.records import BadRecord, Counts, Damage
+from realm_jax.errors import UserError
+
+_SPLIT_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+UNREADABLE, NO_SUCH_GOLD = "that cannot be read", "whose gold passage is not there"
+
+
+class QuestionFile(NamedTuple):
+    split: str | None
+    path: str
+
+
+class Placed(NamedTuple):
+    """A question with the place it came from: path and line, and the number of its file."""
+
+    question: Question
+    where: str
+    file: int
+
+
+@dataclass
+class Chosen:
+    """Questions by split, and what became of the others (of Counts: records, dropped, damaged, samples)."""
+
+    splits: dict[str, list[Placed]]
+    counts: Counts
+
+    def to_manifest(self) -> dict[str, Any]:
+        """What PREPARED.json says of questions that were left out."""
+        found = self.counts.to_json()
+        return {key: found[key] for key in ("records", "dropped", "damaged", "samples")}
+
+    def leave_out_gold(self, absent: Collection[str]) -> None:
+        """Leave out, as damage, the questions about passages that do not exist."""
+        for split, questions in self.splits.items():
+            for question, where, file in questions:
+                if question.gold_passage_id in absent:
+                    fault = f"gold_passage_id {question.gold_passage_id!r} is not there"
+                    self.counts.leave_out(Damage(where, NO_SUCH_GOLD, fault), file, question.line)
+            self.splits[split] = [one for one in questions if one.question.gold_passage_id not in absent]
+
+    def gold(self) -> dict[str, str]:
+        """Passages that hold the answer of a question, each with the place of the first such question."""
+        places: dict[str, str] = {}
+        for question, where, _ in chain(*self.splits.values()):
+            if question.gold_passage_id is not None:
+                places.setdefault(question.gold_passage_id, where)
+        return places
+
+    def with_words(self, wordless: Collection[str]) -> dict[str, list[Question]]:
+        """The questions of each split that has any; one whose gold passage is `wordless` is left out and counted."""
+        splits = {}
+        for split, questions in self.splits.items():
+            kept = [one.question for one in questions if one.question.gold_passage_id not in wordless]
+            if len(kept) < len(questions):
+                self.counts.dropped["whose gold passage has no words"] += len(questions) - len(kept)
+            if kept:
+                splits[split] = kept
+        return splits
+
+
+def question_file(argument: str | os.PathLike[str]) -> QuestionFile:
+    """Take `SPLIT=FILE` apart; a path with a folder before its `=` has no split."""
+    split, equals, path = os.fspath(argument).partition("=")
+    if equals and _SPLIT_NAME.fullmatch(split):
+        return QuestionFile(split, path)
+    return QuestionFile(None, os.fspath(argument))
+
+
+def published_identity(file: QuestionFile) -> dict[str, str] | None:
+    """Name and SHA-256 of the questions of a published set; None for a file."""
+    if not file.path.startswith(PREFIX):
+        return None
+    return {"file": file.path, "sha256": _open_qa().fingerprint(_open_qa().read(file.path, file.split))}
+
+
+def _open_qa() -> Any:
+    """The module of published question sets; it takes a second to import."""
+    try:
+        from realm_jax.data import open_qa
+    except (ImportError, AttributeError) as fault:  # TFDS goes on without what it could not import
+        raise UserError(f"{PREFIX}: tensorflow-datasets cannot be imported ({fault}); install it again") from None
+    return open_qa
+
+
+def read_all(
+    files: list[QuestionFile],
+    sources: Sequence[str],
+    max_answer_words: int | None,
+    ignore_gold: bool,
+    skip_damage: bool = False,
+) -> Chosen:
+    """Read the questions, divide them by split and leave out what the filters say.
+
+    skip_damage: count a question that cannot be read, with a sample, in place of raising UserError for it.
+    """
+    splits: dict[str, list[Placed]] = defaultdict(list)
+    counts = Counts()
+    for number, file in enumerate(files):
+        for line, record in _records(file, skip_damage):
+            counts.records += 1
+            if isinstance(record, BadRecord):
+                where = f"{Path(file.path).name}:{line}"
+                counts.leave_out(Damage(where, UNREADABLE, str(record)), number, line)
+                continue
+            split, question = record
+            if sources and question.fields.get("source") not in sources:
+                counts.dropped["of other sources"] += 1
+                continue
+            kept, reason = _filtered(question, max_answer_words, ignore_gold)
+            if reason:
+                counts.dropped[reason] += 1
+            else:
+                splits[split].append(Placed(kept, f"{file.path}:{line}", number))
+    if files and not splits:
+        left_out = counts.dropped.total() + counts.damaged.total()
+        raise UserError(f"no question is left of {left_out:,}; check --question-sources and the files")
+    return Chosen(dict(splits), counts)
+
+
+def _records(file: QuestionFile, skip_damage: bool) -> Iterator[tuple[int, tuple[str, Question] | BadRecord]]:
+    """Lines, and questions with their splits. Raises UserError for a bad record unless `skip_damage`."""
+    if skip_damage and not file.path.startswith(PREFIX):
+        found = parse_questions(file.path)
+    else:
+        read = _open_qa().read(file.path, file.split) if file.path.startswith(PREFIX) else read_questions(file.path)
+        found = ((question.line, question) for question in read)
+    records = applied(partial(_with_split, file.split), found)
+    return records if skip_damage else strictly(file.path, records)
+
+
+def _filtered(question: Question, max_answer_words: int | None, ignore_gold: bool) -> tuple[Question, str]:
+    """A question with the answers and the gold passage that count, and why it is left out, if it is."""
+    most = None if question.is_regex else max_answer_words  # patterns are no words
+    answers = [answer for answer in question.answers if _is_short(answer, most)]
+    gold = None if ignore_gold else question.gold_passage_id
+    kept = Question(question.question, answers, gold, question.fields, question.line)
+    if question.answers and not answers:
+        return kept, f"without an answer of at most {max_answer_words} words"
+    return kept, "" if answers or gold is not None else "without answers, their gold passages ignored"
+
+
+def _with_split(split: str | None, question: Question) -> tuple[str, Question]:
+    """A question with the split of its file, or that it names itself; it becomes a file name."""
+    split = split or question.fields.get("split")
+    if not isinstance(split, str) or not _SPLIT_NAME.fullmatch(split):
+        raise BadRecord('the question has no usable "split"', "add one or give the file as train=FILE")
+    return split, question
+
+
+def _is_short(answer: str, most: int | None) -> bool:
+    return most is None or len(answer.split()) <= most

@@ -1,0 +1,252 @@
+"""Articles from elsewhere: JSON Lines with any field names, Hugging Face datasets, TensorFlow Datasets.
+
+A source is cut into *parts*: small picklable descriptions of what to read. Whoever has a part reads it alone, in any
+process or on any machine, and all parts together give every record once. What cannot be read is a `Damage` in its
+place, for the caller to count or refuse; only what concerns a source as a whole (not found, not installed, storage
+fails) is a UserError. Not for files in the project's own format, where every fault ends the reading: see `jsonl.py`.
+Read `parts` next.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+from realm_jax.data.files import PACKED, matching, size_of
+from realm_jax.data.jsonl import Article
+from realm_jax.data.lines import applied, parse_json, read_lines
+from realm_jax.data.records import BadRecord, Damage, sample
+from realm_jax.errors import UserError
+
+PART_BYTES = 1 << 28  # of a plain JSON Lines file; a packed one, which cannot be entered midway, is one part
+PART_RECORDS = 20_000  # of a TensorFlow dataset: about 50 MB of news
+
+_SURROGATE = re.compile("[\ud800-\udfff]")  # in a string of Python always half of a pair
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """Names under which a record may hold its text, title and id; of several, the first that holds something counts.
+    The defaults fit CC-News as news-please extracts it (maintext, title, url), `cc_news` of Hugging Face (text,
+    title, url), Wikipedia of either hub, and the project's own files (id, title, text)."""
+
+    text: tuple[str, ...] = ("maintext", "text")
+    title: tuple[str, ...] = ("title",)
+    id: tuple[str, ...] = ("id", "url")
+
+
+DEFAULT_FIELDS = Fields()
+
+
+class Part(Protocol):
+    """A piece of a source: cheap to pickle, and read by itself."""
+
+    def read(self) -> Iterator[Article | Damage]:
+        """The records in the order of the source. Raises UserError when the source cannot be reached."""
+
+
+def parts(source: str, fields: Fields = DEFAULT_FIELDS) -> list[Part]:
+    """Cut a source into parts.
+
+    `source` is one of
+
+        news/*.jsonl.gz            files or a pattern, plain or .gz, .xz, .bz2, here or in a bucket (gs://…, s3://…)
+        hf:NAME[:CONFIG][@SPLIT]   a dataset of the Hugging Face hub, or a folder of its formats: hf:cc_news
+        tfds:NAME[@SPLIT]          a prepared TensorFlow dataset: tfds:wikipedia/20230601.en
+
+    with split "train" unless one is named. Raises UserError when there is nothing to read.
+    """
+    kind, colon, rest = source.partition(":")
+    if colon and kind in ("hf", "tfds"):
+        name, _, split = rest.partition("@")
+        if not name:
+            raise UserError(f"{source} names no dataset; write {kind}:NAME, such as {_EXAMPLES[kind]}")
+        return list((_hub_parts if kind == "hf" else _tfds_parts)(name, split or "train", fields))
+    return list(_file_parts(source, fields))
+
+
+_EXAMPLES = {"hf": "hf:cc_news", "tfds": "tfds:wikipedia/20230601.en"}
+
+
+def article(record: Any, fields: Fields, where: str) -> Article | Damage:
+    """The article that a raw record holds. Strings may be UTF-8 bytes; an absent or null title is empty.
+
+    The id is a string or an integer; without one it is made of the content, so that it depends on nothing else.
+    """
+    if not isinstance(record, dict):
+        return Damage(where, "not a record with named fields", sample(record))
+    try:
+        text = _text(record, fields.text, "text")
+        title = _text(record, fields.title, "title") or ""
+        identity = _text(record, fields.id, "id")
+    except _Unusable as fault:
+        return Damage(where, str(fault), sample(record))
+    if text is None:
+        known = any(name in record for name in fields.text)
+        return Damage(where, "the text is null" if known else f"no {' or '.join(fields.text)}", sample(record))
+    return Article(identity or _content_id(f"{title}\0{text}"), title, text)
+
+
+class _Unusable(Exception):
+    """A field that holds something else than text."""
+
+
+def _text(record: dict[str, Any], names: tuple[str, ...], kind: str) -> str | None:
+    """The string under the first of `names` that holds something; None if all are absent or null. Raises _Unusable."""
+    values = [record[name] for name in names if record.get(name) is not None]
+    value = next((value for value in values if value != ""), values[0] if values else None)
+    if isinstance(value, bytes):
+        try:
+            return value.decode("utf-8")
+        except UnicodeDecodeError:
+            raise _Unusable(f"the {kind} is not UTF-8") from None
+    if kind == "id" and isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if value is not None and not isinstance(value, str):
+        raise _Unusable(f"the {kind} is not a string")
+    if value is not None and _SURROGATE.search(value):
+        raise _Unusable(f"the {kind} has half of a surrogate pair")
+    return value
+
+
+def _content_id(content: str) -> str:
+    return hashlib.blake2b(content.encode("utf-8"), digest_size=16).hexdigest()
+
+
+# --- JSON Lines -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FilePart:
+    """The lines of a file that begin in [start, stop); all, when `stop` is None. Counted in unpacked bytes."""
+
+    path: str
+    start: int
+    stop: int | None
+    fields: Fields
+
+    def read(self) -> Iterator[Article | Damage]:
+        """Records, and a last `Damage` where a packed file is cut off or damaged: what follows is lost."""
+        lines = read_lines(self.path, self.start, self.stop)
+        known = ((line.byte, line.data) for line in lines if isinstance(line.data, BadRecord) or line.data.strip())
+        for byte, record in applied(parse_json, known):
+            where = f"{self.path} at byte {byte:,}"
+            if isinstance(record, BadRecord):
+                yield Damage(where, record.reason, record.sample)
+            else:
+                yield article(record, self.fields, where)
+
+
+def _file_parts(pattern: str, fields: Fields) -> Iterator[Part]:
+    for path in matching(pattern):
+        packed = Path(path).suffix in PACKED
+        size = 1 if packed else size_of(path)
+        for start in range(0, size, PART_BYTES):
+            yield FilePart(path, start, None if packed else min(start + PART_BYTES, size), fields)
+
+
+# --- Hubs -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class HubPart:
+    """Shard `number` of `of` of a Hugging Face dataset."""
+
+    name: str
+    split: str
+    number: int
+    of: int
+    fields: Fields
+
+    def read(self) -> Iterator[Article | Damage]:
+        with _told(f"hf:{self.name}@{self.split}", _HUB_ADVICE):
+            dataset = _hub_dataset(self.name, self.split).shard(num_shards=self.of, index=self.number)
+            for row, record in enumerate(dataset):
+                yield article(record, self.fields, f"hf:{self.name}@{self.split}, shard {self.number}, row {row:,}")
+
+
+def _hub_parts(name: str, split: str, fields: Fields) -> Iterator[Part]:
+    with _told(f"hf:{name}@{split}", _HUB_ADVICE):
+        shards = _hub_dataset(name, split).num_shards
+    yield from (HubPart(name, split, number, shards, fields) for number in range(shards))
+
+
+def _hub_dataset(name: str, split: str) -> Any:
+    """The dataset as a stream: nothing is downloaded before it is read, and shards are read apart."""
+    datasets = _imported("datasets", f"hf:{name}", "run `pip install 'realm_jax[huggingface]'`")
+    path, _, config = name.partition(":")
+    return datasets.load_dataset(path, config or None, split=split, streaming=True)
+
+
+@dataclass(frozen=True, slots=True)
+class TfdsPart:
+    """Records [start, stop) of a split of a TensorFlow dataset."""
+
+    name: str
+    split: str
+    start: int
+    stop: int
+    fields: Fields
+
+    def read(self) -> Iterator[Article | Damage]:
+        with _told(f"tfds:{self.name}@{self.split}", _TFDS_ADVICE):
+            records = _tfds_records(_tfds_builder(self.name), f"{self.split}[{self.start}:{self.stop}]")
+            for row, record in enumerate(records, self.start):
+                yield article(record, self.fields, f"tfds:{self.name}@{self.split}, row {row:,}")
+
+
+def _tfds_parts(name: str, split: str, fields: Fields) -> Iterator[Part]:
+    with _told(f"tfds:{name}@{split}", _TFDS_ADVICE):
+        splits = _tfds_builder(name).info.splits
+        if split not in splits:
+            raise UserError(f"tfds:{name} has no split {split!r}; it has {', '.join(splits) or 'none'}")
+        records = splits[split].num_examples
+    for start in range(0, records, PART_RECORDS):
+        yield TfdsPart(name, split, start, min(start + PART_RECORDS, records), fields)
+
+
+def _tfds_builder(name: str) -> Any:
+    tfds = _imported("tensorflow_datasets", f"tfds:{name}", "install tensorflow-datasets again")
+    builder = tfds.builder(name)
+    if not builder.is_prepared():
+        raise UserError(
+            f"tfds:{name} is not prepared in {builder.data_dir}; run `tfds build {name} --file_format=array_record`, "
+            "or set TFDS_DATA_DIR to where it is"
+        )
+    return builder
+
+
+def _tfds_records(builder: Any, split: str) -> Any:
+    """The records of a split or slice. ArrayRecord files are read without TensorFlow, all others with it."""
+    if builder.info.file_format.value == "array_record":
+        return builder.as_data_source(split)
+    _imported("tensorflow", f"tfds:{builder.name}", "run `pip install tensorflow`, or prepare it as array_record")
+    tfds = import_module("tensorflow_datasets")
+    return tfds.as_numpy(builder.as_dataset(split=split, shuffle_files=False))
+
+
+def _imported(module: str, source: str, remedy: str) -> Any:
+    try:
+        return import_module(module)
+    except ImportError as fault:
+        raise UserError(f"{source} needs {module} ({fault}); {remedy}") from None
+
+
+_HUB_ADVICE = "check its name and your access"
+_TFDS_ADVICE = "check its name, and that `tfds build` prepared it where TFDS_DATA_DIR says"
+
+
+@contextmanager
+def _told(source: str, advice: str) -> Iterator[None]:
+    """Whatever a hub raises becomes a UserError that names the dataset."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as fault:
+        reason = " ".join(str(fault).split())[:100] or type(fault).__name__
+        raise UserError(f"{source} cannot be read ({reason}); {advice}") from None

@@ -1,0 +1,124 @@
+"""Files that are read, on this machine or in a bucket (gs://…, s3://…), plain or packed (`PACKED`).
+
+Faults of storage become UserErrors that name the file; those of unpacking are `UNPACKING_FAULTS`. Not for what the
+bytes mean. Read `realm_jax.data.lines` next for files of records, `realm_jax.corpora.ranges` for dumps.
+"""
+
+import bz2
+import errno
+import glob
+import gzip
+import io
+import lzma
+import os
+import zlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from realm_jax.errors import UserError
+from realm_jax.storage import StorageError
+
+PACKED: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}  # by the ending of the name
+UNPACKING_FAULTS = (EOFError, OSError, lzma.LZMAError, zlib.error)  # OSError: of storage none is left, see _RawFile
+_BUFFER = 1 << 18  # bytes
+
+
+def file_system(path: str) -> tuple[Any, str]:
+    """What opens a path or URL, and how it calls it. Raises UserError for a URL that nothing here opens."""
+    import fsspec  # here, since most jobs read no bucket
+
+    try:
+        files, root = fsspec.core.url_to_fs(path)
+    except (ValueError, ImportError) as fault:
+        raise UserError(f"{path}: {fault}; install what opens such paths (gs://: gcsfs, s3://: s3fs)") from None
+    return files, root
+
+
+def size_of(path: str) -> int:
+    """Bytes of a file as it is stored."""
+    files, root = file_system(path)
+    with storage_errors(path):
+        return int(files.size(root))
+
+
+def matching(pattern: str) -> list[str]:
+    """The files that have a name or fit a pattern, in order. Raises UserError where there are none."""
+    with storage_errors(pattern):
+        if "://" in pattern:
+            files, root = file_system(pattern)
+            found = [f"{pattern.partition('://')[0]}://{path}" for path in sorted(files.glob(root))]
+        else:
+            names = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
+            found = [name for name in names if not Path(name).is_dir()]
+    if not found:
+        raise UserError(f"no file fits {pattern}; name a JSON Lines file or a pattern such as news/*.jsonl.gz")
+    return found
+
+
+@contextmanager
+def storage_errors(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Faults of storage become UserErrors that name the file; a StorageError is one that may pass."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as fault:  # file systems have errors of their own
+        missing = isinstance(fault, FileNotFoundError)
+        reason = os.strerror(errno.ENOENT) if missing else getattr(fault, "strerror", None) or fault
+        message = f"cannot read {path} ({reason}); check the path and its permissions"
+        raise (UserError if missing else StorageError)(message) from None
+
+
+def open_stored(path: str | os.PathLike[str]) -> io.BufferedReader:
+    """Open a file for reading as it is stored. Raises UserError, then and at every later call."""
+    name = os.fspath(path)
+    with storage_errors(name):
+        if "://" in name:
+            files, root = file_system(name)
+            stream = files.open(root, "rb")
+        else:
+            stream = open(name, "rb", buffering=0)
+    return io.BufferedReader(_RawFile(stream, name), _BUFFER)
+
+
+@contextmanager
+def open_unpacked(path: str | os.PathLike[str]) -> Iterator[Any]:
+    """Open a file for reading; the ending of its name says how it is packed. Reading may raise UNPACKING_FAULTS."""
+    with ExitStack() as stack:
+        stored = stack.enter_context(open_stored(path))
+        unpack = PACKED.get(Path(path).suffix)
+        yield stack.enter_context(unpack(stored, "rb")) if unpack else stored
+
+
+class _RawFile(io.RawIOBase):
+    """A file of any file system that raises nothing but UserErrors."""
+
+    def __init__(self, stream: Any, path: str):
+        self.stream, self.path = stream, path
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        with storage_errors(self.path):
+            return bool(self.stream.seekable())
+
+    def readinto(self, buffer: Any) -> int:
+        with storage_errors(self.path):
+            data = self.stream.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def seek(self, place: int, whence: int = io.SEEK_SET) -> int:
+        with storage_errors(self.path):
+            return int(self.stream.seek(place, whence))
+
+    def tell(self) -> int:
+        with storage_errors(self.path):
+            return int(self.stream.tell())
+
+    def close(self) -> None:
+        self.stream.close()
+        super().close()

@@ -1,0 +1,345 @@
+"""Records of text files, plain or packed, here or in a bucket: lines, JSON objects, columns; and checks of fields.
+
+Everything streams, a JSON array of any size too. What cannot be read is a `BadRecord` in its place, and whoever reads
+decides: `strictly` raises a UserError with file and line, others count it. Only what leaves no place to go on from (in
+an array, in a table, in storage) is raised here. Not for what the records mean. Read `realm_jax.data.formats` next:
+which files are understood.
+"""
+
+import codecs
+import csv
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, NamedTuple, TypeVar
+
+from realm_jax.data.files import PACKED, UNPACKING_FAULTS, open_unpacked
+from realm_jax.data.records import SAMPLE, BadRecord, sample
+from realm_jax.errors import UserError
+
+Path_ = str | os.PathLike[str]
+Records = Iterator[tuple[int, dict[str, Any] | BadRecord]]  # each with the line that it begins on, from 1
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+TRUNCATED = "the rest of the file is truncated or damaged"
+LONGEST_LINE = 1 << 26  # bytes, of an object in an array characters; the longest articles have a few million
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # how JSON spells one, half of a pair or not
+_CHUNK = 1 << 20  # bytes of an array that are read at a time, at the least
+_DECODER = json.JSONDecoder()
+_SPACE = re.compile(r"[ \t\n\r]*")  # what JSON takes for white space
+
+
+class Line(NamedTuple):
+    """A line with its end. number: from 1, of what was read; byte: the place in the unpacked file that it begins at."""
+
+    number: int
+    byte: int
+    data: bytes | BadRecord
+
+
+def ending(path: Path_) -> str:
+    """The ending of a file's name in lower case, whatever it is packed with: `.tsv` of `psgs_w100.tsv.gz`."""
+    name = Path(path)
+    return (Path(name.stem) if name.suffix in PACKED else name).suffix.lower()
+
+
+# --- Good and bad records ---------------------------------------------------------------------------------------------
+
+
+def applied(
+    function: Callable[[_T], _R], records: Iterable[tuple[int, _T | BadRecord]]
+) -> Iterator[tuple[int, _R | BadRecord]]:
+    """What a function gives for each record, with its line; what it raises as a BadRecord takes the record's place."""
+    for line, record in records:
+        if isinstance(record, BadRecord):
+            yield line, record
+            continue
+        try:
+            result = function(record)
+        except BadRecord as fault:
+            yield line, fault
+        else:
+            yield line, result
+
+
+def strictly(path: Path_, records: Iterable[tuple[int, _T | BadRecord]]) -> Iterator[tuple[int, _T]]:
+    """The records with their lines. Raises UserError, with file and line, at the first bad one."""
+    for line, record in records:
+        if isinstance(record, BadRecord):
+            raise UserError(f"{path}:{line}: {record}")
+        yield line, record
+
+
+# --- Lines ------------------------------------------------------------------------------------------------------------
+
+
+def read_lines(path: Path_, start: int = 0, stop: int | None = None) -> Iterator[Line]:
+    """The lines that begin in the bytes [start, stop) of an unpacked file, blank ones too.
+
+    Of a line that is too long, and where a packed file is cut off or damaged, there is a BadRecord in its place; what
+    follows damage of a packed file is lost.
+    """
+    with open_unpacked(path) as stream:
+        yield from _lines(stream, start, stop)
+
+
+def text_lines(path: Path_) -> Iterator[tuple[int, str]]:
+    """Numbers and texts of all lines, blank ones too, without `\\n` or `\\r\\n` at their ends. Raises UserError."""
+    lines = ((line.number, line.data) for line in read_lines(path))
+    for number, text in strictly(path, applied(_text, lines)):
+        yield number, text.removesuffix("\n").removesuffix("\r")
+
+
+def _lines(stream: IO[bytes], start: int = 0, stop: int | None = None, first: int = 1) -> Iterator[Line]:
+    """`read_lines` of a stream. A file of another kind may be one endless line, which is not held in memory."""
+    byte, number = start, first
+    try:
+        if start:  # the line that holds the byte before `start` belongs to the part before this one
+            stream.seek(start - 1)
+            byte = start - 1 + _rest_of_line(stream)
+        while (stop is None or byte < stop) and (data := stream.readline(LONGEST_LINE)):
+            is_cut = len(data) == LONGEST_LINE and not data.endswith(b"\n")
+            yield Line(number, byte, _too_long(data) if is_cut else data)
+            byte += len(data) + (_rest_of_line(stream) if is_cut else 0)
+            number += 1
+    except UNPACKING_FAULTS as fault:
+        bad = BadRecord(f"{TRUNCATED} ({fault})", "fetch or make it again", TRUNCATED, sample(str(fault)))
+        yield Line(number, byte, bad)
+
+
+def _rest_of_line(stream: IO[bytes]) -> int:
+    """Go to the beginning of the next line; the number of bytes passed over."""
+    passed = 0
+    while chunk := stream.readline(LONGEST_LINE):
+        passed += len(chunk)
+        if chunk.endswith(b"\n"):
+            break
+    return passed
+
+
+def _too_long(data: bytes) -> BadRecord:
+    size = f"more than {LONGEST_LINE:,} bytes"
+    return BadRecord(f"the line has {size}", "is this a text file?", f"a line of {size}", sample(data[: 4 * SAMPLE]))
+
+
+def _text(raw: bytes) -> str:
+    """The text of a line."""
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as fault:
+        message = f"byte {fault.start + 1} of the line is not UTF-8"
+        raise BadRecord(message, "save the file as UTF-8", "not UTF-8", sample(raw)) from None
+
+
+# --- Tables -----------------------------------------------------------------------------------------------------------
+
+
+def table_rows(path: Path_) -> Iterator[tuple[int, list[str]]]:
+    """Lines that rows begin on, and fields of the rows, of columns between tabs; quoted fields as in CSV files.
+
+    A quoted field may hold tabs and line ends; a quote in it is written twice. Blank lines are passed over.
+    """
+    texts = (text + "\n" for _, text in text_lines(path))
+    csv.field_size_limit(LONGEST_LINE)  # 131,072 unless told; a long article has more
+    reader = csv.reader(texts, delimiter="\t", strict=True)
+    while True:
+        line = reader.line_num + 1
+        try:
+            row = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as fault:
+            raise UserError(f"{path}:{line}: no row of columns ({fault}); correct its quotes and line ends") from None
+        if row:
+            yield line, row
+
+
+# --- JSON -------------------------------------------------------------------------------------------------------------
+
+
+def json_records(path: Path_) -> Records:
+    """JSON objects: one a line, or the elements of one array, which may stretch over lines or fill a single one.
+
+    In an array no fault leaves a place to go on from, so it is a UserError.
+    """
+    with open_unpacked(path) as stream:
+        with _whole_file(path):
+            skipped, is_array = _beginning(stream)
+        if is_array:
+            with _whole_file(path):
+                yield from _Array(stream, path, skipped + 1).objects()
+        else:
+            lines = ((line.number, line.data) for line in _lines(stream, first=skipped + 1))
+            yield from applied(_object, (line for line in lines if isinstance(line[1], BadRecord) or line[1].strip()))
+
+
+def parse_json(raw: bytes) -> Any:
+    """The value of a line. Raises BadRecord."""
+    text = _text(raw).rstrip()
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as fault:
+        message = f"not JSON ({fault.msg} at column {fault.colno})"
+    except (ValueError, RecursionError) as fault:
+        message = f"not readable as JSON ({fault})"
+    raise BadRecord(message, "correct or remove the line", "not JSON", sample(raw))
+
+
+def _beginning(stream: Any) -> tuple[int, bool]:
+    """Go past blank lines: how many there are, and whether an array begins behind them."""
+    skipped = 0
+    while (head := stream.peek(1)) and not head.strip():
+        skipped += head.count(b"\n")
+        stream.read(len(head))
+    return skipped, head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+
+
+@contextmanager
+def _whole_file(path: Path_) -> Iterator[None]:
+    """Faults of unpacking become UserErrors."""
+    try:
+        yield
+    except UNPACKING_FAULTS as fault:
+        raise UserError(f"{path} is truncated or damaged ({fault}); fetch or make it again") from None
+
+
+def _object(raw: bytes) -> dict[str, Any]:
+    """The object of a line, in which every string is text. Raises BadRecord."""
+    record = parse_json(raw)
+    if not isinstance(record, dict):
+        message = f"holds {str(record)[:40]!r}, not an object"
+        raise BadRecord(message, "write {…} with named fields", "not an object", sample(raw))
+    if _SURROGATE.search(raw.decode("utf-8")):
+        _check_characters(record)
+    return record
+
+
+def _check_characters(record: dict[str, Any]) -> None:
+    """Raise BadRecord for half of a surrogate pair, in any field: it is no character and no file can hold it."""
+    for key, value in record.items():
+        try:
+            json.dumps({key: value}, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError:
+            message = f"{json.dumps(key)} holds half of a surrogate pair"
+            raise BadRecord(message, "write the whole character", "half of a surrogate pair") from None
+
+
+class _Array:
+    """A JSON array that is read piece by piece: the piece, how far it was understood, and the line of that place."""
+
+    def __init__(self, stream: IO[bytes], path: Path_, line: int):
+        self.stream, self.path, self.line = stream, path, line
+        self.decoder = codecs.getincrementaldecoder("utf-8-sig")()
+        self.text, self.at, self.ended = "", 0, False
+
+    def objects(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The elements, with the lines that they begin on."""
+        self._next()
+        self._advance(self.at + 1)  # past the bracket
+        following = self._next()
+        if following == "]":
+            self._advance(self.at + 1)
+        while following != "]":
+            yield self.line, self._element()
+            following = self._next()
+            if following not in (",", "]"):
+                raise self._fault("no comma after an object" if following else "the array does not end", self.at)
+            self._advance(self.at + 1)
+            self._next()
+        if self._next():
+            raise self._fault("there is more after the end of the array", self.at)
+
+    def _element(self) -> dict[str, Any]:
+        """The object that begins here. Reads on until it is whole."""
+        if not self.text.startswith("{", self.at):
+            found = self.text[self.at : self.at + 40].partition("\n")[0]
+            where = f"{self.path}:{self.line}"
+            raise UserError(f"{where}: the array holds {found!r}, not an object; write {{…}} with named fields")
+        while True:
+            try:
+                record, end = _DECODER.raw_decode(self.text, self.at)
+                break
+            except json.JSONDecodeError as fault:
+                if self._is_malformed(fault) or not self._more():
+                    raise self._fault(fault.msg, fault.pos) from None
+            except (ValueError, RecursionError) as fault:
+                raise self._fault(str(fault), self.at) from None
+        if _SURROGATE.search(self.text, self.at, end):
+            try:
+                _check_characters(record)
+            except BadRecord as fault:
+                raise UserError(f"{self.path}:{self.line}: {fault}") from None
+        self._advance(end)
+        return record
+
+    def _is_malformed(self, fault: json.JSONDecodeError) -> bool:
+        """Whether no further text could complete it: what is merely cut off fails at its end, or in an open string."""
+        unfinished = fault.msg.startswith("Unterminated string") or fault.pos > len(self.text) - len("-Infinity")
+        return not unfinished
+
+    def _next(self) -> str:
+        """The next character that is not white space, or nothing at the end of the file."""
+        while True:
+            match = _SPACE.match(self.text, self.at)
+            assert match is not None
+            self._advance(match.end())
+            if self.at < len(self.text):
+                return self.text[self.at]
+            if not self._more():
+                return ""
+
+    def _advance(self, to: int) -> None:
+        self.line += self.text.count("\n", self.at, to)
+        self.at = to
+
+    def _more(self) -> bool:
+        """Read on; each time as much again as is not understood yet, so that a long object costs its length."""
+        rest = self.text[self.at :]
+        if len(rest) > LONGEST_LINE:
+            raise self._fault(f"an object is longer than {LONGEST_LINE:,} characters", self.at)
+        if self.ended:
+            return False
+        raw = self.stream.read(max(_CHUNK, len(rest)))
+        self.ended = not raw
+        try:
+            new = self.decoder.decode(raw, final=self.ended)
+        except UnicodeDecodeError as fault:
+            line = self.line + rest.count("\n") + fault.object[: fault.start].count(b"\n")
+            raise UserError(f"{self.path}:{line}: a byte of the line is not UTF-8; save the file as UTF-8") from None
+        self.text, self.at = rest + new, 0
+        return bool(new) or not self.ended
+
+    def _fault(self, reason: str, at: int) -> UserError:
+        line = self.line + self.text.count("\n", self.at, at)
+        return UserError(
+            f"{self.path}:{line}: not readable as JSON ({reason}); correct the array, or write one object a line"
+        )
+
+
+# --- Fields -----------------------------------------------------------------------------------------------------------
+
+
+def text_field(record: dict[str, Any], key: str, required: bool = True) -> str:
+    """The string under `key`; an absent optional one is empty. Raises BadRecord for anything else."""
+    if key not in record:
+        if required:
+            raise BadRecord(f'the record has no "{key}"', "add it")
+        return ""
+    value = record[key]
+    if not required and (value is None or (isinstance(value, str) and not value.strip())):
+        return ""
+    return check_text(value, key)
+
+
+def check_text(value: Any, key: str) -> str:
+    """`value` if it is a string with something in it. Raises BadRecord otherwise."""
+    if not isinstance(value, str):
+        message = f'"{key}" must hold text but holds {json.dumps(value)[:60]}'
+        raise BadRecord(message, "put it in quotes", f'"{key}" is no text')
+    if not value.strip():
+        raise BadRecord(f'"{key}" is empty', "fill it or remove the line")
+    return value

@@ -1,0 +1,264 @@
+"""Tokenizers: text to ids and back, by any `tokenizer.json` of the Rust library tokenizers, of whatever model.
+
+The library does the splitting. This class adds what a corpus needs around it: ranges of characters without white space,
+the same tokens for a line wherever it stands, the special tokens as data, the dtype that ids are stored in, and a
+fingerprint that ties corpus, index and checkpoint to one tokenizer. BERT's word pieces are the subclass of
+`wordpiece.py`; which files a tokenizer is read from says `tokenizer_files.py`.
+
+No special token is ever made from text: "<mask>" in a passage is some tokens of text.
+Next to read: `layouts.py`, which puts the special tokens around ids.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+
+from realm_jax.data.layouts import Special
+from realm_jax.errors import UserError
+from realm_jax.storage import write_atomic
+
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+NO_TOKEN = -1  # in place of an id
+MARK = "("  # behind it text goes on without a space, and no tokenizer makes it part of a word
+_SPACES = np.array([code for code in range(0x3001) if chr(code).isspace()], np.uint32)
+_UNIT = re.compile(r"\w+|[^\w\s]")
+
+
+class Encoding(NamedTuple):
+    """Tokens of one text, without special ones: ids, and the range of characters in the text of each."""
+
+    ids: list[int]
+    offsets: list[tuple[int, int]]
+
+
+class Tokens(NamedTuple):
+    """The same as arrays: ids of the tokenizer's dtype, first characters and ends int64; all [tokens]."""
+
+    ids: NDArray[Any]
+    starts: NDArray[np.int64]
+    ends: NDArray[np.int64]
+
+    def part(self, start: int, stop: int) -> "Tokens":
+        """Tokens start … stop − 1."""
+        return Tokens(self.ids[start:stop], self.starts[start:stop], self.ends[start:stop])
+
+
+def id_dtype(size: int) -> np.dtype[Any]:
+    """What ids of a vocabulary of `size` tokens are stored in."""
+    return np.dtype(np.uint16 if size <= 1 << 16 else np.uint32)
+
+
+class Tokenizer:
+    """A tokenizer and its special tokens; never changed after it is made."""
+
+    CONTEXTS: ClassVar[tuple[str, ...]] = ("", " ", MARK)
+    """What may stand before a text and change its tokens: many models write a word behind a space in another way."""
+
+    def __init__(self, content: bytes, source: str = TOKENIZER_FILE) -> None:
+        """content: of a `tokenizer.json`; its padding and truncation do not count.
+
+        Raises:
+            UserError: it cannot be read, or lacks a token that the layouts need; the message names `source`.
+        """
+        try:
+            tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+            settings = json.loads(content)
+        except Exception as fault:  # the library has no kind of its own
+            reason = " ".join(str(fault).split())[:200]
+            raise UserError(f"{source}: not a tokenizer that can be read ({reason}); fetch it again") from None
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        self._content, self._settings = content, settings
+        self._set_up(tokenizer, _special_tokens(tokenizer, source), _unknown(tokenizer, settings["model"]))
+        self.lower_case = bool(lowers(settings.get("normalizer")))
+
+    def _set_up(self, tokenizer: tokenizers.Tokenizer, special: Special, unknown: int) -> None:
+        tokenizer.encode_special_tokens = True  # as the text that they are
+        self._tokenizer, self.special, self.unk_id = tokenizer, special, unknown
+        self.pad_id, self.cls_id, self.sep_id, self.mask_id = special
+        self.size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
+        """Number of ids, those of special tokens included."""
+        self.dtype = id_dtype(self.size)
+        """What ids are stored in."""
+        added = tokenizer.get_added_tokens_decoder().items()
+        known = {*special, *(number for number, token in added if token.special), unknown} - {NO_TOKEN}
+        self.special_ids = frozenset(known)
+        """Ids of all special tokens, that of unknown characters among them."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), (self._content,))
+
+    def files(self) -> dict[str, bytes]:
+        """What prepared data keep of it: file → content."""
+        return {TOKENIZER_FILE: self._content}
+
+    def pretrained_files(self, length: int) -> dict[str, bytes]:
+        """What transformers needs beside the weights of an encoder of at most `length` tokens: file → content."""
+        names = {f"{kind}_token": self.pieces([number])[0] for kind, number in self.special._asdict().items()}
+        names |= {} if self.unk_id == NO_TOKEN else {"unk_token": self.pieces([self.unk_id])[0]}
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length} | names
+        return {TOKENIZER_FILE: self._content, TOKENIZER_CONFIG: f"{json.dumps(config, indent=2)}\n".encode()}
+
+    def save(self, folder: str | Path) -> None:
+        """Write `files` into `folder` (made if absent), each file whole or not at all."""
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        for name, content in self.files().items():
+            write_atomic(Path(folder) / name, content)
+
+    def encode(self, text: str) -> Encoding:
+        """The tokens of `text` without special ones; offsets are characters of `text` as it was given."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Encoding]:
+        """`encode` of many texts, on all cores unless TOKENIZERS_PARALLELISM=false."""
+        return [
+            Encoding(ids.tolist(), [*zip(starts.tolist(), ends.tolist(), strict=True)])
+            for ids, starts, ends in self.tokens(texts)
+        ]
+
+    def tokens(self, texts: Sequence[str]) -> list[Tokens]:
+        """`encode_batch` as arrays.
+
+        Each line is encoded by itself: it has the same tokens then wherever it stands, and the library takes up to
+        twice as long over many lines in one text.
+        """
+        lines = [text.split("\n") for text in texts]
+        encodings = self._tokenizer.encode_batch([*chain.from_iterable(lines)], add_special_tokens=False)
+        counts = np.array([len(encoding.ids) for encoding in encodings], np.int64)
+        ids = np.fromiter(chain.from_iterable(encoding.ids for encoding in encodings), self.dtype, counts.sum())
+        offsets = chain.from_iterable(chain.from_iterable(encoding.offsets for encoding in encodings))
+        places = np.fromiter(offsets, np.int64, 2 * len(ids)).reshape(-1, 2)
+        begins = np.fromiter(chain.from_iterable(map(_line_begins, lines)), np.int64, len(counts))
+        starts, ends = (places + np.repeat(begins, counts)[:, None]).T.copy()
+        bounds = np.concatenate([[0], np.cumsum(counts)])[np.cumsum([0, *map(len, lines)])]
+        starts = self._without_space(texts, starts, ends, np.diff(bounds))
+        if self.unk_id != NO_TOKEN:  # a model may have its special tokens among the pieces that it looks for
+            ids[np.isin(ids, [*self.special])] = self.unk_id
+        flat = Tokens(ids, starts, ends)
+        return [flat.part(start, stop) for start, stop in pairwise(bounds.tolist())]
+
+    def _without_space(
+        self, texts: Sequence[str], starts: NDArray[np.int64], ends: NDArray[np.int64], counts: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Where tokens start behind the white space that many models count to the word after it."""
+        codes = np.frombuffer("".join(texts).encode("utf-32-le", "surrogatepass"), np.uint32)
+        base = np.repeat(np.cumsum([0, *map(len, texts)])[:-1], counts)
+        behind = np.where(np.isin(codes, _SPACES), len(codes), np.arange(len(codes)))
+        following = np.append(np.minimum.accumulate(behind[::-1])[::-1], len(codes))
+        return np.minimum(following[starts + base] - base, ends)
+
+    def _after(self, before: str, text: str) -> Tokens | None:
+        """The tokens of `text` where `before` stands in front of it; None where one token is of both."""
+        found = self.tokens([before + text])[0]
+        own = found.starts >= len(before)
+        if (found.ends[~own] > len(before)).any():
+            return None
+        return Tokens(found.ids[own], found.starts[own] - len(before), found.ends[own] - len(before))
+
+    def offsets_of(self, text: str, ids: NDArray[Any]) -> NDArray[np.int64] | None:
+        """The range of characters of each token of a stretch that was encoded within a longer text, int64 [tokens, 2].
+
+        ids: those tokens. None where the text does not give them again: it was cut within a word.
+        """
+        for before in self.CONTEXTS:
+            found = self._after(before, text)
+            if found is not None and np.array_equal(found.ids, ids):
+                return np.stack([found.starts, found.ends], axis=1)
+        return None
+
+    def forms(self, text: str) -> list[list[int]]:
+        """All tokens that a word or a phrase may have within a text, those of the text by itself first."""
+        found = (self._after(before, text) for before in self.CONTEXTS)
+        return [list(ids) for ids in dict.fromkeys(tuple(one.ids.tolist()) for one in found if one is not None)]
+
+    def encode_behind(self, before: str, text: str) -> list[int]:
+        """The tokens of a text that goes on where `before` ends, without or with the space that one of them has."""
+        is_joined = before and not before[-1].isspace() and not text[:1].isspace()
+        found = self._after(MARK if is_joined else " " if before else "", text.lstrip())
+        return self.encode(text).ids if found is None else list(found.ids.tolist())
+
+    def unit_starts(self, text: str, tokens: Tokens) -> NDArray[np.bool_]:
+        """Which tokens of a text are the first of a unit: a run of letters and digits, or one mark; bool [tokens].
+
+        A token of several units counts as the first of one that has them all.
+        """
+        units = np.zeros(len(text) + 1, np.int64)
+        for number, unit in enumerate(_UNIT.finditer(text), start=1):
+            units[unit.start() : unit.end()] = number
+        before = np.concatenate([[NO_TOKEN], np.maximum.accumulate(tokens.ends)[:-1]])
+        apart = (tokens.starts > before) | ((tokens.starts == before) & (units[tokens.starts] != units[before - 1]))
+        return apart & (tokens.ends > tokens.starts)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Tokens as readable text, padding left out."""
+        return str(self._tokenizer.decode([int(number) for number in ids if number != self.pad_id], False))
+
+    def pieces(self, ids: Iterable[int]) -> list[str]:
+        """The token of each id, as it stands in the vocabulary."""
+        return [self._tokenizer.id_to_token(int(number)) or "" for number in ids]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits that change with any token, its id, and how text is normalised and split."""
+        deciding = [self._settings.get(part) for part in ("normalizer", "pre_tokenizer", "model")]
+        return hashlib.sha256(json.dumps([*deciding, self.special], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def lowers(value: Any) -> bool | None:
+    """Whether text is put in lower case. value: true or false, or a normalizer of the library tokenizers; None for
+    anything else, which does not say."""
+    if not isinstance(value, dict):
+        return value if isinstance(value, bool) else None
+    if value.get("type") == "Sequence":
+        return any(lowers(part) for part in value.get("normalizers", []))
+    return value.get("type") == "Lowercase" or bool(value.get("lowercase"))
+
+
+def _line_begins(lines: list[str]) -> Iterator[int]:
+    """Where each line begins in the text."""
+    place = 0
+    for line in lines:
+        yield place
+        place += len(line) + 1
+
+
+def _special_tokens(tokenizer: tokenizers.Tokenizer, source: str) -> Special:
+    """Those that stand before and behind a text say what [CLS] and [SEP] are; padding and mask are known by name.
+
+    Raises UserError where one is missing.
+    """
+    plain = tokenizer.encode("a", add_special_tokens=False).ids
+    whole = tokenizer.encode("a").ids
+    place = next((n for n in range(1, len(whole)) if whole[n : n + len(plain)] == plain), len(whole))
+    added = {
+        token.content.strip("[]<>|").lower(): number
+        for number, token in sorted(tokenizer.get_added_tokens_decoder().items(), reverse=True)
+    }
+    found = {
+        "cls": whole[0] if place < len(whole) else None,
+        "sep": whole[-1] if place + len(plain) < len(whole) else None,
+        "pad": added.get("pad"),
+        "mask": added.get("mask"),
+    }
+    missing = [f"[{kind.upper()}]" for kind, number in found.items() if number is None]
+    if missing:
+        raise UserError(f"{source}: has no token for {' '.join(missing)}; choose the tokenizer of an encoder")
+    return Special(**{kind: int(number) for kind, number in found.items() if number is not None})
+
+
+def _unknown(tokenizer: tokenizers.Tokenizer, model: dict[str, Any]) -> int:
+    """The id of what stands for unknown characters; NO_TOKEN for a model that knows all of them."""
+    if isinstance(number := model.get("unk_id"), int):
+        return number
+    found = tokenizer.token_to_id(model["unk_token"]) if model.get("unk_token") else None
+    return NO_TOKEN if found is None else int(found)

@@ -1,0 +1,269 @@
+"""Word pieces: a vocabulary of a BERT's vocab.txt, or one learned from the user's own text.
+
+The Rust library `tokenizers` does the splitting (BERT's basic tokenizer, then longest match first). Here is what word
+pieces have beyond other tokenizers: reading and checking a list of pieces, and training that gives the same vocabulary
+each time. Prepared data keep two files of it:
+
+    vocab.txt        one piece a line
+    settings.json    whether text is put in lower case
+
+"[MASK]" in a passage is three pieces, "[", "mask" and "]". Next to read: `tokenizer_files.py`.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+from tokenizers import models, normalizers, pre_tokenizers, trainers
+
+from realm_jax.data.layouts import Special
+from realm_jax.data.tokenizer import TOKENIZER_CONFIG, Tokenizer, Tokens
+from realm_jax.errors import UserError
+
+PAD, UNK, CLS, SEP, MASK = SPECIAL_PIECES = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+VOCABULARY_FILE = "vocab.txt"
+SETTINGS_FILE = "settings.json"
+FORMAT_VERSION = 1
+MAX_SIZE = 65_535  # of a vocabulary that is learned here
+MIN_TRAINED_SIZE = 64  # the special tokens and both forms of a few dozen characters
+MAX_ALPHABET = 1_000  # distinct characters of a trained vocabulary: enough for any alphabet, not for every ideograph
+CONTINUATION = "##"
+
+
+def check_size(size: int) -> None:
+    """Raise UserError for a size that no vocabulary can be learned in."""
+    if not MIN_TRAINED_SIZE <= size <= MAX_SIZE:
+        raise UserError(f"vocabulary size {size}: choose between {MIN_TRAINED_SIZE} and {MAX_SIZE}")
+
+
+class WordPiece(Tokenizer):
+    """A vocabulary of word pieces. Made by `from_vocab`, `load` or `train`."""
+
+    CONTEXTS: ClassVar[tuple[str, ...]] = ("",)  # a word has the same pieces wherever it stands
+
+    def __init__(self, vocabulary: Sequence[str], lower_case: bool = True, source: str = "vocabulary") -> None:
+        """Check `vocabulary` (the piece of id i stands at place i) and build the tokenizer.
+
+        Raises:
+            UserError: empty, too large, a piece twice, or a special token missing; the message names `source`.
+        """
+        _check(vocabulary, source)
+        self.lower_case = lower_case
+        self._vocabulary = tuple(vocabulary)
+        ids = {piece: number for number, piece in enumerate(vocabulary)}
+        pad, unknown, cls, sep, mask = (ids[piece] for piece in SPECIAL_PIECES)
+        self._set_up(_tokenizer(ids, lower_case), Special(pad, cls, sep, mask), unknown)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), (self._vocabulary, self.lower_case))
+
+    @classmethod
+    def from_vocab(cls, path: str | Path, lower_case: bool = True) -> "WordPiece":
+        """Read a BERT `vocab.txt` (UTF-8, one piece a line, the id is the line number from 0).
+
+        Raises:
+            UserError: the file cannot be read, or is no usable vocabulary; names the file and, where one is at fault,
+                the line (from 1).
+        """
+        return cls(_lines(read_bytes(Path(path)), Path(path)), lower_case, str(path))
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "WordPiece":
+        """Read what `save` wrote.
+
+        Raises:
+            UserError: a file is absent, damaged or of another format version.
+        """
+        return cls.from_files(
+            {name: read_bytes(Path(folder) / name) for name in (SETTINGS_FILE, VOCABULARY_FILE)}, folder
+        )
+
+    @classmethod
+    def from_files(cls, files: Mapping[str, bytes], folder: str | Path) -> "WordPiece":
+        """What `files` gave, which was read in `folder`. Raises UserError as `load` does."""
+        lower_case = _lower_case_setting(files[SETTINGS_FILE], Path(folder) / SETTINGS_FILE)
+        path = Path(folder) / VOCABULARY_FILE
+        return cls(_lines(files[VOCABULARY_FILE], path), lower_case, str(path))
+
+    @classmethod
+    def train(cls, texts: Iterable[str], size: int, lower_case: bool = True) -> "WordPiece":
+        """Learn a vocabulary of at most `size` pieces from `texts` (read once; memory holds its distinct words).
+
+        The same texts give the same vocabulary, pieces and ids alike. A vocabulary is smaller than `size` when the
+        text has no more pieces to offer. Characters beyond the most frequent 1,000 are left to [UNK].
+
+        Raises:
+            UserError: `size` is out of range, or the texts hold no word.
+        """
+        check_size(size)
+        words = _count_words(texts, lower_case)
+        if not words:
+            raise UserError("no word to learn a vocabulary from: the texts are empty")
+        return cls(_learn(words, size), lower_case, "trained vocabulary")
+
+    def files(self) -> dict[str, bytes]:
+        """The content of `vocab.txt` and `settings.json`, in the order in which they are to be written."""
+        vocabulary = "".join(f"{piece}\n" for piece in self._vocabulary)
+        return {VOCABULARY_FILE: vocabulary.encode(), SETTINGS_FILE: f"{json.dumps(self._settings())}\n".encode()}
+
+    def pretrained_files(self, length: int) -> dict[str, bytes]:
+        """What BertTokenizer of transformers needs."""
+        config = {"tokenizer_class": "BertTokenizer", "do_lower_case": self.lower_case, "model_max_length": length}
+        return {
+            VOCABULARY_FILE: self.files()[VOCABULARY_FILE],
+            TOKENIZER_CONFIG: f"{json.dumps(config, indent=2)}\n".encode(),
+        }
+
+    def _without_space(
+        self, texts: Sequence[str], starts: NDArray[np.int64], ends: NDArray[np.int64], counts: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        return starts  # BERT's tokenizer cuts white space away
+
+    def unit_starts(self, text: str, tokens: Tokens) -> NDArray[np.bool_]:
+        """By the pieces' names: BERT's tokenizer cuts text into units before it looks for pieces."""
+        return self._begins_unit[tokens.ids]
+
+    @cached_property
+    def _begins_unit(self) -> NDArray[np.bool_]:
+        return np.array([not piece.startswith(CONTINUATION) or piece == CONTINUATION for piece in self._vocabulary])
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Join pieces into readable text: continuations closed up, words apart by one space, [PAD] left out."""
+        joined = " ".join(self._vocabulary[number] for number in ids if number != self.pad_id)
+        return joined.replace(" " + CONTINUATION, "")
+
+    @property
+    def cased(self) -> list[str]:
+        """Pieces that text in lower case never has, save those in brackets: `[CLS]` and its like stand for no text."""
+        plain = (piece for piece in self._vocabulary if not (piece.startswith("[") and piece.endswith("]")))
+        return [piece for piece in plain if piece != piece.lower()]  # not ℝ, which has no other form
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits that change with any piece, its place, or the settings."""
+        content = json.dumps([self._settings(), self._vocabulary], ensure_ascii=True)
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+    def _settings(self) -> dict[str, bool | int]:
+        return {"lower_case": self.lower_case, "format_version": FORMAT_VERSION}
+
+
+# --- Reading and checking ---------------------------------------------------------------------------------------------
+
+
+def _tokenizer(ids: dict[str, int], lower_case: bool) -> tokenizers.Tokenizer:
+    tokenizer = tokenizers.Tokenizer(models.WordPiece(ids, unk_token=UNK))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lower_case)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return tokenizer
+
+
+def _check(vocabulary: Sequence[str], source: str) -> None:
+    if not vocabulary:
+        raise UserError(f"{source}: the vocabulary is empty; one word piece a line is expected")
+    line_of: dict[str, int] = {}
+    for line, piece in enumerate(vocabulary, start=1):
+        if not piece.strip():
+            raise UserError(f"{source}, line {line}: an empty word piece; remove the line or name the piece")
+        if piece in line_of:
+            raise UserError(f"{source}, line {line}: {piece!r} stands on line {line_of[piece]} already")
+        line_of[piece] = line
+    missing = [piece for piece in SPECIAL_PIECES if piece not in line_of]
+    if missing:
+        raise UserError(f"{source}: no {' '.join(missing)}; a BERT vocabulary holds {' '.join(SPECIAL_PIECES)}")
+    if len(vocabulary) == len(SPECIAL_PIECES):
+        raise UserError(f"{source}: special pieces alone; every word would be {UNK}")
+
+
+def _lines(raw: bytes, path: Path) -> list[str]:
+    """The pieces of a vocab.txt."""
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise UserError(f"{path}, line {line}: not UTF-8; save the vocabulary as UTF-8 text") from None
+    # Not splitlines(): a piece may itself be a character that Python takes for a line end.
+    lines = text.removesuffix("\n").split("\n") if text else []
+    return [line.removesuffix("\r") for line in lines]
+
+
+def _lower_case_setting(raw: bytes, path: Path) -> bool:
+    """What our settings.json says."""
+    try:
+        settings = json.loads(raw)
+        version, lower_case = settings["format_version"], settings["lower_case"]
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{path}: not the settings of a tokenizer; save it again") from None
+    if version != FORMAT_VERSION or not isinstance(lower_case, bool):
+        raise UserError(
+            f"{path}: format_version {version!r}, lower_case {lower_case!r}; this program reads "
+            f"format_version {FORMAT_VERSION} and lower_case true or false"
+        )
+    return lower_case
+
+
+def read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); give a tokenizer's file") from None
+
+
+# --- Learning ---------------------------------------------------------------------------------------------------------
+
+
+def _count_words(texts: Iterable[str], lower_case: bool) -> Counter[str]:
+    normalizer = normalizers.BertNormalizer(lowercase=lower_case)
+    splitter = pre_tokenizers.BertPreTokenizer()
+    words: Counter[str] = Counter()
+    for text in texts:
+        words.update([word for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(text))])
+    return words
+
+
+def _learn(words: Counter[str], size: int) -> list[str]:
+    """Learn the pieces of a vocabulary from counted words.
+
+    The library's trainer numbers the continuations ("##a") in the order of a hash table and breaks ties between merges
+    by those numbers, so its result changes from run to run. Naming every character, in both forms, as a special token
+    fixes the numbers before it starts.
+    """
+    room = (size - len(SPECIAL_PIECES)) // 2
+    alphabet = _alphabet(words)[: min(room, MAX_ALPHABET)]
+    continuations = [CONTINUATION + character for character in alphabet]
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=size,
+        special_tokens=[*SPECIAL_PIECES, *alphabet, *continuations],
+        initial_alphabet=alphabet,
+        limit_alphabet=len(alphabet),
+        show_progress=False,
+    )
+    learner = tokenizers.Tokenizer(models.WordPiece(unk_token=UNK))
+    learner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    learner.train_from_iterator(_repeated(words), trainer)
+    vocabulary = learner.get_vocab(with_added_tokens=False)
+    return sorted(vocabulary, key=vocabulary.__getitem__)
+
+
+def _alphabet(words: Counter[str]) -> list[str]:
+    """All characters of the words, the most frequent first, ties in code point order."""
+    counts: Counter[str] = Counter()
+    for word, count in words.items():
+        for character in word:
+            counts[character] += count
+    return sorted(counts, key=lambda character: (-counts[character], character))
+
+
+def _repeated(words: Counter[str], at_once: int = 10_000) -> Iterator[str]:
+    """Yield each word as often as it was counted, in lines of at most `at_once` words: the trainer counts itself."""
+    stream = (word for word, count in words.items() for _ in range(count))
+    while line := list(islice(stream, at_once)):
+        yield " ".join(line)

@@ -1,0 +1,113 @@
+"""A table of trainings that differ in one thing: means and intervals over seeds, as Markdown and as a page.
+
+Intervals are Student's t over seeds, so they speak of other seeds on the same corpus and questions; a difference to the
+first row is taken seed by seed. Not for how far questions can be trusted: read `significance.py`.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from scipy import stats
+
+from realm_jax.eval.format import duration
+from realm_jax.eval.html import render
+from realm_jax.eval.significance import LEVEL
+
+HEADS = (
+    "", "exact match", "first − this", "answer in the first 5", "gold in the first 5",
+    "paper: exact match", "paper: answer in the first 5", "seeds", "time",
+)  # fmt: skip
+NOTE = (
+    "Exact match after fine-tuning, and zero-shot recall of the answer and of the gold passage before any question was "
+    f"seen, in per cent of the development questions: mean over seeds, with the {LEVEL:.0%} interval of Student's t. "
+    "The paper's numbers are of Natural Questions (Guu et al. 2020, table 2)."
+)
+
+
+class Measured(NamedTuple):
+    """What one training of a row comes to; seconds: of training, that of what it starts from with it.
+
+    answer_recall, recall: None where nothing was retrieved, or questions have no gold passage.
+    """
+
+    exact_match: float
+    answer_recall: float | None
+    recall: float | None
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One training under several seeds. paper: exact match and recall there, in per cent; () where it has none."""
+
+    title: str
+    paper: tuple[float, ...]
+    seeds: Mapping[int, Measured]
+
+
+class Mean(NamedTuple):
+    """A mean over seeds with the ends of its interval; None for a single seed."""
+
+    value: float
+    low: float | None
+    high: float | None
+
+
+def mean_of(values: Sequence[float]) -> Mean:
+    """The mean of a number over seeds, one at least."""
+    centre = float(np.mean(values))
+    if len(values) < 2:
+        return Mean(centre, None, None)
+    reach = float(stats.t.ppf((1 + LEVEL) / 2, len(values) - 1) * stats.sem(values))
+    return Mean(centre, centre - reach, centre + reach)
+
+
+def lead(first: Row, row: Row) -> Mean | None:
+    """How much more exact match the first row has, over the seeds that both have; None without any."""
+    both = sorted(first.seeds.keys() & row.seeds.keys())
+    if not both:
+        return None
+    return mean_of([first.seeds[seed].exact_match - row.seeds[seed].exact_match for seed in both])
+
+
+def cells(rows: Sequence[Row]) -> list[list[str]]:
+    """The table's cells below HEADS; a row without a seed yet is left out."""
+    trained = [row for row in rows if row.seeds]
+    return [_cells(trained[0], row) for row in trained]
+
+
+def _cells(first: Row, row: Row) -> list[str]:
+    found = list(row.seeds.values())
+    answers = [one.answer_recall for one in found if one.answer_recall is not None]
+    gold = [one.recall for one in found if one.recall is not None]
+    ahead = None if row is first else lead(first, row)
+    paper = [f"{value:.1f}" for value in row.paper] or ["", ""]
+    return [
+        row.title,
+        _percent(mean_of([one.exact_match for one in found])),
+        "" if ahead is None else _percent(ahead),
+        _percent(mean_of(answers)) if answers else "",
+        _percent(mean_of(gold)) if gold else "",
+        *paper,
+        str(len(found)),
+        duration(float(np.mean([one.seconds for one in found]))),
+    ]
+
+
+def _percent(mean: Mean) -> str:
+    ends = "" if mean.low is None or mean.high is None else f" ({100 * mean.low:.1f} … {100 * mean.high:.1f})"
+    return f"{100 * mean.value:.1f}{ends}"
+
+
+def markdown(rows: Sequence[Row], note: str) -> str:
+    """The table with what it was measured on, as Markdown."""
+    filled = [[cell.replace("|", r"\|") for cell in line] for line in cells(rows)]
+    lines = [list(HEADS), ["---"] * len(HEADS), *filled]
+    return "\n".join([f"{note}\n", *(f"| {' | '.join(line)} |" for line in lines), f"\n{NOTE}\n"])
+
+
+def html(rows: Sequence[Row], note: str) -> str:
+    """The same as a page of its own."""
+    return render("ablations.html.j2", note=f"{note} {NOTE}", heads=HEADS, rows=cells(rows))

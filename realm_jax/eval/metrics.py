@@ -1,0 +1,141 @@
+"""From predictions to measures: what each question counts, means with intervals, differences. No model, no device.
+
+Every measure is an array over the questions, NaN where it has no meaning for one. Read `prediction_files.py` for the
+records that are measured, `answers.py` for what is right, `significance.py` for intervals.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from realm_jax.errors import UserError
+from realm_jax.eval.answers import exact_match, full_match, squad_match, token_f1
+from realm_jax.eval.prediction_files import Record, check_same_questions
+from realm_jax.eval.retrieval import found_within
+from realm_jax.eval.significance import METHODS, difference, interval
+
+Measures = dict[str, NDArray[np.float64]]
+
+WORDS = {
+    "exact_match": "ORQA's and NQ-open's; patterns match from the start",
+    "exact_match_squad": "SQuAD's and DPR's",
+    "f1": "words shared with the best answer (SQuAD)",
+    "regex_match": "patterns match from the start (CuratedTREC)",
+    "regex_full_match": "patterns match the whole answer",
+    "answer_recall": "answer in a passage (DPR)",
+    "recall": "gold passage found",
+    "reader_oracle": "right span in a passage that was read",
+}
+
+
+def words_of(measure: str) -> str:
+    """What a measure is, in a few words: `recall@5` like `recall@1`."""
+    return WORDS[measure.partition("@")[0]]
+
+
+def measure(records: Sequence[Record]) -> Measures:
+    """Each measure that some of the questions have, float64 [questions], in the order of WORDS.
+
+    Raises UserError where no question has answers, or a gold passage that could have been retrieved.
+    """
+    golds = any(record.get("gold_passage_id") is not None and "retrieved" in record for record in records)
+    if not golds and not any(record.get("answers") for record in records):
+        raise UserError("no question has answers or a gold passage to compare with; predict questions that have them")
+    found: Measures = {name: _each(records, of) for name, of in _ANSWERS.items()}
+    found |= _at_depths("answer_recall", records, _has_answer) if _was_looked(records) else {}
+    found |= _at_depths("recall", records, _is_gold)
+    found["reader_oracle"] = np.array([float(record.get("reader_oracle", np.nan)) for record in records])
+    return {name: values for name, values in found.items() if not np.isnan(values).all()}
+
+
+def summarise(values: NDArray[np.float64]) -> dict[str, Any]:
+    """{"value": mean, "low", "high": its interval, "questions": how many it is over} of a measure."""
+    counted = values[~np.isnan(values)]
+    low, high = interval(counted)
+    return {"value": float(counted.mean()), "low": low, "high": high, "questions": len(counted)}
+
+
+def _is_regex(record: Record) -> bool:
+    return record.get("match") == "regex"
+
+
+def _of_strings(score: Callable[[str, list[str]], float]) -> Callable[[Record], float]:
+    return lambda record: np.nan if _is_regex(record) else score(record["prediction"], record["answers"])
+
+
+def _of_patterns(score: Callable[[str, list[str]], float]) -> Callable[[Record], float]:
+    return lambda record: score(record["prediction"], record["answers"]) if _is_regex(record) else np.nan
+
+
+_ANSWERS: dict[str, Callable[[Record], float]] = {
+    "exact_match": lambda record: exact_match(record["prediction"], record["answers"], _is_regex(record)),
+    "exact_match_squad": _of_strings(squad_match),
+    "f1": _of_strings(token_f1),
+    "regex_match": _of_patterns(lambda prediction, answers: exact_match(prediction, answers, is_regex=True)),
+    "regex_full_match": _of_patterns(full_match),
+}
+
+
+def _each(records: Sequence[Record], of: Callable[[Record], float]) -> NDArray[np.float64]:
+    """A measure of every record that has answers."""
+    return np.array([float(of(record)) if record.get("answers") else np.nan for record in records])
+
+
+def _has_answer(record: Record) -> list[bool] | None:
+    """Which of the retrieved passages have an answer; None where nobody looked."""
+    if not record.get("answers") or "retrieved" not in record:
+        return None
+    retrieved = record["retrieved"]
+    if any("has_answer" not in passage for passage in retrieved):
+        return None
+    return [passage["has_answer"] for passage in retrieved]
+
+
+def _is_gold(record: Record) -> list[bool] | None:
+    """Which of the retrieved passages are the one that the question was asked about; None where there is none."""
+    gold, retrieved = record.get("gold_passage_id"), record.get("retrieved")
+    return None if gold is None or retrieved is None else [str(passage["id"]) == str(gold) for passage in retrieved]
+
+
+def _was_looked(records: Sequence[Record]) -> bool:
+    """Whether anybody looked for answers in what was retrieved; where nothing was, there is nothing to look at."""
+    retrieved = [passage for record in records for passage in record.get("retrieved", ())]
+    return not retrieved or any("has_answer" in passage for passage in retrieved)
+
+
+def _at_depths(name: str, records: Sequence[Record], hits_of: Callable[[Record], list[bool] | None]) -> Measures:
+    """Whether the first k passages have a hit, for k of DEPTHS as far as some question has passages.
+
+    Beyond the last passage of a question nothing hits, as in TREC's evaluation: a search by words may find fewer for
+    one question than for another.
+    """
+    hits = [hits_of(record) for record in records]
+    counted = [number for number, one in enumerate(hits) if one is not None]
+    room = max((len(one) for one in hits if one), default=min(1, len(counted)))
+    matrix = np.array([one + [False] * (room - len(one)) for one in hits if one is not None], bool)
+    found: Measures = {}
+    for k, within in found_within(matrix.reshape(len(counted), room)).items():
+        found[f"{name}@{k}"] = np.full(len(records), np.nan)
+        found[f"{name}@{k}"][counted] = within
+    return found
+
+
+def compare(first: Sequence[Record], second: Sequence[Record], path: str) -> dict[str, Any]:
+    """{"questions", "methods", "measures": {name: {"a", "b", "difference", "low", "high", "p", "mcnemar", "only_a",
+    "only_b", "questions"}}} of two sets of predictions, over the questions on which both have a measure.
+
+    path: the second file's name, for the message. Raises UserError unless both were asked the same.
+    """
+    check_same_questions(first, second, path)
+    left, right = measure(first), measure(second)
+    measures = {}
+    for name in (name for name in left if name in right):
+        both = ~np.isnan(left[name]) & ~np.isnan(right[name])
+        a, b = left[name][both], right[name][both]
+        if len(a):
+            tests = difference(a, b)._asdict()
+            means = {"a": float(a.mean()), "b": float(b.mean()), "difference": tests.pop("value")}
+            measures[name] = means | tests | {"questions": len(a)}
+    return {"questions": len(first), "methods": METHODS, "measures": measures}

@@ -1,0 +1,290 @@
+"""Answer questions: retrieve, read, and slice the answer out of the original text of its passage.
+
+`Evaluator` holds a set of questions as arrays and measures retrieval and answers with any parameters and index. Not
+here: what counts as right (`answers.py`) and how retrieval is scored (`retrieval.py`).
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property, lru_cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from realm_jax.data import patterns
+from realm_jax.data.examples import Found, body_read, holds_answer, query_arrays
+from realm_jax.data.jsonl import Question
+from realm_jax.eval.answers import exact_match, normalise
+from realm_jax.eval.retrieval import answer_hits, by_group, found_within, gold_hits
+from realm_jax.forward import question_beam, read_question
+from realm_jax.mesh import to_host
+from realm_jax.models.realm import Params
+from realm_jax.retrieval.fusion import Fused
+from realm_jax.retrieval.search import Index, Setting
+from realm_jax.run import Run, put_batch
+
+GROUPED_BY = "replaced_words"  # a question field that recall is also given by, where questions have it
+
+
+class Candidate(NamedTuple):
+    """A passage read for a question. probability: p(z|x) among those read; span: characters of its best answer."""
+
+    row: int
+    probability: float
+    span: tuple[int, int]
+    span_probability: float
+
+
+class Answer(NamedTuple):
+    """A text as it stands in the passage of a row, at `span` (characters), with its probability."""
+
+    text: str
+    probability: float
+    row: int
+    span: tuple[int, int]
+
+
+class Prediction(NamedTuple):
+    """nbest: different answers, the likeliest first, at least one, '' in row −1 where no passage was found; candidates:
+    the passages that were read.
+
+    retrieved, scores: rows and inner products of the best passages, [evaluation.passages], those that were read first,
+    −1 where words found no more; ranks [evaluation.passages, 2]: their places in the lists of vectors and of words, as
+    of `index.fusion.Fused`.
+    """
+
+    nbest: list[Answer]
+    candidates: list[Candidate]
+    retrieved: NDArray[np.int32]
+    scores: NDArray[np.float32]
+    ranks: NDArray[np.int32]
+
+    @property
+    def answer(self) -> str:
+        """The likeliest answer."""
+        return self.nbest[0].text
+
+    @property
+    def probability(self) -> float:
+        """That of the likeliest answer."""
+        return self.nbest[0].probability
+
+
+def merge(occurrences: Iterable[Answer], aggregate: str) -> list[Answer]:
+    """One answer for all occurrences that are the same after `normalise`, the likeliest first.
+
+    It has the text and the place of its likeliest occurrence; its probability is the sum over the occurrences
+    ('marginal') or that of the likeliest ('max'). What normalises to nothing is the same only letter by letter.
+    """
+    same: dict[str, list[Answer]] = {}
+    for occurrence in occurrences:
+        same.setdefault(normalise(occurrence.text) or occurrence.text, []).append(occurrence)
+    best = [max(group, key=lambda one: one.probability) for group in same.values()]
+    if aggregate == "marginal":
+        totals = [sum(one.probability for one in group) for group in same.values()]
+        best = [one._replace(probability=total) for one, total in zip(best, totals, strict=True)]
+    return sorted(best, key=lambda one: -one.probability)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _find(setting: Setting, depth: int, params: Params, batch: Any, index: Index) -> Fused:
+    """The `depth` best passages, [batch, depth]. One program for all sets of questions of a run."""
+    return question_beam(setting, params, batch, index, None, depth)[0]
+
+
+class _Read(NamedTuple):
+    """What `_read` finds for each question of a batch; retrieved, scores [depth], ranks [depth, 2] (`Fused`), prior
+    [passages]: p(z|x).
+
+    starts, widths, log_p [passages, spans]: a span's first piece of the body, its pieces beyond the first, and
+    log p(span|z,x), the likeliest first; NEGATIVE or less where a passage has no more.
+    """
+
+    retrieved: Any
+    scores: Any
+    ranks: Any
+    prior: Any
+    starts: Any
+    widths: Any
+    log_p: Any
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _read(setting: Setting, depth: int, spans: int, params: Params, batch: Any, index: Index) -> _Read:
+    """Retrieve `depth` passages, read the first, and take the likeliest spans of each."""
+    passages, width = setting.qa_passages, setting.model.span_width
+    read = read_question(setting, params, batch, index, None, max(depth, passages), passages)
+    flat = read.spans.reshape(*read.prior.shape, -1)
+    best, places = jax.lax.top_k(flat, min(spans, flat.shape[-1]))
+    starts = places // width - read.reading.joint.body_start[..., None]
+    return _Read(*read.beam, jnp.exp(read.prior), starts, places % width, best)
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluator:
+    """Questions against one run's corpus. search: what finds the passages, one of `sections.SEARCHES`."""
+
+    run: Run
+    questions: Sequence[Question]
+    search: str = "vectors"
+
+    @property
+    def batch_size(self) -> int:
+        """Questions read at a time: `evaluation.batch_size`, or a few more to share them out over the devices."""
+        size: int = self.run.config.evaluation.batch_size
+        return size + -size % self.run.mesh.size
+
+    @cached_property
+    def _batches(self) -> list[dict[str, NDArray]]:
+        """Query arrays of all questions; the last batch is filled up with its first question."""
+        encoded = self.run.sources.wordpiece.encode_batch([question.question for question in self.questions])
+        length, wordpiece = self.run.lengths.query, self.run.sources.wordpiece
+        rows = [query_arrays(np.asarray(item.ids, np.int32), length, wordpiece) for item in encoded]
+        if self._found is not None:
+            rows = [row | self._found.arrays(number) for number, row in enumerate(rows)]
+        size = self.batch_size
+        parts = [rows[start : start + size] for start in range(0, len(rows), size)]
+        parts = [part + [part[0]] * (size - len(part)) for part in parts]
+        return [{key: np.stack([row[key] for row in part]) for key in part[0]} for part in parts]
+
+    @cached_property
+    def _found(self) -> Found | None:
+        """What BM25 finds for all questions, where it takes part."""
+        return None if self.search == "vectors" else self._found_at(max(self.depth, self.run.answering.qa_passages))
+
+    def _found_at(self, depth: int) -> Found:
+        return self.run.found_by_words([question.question for question in self.questions], depth)
+
+    @property
+    def depth(self) -> int:
+        """Passages retrieved for each question: `evaluation.passages`, or all."""
+        return min(self.run.config.evaluation.passages, self.run.setting.rows)
+
+    def retrieve(self, params: Params, index: Index, depth: int = 0) -> NDArray[np.int64]:
+        """Rows of the best passages for every question, `evaluation.passages` of them or `depth`.
+
+        int64 [questions, depth].
+        """
+        depth = min(depth, self.run.setting.rows) or self.depth
+        if self.search == "bm25":
+            found = self._found
+            found = found if found is not None and depth <= found.rows.shape[1] else self._found_at(depth)
+            return found.rows[:, :depth].astype(np.int64)
+        rows: NDArray[np.int64] = self.find(params, index, depth).rows.astype(np.int64)
+        return rows
+
+    def find(self, params: Params, index: Index, depth: int) -> Fused:
+        """The `depth` best passages for every question by a search that takes vectors, [questions, depth or all]."""
+        setting = dataclasses.replace(self.run.setting, qa_search=self.search)
+        parts = [_find(setting, depth, params, put_batch(self.run.mesh, batch), index) for batch in self._batches]
+        columns = [np.concatenate([*map(to_host, column)]) for column in zip(*parts, strict=True)]
+        return Fused(*(column[: len(self.questions)] for column in columns))
+
+    def recall(self, params: Params, index: Index) -> dict[str, Any]:
+        """recall@k of the gold passage's id, over the questions that have one, and answer_recall@k, over those with
+        answers, for k of DEPTHS as far as passages are retrieved."""
+        return self.recall_of(self.retrieve(params, index))
+
+    def recall_of(self, rows: NDArray[np.int64]) -> dict[str, Any]:
+        """`recall` of rows that something else retrieved (BM25)."""
+        store = self.run.sources.passages
+        answered = [place for place, question in enumerate(self.questions) if question.answers]
+        gold = [place for place, question in enumerate(self.questions) if question.gold_passage_id is not None]
+        hits: dict[str, NDArray[np.bool_]] = {}
+        if answered:
+            asked = [self.questions[place] for place in answered]
+            answers = [question.answers for question in asked]
+            hits["answer_recall"] = answer_hits(store, rows[answered], answers, [q.is_regex for q in asked])
+        if gold:
+            hits["recall"] = gold_hits(store, rows[gold], [self.questions[place].gold_passage_id for place in gold])
+        within = {f"{name}@{k}": found for name, hit in hits.items() for k, found in found_within(hit).items()}
+        recalls: dict[str, Any] = {name: float(found.mean()) for name, found in within.items()}
+        groups = [self.questions[place].fields.get(GROUPED_BY) for place in gold]
+        if "recall@5" in within and None not in groups:
+            recalls[f"recall@5_by_{GROUPED_BY}"] = by_group(within["recall@5"], groups)
+        return recalls
+
+    def predict(self, params: Params, index: Index) -> list[Prediction]:
+        """Answers for every question, with the passages that were read."""
+        return [prediction for batch in self.predict_batches(params, index) for prediction in batch]
+
+    def predict_batches(self, params: Params, index: Index) -> Iterator[list[Prediction]]:
+        """`predict`, `batch_size` questions at a time."""
+        run, left = self.run, len(self.questions)
+        setting = dataclasses.replace(run.answering, qa_search=self.search)
+        for batch in self._batches:
+            spans = run.config.evaluation.spans
+            outputs = _read(setting, self.depth, spans, params, put_batch(run.mesh, batch), index)
+            parts = zip(*map(to_host, outputs), strict=True)
+            yield [self._assemble(_Read(*question)) for question in [*parts][:left]]
+            left -= len(batch["query"])
+
+    def exact_match(self, predictions: Sequence[Prediction]) -> float | None:
+        """Share of the questions with answers that are answered right after normalisation; None where none has any."""
+        right = [
+            exact_match(prediction.answer, question.answers, question.is_regex)
+            for prediction, question in zip(predictions, self.questions, strict=True)
+            if question.answers
+        ]
+        return float(np.mean(right)) if right else None
+
+    def reader_oracle(self, question: Question, prediction: Prediction) -> bool:
+        """Whether any span that the reader could have chosen is right, by its word pieces as ORQA has it.
+
+        Of answers that are regular expressions: whether the text of a passage that was read matches anywhere.
+        """
+        rows = [candidate.row for candidate in prediction.candidates]
+        if question.is_regex:
+            texts = [self._read_text(row) for row in rows]
+            return any(patterns.search(answer, text) is not None for answer in question.answers for text in texts)
+        wordpiece, longest = self.run.sources.wordpiece, self.run.setting.model.span_width
+        forms = (form for answer in question.answers for form in wordpiece.forms(answer))
+        encoded = [np.asarray(form, wordpiece.dtype) for form in forms]
+        wanted = [answer for answer in encoded if 0 < len(answer) <= longest]
+        return any(holds_answer(self.run.sources.passages, row, wanted, self.run.lengths) for row in rows)
+
+    def _assemble(self, read: _Read) -> Prediction:
+        """One question's passages, and its answers: p(answer|x) over the occurrences that were found."""
+        candidates: list[Candidate] = []
+        occurrences: list[Answer] = []
+        within, prior = np.exp(read.log_p).tolist(), read.prior.tolist()
+        for place, row in enumerate(read.retrieved.tolist()[: len(prior)]):
+            if row < 0:
+                continue
+            text = self.run.sources.passages.text(row)
+            ends = zip(read.starts[place].tolist(), read.widths[place].tolist(), strict=True)
+            spans = [self._characters(row, start, start + more) for start, more in ends]
+            candidates.append(Candidate(row, prior[place], spans[0], within[place][0]))
+            found = zip(spans, within[place], strict=True)
+            occurrences += [Answer(text[slice(*span)], prior[place] * p, row, span) for span, p in found if p > 0]
+        nbest = merge(occurrences, self.run.config.evaluation.aggregate)
+        nothing = Answer("", 0.0, candidates[0].row if candidates else -1, (0, 0))
+        return Prediction(nbest or [nothing], candidates, read.retrieved, read.scores, read.ranks)
+
+    def _characters(self, row: int, first: int, last: int) -> tuple[int, int]:
+        """Characters of body pieces first … last of a row, in its original text."""
+        offsets = self._offsets(row)
+        if not len(offsets) or first < 0:
+            return 0, 0
+        last = min(last, len(offsets) - 1)
+        return int(offsets[min(first, last), 0]), int(offsets[last, 1])
+
+    @cached_property
+    def _offsets(self) -> Callable[[int], NDArray[np.int64]]:
+        """Start and end of each piece of a row's body in its text, int64 [pieces, 2]. Rows come again."""
+        wordpiece, store = self.run.sources.wordpiece, self.run.sources.passages
+
+        def offsets(row: int) -> NDArray[np.int64]:
+            found = wordpiece.offsets_of(store.text(row), store.body_tokens(row))
+            # One that was cut within a word has other tokens at its ends, and the same between.
+            return np.array(wordpiece.encode(store.text(row)).offsets).reshape(-1, 2) if found is None else found
+
+        return lru_cache(4096)(offsets)
+
+    def _read_text(self, row: int) -> str:
+        """The text of a row as far as it is read: beside its title and three special pieces."""
+        ends = self._offsets(row)[: len(body_read(self.run.sources.passages, row, self.run.lengths)), 1]
+        return self.run.sources.passages.text(row)[: int(ends.max(initial=0))]

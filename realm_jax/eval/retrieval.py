@@ -1,0 +1,92 @@
+"""Measure retrieval: which questions find their passage among the first k candidates.
+
+Not for retrieving (`retrieval/exact.py` and `retrieval/bm25.py` do); this file takes rows of passages from anywhere
+and says how good they are. Read `answers.py` for what it means that a passage contains an answer.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from realm_jax.data.store import PassageStore
+from realm_jax.eval.answers import contains_answer, contains_words, words
+
+DEPTHS = (1, 5, 20, 100)  # at which recall is told, as far as passages are retrieved
+
+
+def found_within(hits: NDArray[np.bool_]) -> dict[int, NDArray[np.bool_]]:
+    """k → for each question, whether one of its first k candidates is a hit, bool [questions], for k of DEPTHS.
+
+    `hits` is bool [questions, depth], best candidate first. Of a k beyond the depth nothing is said: recall@20 of ten
+    candidates would look worse than it is.
+    """
+    return {k: np.any(hits[:, :k], axis=1) for k in DEPTHS if k <= hits.shape[1]}
+
+
+def by_group(found: ArrayLike, groups: Sequence[Any]) -> dict[str, float]:
+    """The share found in each group, for example by the number of replaced words of a question.
+
+    `found` is bool [questions] (from `found_within`). Groups come back with their names as text, numbers before all
+    else and in their own order.
+    """
+    found = np.asarray(found, bool)
+    if found.shape != (len(groups),):
+        raise ValueError(f"found has the shape {found.shape} but there are {len(groups)} groups")
+    members: dict[str, list[bool]] = {}
+    places: dict[str, tuple[bool, Any, str]] = {}
+    for is_found, group in zip(found, groups, strict=True):
+        name, number = str(group), isinstance(group, int | float)
+        members.setdefault(name, []).append(bool(is_found))
+        places.setdefault(name, (not number, group if number else 0, name))
+    return {name: float(np.mean(members[name])) for name in sorted(members, key=places.__getitem__)}
+
+
+def gold_hits(store: PassageStore, rows: ArrayLike, gold_passage_ids: Sequence[str | None]) -> NDArray[np.bool_]:
+    """Which candidates are the passage that the question was asked about.
+
+    `rows` is int [questions, depth] into the store, below 0 for "no candidate". A document that was cut into several
+    rows is gold as a whole, because rows share its id. Returns bool [questions, depth].
+    """
+    rows = _checked(rows, len(gold_passage_ids))
+    document_ids = {row: store.document_id(row) for row in _distinct(rows)}
+    hits = np.zeros(rows.shape, bool)
+    for question, gold in enumerate(gold_passage_ids):
+        if gold is not None:
+            hits[question] = [document_ids.get(int(row)) == gold for row in rows[question]]
+    return hits
+
+
+def answer_hits(
+    store: PassageStore, rows: ArrayLike, answers: Sequence[Sequence[str]], is_regex: Sequence[bool] | bool = False
+) -> NDArray[np.bool_]:
+    """Which candidates contain an answer of their question in the text; the title does not count.
+
+    Arguments and result as for `gold_hits`; is_regex: whether answers are regular expressions, of each question or of
+    all. Each passage is read and split into words once, however often it is retrieved.
+    """
+    rows = _checked(rows, len(answers))
+    texts = {row: store.text(row) for row in _distinct(rows)}
+    words_of = cache(lambda row: words(texts[row]))
+    hits = np.zeros(rows.shape, bool)
+    for question, regular in enumerate(np.broadcast_to(is_regex, len(answers)).tolist()):
+        wanted = answers[question] if regular else [words(answer) for answer in answers[question]]
+        for rank, row in enumerate(rows[question].tolist()):
+            if row >= 0 and regular:
+                hits[question, rank] = contains_answer(texts[row], wanted, is_regex=True)
+            elif row >= 0:
+                hits[question, rank] = contains_words(words_of(row), wanted)
+    return hits
+
+
+def _checked(rows: ArrayLike, questions: int) -> NDArray[np.int64]:
+    rows = np.asarray(rows)
+    if rows.ndim != 2 or len(rows) != questions or not np.issubdtype(rows.dtype, np.integer):
+        raise ValueError(f"rows must be integers [{questions} questions, depth], got {rows.dtype} {rows.shape}")
+    return rows.astype(np.int64)
+
+
+def _distinct(rows: NDArray[np.int64]) -> list[int]:
+    return [row for row in np.unique(rows).tolist() if row >= 0]

@@ -1,0 +1,111 @@
+"""How far a mean over questions can be trusted, and whether two runs differ on the same questions.
+
+Questions are taken for a random sample of all that might have been asked; nothing is said about runs with other seeds.
+Every draw follows from a seed, so a table is the same each time. Not for what is measured: read `metrics.py`.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy import stats
+
+LEVEL = 0.95
+RESAMPLES = 2_000  # of a bootstrap: an end of an interval then moves by a hundredth of its width from seed to seed
+PERMUTATIONS = 9_999
+_AT_A_TIME = 2_000_000  # numbers drawn at once
+
+METHODS = (
+    f"intervals: {LEVEL:.0%}, percentile bootstrap over questions ({RESAMPLES:,} resamples), none where all questions "
+    f"differ alike; p: paired permutation test (signs of the differences, {PERMUTATIONS:,} draws); McNemar: exact, for "
+    "measures that are right or wrong"
+)
+
+
+class Difference(NamedTuple):
+    """b − a, means over the same questions. p: of a paired permutation test.
+
+    low, high: ends of the interval, None for fewer than two questions or where all differ alike. mcnemar: p of
+    McNemar's exact test, None where values are others than 0 and 1. only_a, only_b: questions on which a, or b, is
+    better.
+    """
+
+    value: float
+    low: float | None
+    high: float | None
+    p: float
+    mcnemar: float | None
+    only_a: int
+    only_b: int
+
+
+Ends = tuple[float, float] | tuple[None, None]
+
+
+def interval(values: ArrayLike, seed: int = 0) -> Ends:
+    """Ends of the interval of a mean of shares; (None, None) for fewer than two values.
+
+    values: float [questions], each of 0 to 1. The interval is the percentile bootstrap's. Where all values are equal
+    that has no width: then it is Clopper and Pearson's exact one if they are all 0 or all 1, and there is none else.
+    """
+    sample = np.asarray(values, np.float64)
+    if len(sample) > 1 and (sample == sample[0]).all() and sample[0] in (0, 1):
+        found = stats.binomtest(int(sample.sum()), len(sample)).proportion_ci(LEVEL, method="exact")
+        return float(found.low), float(found.high)
+    return _bootstrap(sample, seed)
+
+
+def _bootstrap(sample: NDArray[np.float64], seed: int) -> Ends:
+    """The percentile bootstrap interval; (None, None) where there are no two different values to draw from."""
+    if len(sample) < 2 or (sample == sample[0]).all():
+        return None, None
+    found = stats.bootstrap(
+        (sample,),
+        np.mean,
+        n_resamples=RESAMPLES,
+        batch=max(1, _AT_A_TIME // len(sample)),
+        vectorized=True,
+        confidence_level=LEVEL,
+        method="percentile",
+        rng=np.random.default_rng(seed),
+    )
+    return float(found.confidence_interval.low), float(found.confidence_interval.high)
+
+
+def difference(a: ArrayLike, b: ArrayLike, seed: int = 0) -> Difference:
+    """Compare two runs. a, b: float [questions], the same questions in the same order.
+
+    Raises ValueError for samples of different lengths or without a question.
+    """
+    first, second = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    if first.shape != second.shape or first.ndim != 1 or not len(first):
+        raise ValueError(f"two samples of the same questions are needed, got the shapes {first.shape}, {second.shape}")
+    change = second - first
+    only_a, only_b = int((change < 0).sum()), int((change > 0).sum())
+    is_binary = bool(np.isin(np.concatenate([first, second]), (0, 1)).all())
+    mcnemar = _mcnemar(only_a, only_b) if is_binary else None
+    low, high = _bootstrap(change, seed)
+    return Difference(float(change.mean()), low, high, _permutation(change, seed), mcnemar, only_a, only_b)
+
+
+def _permutation(change: NDArray[np.float64], seed: int) -> float:
+    """p of the mean difference if each could as well have had the other sign; those of 0 say nothing."""
+    moved = change[change != 0]
+    if len(moved) < 2:  # one change is as likely in either direction
+        return 1.0
+    found: Any = stats.permutation_test(
+        (moved,),
+        np.mean,
+        permutation_type="samples",
+        vectorized=True,
+        n_resamples=PERMUTATIONS,
+        batch=max(1, _AT_A_TIME // len(moved)),
+        rng=np.random.default_rng(seed),
+    )
+    return float(found.pvalue)
+
+
+def _mcnemar(only_a: int, only_b: int) -> float:
+    """p of so uneven a share of the questions on which the two differ, if either were as likely."""
+    differ = only_a + only_b
+    return float(stats.binomtest(only_a, differ).pvalue) if differ else 1.0

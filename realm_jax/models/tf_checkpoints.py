@@ -1,0 +1,131 @@
+"""The released REALM and ORQA checkpoints of TensorFlow: which variable is which tensor, by name.
+
+    bert/…, cls/…                    the reader's BERT and MLM head (`cc_news_pretrained/bert`), or any BERT of
+                                     google-research/bert
+    module/…                         a tower (`cc_news_pretrained/embedder`, or the module of the inverse cloze task),
+                                     and the question's in a fine-tuned checkpoint, with one more `module/` before it
+    reader/module/…, reader/dense…   the reader with its span head, in a fine-tuned checkpoint
+
+As transformers 4.x reads them (`load_tf_weights_in_realm`). Arrays in, arrays out; the file format is TensorFlow's, and
+`realm_jax/cli/weights.py` has it read. Read next: `weights.py` for the names on the other side.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+
+from numpy.typing import NDArray
+
+from realm_jax.errors import UserError
+from realm_jax.models.bert import LAYER_NORM_EPSILON, BertConfig
+from realm_jax.models.reader import SPAN_NORM_EPSILON
+
+EMBEDDER, READER = "embedder", "reader"
+KERAS_EPSILON = 1e-3
+# What no network has a place for: the optimiser's variables and counters, the next-sentence head, a tower's MLM head.
+UNUSED = re.compile(
+    r"(^|/)(adam_[mv]|AdamWeightDecayOptimizer(_\d+)?|global_step|block_emb|cls/seq_relationship)($|/)"
+    r"|^(module/)+cls/predictions/"
+)
+HEADS = {  # of the networks, before and after
+    EMBEDDER: {
+        r"dense/": "cls.dense.",
+        r"(LayerNorm|layer_normalization)/": "cls.LayerNorm.",  # the second where the published code made it
+    },
+    READER: {
+        r"dense/": "qa_outputs.dense_intermediate.",
+        r"dense_1/": "qa_outputs.dense_output.",
+        r"layer_normalization/": "qa_outputs.layer_normalization.",
+    },
+}
+LEAVES = {"kernel": "weight", "gamma": "weight", "beta": "bias", "output_bias": "bias"}
+REQUIRED = (  # which tell the sizes
+    "bert.embeddings.word_embeddings.weight",
+    "bert.embeddings.position_embeddings.weight",
+    "bert.encoder.layer.0.intermediate.dense.weight",
+)
+
+
+def network_of(name: str) -> tuple[str, str] | None:
+    """The network that a variable belongs to, and its name in there; None for one that is not a network's parameter."""
+    if UNUSED.search(name):
+        return None
+    if name.startswith("module/"):
+        return EMBEDDER, re.sub("^(module/)+", "", name)
+    if name.startswith("reader/"):
+        return READER, re.sub("^reader/(module/)*", "", name)
+    if name.startswith(("bert/", "cls/")):
+        return READER, name
+    return None
+
+
+def tensor_name(network: str, name: str) -> str:
+    """Hugging Face's name for a variable of a network, with `bert.` before those of the encoder and its pooler.
+
+    Raises KeyError for a variable that is not known.
+    """
+    if name.startswith(("bert/", "cls/")):
+        *path, leaf = re.sub(r"layer_(\d+)/", r"layer/\1/", name).split("/")
+        leaf = f"{leaf}.weight" if leaf.endswith("_embeddings") else LEAVES.get(leaf, leaf)
+        return ".".join([*path, leaf])
+    for theirs, ours in HEADS[network].items():
+        if match := re.fullmatch(rf"{theirs}(\w+)", name):
+            leaf = match.groups()[-1]
+            return ours + LEAVES.get(leaf, leaf)
+    raise KeyError(name)
+
+
+def epsilons(network: str, names: Iterable[str]) -> dict[str, float]:
+    """What the LayerNorms of a network's heads add to a variance, by their names: Keras's own has Keras's default."""
+    if network == READER:
+        return {"reader_layer_norm_eps": SPAN_NORM_EPSILON}
+    is_keras = any("layer_normalization/" in name for name in names)
+    return {"projection_layer_norm_eps": KERAS_EPSILON if is_keras else LAYER_NORM_EPSILON}
+
+
+def wanted(names: Iterable[str], path: str) -> dict[str, dict[str, str]]:
+    """Network → Hugging Face's name → the variable's, of all variables of a checkpoint.
+
+    Raises UserError, naming `path`, for a variable of a network that is not known, for two that are the same tensor,
+    and for a network without a BERT.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for name in sorted(names):
+        if (place := network_of(name)) is None:
+            continue
+        network, inner = place
+        try:
+            tensor = tensor_name(network, inner)
+        except KeyError:
+            raise UserError(
+                f"{path}: has {name}, which no released checkpoint has; name one of REALM or ORQA"
+            ) from None
+        if tensor in found.setdefault(network, {}):
+            raise UserError(f"{path}: {found[network][tensor]} and {name} are both {tensor}; name one of REALM or ORQA")
+        found[network][tensor] = name
+    for network in found or {"network": {}}:
+        for name in REQUIRED:
+            if name not in found.get(network, {}):
+                raise UserError(f"{path}: has no {name} for its {network}; name a checkpoint of REALM, ORQA or BERT")
+    return found
+
+
+def turned(variable: str, array: NDArray) -> NDArray:
+    """A variable as Hugging Face stores it: matrices [output, input], tables as they are."""
+    return array.T if variable.endswith("/kernel") else array
+
+
+def bert_config(tensors: Mapping[str, NDArray]) -> BertConfig:
+    """What the shapes of a network's tensors say of its BERT.
+
+    The heads are those of every BERT that was released: of 64 features.
+    """
+    words, positions, intermediate = (tensors[name].shape for name in REQUIRED)
+    layers = {int(match[1]) for name in tensors if (match := re.match(r"bert\.encoder\.layer\.(\d+)\.", name))}
+    return BertConfig(
+        words[0],
+        width=words[1],
+        layers=len(layers),
+        heads=max(words[1] // 64, 1),
+        feed_forward=intermediate[0],
+        max_length=positions[0],
+    )

@@ -1,0 +1,331 @@
+"""Build one generation: embed the corpus chunk by chunk with an export's towers, check it, publish its manifest.
+
+Any number of processes may build the same generation, and any of them may die: each takes the chunks that are
+nobody's yet, its own share first and then the others' from the far end, and skips what is there. A chunk's bytes depend
+on the export and the corpus alone, and its name on its bytes: work may be done twice, but no listed file is ever
+written again. When to build what is `cli/build_index.py`; what the files mean is `generations.py`. Read
+`Builder.build` next.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from realm_jax.refresh.generations import (
+    MANIFEST,
+    REFUSED,
+    ChunkFile,
+    Export,
+    InvalidIndex,
+    Manifest,
+    by_rows,
+    check_vectors,
+    export_step,
+    generation_name,
+    generation_names,
+    numpy_dtype,
+    raw_bytes,
+    read_chunk,
+    read_manifest,
+    rows_name,
+)  # fmt: skip
+from realm_jax.refresh.searchers import build_searchers, measure
+from realm_jax.retrieval.embed import CorpusRows
+from realm_jax.retrieval.scann import ScannConfig
+from realm_jax.storage import Damaged, FileEntry, Folder, digest
+
+logger = logging.getLogger(__name__)
+
+CHECKED_ROWS = 64  # rows of a generation that are embedded a second time before it is published
+CHUNK = ".bin"
+TOLERANCE = 0.02  # of such a vector's length: what rounding to bfloat16 may change
+
+
+class Stopped(Exception):
+    """The builder was told to stop; what it wrote stays, and the next one resumes there."""
+
+
+class Rejected(Exception):
+    """A generation was built but is too bad to be served."""
+
+
+class Chunk(NamedTuple):
+    """Rows first … last − 1 of the corpus, which lie in one segment, where they begin at row `within`."""
+
+    segment: str
+    within: int
+    first: int
+    last: int
+
+    @property
+    def name(self) -> str:
+        """How its files begin."""
+        return rows_name(self.first, self.last)
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """What it holds: rows of a segment, which any version of a corpus may have."""
+        return self.segment, self.within, self.within + self.last - self.first
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """What a builder needs of a corpus. segments: (fingerprint, rows) in order; read: rows in document layout."""
+
+    fingerprint: str
+    tokenizer: str
+    segments: tuple[tuple[str, int], ...]
+    read: Callable[[int, int], CorpusRows]
+
+    @property
+    def rows(self) -> int:
+        return sum(rows for _, rows in self.segments)
+
+    def chunks(self, size: int) -> list[Chunk]:
+        """The corpus in chunks of at most `size` rows, none over the border of two segments."""
+        found, start = [], 0
+        for segment, rows in self.segments:
+            for within in range(0, rows, size):
+                last = min(within + size, rows)
+                found.append(Chunk(segment, within, start + within, start + last))
+            start += rows
+        return found
+
+
+class WorkShare(NamedTuple):
+    """This process among those that build together."""
+
+    process: int = 0
+    processes: int = 1
+
+    def order(self, count: int) -> list[int]:
+        """All `count` items: one's own first, in order; then those of others from the last to the first, so that a
+        process that is alive and one that helps out meet in the middle."""
+        own = list(range(self.process, count, self.processes))
+        return own + [item for item in reversed(range(count)) if item % self.processes != self.process]
+
+
+Embed = Callable[[CorpusRows], NDArray[np.float32]]
+Check = Callable[[], None]  # called between chunks; may raise Stopped
+
+
+@dataclasses.dataclass(frozen=True)
+class Builder:
+    """Where and how to build.
+
+    on_progress: called with chunks done and chunks. searches: how hosts search, None where they do not; then min_recall
+    is the least that a searcher must find.
+    """
+
+    folder: Folder
+    corpus: Corpus
+    dtype: str
+    chunk_rows: int
+    share: WorkShare = WorkShare()
+    check: Check = lambda: None
+    on_progress: Callable[[int, int], None] = lambda done, total: None
+    searches: ScannConfig | None = None
+    min_recall: float = 0.0
+
+    def build(self, export: Export, embed: Embed, queries: NDArray[np.float32]) -> Manifest:
+        """Build and publish the generation of an export, or take the one that is published already.
+
+        queries: the export's sample [count, width]. Raises Stopped; InvalidIndex when a check fails; Rejected when the
+        searcher finds too little; StorageError when storage fails.
+        """
+        width = queries.shape[1]
+        name = current_name(self.folder, export, self.corpus.fingerprint)
+        published = read_manifest(self.folder, name)
+        if published is not None:
+            logger.info("generation %s is there already", name)
+            return published
+        began = time.monotonic()
+        chunks = self.corpus.chunks(self.chunk_rows)
+        shared = self._shared(export, width)
+        self._embed_missing(name, [chunk for chunk in chunks if chunk.key not in shared], embed, width)
+        embedded = time.monotonic()
+        written = self._written(name)
+        files = [shared.get(chunk.key) or self._file(name, chunk, written, width) for chunk in chunks]
+        listed = tuple(ChunkFile(*chunk.key, file) for chunk, file in zip(chunks, files, strict=True))
+        manifest = Manifest(
+            name, export.step, export.parameters, self.corpus.fingerprint, self.corpus.tokenizer, self.corpus.rows,
+            width, self.dtype, listed, searcher=None, recall={}, seconds={},
+        )  # fmt: skip
+        self._self_check(manifest, chunks, embed)
+        checked = time.monotonic()
+        manifest = self._with_searcher(manifest, queries)
+        times = {"embed": embedded - began, "check": checked - embedded, "searcher": time.monotonic() - checked}
+        manifest = dataclasses.replace(manifest, seconds={key: round(value, 3) for key, value in times.items()})
+        earlier = read_manifest(self.folder, name)
+        if earlier is not None:
+            logger.info("generation %s was published by another process", name)
+            return earlier
+        self._check_presence(manifest)
+        self.folder.write_json(f"index/{name}/{MANIFEST}", manifest.to_json())
+        logger.info("published generation %s (%.1f s)", name, time.monotonic() - began)
+        return manifest
+
+    def _check_presence(self, manifest: Manifest) -> None:
+        """Raise InvalidIndex when somebody removed what is about to be published."""
+        homes: dict[str, set[str]] = {}
+        for file in manifest.files:
+            home, _, name = file.name.rpartition("/")
+            if home not in homes:
+                homes[home] = {*self.folder.names(home)}
+            if name not in homes[home]:
+                raise InvalidIndex(f"{self.folder.path(file.name)} was removed while its generation was built")
+
+    def _with_searcher(self, manifest: Manifest, queries: NDArray[np.float32]) -> Manifest:
+        """The manifest with the searcher's files and recall, where hosts search."""
+        if self.searches is None:
+            return manifest
+        built = build_searchers(self.folder, manifest, self.searches, self.share.order, self.check)
+        manifest = dataclasses.replace(manifest, searcher=built)
+        found = measure(self.folder, manifest, queries)
+        name, value = next(iter(found.items()))
+        if value < self.min_recall:
+            reason = f"{name} of its searcher is {value:.3f}, below config.index.min_recall={self.min_recall:g}"
+            reject(self.folder, manifest.generation, reason, again=False)
+            raise Rejected(f"generation {manifest.generation} is not published: {reason}; raise index.leaves_searched")
+        return dataclasses.replace(manifest, recall=found)
+
+    def _shared(self, export: Export, width: int) -> dict[tuple[str, int, int], FileEntry]:
+        """Chunks that a published generation of the same towers has: what an edit of the corpus left as it was."""
+        found: dict[tuple[str, int, int], FileEntry] = {}
+        wanted = (export.parameters, self.dtype, width)
+        for other in generation_names(self.folder):
+            if export_step(other) != export.step or rejection(self.folder, other) is not None:
+                continue
+            with contextlib.suppress(InvalidIndex):
+                manifest = read_manifest(self.folder, other)
+                if manifest is not None and (manifest.parameters, manifest.dtype, manifest.width) == wanted:
+                    found |= {chunk[:3]: chunk.file for chunk in manifest.chunks}
+        return found
+
+    def _embed_missing(self, name: str, chunks: list[Chunk], embed: Embed, width: int) -> None:
+        """Embed every chunk that is not written. Reading, the devices and writing overlap; a write that fails ends
+        the work at the next chunk."""
+        with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as writer:
+            written: Future[None] | None = None
+            for number, rows in self._read_ahead(name, chunks, reader):
+                vectors = embed(rows)
+                if vectors.shape[1] != width:
+                    raise InvalidIndex(f"the export's towers give vectors of {vectors.shape[1]}, not {width}")
+                if written is not None:
+                    written.result()
+                written = writer.submit(self._write, name, chunks[number], vectors)
+            if written is not None:
+                written.result()
+
+    def _read_ahead(
+        self, name: str, chunks: list[Chunk], reader: ThreadPoolExecutor
+    ) -> Iterator[tuple[int, CorpusRows]]:
+        """Chunks that are not written and their rows; the next one is read while one is embedded."""
+        ahead: list[tuple[int, Future[CorpusRows]]] = []
+        for number in self._todo(name, chunks):
+            ahead.append((number, reader.submit(self.corpus.read, *chunks[number][2:])))
+            if len(ahead) > 1:
+                yield ahead[0][0], ahead.pop(0)[1].result()
+        for number, rows in ahead:
+            yield number, rows.result()
+
+    def _todo(self, name: str, chunks: list[Chunk]) -> Iterator[int]:
+        for number in self.share.order(len(chunks)):
+            self.check()
+            written = self._written(name)  # anew each time: others are at work
+            self.on_progress(len({*written} & {chunk.name for chunk in chunks}), len(chunks))
+            if chunks[number].name not in written:
+                yield number
+
+    def _written(self, name: str) -> dict[str, str]:
+        """Chunk's name → its file in a generation."""
+        return by_rows(self.folder, f"index/{name}", CHUNK)
+
+    def _write(self, name: str, chunk: Chunk, vectors: NDArray[np.float32]) -> None:
+        stored = vectors.astype(numpy_dtype(self.dtype))
+        home, data = f"index/{name}", raw_bytes(stored)
+        file = f"{chunk.name}-{digest(data)}{CHUNK}"
+        check_vectors(stored, self.folder.path(f"{home}/{file}"))
+        if file not in self.folder.names(home):  # another process may have written it, and published
+            self.folder.write(f"{home}/{file}", data)
+
+    def _file(self, name: str, chunk: Chunk, written: dict[str, str], width: int) -> FileEntry:
+        """What a manifest says of the file of a chunk. Raises InvalidIndex where somebody removed it."""
+        if (file := written.get(chunk.name)) is None:
+            raise InvalidIndex(f"{self.folder.path(f'index/{name}')}: the rows {chunk.name} were removed")
+        size = (chunk.last - chunk.first) * width * numpy_dtype(self.dtype).itemsize
+        return FileEntry(f"index/{name}/{file}", size, file.removesuffix(CHUNK).rpartition("-")[2])
+
+    def _self_check(self, manifest: Manifest, chunks: list[Chunk], embed: Embed) -> None:
+        """Read every chunk back, and embed a few rows a second time.
+
+        A damaged chunk is removed, or the generation that it is shared with is refused, so that it is embedded again.
+        Raises InvalidIndex.
+        """
+        rows = np.linspace(0, manifest.rows - 1, min(CHECKED_ROWS, manifest.rows)).astype(np.int64)
+        for chunk, listed in zip(chunks, manifest.chunks, strict=True):
+            self.check()
+            try:
+                vectors = read_chunk(self.folder, manifest, listed)
+            except InvalidIndex as fault:
+                home = listed.file.name.split("/")[1]
+                if home == manifest.generation:
+                    self.folder.remove(listed.file.name)
+                else:
+                    reject(self.folder, home, str(fault), again=True)
+                raise
+            sample = rows[(rows >= chunk.first) & (rows < chunk.last)]
+            if not len(sample):
+                continue
+            read = [self.corpus.read(row, row + 1) for row in sample.tolist()]
+            fresh = embed(CorpusRows(*(np.concatenate(parts) for parts in zip(*read, strict=True))))
+            error = np.linalg.norm(fresh - vectors[sample - chunk.first].astype(np.float32), axis=1)
+            if (error > TOLERANCE * np.linalg.norm(fresh, axis=1)).any():
+                raise InvalidIndex(
+                    f"{self.folder.path(listed.file.name)} holds vectors that are not those of its passages"
+                )
+
+
+def names_of_export(folder: Folder, export: Export, corpus: str) -> list[str]:
+    """The names of an export's generation: those found damaged after they were published, and the one that counts."""
+    names: list[str] = []
+    while True:
+        names.append(generation_name(export.step, export.parameters, corpus, len(names)))
+        reason = rejection(folder, names[-1])
+        if reason is None or not reason.get("again"):
+            return names
+
+
+def current_name(folder: Folder, export: Export, corpus: str) -> str:
+    """The generation of an export: the first one that was not found damaged after it was published."""
+    return names_of_export(folder, export, corpus)[-1]
+
+
+def rejection(folder: Folder, generation: str) -> dict | None:
+    """Why a generation must not be served: {"reason", "again": whether it is worth building once more}."""
+    try:
+        return folder.read_json(f"index/{generation}{REFUSED}")
+    except FileNotFoundError:
+        return None
+    except Damaged as fault:
+        return {"reason": str(fault), "again": True}
+
+
+def reject(folder: Folder, generation: str, reason: str, again: bool) -> None:
+    """Say that a generation must not be served."""
+    folder.write_json(f"index/{generation}{REFUSED}", {"reason": reason, "again": again})
+
+
+def clear_rejections(folder: Folder) -> None:
+    """Take back what was refused for its settings: the next builder resumes where the last one left it."""
+    for name in folder.names("index"):
+        generation = name.removesuffix(REFUSED)
+        if generation != name and not (rejection(folder, generation) or {}).get("again"):
+            folder.remove(f"index/{name}")

@@ -1,0 +1,170 @@
+"""Exports: the towers of a step and sample query vectors, written to the shared folder while training goes on.
+
+The step's parameters are copied on the devices, which takes one small program; fetching and writing them is a thread's
+work. What an export is: `refresh/generations.py`. Read next: `watcher.py`, the way back.
+"""
+
+import contextlib
+import logging
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, Self
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from numpy.typing import NDArray
+
+from realm_jax.data.pipeline import SAMPLE, dataset
+from realm_jax.mesh import replicated
+from realm_jax.models.realm import Params, Realm
+from realm_jax.processes import is_process_0
+from realm_jax.refresh.generations import (
+    Arrays,
+    export_step,
+    export_steps,
+    generation_names,
+    remove_export,
+    write_export,
+)
+from realm_jax.refresh.status import BUILDER, read_status
+from realm_jax.run import Run, put_batch
+from realm_jax.storage import Folder, StorageError
+from realm_jax.tasks.realm import masked_examples
+
+logger = logging.getLogger(__name__)
+
+SAMPLES = 1024  # query vectors of an export at most, with which a builder measures its searcher
+KEPT = 3  # newest exports that stay, beside those in use
+RETRY_SECONDS = 5.0
+
+
+class Exporter:
+    """Writes exports in a thread, one after another. A context manager: leaving waits for the last one."""
+
+    def __init__(self, run: Run, folder: Folder) -> None:
+        self._run, self._folder = run, folder
+        self._pool, self._closing = ThreadPoolExecutor(1), threading.Event()
+        self._pending: Future[None] | None = None
+        self._batch = put_batch(run.mesh, sample_queries(run))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.set()
+        self._pool.shutdown(wait=True)
+
+    def export(self, step: int, params: Params, needed: set[int]) -> None:
+        """Export the towers of `step`, unless an earlier export is still being written (`flush`).
+
+        needed: steps whose exports must stay; old ones are removed afterwards.
+        """
+        towers = {name: params[name] for name in self._run.model.embedder_names}
+        copies, queries = _snapshot(self._run.model, self._run.mesh, towers, self._batch)
+        if not is_process_0():
+            return
+        if self.flush(0):
+            self._pending = self._pool.submit(self._write, step, copies, queries, needed)
+        else:
+            logger.warning("the export of step %d is left out: an earlier one is still being written", step)
+
+    def flush(self, seconds: float) -> bool:
+        """Whether everything is written, at once or within some seconds."""
+        if self._pending is None:
+            return True
+        with contextlib.suppress(TimeoutError):
+            self._pending.result(seconds)
+        return self._pending.done()
+
+    def _write(self, step: int, towers: Params, queries: jax.Array, needed: set[int]) -> None:
+        record = export_record(self._run, step)
+        arrays = to_arrays(towers)
+        while True:
+            try:
+                write_export(self._folder, record, arrays, np.asarray(queries, np.float32))
+                self._remove_old(needed | {step})
+                return
+            except StorageError as fault:
+                logger.warning("the export of step %d is not written yet: %s", step, fault)
+                if self._closing.wait(RETRY_SECONDS):
+                    logger.warning("the export of step %d is given up", step)
+                    return
+
+    def _remove_old(self, needed: set[int]) -> None:
+        """Later exports than the newest are of rolled-back steps; they stay, since the same bits may come again."""
+        past = [step for step in export_steps(self._folder) if step <= max(needed)]
+        wanted = needed | _being_built(self._folder)
+        for step in past[:-KEPT]:
+            if step not in wanted:
+                remove_export(self._folder, step)
+
+
+def _being_built(folder: Folder) -> set[int]:
+    """Export steps that some builder works on or has built: a generation is of no use without its export."""
+    jobs = (job.removesuffix(".json") for job in folder.names("jobs") if job.startswith(BUILDER))
+    statuses = (read_status(folder, job) for job in jobs)
+    return {status.step for status in statuses if status} | {export_step(name) for name in generation_names(folder)}
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _snapshot(model: Realm, mesh: Mesh, towers: Params, batch: Any) -> tuple[Params, jax.Array]:
+    """Copies of the towers, whole on every device, and the vectors of the sample queries."""
+    queries = model.embed_queries(towers, batch["query"], batch["query_length"])
+    return jax.lax.with_sharding_constraint((jax.tree.map(jnp.copy, towers), queries), replicated(mesh))
+
+
+def export_record(run: Run, step: int) -> dict[str, Any]:
+    """What an export says of itself, but for its files."""
+    sources = run.sources
+    return {
+        "step": step,
+        "tokenizer": sources.wordpiece.fingerprint,
+        "corpus": sources.passages.fingerprint,
+        "towers": tower_settings(run),
+        "index": index_settings(run),
+    }
+
+
+def sample_vectors(run: Run, towers: Params) -> NDArray[np.float32]:
+    """The vectors of the sample queries [count, width]."""
+    batch = put_batch(run.mesh, sample_queries(run))
+    return np.asarray(_snapshot(run.model, run.mesh, towers, batch)[1], np.float32)
+
+
+def sample_queries(run: Run) -> dict[str, Any]:
+    """Masked sentences of the pre-training text, chosen by the seed alone: query arrays [count, …].
+
+    As many as there are, up to SAMPLES and up to a multiple of the devices.
+    """
+    sources = run.sources
+    examples = masked_examples(sources.pretraining, sources.wordpiece, run.lengths, "salient", sources.own_text)
+    count = min(SAMPLES, examples.total)
+    batch = dataset(examples, run.config.seed, SAMPLE, count + -count % run.mesh.size)[0]
+    return {name: batch[name] for name in ("query", "query_length")}
+
+
+def index_settings(run: Run) -> dict[str, Any]:
+    """What a generation of this run has to be: how vectors are stored, and whether hosts search them."""
+    return {name: run.config.retrieval[name] for name in ("dtype", "backend")}
+
+
+def tower_settings(run: Run) -> dict[str, Any]:
+    """What makes a tower a function, beside its parameters."""
+    model, encoder = run.config.model.to_dict(), run.config.encoder.to_dict()
+    names = ("layers", "width", "heads", "feed_forward", "hidden_act", "dtype", "shared_tower")
+    document_length = {"document_length": run.config.data.document_length}
+    return {name: model[name] for name in names} | {"encoder": encoder} | document_length
+
+
+def to_arrays(towers: Params) -> Arrays:
+    """Parameters by path, on the host."""
+    return {name: np.asarray(value) for name, value in flax.traverse_util.flatten_dict(towers, sep="/").items()}
+
+
+def to_params(arrays: Arrays) -> Params:
+    """The inverse of `to_arrays`."""
+    return flax.traverse_util.unflatten_dict(arrays, sep="/")

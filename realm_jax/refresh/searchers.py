@@ -1,0 +1,125 @@
+"""The approximate searchers of a generation, as files in a shared folder: built in shards, verified, loaded.
+
+    index/<generation>/scann-<settings>/<first>-<last>-<writer>/…      what ScaNN writes for the rows first … last − 1
+    index/<generation>/scann-<settings>/<first>-<last>-<writer>.done   what was chosen; every file, size and checksum
+
+Shards are shared out like chunks (`builder.py`), and those with a `.done` mark are not built again. How they search is
+`retrieval/scann.py`.
+"""
+
+import dataclasses
+import json
+import tempfile
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from realm_jax.refresh.generations import (
+    IncompatibleIndex,
+    InvalidIndex,
+    Manifest,
+    by_rows,
+    load_vectors,
+    rows_name,
+)
+from realm_jax.retrieval.scann import (
+    ScannConfig,
+    Searcher,
+    Shard,
+    build_shard,
+    exact_rows,
+    load_shard,
+    recall,
+    shard_ranges,
+)
+from realm_jax.storage import Damaged, FileEntry, Folder, StorageError, digest
+
+DONE = ".done"
+MEASURED_QUERIES = 256
+MEASURED_DEPTH = 8  # K of the paper
+
+
+def build_searchers(
+    folder: Folder,
+    manifest: Manifest,
+    settings: ScannConfig,
+    order: Callable[[int], list[int]],
+    check: Callable[[], None],
+) -> dict[str, Any]:
+    """Build every shard that has no done mark; the manifest's entry of the searcher. order: of this process's work."""
+    ranges, chosen = shard_ranges(manifest.rows, settings.shard_rows), dataclasses.asdict(settings)
+    key = digest(json.dumps(chosen, sort_keys=True).encode())[:6]  # builders with other settings do not meet
+    home = f"index/{manifest.generation}/scann-{key}"
+    for number in order(len(ranges)):
+        check()
+        name = rows_name(*ranges[number])
+        if name not in by_rows(folder, home, DONE):
+            _build(folder, manifest, settings, ranges[number], f"{home}/{name}-{uuid.uuid4().hex[:8]}")
+    marks, shards = by_rows(folder, home, DONE), []
+    for first, last in ranges:
+        path = f"{home}/{marks.get(rows_name(first, last))}"
+        try:
+            shards.append(folder.read_json(path) | {"first": first, "last": last})
+        except FileNotFoundError:
+            raise InvalidIndex(f"{folder.path(home)}: rows {first} to {last} have no searcher") from None
+        except Damaged as fault:
+            folder.remove(path)
+            raise InvalidIndex(str(fault)) from None
+    return {"settings": chosen, "shards": shards}
+
+
+def load_searcher(
+    folder: Folder, manifest: Manifest, vectors: NDArray, places: NDArray[np.int32] | None = None
+) -> Searcher:
+    """The searcher of a generation over its stored vectors. places: as of `Searcher`. Raises InvalidIndex."""
+    if manifest.searcher is None:
+        raise IncompatibleIndex(
+            f"generation {manifest.generation} has no searcher; its builder needs retrieval.backend=scann"
+        )
+    shards = tuple(_load(folder, shard) for shard in manifest.searcher["shards"])
+    return Searcher(shards, vectors, manifest.searcher["settings"]["budget"], places)
+
+
+def _load(folder: Folder, shard: dict[str, Any]) -> Shard:
+    where = f"searcher of rows {shard['first']} to {shard['last']}"
+    try:
+        paths = [folder.local(FileEntry(*file)) for file in shard["files"]]
+        return load_shard(paths[0].parent, shard["first"], shard["last"])
+    except Damaged as fault:
+        raise InvalidIndex(f"{where}: {fault}") from None
+    except FileNotFoundError as fault:  # staged, and removed by another process of this machine
+        raise StorageError(f"{where}: {fault}") from None
+    except (RuntimeError, ValueError, OSError) as fault:  # its files are sound
+        raise IncompatibleIndex(f"{where} cannot be loaded here: {fault}") from None
+
+
+def measure(folder: Folder, manifest: Manifest, queries: NDArray[np.float32]) -> dict[str, float]:
+    """Recall of a generation's searcher against exact search, with sample queries of the same export.
+
+    A shard that cannot be loaded loses its done mark, so that it is built again. Raises InvalidIndex.
+    """
+    assert manifest.searcher is not None, "hosts search"
+    vectors, shards = load_vectors(folder, manifest), []
+    try:
+        for shard in manifest.searcher["shards"]:
+            try:
+                shards.append(_load(folder, shard))
+            except InvalidIndex:
+                folder.remove(shard["files"][0][0].rpartition("/")[0] + DONE)
+                raise
+    finally:
+        folder.unstage(f"index/{manifest.generation}")
+    searcher = Searcher(tuple(shards), vectors, manifest.searcher["settings"]["budget"])
+    asked, depth = queries[:MEASURED_QUERIES], min(MEASURED_DEPTH, manifest.rows)
+    return {f"recall@{depth}": recall(searcher.search(asked, depth), exact_rows(asked, vectors, depth))}
+
+
+def _build(folder: Folder, manifest: Manifest, settings: ScannConfig, rows: tuple[int, int], name: str) -> None:
+    with tempfile.TemporaryDirectory(prefix="realm-scann-") as scratch:
+        chosen = build_shard(load_vectors(folder, manifest, *rows, np.float32), settings, Path(scratch))
+        files = [folder.put(f"{name}/{path.name}", path.read_bytes()) for path in sorted(Path(scratch).iterdir())]
+    folder.write_json(f"{name}{DONE}", chosen | {"files": files})

@@ -1,0 +1,206 @@
+"""The trainer's way to new generations: a thread looks for them, verifies them and loads them beside the old one.
+
+Training never waits for it unless it asks to (`wait`). Only what a manifest lists, and what proves to be what it says,
+is ever handed over; anything else is told once, and the last good generation stays. Read next:
+`train/built_index.py`, which decides when a generation is adopted.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple, Self
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from realm_jax.mesh import put_whole
+from realm_jax.models.realm import Params
+from realm_jax.refresh.builder import current_name, reject, rejection
+from realm_jax.refresh.exporter import to_params
+from realm_jax.refresh.generations import (
+    MANIFEST,
+    Arrays,
+    IncompatibleIndex,
+    InvalidIndex,
+    Manifest,
+    export_of,
+    export_step,
+    generation_names,
+    load_vectors,
+    read_export,
+    read_manifest,
+    read_towers,
+)  # fmt: skip
+from realm_jax.refresh.searchers import load_searcher
+from realm_jax.retrieval.search import Index, LoadedIndex
+from realm_jax.run import Run
+from realm_jax.storage import Folder, StorageError
+
+logger = logging.getLogger(__name__)
+
+
+class Wanted(NamedTuple):
+    """Generations of export steps first … last. exactly: of one step, whose absence is to be noted."""
+
+    first: int
+    last: int
+    exactly: bool = False
+
+    def __contains__(self, step: object) -> bool:
+        return isinstance(step, int) and self.first <= step <= self.last
+
+
+class IndexWatcher:
+    """Loads the newest generation that is wanted. A context manager: inside, a thread looks again and again."""
+
+    def __init__(self, folder: Folder, expected: dict[str, object], run: Run) -> None:
+        """expected: entries that a manifest must have, such as its corpus."""
+        self._folder, self._expected, self._run = folder, expected, run
+        self._wanted = Wanted(0, -1)
+        self._ready: LoadedIndex | None = None
+        self._logged: set[str] = set()
+        self._incompatible: set[str] = set()  # generations that will not become usable while they are there
+        self.missing_steps: set[int] = set()  # export steps whose generation, or its export, was wanted but not there
+        self._lock, self._wake, self._closed = threading.Lock(), threading.Event(), False
+        self._thread = threading.Thread(target=self._watch, name="index watcher", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed = True
+        self._wake.set()
+        self._thread.join()
+
+    def want(self, first: int, last: int, exactly: bool = False) -> None:
+        """Look for generations of export steps first … last; another one that is ready goes. exactly: see `Wanted`."""
+        with self._lock:
+            self._wanted = Wanted(first, last, exactly)
+            if self._ready is not None and self._ready.step not in self._wanted:
+                self._ready = None
+
+    @property
+    def ready(self) -> LoadedIndex | None:
+        """The newest wanted generation that is verified and loaded."""
+        with self._lock:
+            return self._ready
+
+    def wait(self, seconds: float, asked: Callable[[], bool]) -> LoadedIndex | None:
+        """`ready`, as soon as there is one; None after `seconds`, or when `asked` to stop waiting."""
+        until = time.monotonic() + seconds
+        self._wake.set()
+        while (found := self.ready) is None and time.monotonic() < until and not asked():
+            time.sleep(min(0.05, self._folder.poll_seconds))
+        return found
+
+    def load(self, generation: str) -> LoadedIndex:
+        """A generation by name. Raises InvalidIndex, StorageError."""
+        manifest = read_manifest(self._folder, generation)
+        if manifest is None:
+            raise IncompatibleIndex(f"{self._folder.path('index/' + generation)} is not there")
+        for name, value in self._expected.items():
+            found = getattr(manifest, name)
+            if found != value:
+                raise IncompatibleIndex(
+                    f"{self._folder.path('index/' + generation)}: its {name} is {found}, not {value}"
+                )
+        towers, queries = self._exported(manifest)
+        tower = self._query_tower(towers, generation)
+        passages, stored = self._run.sources.passages, load_vectors(self._folder, manifest)
+        vectors = passages.kept(stored)
+        if self._run.searches is None:
+            index = self._run.index(vectors)._replace(tower=tower)
+            return LoadedIndex(index, None, manifest.step, generation, queries=queries)
+        try:
+            searcher = load_searcher(self._folder, manifest, stored, passages.places())
+        finally:  # loaded, it needs no room on this machine's disk
+            self._folder.unstage(f"index/{generation}")
+        index = Index(None, self._run.documents, tower)
+        return LoadedIndex(index, vectors, manifest.step, generation, searcher, queries)
+
+    def _exported(self, manifest: Manifest) -> tuple[Arrays, NDArray[np.float32] | None]:
+        """Towers and sample queries of a generation's export, if it is still there."""
+        try:
+            export = export_of(self._folder, manifest)
+            return ({}, None) if export is None else read_towers(self._folder, export)
+        except InvalidIndex as fault:
+            self._log_once(f"{fault}; generation {manifest.generation} is used without its export")
+            return {}, None
+
+    def _query_tower(self, towers: Arrays, generation: str) -> Params | None:
+        """The query embedder of a generation's export, where `retrieval.query_params` says that it searches."""
+        if self._run.config.retrieval.query_params == "current":
+            return None
+        if not towers:
+            raise IncompatibleIndex(
+                f"the export of generation {generation} is gone, with the query tower that searches it"
+            )
+        name = self._run.model.embedder_names[0]
+        return jax.tree.map(put_whole, to_params(towers)[name], self._run.param_shardings[name])
+
+    def _watch(self) -> None:
+        while not self._closed:
+            try:
+                self._look()
+            except StorageError as fault:
+                self._log_once(f"storage: {fault}; training goes on with the generation it has")
+            except Exception:  # a thread that died in silence would look like a builder that is late
+                logger.exception("looking for generations failed; it is tried again")
+            self._wake.wait(self._folder.poll_seconds)
+            self._wake.clear()
+
+    def _look(self) -> None:
+        with self._lock:
+            wanted, have = self._wanted, self._ready.step if self._ready else -1
+        names = [name for name in generation_names(self._folder) if export_step(name) in wanted]
+        if wanted.exactly and not names:
+            self.missing_steps.add(wanted.last)
+        names = [name for name in names if export_step(name) > have]
+        for name in reversed(names):
+            loaded = self._try(name)
+            if loaded is not None:
+                with self._lock:
+                    if loaded.step in self._wanted:
+                        self._ready = loaded
+                return
+
+    def _try(self, name: str) -> LoadedIndex | None:
+        """A generation if it is of parameters that this run has had, and good."""
+        try:
+            export = read_export(self._folder, export_step(name))
+        except InvalidIndex as fault:
+            self._log_once(f"{fault}; it is passed over")
+            return None
+        if export is None:
+            self.missing_steps.add(export_step(name))
+            self._log_once(f"generation {name} has no export, perhaps not yet; it is passed over")
+            return None
+        if current_name(self._folder, export, str(self._expected["corpus"])) != name:
+            return None  # of parameters that this run never had, or found damaged before
+        if (refused := rejection(self._folder, name)) is not None:
+            self._log_once(f"generation {name} is refused: {refused['reason']}; start its builder with other settings")
+            return None
+        try:
+            if read_manifest(self._folder, name) is None:
+                self._incompatible.discard(name)
+                return None
+            return None if name in self._incompatible else self.load(name)
+        except IncompatibleIndex as fault:
+            self._incompatible.add(name)
+            self._log_once(f"{fault}; it is passed over")
+            return None
+        except InvalidIndex as fault:
+            if MANIFEST not in self._folder.names(f"index/{name}"):
+                logger.warning("generation %s was removed while it was read", name)
+                return None
+            logger.error("generation %s is refused: %s; the last good one stays", name, fault)
+            reject(self._folder, name, str(fault), again=True)
+            return None
+
+    def _log_once(self, message: str) -> None:
+        if message not in self._logged:
+            self._logged.add(message)
+            logger.warning(message)

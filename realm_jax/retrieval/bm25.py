@@ -1,0 +1,259 @@
+"""Search by words: BM25 over the passages of a corpus, with the stems and stop words of its language.
+
+The search that needs no training, the yardstick beside which learnt retrieval is reported, and one half of hybrid
+search (`fusion.py`). An index is kept in the run folder (`save_index`) and memory-mapped from there; nobody else writes
+one.
+"""
+
+import json
+import logging
+import shutil
+import tempfile
+import threading
+import unicodedata
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import numpy as np
+import regex
+from numpy.typing import NDArray
+
+from realm_jax.data.languages import LANGUAGES, PLAIN, language
+from realm_jax.errors import UserError
+from realm_jax.storage import (
+    Damaged,
+    PosixFolder,
+    check_files,
+    digest,
+    list_files,
+    make_folder,
+    publish_folder,
+    read_json,
+    record_digest,
+    write_json_atomic,
+)
+
+logger = logging.getLogger(__name__)
+
+# One-letter words are kept: how little a word says is for BM25's own weights to judge. Marks, such as the
+# vowel signs of Hindi, belong to the letter before them; Python's own \w has none of them.
+_WORD = regex.compile(r"[\p{L}\p{N}_][\p{L}\p{M}\p{N}_]*")
+_DOT_ABOVE = "\N{COMBINING DOT ABOVE}"  # what lower() leaves of the Turkish capital İ, beside an i
+SAMPLED = 100  # passages whose language is looked at
+FORMAT = 3
+COMPARED = 1 << 28  # bytes whose checksums a question waits for: a fraction of a second. The trainer waits for all.
+FOLDER, ABOUT = "words", "WORDS.json"
+_ONE_AT_A_TIME = threading.Lock()  # a stemmer has a memory that threads must not share: batches are made in another
+
+
+class Passages(Protocol):
+    """What a search by words needs of a passage store."""
+
+    def __len__(self) -> int: ...
+
+    def title(self, row: int, /) -> str: ...
+
+    def text(self, row: int, /) -> str: ...
+
+
+class Store(Passages, Hashable, Protocol):
+    """A passage store that says which one it is."""
+
+    @property
+    def fingerprint(self) -> str: ...
+
+
+def searchable_texts(store: Passages) -> Iterable[str]:
+    """Title and text of each passage, as BM25 reads them."""
+    return (f"{store.title(row)} {store.text(row)}" for row in range(len(store)))
+
+
+def language_of(store: Passages) -> str:
+    """The language of most of SAMPLED passages, evenly spaced: a key of LANGUAGES, or PLAIN for any other."""
+    rows = np.unique(np.linspace(0, len(store) - 1, min(SAMPLED, len(store))).astype(int)).tolist()
+    counts = Counter(language(store.text(row)) for row in rows)
+    found = counts.most_common(1)[0][0] if counts else PLAIN
+    found = {"nb": "no", "nn": "no"}.get(found, found)
+    if found not in LANGUAGES:
+        logger.info("words: the corpus seems to be in %r, without stems or stop words here; plain words it is", found)
+        return PLAIN
+    return found
+
+
+class Bm25:
+    """A BM25 index over texts (Lucene's variant with k1 = 1.5 and b = 0.75). language: a key of LANGUAGES, or PLAIN."""
+
+    def __init__(self, texts: Iterable[str], language: str = PLAIN) -> None:
+        tokens = [_tokens(text, language) for text in texts]
+        if not tokens:
+            raise ValueError("BM25 needs at least one text")
+        self.size, self.language = len(tokens), language
+        self._index = _bm25s().BM25() if any(tokens) else None  # the library fails on texts without any word
+        if self._index is not None:
+            self._index.index(tokens, show_progress=False)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no text has any word, stop words aside."""
+        return self._index is None
+
+    def has_terms(self, question: str) -> bool:
+        """Whether any word of a question is left without the stop words."""
+        return bool(_tokens(question, self.language))
+
+    def search(self, questions: Sequence[str], k: int) -> NDArray[np.int64]:
+        """The rows of `scored`, int64 [questions, min(k, texts)]."""
+        return self.scored(questions, k)[0].astype(np.int64)
+
+    def scored(self, questions: Sequence[str], k: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """Rows and scores of the k best texts for each question, best first: [questions, min(k, texts)].
+
+        Of texts with equal scores the lower row comes first. Texts that share no word with the question are no
+        candidates: row −1 and score 0 stand in their places.
+        """
+        k = min(k, self.size)
+        rows, scores = np.full((len(questions), k), -1, np.int32), np.zeros((len(questions), k), np.float32)
+        for number, question in enumerate(questions):
+            tokens = _tokens(question, self.language)
+            if tokens and self._index is not None:
+                every = self._index.get_scores(tokens)
+                best = _best(every, k)
+                rows[number, : len(best)], scores[number, : len(best)] = best, every[best]
+        return rows, scores
+
+    def save(self, folder: Path) -> None:
+        """Write the index into an empty folder, without anything pickled, and what `load` compares the files with."""
+        if self._index is not None:
+            self._index.save(str(folder), allow_pickle=False, show_progress=False)
+        about = {"size": self.size, "language": self.language, "empty": self.is_empty, "files": list_files(folder)}
+        write_json_atomic(folder / ABOUT, {"digest": record_digest(about), **about})
+
+    @classmethod
+    def load(cls, folder: Path, compared: int | None = None) -> Self:
+        """An index that was saved, memory-mapped.
+
+        compared: bytes of files at most whose content is compared with its checksum; beyond them sizes alone are
+        (None: all content is). Raises OSError, ValueError, KeyError, TypeError or UserError where it is damaged.
+        """
+        about, loaded = dict(read_json(folder / ABOUT)), cls.__new__(cls)
+        if about["digest"] != record_digest(about):
+            raise Damaged(f"{folder / ABOUT}: its checksum is another")
+        check_files(folder, about["files"], compared is None or sum(entry[1] for entry in about["files"]) <= compared)
+        loaded.size, loaded.language = about["size"], about["language"]
+        loaded._index = None
+        if not about["empty"]:
+            loaded._index = _bm25s().BM25.load(str(folder), mmap=True, allow_pickle=False, show_progress=False)
+        return loaded
+
+
+@lru_cache(1)
+def load_or_build(store: Store, language: str, workdir: Path) -> Bm25:
+    """BM25 over a corpus: as a run keeps it, or else made in memory. Questions come one by one, or set after set.
+
+    language: `retrieval.language` of a config. Nothing is written.
+    """
+    kept = _kept(_place(store, language, workdir), COMPARED)
+    return Bm25(searchable_texts(store), language or language_of(store)) if kept is None else kept
+
+
+def save_index(store: Store, language: str, workdir: Path) -> None:
+    """Write the index of `load_or_build` into the run folder, unless it is there whole; any other index goes."""
+    final = _place(store, language, workdir)
+    if _kept(final) is not None:
+        return
+    if final.is_dir():
+        load_or_build.cache_clear()  # it may have read what is damaged
+    make_folder(final.parent, "--workdir")
+    others = PosixFolder(final.parent)
+    for name in others.names():
+        others.remove(name)
+    made = Path(tempfile.mkdtemp(prefix=".partial-", dir=final.parent))
+    try:
+        load_or_build(store, language, workdir).save(made)
+        publish_folder(made, final)
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
+
+
+def check_words(words: Bm25, where: str) -> None:
+    """Raise UserError where there is nothing to search by. where: the key or flag that asks for it."""
+    if words.is_empty:
+        raise UserError(
+            f"{where}: no passage has a word that is no stop word (language {words.language!r}), so there is nothing "
+            "to match; search by vectors, or set config.retrieval.language=none"
+        )
+
+
+def _kept(folder: Path, compared: int | None = None) -> Bm25 | None:
+    """The index in a folder; None where there is none, or a damaged one. compared: as for `Bm25.load`."""
+    if not (folder / ABOUT).is_file():
+        return None
+    try:
+        return Bm25.load(folder, compared)
+    except (OSError, ValueError, KeyError, TypeError, UserError) as fault:
+        logger.warning("%s is damaged (%s); the words are indexed anew", folder, fault)
+        return None
+
+
+def _place(store: Store, language: str, workdir: Path) -> Path:
+    """The folder of an index: its name follows from everything that its bytes do."""
+    import Stemmer
+
+    made_of = [FORMAT, store.fingerprint, language, Stemmer.version(), _bm25s().__version__]
+    return workdir / FOLDER / digest(json.dumps(made_of).encode())[:16]
+
+
+def _bm25s() -> Any:
+    """The library. Importing it starts JAX's devices, which several processes have to do together, and later."""
+    import bm25s
+
+    logging.getLogger("bm25s").setLevel(logging.WARNING)  # the library sets DEBUG, and absl prints what it says
+    return bm25s
+
+
+def _best(scores: NDArray[np.float32], k: int) -> NDArray[np.int64]:
+    """The rows of the k largest scores above 0, or as many as there are; of equals the lower row, at the cut as well.
+
+    The library's own choice among equals depends on k.
+    """
+    least = np.partition(scores, -k)[-k]
+    if least > 0:
+        above = np.flatnonzero(scores > least)
+        found = np.concatenate([above, np.flatnonzero(scores == least)[: k - len(above)]])
+    else:
+        found = np.flatnonzero(scores > 0)
+    return found[np.lexsort((found, -scores[found]))]
+
+
+@cache
+def _rules(language: str) -> tuple[frozenset[str], Any]:
+    """Stop words and stemmer of a language."""
+    if language == PLAIN:
+        return frozenset(), None
+    import Stemmer
+    from bm25s import stopwords
+
+    name = LANGUAGES[language]
+    listed = getattr(stopwords, f"STOPWORDS_{'EN' if language == 'en' else name.upper()}")
+    return frozenset(listed), Stemmer.Stemmer(name)
+
+
+def _tokens(text: str, language: str) -> list[str]:
+    """The words of a text in lower case, without stop words, as stems."""
+    stop, stemmer = _rules(language)
+    found = [word for word in _WORD.findall(_lowered(text)) if word not in stop]
+    if stemmer is None:
+        return found
+    with _ONE_AT_A_TIME:
+        return list(stemmer.stemWords(found))
+
+
+def _lowered(text: str) -> str:
+    """A text in lower case, in which a letter with a mark is the same whether it came as one character or as two."""
+    if text.isascii():
+        return text.lower()
+    return unicodedata.normalize("NFC", text).lower().replace(_DOT_ABOVE, "")

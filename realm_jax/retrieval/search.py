@@ -1,0 +1,193 @@
+"""Retrieval inside a step: the corpus on the devices, and candidates for a query.
+
+Pure functions of (setting, parameters, batch, index), shared by training and evaluation; a refreshed index is new data,
+not a new program. How candidates are scored and read: `realm_jax/forward.py`, the one thing to read next.
+"""
+
+import dataclasses
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from numpy.typing import NDArray
+
+from realm_jax.models.inputs import DOCUMENT_SPECIALS, Documents, contains, null_documents
+from realm_jax.models.likelihood import NEGATIVE
+from realm_jax.models.realm import Params, Realm
+from realm_jax.retrieval.exact import search
+from realm_jax.retrieval.fusion import LIST, Fused, fuse, ranks_of
+from realm_jax.retrieval.scann import Searcher
+
+Array = jax.Array
+Batch = dict[str, Array]
+
+
+class Index(NamedTuple):
+    """The corpus on the device: vectors [padded rows, projection] and the document rows they stand for.
+
+    vectors: None where hosts search. tower: parameters of the query embedder that searches; None for the current one.
+    """
+
+    vectors: Any
+    documents: Documents
+    tower: Params | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedIndex:
+    """An index that a task can use.
+
+    vectors: on the host, [rows, width]; None for a generation that the devices search, and where words find passages.
+    step: of its parameters. generation: its name, '' for one that the trainer made. searcher: where hosts search.
+    queries: the sample of its export [count, width], if it is there. facts: what to record when it is adopted.
+    """
+
+    index: Index
+    vectors: NDArray | None
+    step: int
+    generation: str = ""
+    searcher: Searcher | None = None
+    queries: NDArray[np.float32] | None = None
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """Everything a loss needs beside its arrays; fixed for a run, so it is part of the compiled program."""
+
+    model: Realm
+    mesh: Mesh
+    cls_id: int
+    sep_id: int
+    rows: int  # passages in the corpus, padding not counted
+    candidates: int = 8  # the null document counted
+    null_document: bool = True  # whether it takes part
+    exclude_own: bool = True  # whether a sentence's own passage does not
+    marginal: str = "example"
+    ict_null_weight: float = 0.0  # weight of the null document in the inverse cloze task
+    ict_from_index: bool = False  # its negatives are what the query retrieves, not the passages of the batch
+    search_block: int = 65_536  # vectors scored at a time on a device, a multiple of 32
+    qa_objective: str = "marginal"
+    qa_beam: int = 64  # passages that the retriever's term of fine-tuning, and the inverse cloze task, rank
+    qa_passages: int = 5  # passages that are read
+    qa_titles: bool = False  # with their titles
+    qa_search: str = "vectors"  # what finds them, one of `sections.SEARCHES`
+    search: str = "vectors"  # what finds REALM's candidates
+    qa_documents: bool = False  # whether fine-tuning trains the document embedder as well
+
+    @property
+    def qa_words(self) -> bool:
+        """Whether words alone find the passages of a question."""
+        return self.qa_search == "bm25"
+
+
+def dropout_keys(key: Array | None, count: int) -> list[Array | None]:
+    """`count` keys from one; None stays None, which means no dropout."""
+    return [None] * count if key is None else list(jax.random.split(key, count))
+
+
+def take(index: Index, rows: Array) -> Documents:
+    """The document rows of candidates. rows [...] int32 → ids [..., length].
+
+    No row (below 0) gives an empty passage: special pieces alone, where no answer can stand.
+    """
+    ids, lengths, titles = (part[jnp.maximum(rows, 0)] for part in index.documents)
+    found = rows >= 0
+    return Documents(ids, jnp.where(found, lengths, DOCUMENT_SPECIALS + 1), jnp.where(found, titles, 0))
+
+
+class Candidates(NamedTuple):
+    """Retrieved passages without the example's own. rows, valid [batch, k]; excluded [batch]: how many passages were
+    dropped as its own."""
+
+    rows: Array
+    valid: Array
+    excluded: Array
+
+
+def retrieve(setting: Setting, params: Params, batch: Batch, index: Index, count: int) -> Candidates:
+    """The `count` best passages for each masked sentence, with `exclude_own` the example's own passage left out.
+
+    Own is the same row (`own_row`, −1 for none) or a passage in which the unmasked sentence occurs; no row (−1) is
+    treated alike. One more than `count` is searched; what is still excluded after that is marked invalid, never
+    replaced by a second search. Where hosts search, `found` of the batch are the rows. With another search than that of
+    vectors the batch has BM25's list, as `word_rows` and `word_scores`.
+    """
+    if index.vectors is None:
+        rows = batch["found"]
+    else:
+        queries = search_queries(setting, params, batch, index.tower)
+        own_row = batch["own_row"] if setting.exclude_own else None
+        rows = search_by(setting, setting.search, queries, batch, index, min(count + 1, setting.rows), own_row).rows
+    own = rows < 0
+    if setting.exclude_own:
+        own |= contains(take(index, rows).ids, batch["sentence"], batch["sentence_length"])
+        own |= rows == batch["own_row"][:, None]
+    order = jnp.argsort(own, axis=1, stable=True)[:, :count]
+    pick = partial(jnp.take_along_axis, indices=order, axis=1)
+    return Candidates(pick(rows), ~pick(own), (own & (rows >= 0)).sum(axis=1))
+
+
+def search_by(
+    setting: Setting, how: str, queries: Array, batch: Batch, index: Index, depth: int, own_row: Array | None = None
+) -> Fused:
+    """The `depth` best passages of queries [batch, projection] by one of `sections.SEARCHES`; scores: the retriever's.
+
+    'bm25' and 'hybrid' take BM25's list from the batch (`word_rows`, `word_scores`). own_row [batch]: a row that takes
+    no part in a list of vectors that is fused, where it would leave nothing to the others (−1 for none). Where words
+    find fewer, rows are −1 and scores NEGATIVE. Scores carry gradient to the queries alone. The index has vectors.
+    """
+    if how == "bm25":
+        rows = batch["word_rows"][:, :depth]
+        return Fused(rows, stored_scores(queries, index, rows), ranks_of(how, jnp, rows))
+    listed = depth if how == "vectors" else min(max(depth, LIST + (own_row is not None)), setting.rows)
+    rows = search(setting.mesh, queries, index.vectors, setting.rows, listed, setting.search_block).rows
+    scores = stored_scores(queries, index, rows)
+    if how == "vectors":
+        return Fused(rows, scores, ranks_of(how, jnp, rows))
+    if own_row is not None:
+        rows = jnp.where(rows == own_row[:, None], -1, rows)
+    words = batch["word_rows"], batch["word_scores"]
+    held = jax.lax.stop_gradient((scores, stored_scores(queries, index, words[0])))
+    found = fuse(rows, held[0], *words, held[1], depth)
+    return found._replace(scores=stored_scores(queries, index, found.rows))
+
+
+def search_queries(setting: Setting, params: Params, batch: Batch, tower: Params | None) -> Array:
+    """What is searched with, [batch, projection]: without dropout, by the current query embedder or by `tower`."""
+    if tower is not None:
+        params = {**params, setting.model.embedder_names[0]: tower}
+    return setting.model.embed_queries(params, batch["query"], batch["query_length"])
+
+
+def bm25_listed(search: str, depth: int, rows: int) -> int:
+    """Passages in BM25's list of a search for `depth` of `rows` passages; 0 where BM25 takes no part."""
+    return 0 if search == "vectors" else min(max(depth, LIST), rows)
+
+
+def search_depth(setting: Setting) -> int:
+    """Rows searched for each masked sentence: its candidates, with its own passage in the null document's place."""
+    return min(setting.candidates, setting.rows)
+
+
+def embed_null(setting: Setting, params: Params, key: Array | None) -> Array:
+    """The null document's vector [1, projection], through the document embedder."""
+    return setting.model.embed_documents(params, null_documents(1, (setting.cls_id, setting.sep_id)), key)
+
+
+def embed_taken(setting: Setting, params: Params, documents: Documents, key: Array | None) -> Array:
+    """The vectors of candidates by current parameters. documents.ids [batch, k, d] → [batch, k, projection]."""
+    flat = Documents(*(part.reshape(-1, *part.shape[2:]) for part in documents))
+    return setting.model.embed_documents(params, flat, key).reshape(*documents.ids.shape[:2], -1)
+
+
+def stored_scores(queries: Array, index: Index, rows: Array) -> Array:
+    """Inner products of queries [batch, d] with the stored vectors of rows [batch, k], without a gradient to those.
+
+    NEGATIVE for no row (below 0), so that nothing of a softmax falls to it.
+    """
+    vectors = index.vectors[jnp.maximum(rows, 0)].astype(jnp.float32)
+    return jnp.where(rows >= 0, jnp.einsum("bd,bkd->bk", queries, jax.lax.stop_gradient(vectors)), NEGATIVE)

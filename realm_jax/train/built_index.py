@@ -1,0 +1,339 @@
+"""REALM's index in asynchronous mode: towers are exported, another job embeds, what it publishes is adopted.
+
+When a generation is adopted is decided here, step by step (`BuiltIndex.next`); loading one is the work of
+`follower.py`, writing exports that of `exporter.py`. The rules stand in docs/design.md, "Exports and generations".
+"""
+
+import contextlib
+import dataclasses
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, Self, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ml_collections import ConfigDict
+from numpy.typing import NDArray
+
+from realm_jax.errors import UserError
+from realm_jax.mesh import to_host
+from realm_jax.models.realm import Params
+from realm_jax.processes import allgather_flags, broadcast_from_process_0, is_process_0
+from realm_jax.refresh.builder import names_of_export
+from realm_jax.refresh.exporter import Exporter, index_settings
+from realm_jax.refresh.generations import (
+    EXPORT,
+    Export,
+    InvalidIndex,
+    export_step,
+    export_steps,
+    generation_names,
+    read_export,
+    read_towers,
+)  # fmt: skip
+from realm_jax.refresh.status import HEARTBEAT_SECONDS, StatusWriter
+from realm_jax.refresh.watcher import IndexWatcher
+from realm_jax.retrieval.exact import search
+from realm_jax.retrieval.search import LoadedIndex, Setting
+from realm_jax.run import Run
+from realm_jax.storage import StorageError, digest
+from realm_jax.train.index_source import CorpusIndexSource, Interrupted, shared_folder
+from realm_jax.train.step import Control
+
+logger = logging.getLogger(__name__)
+
+EXPORT_SECONDS = 30.0  # how long a checkpoint waits for an export that a restart from it will need
+DRIFT_QUERIES, DRIFT_DEPTH, DRIFT_K = 256, 100, 8
+_T = TypeVar("_T")
+
+
+class BuiltIndex(CorpusIndexSource):
+    """A task's index made by another job; see `refresh.IndexSource`."""
+
+    def __init__(
+        self, run: Run, task: str, start: int, kept: dict[int, str], keep: int, status: StatusWriter,
+        should_stop: Callable[[], bool], on_progress: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        """start: step to begin or resume with. kept: step → generation of the checkpoints that are there; `keep` of
+        them stay. status: through which builders hear what is needed. should_stop: whether to stop waiting.
+        on_progress: called again and again while the corpus is embedded."""
+        super().__init__(run, task, on_progress)
+        self._start, self._should_stop = start, should_stop
+        self._options: ConfigDict = run.config.refresh
+        self._folder = shared_folder(run)
+        expected: dict[str, object] = {
+            "corpus": run.sources.passages.fingerprint,
+            "tokenizer": run.sources.wordpiece.fingerprint,
+            "rows": run.sources.passages.stored,
+            "width": run.model.vector_size,
+            "dtype": index_settings(run)["dtype"],
+        }
+        self._watcher = IndexWatcher(self._folder, expected, run)
+        self._exporter = Exporter(run, self._folder)
+        self._status = status
+        # Step and index of the checkpoints that a restart may find: those kept, and one that is still being written.
+        saves = sorted((step, export_step(generation)) for step, generation in kept.items() if generation)
+        self._saves: deque[tuple[int, int]] = deque(saves, maxlen=keep + 1)
+        self._step, self._used = start, -1  # where training is, and the export step of the index in use
+        self._newest = -1  # export step of the newest generation that any process has ready
+        self._given_up = -1  # export steps up to this one are not waited for
+        # What was announced at the last two steps stays loaded until the processes have answered.
+        self._announced: deque[LoadedIndex | None] = deque(maxlen=2)
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            self._status.update(step=self._start)
+            if is_process_0():
+                self._retry_storage(self._drop_later_exports)
+            self._folder.unstage("index")
+            for part in (self._exporter, self._watcher):
+                stack.enter_context(part)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    def _drop_later_exports(self) -> None:
+        """Exports after the first step are of rolled-back steps. Their generations stay, and have their exports again
+        if the same bits come again."""
+        for step in export_steps(self._folder):
+            if step > self._start:
+                self._folder.remove(f"exports/{step}/{EXPORT}")
+
+    # --- Step by step
+
+    def next(self, step: int, params: Params, index: LoadedIndex | None, heard: Control) -> LoadedIndex | None:
+        self._step, self._used = step, -1 if index is None else index.step
+        if step % self._options.every == 0 or index is None:
+            self._export(step, params)
+        if index is None:  # nothing can be trained without an index
+            return self._adopt(self._wait(step, step, True, "the first generation"), None, 0.0)
+        if self._options.adopt_after >= 0:
+            return self._at_fixed_distance(step, index)
+        self._look_for(heard.step, step)
+        found = self._announced[0] if len(self._announced) == 2 else None
+        if found is not None and heard[:2] == _ready(found)[:2] and heard.step > self._used:
+            return self._adopt(found, index, 0.0)
+        return None
+
+    def announce(self, step: int) -> Control:
+        self._update_status()
+        found = self._watcher.ready
+        self._announced.append(found)
+        return Control() if found is None else _ready(found)
+
+    def _look_for(self, newest: int, step: int) -> None:
+        """What this process should load: the newest that any process has, so that all meet there; else any new one.
+
+        What is ready stays until it is adopted or some process has a newer one.
+        """
+        own = self._watcher.ready
+        self._newest = max(newest, own.step if own is not None else -1)
+        if self._newest > self._used and self._newest not in self._watcher.missing_steps:
+            self._watcher.want(self._newest, self._newest, exactly=True)
+        else:
+            self._watcher.want(self._used + 1, step)
+
+    def _at_fixed_distance(self, step: int, index: LoadedIndex) -> LoadedIndex | None:
+        """The generation of export step s at step s + `adopt_after`, waiting if it must: the same bits every time."""
+        every, done = self._options.every, max(self._used, self._given_up)
+        following = done - done % every + every
+        if following <= step:
+            self._watcher.want(following, following, exactly=True)
+        due = (step - self._options.adopt_after) // every * every
+        if due <= done:
+            return None
+        if due < self._start and broadcast_from_process_0(
+            int(self._retry_storage(lambda: self._export_of(due)) is None)
+        ):
+            logger.warning(
+                "%s is not there; going on with the index of step %d until the next one is due: from here the bits may "
+                "differ from an undisturbed run's", self._folder.path(f"exports/{due}"), self._used,
+            )  # fmt: skip
+            self._given_up = due
+            return None
+        began = time.monotonic()
+        found = self._wait(due, due, True, f"the generation of step {due}, due at step {step}")
+        return self._adopt(found, index, time.monotonic() - began)
+
+    def _export(self, step: int, params: Params) -> None:
+        """Export the towers of `step`. An earlier export that is still being written is waited for where its generation
+        is, too; elsewhere this one is left out."""
+        if self._options.adopt_after >= 0 or self._used < 0:
+            self._wait_for_all(
+                lambda seconds: self._exporter.flush(seconds) or None,
+                EXPORT_SECONDS,
+                "waiting for an export that is still being written",
+                f"{self._folder.path('exports')}: an export could not be written within "
+                f"config.refresh.wait_seconds={self._options.wait_seconds:g}; make the folder writable, then repeat "
+                "the command",
+            )
+        self._exporter.export(step, params, self._needed() | {step})
+
+    def _wait(self, first: int, last: int, exactly: bool, what: str) -> LoadedIndex:
+        """A generation of these export steps. Raises UserError after `refresh.wait_seconds`, Interrupted."""
+        self._watcher.want(first, last, exactly)
+        return self._wait_for_all(
+            lambda seconds: self._watcher.wait(seconds, self._should_stop),
+            min(1.0, self._folder.poll_seconds),
+            f"waiting for {what}; `realm build-index` with the same config and --workdir makes it",
+            f"{self._folder.path('index')}: {what} did not come within config.refresh.wait_seconds="
+            f"{self._options.wait_seconds:g}; start `realm build-index`, then repeat the command",
+        )
+
+    def _wait_for_all(self, look: Callable[[float], _T | None], seconds: float, waiting: str, late: str) -> _T:
+        """What `look(seconds)` gives, as soon as it gives something in every process.
+
+        Processes see a file, a signal or the end of their patience at different moments, so they vote: else one would
+        go on to a program that another never runs. Raises UserError(late) after `refresh.wait_seconds`, Interrupted.
+        """
+        began, found, said = time.monotonic(), None, False
+        while True:
+            found = look(seconds) if found is None else found
+            patience = self._options.wait_seconds - (time.monotonic() - began)
+            here, asked, tired = allgather_flags(found is not None, self._should_stop(), patience < 0).T
+            if found is not None and here.all():
+                return found
+            if asked.any():
+                raise Interrupted
+            if tired.any():
+                raise UserError(late)
+            if not said:
+                logger.info("%s", waiting)
+            self._update_status()
+            said, seconds = True, max(0.0, min(HEARTBEAT_SECONDS, patience))
+
+    def _adopt(self, found: LoadedIndex, index: LoadedIndex | None, waited: float) -> LoadedIndex:
+        facts: dict[str, Any] = {"generation": found.generation, "waited": round(waited, 3)}
+        if index is not None:  # a device program, so every process runs it, even without queries to run it with
+            none = np.zeros((DRIFT_QUERIES, self._run.model.vector_size), np.float32)
+            queries = none if found.queries is None else found.queries[:DRIFT_QUERIES]
+            drift = self._ranking_overlap(queries, index, found)
+            facts |= {} if found.queries is None else {"drift": drift}
+        self._used = found.step
+        self._update_status()  # before the builder removes what nobody seems to need
+        return dataclasses.replace(found, facts=facts)
+
+    def _ranking_overlap(self, queries: NDArray[np.float32], old: LoadedIndex, new: LoadedIndex) -> float:
+        """Drift: of the old index's top 100 for each query, how much of their top 8 the new vectors keep; 1 is none."""
+        depth, k = min(DRIFT_DEPTH, self._run.setting.rows), min(DRIFT_K, self._run.setting.rows)
+        if old.searcher is not None and new.vectors is not None:
+            rows = old.searcher.search(queries, min(depth, self._run.config.index.budget))
+            scores = np.einsum("qd,qkd->qk", queries, new.vectors[rows].astype(np.float32))
+        else:
+            scores = to_host(_drift_scores(self._run.setting, queries, old.index.vectors, new.index.vectors, depth))
+        return float((np.argsort(-scores, axis=1, kind="stable")[:, :k] < k).mean())
+
+    # --- Restarts
+
+    def restore(self, generation: str, step: int) -> LoadedIndex:
+        """The generation itself; else one built anew from its export; else the newest there is, without the promise
+        of the same bits."""
+        self._step, self._used = step, export_step(generation)
+        self._update_status()
+        found = self._loaded(lambda: self._retry_storage(lambda: self._watcher.load(generation)))
+        return self._adopt(found or self._rebuilt(generation, step), None, 0.0)
+
+    def _loaded(self, load: Callable[[], LoadedIndex | None]) -> LoadedIndex | None:
+        """A generation that every process has loaded, or None; what is wrong with it is said."""
+        found = None
+        try:
+            found = load()
+        except InvalidIndex as fault:
+            logger.warning("%s", fault)
+        return found if allgather_flags(found is not None).all() else None
+
+    def _rebuilt(self, generation: str, step: int) -> LoadedIndex:
+        wanted, corpus = export_step(generation), self._run.sources.passages.fingerprint
+        export = self._retry_storage(lambda: self._export_of(wanted))
+        if broadcast_from_process_0(
+            int(export is not None and generation in names_of_export(self._folder, export, corpus))
+        ):
+            logger.warning("it has to be built again from its export; the bits will be the same")
+            return self._wait(wanted, wanted, True, f"generation {generation} again")
+        before = self._step_before(step + 1)
+        while before >= 0:
+            found = self._loaded(partial(self._newest_of, before))
+            if found is not None:
+                logger.warning(
+                    "going on with generation %s: from here the bits may differ from an undisturbed run's",
+                    found.generation,
+                )
+                return found
+            before = self._step_before(before)
+        raise UserError(
+            f"{self._folder.path('index')}: neither generation {generation} nor its export is there, and no other that "
+            f"can be used at step {step}; put it back, or start in another --workdir"
+        )
+
+    def _step_before(self, step: int) -> int:
+        """The last export step before `step` that has a generation, as the first process sees it; −1 for none."""
+        steps = map(export_step, generation_names(self._folder))
+        return broadcast_from_process_0(max((found for found in steps if found < step), default=-1))
+
+    def _newest_of(self, step: int) -> LoadedIndex | None:
+        """The newest generation of an export step that can be loaded."""
+        for name in reversed([name for name in generation_names(self._folder) if export_step(name) == step]):
+            with contextlib.suppress(InvalidIndex):
+                return self._watcher.load(name)
+        return None
+
+    def _export_of(self, step: int) -> Export | None:
+        """An export that a generation can still be built from."""
+        try:
+            export = read_export(self._folder, step)
+            if export is not None:
+                read_towers(self._folder, export)
+            return export
+        except InvalidIndex as fault:
+            logger.warning("%s", fault)
+            return None
+
+    def _retry_storage(self, act: Callable[[], _T]) -> _T:
+        """What storage gives, trying again for `refresh.wait_seconds` while it fails."""
+        began = time.monotonic()
+        while True:
+            try:
+                return act()
+            except StorageError as fault:
+                if self._should_stop() or time.monotonic() - began > self._options.wait_seconds:
+                    raise
+                logger.warning("%s; trying again", fault)
+                time.sleep(self._folder.poll_seconds)
+
+    def saving(self, step: int, generation: str) -> None:
+        self._saves.append((step, export_step(generation) if generation else -1))
+        if self._options.adopt_after >= 0 and not self._exporter.flush(EXPORT_SECONDS):
+            logger.warning("an export that a restart from the checkpoint of step %d needs is not written yet", step)
+        self._update_status()  # a builder should know what is needed before it removes anything
+
+    def _needed(self) -> set[int]:
+        """Export steps that must stay, with their generations: in use, or still to be adopted, now or after a restart
+        from one of the checkpoints."""
+        needed, every = {self._newest}, self._options.every
+        for saved, used in [*self._saves, (self._step + 1, self._used)]:
+            needed.add(used)
+            if self._options.adopt_after >= 0 and used >= 0:
+                needed |= set(range(used - used % every + every, saved, every))  # that of `saved` is exported again
+        return needed - {-1}
+
+    def _update_status(self) -> None:
+        self._status.update(step=self._step, index=self._used, pins=tuple(sorted(self._needed())))
+
+
+def _ready(found: LoadedIndex) -> Control:
+    """What processes agree on: 28 bits of the digest of a generation's name, and its step."""
+    return Control(int(digest(found.generation.encode())[:7], 16), found.step)
+
+
+@partial(jax.jit, static_argnums=(0, 4))
+def _drift_scores(setting: Setting, queries: jax.Array, old: jax.Array, new: jax.Array, depth: int) -> jax.Array:
+    """Scores of the new vectors for what the old ones find, best first by the old: float32 [queries, depth]."""
+    rows = search(setting.mesh, queries, old, setting.rows, depth, setting.search_block).rows
+    return jnp.einsum("qd,qkd->qk", queries, new[rows].astype(jnp.float32))

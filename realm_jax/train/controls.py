@@ -1,0 +1,38 @@
+"""Controls: trainings that should not reach what REALM reaches, from the same start and of the same length.
+
+Which they are, each task says for itself (`Task.controls`): REALM with the retriever held still, as many more steps of
+the inverse cloze task as REALM has, and a reader of the same size that answers from the question alone.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from realm_jax.run import Run
+from realm_jax.sections import task_names
+from realm_jax.tasks import make_task
+from realm_jax.train.checkpoints import Saved
+from realm_jax.train.init_from import INIT_KEYS, init_from_sources
+from realm_jax.train.loop import train_task
+from realm_jax.train.restore import restore_params
+
+
+def run_controls(run: Run) -> None:
+    """All controls that the recipe allows, each in its own folder of the run, resumable like any task."""
+    controls = [control for name in task_names(run.config) for control in make_task(name, run).controls()]
+    start = run.initial_params()
+    from_start = [control.folder for control in controls if not control.start]
+    begun = any(Saved.newest_of_first(run.workdir / folder / "checkpoints") for folder in from_start)
+    if any(run.config[key] for key in INIT_KEYS) and not begun:  # afterwards its source may go
+        start = init_from_sources(run, start)
+    for control in controls:
+        changed = _with(run, control.keys)
+        params = restore_params(run, control.start) if control.start else start
+        folder = None if control.folder == control.task else control.folder
+        train_task(changed, control.task, params, make_task(control.task, changed).measure(), folder)
+
+
+def _with(run: Run, keys: Mapping[str, Any]) -> Run:
+    """The run with some keys of its config changed."""
+    config = type(run.config)(run.config.to_dict())
+    config.update_from_flattened_dict(keys)
+    return run.with_config(config)

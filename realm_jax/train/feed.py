@@ -1,0 +1,105 @@
+"""Batches for the loop, with the rows that the hosts found for them where retrieval is approximate.
+
+`retrieval.backend=device` searches inside the step, and a batch is a batch. With `scann` the search for step t + d
+starts before step t, with the parameters of exactly step t: the queries are embedded on the devices by the loop's own
+thread, so that device programs start in one order; ScaNN then works in another thread while the devices train. d is
+`retrieval.ahead`. Searches under way are part of a checkpoint (`in_flight`): a resumed run finds what it would have.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from numpy.typing import NDArray
+
+from realm_jax.mesh import replicated
+from realm_jax.models.realm import Params
+from realm_jax.retrieval.scann import Searcher
+from realm_jax.retrieval.search import LoadedIndex, Setting, search_depth, search_queries
+from realm_jax.run import put_own
+
+Batch = dict[str, Any]
+
+
+class Search(NamedTuple):
+    """How hosts search: the task's setting, and how many steps before a batch is due."""
+
+    setting: Setting
+    ahead: int
+
+
+class Ahead(NamedTuple):
+    """A batch on the devices, and the rows that are being searched for it."""
+
+    batch: Batch
+    rows: Future[NDArray[np.int32]]
+
+
+class Feed:
+    """Hands out batches in order. A context manager: leaving ends the searching thread."""
+
+    def __init__(
+        self, mesh: Mesh, source: Iterator[Batch], rows: NDArray[np.int64], batch_size: int, search: Search | None,
+        in_flight: NDArray | None = None,
+    ) -> None:  # fmt: skip
+        """source: host batches of this process's `rows` of each global batch. search: where hosts search.
+        in_flight: rows in a checkpoint, [n, batch, k]."""
+        self._mesh, self._source, self._how = mesh, source, search
+        self._rows, self._batch_size = rows, batch_size
+        self._pool = ThreadPoolExecutor(1)
+        self._queue: deque[Ahead] = deque()
+        for rows in [] if in_flight is None else in_flight:
+            found: Future[NDArray[np.int32]] = Future()
+            found.set_result(np.asarray(rows, np.int32)[self._rows])
+            self._queue.append(Ahead(self._put(), found))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def next(self, params: Params, index: LoadedIndex | None) -> Batch:
+        """The batch of this step. params: its parameters, with which the search of a later step starts; index: the one
+        in use."""
+        if self._how is None:
+            return self._put()
+        assert index is not None and index.searcher is not None, "where hosts search, an index has a searcher"
+        while len(self._queue) <= self._how.ahead:
+            try:
+                batch = self._put()
+            except StopIteration:
+                break
+            queries = _queries(self._how.setting, params, batch, index.index.tower, replicated(self._mesh))
+            depth = search_depth(self._how.setting)
+            self._queue.append(Ahead(batch, self._pool.submit(self._search, index.searcher, queries, depth)))
+        batch, rows = self._queue.popleft()
+        return batch | self._spread({"found": rows.result()})
+
+    def in_flight(self) -> jax.Array | None:
+        """Rows of the batches after this one, [n, batch, k]; waits for the searches. None where there are none."""
+        if not self._queue:
+            return None
+        return jnp.stack([self._spread({"found": rows.result()})["found"] for _, rows in self._queue])
+
+    def _put(self) -> Batch:
+        return self._spread(next(self._source))
+
+    def _spread(self, batch: Batch) -> Batch:
+        found: Batch = put_own(self._mesh, batch, self._rows, self._batch_size)
+        return found
+
+    def _search(self, searcher: Searcher, queries: jax.Array, depth: int) -> NDArray[np.int32]:
+        return searcher.search(np.asarray(queries)[self._rows], depth)
+
+
+@partial(jax.jit, static_argnums=(0, 4))
+def _queries(setting: Setting, params: Params, batch: Batch, tower: Params | None, whole: NamedSharding) -> jax.Array:
+    """Whole in every process, so that no other thread than the loop's starts a device program."""
+    return jax.lax.with_sharding_constraint(search_queries(setting, params, batch, tower), whole)

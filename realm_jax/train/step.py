@@ -1,0 +1,150 @@
+"""What a step changes (`State`), placed on the mesh, and the step itself as one jitted program.
+
+Read next: `loop.py`, which drives it.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from ml_collections import ConfigDict
+
+from realm_jax.mesh import replicated
+from realm_jax.models.realm import Params
+from realm_jax.retrieval.search import Index
+from realm_jax.run import BaseRun
+from realm_jax.tasks.base import Task
+from realm_jax.train.gradients import gradients
+from realm_jax.train.optimizer import Rates, make_optimizer, without_frozen
+
+
+class State(NamedTuple):
+    """What one step turns into the next. step: int32 scalar; frozen: parameters that this task does not train."""
+
+    step: jax.Array
+    trained: Params
+    frozen: Params
+    optimizer: Any
+
+    @property
+    def params(self) -> Params:
+        return {**self.frozen, **self.trained}
+
+
+def task_optimizer(config: ConfigDict, task: Task) -> Any:
+    """The optimiser of a task, from its section of the config."""
+    c = config[task.name]
+    decay, clip = config.optimizer.weight_decay, config.optimizer.clip
+    correction = config.optimizer.get("bias_correction", False)  # a tagger's config has no such keys
+    rates = task_rates(config, task)
+    return make_optimizer(c.learning_rate, c.steps, c.warmup, decay, clip, task.retriever_delay, rates, correction)
+
+
+def task_rates(config: ConfigDict, task: Task) -> Rates:
+    """The rates of the parts of the model, as multiples of the task's learning rate."""
+    section, keys = config[task.name], config.optimizer
+    if "retriever_rate" not in section:
+        return Rates()
+    retriever = section.retriever_rate / section.learning_rate if section.retriever_rate else 1.0
+    return Rates(retriever, keys.head_rate, keys.train_words)
+
+
+def start_state(run: BaseRun, task: Task, params: Params) -> State:
+    """A task's state at step 0, sharded. The parameters are donated, as a step donates its state."""
+    optimizer = task_optimizer(run.config, task)
+    trained = {name: params[name] for name in task.trained}
+    frozen = {name: value for name, value in params.items() if name not in task.trained}
+    shardings = state_shardings(run, task)
+
+    def build(trained: Params, frozen: Params) -> State:
+        return State(jnp.zeros((), jnp.int32), trained, frozen, optimizer.init(trained))
+
+    return jax.jit(build, donate_argnums=(0, 1), out_shardings=shardings)(trained, frozen)
+
+
+def state_shardings(run: BaseRun, task: Task) -> Any:
+    """Where every array of a task's state lives; moments live where their parameters do. A `State` of shardings."""
+    import optax  # here, as in `optimizer.py`
+
+    everywhere = replicated(run.mesh)
+    trained = {name: run.param_shardings[name] for name in task.trained}
+    frozen = {name: value for name, value in run.param_shardings.items() if name not in task.trained}
+    optimizer = task_optimizer(run.config, task)
+    shapes = jax.eval_shape(run.model.init, jax.random.key(0))
+    abstract = jax.eval_shape(optimizer.init, {name: shapes[name] for name in task.trained})
+
+    def has_none(moment: Any) -> bool:
+        return isinstance(moment, optax.MaskedNode)
+
+    moments = optax.tree_utils.tree_map_params(
+        optimizer,
+        lambda moment, sharding: moment if has_none(moment) else sharding,
+        abstract,
+        trained,
+        transform_non_params=lambda _: everywhere,
+        is_leaf=has_none,
+    )
+    return State(everywhere, trained, frozen, moments)  # type: ignore[arg-type]
+
+
+Step = Callable[[State, Any, Index | None, jax.Array], tuple[State, dict[str, jax.Array]]]
+
+
+class Control(NamedTuple):
+    """What the processes say to each other in every step, and what they hear two steps later.
+
+    word: for the generation that is loaded, −1 for none; heard: that of all processes, −1 where they differ.
+    step: its export step, −1 for none; heard: the newest that any of them has.
+    stop: 1 when the process was told to stop; heard: 1 when any was.
+    """
+
+    word: int = -1
+    step: int = -1
+    stop: int = 0
+
+
+def put_control(mesh: Mesh, said: Control) -> jax.Array:
+    """The control words of this process, int32 [devices, 3]. The step reduces them.
+
+    Decisions that all processes must take at the same step travel this way, inside the step, so that no host ever waits
+    for another.
+    """
+    places = control_sharding(mesh)
+    return jax.make_array_from_callback((mesh.size, len(said)), places, lambda part: np.array([said], np.int32))
+
+
+def control_sharding(mesh: Mesh) -> NamedSharding:
+    """A row on every device."""
+    return NamedSharding(mesh, PartitionSpec(mesh.axis_names, None))
+
+
+def agreed(control: jax.Array) -> jax.Array:
+    """What all of them hear: a `Control` as int32 [3]."""
+    words, steps, stops = control.T
+    return jnp.stack([jnp.where(words.min() == words.max(), words.min(), -1), steps.max(), stops.max()])
+
+
+def make_step(run: BaseRun, task: Task) -> Step:
+    """One optimiser step as one jitted program; the state is donated. Metric `heard`: what the control words say."""
+    import optax
+
+    optimizer = task_optimizer(run.config, task)
+    seed, parts = run.config.seed, run.config[task.name].microbatches
+    dropout, rates = run.model.bert.dropout > 0, task_rates(run.config, task)
+
+    def step(state: State, batch: Any, index: Index | None, control: jax.Array) -> tuple[State, dict[str, jax.Array]]:
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), task.stream), state.step) if dropout else None
+
+        grads, metrics = gradients(task, state.trained, state.frozen, batch, index, key, parts)
+        grads = without_frozen(grads, rates)
+        updates, moments = optimizer.update(grads, state.optimizer, state.trained)
+        trained = optax.apply_updates(state.trained, updates)
+        metrics["gradient_norm"] = optax.tree.norm(grads)
+        metrics["heard"] = agreed(control)
+        return State(state.step + 1, trained, state.frozen, moments), metrics
+
+    shardings = state_shardings(run, task)
+    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, replicated(run.mesh)))

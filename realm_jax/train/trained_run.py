@@ -1,0 +1,359 @@
+"""A trained run, opened to answer questions; shared by `realm ask`, `predict` and `evaluate`, which say what to do.
+
+Nothing in the run folder changes, so a run can be asked while it trains. Read next: `ask.py`.
+"""
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from realm_jax.config import REALM_TASKS
+from realm_jax.data.jsonl import Question, read_questions
+from realm_jax.data.staging import is_remote
+from realm_jax.errors import UserError
+from realm_jax.eval.prediction import Answer
+from realm_jax.mesh import replicated
+from realm_jax.models.realm import Params
+from realm_jax.refresh.builder import rejection
+from realm_jax.refresh.exporter import to_arrays, to_params
+from realm_jax.refresh.generations import (
+    InvalidIndex,
+    Manifest,
+    export_of,
+    generation_names,
+    load_vectors,
+    read_manifest,
+    read_towers,
+)
+from realm_jax.retrieval.search import Index
+from realm_jax.run import Run
+from realm_jax.sections import task_names
+from realm_jax.storage import read_json
+from realm_jax.tasks import TASKS, make_task
+from realm_jax.train.best import RECALLS, measure_in
+from realm_jax.train.checkpoints import Gone, Saved
+from realm_jax.train.embedding import embed_once
+from realm_jax.train.index_source import shared_folder
+from realm_jax.train.metrics import read_lines
+from realm_jax.train.opened import CachedCheckpoint
+from realm_jax.train.opening import recorded_config, reopen_run, set_up_jax
+from realm_jax.train.restore import index_saved, restore_params
+from realm_jax.train.workdir import begins_with_reader, check_data
+
+logger = logging.getLogger(__name__)
+
+NBEST = 5  # answers of a question that are shown or written, if nothing else is asked for
+LOW_EXACT_MATCH, LOW_RECALL = 0.2, 0.5  # below these a user is warned
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """A run as it stands at the newest checkpoint of one of its tasks, with the corpus embedded.
+
+    search: what finds the passages of questions, one of `sections.SEARCHES`.
+    """
+
+    run: Run
+    task: str
+    step: int
+    params: Params
+    index: Index
+    search: str = "vectors"
+
+    @property
+    def reads(self) -> bool:
+        """Whether its reader learnt to answer from passages."""
+        return reader_is_trained(self.run.workdir, self.task)
+
+    def place(self, row: int) -> dict[str, Any]:
+        """Where a passage is from: {"id", "part", "title"}; part: which of the passages of its document, from 0."""
+        store = self.run.sources.passages
+        document = store.document_id(row)
+        return {"id": document, "part": row - store.rows_of(document).start, "title": store.title(row)}
+
+    def answer(self, answer: Answer) -> dict[str, Any]:
+        """{"answer", "probability", "passage"}; passage: where it stands, `place` with {"span"}, characters of the
+        passage's text; None where no passage was found."""
+        passage = self.place(answer.row) | {"span": list(answer.span)} if answer.row >= 0 else None
+        return {"answer": answer.text, "probability": short(answer.probability), "passage": passage}
+
+
+def short(value: float) -> float:
+    """As many digits as a float32 has."""
+    return float(f"{value:.9g}")
+
+
+def questions_of(run: Run, name: str | None, need_right: bool) -> list[Question]:
+    """The questions of a split, or of a file. Warns of those that cannot be answered, or found, as they stand."""
+    questions = _questions(run, name or "dev", need_right)
+    most = run.config.data.query_length - 2
+    encoded = run.sources.wordpiece.encode_batch([question.question for question in questions])
+    if cut := sum(len(item.ids) > most for item in encoded):
+        logger.warning("%d questions are longer than the %d word pieces that the run reads; they are cut", cut, most)
+    gold = {question.gold_passage_id for question in questions if question.gold_passage_id is not None}
+    if absent := [name for name in gold if not run.sources.passages.rows_of(name)]:
+        logger.warning("%d gold passages, such as %r, are not in the corpus: misses", len(absent), min(absent))
+    return questions
+
+
+def _questions(run: Run, name: str, need_right: bool) -> list[Question]:
+    """Of a split, or of a file: what is no split, and is there or is written like no split."""
+    splits = run.sources.questions
+    if name in splits:
+        return splits[name]
+    if Path(name).exists() or not name.isidentifier():
+        return read_questions(name, need_right=need_right)
+    raise UserError(
+        f"--questions={name}: {run.config.data.path} has no such questions (it has: {', '.join(splits) or 'none'}), "
+        "and there is no such file; choose another split, or name a file"
+    )
+
+
+def open_run_to_ask(workdir: Path, changes: dict[str, Any] | None = None, questions: bool = True) -> Run:
+    """The run of a folder on the devices that are here, with its config changed as `changes_of` has it.
+
+    questions: whether those of the prepared folder are read.
+    Raises UserError when there is no run, or when its prepared folder is gone or another one.
+    """
+    changes = changes or {}
+    _check_prepared(changes.get("data.path") or recorded_config(workdir).data.path, workdir)
+    set_up_jax()
+    # Trained on one machine and asked on another: every device takes a share of the passages and all parameters. Batch
+    # sizes of training must suit the devices, but nothing is trained here.
+    here: dict[str, Any] = {"mesh.data": -1, "mesh.fsdp": 1, "mesh.model": 1}
+    for name in REALM_TASKS:
+        here |= {f"{name}.batch_size": jax.device_count(), f"{name}.microbatches": 1}
+    run = reopen_run(workdir, here | changes, questions)
+    check_data(run, run.sources.passages.versions, questions)
+    return run
+
+
+def _check_prepared(folder: str, workdir: Path) -> None:
+    if not is_remote(folder) and not (Path(folder) / "PREPARED.json").is_file():
+        raise UserError(
+            f"{folder}: the prepared folder of the run in {workdir} is not there (looked from {Path.cwd()}); "
+            "name the place that it was moved to with --config.data.path=DIR"
+        )
+
+
+def reader_is_trained(workdir: Path, task: str) -> bool:
+    """Whether the reader at the end of a task of a run learnt to answer from passages: in fine-tuning there, or in the
+    run or weights that it started from."""
+    return TASKS[task].teaches_reading() or begins_with_reader(workdir)
+
+
+def check_reads(trained: Trained) -> None:
+    """Raise UserError for a reader without passages: there is nothing to show beside its answers."""
+    if not TASKS[trained.task].reads_passages:
+        raise UserError(
+            f"{trained.run.workdir}: {trained.task} was trained there, which answers without passages; use `realm "
+            "predict`"
+        )
+
+
+def restore(
+    run: Run, task: str | None = None, for_answers: bool = True, search: str | None = None, warn: bool = True
+) -> Trained:
+    """Parameters at the end of `task`, or of the last task of the recipe that has a checkpoint, and the index.
+
+    for_answers: whether questions will be answered with them; search: what finds their passages, in place of
+    `retrieval.qa_search`; warn: of parameters of other tasks than qa, which know nothing of answers. The corpus is
+    embedded unless the checkpoint holds vectors that fit its parameters. Raises UserError for a task that the recipe
+    does not have, and where there is no checkpoint.
+    """
+    while True:
+        name, saved = newest(run, task)
+        asked = make_task(name, run)
+        how = search or asked.question_search
+        vectors = asked.needs_vectors(how)
+        try:
+            if not vectors:
+                index: Index | None = run.bare_index
+            elif is_edited(run):
+                index = None
+            else:
+                index = index_saved(run, name, saved)
+            params = _params(run, saved, documents=index is None or not for_answers)
+            if vectors and is_edited(run):
+                index = published_index(run, params)
+            break
+        except Gone:  # the run went on and removed it; there is a newer one
+            continue
+    trained = asked.learns_to_answer or reader_is_trained(run.workdir, name)
+    if not trained and for_answers and warn:
+        logger.warning("these are the parameters of task %s: answers come from a span head that qa did not train", name)
+    if saved.step < run.config[name].steps:
+        logger.warning("task %s is not done: step %d of %d", name, saved.step, run.config[name].steps)
+    if how != "vectors" and for_answers:
+        run.words()  # raises where there are none
+    return Trained(run, name, saved.step, params, index or run.index(embed_once(run, params, bar=True)), how)
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What a run measured at the end of a task; None where it did not.
+
+    found: share of the questions for which the gold passage was among the first five, or a passage with an answer where
+    no question has a gold passage. on: on what, as results.json says it; None while there are no results.
+    """
+
+    exact_match: float | None
+    found: float | None
+    on: str | None = "development questions"
+
+    @property
+    def is_low(self) -> bool:
+        """Whether most answers, or the passages that they come from, are wrong."""
+        low = self.exact_match is not None and self.exact_match < LOW_EXACT_MATCH
+        return low or self.found is not None and self.found < LOW_RECALL
+
+    def advice(self) -> str:
+        """One line about how far to trust an answer."""
+        on = "what it was measured on" if self.on is None else f"its {self.on}"
+        answers = "" if self.exact_match is None else f"answers {self.exact_match:.0%} of {on} right"
+        found = "" if self.found is None else f"finds the right passage for {self.found:.0%}"
+        if not answers and found:
+            found += f" of {on}"
+        return f"this run {' and '.join(filter(None, (answers, found)))}: check the passages below"
+
+
+def measured(run: Run, task: str) -> Measured | None:
+    """The newest measurement of what a task trained; None where it was never measured.
+
+    results.json has what the run ended with, evaluations.jsonl of the task what was measured on the way.
+    """
+    file = run.workdir / "results.json"
+    results = read_json(file) if file.is_file() else {}
+    methods = (make_task(task, run).question_search, task)
+    by = next((by for by in methods if any(by in results.get(name, {}) for name in RECALLS)), task)
+    ended = {name: one[by] for name in RECALLS if by in (one := results.get(name, {}))}
+    last = task == task_names(run.config)[-1]  # results are of the parameters at the end
+    exact = results.get("exact_match", {}).get("retrieval") if last else None
+    if not ended and exact is None:
+        lines = [line for line in read_lines(run.workdir / task / "evaluations.jsonl") if measure_in(line)]
+        ended = lines[-1] if lines else {}
+        exact = ended.get("exact_match")
+    found = ended.get(measure_in(ended))
+    on = "development questions" if exact is not None else results.get("measured_on")  # sentences have no answers
+    return None if exact is None and found is None else Measured(exact, found, on)
+
+
+def _params(run: Run, saved: Saved, documents: bool) -> Params:
+    """What answers are made with. documents: the document tower too, which answers from stored vectors do without."""
+    query, *others = run.model.embedder_names
+    names = [query, "reader", *(others if documents or run.setting.qa_documents else ())]
+    return jax.device_put(saved.params(names), replicated(run.mesh))  # as `open_run_to_ask` lays out the mesh
+
+
+def restore_towers(run: Run) -> tuple[int, Params]:
+    """The towers at the end of what was trained, and the step of REALM that they count as."""
+    name, saved = newest(run)
+    params = restore_params(run, name, saved)
+    return run.config.realm.steps, {tower: params[tower] for tower in run.model.embedder_names}
+
+
+def is_edited(run: Run) -> bool:
+    """Whether the corpus was edited since the run was trained."""
+    return bool(read_json(run.workdir / "data.json")["passages"] != run.sources.passages.fingerprint)
+
+
+def published_index(run: Run, params: Params) -> Index | None:
+    """The index of a generation of this version of the corpus and of the towers of `params`, if there is a good one."""
+    name = run.model.embedder_names[-1]
+    tower = to_arrays({name: params[name]})
+    for manifest in _generations(run):
+        with contextlib.suppress(InvalidIndex):
+            exported = _exported_towers(run, manifest)
+            if exported and all(np.array_equal(exported[path], value) for path, value in tower.items()):
+                return _stored_index(run, manifest)
+    return None
+
+
+def open_generation(run: Run, name: str) -> Trained:
+    """The index of a generation, by its name or the 'newest' of this version of the corpus, with the towers that made
+    it and no reader. Raises UserError where there is none, and where its towers are gone."""
+    folder = shared_folder(run)
+    manifest = next(_generations(run), None) if name == "newest" else read_manifest(folder, name)
+    if manifest is None and name == "newest":
+        raise UserError(
+            f"{folder.path('index')}: no generation of the corpus as it is now; train with refresh.mode=async, or "
+            "publish one with `realm corpus`"
+        )
+    if manifest is None:
+        raise UserError(f"{folder.path('index')}: there is no generation {name}; `realm storage ls` lists them")
+    if manifest.corpus != run.sources.passages.fingerprint:
+        raise UserError(f"generation {manifest.generation} is of another corpus than {run.config.data.path}")
+    towers = _exported_towers(run, manifest)
+    if towers is None:
+        raise UserError(
+            f"{folder.path('exports')}: the export of generation {manifest.generation} is gone; name another"
+        )
+    return Trained(run, task_names(run.config)[-1], manifest.step, to_params(towers), _stored_index(run, manifest))
+
+
+def _generations(run: Run) -> Iterator[Manifest]:
+    """The good generations of this version of the corpus, the newest first."""
+    folder = shared_folder(run)
+    for name in reversed(generation_names(folder)):
+        with contextlib.suppress(InvalidIndex):
+            manifest = read_manifest(folder, name)
+            own = manifest is not None and manifest.corpus == run.sources.passages.fingerprint
+            if manifest is not None and own and rejection(folder, name) is None:
+                yield manifest
+
+
+def _exported_towers(run: Run, manifest: Manifest) -> dict[str, NDArray] | None:
+    """The towers that a generation was built with; None where their export is gone."""
+    export = export_of(shared_folder(run), manifest)
+    return None if export is None else read_towers(shared_folder(run), export)[0]
+
+
+def _stored_index(run: Run, manifest: Manifest) -> Index:
+    return run.index(run.sources.passages.kept(load_vectors(shared_folder(run), manifest)))
+
+
+def newest(run: Run, task: str | None = None) -> tuple[str, Saved]:
+    """The newest checkpoint of `task`, or of the last task that has one, with the task's name. Raises as `restore`."""
+    names = task_names(run.config)
+    if task is not None and task not in names:
+        raise UserError(f"--task={task}: the run in {run.workdir} has no such task; choose among {', '.join(names)}")
+    names = names if task is None else [task]
+    for name in reversed(names):
+        if (saved := CachedCheckpoint.newest(run.workdir / name / "checkpoints")) is not None:
+            return name, saved
+    what = f"of task {names[0]} " if len(names) == 1 else ""
+    raise UserError(f"{run.workdir}: no checkpoint {what}yet; give the `realm train` command that started it again")
+
+
+def check_question(run: Run, question: str, search: str = "vectors") -> str:
+    """A question without the space around it. Raises UserError when it is empty or longer than the run reads,
+    or where it has no word that BM25 alone could find it by."""
+    question = question.strip()
+    try:
+        question.encode("utf-8")
+    except UnicodeEncodeError:
+        raise UserError("the question is not valid UTF-8; type or save it as UTF-8 text") from None
+    pieces = len(run.sources.wordpiece.encode(question).ids)
+    if search == "bm25" and not run.words().has_terms(question):
+        raise UserError(
+            "the question has no word but stop words, which BM25 leaves out; ask with other words, or with "
+            "--search=vectors"
+        )
+    if pieces == 0:
+        raise UserError('the question is empty; write one, such as "When was the bridge built?"')
+    most = run.config.data.query_length - 2
+    if pieces > most:
+        raise UserError(f"the question has {pieces:,} word pieces, but this run reads at most {most}; shorten it")
+    return question
+
+
+def ranks_by_search(ranks: Sequence[int]) -> dict[str, int]:
+    """The places of a passage by the searches that found it, from 1: {"vectors": 3, "bm25": 1}."""
+    return {search: rank for search, rank in zip(("vectors", "bm25"), ranks, strict=True) if rank}

@@ -1,0 +1,122 @@
+"""What a run folder was made for: config and data are recorded there, and compared at every start."""
+
+import os
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from realm_jax.config import completed, default_like, flatten, kind_of, science
+from realm_jax.errors import UserError
+from realm_jax.processes import is_process_0
+from realm_jax.run import BaseRun
+from realm_jax.sections import task_names
+from realm_jax.storage import read_json, write_json_atomic
+from realm_jax.train.checkpoints import Saved
+
+START = "start.json"  # what is known of where a run began
+# Keys that may name a file or a folder.
+PLACES = ("data.path", "data.vocabulary", "init_from", "reader_from", "refresh.shared")
+_ELSEWHERE = re.compile(r"[a-z0-9]+:")  # begins what lies in no folder: gs://, hf:, py:, tfds:
+
+
+def has_checkpoint(config: ConfigDict, workdir: Path) -> bool:
+    """Whether a run has parameters of its own saved."""
+    return Saved.newest(workdir / task_names(config)[0] / "checkpoints") is not None
+
+
+def begins_with_reader(workdir: Path) -> bool:
+    """Whether the run in a folder began with a reader that was trained with questions."""
+    path = workdir / START
+    return path.is_file() and bool(read_json(path)["reader"])
+
+
+def check_workdir(run: BaseRun) -> None:
+    """Record config and data in the run folder, or compare them with what is recorded there.
+
+    Raises UserError when a science key or the data differ; another value of an operations key is recorded. Paths are
+    recorded absolute.
+    """
+    path = run.workdir / "config.json"
+    if path.is_file():
+        _check_science(run, path)
+        check_data(run)
+    if is_process_0():
+        run.workdir.mkdir(parents=True, exist_ok=True)
+        write_json_atomic(run.workdir / "data.json", run.sources.fingerprints())
+        write_json_atomic(path, with_absolute_paths(run.config.to_dict()))
+
+
+def with_absolute_paths(config: dict[str, Any]) -> dict[str, Any]:
+    """A config with what it names on this machine as absolute paths, so that a run can be opened from any folder.
+
+    URLs stay as they are, and names such as `hf:…`; a folder that is yet to be made does not.
+    """
+    found: dict[str, Any] = {key: dict(value) if isinstance(value, dict) else value for key, value in config.items()}
+    for key in PLACES:
+        section, _, name = key.rpartition(".")
+        holder = found.get(section, {}) if section else found
+        value: str = holder.get(name, "")
+        if value and (os.path.exists(value) or not _ELSEWHERE.match(value)):
+            holder[name] = os.path.abspath(value)
+    return found
+
+
+def _check_science(run: BaseRun, path: Path) -> None:
+    recorded = science(completed(read_json(path), default_like(run.config)))
+    now = science(run.config)
+    for key in sorted({*recorded, *now}):
+        if recorded.get(key) != now.get(key):
+            raise UserError(
+                f"config.{key} is {now.get(key)!r}, but the run in {run.workdir} has {recorded.get(key)!r}; "
+                "set it back, or start in another --workdir"
+            )
+
+
+def check_data(run: BaseRun, versions: Collection[str] = (), questions: bool = True) -> None:
+    """Raise UserError when the data are not those that the run folder's `data.json` records, if it does.
+
+    versions: fingerprints of passages that will do, too. questions: whether the run has read any, to be compared.
+    """
+    path = run.workdir / "data.json"
+    recorded = read_json(path) if path.is_file() else {}
+    now = run.sources.fingerprints()
+    for name in sorted({*recorded, *now} if recorded else ()):
+        if name in ("passages", "pretraining") and recorded.get(name) in versions:
+            continue
+        if name == "questions" and not questions:
+            continue
+        if recorded.get(name) != now.get(name):
+            found = f"other {name} than {path} records"
+            if name not in now:
+                found = f"no {name}, which {path} records"
+            if name not in recorded:
+                found = f"{name}, which {path} does not record"
+            raise UserError(
+                f"{run.config.data.path}: not the data of the run: {found}; "
+                "name the folder that it was trained with, or start in another --workdir"
+            )
+
+
+def recorded_config(workdir: Path, name: str = "--workdir", tagger: bool | None = False) -> ConfigDict:
+    """The config that a run recorded in its folder. `name`: of the flag or key that names the folder.
+
+    tagger: whether it must be the run of a tagger, or of REALM; None: either will do.
+    """
+    if not (workdir / "config.json").is_file():
+        raise UserError(f"{name}={workdir}: no run there (no config.json); train one with `realm train`")
+    config = read_json(workdir / "config.json")
+    if not isinstance(config, dict) or not {"tasks", "data", "model"} <= {*config}:
+        raise UserError(f"{name}={workdir}: config.json there is not the config of a run of `realm train`")
+    if tagger is not None and (kind_of(config) is not None) != tagger:
+        found, wanted = ("REALM", "a tagger") if tagger else ("a tagger", "REALM")
+        raise UserError(f"{name}={workdir}: {found} was trained there, not {wanted}; name another folder")
+    known = default_like(config)
+    if gone := sorted(key for key in {*flatten(config)} - {*flatten(known.to_dict())} if "." in key):
+        raise UserError(
+            f"{name}={workdir}: made by another version of realm_jax, with a key {gone[0]}; there, write its networks "
+            "with `realm weights export`, and start from them with config.init_from"
+        )
+    return completed(config, known)
