@@ -3,6 +3,9 @@
     realm prepare --passages wikipedia.jsonl.gz --vocab vocab.txt --output data/wiki
     realm train --config=ict_wiki --config.data.path=data/wiki --workdir=gs-mount/runs/ict --processes=auto
 
+`gs-mount` is a mounted bucket; `realm launch` mounts it for you and takes `--workdir=gs://BUCKET/runs/ict`
+(`docs/launch.md`).
+
 With BERT's weights, as in the paper, and its vocabulary: --config.init_from=hf:google-bert/bert-base-uncased
 --config.model.hidden_act=gelu (`'.[huggingface]'`), or a folder with model.safetensors.
 

@@ -3,6 +3,8 @@
     realm train --config=qa_wiki --config.data.path=data/wiki --config.init_from=gs-mount/runs/realm \
         --workdir=gs-mount/runs/qa --processes=auto
 
+`runs/realm` is a finished run of `configs/realm_wiki.py`, in a mounted bucket.
+
 160,000 steps of 16 questions at 1e-5: about 32 passes over the 79,000 questions of NaturalQuestions-Open. Five passages
 are read. On v5e 4×4: 2.3 GiB a chip, and at 40 % MFU 14 ms a step, 0.6 hours for all (`realm launch
 plan --config=qa_wiki --spec.trainer.slice=v5e:4x4`); steps of one question a chip will not reach 40 %.

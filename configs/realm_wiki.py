@@ -4,6 +4,9 @@
         --workdir=gs-mount/runs/realm --processes=auto
     realm build-index --workdir=gs-mount/runs/realm                       beside it, on a smaller slice
 
+`gs-mount` is a mounted bucket; `realm launch` mounts it for you and starts both jobs (`docs/launch.md`). `runs/ict` is
+a finished run of `configs/ict_wiki.py`.
+
 200,000 steps of 512 sentences at 3e-5, eight candidates each with the null document; 64 chips train and 16 embed, as in
 the paper. What `realm launch plan` says of it, by the TPU compiler (memory) and by arithmetic at 40 % MFU (times):
 
