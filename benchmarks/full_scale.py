@@ -127,8 +127,7 @@ def run(vectors: Path, workdir: Path, rows: int) -> None:
 
 def settings() -> ScannConfig:
     """The package's own."""
-    c = default().index
-    return ScannConfig(c.budget, c.leaves_searched)
+    return ScannConfig(searched=default().index.leaves_searched)
 
 
 def build(workdir: Path, vectors: Enlarged, queries: NDArray[np.float32]) -> None:

@@ -15,7 +15,7 @@ from realm_jax import schema, sections
 from realm_jax.errors import UserError
 from realm_jax.models.prompts import parse
 from realm_jax.schema import Sections, flatten, require
-from realm_jax.sections import MODEL_PROMPT, check_heads, joint_length, task_names
+from realm_jax.sections import MODEL_PROMPT, check_heads, task_names
 from realm_jax.tasks import TASKS
 from realm_jax.tasks.base import Task
 
@@ -151,8 +151,6 @@ def _check_realm(config: ConfigDict) -> None:
     for task in REALM_TASKS.values():
         task.check(config)
     _check_retrieval(config)
-    fits = config.model.max_length == 0 or config.model.max_length >= joint_length(config)
-    require(fits, "model.max_length", f"the joint layout needs {joint_length(config)} positions")
 
 
 def _check_recipe(names: Collection[str]) -> None:
@@ -190,4 +188,3 @@ def _check_retrieval(config: ConfigDict) -> None:
     if retrieval.backend == "scann":
         vectors_alone = "retrieval.backend=scann searches vectors alone; set one of the two keys back"
         require(retrieval.search == "vectors", "retrieval.search", vectors_alone)
-        require(config.index.budget >= retrieval.candidates, "index.budget", "must be at least retrieval.candidates")

@@ -34,11 +34,12 @@ def quickstart() -> ConfigDict:
     config = _tiny()
     config.data.update(query_length=20, document_length=64, predictions=4, answers=1)
     config.model.update(span_width=4)
-    config.mlm.update(steps=1600, batch_size=48, learning_rate=1e-3, warmup=50)
-    config.ict.update(steps=90, batch_size=256, learning_rate=1e-3, warmup=50)
-    config.realm.update(steps=500, batch_size=24, learning_rate=5e-4, warmup=50)
-    config.qa.update(steps=300, batch_size=32, learning_rate=5e-4, warmup=50)
-    config.closed_book.update(steps=1900, batch_size=48, learning_rate=1e-3, warmup=50)
+    config.mlm.update(steps=1600, batch_size=48, learning_rate=1e-3)
+    config.ict.update(steps=90, batch_size=256, learning_rate=1e-3)
+    config.realm.update(steps=500, batch_size=24, learning_rate=5e-4)
+    config.qa.update(steps=300, batch_size=32, learning_rate=5e-4)
+    config.closed_book.update(steps=1900, batch_size=48, learning_rate=1e-3)
+    config.optimizer.warmup = 50
     config.refresh.every = 40
     config.objective.retriever_start = 30
     config.retrieval.candidates = 16
@@ -52,7 +53,7 @@ def real_text() -> ConfigDict:
     """
     config = default()
     config.tasks = "ict,qa"
-    config.data.update(query_length=48, document_length=128, predictions=6, answers=4, ict_mask_rate=0.0)
+    config.data.update(query_length=48, document_length=128, predictions=6, answers=4)
     config.model.update(layers=0, width=0, heads=0, feed_forward=0, hidden_act="", dropout=0.0)
     config.encoder.update(
         pooling="", projection=-1, normalization="", norm_epsilon=0.0, temperature=0.0, query_prompt="model",
@@ -60,13 +61,13 @@ def real_text() -> ConfigDict:
     )  # fmt: skip
     # Small steps of the query tower alone: the passages' vectors stay what the encoder was trained to make of them.
     config.objective.update(ict="index", retriever_start=20, qa="positive")
-    config.optimizer.update(bias_correction=True, head_rate=5.0, train_words=False)
-    config.ict.update(steps=400, batch_size=32, learning_rate=2e-5, warmup=20)
-    config.mlm.update(steps=200, batch_size=16, learning_rate=1e-4, warmup=20)
-    config.realm.update(steps=200, batch_size=8, learning_rate=5e-5, retriever_rate=1e-5, warmup=20)
-    config.qa.update(steps=560, batch_size=16, learning_rate=1.5e-4, retriever_rate=2e-5, warmup=40)
-    config.closed_book.update(steps=560, batch_size=16, learning_rate=1e-4, warmup=40)
-    config.qa.microbatches = 2  # the same sum in two parts, for half a gigabyte less
+    config.optimizer.preset = "short"
+    config.optimizer.microbatches = 2  # of fine-tuning: the same sum in two parts, for half a gigabyte less
+    config.ict.update(steps=400, batch_size=32, learning_rate=2e-5)
+    config.mlm.update(steps=200, batch_size=16, learning_rate=1e-4)
+    config.realm.update(steps=200, batch_size=8, learning_rate=5e-5)
+    config.qa.update(steps=560, batch_size=16, learning_rate=1.5e-4)
+    config.closed_book.update(steps=560, batch_size=16, learning_rate=1e-4)
     config.retrieval.update(candidates=5, qa_passages=5, qa_titles=True, qa_beam=50, qa_search="hybrid")
     config.refresh.every = 1000
     config.evaluation.batch_size = 4  # three times as fast on two cores as 64: what is read stays in their caches
@@ -128,8 +129,7 @@ def paper(task: str) -> ConfigDict:
     devices, without which a step does not fit 16 GB."""
     config = default()
     config.tasks = task
-    config.model.update(dtype="bfloat16", remat="dots", scan=True)
-    config.retrieval.dtype = "bfloat16"
+    config.model.update(dtype="bfloat16", remat="dots")
     config.mesh.fsdp = 8
     return config
 
@@ -137,7 +137,7 @@ def paper(task: str) -> ConfigDict:
 def _tiny() -> ConfigDict:
     """Two layers of 64 without dropout: learns in minutes on a laptop's CPU."""
     config = default()
-    config.model.update(layers=2, width=64, heads=2, feed_forward=128, dropout=0.0, span_hidden=32)
+    config.model.update(layers=2, width=64, heads=2, feed_forward=128, dropout=0.0)
     config.encoder.norm_scale = 0.35
     config.retrieval.qa_beam = 64
     config.objective.ict_null_weight = 0.3

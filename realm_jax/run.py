@@ -27,13 +27,13 @@ from realm_jax.models.attention import select_attention
 from realm_jax.models.bert import BertConfig
 from realm_jax.models.inputs import Documents
 from realm_jax.models.prompts import Encode, Template, compiled, placeholder
-from realm_jax.models.reader import Reader
+from realm_jax.models.reader import Reader, span_size
 from realm_jax.models.realm import Params, Realm
 from realm_jax.retrieval.bm25 import Bm25, check_words, load_or_build
-from realm_jax.retrieval.embed import CorpusRows, embed_corpus, in_groups
+from realm_jax.retrieval.embed import EMBED_BATCH, CorpusRows, embed_corpus, in_groups
 from realm_jax.retrieval.exact import padded_rows
 from realm_jax.retrieval.fusion import LIST
-from realm_jax.retrieval.scann import ScannConfig
+from realm_jax.retrieval.scann import BUDGET, ScannConfig
 from realm_jax.retrieval.search import Index, Setting, bm25_listed, search_depth
 from realm_jax.sections import joint_length, task_names
 
@@ -83,8 +83,8 @@ class Run(BaseRun):
         return Documents(*(self._by_rows(part) for part in self.corpus))
 
     def index(self, vectors: NDArray) -> Index:
-        """An index of host vectors [rows, projection], stored as `retrieval.dtype` and sharded by rows."""
-        return Index(self._by_rows(vectors.astype(self.config.retrieval.dtype, copy=False)), self.documents)
+        """An index of host vectors [rows, projection], stored as `model.dtype` and sharded by rows."""
+        return Index(self._by_rows(vectors.astype(self.config.model.dtype, copy=False)), self.documents)
 
     def words(self) -> Bm25:
         """BM25 over the corpus, kept in the run folder or made in memory. Raises UserError where it has no words."""
@@ -128,8 +128,9 @@ class Run(BaseRun):
     @property
     def searches(self) -> ScannConfig | None:
         """How hosts search, where `retrieval.backend` says that they do."""
-        c = self.config.index
-        return ScannConfig(c.budget, c.leaves_searched) if self.config.retrieval.backend == "scann" else None
+        c = self.config
+        budget = max(BUDGET, c.retrieval.candidates)
+        return ScannConfig(budget, c.index.leaves_searched) if c.retrieval.backend == "scann" else None
 
     def _by_rows(self, array: NDArray) -> jax.Array:
         missing = padded_rows(len(array), self.mesh.size) - len(array)
@@ -149,7 +150,7 @@ class Run(BaseRun):
         def embed_batch(batch: CorpusRows) -> jax.Array:
             return embed_program(self.model, self.mesh, tower, Documents(*put_batch(self.mesh, batch)))
 
-        size = self.config.retrieval.embed_batch * self.mesh.size
+        size = EMBED_BATCH * self.mesh.size
         return embed_corpus(embed_batch, self.corpus if rows is None else rows, size, progress)
 
     def read_stored(self, first: int, last: int) -> CorpusRows:
@@ -242,15 +243,16 @@ def bare_run(
 
 def mesh_for(config: ConfigDict, devices: list[jax.Device] | None = None) -> Mesh:
     """The mesh of a config. Raises UserError where a task's batch cannot be shared out on it."""
-    mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.model, devices)
+    mesh = make_mesh(-1, config.mesh.fsdp, config.mesh.model, devices)
     check_batches(config, mesh.shape["data"] * mesh.shape["fsdp"])
     return mesh
 
 
 def check_batches(config: ConfigDict, spread: int) -> None:
     """Raise UserError where a task's batch cannot be shared out over so many devices."""
+    parts = config.optimizer.microbatches
     for name in task_names(config):
-        size, parts = config[name].batch_size, config[name].microbatches
+        size = config[name].batch_size
         if size % (spread * parts):
             raise UserError(
                 f"config.{name}.batch_size: is {size}, but {spread} devices share a batch in {parts} part(s); set a "
@@ -279,8 +281,6 @@ def make_model(
     query_template = compiled(query, "config.encoder.query_prompt", False, encode) if query else None
     passage_template = compiled(passage, "config.encoder.passage_prompt", True, encode) if passage else None
     longest = max(joint_length(config), *tower_lengths(config, query_template, passage_template))
-    if 0 < model.max_length < longest:
-        raise UserError(f"config.model.max_length: texts with the prompts of config.encoder need {longest} positions")
     bert = make_bert(model, vocabulary_size, longest, hidden)
     return Realm(
         bert,
@@ -294,7 +294,7 @@ def make_model(
         query_template=query_template,
         passage_template=passage_template,
         shared_tower=model.shared_tower,
-        reader=Reader(bert, model.span_hidden, model.span_width),
+        reader=Reader(bert, span_size(model.width), model.span_width),
     )
 
 
@@ -306,18 +306,18 @@ def tower_lengths(config: ConfigDict, query: Template | None, passage: Template 
 
 
 def make_bert(model: ConfigDict, vocabulary_size: int, length: int, hidden: NamedSharding | None) -> BertConfig:
-    """One BERT of a config's section `model`, with positions for `length` pieces unless it says how many."""
+    """One BERT of a config's section `model`, with positions for `length` pieces."""
     return BertConfig(
         vocabulary_size,
         width=model.width,
         layers=model.layers,
         heads=model.heads,
         feed_forward=model.feed_forward,
-        max_length=model.max_length or length,
+        max_length=length,
         dropout=model.dropout,
         dtype=jnp.dtype(model.dtype),
         remat=model.remat,
-        scan=model.scan,
+        scan=model.remat != "none",  # in a loop the compiler cannot undo what saves memory
         hidden_act=model.hidden_act,
         hidden=hidden,
     )

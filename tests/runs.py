@@ -92,7 +92,8 @@ def open_inline(people: Path, workdir: Path, devices: int = 1, **changes: Any) -
     """
     config = tiny_config(people)
     config.tasks, config.ict.batch_size, config.qa.batch_size = "realm", 8, 8
-    config.realm.update({"steps": STEPS, "batch_size": 8, "warmup": 2, "learning_rate": 1e-3})
+    config.realm.update({"steps": STEPS, "batch_size": 8, "learning_rate": 1e-3})
+    config.optimizer.warmup = 2
     config.update({"refresh": {"every": 2}, "checkpoint": {"every": 2, "keep": 2}, "log": {"every": 1}})
     config.update_from_flattened_dict({key.replace("__", "."): value for key, value in changes.items()})
     return open_config(config, workdir, devices)
@@ -108,13 +109,10 @@ def open_tiny(data, workdir, steps=8, retrieval=None, task="realm", **refresh):
     config.tasks = task
     for name in ("mlm", "ict", "realm", "qa"):
         config[name].batch_size = 8
-    config[task].update({"steps": steps, "warmup": 2, "learning_rate": 1e-3})
+    config[task].update({"steps": steps, "learning_rate": 1e-3})
+    config.optimizer.warmup = 2
     config.update({"checkpoint": {"every": 3, "keep": 2}, "log": {"every": 1}})
-    config.refresh.update(
-        {"mode": "async", "every": EVERY, "adopt_after": 1}
-        | {"wait_seconds": PATIENCE, "idle_exit": PATIENCE}
-        | refresh
-    )
+    config.refresh.update({"mode": "async", "every": EVERY, "adopt_after": 1, "wait_seconds": PATIENCE} | refresh)
     return open_config(config, workdir)
 
 

@@ -15,6 +15,7 @@ from realm_jax.config import default
 from realm_jax.errors import UserError
 from realm_jax.run import make_run
 from realm_jax.storage import read_json
+from realm_jax.tasks import base
 from realm_jax.tasks.qa import Qa
 from realm_jax.train import opening
 from realm_jax.train.metrics import read_lines
@@ -173,13 +174,16 @@ def test_a_reader_that_nothing_measures_is_handed_on_as_it_was_trained(tmp_path)
         open_run(small(prepared_again(tmp_path, asked), evaluation={"qa_every": 1}), tmp_path / "other-run")
 
 
-def test_exact_match_is_asked_for_of_the_questions_that_are_measured(tmp_path):
-    """Answers beyond the first `evaluation.questions` are never looked at."""
+def test_exact_match_is_asked_for_of_the_questions_that_are_measured(tmp_path, monkeypatch):
+    """Answers beyond the first `MEASURED` questions are never looked at."""
     asked = [question(n, split="train") for n in range(4)]
     data = prepared(tmp_path, [*asked, gold_only(0, "dev"), question(1, split="dev")])
-    assert open_run(small(data, evaluation={"qa_every": 1, "questions": 2}), tmp_path / "both").config.evaluation
+    config = small(data, evaluation={"qa_every": 1})
+    monkeypatch.setattr(base, "MEASURED", 2)
+    assert open_run(config, tmp_path / "both").config.evaluation
+    monkeypatch.setattr(base, "MEASURED", 1)
     with pytest.raises(UserError, match="no development question that is measured has answers"):
-        open_run(small(data, evaluation={"qa_every": 1, "questions": 1}), tmp_path / "first")
+        open_run(config, tmp_path / "first")
 
 
 def test_held_out_documents_leave_nothing_to_the_inverse_cloze_task(tmp_path):

@@ -19,9 +19,9 @@ from realm_jax.train.metrics import read_lines
 
 SIZES = {
     "encoder": {"projection": 8},
-    "model": {"layers": 1, "width": 16, "heads": 2, "feed_forward": 32, "span_hidden": 8},
+    "model": {"layers": 1, "width": 16, "heads": 2, "feed_forward": 32},
     "data": {"query_length": 24, "document_length": 48},
-    "retrieval": {"candidates": 3, "qa_passages": 3, "qa_beam": 4, "embed_batch": 32},
+    "retrieval": {"candidates": 3, "qa_passages": 3, "qa_beam": 4},
     "refresh": {"every": 2},
     "log": {"every": 1},
     "evaluation": {"batch_size": 12},

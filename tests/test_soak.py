@@ -67,9 +67,10 @@ def flags(data: Path, changes: dict[str, Any]) -> list[str]:
     config.tasks = "realm"
     for task in ("ict", "realm", "qa"):
         steps = STEPS if task == "realm" else 6
-        config[task].update({"steps": steps, "batch_size": 8, "warmup": 2, "learning_rate": 1e-3})
+        config[task].update({"steps": steps, "batch_size": 8, "learning_rate": 1e-3})
+    config.optimizer.warmup = 2
     config.update({"checkpoint": {"every": 3, "keep": 2}, "log": {"every": 1}})
-    config.refresh.update({"mode": "async", "every": 3, "adopt_after": 2, "wait_seconds": LIMIT, "idle_exit": LIMIT})
+    config.refresh.update({"mode": "async", "every": 3, "adopt_after": 2, "wait_seconds": LIMIT})
     config.update_from_flattened_dict(changes)
     return flags_of(config)
 

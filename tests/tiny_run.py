@@ -46,11 +46,10 @@ def prepare_people(folder: Path, people: list[str] = PEOPLE, house: str = "in {:
 def tiny_config(data: Path) -> ConfigDict:
     """One layer of width 16, and the tasks `ict` and `qa`."""
     config = default()
-    sizes = {"layers": 1, "width": 16, "heads": 2, "feed_forward": 32, "span_hidden": 8}
+    sizes = {"layers": 1, "width": 16, "heads": 2, "feed_forward": 32}
     config.update({"tasks": "ict,qa", "model": sizes | {"dropout": 0.0}, "encoder": {"projection": 8}})
     config.update({"data": {"path": str(data), "query_length": 16, "document_length": 48}})
     config.update({"retrieval": {"candidates": 4, "qa_passages": 3}, "evaluation": {"batch_size": 8}})
-    config.retrieval.embed_batch = 16
     for task in ("ict", "qa"):
         config[task].update({"steps": 2, "batch_size": 4})
     return config

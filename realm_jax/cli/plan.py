@@ -30,6 +30,7 @@ from realm_jax.launch.spec import Launch
 from realm_jax.mesh import logical_sharding, replicated
 from realm_jax.models.inputs import Documents
 from realm_jax.refresh.status import BUILDER, TRAINER
+from realm_jax.retrieval.embed import EMBED_BATCH
 from realm_jax.retrieval.exact import padded_rows
 from realm_jax.retrieval.search import Index
 from realm_jax.run import Run, bare_run, embed_program
@@ -127,7 +128,7 @@ def document_parts(run: Run, rows: int, length: int) -> tuple[tuple[tuple[int, .
 
 def plan_of_builder(builder: Run, mfu: float, builders: int) -> dict[str, Any]:
     """An index builder's program: memory, and the time in which all builders embed every passage."""
-    length, size = builder.config.data.document_length, builder.config.retrieval.embed_batch * builder.mesh.size
+    length, size = builder.config.data.document_length, EMBED_BATCH * builder.mesh.size
     parts = document_parts(builder, size, length)
     documents: Any = Documents(*(spread(builder, *part, "batch") for part in parts))  # type: ignore[arg-type]
     whole = replicated(builder.mesh)
@@ -219,7 +220,7 @@ def abstract_arguments(trainer: Run, task: str) -> tuple[Any, Any, Any, Any]:
         rows, length = padded_rows(trainer.setting.rows, mesh.size), config.data.document_length
         parts = document_parts(trainer, rows, length)
         documents: Any = Documents(*(spread(trainer, *part, "rows") for part in parts))  # type: ignore[arg-type]
-        vectors: Any = spread(trainer, (rows, trainer.model.vector_size), jnp.dtype(config.retrieval.dtype), "rows")
+        vectors: Any = spread(trainer, (rows, trainer.model.vector_size), jnp.dtype(config.model.dtype), "rows")
         if not made.needs_vectors():
             vectors = None
         if made.host_search and trainer.searches is not None:
@@ -241,7 +242,7 @@ def show(found: dict[str, Any], args: argparse.Namespace, task: str) -> None:
     table = Table(title=f"{task} on {found['devices']} × {found['device']}", title_justify="left", show_header=False)
     if not found["fits"]:
         table.add_row("memory a device", f"needs {found['needs']}, has {found['has']}: does NOT fit")
-        table.add_row("try", advice(task))
+        table.add_row("try", advice())
     else:
         for name, size in found["bytes"].items():
             table.add_row(f"memory a device: {name.replace('_', ' ')}", f"{size / 2**30:.2f} GiB")
@@ -254,7 +255,7 @@ def show(found: dict[str, Any], args: argparse.Namespace, task: str) -> None:
         table.add_row(f"a step at {args.mfu:.0%} MFU", f"{found['step_seconds'] * 1e3:,.0f} ms")
         table.add_row("all steps", f"{found['hours']:,.1f} hours")
     if "builder" in found and not found["builder"]["fits"]:
-        table.add_row("the builder's memory a device", "does NOT fit: lower config.retrieval.embed_batch")
+        table.add_row("the builder's memory a device", "does NOT fit: set config.model.dtype=bfloat16")
     elif "builder" in found:
         table.add_row("the builder's memory a device", f"{found['builder']['bytes']['peak'] / 2**30:.2f} GiB")
     if "refresh_seconds" in found:
@@ -269,9 +270,9 @@ def show(found: dict[str, Any], args: argparse.Namespace, task: str) -> None:
     Console(highlight=False).print(table)
 
 
-def advice(task: str) -> str:
+def advice() -> str:
     """Which keys change what is needed."""
     return (
-        f"--config.{task}.microbatches=2 or more, --config.model.remat=dots or layer, --config.model.dtype=bfloat16, "
-        "--config.retrieval.dtype=bfloat16, --config.mesh.fsdp=N, or more chips"
+        "--config.optimizer.microbatches=2 or more, --config.model.remat=dots or layer, --config.model.dtype=bfloat16, "
+        "--config.mesh.fsdp=N, or more chips"
     )

@@ -22,7 +22,7 @@ from realm_jax.cli.output import checked_output, is_special
 from realm_jax.console import StageProgress
 from realm_jax.data.jsonl import Question
 from realm_jax.errors import UserError
-from realm_jax.eval.prediction import Evaluator, Prediction
+from realm_jax.eval.prediction import SPANS, Evaluator, Prediction
 from realm_jax.eval.prediction_files import Record, question_record, resume, write_record
 from realm_jax.eval.retrieval import answer_hits
 from realm_jax.host import Stop
@@ -126,7 +126,7 @@ def settings_of(
         "lines": len(questions),
         "search": search,
         "retrieved": max(evaluation.passages, run.answering.qa_passages),
-        "spans": evaluation.spans,
+        "spans": SPANS,
         "aggregate": evaluation.aggregate,
         "nbest": nbest,
         "batch_size": Evaluator(run, questions).batch_size,

@@ -26,6 +26,7 @@ from realm_jax.retrieval.fusion import Fused
 from realm_jax.retrieval.search import Index, Setting
 from realm_jax.run import Run, put_batch
 
+SPANS = 20  # likeliest spans of each passage that answers are made of; more change an answer's probability little
 GROUPED_BY = "replaced_words"  # a question field that recall is also given by, where questions have it
 
 
@@ -216,8 +217,7 @@ class Evaluator:
         run, left = self.run, len(self.questions)
         setting = dataclasses.replace(run.answering, qa_search=self.search)
         for batch in self._batches:
-            spans = run.config.evaluation.spans
-            outputs = _read(setting, self.depth, spans, params, put_batch(run.mesh, batch), index)
+            outputs = _read(setting, self.depth, SPANS, params, put_batch(run.mesh, batch), index)
             parts = zip(*map(to_host, outputs), strict=True)
             yield [self._assemble(_Read(*question)) for question in [*parts][:left]]
             left -= len(batch["query"])

@@ -37,6 +37,7 @@ from realm_jax.sections import TaskSection, task_names
 from realm_jax.tasks.base import Contrast, Embed, Means, Shapes, Task, document_shapes, over_examples, query_shapes
 
 Array = jax.Array
+MASK_RATE = 0.9  # sentences taken out of their passage (Lee et al. 2019): none where it keeps its stored vector
 
 
 class Ict(Task):
@@ -50,6 +51,7 @@ class Ict(Task):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self.retrieves = run.setting.ict_from_index
+        self.is_parted = not self.retrieves  # it embeds short texts alone: there is little memory to save
         self.evaluates_start = bool(run.config.init_from)
         self.trained = run.setting.model.embedder_names
         if self.retrieves:
@@ -64,9 +66,8 @@ class Ict(Task):
             return
         apart = not config.model.shared_tower
         require(apart, "objective.ict", "'index' trains the query tower alone; set model.shared_tower=False")
-        unused = "objective.ict=index has no null document, and leaves sentences in their passages; set it to 0"
+        unused = "objective.ict=index has no null document; set it to 0"
         require(config.objective.ict_null_weight == 0, "objective.ict_null_weight", unused)
-        require(config.data.ict_mask_rate == 0, "data.ict_mask_rate", unused)
 
     @classmethod
     def missing(cls, config: ConfigDict, sources: Sources) -> str:
@@ -82,7 +83,7 @@ class Ict(Task):
         return "Which passage was this sentence taken from? Passages only; no questions, no labels."
 
     def examples(self, params: Params, embed: Embed) -> Examples:
-        passages, rate = self.run.sources.passages, self.run.config.data.ict_mask_rate
+        passages, rate = self.run.sources.passages, 0.0 if self.retrieves else MASK_RATE
         kept = self.learned_rows(passages)
         return cloze_examples(passages, self.run.sources.wordpiece, self.run.lengths, rate, kept)
 

@@ -32,6 +32,7 @@ from realm_jax.tasks.base import (
     Embed,
     Means,
     Shapes,
+    Short,
     Task,
     bm25_shapes,
     measured_questions,
@@ -53,6 +54,8 @@ class Qa(Task):
     stream = 4
     title = "Fine-tuning"
     section = TaskSection(160_000, 16, learning_rate=1e-5)
+    short = Short(40, 2e-5 / 1.5e-4)
+    has_two_rates = True
     retrieves = True
     learns_to_answer = True
     selects_by = "exact_match"
@@ -95,7 +98,7 @@ class Qa(Task):
 
     def check_data(self) -> None:
         config, sources = self.run.config, self.run.sources
-        if self.evaluate_every and not answered(measured_questions(config, sources)):
+        if self.evaluate_every and not answered(measured_questions(sources)):
             raise UserError(
                 "config.evaluation.qa_every: goes by exact match, but no development question that is measured has "
                 f"answers in {config.data.path}; set it to 0"
@@ -141,7 +144,7 @@ class Qa(Task):
         """A question beside its positive passage counts as long as the longest can be; the length of batches is up to
         data."""
         config, joint = self.run.config, joint_length(self.run.config)
-        spans = 2 * joint * config.model.width * 2 * config.model.span_hidden
+        spans = 2 * joint * config.model.width * 2 * self.setting.model.reader.span_hidden
         read = 1 if self.is_positive else config.retrieval.qa_passages
         parts = {"reader": 3 * read * (tower_of(config).forward(joint) + spans)}
         if not self.setting.qa_words:

@@ -29,6 +29,7 @@ from realm_jax.tasks.base import (
     Embed,
     Means,
     Shapes,
+    Short,
     Task,
     bm25_shapes,
     masked_shapes,
@@ -47,6 +48,8 @@ class Realm(Task):
     stream = 3
     title = "REALM"
     section = TaskSection(200_000, 512, learning_rate=3e-5)
+    short = Short(20, 1e-5 / 5e-5)
+    has_two_rates = True
     retrieves = True
     inspects_sentences = True
     follows_builder = True

@@ -110,7 +110,7 @@ def train_task(
         examples = task.examples(state.params, partial(start_vectors, task.run, name, state.params))
         stream = batches(examples, config.seed, task.stream, size, start, total, rows)
         feed = Feed(run.mesh, stream, rows, size, search_of(task), None if saved is None else saved.in_flight)
-        profiler = Profiler(place / "profile", config.log.profile_step)
+        profiler = Profiler(place / "profile")
         compiles = CompileGuard(step_function, padded_lengths(examples))
         measured = measure is not None
         best = Best(run, task, place, measured and task.keeps_best and own)

@@ -127,9 +127,9 @@ def open_run_to_ask(workdir: Path, changes: dict[str, Any] | None = None, questi
     set_up_jax()
     # Trained on one machine and asked on another: every device takes a share of the passages and all parameters. Batch
     # sizes of training must suit the devices, but nothing is trained here.
-    here: dict[str, Any] = {"mesh.data": -1, "mesh.fsdp": 1, "mesh.model": 1}
+    here: dict[str, Any] = {"mesh.fsdp": 1, "mesh.model": 1, "optimizer.microbatches": 1}
     for name in REALM_TASKS:
-        here |= {f"{name}.batch_size": jax.device_count(), f"{name}.microbatches": 1}
+        here[f"{name}.batch_size"] = jax.device_count()
     run = reopen_run(workdir, here | changes, questions)
     check_data(run, run.sources.passages.versions, questions)
     return run
