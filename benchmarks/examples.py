@@ -32,7 +32,7 @@ def main() -> None:
     sources, config = open_sources(args.data), default()
     data, wordpiece, passages = config.data, sources.wordpiece, sources.passages
     questions = sources.questions.get("train", [])
-    sizes = (data.query_length, data.document_length, data.masking, data.predictions, data.answers)
+    sizes = (data.query_length, data.document_length, config.realm.masking, data.predictions, config.qa.answers)
     lengths = lengths_from(*sizes, config.model.span_width)
     x, own = sources.pretraining, sources.own_text
     print(f"{len(passages):,} passages, {len(x):,} of text to learn from, {len(questions):,} questions; {lengths}")

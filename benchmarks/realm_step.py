@@ -121,7 +121,7 @@ def config_of(args: argparse.Namespace) -> ConfigDict:
     model.dtype, model.dropout, model.remat = args.dtype, 0.0, args.remat
     config.encoder.norm_scale = 0.3  # fresh scores near each other: every candidate and both towers matter
     data.query_length, data.document_length, data.predictions = args.query, args.document, args.predictions
-    config.retrieval.candidates = args.candidates
+    config.realm.candidates = args.candidates
     task.batch_size, config.optimizer.microbatches = args.batch, args.microbatches
     task.steps, config.optimizer.warmup, task.learning_rate = 1000, 1, 1e-5
     return config

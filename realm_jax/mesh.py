@@ -60,7 +60,7 @@ def mesh_sizes(data: int, fsdp: int, model: int, devices: int, slices: int = 1) 
         raise UserError(f"config.mesh: {wanted} does not fit {devices} devices; {advice}")
     if sizes[0] % slices:
         raise UserError(
-            f"config.mesh: leaves {sizes[0]} devices to data, but {slices} slices share it; it has to be a multiple"
+            f"config.mesh: leaves {sizes[0]} for data, which {slices} slices share; it has to be a multiple of them"
         )
     return sizes
 

@@ -35,7 +35,7 @@ from realm_jax.retrieval.exact import padded_rows
 from realm_jax.retrieval.fusion import LIST
 from realm_jax.retrieval.scann import BUDGET, ScannConfig
 from realm_jax.retrieval.search import Index, Setting, bm25_listed, search_depth
-from realm_jax.sections import joint_length, task_names
+from realm_jax.sections import answering_of, joint_length, task_names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,15 +122,15 @@ class Run(BaseRun):
     @property
     def answering(self) -> Setting:
         """The setting under which questions are measured and asked: it may read more passages than training does."""
-        passages = self.config.evaluation.qa_passages or self.setting.qa_passages
+        passages = answering_of(self.config).read or self.setting.qa_passages
         return dataclasses.replace(self.setting, qa_passages=passages)
 
     @property
     def searches(self) -> ScannConfig | None:
         """How hosts search, where `retrieval.backend` says that they do."""
         c = self.config
-        budget = max(BUDGET, c.retrieval.candidates)
-        return ScannConfig(budget, c.index.leaves_searched) if c.retrieval.backend == "scann" else None
+        budget = max(BUDGET, c.realm.candidates)
+        return ScannConfig(budget, c.scann.leaves_searched) if c.retrieval.backend == "scann" else None
 
     def _by_rows(self, array: NDArray) -> jax.Array:
         missing = padded_rows(len(array), self.mesh.size) - len(array)
@@ -187,12 +187,12 @@ def embed_program(model: Realm, mesh: Mesh, params: Params, documents: Documents
 
 def make_run(config: ConfigDict, workdir: Path, sources: Sources, devices: list[jax.Device] | None = None) -> Run:
     """Everything that a validated config decides. Raises UserError where config and data do not fit."""
-    rows, read = len(sources.passages), max(config.retrieval.qa_passages, config.evaluation.qa_passages)
-    wanted = max(config.retrieval.candidates, read)
+    rows, read = len(sources.passages), max(config.qa.passages, answering_of(config).read)
+    wanted = max(config.realm.candidates, read)
     if rows < wanted:
         raise UserError(
-            f"{config.data.path}: the corpus has {rows} passages, but config.retrieval.candidates, "
-            f"retrieval.qa_passages and evaluation.qa_passages need {wanted}; add passages or lower the keys"
+            f"{config.data.path}: the corpus has {rows} passages, but config.realm.candidates, "
+            f"qa.passages and answering.read need {wanted}; add passages or lower the keys"
         )
     if config.model.width >= WIDE:
         return_blocks()
@@ -214,29 +214,29 @@ def bare_run(
     Raises UserError where sizes do not fit.
     """
     mesh = mesh_for(config, devices)
-    data, retrieval, objective = config.data, config.retrieval, config.objective
+    data, ict, realm, qa = config.data, config.ict, config.realm, config.qa
     model = make_model(config, vocabulary_size, encode, logical_sharding(mesh, "batch", None, None))
     setting = Setting(
         model.with_bert(**for_devices(mesh, model.bert.dtype)),
         mesh,
         *special,
         rows,
-        candidates=retrieval.candidates,
-        null_document=retrieval.null_document,
-        exclude_own=retrieval.exclude_own,
-        marginal=objective.marginal,
-        ict_null_weight=objective.ict_null_weight,
-        ict_from_index=objective.ict == "index",
-        qa_objective=objective.qa,
-        qa_beam=retrieval.qa_beam,
-        qa_passages=retrieval.qa_passages,
-        qa_titles=retrieval.qa_titles,
-        search=retrieval.search,
-        qa_search=retrieval.qa_search,
-        qa_documents=config.refresh.qa_every > 0,
+        candidates=realm.candidates,
+        null_document=realm.null_document,
+        exclude_own=realm.exclude_own,
+        marginal=realm.marginal,
+        ict_null_weight=ict.null_weight,
+        ict_from_index=ict.negatives == "index",
+        qa_objective=qa.objective,
+        qa_beam=qa.beam,
+        qa_passages=qa.passages,
+        qa_titles=qa.titles,
+        search=realm.search,
+        qa_search=qa.search,
+        qa_documents=qa.refresh_every > 0,
     )
     lengths = lengths_from(
-        data.query_length, data.document_length, data.masking, data.predictions, data.answers, config.model.span_width
+        data.query_length, data.document_length, realm.masking, data.predictions, qa.answers, config.model.span_width
     )
     return Run(config, workdir, mesh, setting.model, None, setting, lengths)  # type: ignore[arg-type]
 

@@ -53,7 +53,6 @@ class Data:
     """What is learned from, and how long texts are."""
 
     path: str = key("", "folder written by `realm prepare`; its content may not change (`data.json`)", operations=True)
-    masking: str = key("salient", "what REALM's queries hide", one_of("salient", "uniform", "random_span"))
     text: str = key(
         "pretraining",
         "X, the text that is learned from: that of the prepared folder, or its passages, so that X = Z",
@@ -62,7 +61,6 @@ class Data:
     predictions: int = key(0, "predicted positions of a masked sentence at most; 0: sized to the masking", NOT_NEGATIVE)
     query_length: int = key(96, "word pieces of a sentence or question, [CLS] and [SEP] counted", at_least(8))
     document_length: int = key(288, "word pieces of a passage, title and specials counted", at_least(16))
-    answers: int = key(8, "answers a question is trained with at most", POSITIVE)
 
 
 @dataclass(frozen=True)
@@ -148,79 +146,21 @@ class Encoder:
 
 
 @dataclass(frozen=True)
-class Objective:
-    """What the losses are."""
-
-    marginal: str = key(
-        "example",
-        "'example': `log Σ_z p(z|x) Π_j p(y_j|z,x)`, the paper's; 'token': the released code's",
-        one_of("example", "token"),
-    )
-    ict: str = key(
-        "batch",
-        "the inverse cloze task: 'batch': against the passages of the batch, both towers trained (the paper); 'index': "
-        "against the retrieval.qa_beam passages that the sentence retrieves, whose vectors stay, the query tower "
-        "trained",
-        one_of("batch", "index"),
-    )
-    ict_null_weight: float = key(
-        0.0,
-        "objective.ict=batch: weight of picking the null document when the own passage is taken away (the paper: 0)",
-        NOT_NEGATIVE,
-    )
-    retriever_start: int = key(
-        0,
-        "REALM steps before the retriever moves, while the reader gets used to what is retrieved; after as many more "
-        "it moves at the full learning rate (the paper: 0)",
-        NOT_NEGATIVE,
-    )
-    qa: str = key(
-        "marginal",
-        "'marginal': `log Σ_z p(z|x) p(y|z,x)`; 'orqa': L_ret + L_read of the released code; 'positive': L_ret, and "
-        "L_read of one passage a question that holds its answer: of its gold document where that is known, else the "
-        "first that is retrieved",
-        one_of("marginal", "orqa", "positive"),
-    )
-
-
-@dataclass(frozen=True)
 class Retrieval:
-    """How passages are found, and how many are read."""
+    """How passages are found, whatever the task."""
 
-    candidates: int = key(
-        8, "K: passages in the marginal, the null document counted", at_least(2, " (the null document and one)")
-    )
-    null_document: bool = key(True, "whether the null document is in REALM's marginal; without it K − 1 passages are")
-    exclude_own: bool = key(True, "whether a masked sentence may not retrieve the passage that it stands in")
     backend: str = key(
         "device", "'device': exact, inside the step; 'scann': approximate, on the hosts", one_of("device", "scann")
     )
-    ahead: int = key(1, "scann: the search for step t + ahead starts before step t, with its parameters", NOT_NEGATIVE)
     query_params: str = key(
         "current",
         "what searches: the current query tower, or that of the index's generation (the reference's)",
         one_of("current", "generation"),
     )
-    search: str = key(
-        "vectors",
-        "what finds REALM's candidates: 'bm25': by the words that are not masked; 'hybrid': both lists as one. "
-        "`p(z|x)` is the retriever's in every case",
-        one_of(*SEARCHES),
-    )
-    qa_search: str = key(
-        "vectors",
-        "what finds the passages of a question; 'bm25': with the reader alone trained, and BM25's scores for `p(z|x)`",
-        one_of(*SEARCHES),
-    )
     language: str = key(
         "",
         "of the passages, whose stems and stop words BM25 uses; '' to look at the passages, 'none' for plain words",
         one_of("", PLAIN, *LANGUAGES),
-    )
-    qa_passages: int = key(5, "passages read for a question", POSITIVE)
-    qa_titles: bool = key(False, "read them with their titles")
-    qa_beam: int = key(
-        5000, "passages that the retriever's term of 'orqa' and 'positive' ranks, and ict over the index", POSITIVE
     )
 
 
@@ -234,12 +174,6 @@ class Refresh:
         one_of("inline", "async"),
     )
     every: int = key(500, "REALM steps between two re-embeddings (inline) or exports of the towers (async)", POSITIVE)
-    qa_every: int = key(
-        0,
-        "steps of fine-tuning between two re-embeddings, the document tower trained as well; 0: it and the index stay "
-        "as REALM left them (the paper)",
-        NOT_NEGATIVE,
-    )
     adopt_after: int = key(
         -1,
         "async: adopt the generation of export step s exactly at step s + adopt_after, waiting if it is late, which "
@@ -258,9 +192,10 @@ class Refresh:
 
 
 @dataclass(frozen=True)
-class Index:
-    """Approximate search, of retrieval.backend=scann."""
+class Scann:
+    """Approximate search; in configs with retrieval.backend=scann."""
 
+    ahead: int = key(1, "the search for step t + ahead starts before step t, with its parameters", NOT_NEGATIVE)
     min_recall: float = key(
         0.9, "a generation whose recall against exact search is lower is not published", SHARE, operations=True
     )
@@ -300,15 +235,9 @@ class Optimizer(AnyOptimizer):
         "bert",
         "'bert': as BERT was trained; 'short': for a few hundred steps from pretrained weights: Adam with its bias "
         "correction (the first steps of BERT's are up to five times as long, which such a run does not survive), the "
-        "reader's heads, which are fresh, at five times the learning rate, word embeddings as they are, and where the "
-        "two keys here are 0 a warm-up of 20 steps (40 for questions) and embedders at 1/5 (realm) and 2/15 (qa) of "
-        "the learning rate",
+        "reader's heads, which are fresh, at five times the learning rate, embedders at 1/5 (realm) and 2/15 (qa) of "
+        "it, word embeddings as they are, and a warm-up of 20 steps (40 for questions) where none is set",
         one_of("bert", "short"),
-    )
-    retriever_rate: float = key(
-        0.0,
-        "learning rate of the embedders in realm and qa, as a multiple of the task's; 0: by the preset, 1 for 'bert'",
-        NOT_NEGATIVE,
     )
 
 
@@ -344,12 +273,11 @@ class Log:
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """How answers and retrieval are measured."""
+class Answering:
+    """How questions are answered by a trained run: of `realm ask`, `predict` and `evaluate`."""
 
-    batch_size: int = key(64, "questions read at a time", POSITIVE, operations=True)
-    passages: int = key(20, "passages retrieved for recall", POSITIVE)
-    qa_passages: int = key(0, "passages read to measure or to ask; 0: as in training", NOT_NEGATIVE, operations=True)
+    read: int = key(0, "passages read for a question; 0: as in training", NOT_NEGATIVE, operations=True)
+    retrieved: int = key(20, "passages retrieved for recall", POSITIVE, operations=True)
     aggregate: str = key(
         "marginal",
         "probability of an answer that occurs several times: 'marginal': the sum over passages and occurrences; 'max': "
@@ -357,7 +285,14 @@ class Evaluation:
         one_of("marginal", "max"),
         operations=True,
     )
-    qa_every: int = key(
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How answers and retrieval are measured."""
+
+    batch_size: int = key(64, "questions read at a time", POSITIVE, operations=True)
+    every: int = key(
         0,
         "steps of fine-tuning between two measurements; it ends with the parameters of largest exact match among those "
         "measured; 0: with the last ones",
@@ -374,7 +309,7 @@ class Evaluation:
     keep_best: bool = key(
         False,
         "whether a task hands on the parameters that measured best, its start among them: by recall of the first five "
-        "passages, where an index is measured; fine-tuning by exact match, at the end, every evaluation.qa_every "
+        "passages, where an index is measured; fine-tuning by exact match, at the end, every evaluation.every "
         "steps, and at its start if its reader was trained before",
     )
 
@@ -384,10 +319,16 @@ def task_names(config: ConfigDict) -> list[str]:
     return [name.strip() for name in config.tasks.split(",") if name.strip()]
 
 
+def answering_of(config: ConfigDict) -> ConfigDict | Answering:
+    """The section `answering` of a config, or its defaults where a config has none."""
+    found: ConfigDict | Answering = config.get("answering", Answering())
+    return found
+
+
 def joint_length(config: ConfigDict) -> int:
     """Word pieces of a query joined with a passage: both layouts less the passage's [CLS] and its title's [SEP], which
     stays where titles are read."""
-    return config.data.query_length + config.data.document_length - (1 if config.retrieval.qa_titles else 2)
+    return config.data.query_length + config.data.document_length - (1 if config.qa.titles else 2)
 
 
 def check_heads(config: ConfigDict, waiting: Collection[str] = ()) -> None:

@@ -22,7 +22,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from tiny_run import open_config, tiny_config
 
 from realm_jax.cli.build_index import Job, for_embedding
-from realm_jax.config import flatten
+from realm_jax.config import add_sections, flatten
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.host import Preempted, Stop
 from realm_jax.models.realm import Params
@@ -99,14 +99,16 @@ def open_inline(people: Path, workdir: Path, devices: int = 1, **changes: Any) -
     return open_config(config, workdir, devices)
 
 
-def open_tiny(data, workdir, steps=8, retrieval=None, task="realm", **refresh):
+def open_tiny(data, workdir, steps=8, retrieval=None, task="realm", ahead=1, **refresh):
     """Eight steps of a task whose index a builder makes: an export every second one, adopted a step later.
 
-    retrieval, refresh: keys of these sections.
+    retrieval, refresh: keys of these sections; ahead: of searches by the hosts.
     """
     config = tiny_config(data)
     config.retrieval.update(retrieval or {})
     config.tasks = task
+    add_sections(config, ["scann", task])
+    config.scann.ahead = ahead
     for name in ("mlm", "ict", "realm", "qa"):
         config[name].batch_size = 8
     config[task].update({"steps": steps, "learning_rate": 1e-3})

@@ -161,10 +161,10 @@ def test_a_prepared_folder_that_moved_is_named_and_found_with_data(trained_run, 
 
 
 def test_a_run_keeps_what_it_was_trained_with(trained_run, capsys):
-    line = refused(capsys, f"--workdir={trained_run.workdir}", "--config.retrieval.qa_search=bm25", QUESTION)
-    assert "--config.retrieval.qa_search: the run keeps it; only keys of operations and of evaluation" in line
+    line = refused(capsys, f"--workdir={trained_run.workdir}", "--config.qa.search=bm25", QUESTION)
+    assert "--config.qa.search: the run keeps it; only keys of operations and of evaluation" in line
     line = refused(capsys, f"--workdir={trained_run.workdir}", "--config.evaluation.qa_pasages=5", QUESTION)
-    assert "there is no such key in the config; did you mean evaluation.qa_passages" in line
+    assert "there is no such key in the config; did you mean answering.read" in line
 
 
 def test_another_corpus_than_the_run_was_trained_with_is_refused(trained_run, tmp_path, capsys):

@@ -58,7 +58,7 @@ def test_refuses_a_source_that_is_not_done(first, tmp_path):
 
 
 def test_starts_from_the_final_parameters_even_with_another_optimiser(first, tmp_path):
-    run = heir(first, tmp_path, objective={"retriever_start": 1})
+    run = heir(first, tmp_path, realm={"retriever_start": 1})
     theirs = restore_params(first, "qa")
     jax.tree.map(lambda a, b: None if (a == b).all() else pytest.fail("differs"), starting_params(run), theirs)
 
@@ -165,7 +165,7 @@ def test_a_reader_can_come_from_another_run_than_the_retriever(first, tmp_path):
 
 def test_a_run_that_trained_other_networks_in_its_last_task_is_read_by_their_names(first, tmp_path):
     """The source fine-tuned the query tower; here fine-tuning by BM25 would train the reader alone."""
-    run = heir(first, tmp_path, retrieval={"candidates": 4, "qa_passages": 3, "qa_search": "bm25"})
+    run = heir(first, tmp_path, qa={"search": "bm25"})
     check(run)
     theirs = restore_params(first, "qa")
     jax.tree.map(np.testing.assert_array_equal, starting_params(run), theirs)

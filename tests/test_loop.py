@@ -163,7 +163,7 @@ def test_a_run_goes_on_with_the_same_state_and_index_on_other_devices(people, tm
         return {}
 
     replace_step(monkeypatch, look)
-    changes = {"retrieval__dtype": "bfloat16", "refresh__every": 100}
+    changes = {"model__dtype": "bfloat16", "refresh__every": 100}
     devices = 1
     run = open_inline(people, tmp_path, **changes)
     with pytest.raises(Cut):

@@ -115,7 +115,7 @@ def for_embedding(config: ConfigDict, devices: int) -> ConfigDict:
     own = ConfigDict(config.to_dict())
     own.mesh.update({"fsdp": 1, "model": 1})
     own.optimizer.microbatches = 1
-    for name in REALM_TASKS:
+    for name in REALM_TASKS.keys() & {*own}:
         own[name].batch_size = devices
     return own
 
@@ -132,7 +132,7 @@ def run_builder(run: Run, folder: Folder, **options: Any) -> Builder:
     c = run.config
     return Builder(
         folder, stored_corpus(run), c.model.dtype, generations.CHUNK_ROWS,
-        searches=run.searches, min_recall=c.index.min_recall, **options,
+        searches=run.searches, min_recall=c.scann.min_recall if run.searches else 0.0, **options,
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import math
 import os
 import re
 from collections import Counter
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from rich.table import Table
 
 from realm_jax.cli.build_index import for_embedding
 from realm_jax.cli.config_flags import load_config
-from realm_jax.config import default, flatten, task_names, validate
+from realm_jax.config import REALM_TASKS, default, flatten, task_names, validate
 from realm_jax.data.tokenizer import id_dtype
 from realm_jax.errors import UserError
 from realm_jax.flops import embedding_flops, memory, peak
@@ -34,6 +35,7 @@ from realm_jax.retrieval.embed import EMBED_BATCH
 from realm_jax.retrieval.exact import padded_rows
 from realm_jax.retrieval.search import Index
 from realm_jax.run import Run, bare_run, embed_program
+from realm_jax.sections import TaskSection
 from realm_jax.tasks import TASKS, make_task
 from realm_jax.train.init_from import resolved
 from realm_jax.train.restore import abstract_state
@@ -41,7 +43,7 @@ from realm_jax.train.step import Control, control_sharding, make_step
 
 # The compiler asks for the machine's neighbours, of which there are none here.
 ALONE = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-8"}
-DECIDING = ("data", "model", "encoder", "objective", "retrieval", "optimizer", "mesh")  # of a task's program
+DECIDING = ("data", "model", "encoder", "retrieval", "optimizer", "mesh")  # of a task's program, with those of tasks
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
 
@@ -88,9 +90,10 @@ def tpu_devices(launch: Launch, job: str, slices: int) -> list[jax.Device]:
 
 def program_keys(config: ConfigDict, task: str) -> dict[str, Any]:
     """The keys that decide a task's program on TPUs."""
-    keys = {key: value for key, value in flatten(config.to_dict()).items() if key.split(".")[0] in (*DECIDING, task)}
-    keys.pop("data.path")
-    return keys
+    others = {f"{name}.{field.name}" for name in REALM_TASKS if name != task for field in fields(TaskSection)}
+    sections = {*DECIDING, *REALM_TASKS}
+    values = {key: value for key, value in flatten(config.to_dict()).items() if key.partition(".")[0] in sections}
+    return {key: value for key, value in values.items() if key not in others and key != "data.path"}
 
 
 def plan(
@@ -224,7 +227,7 @@ def abstract_arguments(trainer: Run, task: str) -> tuple[Any, Any, Any, Any]:
         if not made.needs_vectors():
             vectors = None
         if made.host_search and trainer.searches is not None:
-            batch["found"] = spread(trainer, (size, config.retrieval.candidates), jnp.int32, "batch")
+            batch["found"] = spread(trainer, (size, config.realm.candidates), jnp.int32, "batch")
             vectors = None
         index = Index(vectors, documents)
     words = jax.ShapeDtypeStruct((mesh.size, len(Control())), jnp.int32, sharding=control_sharding(mesh))

@@ -102,7 +102,6 @@ class Task(abc.ABC):
     # --- how it is trained
     trained: tuple[str, ...]  # the parameters that move
     short: ClassVar[Short] = Short()
-    has_two_rates: ClassVar[bool] = False  # `optimizer.retriever_rate` applies to it
     is_parted: bool = True  # `optimizer.microbatches` applies to it
     retriever_delay: int = 0  # steps before the retriever moves
     contrast: Contrast | None = None  # its loss in parts, where examples are compared; None: losses of examples add up

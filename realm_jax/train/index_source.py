@@ -157,7 +157,7 @@ class CorpusIndexSource(IndexSource, abc.ABC):
 
 class InlineIndex(CorpusIndexSource):
     """The trainer embeds the corpus: at the start of a task, unless that before it left the vectors, for REALM every
-    `refresh.every` steps, and for fine-tuning every `refresh.qa_every` (0: never again)."""
+    `refresh.every` steps, and for fine-tuning every `qa.refresh_every` (0: never again)."""
 
     def __init__(self, run: Run, name: str, on_progress: Callable[[], None]) -> None:
         """on_progress: called again and again while it embeds."""

@@ -188,7 +188,7 @@ def tell_builders(task: Task, status: StatusWriter | None) -> None:
 
 def search_of(task: Task) -> Search | None:
     """Where hosts search ahead of a step; None where the step searches itself."""
-    return Search(task.setting, task.run.config.retrieval.ahead) if task.host_search and task.run.searches else None
+    return Search(task.setting, task.run.config.scann.ahead) if task.host_search and task.run.searches else None
 
 
 def starts_with_answers(task: Task) -> bool:

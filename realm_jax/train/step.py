@@ -48,10 +48,7 @@ def is_short(config: ConfigDict) -> bool:
 
 def task_rates(config: ConfigDict, task: Task) -> Rates:
     """The rates of the parts of the model, as multiples of the task's learning rate."""
-    short = is_short(config)
-    given = config.optimizer.get("retriever_rate", 0.0) if task.has_two_rates else 0.0
-    retriever = given or (task.short.retriever if short else 1.0)
-    return Rates(retriever, heads=FRESH_HEADS, words=False) if short else Rates(retriever)
+    return Rates(task.short.retriever, heads=FRESH_HEADS, words=False) if is_short(config) else Rates()
 
 
 def start_state(run: BaseRun, task: Task, params: Params) -> State:
