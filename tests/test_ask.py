@@ -163,7 +163,7 @@ def test_a_prepared_folder_that_moved_is_named_and_found_with_data(trained_run, 
 def test_a_run_keeps_what_it_was_trained_with(trained_run, capsys):
     line = refused(capsys, f"--workdir={trained_run.workdir}", "--config.qa.search=bm25", QUESTION)
     assert "--config.qa.search: the run keeps it; only keys of operations and of evaluation" in line
-    line = refused(capsys, f"--workdir={trained_run.workdir}", "--config.evaluation.qa_pasages=5", QUESTION)
+    line = refused(capsys, f"--workdir={trained_run.workdir}", "--config.answering.reed=5", QUESTION)
     assert "there is no such key in the config; did you mean answering.read" in line
 
 

@@ -9,7 +9,7 @@ from runs import Cut, assert_same, cut_at, open_inline
 from tiny_run import PEOPLE, question, write_lines
 
 from realm_jax.cli.prepare import prepare
-from realm_jax.config import default, validate
+from realm_jax.config import add_sections, default, validate
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Evaluator
@@ -190,6 +190,7 @@ def test_vectors_that_are_not_searched_are_not_trained():
 def test_more_passages_can_be_read_than_in_training(fallen):
     run, last, _ = fallen
     config = type(run.config)(run.config.to_dict())
+    add_sections(config, ["answering"])
     config.answering.read = 7
     more, index = run.with_config(config), run.index(run.embed(last))
     few, many = (Evaluator(one, run.sources.questions["dev"]).predict(last, index) for one in (run, more))

@@ -17,6 +17,7 @@ from tiny_run import question, write_lines
 from realm_jax.cli import evaluate, predict
 from realm_jax.cli import main as cli
 from realm_jax.cli.arguments import check_passages
+from realm_jax.config import add_sections
 from realm_jax.errors import UserError
 from realm_jax.eval.answers import exact_match
 from realm_jax.eval.metrics import compare
@@ -61,6 +62,7 @@ def quick(trained, monkeypatch) -> list[str | None]:
 
     def opened(_workdir, changes):
         config = type(trained.run.config)(trained.run.config.to_dict())
+        add_sections(config, ["answering"])
         config.update_from_flattened_dict(changes)
         return trained.run.with_config(config)
 
@@ -418,7 +420,7 @@ def test_a_corpus_has_no_more_passages_to_read_than_it_has(monkeypatch):
     monkeypatch.setattr(trained_run, "newest", lambda *_: ("qa", None))
     small = SimpleNamespace(answering=SimpleNamespace(qa_passages=5), setting=SimpleNamespace(rows=3))
     check_passages(small, Namespace(task=None, overrides=["--config.answering.retrieved=3"]))
-    with pytest.raises(UserError, match="passages=2: fewer than the 3 that are read"):
+    with pytest.raises(UserError, match="retrieved=2: fewer than the 3 that are read"):
         check_passages(small, Namespace(task=None, overrides=["--config.answering.retrieved=2"]))
 
 

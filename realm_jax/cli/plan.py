@@ -43,7 +43,15 @@ from realm_jax.train.step import Control, control_sharding, make_step
 
 # The compiler asks for the machine's neighbours, of which there are none here.
 ALONE = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-8"}
-DECIDING = ("data", "model", "encoder", "retrieval", "optimizer", "mesh")  # of a task's program, with those of tasks
+DECIDING = (
+    "data",
+    "model",
+    "encoder",
+    "retrieval",
+    "scann",
+    "optimizer",
+    "mesh",
+)  # of a program, with those of tasks
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
 
