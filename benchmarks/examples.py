@@ -16,7 +16,7 @@ from realm_jax.data.pipeline import dataset
 from realm_jax.data.sources import open_sources
 from realm_jax.tasks import TASKS
 from realm_jax.tasks.closed_book import closed_book_examples
-from realm_jax.tasks.ict import cloze_examples
+from realm_jax.tasks.ict import MASK_RATE, cloze_examples
 from realm_jax.tasks.mlm import warmup_examples
 from realm_jax.tasks.qa_examples import question_examples
 from realm_jax.tasks.realm import masked_examples
@@ -32,14 +32,13 @@ def main() -> None:
     sources, config = open_sources(args.data), default()
     data, wordpiece, passages = config.data, sources.wordpiece, sources.passages
     questions = sources.questions.get("train", [])
-    sizes = (data.query_length, data.document_length, data.masking, data.predictions, data.answers)
+    sizes = (data.query_length, data.document_length, config.realm.masking, data.predictions, config.qa.answers)
     lengths = lengths_from(*sizes, config.model.span_width)
     x, own = sources.pretraining, sources.own_text
     print(f"{len(passages):,} passages, {len(x):,} of text to learn from, {len(questions):,} questions; {lengths}")
-    rates = data.null_rate, data.unrelated_rate
     makers: dict[str, tuple[str, Callable[[], Examples]]] = {
-        "mlm": ("mlm", lambda: warmup_examples(passages, x, wordpiece, lengths, *rates)),
-        "ict": ("ict", lambda: cloze_examples(passages, wordpiece, lengths, data.ict_mask_rate)),
+        "mlm": ("mlm", lambda: warmup_examples(passages, x, wordpiece, lengths)),
+        "ict": ("ict", lambda: cloze_examples(passages, wordpiece, lengths, MASK_RATE)),
     }
     for kind in ("salient", "uniform", "random_span"):
         makers[f"realm, {kind}"] = "realm", lambda kind=kind: masked_examples(x, wordpiece, lengths, kind, own)

@@ -27,7 +27,6 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from realm_jax.config import default
 from realm_jax.refresh.builder import Builder, Corpus
 from realm_jax.refresh.generations import CHUNK_ROWS, generation_names, load_vectors, read_manifest, write_export
 from realm_jax.refresh.searchers import load_searcher
@@ -127,8 +126,7 @@ def run(vectors: Path, workdir: Path, rows: int) -> None:
 
 def settings() -> ScannConfig:
     """The package's own."""
-    c = default().index
-    return ScannConfig(c.budget, c.leaves_searched)
+    return ScannConfig()
 
 
 def build(workdir: Path, vectors: Enlarged, queries: NDArray[np.float32]) -> None:

@@ -42,6 +42,7 @@ from realm_jax.models.inputs import Documents
 from realm_jax.retrieval.embed import CorpusRows
 from realm_jax.run import Run, bare_run, put_batch
 from realm_jax.tasks import make_task
+from realm_jax.train.optimizer import CLIP, WEIGHT_DECAY
 from realm_jax.train.step import Control, make_step, put_control, start_state
 
 SIZES = {"128": (128, 2, 2, 512), "384": (384, 6, 12, 1536), "base": (768, 12, 12, 3072)}
@@ -91,7 +92,7 @@ def arguments() -> argparse.Namespace:
     add("--predictions", type=int, default=8, help="masked pieces of a query at most")
     add("--rows", type=int, default=100_000, help="vectors that are searched")
     add("--remat", default="none", help="config.model.remat of ours")
-    add("--microbatches", type=int, default=1, help="config.realm.microbatches of ours")
+    add("--microbatches", type=int, default=1, help="config.optimizer.microbatches of ours")
     add("--modes", nargs="+", default=["default"], help="of torch.compile; on a GPU try max-autotune")
     add("--repeats", type=int, default=5)
     add("--cpu-time", action="store_true", help="count CPU seconds: on one core that others use too")
@@ -120,9 +121,9 @@ def config_of(args: argparse.Namespace) -> ConfigDict:
     model.dtype, model.dropout, model.remat = args.dtype, 0.0, args.remat
     config.encoder.norm_scale = 0.3  # fresh scores near each other: every candidate and both towers matter
     data.query_length, data.document_length, data.predictions = args.query, args.document, args.predictions
-    config.retrieval.candidates = args.candidates
-    task.batch_size, task.microbatches = args.batch, args.microbatches
-    task.steps, task.warmup, task.learning_rate = 1000, 1, 1e-5
+    config.realm.candidates = args.candidates
+    task.batch_size, config.optimizer.microbatches = args.batch, args.microbatches
+    task.steps, config.optimizer.warmup, task.learning_rate = 1000, 1, 1e-5
     return config
 
 
@@ -265,8 +266,7 @@ def their_way(
     model = torch_realm.Realm(sizes_of(run, needed))
     torch_realm.copy_weights(model, params)
     bfloat16, config = args.dtype == "bfloat16", run.config
-    decay, clip = config.optimizer.weight_decay, config.optimizer.clip
-    trainer = torch_realm.Trainer(model.to(args.device), mode, bfloat16, decay, clip)
+    trainer = torch_realm.Trainer(model.to(args.device), mode, bfloat16, WEIGHT_DECAY, CLIP)
     rows = (torch.from_numpy(part.astype(np.int64)) for part in run.corpus)
     index = torch_realm.Index(*(part.to(args.device) for part in (torch.from_numpy(vectors), *rows)))
     wide = {name: part if part.dtype == np.float32 else part.astype(np.int64) for name, part in batch.items()}

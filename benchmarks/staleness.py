@@ -55,7 +55,7 @@ def recipe(seed: int, data: Path, tasks: str) -> ConfigDict:
     config = quickstart()
     config.seed, config.tasks, config.data.path = seed, tasks, str(data)
     config.realm.update({"steps": STEPS, "batch_size": 16})
-    config.retrieval.candidates = 12
+    config.realm.candidates = 12
     config.log.every = 10
     return config
 

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from passage_store import drop_from_page_cache, make
 
+from realm_jax.config import add_sections
 from realm_jax.data.sources import FORMAT_VERSION, open_sources
 from realm_jax.host import keep_memory
 from realm_jax.recipes import quickstart
@@ -79,10 +80,12 @@ def measure(folder: Path, backend: str, steps: int, ahead: int) -> dict[str, flo
     config.data.update(query_length=64, document_length=288, predictions=6)
     config.data.path = str(folder)
     config.realm.update(steps=steps, batch_size=8)
-    config.retrieval.candidates = 5
+    config.realm.candidates = 5
     config.refresh.every = 10 * steps
     config.checkpoint.every = steps
-    config.retrieval.update(backend=backend, ahead=ahead)
+    config.retrieval.backend = backend
+    add_sections(config, ["scann"])
+    config.scann.ahead = ahead
     memory: list[float] = []
     with tempfile.TemporaryDirectory() as workdir:
         run = with_random_vectors(make_run(config, Path(workdir), open_sources(folder)))

@@ -9,7 +9,7 @@ row whose parameters it begins with ("" for the start of the base); `reader`, th
     config = recipes.ablations()
     config.rows.wider = dict(
         title="32 candidates", tasks="realm,qa", start="start", reader="", paper=(),
-        changes=("retrieval.candidates=32",),
+        changes=("realm.candidates=32",),
     )
     config.table = (*config.table, "wider")
 

@@ -20,5 +20,5 @@ from realm_jax.recipes import paper
 
 def get_config() -> ConfigDict:
     config = paper("ict")
-    config.ict.microbatches = 8
+    config.optimizer.microbatches = 8
     return config

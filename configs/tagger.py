@@ -40,10 +40,12 @@ def get_config(size: str = "base") -> ConfigDict:
         raise UserError(f"configs/tagger.py:{size}: there is no such size; choose among {', '.join(SIZES)}")
     config.model.update(SIZES[size])
     if size == "minilm":
-        config.tagger.update(steps=120, batch_size=16, learning_rate=1e-4, warmup=20)
+        config.tagger.update(steps=120, batch_size=16, learning_rate=1e-4)
+        config.optimizer.warmup = 20
         config.evaluation.every = 60
     if size == "small":
         config.model.hidden_act = "gelu_new"
         config.data.hidden = 0.3
-        config.tagger.update(steps=300, batch_size=16, learning_rate=5e-4, warmup=50)
+        config.tagger.update(steps=300, batch_size=16, learning_rate=5e-4)
+        config.optimizer.warmup = 50
     return config

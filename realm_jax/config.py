@@ -7,6 +7,7 @@ tagger has; all others share that of REALM.
 """
 
 from collections.abc import Collection, Mapping
+from dataclasses import asdict, fields
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -15,29 +16,36 @@ from realm_jax import schema, sections
 from realm_jax.errors import UserError
 from realm_jax.models.prompts import parse
 from realm_jax.schema import Sections, flatten, require
-from realm_jax.sections import MODEL_PROMPT, check_heads, joint_length, task_names
+from realm_jax.sections import MODEL_PROMPT, TaskSection, check_heads, task_names
 from realm_jax.tasks import TASKS
 from realm_jax.tasks.base import Task
 
 REALM_TASKS = {name: task for name, task in TASKS.items() if task.sections is None}
 OTHER_KINDS = {name: task for name, task in TASKS.items() if task.sections is not None}
 
-# The paper's sizes and hyper-parameters.
+DEFAULT_TASKS = sections.Top().tasks.split(",")
+
+# The paper's sizes and hyper-parameters: the sections of every config.
 SECTIONS: dict[str, Any] = {
     "": sections.Top(),
     "data": sections.Data(),
     "model": sections.Model(),
     "encoder": sections.Encoder(),
-    "objective": sections.Objective(),
     "retrieval": sections.Retrieval(),
     "refresh": sections.Refresh(),
-    "index": sections.Index(),
-    **{name: task.section for name, task in REALM_TASKS.items()},
+    **{name: REALM_TASKS[name].section for name in DEFAULT_TASKS},
     "optimizer": sections.Optimizer(),
     "mesh": sections.Mesh(),
     "checkpoint": sections.Checkpoint(),
     "log": sections.Log(),
     "evaluation": sections.Evaluation(),
+}
+
+# Sections that a config has only where it names them, as a task of its recipe or as its backend, or sets a key there.
+OPTIONAL: dict[str, Any] = {
+    **{name: task.section for name, task in REALM_TASKS.items() if name not in DEFAULT_TASKS},
+    "scann": sections.Scann(),
+    "answering": sections.Answering(),
 }
 
 # Values that mean "as the model of `init_from`"; `train/init_from.py` puts its own in their place.
@@ -51,7 +59,13 @@ A config file returns a config with some keys changed: `realm_jax.config.default
 task with a config of its own kind, such as `realm_jax.tasks.tagger.default()`. On the command line a key is set with
 `--config.section.key=value`. After each key stand its default, what a value must be, and `operations` where it may
 change on resume. All others are science: a run folder keeps them, and another value on resume is an error that names
-the key. Values of tasks outside of the recipe (`tasks`) are not looked at.
+the key. Steps, batch sizes and learning rates of tasks outside of the recipe (`tasks`) are not looked at.
+"""
+
+ABOUT_OPTIONAL = """### Sections of what is named
+
+Where `tasks` or `retrieval.backend` names one of these, or a key of it is set on the command line, the config has its
+section; in a config file `realm_jax.config.add_sections(config, ["scann"])` adds it.
 """
 
 
@@ -66,8 +80,9 @@ def kind_of(config: Mapping[str, Any]) -> type[Task] | None:
 
 
 def sections_like(config: Mapping[str, Any]) -> Sections:
-    """The sections of a config of the same kind."""
-    return _sections_of(kind_of(config))
+    """The sections of a config of the same kind, with those of the optional ones that it has."""
+    kind = kind_of(config)
+    return _sections_of(kind) | ({} if kind else {name: one for name, one in OPTIONAL.items() if name in config})
 
 
 def default_like(config: Mapping[str, Any]) -> ConfigDict:
@@ -75,8 +90,20 @@ def default_like(config: Mapping[str, Any]) -> ConfigDict:
     return schema.to_config_dict(sections_like(config))
 
 
-def _sections_of(kind: type[Task] | None) -> Sections:
-    return SECTIONS if kind is None or kind.sections is None else kind.sections
+def _sections_of(kind: type[Task] | None) -> dict[str, Any]:
+    return SECTIONS if kind is None or kind.sections is None else dict(kind.sections)
+
+
+def named_sections(config: ConfigDict) -> set[str]:
+    """What a config names that has a section of its own: its tasks, and its backend."""
+    return {*task_names(config), *([config.retrieval.backend] if "retrieval" in config else [])}
+
+
+def add_sections(config: ConfigDict, names: Collection[str]) -> None:
+    """Give a config the optional sections of these names that it does not have yet, with their defaults."""
+    with config.unlocked():
+        for name in OPTIONAL.keys() & {*names} - {*config}:
+            config[name] = ConfigDict(asdict(OPTIONAL[name]))
 
 
 def reference() -> str:
@@ -84,6 +111,7 @@ def reference() -> str:
     pages = {"REALM": schema.help_text(SECTIONS)}
     for name, task in OTHER_KINDS.items():
         pages[name.capitalize()] = schema.help_text(_sections_of(task), inherits=False)
+    pages["REALM"] += f"\n{ABOUT_OPTIONAL}\n{schema.help_text(OPTIONAL)}"
     return "\n".join([INTRODUCTION, *(f"## {kind}\n\n{text}" for kind, text in pages.items())])
 
 
@@ -121,7 +149,8 @@ def check_shape(config: ConfigDict, like: ConfigDict, kind: str = "config") -> N
         require(found == (name in config), "tasks", alone)
         require(wanted or not found, "tasks", f"this is a {name}'s config; `realm train` trains it, and nothing else")
         require(found or not wanted, "tasks", f"this is REALM's config; that of a {name} is configs/{name}.py")
-    schema.check_shape(config, like, kind)
+    optional = {name: asdict(OPTIONAL[name]) for name in OPTIONAL if "encoder" in like and name in config}
+    schema.check_shape(config, ConfigDict(like.to_dict() | optional), kind)
 
 
 def validate(config: ConfigDict, kind: type[Task] | None = None) -> None:
@@ -141,18 +170,18 @@ def validate(config: ConfigDict, kind: type[Task] | None = None) -> None:
 def _check_realm(config: ConfigDict) -> None:
     names = task_names(config)
     _check_recipe(names)
+    for name in sorted(OPTIONAL.keys() & named_sections(config) - {*config}):
+        require(False, name, f"is missing; add it with `realm_jax.config.add_sections(config, [{name!r}])`")
     require(bool(config.data.path), "data.path", "set it to a folder written by `realm prepare`")
     waiting = from_model(config)
     _check_model_is_named(config.init_from, waiting)
-    idle = {name: task.section for name, task in REALM_TASKS.items() if name not in names}
-    schema.check_values(config, SECTIONS, skip={*waiting, *schema.keys(idle)})
+    idle = {f"{name}.{field.name}" for name in REALM_TASKS if name not in names for field in fields(TaskSection)}
+    schema.check_values(config, sections_like(config), skip={*waiting, *idle})
     check_heads(config, waiting)
     _check_prompts(config.encoder)
     for task in REALM_TASKS.values():
         task.check(config)
     _check_retrieval(config)
-    fits = config.model.max_length == 0 or config.model.max_length >= joint_length(config)
-    require(fits, "model.max_length", f"the joint layout needs {joint_length(config)} positions")
 
 
 def _check_recipe(names: Collection[str]) -> None:
@@ -189,5 +218,4 @@ def _check_retrieval(config: ConfigDict) -> None:
     require(begins, "encoder.projection_start", "there is no projection; set encoder.projection to its width")
     if retrieval.backend == "scann":
         vectors_alone = "retrieval.backend=scann searches vectors alone; set one of the two keys back"
-        require(retrieval.search == "vectors", "retrieval.search", vectors_alone)
-        require(config.index.budget >= retrieval.candidates, "index.budget", "must be at least retrieval.candidates")
+        require(config.realm.search == "vectors", "realm.search", vectors_alone)

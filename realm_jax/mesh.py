@@ -59,7 +59,9 @@ def mesh_sizes(data: int, fsdp: int, model: int, devices: int, slices: int = 1) 
         advice = "set one axis to -1" if -1 not in (data, fsdp, model) else f"choose sizes that divide {devices}"
         raise UserError(f"config.mesh: {wanted} does not fit {devices} devices; {advice}")
     if sizes[0] % slices:
-        raise UserError(f"config.mesh.data: is {sizes[0]}, but {slices} slices share it; set a multiple of {slices}")
+        raise UserError(
+            f"config.mesh: leaves {sizes[0]} for data, which {slices} slices share; it has to be a multiple of them"
+        )
     return sizes
 
 

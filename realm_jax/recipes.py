@@ -9,7 +9,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from realm_jax.config import default
+from realm_jax.config import add_sections, default
 
 # A row of a table of ablations: its tasks, whose parameters and whose reader it starts with, and what differs.
 ROW = {"title": "", "tasks": "", "start": "", "reader": "", "changes": (), "paper": ()}
@@ -32,16 +32,19 @@ def quickstart() -> ConfigDict:
     Seven minutes; recall@5 of the gold passage 0.54 before REALM and 0.98 after it: `benchmarks/README.md`.
     """
     config = _tiny()
-    config.data.update(query_length=20, document_length=64, predictions=4, answers=1)
+    config.data.update(query_length=20, document_length=64, predictions=4)
     config.model.update(span_width=4)
-    config.mlm.update(steps=1600, batch_size=48, learning_rate=1e-3, warmup=50)
-    config.ict.update(steps=90, batch_size=256, learning_rate=1e-3, warmup=50)
-    config.realm.update(steps=500, batch_size=24, learning_rate=5e-4, warmup=50)
-    config.qa.update(steps=300, batch_size=32, learning_rate=5e-4, warmup=50)
-    config.closed_book.update(steps=1900, batch_size=48, learning_rate=1e-3, warmup=50)
+    config.mlm.update(steps=1600, batch_size=48, learning_rate=1e-3)
+    config.ict.update(steps=90, batch_size=256, learning_rate=1e-3)
+    config.realm.update(steps=500, batch_size=24, learning_rate=5e-4)
+    config.qa.update(steps=300, batch_size=32, learning_rate=5e-4)
+    add_sections(config, ["closed_book"])
+    config.closed_book.update(steps=1900, batch_size=48, learning_rate=1e-3)
+    config.optimizer.warmup = 50
     config.refresh.every = 40
-    config.objective.retriever_start = 30
-    config.retrieval.candidates = 16
+    config.realm.retriever_start = 30
+    config.realm.candidates = 16
+    config.qa.answers = 1
     return config
 
 
@@ -52,22 +55,24 @@ def real_text() -> ConfigDict:
     """
     config = default()
     config.tasks = "ict,qa"
-    config.data.update(query_length=48, document_length=128, predictions=6, answers=4, ict_mask_rate=0.0)
+    config.data.update(query_length=48, document_length=128, predictions=6)
     config.model.update(layers=0, width=0, heads=0, feed_forward=0, hidden_act="", dropout=0.0)
     config.encoder.update(
         pooling="", projection=-1, normalization="", norm_epsilon=0.0, temperature=0.0, query_prompt="model",
         passage_prompt="model",
     )  # fmt: skip
     # Small steps of the query tower alone: the passages' vectors stay what the encoder was trained to make of them.
-    config.objective.update(ict="index", retriever_start=20, qa="positive")
-    config.optimizer.update(bias_correction=True, head_rate=5.0, train_words=False)
-    config.ict.update(steps=400, batch_size=32, learning_rate=2e-5, warmup=20)
-    config.mlm.update(steps=200, batch_size=16, learning_rate=1e-4, warmup=20)
-    config.realm.update(steps=200, batch_size=8, learning_rate=5e-5, retriever_rate=1e-5, warmup=20)
-    config.qa.update(steps=560, batch_size=16, learning_rate=1.5e-4, retriever_rate=2e-5, warmup=40)
-    config.closed_book.update(steps=560, batch_size=16, learning_rate=1e-4, warmup=40)
-    config.qa.microbatches = 2  # the same sum in two parts, for half a gigabyte less
-    config.retrieval.update(candidates=5, qa_passages=5, qa_titles=True, qa_beam=50, qa_search="hybrid")
+    config.ict.negatives, config.realm.retriever_start, config.qa.objective = "index", 20, "positive"
+    config.optimizer.preset = "short"
+    config.optimizer.microbatches = 2  # of fine-tuning: the same sum in two parts, for half a gigabyte less
+    config.ict.update(steps=400, batch_size=32, learning_rate=2e-5)
+    config.mlm.update(steps=200, batch_size=16, learning_rate=1e-4)
+    config.realm.update(steps=200, batch_size=8, learning_rate=5e-5)
+    config.qa.update(steps=560, batch_size=16, learning_rate=1.5e-4)
+    add_sections(config, ["closed_book"])
+    config.closed_book.update(steps=560, batch_size=16, learning_rate=1e-4)
+    config.qa.update(passages=5, titles=True, beam=50, search="hybrid", answers=4)
+    config.realm.candidates = 5
     config.refresh.every = 1000
     config.evaluation.batch_size = 4  # three times as fast on two cores as 64: what is read stays in their caches
     config.evaluation.update(keep_best=True, held_out=0.02)
@@ -95,24 +100,24 @@ def ablations() -> ConfigDict:
         "realm_encoder": _row("Baseline retriever, REALM encoder", "qa", "start", "pretrained", paper=(35.3, 13.9)),
         "baseline": _row("Baseline (ORQA)", "qa", "start", paper=(31.3, 13.9)),
         "uniform": _row(
-            "Random uniform masks", "realm,qa", "start", changes=("data.masking=uniform",), paper=(32.3, 24.2)
+            "Random uniform masks", "realm,qa", "start", changes=("realm.masking=uniform",), paper=(32.3, 24.2)
         ),
         "spans": _row(
-            "Random span masks", "realm,qa", "start", changes=("data.masking=random_span",), paper=(35.3, 26.1)
+            "Random span masks", "realm,qa", "start", changes=("realm.masking=random_span",), paper=(35.3, 26.1)
         ),
         "stale": _row("30 × stale index", "realm,qa", "start", changes=(stale,), paper=(28.7, 15.1)),
         "often": _row("Twice as many refreshes", "realm,qa", "start", changes=(often,)),
-        "no_null": _row("No null document", "realm,qa", "start", changes=("retrieval.null_document=False",)),
-        "token": _row("Marginal a word piece", "realm,qa", "start", changes=("objective.marginal=token",)),
+        "no_null": _row("No null document", "realm,qa", "start", changes=("realm.null_document=False",)),
+        "token": _row("Marginal a word piece", "realm,qa", "start", changes=("realm.marginal=token",)),
         "own_text": _row("X = Z", "realm,qa", "start", changes=(own,)),
         "trivial": _row(
-            "X = Z, trivial retrievals allowed", "realm,qa", "start", changes=(own, "retrieval.exclude_own=False")
+            "X = Z, trivial retrievals allowed", "realm,qa", "start", changes=(own, "realm.exclude_own=False")
         ),
         "no_ict": _row("No inverse cloze task", "mlm,realm,qa"),
         "shared": _row(
             "One tower, trained to the end",
             "mlm,ict,realm,qa",
-            changes=("model.shared_tower=True", "refresh.qa_every=100"),
+            changes=("model.shared_tower=True", "qa.refresh_every=100"),
         ),
     }
     table = tuple(name for name, row in rows.items() if row["title"])
@@ -128,8 +133,7 @@ def paper(task: str) -> ConfigDict:
     devices, without which a step does not fit 16 GB."""
     config = default()
     config.tasks = task
-    config.model.update(dtype="bfloat16", remat="dots", scan=True)
-    config.retrieval.dtype = "bfloat16"
+    config.model.update(dtype="bfloat16", remat="dots")
     config.mesh.fsdp = 8
     return config
 
@@ -137,9 +141,9 @@ def paper(task: str) -> ConfigDict:
 def _tiny() -> ConfigDict:
     """Two layers of 64 without dropout: learns in minutes on a laptop's CPU."""
     config = default()
-    config.model.update(layers=2, width=64, heads=2, feed_forward=128, dropout=0.0, span_hidden=32)
+    config.model.update(layers=2, width=64, heads=2, feed_forward=128, dropout=0.0)
     config.encoder.norm_scale = 0.35
-    config.retrieval.qa_beam = 64
-    config.objective.ict_null_weight = 0.3
+    config.qa.beam = 64
+    config.ict.null_weight = 0.3
     config.checkpoint.update(every=100, keep=2)
     return config

@@ -27,15 +27,15 @@ from realm_jax.models.attention import select_attention
 from realm_jax.models.bert import BertConfig
 from realm_jax.models.inputs import Documents
 from realm_jax.models.prompts import Encode, Template, compiled, placeholder
-from realm_jax.models.reader import Reader
+from realm_jax.models.reader import Reader, span_size
 from realm_jax.models.realm import Params, Realm
 from realm_jax.retrieval.bm25 import Bm25, check_words, load_or_build
-from realm_jax.retrieval.embed import CorpusRows, embed_corpus, in_groups
+from realm_jax.retrieval.embed import EMBED_BATCH, CorpusRows, embed_corpus, in_groups
 from realm_jax.retrieval.exact import padded_rows
 from realm_jax.retrieval.fusion import LIST
-from realm_jax.retrieval.scann import ScannConfig
+from realm_jax.retrieval.scann import BUDGET, ScannConfig
 from realm_jax.retrieval.search import Index, Setting, bm25_listed, search_depth
-from realm_jax.sections import joint_length, task_names
+from realm_jax.sections import answering_of, joint_length, task_names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,8 +83,8 @@ class Run(BaseRun):
         return Documents(*(self._by_rows(part) for part in self.corpus))
 
     def index(self, vectors: NDArray) -> Index:
-        """An index of host vectors [rows, projection], stored as `retrieval.dtype` and sharded by rows."""
-        return Index(self._by_rows(vectors.astype(self.config.retrieval.dtype, copy=False)), self.documents)
+        """An index of host vectors [rows, projection], stored as `model.dtype` and sharded by rows."""
+        return Index(self._by_rows(vectors.astype(self.config.model.dtype, copy=False)), self.documents)
 
     def words(self) -> Bm25:
         """BM25 over the corpus, kept in the run folder or made in memory. Raises UserError where it has no words."""
@@ -122,14 +122,15 @@ class Run(BaseRun):
     @property
     def answering(self) -> Setting:
         """The setting under which questions are measured and asked: it may read more passages than training does."""
-        passages = self.config.evaluation.qa_passages or self.setting.qa_passages
+        passages = answering_of(self.config).read or self.setting.qa_passages
         return dataclasses.replace(self.setting, qa_passages=passages)
 
     @property
     def searches(self) -> ScannConfig | None:
         """How hosts search, where `retrieval.backend` says that they do."""
-        c = self.config.index
-        return ScannConfig(c.budget, c.leaves_searched) if self.config.retrieval.backend == "scann" else None
+        c = self.config
+        budget = max(BUDGET, c.realm.candidates)
+        return ScannConfig(budget, c.scann.leaves_searched) if c.retrieval.backend == "scann" else None
 
     def _by_rows(self, array: NDArray) -> jax.Array:
         missing = padded_rows(len(array), self.mesh.size) - len(array)
@@ -149,7 +150,7 @@ class Run(BaseRun):
         def embed_batch(batch: CorpusRows) -> jax.Array:
             return embed_program(self.model, self.mesh, tower, Documents(*put_batch(self.mesh, batch)))
 
-        size = self.config.retrieval.embed_batch * self.mesh.size
+        size = EMBED_BATCH * self.mesh.size
         return embed_corpus(embed_batch, self.corpus if rows is None else rows, size, progress)
 
     def read_stored(self, first: int, last: int) -> CorpusRows:
@@ -186,12 +187,12 @@ def embed_program(model: Realm, mesh: Mesh, params: Params, documents: Documents
 
 def make_run(config: ConfigDict, workdir: Path, sources: Sources, devices: list[jax.Device] | None = None) -> Run:
     """Everything that a validated config decides. Raises UserError where config and data do not fit."""
-    rows, read = len(sources.passages), max(config.retrieval.qa_passages, config.evaluation.qa_passages)
-    wanted = max(config.retrieval.candidates, read)
+    rows, read = len(sources.passages), max(config.qa.passages, answering_of(config).read)
+    wanted = max(config.realm.candidates, read)
     if rows < wanted:
         raise UserError(
-            f"{config.data.path}: the corpus has {rows} passages, but config.retrieval.candidates, "
-            f"retrieval.qa_passages and evaluation.qa_passages need {wanted}; add passages or lower the keys"
+            f"{config.data.path}: the corpus has {rows} passages, but config.realm.candidates, "
+            f"qa.passages and answering.read need {wanted}; add passages or lower the keys"
         )
     if config.model.width >= WIDE:
         return_blocks()
@@ -213,44 +214,45 @@ def bare_run(
     Raises UserError where sizes do not fit.
     """
     mesh = mesh_for(config, devices)
-    data, retrieval, objective = config.data, config.retrieval, config.objective
+    data, ict, realm, qa = config.data, config.ict, config.realm, config.qa
     model = make_model(config, vocabulary_size, encode, logical_sharding(mesh, "batch", None, None))
     setting = Setting(
         model.with_bert(**for_devices(mesh, model.bert.dtype)),
         mesh,
         *special,
         rows,
-        candidates=retrieval.candidates,
-        null_document=retrieval.null_document,
-        exclude_own=retrieval.exclude_own,
-        marginal=objective.marginal,
-        ict_null_weight=objective.ict_null_weight,
-        ict_from_index=objective.ict == "index",
-        qa_objective=objective.qa,
-        qa_beam=retrieval.qa_beam,
-        qa_passages=retrieval.qa_passages,
-        qa_titles=retrieval.qa_titles,
-        search=retrieval.search,
-        qa_search=retrieval.qa_search,
-        qa_documents=config.refresh.qa_every > 0,
+        candidates=realm.candidates,
+        null_document=realm.null_document,
+        exclude_own=realm.exclude_own,
+        marginal=realm.marginal,
+        ict_null_weight=ict.null_weight,
+        ict_from_index=ict.negatives == "index",
+        qa_objective=qa.objective,
+        qa_beam=qa.beam,
+        qa_passages=qa.passages,
+        qa_titles=qa.titles,
+        search=realm.search,
+        qa_search=qa.search,
+        qa_documents=qa.refresh_every > 0,
     )
     lengths = lengths_from(
-        data.query_length, data.document_length, data.masking, data.predictions, data.answers, config.model.span_width
+        data.query_length, data.document_length, realm.masking, data.predictions, qa.answers, config.model.span_width
     )
     return Run(config, workdir, mesh, setting.model, None, setting, lengths)  # type: ignore[arg-type]
 
 
 def mesh_for(config: ConfigDict, devices: list[jax.Device] | None = None) -> Mesh:
     """The mesh of a config. Raises UserError where a task's batch cannot be shared out on it."""
-    mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.model, devices)
+    mesh = make_mesh(-1, config.mesh.fsdp, config.mesh.model, devices)
     check_batches(config, mesh.shape["data"] * mesh.shape["fsdp"])
     return mesh
 
 
 def check_batches(config: ConfigDict, spread: int) -> None:
     """Raise UserError where a task's batch cannot be shared out over so many devices."""
+    parts = config.optimizer.microbatches
     for name in task_names(config):
-        size, parts = config[name].batch_size, config[name].microbatches
+        size = config[name].batch_size
         if size % (spread * parts):
             raise UserError(
                 f"config.{name}.batch_size: is {size}, but {spread} devices share a batch in {parts} part(s); set a "
@@ -279,8 +281,6 @@ def make_model(
     query_template = compiled(query, "config.encoder.query_prompt", False, encode) if query else None
     passage_template = compiled(passage, "config.encoder.passage_prompt", True, encode) if passage else None
     longest = max(joint_length(config), *tower_lengths(config, query_template, passage_template))
-    if 0 < model.max_length < longest:
-        raise UserError(f"config.model.max_length: texts with the prompts of config.encoder need {longest} positions")
     bert = make_bert(model, vocabulary_size, longest, hidden)
     return Realm(
         bert,
@@ -294,7 +294,7 @@ def make_model(
         query_template=query_template,
         passage_template=passage_template,
         shared_tower=model.shared_tower,
-        reader=Reader(bert, model.span_hidden, model.span_width),
+        reader=Reader(bert, span_size(model.width), model.span_width),
     )
 
 
@@ -306,18 +306,18 @@ def tower_lengths(config: ConfigDict, query: Template | None, passage: Template 
 
 
 def make_bert(model: ConfigDict, vocabulary_size: int, length: int, hidden: NamedSharding | None) -> BertConfig:
-    """One BERT of a config's section `model`, with positions for `length` pieces unless it says how many."""
+    """One BERT of a config's section `model`, with positions for `length` pieces."""
     return BertConfig(
         vocabulary_size,
         width=model.width,
         layers=model.layers,
         heads=model.heads,
         feed_forward=model.feed_forward,
-        max_length=model.max_length or length,
+        max_length=length,
         dropout=model.dropout,
         dtype=jnp.dtype(model.dtype),
         remat=model.remat,
-        scan=model.scan,
+        scan=model.remat != "none",  # in a loop the compiler cannot undo what saves memory
         hidden_act=model.hidden_act,
         hidden=hidden,
     )

@@ -16,7 +16,6 @@ MODEL_PROMPT = "model"
 SEARCHES = ("vectors", "bm25", "hybrid")  # what finds passages
 
 SEED = Limit("from 0 to 2**32 - 1 (JAX drops the bits beyond)", lambda value: 0 <= value < 2**32)
-DEVICES = Limit("positive, or -1 for what is left", lambda value: value > 0 or value == -1)
 HELD_OUT = Limit(
     "0 for none, or from 0.001 to 1 (documents are held out in thousandths)",
     lambda value: value == 0 or 0.001 <= value <= 1,
@@ -54,19 +53,14 @@ class Data:
     """What is learned from, and how long texts are."""
 
     path: str = key("", "folder written by `realm prepare`; its content may not change (`data.json`)", operations=True)
-    masking: str = key("salient", "what REALM's queries hide", one_of("salient", "uniform", "random_span"))
     text: str = key(
         "pretraining",
         "X, the text that is learned from: that of the prepared folder, or its passages, so that X = Z",
         one_of("pretraining", "passages"),
     )
     predictions: int = key(0, "predicted positions of a masked sentence at most; 0: sized to the masking", NOT_NEGATIVE)
-    null_rate: float = key(0.15, "warm-up: share of examples that are a sentence of X beside the empty document", SHARE)
-    unrelated_rate: float = key(0.15, "warm-up: share that are a sentence of Z beside a passage drawn at random", SHARE)
-    ict_mask_rate: float = key(0.9, "inverse cloze task: share of sentences that are taken out of their passage", SHARE)
     query_length: int = key(96, "word pieces of a sentence or question, [CLS] and [SEP] counted", at_least(8))
     document_length: int = key(288, "word pieces of a passage, title and specials counted", at_least(16))
-    answers: int = key(8, "answers a question is trained with at most", POSITIVE)
 
 
 @dataclass(frozen=True)
@@ -77,9 +71,12 @@ class Bert:
     width: int = key(768, "size of a hidden state", POSITIVE, inherit=0)
     heads: int = key(12, "attention heads, which must divide the width", POSITIVE, inherit=0)
     feed_forward: int = key(3072, "size of the feed-forward layers", POSITIVE, inherit=0)
-    max_length: int = key(0, "positions; 0: as many as the joint layout (a tagger: a window) needs")
     dropout: float = key(0.1, "dropout probability", BELOW_ONE)
-    dtype: str = key("float32", "matrix products; LayerNorm, softmax, loss stay float32", one_of("float32", "bfloat16"))
+    dtype: str = key(
+        "float32",
+        "of matrix products and stored vectors; LayerNorm, softmax, loss stay float32",
+        one_of("float32", "bfloat16"),
+    )
     hidden_act: str = key(
         "gelu_new",
         "'gelu_new' has tanh (google-research/bert), 'gelu' erf (Hugging Face's BERTs)",
@@ -89,12 +86,10 @@ class Bert:
     remat: str = key(
         "none",
         "what the backward pass computes again, to save memory: 'dots': all but products with parameters; 'layer': all "
-        "but what each layer was given",
+        "but what each layer was given. Layers are then one compiled loop (minutes less to compile twelve, and other "
+        "dropout draws)",
         one_of("none", "dots", "layer"),
         operations=True,
-    )
-    scan: bool = key(
-        False, "one compiled loop over layers: minutes less to compile twelve; other dropout draws", operations=True
     )
 
 
@@ -102,7 +97,6 @@ class Bert:
 class Model(Bert):
     """The three BERTs, of one size."""
 
-    span_hidden: int = key(256, "size of a span's representation", POSITIVE)
     span_width: int = key(10, "word pieces of an answer at most", POSITIVE)
     shared_tower: bool = key(False, "one embedder for queries and passages instead of two")
 
@@ -152,82 +146,22 @@ class Encoder:
 
 
 @dataclass(frozen=True)
-class Objective:
-    """What the losses are."""
-
-    marginal: str = key(
-        "example",
-        "'example': `log Σ_z p(z|x) Π_j p(y_j|z,x)`, the paper's; 'token': the released code's",
-        one_of("example", "token"),
-    )
-    ict: str = key(
-        "batch",
-        "the inverse cloze task: 'batch': against the passages of the batch, both towers trained (the paper); 'index': "
-        "against the retrieval.qa_beam passages that the sentence retrieves, whose vectors stay, the query tower "
-        "trained",
-        one_of("batch", "index"),
-    )
-    ict_null_weight: float = key(
-        0.0,
-        "objective.ict=batch: weight of picking the null document when the own passage is taken away (the paper: 0)",
-        NOT_NEGATIVE,
-    )
-    retriever_start: int = key(
-        0,
-        "REALM steps before the retriever moves, while the reader gets used to what is retrieved; after as many more "
-        "it moves at the full learning rate (the paper: 0)",
-        NOT_NEGATIVE,
-    )
-    qa: str = key(
-        "marginal",
-        "'marginal': `log Σ_z p(z|x) p(y|z,x)`; 'orqa': L_ret + L_read of the released code; 'positive': L_ret, and "
-        "L_read of one passage a question that holds its answer: of its gold document where that is known, else the "
-        "first that is retrieved",
-        one_of("marginal", "orqa", "positive"),
-    )
-
-
-@dataclass(frozen=True)
 class Retrieval:
-    """How passages are found, and how many are read."""
+    """How passages are found, whatever the task."""
 
-    candidates: int = key(
-        8, "K: passages in the marginal, the null document counted", at_least(2, " (the null document and one)")
-    )
-    null_document: bool = key(True, "whether the null document is in REALM's marginal; without it K − 1 passages are")
-    exclude_own: bool = key(True, "whether a masked sentence may not retrieve the passage that it stands in")
     backend: str = key(
         "device", "'device': exact, inside the step; 'scann': approximate, on the hosts", one_of("device", "scann")
     )
-    ahead: int = key(1, "scann: the search for step t + ahead starts before step t, with its parameters", NOT_NEGATIVE)
     query_params: str = key(
         "current",
         "what searches: the current query tower, or that of the index's generation (the reference's)",
         one_of("current", "generation"),
-    )
-    dtype: str = key("float32", "of the stored vectors", one_of("float32", "bfloat16"))
-    search: str = key(
-        "vectors",
-        "what finds REALM's candidates: 'bm25': by the words that are not masked; 'hybrid': both lists as one. "
-        "`p(z|x)` is the retriever's in every case",
-        one_of(*SEARCHES),
-    )
-    qa_search: str = key(
-        "vectors",
-        "what finds the passages of a question; 'bm25': with the reader alone trained, and BM25's scores for `p(z|x)`",
-        one_of(*SEARCHES),
     )
     language: str = key(
         "",
         "of the passages, whose stems and stop words BM25 uses; '' to look at the passages, 'none' for plain words",
         one_of("", PLAIN, *LANGUAGES),
     )
-    qa_passages: int = key(5, "passages read for a question", POSITIVE)
-    qa_titles: bool = key(False, "read them with their titles")
-    qa_beam: int = key(
-        5000, "passages that the retriever's term of 'orqa' and 'positive' ranks, and ict over the index", POSITIVE
-    )
-    embed_batch: int = key(256, "passages embedded at a time on each device", POSITIVE, operations=True)
 
 
 @dataclass(frozen=True)
@@ -240,12 +174,6 @@ class Refresh:
         one_of("inline", "async"),
     )
     every: int = key(500, "REALM steps between two re-embeddings (inline) or exports of the towers (async)", POSITIVE)
-    qa_every: int = key(
-        0,
-        "steps of fine-tuning between two re-embeddings, the document tower trained as well; 0: it and the index stay "
-        "as REALM left them (the paper)",
-        NOT_NEGATIVE,
-    )
     adopt_after: int = key(
         -1,
         "async: adopt the generation of export step s exactly at step s + adopt_after, waiting if it is late, which "
@@ -261,76 +189,64 @@ class Refresh:
     wait_seconds: float = key(
         7200.0, "how long the trainer waits for a generation that it cannot do without", POSITIVE, operations=True
     )
-    idle_exit: float = key(
-        3600.0, "seconds without a heartbeat of the trainer after which the builder ends", POSITIVE, operations=True
-    )
 
 
 @dataclass(frozen=True)
-class Index:
-    """Approximate search, of retrieval.backend=scann."""
+class Scann:
+    """Approximate search; in configs with retrieval.backend=scann."""
 
+    ahead: int = key(1, "the search for step t + ahead starts before step t, with its parameters", NOT_NEGATIVE)
     min_recall: float = key(
         0.9, "a generation whose recall against exact search is lower is not published", SHARE, operations=True
     )
-    budget: int = key(200, "passages that every shard returns, then scored exactly", POSITIVE, operations=True)
     leaves_searched: int = key(
         0, "leaves of a shard's tree that a query searches; 0: by its size", NOT_NEGATIVE, operations=True
     )
 
 
 @dataclass(frozen=True)
-class AnyTask:
-    """The training of a task of any kind."""
+class TaskSection:
+    """The training of a task; tasks outside of the recipe are not looked at."""
 
     steps: int = key(100_000, "optimizer steps", POSITIVE)
     batch_size: int = key(512, "examples of a step", POSITIVE)
-    microbatches: int = key(
-        1, "parts of a batch whose gradients are added up one after another, to save memory", POSITIVE, operations=True
-    )
     learning_rate: float = key(1e-4, "the largest, after warm-up", POSITIVE)
-    warmup: int = key(0, "steps of learning-rate warm-up; 0: min(10000, max(100, steps / 10))", NOT_NEGATIVE)
-
-
-@dataclass(frozen=True)
-class TaskSection(AnyTask):
-    """The training of a task; tasks outside of the recipe are not looked at."""
-
-    retriever_rate: float = key(
-        0.0, "learning rate of the embedders; 0: the task's. mlm and closed_book train none", NOT_NEGATIVE
-    )
 
 
 @dataclass(frozen=True)
 class AnyOptimizer:
-    """The optimizer of a run of any kind."""
+    """Adam, with gradients that are clipped."""
 
-    weight_decay: float = key(0.01, "decoupled, of matrices alone", NOT_NEGATIVE)
-    clip: float = key(1.0, "norm of all gradients together that they are clipped to", POSITIVE)
+    warmup: int = key(0, "steps of learning-rate warm-up; 0: min(10000, max(100, steps / 10))", NOT_NEGATIVE)
+    microbatches: int = key(
+        1,
+        "parts of a batch whose gradients are added up one after another, to save memory; where the query tower alone "
+        "is trained (ict.negatives=index) a batch stays whole",
+        POSITIVE,
+        operations=True,
+    )
 
 
 @dataclass(frozen=True)
 class Optimizer(AnyOptimizer):
     """Adam, with gradients that are clipped."""
 
-    bias_correction: bool = key(
-        False,
-        "whether Adam has its bias correction (BERT's has not: its first steps are up to five times as long, which a "
-        "run of a few hundred steps from pretrained weights does not survive)",
+    preset: str = key(
+        "bert",
+        "'bert': as BERT was trained; 'short': for a few hundred steps from pretrained weights: Adam with its bias "
+        "correction (the first steps of BERT's are up to five times as long, which such a run does not survive), the "
+        "reader's heads, which are fresh, at five times the learning rate, embedders at 1/5 (realm) and 2/15 (qa) of "
+        "it, word embeddings as they are, and a warm-up of 20 steps (40 for questions) where none is set",
+        one_of("bert", "short"),
     )
-    head_rate: float = key(
-        1.0, "learning rate of the reader's heads, as a multiple of the task's: imported weights have none", POSITIVE
-    )
-    train_words: bool = key(True, "whether word embeddings are trained")
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Devices along each axis."""
+    """Devices along each axis; those that are left share out the batch (`data`)."""
 
-    data: int = key(-1, "shares out the batch", DEVICES, operations=True)
-    fsdp: int = key(1, "shares out the batch, and spreads parameters and moments", DEVICES, operations=True)
-    model: int = key(1, "splits heads, feed-forward layers, vocabulary", DEVICES, operations=True)
+    fsdp: int = key(1, "shares out the batch, and spreads parameters and moments", POSITIVE, operations=True)
+    model: int = key(1, "splits heads, feed-forward layers, vocabulary", POSITIVE, operations=True)
 
 
 @dataclass(frozen=True)
@@ -354,20 +270,14 @@ class Log:
         NOT_NEGATIVE,
         operations=True,
     )
-    profile_step: int = key(
-        0, "first of five steps traced to TASK/profile; 0: none. SIGUSR1: the next five", NOT_NEGATIVE, operations=True
-    )
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """How answers and retrieval are measured."""
+class Answering:
+    """How questions are answered by a trained run: of `realm ask`, `predict` and `evaluate`."""
 
-    questions: int = key(2000, "development questions that are measured at most; 0: all", NOT_NEGATIVE)
-    batch_size: int = key(64, "questions read at a time", POSITIVE, operations=True)
-    passages: int = key(20, "passages retrieved for recall", POSITIVE)
-    qa_passages: int = key(0, "passages read to measure or to ask; 0: as in training", NOT_NEGATIVE, operations=True)
-    spans: int = key(20, "likeliest spans of each passage that answers are made of", POSITIVE, operations=True)
+    read: int = key(0, "passages read for a question; 0: as in training", NOT_NEGATIVE, operations=True)
+    retrieved: int = key(20, "passages retrieved for recall", POSITIVE, operations=True)
     aggregate: str = key(
         "marginal",
         "probability of an answer that occurs several times: 'marginal': the sum over passages and occurrences; 'max': "
@@ -375,7 +285,14 @@ class Evaluation:
         one_of("marginal", "max"),
         operations=True,
     )
-    qa_every: int = key(
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How answers and retrieval are measured."""
+
+    batch_size: int = key(64, "questions read at a time", POSITIVE, operations=True)
+    every: int = key(
         0,
         "steps of fine-tuning between two measurements; it ends with the parameters of largest exact match among those "
         "measured; 0: with the last ones",
@@ -392,7 +309,7 @@ class Evaluation:
     keep_best: bool = key(
         False,
         "whether a task hands on the parameters that measured best, its start among them: by recall of the first five "
-        "passages, where an index is measured; fine-tuning by exact match, at the end, every evaluation.qa_every "
+        "passages, where an index is measured; fine-tuning by exact match, at the end, every evaluation.every "
         "steps, and at its start if its reader was trained before",
     )
 
@@ -402,10 +319,16 @@ def task_names(config: ConfigDict) -> list[str]:
     return [name.strip() for name in config.tasks.split(",") if name.strip()]
 
 
+def answering_of(config: ConfigDict) -> ConfigDict | Answering:
+    """The section `answering` of a config, or its defaults where a config has none."""
+    found: ConfigDict | Answering = config.get("answering", Answering())
+    return found
+
+
 def joint_length(config: ConfigDict) -> int:
     """Word pieces of a query joined with a passage: both layouts less the passage's [CLS] and its title's [SEP], which
     stays where titles are read."""
-    return config.data.query_length + config.data.document_length - (1 if config.retrieval.qa_titles else 2)
+    return config.data.query_length + config.data.document_length - (1 if config.qa.titles else 2)
 
 
 def check_heads(config: ConfigDict, waiting: Collection[str] = ()) -> None:

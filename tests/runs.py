@@ -22,7 +22,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from tiny_run import open_config, tiny_config
 
 from realm_jax.cli.build_index import Job, for_embedding
-from realm_jax.config import flatten
+from realm_jax.config import add_sections, flatten
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.host import Preempted, Stop
 from realm_jax.models.realm import Params
@@ -92,29 +92,29 @@ def open_inline(people: Path, workdir: Path, devices: int = 1, **changes: Any) -
     """
     config = tiny_config(people)
     config.tasks, config.ict.batch_size, config.qa.batch_size = "realm", 8, 8
-    config.realm.update({"steps": STEPS, "batch_size": 8, "warmup": 2, "learning_rate": 1e-3})
+    config.realm.update({"steps": STEPS, "batch_size": 8, "learning_rate": 1e-3})
+    config.optimizer.warmup = 2
     config.update({"refresh": {"every": 2}, "checkpoint": {"every": 2, "keep": 2}, "log": {"every": 1}})
     config.update_from_flattened_dict({key.replace("__", "."): value for key, value in changes.items()})
     return open_config(config, workdir, devices)
 
 
-def open_tiny(data, workdir, steps=8, retrieval=None, task="realm", **refresh):
+def open_tiny(data, workdir, steps=8, retrieval=None, task="realm", ahead=1, **refresh):
     """Eight steps of a task whose index a builder makes: an export every second one, adopted a step later.
 
-    retrieval, refresh: keys of these sections.
+    retrieval, refresh: keys of these sections; ahead: of searches by the hosts.
     """
     config = tiny_config(data)
     config.retrieval.update(retrieval or {})
     config.tasks = task
+    add_sections(config, ["scann", task])
+    config.scann.ahead = ahead
     for name in ("mlm", "ict", "realm", "qa"):
         config[name].batch_size = 8
-    config[task].update({"steps": steps, "warmup": 2, "learning_rate": 1e-3})
+    config[task].update({"steps": steps, "learning_rate": 1e-3})
+    config.optimizer.warmup = 2
     config.update({"checkpoint": {"every": 3, "keep": 2}, "log": {"every": 1}})
-    config.refresh.update(
-        {"mode": "async", "every": EVERY, "adopt_after": 1}
-        | {"wait_seconds": PATIENCE, "idle_exit": PATIENCE}
-        | refresh
-    )
+    config.refresh.update({"mode": "async", "every": EVERY, "adopt_after": 1, "wait_seconds": PATIENCE} | refresh)
     return open_config(config, workdir)
 
 

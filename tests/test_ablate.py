@@ -137,11 +137,11 @@ def test_the_shipped_rows_hold_together_and_differ():
         ({"start": "later"}, "config.rows.realm.start: there is no row 'later'"),
         ({"start": "realm"}, "config.rows.realm.start: it would start from itself, by way of realm"),
         ({"changes": ("data.maskng=uniform",)}, "data.maskng"),
-        ({"changes": ("data.masking=none",)}, "data.masking: must be one of"),
+        ({"changes": ("realm.masking=none",)}, "realm.masking: must be one of"),
         ({"tasks": "realm"}, "config.rows.realm.tasks: a row of the table has to end with qa or closed_book"),
         ({"paper": (1.0,)}, "config.rows.realm.paper: takes exact match and recall@5"),
         ({"start": "", "reader": "start"}, "config.rows.realm.reader: needs a start"),
-        ({"changes": "retrieval.candidates=32"}, "config.rows.realm.changes: takes a tuple"),
+        ({"changes": "realm.candidates=32"}, "config.rows.realm.changes: takes a tuple"),
         ({"changes": ("seed=9",)}, "config.rows.realm.changes: seed follows from tasks, start and seeds"),
     ],
 )

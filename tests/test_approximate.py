@@ -107,7 +107,7 @@ def test_a_generation_carries_its_searcher_and_its_recall(tmp_path):
 def test_too_low_a_recall_is_refused(tmp_path):
     folder = PosixFolder(tmp_path)
     poor = dataclasses.replace(TREES, leaves=500, searched=1, budget=8)
-    with pytest.raises(Rejected, match=r"recall@8 of its searcher is 0\.\d+, below config.index.min_recall=0.99"):
+    with pytest.raises(Rejected, match=r"recall@8 of its searcher is 0\.\d+, below config.scann.min_recall=0.99"):
         make(folder, poor, min_recall=0.99)
     names = folder.names("index")
     assert read_manifest(folder, names[0]) is None and not rejection(folder, names[0])["again"]

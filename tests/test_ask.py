@@ -14,6 +14,7 @@ from tiny_run import PEOPLE, prepare_people, question
 from realm_jax.cli import ask as job
 from realm_jax.cli import main as cli
 from realm_jax.data.jsonl import Question
+from realm_jax.eval import prediction
 from realm_jax.eval.answers import normalise
 from realm_jax.eval.prediction import Answer, Evaluator, merge
 from realm_jax.run import Run
@@ -79,11 +80,10 @@ def test_marks_and_articles_are_no_common_answer():
     ]
 
 
-def test_the_answers_are_those_of_a_walk_over_all_spans(opened):
+def test_the_answers_are_those_of_a_walk_over_all_spans(opened, monkeypatch):
     """With every span kept, an answer's probability is Σ_z p(z|x) Σ p(span|z,x) over all of them: 1 in all."""
-    run = opened.run.with_config(opened.run.config.copy_and_resolve_references())
-    run.config.evaluation.spans = 10_000
-    evaluator = Evaluator(run, [Question(QUESTION, ["1803"])])
+    monkeypatch.setattr(prediction, "SPANS", 10_000)
+    evaluator = Evaluator(opened.run, [Question(QUESTION, ["1803"])])
     (found,) = evaluator.predict(opened.params, opened.index)
     assert sum(answer.probability for answer in found.nbest) == pytest.approx(1, abs=1e-5)
     assert len({normalise(answer.text) or answer.text for answer in found.nbest}) == len(found.nbest)
@@ -94,7 +94,7 @@ def test_the_answers_are_those_of_a_walk_over_all_spans(opened):
     read = [candidate.row for candidate in found.candidates]
     assert found.retrieved[: len(read)].tolist() == read
     assert sorted(found.scores.tolist(), reverse=True) == found.scores.tolist()
-    texts = [run.sources.passages.text(row) for row in read]
+    texts = [opened.run.sources.passages.text(row) for row in read]
     for asked in ("1803", "1815", "house"):
         assert evaluator.reader_oracle(Question(QUESTION, [asked]), found) == any(asked in text for text in texts)
         pattern = Question(QUESTION, [asked], fields={"match": "regex"})
@@ -161,10 +161,10 @@ def test_a_prepared_folder_that_moved_is_named_and_found_with_data(trained_run, 
 
 
 def test_a_run_keeps_what_it_was_trained_with(trained_run, capsys):
-    line = refused(capsys, f"--workdir={trained_run.workdir}", "--config.retrieval.qa_search=bm25", QUESTION)
-    assert "--config.retrieval.qa_search: the run keeps it; only keys of operations and of evaluation" in line
-    line = refused(capsys, f"--workdir={trained_run.workdir}", "--config.evaluation.qa_pasages=5", QUESTION)
-    assert "there is no such key in the config; did you mean evaluation.qa_passages" in line
+    line = refused(capsys, f"--workdir={trained_run.workdir}", "--config.qa.search=bm25", QUESTION)
+    assert "--config.qa.search: the run keeps it; only keys of operations and of evaluation" in line
+    line = refused(capsys, f"--workdir={trained_run.workdir}", "--config.answering.reed=5", QUESTION)
+    assert "there is no such key in the config; did you mean answering.read" in line
 
 
 def test_another_corpus_than_the_run_was_trained_with_is_refused(trained_run, tmp_path, capsys):

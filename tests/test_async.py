@@ -85,7 +85,7 @@ def test_what_a_restart_needs_stays(sturdy):
 def test_without_searching_ahead_hosts_find_what_devices_find(people, sturdy, tmp_path):
     """Sixteen passages are scored whole, so ScaNN's answer is exact."""
     pytest.importorskip("scann", reason="ScaNN runs on Linux alone")
-    run = open_tiny(people, tmp_path, retrieval={"backend": "scann", "ahead": 0})
+    run = open_tiny(people, tmp_path, retrieval={"backend": "scann"}, ahead=0)
     with builder(run):
         final = train(run)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), final, sturdy.final)

@@ -154,7 +154,6 @@ def test_a_run_stays_with_the_corpus_it_began_with(workdir):
     for task in ("mlm", "ict", "realm", "qa"):
         config[task].batch_size = {"ict": 4, "qa": 4}.get(task, config[task].batch_size)
     config.update(json.loads((workdir / "config.json").read_text()))
-    config.mesh.data = 1
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("realm_jax.mesh.jax.devices", lambda: jax.local_devices()[:1])
         run = open_run(config, workdir)

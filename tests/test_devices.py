@@ -39,7 +39,7 @@ def make_step(mesh: Mesh):
     """One optimiser step of the task 'realm', which also tells the gradients and the retrieved rows."""
     setting = tiny_setting(mesh, ROWS, MODEL)
     task = task_of("realm", setting)
-    optimizer = make_optimizer(peak=0.002, total=100, warmup=2, weight_decay=0.01, clip=1.0)
+    optimizer = make_optimizer(peak=0.002, total=100, warmup=2)
 
     def step(params, state, batch, index):
         (loss, _), gradients = jax.value_and_grad(task.value, has_aux=True)(params, batch, index, None)

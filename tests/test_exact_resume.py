@@ -58,8 +58,8 @@ def test_parameters_after_a_kill_have_the_same_sha256(data, tmp_path, monkeypatc
         pytest.importorskip("scann", reason="ScaNN runs on Linux alone")
     found, records = [], []
     for name, cut in (("straight", None), ("killed", 7)):
-        retrieval = {"backend": way.backend, "ahead": way.ahead}
-        run = open_tiny(data, tmp_path / name, task=way.task, retrieval=retrieval, mode=way.mode)
+        retrieval, ahead = {"backend": way.backend}, way.ahead
+        run = open_tiny(data, tmp_path / name, task=way.task, retrieval=retrieval, ahead=ahead, mode=way.mode)
         with builder(run) if way.mode == "async" else nullcontext(), monkeypatch.context() as patch:
             if cut is not None:
                 cut_at(patch, cut)

@@ -228,14 +228,14 @@ def test_a_run_that_is_done_is_not_extended_and_its_builder_ends(people, sturdy,
     with pytest.raises(UserError, match=r"config.realm.steps is 20, but the run in .* has 8; set it back"):
         open_tiny(people, sturdy.run.workdir, steps=20)
     job = make_job(sturdy.run)
-    job._options.idle_exit = 0.1
+    job._patience = 0.1
     job.work(Stop(), None, False)
     assert "the trainer needs no further index" in log.text
 
 
 def test_a_builder_that_gave_up_waiting_is_not_done(people, tmp_path, log):
     job = make_job(open_tiny(people, tmp_path))
-    job._options.idle_exit = 0.01
+    job._patience = 0.01
     job.work(Stop(), None, False)
     assert "no heartbeat of the trainer for 0.01 s" in log.text
     told = read_status(PosixFolder(job._run.workdir), "builder-0")
@@ -399,7 +399,7 @@ def test_a_builder_of_another_tokenizer_or_corpus(sturdy, name):
 
 def test_a_builder_with_other_vectors_than_the_trainer_wants(sturdy):
     config = for_embedding(sturdy.run.config, jax.local_device_count())
-    config.retrieval.dtype = "bfloat16"
+    config.model.dtype = "bfloat16"
     opened = make_run(config, sturdy.run.workdir, sturdy.run.sources, jax.devices()[:1])
     with pytest.raises(UserError, match="exports/6 was written by a run with other index"):
         Job(opened, PosixFolder(sturdy.run.workdir), WorkShare()).work(Stop(), 6, True)

@@ -9,7 +9,7 @@ from runs import Cut, assert_same, cut_at, open_inline
 from tiny_run import PEOPLE, question, write_lines
 
 from realm_jax.cli.prepare import prepare
-from realm_jax.config import default, validate
+from realm_jax.config import add_sections, default, validate
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Evaluator
@@ -29,7 +29,13 @@ STEPS = 6
 
 def open_fine(people, workdir, **changes):
     """Six steps of fine-tuning, measured before the third and the fifth and at the end."""
-    fixed = {"tasks": "qa", "qa__steps": STEPS, "qa__learning_rate": 1e-2, "qa__warmup": 1, "evaluation__qa_every": 2}
+    fixed = {
+        "tasks": "qa",
+        "qa__steps": STEPS,
+        "qa__learning_rate": 1e-2,
+        "optimizer__warmup": 1,
+        "evaluation__every": 2,
+    }
     return open_inline(people, workdir, **fixed | changes)
 
 
@@ -94,7 +100,7 @@ def test_a_run_that_is_cut_off_ends_with_the_same_best(people, tmp_path, monkeyp
 @pytest.mark.slow
 def test_a_document_tower_that_is_trained_is_embedded_anew(people, tmp_path):
     """Every two steps, and for what is measured; with the paper's frozen one nothing of it moves."""
-    run = open_fine(people, tmp_path, refresh__qa_every=2)
+    run = open_fine(people, tmp_path, qa__refresh_every=2)
     last, seen = train(run, sign=1.0)
     before = jax.tree.map(np.asarray, run.initial_params()["document_embedder"])
     moved = [
@@ -116,7 +122,7 @@ def test_a_frozen_document_tower_stays(fallen):
 
 @pytest.mark.slow
 def test_passages_are_read_with_their_titles(people, tmp_path):
-    run = open_fine(people, tmp_path, retrieval__qa_titles=True)
+    run = open_fine(people, tmp_path, qa__titles=True)
     assert run.model.bert.max_length == run.config.data.query_length + run.config.data.document_length - 1
     train(run)
     assert len(measurements(run)) == 3
@@ -130,11 +136,11 @@ def test_passages_are_read_with_their_titles(people, tmp_path):
 def test_one_tower_for_both_can_be_fine_tuned_once_it_may_move():
     config = default()
     config.data.path, config.model.shared_tower = "data", True
-    with pytest.raises(UserError, match=r"set refresh\.qa_every"):
+    with pytest.raises(UserError, match=r"set qa\.refresh_every"):
         validate(config)
-    config.refresh.qa_every = 1000
+    config.qa.refresh_every = 1000
     validate(config)
-    config.retrieval.qa_search, config.refresh.qa_every = "bm25", 0  # no tower is trained
+    config.qa.search, config.qa.refresh_every = "bm25", 0  # no tower is trained
     validate(config)
 
 
@@ -144,8 +150,8 @@ def test_one_tower_for_both_can_be_fine_tuned_once_it_may_move():
 @pytest.mark.parametrize("objective", ["marginal", pytest.param("orqa", marks=pytest.mark.slow)])
 def test_a_reader_learns_from_what_bm25_finds(people, tmp_path, objective):
     """Nothing else learns; predictions read BM25's passages in its order, with its scores as p(z|x)."""
-    changes = {"objective__qa": objective, "retrieval__qa_beam": 8, "evaluation__qa_every": 0}
-    run = open_fine(people, tmp_path, retrieval__qa_search="bm25", **changes)
+    changes = {"qa__objective": objective, "qa__beam": 8, "evaluation__every": 0}
+    run = open_fine(people, tmp_path, qa__search="bm25", **changes)
     first = jax.tree.map(np.asarray, run.initial_params())
     last = train_recipe(run)
     for name in run.model.embedder_names:
@@ -173,8 +179,8 @@ def test_texts_that_share_no_word_are_no_candidates():
 
 def test_vectors_that_are_not_searched_are_not_trained():
     config = default()
-    config.data.path, config.retrieval.qa_search, config.refresh.qa_every = "data", "bm25", 10
-    with pytest.raises(UserError, match=r"refresh\.qa_every: trains vectors"):
+    config.data.path, config.qa.search, config.qa.refresh_every = "data", "bm25", 10
+    with pytest.raises(UserError, match=r"qa\.refresh_every: trains vectors"):
         validate(config)
 
 
@@ -184,7 +190,8 @@ def test_vectors_that_are_not_searched_are_not_trained():
 def test_more_passages_can_be_read_than_in_training(fallen):
     run, last, _ = fallen
     config = type(run.config)(run.config.to_dict())
-    config.evaluation.qa_passages = 7
+    add_sections(config, ["answering"])
+    config.answering.read = 7
     more, index = run.with_config(config), run.index(run.embed(last))
     few, many = (Evaluator(one, run.sources.questions["dev"]).predict(last, index) for one in (run, more))
     for a, b in zip(few, many, strict=True):
@@ -229,7 +236,7 @@ def questions_of(run):
 @pytest.mark.slow
 def test_fine_tuning_learns_from_patterns(patterned, tmp_path):
     """The answers stand in the passages found first; a run that goes on has the same."""
-    run = open_fine(patterned, tmp_path, retrieval__qa_beam=16, evaluation__qa_every=0)
+    run = open_fine(patterned, tmp_path, qa__beam=16, evaluation__every=0)
     train_recipe(run)
     answers = read_json(tmp_path / "qa" / "answers.json")["answers"]
     assert len(answers) == 8 and answers[0] == []

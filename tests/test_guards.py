@@ -47,7 +47,7 @@ def test_who_moves_is_left_alone():
 
 
 def test_sigusr1_traces_the_next_steps(tmp_path):
-    with Profiler(tmp_path, 0) as profiler:
+    with Profiler(tmp_path) as profiler:
         for step in range(3, 12):
             profiler.at(step)
             if step == 3:
@@ -58,8 +58,9 @@ def test_sigusr1_traces_the_next_steps(tmp_path):
 
 
 def test_a_trace_that_the_end_cuts_off_is_written(tmp_path):
-    with Profiler(tmp_path, 2) as profiler:
-        for step in range(2 + TRACED - 1):
+    with Profiler(tmp_path) as profiler:
+        signal.raise_signal(signal.SIGUSR1)
+        for step in range(2, 2 + TRACED - 1):
             profiler.at(step)
     assert list(tmp_path.rglob("*.xplane.pb")) and signal.getsignal(signal.SIGUSR1) != profiler._ask
 

@@ -72,7 +72,7 @@ def test_first_and_later_spans_of_sentences_are_hidden(sources):
 def measured(compiled, people, tmp_path_factory):
     """A run of `ict` that holds documents out, and what it recorded."""
     config = tiny_config(people)
-    config.tasks, config.mesh.data, config.evaluation.held_out = "ict", -1, SHARE
+    config.tasks, config.evaluation.held_out = "ict", SHARE
     config.ict.update(steps=1, batch_size=8)
     with quick_compiler(compiled):
         run = open_run(config, tmp_path_factory.mktemp("held") / "run")

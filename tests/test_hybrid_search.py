@@ -27,8 +27,8 @@ pytestmark = pytest.mark.usefixtures("quick_steps")
 @pytest.fixture(scope="module")
 def fine(people, tmp_path_factory):
     """A run that was fine-tuned on what hybrid search finds."""
-    changes = {"tasks": "qa", "qa__steps": 4, "qa__learning_rate": 1e-2, "qa__warmup": 1}
-    run = open_inline(people, tmp_path_factory.mktemp("hybrid"), retrieval__qa_search="hybrid", **changes)
+    changes = {"tasks": "qa", "qa__steps": 4, "qa__learning_rate": 1e-2, "optimizer__warmup": 1}
+    run = open_inline(people, tmp_path_factory.mktemp("hybrid"), qa__search="hybrid", **changes)
     first = jax.tree.map(np.asarray, run.initial_params())
     return run, first, train(run)
 
@@ -90,7 +90,7 @@ def test_ranks_are_recorded_by_name():
 
 @pytest.mark.parametrize("search", ["hybrid", pytest.param("bm25", marks=pytest.mark.slow)])
 def test_realm_trains_on_candidates_that_words_found(people, tmp_path, search):
-    run = open_inline(people, tmp_path, tasks="realm", realm__steps=2, retrieval__search=search)
+    run = open_inline(people, tmp_path, tasks="realm", realm__steps=2, realm__search=search)
     task = make_task("realm", run)
     examples = task.examples({}, None)
     batch, again = (dataset(examples, run.config.seed, task.stream, 4)[0] for _ in range(2))
@@ -103,7 +103,7 @@ def test_realm_trains_on_candidates_that_words_found(people, tmp_path, search):
 
 def test_hidden_words_are_no_words_of_a_query(people, tmp_path):
     """What BM25 looks for is what is left of the sentence."""
-    run = open_inline(people, tmp_path, tasks="realm", retrieval__search="hybrid")
+    run = open_inline(people, tmp_path, tasks="realm", realm__search="hybrid")
     store, wordpiece = run.sources.pretraining, run.sources.wordpiece
     whole = words_left(store, wordpiece, 0, 0, np.zeros(0, np.int64))
     assert whole in store.text(0)
@@ -114,6 +114,6 @@ def test_hidden_words_are_no_words_of_a_query(people, tmp_path):
 
 def test_hosts_search_vectors_alone():
     config = default()
-    config.data.path, config.retrieval.backend, config.retrieval.search = "data", "scann", "hybrid"
-    with pytest.raises(UserError, match=r"retrieval\.search: retrieval\.backend=scann"):
+    config.data.path, config.retrieval.backend, config.realm.search = "data", "scann", "hybrid"
+    with pytest.raises(UserError, match=r"realm\.search: retrieval\.backend=scann"):
         validate(config)

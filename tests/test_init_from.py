@@ -58,7 +58,7 @@ def test_refuses_a_source_that_is_not_done(first, tmp_path):
 
 
 def test_starts_from_the_final_parameters_even_with_another_optimiser(first, tmp_path):
-    run = heir(first, tmp_path, objective={"retriever_start": 1})
+    run = heir(first, tmp_path, realm={"retriever_start": 1})
     theirs = restore_params(first, "qa")
     jax.tree.map(lambda a, b: None if (a == b).all() else pytest.fail("differs"), starting_params(run), theirs)
 
@@ -140,8 +140,8 @@ def test_goes_on_without_the_source(first, tmp_path):
 def test_names_what_does_not_fit(first, tmp_path):
     with pytest.raises(UserError, match="init_from=.*no run folder"):
         check(heir(first, tmp_path, init_from=str(tmp_path / "nowhere")))
-    with pytest.raises(UserError, match=r"init_from: .*span_\w+.* is \(.*set config.model"):
-        check(heir(first, tmp_path, model={"span_hidden": 12}))
+    with pytest.raises(UserError, match=r"init_from: .* is \(.*set config.model"):
+        check(heir(first, tmp_path, model={"feed_forward": 64}))
     config = tiny_config(prepare_people(tmp_path / "other", [name[::-1].title() for name in PEOPLE]))
     config.init_from = str(first.workdir)
     other = make_run(config, tmp_path, open_sources(config.data.path), jax.devices()[:1])
@@ -165,7 +165,7 @@ def test_a_reader_can_come_from_another_run_than_the_retriever(first, tmp_path):
 
 def test_a_run_that_trained_other_networks_in_its_last_task_is_read_by_their_names(first, tmp_path):
     """The source fine-tuned the query tower; here fine-tuning by BM25 would train the reader alone."""
-    run = heir(first, tmp_path, retrieval={"candidates": 4, "qa_passages": 3, "embed_batch": 16, "qa_search": "bm25"})
+    run = heir(first, tmp_path, qa={"search": "bm25"})
     check(run)
     theirs = restore_params(first, "qa")
     jax.tree.map(np.testing.assert_array_equal, starting_params(run), theirs)

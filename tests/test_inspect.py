@@ -38,7 +38,7 @@ def test_the_text_is_cut_at_its_spans(data):
 
 @pytest.mark.parametrize("masking", ["uniform", "random_span"])
 def test_every_kind_of_masking_can_be_looked_at(data, capsys, masking):
-    overrides = [f"--config.data.masking={masking}", "--config.data.text=pretraining"]
+    overrides = [f"--config.realm.masking={masking}", "--config.data.text=pretraining"]
     assert cli.main(["inspect", "data", str(data), "--rows=2", *overrides]) == 0
     assert capsys.readouterr().out.count(" = ") == 2
 

@@ -137,7 +137,7 @@ def test_the_numbers_of_a_question_add_up(trained_run):
     read = inspect_question(trained.run, trained.params, trained.index, question, "1800").passages
     answer = str(1800 + int(store.document_id(read[1].row)[1:]))  # the year in the second passage
     seen = inspect_question(trained.run, trained.params, trained.index, question, answer)
-    assert len(seen.passages) == trained.run.config.retrieval.qa_passages and seen.alone is None
+    assert len(seen.passages) == trained.run.config.qa.passages and seen.alone is None
     check_sums(seen, null=False)
     assert [one.row for one in seen.passages] == [one.row for one in read]
     assert all((one.likelihood > 0) == (answer in store.text(one.row)) for one in seen.passages)

@@ -15,6 +15,7 @@ from realm_jax.config import default
 from realm_jax.errors import UserError
 from realm_jax.run import make_run
 from realm_jax.storage import read_json
+from realm_jax.tasks import base
 from realm_jax.tasks.qa import Qa
 from realm_jax.train import opening
 from realm_jax.train.metrics import read_lines
@@ -133,13 +134,13 @@ def test_a_run_goes_on_when_its_data_are_named_by_another_path(mixed, monkeypatc
 def test_without_answers_fine_tuning_is_left_out_and_retrieval_is_measured(tmp_path, caplog, capsys):
     caplog.set_level("INFO")
     data = prepared(tmp_path, [gold_only(n, split) for n in range(8) for split in ("train", "dev")])
-    results = trained(small(data, retrieval={"qa_search": "hybrid"}), tmp_path / "run")
+    results = trained(small(data, qa={"search": "hybrid"}), tmp_path / "run")
     assert f"{data} has no training questions with answers: qa left out of the recipe" in caplog.text
     assert results["exact_match"] == {} and {*results["recall@5"]} == {"bm25", "untrained", "ict", "hybrid"}
     assert "answer_recall@5" not in results and not (tmp_path / "run" / "qa").exists()
     assert "✗" not in (tmp_path / "run" / "report.html").read_text()
-    open_run(small(data, retrieval={"qa_search": "hybrid"}), tmp_path / "run")  # goes on, with the same left out
-    assert open_run(small(data, evaluation={"qa_every": 1}), tmp_path / "other-run").config.tasks == "ict"
+    open_run(small(data, qa={"search": "hybrid"}), tmp_path / "run")  # goes on, with the same left out
+    assert open_run(small(data, evaluation={"every": 1}), tmp_path / "other-run").config.tasks == "ict"
     capsys.readouterr()
     assert cli.main(["evaluate", f"--workdir={tmp_path}/run", "--json"]) == 0
     measures = json.loads(capsys.readouterr().out)["measures"]
@@ -150,7 +151,7 @@ def test_without_answers_fine_tuning_is_left_out_and_retrieval_is_measured(tmp_p
 def test_without_any_questions_the_recipe_is_what_needs_none(tmp_path, caplog, capsys):
     caplog.set_level("INFO")
     data = prepared(tmp_path, [])
-    assert trained(small(data, retrieval={"qa_search": "hybrid"}), tmp_path / "run") == {}
+    assert trained(small(data, qa={"search": "hybrid"}), tmp_path / "run") == {}
     assert "qa left out of the recipe" in caplog.text
     assert (
         f"{data} has no development questions: the run is measured on nothing, as evaluation.held_out=0" in caplog.text
@@ -169,17 +170,20 @@ def test_a_reader_that_nothing_measures_is_handed_on_as_it_was_trained(tmp_path)
     trained(small(data, tasks="qa", evaluation={"keep_best": True}), tmp_path / "run")
     assert not (tmp_path / "run" / "qa" / "best").exists()
     assert "best_step" not in read_lines(tmp_path / "run" / "qa" / "evaluations.jsonl")[-1]
-    with pytest.raises(UserError, match=r"^config\.evaluation\.qa_every: goes by exact match, but no development"):
-        open_run(small(prepared_again(tmp_path, asked), evaluation={"qa_every": 1}), tmp_path / "other-run")
+    with pytest.raises(UserError, match=r"^config\.evaluation\.every: goes by exact match, but no development"):
+        open_run(small(prepared_again(tmp_path, asked), evaluation={"every": 1}), tmp_path / "other-run")
 
 
-def test_exact_match_is_asked_for_of_the_questions_that_are_measured(tmp_path):
-    """Answers beyond the first `evaluation.questions` are never looked at."""
+def test_exact_match_is_asked_for_of_the_questions_that_are_measured(tmp_path, monkeypatch):
+    """Answers beyond the first `MEASURED` questions are never looked at."""
     asked = [question(n, split="train") for n in range(4)]
     data = prepared(tmp_path, [*asked, gold_only(0, "dev"), question(1, split="dev")])
-    assert open_run(small(data, evaluation={"qa_every": 1, "questions": 2}), tmp_path / "both").config.evaluation
+    config = small(data, evaluation={"every": 1})
+    monkeypatch.setattr(base, "MEASURED", 2)
+    assert open_run(config, tmp_path / "both").config.evaluation
+    monkeypatch.setattr(base, "MEASURED", 1)
     with pytest.raises(UserError, match="no development question that is measured has answers"):
-        open_run(small(data, evaluation={"qa_every": 1, "questions": 1}), tmp_path / "first")
+        open_run(config, tmp_path / "first")
 
 
 def test_held_out_documents_leave_nothing_to_the_inverse_cloze_task(tmp_path):
@@ -216,7 +220,7 @@ def test_a_recipe_of_which_nothing_is_left_is_one_line(tmp_path, tasks):
 def test_a_report_says_where_a_passage_with_the_answer_was_named():
     config = default()
     assert "Nobody says which passage holds the answer" in Qa.supervision(config)
-    config.objective.qa = "positive"
+    config.qa.objective = "positive"
     assert "gold document" in Qa.supervision(config) and "Nobody" not in Qa.supervision(config)
 
 

@@ -163,7 +163,7 @@ def test_a_run_goes_on_with_the_same_state_and_index_on_other_devices(people, tm
         return {}
 
     replace_step(monkeypatch, look)
-    changes = {"retrieval__dtype": "bfloat16", "refresh__every": 100}
+    changes = {"model__dtype": "bfloat16", "refresh__every": 100}
     devices = 1
     run = open_inline(people, tmp_path, **changes)
     with pytest.raises(Cut):
@@ -280,7 +280,8 @@ def test_a_process_that_is_killed_and_repeated_ends_as_one_that_never_was(people
     """`kill -9` at four steps, a SIGTERM that saves and exits with 75, then to the end."""
     config = tiny_config(people)
     config.tasks, config.ict.batch_size, config.qa.batch_size = "realm", 8, 8
-    config.realm.update({"steps": 60, "batch_size": 8, "warmup": 2})
+    config.realm.update({"steps": 60, "batch_size": 8})
+    config.optimizer.warmup = 2
     config.refresh.every, config.log.every, config.checkpoint.every = 5, 1, 5
     quiet, killed, given = tmp_path / "quiet", tmp_path / "killed", (flags_of(config), tmp_path / "compiled")
     finish(start(quiet, *given, devices=1, quick=False))

@@ -105,7 +105,7 @@ def test_slices_share_the_data_axis():
     assert [[chip.slice_index for chip in row] for row in _arrange([4, 2, 1], chips, 2)[:, :, 0]] == [[0, 0]] * 2 + [
         [1, 1]
     ] * 2
-    with pytest.raises(UserError, match=r"config.mesh.data: is 1, but 2 slices share it; set a multiple of 2"):
+    with pytest.raises(UserError, match="config.mesh: leaves 1 for data, which 2 slices share"):
         make_mesh(1, 8, 1, chips)
 
 

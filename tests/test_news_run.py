@@ -38,11 +38,17 @@ def test_news_is_learned_from_beside_whole_articles(shared_data, tmp_path):
     print(realm("prepare", f"--passages={articles}", f"--pretraining=news:{news}", f"--vocab={vocabulary}",
                 "--skip-damage", f"--output={data}"))  # fmt: skip
     check_counts(data, made)
-    # Sentences mostly stay in their passages, so that the retriever soon finds them there.
-    cloze = {"data.ict_mask_rate": 0.1, "ict.steps": 500, "ict.batch_size": 32, "ict.learning_rate": 5e-4}
+    # Sentences stay in their passages, so that the retriever soon finds them there.
+    cloze = {
+        "ict.negatives": "index",
+        "ict.null_weight": 0.0,
+        "ict.steps": 500,
+        "ict.batch_size": 32,
+        "ict.learning_rate": 5e-4,
+    }
     lengths = {"data.query_length": 64, "data.document_length": 288, "data.predictions": 6, "model.span_width": 10}
     overrides = {"data.path": data, "log.every": 1, "tasks": "ict,realm", "realm.steps": STEPS,
-                 "realm.batch_size": BATCH, "realm.learning_rate": 3e-4, "retrieval.candidates": 5,
+                 "realm.batch_size": BATCH, "realm.learning_rate": 3e-4, "realm.candidates": 5,
                  "refresh.every": REFRESH} | cloze | lengths  # fmt: skip
     flags = [f"--config.{key}={value}" for key, value in overrides.items()]
     realm("train", "--config=quickstart", f"--workdir={run}", *flags)

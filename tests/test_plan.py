@@ -40,7 +40,7 @@ def test_shapes_are_those_of_real_examples(people, task, tmp_path):
 @pytest.mark.parametrize("titles", [True, False])
 def test_shapes_of_a_question_beside_its_positive_passage(people, titles):
     config = tiny_config(people)
-    config.retrieval.qa_titles, config.objective.qa, config.qa.batch_size = titles, "positive", 8
+    config.qa.titles, config.qa.objective, config.qa.batch_size = titles, "positive", 8
     sources = open_sources(people)
     task = make_task("qa", make_run(config, Path("."), sources, jax.devices()[:1]))
     asked = sources.questions["train"][:1]
@@ -52,11 +52,11 @@ def test_shapes_of_a_question_beside_its_positive_passage(people, titles):
     }
 
 
-@pytest.mark.parametrize("task, changes", [("ict", {"ict": "index"}), ("qa", {"qa": "positive"})])
+@pytest.mark.parametrize("task, changes", [("ict", {"negatives": "index"}), ("qa", {"objective": "positive"})])
 def test_a_step_of_every_objective_can_be_planned(task, changes):
     """Of abstract arrays alone: with an index where it retrieves, and a joint where one comes with a batch."""
     config = tiny_config(Path("-"))
-    config.objective.update(changes)
+    config[task].update(changes)
     run = bare_run(config, Path("."), 1000, 300, jax.devices()[:1])
     made = jax.eval_shape(make_step(run, make_task(task, run)), *abstract_arguments(run, task))
     assert "loss" in str(jax.tree.structure(made))
@@ -89,14 +89,14 @@ def test_objectives_over_the_index_read_and_embed_less():
     """The inverse cloze task over the index searches and embeds no passage; one positive passage is one to read."""
     config, rows = default(), 10_000
     batch = step_flops(config, "ict", rows)
-    config.objective.update(ict="index", qa="positive")
+    config.ict.negatives, config.qa.objective = "index", "positive"
     found = step_flops(config, "ict", rows)
     assert found["search"] == config.ict.batch_size * 2 * 10_000 * config.encoder.projection
     assert "documents" not in found and found["queries"] == batch["queries"]
     positive = step_flops(config, "qa", rows)
-    config.objective.qa = "marginal"
+    config.qa.objective = "marginal"
     marginal = step_flops(config, "qa", rows)
-    assert marginal["reader"] == config.retrieval.qa_passages * positive["reader"]
+    assert marginal["reader"] == config.qa.passages * positive["reader"]
     assert marginal["search"] == positive["search"]
 
 
@@ -147,7 +147,7 @@ def test_what_is_recorded_is_of_the_shipped_config(name):
     recorded = json.loads(RECORDED["GOLDEN"].read_text())[name]
     config = load_config(str(ROOT / "configs" / f"{name}.py"), [], default)
     assert RECORDED["is_of"](recorded, config), "run benchmarks/plans.py"
-    config.retrieval.candidates += 1
+    config.realm.candidates += 1
     assert not RECORDED["is_of"](recorded, config)
     assert list(recorded["plans"]) == RECORDED["WANTED"][name]
     for topology, found in recorded["plans"].items():

@@ -17,6 +17,7 @@ from tiny_run import question, write_lines
 from realm_jax.cli import evaluate, predict
 from realm_jax.cli import main as cli
 from realm_jax.cli.arguments import check_passages
+from realm_jax.config import add_sections
 from realm_jax.errors import UserError
 from realm_jax.eval.answers import exact_match
 from realm_jax.eval.metrics import compare
@@ -61,6 +62,7 @@ def quick(trained, monkeypatch) -> list[str | None]:
 
     def opened(_workdir, changes):
         config = type(trained.run.config)(trained.run.config.to_dict())
+        add_sections(config, ["answering"])
         config.update_from_flattened_dict(changes)
         return trained.run.with_config(config)
 
@@ -193,7 +195,7 @@ def test_another_run_question_or_setting_is_refused(predict_to, predicted, quick
         (f"--questions={other}", "was made with other questions"),
         ("--nbest=2", "was made with other nbest"),
         ("--task=ict", "was made with other task and checkpoint"),
-        ("--config.evaluation.aggregate=max", "was made with other aggregate"),
+        ("--config.answering.aggregate=max", "was made with other aggregate"),
     ):
         assert predict_to(predicted, argument) == 2
         assert reason in last_line(capsys)
@@ -250,7 +252,7 @@ def test_the_measures_are_lines_where_there_is_no_terminal(trained_run, capsys):
 
 def test_what_was_retrieved_and_what_should_have_been_are_written_for_trec(measured, quick, tmp_path):
     files = f"--trec={tmp_path}/run.txt", f"--qrels={tmp_path}/qrels.txt"
-    found = measured("--no-bm25", "--config.evaluation.passages=4", *files)
+    found = measured("--no-bm25", "--config.answering.retrieved=4", *files)
     assert "bm25" not in found and "recall@5" not in found["measures"], "only four passages were retrieved"
     ranked = [line.split(" ") for line in (tmp_path / "run.txt").read_text().splitlines()]
     assert [line[0] for line in ranked] == [str(n) for n in range(1, 9) for _ in range(4)]
@@ -263,8 +265,8 @@ def test_what_was_retrieved_and_what_should_have_been_are_written_for_trec(measu
 
 def test_as_many_passages_are_retrieved_as_are_read(predict_to, quick, tmp_path):
     few = write_lines(tmp_path / "few.jsonl", [question(1)])
-    read = ("--config.evaluation.qa_passages=6", f"--questions={few}")
-    assert predict_to(tmp_path / "p.jsonl", "--config.evaluation.passages=6", *read) == 0
+    read = ("--config.answering.read=6", f"--questions={few}")
+    assert predict_to(tmp_path / "p.jsonl", "--config.answering.retrieved=6", *read) == 0
     assert len(records(tmp_path / "p.jsonl")[0]["retrieved"]) == 6
 
 
@@ -350,10 +352,10 @@ def on_terminal(show, found: dict) -> str:
         (["--task=realm"], "--task=realm: the run in {run} has no such task; choose among ict, qa"),
         (["--trec=nowhere/run.txt"], "--trec=nowhere/run.txt: name a file in a folder that exists"),
         (["--questions=none.jsonl"], "cannot read none.jsonl"),
-        (["--config.evaluation.passages=2"], "config.evaluation.passages=2: fewer than the 3 that are read"),
+        (["--config.answering.retrieved=2"], "config.answering.retrieved=2: fewer than the 3 that are read"),
         (
-            ["--config.evaluation.passages=2", "--config.evaluation.qa_passages=6"],
-            "config.evaluation.passages=2: fewer than the 6 that are read",
+            ["--config.answering.retrieved=2", "--config.answering.read=6"],
+            "config.answering.retrieved=2: fewer than the 6 that are read",
         ),
         (["--config.data.path=nowhere"], "nowhere: the prepared folder of the run in {run} is not there"),
         (["file.jsonl"], "name a run with --workdir, or one file of predictions, or two to compare"),
@@ -390,7 +392,7 @@ def test_an_empty_argument_is_not_taken_for_an_absent_one(flag, capsys):
 
 
 def test_what_is_in_files_is_fixed(capsys):
-    for arguments in (["--config.evaluation.passages=5"], ["--no-bm25"], ["--task=qa"], ["--questions=dev"]):
+    for arguments in (["--config.answering.retrieved=5"], ["--no-bm25"], ["--task=qa"], ["--questions=dev"]):
         assert run("evaluate", "a.jsonl", *arguments) == 2
         assert f"{arguments[0].partition('=')[0]}" in (line := last_line(capsys)) and "goes with --workdir" in line
     for arguments in (["--unseen=data"], ["--trec=run.txt"], ["--qrels=qrels.txt"]):
@@ -417,16 +419,16 @@ def test_predictions_of_others_are_looked_at_before_they_are_measured(tmp_path, 
 def test_a_corpus_has_no_more_passages_to_read_than_it_has(monkeypatch):
     monkeypatch.setattr(trained_run, "newest", lambda *_: ("qa", None))
     small = SimpleNamespace(answering=SimpleNamespace(qa_passages=5), setting=SimpleNamespace(rows=3))
-    check_passages(small, Namespace(task=None, overrides=["--config.evaluation.passages=3"]))
-    with pytest.raises(UserError, match="passages=2: fewer than the 3 that are read"):
-        check_passages(small, Namespace(task=None, overrides=["--config.evaluation.passages=2"]))
+    check_passages(small, Namespace(task=None, overrides=["--config.answering.retrieved=3"]))
+    with pytest.raises(UserError, match="retrieved=2: fewer than the 3 that are read"):
+        check_passages(small, Namespace(task=None, overrides=["--config.answering.retrieved=2"]))
 
 
 @pytest.mark.parametrize(
     ("given", "refused"),
     [
-        ({"overrides": ["--config.evaluation.passages=5"]}, "--config.evaluation.passages"),
-        ({"overrides": ["--config.evaluation.aggregate=max"]}, "--config.evaluation.aggregate"),
+        ({"overrides": ["--config.answering.retrieved=5"]}, "--config.answering.retrieved"),
+        ({"overrides": ["--config.answering.aggregate=max"]}, "--config.answering.aggregate"),
         ({"nbest": 5}, "--nbest"),
         ({"search": "bm25"}, "--search"),
         ({"overrides": ["--config.evaluation.batch_size=5"]}, None),

@@ -28,7 +28,8 @@ def tiny_flags(data, **changes):
     config = tiny_config(data)
     config.tasks = "ict,realm,qa"
     for task in ("ict", "realm", "qa"):
-        config[task].update({"steps": 4, "batch_size": 8, "warmup": 2, "learning_rate": 1e-3})
+        config[task].update({"steps": 4, "batch_size": 8, "learning_rate": 1e-3})
+    config.optimizer.warmup = 2
     config.update({"refresh": {"every": 2}, "checkpoint": {"every": 2}, "log": {"every": 1}})
     config.update_from_flattened_dict({key.replace("__", "."): value for key, value in changes.items()})
     return flags_of(config)

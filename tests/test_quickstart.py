@@ -19,16 +19,15 @@ from realm_jax.train.metrics import read_lines
 
 SIZES = {
     "encoder": {"projection": 8},
-    "model": {"layers": 1, "width": 16, "heads": 2, "feed_forward": 32, "span_hidden": 8},
+    "model": {"layers": 1, "width": 16, "heads": 2, "feed_forward": 32},
     "data": {"query_length": 24, "document_length": 48},
-    "retrieval": {"candidates": 3, "qa_passages": 3, "qa_beam": 4, "embed_batch": 32},
     "refresh": {"every": 2},
     "log": {"every": 1},
     "evaluation": {"batch_size": 12},
     "mlm": {"steps": 2, "batch_size": 4},
     "ict": {"steps": 2, "batch_size": 8},
-    "realm": {"steps": 4, "batch_size": 4},
-    "qa": {"steps": 2, "batch_size": 4},
+    "realm": {"steps": 4, "batch_size": 4, "candidates": 3},
+    "qa": {"steps": 2, "batch_size": 4, "passages": 3, "beam": 4},
 }
 
 

@@ -30,7 +30,7 @@ import small_chunks
 from runs import flags_of, free_port
 from tiny_run import tiny_config
 
-from realm_jax.config import task_names
+from realm_jax.config import add_sections, task_names
 from realm_jax.storage import read_json
 from realm_jax.train.metrics import TIMES, read_lines
 from realm_jax.train.opening import reopen_run
@@ -55,7 +55,7 @@ class Setting(NamedTuple):
 
 SETTINGS = {
     "device": Setting({}),
-    "scann": Setting({"retrieval.backend": "scann", "retrieval.ahead": 1}),  # sixteen passages are scored whole
+    "scann": Setting({"retrieval.backend": "scann", "scann.ahead": 1}),  # sixteen passages are scored whole
     "recipe": Setting({"tasks": "ict,realm,qa", "refresh.adopt_after": 0}),
     "two": Setting({}, processes=2),
 }
@@ -67,9 +67,11 @@ def flags(data: Path, changes: dict[str, Any]) -> list[str]:
     config.tasks = "realm"
     for task in ("ict", "realm", "qa"):
         steps = STEPS if task == "realm" else 6
-        config[task].update({"steps": steps, "batch_size": 8, "warmup": 2, "learning_rate": 1e-3})
+        config[task].update({"steps": steps, "batch_size": 8, "learning_rate": 1e-3})
+    config.optimizer.warmup = 2
     config.update({"checkpoint": {"every": 3, "keep": 2}, "log": {"every": 1}})
-    config.refresh.update({"mode": "async", "every": 3, "adopt_after": 2, "wait_seconds": LIMIT, "idle_exit": LIMIT})
+    config.refresh.update({"mode": "async", "every": 3, "adopt_after": 2, "wait_seconds": LIMIT})
+    add_sections(config, ["scann"])
     config.update_from_flattened_dict(changes)
     return flags_of(config)
 

@@ -339,11 +339,10 @@ def test_a_vocabulary_may_move_but_not_change(corpus, tmp_path):
         ("model.dropout", 1.0),
         ("model.hidden_act", "relu"),
         ("model.dtype", "float16"),
-        ("model.max_length", 20),
         ("tagger.steps", 0),
         ("tagger.learning_rate", float("nan")),
         ("evaluation.every", -1),
-        ("mesh.data", 0),
+        ("mesh.fsdp", 0),
         ("seed", 2**32),
     ],
 )

@@ -525,7 +525,7 @@ def test_what_may_be_retrieved_is_set_by_the_config(people, tmp_path):
 
     usual = made()
     assert usual.setting.null_document and usual.setting.exclude_own and usual.sources.pretraining is not None
-    assert not made(retrieval__null_document=False).setting.null_document
-    assert not made(retrieval__exclude_own=False).setting.exclude_own
+    assert not made(realm__null_document=False).setting.null_document
+    assert not made(realm__exclude_own=False).setting.exclude_own
     own = made(data__text="passages").sources
     assert own.own_text and own.pretraining is own.passages

@@ -180,18 +180,18 @@ def test_two_towers_do_not_go_into_one(people, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "model, says",
+    "changes, says",
     [
-        ({"width": 32}, r"word_embeddings.weight is \(\d+, 16\), but the model needs \(\d+, 32\)"),
-        ({"layers": 2}, "has no bert.encoder.layer.1.attention.self.query.weight; set config.model"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu_new', but config.model.hidden_act is 'gelu'"),
-        ({"max_length": 100}, "has 62 positions, but the model 100"),
+        ({"model": {"width": 32}}, r"word_embeddings.weight is \(\d+, 16\), but the model needs \(\d+, 32\)"),
+        ({"model": {"layers": 2}}, "has no bert.encoder.layer.1.attention.self.query.weight; set config.model"),
+        ({"model": {"hidden_act": "gelu"}}, "hidden_act is 'gelu_new', but config.model.hidden_act is 'gelu'"),
+        ({"data": {"document_length": 86}}, "has 62 positions, but the model 100"),
     ],
 )
-def test_what_does_not_fit_is_told_before_a_device_is_asked_for(people, tmp_path, monkeypatch, model, says):
+def test_what_does_not_fit_is_told_before_a_device_is_asked_for(people, tmp_path, monkeypatch, changes, says):
     folder, _ = save_tiny_network(people, tmp_path / "bert")
     config = tiny_config(people)
-    config.update({"init_from": str(folder), "model": model})
+    config.update({"init_from": str(folder)} | changes)
     monkeypatch.setattr(opening, "make_run", lambda *_: pytest.fail("a mesh was made"))
     with pytest.raises(UserError, match=says):
         open_run(config, tmp_path / "run")

@@ -7,7 +7,7 @@ import jax
 from ml_collections import ConfigDict
 
 from realm_jax.cli.prepare import prepare
-from realm_jax.config import default
+from realm_jax.config import add_sections, default
 from realm_jax.data.sources import open_sources
 from realm_jax.run import Run, make_run
 from realm_jax.train.recipe import train
@@ -46,11 +46,11 @@ def prepare_people(folder: Path, people: list[str] = PEOPLE, house: str = "in {:
 def tiny_config(data: Path) -> ConfigDict:
     """One layer of width 16, and the tasks `ict` and `qa`."""
     config = default()
-    sizes = {"layers": 1, "width": 16, "heads": 2, "feed_forward": 32, "span_hidden": 8}
+    add_sections(config, ["closed_book"])
+    sizes = {"layers": 1, "width": 16, "heads": 2, "feed_forward": 32}
     config.update({"tasks": "ict,qa", "model": sizes | {"dropout": 0.0}, "encoder": {"projection": 8}})
     config.update({"data": {"path": str(data), "query_length": 16, "document_length": 48}})
-    config.update({"retrieval": {"candidates": 4, "qa_passages": 3}, "evaluation": {"batch_size": 8}})
-    config.retrieval.embed_batch = 16
+    config.update({"realm": {"candidates": 4}, "qa": {"passages": 3}, "evaluation": {"batch_size": 8}})
     for task in ("ict", "qa"):
         config[task].update({"steps": 2, "batch_size": 4})
     return config

@@ -43,7 +43,8 @@ def tiny_config(corpus: Path, **changes) -> ConfigDict:
     config = tagger.default()
     config.data.update(path=str(corpus), vocabulary_size=200, length=24)
     config.model.update(layers=1, width=32, heads=2, feed_forward=32, dropout=0.0)
-    config.tagger.update(steps=40, batch_size=8, learning_rate=2e-3, warmup=5)
+    config.tagger.update(steps=40, batch_size=8, learning_rate=2e-3)
+    config.optimizer.warmup = 5
     config.checkpoint.every, config.evaluation.every, config.evaluation.batch_size, config.log.every = 10, 20, 4, 5
     config.update_from_flattened_dict({key.replace("__", "."): value for key, value in changes.items()})
     return config

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from realm_jax.cli.config_flags import add_config_argument, load_config, with_overrides
 from realm_jax.cli.quickstart import make_data
-from realm_jax.config import default, require, science, task_names, validate
+from realm_jax.config import add_sections, default, named_sections, require, science, task_names, validate
 from realm_jax.data.encyclopedia import EncyclopediaSettings
 from realm_jax.errors import UserError
 from realm_jax.eval.ablations import HEADS, Measured, Row, cells, html, markdown
@@ -115,7 +115,7 @@ def check(config: ConfigDict) -> None:
 
 def _check_changes(changes: Any, key: str) -> None:
     is_tuple = isinstance(changes, tuple) and all(isinstance(change, str) for change in changes)
-    require(is_tuple, key, "takes a tuple, such as ('data.masking=uniform',) with its comma")
+    require(is_tuple, key, "takes a tuple, such as ('realm.masking=uniform',) with its comma")
     for change in changes:
         name = change.partition("=")[0]
         require(name not in SET_BY_ROWS, key, f"{name} follows from tasks, start and seeds of the rows; leave it out")
@@ -152,6 +152,7 @@ def row_config(config: ConfigDict, name: str, seed: int, place: Path) -> ConfigD
     row = config.rows[name]
     found = with_overrides(ConfigDict(config.base.to_dict()), [f"--config.{change}" for change in row.changes])
     found.update(tasks=row.tasks, seed=seed)
+    add_sections(found, named_sections(found))
     for key, other in (("init_from", row.start), ("reader_from", row.reader)):
         if other:
             found[key] = str(place / other)

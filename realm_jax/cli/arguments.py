@@ -16,7 +16,7 @@ from realm_jax.sections import SEARCHES
 from realm_jax.tasks import TASKS
 from realm_jax.train.trained_run import newest
 
-ABOUT_PASSAGES = ("evaluation.passages", "evaluation.qa_passages", "evaluation.aggregate")
+ABOUT_PASSAGES = ("answering.retrieved", "answering.read", "answering.aggregate")
 
 
 def add_run_arguments(parser: argparse._ActionsContainer, required: bool = True) -> None:
@@ -57,11 +57,11 @@ def check_passages(run: Run, args: argparse.Namespace) -> None:
         if given:
             raise UserError(f"{given[0]}: {run.workdir} answers without passages ({task}); leave it out")
         return
-    read, passages = min(run.answering.qa_passages, run.setting.rows), changes.get("evaluation.passages")
+    read, passages = min(run.answering.qa_passages, run.setting.rows), changes.get("answering.retrieved")
     if passages is not None and passages < read:
         raise UserError(
-            f"--config.evaluation.passages={passages}: fewer than the {read} that are read; retrieve more, or read "
-            "fewer with --config.evaluation.qa_passages"
+            f"--config.answering.retrieved={passages}: fewer than the {read} that are read; retrieve more, or read "
+            "fewer with --config.answering.read"
         )
 
 
@@ -70,7 +70,7 @@ def add_search_argument(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--search",
         choices=SEARCHES,
-        help="what finds the passages of questions (default: the config's retrieval.qa_search)",
+        help="what finds the passages of questions (default: the config's qa.search)",
     )
 
 

@@ -42,7 +42,7 @@ EXAMPLES = """examples:
   realm ask --workdir=runs/wiki "Who built the bridge?"
   realm ask --workdir=runs/wiki                                  a question a line, until an empty one
   realm ask --workdir=runs/wiki --json < questions.txt > answers.jsonl
-  realm ask --workdir=runs/wiki --config.evaluation.qa_passages=50 "Who built the bridge?"
+  realm ask --workdir=runs/wiki --config.answering.read=50 "Who built the bridge?"
   realm ask --workdir=runs/wiki --generation=newest "the bridge over the river"
 """
 NEAREST = 5  # passages of a generation that are shown, if nothing else is asked for

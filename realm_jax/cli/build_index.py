@@ -8,6 +8,7 @@ How a generation is built is `realm_jax/refresh/builder.py`; the files are expla
 
 import argparse
 import logging
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ from realm_jax.train.opening import recorded_config, recorded_corpus, set_up_jax
 
 logger = logging.getLogger(__name__)
 
+SILENCE = 3600.0  # seconds without a heartbeat of the trainer after which a builder ends, unless it is to wait
 GRACE = 60.0  # seconds that a trainer which is done has to change its mind
 LONGEST_PAUSE = 60.0  # seconds between two tries while storage fails
 EXAMPLES = """examples:
@@ -73,6 +75,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_argument(parser, "the one that the run in --workdir has recorded, else the paper's sizes")
     parser.add_argument("--workdir", required=True, metavar="DIR", help="folder of the run that trains")
     processes.add_share_arguments(parser)
+    parser.add_argument(
+        "--wait",
+        action="store_true",
+        help="wait for the trainer until this command is stopped, not until an hour has passed without its heartbeat",
+    )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--once", action="store_true", help="build the generation of the newest export, then end")
     which.add_argument("--step", type=int, metavar="S", help="build the generation of export step S, then end")
@@ -90,7 +97,7 @@ def run(args: argparse.Namespace) -> None:
     set_up_jax()
     sources = open_sources(config.data.path, recorded_corpus(Path(args.workdir)))
     opened = make_run(for_embedding(config, jax.local_device_count()), Path(args.workdir), sources, jax.local_devices())
-    job = Job(opened, shared_folder(opened), share)
+    job = Job(opened, shared_folder(opened), share, math.inf if args.wait else SILENCE)
     try:
         with Stop() as stop:
             job.work(stop, args.step, args.once or args.step is not None)
@@ -106,9 +113,10 @@ def _recorded_or_default(workdir: Path) -> ConfigDict:
 def for_embedding(config: ConfigDict, devices: int) -> ConfigDict:
     """The config on so many devices of the builder's own: nothing is trained there, so any batch size must pass."""
     own = ConfigDict(config.to_dict())
-    own.mesh.update({"data": -1, "fsdp": 1, "model": 1})
-    for name in REALM_TASKS:
-        own[name].update(batch_size=devices, microbatches=1)
+    own.mesh.update({"fsdp": 1, "model": 1})
+    own.optimizer.microbatches = 1
+    for name in REALM_TASKS.keys() & {*own}:
+        own[name].batch_size = devices
     return own
 
 
@@ -123,16 +131,17 @@ def run_builder(run: Run, folder: Folder, **options: Any) -> Builder:
     """The builder of a run's generations. options: further fields of `Builder`."""
     c = run.config
     return Builder(
-        folder, stored_corpus(run), c.retrieval.dtype, generations.CHUNK_ROWS,
-        searches=run.searches, min_recall=c.index.min_recall, **options,
+        folder, stored_corpus(run), c.model.dtype, generations.CHUNK_ROWS,
+        searches=run.searches, min_recall=c.scann.min_recall if run.searches else 0.0, **options,
     )  # fmt: skip
 
 
 class Job:
     """One builder process: follows exports until the trainer is done."""
 
-    def __init__(self, run: Run, folder: Folder, share: WorkShare) -> None:
-        self._run, self._folder, self._share = run, folder, share
+    def __init__(self, run: Run, folder: Folder, share: WorkShare, patience: float = SILENCE) -> None:
+        """patience: seconds without a heartbeat of the trainer after which it ends."""
+        self._run, self._folder, self._share, self._patience = run, folder, share, patience
         self._options = run.config.refresh
         self._corpus = stored_corpus(run)
         self._status = StatusWriter(folder, process_name(BUILDER, share.process), Status(""))
@@ -296,11 +305,11 @@ class Job:
         quiet = time.monotonic() - self._quiet_since
         # A trainer that was done before this process came may be about to resume from an earlier checkpoint.
         done = trainer is not None and not trainer.needs_index
-        if done and (self._moved or quiet > min(GRACE, self._options.idle_exit)):
+        if done and (self._moved or quiet > min(GRACE, self._patience)):
             logger.info("the trainer needs no further index")
             return True
-        if quiet > self._options.idle_exit:
-            logger.warning("no heartbeat of the trainer for %g s; ending", self._options.idle_exit)
+        if quiet > self._patience:
+            logger.warning("no heartbeat of the trainer for %g s; ending", self._patience)
             self._gave_up = True
             return True
         return False

@@ -16,6 +16,7 @@ from realm_jax.cli.argument_types import filled
 from realm_jax.cli.arguments import add_question_arguments, add_run_arguments, changes_of, check_passages
 from realm_jax.cli.output import checked_output, is_special, print_json, print_line, stdout, table, write_output
 from realm_jax.cli.predict import describe, records
+from realm_jax.config import add_sections
 from realm_jax.data.jsonl import Question, answered
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
@@ -40,7 +41,7 @@ _T = TypeVar("_T")
 EXAMPLES = f"""examples:
   realm evaluate --workdir=runs/wiki
   realm evaluate --workdir=runs/wiki --task=realm --json         before fine-tuning
-  realm evaluate --workdir=runs/wiki --questions=test.jsonl --config.evaluation.passages=100 --trec=run.txt
+  realm evaluate --workdir=runs/wiki --questions=test.jsonl --config.answering.retrieved=100 --trec=run.txt
   realm evaluate predictions.jsonl --qrels=qrels.txt             what `realm predict` wrote; needs no device
   realm evaluate predictions.jsonl --unseen=data/wiki
   realm evaluate ict.jsonl realm.jsonl                           whether the second is better by more than chance
@@ -125,8 +126,9 @@ def _evaluate_run(args: argparse.Namespace) -> tuple[dict[str, Any], list[Record
     questions = questions_of(opened, args.questions, need_right=True)
     if args.unseen:
         questions = _unseen(questions, [one.gold_passage_id for one in questions], args)
-    if "evaluation.qa_passages" not in changes and not answered(questions):
-        opened.config.evaluation.qa_passages = 1  # what is retrieved is measured alone; reading more takes minutes
+    if "answering.read" not in changes and not answered(questions):
+        add_sections(opened.config, ["answering"])
+        opened.config.answering.read = 1  # what is retrieved is measured alone; reading more takes minutes
     check_passages(opened, args)
     asked = [question_record(question, number) for number, question in enumerate(questions, start=1)]
     _check_trec(args, asked, TASKS[newest(opened, args.task)[0]].reads_passages)

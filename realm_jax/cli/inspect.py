@@ -13,7 +13,7 @@ EXAMPLES = """examples:
   realm inspect data data/wiki                                three passages drawn at random, and numbers
   realm inspect data data/wiki --document=article-17          the passages of a document
   realm inspect data data/wiki --config=realm_ccnews --rows=5       its text, and queries masked as it says
-  realm inspect data data/wiki --config.data.masking=random_span
+  realm inspect data data/wiki --config.realm.masking=random_span
   realm inspect data data/wiki --html=wiki.html               histograms
   realm inspect text "3 is a [Fermat] prime." --workdir=runs/wiki --bert=runs/bert
   realm inspect text "The bridge was built in ____." --workdir=runs/wiki --html=bridge.html

@@ -48,11 +48,11 @@ def run(args: argparse.Namespace, html: Path | None) -> None:
     validate(config)
     sources = open_sources(args.subject, flag="")
     store = sources.passages if config.data.text == "passages" else sources.pretraining
-    lengths = lengths_from(config.data.query_length, store.limit, config.data.masking, config.data.predictions, 1, 1)
+    lengths = lengths_from(config.data.query_length, store.limit, config.realm.masking, config.data.predictions, 1, 1)
     screen = stdout()
     for row in chosen_rows(store, args.document, args.rows, config.seed):
         show_passage(screen, store, row, sources.wordpiece)
-        show_query(screen, store, row, sources.wordpiece, lengths, config.data.masking, config.seed)
+        show_query(screen, store, row, sources.wordpiece, lengths, config.realm.masking, config.seed)
     found = statistics(store, sources.wordpiece)
     show_numbers(screen, found, sources)
     if html:

@@ -11,6 +11,7 @@ import math
 import os
 import re
 from collections import Counter
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from rich.table import Table
 
 from realm_jax.cli.build_index import for_embedding
 from realm_jax.cli.config_flags import load_config
-from realm_jax.config import default, flatten, task_names, validate
+from realm_jax.config import REALM_TASKS, default, flatten, task_names, validate
 from realm_jax.data.tokenizer import id_dtype
 from realm_jax.errors import UserError
 from realm_jax.flops import embedding_flops, memory, peak
@@ -30,9 +31,11 @@ from realm_jax.launch.spec import Launch
 from realm_jax.mesh import logical_sharding, replicated
 from realm_jax.models.inputs import Documents
 from realm_jax.refresh.status import BUILDER, TRAINER
+from realm_jax.retrieval.embed import EMBED_BATCH
 from realm_jax.retrieval.exact import padded_rows
 from realm_jax.retrieval.search import Index
 from realm_jax.run import Run, bare_run, embed_program
+from realm_jax.sections import TaskSection
 from realm_jax.tasks import TASKS, make_task
 from realm_jax.train.init_from import resolved
 from realm_jax.train.restore import abstract_state
@@ -40,7 +43,15 @@ from realm_jax.train.step import Control, control_sharding, make_step
 
 # The compiler asks for the machine's neighbours, of which there are none here.
 ALONE = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-8"}
-DECIDING = ("data", "model", "encoder", "objective", "retrieval", "optimizer", "mesh")  # of a task's program
+DECIDING = (
+    "data",
+    "model",
+    "encoder",
+    "retrieval",
+    "scann",
+    "optimizer",
+    "mesh",
+)  # of a program, with those of tasks
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
 
@@ -87,9 +98,10 @@ def tpu_devices(launch: Launch, job: str, slices: int) -> list[jax.Device]:
 
 def program_keys(config: ConfigDict, task: str) -> dict[str, Any]:
     """The keys that decide a task's program on TPUs."""
-    keys = {key: value for key, value in flatten(config.to_dict()).items() if key.split(".")[0] in (*DECIDING, task)}
-    keys.pop("data.path")
-    return keys
+    others = {f"{name}.{field.name}" for name in REALM_TASKS if name != task for field in fields(TaskSection)}
+    sections = {*DECIDING, *REALM_TASKS}
+    values = {key: value for key, value in flatten(config.to_dict()).items() if key.partition(".")[0] in sections}
+    return {key: value for key, value in values.items() if key not in others and key != "data.path"}
 
 
 def plan(
@@ -127,7 +139,7 @@ def document_parts(run: Run, rows: int, length: int) -> tuple[tuple[tuple[int, .
 
 def plan_of_builder(builder: Run, mfu: float, builders: int) -> dict[str, Any]:
     """An index builder's program: memory, and the time in which all builders embed every passage."""
-    length, size = builder.config.data.document_length, builder.config.retrieval.embed_batch * builder.mesh.size
+    length, size = builder.config.data.document_length, EMBED_BATCH * builder.mesh.size
     parts = document_parts(builder, size, length)
     documents: Any = Documents(*(spread(builder, *part, "batch") for part in parts))  # type: ignore[arg-type]
     whole = replicated(builder.mesh)
@@ -219,11 +231,11 @@ def abstract_arguments(trainer: Run, task: str) -> tuple[Any, Any, Any, Any]:
         rows, length = padded_rows(trainer.setting.rows, mesh.size), config.data.document_length
         parts = document_parts(trainer, rows, length)
         documents: Any = Documents(*(spread(trainer, *part, "rows") for part in parts))  # type: ignore[arg-type]
-        vectors: Any = spread(trainer, (rows, trainer.model.vector_size), jnp.dtype(config.retrieval.dtype), "rows")
+        vectors: Any = spread(trainer, (rows, trainer.model.vector_size), jnp.dtype(config.model.dtype), "rows")
         if not made.needs_vectors():
             vectors = None
         if made.host_search and trainer.searches is not None:
-            batch["found"] = spread(trainer, (size, config.retrieval.candidates), jnp.int32, "batch")
+            batch["found"] = spread(trainer, (size, config.realm.candidates), jnp.int32, "batch")
             vectors = None
         index = Index(vectors, documents)
     words = jax.ShapeDtypeStruct((mesh.size, len(Control())), jnp.int32, sharding=control_sharding(mesh))
@@ -241,7 +253,7 @@ def show(found: dict[str, Any], args: argparse.Namespace, task: str) -> None:
     table = Table(title=f"{task} on {found['devices']} × {found['device']}", title_justify="left", show_header=False)
     if not found["fits"]:
         table.add_row("memory a device", f"needs {found['needs']}, has {found['has']}: does NOT fit")
-        table.add_row("try", advice(task))
+        table.add_row("try", advice())
     else:
         for name, size in found["bytes"].items():
             table.add_row(f"memory a device: {name.replace('_', ' ')}", f"{size / 2**30:.2f} GiB")
@@ -254,7 +266,7 @@ def show(found: dict[str, Any], args: argparse.Namespace, task: str) -> None:
         table.add_row(f"a step at {args.mfu:.0%} MFU", f"{found['step_seconds'] * 1e3:,.0f} ms")
         table.add_row("all steps", f"{found['hours']:,.1f} hours")
     if "builder" in found and not found["builder"]["fits"]:
-        table.add_row("the builder's memory a device", "does NOT fit: lower config.retrieval.embed_batch")
+        table.add_row("the builder's memory a device", "does NOT fit: set config.model.dtype=bfloat16")
     elif "builder" in found:
         table.add_row("the builder's memory a device", f"{found['builder']['bytes']['peak'] / 2**30:.2f} GiB")
     if "refresh_seconds" in found:
@@ -269,9 +281,9 @@ def show(found: dict[str, Any], args: argparse.Namespace, task: str) -> None:
     Console(highlight=False).print(table)
 
 
-def advice(task: str) -> str:
+def advice() -> str:
     """Which keys change what is needed."""
     return (
-        f"--config.{task}.microbatches=2 or more, --config.model.remat=dots or layer, --config.model.dtype=bfloat16, "
-        "--config.retrieval.dtype=bfloat16, --config.mesh.fsdp=N, or more chips"
+        "--config.optimizer.microbatches=2 or more, --config.model.remat=dots or layer, --config.model.dtype=bfloat16, "
+        "--config.mesh.fsdp=N, or more chips"
     )

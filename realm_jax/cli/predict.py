@@ -22,11 +22,12 @@ from realm_jax.cli.output import checked_output, is_special
 from realm_jax.console import StageProgress
 from realm_jax.data.jsonl import Question
 from realm_jax.errors import UserError
-from realm_jax.eval.prediction import Evaluator, Prediction
+from realm_jax.eval.prediction import SPANS, Evaluator, Prediction
 from realm_jax.eval.prediction_files import Record, question_record, resume, write_record
 from realm_jax.eval.retrieval import answer_hits
 from realm_jax.host import Stop
 from realm_jax.run import Run
+from realm_jax.sections import answering_of
 from realm_jax.storage import digest, flush_to_disk, only_one
 from realm_jax.tasks import TASKS, make_task
 from realm_jax.tasks.closed_book import recall_answers
@@ -46,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 EXAMPLES = """examples:
   realm predict --workdir=runs/wiki --questions=test.jsonl --output=predictions.jsonl
-  realm predict --workdir=runs/wiki --output=predictions.jsonl --search=hybrid --config.evaluation.qa_passages=50
+  realm predict --workdir=runs/wiki --output=predictions.jsonl --search=hybrid --config.answering.read=50
   realm evaluate predictions.jsonl
 
 A line of the questions is {"question": …, "id": …, "answers": […]}, of which only the question has to be there. A line
@@ -118,16 +119,16 @@ def settings_of(
 ) -> dict[str, Any]:
     """All that the bytes of a predictions file follow from, and what readers of its measures want to know."""
     asked = [question_record(question, number) for number, question in enumerate(questions, start=1)]
-    evaluation = run.config.evaluation
+    answering = answering_of(run.config)
     return describe(run, task, saved.step, search) | {
         "checkpoint": saved.record["digest"],
         "corpus": run.sources.passages.fingerprint,
         "questions": digest(json.dumps(asked).encode()),
         "lines": len(questions),
         "search": search,
-        "retrieved": max(evaluation.passages, run.answering.qa_passages),
-        "spans": evaluation.spans,
-        "aggregate": evaluation.aggregate,
+        "retrieved": max(answering.retrieved, run.answering.qa_passages),
+        "spans": SPANS,
+        "aggregate": answering.aggregate,
         "nbest": nbest,
         "batch_size": Evaluator(run, questions).batch_size,
         "devices": f"{run.mesh.size} × {run.mesh.devices.flat[0].device_kind}",

@@ -25,7 +25,9 @@ from realm_jax.models.realm import Params
 from realm_jax.retrieval.fusion import Fused
 from realm_jax.retrieval.search import Index, Setting
 from realm_jax.run import Run, put_batch
+from realm_jax.sections import answering_of
 
+SPANS = 20  # likeliest spans of each passage that answers are made of; more change an answer's probability little
 GROUPED_BY = "replaced_words"  # a question field that recall is also given by, where questions have it
 
 
@@ -51,8 +53,8 @@ class Prediction(NamedTuple):
     """nbest: different answers, the likeliest first, at least one, '' in row −1 where no passage was found; candidates:
     the passages that were read.
 
-    retrieved, scores: rows and inner products of the best passages, [evaluation.passages], those that were read first,
-    −1 where words found no more; ranks [evaluation.passages, 2]: their places in the lists of vectors and of words, as
+    retrieved, scores: rows and inner products of the best passages, [answering.retrieved], those that were read first,
+    −1 where words found no more; ranks [answering.retrieved, 2]: their places in the lists of vectors and of words, as
     of `index.fusion.Fused`.
     """
 
@@ -160,11 +162,11 @@ class Evaluator:
 
     @property
     def depth(self) -> int:
-        """Passages retrieved for each question: `evaluation.passages`, or all."""
-        return min(self.run.config.evaluation.passages, self.run.setting.rows)
+        """Passages retrieved for each question: `answering.retrieved`, or all."""
+        return min(answering_of(self.run.config).retrieved, self.run.setting.rows)
 
     def retrieve(self, params: Params, index: Index, depth: int = 0) -> NDArray[np.int64]:
-        """Rows of the best passages for every question, `evaluation.passages` of them or `depth`.
+        """Rows of the best passages for every question, `answering.retrieved` of them or `depth`.
 
         int64 [questions, depth].
         """
@@ -216,8 +218,7 @@ class Evaluator:
         run, left = self.run, len(self.questions)
         setting = dataclasses.replace(run.answering, qa_search=self.search)
         for batch in self._batches:
-            spans = run.config.evaluation.spans
-            outputs = _read(setting, self.depth, spans, params, put_batch(run.mesh, batch), index)
+            outputs = _read(setting, self.depth, SPANS, params, put_batch(run.mesh, batch), index)
             parts = zip(*map(to_host, outputs), strict=True)
             yield [self._assemble(_Read(*question)) for question in [*parts][:left]]
             left -= len(batch["query"])
@@ -260,7 +261,7 @@ class Evaluator:
             candidates.append(Candidate(row, prior[place], spans[0], within[place][0]))
             found = zip(spans, within[place], strict=True)
             occurrences += [Answer(text[slice(*span)], prior[place] * p, row, span) for span, p in found if p > 0]
-        nbest = merge(occurrences, self.run.config.evaluation.aggregate)
+        nbest = merge(occurrences, answering_of(self.run.config).aggregate)
         nothing = Answer("", 0.0, candidates[0].row if candidates else -1, (0, 0))
         return Prediction(nbest or [nothing], candidates, read.retrieved, read.scores, read.ranks)
 

@@ -87,7 +87,7 @@ def _check_slices(launch: Launch, config: ConfigDict) -> None:
 
     chips, count, mesh = launch.slice(TRAINER), launch.spec.trainer.slices, config.mesh
     try:
-        data, fsdp, _ = mesh_sizes(mesh.data, mesh.fsdp, mesh.model, chips.chips * count, count)
+        data, fsdp, _ = mesh_sizes(-1, mesh.fsdp, mesh.model, chips.chips * count, count)
         check_batches(config, data * fsdp)
     except UserError as fault:
         raise UserError(f"spec.trainer: {count} × {chips}: {fault}") from None

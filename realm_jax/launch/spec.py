@@ -19,7 +19,7 @@ from realm_jax.schema import NOT_NEGATIVE, check_values, help_text, key, one_of,
 BUCKET = "gs://"
 MOUNTED = "/realm"  # where the containers see buckets
 # A trainer may wait for machines, or measure baselines, for longer than a builder that is started by hand should wait.
-PATIENT = "--config.refresh.idle_exit=1e9"  # seconds
+PATIENT = "--wait"
 LABEL = re.compile(r"[a-z]([-a-z0-9]{0,28}[a-z0-9])?")  # a pod's name is this, job, numbers and more: 63 at most
 IMAGE = re.compile(r"[a-zA-Z0-9][-\w./:@]*")
 

@@ -15,13 +15,19 @@ from realm_jax.models.inputs import Joint
 
 Array = jax.Array
 SPAN_NORM_EPSILON = 1e-3  # Keras's default, in the released reader
+SPAN_SIZE = 256  # of a span's representation, in the released reader of BERT-base
+
+
+def span_size(width: int) -> int:
+    """Size of a span's representation in a reader of this width: the released one, half of a width below that."""
+    return SPAN_SIZE if width >= SPAN_SIZE else width // 2
 
 
 class ReaderNetwork(nn.Module):
     """`span_hidden`: size of a span's representation; `span_width`: longest answer in word pieces."""
 
     config: BertConfig
-    span_hidden: int = 256
+    span_hidden: int = SPAN_SIZE
     span_width: int = 10
 
     def setup(self) -> None:
@@ -89,7 +95,7 @@ class Reader:
     """
 
     bert: BertConfig
-    span_hidden: int = 256
+    span_hidden: int = SPAN_SIZE
     span_width: int = 10
 
     @property

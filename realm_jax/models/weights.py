@@ -322,8 +322,8 @@ def _check_extent(file: Any, names: set[str], prefix: str, path: Path, config: B
         )
     if (positions := rows(POSITIONS)) < config.max_length:
         raise UserError(
-            f"{path}: has {positions} positions, but the model {config.max_length}; set the lengths of config.data, "
-            f"and config.model.max_length if it is not 0, to at most {positions}"
+            f"{path}: has {positions} positions, but the model {config.max_length}; set the lengths of config.data "
+            f"to at most {positions}"
         )
     if any(name.startswith(f"{prefix}encoder.layer.{config.layers}.") for name in names):
         raise UserError(f"{path}: has more than the model's {config.layers} layers; set config.model.layers")

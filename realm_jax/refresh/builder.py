@@ -191,9 +191,9 @@ class Builder:
         found = measure(self.folder, manifest, queries)
         name, value = next(iter(found.items()))
         if value < self.min_recall:
-            reason = f"{name} of its searcher is {value:.3f}, below config.index.min_recall={self.min_recall:g}"
+            reason = f"{name} of its searcher is {value:.3f}, below config.scann.min_recall={self.min_recall:g}"
             reject(self.folder, manifest.generation, reason, again=False)
-            raise Rejected(f"generation {manifest.generation} is not published: {reason}; raise index.leaves_searched")
+            raise Rejected(f"generation {manifest.generation} is not published: {reason}; raise scann.leaves_searched")
         return dataclasses.replace(manifest, recall=found)
 
     def _shared(self, export: Export, width: int) -> dict[tuple[str, int, int], FileEntry]:

@@ -149,7 +149,7 @@ def sample_queries(run: Run) -> dict[str, Any]:
 
 def index_settings(run: Run) -> dict[str, Any]:
     """What a generation of this run has to be: how vectors are stored, and whether hosts search them."""
-    return {name: run.config.retrieval[name] for name in ("dtype", "backend")}
+    return {"dtype": run.config.model.dtype, "backend": run.config.retrieval.backend}
 
 
 def tower_settings(run: Run) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from realm_jax.errors import UserError
 from realm_jax.mesh import to_host
 from realm_jax.models.inputs import Documents
 
+EMBED_BATCH = 256  # passages that a device embeds at a time; more are no faster, and take memory
 GROUP = 8  # passages that a CPU embeds at a time
 BUCKET = 32  # padded lengths are multiples of this, up to the document length
 

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 DIMENSIONS_PER_BLOCK = 2  # of the product quantiser, as in ORQA's release
 NOISE_SHAPING = 0.2  # anisotropic quantisation threshold that ScaNN's authors recommend for inner products
 TRAINING_ROWS = 250_000  # sample of a shard that its tree and its quantiser learn from
+BUDGET = 200  # rows that a shard returns: enough for recall of 8 (`benchmarks/README.md`), soon scored exactly
 BLOCK = 65_536  # rows scored at a time by `exact_rows`
 
 
@@ -40,7 +41,7 @@ class ScannConfig:
     which takes no longer.
     """
 
-    budget: int
+    budget: int = BUDGET
     searched: int = 0
     leaves: int = 0
     shard_rows: int = 2_000_000

@@ -30,7 +30,7 @@ from realm_jax.models.realm import Params
 from realm_jax.retrieval.search import Batch, Index, Setting
 from realm_jax.run import Run
 from realm_jax.schema import Sections
-from realm_jax.sections import AnyTask
+from realm_jax.sections import TaskSection
 
 Array = jax.Array
 Means = dict[str, Mean]
@@ -38,6 +38,7 @@ Shapes = dict[str, tuple[tuple[int, ...], Any]]  # name of an array → its shap
 Measure = Callable[[Params, Index | None, bool], dict[str, Any]]
 Embed = Callable[[], NDArray]  # the corpus by the parameters that a task starts with, [rows, width]
 LOG_PERPLEXITY = "log_perplexity"
+MEASURED = 2000  # development questions at most: ± .02 of a share, and soon done; `realm evaluate` takes all
 
 
 class Control(NamedTuple):
@@ -48,6 +49,14 @@ class Control(NamedTuple):
     task: str
     start: str = ""
     keys: Mapping[str, Any] = {}
+
+
+class Short(NamedTuple):
+    """What a task does under `optimizer.preset=short`: steps of warm-up, and the learning rate of the embedders as a
+    multiple of its own. Measured on two cores (`docs/results/real_text.md`)."""
+
+    warmup: int = 20
+    retriever: float = 1.0
 
 
 class Contrast(NamedTuple):
@@ -67,7 +76,7 @@ class Task(abc.ABC):
     name: ClassVar[str]
     stream: ClassVar[int]  # of random numbers, which examples and dropout follow from: another for every task, for ever
     title: ClassVar[str]
-    section: ClassVar[AnyTask]  # its section of the config, with its defaults
+    section: ClassVar[TaskSection]  # its section of the config, with its defaults
     sections: ClassVar[Sections | None] = None  # of the whole config where it has one of its own kind; None: REALM's
     partners: ClassVar[frozenset[str] | None] = None  # other tasks that its recipe may have; None: any
 
@@ -92,6 +101,8 @@ class Task(abc.ABC):
 
     # --- how it is trained
     trained: tuple[str, ...]  # the parameters that move
+    short: ClassVar[Short] = Short()
+    is_parted: bool = True  # `optimizer.microbatches` applies to it
     retriever_delay: int = 0  # steps before the retriever moves
     contrast: Contrast | None = None  # its loss in parts, where examples are compared; None: losses of examples add up
 
@@ -264,13 +275,13 @@ def dev_questions(run: Run) -> list[Question]:
 
     Empty where the prepared folder has no such questions and `evaluation.held_out` holds out nothing.
     """
-    sources, most = run.sources, run.config.evaluation.questions
-    if questions := measured_questions(run.config, sources):
+    sources = run.sources
+    if questions := measured_questions(sources):
         return questions
     share = held_out_share(run.config, sources.questions)
-    return masked_sentences(sources.passages, sources.wordpiece, run.lengths.query, share, most) if share else []
+    return masked_sentences(sources.passages, sources.wordpiece, run.lengths.query, share, MEASURED) if share else []
 
 
-def measured_questions(config: ConfigDict, sources: Sources) -> list[Question]:
-    """The development questions that are measured: `evaluation.questions` of them at most."""
-    return sources.questions.get("dev", [])[: config.evaluation.questions or None]
+def measured_questions(sources: Sources) -> list[Question]:
+    """The development questions that are measured, `MEASURED` at most."""
+    return sources.questions.get("dev", [])[:MEASURED]

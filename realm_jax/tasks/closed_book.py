@@ -36,7 +36,7 @@ from realm_jax.models.realm import Params, Realm
 from realm_jax.retrieval.search import Index
 from realm_jax.run import Run, put_batch
 from realm_jax.sections import TaskSection
-from realm_jax.tasks.base import Embed, Measure, dev_questions
+from realm_jax.tasks.base import Embed, Measure, Short, dev_questions
 from realm_jax.tasks.mlm import Mlm
 from realm_jax.tasks.qa_examples import check_strings
 
@@ -48,6 +48,7 @@ class ClosedBook(Mlm):
     stream = 7
     title = "Without passages"
     section = TaskSection(160_000, 16, learning_rate=1e-5)
+    short = Short(40)
     partners = frozenset({Mlm.name})
     learns_to_answer = True
     reads_passages = False

@@ -1,8 +1,9 @@
 """Inverse cloze task: which passage was this sentence taken from (Lee et al. 2019, section 4).
 
-Against the passages of the batch (`objective.ict=batch`), or against what the sentence itself retrieves ('index').
+Against the passages of the batch (`ict.negatives=batch`), or against what the sentence itself retrieves ('index').
 """
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,11 +33,29 @@ from realm_jax.models.realm import Params
 from realm_jax.retrieval.exact import search
 from realm_jax.retrieval.search import Batch, Index, Setting, dropout_keys, embed_null, stored_scores
 from realm_jax.run import Run
-from realm_jax.schema import require
+from realm_jax.schema import NOT_NEGATIVE, key, one_of, require
 from realm_jax.sections import TaskSection, task_names
 from realm_jax.tasks.base import Contrast, Embed, Means, Shapes, Task, document_shapes, over_examples, query_shapes
 
 Array = jax.Array
+MASK_RATE = 0.9  # sentences taken out of their passage (Lee et al. 2019): none where it keeps its stored vector
+
+
+@dataclass(frozen=True)
+class Section(TaskSection):
+    """The training of the inverse cloze task, and what a sentence's passage is held against."""
+
+    negatives: str = key(
+        "batch",
+        "'batch': the passages of the batch, both towers trained (the paper); 'index': the qa.beam passages that the "
+        "sentence retrieves, whose vectors stay, the query tower trained",
+        one_of("batch", "index"),
+    )
+    null_weight: float = key(
+        0.0,
+        "'batch': weight of picking the null document when the own passage is taken away (the paper: 0)",
+        NOT_NEGATIVE,
+    )
 
 
 class Ict(Task):
@@ -45,11 +64,12 @@ class Ict(Task):
     name = "ict"
     stream = 2
     title = "Inverse cloze task"
-    section = TaskSection(100_000, 4096, learning_rate=1e-4)
+    section = Section(100_000, 4096, learning_rate=1e-4)
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self.retrieves = run.setting.ict_from_index
+        self.is_parted = not self.retrieves  # it embeds short texts alone: there is little memory to save
         self.evaluates_start = bool(run.config.init_from)
         self.trained = run.setting.model.embedder_names
         if self.retrieves:
@@ -60,13 +80,12 @@ class Ict(Task):
 
     @classmethod
     def check(cls, config: ConfigDict) -> None:
-        if cls.name not in task_names(config) or config.objective.ict != "index":
+        if cls.name not in task_names(config) or config.ict.negatives != "index":
             return
         apart = not config.model.shared_tower
-        require(apart, "objective.ict", "'index' trains the query tower alone; set model.shared_tower=False")
-        unused = "objective.ict=index has no null document, and leaves sentences in their passages; set it to 0"
-        require(config.objective.ict_null_weight == 0, "objective.ict_null_weight", unused)
-        require(config.data.ict_mask_rate == 0, "data.ict_mask_rate", unused)
+        require(apart, "ict.negatives", "'index' trains the query tower alone; set model.shared_tower=False")
+        unused = "ict.negatives=index has no null document; set it to 0"
+        require(config.ict.null_weight == 0, "ict.null_weight", unused)
 
     @classmethod
     def missing(cls, config: ConfigDict, sources: Sources) -> str:
@@ -82,7 +101,7 @@ class Ict(Task):
         return "Which passage was this sentence taken from? Passages only; no questions, no labels."
 
     def examples(self, params: Params, embed: Embed) -> Examples:
-        passages, rate = self.run.sources.passages, self.run.config.data.ict_mask_rate
+        passages, rate = self.run.sources.passages, 0.0 if self.retrieves else MASK_RATE
         kept = self.learned_rows(passages)
         return cloze_examples(passages, self.run.sources.wordpiece, self.run.lengths, rate, kept)
 

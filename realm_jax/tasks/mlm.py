@@ -28,12 +28,13 @@ from realm_jax.models.likelihood import Mean
 from realm_jax.models.realm import Params
 from realm_jax.retrieval.search import Batch, Setting
 from realm_jax.run import Run
-from realm_jax.schema import require
 from realm_jax.sections import TaskSection, joint_length
 from realm_jax.tasks.base import Embed, Means, Measure, Shapes, Task, document_shapes, masked_shapes
 
 Array = jax.Array
 WHOLE_RATE = 0.5  # excerpts that hold all other sentences; the rest are mostly short
+NULL_RATE = 0.15  # examples that are a sentence of X beside the empty document: plain masked words are learned too
+UNRELATED_RATE = 0.15  # that are beside a passage drawn at random: most that is retrieved at first does not help
 KEPT_RATE = 0.1  # excerpts that hold the masked sentence too, as in the inverse cloze task
 
 
@@ -51,13 +52,6 @@ class Mlm(Task):
         self.trained = ("reader",)
 
     @classmethod
-    def check(cls, config: ConfigDict) -> None:
-        unused = config[cls.name].retriever_rate == 0
-        require(unused, f"{cls.name}.retriever_rate", "the task trains the reader alone; set it to 0")
-        rates = config.data.null_rate + config.data.unrelated_rate
-        require(rates <= 1, "data.unrelated_rate", "may not exceed 1 together with data.null_rate")
-
-    @classmethod
     def supervision(cls, config: ConfigDict) -> str:
         return (
             "Names and dates hidden in a sentence, read beside other sentences of the same passage in which they occur "
@@ -65,10 +59,9 @@ class Mlm(Task):
         )
 
     def examples(self, params: Params, embed: Embed) -> Examples:
-        sources, data = self.run.sources, self.run.config.data
-        stores, rates = (sources.passages, sources.pretraining), (data.null_rate, data.unrelated_rate)
+        sources = self.run.sources
         kept = self.learned_rows(sources.passages), self.learned_rows(sources.pretraining)
-        return warmup_examples(*stores, sources.wordpiece, self.run.lengths, *rates, kept)
+        return warmup_examples(sources.passages, sources.pretraining, sources.wordpiece, self.run.lengths, kept=kept)
 
     def array_shapes(self) -> Shapes:
         return masked_shapes(self.run) | document_shapes(self.run)
@@ -100,8 +93,8 @@ def warmup_examples(
     pretraining: PassageStore,
     wordpiece: Tokenizer,
     lengths: Lengths,
-    null_rate: float,
-    unrelated_rate: float,
+    null_rate: float = NULL_RATE,
+    unrelated_rate: float = UNRELATED_RATE,
     kept: tuple[NDArray[np.bool_] | None, NDArray[np.bool_] | None] = (None, None),
 ) -> Examples:
     """The reader's warm-up: masked salient spans of three kinds, all pairs that any text has.

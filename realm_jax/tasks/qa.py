@@ -1,11 +1,12 @@
 """Fine-tuning: questions with answers, read in the passages that the retriever finds for them.
 
-Three objectives (`objective.qa`): 'marginal', the paper's −log Σ_z p(z|x) p(y|z,x); 'orqa', L_ret + L_read of the
+Three objectives (`qa.objective`): 'marginal', the paper's −log Σ_z p(z|x) p(y|z,x); 'orqa', L_ret + L_read of the
 released code; 'positive', L_ret, and L_read of one passage a question that holds its answer. Read `qa_loss`; which
 answers and passages questions are trained with is `qa_examples.py`.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -25,13 +26,14 @@ from realm_jax.models.likelihood import Mean
 from realm_jax.models.realm import Params
 from realm_jax.retrieval.search import Batch, Index, Setting, bm25_listed, dropout_keys, take
 from realm_jax.run import Run
-from realm_jax.schema import require
-from realm_jax.sections import TaskSection, joint_length, task_names
+from realm_jax.schema import NOT_NEGATIVE, POSITIVE, key, one_of, require
+from realm_jax.sections import SEARCHES, TaskSection, joint_length, task_names
 from realm_jax.tasks.base import (
     Control,
     Embed,
     Means,
     Shapes,
+    Short,
     Task,
     bm25_shapes,
     measured_questions,
@@ -46,13 +48,46 @@ Array = jax.Array
 BEAM_PART = 64  # passages of a beam that are looked through at a time
 
 
+@dataclass(frozen=True)
+class Section(TaskSection):
+    """Fine-tuning, and how the passages of questions are found and read."""
+
+    objective: str = key(
+        "marginal",
+        "'marginal': `log Σ_z p(z|x) p(y|z,x)`; 'orqa': L_ret + L_read of the released code; 'positive': L_ret, and "
+        "L_read of one passage a question that holds its answer: of its gold document where that is known, else the "
+        "first that is retrieved",
+        one_of("marginal", "orqa", "positive"),
+    )
+    search: str = key(
+        "vectors",
+        "what finds the passages of a question; 'bm25': with the reader alone trained, and BM25's scores for `p(z|x)`",
+        one_of(*SEARCHES),
+    )
+    passages: int = key(5, "passages read for a question", POSITIVE)
+    titles: bool = key(False, "read them with their titles")
+    beam: int = key(
+        5000,
+        "passages that the retriever's term of 'orqa' and 'positive' ranks, and ict with ict.negatives=index",
+        POSITIVE,
+    )
+    answers: int = key(8, "answers a question is trained with at most", POSITIVE)
+    refresh_every: int = key(
+        0,
+        "steps between two re-embeddings, the document tower trained as well; 0: it and the index stay as REALM left "
+        "them (the paper)",
+        NOT_NEGATIVE,
+    )
+
+
 class Qa(Task):
-    """The reader learns, and with a search of vectors the query tower, and with `refresh.qa_every` both towers."""
+    """The reader learns, and with a search of vectors the query tower, and with `qa.refresh_every` both towers."""
 
     name = "qa"
     stream = 4
     title = "Fine-tuning"
-    section = TaskSection(160_000, 16, learning_rate=1e-5)
+    section = Section(160_000, 16, learning_rate=1e-5)
+    short = Short(40, 2e-5 / 1.5e-4)
     retrieves = True
     learns_to_answer = True
     selects_by = "exact_match"
@@ -61,32 +96,32 @@ class Qa(Task):
         super().__init__(run)
         setting = run.setting
         self.trained = (*question_towers(setting), "reader")
-        self.refresh_every = run.config.refresh.qa_every
-        self.evaluate_every = run.config.evaluation.qa_every
+        self.refresh_every = run.config.qa.refresh_every
+        self.evaluate_every = run.config.evaluation.every
         self.eval_search = setting.qa_search
         self.bm25_depth = bm25_listed(setting.qa_search, question_depth(setting), setting.rows)
 
     @classmethod
     def check(cls, config: ConfigDict) -> None:
-        retrieval, objective = config.retrieval, config.objective
-        trains_tower = cls.name in task_names(config) and retrieval.qa_search != "bm25"
+        qa = config.qa
+        trains_tower = cls.name in task_names(config) and qa.search != "bm25"
         require(
-            not (trains_tower and config.model.shared_tower and config.refresh.qa_every == 0),
+            not (trains_tower and config.model.shared_tower and qa.refresh_every == 0),
             "model.shared_tower",
-            "cannot be fine-tuned while the document tower stays as it is; set refresh.qa_every, or leave qa out of "
+            "cannot be fine-tuned while the document tower stays as it is; set qa.refresh_every, or leave qa out of "
             "tasks",
         )
-        if config.refresh.qa_every:
-            trained = objective.qa != "positive"
-            require(trained, "refresh.qa_every", "objective.qa=positive trains no document tower; set it to 0")
-            unsearched = "trains vectors that retrieval.qa_search=bm25 does not search; set it to 0"
-            require(retrieval.qa_search != "bm25", "refresh.qa_every", unsearched)
-        fits = objective.qa == "marginal" or retrieval.qa_beam >= retrieval.qa_passages
-        require(fits, "retrieval.qa_beam", "must be at least retrieval.qa_passages")
+        if qa.refresh_every:
+            trained = qa.objective != "positive"
+            require(trained, "qa.refresh_every", "qa.objective=positive trains no document tower; set it to 0")
+            unsearched = "trains vectors that qa.search=bm25 does not search; set it to 0"
+            require(qa.search != "bm25", "qa.refresh_every", unsearched)
+        fits = qa.objective == "marginal" or qa.beam >= qa.passages
+        require(fits, "qa.beam", "must be at least qa.passages")
 
     @classmethod
     def supervision(cls, config: ConfigDict) -> str:
-        if config.objective.qa == "positive":
+        if config.qa.objective == "positive":
             return (
                 "Questions with answer strings, each read beside one passage that holds an answer: of its gold "
                 "document where that is known, else the first that was retrieved."
@@ -95,9 +130,9 @@ class Qa(Task):
 
     def check_data(self) -> None:
         config, sources = self.run.config, self.run.sources
-        if self.evaluate_every and not answered(measured_questions(config, sources)):
+        if self.evaluate_every and not answered(measured_questions(sources)):
             raise UserError(
-                "config.evaluation.qa_every: goes by exact match, but no development question that is measured has "
+                "config.evaluation.every: goes by exact match, but no development question that is measured has "
                 f"answers in {config.data.path}; set it to 0"
             )
 
@@ -141,15 +176,15 @@ class Qa(Task):
         """A question beside its positive passage counts as long as the longest can be; the length of batches is up to
         data."""
         config, joint = self.run.config, joint_length(self.run.config)
-        spans = 2 * joint * config.model.width * 2 * config.model.span_hidden
-        read = 1 if self.is_positive else config.retrieval.qa_passages
+        spans = 2 * joint * config.model.width * 2 * self.setting.model.reader.span_hidden
+        read = 1 if self.is_positive else config.qa.passages
         parts = {"reader": 3 * read * (tower_of(config).forward(joint) + spans)}
         if not self.setting.qa_words:
             queries = 3 * embedding_flops(config, config.data.query_length)
             parts |= {"search": self.setting.rows * score_flops(self.run), "queries": queries}
         if self.refresh_every:
             documents = embedding_flops(config, config.data.document_length)
-            parts["documents"] = 3 * config.retrieval.qa_passages * documents
+            parts["documents"] = 3 * config.qa.passages * documents
         return parts
 
     def monitor(self) -> Callable[[dict[str, Any]], str | None]:

@@ -4,7 +4,7 @@ Answers that are regular expressions (CuratedTREC): a span has to be compared wi
 regular expression can be. So before fine-tuning each such question searches with the parameters that fine-tuning starts
 from, and what its patterns match in the passages found becomes its answers.
 
-A positive passage (`objective.qa=positive`) holds an answer as a span. It is one of the gold document where that is
+A positive passage (`qa.objective=positive`) holds an answer as a span. It is one of the gold document where that is
 known, else the first that is retrieved.
 
 Both depend on the parameters at the start and on the devices' rounding, so they are kept in TASK/answers.json and
@@ -162,7 +162,7 @@ def training_questions(task: Task, params: Params, embed: Embed) -> list[Questio
 
 def _matched(task: Task, params: Params, embed: Embed, questions: Sequence[Question]) -> list[list[str]]:
     run: Run = task.run
-    store, depth = run.sources.passages, min(run.config.retrieval.qa_beam, run.setting.rows)
+    store, depth = run.sources.passages, min(run.config.qa.beam, run.setting.rows)
     found = retrieved_at_start(task, params, embed, questions, depth)
     answers = [
         strings_of(question.answers, (store.text(row) for row in rows), run.sources.wordpiece, run.lengths.span_width)
@@ -179,7 +179,7 @@ def _matched(task: Task, params: Params, embed: Embed, questions: Sequence[Quest
     if without == len(questions):
         raise UserError(
             f"no pattern of {without} training questions matches in the {depth} passages that are found for it; train "
-            "the retriever first, or set config.retrieval.qa_beam higher"
+            "the retriever first, or set config.qa.beam higher"
         )
     return answers
 
@@ -206,7 +206,7 @@ def strings_of(expressions: Iterable[str], texts: Iterable[str], wordpiece: Toke
 
 
 def examples_with_positives(task: Task, params: Params, embed: Embed, questions: Sequence[Question]) -> Examples:
-    """The examples of `objective.qa=positive`: the questions for which a passage is known that holds an answer.
+    """The examples of `qa.objective=positive`: the questions for which a passage is known that holds an answer.
 
     params, embed: as of `Task.examples`. Raises UserError where there is no such question, or where the kept rows are
     of other questions.

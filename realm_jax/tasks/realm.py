@@ -4,6 +4,7 @@ Read `realm_loss`, then what it is given: `realm_jax/forward.py`.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -22,13 +23,15 @@ from realm_jax.models.likelihood import Mean
 from realm_jax.models.realm import Params
 from realm_jax.retrieval.search import Batch, Candidates, Index, Setting, bm25_listed, search_depth
 from realm_jax.run import Run
-from realm_jax.sections import TaskSection, joint_length, task_names
+from realm_jax.schema import NOT_NEGATIVE, at_least, key, one_of
+from realm_jax.sections import SEARCHES, TaskSection, joint_length, task_names
 from realm_jax.tasks.base import (
     LOG_PERPLEXITY,
     Control,
     Embed,
     Means,
     Shapes,
+    Short,
     Task,
     bm25_shapes,
     masked_shapes,
@@ -40,13 +43,43 @@ from realm_jax.tasks.ict import Ict
 Array = jax.Array
 
 
+@dataclass(frozen=True)
+class Section(TaskSection):
+    """The training of REALM, and how its passages are found."""
+
+    marginal: str = key(
+        "example",
+        "'example': `log Σ_z p(z|x) Π_j p(y_j|z,x)`, the paper's; 'token': the released code's",
+        one_of("example", "token"),
+    )
+    retriever_start: int = key(
+        0,
+        "steps before the retriever moves, while the reader gets used to what is retrieved; after as many more it "
+        "moves at the full learning rate (the paper: 0)",
+        NOT_NEGATIVE,
+    )
+    masking: str = key("salient", "what queries hide", one_of("salient", "uniform", "random_span"))
+    search: str = key(
+        "vectors",
+        "what finds candidates: 'bm25': by the words that are not masked; 'hybrid': both lists as one. `p(z|x)` is the "
+        "retriever's in every case",
+        one_of(*SEARCHES),
+    )
+    candidates: int = key(
+        8, "K: passages in the marginal, the null document counted", at_least(2, " (the null document and one)")
+    )
+    null_document: bool = key(True, "whether the null document is in the marginal; without it K − 1 passages are")
+    exclude_own: bool = key(True, "whether a masked sentence may not retrieve the passage that it stands in")
+
+
 class Realm(Task):
     """Retriever and reader learn together, while the index follows the document tower."""
 
     name = "realm"
     stream = 3
     title = "REALM"
-    section = TaskSection(200_000, 512, learning_rate=3e-5)
+    section = Section(200_000, 512, learning_rate=3e-5)
+    short = Short(20, 1e-5 / 5e-5)
     retrieves = True
     inspects_sentences = True
     follows_builder = True
@@ -56,7 +89,7 @@ class Realm(Task):
         super().__init__(run)
         self.trained = (*run.setting.model.embedder_names, "reader")
         self.refresh_every = run.config.refresh.every
-        self.retriever_delay = run.config.objective.retriever_start
+        self.retriever_delay = run.config.realm.retriever_start
         self.bm25_depth = bm25_listed(run.setting.search, search_depth(run.setting), run.setting.rows)
 
     @classmethod
@@ -71,7 +104,7 @@ class Realm(Task):
         return {self.question_search, self.setting.search}
 
     def examples(self, params: Params, embed: Embed) -> Examples:
-        return self.masked_examples(self.run.config.data.masking, self.learned_rows(self.run.sources.pretraining))
+        return self.masked_examples(self.run.config.realm.masking, self.learned_rows(self.run.sources.pretraining))
 
     def masked_examples(self, masking: str, kept: NDArray[np.bool_] | None = None) -> Examples:
         """Its examples with any masking; kept: as of the function of this name."""
@@ -110,7 +143,7 @@ class Realm(Task):
             return []
         steps, seed = self.settings.steps, self.run.config.seed
         return [
-            Control("no_retriever_gradient", self.name, Ict.name, {"objective.retriever_start": steps}),
+            Control("no_retriever_gradient", self.name, Ict.name, {"realm.retriever_start": steps}),
             Control("more_ict", Ict.name, Ict.name, {f"{Ict.name}.steps": steps, "seed": seed + 1}),
         ]
 

@@ -46,14 +46,14 @@ from realm_jax.models.tagger import Params, Tagger
 from realm_jax.retrieval.search import Batch, Index
 from realm_jax.run import BaseRun, for_devices, make_bert, mesh_for
 from realm_jax.schema import BELOW_ONE, NOT_NEGATIVE, POSITIVE, at_least, key, require
-from realm_jax.sections import SEED, AnyOptimizer, AnyTask, Bert, Checkpoint, Log, Mesh
+from realm_jax.sections import SEED, AnyOptimizer, Bert, Checkpoint, Log, Mesh, TaskSection
 from realm_jax.storage import digest
 from realm_jax.tasks.base import Embed, Means, Measure, Shapes, Task
 
 Array = jax.Array
 NAME = "tagger"  # of the task, of its section of the config, and of its parameters
 # Keys of config.model without which parameters mean nothing, or something else.
-NETWORK = ("layers", "width", "heads", "feed_forward", "max_length", "dtype", "hidden_act", "shapes")
+NETWORK = ("layers", "width", "heads", "feed_forward", "dtype", "hidden_act", "shapes")
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class TaggerTask(Task):
     name = NAME
     stream = 6
     title = "Named-entity tagger"
-    section = AnyTask(400, 32, learning_rate=5e-5)
+    section = TaskSection(400, 32, learning_rate=5e-5)
     # BERT-base, fine-tuned as for CoNLL-2003 (Devlin et al. 2019, section 5.3).
     sections = {
         "": Top(),
@@ -139,8 +139,6 @@ class TaggerTask(Task):
     @classmethod
     def check(cls, config: ConfigDict) -> None:
         require(bool(config.data.path), "data.path", "name CoNLL files, or tfds:conll2003")
-        enough = config.model.max_length == 0 or config.model.max_length >= config.data.length
-        require(enough, "model.max_length", f"a window needs {config.data.length} positions")
 
     def examples(self, params: Params, embed: Embed) -> Examples:
         text, data = self.run.sources, self.run.config.data

@@ -224,7 +224,7 @@ class BuiltIndex(CorpusIndexSource):
         """Drift: of the old index's top 100 for each query, how much of their top 8 the new vectors keep; 1 is none."""
         depth, k = min(DRIFT_DEPTH, self._run.setting.rows), min(DRIFT_K, self._run.setting.rows)
         if old.searcher is not None and new.vectors is not None:
-            rows = old.searcher.search(queries, min(depth, self._run.config.index.budget))
+            rows = old.searcher.search(queries, min(depth, old.searcher.budget))
             scores = np.einsum("qd,qkd->qk", queries, new.vectors[rows].astype(np.float32))
         else:
             scores = to_host(_drift_scores(self._run.setting, queries, old.index.vectors, new.index.vectors, depth))

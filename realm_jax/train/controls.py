@@ -7,6 +7,7 @@ the inverse cloze task as REALM has, and a reader of the same size that answers 
 from collections.abc import Mapping
 from typing import Any
 
+from realm_jax.config import add_sections
 from realm_jax.run import Run
 from realm_jax.sections import task_names
 from realm_jax.tasks import make_task
@@ -25,14 +26,15 @@ def run_controls(run: Run) -> None:
     if any(run.config[key] for key in INIT_KEYS) and not begun:  # afterwards its source may go
         start = init_from_sources(run, start)
     for control in controls:
-        changed = _with(run, control.keys)
+        changed = _with(run, control.keys, control.task)
         params = restore_params(run, control.start) if control.start else start
         folder = None if control.folder == control.task else control.folder
         train_task(changed, control.task, params, make_task(control.task, changed).measure(), folder)
 
 
-def _with(run: Run, keys: Mapping[str, Any]) -> Run:
-    """The run with some keys of its config changed."""
+def _with(run: Run, keys: Mapping[str, Any], task: str) -> Run:
+    """The run with some keys of its config changed, and the section of a task."""
     config = type(run.config)(run.config.to_dict())
     config.update_from_flattened_dict(keys)
+    add_sections(config, [task])
     return run.with_config(config)

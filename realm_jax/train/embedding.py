@@ -110,9 +110,9 @@ def _circumstances(run: Run) -> dict[str, Any]:
 
     How many devices and processes share the work is not part of it, see `Run.embed`.
     """
-    around, model = environment(), run.config.model
+    around = environment()
     return tower_settings(run) | {
-        "program": [BUCKET, GROUP, model.scan, run.mesh.shape["fsdp"], run.mesh.shape["model"]],
+        "program": [BUCKET, GROUP, run.model.bert.scan, run.mesh.shape["fsdp"], run.mesh.shape["model"]],
         "tokenizer": run.sources.wordpiece.fingerprint,  # of the word pieces around a passage
         "environment": {name: around[name] for name in BITS},
         "compiler": [jax.config.values[f"jax_{name}"] for name in COMPILER],

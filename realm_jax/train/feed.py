@@ -3,7 +3,7 @@
 `retrieval.backend=device` searches inside the step, and a batch is a batch. With `scann` the search for step t + d
 starts before step t, with the parameters of exactly step t: the queries are embedded on the devices by the loop's own
 thread, so that device programs start in one order; ScaNN then works in another thread while the devices train. d is
-`retrieval.ahead`. Searches under way are part of a checkpoint (`in_flight`): a resumed run finds what it would have.
+`scann.ahead`. Searches under way are part of a checkpoint (`in_flight`): a resumed run finds what it would have.
 """
 
 from collections import deque

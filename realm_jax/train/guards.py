@@ -76,14 +76,14 @@ class Watchdog:
 
 
 class Profiler:
-    """Traces `TRACED` steps for TensorBoard or Perfetto: from step `first` on (0: none), and whenever SIGUSR1 comes.
+    """Traces `TRACED` steps for TensorBoard or Perfetto whenever SIGUSR1 comes.
 
     A context manager. Of several processes those trace that are told to.
     """
 
-    def __init__(self, folder: Path, first: int) -> None:
+    def __init__(self, folder: Path) -> None:
         """folder: of the traces, one folder a trace."""
-        self._folder, self._first = folder, first
+        self._folder = folder
         self._asked = False
         self._until: int | None = None  # step before which the running trace ends
         self._handling = handling(signal.SIGUSR1, self._ask)
@@ -105,7 +105,7 @@ class Profiler:
         if self._until is not None and step >= self._until:
             jax.block_until_ready(last)
             self._stop()
-        if self._until is None and (self._asked or self._first > 0 and step == self._first):
+        if self._until is None and (self._asked):
             self._asked = False
             try:
                 jax.profiler.start_trace(self._folder / str(step))

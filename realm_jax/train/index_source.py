@@ -79,7 +79,7 @@ def shared_folder(run: Run) -> Folder:
 def made(run: Run, vectors: NDArray, step: int, tower: Params | None, exact: bool = False) -> LoadedIndex:
     """An index of vectors that the trainer made itself. tower: the query embedder that shall search, None for the
     current one. exact: on the devices also where hosts search for REALM."""
-    stored = vectors.astype(numpy_dtype(run.config.retrieval.dtype))
+    stored = vectors.astype(numpy_dtype(run.config.model.dtype))
     if run.searches is None or exact:
         return LoadedIndex(run.index(stored)._replace(tower=tower), stored, step)
     return LoadedIndex(Index(None, run.documents, tower), stored, step, searcher=Searcher.of(stored, run.searches))
@@ -157,7 +157,7 @@ class CorpusIndexSource(IndexSource, abc.ABC):
 
 class InlineIndex(CorpusIndexSource):
     """The trainer embeds the corpus: at the start of a task, unless that before it left the vectors, for REALM every
-    `refresh.every` steps, and for fine-tuning every `refresh.qa_every` (0: never again)."""
+    `refresh.every` steps, and for fine-tuning every `qa.refresh_every` (0: never again)."""
 
     def __init__(self, run: Run, name: str, on_progress: Callable[[], None]) -> None:
         """on_progress: called again and again while it embeds."""

@@ -110,7 +110,7 @@ def train_task(
         examples = task.examples(state.params, partial(start_vectors, task.run, name, state.params))
         stream = batches(examples, config.seed, task.stream, size, start, total, rows)
         feed = Feed(run.mesh, stream, rows, size, search_of(task), None if saved is None else saved.in_flight)
-        profiler = Profiler(place / "profile", config.log.profile_step)
+        profiler = Profiler(place / "profile")
         compiles = CompileGuard(step_function, padded_lengths(examples))
         measured = measure is not None
         best = Best(run, task, place, measured and task.keeps_best and own)
@@ -188,7 +188,7 @@ def tell_builders(task: Task, status: StatusWriter | None) -> None:
 
 def search_of(task: Task) -> Search | None:
     """Where hosts search ahead of a step; None where the step searches itself."""
-    return Search(task.setting, task.run.config.retrieval.ahead) if task.host_search and task.run.searches else None
+    return Search(task.setting, task.run.config.scann.ahead) if task.host_search and task.run.searches else None
 
 
 def starts_with_answers(task: Task) -> bool:

@@ -9,7 +9,7 @@ import jax
 from ml_collections import ConfigDict
 
 from realm_jax.cache import cache_bytes
-from realm_jax.config import task_names, validate
+from realm_jax.config import add_sections, task_names, validate
 from realm_jax.data.sources import Sources, open_sources
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.errors import UserError
@@ -102,6 +102,7 @@ def reopen_run(workdir: Path, overrides: dict[str, Any] | None = None, questions
     questions: whether those of its prepared folder are read.
     """
     config = recorded_config(workdir)
+    add_sections(config, [key.partition(".")[0] for key in overrides or {}])
     config.update_from_flattened_dict(overrides or {})
     validate(config)
     return make_run(config, workdir, open_sources(config.data.path, questions=questions))

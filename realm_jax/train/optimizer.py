@@ -15,6 +15,9 @@ import jax.numpy as jnp
 from realm_jax.models.encoder import LOG_TEMPERATURE
 
 BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-6
+WEIGHT_DECAY = 0.01  # decoupled, of matrices alone; this and the next are BERT's (google-research/bert)
+CLIP = 1.0  # norm of all gradients together that they are clipped to
+FRESH_HEADS = 5.0  # learning rate of heads that pretrained weights leave fresh, as a multiple of a task's
 READER, HEADS = "reader", ("span_", "mlm_")  # its key in the parameters, and what its heads' keys begin with
 
 
@@ -135,8 +138,8 @@ def hold_retriever(start: int) -> Any:
 
 
 def make_optimizer(
-    peak: float, total: int, warmup: int, weight_decay: float, clip: float, retriever_start: int = 0,
-    rates: Rates | None = None, bias_correction: bool = False,
+    peak: float, total: int, warmup: int, retriever_start: int = 0, rates: Rates | None = None,
+    bias_correction: bool = False,
 ) -> Any:  # fmt: skip
     """The whole chain. `warmup` 0 takes BERT's rule; `retriever_start` 0 trains everything from the first step.
 
@@ -151,9 +154,9 @@ def make_optimizer(
         adam = optax.masked(adam, partial(moving, rates))  # what has no gradient needs no moments
     parts = [] if rates == Rates() else [scale_by_part(rates)]
     return optax.chain(
-        optax.clip_by_global_norm(clip),
+        optax.clip_by_global_norm(CLIP),
         adam,
-        optax.add_decayed_weights(weight_decay, mask=decayed),
+        optax.add_decayed_weights(WEIGHT_DECAY, mask=decayed),
         hold_retriever(retriever_start) if retriever_start else optax.identity(),
         *parts,
         optax.scale_by_learning_rate(lambda step: learning_rate(step, peak, total, warmup)),

@@ -115,7 +115,6 @@ def _tasks_of_source(run: Run) -> list[tuple[Path, str]]:
     theirs, data = completed(read_json(folder / "config.json")), read_json(folder / "data.json")
     sections = ("model", "encoder")  # as dictionaries: a locked config is never equal to one that is not
     same = all(theirs[name].to_dict() == run.config[name].to_dict() for name in sections)
-    same = same and theirs.retrieval.dtype == run.config.retrieval.dtype
     same = same and theirs.data.document_length == run.config.data.document_length
     alike = same and data.get("passages") == run.sources.passages.fingerprint
     return [(folder, task) for task in task_names(theirs)] if alike else []

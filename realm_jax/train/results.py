@@ -87,7 +87,7 @@ def keep_words(run: Run) -> None:
 
 
 def by_words(run: Run, evaluator: Evaluator) -> NDArray[np.int64]:
-    """The rows that BM25 finds for questions, int64 [questions, evaluation.passages]; −1 for none."""
+    """The rows that BM25 finds for questions, int64 [questions, answering.retrieved]; −1 for none."""
     store, settings = run.sources.passages, run.config
     words = load_or_build(store, settings.retrieval.language, run.workdir)
     return words.search([question.question for question in evaluator.questions], evaluator.depth)

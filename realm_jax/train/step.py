@@ -18,7 +18,7 @@ from realm_jax.retrieval.search import Index
 from realm_jax.run import BaseRun
 from realm_jax.tasks.base import Task
 from realm_jax.train.gradients import gradients
-from realm_jax.train.optimizer import Rates, make_optimizer, without_frozen
+from realm_jax.train.optimizer import FRESH_HEADS, Rates, make_optimizer, without_frozen
 
 
 class State(NamedTuple):
@@ -36,20 +36,19 @@ class State(NamedTuple):
 
 def task_optimizer(config: ConfigDict, task: Task) -> Any:
     """The optimiser of a task, from its section of the config."""
-    c = config[task.name]
-    decay, clip = config.optimizer.weight_decay, config.optimizer.clip
-    correction = config.optimizer.get("bias_correction", False)  # a tagger's config has no such keys
-    rates = task_rates(config, task)
-    return make_optimizer(c.learning_rate, c.steps, c.warmup, decay, clip, task.retriever_delay, rates, correction)
+    c, short = config[task.name], is_short(config)
+    warmup = config.optimizer.warmup or (task.short.warmup if short else 0)
+    return make_optimizer(c.learning_rate, c.steps, warmup, task.retriever_delay, task_rates(config, task), short)
+
+
+def is_short(config: ConfigDict) -> bool:
+    """Whether the optimizer is the preset of short runs from pretrained weights. A tagger's config has no presets."""
+    return bool(config.optimizer.get("preset") == "short")
 
 
 def task_rates(config: ConfigDict, task: Task) -> Rates:
     """The rates of the parts of the model, as multiples of the task's learning rate."""
-    section, keys = config[task.name], config.optimizer
-    if "retriever_rate" not in section:
-        return Rates()
-    retriever = section.retriever_rate / section.learning_rate if section.retriever_rate else 1.0
-    return Rates(retriever, keys.head_rate, keys.train_words)
+    return Rates(task.short.retriever, heads=FRESH_HEADS, words=False) if is_short(config) else Rates()
 
 
 def start_state(run: BaseRun, task: Task, params: Params) -> State:
@@ -132,7 +131,7 @@ def make_step(run: BaseRun, task: Task) -> Step:
     import optax
 
     optimizer = task_optimizer(run.config, task)
-    seed, parts = run.config.seed, run.config[task.name].microbatches
+    seed, parts = run.config.seed, run.config.optimizer.microbatches if task.is_parted else 1
     dropout, rates = run.model.bert.dropout > 0, task_rates(run.config, task)
 
     def step(state: State, batch: Any, index: Index | None, control: jax.Array) -> tuple[State, dict[str, jax.Array]]:

@@ -150,8 +150,8 @@ def open_tagger(workdir: Path, devices: list[jax.Device] | None = None, batch_si
     """
     task = TaggerTask.name
     config = recorded_config(workdir, task, tagger=True)
-    here = {"mesh.data": -1, "mesh.fsdp": 1, "mesh.model": 1, "init_from": ""}
-    here |= {f"{task}.batch_size": len(devices or jax.devices()), f"{task}.microbatches": 1}
+    here = {"mesh.fsdp": 1, "mesh.model": 1, "optimizer.microbatches": 1, "init_from": ""}
+    here[f"{task}.batch_size"] = len(devices or jax.devices())
     config.update_from_flattened_dict(here)
     if batch_size is not None:
         config.evaluation.batch_size = batch_size

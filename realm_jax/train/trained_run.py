@@ -123,13 +123,14 @@ def open_run_to_ask(workdir: Path, changes: dict[str, Any] | None = None, questi
     Raises UserError when there is no run, or when its prepared folder is gone or another one.
     """
     changes = changes or {}
-    _check_prepared(changes.get("data.path") or recorded_config(workdir).data.path, workdir)
+    recorded = recorded_config(workdir)
+    _check_prepared(changes.get("data.path") or recorded.data.path, workdir)
     set_up_jax()
     # Trained on one machine and asked on another: every device takes a share of the passages and all parameters. Batch
     # sizes of training must suit the devices, but nothing is trained here.
-    here: dict[str, Any] = {"mesh.data": -1, "mesh.fsdp": 1, "mesh.model": 1}
-    for name in REALM_TASKS:
-        here |= {f"{name}.batch_size": jax.device_count(), f"{name}.microbatches": 1}
+    here: dict[str, Any] = {"mesh.fsdp": 1, "mesh.model": 1, "optimizer.microbatches": 1}
+    for name in REALM_TASKS.keys() & {*recorded}:
+        here[f"{name}.batch_size"] = jax.device_count()
     run = reopen_run(workdir, here | changes, questions)
     check_data(run, run.sources.passages.versions, questions)
     return run
@@ -164,7 +165,7 @@ def restore(
     """Parameters at the end of `task`, or of the last task of the recipe that has a checkpoint, and the index.
 
     for_answers: whether questions will be answered with them; search: what finds their passages, in place of
-    `retrieval.qa_search`; warn: of parameters of other tasks than qa, which know nothing of answers. The corpus is
+    `qa.search`; warn: of parameters of other tasks than qa, which know nothing of answers. The corpus is
     embedded unless the checkpoint holds vectors that fit its parameters. Raises UserError for a task that the recipe
     does not have, and where there is no checkpoint.
     """
