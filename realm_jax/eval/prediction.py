@@ -23,7 +23,7 @@ from realm_jax.forward import question_beam, read_question
 from realm_jax.mesh import to_host
 from realm_jax.models.realm import Params
 from realm_jax.retrieval.fusion import Fused
-from realm_jax.retrieval.search import Index, Setting
+from realm_jax.retrieval.search import Index, Rerank, Setting
 from realm_jax.run import Run, put_batch
 
 GROUPED_BY = "replaced_words"  # a question field that recall is also given by, where questions have it
@@ -51,7 +51,7 @@ class Prediction(NamedTuple):
     """nbest: different answers, the likeliest first, at least one, '' in row −1 where no passage was found; candidates:
     the passages that were read.
 
-    retrieved, scores: rows and inner products of the best passages, [evaluation.passages], those that were read first,
+    retrieved, scores: rows and scores of the best passages, [evaluation.passages], those that were read first,
     −1 where words found no more; ranks [evaluation.passages, 2]: their places in the lists of vectors and of words, as
     of `index.fusion.Fused`.
     """
@@ -125,11 +125,13 @@ def _read(setting: Setting, depth: int, spans: int, params: Params, batch: Any, 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
-    """Questions against one run's corpus. search: what finds the passages, one of `sections.SEARCHES`."""
+    """Questions against one run's corpus. search: what finds the passages, one of `sections.SEARCHES`; rerank: what
+    orders them anew, if anything does."""
 
     run: Run
     questions: Sequence[Question]
     search: str = "vectors"
+    rerank: Rerank | None = None
 
     @property
     def batch_size(self) -> int:
@@ -169,7 +171,7 @@ class Evaluator:
         int64 [questions, depth].
         """
         depth = min(depth, self.run.setting.rows) or self.depth
-        if self.search == "bm25":
+        if self.search == "bm25" and self.rerank is None:
             found = self._found
             found = found if found is not None and depth <= found.rows.shape[1] else self._found_at(depth)
             return found.rows[:, :depth].astype(np.int64)
@@ -177,8 +179,8 @@ class Evaluator:
         return rows
 
     def find(self, params: Params, index: Index, depth: int) -> Fused:
-        """The `depth` best passages for every question by a search that takes vectors, [questions, depth or all]."""
-        setting = dataclasses.replace(self.run.setting, qa_search=self.search)
+        """The `depth` best passages for every question on the devices, [questions, depth or all]."""
+        setting = dataclasses.replace(self.run.setting, qa_search=self.search, rerank=self.rerank)
         parts = [_find(setting, depth, params, put_batch(self.run.mesh, batch), index) for batch in self._batches]
         columns = [np.concatenate([*map(to_host, column)]) for column in zip(*parts, strict=True)]
         return Fused(*(column[: len(self.questions)] for column in columns))
@@ -214,7 +216,7 @@ class Evaluator:
     def predict_batches(self, params: Params, index: Index) -> Iterator[list[Prediction]]:
         """`predict`, `batch_size` questions at a time."""
         run, left = self.run, len(self.questions)
-        setting = dataclasses.replace(run.answering, qa_search=self.search)
+        setting = dataclasses.replace(run.answering, qa_search=self.search, rerank=self.rerank)
         for batch in self._batches:
             spans = run.config.evaluation.spans
             outputs = _read(setting, self.depth, spans, params, put_batch(run.mesh, batch), index)
