@@ -29,8 +29,8 @@ class Top:
 
     tasks: str = key(
         "mlm,ict,realm,qa",
-        "recipe, in order, comma-separated: any of mlm, ict, realm, qa; or closed_book, a reader without passages to "
-        "compare with (mlm may come before it)",
+        "recipe, in order, comma-separated: any of mlm, ict, realm, qa, rerank; or closed_book, a reader without "
+        "passages to compare with (mlm may come before it)",
     )
     seed: int = key(0, "every random choice derives from it and from an example's index", SEED)
     init_from: str = key(

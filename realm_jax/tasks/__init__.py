@@ -11,9 +11,10 @@ from realm_jax.tasks.ict import Ict
 from realm_jax.tasks.mlm import Mlm
 from realm_jax.tasks.qa import Qa
 from realm_jax.tasks.realm import Realm
+from realm_jax.tasks.rerank import RerankTask
 from realm_jax.tasks.tagger import TaggerTask
 
-TASKS: dict[str, type[Task]] = {task.name: task for task in (Mlm, Ict, Realm, Qa, ClosedBook, TaggerTask)}
+TASKS: dict[str, type[Task]] = {task.name: task for task in (Mlm, Ict, Realm, Qa, ClosedBook, RerankTask, TaggerTask)}
 
 
 def make_task(name: str, run: Any) -> Task:
