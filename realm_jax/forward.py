@@ -18,6 +18,7 @@ from realm_jax.retrieval.search import (
     Batch,
     Candidates,
     Index,
+    Rerank,
     Setting,
     dropout_keys,
     embed_null,
@@ -159,11 +160,22 @@ def read_question(
 def question_beam(
     setting: Setting, params: Params, batch: Batch, index: Index, key: Array | None, beam: int
 ) -> tuple[Fused, Array | None]:
-    """The best passages of each question by `qa_search`: rows, scores, ranks [batch, beam], and the queries.
+    """The best passages of each question by `qa_search` and `rerank`: rows, scores, ranks [batch, beam]; and queries.
 
     Scores are inner products with the stored vectors, and gradient reaches the query embedder alone. BM25's list comes
     with the batch, as `word_rows` and `word_scores`; without vectors its scores are all there is, and no queries.
     """
+    if setting.rerank is None:
+        return searched(setting, params, batch, index, key, beam)
+    found, queries = searched(setting, params, batch, index, key, max(beam, setting.rerank.passages))
+    found = reranked(setting, setting.rerank, params, batch, index, found)
+    return Fused(*(part[:, :beam] for part in found)), queries
+
+
+def searched(
+    setting: Setting, params: Params, batch: Batch, index: Index, key: Array | None, beam: int
+) -> tuple[Fused, Array | None]:
+    """`question_beam` in the order of the search."""
     depth = min(beam, setting.rows)
     if index.vectors is None:
         rows = batch["word_rows"][:, :depth]
@@ -171,6 +183,24 @@ def question_beam(
         return Fused(rows, scores, ranks_of("bm25", jnp, rows)), None
     queries = setting.model.embed_queries(params, batch["query"], batch["query_length"], key)
     return search_by(setting, setting.qa_search, queries, batch, index, depth), queries
+
+
+def reranked(setting: Setting, rerank: Rerank, params: Params, batch: Batch, index: Index, found: Fused) -> Fused:
+    """What was found, its first passages by `scores_by_place` and what is added to those. A passage has its own score
+    and what is added to it, so where nothing is added all stays as it was."""
+    rows, scores, ranks = (part[:, : rerank.passages] for part in found)
+    added = rerank.added(setting, params, batch, take(index, rows))
+    order = jnp.argsort(-(scores_by_place(scores) + added), axis=1, stable=True)
+    first = rows, scores + added, ranks
+    picked = (jnp.take_along_axis(part, order.reshape(order.shape + (1,) * (part.ndim - 2)), axis=1) for part in first)
+    rest = (part[:, rerank.passages :] for part in found)
+    return Fused(*(jnp.concatenate(parts, axis=1) for parts in zip(picked, rest, strict=True)))
+
+
+def scores_by_place(scores: Array) -> Array:
+    """Scores that fall from place to place: those of a list [batch, k], sorted. A search by vectors has them so; in a
+    list that words had a part in, the first passage need not have the largest inner product."""
+    return -jnp.sort(-scores, axis=1)
 
 
 def read_passages(
@@ -186,7 +216,7 @@ def read_passages(
     found, queries = question_beam(setting, params, batch, index, keys[0], beam)
     scores, read_rows = found.scores, found.rows[:, :passages]
     documents = take(index, read_rows)
-    if setting.qa_documents:
+    if setting.qa_documents and setting.rerank is None:
         fresh = jnp.einsum("bd,bkd->bk", queries, embed_taken(setting, params, documents, keys[2]))
         fresh = jnp.where(read_rows >= 0, fresh, NEGATIVE)
         scores = jnp.concatenate([fresh, scores[:, passages:]], axis=1)

@@ -28,8 +28,8 @@ class Top:
 
     tasks: str = key(
         "mlm,ict,realm,qa",
-        "recipe, in order, comma-separated: any of mlm, ict, realm, qa; or closed_book, a reader without passages to "
-        "compare with (mlm may come before it)",
+        "recipe, in order, comma-separated: any of mlm, ict, realm, qa, rerank; or closed_book, a reader without "
+        "passages to compare with (mlm may come before it)",
     )
     seed: int = key(0, "every random choice derives from it and from an example's index", SEED)
     init_from: str = key(
@@ -238,6 +238,12 @@ class Optimizer(AnyOptimizer):
         "reader's heads, which are fresh, at five times the learning rate, embedders at 1/5 (realm) and 2/15 (qa) of "
         "it, word embeddings as they are, and a warm-up of 20 steps (40 for questions) where none is set",
         one_of("bert", "short"),
+    )
+    retriever_rate: float = key(
+        0.0,
+        "learning rate of the embedders as a multiple of their task's, where a task trains a reader beside them; 0: as "
+        "the preset says",
+        NOT_NEGATIVE,
     )
 
 

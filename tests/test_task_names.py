@@ -33,5 +33,5 @@ def test_no_name_of_a_task_is_compared_outside_of_tasks():
 
 def test_streams_of_random_numbers_stay_as_they_are():
     """Examples and dropout follow from them: another number is another training."""
-    streams = {"mlm": 1, "ict": 2, "realm": 3, "qa": 4, "tagger": 6, "closed_book": 7}
+    streams = {"mlm": 1, "ict": 2, "realm": 3, "qa": 4, "tagger": 6, "closed_book": 7, "rerank": 8}
     assert {name: task.stream for name, task in TASKS.items()} == streams

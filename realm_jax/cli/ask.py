@@ -156,7 +156,7 @@ def _tell_how_good(trained: Trained) -> None:
 
 
 def _evaluator(trained: Trained, question: str) -> Evaluator:
-    return Evaluator(trained.run, [Question(question, [])], trained.search)
+    return trained.evaluator([Question(question, [])])
 
 
 # ---- questions from stdin

@@ -35,7 +35,6 @@ from realm_jax.eval.inspection import (
     parse,
     read_alone,
 )
-from realm_jax.eval.prediction import Evaluator
 from realm_jax.run import Run
 from realm_jax.tasks import TASKS
 from realm_jax.train.opening import recorded_config
@@ -134,9 +133,9 @@ def _sentence(trained: Trained, text: Masked, pieces: int) -> Seen:
 
 def _question(trained: Trained, question: str, answer: str | None) -> Seen:
     if answer is None:
-        evaluator = Evaluator(trained.run, [Question(question, [])], trained.search)
+        evaluator = trained.evaluator([Question(question, [])])
         answer = evaluator.predict(trained.params, trained.index)[0].answer
-    return inspect_question(trained.run, trained.params, trained.index, question, answer)
+    return inspect_question(trained.run, trained.params, trained.index, question, answer, trained.rerank)
 
 
 def _open_bert(args: argparse.Namespace, changes: dict[str, Any], opened: Run, text: Masked) -> Run:

@@ -36,7 +36,7 @@ from realm_jax.retrieval.exact import padded_rows
 from realm_jax.retrieval.search import Index
 from realm_jax.run import Run, bare_run, embed_program
 from realm_jax.sections import TaskSection
-from realm_jax.tasks import TASKS, make_task
+from realm_jax.tasks import TASKS, make_task, with_networks
 from realm_jax.train.init_from import resolved
 from realm_jax.train.restore import abstract_state
 from realm_jax.train.step import Control, control_sharding, make_step
@@ -68,7 +68,8 @@ def plan_launch(launch: Launch, args: argparse.Namespace) -> int:
     if not 0 < args.mfu <= 1:
         raise UserError(f"--mfu={args.mfu}: must lie above 0 and be at most 1")
     sizes, builders = (args.passages, args.vocabulary), launch.spec.builder.slices if TASKS[task].follows_builder else 0
-    trainer = bare_run(config, Path("."), *sizes, tpu_devices(launch, TRAINER, launch.spec.trainer.slices))
+    chips = tpu_devices(launch, TRAINER, launch.spec.trainer.slices)
+    trainer = with_networks(bare_run(config, Path("."), *sizes, chips))
     builder = None
     if builders:
         chips = tpu_devices(launch, BUILDER, 1)  # every builder is a program of its own

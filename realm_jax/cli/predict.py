@@ -57,7 +57,8 @@ of the predictions has in addition
                             of the passages that its document was cut into; null where no passage was found
   nbest                     the likeliest answers, each with probability and passage
   retrieved                 {"id", "score", "ranks", "has_answer"}: the best passages, the first of them read; score:
-                            the retriever's; ranks: the place in each search that found it, {"vectors": 3, "bm25": 1}
+                            the retriever's, with what a task adds that orders passages anew; ranks: the place in each
+                            search that found it, {"vectors": 3, "bm25": 1}
   reader_oracle             whether a right answer could have been chosen in the passages that were read
 
 Of a reader without passages (task closed_book) prediction and probability are all.
@@ -119,8 +120,9 @@ def settings_of(
 ) -> dict[str, Any]:
     """All that the bytes of a predictions file follow from, and what readers of its measures want to know."""
     asked = [question_record(question, number) for number, question in enumerate(questions, start=1)]
-    answering = answering_of(run.config)
-    return describe(run, task, saved.step, search) | {
+    answering, rerank = answering_of(run.config), make_task(task, run).rerank
+    reranked = {"reranked": rerank.passages} if rerank else {}
+    values = {
         "checkpoint": saved.record["digest"],
         "corpus": run.sources.passages.fingerprint,
         "questions": digest(json.dumps(asked).encode()),
@@ -133,12 +135,14 @@ def settings_of(
         "batch_size": Evaluator(run, questions).batch_size,
         "devices": f"{run.mesh.size} × {run.mesh.devices.flat[0].device_kind}",
     }
+    return describe(run, task, saved.step, search) | reranked | values
 
 
 def describe(run: Run, task: str, step: int, search: str) -> dict[str, Any]:
     """What numbers of a run are told with: {"task", "step", "parameters", "passages", "passages_read"}."""
-    shapes = jax.eval_shape(run.model.init, jax.random.key(0))
-    used = shapes if make_task(task, run).needs_vectors(search) else {"reader": shapes["reader"]}
+    asked, shapes = make_task(task, run), jax.eval_shape(run.model.init, jax.random.key(0))
+    towers = run.model.embedder_names if asked.needs_vectors(search) else ()
+    used = [shapes[name] for name in (*towers, "reader", *([asked.rerank.network] if asked.rerank else []))]
     return {
         "task": task,
         "step": step,
@@ -172,7 +176,7 @@ def records(
     if not TASKS[trained.task].reads_passages:
         yield from _recalled(trained, questions, first)
         return
-    evaluator = Evaluator(trained.run, questions[first:], trained.search)
+    evaluator = trained.evaluator(questions[first:])
     for predictions in evaluator.predict_batches(trained.params, trained.index):
         asked = questions[first : first + len(predictions)]
         rows = np.stack([prediction.retrieved for prediction in predictions])

@@ -25,7 +25,7 @@ from realm_jax.mesh import to_host
 from realm_jax.models.inputs import Documents
 from realm_jax.models.likelihood import NEGATIVE, log_prior, log_sum_selected
 from realm_jax.models.realm import Params
-from realm_jax.retrieval.search import Index, Setting, search_queries, take
+from realm_jax.retrieval.search import Index, Rerank, Setting, search_queries, stored_scores, take
 from realm_jax.run import Run, put_batch
 
 _BLANK = re.compile(r"_{2,}|\[([^\[\]]+)\]")
@@ -243,10 +243,12 @@ def _alone(setting: Setting, params: Params, batch: Any) -> jax.Array:
 # --- a question -------------------------------------------------------------------------------------------------------
 
 
-def inspect_question(run: Run, params: Params, index: Index, question: str, answer: str) -> Seen:
+def inspect_question(
+    run: Run, params: Params, index: Index, question: str, answer: str, rerank: Rerank | None = None
+) -> Seen:
     """What a fine-tuned model makes of an answer to a question: p(y|z,x) is the sum over the spans that are the answer.
 
-    Raises UserError for an answer that can be no span.
+    rerank: what orders passages anew, if anything does. Raises UserError for an answer that can be no span.
     """
     lengths, wordpiece = run.lengths, run.sources.wordpiece
     example = question_arrays(wordpiece.encode(question).ids, [answer], wordpiece, lengths)
@@ -257,7 +259,8 @@ def inspect_question(run: Run, params: Params, index: Index, question: str, answ
     if run.setting.qa_search != "vectors":
         example |= run.found_by_words([question], run.answering.qa_passages).arrays(0)
     batch = {key: np.stack([value] * run.mesh.size) for key, value in example.items()}
-    found = _look_at_question(run.answering, params, put_batch(run.mesh, batch), index)
+    setting = dataclasses.replace(run.answering, rerank=rerank)
+    found = _look_at_question(setting, params, put_batch(run.mesh, batch), index)
     rows, prior, reading, held = (to_host(part)[0] for part in found)
     passages = _passages(rows.tolist(), prior, reading)
     return Seen(answer, _marginal(passages), None, float(held), passages)
@@ -269,5 +272,8 @@ def _look_at_question(setting: Setting, params: Params, batch: Any, index: Index
     passages = setting.qa_passages
     read = read_question(setting, params, batch, index, None, passages, passages)
     likelihood = log_sum_selected(read.spans, read.correct, (2, 3))
-    held = jnp.exp(jax.nn.logsumexp(read.reading.scores, axis=1) - _log_total(setting, params, batch, index))
-    return read.reading.rows, read.prior, likelihood, held
+    rows, scores = read.reading.rows, read.reading.scores
+    if setting.rerank is not None:  # the corpus has the retriever's scores alone
+        scores = stored_scores(search_queries(setting, params, batch, index.tower), index, rows)
+    held = jnp.exp(jax.nn.logsumexp(scores, axis=1) - _log_total(setting, params, batch, index))
+    return rows, read.prior, likelihood, held

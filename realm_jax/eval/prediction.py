@@ -23,7 +23,7 @@ from realm_jax.forward import question_beam, read_question
 from realm_jax.mesh import to_host
 from realm_jax.models.realm import Params
 from realm_jax.retrieval.fusion import Fused
-from realm_jax.retrieval.search import Index, Setting
+from realm_jax.retrieval.search import Index, Rerank, Setting
 from realm_jax.run import Run, put_batch
 from realm_jax.sections import answering_of
 
@@ -53,9 +53,9 @@ class Prediction(NamedTuple):
     """nbest: different answers, the likeliest first, at least one, '' in row −1 where no passage was found; candidates:
     the passages that were read.
 
-    retrieved, scores: rows and inner products of the best passages, [answering.retrieved], those that were read first,
+    retrieved, scores: rows and scores of the best passages, [answering.retrieved], those that were read first,
     −1 where words found no more; ranks [answering.retrieved, 2]: their places in the lists of vectors and of words, as
-    of `index.fusion.Fused`.
+    of `retrieval.fusion.Fused`.
     """
 
     nbest: list[Answer]
@@ -127,11 +127,13 @@ def _read(setting: Setting, depth: int, spans: int, params: Params, batch: Any, 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
-    """Questions against one run's corpus. search: what finds the passages, one of `sections.SEARCHES`."""
+    """Questions against one run's corpus. search: what finds the passages, one of `sections.SEARCHES`; rerank: what
+    orders them anew, if anything does."""
 
     run: Run
     questions: Sequence[Question]
     search: str = "vectors"
+    rerank: Rerank | None = None
 
     @property
     def batch_size(self) -> int:
@@ -171,7 +173,7 @@ class Evaluator:
         int64 [questions, depth].
         """
         depth = min(depth, self.run.setting.rows) or self.depth
-        if self.search == "bm25":
+        if self.search == "bm25" and self.rerank is None:
             found = self._found
             found = found if found is not None and depth <= found.rows.shape[1] else self._found_at(depth)
             return found.rows[:, :depth].astype(np.int64)
@@ -179,8 +181,8 @@ class Evaluator:
         return rows
 
     def find(self, params: Params, index: Index, depth: int) -> Fused:
-        """The `depth` best passages for every question by a search that takes vectors, [questions, depth or all]."""
-        setting = dataclasses.replace(self.run.setting, qa_search=self.search)
+        """The `depth` best passages for every question on the devices, [questions, depth or all]."""
+        setting = dataclasses.replace(self.run.setting, qa_search=self.search, rerank=self.rerank)
         parts = [_find(setting, depth, params, put_batch(self.run.mesh, batch), index) for batch in self._batches]
         columns = [np.concatenate([*map(to_host, column)]) for column in zip(*parts, strict=True)]
         return Fused(*(column[: len(self.questions)] for column in columns))
@@ -216,7 +218,7 @@ class Evaluator:
     def predict_batches(self, params: Params, index: Index) -> Iterator[list[Prediction]]:
         """`predict`, `batch_size` questions at a time."""
         run, left = self.run, len(self.questions)
-        setting = dataclasses.replace(run.answering, qa_search=self.search)
+        setting = dataclasses.replace(run.answering, qa_search=self.search, rerank=self.rerank)
         for batch in self._batches:
             outputs = _read(setting, self.depth, SPANS, params, put_batch(run.mesh, batch), index)
             parts = zip(*map(to_host, outputs), strict=True)

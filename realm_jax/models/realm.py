@@ -2,17 +2,21 @@
 
     params = {'query_embedder': …, 'document_embedder': …, 'reader': …}     (one 'embedder' when the tower is shared)
 
+A task may bring further ones (`Network`), each with a key of its own.
+
 Read next: `encoder.py` and `reader.py` for the networks, `likelihood.py` for the objective, `forward.py` for how they
 go together.
 """
 
+import abc
 import dataclasses
-from typing import Any
+import zlib
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
 
-from realm_jax.models.bert import Params
+from realm_jax.models.bert import BertConfig, Params
 from realm_jax.models.encoder import Retriever
 from realm_jax.models.inputs import Joint
 from realm_jax.models.reader import Reader
@@ -21,10 +25,25 @@ Array = jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
+class Network(abc.ABC):
+    """A network that a task brings along: its sizes, and pure functions over a tree in which its parameters have the
+    key `name`."""
+
+    bert: BertConfig
+    name: ClassVar[str]
+
+    @abc.abstractmethod
+    def init_boxed(self, key: Array) -> Params:
+        """Its fresh parameters, below `name`, boxed with their logical axis names."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Realm(Retriever):
-    """A retriever with a reader. Methods are pure functions of their arguments; `key` turns dropout on (None: off)."""
+    """A retriever with a reader, and with what tasks bring along. Methods are pure functions of their arguments; `key`
+    turns dropout on (None: off)."""
 
     reader: Reader = dataclasses.field(kw_only=True)
+    networks: tuple[Network, ...] = dataclasses.field(default=(), kw_only=True)
 
     @property
     def span_width(self) -> int:
@@ -33,12 +52,21 @@ class Realm(Retriever):
 
     def with_bert(self, **changes: Any) -> "Realm":
         """The same networks with fields of their BERTs changed that are no sizes, such as how they attend."""
-        reader = dataclasses.replace(self.reader, bert=dataclasses.replace(self.reader.bert, **changes))
-        return dataclasses.replace(self, bert=dataclasses.replace(self.bert, **changes), reader=reader)
+
+        def changed(part: Any) -> Any:
+            return dataclasses.replace(part, bert=dataclasses.replace(part.bert, **changes))
+
+        networks = tuple(map(changed, self.networks))
+        return dataclasses.replace(changed(self), reader=changed(self.reader), networks=networks)
 
     def init_boxed(self, key: Array) -> Params:
-        """Fresh parameters, boxed with their logical axis names."""
-        return self.init_towers(jax.random.fold_in(key, 0)) | self.reader.init_boxed(jax.random.fold_in(key, 1))
+        """Fresh parameters, boxed with their logical axis names. Those of a network depend on the key and its name, not
+        on what other networks there are."""
+        params = self.init_towers(jax.random.fold_in(key, 0)) | self.reader.init_boxed(jax.random.fold_in(key, 1))
+        for network in self.networks:
+            own = jax.random.fold_in(key, zlib.crc32(network.name.encode()))
+            params[network.name] = network.init_boxed(own)
+        return params
 
     def init(self, key: Array) -> Params:
         """Fresh float32 parameters."""

@@ -5,6 +5,7 @@ not a new program. How candidates are scored and read: `realm_jax/forward.py`, t
 """
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -54,6 +55,18 @@ class LoadedIndex:
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
+class Rerank(NamedTuple):
+    """What orders the first passages of a search anew before they are read.
+
+    passages: how many. network: the key of its parameters. added(setting, params, batch, documents [batch, k, d]) →
+    what it adds to the score of each passage, [batch, k] float32.
+    """
+
+    passages: int
+    network: str
+    added: Callable[["Setting", Params, Batch, Documents], Array]
+
+
 @dataclasses.dataclass(frozen=True)
 class Setting:
     """Everything a loss needs beside its arrays; fixed for a run, so it is part of the compiled program."""
@@ -77,6 +90,7 @@ class Setting:
     qa_search: str = "vectors"  # what finds them, one of `sections.SEARCHES`
     search: str = "vectors"  # what finds REALM's candidates
     qa_documents: bool = False  # whether fine-tuning trains the document embedder as well
+    rerank: Rerank | None = None  # what orders them anew; nothing does while a task is trained
 
     @property
     def qa_words(self) -> bool:

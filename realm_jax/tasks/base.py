@@ -26,8 +26,8 @@ from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import id_dtype
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.models.likelihood import Mean
-from realm_jax.models.realm import Params
-from realm_jax.retrieval.search import Batch, Index, Setting
+from realm_jax.models.realm import Network, Params, Realm
+from realm_jax.retrieval.search import Batch, Index, Rerank, Setting
 from realm_jax.run import Run
 from realm_jax.schema import Sections
 from realm_jax.sections import TaskSection
@@ -98,6 +98,7 @@ class Task(abc.ABC):
     eval_search: str = "vectors"  # what finds passages while it is measured, one of `sections.SEARCHES`
     question_search: str = "vectors"  # what finds those of questions to its parameters, unless they say how
     bm25_depth: int = 0  # passages in BM25's list that comes with an example; 0: there is none
+    rerank: Rerank | None = None  # what orders passages anew for questions to its parameters; `make_task` sets it
 
     # --- how it is trained
     trained: tuple[str, ...]  # the parameters that move
@@ -129,6 +130,16 @@ class Task(abc.ABC):
         return None
 
     @classmethod
+    def networks(cls, model: Realm) -> tuple[Network, ...]:
+        """Networks that it brings along, beside those of `model`."""
+        return ()
+
+    @classmethod
+    def reranks(cls, config: ConfigDict) -> Rerank | None:
+        """What orders passages anew once it is trained, for questions to its parameters and to those of later tasks."""
+        return None
+
+    @classmethod
     def missing(cls, config: ConfigDict, sources: Sources) -> str:
         """What the data lack for it, which is then left out of the recipe; '' for nothing."""
         return "" if not cls.learns_to_answer or sources.answered("train") else "training questions with answers"
@@ -146,6 +157,10 @@ class Task(abc.ABC):
     def check_data(self) -> None:
         """Raise UserError where config and data do not allow to train it."""
         return None
+
+    def start(self, params: Params) -> Params:
+        """What its first step starts from. params: all, as the task before left them or the run began."""
+        return params
 
     @abc.abstractmethod
     def examples(self, params: Params, embed: Embed) -> Examples:
@@ -203,7 +218,7 @@ class Task(abc.ABC):
         questions = dev_questions(self.run)
         if not questions:
             return None
-        evaluator = Evaluator(self.run, questions, self.eval_search)
+        evaluator = Evaluator(self.run, questions, self.eval_search, self.rerank)
 
         def measure(params: Params, index: Index | None, final: bool) -> dict[str, Any]:
             if index is None:
@@ -246,6 +261,15 @@ def reported(means: Means) -> dict[str, Array]:
 def query_shapes(run: Run) -> Shapes:
     """Of `query_arrays`."""
     return {"query": ((run.lengths.query,), id_dtype(run.model.bert.vocabulary_size)), "query_length": ((), np.int32)}
+
+
+def answer_shapes(run: Run) -> Shapes:
+    """Of the answers in `question_arrays`."""
+    lengths = run.lengths
+    return {
+        "answers": ((lengths.answers, lengths.span_width), np.int32),
+        "answer_lengths": ((lengths.answers,), np.int32),
+    }
 
 
 def document_shapes(run: Run) -> Shapes:

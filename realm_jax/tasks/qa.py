@@ -35,6 +35,7 @@ from realm_jax.tasks.base import (
     Shapes,
     Short,
     Task,
+    answer_shapes,
     bm25_shapes,
     measured_questions,
     over_examples,
@@ -153,12 +154,7 @@ class Qa(Task):
         return questions_to_learn(self, params, embed)
 
     def array_shapes(self) -> Shapes:
-        lengths = self.run.lengths
-        answers: Shapes = {
-            "answers": ((lengths.answers, lengths.span_width), np.int32),
-            "answer_lengths": ((lengths.answers,), np.int32),
-        }
-        found = query_shapes(self.run) | answers | bm25_shapes(self.bm25_depth)
+        found = query_shapes(self.run) | answer_shapes(self.run) | bm25_shapes(self.bm25_depth)
         if not self.is_positive:
             return found
         joint, ids = joint_length(self.run.config), id_dtype(self.run.model.bert.vocabulary_size)

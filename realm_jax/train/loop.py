@@ -75,7 +75,7 @@ def train_task(
 
     free_heap()
     saved = Saved.newest_sound(place / "checkpoints", lambda saved: restore(run, task, saved, params))
-    state = start_state(run, task, params) if saved is None else saved.state
+    state = start_state(run, task, task.start(params)) if saved is None else saved.state
     start = int(state.step)
     with ExitStack() as stack:
         keep = config.checkpoint

@@ -16,7 +16,7 @@ from realm_jax.errors import UserError
 from realm_jax.retrieval.scann import check_scann
 from realm_jax.run import Run, encoder_of, make_model, make_run
 from realm_jax.storage import Folder, cache_folder, make_folder, open_folder, read_json
-from realm_jax.tasks import TASKS, make_task
+from realm_jax.tasks import TASKS, make_task, with_networks
 from realm_jax.train.init_from import needs_sources, resolved, sources_of
 from realm_jax.train.workdir import check_workdir, recorded_config
 
@@ -42,7 +42,7 @@ def open_run(config: ConfigDict, workdir: Path) -> Run:
     config = _with_possible_tasks(config, sources)
     if needs_sources(config, workdir):
         _check_sources(config, sources.wordpiece)
-    run = make_run(config, workdir, sources)
+    run = with_networks(make_run(config, workdir, sources))
     for name in task_names(config):
         make_task(name, run).check_data()
     make_folder(workdir, "--workdir")
@@ -105,7 +105,7 @@ def reopen_run(workdir: Path, overrides: dict[str, Any] | None = None, questions
     add_sections(config, [key.partition(".")[0] for key in overrides or {}])
     config.update_from_flattened_dict(overrides or {})
     validate(config)
-    return make_run(config, workdir, open_sources(config.data.path, questions=questions))
+    return with_networks(make_run(config, workdir, open_sources(config.data.path, questions=questions)))
 
 
 def has_begun(workdir: Path, tagger: bool) -> bool:

@@ -98,7 +98,9 @@ def write_results(run: Run, params: Params, questions: Sequence[Question], comma
     last = task_names(run.config)[-1]
     index = final_index(run, last, params)
     asked = measure_as_asked(run, params, index, questions)
-    shown = Evaluator(run, evenly_spaced(questions, SHOWN_QUESTIONS), make_task(last, run).question_search)
+    asked_of = make_task(last, run)
+    shown_questions = evenly_spaced(questions, SHOWN_QUESTIONS)
+    shown = Evaluator(run, shown_questions, asked_of.question_search, asked_of.rerank)
     predictions = shown.predict(params, index)
     sentence = masked_sentence(run, params)
     if not is_process_0():
@@ -117,13 +119,13 @@ def measure_as_asked(run: Run, params: Params, index: Index, questions: Sequence
     last = make_task(task_names(run.config)[-1], run)
     how, found = last.question_search, dict[str, Any]()
     if how != last.eval_search:
-        found |= Evaluator(run, questions, how).recall(params, index)
+        found |= Evaluator(run, questions, how, last.rerank).recall(params, index)
     if (
         not last.learns_to_answer
         and broadcast_from_process_0(begins_with_reader(run.workdir))
         and (asked := answered(questions))
     ):
-        evaluator = Evaluator(run, asked, how)
+        evaluator = Evaluator(run, asked, how, last.rerank)
         found["exact_match"] = evaluator.exact_match(evaluator.predict(params, index))
     return found
 

@@ -18,7 +18,7 @@ from realm_jax.config import REALM_TASKS
 from realm_jax.data.jsonl import Question, read_questions
 from realm_jax.data.staging import is_remote
 from realm_jax.errors import UserError
-from realm_jax.eval.prediction import Answer
+from realm_jax.eval.prediction import Answer, Evaluator
 from realm_jax.mesh import replicated
 from realm_jax.models.realm import Params
 from realm_jax.refresh.builder import rejection
@@ -32,7 +32,7 @@ from realm_jax.refresh.generations import (
     read_manifest,
     read_towers,
 )
-from realm_jax.retrieval.search import Index
+from realm_jax.retrieval.search import Index, Rerank
 from realm_jax.run import Run
 from realm_jax.sections import task_names
 from realm_jax.storage import read_json
@@ -57,7 +57,7 @@ LOW_EXACT_MATCH, LOW_RECALL = 0.2, 0.5  # below these a user is warned
 class Trained:
     """A run as it stands at the newest checkpoint of one of its tasks, with the corpus embedded.
 
-    search: what finds the passages of questions, one of `sections.SEARCHES`.
+    search: what finds the passages of questions, one of `sections.SEARCHES`; rerank: what orders them anew.
     """
 
     run: Run
@@ -66,6 +66,11 @@ class Trained:
     params: Params
     index: Index
     search: str = "vectors"
+    rerank: Rerank | None = None
+
+    def evaluator(self, questions: Sequence[Question]) -> Evaluator:
+        """What answers questions with it."""
+        return Evaluator(self.run, questions, self.search, self.rerank)
 
     @property
     def reads(self) -> bool:
@@ -181,7 +186,7 @@ def restore(
                 index = None
             else:
                 index = index_saved(run, name, saved)
-            params = _params(run, saved, documents=index is None or not for_answers)
+            params = _params(run, saved, index is None or not for_answers, asked.rerank)
             if vectors and is_edited(run):
                 index = published_index(run, params)
             break
@@ -194,7 +199,8 @@ def restore(
         logger.warning("task %s is not done: step %d of %d", name, saved.step, run.config[name].steps)
     if how != "vectors" and for_answers:
         run.words()  # raises where there are none
-    return Trained(run, name, saved.step, params, index or run.index(embed_once(run, params, bar=True)), how)
+    index = index or run.index(embed_once(run, params, bar=True))
+    return Trained(run, name, saved.step, params, index, how, asked.rerank)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,10 +252,11 @@ def measured(run: Run, task: str) -> Measured | None:
     return None if exact is None and found is None else Measured(exact, found, on)
 
 
-def _params(run: Run, saved: Saved, documents: bool) -> Params:
+def _params(run: Run, saved: Saved, documents: bool, rerank: Rerank | None) -> Params:
     """What answers are made with. documents: the document tower too, which answers from stored vectors do without."""
     query, *others = run.model.embedder_names
     names = [query, "reader", *(others if documents or run.setting.qa_documents else ())]
+    names += [] if rerank is None else [rerank.network]
     return jax.device_put(saved.params(names), replicated(run.mesh))  # as `open_run_to_ask` lays out the mesh
 
 

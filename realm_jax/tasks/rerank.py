@@ -1,0 +1,186 @@
+"""Reranker: a cross-encoder that orders the first retrieved passages anew, taught by the reader.
+
+It reads the question beside a passage and adds to the passage's score. What it learns is the trained reader's posterior
+p(z|x,y) over the first passages: which of them the answer is read from, which a retriever's inner product cannot see.
+Its score starts at 0, so the start is the order of the search, and `evaluation.keep_best` can hand that on. Read
+`rerank_loss`.
+"""
+
+import dataclasses
+from functools import partial
+from typing import Any, ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from ml_collections import ConfigDict
+
+from realm_jax.data.examples import Examples
+from realm_jax.flops import embedding_flops, score_flops, tower_of
+from realm_jax.forward import read_question, scores_by_place
+from realm_jax.models.bert import Bert, BertConfig, apply, dense
+from realm_jax.models.inputs import Documents, Joint, join
+from realm_jax.models.likelihood import Mean, log_sum_selected
+from realm_jax.models.realm import Network, Params, Realm, flatten_joint
+from realm_jax.retrieval.search import Batch, Index, Rerank, Setting, bm25_listed
+from realm_jax.run import Run
+from realm_jax.schema import at_least, key, require
+from realm_jax.sections import TaskSection, joint_length, task_names
+from realm_jax.tasks.base import Embed, Means, Shapes, Task, answer_shapes, bm25_shapes, over_examples, query_shapes
+from realm_jax.tasks.qa import Qa
+from realm_jax.tasks.qa_examples import question_examples, training_questions
+
+Array = jax.Array
+NAME = "reranker"  # of its parameters
+
+
+@dataclasses.dataclass(frozen=True)
+class Section(TaskSection):
+    """The training of the reranker."""
+
+    candidates: int = key(6, "first passages of a question that it learns to order", at_least(2))
+    passages: int = key(20, "first passages of a search that it orders anew", at_least(2), operations=True)
+
+
+class RerankTask(Task):
+    """The cross-encoder alone learns."""
+
+    name = "rerank"
+    stream = 8
+    title = "Reranker"
+    section = Section(1000, 16, learning_rate=5e-5)
+    retrieves = True
+    learns_to_answer = True
+    selects_by = "answer_recall@1"
+    trained = (NAME,)
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        setting = run.setting
+        self.candidates = min(run.config.rerank.candidates, setting.rows)
+        self.eval_search = setting.qa_search
+        self.bm25_depth = bm25_listed(setting.qa_search, self.candidates, setting.rows)
+
+    @classmethod
+    def check(cls, config: ConfigDict) -> None:
+        names = task_names(config)
+        if cls.name in names:
+            taught = Qa.name in names[: names.index(cls.name)] or config.init_from or config.reader_from
+            require(bool(taught), "tasks", "rerank learns from a trained reader; put qa before it, or set init_from")
+
+    @classmethod
+    def supervision(cls, config: ConfigDict) -> str:
+        return "Questions with answer strings, and what the trained reader makes of each passage."
+
+    @classmethod
+    def networks(cls, model: Realm) -> tuple[Network, ...]:
+        return (CrossEncoder(model.reader.bert),)
+
+    @classmethod
+    def reranks(cls, config: ConfigDict) -> Rerank:
+        return Rerank(config.rerank.passages, NAME, added)
+
+    def needs_vectors(self, search: str = "") -> bool:
+        return not (self.setting.qa_words and (search or self.eval_search) == "bm25")
+
+    def start(self, params: Params) -> Params:
+        """Its BERT begins as that of the reader."""
+        return params | {NAME: params[NAME] | {"bert": jax.tree.map(jnp.copy, params["reader"]["bert"])}}
+
+    def examples(self, params: Params, embed: Embed) -> Examples:
+        run: Run = self.run
+        questions = training_questions(self, params, embed)
+        texts = [question.question for question in questions]
+        found = run.found_by_words(texts, self.candidates) if self.bm25_depth else None
+        return question_examples(questions, run.sources.wordpiece, run.lengths, found)
+
+    def array_shapes(self) -> Shapes:
+        return query_shapes(self.run) | answer_shapes(self.run) | bm25_shapes(self.bm25_depth)
+
+    def loss(self, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
+        return rerank_loss(self.setting, params, batch, index, key, self.candidates)
+
+    def example_flops(self) -> dict[str, float]:
+        config, count = self.run.config, self.candidates
+        read = tower_of(config).forward(joint_length(config))
+        scored = tower_of(config).forward(joint_length(config), 1) + 2 * config.model.width**2
+        parts = {"reader": count * read, "reranker": 3 * count * scored}
+        if not self.setting.qa_words:
+            queries = embedding_flops(config, config.data.query_length)
+            parts |= {"search": self.setting.rows * score_flops(self.run), "queries": queries}
+        return parts
+
+
+def rerank_loss(
+    setting: Setting, params: Params, batch: Batch, index: Index, key: Array | None, candidates: int
+) -> Means:
+    """Cross-entropy between p(z|x,y) of the reader and the softmax of the new scores, over the first `candidates`; mean
+    over the questions of which one holds an answer."""
+    read = read_question(setting, params, batch, index, None, candidates, candidates)
+    likelihood = log_sum_selected(read.spans, read.correct, (2, 3))  # log p(y|z,x)
+    posterior = jax.lax.stop_gradient(jax.nn.softmax(read.prior + likelihood, axis=1))
+    scores = scores_by_place(read.beam.scores) + scores_of(setting, params, read.reading.joint, key)
+    terms = -(posterior * jax.nn.log_softmax(scores, axis=1)).sum(axis=1)
+    answered = read.correct.any(axis=(1, 2, 3)).astype(jnp.float32)
+    agrees = scores.argmax(axis=1) == posterior.argmax(axis=1)
+    return {
+        "loss": Mean((terms * answered).sum(), answered.sum()),
+        "agreement": Mean((agrees * answered).sum(), answered.sum()),
+        "answer_in_passages": over_examples(answered),
+    }
+
+
+# --- the network ------------------------------------------------------------------------------------------------------
+
+
+class CrossEncoderNetwork(nn.Module):
+    """BERT, [CLS] through a tanh layer, and one score."""
+
+    config: BertConfig
+
+    @nn.compact
+    def __call__(self, ids: Array, segments: Array, mask: Array, deterministic: bool = True) -> Array:
+        """ids, segments [batch, length] int, mask [batch, length] bool → [batch] float32; 0 of fresh parameters."""
+        c = self.config
+        cls = jnp.zeros((ids.shape[0], 1), jnp.int32)
+        hidden = Bert(c, name="bert")(ids, segments, mask, positions=cls, deterministic=deterministic)[:, 0]
+        pooled = jnp.tanh(dense(c.width, ("embed", "embed_out"), c, "pooler")(hidden))
+        pooled = nn.Dropout(c.dropout)(pooled, deterministic=deterministic)
+        return dense(1, ("embed", None), c, "score", nn.initializers.zeros_init(), jnp.float32)(pooled)[..., 0]
+
+
+@dataclasses.dataclass(frozen=True)
+class CrossEncoder(Network):
+    """The cross-encoder as pure functions over a tree in which its parameters have the key 'reranker'."""
+
+    name: ClassVar[str] = NAME
+
+    def init_boxed(self, key: Array) -> Params:
+        ids, mask = jnp.zeros((1, 8), jnp.int32), jnp.ones((1, 8), bool)
+        params: Params = CrossEncoderNetwork(self.bert).init(key, ids, ids, mask)["params"]
+        return params
+
+    def scores(self, params: Params, joint: Joint, key: Array | None = None) -> Array:
+        """joint arrays [batch, length] → [batch] float32; `key` turns dropout on."""
+        found: Array = apply(
+            CrossEncoderNetwork(self.bert), params[NAME], (joint.ids, joint.segments, joint.mask), "__call__", key
+        )
+        return found
+
+
+def scores_of(setting: Setting, params: Params, joint: Joint, key: Array | None = None) -> Array:
+    """Of joint arrays [batch, k, length]: [batch, k]."""
+    network: Any = next(network for network in setting.model.networks if network.name == NAME)
+    return network.scores(params, flatten_joint(joint), key).reshape(joint.ids.shape[:2])
+
+
+def added(setting: Setting, params: Params, batch: Batch, documents: Documents) -> Array:
+    """See `Rerank`. The passages of a place in the list are read at a time, however long the list is."""
+    score = partial(_added_in_place, setting, params, batch)
+    return jax.lax.map(score, Documents(*(part.swapaxes(0, 1) for part in documents))).T
+
+
+def _added_in_place(setting: Setting, params: Params, batch: Batch, documents: Documents) -> Array:
+    """documents.ids [batch, d] → [batch]."""
+    alone = Documents(*(part[:, None] for part in documents))
+    return scores_of(setting, params, join(batch["query"], batch["query_length"], alone, setting.qa_titles))[:, 0]
