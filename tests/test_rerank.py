@@ -11,18 +11,20 @@ from tiny_run import open_config, tiny_config
 
 from realm_jax import recipes
 from realm_jax.cli import main as cli
+from realm_jax.cli.plan import abstract_arguments
 from realm_jax.config import add_sections, default, validate
 from realm_jax.data.pipeline import dataset
 from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.eval.prediction_files import read_settings
 from realm_jax.forward import read_question
-from realm_jax.run import put_batch
-from realm_jax.tasks import make_task
+from realm_jax.run import bare_run, put_batch
+from realm_jax.tasks import make_task, with_networks
 from realm_jax.tasks.rerank import NAME, added
 from realm_jax.train.embedding import embed_once
 from realm_jax.train.recipe import train
 from realm_jax.train.restore import restore_params
+from realm_jax.train.step import make_step
 
 PASSAGES, CANDIDATES = 4, 3
 pytestmark = pytest.mark.usefixtures("quick_steps")
@@ -114,6 +116,19 @@ def test_parameters_after_a_kill_are_the_same(trained, people, tmp_path, monkeyp
     again = jax.tree.map(np.asarray, train(run))
     assert "rerank: going on from step 2" in caplog.text
     jax.tree.map(np.testing.assert_array_equal, straight, again)
+
+
+def test_a_step_can_be_planned_from_the_shapes_of_its_examples(people, tmp_path):
+    run = opened(people, tmp_path / "run", "hybrid")
+    task = make_task("rerank", run)
+    example = task.examples(run.initial_params(), None).make(0, np.random.default_rng(0))
+    found = {name: (np.shape(value), np.asarray(value).dtype) for name, value in example.items()}
+    assert found == {name: (shape, np.dtype(dtype)) for name, (shape, dtype) in task.array_shapes().items()}
+    bare = with_networks(bare_run(run.config, tmp_path, 1000, 300, jax.devices()[:1]))
+    task = make_task("rerank", bare)
+    made = jax.eval_shape(make_step(bare, task), *abstract_arguments(bare, "rerank"))
+    assert "agreement" in str(jax.tree.structure(made))
+    assert set(task.flops()) == {"reader", "reranker", "search", "queries"}
 
 
 def test_it_needs_a_reader():
