@@ -206,7 +206,7 @@ def test_a_science_key_stays_and_an_operations_key_may_change(people, tmp_path):
     with pytest.raises(UserError, match=message):
         open_inline(people, tmp_path, realm__batch_size=16)
     assert read_json(tmp_path / "config.json")["realm"]["batch_size"] == 8
-    open_inline(people, tmp_path, checkpoint__every=3, mesh__data=1)
+    open_inline(people, tmp_path, checkpoint__every=3, optimizer__microbatches=2)
     assert read_json(tmp_path / "config.json")["checkpoint"]["every"] == 3
 
 

@@ -261,7 +261,7 @@ def test_eight_devices_and_microbatches_train_the_same(corpus, trained, tmp_path
     np.testing.assert_allclose(losses(tmp_path)[0][1], losses(trained)[0][1], rtol=1e-4)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train(open_tiny(corpus, whole, tagger__steps=5))
-    train(open_tiny(corpus, parts, tagger__steps=5, tagger__microbatches=2))
+    train(open_tiny(corpus, parts, tagger__steps=5, optimizer__microbatches=2))
     np.testing.assert_allclose(losses(whole)[0][1], losses(parts)[0][1], rtol=1e-4)
 
 
