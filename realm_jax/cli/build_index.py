@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> None:
     share = WorkShare(*processes.share_of(args))
     config = load_config(args.config, args.overrides, lambda: _recorded_or_default(Path(args.workdir)))
     validate(config)
-    config = resolved(config, Path(args.workdir))
+    config = resolved(config, Path(args.workdir), with_reader=False)
     if config.retrieval.backend == "scann":
         check_scann()
     make_folder(Path(args.workdir), "--workdir")
@@ -107,6 +107,7 @@ def for_embedding(config: ConfigDict, devices: int) -> ConfigDict:
     """The config on so many devices of the builder's own: nothing is trained there, so any batch size must pass."""
     own = ConfigDict(config.to_dict())
     own.mesh.update({"data": -1, "fsdp": 1, "model": 1})
+    own.model.reader = ""  # there is none, so its tokens are not needed
     for name in REALM_TASKS:
         own[name].update(batch_size=devices, microbatches=1)
     return own
