@@ -12,6 +12,7 @@ import dataclasses
 from ml_collections import ConfigDict
 
 from realm_jax.run import Run
+from realm_jax.sections import reader_section
 
 # Dense bfloat16 operations a second of one JAX device, by `device_kind` (vendors' data sheets).
 PEAKS = {
@@ -75,8 +76,16 @@ class Tower:
 
 
 def tower_of(config: ConfigDict) -> Tower:
-    """The one size that embedders and reader share."""
-    model = config.model
+    """The size that the embedders have, or a tagger."""
+    return _sized(config.model)
+
+
+def reader_of(config: ConfigDict) -> Tower:
+    """The reader's size."""
+    return _sized(reader_section(config.model))
+
+
+def _sized(model: ConfigDict) -> Tower:
     return Tower(model.layers, model.width, model.feed_forward)
 
 
@@ -89,7 +98,7 @@ def embedding_flops(config: ConfigDict, length: int) -> float:
 
 def word_flops(run: Run) -> float:
     """The reader's head over the masked word pieces of one sequence, forward."""
-    bert = run.model.bert
+    bert = run.model.reader.bert
     return 2 * run.lengths.predictions * bert.width * (bert.width + bert.vocabulary_size)
 
 

@@ -26,6 +26,7 @@ from realm_jax.retrieval.search import (
     retrieve,
     search_by,
     take,
+    take_for_reader,
 )  # fmt: skip
 
 Array = jax.Array
@@ -54,7 +55,7 @@ def read_masked(setting: Setting, params: Params, batch: Batch, index: Index, ke
     documents = take(index, found.rows)
     keys = dropout_keys(key, 2)
     scores = candidate_scores(setting, params, batch, documents, keys[0])
-    log_p, right = candidate_words(setting, params, batch, documents, keys[1])
+    log_p, right = candidate_words(setting, params, batch, take_for_reader(index, found.rows), keys[1])
     valid = jnp.pad(found.valid, ((0, 0), (1, 0)), constant_values=setting.null_document)
     return MaskedReading(found, valid, scores, log_p, right)
 
@@ -98,13 +99,20 @@ def read_targets(
 
 def masked_inputs(batch: Batch, documents: Documents) -> tuple[Joint, Array]:
     """Masked texts beside passages [batch, k, d] as the reader takes them: joint arrays, positions [batch · k, …]."""
-    joint = flatten_joint(join(batch["query"], batch["query_length"], documents))
+    joint = flatten_joint(join(*reader_query(batch), documents))
     return joint, jnp.repeat(batch["positions"], documents.ids.shape[1], axis=0)
 
 
+def reader_query(batch: Batch) -> tuple[Array, Array]:
+    """What the reader reads of a batch's texts: ids [batch, q] and lengths [batch], of the reader's tokens where it has
+    its own (`reader_query`), else those that search."""
+    name = "reader_query" if "reader_query" in batch else "query"
+    return batch[name], batch[f"{name}_length"]
+
+
 def null_candidates(setting: Setting, batch: Batch) -> Documents:
-    """The null document as the one candidate of each text of a batch: [batch, 1, …]."""
-    null = null_documents(len(batch["query"]), (setting.cls_id, setting.sep_id))
+    """The null document as the one candidate of each text of a batch, for the reader: [batch, 1, …]."""
+    null = null_documents(len(batch["query"]), setting.reader_special or (setting.cls_id, setting.sep_id))
     return Documents(*(part[:, None] for part in null))
 
 
@@ -215,12 +223,12 @@ def read_passages(
     keys = dropout_keys(key, 3 if setting.qa_documents else 2)
     found, queries = question_beam(setting, params, batch, index, keys[0], beam)
     scores, read_rows = found.scores, found.rows[:, :passages]
-    documents = take(index, read_rows)
     if setting.qa_documents and setting.rerank is None:
-        fresh = jnp.einsum("bd,bkd->bk", queries, embed_taken(setting, params, documents, keys[2]))
+        taken = embed_taken(setting, params, take(index, read_rows), keys[2])
+        fresh = jnp.einsum("bd,bkd->bk", queries, taken)
         fresh = jnp.where(read_rows >= 0, fresh, NEGATIVE)
         scores = jnp.concatenate([fresh, scores[:, passages:]], axis=1)
-    joint = join(batch["query"], batch["query_length"], documents, setting.qa_titles)
+    joint = join(*reader_query(batch), take_for_reader(index, read_rows), setting.qa_titles)
     spans = read_joint(setting, params, joint, keys[1])
     return Reading(read_rows, scores[:, :passages], joint, spans), found._replace(scores=scores)
 

@@ -35,7 +35,8 @@ from realm_jax.retrieval.exact import padded_rows
 from realm_jax.retrieval.fusion import LIST
 from realm_jax.retrieval.scann import BUDGET, ScannConfig
 from realm_jax.retrieval.search import Index, Setting, bm25_listed, search_depth
-from realm_jax.sections import answering_of, joint_length, task_names
+from realm_jax.schema import require
+from realm_jax.sections import answering_of, has_reader_tokenizer, joint_length, reader_section, task_names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,9 +83,18 @@ class Run(BaseRun):
         """The corpus on the devices, sharded by rows."""
         return Documents(*(self._by_rows(part) for part in self.corpus))
 
+    @cached_property
+    def reader_documents(self) -> Documents | None:
+        """The same rows in the tokens of a reader that has its own."""
+        if (reader := self.sources.reader) is None:
+            return None
+        parts = reader.passages.document_matrix(self.config.data.document_length, reader.wordpiece.special)
+        return Documents(*(self._by_rows(part) for part in parts))
+
     def index(self, vectors: NDArray) -> Index:
         """An index of host vectors [rows, projection], stored as `model.dtype` and sharded by rows."""
-        return Index(self._by_rows(vectors.astype(self.config.model.dtype, copy=False)), self.documents)
+        stored = self._by_rows(vectors.astype(self.config.model.dtype, copy=False))
+        return self.bare_index._replace(vectors=stored)
 
     def words(self) -> Bm25:
         """BM25 over the corpus, kept in the run folder or made in memory. Raises UserError where it has no words."""
@@ -117,7 +127,7 @@ class Run(BaseRun):
     @property
     def bare_index(self) -> Index:
         """The passages alone, where nothing finds them by their vectors."""
-        return Index(None, self.documents)
+        return Index(None, self.documents, reader_documents=self.reader_documents)
 
     @property
     def answering(self) -> Setting:
@@ -165,7 +175,8 @@ class Run(BaseRun):
     def with_config(self, config: ConfigDict) -> "Run":
         """The same run under another config of the same data and networks; the corpus on the devices is shared."""
         other = dataclasses.replace(self, config=config)
-        other.__dict__.update(corpus=self.corpus, documents=self.documents)  # where cached_property keeps them
+        own = {name: getattr(self, name) for name in ("corpus", "documents", "reader_documents")}
+        other.__dict__.update(own)  # where cached_property keeps them
         return other
 
 
@@ -194,28 +205,37 @@ def make_run(config: ConfigDict, workdir: Path, sources: Sources, devices: list[
             f"{config.data.path}: the corpus has {rows} passages, but config.realm.candidates, "
             f"qa.passages and answering.read need {wanted}; add passages or lower the keys"
         )
-    if config.model.width >= WIDE:
+    if max(config.model.width, reader_section(config.model).width) >= WIDE:
         return_blocks()
     wordpiece = sources.wordpiece
     special = wordpiece.cls_id, wordpiece.sep_id
-    bare = bare_run(config, workdir, rows, wordpiece.size, devices, special, encoder_of(wordpiece))
+    if not has_reader_tokenizer(config):
+        sources = dataclasses.replace(sources, reader=None)
+    reader = None if sources.reader is None else sources.reader.wordpiece
+    bare = bare_run(config, workdir, rows, wordpiece.size, devices, special, encoder_of(wordpiece), reader)
     if config.data.text == "passages":
-        sources = dataclasses.replace(sources, pretraining=sources.passages)
+        sources = sources.of_passages_alone()
     return dataclasses.replace(bare, sources=sources)
 
 
 def bare_run(
     config: ConfigDict, workdir: Path, rows: int, vocabulary_size: int, devices: list[jax.Device] | None = None,
-    special: tuple[int, int] = (101, 102), encode: Encode = placeholder,
+    special: tuple[int, int] = (101, 102), encode: Encode = placeholder, reader: Tokenizer | None = None,
 ) -> Run:  # fmt: skip
     """A run that knows the sizes of its data but has none: enough to compile its programs.
 
     special: ids of [CLS] and [SEP], by default those of BERT's vocabulary. encode: what makes word pieces of prompts.
-    Raises UserError where sizes do not fit.
+    reader: the tokenizer of a reader that has its own. Raises UserError where sizes do not fit.
     """
+    require(
+        reader is not None or not has_reader_tokenizer(config),
+        "model.reader",
+        "tokenizer=own needs prepared data, opened with the reader's tokens; leave it out",
+    )
     mesh = mesh_for(config, devices)
     data, ict, realm, qa = config.data, config.ict, config.realm, config.qa
-    model = make_model(config, vocabulary_size, encode, logical_sharding(mesh, "batch", None, None))
+    hidden = logical_sharding(mesh, "batch", None, None)
+    model = make_model(config, vocabulary_size, encode, hidden, reader.size if reader else 0)
     setting = Setting(
         model.with_bert(**for_devices(mesh, model.bert.dtype)),
         mesh,
@@ -234,6 +254,7 @@ def bare_run(
         search=realm.search,
         qa_search=qa.search,
         qa_documents=qa.refresh_every > 0,
+        reader_special=(reader.cls_id, reader.sep_id) if reader else None,
     )
     lengths = lengths_from(
         data.query_length, data.document_length, realm.masking, data.predictions, qa.answers, config.model.span_width
@@ -272,16 +293,19 @@ def encoder_of(wordpiece: Tokenizer) -> Encode:
 
 
 def make_model(
-    config: ConfigDict, vocabulary_size: int, encode: Encode = placeholder, hidden: NamedSharding | None = None
-) -> Realm:
+    config: ConfigDict, vocabulary_size: int, encode: Encode = placeholder, hidden: NamedSharding | None = None,
+    reader_vocabulary_size: int = 0,
+) -> Realm:  # fmt: skip
     """The networks that a config describes. encode: what makes word pieces of prompts; hidden: where their hidden
-    states live on a mesh. Raises UserError where prompts leave too few positions."""
+    states live on a mesh; reader_vocabulary_size: of a reader with a tokenizer of its own, 0 for none. Raises UserError
+    where prompts leave too few positions."""
     model, encoder = config.model, config.encoder
     query, passage = encoder.query_prompt, encoder.passage_prompt
     query_template = compiled(query, "config.encoder.query_prompt", False, encode) if query else None
     passage_template = compiled(passage, "config.encoder.passage_prompt", True, encode) if passage else None
     longest = max(joint_length(config), *tower_lengths(config, query_template, passage_template))
     bert = make_bert(model, vocabulary_size, longest, hidden)
+    reader_bert = make_bert(reader_section(model), reader_vocabulary_size or vocabulary_size, longest, hidden)
     return Realm(
         bert,
         projection=encoder.projection,
@@ -294,7 +318,7 @@ def make_model(
         query_template=query_template,
         passage_template=passage_template,
         shared_tower=model.shared_tower,
-        reader=Reader(bert, span_size(model.width), model.span_width),
+        reader=Reader(reader_bert, span_size(reader_bert.width), model.span_width),
     )
 
 

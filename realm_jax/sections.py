@@ -6,6 +6,7 @@ which is the one thing to read next. How a key is declared: `schema.py`.
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -19,6 +20,13 @@ SEED = Limit("from 0 to 2**32 - 1 (JAX drops the bits beyond)", lambda value: 0 
 HELD_OUT = Limit(
     "0 for none, or from 0.001 to 1 (documents are held out in thousandths)",
     lambda value: value == 0 or 0.001 <= value <= 1,
+)
+READER_SIZES = ("layers", "width", "heads", "feed_forward")
+READER_CHOICES = {"hidden_act": ("gelu", "gelu_new"), "tokenizer": ("own",)}
+READER = Limit(
+    f"'' or like 'layers=12,width=768': of {', '.join(READER_SIZES)} (positive), hidden_act=gelu or gelu_new, and "
+    "tokenizer=own, each at most once",
+    lambda value: reader_changes(value) is not None,
 )
 
 
@@ -95,8 +103,15 @@ class Bert:
 
 @dataclass(frozen=True)
 class Model(Bert):
-    """The three BERTs, of one size."""
+    """The three BERTs: both embedders are of one size, and so is the reader unless `reader` says otherwise."""
 
+    reader: str = key(
+        "",
+        "in what the reader's BERT differs, such as 'layers=12,width=768,heads=12,feed_forward=3072': sizes and "
+        "hidden_act; with tokenizer=own it reads the tokens of `realm prepare --reader-vocab`. '': in nothing, or as "
+        "the model of reader_from",
+        READER,
+    )
     span_width: int = key(10, "word pieces of an answer at most", POSITIVE)
     shared_tower: bool = key(False, "one embedder for queries and passages instead of two")
 
@@ -239,12 +254,6 @@ class Optimizer(AnyOptimizer):
         "it, word embeddings as they are, and a warm-up of 20 steps (40 for questions) where none is set",
         one_of("bert", "short"),
     )
-    retriever_rate: float = key(
-        0.0,
-        "learning rate of the embedders as a multiple of their task's, where a task trains a reader beside them; 0: as "
-        "the preset says",
-        NOT_NEGATIVE,
-    )
 
 
 @dataclass(frozen=True)
@@ -341,3 +350,31 @@ def check_heads(config: ConfigDict, waiting: Collection[str] = ()) -> None:
     """Raise UserError unless attention heads fit the width. waiting: keys whose values a model is to say."""
     known = "model.width" not in waiting and "model.heads" not in waiting
     require(not known or config.model.width % config.model.heads == 0, "model.heads", "must divide model.width")
+    reader = reader_section(config.model)
+    advice = f"the reader's {reader.heads} heads must divide its width of {reader.width}"
+    require(not known or reader.width % reader.heads == 0, "model.reader", advice)
+
+
+def reader_changes(text: str) -> dict[str, Any] | None:
+    """What `model.reader` says, {key: value}; None where it says nothing that can be."""
+    pairs = [part.partition("=") for part in text.split(",") if text]
+    found: dict[str, Any] = {}
+    for name, _, value in pairs:
+        is_size = name in READER_SIZES and value.isdecimal() and int(value) > 0
+        if name in found or not (is_size or value in READER_CHOICES.get(name, ())):
+            return None
+        found[name] = int(value) if is_size else value
+    return found
+
+
+def reader_section(model: ConfigDict) -> ConfigDict:
+    """The section `model` as it is for the reader's BERT: with the sizes that `model.reader` says."""
+    changes = reader_changes(model.get("reader", "")) or {}
+    found = ConfigDict(model.to_dict())
+    found.update({name: value for name, value in changes.items() if name != "tokenizer"})
+    return found
+
+
+def has_reader_tokenizer(config: ConfigDict) -> bool:
+    """Whether the reader reads other tokens than the retriever."""
+    return "tokenizer" in (reader_changes(config.model.reader) or {})

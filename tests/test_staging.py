@@ -6,11 +6,13 @@ import shutil
 import fsspec
 import pytest
 from capitals import digests
+from tiny_run import PEOPLE
+from unigram import READER_SIZE, prepare_for_two
 
 from realm_jax.cli import main as cli
 from realm_jax.cli.prepare import prepare
 from realm_jax.data import staging
-from realm_jax.data.sources import open_sources
+from realm_jax.data.sources import open_sources, tokenizers_of
 from realm_jax.errors import UserError
 from realm_jax.storage import StorageError, open_folder
 
@@ -85,3 +87,13 @@ def test_a_disk_without_room_is_named(in_bucket, disk, monkeypatch):
     monkeypatch.setattr(staging, "MARGIN", 1 << 60)
     with pytest.raises(StorageError, match="free; set REALM_STAGING to a folder with more room"):
         staging.staged(URL)
+
+
+def test_the_tokens_of_a_reader_are_copied_too(disk):
+    data = prepare_for_two(disk)
+    for path in data.rglob("*"):
+        if path.is_file():
+            open_folder(URL).write(str(path.relative_to(data)), path.read_bytes())
+    wordpiece, passages, _ = open_sources(URL, reader=True).for_reader
+    assert wordpiece.size == READER_SIZE and len(passages) == len(PEOPLE)
+    assert tokenizers_of(URL) == tokenizers_of(str(data))

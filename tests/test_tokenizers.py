@@ -2,19 +2,16 @@
 
 import json
 import pickle
-import random
-import re
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ml_collections import ConfigDict
 from tiny_run import PEOPLE, question, tiny_config, write_lines
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+from unigram import TEXTS, unigram
 
 from realm_jax.cli import main as cli
 from realm_jax.cli.inspect_data import pieces_of
@@ -32,36 +29,11 @@ from realm_jax.train.recipe import train
 from realm_jax.train.workdir import check_workdir
 
 SIZE = 250_000
-SPECIAL = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
-TEXTS = [
-    f"{name} was born ({1800 + n}). The house of {name} in {name[:3]}ville stands since May {1900 + n}."
-    for n, name in enumerate(PEOPLE)
-]
-
-
-def unigram(size: int = SIZE) -> bytes:
-    """The JSON of a tokenizer like XLM-R's: words of the texts with and without a mark, characters, random filler."""
-    rng, text = random.Random(0), " ".join([*TEXTS, "When was the query: title: text: |"])
-    words = dict.fromkeys(re.findall(r"\w+|[^\w\s]", text))
-    likely = dict.fromkeys([*(f"▁{word}" for word in words), *words, "▁", *sorted({*text})])
-    filler: dict[str, None] = {}
-    while len(filler) < size - len(SPECIAL) - len(likely):
-        filler["▁" + "".join(rng.choices("bcdfghjklmnpqrstvwxz", k=6))] = None  # not a word of the texts: no vowel
-    pieces = [*((piece, 0.0) for piece in SPECIAL[:4]), *((piece, -5.0 - len(piece) / 99) for piece in likely)]
-    pieces += [(piece, -30.0) for piece in filler]
-    tokenizer = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=3, byte_fallback=False))
-    tokenizer.normalizer = normalizers.NFKC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.decoder = decoders.Metaspace()
-    tokenizer.add_special_tokens(SPECIAL)
-    ends = [(token, tokenizer.token_to_id(token)) for token in ("<s>", "</s>")]
-    tokenizer.post_processor = processors.TemplateProcessing("<s> $A </s>", "<s> $A </s> $B </s>", ends)
-    return tokenizer.to_str().encode()
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer(unigram())
+    return Tokenizer(unigram(SIZE))
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +64,7 @@ def test_special_tokens_and_the_size_of_ids_are_the_tokenizer_s(tokenizer):
 def test_a_saved_or_sent_tokenizer_is_the_same(tokenizer, tmp_path):
     assert pickle.loads(pickle.dumps(tokenizer)).fingerprint == tokenizer.fingerprint
     cut = {"max_length": 8, "direction": "Right", "strategy": "LongestFirst", "stride": 0}
-    padded = json.loads(unigram()) | {"truncation": cut}
+    padded = json.loads(unigram(SIZE)) | {"truncation": cut}
     assert Tokenizer(json.dumps(padded).encode()).fingerprint == tokenizer.fingerprint
     assert Tokenizer(unigram(SIZE - 1)).fingerprint != tokenizer.fingerprint
 

@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> None:
     share = WorkShare(*processes.share_of(args))
     config = load_config(args.config, args.overrides, lambda: _recorded_or_default(Path(args.workdir)))
     validate(config)
-    config = resolved(config, Path(args.workdir))
+    config = resolved(config, Path(args.workdir), with_reader=False)
     if config.retrieval.backend == "scann":
         check_scann()
     make_folder(Path(args.workdir), "--workdir")
@@ -115,6 +115,7 @@ def for_embedding(config: ConfigDict, devices: int) -> ConfigDict:
     own = ConfigDict(config.to_dict())
     own.mesh.update({"fsdp": 1, "model": 1})
     own.optimizer.microbatches = 1
+    own.model.reader = ""  # there is none, so its tokens are not needed
     for name in REALM_TASKS.keys() & {*own}:
         own[name].batch_size = devices
     return own

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from realm_jax.cli.build_index import run_builder
 from realm_jax.corpora.build import build_store
+from realm_jax.corpora.reader_tokens import write_reader_tokens
 from realm_jax.data import spans
 from realm_jax.data.jsonl import read_passages
-from realm_jax.data.sources import open_sources
+from realm_jax.data.sources import READER, READER_MANIFEST, open_sources
 from realm_jax.data.staging import is_remote
 from realm_jax.data.store import PassageStore, remove_documents
 from realm_jax.data.tokenizer_files import open_tokenizer
@@ -73,6 +74,8 @@ def run(args: argparse.Namespace) -> None:
     with only_one(data):
         before = PassageStore.open(data / "passages")
         after = edit(data, args.action, args.what)
+        if (data / READER / READER_MANIFEST).is_file():
+            write_reader_tokens(data, open_tokenizer(data / READER / "tokenizer"), workers=1)
     print(f"{data}: {len(before):,} -> {len(after):,} passages, version {after.fingerprint[:12]}")
     if args.workdir:
         manifest = publish(open_run_to_ask(Path(args.workdir), {"data.path": place}))

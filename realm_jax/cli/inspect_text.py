@@ -75,7 +75,7 @@ def run(args: argparse.Namespace, html: Path | None) -> None:
     if is_question:
         check_question(opened, args.subject)
     if text:
-        masked_text(text, args.pieces, opened.lengths, opened.sources.wordpiece)
+        masked_text(text, args.pieces, opened.lengths, opened.sources.for_reader.wordpiece)
     bert = _open_bert(args, changes, opened, text) if args.bert and text else None
     trained = restore(opened, args.task or _task(opened.config, is_question), for_answers=is_question)
     if trained.index.vectors is None:
@@ -144,10 +144,11 @@ def _open_bert(args: argparse.Namespace, changes: dict[str, Any], opened: Run, t
     try:
         other = open_run_to_ask(Path(args.bert), changes)
         newest(other)
-        masked_text(text, args.pieces, other.lengths, other.sources.wordpiece)
+        masked_text(text, args.pieces, other.lengths, other.sources.for_reader.wordpiece)
     except UserError as fault:
         raise UserError(f"--bert: {fault}") from None
-    if other.sources.wordpiece.fingerprint != opened.sources.wordpiece.fingerprint:
+    theirs, own = (run.sources.for_reader.wordpiece.fingerprint for run in (other, opened))
+    if theirs != own:
         raise UserError(f"--bert={args.bert}: its vocabulary is not that of --workdir={args.workdir}; name another run")
     return other
 

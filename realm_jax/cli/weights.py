@@ -114,7 +114,7 @@ def export(
     checkpoint, and where `names` cannot say what the networks are.
     """
     opened = open_run_to_ask(workdir, changes)
-    model, wordpiece = opened.model, opened.sources.wordpiece
+    model, sources = opened.model, opened.sources
     if names == HF_REALM:
         _check_realm(model)
     name, saved = newest(opened, task)
@@ -122,7 +122,9 @@ def export(
         logger.warning("task %s is not done: step %d of %d", name, saved.step, opened.config[name].steps)
     params = restore_params(opened, name, saved)
     with _whole(output) as folder:
-        write_networks(folder, opened.config, model, params, wordpiece, names, reader_is_trained(workdir, name))
+        reads = reader_is_trained(workdir, name)
+        read = sources.for_reader.wordpiece
+        write_networks(folder, opened.config, model, params, sources.wordpiece, names, reads, read)
     logger.info("%s: %s of %s at step %d of %s", output, ", ".join(params), workdir, saved.step, name)
 
 
@@ -145,19 +147,21 @@ def _check_realm(model: Realm) -> None:
 
 def write_networks(
     folder: Path, config: ConfigDict, model: Realm, params: Params, wordpiece: Tokenizer, names: str = "bert",
-    reads: bool = True,
+    reads: bool = True, reader_wordpiece: Tokenizer | None = None,
 ) -> None:  # fmt: skip
     """Write every network into a folder of its own in `folder`. names: 'bert' or 'realm'.
 
     reads: whether the reader was trained with questions; recorded, so that a run that begins with it knows.
+    reader_wordpiece: its tokenizer, where it has its own.
     """
     encoder = config.encoder.to_dict() | {"temperature": model.current_temperature(params)}
     for network, parts in networks(model).items():
         place, own = folder / network, jax.tree.map(np.asarray, params[network])
-        settings = settings_of(model, network, names) | {"pad_token_id": wordpiece.pad_id}
+        own_tokens = reader_wordpiece if network == READER and reader_wordpiece else wordpiece
+        settings = settings_of(model, network, names) | {"pad_token_id": own_tokens.pad_id}
         settings |= {READS: reads} if network == READER else {OWN: encoder}
         save(place, own, parts, names, settings)
-        _save_tokenizer(place, wordpiece, bert_of(model, network).max_length)
+        _save_tokenizer(place, own_tokens, bert_of(model, network).max_length)
         if names == "bert" and network != READER:
             write_modules(place, model, own, encoder, _inputs(config, model, network))
         else:

@@ -121,6 +121,12 @@ class Found(NamedTuple):
         return {"word_rows": self.rows[number], "word_scores": self.scores[number]}
 
 
+def as_read(arrays: Example) -> Example:
+    """Arrays whose query is in tokens that the reader alone reads: `reader_query`, in place of `query`."""
+    names = ("query", "query_length")
+    return {f"reader_{name}" if name in names else name: value for name, value in arrays.items()}
+
+
 def question_arrays(ids: Sequence[int], answers: Sequence[str], wordpiece: Tokenizer, lengths: Lengths) -> Example:
     """One question: query arrays, answers [answers, span_width] and their lengths (0 where there is none).
 

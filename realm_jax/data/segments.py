@@ -59,7 +59,7 @@ class Segment:
         self.fingerprint: str = entry["fingerprint"]
         self.documents: int = entry["documents"]
         self.span_kinds: list[str] = entry["span_kinds"]
-        self._folder = folder
+        self.folder = folder
         self._files = entry["files"]
         self.dtype = np.dtype(entry.get("dtype", TOKENS))
         """Of the ids of tokens."""
@@ -77,7 +77,7 @@ class Segment:
 
     def path(self, name: str) -> Path:
         """The file of a column."""
-        return self._folder / file_name(name)
+        return self.folder / file_name(name)
 
     def string(self, name: str, row: int) -> str:
         """The text of one row of a UTF-8 column. Raises UserError, naming the file, where it is damaged."""

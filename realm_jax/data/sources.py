@@ -4,7 +4,7 @@ import dataclasses
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from realm_jax.data.jsonl import Question, answered, read_questions
 from realm_jax.data.staging import is_remote, staged
@@ -15,16 +15,39 @@ from realm_jax.errors import UserError
 from realm_jax.storage import digest, read_json
 
 FORMAT_VERSION = 2
+READER, READER_MANIFEST = "reader", "READER.json"  # what `--reader-vocab` writes
+
+
+class Tokenized(NamedTuple):
+    """Passages and pre-training text in the tokens of one tokenizer; `pretraining` is `passages` where X is Z."""
+
+    wordpiece: Tokenizer
+    passages: PassageStore
+    pretraining: PassageStore
 
 
 @dataclasses.dataclass(frozen=True)
 class Sources:
-    """What a run reads. `pretraining` is `passages` itself where X is Z (`own_text` is true then)."""
+    """What a run reads. `pretraining` is `passages` itself where X is Z (`own_text` is true then).
+
+    reader: the same rows in the tokens of a reader that has a tokenizer of its own.
+    """
 
     wordpiece: Tokenizer
     passages: PassageStore
     pretraining: PassageStore
     questions: dict[str, list[Question]]
+    reader: Tokenized | None = None
+
+    @property
+    def for_reader(self) -> Tokenized:
+        """What the reader reads: tokens of its own, or the retriever's."""
+        return self.reader or Tokenized(self.wordpiece, self.passages, self.pretraining)
+
+    def of_passages_alone(self) -> "Sources":
+        """The same with X = Z."""
+        reader = self.reader and self.reader._replace(pretraining=self.reader.passages)
+        return dataclasses.replace(self, pretraining=self.passages, reader=reader)
 
     @property
     def own_text(self) -> bool:
@@ -42,22 +65,24 @@ class Sources:
             split: [{name: getattr(one, name) for name in names} for one in some]
             for split, some in self.questions.items()
         }
-        return {
+        found = {
             "tokenizer": self.wordpiece.fingerprint,
             "passages": self.passages.fingerprint,
             "pretraining": self.pretraining.fingerprint,
             "questions": digest(json.dumps(asked, sort_keys=True).encode()),
         }
+        return found | ({"reader": self.reader.wordpiece.fingerprint} if self.reader else {})
 
 
 def open_sources(
-    folder: str | os.PathLike[str], version: str | None = None, flag: str = "config.data.path=", questions: bool = True
-) -> Sources:
+    folder: str | os.PathLike[str], version: str | None = None, flag: str = "config.data.path=", questions: bool = True,
+    reader: bool = False,
+) -> Sources:  # fmt: skip
     """Open a folder written by `realm prepare`; one in a bucket is copied to this machine first.
 
     version: fingerprint of passages that were the newest once; one that is not there gives the newest. flag: what a
-    message puts before the folder, as the user gave it. questions: whether they are read, or none. Raises UserError
-    when the folder is none, or when its parts do not match.
+    message puts before the folder, as the user gave it. questions: whether they are read, or none. reader: whether the
+    tokens of `--reader-vocab` are opened. Raises UserError when the folder is none, or when its parts do not match.
     """
     folder = staged(os.fspath(folder), flag) if is_remote(os.fspath(folder)) else Path(folder)
     if not (folder / "PREPARED.json").is_file():
@@ -70,7 +95,36 @@ def open_sources(
     wordpiece = open_tokenizer(folder / "tokenizer")
     passages = _open_store(folder / "passages", wordpiece, version)
     pretraining = _open_store(folder / "pretraining", wordpiece) if manifest.get("pretraining") else passages
-    return Sources(wordpiece, passages, pretraining, _read_questions(folder, manifest) if questions else {})
+    asked = _read_questions(folder, manifest) if questions else {}
+    return Sources(
+        wordpiece, passages, pretraining, asked, _open_reader(folder, passages, pretraining) if reader else None
+    )
+
+
+def tokenizers_of(folder: str) -> tuple[str | None, str | None]:
+    """Fingerprints of a prepared folder's tokenizer and of that of `--reader-vocab`; None for what is not there."""
+    place = staged(folder) if is_remote(folder) else Path(folder)
+    found = [place / "PREPARED.json", place / READER / READER_MANIFEST]
+    first, second = (read_json(path).get("tokenizer") if path.is_file() else None for path in found)
+    return first, second
+
+
+def _open_reader(folder: Path, passages: PassageStore, pretraining: PassageStore) -> Tokenized:
+    """The reader's tokens of opened stores. Raises UserError where there are none."""
+    place = folder / READER
+    again = f"`realm prepare --output={folder} --reader-vocab="
+    if not (place / READER_MANIFEST).is_file():
+        raise UserError(f"{place}: no tokens for a reader with a tokenizer of its own; make them with {again}FILE`")
+    versions, wordpiece = read_json(place / READER_MANIFEST), open_tokenizer(place / "tokenizer")
+
+    def open_store(name: str, like: PassageStore) -> PassageStore:
+        version = versions.get(name, {}).get(like.fingerprint)
+        if version is None:
+            raise UserError(f"{place}: older than {like.folder}; bring it up to date with {again}{place}/tokenizer`")
+        return _open_store(place / name, wordpiece, version)
+
+    own = open_store("passages", passages)
+    return Tokenized(wordpiece, own, own if pretraining is passages else open_store("pretraining", pretraining))
 
 
 def _read_questions(folder: Path, manifest: dict[str, Any]) -> dict[str, list[Question]]:

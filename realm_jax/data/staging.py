@@ -16,7 +16,7 @@ from realm_jax.storage import Folder, StorageError, digest, one_after_another, o
 
 logger = logging.getLogger(__name__)
 
-PREPARED = "PREPARED.json"
+PREPARED, READER = "PREPARED.json", "reader/READER.json"
 MARGIN = 1 << 30  # bytes of the disk that are left free
 
 
@@ -42,8 +42,13 @@ def staged(url: str, flag: str = "config.data.path=") -> Path:
                 f"{flag}{url}: not a prepared folder (no {PREPARED}); make it with `realm prepare`"
             ) from None
         manifest = folder.read_json(PREPARED)
-        stores = {name: folder.read(f"{name}/{STORE}") for name in ("passages", "pretraining") if manifest.get(name)}
-        if not _is_current(copy, {PREPARED: prepared} | {f"{name}/{STORE}": data for name, data in stores.items()}):
+        names = [name for name in ("passages", "pretraining") if manifest.get(name)]
+        has_reader = "READER.json" in folder.names("reader")
+        names += [f"reader/{name}" for name in names if has_reader]
+        stores = {name: folder.read(f"{name}/{STORE}") for name in names}
+        records = {READER: folder.read(READER)} if has_reader else {}
+        records |= {PREPARED: prepared} | {f"{name}/{STORE}": data for name, data in stores.items()}
+        if not _is_current(copy, records):
             (copy / PREPARED).unlink(missing_ok=True)
             _copy(folder, copy, manifest, stores)
             write_atomic(copy / PREPARED, prepared)
@@ -55,7 +60,8 @@ def _is_current(copy: Path, records: dict[str, bytes]) -> bool:
 
 
 def _copy(folder: Folder, copy: Path, manifest: dict[str, Any], stores: dict[str, bytes]) -> None:
-    small = [f"tokenizer/{name}" for name in folder.names("tokenizer")]
+    small = [f"{place}/{name}" for place in ("tokenizer", "reader/tokenizer") for name in folder.names(place)]
+    small += [READER] if "reader/passages" in stores else []
     small += [f"questions/{split}.jsonl" for split in manifest["questions"]]
     large = {
         f"{name}/{segment['folder']}/{file}": known["bytes"]

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from realm_jax.data.examples import Example, Lengths, query_arrays, question_arrays
+from realm_jax.data.examples import Example, Lengths, as_read, query_arrays, question_arrays
 from realm_jax.data.tokenizer import MARK, Tokenizer
 from realm_jax.errors import UserError
 from realm_jax.forward import masked_inputs, null_candidates, read_masked, read_question, read_targets
@@ -25,7 +25,7 @@ from realm_jax.mesh import to_host
 from realm_jax.models.inputs import Documents
 from realm_jax.models.likelihood import NEGATIVE, log_prior, log_sum_selected
 from realm_jax.models.realm import Params
-from realm_jax.retrieval.search import Index, Rerank, Setting, search_queries, stored_scores, take
+from realm_jax.retrieval.search import Index, Rerank, Setting, search_queries, stored_scores, take_for_reader
 from realm_jax.run import Run, put_batch
 
 _BLANK = re.compile(r"_{2,}|\[([^\[\]]+)\]")
@@ -123,6 +123,12 @@ def masked_text(text: Masked, pieces: int, lengths: Lengths, wordpiece: Tokenize
     return arrays | {"weights": weights} | own | query_arrays(masked, lengths.query, wordpiece)
 
 
+def retriever_arrays(text: Masked, pieces: int, lengths: Lengths, wordpiece: Tokenizer) -> Example:
+    """What the retriever takes of a sentence, in its own tokens: the masked query, and the whole sentence."""
+    made = masked_text(text, pieces, lengths._replace(predictions=lengths.query), wordpiece)
+    return {name: made[name] for name in ("query", "query_length", "sentence", "sentence_length")}
+
+
 class Look(NamedTuple):
     """What `look` finds for each text of a batch; candidates are the null document and k passages.
 
@@ -142,7 +148,7 @@ def look(setting: Setting, params: Params, batch: Any, index: Index, special: An
     """Retrieve for masked texts and read them beside every candidate. special [s] int: the pieces that are no text."""
     read = read_masked(setting, params, batch, index, None)
     reading = (read.log_p * batch["weights"][:, None]).sum(axis=-1)
-    parts = [null_candidates(setting, batch), take(index, read.found.rows)]
+    parts = [null_candidates(setting, batch), take_for_reader(index, read.found.rows)]
     guesses = jnp.concatenate([_likeliest(setting, params, batch, part, special) for part in parts], axis=1)
     null = jnp.where(setting.null_document, read.scores[:, 0], NEGATIVE)
     total = jnp.logaddexp(null, _log_total(setting, params, batch, index))
@@ -169,8 +175,10 @@ def inspect_masked(run: Run, params: Params, index: Index, text: Masked, pieces:
     Answers that are weighed against each other are the likeliest beside each candidate. Raises UserError as
     `masked_text`.
     """
-    wordpiece = run.sources.wordpiece
+    wordpiece = run.sources.for_reader.wordpiece
     example = masked_text(text, pieces, run.lengths, wordpiece)
+    if run.sources.reader is not None:
+        example = as_read(example) | retriever_arrays(text, pieces, run.lengths, run.sources.wordpiece)
     if (find := run.find_sentence) is not None:
         example |= find(f"{text.before} {text.after}", -1)
     (seen,) = _look_at(run, params, index, [example])
@@ -195,7 +203,7 @@ def _look_at(run: Run, params: Params, index: Index, examples: Sequence[Example]
     """`look` at some examples, on the host; the batch is filled up for the devices."""
     filled = [*examples, *[examples[0]] * (-len(examples) % run.mesh.size)]
     batch = {key: np.stack([example[key] for example in filled]) for key in filled[0]}
-    special = np.array(sorted(run.sources.wordpiece.special_ids), np.int32)
+    special = np.array(sorted(run.sources.for_reader.wordpiece.special_ids), np.int32)
     found = jax.tree.map(to_host, look(run.setting, params, put_batch(run.mesh, batch), index, special))
     return [Look(*(part[i] for part in found)) for i in range(len(examples))]
 
@@ -229,7 +237,7 @@ def read_alone(run: Run, params: Params, text: Masked, targets: Sequence[int]) -
     targets: y, in word pieces of this run. Text would not do: pieces that were guessed, such as `##nri`, are others
     when they are read as text and encoded again.
     """
-    example = _filled_in(masked_text(text, len(targets), run.lengths, run.sources.wordpiece), targets)
+    example = _filled_in(masked_text(text, len(targets), run.lengths, run.sources.for_reader.wordpiece), targets)
     batch = {key: np.stack([value] * run.mesh.size) for key, value in example.items()}
     return float(np.exp(to_host(_alone(run.setting, params, put_batch(run.mesh, batch)))[0]))
 
@@ -250,8 +258,11 @@ def inspect_question(
 
     rerank: what orders passages anew, if anything does. Raises UserError for an answer that can be no span.
     """
-    lengths, wordpiece = run.lengths, run.sources.wordpiece
+    lengths, wordpiece, own = run.lengths, run.sources.for_reader.wordpiece, run.sources.wordpiece
     example = question_arrays(wordpiece.encode(question).ids, [answer], wordpiece, lengths)
+    if run.sources.reader is not None:
+        ids = np.array(own.encode(question).ids, np.int32)
+        example = as_read(example) | query_arrays(ids, lengths.query, own)
     if not example["answer_lengths"].any():
         raise UserError(
             f"the answer {answer!r} has no word pieces or more than config.model.span_width={lengths.span_width}"

@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.data import patterns
-from realm_jax.data.examples import Found, body_read, holds_answer, query_arrays
+from realm_jax.data.examples import Example, Found, as_read, body_read, holds_answer, query_arrays
 from realm_jax.data.jsonl import Question
+from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.eval.answers import exact_match, normalise
 from realm_jax.eval.retrieval import answer_hits, by_group, found_within, gold_hits
 from realm_jax.forward import question_beam, read_question
@@ -144,15 +145,21 @@ class Evaluator:
     @cached_property
     def _batches(self) -> list[dict[str, NDArray]]:
         """Query arrays of all questions; the last batch is filled up with its first question."""
-        encoded = self.run.sources.wordpiece.encode_batch([question.question for question in self.questions])
-        length, wordpiece = self.run.lengths.query, self.run.sources.wordpiece
-        rows = [query_arrays(np.asarray(item.ids, np.int32), length, wordpiece) for item in encoded]
+        rows = self._queries(self.run.sources.wordpiece)
+        if self.run.sources.reader is not None:
+            read = map(as_read, self._queries(self.run.sources.reader.wordpiece))
+            rows = [row | other for row, other in zip(rows, read, strict=True)]
         if self._found is not None:
             rows = [row | self._found.arrays(number) for number, row in enumerate(rows)]
         size = self.batch_size
         parts = [rows[start : start + size] for start in range(0, len(rows), size)]
         parts = [part + [part[0]] * (size - len(part)) for part in parts]
         return [{key: np.stack([row[key] for row in part]) for key in part[0]} for part in parts]
+
+    def _queries(self, wordpiece: Tokenizer) -> list[Example]:
+        """The questions in the tokens of a tokenizer."""
+        encoded = wordpiece.encode_batch([question.question for question in self.questions])
+        return [query_arrays(np.asarray(item.ids, np.int32), self.run.lengths.query, wordpiece) for item in encoded]
 
     @cached_property
     def _found(self) -> Found | None:
@@ -243,11 +250,11 @@ class Evaluator:
         if question.is_regex:
             texts = [self._read_text(row) for row in rows]
             return any(patterns.search(answer, text) is not None for answer in question.answers for text in texts)
-        wordpiece, longest = self.run.sources.wordpiece, self.run.setting.model.span_width
+        (wordpiece, store, _), longest = self.run.sources.for_reader, self.run.setting.model.span_width
         forms = (form for answer in question.answers for form in wordpiece.forms(answer))
         encoded = [np.asarray(form, wordpiece.dtype) for form in forms]
         wanted = [answer for answer in encoded if 0 < len(answer) <= longest]
-        return any(holds_answer(self.run.sources.passages, row, wanted, self.run.lengths) for row in rows)
+        return any(holds_answer(store, row, wanted, self.run.lengths) for row in rows)
 
     def _assemble(self, read: _Read) -> Prediction:
         """One question's passages, and its answers: p(answer|x) over the occurrences that were found."""
@@ -277,8 +284,8 @@ class Evaluator:
 
     @cached_property
     def _offsets(self) -> Callable[[int], NDArray[np.int64]]:
-        """Start and end of each piece of a row's body in its text, int64 [pieces, 2]. Rows come again."""
-        wordpiece, store = self.run.sources.wordpiece, self.run.sources.passages
+        """Start and end of each piece that is read of a row's body in its text, int64 [pieces, 2]. Rows come again."""
+        wordpiece, store, _ = self.run.sources.for_reader
 
         def offsets(row: int) -> NDArray[np.int64]:
             found = wordpiece.offsets_of(store.text(row), store.body_tokens(row))
@@ -289,5 +296,6 @@ class Evaluator:
 
     def _read_text(self, row: int) -> str:
         """The text of a row as far as it is read: beside its title and three special pieces."""
-        ends = self._offsets(row)[: len(body_read(self.run.sources.passages, row, self.run.lengths)), 1]
+        read = body_read(self.run.sources.for_reader.passages, row, self.run.lengths)
+        ends = self._offsets(row)[: len(read), 1]
         return self.run.sources.passages.text(row)[: int(ends.max(initial=0))]

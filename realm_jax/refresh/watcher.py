@@ -34,7 +34,7 @@ from realm_jax.refresh.generations import (
     read_towers,
 )  # fmt: skip
 from realm_jax.refresh.searchers import load_searcher
-from realm_jax.retrieval.search import Index, LoadedIndex
+from realm_jax.retrieval.search import LoadedIndex
 from realm_jax.run import Run
 from realm_jax.storage import Folder, StorageError
 
@@ -118,7 +118,7 @@ class IndexWatcher:
             searcher = load_searcher(self._folder, manifest, stored, passages.places())
         finally:  # loaded, it needs no room on this machine's disk
             self._folder.unstage(f"index/{generation}")
-        index = Index(None, self._run.documents, tower)
+        index = self._run.bare_index._replace(tower=tower)
         return LoadedIndex(index, vectors, manifest.step, generation, searcher, queries)
 
     def _exported(self, manifest: Manifest) -> tuple[Arrays, NDArray[np.float32] | None]:

@@ -30,11 +30,13 @@ class Index(NamedTuple):
     """The corpus on the device: vectors [padded rows, projection] and the document rows they stand for.
 
     vectors: None where hosts search. tower: parameters of the query embedder that searches; None for the current one.
+    reader_documents: the same rows in the tokens of a reader that has its own; None where it reads `documents`.
     """
 
     vectors: Any
     documents: Documents
     tower: Params | None = None
+    reader_documents: Documents | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +93,7 @@ class Setting:
     search: str = "vectors"  # what finds REALM's candidates
     qa_documents: bool = False  # whether fine-tuning trains the document embedder as well
     rerank: Rerank | None = None  # what orders them anew; nothing does while a task is trained
+    reader_special: tuple[int, int] | None = None  # ids of [CLS] and [SEP] of a reader with a tokenizer of its own
 
     @property
     def qa_words(self) -> bool:
@@ -104,11 +107,20 @@ def dropout_keys(key: Array | None, count: int) -> list[Array | None]:
 
 
 def take(index: Index, rows: Array) -> Documents:
-    """The document rows of candidates. rows [...] int32 → ids [..., length].
+    """The document rows of candidates, in the retriever's tokens. rows [...] int32 → ids [..., length].
 
     No row (below 0) gives an empty passage: special pieces alone, where no answer can stand.
     """
-    ids, lengths, titles = (part[jnp.maximum(rows, 0)] for part in index.documents)
+    return _taken(index.documents, rows)
+
+
+def take_for_reader(index: Index, rows: Array) -> Documents:
+    """`take` in the tokens that the reader reads."""
+    return _taken(index.reader_documents or index.documents, rows)
+
+
+def _taken(documents: Documents, rows: Array) -> Documents:
+    ids, lengths, titles = (part[jnp.maximum(rows, 0)] for part in documents)
     found = rows >= 0
     return Documents(ids, jnp.where(found, lengths, DOCUMENT_SPECIALS + 1), jnp.where(found, titles, 0))
 

@@ -25,6 +25,7 @@ from realm_jax.data.sources import Sources
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import id_dtype
 from realm_jax.eval.prediction import Evaluator
+from realm_jax.models.bert import BertConfig
 from realm_jax.models.likelihood import Mean
 from realm_jax.models.realm import Network, Params, Realm
 from realm_jax.retrieval.search import Batch, Index, Rerank, Setting
@@ -258,9 +259,10 @@ def reported(means: Means) -> dict[str, Array]:
 # --- shapes that several tasks have -----------------------------------------------------------------------------------
 
 
-def query_shapes(run: Run) -> Shapes:
-    """Of `query_arrays`."""
-    return {"query": ((run.lengths.query,), id_dtype(run.model.bert.vocabulary_size)), "query_length": ((), np.int32)}
+def query_shapes(run: Run, bert: BertConfig | None = None, name: str = "query") -> Shapes:
+    """Of `query_arrays`. bert: what reads them, an embedder if not given."""
+    ids = id_dtype((bert or run.model.bert).vocabulary_size)
+    return {name: ((run.lengths.query,), ids), f"{name}_length": ((), np.int32)}
 
 
 def answer_shapes(run: Run) -> Shapes:
@@ -272,17 +274,23 @@ def answer_shapes(run: Run) -> Shapes:
     }
 
 
-def document_shapes(run: Run) -> Shapes:
-    """Of `document_arrays`."""
+def asked_shapes(run: Run) -> Shapes:
+    """Of a text that is searched for and read: its query, and that of a reader with a tokenizer of its own."""
+    own = {} if run.setting.reader_special is None else query_shapes(run, run.model.reader.bert, "reader_query")
+    return query_shapes(run) | own
+
+
+def document_shapes(run: Run, bert: BertConfig | None = None) -> Shapes:
+    """Of `document_arrays`. bert: what reads them, an embedder if not given."""
     lengths: Shapes = {name: ((), np.int32) for name in ("document_length", "document_title_length")}
-    return {"document": ((run.lengths.document,), id_dtype(run.model.bert.vocabulary_size))} | lengths
+    return {"document": ((run.lengths.document,), id_dtype((bert or run.model.bert).vocabulary_size))} | lengths
 
 
-def masked_shapes(run: Run) -> Shapes:
-    """Of `masked_arrays`."""
+def masked_shapes(run: Run, query: Shapes) -> Shapes:
+    """Of `masked_arrays`. query: of the text."""
     places = (run.lengths.predictions,)
     own: Shapes = {"positions": (places, np.int32), "targets": (places, np.int32), "weights": (places, np.float32)}
-    return query_shapes(run) | own
+    return query | own
 
 
 def bm25_shapes(depth: int) -> Shapes:

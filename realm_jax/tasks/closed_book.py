@@ -69,9 +69,8 @@ class ClosedBook(Mlm):
         return False
 
     def examples(self, params: Params, embed: Embed) -> Examples:
-        sources = self.run.sources
-        questions = sources.answered("train")
-        return closed_book_examples(sources.pretraining, questions, sources.wordpiece, self.run.lengths)
+        wordpiece, _, text = self.run.sources.for_reader
+        return closed_book_examples(text, self.run.sources.answered("train"), wordpiece, self.run.lengths)
 
     def measure(self) -> Measure | None:
         """Exact match of answers without passages; None where no development question has answers."""
@@ -171,7 +170,7 @@ class Recalled(NamedTuple):
 
 def recall_answers(run: Run, questions: Sequence[Question], params: Params) -> Iterator[list[Recalled]]:
     """The answers to all questions, a batch at a time, as `Evaluator` has them."""
-    wordpiece, lengths = run.sources.wordpiece, run.lengths
+    wordpiece, lengths = run.sources.for_reader.wordpiece, run.lengths
     empty = empty_document(wordpiece, lengths)
     size = Evaluator(run, questions).batch_size
     for start in range(0, len(questions), size):

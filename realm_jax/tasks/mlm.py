@@ -22,14 +22,14 @@ from realm_jax.data.examples import (
 )  # fmt: skip
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
-from realm_jax.flops import tower_of, word_flops
+from realm_jax.flops import reader_of, word_flops
 from realm_jax.forward import given_candidates, read_targets
 from realm_jax.models.likelihood import Mean
 from realm_jax.models.realm import Params
 from realm_jax.retrieval.search import Batch, Setting
 from realm_jax.run import Run
 from realm_jax.sections import TaskSection, joint_length
-from realm_jax.tasks.base import Embed, Means, Measure, Shapes, Task, document_shapes, masked_shapes
+from realm_jax.tasks.base import Embed, Means, Measure, Shapes, Task, document_shapes, masked_shapes, query_shapes
 
 Array = jax.Array
 WHOLE_RATE = 0.5  # excerpts that hold all other sentences; the rest are mostly short
@@ -59,19 +59,20 @@ class Mlm(Task):
         )
 
     def examples(self, params: Params, embed: Embed) -> Examples:
-        sources = self.run.sources
-        kept = self.learned_rows(sources.passages), self.learned_rows(sources.pretraining)
-        return warmup_examples(sources.passages, sources.pretraining, sources.wordpiece, self.run.lengths, kept=kept)
+        (wordpiece, passages, text), lengths = self.run.sources.for_reader, self.run.lengths
+        kept = self.learned_rows(passages), self.learned_rows(text)
+        return warmup_examples(passages, text, wordpiece, lengths, kept=kept)
 
     def array_shapes(self) -> Shapes:
-        return masked_shapes(self.run) | document_shapes(self.run)
+        bert = self.run.model.reader.bert
+        return masked_shapes(self.run, query_shapes(self.run, bert)) | document_shapes(self.run, bert)
 
     def loss(self, params: Params, batch: Batch, index: None, key: Array | None) -> Means:
         return mlm_loss(self.setting, params, batch, key)
 
     def example_flops(self) -> dict[str, float]:
         config, predictions = self.run.config, self.run.lengths.predictions
-        return {"reader": 3 * (tower_of(config).forward(joint_length(config), predictions) + word_flops(self.run))}
+        return {"reader": 3 * (reader_of(config).forward(joint_length(config), predictions) + word_flops(self.run))}
 
     def measure(self) -> Measure | None:
         return None

@@ -18,13 +18,13 @@ from realm_jax.data.examples import Examples
 from realm_jax.data.jsonl import answered
 from realm_jax.data.tokenizer import id_dtype
 from realm_jax.errors import UserError
-from realm_jax.flops import embedding_flops, score_flops, tower_of
-from realm_jax.forward import question_beam, read_joint, read_question
+from realm_jax.flops import embedding_flops, reader_of, score_flops
+from realm_jax.forward import question_beam, read_joint, read_question, reader_query
 from realm_jax.models import likelihood
 from realm_jax.models.inputs import Joint, find_answers, hold_answers, token_mask
 from realm_jax.models.likelihood import Mean
 from realm_jax.models.realm import Params
-from realm_jax.retrieval.search import Batch, Index, Setting, bm25_listed, dropout_keys, take
+from realm_jax.retrieval.search import Batch, Index, Setting, bm25_listed, dropout_keys, take_for_reader
 from realm_jax.run import Run
 from realm_jax.schema import NOT_NEGATIVE, POSITIVE, key, one_of, require
 from realm_jax.sections import SEARCHES, TaskSection, joint_length, task_names
@@ -36,10 +36,10 @@ from realm_jax.tasks.base import (
     Short,
     Task,
     answer_shapes,
+    asked_shapes,
     bm25_shapes,
     measured_questions,
     over_examples,
-    query_shapes,
 )
 from realm_jax.tasks.closed_book import ClosedBook
 from realm_jax.tasks.collapse import CollapseMonitor
@@ -154,10 +154,10 @@ class Qa(Task):
         return questions_to_learn(self, params, embed)
 
     def array_shapes(self) -> Shapes:
-        found = query_shapes(self.run) | answer_shapes(self.run) | bm25_shapes(self.bm25_depth)
+        found = asked_shapes(self.run) | answer_shapes(self.run) | bm25_shapes(self.bm25_depth)
         if not self.is_positive:
             return found
-        joint, ids = joint_length(self.run.config), id_dtype(self.run.model.bert.vocabulary_size)
+        joint, ids = joint_length(self.run.config), id_dtype(self.run.model.reader.bert.vocabulary_size)
         return found | {
             "joint": ((joint,), ids),
             "joint_length": ((), np.int32),
@@ -172,9 +172,10 @@ class Qa(Task):
         """A question beside its positive passage counts as long as the longest can be; the length of batches is up to
         data."""
         config, joint = self.run.config, joint_length(self.run.config)
-        spans = 2 * joint * config.model.width * 2 * self.setting.model.reader.span_hidden
+        reader = reader_of(config)
+        spans = 2 * joint * reader.width * 2 * self.setting.model.reader.span_hidden
         read = 1 if self.is_positive else config.qa.passages
-        parts = {"reader": 3 * read * (tower_of(config).forward(joint) + spans)}
+        parts = {"reader": 3 * read * (reader.forward(joint) + spans)}
         if not self.setting.qa_words:
             queries = 3 * embedding_flops(config, config.data.query_length)
             parts |= {"search": self.setting.rows * score_flops(self.run), "queries": queries}
@@ -251,7 +252,8 @@ def given_joint(batch: Batch) -> Joint:
     """The joint layout that came with the batch, one passage a question: arrays [batch, 1, …]."""
     ids, lengths = batch["joint"].astype(jnp.int32)[:, None], batch["joint_length"][:, None]
     mask = token_mask(lengths, ids.shape[-1])
-    is_passage = (jnp.arange(ids.shape[-1]) >= batch["query_length"][:, None, None]) & mask
+    _, query_lengths = reader_query(batch)
+    is_passage = (jnp.arange(ids.shape[-1]) >= query_lengths[:, None, None]) & mask
     return Joint(ids, is_passage.astype(jnp.int32), mask, batch["body_start"][:, None], lengths)
 
 
@@ -265,5 +267,5 @@ def beam_answers(setting: Setting, batch: Batch, index: Index, rows: Array) -> A
     padded = jnp.pad(rows, ((0, 0), (0, parts * BEAM_PART - beam)))
     split = padded.reshape(count, parts, BEAM_PART).swapaxes(0, 1)
     answers = (batch["answers"], batch["answer_lengths"], setting.model.span_width)
-    found = jax.lax.map(lambda part: hold_answers(take(index, part), *answers), split)
+    found = jax.lax.map(lambda part: hold_answers(take_for_reader(index, part), *answers), split)
     return found.swapaxes(0, 1).reshape(count, -1)[:, :beam]

@@ -26,12 +26,15 @@ from realm_jax.data.examples import (
     Examples,
     Found,
     Lengths,
+    as_read,
     body_read,
     holds_answer,
+    query_arrays,
     question_arrays,
     title_read,
 )
 from realm_jax.data.jsonl import Question
+from realm_jax.data.sources import Sources
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.errors import UserError
@@ -58,7 +61,8 @@ def questions_to_learn(task: Task, params: Params, embed: Embed) -> Examples:
     if run.setting.qa_objective == "positive":
         return examples_with_positives(task, params, embed, questions)
     found = beam_by_words(run, questions) if run.setting.qa_search != "vectors" else None
-    return question_examples(questions, run.sources.wordpiece, run.lengths, found)
+    examples = question_examples(questions, run.sources.for_reader.wordpiece, run.lengths, found)
+    return with_queries(examples, questions, run.sources, run.lengths)
 
 
 def question_depth(setting: Setting) -> int:
@@ -85,6 +89,19 @@ def question_examples(
 def with_found(examples: Examples, found: Found) -> Examples:
     """Examples with BM25's list of each."""
     return examples._replace(make=lambda index, rng: examples.make(index, rng) | found.arrays(index))
+
+
+def with_queries(examples: Examples, questions: Sequence[Question], sources: Sources, lengths: Lengths) -> Examples:
+    """Examples in the tokens of a reader that has its own, with the questions in those of the retriever as well."""
+    if sources.reader is None:
+        return examples
+    own = sources.wordpiece
+    encoded = [np.array(encoding.ids, np.int32) for encoding in own.encode_batch([q.question for q in questions])]
+
+    def make(index: int, rng: np.random.Generator) -> Example:
+        return as_read(examples.make(index, rng)) | query_arrays(encoded[index], lengths.query, own)
+
+    return examples._replace(make=make)
 
 
 def check_strings(questions: Sequence[Question]) -> None:
@@ -164,8 +181,9 @@ def _matched(task: Task, params: Params, embed: Embed, questions: Sequence[Quest
     run: Run = task.run
     store, depth = run.sources.passages, min(run.config.qa.beam, run.setting.rows)
     found = retrieved_at_start(task, params, embed, questions, depth)
+    wordpiece = run.sources.for_reader.wordpiece
     answers = [
-        strings_of(question.answers, (store.text(row) for row in rows), run.sources.wordpiece, run.lengths.span_width)
+        strings_of(question.answers, (store.text(row) for row in rows), wordpiece, run.lengths.span_width)
         for question, rows in zip(questions, found.tolist(), strict=True)
     ]
     without = sum(not strings for strings in answers)
@@ -222,15 +240,16 @@ def examples_with_positives(task: Task, params: Params, embed: Embed, questions:
             f"gold passages nor the first {DEPTH} that are retrieved have one; check questions and passages"
         )
     asked, positives = [questions[place] for place in known], [rows[place] for place in known]
-    sources, titles = run.sources, run.setting.qa_titles
-    examples = positive_examples(asked, positives, sources.passages, sources.wordpiece, run.lengths, titles)
+    read, titles = run.sources.for_reader, run.setting.qa_titles
+    examples = positive_examples(asked, positives, read.passages, read.wordpiece, run.lengths, titles)
+    examples = with_queries(examples, asked, run.sources, run.lengths)
     return with_found(examples, beam_by_words(run, asked)) if run.setting.qa_search == "hybrid" else examples
 
 
 def find_positives(task: Task, params: Params, embed: Embed, questions: Sequence[Question]) -> list[int]:
     """A row for each question, NONE where none holds an answer: of its gold document, else the first retrieved."""
     run: Run = task.run
-    store, wordpiece, lengths = run.sources.passages, run.sources.wordpiece, run.lengths
+    (wordpiece, store, _), lengths = run.sources.for_reader, run.lengths
     rows = [gold_row(store, question, wordpiece, lengths) for question in questions]
     missing = [place for place, row in enumerate(rows) if row == NONE]
     if missing:

@@ -5,6 +5,7 @@ Read `realm_loss`, then what it is given: `realm_jax/forward.py`.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,10 +14,21 @@ import numpy as np
 from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
-from realm_jax.data.examples import Example, Examples, Find, Lengths, masked_arrays, require_passages, spans_of
+from realm_jax.data.examples import (
+    Example,
+    Examples,
+    Find,
+    Lengths,
+    as_read,
+    masked_arrays,
+    query_arrays,
+    require_passages,
+    spans_of,
+)  # fmt: skip
+from realm_jax.data.sources import Sources
 from realm_jax.data.store import PassageStore
-from realm_jax.data.tokenizer import Tokenizer
-from realm_jax.flops import embedding_flops, score_flops, tower_of, word_flops
+from realm_jax.data.tokenizer import Tokenizer, Tokens
+from realm_jax.flops import embedding_flops, reader_of, score_flops, word_flops
 from realm_jax.forward import read_masked
 from realm_jax.models import likelihood
 from realm_jax.models.likelihood import Mean
@@ -33,6 +45,7 @@ from realm_jax.tasks.base import (
     Shapes,
     Short,
     Task,
+    asked_shapes,
     bm25_shapes,
     masked_shapes,
     over_examples,
@@ -41,6 +54,7 @@ from realm_jax.tasks.collapse import CollapseMonitor
 from realm_jax.tasks.ict import Ict
 
 Array = jax.Array
+RetrieverQuery = Callable[[int, int, NDArray[np.int64]], Example]  # row, sentence, hidden places → arrays
 
 
 @dataclass(frozen=True)
@@ -108,12 +122,13 @@ class Realm(Task):
 
     def masked_examples(self, masking: str, kept: NDArray[np.bool_] | None = None) -> Examples:
         """Its examples with any masking; kept: as of the function of this name."""
-        sources, find = self.run.sources, self.run.find_sentence
-        text = sources.pretraining
-        return masked_examples(text, sources.wordpiece, self.run.lengths, masking, sources.own_text, find, kept)
+        run, read = self.run, self.run.sources.for_reader
+        query = None if run.sources.reader is None else partial(retriever_query, run.sources, run.lengths)
+        own, find = run.sources.own_text, run.find_sentence
+        return masked_examples(read.pretraining, read.wordpiece, run.lengths, masking, own, find, kept, query)
 
     def array_shapes(self) -> Shapes:
-        masked = masked_shapes(self.run)
+        masked = masked_shapes(self.run, asked_shapes(self.run))
         sentence: Shapes = {"sentence": masked["query"], "sentence_length": ((), np.int32)}
         own: Shapes = {"own_row": ((), np.int32)}
         return masked | sentence | own | bm25_shapes(self.bm25_depth)
@@ -122,11 +137,11 @@ class Realm(Task):
         return realm_loss(self.setting, params, batch, index, key)
 
     def example_flops(self) -> dict[str, float]:
-        config, candidates, tower = self.run.config, self.setting.candidates - 1, tower_of(self.run.config)
+        config, candidates, reader = self.run.config, self.setting.candidates - 1, reader_of(self.run.config)
         data, predictions = config.data, self.run.lengths.predictions
         query, document = (embedding_flops(config, length) for length in (data.query_length, data.document_length))
-        reading = candidates * tower.forward(joint_length(config), predictions)
-        reading += tower.forward(data.query_length + 1, predictions)
+        reading = candidates * reader.forward(joint_length(config), predictions)
+        reading += reader.forward(data.query_length + 1, predictions)
         on_devices = config.retrieval.backend == "device" and self.setting.search != "bm25"
         return {
             "search": query + (self.setting.rows * score_flops(self.run) if on_devices else 0.0),
@@ -191,13 +206,14 @@ def masked_examples(
     own_text: bool,
     find: Find | None = None,
     kept: NDArray[np.bool_] | None = None,
+    query: RetrieverQuery | None = None,
 ) -> Examples:
     """REALM's queries: one masked sentence a passage and pass, spans chosen as `mask(kind, …)` does.
 
     own_text: the rows are the corpus's own, so that `own_row` names the passage that may not be retrieved (else −1).
     For 'salient' the sentence is that of a span chosen uniformly over the passage, as in the reference. find: the list
     of BM25 for the words that are left, where that comes with an example. kept: rows that may be trained on, bool
-    [rows]; None for all.
+    [rows]; None for all. query: makes the retriever's query, where the tokens of `store` are those of the reader alone.
     """
     room = lengths.query - 2
     if kind == "salient":
@@ -218,14 +234,54 @@ def masked_examples(
         text = np.zeros(lengths.query, wordpiece.dtype)
         text[: min(len(sentence), lengths.query)] = sentence[: lengths.query]
         arrays |= {"sentence": text, "sentence_length": np.int32(min(len(sentence), lengths.query))}
+        number = int(numbers[chosen])
+        if query is not None:
+            arrays = as_read(arrays) | query(row, number, hidden_places(arrays))
         own_row = row if own_text else -1
         arrays |= {"own_row": np.int32(own_row)}
         if find is None:
             return arrays
         hidden = arrays["positions"][arrays["weights"] > 0] - 1
-        return arrays | find(words_left(store, wordpiece, row, int(list(numbers)[chosen]), hidden), own_row)
+        return arrays | find(words_left(store, wordpiece, row, number, hidden), own_row)
 
     return Examples(len(rows), make)
+
+
+def hidden_places(arrays: Example) -> NDArray[np.int64]:
+    """The pieces of a masked sentence that are hidden, or predicted as they stand: their places in the sentence."""
+    count = min(int(arrays["sentence_length"]), len(arrays["query"]) - 2)
+    changed = np.flatnonzero(arrays["query"][1 : 1 + count] != arrays["sentence"][:count])
+    return np.union1d(changed, arrays["positions"][arrays["weights"] > 0] - 1)
+
+
+def retriever_query(sources: Sources, lengths: Lengths, row: int, number: int, hidden: NDArray[np.int64]) -> Example:
+    """A sentence of the pre-training text in the retriever's tokens, with [MASK] for each that has a character which is
+    hidden from the reader; and the whole sentence, by which its own passage is known.
+
+    hidden: places in the sentence, in the reader's tokens.
+    """
+    own, (reader, _, read) = sources.wordpiece, sources.for_reader
+    text, (start, end) = sources.pretraining.text(row), read.sentences(row)[number]
+    first, last = sources.pretraining.sentences(row)[number]
+    whole = sources.pretraining.body_tokens(row)[first:last]
+    shown = reader.tokens([text])[0].part(start, end)
+    ids = hidden_tokens(own, text, shown, hidden) if len(shown.ids) else whole
+    sentence = np.zeros(lengths.query, own.dtype)
+    sentence[: min(len(whole), lengths.query)] = whole[: lengths.query]
+    arrays = {"sentence": sentence, "sentence_length": np.int32(min(len(whole), lengths.query))}
+    return arrays | query_arrays(ids, lengths.query, own)
+
+
+def hidden_tokens(own: Tokenizer, text: str, shown: Tokens, hidden: NDArray[np.int64]) -> NDArray[np.int32]:
+    """The stretch of a text that tokens `shown` of another tokenizer cover, in tokens of `own`, with [MASK] for each
+    that shares a character with those at the places `hidden`: [tokens]."""
+    base, end = int(shown.starts[0]), int(shown.ends[-1])
+    is_hidden = np.zeros(end - base, np.int64)
+    for begin, stop in zip(shown.starts[hidden] - base, shown.ends[hidden] - base, strict=True):
+        is_hidden[begin:stop] = 1
+    before = np.concatenate([[0], np.cumsum(is_hidden)])  # hidden characters before each
+    tokens = own.tokens([text[base:end]])[0]
+    return np.where(before[tokens.ends] > before[tokens.starts], own.mask_id, tokens.ids.astype(np.int32))
 
 
 def words_left(store: PassageStore, wordpiece: Tokenizer, row: int, number: int, hidden: NDArray) -> str:

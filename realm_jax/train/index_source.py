@@ -82,7 +82,7 @@ def made(run: Run, vectors: NDArray, step: int, tower: Params | None, exact: boo
     stored = vectors.astype(numpy_dtype(run.config.model.dtype))
     if run.searches is None or exact:
         return LoadedIndex(run.index(stored)._replace(tower=tower), stored, step)
-    return LoadedIndex(Index(None, run.documents, tower), stored, step, searcher=Searcher.of(stored, run.searches))
+    return LoadedIndex(run.bare_index._replace(tower=tower), stored, step, searcher=Searcher.of(stored, run.searches))
 
 
 def keeps_documents(run: Run, task: Task) -> bool:

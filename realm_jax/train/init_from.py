@@ -20,6 +20,7 @@ from ml_collections import ConfigDict
 
 from realm_jax.checksums import checksums
 from realm_jax.config import completed, flatten, from_model, require, task_names, validate
+from realm_jax.data.sources import tokenizers_of
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.data.tokenizer_files import lower_case_of, read_tokenizer, tokenizer_file
 from realm_jax.errors import UserError
@@ -56,6 +57,7 @@ from realm_jax.models.weights import (
 )
 from realm_jax.processes import run_on_process_0
 from realm_jax.run import Run, encoder_of, make_model, tower_lengths
+from realm_jax.sections import READER_SIZES, reader_section
 from realm_jax.storage import digest, make_folder, read_json, read_settings, write_json_atomic
 from realm_jax.tasks import TASKS
 from realm_jax.train.checkpoints import Saved
@@ -64,6 +66,7 @@ from realm_jax.train.workdir import START, begins_with_reader, has_checkpoint, r
 
 logger = logging.getLogger(__name__)
 
+READER_KEYS = (*READER_SIZES, "hidden_act")
 INIT_KEYS = ("init_from", "reader_from")  # keys that name what a fresh run starts from
 PLAIN = {  # a BERT that says nothing of vectors: the paper's towers on top of it
     "pooling": "pooler",
@@ -78,15 +81,31 @@ PLAIN = {  # a BERT that says nothing of vectors: the paper's towers on top of i
 
 @dataclasses.dataclass(frozen=True)
 class Source(abc.ABC):
-    """What a key of INIT_KEYS names. key: that key; name: its value; folder: where that lies."""
+    """What a key of INIT_KEYS names. key: that key; name: its value; folder: where that lies; gives_reader: whether the
+    reader is to come from there."""
 
     key: str
     name: str
     folder: Path
+    gives_reader: bool = True
 
     def networks_for(self, model: Realm) -> tuple[str, ...]:
         """The networks that the key is about."""
-        return (READER,) if self.key == "reader_from" else (*model.embedder_names, READER)
+        towers = () if self.key == "reader_from" else model.embedder_names
+        return (*towers, READER) if self.gives_reader else towers
+
+    @property
+    @abc.abstractmethod
+    def has_own_reader(self) -> bool:
+        """Whether its reader may be of another size than its embedders, or have other tokens."""
+
+    @abc.abstractmethod
+    def reader_sizes(self) -> dict[str, Any]:
+        """Its reader's sizes and hidden_act, by their keys in `config.model`; None for what is not known."""
+
+    @abc.abstractmethod
+    def reader_tokenizer(self) -> str | None:
+        """The fingerprint of its reader's tokenizer; None where it has none."""
 
     @abc.abstractmethod
     def values(self, keys: Collection[str]) -> dict[str, Any]:
@@ -96,8 +115,13 @@ class Source(abc.ABC):
         """
 
     @abc.abstractmethod
-    def check(self, config: ConfigDict, model: Realm, wordpiece: Tokenizer) -> None:
-        """Raise UserError unless the source is whole and fits the networks and the vocabulary of a run."""
+    def check(
+        self, config: ConfigDict, model: Realm, wordpiece: Tokenizer, reader_wordpiece: Tokenizer | None = None
+    ) -> None:
+        """Raise UserError unless the source is whole and fits the networks and the tokenizers of a run.
+
+        reader_wordpiece: that of a reader with a tokenizer of its own.
+        """
 
     @abc.abstractmethod
     def params(self, run: Run, fresh: Params) -> Params:
@@ -126,8 +150,13 @@ def find_source(name: str, key: str = "init_from") -> Source:
 
 
 def sources_of(config: ConfigDict) -> list[Source]:
-    """All that a fresh run starts from; where two have a reader, the last one's counts."""
-    return [find_source(config[key], key) for key in INIT_KEYS if config.get(key)]
+    """All that a fresh run starts from. The reader comes from the last one; where it has sizes or tokens of its own
+    (`model.reader`), not from a model that has one BERT for all networks."""
+    found = [find_source(config[key], key) for key in INIT_KEYS if config.get(key)]
+    first = found[:1] if config.init_from else []
+    if first and (len(found) > 1 or (config.model.reader and not first[0].has_own_reader)):
+        found[0] = dataclasses.replace(first[0], gives_reader=False)
+    return found
 
 
 class RunSource(Source):
@@ -143,7 +172,21 @@ class RunSource(Source):
     def values(self, keys: Collection[str]) -> dict[str, Any]:
         return flatten(self.config.to_dict())
 
-    def check(self, config: ConfigDict, model: Realm, wordpiece: Tokenizer) -> None:
+    @property
+    def has_own_reader(self) -> bool:
+        return bool(self.config.model.reader)
+
+    def reader_sizes(self) -> dict[str, Any]:
+        section = reader_section(self.config.model)
+        return {name: section[name] for name in READER_KEYS}
+
+    def reader_tokenizer(self) -> str | None:
+        found: dict[str, str] = read_json(self.folder / "data.json")
+        return found.get("reader", found["tokenizer"])
+
+    def check(
+        self, config: ConfigDict, model: Realm, wordpiece: Tokenizer, reader_wordpiece: Tokenizer | None = None
+    ) -> None:
         """Raise UserError when the run is not done, or has another tokenizer or a network of another size."""
         theirs, (last, saved) = self.config, self._saved()
         done = 0 if saved is None else saved.step
@@ -152,13 +195,15 @@ class RunSource(Source):
                 f"config.{self.key}: {self.folder} is at step {done} of {theirs[last].steps} of {last}; let it finish "
                 "first"
             )
-        if read_json(self.folder / "data.json")["tokenizer"] != wordpiece.fingerprint:
+        names, reader = self.networks_for(model), reader_wordpiece or wordpiece
+        is_same = read_json(self.folder / "data.json")["tokenizer"] == wordpiece.fingerprint or names == (READER,)
+        if not is_same or (READER in names and self.reader_tokenizer() != reader.fingerprint):
             raise UserError(
                 f"config.{self.key}: {self.folder} was trained with another vocabulary; prepare {config.data.path} "
-                "with `realm prepare --vocab` and the vocab.txt of its tokenizer"
+                f"with `realm prepare {_flag(self.key)}` and the vocab.txt of its tokenizer"
             )
-        names = self.networks_for(model)
-        there = _shapes(make_model(theirs, wordpiece.size, encoder_of(wordpiece)), names)
+        encode = encoder_of(reader if names == (READER,) else wordpiece)
+        there = _shapes(make_model(theirs, wordpiece.size, encode, reader_vocabulary_size=reader.size), names)
         here = _shapes(model, names)
         for name in sorted({*there, *here}):
             if there.get(name) != here.get(name):
@@ -187,6 +232,11 @@ class RunSource(Source):
         return last, Saved.newest(self.folder / last / "checkpoints")
 
 
+def _flag(key: str) -> str:
+    """The flag of `realm prepare` that names the tokenizer of what a key is about."""
+    return "--reader-vocab" if key == "reader_from" else "--vocab"
+
+
 def _shapes(model: Realm, names: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
     """Path → shape of the parameters of some networks."""
     params = jax.eval_shape(model.init, jax.random.key(0))
@@ -204,20 +254,42 @@ class WeightsSource(Source):
                 raise UserError(f"config.{self.key}={self.name}: its towers differ in {key}; set config.encoder.{key}")
         return query | {"encoder.passage_prompt": document["encoder.passage_prompt"]}
 
-    def files(self, model: Realm, wordpiece: Tokenizer) -> dict[str, NetworkFiles]:
+    @property
+    def has_own_reader(self) -> bool:
+        return network_folder(self.folder, READER) not in (None, self.folder)
+
+    def reader_sizes(self) -> dict[str, Any]:
+        values = _bert_values(self._reader_folder)
+        return {name: values[f"model.{name}"] for name in READER_KEYS}
+
+    def reader_tokenizer(self) -> str | None:
+        said, path = lower_case_of(self._reader_folder), tokenizer_file(self._reader_folder)
+        return None if path is None else read_tokenizer(path, said is None or said.value).fingerprint
+
+    @property
+    def _reader_folder(self) -> Path:
+        return transformer_folder(network_folder(self.folder, READER) or self.folder)
+
+    def files(
+        self, model: Realm, wordpiece: Tokenizer, reader_wordpiece: Tokenizer | None = None
+    ) -> dict[str, NetworkFiles]:
         """Network → the files for it; no entry for one that there is nothing for. Reads no parameters.
 
-        Raises UserError where a file does not fit the network or the vocabulary, naming both.
+        reader_wordpiece: as of `check`. Raises UserError where a file does not fit the network or the vocabulary,
+        naming both.
         """
         parts, found = networks(model), {}
         for network in self.networks_for(model):
             if place := network_folder(self.folder, network):
                 found[network] = _files(place, model, network, parts[network])
-                _check_vocabulary(transformer_folder(place), wordpiece)
+                own = reader_wordpiece if network == READER and reader_wordpiece else wordpiece
+                _check_vocabulary(transformer_folder(place), own, _flag(self.key))
         return found
 
-    def check(self, config: ConfigDict, model: Realm, wordpiece: Tokenizer) -> None:
-        files = self.files(model, wordpiece)
+    def check(
+        self, config: ConfigDict, model: Realm, wordpiece: Tokenizer, reader_wordpiece: Tokenizer | None = None
+    ) -> None:
+        files = self.files(model, wordpiece, reader_wordpiece)
         if self.key == "reader_from":
             require(READER in files, self.key, f"{self.folder} has no reader; name another folder")
         else:
@@ -238,7 +310,7 @@ class WeightsSource(Source):
                 )  # fmt: skip
 
     def params(self, run: Run, fresh: Params) -> Params:
-        found, names = self.files(run.model, run.sources.wordpiece), self.networks_for(run.model)
+        found, names = self._files_for(run), self.networks_for(run.model)
         params = {name: fresh[name] for name in names}
         for network, files in found.items():
             theirs = read(files)
@@ -248,8 +320,11 @@ class WeightsSource(Source):
         return params
 
     def has_projection(self, run: Run) -> bool:
-        files = self.files(run.model, run.sources.wordpiece)
+        files = self._files_for(run)
         return any(PROJECTION in files[tower].found for tower in run.model.embedder_names if tower in files)
+
+    def _files_for(self, run: Run) -> dict[str, NetworkFiles]:
+        return self.files(run.model, run.sources.wordpiece, run.sources.for_reader.wordpiece)
 
     def has_trained_reader(self, model: Realm) -> bool:
         """Whether there is the span head of a reader that was trained with questions, as every released one was."""
@@ -263,8 +338,7 @@ def _values_of(place: Path) -> dict[str, Any]:
     """What the folder of one tower says."""
     sentence = sentence_model(place)
     settings = read_settings((sentence.transformer if sentence else place) / SETTINGS)
-    values = {f"model.{name}": settings.get(key) for name, key in BERT_SETTINGS.items()}
-    values["model.hidden_act"] = our_activation(values["model.hidden_act"])
+    values = _bert_values(sentence.transformer if sentence else place)
     said = {name: settings[key] for name, key in RETRIEVER_SETTINGS.items() if settings.get(key)}
     encoder = PLAIN | said
     if sentence is not None:
@@ -273,6 +347,13 @@ def _values_of(place: Path) -> dict[str, Any]:
             names = ", ".join(sentence.unused)
             logger.warning("%s: prompts that neither queries nor passages take: %s", sentence.folder, names)
     return values | {f"encoder.{key}": value for key, value in encoder.items()}
+
+
+def _bert_values(transformer: Path) -> dict[str, Any]:
+    """What config.json beside the weights of a BERT says of the keys of `config.model`."""
+    settings = read_settings(transformer / SETTINGS)
+    values = {f"model.{name}": settings.get(key) for name, key in BERT_SETTINGS.items()}
+    return values | {"model.hidden_act": our_activation(values["model.hidden_act"])}
 
 
 def _files(place: Path, model: Realm, network: str, parts: tuple[Part, ...]) -> NetworkFiles:
@@ -289,10 +370,10 @@ def _files(place: Path, model: Realm, network: str, parts: tuple[Part, ...]) -> 
     return find_tower(sentence, model.bert, parts)
 
 
-def _check_vocabulary(folder: Path, wordpiece: Tokenizer) -> None:
+def _check_vocabulary(folder: Path, wordpiece: Tokenizer, flag: str) -> None:
     """Raise UserError where the vocabulary beside the weights is not that of the prepared data. Nothing to compare
-    without its files."""
-    advice = f"prepare the data with `realm prepare --vocab={folder}`, or name other weights"
+    without its files. flag: of `realm prepare`."""
+    advice = f"prepare the data with `realm prepare {flag}={folder}`, or name other weights"
     path, said = tokenizer_file(folder), lower_case_of(folder)
     if path is not None and read_tokenizer(path, wordpiece.lower_case).fingerprint != wordpiece.fingerprint:
         raise UserError(f"{path}: not the tokens of the prepared data; {advice}")
@@ -319,11 +400,61 @@ def describe(found: dict[str, NetworkFiles], names: Sequence[str]) -> str:
 # --- What a config leaves to its source -------------------------------------------------------------------------------
 
 
-def resolved(config: ConfigDict, workdir: Path | None = None) -> ConfigDict:
-    """A validated config with every value of its own: of the run in `workdir` if it has begun, else of its model.
+def resolved(config: ConfigDict, workdir: Path | None = None, with_reader: bool = True) -> ConfigDict:
+    """A validated config with every value of its own: of the run in `workdir` if it has begun, else of its models.
 
-    Raises UserError where the model is none, does not say what is asked for, or says what cannot be represented.
+    with_reader: whether it is to say what the reader is. Raises UserError where a model is none, does not say what is
+    asked for, or says what cannot be represented.
     """
+    config = _with_values(config, workdir)
+    return _with_reader(config, workdir) if with_reader and not config.model.reader else config
+
+
+def _with_reader(config: ConfigDict, workdir: Path | None) -> ConfigDict:
+    """A config whose `model.reader` says in what the reader of `reader_from` differs from the embedders."""
+    recorded, begun = _recorded(config, workdir)
+    if begun:
+        said = recorded["model.reader"]
+    else:
+        said = _reader_of(config, find_source(config.reader_from, "reader_from")) if config.reader_from else ""
+    if not said:
+        return config
+    config = ConfigDict(config.to_dict())
+    config.model.reader = said
+    validate(config)
+    if not recorded:
+        logger.info("config.reader_from=%s says model.reader=%s", config.reader_from, said)
+    return config
+
+
+def _reader_of(config: ConfigDict, source: Source) -> str:
+    """`model.reader` for the reader of a source."""
+    sizes = source.reader_sizes().items()
+    changes = [f"{name}={value}" for name, value in sizes if value and value != config.model[name]]
+    prepared, theirs = tokenizers_of(config.data.path), source.reader_tokenizer()
+    is_known = theirs is None or prepared[0] is None or theirs in prepared
+    if source.key == "reader_from" and not is_known:
+        raise UserError(
+            f"config.reader_from={source.name}: its tokenizer is another than those of {config.data.path}; add its "
+            f"tokens with `realm prepare --output={config.data.path} --reader-vocab=` and its tokenizer"
+        )
+    is_own = theirs is not None and theirs == prepared[1] != prepared[0]
+    return ",".join([*changes, "tokenizer=own"] if is_own else changes)
+
+
+def check_reader_is_named(config: ConfigDict, source: Source) -> None:
+    """Raise UserError where the reader of `init_from` is another BERT than its embedders and the config does not say
+    so."""
+    if source.key == "reader_from" or config.model.reader or not (source.gives_reader and source.has_own_reader):
+        return
+    values, said = source.values(()), _reader_of(config, source)
+    fit = all(values[f"model.{name}"] in (None, config.model[name]) for name in READER_KEYS)  # its embedders
+    advice = f"its reader differs from its embedders ({said}); set config.reader_from={source.name} too"
+    require(not (fit and said), f"init_from={source.name}", advice)
+
+
+def _with_values(config: ConfigDict, workdir: Path | None) -> ConfigDict:
+    """A config in which no key waits for the model of `init_from`."""
     waiting = from_model(config)
     if not waiting:
         return config
@@ -393,7 +524,7 @@ def starts_with_pca(run: Run) -> bool:
     encoder, source = run.config.encoder, run.config.init_from
     if encoder.projection == 0 or encoder.projection_start != "pca":
         return False
-    return not source or not find_source(source).has_projection(run)
+    return not source or not sources_of(run.config)[0].has_projection(run)
 
 
 def init_from_sources(run: Run, fresh: Params) -> Params:
@@ -422,6 +553,6 @@ def _record_start(run: Run, sources: Sequence[Source], params: str) -> int:
     if path.is_file() and read_json(path).get("params") != params:
         (run.workdir / COMPONENTS).unlink(missing_ok=True)
         shutil.rmtree(run.workdir / task_names(run.config)[0], ignore_errors=True)
-    trained = bool(sources) and sources[-1].has_trained_reader(run.model)
+    trained = bool(sources) and sources[-1].gives_reader and sources[-1].has_trained_reader(run.model)
     write_json_atomic(path, {"reader": trained, "params": params})
     return 0

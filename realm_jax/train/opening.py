@@ -11,13 +11,14 @@ from ml_collections import ConfigDict
 from realm_jax.cache import cache_bytes
 from realm_jax.config import add_sections, task_names, validate
 from realm_jax.data.sources import Sources, open_sources
-from realm_jax.data.tokenizer import Tokenizer
+from realm_jax.data.store import PassageStore
 from realm_jax.errors import UserError
 from realm_jax.retrieval.scann import check_scann
 from realm_jax.run import Run, encoder_of, make_model, make_run
+from realm_jax.sections import has_reader_tokenizer
 from realm_jax.storage import Folder, cache_folder, make_folder, open_folder, read_json
 from realm_jax.tasks import TASKS, make_task, with_networks
-from realm_jax.train.init_from import needs_sources, resolved, sources_of
+from realm_jax.train.init_from import check_reader_is_named, needs_sources, resolved, sources_of
 from realm_jax.train.workdir import check_workdir, recorded_config
 
 logger = logging.getLogger(__name__)
@@ -38,10 +39,10 @@ def open_run(config: ConfigDict, workdir: Path) -> Run:
         check_scann()
     has_begun(workdir, tagger=False)
     config = resolved(config, workdir)
-    sources = open_sources(config.data.path, recorded_corpus(workdir))
+    sources = open_sources(config.data.path, recorded_corpus(workdir), reader=has_reader_tokenizer(config))
     config = _with_possible_tasks(config, sources)
     if needs_sources(config, workdir):
-        _check_sources(config, sources.wordpiece)
+        _check_sources(config, sources)
     run = with_networks(make_run(config, workdir, sources))
     for name in task_names(config):
         make_task(name, run).check_data()
@@ -70,11 +71,13 @@ def _with_possible_tasks(config: ConfigDict, sources: Sources) -> ConfigDict:
     return found
 
 
-def _check_sources(config: ConfigDict, wordpiece: Tokenizer) -> None:
+def _check_sources(config: ConfigDict, sources: Sources) -> None:
     """Raise UserError where what a run is to start from is missing, or does not fit."""
-    model = make_model(config, wordpiece.size, encoder_of(wordpiece))
+    wordpiece, reader = sources.wordpiece, sources.for_reader.wordpiece
+    model = make_model(config, wordpiece.size, encoder_of(wordpiece), reader_vocabulary_size=reader.size)
     for source in sources_of(config):
-        source.check(config, model, wordpiece)
+        check_reader_is_named(config, source)
+        source.check(config, model, wordpiece, reader)
 
 
 def recorded_corpus(workdir: Path) -> str | None:
@@ -84,15 +87,22 @@ def recorded_corpus(workdir: Path) -> str | None:
 
 
 def _warn_of_cut_passages(run: Run) -> None:
-    bodies, titles = run.sources.passages.lengths()
+    _warn_of_cut(run, run.sources.passages, "")
+    if run.sources.reader is not None:
+        _warn_of_cut(run, run.sources.reader.passages, " in the reader's tokens")
+
+
+def _warn_of_cut(run: Run, store: PassageStore, where: str) -> None:
+    bodies, titles = store.lengths()
     length = run.config.data.document_length
     cut = int((bodies + titles + 3 > length).sum())  # [CLS], and [SEP] after title and body
     if cut:
         logger.warning(
-            "%d of %d passages are longer than config.data.document_length=%d and are cut to it",
+            "%d of %d passages are longer than config.data.document_length=%d%s and are cut to it",
             cut,
             len(bodies),
             length,
+            where,
         )
 
 
@@ -105,7 +115,8 @@ def reopen_run(workdir: Path, overrides: dict[str, Any] | None = None, questions
     add_sections(config, [key.partition(".")[0] for key in overrides or {}])
     config.update_from_flattened_dict(overrides or {})
     validate(config)
-    return with_networks(make_run(config, workdir, open_sources(config.data.path, questions=questions)))
+    sources = open_sources(config.data.path, questions=questions, reader=has_reader_tokenizer(config))
+    return with_networks(make_run(config, workdir, sources))
 
 
 def has_begun(workdir: Path, tagger: bool) -> bool:

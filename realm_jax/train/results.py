@@ -25,7 +25,7 @@ from realm_jax.eval.answers import exact_match, find_answer
 from realm_jax.eval.findings import UNTRAINED
 from realm_jax.eval.prediction import GROUPED_BY, Evaluator, Prediction
 from realm_jax.eval.report import write_report
-from realm_jax.forward import read_masked
+from realm_jax.forward import read_masked, reader_query
 from realm_jax.mesh import to_host
 from realm_jax.models.likelihood import masked_word_marginal
 from realm_jax.models.realm import Params
@@ -36,7 +36,7 @@ from realm_jax.run import Run, put_batch
 from realm_jax.storage import read_json, write_json_atomic
 from realm_jax.tasks import TASKS, make_task
 from realm_jax.tasks.base import Task
-from realm_jax.tasks.realm import masked_examples
+from realm_jax.tasks.realm import Realm
 from realm_jax.train.best import describe_loss, kept_by, measure_in, stage_of
 from realm_jax.train.checkpoints import Saved
 from realm_jax.train.embedding import embed_once
@@ -292,8 +292,7 @@ def masked_sentence(run: Run, params: Params) -> dict[str, Any] | None:
     params = restore_params(run, name)
     index = final_index(run, name, params)
     sources, setting = run.sources, run.setting
-    text, own, find = sources.pretraining, sources.own_text, run.find_sentence
-    examples = masked_examples(text, sources.wordpiece, run.lengths, "salient", own, find)
+    examples = Realm(run).masked_examples("salient")
     count = SENTENCES + -SENTENCES % run.mesh.size
     batch = dataset(examples, run.config.seed, TASKS[name].stream, count)[0]
 
@@ -307,8 +306,9 @@ def masked_sentence(run: Run, params: Params) -> dict[str, Any] | None:
     rows, reading, marginal = map(to_host, jax.jit(read)(params, put_batch(run.mesh, batch), index))
     best, counted = int(np.argmax(marginal - reading[:, 0])), setting.candidates - (not setting.null_document)
     helper = int(reading[best, 1:].argmax())
-    wordpiece, store = sources.wordpiece, sources.passages
-    used = int(batch["query_length"][best])
+    wordpiece, store = sources.for_reader.wordpiece, sources.passages
+    ids, lengths = reader_query(batch)
+    used = int(lengths[best])
     targets = batch["targets"][best][batch["weights"][best] > 0]
     passage = f"{store.title(rows[best, helper])}: {store.text(rows[best, helper])}"
     entries = [
@@ -323,7 +323,7 @@ def masked_sentence(run: Run, params: Params) -> dict[str, Any] | None:
     ]
     return {
         "sentences": count,
-        "sentence": wordpiece.decode(batch["query"][best][1 : used - 1]),
+        "sentence": wordpiece.decode(ids[best][1 : used - 1]),
         "answer": wordpiece.decode(targets),
         "rows": [
             {"model": model, "expression": expression, "probability": float(np.exp(log_p)), "passage": passage}

@@ -48,11 +48,7 @@ def is_short(config: ConfigDict) -> bool:
 
 def task_rates(config: ConfigDict, task: Task) -> Rates:
     """The rates of the parts of the model, as multiples of the task's learning rate."""
-    beside_reader = "reader" in task.trained and len(task.trained) > 1
-    retriever = config.optimizer.retriever_rate if beside_reader else 0.0
-    if is_short(config):
-        return Rates(retriever or task.short.retriever, heads=FRESH_HEADS, words=False)
-    return Rates(retriever or 1.0)
+    return Rates(task.short.retriever, heads=FRESH_HEADS, words=False) if is_short(config) else Rates()
 
 
 def start_state(run: BaseRun, task: Task, params: Params) -> State:

@@ -99,13 +99,19 @@ def questions_of(run: Run, name: str | None, need_right: bool) -> list[Question]
     """The questions of a split, or of a file. Warns of those that cannot be answered, or found, as they stand."""
     questions = _questions(run, name or "dev", need_right)
     most = run.config.data.query_length - 2
-    encoded = run.sources.wordpiece.encode_batch([question.question for question in questions])
-    if cut := sum(len(item.ids) > most for item in encoded):
+    if cut := sum(pieces > most for pieces in _pieces(run, [question.question for question in questions])):
         logger.warning("%d questions are longer than the %d word pieces that the run reads; they are cut", cut, most)
     gold = {question.gold_passage_id for question in questions if question.gold_passage_id is not None}
     if absent := [name for name in gold if not run.sources.passages.rows_of(name)]:
         logger.warning("%d gold passages, such as %r, are not in the corpus: misses", len(absent), min(absent))
     return questions
+
+
+def _pieces(run: Run, texts: Sequence[str]) -> list[int]:
+    """How many tokens each text has: of retriever's and reader's the more."""
+    both = {one.fingerprint: one for one in (run.sources.wordpiece, run.sources.for_reader.wordpiece)}
+    counts = [[len(item.ids) for item in wordpiece.encode_batch(texts)] for wordpiece in both.values()]
+    return [max(of_text) for of_text in zip(*counts, strict=True)]
 
 
 def _questions(run: Run, name: str, need_right: bool) -> list[Question]:
@@ -348,7 +354,7 @@ def check_question(run: Run, question: str, search: str = "vectors") -> str:
         question.encode("utf-8")
     except UnicodeEncodeError:
         raise UserError("the question is not valid UTF-8; type or save it as UTF-8 text") from None
-    pieces = len(run.sources.wordpiece.encode(question).ids)
+    (pieces,) = _pieces(run, [question])
     if search == "bm25" and not run.words().has_terms(question):
         raise UserError(
             "the question has no word but stop words, which BM25 leaves out; ask with other words, or with "
