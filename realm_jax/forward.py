@@ -197,7 +197,7 @@ def reranked(setting: Setting, rerank: Rerank, params: Params, batch: Batch, ind
     """What was found, its first passages by `scores_by_place` and what is added to those. A passage has its own score
     and what is added to it, so where nothing is added all stays as it was."""
     rows, scores, ranks = (part[:, : rerank.passages] for part in found)
-    added = rerank.added(setting, params, batch, take(index, rows))
+    added = rerank.added(setting, params, batch, take_for_reader(index, rows))
     order = jnp.argsort(-(scores_by_place(scores) + added), axis=1, stable=True)
     first = rows, scores + added, ranks
     picked = (jnp.take_along_axis(part, order.reshape(order.shape + (1,) * (part.ndim - 2)), axis=1) for part in first)

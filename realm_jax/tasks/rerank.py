@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from realm_jax.data.examples import Examples
-from realm_jax.flops import embedding_flops, score_flops, tower_of
-from realm_jax.forward import read_question, scores_by_place
+from realm_jax.flops import embedding_flops, reader_of, score_flops
+from realm_jax.forward import read_question, reader_query, scores_by_place
 from realm_jax.models.bert import Bert, BertConfig, apply, dense
 from realm_jax.models.inputs import Documents, Joint, join
 from realm_jax.models.likelihood import Mean, log_sum_selected
@@ -26,9 +26,9 @@ from realm_jax.retrieval.search import Batch, Index, Rerank, Setting, bm25_liste
 from realm_jax.run import Run
 from realm_jax.schema import at_least, key, require
 from realm_jax.sections import TaskSection, joint_length, task_names
-from realm_jax.tasks.base import Embed, Means, Shapes, Task, answer_shapes, bm25_shapes, over_examples, query_shapes
+from realm_jax.tasks.base import Embed, Means, Shapes, Task, answer_shapes, asked_shapes, bm25_shapes, over_examples
 from realm_jax.tasks.qa import Qa
-from realm_jax.tasks.qa_examples import question_examples, training_questions
+from realm_jax.tasks.qa_examples import question_examples, training_questions, with_queries
 
 Array = jax.Array
 NAME = "reranker"  # of its parameters
@@ -92,18 +92,19 @@ class RerankTask(Task):
         questions = training_questions(self, params, embed)
         texts = [question.question for question in questions]
         found = run.found_by_words(texts, self.candidates) if self.bm25_depth else None
-        return question_examples(questions, run.sources.wordpiece, run.lengths, found)
+        examples = question_examples(questions, run.sources.for_reader.wordpiece, run.lengths, found)
+        return with_queries(examples, questions, run.sources, run.lengths)
 
     def array_shapes(self) -> Shapes:
-        return query_shapes(self.run) | answer_shapes(self.run) | bm25_shapes(self.bm25_depth)
+        return asked_shapes(self.run) | answer_shapes(self.run) | bm25_shapes(self.bm25_depth)
 
     def loss(self, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
         return rerank_loss(self.setting, params, batch, index, key, self.candidates)
 
     def example_flops(self) -> dict[str, float]:
         config, count = self.run.config, self.candidates
-        read = tower_of(config).forward(joint_length(config))
-        scored = tower_of(config).forward(joint_length(config), 1) + 2 * config.model.width**2
+        reader, length = reader_of(config), joint_length(config)
+        read, scored = reader.forward(length), reader.forward(length, 1) + 2 * reader.width**2
         parts = {"reader": count * read, "reranker": 3 * count * scored}
         if not self.setting.qa_words:
             queries = embedding_flops(config, config.data.query_length)
@@ -183,4 +184,4 @@ def added(setting: Setting, params: Params, batch: Batch, documents: Documents) 
 def _added_in_place(setting: Setting, params: Params, batch: Batch, documents: Documents) -> Array:
     """documents.ids [batch, d] → [batch]."""
     alone = Documents(*(part[:, None] for part in documents))
-    return scores_of(setting, params, join(batch["query"], batch["query_length"], alone, setting.qa_titles))[:, 0]
+    return scores_of(setting, params, join(*reader_query(batch), alone, setting.qa_titles))[:, 0]
