@@ -35,7 +35,6 @@ VARIANTS = [
     ("qa", {}),
     pytest.param("qa", {"qa_objective": "orqa", "qa_beam": 6}, marks=pytest.mark.slow),
 ]
-pytestmark = pytest.mark.usefixtures("quick_programs")
 
 
 @pytest.fixture(scope="module")
