@@ -4,6 +4,7 @@ The device count and XLA's flags must be set before any JAX backend starts, so t
 """
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,26 @@ def compiled(tmp_path_factory):
             jax.config.update(name, value)
             patch.setenv(name.upper(), str(value))
         yield folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_initialisation():
+    """Runs of one model on the same devices share the program of their first parameters, which takes a second to trace.
+
+    Nothing is imported for tests that open no run.
+    """
+    programs = {}
+
+    def initial_params(run):
+        key = run.model, run.mesh
+        if key not in programs:
+            programs[key] = jax.jit(run.model.init, out_shardings=run.param_shardings)
+        return programs[key](jax.random.key(run.config.seed))
+
+    with pytest.MonkeyPatch.context() as patch:
+        if module := sys.modules.get("realm_jax.run"):
+            patch.setattr(module.BaseRun, "initial_params", initial_params)
+        yield
 
 
 @pytest.fixture(scope="session")
