@@ -1,14 +1,17 @@
-"""What every test shares: eight emulated CPU devices, and the real data where a checkout has it.
+"""What every test shares: eight emulated CPU devices, a quick compiler, and the real data where a checkout has it.
 
-The device count must be set before any JAX backend starts, so it is set here, at import.
+The device count and XLA's flags must be set before any JAX backend starts, so they are set here, at import.
 """
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# The older emitters compile tiny programs in a third of the time (jaxlib 0.10); processes that tests start inherit it.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
 
 import jax  # noqa: E402  (after the platform is chosen)
 
@@ -35,24 +38,51 @@ def cache_of_tests(tmp_path_factory):
         yield
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", autouse=True)
 def compiled(tmp_path_factory):
-    """The folder of all programs that were compiled without optimisations, for the next module that needs them."""
-    return tmp_path_factory.mktemp("compiled")
+    """The folder of all compiled programs, shared by workers and the processes that tests start. Programs are compiled
+    without optimisations, which a few tiny steps do not repay."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled"
+    settings = {
+        "jax_disable_most_optimizations": True,
+        "jax_compilation_cache_dir": str(folder),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+            patch.setenv(name.upper(), str(value))
+        yield folder
 
 
-@pytest.fixture(scope="session")
-def trained_run(compiled, tmp_path_factory):
-    """A tiny run (see `tiny_run.py`), trained once for all tests; they read it and leave it as it is."""
-    from runs import quick_compiler
-    from tiny_run import train_tiny_run
+@pytest.fixture(scope="session", autouse=True)
+def shared_initialisation():
+    """Runs of one model on the same devices share the program of their first parameters, which takes a second to trace.
+
+    Nothing is imported for tests that open no run.
+    """
+    programs = {}
+
+    def initial_params(run):
+        key = run.model, run.mesh
+        if key not in programs:
+            programs[key] = jax.jit(run.model.init, out_shardings=run.param_shardings)
+        return programs[key](jax.random.key(run.config.seed))
 
     with pytest.MonkeyPatch.context() as patch:
-        # Jobs then keep no compiled programs in the home folder.
-        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(compiled))
-        with quick_compiler(compiled):  # two steps do not repay the compiler's work
-            run = train_tiny_run(tmp_path_factory.mktemp("tiny"))
-        yield run
+        if module := sys.modules.get("realm_jax.run"):
+            patch.setattr(module.BaseRun, "initial_params", initial_params)
+        yield
+
+
+@pytest.fixture(scope="session")
+def trained_run(tmp_path_factory):
+    """A tiny run (see `tiny_run.py`), trained once for all tests; they read it and leave it as it is."""
+    from tiny_run import train_tiny_run
+
+    return train_tiny_run(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="session")
@@ -61,6 +91,14 @@ def people(tmp_path_factory):
     from tiny_run import prepare_people
 
     return prepare_people(tmp_path_factory.mktemp("people"))
+
+
+@pytest.fixture(scope="session")
+def trained_tagger(tmp_path_factory) -> Path:
+    """The folder of a tagger that was never disturbed (see `tiny_tagger.py`); tests read it and leave it as it is."""
+    from tiny_tagger import train_tiny_tagger
+
+    return train_tiny_tagger(tmp_path_factory.mktemp("tagger"))
 
 
 @pytest.fixture
@@ -81,15 +119,6 @@ def questions(tmp_path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def quick_programs(compiled):
-    """Programs of this module are compiled without optimisations: they run too briefly to repay them."""
-    from runs import quick_compiler
-
-    with quick_compiler(compiled):
-        yield
-
-
-@pytest.fixture(scope="module")
 def small_chunks():
     """Sixteen passages have several chunks, and nobody waits long for another job; see `small_chunks.py`."""
     import small_chunks
@@ -100,11 +129,11 @@ def small_chunks():
 
 
 @pytest.fixture(scope="module")
-def quick_steps(compiled, small_chunks):
+def quick_steps(small_chunks):
     """Runs of this module share their compiled steps; see `runs.py`."""
     from runs import shared_steps
 
-    with shared_steps(compiled):
+    with shared_steps():
         yield
 
 
@@ -146,6 +175,6 @@ def tools(tmp_path, monkeypatch):
         monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
         return tmp_path / "bin"
 
-    for module in ("launch.status", "jobs.launch"):
+    for module in ("launch.status", "cli.launch"):
         monkeypatch.setattr(f"realm_jax.{module}.open_folder", in_memory)
     return put

@@ -14,10 +14,7 @@ from pathlib import Path
 # Flags that are used here, as the tools' references list them (cloud.google.com/sdk/gcloud/reference/compute/tpus,
 # kubernetes.io/docs/reference/kubectl); every other one is an error, as it is there.
 FLAGS = {
-    (
-        "gcloud",
-        "queued-resources create",
-    ): "quiet project zone accelerator-type runtime-version node-id node-count "
+    ("gcloud", "queued-resources create"): "quiet project zone accelerator-type runtime-version node-id node-count "
     "node-prefix spot reserved service-account network metadata-from-file async",
     ("gcloud", "queued-resources list"): "quiet project zone filter format",
     ("gcloud", "queued-resources delete"): "quiet project zone force async",

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 from tiny_run import open_config, tiny_config
 
 from realm_jax.cli.build_index import Job, for_embedding
@@ -41,48 +40,24 @@ from realm_jax.train.step import make_step
 
 STEPS = 6  # of a run that makes its index itself
 EVERY = 2  # steps between two exports of one that does not
+OPTIMISED = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0", "XLA_FLAGS": ""}  # of a process that runs long; see conftest.py
 PATIENCE = 300.0  # seconds that trainer and builder wait for each other, on a machine that does much else
 
-# --- Compiling: tiny steps do not repay the compiler's work, and no program needs to be compiled twice ----------------
+# --- Opened and trained -----------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def quick_compiler(folder: Path) -> Iterator[None]:
-    """Compile without optimisations, and keep every program in `folder`, so that a second run finds it there."""
-    settings = {
-        "jax_disable_most_optimizations": (True, False),
-        "jax_compilation_cache_dir": (str(folder), None),
-        "jax_persistent_cache_min_compile_time_secs": (0.0, 1.0),
-        "jax_persistent_cache_min_entry_size_bytes": (-1, 0),
-    }
-    _apply({name: inside for name, (inside, _) in settings.items()})
-    try:
-        yield
-    finally:
-        _apply({name: outside for name, (_, outside) in settings.items()})
-
-
-@contextmanager
-def shared_steps(folder: Path) -> Iterator[None]:
-    """`quick_compiler`, and runs of one test after another share their compiled step."""
+def shared_steps() -> Iterator[None]:
+    """Runs of one test after another share their compiled step."""
     steps: dict[Any, Any] = {}
 
     def make(run: Run, task: Task) -> Any:
         key = task.name, run.setting, run.config[task.name].to_json()
         return steps.setdefault(key, make_step(run, task))
 
-    with quick_compiler(folder), pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "make_step", make)
         yield
-
-
-def _apply(values: dict) -> None:
-    for name, value in values.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-
-
-# --- Opened and trained -----------------------------------------------------------------------------------------------
 
 
 def open_inline(people: Path, workdir: Path, devices: int = 1, **changes: Any) -> Run:
@@ -260,17 +235,20 @@ def flags_of(config):
     return [f"--config.{key}={value}" for key, value in flatten(config.to_dict()).items() if value != ""]
 
 
-def start(workdir, flags, cache, count=1, devices=8, quick=True):
-    """`realm train` in `count` processes that share the devices. quick: compile without optimisations."""
+def start(workdir, flags, count=1, devices=8, quick=True):
+    """`realm train` in `count` processes that share the devices. quick: compile as the tests do.
+
+    Runs in folders side by side share the vectors that they start with.
+    """
     coordinator = f"localhost:{free_port()}"
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices // count}",
-        "JAX_COMPILATION_CACHE_DIR": str(cache),
-        "REALM_CACHE": str(cache),
-        "REALM_CACHE_BYTES": "1000000",  # some start with vectors of others
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1" if quick else "0",
+        "JAX_NUM_CPU_DEVICES": str(devices // count),
+        "REALM_CACHE": str(workdir.parent / "cache"),
+        "REALM_CACHE_BYTES": "1000000",
     }
+    if not quick:
+        environment |= OPTIMISED
     several = [f"--processes={count}", f"--coordinator={coordinator}"] if count > 1 else []
     command = [sys.executable, "-m", "realm_jax.cli.main", "train", f"--workdir={workdir}", *flags, *several]
     return [

@@ -22,8 +22,6 @@ from realm_jax.train.checkpoints import Gone, Saved
 from realm_jax.train.restore import restore_params, saved_index
 from realm_jax.train.trained_run import open_run_to_ask, restore
 
-pytestmark = pytest.mark.usefixtures("quick_programs")
-
 QUESTION = question(3)["question"]
 
 

@@ -16,19 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_chunks
-from runs import (
-    EVERY,
-    Watch,
-    adoptions,
-    assert_same,
-    builder,
-    make_job,
-    metrics,
-    open_tiny,
-    spoil,
-    train,
-    until,
-)
+from runs import EVERY, Watch, adoptions, assert_same, builder, make_job, metrics, open_tiny, spoil, train, until
 
 from realm_jax.cli import build_index
 from realm_jax.cli import main as cli
@@ -234,7 +222,7 @@ def test_bytes_do_not_depend_on_processes_and_devices(people, tmp_path):
         towers = to_arrays({name: params[name] for name in run.model.embedder_names})
         folder = PosixFolder(run.workdir)
         write_export(folder, export_record(run, 0), towers, sample_vectors(run, params))
-        flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "JAX_PLATFORMS": "cpu"}
+        flags = {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
         command = [sys.executable, small_chunks.__file__, "build-index", f"--workdir={run.workdir}", "--step=0"]
         started = [
             subprocess.Popen([*command, f"--process={one}", f"--processes={processes}"], env=os.environ | flags)

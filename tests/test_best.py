@@ -45,11 +45,7 @@ def test_a_task_without_a_measurement_of_its_start_takes_the_baseline():
 
 
 @pytest.mark.parametrize(
-    "end, why",
-    [
-        ({"exact_match": 0.4}, "they are kept by exact match"),
-        ({}, "no measured question has an answer"),
-    ],
+    "end, why", [({"exact_match": 0.4}, "they are kept by exact match"), ({}, "no measured question has an answer")]
 )
 def test_a_task_that_keeps_its_last_parameters_says_why(end, why):
     records = lines(0.9, 0.8, **end)

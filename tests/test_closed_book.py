@@ -5,7 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from tiny_run import PEOPLE, prepare_people, tiny_config
+from tiny_run import PEOPLE, tiny_config
 
 from realm_jax.cli import main as cli
 from realm_jax.config import validate
@@ -31,8 +31,8 @@ QUESTION = "When was Ada Dahl born?"
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory) -> Sources:
-    return open_sources(prepare_people(tmp_path_factory.mktemp("people")))
+def sources(people) -> Sources:
+    return open_sources(people)
 
 
 def ids(sources: Sources, text: str) -> list[int]:

@@ -86,10 +86,7 @@ def test_columns_sentences_and_documents(tmp_path, packed):
     text += "-DOCSTART- O\nParis\tS-LOC"
     path = write(tmp_path / ("a.conll.gz" if packed else "a.conll"), text, packed)
     first = Sentence(("Ada", "Lovelace"), (Entity(0, 2, "PER"),))
-    assert read_conll(path) == [
-        [first, Sentence(("slept",), ())],
-        [Sentence(("Paris",), (Entity(0, 1, "LOC"),))],
-    ]
+    assert read_conll(path) == [[first, Sentence(("slept",), ())], [Sentence(("Paris",), (Entity(0, 1, "LOC"),))]]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from tiny_run import PEOPLE, train_tiny_run, write_lines
+from tiny_run import PEOPLE, write_lines
 
 from realm_jax.cli import main as cli
 from realm_jax.data.sources import open_sources
@@ -20,17 +20,11 @@ from realm_jax.train.opening import open_run
 from realm_jax.train.trained_run import is_edited, open_run_to_ask, restore
 
 
-@pytest.fixture(scope="module")
-def trained(quick_programs, tmp_path_factory):
-    return train_tiny_run(tmp_path_factory.mktemp("trained"))
-
-
 @pytest.fixture
-def workdir(trained, tmp_path, monkeypatch):
+def workdir(trained_run, tmp_path):
     """A copy of the run and its data, to be edited."""
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
     for name in ("data", "run"):
-        shutil.copytree(trained.workdir.parent / name, tmp_path / name)
+        shutil.copytree(trained_run.workdir.parent / name, tmp_path / name)
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     config["data"]["path"] = str(tmp_path / "data")
     (tmp_path / "run" / "config.json").write_text(json.dumps(config))

@@ -16,7 +16,6 @@ from realm_jax.train.optimizer import make_optimizer
 
 STEPS, REFRESH, BATCH, ROWS = 10, 5, 8, 40
 MODEL = tiny_realm(layers=1)  # compiling takes nearly all of the time
-pytestmark = pytest.mark.usefixtures("quick_programs")
 
 
 class Trace(NamedTuple):
@@ -75,7 +74,7 @@ def train(mesh: Mesh) -> Trace:
 
 
 @pytest.fixture(scope="module")
-def on_one_device(quick_programs) -> Trace:
+def on_one_device() -> Trace:
     return train(make_mesh(1, 1, 1, jax.devices()[:1]))
 
 

@@ -18,7 +18,6 @@ from realm_jax.run import put_batch
 
 LONGEST, ROWS = 100, 30
 MODEL = tiny_realm(layers=1, max_length=LONGEST)
-pytestmark = pytest.mark.usefixtures("quick_programs")
 
 
 @pytest.fixture(scope="module")

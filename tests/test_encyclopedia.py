@@ -9,13 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from realm_jax.data.encyclopedia import (
-    PHRASINGS,
-    RELATIONS,
-    Encyclopedia,
-    EncyclopediaSettings,
-    write,
-)
+from realm_jax.data.encyclopedia import PHRASINGS, RELATIONS, Encyclopedia, EncyclopediaSettings, write
 from realm_jax.errors import UserError
 
 
@@ -247,8 +241,7 @@ def test_any_share_of_held_out_entities_splits_the_whole(entities, held_out):
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"held_out": 3200}, {"synonym_share": -0.1}, {"train_questions": 40_000}, {"entities": 1}],
+    "change", [{"held_out": 3200}, {"synonym_share": -0.1}, {"train_questions": 40_000}, {"entities": 1}]
 )
 def test_settings_that_cannot_be_kept_are_named(change):
     with pytest.raises(UserError, match=next(iter(change))):

@@ -35,12 +35,16 @@ VARIANTS = [
     ("qa", {}),
     pytest.param("qa", {"qa_objective": "orqa", "qa_beam": 6}, marks=pytest.mark.slow),
 ]
-pytestmark = pytest.mark.usefixtures("quick_programs")
 
 
 @pytest.fixture(scope="module")
 def params():
     return jax.tree.map(jnp.asarray, loud_params(MODEL, seed=1))
+
+
+@pytest.fixture(scope="module")
+def index(params):
+    return jax.jit(lambda params: embed_corpus(MODEL, params, CORPUS, devices=1))(params)
 
 
 def example_batch(name):
@@ -57,19 +61,14 @@ def example_batch(name):
     return MASKED | dict(zip(names, documents, strict=True))
 
 
-def both_ways(params, name, model=MODEL, key=None, **changes):
-    task = task_of(name, tiny_setting(one_device_mesh(), ROWS, model, **changes))
-    index = jax.jit(lambda params: embed_corpus(MODEL, params, CORPUS, devices=1))(params)
+@pytest.mark.parametrize("name, changes", VARIANTS)
+def test_parts_give_the_gradient_of_the_whole(params, index, name, changes):
+    task = task_of(name, tiny_setting(one_device_mesh(), ROWS, MODEL, **changes))
     trained = {part: params[part] for part in task.trained}
     frozen = {part: value for part, value in params.items() if part not in task.trained}
     batch = jax.tree.map(jnp.asarray, example_batch(name))
-    found = jax.jit(gradients, static_argnums=(0, 6))
-    return [found(task, trained, frozen, batch, index, key, parts) for parts in (1, 4)]
-
-
-@pytest.mark.parametrize("name, changes", VARIANTS)
-def test_parts_give_the_gradient_of_the_whole(params, name, changes):
-    (whole, values), (parts, found) = both_ways(params, name, **changes)
+    program = jax.jit(gradients, static_argnums=(0, 6))
+    (whole, values), (parts, found) = (program(task, trained, frozen, batch, index, None, count) for count in (1, 4))
     largest = max(float(jnp.abs(slope).max()) for slope in jax.tree.leaves(whole))
     assert largest > 1e-3
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5 * largest), whole, parts)

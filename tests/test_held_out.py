@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from runs import quick_compiler
 from tiny_run import prepare_people, tiny_config
 
 from realm_jax.cli.prepare import prepare
@@ -69,14 +68,13 @@ def test_first_and_later_spans_of_sentences_are_hidden(sources):
 
 
 @pytest.fixture(scope="module")
-def measured(compiled, people, tmp_path_factory):
+def measured(people, tmp_path_factory):
     """A run of `ict` that holds documents out, and what it recorded."""
     config = tiny_config(people)
     config.tasks, config.evaluation.held_out = "ict", SHARE
     config.ict.update(steps=1, batch_size=8)
-    with quick_compiler(compiled):
-        run = open_run(config, tmp_path_factory.mktemp("held") / "run")
-        assert run_recipe(run, False, "realm train") == 0
+    run = open_run(config, tmp_path_factory.mktemp("held") / "run")
+    assert run_recipe(run, False, "realm train") == 0
     return run, read_json(run.workdir / "results.json")
 
 

@@ -22,15 +22,10 @@ from realm_jax.train.restore import embedded_before, restore_params
 from realm_jax.train.workdir import begins_with_reader, check_workdir
 
 
-@pytest.fixture(scope="module")
-def first(quick_programs, tmp_path_factory):
-    return train_tiny_run(tmp_path_factory.mktemp("first"))
-
-
-def heir(first, folder, **changes):
+def heir(source, folder, **changes):
     """A run in `folder` over the same data that names the first one in init_from."""
-    config = tiny_config(first.config.data.path)
-    config.init_from = str(first.workdir)
+    config = tiny_config(source.config.data.path)
+    config.init_from = str(source.workdir)
     config.update(changes)
     return make_run(config, folder, open_sources(config.data.path), jax.devices()[:1])
 
@@ -40,26 +35,26 @@ def check(run):
 
 
 @pytest.mark.slow
-def test_borrows_again_after_dying_before_the_first_checkpoint(first, tmp_path):
-    run = heir(first, tmp_path)
+def test_borrows_again_after_dying_before_the_first_checkpoint(trained_run, tmp_path):
+    run = heir(trained_run, tmp_path)
     (tmp_path / "ict" / "checkpoints").mkdir(parents=True)
-    theirs = restore_params(first, "qa")
+    theirs = restore_params(trained_run, "qa")
     jax.tree.map(lambda a, b: None if (a == b).all() else pytest.fail("differs"), starting_params(run), theirs)
 
 
-def test_refuses_a_source_that_is_not_done(first, tmp_path):
+def test_refuses_a_source_that_is_not_done(trained_run, tmp_path):
     source = tmp_path / "source"
-    shutil.copytree(first.workdir, source)
+    shutil.copytree(trained_run.workdir, source)
     config = json.loads((source / "config.json").read_text())
     config["qa"]["steps"] = 9
     (source / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="init_from: .*at step 2 of 9 of qa; let it finish"):
-        check(heir(first, tmp_path / "run", init_from=str(source)))
+        check(heir(trained_run, tmp_path / "run", init_from=str(source)))
 
 
-def test_starts_from_the_final_parameters_even_with_another_optimiser(first, tmp_path):
-    run = heir(first, tmp_path, realm={"retriever_start": 1})
-    theirs = restore_params(first, "qa")
+def test_starts_from_the_final_parameters_even_with_another_optimiser(trained_run, tmp_path):
+    run = heir(trained_run, tmp_path, realm={"retriever_start": 1})
+    theirs = restore_params(trained_run, "qa")
     jax.tree.map(lambda a, b: None if (a == b).all() else pytest.fail("differs"), starting_params(run), theirs)
 
 
@@ -76,7 +71,7 @@ def embeddings(monkeypatch):
     return found
 
 
-def test_the_corpus_is_embedded_once_for_the_same_parameters(first, tmp_path, embeddings):
+def test_the_corpus_is_embedded_once_for_the_same_parameters(tmp_path, embeddings):
     """At the end of ict. Fine-tuning, which leaves the document tower as it is, and an heir take the vectors."""
     run = train_tiny_run(tmp_path)
     assert len(embeddings) == 1
@@ -104,15 +99,15 @@ def test_a_task_that_leaves_the_towers_alone_is_looked_behind(tmp_path, embeddin
 
 
 @pytest.mark.slow
-def test_vectors_that_were_made_otherwise_are_made_anew(first, tmp_path, embeddings):
-    other = heir(first, tmp_path, tasks="qa", model={"dtype": "bfloat16"})
+def test_vectors_that_were_made_otherwise_are_made_anew(trained_run, tmp_path, embeddings):
+    other = heir(trained_run, tmp_path, tasks="qa", model={"dtype": "bfloat16"})
     check_workdir(other)
     train(other)
     assert len(embeddings) == 1
 
 
-def test_vectors_of_a_damaged_checkpoint_are_made_anew(first, tmp_path, monkeypatch):
-    run = heir(first, tmp_path, tasks="qa")
+def test_vectors_of_a_damaged_checkpoint_are_made_anew(trained_run, tmp_path, monkeypatch):
+    run = heir(trained_run, tmp_path, tasks="qa")
     params = starting_params(run)
     assert embedded_before(run, "qa", params) is not None
     assert embedded_before(run, "qa", run.initial_params()) is None
@@ -126,53 +121,53 @@ def embed_anew(run):
     return run.embed(restore_params(run, "ict"))
 
 
-def test_goes_on_without_the_source(first, tmp_path):
+def test_goes_on_without_the_source(trained_run, tmp_path):
     source = tmp_path / "source"
-    shutil.copytree(first.workdir, source)
-    run = heir(first, tmp_path / "run", init_from=str(source))
+    shutil.copytree(trained_run.workdir, source)
+    run = heir(trained_run, tmp_path / "run", init_from=str(source))
     check_workdir(run)
     once = train(run)
     shutil.rmtree(source)
     jax.tree.map(lambda a, b: None if (a == b).all() else pytest.fail("differs"), train(run), once)
 
 
-def test_names_what_does_not_fit(first, tmp_path):
+def test_names_what_does_not_fit(trained_run, tmp_path):
     with pytest.raises(UserError, match="init_from=.*no run folder"):
-        check(heir(first, tmp_path, init_from=str(tmp_path / "nowhere")))
+        check(heir(trained_run, tmp_path, init_from=str(tmp_path / "nowhere")))
     with pytest.raises(UserError, match=r"init_from: .* is \(.*set config.model"):
-        check(heir(first, tmp_path, model={"feed_forward": 64}))
+        check(heir(trained_run, tmp_path, model={"feed_forward": 64}))
     config = tiny_config(prepare_people(tmp_path / "other", [name[::-1].title() for name in PEOPLE]))
-    config.init_from = str(first.workdir)
+    config.init_from = str(trained_run.workdir)
     other = make_run(config, tmp_path, open_sources(config.data.path), jax.devices()[:1])
     with pytest.raises(UserError, match="init_from: .*another vocabulary"):
         check(other)
 
 
-def test_another_config_shares_the_corpus_on_the_devices(first):
-    assert first.with_config(first.config).documents is first.documents
+def test_another_config_shares_the_corpus_on_the_devices(trained_run):
+    assert trained_run.with_config(trained_run.config).documents is trained_run.documents
 
 
-def test_a_reader_can_come_from_another_run_than_the_retriever(first, tmp_path):
-    """The retriever is fresh here, the reader that of the first run."""
-    run = heir(first, tmp_path, init_from="", reader_from=str(first.workdir))
-    theirs = restore_params(first, "qa")
+def test_a_reader_can_come_from_another_run_than_the_retriever(trained_run, tmp_path):
+    """The retriever is fresh here, the reader that of the trained run."""
+    run = heir(trained_run, tmp_path, init_from="", reader_from=str(trained_run.workdir))
+    theirs = restore_params(trained_run, "qa")
     fresh, found = run.initial_params(), starting_params(run)
     jax.tree.map(np.testing.assert_array_equal, found["reader"], theirs["reader"])
     for tower in run.model.embedder_names:
         jax.tree.map(np.testing.assert_array_equal, found[tower], fresh[tower])
 
 
-def test_a_run_that_trained_other_networks_in_its_last_task_is_read_by_their_names(first, tmp_path):
+def test_a_run_that_trained_other_networks_in_its_last_task_is_read_by_their_names(trained_run, tmp_path):
     """The source fine-tuned the query tower; here fine-tuning by BM25 would train the reader alone."""
-    run = heir(first, tmp_path, qa={"search": "bm25"})
+    run = heir(trained_run, tmp_path, qa={"search": "bm25"})
     check(run)
-    theirs = restore_params(first, "qa")
+    theirs = restore_params(trained_run, "qa")
     jax.tree.map(np.testing.assert_array_equal, starting_params(run), theirs)
     assert begins_with_reader(tmp_path)
 
 
-def test_a_task_that_only_lost_hands_on_the_parameters_that_it_started_from(first, tmp_path):
-    run = heir(first, tmp_path, tasks="ict", evaluation={"keep_best": True})
+def test_a_task_that_only_lost_hands_on_the_parameters_that_it_started_from(trained_run, tmp_path):
+    run = heir(trained_run, tmp_path, tasks="ict", evaluation={"keep_best": True})
     check_workdir(run)
     params = starting_params(run)
     before = jax.tree.map(np.array, params)
@@ -186,8 +181,8 @@ def test_a_task_that_only_lost_hands_on_the_parameters_that_it_started_from(firs
     assert arrays and all(name.startswith("state.trained.") for name in arrays)  # no moments, nothing frozen
 
 
-def test_what_another_start_left_is_removed_before_the_first_checkpoint(first, tmp_path):
-    run = heir(first, tmp_path, tasks="ict")
+def test_what_another_start_left_is_removed_before_the_first_checkpoint(trained_run, tmp_path):
+    run = heir(trained_run, tmp_path, tasks="ict")
     params = starting_params(run)
     (tmp_path / "ict" / "best").mkdir(parents=True)
     components = tmp_path / COMPONENTS
@@ -196,5 +191,5 @@ def test_what_another_start_left_is_removed_before_the_first_checkpoint(first, t
     assert components.exists() and (tmp_path / "ict" / "best").exists()
     record_start(run, jax.tree.map(lambda x: x + 1, params))
     assert not components.exists() and not (tmp_path / "ict").exists()
-    starting_params(heir(first, tmp_path, tasks="ict", init_from=""))
+    starting_params(heir(trained_run, tmp_path, tasks="ict", init_from=""))
     assert read_json(tmp_path / "start.json") == {"reader": False, "params": digest(b"{}")}

@@ -13,19 +13,10 @@ from realm_jax.cli import inspect_text as job
 from realm_jax.cli import main as cli
 from realm_jax.data.wordpiece import WordPiece
 from realm_jax.errors import UserError
-from realm_jax.eval.inspection import (
-    Masked,
-    inspect_masked,
-    inspect_question,
-    masked_text,
-    parse,
-    read_alone,
-)
+from realm_jax.eval.inspection import Masked, inspect_masked, inspect_question, masked_text, parse, read_alone
 from realm_jax.models.inputs import Documents, join, null_documents
 from realm_jax.models.realm import flatten_joint
 from realm_jax.train.trained_run import restore
-
-pytestmark = pytest.mark.usefixtures("quick_programs")
 
 SENTENCE = "Ada Brandt was born in [1801]."
 

@@ -6,7 +6,6 @@ from functools import partial
 import jax
 import pytest
 from ml_collections import ConfigDict
-from runs import quick_compiler
 from tiny_run import prepare_people, question, tiny_config, write_lines
 
 from realm_jax.cli import main as cli
@@ -24,7 +23,7 @@ from realm_jax.train.recipe import run_recipe
 from realm_jax.train.results import chance
 from realm_jax.train.trained_run import Measured
 
-pytestmark = pytest.mark.usefixtures("quick_programs", "one_device")
+pytestmark = pytest.mark.usefixtures("one_device")
 
 
 @pytest.fixture(scope="module")
@@ -68,13 +67,12 @@ def trained(config: ConfigDict, workdir) -> dict:
 
 
 @pytest.fixture(scope="module")
-def mixed(compiled, one_device, tmp_path_factory):
+def mixed(one_device, tmp_path_factory):
     """A run whose questions have answers, or a gold passage, or both; trained with paths that are relative."""
     folder = tmp_path_factory.mktemp("mixed")
     with_answers = [question(n, gold_passage_id=f"p{n}", split=split) for n in range(4) for split in ("train", "dev")]
     prepared(folder, with_answers + [gold_only(n, split) for n in range(4, 8) for split in ("train", "dev")])
-    with pytest.MonkeyPatch.context() as patch, quick_compiler(compiled):
-        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(compiled))
+    with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         results = trained(small("other"), folder / "run")
     return folder, results

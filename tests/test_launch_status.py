@@ -8,14 +8,7 @@ from runs import until
 from realm_jax.cli import main as cli
 from realm_jax.launch.status import expect, expect_none, look, summary
 from realm_jax.refresh import status
-from realm_jax.refresh.status import (
-    HEARTBEAT_SECONDS,
-    Status,
-    StatusWriter,
-    read_status,
-    trainer_status,
-    write_status,
-)
+from realm_jax.refresh.status import HEARTBEAT_SECONDS, Status, StatusWriter, read_status, trainer_status, write_status
 from realm_jax.storage import PosixFolder, StorageError
 
 

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 import pytest
 from runs import (
+    OPTIMISED,
     STEPS,
     Cut,
     assert_same_run,
@@ -283,15 +284,15 @@ def test_a_process_that_is_killed_and_repeated_ends_as_one_that_never_was(people
     config.realm.update({"steps": 60, "batch_size": 8})
     config.optimizer.warmup = 2
     config.refresh.every, config.log.every, config.checkpoint.every = 5, 1, 5
-    quiet, killed, given = tmp_path / "quiet", tmp_path / "killed", (flags_of(config), tmp_path / "compiled")
-    finish(start(quiet, *given, devices=1, quick=False))
+    quiet, killed, flags = tmp_path / "quiet", tmp_path / "killed", flags_of(config)
+    finish(start(quiet, flags, devices=1, quick=False))
     for step, end, code in [(3, "KILL", -9), (11, "KILL", -9), (17, "KILL", -9), (33, "TERM", 75), (44, "KILL", -9)]:
-        started = start(killed, *given, devices=1, quick=False)
+        started = start(killed, flags, devices=1, quick=False)
         wait_for_step(started[0], killed, step)
         started[0].send_signal(getattr(signal, f"SIG{end}"))
         [told] = finish(started, code)
         assert code != 75 or "repeat the command to go on" in told
-    finish(start(killed, *given, devices=1, quick=False))
+    finish(start(killed, flags, devices=1, quick=False))
     assert_same_run(*(reopen_run(workdir) for workdir in (quiet, killed)))
     assert records(reopen_run(quiet), "metrics")[-1]["step"] == 60
     same, again = (read_json(workdir / "results.json") | {"seconds": None} for workdir in (quiet, killed))
@@ -301,7 +302,7 @@ def test_a_process_that_is_killed_and_repeated_ends_as_one_that_never_was(people
 @pytest.mark.nightly
 def test_sigterm_saves_the_quickstart_s_model_within_ten_seconds(tmp_path):
     """And the restart goes on from the very step, once in the middle of each task."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"} | OPTIMISED
     command = [sys.executable, "-m", "realm_jax.cli.main", "quickstart", f"--workdir={tmp_path}/run"]
     for task in ("mlm", "ict", "realm", "qa"):
         process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)

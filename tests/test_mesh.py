@@ -11,8 +11,7 @@ from realm_jax.mesh import _arrange, logical_sharding, make_mesh, parameter_shar
 
 
 @pytest.mark.parametrize(
-    "sizes, wanted",
-    [((-1, 1, 1), (8, 1, 1)), ((2, -1, 2), (2, 2, 2)), ((1, 1, -1), (1, 1, 8)), ((2, 4, 1), (2, 4, 1))],
+    "sizes, wanted", [((-1, 1, 1), (8, 1, 1)), ((2, -1, 2), (2, 2, 2)), ((1, 1, -1), (1, 1, 8)), ((2, 4, 1), (2, 4, 1))]
 )
 def test_one_axis_takes_the_devices_that_are_left(sizes, wanted):
     mesh = make_mesh(*sizes)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import DOCUMENT, SPECIAL, document_rows
-from tiny_run import prepare_people, tiny_config
+from tiny_run import tiny_config
 from weight_folders import edit_settings, save_tiny_network
 
 from realm_jax.cli.prepare import prepare
@@ -25,11 +25,6 @@ from realm_jax.train.opening import open_run
 LIBRARY = "sentence_transformers.models."
 MEAN = {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True, "word_embedding_dimension": 16}
 CLS = MEAN | {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
-
-
-@pytest.fixture(scope="module")
-def people(tmp_path_factory) -> Path:
-    return prepare_people(tmp_path_factory.mktemp("people"))
 
 
 def bert_folder(people: Path, folder: Path) -> Path:

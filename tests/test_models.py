@@ -19,8 +19,6 @@ from realm_jax.models.inputs import Documents, Joint, document_segments, join
 from realm_jax.models.realm import Realm, flatten_joint
 from realm_jax.models.weights import networks
 
-pytestmark = pytest.mark.usefixtures("quick_programs")
-
 BATCH = 3
 WAYS = dot_product_attention, per_sequence_attention
 MODEL = tiny_realm()

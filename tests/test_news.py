@@ -191,11 +191,7 @@ def test_english_articles_are_taken_for_english(shared_data):
     assert Counter(map(language, texts)) == {"en": 400}
 
 
-@given(
-    st.text(),
-    st.text() | st.text(st.sampled_from("Ab1 .!?\"'()\n\r\t•-©\u200b\ud800\x00\u2028")),
-    st.booleans(),
-)
+@given(st.text(), st.text() | st.text(st.sampled_from("Ab1 .!?\"'()\n\r\t•-©\u200b\ud800\x00\u2028")), st.booleans())
 def test_clean_never_raises_and_leaves_whole_characters_in_single_spaced_lines(title, text, any_text):
     result = clean(Article("a", title, text), ANYTHING if any_text else RULES)
     if isinstance(result, Dropped):

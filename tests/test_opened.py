@@ -7,7 +7,6 @@ import pytest
 from realm_jax.train.checkpoints import Saved
 from realm_jax.train.opened import CachedCheckpoint
 
-pytestmark = pytest.mark.usefixtures("quick_programs")
 NETWORKS = ("query_embedder", "reader")
 
 

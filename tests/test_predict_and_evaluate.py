@@ -25,8 +25,6 @@ from realm_jax.eval.prediction_files import settings_file
 from realm_jax.train import trained_run
 from realm_jax.train.trained_run import open_run_to_ask, restore
 
-pytestmark = pytest.mark.usefixtures("quick_programs")
-
 UNANSWERED = {"question": "Who built it?", "id": "extra"}
 THEIRS = {"question": "Who?", "prediction": "she", "answers": ["she"]}  # a line of another system
 

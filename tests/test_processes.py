@@ -38,8 +38,8 @@ def tiny_flags(data, **changes):
 @pytest.fixture(scope="module")
 def alone(people, tmp_path_factory):
     """One process with eight devices, undisturbed."""
-    workdir = tmp_path_factory.mktemp("alone")
-    finish(start(workdir, tiny_flags(people), tmp_path_factory.mktemp("cache")))
+    workdir = tmp_path_factory.mktemp("alone") / "run"
+    finish(start(workdir, tiny_flags(people)))
     return workdir
 
 
@@ -61,7 +61,7 @@ def assert_nearly_same(one, other):
 
 @pytest.mark.slow
 def test_two_processes_do_what_one_does(people, alone, tmp_path):
-    outputs = finish(start(tmp_path / "run", tiny_flags(people), tmp_path / "cache", 2))
+    outputs = finish(start(tmp_path / "run", tiny_flags(people), 2))
     assert_nearly_same(alone, tmp_path / "run")
     assert "Results" in outputs[0] and "Results" not in outputs[1]
     assert (tmp_path / "run" / "report.html").is_file()
@@ -70,7 +70,7 @@ def test_two_processes_do_what_one_does(people, alone, tmp_path):
 def start_and_end(people, tmp_path, saves, signal_number):
     """Start two processes, and send both a signal once `realm` has saved so often; what was started, and its flags."""
     flags = tiny_flags(people, checkpoint__every=1)
-    started = start(tmp_path / "run", flags, tmp_path / "cache", 2)
+    started = start(tmp_path / "run", flags, 2)
     until_saved(tmp_path / "run" / "realm" / "checkpoints", saves)
     for process in started:
         process.send_signal(signal_number)
@@ -85,11 +85,11 @@ def test_two_processes_make_the_batches_of_one(people, tmp_path, steps):
         several = [f"--processes={count}", f"--coordinator=localhost:{free_port()}"] if count > 1 else []
         command = [sys.executable, str(script), str(people)]
         outputs = [tmp_path / f"{count}-{process}.json" for process in range(count)]
-        flags = f"--xla_force_host_platform_device_count={8 // count}"
+        own = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(8 // count), "PYTHONPATH": str(script.parents[1])}
         finish([
             subprocess.Popen(
                 [*command, str(output), str(steps), *several, *([f"--process={process}"] if several else [])],
-                env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(script.parents[1])},
+                env=os.environ | own,
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             )
             for process, output in enumerate(outputs)
@@ -106,7 +106,7 @@ def test_processes_that_are_killed_go_on_also_as_one(people, alone, tmp_path):
     for process in started:
         process.wait()
     assert len(saved_folders(tmp_path / "run" / "qa" / "checkpoints")) == 0
-    finish(start(tmp_path / "run", flags, tmp_path / "cache"))
+    finish(start(tmp_path / "run", flags))
     assert_nearly_same(alone, tmp_path / "run")
 
 
@@ -114,7 +114,7 @@ def test_processes_that_are_killed_go_on_also_as_one(people, alone, tmp_path):
 def test_sigterm_to_all_saves_and_loses_no_step(people, alone, tmp_path):
     started, flags = start_and_end(people, tmp_path, 1, signal.SIGTERM)
     finish(started, code=75)
-    finish(start(tmp_path / "run", flags, tmp_path / "cache", 2))
+    finish(start(tmp_path / "run", flags, 2))
     assert_nearly_same(alone, tmp_path / "run")
 
 
@@ -122,7 +122,7 @@ def test_sigterm_to_all_saves_and_loses_no_step(people, alone, tmp_path):
 def test_one_process_that_is_told_to_stop_while_all_wait_for_an_index_stops_all(people, tmp_path):
     """There is no builder. They save what they have; the same command would go on."""
     flags = tiny_flags(people, tasks="realm", refresh__mode="async", log__hang_seconds=120.0)
-    started = start(tmp_path / "run", flags, tmp_path / "cache", 2)
+    started = start(tmp_path / "run", flags, 2)
     until(lambda: (tmp_path / "run" / "exports" / "0" / "EXPORT.json").exists(), 200.0)
     started[1].send_signal(signal.SIGTERM)
     outputs = finish(started, code=75)
@@ -139,7 +139,7 @@ def test_a_short_realm_run_reaches_the_same_recall(tmp_path):
     flags = flags_of(config)
     found = []
     for name, count in (("one", 1), ("two", 2)):
-        finish(start(tmp_path / name, flags, tmp_path / "cache", count, quick=False), seconds=1500)
+        finish(start(tmp_path / name, flags, count, quick=False), seconds=1500)
         measured = read_lines(tmp_path / name / "realm" / "evaluations.jsonl")
         found.append((measured[0]["recall@5"], measured[-1]["recall@5"]))
         print(f"{name}: recall@5 {found[-1][0]:.3f} before REALM, {found[-1][1]:.3f} after 160 steps")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny import query_rows, tiny_realm
-from tiny_run import prepare_people, tiny_config
+from tiny_run import tiny_config
 
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
@@ -27,11 +27,6 @@ def test_principal_components_keep_the_directions_of_largest_variance():
     np.testing.assert_allclose(found.std(axis=0), vectors.std(axis=0)[[0, 2]], rtol=0.01)
     assert (np.abs(kernel).argmax(axis=0) == [0, 2]).all() and (kernel[[0, 2], [0, 1]] > 0).all()
     assert 0.98 < share < 1
-
-
-@pytest.fixture(scope="module")
-def people(tmp_path_factory):
-    return prepare_people(tmp_path_factory.mktemp("people"))
 
 
 def pca_run(people, folder, **encoder):

@@ -32,10 +32,8 @@ SIZES = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick(quick_programs, compiled):
-    """One device, and no compiled programs in the home folder."""
+def one_device():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(compiled))
         patch.setattr(opening, "make_run", partial(make_run, devices=jax.devices()[:1]))
         yield
 

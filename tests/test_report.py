@@ -1,6 +1,7 @@
 """The report page: what it says for good, bad and partial results, that it stands alone, and that text is harmless."""
 
 import copy
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -20,110 +21,18 @@ from realm_jax.eval.report import render_report, write_report
 
 def sample_data() -> dict[str, Any]:
     """A whole run: every key of the report's data."""
-    passage = (
-        "Dalvik Moren is a bridge in the north of the country. It was opened in March 1874 after nine years of work. "
-        "The builder of Dalvik Moren was Torvald Espel, who had learnt his trade on the canals. Its length is 412 "
-        "metres. Every spring a fair is held on it, and the toll house at its southern end is now a small museum."
-    )
-    span = [passage.index("Torvald"), passage.index(", who")]
-    candidates = [
-        {"title": "Dalvik Moren", "text": passage, "probability": 0.938, "is_gold": True, "answer_span": span},
-        {"title": "", "text": "", "probability": 0.031, "is_gold": False, "answer_span": None},
-        {"title": "Dalvik Tern", "text": "Dalvik Tern is a mill. " * 4, "probability": 0.02, "is_gold": False},
-        {"title": "Sorn Moren", "text": "Sorn Moren is a river.", "probability": 0.0098, "is_gold": False},
-        {"title": "Ilka Moren", "text": "Ilka Moren is a singer.", "probability": 0.0012, "is_gold": False},
+    data = json.loads((Path(__file__).parent / "report.json").read_text(encoding="utf-8"))
+    for stage in data["stages"]:
+        stage |= {"seconds": stage["steps"] / 8, "metrics": _metrics(stage["name"], stage["steps"])}
+    data["recall_history"] = [
+        {"stage": "ict", "step": step, "recall@5": 0.03 + step / 1800} for step in range(0, 801, 200)
+    ] + [
+        {"stage": "realm", "step": step, "recall@5": 0.987 - 0.505 * 0.5 ** (step / 500), "refresh": step > 0}
+        for step in range(0, 3001, 250)
     ]
-    example = {
-        "question": "who built the crossing Dalvik Stennow ?",
-        "answers": ["Torvald Espel"],
-        "prediction": "torvald espel",
-        "correct": True,
-        "candidates": candidates,
-    }
-    wrong = {**example, "question": "who founded Ostra Kell ?", "prediction": "may 1790", "correct": False}
-    wrong["answers"] = ["Brenna Aldous"]
-    stages = [
-        ("mlm", "Reader warm-up", "Masked words of a sentence, beside a passage of the same article", 1500),
-        ("ict", "Inverse cloze task", "Which passage a sentence was taken from", 800),
-        ("realm", "REALM pre-training", "Masked words alone; passages are retrieved and never named", 3000),
-        ("qa", "Questions and answers", "Questions with the text of the answer, no passage", 900),
-    ]
-    return {
-        "title": "REALM quickstart",
-        "command": "realm quickstart --workdir runs/first",
-        "created": "2025-05-04 12:30",
-        "hardware": "one GPU",
-        "corpus": {
-            "passages": 6000,
-            "pretraining": 4500,
-            "train_questions": 3000,
-            "dev_questions": 1000,
-        },
-        "results": {
-            "recall@5": {
-                "untrained": 0.031,
-                "ict": 0.482,
-                "realm": 0.987,
-                "bm25": 0.624,
-                "no_retriever_gradient": 0.471,
-                "more_ict": 0.523,
-            },
-            "recall@20": {"untrained": 0.06, "ict": 0.66, "realm": 0.996, "bm25": 0.71},
-            "exact_match": {"retrieval": 0.912, "closed_book": 0.041, "chance": 0.023},
-            "retrieval_utility": 2.41,
-            "comparison": {"before": "ict", "after": "realm"},
-            "seconds": {"mlm": 61.2, "ict": 34.0, "realm": 412.7, "qa": 88.1},
-        },
-        "stages": [
-            {
-                "name": name,
-                "title": title,
-                "supervision": supervision,
-                "steps": steps,
-                "seconds": steps / 8,
-                "metrics": _metrics(name, steps),
-            }
-            for name, title, supervision, steps in stages
-        ],
-        "recall_history": [
-            {"stage": "ict", "step": step, "recall@5": 0.03 + step / 1800} for step in range(0, 801, 200)
-        ]
-        + [
-            {
-                "stage": "realm",
-                "step": step,
-                "recall@5": 0.987 - 0.505 * 0.5 ** (step / 500),
-                "refresh": step > 0,
-            }
-            for step in range(0, 3001, 250)
-        ],
-        "recall_by_replaced_words": {
-            "bm25": {"0": 0.99, "1": 0.62, "2": 0.05},
-            "ict": {"0": 0.75, "1": 0.42, "2": 0.12},
-            "realm": {"0": 0.996, "1": 0.985, "2": 0.97},
-        },
-        "examples": [example, wrong],
-        "masked_sentence": {
-            "sentences": 64,
-            "sentence": "The crossing Dalvik Stennow was built by [MASK] [MASK] .",
-            "answer": "Torvald Espel",
-            "rows": [
-                {"model": "Without retrieval", "expression": "p(y | x)", "probability": 1.1e-14, "passage": None},
-                {
-                    "model": "With the right passage",
-                    "expression": "p(y | z, x)",
-                    "probability": 0.9981,
-                    "passage": passage,
-                },
-                {
-                    "model": "REALM, over the top 8",
-                    "expression": "p(y | x) = Σ p(y | z, x) p(z | x)",
-                    "probability": 0.812,
-                },
-            ],
-        },
-        "settings": {"seed": 1, "batch size": 64, "candidates": 8, "layers": 2, "hidden": 128, "refresh every": 250},
-    }
+    right, wrong = data["examples"]
+    wrong["candidates"] = right["candidates"]
+    return data
 
 
 def _metrics(name: str, steps: int) -> list[dict[str, float]]:

@@ -11,12 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from realm_jax.eval.retrieval import (
-    answer_hits,
-    by_group,
-    found_within,
-    gold_hits,
-)
+from realm_jax.eval.retrieval import answer_hits, by_group, found_within, gold_hits
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 

@@ -81,25 +81,19 @@ class Job:
     """One of the two commands, in one process or several."""
 
     commands: list[list[str]]
-    cache: Path
     output: Path
     starts: int = 0
     read: int = 0  # bytes of the output that are of earlier starts
     running: list[subprocess.Popen] = field(default_factory=list)
 
     def start(self) -> None:
-        quick = {
-            "JAX_PLATFORMS": "cpu",
-            "JAX_COMPILATION_CACHE_DIR": str(self.cache),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        }
         self.starts += 1
         with self.output.open("ab") as stream:
             self.read = stream.tell()
             self.running = [
-                subprocess.Popen(command, env=os.environ | quick, stdout=stream, stderr=subprocess.STDOUT)
+                subprocess.Popen(
+                    command, env=os.environ | {"JAX_PLATFORMS": "cpu"}, stdout=stream, stderr=subprocess.STDOUT
+                )
                 for command in self.commands
             ]
 
@@ -127,15 +121,15 @@ class Job:
 class Pair:
     """A run folder with both jobs."""
 
-    def __init__(self, data: Path, workdir: Path, setting: Setting, cache: Path) -> None:
+    def __init__(self, data: Path, workdir: Path, setting: Setting) -> None:
         self.workdir = workdir
         workdir.mkdir()
         given = [f"--workdir={workdir}", *flags(data, setting.changes)]
         train, build = ([sys.executable, small_chunks.__file__, job, *given] for job in ("train", "build-index"))
         together = [f"--processes={setting.processes}", f"--coordinator=localhost:{free_port()}"]
         trains = [[*train, *together, f"--process={one}"] for one in range(setting.processes)]
-        self.trainer = Job([train] if setting.processes == 1 else trains, cache, workdir / "trainer.out")
-        self.builder = Job([build], cache, workdir / "builder.out")
+        self.trainer = Job([train] if setting.processes == 1 else trains, workdir / "trainer.out")
+        self.builder = Job([build], workdir / "builder.out")
         self.jobs = {"trainer": [self.trainer], "builder": [self.builder], "both": [self.trainer, self.builder]}
         self.until = time.monotonic() + LIMIT
 
@@ -321,19 +315,13 @@ def differing(one: Outcome, other: Outcome) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory) -> Path:
-    """All processes share their compiled programs."""
-    return tmp_path_factory.mktemp("compiled")
-
-
-@pytest.fixture(scope="module")
-def undisturbed(people, compiled, tmp_path_factory) -> Callable[[str], Outcome]:
+def undisturbed(people, tmp_path_factory) -> Callable[[str], Outcome]:
     """The outcome of a setting that nobody kills, worked out once."""
 
     @cache
     def run(name: str) -> Outcome:
         workdir = tmp_path_factory.mktemp("undisturbed") / name
-        with Pair(people, workdir, SETTINGS[name], compiled) as pair:
+        with Pair(people, workdir, SETTINGS[name]) as pair:
             pair.wait(pair.over)
         return outcome(workdir)
 
@@ -355,10 +343,10 @@ def log(tmp_path_factory) -> Callable[[str], None]:
 
 
 @pytest.mark.parametrize("number", range(ROUNDS))
-def test_a_round_ends_as_the_undisturbed_run(people, compiled, undisturbed, log, tmp_path, number):
+def test_a_round_ends_as_the_undisturbed_run(people, undisturbed, log, tmp_path, number):
     name = ORDER[number % len(ORDER)]
     wanted, began = undisturbed(name), time.monotonic()
-    pair, told, verdict = Pair(people, tmp_path / "run", SETTINGS[name], compiled), [], "FAILED"
+    pair, told, verdict = Pair(people, tmp_path / "run", SETTINGS[name]), [], "FAILED"
     try:
         with pair:
             for kill in kills(number):

@@ -12,7 +12,6 @@ import jax
 import pytest
 from runs import Cut
 from tiny_run import prepare_people
-from tiny_tagger import open_tiny, write_corpus
 
 from realm_jax.cli import tag as job
 from realm_jax.cli.corpus import edit
@@ -24,9 +23,8 @@ from realm_jax.errors import UserError
 from realm_jax.eval.tagging import TextTagger, tag_passages
 from realm_jax.host import Preempted, Stop
 from realm_jax.refresh.builder import WorkShare
-from realm_jax.train.tagger import open_tagger, train
+from realm_jax.train.tagger import open_tagger
 
-pytestmark = pytest.mark.usefixtures("quick_programs")
 SEGMENTS = 4
 
 
@@ -40,15 +38,8 @@ def data(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def workdir(quick_programs, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("tagger")
-    train(open_tiny(write_corpus(folder / "corpus"), folder / "run", tagger__steps=20))
-    return folder / "run"
-
-
-@pytest.fixture(scope="module")
-def tagger(workdir) -> TextTagger:
-    return open_tagger(workdir, jax.devices()[:1])
+def tagger(trained_tagger) -> TextTagger:
+    return open_tagger(trained_tagger, jax.devices()[:1])
 
 
 def go(tagger: TextTagger, data: Path, output: Path, process: int = 0, processes: int = 1) -> None:
@@ -75,7 +66,7 @@ def tagged(tagger, data, tmp_path_factory) -> Path:
     return output
 
 
-def test_a_tagged_folder_has_other_spans_and_nothing_else(tagger, workdir, data, tagged):
+def test_a_tagged_folder_has_other_spans_and_nothing_else(tagger, trained_tagger, data, tagged):
     before, after = open_sources(data), open_sources(tagged)
     assert rows_of(after.passages) == rows_of(before.passages)
     assert after.questions == before.questions and after.own_text
@@ -89,7 +80,7 @@ def test_a_tagged_folder_has_other_spans_and_nothing_else(tagger, workdir, data,
     assert spans == found.values.tolist() and len(spans) > len(store)
     assert [len(store.spans(row)) for row in range(len(store))] == found.counts.tolist()
     said, inputs = (json.loads((folder / "PREPARED.json").read_text()) for folder in (tagged, data))
-    assert said["tagged"] == {"spans": f"tagger:{workdir}", "spans_identity": tagger.identity}
+    assert said["tagged"] == {"spans": f"tagger:{trained_tagger}", "spans_identity": tagger.identity}
     assert said["inputs"] == inputs["inputs"] and "tagged" not in inputs
     assert sorted(path.name for path in tagged.parent.iterdir()) == ["data"]
 
@@ -259,11 +250,10 @@ def test_where_nothing_can_be_made_is_told_first(data, tagged, tmp_path, monkeyp
     assert job.folders("gs://bucket/data", str(tmp_path / "out")) == (tmp_path / "data", tmp_path / "out")
 
 
-def test_the_command(workdir, data, tagged, tmp_path, monkeypatch):
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "compiled"))
+def test_the_command(trained_tagger, data, tagged, tmp_path):
     parser = argparse.ArgumentParser()
     job.add_arguments(parser)
-    given = [f"--workdir={workdir}", f"--data={data}", f"--output={tmp_path / 'out'}"]
+    given = [f"--workdir={trained_tagger}", f"--data={data}", f"--output={tmp_path / 'out'}"]
     job.run(parser.parse_args([*given, "--batch-size=2"]))
     assert same(tmp_path / "out", tagged)
     for wrong in ("--process=1", "--batch-size=0"):

@@ -41,20 +41,10 @@ from realm_jax.train.metrics import read_lines
 from realm_jax.train.opening import open_run, recorded_config
 from realm_jax.train.tagger import KINDS, finder, open_tagger, run_tagger, train
 
-pytestmark = pytest.mark.usefixtures("quick_programs")
-
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
-
-
-@pytest.fixture(scope="module")
-def trained(corpus, quick_programs, tmp_path_factory) -> Path:
-    """The folder of a run that was never disturbed; tests read it and leave it as it is."""
-    workdir = tmp_path_factory.mktemp("trained")
-    train(open_tiny(corpus, workdir))
-    return workdir
+def corpus(trained_tagger) -> Path:
+    return trained_tagger.parent / "corpus"
 
 
 # --- labels -----------------------------------------------------------------------------------------------------------
@@ -212,18 +202,18 @@ def losses(workdir: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in read_lines(workdir / "tagger" / "metrics.jsonl")]
 
 
-def test_a_run_learns_and_leaves_its_results(trained):
-    results = read_json(trained / "results.json")
+def test_a_run_learns_and_leaves_its_results(trained_tagger):
+    results = read_json(trained_tagger / "results.json")
     assert results["dev"]["f1"] > 0.8 and results["test"]["f1"] > 0.8 and results["kinds"] == ["LOC", "PER"]
-    measured = read_lines(trained / "tagger" / "evaluations.jsonl")
+    measured = read_lines(trained_tagger / "tagger" / "evaluations.jsonl")
     assert [line["step"] for line in measured] == [20, 40]
     assert measured[-1]["f1"] == results["dev"]["f1"]
     assert results["rules"]["test"]["names"] == results["test"]["names"] and "boundary_f1" in results["rules"]["dev"]
-    assert losses(trained)[-1][1] < 0.3 * losses(trained)[0][1]
+    assert losses(trained_tagger)[-1][1] < 0.3 * losses(trained_tagger)[0][1]
 
 
 @pytest.mark.slow
-def test_a_run_that_is_cut_off_ends_as_one_that_never_was(corpus, trained, tmp_path, monkeypatch):
+def test_a_run_that_is_cut_off_ends_as_one_that_never_was(corpus, trained_tagger, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         cut_at(patch, 13, 20)
         for _ in range(2):
@@ -232,14 +222,14 @@ def test_a_run_that_is_cut_off_ends_as_one_that_never_was(corpus, trained, tmp_p
     train(open_tiny(corpus, tmp_path))
     (tmp_path / "tagger" / "evaluations.jsonl").unlink()
     train(open_tiny(corpus, tmp_path))  # nothing is left to do but the results
-    jax.tree.map(np.testing.assert_array_equal, params_of(tmp_path), params_of(trained))
-    assert losses(tmp_path) == losses(trained)
+    jax.tree.map(np.testing.assert_array_equal, params_of(tmp_path), params_of(trained_tagger))
+    assert losses(tmp_path) == losses(trained_tagger)
     seconds = {"seconds": None}
-    assert read_json(tmp_path / "results.json") | seconds == read_json(trained / "results.json") | seconds
+    assert read_json(tmp_path / "results.json") | seconds == read_json(trained_tagger / "results.json") | seconds
 
 
 @pytest.mark.slow
-def test_sigterm_saves_and_the_next_start_goes_on(corpus, trained, tmp_path, monkeypatch):
+def test_sigterm_saves_and_the_next_start_goes_on(corpus, trained_tagger, tmp_path, monkeypatch):
     def stop(step: int) -> None:
         if step == 17:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -254,28 +244,28 @@ def test_sigterm_saves_and_the_next_start_goes_on(corpus, trained, tmp_path, mon
 
 
 @pytest.mark.slow
-def test_eight_devices_and_microbatches_train_the_same(corpus, trained, tmp_path):
+def test_eight_devices_and_microbatches_train_the_same(corpus, trained_tagger, tmp_path):
     run = open_tiny(corpus, tmp_path, 8, mesh__fsdp=2, tagger__steps=10)
     assert run.param_shardings["tagger"]["bert"]["layer_0"]["query"]["kernel"].spec[0] == "fsdp"
     train(run)
-    np.testing.assert_allclose(losses(tmp_path)[0][1], losses(trained)[0][1], rtol=1e-4)
+    np.testing.assert_allclose(losses(tmp_path)[0][1], losses(trained_tagger)[0][1], rtol=1e-4)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train(open_tiny(corpus, whole, tagger__steps=5))
     train(open_tiny(corpus, parts, tagger__steps=5, optimizer__microbatches=2))
     np.testing.assert_allclose(losses(whole)[0][1], losses(parts)[0][1], rtol=1e-4)
 
 
-def test_another_config_or_other_text_is_refused_in_its_folder(corpus, trained, tmp_path):
+def test_another_config_or_other_text_is_refused_in_its_folder(corpus, trained_tagger, tmp_path):
     with pytest.raises(UserError, match="config.model.shapes is False, but the run in .* has True"):
-        open_tiny(corpus, trained, model__shapes=False)
+        open_tiny(corpus, trained_tagger, model__shapes=False)
     write_corpus(tmp_path)
     path = tmp_path / "train.conll"
     path.write_text(path.read_text().replace("1843", "1999"))
     with pytest.raises(UserError, match="not the data of the run: other train than"):
-        open_tiny(tmp_path, trained)
+        open_tiny(tmp_path, trained_tagger)
     (write_corpus(tmp_path) / "test.conll").unlink()
     with pytest.raises(UserError, match="not the data of the run: no test, which"):
-        open_tiny(tmp_path, trained)
+        open_tiny(tmp_path, trained_tagger)
 
 
 @pytest.mark.slow
@@ -355,7 +345,7 @@ def test_a_value_that_cannot_work_is_named(key, value):
         validate(config, TaggerTask)
 
 
-def test_jobs_of_realm_refuse_a_tagger_and_its_own_refuse_realm(corpus, trained, tmp_path, trained_run, capsys):
+def test_jobs_of_realm_refuse_a_tagger_and_its_own_refuse_realm(corpus, trained_tagger, tmp_path, trained_run, capsys):
     with pytest.raises(UserError, match="config.tasks: this is a tagger's config"):
         validate(tiny_config(corpus))
     with pytest.raises(UserError, match="config.tasks: this is REALM's config"):
@@ -369,17 +359,17 @@ def test_jobs_of_realm_refuse_a_tagger_and_its_own_refuse_realm(corpus, trained,
     assert cli.main(["train", "--config=configs/tagger.py:large", f"--workdir={tmp_path / 'run'}"]) == 2
     assert "configs/tagger.py:large: there is no such size; choose among base" in capsys.readouterr().err
     for command in (["ask", "who?"], ["evaluate"], ["build-index"]):
-        assert cli.main([*command, f"--workdir={trained}"]) == 2
+        assert cli.main([*command, f"--workdir={trained_tagger}"]) == 2
         assert "a tagger was trained there, not REALM" in capsys.readouterr().err
     with pytest.raises(UserError, match=f"tagger={trained_run.workdir}: REALM was trained there, not a tagger"):
         finder(str(trained_run.workdir))
     with pytest.raises(UserError, match=f"--workdir={trained_run.workdir}: REALM was trained there, not a tagger"):
         open_tiny(corpus, trained_run.workdir)
-    with pytest.raises(UserError, match=f"--workdir={trained}: a tagger was trained there, not REALM"):
-        open_run(recorded_config(trained_run.workdir), trained)
+    with pytest.raises(UserError, match=f"--workdir={trained_tagger}: a tagger was trained there, not REALM"):
+        open_run(recorded_config(trained_run.workdir), trained_tagger)
     with pytest.raises(UserError, match=f"tagger={tmp_path}: no run there"):
         finder_called(f"tagger:{tmp_path}")
-    assert cli.main(["storage", "verify", f"--workdir={trained}"]) == 0
+    assert cli.main(["storage", "verify", f"--workdir={trained_tagger}"]) == 0
 
 
 CONFIG = """
@@ -411,8 +401,8 @@ def test_realm_train_takes_a_tagger_s_config(corpus, tmp_path, capsys):
 
 
 @pytest.fixture(scope="module")
-def tagger(trained) -> TextTagger:
-    return open_tagger(trained, jax.devices()[:1])
+def tagger(trained_tagger) -> TextTagger:
+    return open_tagger(trained_tagger, jax.devices()[:1])
 
 
 def names_of(tagger: TextTagger, texts: list[str]) -> list[list[Span]]:
@@ -423,8 +413,8 @@ def names_of(tagger: TextTagger, texts: list[str]) -> list[list[Span]]:
 TEXT = "Ada Dahl was born in Bergen in 1843. In Moss the house of Boris Falk stands."
 
 
-def test_a_trained_tagger_is_a_finder_by_its_folder(trained, tagger):
-    found = finder_called(f"tagger:{trained}")(TEXT)
+def test_a_trained_tagger_is_a_finder_by_its_folder(trained_tagger, tagger):
+    found = finder_called(f"tagger:{trained_tagger}")(TEXT)
     told = [(TEXT[span.start : span.end], span.kind) for span in found]
     assert ("1843", "date") in told and ("Bergen", "LOC") in told and ("Ada Dahl", "PER") in told
     assert found == sorted(found) and all(0 < span.score <= 1 for span in found)
@@ -432,19 +422,19 @@ def test_a_trained_tagger_is_a_finder_by_its_folder(trained, tagger):
     assert tagger("") == [] and tagger(" \n ") == []
 
 
-def test_a_text_is_tagged_the_same_in_any_company_and_on_any_devices(trained, tagger):
+def test_a_text_is_tagged_the_same_in_any_company_and_on_any_devices(trained_tagger, tagger):
     """Batches, their padding and the number of devices change nothing but the last bits of scores."""
     texts = [TEXT, "", "In Moss the house of Ada Falk stands.", TEXT + " " + TEXT, "He slept.", "Bergen"]
     together = names_of(tagger, texts)
-    spread = names_of(open_tagger(trained, jax.devices(), batch_size=1), texts)
+    spread = names_of(open_tagger(trained_tagger, jax.devices(), batch_size=1), texts)
     for text, one, other in zip(texts, together, spread, strict=True):
         for found in (names_of(tagger, [text])[0], other):
             assert [span[:3] for span in found] == [span[:3] for span in one]
             np.testing.assert_allclose([span.score for span in found], [span.score for span in one], rtol=1e-4)
 
 
-def test_long_texts_go_through_in_windows_and_little_is_padding(trained):
-    fresh = open_tagger(trained, jax.devices()[:1], batch_size=4)
+def test_long_texts_go_through_in_windows_and_little_is_padding(trained_tagger):
+    fresh = open_tagger(trained_tagger, jax.devices()[:1], batch_size=4)
     names = names_of(fresh, [" ".join([TEXT] * 40)])[0]
     assert len(names) == 40 * len(names_of(fresh, [TEXT])[0])
     assert 0 < fresh.windows.effort.padding < 0.5
@@ -486,9 +476,9 @@ def test_lone_months_are_dates():
         ("data.json", lambda text: "[]", "tokenizer is not what it was trained with"),
     ],
 )
-def test_a_tagger_whose_folder_was_changed_is_refused_before_it_is_loaded(trained, tmp_path, file, change, says):
+def test_a_tagger_whose_folder_was_changed_is_refused_before_it_is_loaded(trained_tagger, tmp_path, file, change, says):
     folder = tmp_path / "run"
-    shutil.copytree(trained, folder)
+    shutil.copytree(trained_tagger, folder)
     shutil.rmtree(folder / "tagger")
     path = folder / file
     text = path.read_text()
@@ -519,12 +509,11 @@ def as_tagged(found: PassageSpans) -> list[list[tuple[int, int, str]]]:
 
 @pytest.mark.parametrize("own_vocabulary", [True, False])
 def test_passages_are_tagged_as_their_builder_would_with_the_same_finder(
-    trained, tagger, tmp_path, own_vocabulary, monkeypatch
+    trained_tagger, tagger, tmp_path, own_vocabulary
 ):
     """Whether or not tagger and store cut words alike."""
     words = tagger.windows.cutter.wordpiece if own_vocabulary else WordPiece.train([TEXT, "Towns are fair"], 120)
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
-    build_store(ARTICLES, words, tmp_path / "store", 40, f"tagger:{trained}")
+    build_store(ARTICLES, words, tmp_path / "store", 40, f"tagger:{trained_tagger}")
     store = PassageStore.open(tmp_path / "store")
     found = tag_passages(tagger, store, range(len(store)), words, at_a_time=5)
     assert as_tagged(found) == as_built(store) and found.unread == 0
@@ -543,6 +532,6 @@ def test_a_passage_that_was_cut_within_a_word_has_no_spans(tagger, tmp_path):
     assert all(found.counts[row] == 0 for row in cut)
 
 
-def test_kinds_are_those_of_the_training_text(trained):
-    assert json.loads((trained / KINDS).read_text()) == ["LOC", "PER"]
-    assert open_tagger(trained, jax.devices()[:1]).kinds == ("LOC", "PER", DATE)
+def test_kinds_are_those_of_the_training_text(trained_tagger):
+    assert json.loads((trained_tagger / KINDS).read_text()) == ["LOC", "PER"]
+    assert open_tagger(trained_tagger, jax.devices()[:1]).kinds == ("LOC", "PER", DATE)

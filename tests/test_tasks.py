@@ -41,7 +41,6 @@ RNG = np.random.default_rng(0)
 CORPUS = random_corpus(RNG, ROWS)
 MASKED = masked_batch(RNG, CORPUS, BATCH)
 QUESTIONS = query_rows([random_words(RNG, 5) for _ in range(BATCH)])
-pytestmark = pytest.mark.usefixtures("quick_programs")
 
 
 def setting(**changes):

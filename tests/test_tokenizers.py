@@ -148,7 +148,6 @@ def config_of(data: Path, tasks: str) -> ConfigDict:
     return config
 
 
-@pytest.mark.usefixtures("quick_programs")
 @pytest.mark.parametrize("tasks", ["mlm,ict,realm,qa", "closed_book"])
 def test_every_task_learns_and_answers(tasks, data, sources, tmp_path, capsys):
     config = config_of(data, tasks)

@@ -19,8 +19,6 @@ from realm_jax.train.embedding import embed_once, encoder_digest
 from realm_jax.train.index_source import InlineIndex
 from realm_jax.train.step import Control
 
-pytestmark = pytest.mark.usefixtures("quick_programs")
-
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ from ml_collections import ConfigDict
 
 from realm_jax.run import BaseRun
 from realm_jax.tasks import tagger
-from realm_jax.train.tagger import open_tagger_run
+from realm_jax.train.tagger import open_tagger_run, train
 
 FIRST = "Ada Boris Clara Dmitri Edda Fjodor".split()
 LAST = "Almgren Brandt Corvin Dahl Ebner Falk".split()
@@ -52,3 +52,9 @@ def tiny_config(corpus: Path, **changes) -> ConfigDict:
 
 def open_tiny(corpus: Path, workdir: Path, devices: int = 1, **changes) -> BaseRun:
     return open_tagger_run(tiny_config(corpus, **changes), workdir, jax.devices()[:devices])
+
+
+def train_tiny_tagger(folder: Path) -> Path:
+    """Write `folder/corpus` and train in `folder/run`, on one device; the run folder."""
+    train(open_tiny(write_corpus(folder / "corpus"), folder / "run"))
+    return folder / "run"
