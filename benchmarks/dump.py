@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--cores", type=int, default=32, help="of the one machine (default: %(default)s)")
     args = parser.parse_args()
     (part,) = dumps.parts(args.dump)
-    xml = sum(len(piece.data) for piece in dumps.read_range(part.path) if isinstance(piece, dumps.Piece))
+    xml = sum(len(piece.data) for piece in dumps.read_range(part.path) if isinstance(piece, dumps.UnpackedChunk))
     pages, reading = timed(lambda: list(dumps.read_pages(part)))
     notes: Counter[Any] = Counter()
     found, cleaning = timed(lambda: [wikipedia.article(page, notes) for page in pages])

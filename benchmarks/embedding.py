@@ -4,7 +4,7 @@ The passages come from a prepared folder. onnxruntime runs the network that `tor
 `quantize_dynamic`'s int8 matrices, whatever the dtype of the others; PyTorch runs `transformers.BertModel` with
 scaled_dot_product_attention, as it is and through `torch.compile`. All use the cores that the process may use. Rows are
 sorted by length for all; ours are padded to buckets of lengths, theirs to the longest of a
-batch. All profit from the memory settings of `keep_memory`. Every way embeds all batches once to warm up, then
+batch. All profit from the memory settings of `keep_freed_memory`. Every way embeds all batches once to warm up, then
 `--repeats` times, the ways in turn; medians count. The vectors are compared with those of the first way.
 
     pip install torch==2.13.0 transformers onnx onnxruntime
@@ -33,7 +33,7 @@ from transformers import BertConfig as TorchConfig
 from transformers import BertModel
 
 from realm_jax.data.sources import open_sources
-from realm_jax.host import keep_memory
+from realm_jax.host import keep_freed_memory
 from realm_jax.models.bert import BertConfig
 from realm_jax.models.encoder import Embedder
 from realm_jax.models.inputs import Documents, document_segments, token_mask
@@ -51,26 +51,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", required=True)
     parser.add_argument("--passages", type=int, default=512)
-    parser.add_argument("--length", type=int, default=128, help="word pieces of a passage at most")
+    parser.add_argument("--length", type=int, default=128, help="tokens of a passage at most")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--cpu-time", action="store_true", help="CPU seconds, where other work shares the cores")
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=SIZES)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
     args = parser.parse_args()
-    keep_memory()
+    keep_freed_memory()
     sources = open_sources(args.data, questions=False)
     rows = np.random.default_rng(0).choice(len(sources.passages), args.passages, replace=False)
-    every = CorpusRows(*sources.passages.document_matrix(args.length, sources.wordpiece.special))
+    every = CorpusRows(*sources.passages.document_matrix(args.length, sources.tokenizer.special))
     corpus = CorpusRows(*(part[np.sort(rows)] for part in every))
     torch.set_num_threads(threads())
     clock = time.process_time if args.cpu_time else time.monotonic
-    print(f"{args.passages} passages, {corpus.lengths.mean():.0f} word pieces in the mean; jax {jax.__version__}, "
+    print(f"{args.passages} passages, {corpus.lengths.mean():.0f} tokens in the mean; jax {jax.__version__}, "
           f"onnxruntime {onnxruntime.__version__}, torch {torch.__version__}, {threads()} threads")  # fmt: skip
     print(f"{'model':>9} {'dtype':>9} {'way':>22} {'passages/s':>11} {'to the first':>13} {'largest difference':>19}")
     for name in args.sizes:
         for dtype in args.dtypes:
-            compare(name, dtype, corpus, sources.wordpiece.size, args.ways, args.repeats, clock)
+            compare(name, dtype, corpus, sources.tokenizer.size, args.ways, args.repeats, clock)
 
 
 def threads() -> int:

@@ -16,7 +16,7 @@ from realm_jax.data.pipeline import dataset
 from realm_jax.data.sources import open_sources
 from realm_jax.tasks import TASKS
 from realm_jax.tasks.closed_book import closed_book_examples
-from realm_jax.tasks.ict import MASK_RATE, cloze_examples
+from realm_jax.tasks.ict import MASK_RATE, ict_examples
 from realm_jax.tasks.mlm import warmup_examples
 from realm_jax.tasks.qa_examples import question_examples
 from realm_jax.tasks.realm import masked_examples
@@ -30,21 +30,21 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10)
     args = parser.parse_args()
     sources, config = open_sources(args.data), default()
-    data, wordpiece, passages = config.data, sources.wordpiece, sources.passages
+    data, tokenizer, passages = config.data, sources.tokenizer, sources.passages
     questions = sources.questions.get("train", [])
     sizes = (data.query_length, data.document_length, config.realm.masking, data.predictions, config.qa.answers)
     lengths = lengths_from(*sizes, config.model.span_width)
-    x, own = sources.pretraining, sources.own_text
+    x, own = sources.pretraining, sources.pretraining_is_corpus
     print(f"{len(passages):,} passages, {len(x):,} of text to learn from, {len(questions):,} questions; {lengths}")
     makers: dict[str, tuple[str, Callable[[], Examples]]] = {
-        "mlm": ("mlm", lambda: warmup_examples(passages, x, wordpiece, lengths)),
-        "ict": ("ict", lambda: cloze_examples(passages, wordpiece, lengths, MASK_RATE)),
+        "mlm": ("mlm", lambda: warmup_examples(passages, x, tokenizer, lengths)),
+        "ict": ("ict", lambda: ict_examples(passages, tokenizer, lengths, MASK_RATE)),
     }
     for kind in ("salient", "uniform", "random_span"):
-        makers[f"realm, {kind}"] = "realm", lambda kind=kind: masked_examples(x, wordpiece, lengths, kind, own)
+        makers[f"realm, {kind}"] = "realm", lambda kind=kind: masked_examples(x, tokenizer, lengths, kind, own)
     if questions:
-        makers["qa"] = "qa", lambda: question_examples(questions, wordpiece, lengths)
-        makers["closed book"] = "closed_book", lambda: closed_book_examples(x, questions, wordpiece, lengths)
+        makers["qa"] = "qa", lambda: question_examples(questions, tokenizer, lengths)
+        makers["closed book"] = "closed_book", lambda: closed_book_examples(x, questions, tokenizer, lengths)
     for name, (task, maker) in makers.items():
         print(name, ", ".join(f"{key} {value:.4g}" for key, value in measure(task, maker, args.seconds).items()))
 

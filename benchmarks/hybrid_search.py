@@ -23,13 +23,13 @@ from realm_jax.data.held_out import evenly_spaced, masked_pieces
 from realm_jax.data.sources import Sources, open_sources
 from realm_jax.eval.retrieval import gold_hits
 from realm_jax.retrieval.bm25 import PLAIN, Bm25, language_of, searchable_texts
-from realm_jax.retrieval.fusion import LIST, fuse
+from realm_jax.retrieval.fusion import FUSION_DEPTH, fuse
 
 TEMPERATURE = 0.05  # of cosines, the retriever's
 BLOCK = 256  # questions at a time
 MASKED = "masked"  # the name of the split that is made of sentences
 SENTENCES = 2000  # of that split at most
-QUERY_LENGTH = 48  # word pieces of a sentence at most
+QUERY_LENGTH = 48  # tokens of a sentence at most
 
 
 class Lists(NamedTuple):
@@ -38,13 +38,13 @@ class Lists(NamedTuple):
 
     rows: NDArray
     scores: NDArray
-    word_rows: NDArray
-    word_scores: NDArray
-    word_vector_scores: NDArray
+    bm25_rows: NDArray
+    bm25_scores: NDArray
+    bm25_vector_scores: NDArray
 
 
 class Asked(NamedTuple):
-    """Questions, and the id of the document that each asks for, None where it asks for none.
+    """Questions, and the id of the document that each asks for, None if it asks for none.
 
     own: int64 [questions], the row that each masked sentence was taken from, which is left out of what it finds; None
     for real questions.
@@ -71,7 +71,7 @@ def asked_of(sources: Sources, split: str) -> Asked:
     if not pieces:
         raise SystemExit(f"--splits={MASKED}: no document has several passages and a sentence with a salient span")
     rows, sentences = zip(*evenly_spaced(pieces, SENTENCES), strict=True)
-    texts = [sources.wordpiece.decode(sentence) for sentence in sentences]
+    texts = [sources.tokenizer.decode(sentence) for sentence in sentences]
     return Asked(texts, [documents[row] for row in rows], np.array(rows))
 
 
@@ -88,64 +88,64 @@ def vectors_of(folder: Path, name: str, encoder: str, texts: Callable[[], list[s
 
 def lists_of(queries: NDArray, passages: NDArray, words: Bm25, asked: Asked) -> Lists:
     """The first LIST passages of each question by each search."""
-    depth = LIST if asked.own is None else LIST + 1
-    word_rows, word_scores = without_own(asked.own, *words.scored(asked.texts, depth))
+    depth = FUSION_DEPTH if asked.own is None else FUSION_DEPTH + 1
+    bm25_rows, bm25_scores = without_own(asked.own, *words.scored(asked.texts, depth))
     found = []
     for first in range(0, len(queries), BLOCK):
         scores = queries[first : first + BLOCK] @ passages.T / TEMPERATURE
         rows = np.argpartition(-scores, depth, axis=1)[:, :depth]
         order = np.argsort(-np.take_along_axis(scores, rows, axis=1), axis=1, kind="stable")
         rows = np.take_along_axis(rows, order, axis=1).astype(np.int32)
-        both = np.take_along_axis(scores, word_rows[first : first + BLOCK], axis=1)
+        both = np.take_along_axis(scores, bm25_rows[first : first + BLOCK], axis=1)
         found.append((rows, np.take_along_axis(scores, rows, axis=1), both))
     rows, scores, both = map(np.concatenate, zip(*found, strict=True))
-    return Lists(*without_own(asked.own, rows, scores), word_rows, word_scores, both)
+    return Lists(*without_own(asked.own, rows, scores), bm25_rows, bm25_scores, both)
 
 
 def without_own(own: NDArray | None, rows: NDArray, scores: NDArray) -> tuple[NDArray, NDArray]:
     """The first LIST entries that are not a question's own row."""
     if own is None:
         return rows, scores
-    order = np.argsort(rows == own[:, None], axis=1, kind="stable")[:, :LIST]
+    order = np.argsort(rows == own[:, None], axis=1, kind="stable")[:, :FUSION_DEPTH]
     return np.take_along_axis(rows, order, axis=1), np.take_along_axis(scores, order, axis=1)
 
 
 def by_rule(lists: Lists, depth: int, rule: Rule) -> NDArray[np.int32]:
     """Rows [questions, depth] by the sum of two values of each passage, all ≥ 0."""
     values, word_values, late = rule(lists)
-    same = lists.rows[:, :, None] == lists.word_rows[:, None]
+    same = lists.rows[:, :, None] == lists.bm25_rows[:, None]
     total = np.concatenate([values + (same * word_values[:, None]).sum(axis=2), word_values + late], axis=1)
-    total[:, LIST:][same.any(axis=1)] = -1
+    total[:, FUSION_DEPTH:][same.any(axis=1)] = -1
     best = np.argsort(-total, axis=1, kind="stable")[:, :depth]
-    return np.take_along_axis(np.concatenate([lists.rows, lists.word_rows], axis=1), best, axis=1)
+    return np.take_along_axis(np.concatenate([lists.rows, lists.bm25_rows], axis=1), best, axis=1)
 
 
 def reciprocal_ranks(lists: Lists) -> Values:
     """Reciprocal rank fusion with its usual constant, 60."""
-    one = np.broadcast_to(1 / (60 + np.arange(1, LIST + 1)), lists.rows.shape)
-    return one, np.where(lists.word_scores > 0, one, 0.0), np.zeros_like(one)
+    one = np.broadcast_to(1 / (60 + np.arange(1, FUSION_DEPTH + 1)), lists.rows.shape)
+    return one, np.where(lists.bm25_scores > 0, one, 0.0), np.zeros_like(one)
 
 
 def standardised(lists: Lists) -> Values:
     """Sums of z-scores, each against ranks 10 to 100 of its list."""
-    return _z(lists.scores), _z(lists.word_scores), np.zeros_like(lists.scores)
+    return _z(lists.scores), _z(lists.bm25_scores), np.zeros_like(lists.scores)
 
 
 def sharpened(lists: Lists) -> Values:
     """Sums of squared z-scores: nearly the larger of the two."""
-    return _z(lists.scores) ** 2, _z(lists.word_scores) ** 2, np.zeros_like(lists.scores)
+    return _z(lists.scores) ** 2, _z(lists.bm25_scores) ** 2, np.zeros_like(lists.scores)
 
 
 def power(exponent: float, temperature: float = TEMPERATURE, word_temperature: float = 1.0) -> Rule:
     """p_v^e + p_w^e: 1 is the mixture, ½ with the other defaults the rule of the package."""
 
     def rule(lists: Lists) -> Values:
-        scores, late = (part * TEMPERATURE / temperature for part in (lists.scores, lists.word_vector_scores))
+        scores, late = (part * TEMPERATURE / temperature for part in (lists.scores, lists.bm25_vector_scores))
         top = scores.max(axis=1, keepdims=True)
         total = np.exp(scores - top).sum(axis=1, keepdims=True)
         p_v, p_late = np.exp(scores - top) / total, np.exp(np.minimum(late - top, 0.0)) / total
-        shared = lists.word_scores > 0
-        p_w = np.where(shared, _softmax(lists.word_scores / word_temperature), 0.0)
+        shared = lists.bm25_scores > 0
+        p_w = np.where(shared, _softmax(lists.bm25_scores / word_temperature), 0.0)
         return p_v**exponent, p_w**exponent, np.where(shared, p_late**exponent, 0.0)
 
     return rule
@@ -178,8 +178,8 @@ def _softmax(scores: NDArray) -> NDArray:
 def measure(sources: Sources, split: str, asked: Asked, lists: Lists, plain: Bm25) -> None:
     """Print a line for each way to search: gold@1, 5 and 20, and its difference to the rule of the package at 5."""
     found = {
-        "BM25, plain words": without_own(asked.own, *plain.scored(asked.texts, LIST))[0],
-        "BM25": lists.word_rows,
+        "BM25, plain words": without_own(asked.own, *plain.scored(asked.texts, FUSION_DEPTH))[0],
+        "BM25": lists.bm25_rows,
         "vectors": lists.rows,
         "hybrid": fuse(*lists, 20).rows,
     }

@@ -65,12 +65,12 @@ def make(folder: Path, passages: int, tokenizer: Path | None = None) -> float:
     rng = np.random.default_rng(0)
     vocabulary = ["".join(rng.choice(SYLLABLES, rng.integers(1, 4))) for _ in range(20_000)]
     texts = [text(rng, vocabulary) for _ in range(DIFFERENT_TEXTS)]
-    wordpiece = WordPiece.train(texts, 8000)
+    tokenizer = WordPiece.train(texts, 8000)
     if tokenizer is not None:
-        wordpiece.save(tokenizer)
+        tokenizer.save(tokenizer)
     started = time.monotonic()
-    rows = generated_rows(texts, wordpiece)
-    with append_segment(folder, wordpiece, 288) as writer:
+    rows = generated_rows(texts, tokenizer)
+    with append_segment(folder, tokenizer, 288) as writer:
         for start in range(0, passages, len(rows)):
             batch = [replace_id(row, start + number) for number, row in enumerate(rows[: passages - start])]
             writer.write(batch)
@@ -86,12 +86,12 @@ def text(rng: np.random.Generator, vocabulary: list[str]) -> str:
     return " ".join(sentences)
 
 
-def generated_rows(texts: list[str], wordpiece: WordPiece) -> list[Passage]:
+def generated_rows(texts: list[str], tokenizer: WordPiece) -> list[Passage]:
     """One row for each text, as `realm prepare` would make it."""
     articles = [Article(str(number), f"Title {number}", text) for number, text in enumerate(texts)]
     with tempfile.TemporaryDirectory() as folder:
-        with append_segment(folder, wordpiece, 512) as writer:
-            writer.write(PassagePacker(wordpiece, 512, "rules")(articles)[0])
+        with append_segment(folder, tokenizer, 512) as writer:
+            writer.write(PassagePacker(tokenizer, 512, "rules")(articles)[0])
         store = PassageStore.open(folder)
         return [as_passage(store, row) for row in range(len(store))]
 

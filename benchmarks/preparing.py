@@ -1,6 +1,6 @@
 """How fast text becomes passages, against `tokenizers.encode_batch` alone on the same text and as many cores.
 
-Reads some megabytes of articles into memory, and then, in turns: only encodes them; sentences, word pieces and packing;
+Reads some megabytes of articles into memory, and then, in turns: only encodes them; sentences, tokens and packing;
 the same with salient spans by rules. First on one core, then on all: the tokenizer alone in threads of its own, ours in
 processes that run already. Prints the median of the rounds.
 
@@ -21,7 +21,7 @@ from realm_jax.data.spans import Span
 from realm_jax.data.wordpiece import WordPiece
 
 BATCH = 64  # articles, about a million characters
-FINDERS = {"sentences, word pieces, packing": "preparing:nothing", "the same with salient spans by rules": "rules"}
+FINDERS = {"sentences, tokens, packing": "preparing:nothing", "the same with salient spans by rules": "rules"}
 
 _packers: dict[str, PassagePacker] = {}  # of a worker process
 
@@ -56,10 +56,10 @@ def first_articles(path: str, characters: float) -> list[Article]:
 def measured(vocab: str, batches: list[list[Article]], cores: int, rounds: int) -> list[tuple[str, float, float]]:
     """(what, median seconds, speed by that of the tokenizer alone)."""
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if cores > 1 else "false"
-    wordpiece = WordPiece.from_vocab(vocab)
+    tokenizer = WordPiece.from_vocab(vocab)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(cores, context, start, (vocab,)) as pool:
-        jobs: dict[str, Callable[[], None]] = {"encode_batch alone": lambda: encode(wordpiece, batches)}
+        jobs: dict[str, Callable[[], None]] = {"encode_batch alone": lambda: encode(tokenizer, batches)}
         for name, finder in FINDERS.items():
             jobs[name] = lambda finder=finder: pack(pool, finder, batches)  # type: ignore[misc]
         seconds: dict[str, list[float]] = {name: [] for name in jobs}
@@ -72,9 +72,9 @@ def measured(vocab: str, batches: list[list[Article]], cores: int, rounds: int) 
     return [(name, value, medians["encode_batch alone"] / value) for name, value in medians.items()]
 
 
-def encode(wordpiece: WordPiece, batches: list[list[Article]]) -> None:
+def encode(tokenizer: WordPiece, batches: list[list[Article]]) -> None:
     for batch in batches:
-        wordpiece.encode_batch([article.text for article in batch])
+        tokenizer.encode_batch([article.text for article in batch])
 
 
 def pack(pool: ProcessPoolExecutor, finder: str, batches: list[list[Article]]) -> None:
@@ -85,8 +85,8 @@ def pack(pool: ProcessPoolExecutor, finder: str, batches: list[list[Article]]) -
 
 def start(vocab: str) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    wordpiece = WordPiece.from_vocab(vocab)
-    _packers.update({finder: PassagePacker(wordpiece, 288, finder) for finder in FINDERS.values()})
+    tokenizer = WordPiece.from_vocab(vocab)
+    _packers.update({finder: PassagePacker(tokenizer, 288, finder) for finder in FINDERS.values()})
 
 
 def pack_here(finder: str, batch: list[Article]):

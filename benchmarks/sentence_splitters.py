@@ -108,7 +108,7 @@ MAKERS = {
 
 
 def made(make: Callable[[], Splitter]) -> Splitter | None:
-    """A splitter that works, or None where its library is absent."""
+    """A splitter that works, or None if its library is absent."""
     try:
         splitter = make()
         splitter("One. Two.")

@@ -23,7 +23,7 @@ from passage_store import drop_from_page_cache, make
 
 from realm_jax.config import add_sections
 from realm_jax.data.sources import FORMAT_VERSION, open_sources
-from realm_jax.host import keep_memory
+from realm_jax.host import keep_freed_memory
 from realm_jax.recipes import quickstart
 from realm_jax.run import Run, make_run
 from realm_jax.train.guards import Profiler
@@ -73,7 +73,7 @@ def prepared(folder: Path, passages: int) -> None:
 
 def measure(folder: Path, backend: str, steps: int, ahead: int) -> dict[str, float]:
     """Train, and say where the time went between step `FIRST` and the last."""
-    keep_memory()
+    keep_freed_memory()
     began = time.monotonic()
     config = quickstart()
     config.tasks = "realm"
@@ -109,7 +109,7 @@ def with_random_vectors(run: Run) -> Run:
 
     class Random(Run):
         def embed(self, params: Any, progress: Any = None, rows: Any = None) -> Any:
-            count = self.setting.rows if rows is None else len(rows.ids)
+            count = self.context.rows if rows is None else len(rows.ids)
             rng = np.random.default_rng(0)
             return rng.standard_normal((count, self.model.projection), dtype=np.float32)
 

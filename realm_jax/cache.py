@@ -1,11 +1,11 @@
-"""What this machine keeps although it could be made again, in `$REALM_CACHE`: arrays, as files that are memory-mapped.
+"""A per-machine cache of arrays that can be recomputed, in `$REALM_CACHE`, as memory-mapped files.
 
     ROOT/<kind>/<name>/<item>.npy     the arrays of an item one after another, uint8
     ROOT/<kind>/<name>/<item>.json    put last: name → dtype, shape, first byte and checksum of each
 
-An entry, ROOT/<kind>/<name>, goes as a whole when others need its room. Kinds are `vectors`, of passages by encoder
-(`retrieval/vector_cache.py`), and `opened`, of checkpoints that are asked (`train/opened.py`). Nothing that is read is
-trusted: arrays are compared with their checksums.
+An entry, ROOT/<kind>/<name>, is evicted as a whole when space is needed. Kinds are `vectors`, of passages by encoder
+(`retrieval/vector_cache.py`), and `opened`, of checkpoints that answer questions (`train/cached_checkpoint.py`).
+Nothing that is read is trusted: arrays are compared with their checksums.
 """
 
 import contextlib
@@ -23,14 +23,14 @@ from realm_jax.checksums import Sums, checksums
 from realm_jax.errors import UserError
 from realm_jax.storage import Damaged, cache_folder, open_atomic, write_json_atomic
 
-KINDS = ("vectors", "opened")  # other folders there are not this module's
+KINDS = ("vectors", "opened")  # this module leaves other folders alone
 BYTES = 20_000_000_000  # of everything together, unless REALM_CACHE_BYTES says otherwise
 ALIGNED = 64  # bytes: where an array begins, so that a CPU device can use it where it lies
 Arrays = dict[str, NDArray]
 
 
 def cache_bytes() -> int:
-    """How much may be kept; 0: nothing is. Raises UserError where REALM_CACHE_BYTES is no number."""
+    """The size limit of the cache in bytes; 0 turns it off. Raises UserError if REALM_CACHE_BYTES is not a number."""
     text = os.environ.get("REALM_CACHE_BYTES", str(BYTES))
     if not text.isdecimal():
         raise UserError(f"REALM_CACHE_BYTES={text}: give a number of bytes, or 0 to keep nothing")
@@ -38,7 +38,7 @@ def cache_bytes() -> int:
 
 
 class CacheEntry:
-    """Arrays that belong together, an item at a time."""
+    """One cache entry: named items, each of several arrays."""
 
     def __init__(self, kind: str, name: str) -> None:
         assert kind in KINDS
@@ -54,7 +54,7 @@ class CacheEntry:
     def read(self, item: str, expected: Sums | None = None) -> Arrays:
         """The arrays of an item, memory-mapped. expected: what their checksums must be.
 
-        Raises FileNotFoundError where it is not there, and Damaged.
+        Raises FileNotFoundError if it is not there, and Damaged.
         """
         try:
             places = json.loads((self.path / f"{item}.json").read_bytes())
@@ -64,16 +64,16 @@ class CacheEntry:
             whole = checksums(arrays) == (recorded if expected is None else expected)
         except (FileNotFoundError, NotADirectoryError):
             raise FileNotFoundError(f"{self.path} has no {item}") from None
-        except Exception:  # of whatever kind torn bytes raise: nothing here is worth stopping for
+        except Exception:  # damaged bytes may raise anything, and a cache miss is never fatal
             whole = False
         if not whole:
             raise Damaged(f"{self.path}/{item}.npy is damaged or cannot be read")
         with contextlib.suppress(OSError):
-            os.utime(self.path)  # what was used last is removed last
+            os.utime(self.path)  # least recently used entries are evicted first
         return arrays
 
     def write(self, item: str, arrays: Mapping[str, NDArray]) -> bool:
-        """Keep an item; what was used least lately makes room. False where it is more than may be kept.
+        """Store an item, evicting the least recently used entries. Returns False if it exceeds the size limit.
 
         Raises OSError.
         """
@@ -85,11 +85,11 @@ class CacheEntry:
         with open_atomic(self.path / f"{item}.npy") as stream:
             np.save(stream, data, allow_pickle=False)
         write_json_atomic(self.path / f"{item}.json", {name: [*place, sums[name]] for name, place in places.items()})
-        self._make_room()
+        self._evict()
         return True
 
-    def _make_room(self) -> None:
-        """Remove what was used least lately, but for this entry, until all have the bytes that they may have."""
+    def _evict(self) -> None:
+        """Evict the least recently used entries other than this one until the cache is within its size limit."""
         others = [other for kind in KINDS for other in (cache_folder() / kind).glob("*") if other != self.path]
         total, limit = _size(self.path), cache_bytes()
         for other in sorted(others, key=_last_use, reverse=True):

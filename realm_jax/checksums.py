@@ -39,7 +39,7 @@ def named_arrays(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves if hasattr(x, "dtype")}
 
 
-def differing(saved: Sums, found: Sums) -> list[str]:
+def mismatched(saved: Sums, found: Sums) -> list[str]:
     """Names whose sums are not those that were saved."""
     return [name for name, sums in found.items() if saved.get(name) != sums]
 

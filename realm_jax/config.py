@@ -1,4 +1,4 @@
-"""What a config holds and whether it can work: the shared sections and those of the tasks, put together.
+"""The config: the shared sections and those of the tasks, put together, and their validation.
 
 An experiment file returns `default()` with some keys changed. `docs/config.md` and `realm train --help-config` list the
 keys, made from their declarations (`sections.py`, `tasks/`). A key of science is kept by a run folder, where another
@@ -49,7 +49,7 @@ OPTIONAL: dict[str, Any] = {
 }
 
 # Values that mean "as the model of `init_from`"; `train/init_from.py` puts its own in their place.
-FROM_MODEL = schema.inherited(SECTIONS)
+INHERITED = schema.inherited(SECTIONS)
 
 INTRODUCTION = """# Keys of a config
 
@@ -115,8 +115,8 @@ def reference() -> str:
     return "\n".join([INTRODUCTION, *(f"## {kind}\n\n{text}" for kind, text in pages.items())])
 
 
-def completed(recorded: dict[str, Any], like: ConfigDict | None = None) -> ConfigDict:
-    """A config that was recorded earlier, with the default of every key that came later: what it did until then.
+def with_defaults(recorded: dict[str, Any], like: ConfigDict | None = None) -> ConfigDict:
+    """A recorded config, with the default of every key that was added since; defaults preserve the old behaviour.
 
     like: the default config of its kind, REALM's if not given. Raises UserError for what is no config.
     """
@@ -125,14 +125,14 @@ def completed(recorded: dict[str, Any], like: ConfigDict | None = None) -> Confi
         config.update(recorded)
     except (TypeError, ValueError, AttributeError, KeyError) as fault:
         reason = " ".join(str(fault).split())[:200]
-        raise UserError(f"config.json of the run is damaged ({reason}); put back what was there") from None
+        raise UserError(f"config.json of the run is damaged ({reason}); restore the original") from None
     return config
 
 
-def from_model(config: ConfigDict) -> list[str]:
-    """Keys whose values are still to be taken from the model of `init_from`."""
+def inherited_keys(config: ConfigDict) -> list[str]:
+    """Keys whose values are still to be inherited from the model of `init_from`."""
     values = flatten(config.to_dict())
-    return [name for name, mark in FROM_MODEL.items() if name in values and values[name] == mark]
+    return [name for name, mark in INHERITED.items() if name in values and values[name] == mark]
 
 
 def science(config: ConfigDict) -> dict[str, Any]:
@@ -173,7 +173,7 @@ def _check_realm(config: ConfigDict) -> None:
     for name in sorted(OPTIONAL.keys() & named_sections(config) - {*config}):
         require(False, name, f"is missing; add it with `realm_jax.config.add_sections(config, [{name!r}])`")
     require(bool(config.data.path), "data.path", "set it to a folder written by `realm prepare`")
-    waiting = from_model(config)
+    waiting = inherited_keys(config)
     _check_model_is_named(config.init_from, waiting)
     idle = {f"{name}.{field.name}" for name in REALM_TASKS if name not in names for field in fields(TaskSection)}
     schema.check_values(config, sections_like(config), skip={*waiting, *idle})

@@ -1,4 +1,4 @@
-"""Everything that a run says to a person: log lines and progress bars, on stderr, so that stdout is free for results.
+"""Log lines and progress bars, on stderr, so that stdout is free for results.
 
 Rich finds out what the other end can show (a terminal or a file, its width, `NO_COLOR`); here is decided what is said.
 One console serves bars and log lines, so that a line appears above a running bar and not through it.
@@ -28,14 +28,14 @@ _CONTROLS = dict.fromkeys([*range(32), *range(127, 160)], " ")
 
 
 class _Console(Console):
-    """Goes on in silence once nobody reads any more: training does not end with the terminal that watched it."""
+    """Discards output once the reader is gone: training outlives the terminal that started it."""
 
     def on_broken_pipe(self) -> None:
         go_silent()
 
 
 def go_silent() -> None:
-    """Nobody reads stderr any more: what is written there from now on, and what still waits to be, goes nowhere."""
+    """Discard all further and buffered output to stderr, since its reader is gone."""
     with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), sys.stderr.fileno())
 
@@ -46,7 +46,7 @@ def console() -> Console:
     return _Console(stderr=True)
 
 
-def harmless(text: str) -> str:
+def printable(text: str) -> str:
     """`text` with a space for each control character, so that it cannot steer a terminal and spans stay in place.
 
     For what comes from passages and other files, which may hold anything. Print it as rich's `Text`: a str is markup.
@@ -128,7 +128,7 @@ class StageProgress:
             self._log()
 
     def _metrics_that_fit(self, width: int) -> str:
-        """The first metrics, whole ones: half a number is worse than none."""
+        """The first metrics, never a truncated number."""
         steps_and_time = 2 * len(str(self._total or self._step)) + len("/") + len("0:00:00")
         room = width - len(self._name) - steps_and_time - 3 - (BAR_WIDTH + 1 if width >= WIDTH_FOR_BAR else 0)
         shown = dict(self._metrics)

@@ -9,8 +9,8 @@ USER_ERROR = 2  # exit code
 
 
 class UserError(Exception):
-    """A mistake in input, configuration or environment, described in one line."""
+    """A user error in input, configuration or environment, described in one line."""
 
 
 class Resumable(UserError):
-    """Work that ended early and can be gone on with as it is: what is finished stays."""
+    """Work that ended early and can be resumed: what is finished is kept."""

@@ -42,12 +42,12 @@ MEMORY = {
 
 
 def memory(device_kind: str) -> float | None:
-    """Bytes of a device's memory; None where it is not known."""
+    """Bytes of a device's memory; None if it is not known."""
     return _by_name(MEMORY, device_kind)
 
 
 def peak(device_kind: str) -> float | None:
-    """Peak bfloat16 operations a second of a device; None where it is not known."""
+    """Peak bfloat16 operations a second of a device; None if it is not known."""
     return _by_name(PEAKS, device_kind)
 
 
@@ -97,7 +97,7 @@ def embedding_flops(config: ConfigDict, length: int) -> float:
 
 
 def word_flops(run: Run) -> float:
-    """The reader's head over the masked word pieces of one sequence, forward."""
+    """The reader's head over the masked tokens of one sequence, forward."""
     bert = run.model.reader.bert
     return 2 * run.lengths.predictions * bert.width * (bert.width + bert.vocabulary_size)
 

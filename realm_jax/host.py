@@ -1,13 +1,13 @@
-"""What this process asks of its host: memory of malloc, Python's garbage collection, and signals. No JAX.
+"""Host tuning: malloc, Python's garbage collection, and signals. No JAX.
 
-XLA takes and gives back hundreds of megabytes a step, and gigabytes with larger models. glibc returns such blocks to
+XLA allocates and frees hundreds of megabytes per step, and gigabytes with larger models. glibc returns such blocks to
 the system and gets them anew, with a page fault and a zeroed page each: a third of a step of the tiny recipe
-(`benchmarks/README.md`). `keep_memory` helps only before other threads have allocated anything, so `cli/main.py` calls
-it before it imports a command. MALLOC_ARENA_MAX in the environment leaves malloc alone.
+(`benchmarks/README.md`). `keep_freed_memory` helps only before other threads have allocated anything, so `cli/main.py`
+calls it before it imports a command. MALLOC_ARENA_MAX in the environment leaves malloc alone.
 
 What is kept serves a small model. The programs of a wide one, one for each length of its batches, leave each other
-holes that are too small, and twice the memory is held that any of them uses: `return_blocks`, before the first large
-block.
+holes that are too small, and twice the memory is held that any of them uses: `release_large_blocks`, before the first
+large block.
 
 Signals: SIGTERM is a notice that the machine goes away (`Stop`), SIGUSR1 asks for a profile (`guards.Profiler`), and
 Ctrl-C must not be lost (`CtrlC`).
@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Self
 
-PREEMPTED = 75  # exit code: saved, restart freely
+PREEMPTED = 75  # exit code: the state is saved, restart at any time
 
 # --- Memory -----------------------------------------------------------------------------------------------------------
 
@@ -35,42 +35,42 @@ LARGE = 32 << 20  # bytes of a block that is mapped apart: the most that glibc t
 BLOCKS = 1 << 16  # that may be mapped at a time: glibc's own limit
 WIDE = 256  # hidden size from which a model's large blocks are returned
 
-_kept = False  # whether `keep_memory` has set anything
-_returned = False  # whether `return_blocks` has
+_keeps_memory = False  # whether `keep_freed_memory` has set anything
+_releases_blocks = False  # whether `release_large_blocks` has
 
 
-def keep_memory() -> None:
-    """One arena that maps no block apart, however large, and returns nothing. Does nothing where JAX has a device."""
-    global _kept
-    if "MALLOC_ARENA_MAX" in os.environ or platform.libc_ver()[0] != "glibc" or not on_cpu_alone():
+def keep_freed_memory() -> None:
+    """Make malloc use one arena, never mmap blocks, and never return freed memory. Does nothing if JAX has a device."""
+    global _keeps_memory
+    if "MALLOC_ARENA_MAX" in os.environ or platform.libc_ver()[0] != "glibc" or not is_cpu_only():
         return
-    _kept = True
+    _keeps_memory = True
     _set((M_ARENA_MAX, 1), (M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1))
 
 
-def return_blocks() -> None:
-    """Map large blocks apart after all, and return them when they are freed. Does nothing where nothing is kept.
+def release_large_blocks() -> None:
+    """Map large blocks apart after all, and return them when they are freed. Does nothing if nothing is kept.
 
     It costs a wide model a tenth to a fifth of its time, half of that with pages of 2 MB (`benchmarks/README.md`).
     """
-    global _returned
-    if _kept:
-        _returned = True
+    global _releases_blocks
+    if _keeps_memory:
+        _releases_blocks = True
         _set((M_MMAP_THRESHOLD, LARGE), (M_MMAP_MAX, BLOCKS))
 
 
-def returns_memory() -> bool:
+def releases_memory() -> bool:
     """Whether freed memory goes back to the system, as it does for a wide model on a CPU, which is short of it."""
-    return _returned
+    return _releases_blocks
 
 
 def free_heap() -> None:
     """Collect reference cycles, and return free pages of the heap to the system.
 
     Before a task, after a program is compiled and after a save: the compiler leaves half a gigabyte and more in blocks
-    that are too small to be mapped apart (`benchmarks/README.md`). Does nothing where large blocks are not returned.
+    that are too small to be mapped apart (`benchmarks/README.md`). Does nothing if large blocks are not returned.
     """
-    if _returned:
+    if _releases_blocks:
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -82,8 +82,8 @@ def _set(*options: tuple[int, int]) -> None:
 
 
 @contextmanager
-def no_collection() -> Iterator[None]:
-    """Look for no garbage while modules are imported, and never among what they made.
+def gc_disabled() -> Iterator[None]:
+    """Disable the garbage collector while modules are imported, and freeze what they made.
 
     A process that imports JAX makes a million objects that stay, and Python would walk through them again and again: a
     tenth of the time of a question (`realm ask`).
@@ -96,7 +96,7 @@ def no_collection() -> Iterator[None]:
         gc.enable()
 
 
-def on_cpu_alone() -> bool:
+def is_cpu_only() -> bool:
     """Whether JAX will run on the CPU, as far as one can tell without importing it."""
     if wanted := os.environ.get("JAX_PLATFORMS"):
         return wanted == "cpu"
@@ -107,8 +107,8 @@ def on_cpu_alone() -> bool:
 
 
 @contextmanager
-def handling(number: int, handler: Callable[..., Any] | signal.Handlers) -> Iterator[None]:
-    """Handle a signal until the block ends; not outside the main thread, where someone else owns the signals."""
+def signal_handler(number: int, handler: Callable[..., Any] | signal.Handlers) -> Iterator[None]:
+    """Handle a signal until the block ends; has no effect outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -120,58 +120,58 @@ def handling(number: int, handler: Callable[..., Any] | signal.Handlers) -> Iter
 
 
 class Preempted(Exception):
-    """SIGTERM came and the state is saved; the process should end with exit code `PREEMPTED`."""
+    """SIGTERM was received and the state is saved; the process should exit with code `PREEMPTED`."""
 
 
 class Stop:
     """SIGTERM as a flag that the loop polls, so that a step and its save are never cut in half.
 
-    One within another hears what the outer one has heard, and the other way round. at_once: what is safe wherever the
+    Nested instances share their flag. at_once: what is safe wherever the
     signal comes; Preempted is then raised on the spot, and the flag stays for the next one within where that is lost:
     Python drops exceptions in some of its own callbacks, and libraries catch what they do not know.
     """
 
     def __init__(self, at_once: str = "") -> None:
-        self.asked, self._at_once = False, at_once
+        self.requested, self._at_once = False, at_once
         self._before: Any = None
         self._outer: Stop | None = None
 
     def __enter__(self) -> Self:
         try:
-            self._before = signal.signal(signal.SIGTERM, self._ask)
+            self._before = signal.signal(signal.SIGTERM, self._on_signal)
         except ValueError:  # not in the main thread: someone else owns the signals
             self._before = None
         outer = getattr(self._before, "__self__", None)  # of a bound method
         self._outer = outer if isinstance(outer, Stop) else None
-        self.asked = self.asked or (self._outer is not None and self._outer.asked)
+        self.requested = self.requested or (self._outer is not None and self._outer.requested)
         return self
 
-    def _ask(self, _number: int, _frame: FrameType | None) -> None:
-        self.asked = True
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        self.requested = True
         if self._at_once:
             self.check(self._at_once)
 
     def check(self, kept: str) -> None:
         """Raise Preempted if SIGTERM came. kept: what is safe."""
-        if self.asked:
-            raise Preempted(f"SIGTERM: {kept}; repeat the command to go on")
+        if self.requested:
+            raise Preempted(f"SIGTERM: {kept}; run the command again to resume")
 
     def __exit__(self, *_: object) -> None:
         if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)
         if self._outer is not None:
-            self._outer.asked = self._outer.asked or self.asked
+            self._outer.requested = self._outer.requested or self.requested
 
 
 class CtrlC:
-    """Ctrl-C as KeyboardInterrupt, as Python has it, but never lost: a context manager around a whole command.
+    """A context manager around a whole command that makes sure that Ctrl-C's KeyboardInterrupt is never lost.
 
-    `heard` says that it came, whatever became of the exception. Where nothing can be raised, as in JAX's hook on
+    `received` says that it came, whatever became of the exception. Where nothing can be raised, as in JAX's hook on
     garbage collection, it comes again. With a handler that is not Python's own, asyncio leaves the signal alone too.
     """
 
     def __init__(self) -> None:
-        self.heard = False
+        self.received = False
         self._held = False
         in_charge = threading.current_thread() is threading.main_thread()
         # In the background of a shell it is to be ignored, and stays so.
@@ -180,7 +180,7 @@ class CtrlC:
 
     def __enter__(self) -> Self:
         if self._installs:
-            signal.signal(signal.SIGINT, self._hear)
+            signal.signal(signal.SIGINT, self._on_signal)
             sys.unraisablehook = self._repeat
         return self
 
@@ -197,11 +197,11 @@ class CtrlC:
             yield
         finally:
             self._held = False
-        if self.heard:
+        if self.received:
             raise KeyboardInterrupt
 
-    def _hear(self, _number: int, _frame: FrameType | None) -> None:
-        self.heard = True
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        self.received = True
         if not self._held:
             raise KeyboardInterrupt
 

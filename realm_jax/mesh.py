@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from realm_jax.errors import UserError
 
-MOST_WHOLE = 0.1  # share of what the rules spread that may stay whole on every device
+MAX_REPLICATED = 0.1  # share of what the rules spread that may stay whole on every device
 AXES = ("data", "fsdp", "model")
 RULES = (
     ("batch", ("data", "fsdp")),
@@ -85,7 +85,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def put_whole(array: NDArray, sharding: NamedSharding) -> jax.Array:
+def put_with_sharding(array: NDArray, sharding: NamedSharding) -> jax.Array:
     """A host array that every process has, spread as `sharding` says; no process waits for another."""
     return jax.make_array_from_callback(array.shape, sharding, lambda part: array[part])
 
@@ -119,7 +119,7 @@ def parameter_shardings(mesh: Mesh, abstract_boxed: Any) -> Any:
     is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
     found = jax.tree_util.tree_map_with_path(place, specs, nn.unbox(abstract_boxed), is_leaf=is_spec)
     total, whole = sum(entry[0] for entry in spread), sum(entry[1] for entry in spread)
-    if whole > MOST_WHOLE * total:
+    if whole > MAX_REPLICATED * total:
         largest = max(spread, key=lambda entry: entry[1])[2]
         raise UserError(
             f"config.mesh: fsdp={mesh.shape['fsdp']}, model={mesh.shape['model']} leaves {whole / total:.0%} of the "

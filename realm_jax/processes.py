@@ -1,4 +1,4 @@
-"""Several processes that run one program together: how they start, and what only the first of them does.
+"""Multi-process runs: initialisation, and what only process 0 does.
 
 Every process runs every device program, in the same order, with its own part of the data; a program that one of them
 leaves out makes the others wait for ever. So what decides whether a program runs must be the same everywhere: it
@@ -52,7 +52,7 @@ def add_share_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="processes that share the work")
 
 
-def share_of(args: argparse.Namespace) -> tuple[int, int]:
+def work_share(args: argparse.Namespace) -> tuple[int, int]:
     """(this process, all of them) of `add_share_arguments`. Raises UserError for a process that is none of them."""
     _check_place(args.process, args.processes)
     return args.process, args.processes
@@ -69,7 +69,7 @@ def _initialize(*where: Any) -> None:
     except (RuntimeError, ValueError) as fault:
         raise UserError(f"the processes do not find each other: {' '.join(str(fault).split())[:300]}") from None
     if not is_process_0():
-        logging.getLogger("realm_jax").setLevel(logging.WARNING)  # the first one tells the rest
+        logging.getLogger("realm_jax").setLevel(logging.WARNING)  # process 0 logs for all
 
 
 def is_process_0() -> bool:
@@ -78,7 +78,7 @@ def is_process_0() -> bool:
 
 
 def run_on_process_0(act: Callable[[], int]) -> int:
-    """What `act` gives in the first process, in every process. When it raises there, the others raise UserError."""
+    """Run `act` on process 0 and return its result on every process. If it raises there, the others raise UserError."""
     value, fault = 0, None
     if is_process_0():
         try:
@@ -89,12 +89,12 @@ def run_on_process_0(act: Callable[[], int]) -> int:
     if fault is not None:
         raise fault
     if failed:
-        raise UserError("the first process cannot go on, so this one ends too; its log says why")
+        raise UserError("process 0 failed, so this one stops too; see its log")
     return broadcast_from_process_0(value)
 
 
 def allgather_flags(*facts: bool) -> NDArray[np.bool_]:
-    """What each process says of some facts, [processes, facts], in every process; all of them have to call it.
+    """Gather flags from all processes: [processes, flags], on every process. Collective: all processes must call it.
 
     For what one process may know before another: a signal, a file, a time that is up.
     """
@@ -107,12 +107,12 @@ def allgather_flags(*facts: bool) -> NDArray[np.bool_]:
 
 
 def any_process(fact: bool) -> bool:
-    """Whether a fact holds in any process; all of them have to call it."""
+    """Whether a flag is set on any process. Collective: all processes must call it."""
     return bool(allgather_flags(fact).any())
 
 
 def broadcast_from_process_0(value: int) -> int:
-    """The first process's value, in every process; all of them have to call it."""
+    """Process 0's value, on every process. Collective: all processes must call it."""
     if jax.process_count() == 1:
         return value
     from jax.experimental import multihost_utils  # here, since it is of no use to a single process

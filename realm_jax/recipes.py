@@ -49,7 +49,7 @@ def quickstart() -> ConfigDict:
 
 
 def real_text() -> ConfigDict:
-    """A pretrained encoder of `init_from` on real passages of at most 128 word pieces; see `configs/real_text.py`.
+    """A pretrained encoder of `init_from` on real passages of at most 128 tokens; see `configs/real_text.py`.
 
     Sizes, pooling, normalisation and prompts are the encoder's. Where numbers come from: `docs/results/real_text.md`.
     """
@@ -108,7 +108,7 @@ def ablations() -> ConfigDict:
         "stale": _row("30 × stale index", "realm,qa", "start", changes=(stale,), paper=(28.7, 15.1)),
         "often": _row("Twice as many refreshes", "realm,qa", "start", changes=(often,)),
         "no_null": _row("No null document", "realm,qa", "start", changes=("realm.null_document=False",)),
-        "token": _row("Marginal a word piece", "realm,qa", "start", changes=("realm.marginal=token",)),
+        "token": _row("Marginal a token", "realm,qa", "start", changes=("realm.marginal=token",)),
         "own_text": _row("X = Z", "realm,qa", "start", changes=(own,)),
         "trivial": _row(
             "X = Z, trivial retrievals allowed", "realm,qa", "start", changes=(own, "realm.exclude_own=False")

@@ -1,4 +1,4 @@
-"""A run's fixed parts: config, folder, data, mesh, networks, and the corpus on the devices. Shared by every job.
+"""The fixed parts of a run: config, folder, data, mesh, networks, and the corpus on the devices. Shared by every job.
 
 `BaseRun` is what the train loop needs of any run, `Run` is one over passages. Read next: `tasks/base.py` for what is
 learned in it, `train/loop.py` for how, `eval/prediction.py` for how it answers.
@@ -17,11 +17,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
-from realm_jax.data.examples import Example, Find, Found, Lengths, lengths_from
+from realm_jax.data.examples import Bm25Hits, Bm25Lookup, Example, Lengths, lengths_from
 from realm_jax.data.sources import Sources
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.errors import UserError
-from realm_jax.host import WIDE, return_blocks
+from realm_jax.host import WIDE, release_large_blocks
 from realm_jax.mesh import logical_sharding, make_mesh, parameter_shardings
 from realm_jax.models.attention import select_attention
 from realm_jax.models.bert import BertConfig
@@ -29,19 +29,19 @@ from realm_jax.models.inputs import Documents
 from realm_jax.models.prompts import Encode, Template, compiled, placeholder
 from realm_jax.models.reader import Reader, span_size
 from realm_jax.models.realm import Params, Realm
-from realm_jax.retrieval.bm25 import Bm25, check_words, load_or_build
+from realm_jax.retrieval.bm25 import Bm25, check_has_terms, load_or_build
 from realm_jax.retrieval.embed import EMBED_BATCH, CorpusRows, embed_corpus, in_groups
 from realm_jax.retrieval.exact import padded_rows
-from realm_jax.retrieval.fusion import LIST
+from realm_jax.retrieval.fusion import FUSION_DEPTH
 from realm_jax.retrieval.scann import BUDGET, ScannConfig
-from realm_jax.retrieval.search import Index, Setting, bm25_listed, search_depth
+from realm_jax.retrieval.search import Index, StepContext, bm25_list_length, search_depth
 from realm_jax.schema import require
 from realm_jax.sections import answering_of, has_reader_tokenizer, joint_length, reader_section, task_names
 
 
 @dataclasses.dataclass(frozen=True)
 class BaseRun:
-    """What is trained, on what, and where: all that the train loop needs of a run.
+    """What the train loop needs of any run: networks, data, mesh and folder.
 
     model: networks over one tree of parameters, with `bert`, `init` and `init_boxed`. sources: what is read, with
     `fingerprints`.
@@ -69,13 +69,13 @@ class Run(BaseRun):
 
     model: Realm
     sources: Sources
-    setting: Setting
+    context: StepContext
     lengths: Lengths
 
     @cached_property
     def corpus(self) -> CorpusRows:
         """The corpus on the host, in document layout."""
-        length, special = self.config.data.document_length, self.sources.wordpiece.special
+        length, special = self.config.data.document_length, self.sources.tokenizer.special
         return CorpusRows(*self.sources.passages.document_matrix(length, special))
 
     @cached_property
@@ -88,52 +88,52 @@ class Run(BaseRun):
         """The same rows in the tokens of a reader that has its own."""
         if (reader := self.sources.reader) is None:
             return None
-        parts = reader.passages.document_matrix(self.config.data.document_length, reader.wordpiece.special)
+        parts = reader.passages.document_matrix(self.config.data.document_length, reader.tokenizer.special)
         return Documents(*(self._by_rows(part) for part in parts))
 
     def index(self, vectors: NDArray) -> Index:
         """An index of host vectors [rows, projection], stored as `model.dtype` and sharded by rows."""
         stored = self._by_rows(vectors.astype(self.config.model.dtype, copy=False))
-        return self.bare_index._replace(vectors=stored)
+        return self.index_without_vectors._replace(vectors=stored)
 
     def words(self) -> Bm25:
-        """BM25 over the corpus, kept in the run folder or made in memory. Raises UserError where it has no words."""
+        """BM25 over the corpus, kept in the run folder or made in memory. Raises UserError if it has no words."""
         words = load_or_build(self.sources.passages, self.config.retrieval.language, self.workdir)
-        check_words(words, f"search by words in {self.config.data.path}")
+        check_has_terms(words, f"search by words in {self.config.data.path}")
         return words
 
-    def found_by_words(self, texts: Sequence[str], depth: int) -> Found:
+    def bm25_search(self, texts: Sequence[str], depth: int) -> Bm25Hits:
         """The `depth` best passages of texts by BM25, or as many as a list of hybrid search has."""
-        return Found(*self.words().scored(texts, max(depth, LIST)))
+        return Bm25Hits(*self.words().scored(texts, max(depth, FUSION_DEPTH)))
 
     @property
-    def find_sentence(self) -> Find | None:
+    def find_sentence(self) -> Bm25Lookup | None:
         """What gives BM25's list for the words that are left of a masked sentence, without its own passage: for
         REALM's candidates, where they do not come from vectors alone."""
-        if self.setting.search == "vectors":
+        if self.context.search == "vectors":
             return None
-        words, own = self.words(), self.setting.exclude_own
-        depth = bm25_listed(self.setting.search, search_depth(self.setting), self.setting.rows)
+        words, own = self.words(), self.context.exclude_own
+        depth = bm25_list_length(self.context.search, search_depth(self.context), self.context.rows)
 
-        def find(text: str, own_row: int) -> Example:
+        def find(text: str, source_row: int) -> Example:
             rows, scores = (found[0] for found in words.scored([text], depth + 1))
-            kept = np.flatnonzero((rows >= 0) & (rows != own_row) if own else rows >= 0)[:depth]
+            kept = np.flatnonzero((rows >= 0) & (rows != source_row) if own else rows >= 0)[:depth]
             missing = 0, depth - len(kept)
             rows = np.pad(rows[kept], missing, constant_values=-1)
-            return Found(rows[None], np.pad(scores[kept], missing)[None]).arrays(0)
+            return Bm25Hits(rows[None], np.pad(scores[kept], missing)[None]).arrays(0)
 
         return find
 
     @property
-    def bare_index(self) -> Index:
-        """The passages alone, where nothing finds them by their vectors."""
+    def index_without_vectors(self) -> Index:
+        """An index of passages without vectors, for when nothing searches by vectors."""
         return Index(None, self.documents, reader_documents=self.reader_documents)
 
     @property
-    def answering(self) -> Setting:
-        """The setting under which questions are measured and asked: it may read more passages than training does."""
-        passages = answering_of(self.config).read or self.setting.qa_passages
-        return dataclasses.replace(self.setting, qa_passages=passages)
+    def question_context(self) -> StepContext:
+        """The context of evaluation and inference: it may read more passages than training does."""
+        passages = answering_of(self.config).read or self.context.qa_passages
+        return dataclasses.replace(self.context, qa_passages=passages)
 
     @property
     def searches(self) -> ScannConfig | None:
@@ -165,12 +165,12 @@ class Run(BaseRun):
 
     def read_stored(self, first: int, last: int) -> CorpusRows:
         """Stored rows first … last − 1 of the corpus in document layout: those that its version leaves out as well."""
-        length, special = self.config.data.document_length, self.sources.wordpiece.special
+        length, special = self.config.data.document_length, self.sources.tokenizer.special
         return CorpusRows(*self.sources.passages.stored_matrix(length, special, first, last))
 
     def with_model(self, model: Realm) -> "Run":
         """The same run with other networks, which it and its losses know."""
-        return dataclasses.replace(self, model=model, setting=dataclasses.replace(self.setting, model=model))
+        return dataclasses.replace(self, model=model, context=dataclasses.replace(self.context, model=model))
 
     def with_config(self, config: ConfigDict) -> "Run":
         """The same run under another config of the same data and networks; the corpus on the devices is shared."""
@@ -197,7 +197,7 @@ def embed_program(model: Realm, mesh: Mesh, params: Params, documents: Documents
 
 
 def make_run(config: ConfigDict, workdir: Path, sources: Sources, devices: list[jax.Device] | None = None) -> Run:
-    """Everything that a validated config decides. Raises UserError where config and data do not fit."""
+    """Everything that a validated config decides. Raises UserError if config and data do not fit."""
     rows, read = len(sources.passages), max(config.qa.passages, answering_of(config).read)
     wanted = max(config.realm.candidates, read)
     if rows < wanted:
@@ -206,26 +206,26 @@ def make_run(config: ConfigDict, workdir: Path, sources: Sources, devices: list[
             f"qa.passages and answering.read need {wanted}; add passages or lower the keys"
         )
     if max(config.model.width, reader_section(config.model).width) >= WIDE:
-        return_blocks()
-    wordpiece = sources.wordpiece
-    special = wordpiece.cls_id, wordpiece.sep_id
+        release_large_blocks()
+    tokenizer = sources.tokenizer
+    special = tokenizer.cls_id, tokenizer.sep_id
     if not has_reader_tokenizer(config):
         sources = dataclasses.replace(sources, reader=None)
-    reader = None if sources.reader is None else sources.reader.wordpiece
-    bare = bare_run(config, workdir, rows, wordpiece.size, devices, special, encoder_of(wordpiece), reader)
+    reader = None if sources.reader is None else sources.reader.tokenizer
+    bare = abstract_run(config, workdir, rows, tokenizer.size, devices, special, prompt_encoder(tokenizer), reader)
     if config.data.text == "passages":
         sources = sources.of_passages_alone()
     return dataclasses.replace(bare, sources=sources)
 
 
-def bare_run(
+def abstract_run(
     config: ConfigDict, workdir: Path, rows: int, vocabulary_size: int, devices: list[jax.Device] | None = None,
     special: tuple[int, int] = (101, 102), encode: Encode = placeholder, reader: Tokenizer | None = None,
 ) -> Run:  # fmt: skip
-    """A run that knows the sizes of its data but has none: enough to compile its programs.
+    """A run with the sizes of its data but without data: enough to compile its programs.
 
-    special: ids of [CLS] and [SEP], by default those of BERT's vocabulary. encode: what makes word pieces of prompts.
-    reader: the tokenizer of a reader that has its own. Raises UserError where sizes do not fit.
+    special: ids of [CLS] and [SEP], by default those of BERT's vocabulary. encode: what makes tokens of prompts.
+    reader: the tokenizer of a reader that has its own. Raises UserError if sizes do not fit.
     """
     require(
         reader is not None or not has_reader_tokenizer(config),
@@ -236,8 +236,8 @@ def bare_run(
     data, ict, realm, qa = config.data, config.ict, config.realm, config.qa
     hidden = logical_sharding(mesh, "batch", None, None)
     model = make_model(config, vocabulary_size, encode, hidden, reader.size if reader else 0)
-    setting = Setting(
-        model.with_bert(**for_devices(mesh, model.bert.dtype)),
+    context = StepContext(
+        model.with_bert(**device_options(mesh, model.bert.dtype)),
         mesh,
         *special,
         rows,
@@ -259,18 +259,18 @@ def bare_run(
     lengths = lengths_from(
         data.query_length, data.document_length, realm.masking, data.predictions, qa.answers, config.model.span_width
     )
-    return Run(config, workdir, mesh, setting.model, None, setting, lengths)  # type: ignore[arg-type]
+    return Run(config, workdir, mesh, context.model, None, context, lengths)  # type: ignore[arg-type]
 
 
 def mesh_for(config: ConfigDict, devices: list[jax.Device] | None = None) -> Mesh:
-    """The mesh of a config. Raises UserError where a task's batch cannot be shared out on it."""
+    """The mesh of a config. Raises UserError if a task's batch cannot be shared out on it."""
     mesh = make_mesh(-1, config.mesh.fsdp, config.mesh.model, devices)
     check_batches(config, mesh.shape["data"] * mesh.shape["fsdp"])
     return mesh
 
 
 def check_batches(config: ConfigDict, spread: int) -> None:
-    """Raise UserError where a task's batch cannot be shared out over so many devices."""
+    """Raise UserError if a task's batch cannot be shared out over so many devices."""
     parts = config.optimizer.microbatches
     for name in task_names(config):
         size = config[name].batch_size
@@ -281,24 +281,24 @@ def check_batches(config: ConfigDict, spread: int) -> None:
             )
 
 
-def for_devices(mesh: Mesh, dtype: Any) -> dict[str, Any]:
+def device_options(mesh: Mesh, dtype: Any) -> dict[str, Any]:
     """Fields of a `BertConfig` that suit the devices: how to attend; one CPU needs no place for hidden states."""
     attention = select_attention(mesh, dtype)
     return {"attention": attention} | ({"hidden": None} if attention == "cpu" else {})
 
 
-def encoder_of(wordpiece: Tokenizer) -> Encode:
-    """What makes word pieces of a prompt."""
-    return lambda text: wordpiece.encode(text).ids
+def prompt_encoder(tokenizer: Tokenizer) -> Encode:
+    """What makes tokens of a prompt."""
+    return lambda text: tokenizer.encode(text).ids
 
 
 def make_model(
     config: ConfigDict, vocabulary_size: int, encode: Encode = placeholder, hidden: NamedSharding | None = None,
     reader_vocabulary_size: int = 0,
 ) -> Realm:  # fmt: skip
-    """The networks that a config describes. encode: what makes word pieces of prompts; hidden: where their hidden
+    """The networks that a config describes. encode: what makes tokens of prompts; hidden: where their hidden
     states live on a mesh; reader_vocabulary_size: of a reader with a tokenizer of its own, 0 for none. Raises UserError
-    where prompts leave too few positions."""
+    if prompts leave too few positions."""
     model, encoder = config.model, config.encoder
     query, passage = encoder.query_prompt, encoder.passage_prompt
     query_template = compiled(query, "config.encoder.query_prompt", False, encode) if query else None
@@ -350,17 +350,17 @@ def make_bert(model: ConfigDict, vocabulary_size: int, length: int, hidden: Name
 def put_batch(mesh: Mesh, batch: Any) -> Any:
     """Host arrays [batch, …] on the mesh, the first dimension spread over the data axes. Every process has all rows."""
     size = len(jax.tree.leaves(batch)[0])
-    return put_own(mesh, batch, np.arange(size), size)
+    return make_global_batch(mesh, batch, np.arange(size), size)
 
 
-def own_rows(mesh: Mesh, batch_size: int) -> NDArray[np.int64]:
+def local_rows(mesh: Mesh, batch_size: int) -> NDArray[np.int64]:
     """Rows of a global batch that devices of this process hold, in order."""
     places = logical_sharding(mesh, "batch").addressable_devices_indices_map((batch_size,))
     return np.unique(np.concatenate([np.arange(batch_size)[part] for part in places.values()]))
 
 
-def put_own(mesh: Mesh, batch: Any, rows: NDArray[np.int64], batch_size: int) -> Any:
-    """`put_batch` of arrays that hold these rows of the global batch alone, in order (see `own_rows`)."""
+def make_global_batch(mesh: Mesh, batch: Any, rows: NDArray[np.int64], batch_size: int) -> Any:
+    """`put_batch` of arrays that hold these rows of the global batch alone, in order (see `local_rows`)."""
 
     def put(array: NDArray) -> jax.Array:
         array = np.asarray(array)

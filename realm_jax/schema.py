@@ -150,7 +150,7 @@ def _parse_tuple(text: str) -> tuple[Any, ...]:
 
 
 def _fits(value: Any, example: Any) -> bool:
-    """Whether a value is of the type of `example`. A whole number is a float too, but a truth value is no number."""
+    """Whether a value is of the type of `example`. A whole number is a float too, but a truth value is not a number."""
     kind = (int, float) if isinstance(example, float) else type(example)
     return example is None or isinstance(value, kind) and isinstance(value, bool) == isinstance(example, bool)
 

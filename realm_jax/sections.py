@@ -67,8 +67,8 @@ class Data:
         one_of("pretraining", "passages"),
     )
     predictions: int = key(0, "predicted positions of a masked sentence at most; 0: sized to the masking", NOT_NEGATIVE)
-    query_length: int = key(96, "word pieces of a sentence or question, [CLS] and [SEP] counted", at_least(8))
-    document_length: int = key(288, "word pieces of a passage, title and specials counted", at_least(16))
+    query_length: int = key(96, "tokens of a sentence or question, [CLS] and [SEP] counted", at_least(8))
+    document_length: int = key(288, "tokens of a passage, title and specials counted", at_least(16))
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Model(Bert):
         "the model of reader_from",
         READER,
     )
-    span_width: int = key(10, "word pieces of an answer at most", POSITIVE)
+    span_width: int = key(10, "tokens of an answer at most", POSITIVE)
     shared_tower: bool = key(False, "one embedder for queries and passages instead of two")
 
 
@@ -335,13 +335,13 @@ def task_names(config: ConfigDict) -> list[str]:
 
 
 def answering_of(config: ConfigDict) -> ConfigDict | Answering:
-    """The section `answering` of a config, or its defaults where a config has none."""
+    """The section `question_context` of a config, or its defaults where a config has none."""
     found: ConfigDict | Answering = config.get("answering", Answering())
     return found
 
 
 def joint_length(config: ConfigDict) -> int:
-    """Word pieces of a query joined with a passage: both layouts less the passage's [CLS] and its title's [SEP], which
+    """Tokens of a query joined with a passage: both layouts less the passage's [CLS] and its title's [SEP], which
     stays where titles are read."""
     return config.data.query_length + config.data.document_length - (1 if config.qa.titles else 2)
 
@@ -356,7 +356,7 @@ def check_heads(config: ConfigDict, waiting: Collection[str] = ()) -> None:
 
 
 def reader_changes(text: str) -> dict[str, Any] | None:
-    """What `model.reader` says, {key: value}; None where it says nothing that can be."""
+    """What `model.reader` says, {key: value}; None if it says nothing that can be."""
     pairs = [part.partition("=") for part in text.split(",") if text]
     found: dict[str, Any] = {}
     for name, _, value in pairs:

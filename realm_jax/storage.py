@@ -95,20 +95,20 @@ def make_folder(path: str | os.PathLike[str], name: str) -> None:
 
 
 @contextmanager
-def only_one(folder: Path, lock: str = ".lock") -> Iterator[None]:
-    """Hold a folder for this process. Raises UserError while another process of this machine holds it by that lock."""
+def exclusive_lock(folder: Path, lock: str = ".lock") -> Iterator[None]:
+    """Lock a folder for this process. Raises UserError if another process of this machine holds the lock."""
     with open(folder / lock, "a") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"{folder}: another process works there; wait for it, or stop it first") from None
+            raise UserError(f"{folder}: another process is using it; wait for it, or stop it first") from None
         except OSError as fault:  # a file system without locks
             logger.debug("%s: not locked (%s)", folder, fault)
         yield
 
 
 def is_held(folder: Path, lock: str = ".lock") -> bool:
-    """Whether some process of this machine holds a folder (`only_one`)."""
+    """Whether some process of this machine holds a folder (`exclusive_lock`)."""
     try:
         with open(folder / lock) as stream:
             fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -120,8 +120,8 @@ def is_held(folder: Path, lock: str = ".lock") -> bool:
 
 
 @contextmanager
-def one_after_another(folder: Path) -> Iterator[None]:
-    """Hold a folder for this process, after all others of this machine that hold it."""
+def waiting_lock(folder: Path) -> Iterator[None]:
+    """Lock a folder for this process, waiting for other processes of this machine."""
     with open(folder / ".lock", "a") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX)
@@ -145,7 +145,7 @@ def publish_folder(temporary: str | os.PathLike[str], final: str | os.PathLike[s
 
 
 def flush_to_disk(stream: IO[bytes]) -> None:
-    """Return only when what was written to `stream` would outlive a power cut."""
+    """Flush `stream` to disk (fsync): what was written survives a power failure."""
     stream.flush()
     os.fsync(stream.fileno())
 
@@ -179,7 +179,7 @@ MARGIN = 1 << 28  # bytes that staging leaves free
 
 
 class StorageError(UserError):
-    """Shared storage did not do what was asked, for a reason that may pass: full, read-only, or out of reach."""
+    """An operation on shared storage failed for a reason that may be transient: full, read-only, or unreachable."""
 
 
 class Damaged(UserError):
@@ -323,11 +323,11 @@ class PosixFolder(Folder):
         self.root, self.url = root, str(root)
 
     def read(self, name: str) -> bytes:
-        with self._told(name):
+        with self._storage_errors(name):
             return (self.root / name).read_bytes()
 
     def write(self, name: str, data: bytes | memoryview) -> None:
-        with self._told(name):
+        with self._storage_errors(name):
             (self.root / name).parent.mkdir(parents=True, exist_ok=True)
             try:
                 with open_atomic(self.root / name) as stream:
@@ -336,7 +336,7 @@ class PosixFolder(Folder):
                 raise StorageError(f"{self.path(name)}: its folder was removed while it was written") from None
 
     def names(self, folder: str = "") -> list[str]:
-        with self._told(folder):
+        with self._storage_errors(folder):
             try:
                 return sorted(name for name in os.listdir(self.root / folder) if not name.endswith(".partial"))
             except FileNotFoundError:
@@ -344,12 +344,12 @@ class PosixFolder(Folder):
 
     def remove(self, name: str) -> None:
         path = self.root / name
-        with self._told(name), contextlib.suppress(FileNotFoundError):
+        with self._storage_errors(name), contextlib.suppress(FileNotFoundError):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def local(self, entry: FileEntry) -> Path:
         path = self.root / entry.name
-        with self._told(entry.name):
+        with self._storage_errors(entry.name):
             _verify_file(path, entry, self.path(entry.name))
         return path
 
@@ -357,7 +357,7 @@ class PosixFolder(Folder):
         pass
 
     @contextmanager
-    def _told(self, name: str) -> Iterator[None]:
+    def _storage_errors(self, name: str) -> Iterator[None]:
         try:
             yield
         except FileNotFoundError:

@@ -15,7 +15,7 @@ from tiny_run import tiny_config
 from realm_jax import processes
 from realm_jax.data.pipeline import batches
 from realm_jax.data.sources import open_sources
-from realm_jax.run import make_run, own_rows
+from realm_jax.run import local_rows, make_run
 from realm_jax.tasks import make_task
 
 
@@ -32,7 +32,7 @@ def main() -> None:
     run = make_run(config, args.output.parent, open_sources(args.data))
     found = {}
     for task in (make_task(name, run) for name in ("ict", "realm", "qa")):
-        rows = own_rows(run.mesh, 16)
+        rows = local_rows(run.mesh, 16)
         made = batches(task.examples({}, None), config.seed, task.stream, 16, 0, args.steps, rows)
         for step, batch in enumerate(made):
             for place, row in enumerate(rows.tolist()):

@@ -34,7 +34,7 @@ from realm_jax.train import loop
 from realm_jax.train.index_source import shared_folder
 from realm_jax.train.loop import train_task
 from realm_jax.train.metrics import TIMES, read_lines
-from realm_jax.train.recipe import reported
+from realm_jax.train.recipe import report_status
 from realm_jax.train.restore import restore_params
 from realm_jax.train.step import make_step
 
@@ -52,7 +52,7 @@ def shared_steps() -> Iterator[None]:
     steps: dict[Any, Any] = {}
 
     def make(run: Run, task: Task) -> Any:
-        key = task.name, run.setting, run.config[task.name].to_json()
+        key = task.name, run.context, run.config[task.name].to_json()
         return steps.setdefault(key, make_step(run, task))
 
     with pytest.MonkeyPatch.context() as patch:
@@ -101,7 +101,7 @@ class Trained(NamedTuple):
 
 
 def train(run):
-    with reported(run) as status:
+    with report_status(run) as status:
         final = train_task(run, run.config.tasks, run.initial_params(), status=status)
         return jax.tree.map(np.asarray, final)
 
@@ -177,7 +177,7 @@ def builder(run, process=0, processes=1):
     try:
         yield
     finally:
-        stop.asked = True
+        stop.requested = True
         thread.join()
     if faults:
         raise faults[0]

@@ -14,7 +14,7 @@ from realm_jax.cli import main as cli
 from realm_jax.config import default, flatten
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
-from realm_jax.eval.ablations import HEADS, Measured, Row, cells, html, lead, markdown, mean_of
+from realm_jax.eval.ablations import HEADS, Row, SeedResult, cells, html, markdown, mean_of, paired_difference
 from realm_jax.recipes import ablations
 from realm_jax.run import make_run
 from realm_jax.train.init_from import init_from_sources
@@ -94,7 +94,7 @@ def test_zero_shot_recall_is_that_of_the_towers_a_row_begins_with(ablated):
     folder = ablated[0] / "seed-0"
     first = {}
     for row in ("realm", "realm_retriever", "baseline"):
-        found = ablate.measured(folder / row)
+        found = ablate.seed_result(folder / row)
         first[row] = found.answer_recall, found.recall
     assert first["realm"] == first["realm_retriever"]
     last = [json.loads(line) for line in (folder / "start" / "ict" / "evaluations.jsonl").read_text().splitlines()][-1]
@@ -111,11 +111,11 @@ def test_what_is_done_is_not_trained_again(ablated, capsys):
 
 def test_rows_bring_those_that_they_start_from():
     config = ablations()
-    assert ablate.wanted(config, "realm_encoder") == ["start", "pretrained", "realm_encoder"]
-    assert ablate.wanted(config, "no_ict") == ["no_ict"]
-    assert sorted(ablate.wanted(config, None)) == sorted(config.rows)
+    assert ablate.rows_to_train(config, "realm_encoder") == ["start", "pretrained", "realm_encoder"]
+    assert ablate.rows_to_train(config, "no_ict") == ["no_ict"]
+    assert sorted(ablate.rows_to_train(config, None)) == sorted(config.rows)
     with pytest.raises(UserError, match="--rows: there is no row 'relam'; choose among baseline"):
-        ablate.wanted(config, "relam")
+        ablate.rows_to_train(config, "relam")
 
 
 def test_the_shipped_rows_hold_together_and_differ():
@@ -135,7 +135,7 @@ def test_the_shipped_rows_hold_together_and_differ():
     ("change", "told"),
     [
         ({"start": "later"}, "config.rows.realm.start: there is no row 'later'"),
-        ({"start": "realm"}, "config.rows.realm.start: it would start from itself, by way of realm"),
+        ({"start": "realm"}, "config.rows.realm.start: it would start from itself, via realm"),
         ({"changes": ("data.maskng=uniform",)}, "data.maskng"),
         ({"changes": ("realm.masking=none",)}, "realm.masking: must be one of"),
         ({"tasks": "realm"}, "config.rows.realm.tasks: a row of the table has to end with qa or closed_book"),
@@ -198,8 +198,8 @@ def evaluated(folder: Path, config: ConfigDict, exact: float, **changes) -> None
 
 def test_zero_shot_recall_is_the_first_and_exact_match_the_last_of_a_run(tmp_path):
     evaluated(tmp_path / "row", default(), 0.75)
-    assert ablate.measured(tmp_path / "row") == Measured(0.75, 0.25, 0.5, 120.0)
-    assert ablate.measured(tmp_path / "row", [tmp_path / "row"]).seconds == 240.0
+    assert ablate.seed_result(tmp_path / "row") == SeedResult(0.75, 0.25, 0.5, 120.0)
+    assert ablate.seed_result(tmp_path / "row", [tmp_path / "row"]).seconds == 240.0
 
 
 def test_what_was_trained_with_another_config_is_left_out_and_named(tmp_path, caplog):
@@ -224,7 +224,7 @@ def test_titles_are_no_markup(tmp_path, capsys):
 
 
 def row(title: str, exact: dict[int, float], recall: float | None = 0.5) -> Row:
-    return Row(title, (), {seed: Measured(value, 0.25, recall, 61.0) for seed, value in exact.items()})
+    return Row(title, (), {seed: SeedResult(value, 0.25, recall, 61.0) for seed, value in exact.items()})
 
 
 def test_intervals_are_students_t():
@@ -236,9 +236,9 @@ def test_intervals_are_students_t():
 
 def test_a_lead_is_taken_seed_by_seed():
     first, other = row("a", {0: 0.5, 1: 0.9, 2: 0.7}), row("b", {1: 0.7, 2: 0.5, 9: 0.0})
-    found = lead(first, other)
+    found = paired_difference(first, other)
     assert (found.value, found.low, found.high) == pytest.approx((0.2, 0.2, 0.2))
-    assert lead(first, row("c", {7: 0.1})) is None
+    assert paired_difference(first, row("c", {7: 0.1})) is None
 
 
 def test_a_table_has_no_row_without_a_seed_and_no_gold_where_there_is_none():

@@ -95,7 +95,7 @@ def test_an_invalid_pattern_matches_nothing():
     ],
 )
 def test_a_pattern_that_could_fill_the_memory_is_refused_with_a_reason(pattern, reason):
-    assert re.search(reason, patterns.fault(pattern))
+    assert re.search(reason, patterns.pattern_error(pattern))
     assert patterns.search(pattern, "iab") is None
 
 
@@ -109,7 +109,7 @@ def test_a_usual_pattern_that_looks_like_those_is_none_of_them():
         r".{0,900}.{0,900}",
         "(?>a)(?i)",
     ):
-        assert patterns.fault(usual) is None, usual
+        assert patterns.pattern_error(usual) is None, usual
 
 
 def test_a_pattern_that_takes_all_memory_counts_as_not_found(monkeypatch, caplog):
@@ -124,7 +124,7 @@ def test_a_pattern_that_takes_all_memory_counts_as_not_found(monkeypatch, caplog
         raise MemoryError
 
     monkeypatch.setattr(patterns, "_compiled", greedy)
-    assert patterns.fault("greedy") == "it takes too much memory"
+    assert patterns.pattern_error("greedy") == "it takes too much memory"
 
 
 def test_a_pattern_that_never_ends_counts_as_not_found_and_is_named_once(caplog, monkeypatch):

@@ -18,9 +18,9 @@ from realm_jax.eval import prediction
 from realm_jax.eval.answers import normalise
 from realm_jax.eval.prediction import Answer, Evaluator, merge
 from realm_jax.run import Run
-from realm_jax.train.checkpoints import Gone, Saved
+from realm_jax.train.checkpoints import CheckpointRemoved, SavedCheckpoint
 from realm_jax.train.restore import restore_params, saved_index
-from realm_jax.train.trained_run import open_run_to_ask, restore
+from realm_jax.train.trained_run import open_run_for_inference, restore
 
 QUESTION = question(3)["question"]
 
@@ -28,13 +28,13 @@ QUESTION = question(3)["question"]
 @pytest.fixture(scope="module")
 def opened(trained_run):
     """The run, trained on one device and opened on eight."""
-    return restore(open_run_to_ask(trained_run.workdir, {"evaluation.batch_size": 1}))
+    return restore(open_run_for_inference(trained_run.workdir, {"evaluation.batch_size": 1}))
 
 
 @pytest.fixture
 def quick(opened, monkeypatch):
     """The command without opening and restoring the run again."""
-    monkeypatch.setattr(job, "open_run_to_ask", lambda *_, **__: opened.run)
+    monkeypatch.setattr(job, "open_run_for_inference", lambda *_, **__: opened.run)
     monkeypatch.setattr(job, "restore", lambda *_, **__: opened)
 
 
@@ -107,21 +107,23 @@ def test_asking_changes_nothing_in_the_run_and_embeds_nothing_anew(trained_run, 
 
 
 def newest(run, task):
-    return Saved.newest(run.workdir / task / "checkpoints")
+    return SavedCheckpoint.newest(run.workdir / task / "checkpoints")
 
 
 def test_the_saved_index_is_taken_only_if_the_parameters_give_it(trained_run, opened, monkeypatch):
     run = opened.run
     for task in ("ict", "qa"):
         params = restore_params(trained_run, task, newest(run, task))
-        saved = np.asarray(saved_index(run, task, Saved.newest(run.workdir / task / "checkpoints")).vectors)[
-            : run.setting.rows
+        saved = np.asarray(saved_index(run, task, SavedCheckpoint.newest(run.workdir / task / "checkpoints")).vectors)[
+            : run.context.rows
         ]
         np.testing.assert_allclose(saved, trained_run.embed(params), atol=1e-5)
     for task, fits in (("ict", False), ("qa", True)):  # fine-tuning leaves the document embedder as it was
         saved = newest(run, task)
         with monkeypatch.context() as patch:
-            patch.setattr(Saved, "record", saved.record | {"index_step": 1})  # training went on for a step after that
+            patch.setattr(
+                SavedCheckpoint, "record", saved.record | {"index_step": 1}
+            )  # training went on for a step after that
             assert (saved_index(run, task, saved) is not None) == fits
 
 
@@ -160,7 +162,7 @@ def test_a_prepared_folder_that_moved_is_named_and_found_with_data(trained_run, 
 
 def test_a_run_keeps_what_it_was_trained_with(trained_run, capsys):
     line = refused(capsys, f"--workdir={trained_run.workdir}", "--config.qa.search=bm25", QUESTION)
-    assert "--config.qa.search: the run keeps it; only keys of operations and of evaluation" in line
+    assert "--config.qa.search: fixed by the run; only operations and evaluation keys" in line
     line = refused(capsys, f"--workdir={trained_run.workdir}", "--config.answering.reed=5", QUESTION)
     assert "there is no such key in the config; did you mean answering.read" in line
 
@@ -173,15 +175,15 @@ def test_another_corpus_than_the_run_was_trained_with_is_refused(trained_run, tm
 
 
 def test_a_checkpoint_that_the_run_removes_meanwhile_is_looked_for_again(opened, monkeypatch):
-    params, asked = Saved.params, []
+    params, asked = SavedCheckpoint.params, []
 
     def once_gone(saved, *where):
         asked.append(saved.step)
         if len(asked) == 1:
-            raise Gone("removed")
+            raise CheckpointRemoved("removed")
         return params(saved, *where)
 
-    monkeypatch.setattr(Saved, "params", once_gone)
+    monkeypatch.setattr(SavedCheckpoint, "params", once_gone)
     assert restore(opened.run).step == 2
     assert asked == [2, 2]
 
@@ -285,7 +287,7 @@ def test_the_end_of_input_ends_a_conversation(trained_run, quick, monkeypatch, c
 def test_a_single_question_must_be_one(trained_run, quick, capsys, monkeypatch):
     workdir = f"--workdir={trained_run.workdir}"
     assert "realm: error: the question is empty" in refused(capsys, workdir, " ")
-    assert "word pieces, but this run reads at most 14; shorten it" in refused(capsys, workdir, "why " * 30)
+    assert "tokens, but this run reads at most 14; shorten it" in refused(capsys, workdir, "why " * 30)
     monkeypatch.setattr(sys, "stdin", pipe(b""))
     assert "no question was given" in refused(capsys, workdir)
 
@@ -295,7 +297,7 @@ def test_a_single_question_must_be_one(trained_run, quick, capsys, monkeypatch):
 
 def marked(text: str, span: tuple[int, int], room: int | None = None, **terminal) -> str:
     to = Console(file=io.StringIO(), width=200, highlight=False, **terminal)
-    to.print(job.marked(text, list(span), to, room))
+    to.print(job.highlight_span(text, list(span), to, room))
     return to.file.getvalue().rstrip("\n")
 
 

@@ -36,9 +36,9 @@ from realm_jax.refresh.watcher import IndexWatcher
 from realm_jax.storage import PosixFolder
 from realm_jax.train.built_index import BuiltIndex
 from realm_jax.train.metrics import read_lines
-from realm_jax.train.recipe import reported
+from realm_jax.train.recipe import report_status
 from realm_jax.train.restore import restore_params
-from realm_jax.train.step import Control, agreed
+from realm_jax.train.step import Control, reduce_control
 
 pytestmark = pytest.mark.usefixtures("quick_steps")
 
@@ -111,7 +111,7 @@ def test_processes_adopt_the_same_generation_at_the_same_step(people, tmp_path, 
     words, used, adopted = deque(maxlen=2), [None, None], []
     with ExitStack() as stack:
         stack.enter_context(builder(run))
-        own = run, "realm", 0, {}, 1, stack.enter_context(reported(run)), lambda: False
+        own = run, "realm", 0, {}, 1, stack.enter_context(report_status(run)), lambda: False
         first, second = (stack.enter_context(BuiltIndex(*own)) for _ in range(2))
         for step in range(90):
             if step == 1:
@@ -120,8 +120,8 @@ def test_processes_adopt_the_same_generation_at_the_same_step(people, tmp_path, 
                 )
             if step % 10 == 9:
                 look(second._watcher)
-            heard = Control(*agreed(jnp.array(words[0])).tolist()) if len(words) == 2 else Control()
-            found = [one.next(step, params, used[i], heard) for i, one in enumerate((first, second))]
+            consensus = Control(*reduce_control(jnp.array(words[0])).tolist()) if len(words) == 2 else Control()
+            found = [one.next(step, params, used[i], consensus) for i, one in enumerate((first, second))]
             used = [now or before for now, before in zip(found, used, strict=True)]
             assert used[0].generation == used[1].generation
             if found[0] is not None:
@@ -198,7 +198,7 @@ def test_generations_are_listed_verified_and_removed_by_hand(sturdy, tmp_path, c
     assert cli.main(["storage", "verify", workdir]) == 1
     assert f"{name}: DAMAGED: " in capsys.readouterr().out
     assert cli.main(["storage", "rm", name, workdir]) == 2
-    assert "is needed by the run to go on; remove it all the same with --force" in capsys.readouterr().err
+    assert "is needed to resume the run; remove it anyway with --force" in capsys.readouterr().err
     assert cli.main(["storage", "rm", name, "--force", workdir]) == 0
     assert name not in generation_names(folder)
     assert cli.main(["storage", "rm", name, workdir]) == 2

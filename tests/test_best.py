@@ -2,7 +2,7 @@
 
 import pytest
 
-from realm_jax.train.best import compare_with_start, describe_loss, kept_by
+from realm_jax.train.best import compare_with_start, describe_regression, selection_metric
 
 
 def lines(start: float, end: float, **last) -> list[dict]:
@@ -17,20 +17,20 @@ def lines(start: float, end: float, **last) -> list[dict]:
 def test_a_task_that_gained_is_compared_and_says_nothing():
     stage = compare_with_start(lines(0.5, 0.6))
     assert stage == {"measure": "recall@5", "start": 0.5, "end": 0.6}
-    assert describe_loss("ict", stage) is None
+    assert describe_regression("ict", stage) is None
 
 
 def test_a_task_that_lost_says_what_to_set():
     stage = compare_with_start(lines(0.941, 0.3))
-    wanted = "ict ended below its start: recall@5 0.941 -> 0.300; set config.evaluation.keep_best=True"
-    assert describe_loss("ict", stage).startswith(wanted)
+    wanted = "ict is worse than at its start: recall@5 0.941 -> 0.300; set config.evaluation.keep_best=True"
+    assert describe_regression("ict", stage).startswith(wanted)
 
 
 def test_a_task_that_handed_on_its_best_says_what_the_last_were_worth():
     stage = compare_with_start(lines(0.941, 0.941, best_step=0, last={"recall@5": 0.3}))
     assert stage == {"measure": "recall@5", "start": 0.941, "end": 0.941, "kept_step": 0, "last": 0.3}
-    assert describe_loss("realm", stage) == (
-        "realm ended below its start: recall@5 0.941 -> 0.300; it hands on the parameters of step 0 (0.941)"
+    assert describe_regression("realm", stage) == (
+        "realm is worse than at its start: recall@5 0.941 -> 0.300; it hands on the parameters of step 0 (0.941)"
     )
 
 
@@ -41,7 +41,7 @@ def test_nothing_is_compared_without_both_ends(records):
 
 def test_a_task_without_a_measurement_of_its_start_takes_the_baseline():
     stage = compare_with_start(lines(0.5, 0.6)[1:], {"recall@5": 0.7})
-    assert describe_loss("ict", stage) is not None
+    assert describe_regression("ict", stage) is not None
 
 
 @pytest.mark.parametrize(
@@ -49,12 +49,14 @@ def test_a_task_without_a_measurement_of_its_start_takes_the_baseline():
 )
 def test_a_task_that_keeps_its_last_parameters_says_why(end, why):
     records = lines(0.9, 0.8, **end)
-    measure = kept_by("exact_match", records[-1])
-    assert describe_loss("qa", compare_with_start(records), measure) == (
-        f"qa ended below its start: recall@5 0.900 -> 0.800; it hands on its last parameters, since {why}"
+    measure = selection_metric("exact_match", records[-1])
+    assert describe_regression("qa", compare_with_start(records), measure) == (
+        f"qa is worse than at its start: recall@5 0.900 -> 0.800; it hands on its last parameters, since {why}"
     )
 
 
 def test_a_loss_of_what_is_handed_on_counts_even_if_the_last_parameters_had_none():
     stage = compare_with_start(lines(0.9, 0.8, best_step=10, last={"recall@5": 0.91}))
-    assert "recall@5 0.900 -> 0.800; it hands on the parameters of step 10 (0.800)" in describe_loss("qa", stage, "")
+    assert "recall@5 0.900 -> 0.800; it hands on the parameters of step 10 (0.800)" in describe_regression(
+        "qa", stage, ""
+    )

@@ -15,7 +15,7 @@ from realm_jax.cli import main as cli
 from realm_jax.errors import UserError
 from realm_jax.storage import StorageError
 from realm_jax.train import checkpoints
-from realm_jax.train.checkpoints import Saved, saved_folders
+from realm_jax.train.checkpoints import SavedCheckpoint, saved_folders
 
 pytestmark = pytest.mark.usefixtures("quick_steps")
 
@@ -42,7 +42,7 @@ def test_one_flipped_bit_is_named_and_skipped(people, straight, tmp_path, monkey
     assert newest.name == "4"
     flip(newest, np.random.default_rng(seed))
     train_measured(run)
-    assert f"{newest} is damaged" in caplog.text and "going on from the one before" in caplog.text
+    assert f"{newest} is damaged" in caplog.text and "falling back to the previous checkpoint" in caplog.text
     assert_same_run(run, straight)
 
 
@@ -66,13 +66,15 @@ def test_storage_that_fails_is_no_damage(people, straight, tmp_path, monkeypatch
     folder, names = tmp_path / "checkpoints", sorted(entry.name for entry in (tmp_path / "checkpoints").iterdir())
     with monkeypatch.context() as patch:
         patch.setattr(storage, "file_digest", lambda _: (_ for _ in ()).throw(OSError(5, "Input/output error")))
-        with pytest.raises(StorageError, match="could not be read .OSError: .Errno 5. Input/output error.; repeat"):
-            Saved.newest_sound(folder, lambda saved: saved.step)
+        with pytest.raises(
+            StorageError, match="could not be read .OSError: .Errno 5. Input/output error.; run the command again"
+        ):
+            SavedCheckpoint.newest_intact(folder, lambda saved: saved.step)
     assert sorted(entry.name for entry in folder.iterdir()) == names
     for spoilt in ("CHECKSUMS.json", "_CHECKPOINT_METADATA"):
         shutil.copytree(folder / str(STEPS - 2), folder / str(STEPS), dirs_exist_ok=True)
         (folder / str(STEPS) / spoilt).write_text("{")
-        assert Saved.newest_sound(folder, lambda saved: saved.step) == STEPS - 2
+        assert SavedCheckpoint.newest_intact(folder, lambda saved: saved.step) == STEPS - 2
     assert {f"{STEPS}.damaged", f"{STEPS}.damaged2"} <= {entry.name for entry in folder.iterdir()}
 
 
@@ -103,7 +105,7 @@ def test_what_a_save_leaves_is_returned(tmp_path, monkeypatch):
 
 def test_where_memory_is_short_a_save_holds_what_a_step_may_overwrite(tmp_path, monkeypatch):
     """A few arrays are copied at a time, all of them before training goes on and donates them."""
-    monkeypatch.setattr(checkpoints, "returns_memory", lambda: True)
+    monkeypatch.setattr(checkpoints, "releases_memory", lambda: True)
     monkeypatch.setattr(checkpoints, "COPIED", 1)
     state = {str(number): jnp.full((64, 64), float(number)) for number in range(20)} | {"step": jnp.asarray(3)}
     vectors = np.ones((1000, 8), np.float32)
@@ -111,7 +113,7 @@ def test_where_memory_is_short_a_save_holds_what_a_step_may_overwrite(tmp_path, 
         saves.save(3, state, {"vectors": vectors}, {})
         donate = jax.jit(lambda tree: jax.tree.map(lambda x: x - 1, tree), donate_argnums=0)
         jax.block_until_ready(donate(state))
-    saved = Saved.newest(tmp_path / "saves")
+    saved = SavedCheckpoint.newest(tmp_path / "saves")
     assert saved is not None
     like = {str(number): np.empty((64, 64), np.float32) for number in range(20)} | {"step": np.empty((), np.int32)}
     found = saved.read("state", like)  # whose checksums are compared

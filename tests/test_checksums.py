@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from realm_jax import checksums as module
-from realm_jax.checksums import checksums, differing
+from realm_jax.checksums import checksums, mismatched
 from realm_jax.mesh import logical_sharding, make_mesh
 
 RNG = np.random.default_rng(0)
@@ -41,7 +41,7 @@ def test_any_flipped_bit_is_noticed(name):
         place = int(RNG.integers(array.size)) * array.dtype.itemsize + bit // 8
         raw[place] ^= 1 << bit % 8
         changed = np.frombuffer(bytes(raw), array.dtype).reshape(array.shape)
-        assert differing(before, checksums({"x": jnp.asarray(changed)})) == ["x"]
+        assert mismatched(before, checksums({"x": jnp.asarray(changed)})) == ["x"]
 
 
 def test_exchanged_values_and_other_places_are_noticed():
@@ -50,8 +50,8 @@ def test_exchanged_values_and_other_places_are_noticed():
     assert set(before) == {"a.b", "c"} and before["a.b"] == before["c"]
     swapped = array.copy()
     swapped[[2, 7]] = swapped[[7, 2]]
-    assert differing(before, checksums({"a": {"b": swapped}, "c": array})) == ["a.b"]
-    assert differing(before, checksums({"a": {"b": array[::-1]}})) == ["a.b"]
+    assert mismatched(before, checksums({"a": {"b": swapped}, "c": array})) == ["a.b"]
+    assert mismatched(before, checksums({"a": {"b": array[::-1]}})) == ["a.b"]
 
 
 def test_what_is_no_array_is_left_out():

@@ -13,15 +13,15 @@ from realm_jax.data.examples import Lengths, document_arrays
 from realm_jax.data.jsonl import Question
 from realm_jax.data.sources import Sources, open_sources
 from realm_jax.errors import UserError
-from realm_jax.models.inputs import Documents, join
-from realm_jax.models.realm import flatten_joint
+from realm_jax.models.inputs import Documents, reader_inputs
+from realm_jax.models.realm import flatten_passages
 from realm_jax.run import make_run
 from realm_jax.tasks.closed_book import (
-    answer_places,
+    answer_positions,
     closed_book_answer,
     closed_book_examples,
     closed_book_query,
-    recall_answers,
+    predict_closed_book,
 )
 from realm_jax.train.recipe import train
 from realm_jax.train.workdir import check_workdir
@@ -36,34 +36,34 @@ def sources(people) -> Sources:
 
 
 def ids(sources: Sources, text: str) -> list[int]:
-    return list(sources.wordpiece.encode(text).ids)
+    return list(sources.tokenizer.encode(text).ids)
 
 
 def test_the_answer_s_places_follow_the_question_and_end_with_sep(sources):
-    wordpiece = sources.wordpiece
-    query = closed_book_query("born?", wordpiece, LENGTHS)
+    tokenizer = sources.tokenizer
+    query = closed_book_query("born?", tokenizer, LENGTHS)
     asked = ids(sources, "born?")
-    wanted = [wordpiece.cls_id, *asked, *[wordpiece.mask_id] * 4, wordpiece.sep_id]
+    wanted = [tokenizer.cls_id, *asked, *[tokenizer.mask_id] * 4, tokenizer.sep_id]
     assert query["query_length"] == len(wanted)
     assert query["query"][: len(wanted)].tolist() == wanted
-    assert (query["query"][len(wanted) :] == wordpiece.pad_id).all()
+    assert (query["query"][len(wanted) :] == tokenizer.pad_id).all()
     first = 1 + len(asked)
     assert query["positions"].tolist() == [first, first + 1, first + 2, first + 3, 0, 0]
 
 
 def test_a_long_question_is_cut_so_that_the_places_stay(sources):
-    query = closed_book_query(QUESTION * 5, sources.wordpiece, LENGTHS)
+    query = closed_book_query(QUESTION * 5, sources.tokenizer, LENGTHS)
     assert query["query_length"] == LENGTHS.query
-    assert (query["query"][query["positions"][:4]] == sources.wordpiece.mask_id).all()
-    assert query["query"][-1] == sources.wordpiece.sep_id
+    assert (query["query"][query["positions"][:4]] == sources.tokenizer.mask_id).all()
+    assert query["query"][-1] == sources.tokenizer.sep_id
 
 
 def question_examples(sources: Sources, answer: str, lengths: Lengths = LENGTHS) -> list[dict]:
     """What forty draws give where a training question is drawn."""
     questions = [Question("born?", [answer, "something else"], None, {}, 1)]
-    examples = closed_book_examples(sources.pretraining, questions, sources.wordpiece, lengths)
+    examples = closed_book_examples(sources.pretraining, questions, sources.tokenizer, lengths)
     drawn = [examples.make(0, np.random.default_rng(seed)) for seed in range(40)]
-    wanted = closed_book_query("born?", sources.wordpiece, lengths)["query"]
+    wanted = closed_book_query("born?", sources.tokenizer, lengths)["query"]
     return [example for example in drawn if np.array_equal(example["query"], wanted)]
 
 
@@ -71,7 +71,7 @@ def question_examples(sources: Sources, answer: str, lengths: Lengths = LENGTHS)
 def test_targets_are_the_first_answer_filled_up_with_sep(sources, answer):
     example, *_ = question_examples(sources, answer)
     pieces = ids(sources, answer)[:4]
-    assert example["targets"].tolist() == pieces + [sources.wordpiece.sep_id] * (4 - len(pieces)) + [0, 0]
+    assert example["targets"].tolist() == pieces + [sources.tokenizer.sep_id] * (4 - len(pieces)) + [0, 0]
     assert example["weights"].tolist() == [1, 1, 1, 1, 0, 0]
 
 
@@ -81,15 +81,15 @@ def test_targets_read_back_are_the_answer_whatever_is_predicted_elsewhere(source
         example, *_ = question_examples(sources, answer)
         guesses = np.where(example["weights"] > 0, example["targets"], ids(sources, "house")[0])
         kept = ids(sources, answer)[:4]
-        assert closed_book_answer(guesses, sources.wordpiece, LENGTHS) == sources.wordpiece.decode(kept)
+        assert closed_book_answer(guesses, sources.tokenizer, LENGTHS) == sources.tokenizer.decode(kept)
 
 
 def test_half_the_examples_are_questions_and_half_masked_sentences_all_without_a_passage(sources):
     questions = [Question(QUESTION, ["1803"], None, {}, 1)]
-    examples = closed_book_examples(sources.pretraining, questions, sources.wordpiece, LENGTHS)
+    examples = closed_book_examples(sources.pretraining, questions, sources.tokenizer, LENGTHS)
     assert examples.total >= len(PEOPLE), "one a sentence with a name or a date"
     drawn = [examples.make(number % examples.total, np.random.default_rng(number)) for number in range(200)]
-    asked = closed_book_query(QUESTION, sources.wordpiece, LENGTHS)["query"]
+    asked = closed_book_query(QUESTION, sources.tokenizer, LENGTHS)["query"]
     share = np.mean([np.array_equal(example["query"], asked) for example in drawn])
     assert 0.4 < share < 0.6
     keys = {key: value.shape for key, value in drawn[0].items()}
@@ -98,14 +98,14 @@ def test_half_the_examples_are_questions_and_half_masked_sentences_all_without_a
         assert example["document_length"] == 3 and example["document_title_length"] == 0
         assert example["weights"].sum() >= 1
         masked = example["query"][example["positions"][example["weights"] > 0]]
-        assert (masked == sources.wordpiece.mask_id).all()
+        assert (masked == sources.tokenizer.mask_id).all()
 
 
 def test_what_is_missing_is_named(sources):
     with pytest.raises(UserError, match="the task closed_book needs training questions"):
-        closed_book_examples(sources.pretraining, [], sources.wordpiece, LENGTHS)
+        closed_book_examples(sources.pretraining, [], sources.tokenizer, LENGTHS)
     with pytest.raises(UserError, match="config.data.query_length: the task closed_book needs 2 more"):
-        closed_book_examples(sources.pretraining, [], sources.wordpiece, LENGTHS._replace(query=5))
+        closed_book_examples(sources.pretraining, [], sources.tokenizer, LENGTHS._replace(query=5))
 
 
 @pytest.fixture(scope="module")
@@ -134,17 +134,17 @@ def test_answers_from_nowhere_are_predicted_and_measured(alone, tmp_path, capsys
 
 def test_the_probability_is_of_the_pieces_up_to_the_end(alone):
     params = alone.initial_params()
-    (answers,) = recall_answers(alone, [Question("When was Ada Dahl born?", ["1803"], None, {}, 1)], params)
-    query = closed_book_query("When was Ada Dahl born?", alone.sources.wordpiece, alone.lengths)
+    (answers,) = predict_closed_book(alone, [Question("When was Ada Dahl born?", ["1803"], None, {}, 1)], params)
+    query = closed_book_query("When was Ada Dahl born?", alone.sources.tokenizer, alone.lengths)
     nothing = np.zeros(0, np.uint16)
-    row = query | document_arrays(nothing, nothing, alone.lengths.document, alone.sources.wordpiece)
+    row = query | document_arrays(nothing, nothing, alone.lengths.document, alone.sources.tokenizer)
     documents = Documents(*(row[f"document{part}"][None, None] for part in ("", "_length", "_title_length")))
-    joint = flatten_joint(join(row["query"][None], row["query_length"][None], documents))
+    joint = flatten_passages(reader_inputs(row["query"][None], row["query_length"][None], documents))
     log_p = np.asarray(jax.nn.log_softmax(alone.model.read_words(params, joint, row["positions"][None])))[0]
     pieces = log_p.argmax(axis=-1)
-    assert answers[0].text == closed_book_answer(pieces, alone.sources.wordpiece, alone.lengths)
-    ends = np.flatnonzero(pieces == alone.sources.wordpiece.sep_id)
-    last = min([*ends, answer_places(alone.lengths) - 1])
+    assert answers[0].text == closed_book_answer(pieces, alone.sources.tokenizer, alone.lengths)
+    ends = np.flatnonzero(pieces == alone.sources.tokenizer.sep_id)
+    last = min([*ends, answer_positions(alone.lengths) - 1])
     assert answers[0].probability == pytest.approx(np.exp(log_p.max(axis=-1)[: last + 1].sum()), rel=1e-4)
 
 

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from realm_jax.tasks.ict import _cloze_with_null
+from realm_jax.tasks.ict import _ict_loss_with_null
 
 
 def test_the_null_document_is_wrong_beside_the_own_passage_and_right_without_it():
@@ -16,5 +16,5 @@ def test_the_null_document_is_wrong_beside_the_own_passage_and_right_without_it(
     null = jnp.zeros((2, 1))
     found = -(np.log(1 / 2) + np.log(1 / 3)) / 2
     for weight in (0.0, 0.3, 1.0):
-        losses = _cloze_with_null(scores, null, weight)
+        losses = _ict_loss_with_null(scores, null, weight)
         np.testing.assert_allclose(losses.mean(), found - weight * np.log(1 / 2), rtol=1e-6)

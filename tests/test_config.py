@@ -25,7 +25,7 @@ from realm_jax.config import (
 from realm_jax.errors import UserError
 from realm_jax.sections import TaskSection, joint_length
 from realm_jax.tasks.tagger import TaggerTask
-from realm_jax.train.opening import recorded_config
+from realm_jax.train.run_setup import recorded_config
 
 PAGE = Path(realm_jax.__file__).parents[1] / "docs" / "config.md"
 
@@ -210,7 +210,9 @@ def test_a_section_of_what_is_named_comes_with_its_name(key, value, section):
 def test_a_key_of_an_optional_section_brings_it():
     config = with_overrides(usable(), ["--config.answering.read=50"])
     validate(config)
-    assert (config.answering.read, config.answering.retrieved) == (50, 20) and science(config) == science(usable())
+    assert (config.question_context.read, config.question_context.retrieved) == (50, 20) and science(config) == science(
+        usable()
+    )
     with pytest.raises(UserError, match="did you mean answering.read"):
         with_overrides(usable(), ["--config.answering.reed=50"])
 

@@ -93,9 +93,9 @@ def test_columns_sentences_and_documents(tmp_path, packed):
     "line, says",
     [
         ("Paris", ":2: 'Paris' is a token without a tag"),
-        ("Paris B_LOC", ":2: 'B_LOC' is no tag"),
-        ("Paris LOC", ":2: 'LOC' is no tag"),
-        ("Paris B-", ":2: 'B-' is no tag"),
+        ("Paris B_LOC", ":2: 'B_LOC' is not a tag"),
+        ("Paris LOC", ":2: 'LOC' is not a tag"),
+        ("Paris B-", ":2: 'B-' is not a tag"),
         ("Par\udcff B-LOC", ":2: byte 4 of the line is not UTF-8"),
     ],
 )

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from realm_jax.corpora import build
-from realm_jax.corpora.build import Summary, build_store
+from realm_jax.corpora.build import PackingSummary, build_store
 from realm_jax.data import spans
 from realm_jax.data.jsonl import Article, read_passages
 from realm_jax.data.store import PassageStore
@@ -21,7 +21,7 @@ WORDPIECE = WordPiece(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS, *".
 SENTENCE = "The cat sat on a mat in Paris before dawn and left."  # 12 words and a full stop: 13 pieces
 
 
-def built(tmp_path, *articles: Article, limit: int = 32) -> tuple[PassageStore, Summary]:
+def built(tmp_path, *articles: Article, limit: int = 32) -> tuple[PassageStore, PackingSummary]:
     folder = tmp_path / f"store{len(list(tmp_path.iterdir()))}"
     summary = build_store(articles, WORDPIECE, folder, limit)
     return PassageStore.open(folder), summary
@@ -126,11 +126,11 @@ def test_spans_count_from_the_first_piece_of_their_own_passage(tmp_path, monkeyp
 def test_the_rules_find_spans_in_real_sentences(tmp_path):
     text = "Marie Curie was born in Warsaw on 7 November 1867. She moved to Paris in 1891."
     words = sorted({word.lower() for word in re.findall(r"\w+|\S", text)})
-    wordpiece = WordPiece(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words])
-    build_store([Article("a", "Marie Curie", text)], wordpiece, tmp_path / "store")
+    tokenizer = WordPiece(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words])
+    build_store([Article("a", "Marie Curie", text)], tokenizer, tmp_path / "store")
     store = PassageStore.open(tmp_path / "store")
     found = {
-        (wordpiece.decode(store.body_tokens(0)[start:end]), store.span_kinds[kind])
+        (tokenizer.decode(store.body_tokens(0)[start:end]), store.span_kinds[kind])
         for start, end, kind in store.spans(0)
     }
     assert {("7 november 1867", "date"), ("1891", "date"), ("warsaw", "name")} <= found
@@ -194,12 +194,12 @@ def test_a_fault_in_the_articles_leaves_nothing(tmp_path, monkeypatch):
 
 def test_real_passages_keep_their_text(tmp_path, shared_data):
     articles = list(islice(read_passages(shared_data / "wiki_qa" / "passages.jsonl.gz"), 300))
-    wordpiece = WordPiece.from_vocab(shared_data / "bert_vocab" / "vocab.txt")
-    summary = build_store(articles, wordpiece, tmp_path / "store")
+    tokenizer = WordPiece.from_vocab(shared_data / "bert_vocab" / "vocab.txt")
+    summary = build_store(articles, tokenizer, tmp_path / "store")
     store = PassageStore.open(tmp_path / "store")
     assert summary.documents == 300 and not summary.wordless
     for article in articles:
         tokens = np.concatenate([store.body_tokens(row) for row in store.rows_of(article.id)])
-        assert tokens.tolist() == wordpiece.encode(article.text).ids
+        assert tokens.tolist() == tokenizer.encode(article.text).ids
     bodies, titles = store.lengths()
     assert (bodies + titles).max() <= 285 and bodies.mean() > 100

@@ -16,8 +16,8 @@ from realm_jax.refresh.generations import generation_names, load_vectors, read_m
 from realm_jax.refresh.status import Status, write_status
 from realm_jax.run import Run
 from realm_jax.storage import PosixFolder
-from realm_jax.train.opening import open_run
-from realm_jax.train.trained_run import is_edited, open_run_to_ask, restore
+from realm_jax.train.run_setup import open_run
+from realm_jax.train.trained_run import is_edited, open_run_for_inference, restore
 
 
 @pytest.fixture
@@ -44,13 +44,13 @@ def corpus(workdir, action, *what):
 
 
 def test_an_edit_finds_spans_as_those_there_were_found(workdir, capsys):
-    """The rules have no identity, so what was tagged by a finder that had one is not gone on with by them."""
+    """The rules have no identity, so what was tagged by a finder that had one is not resumed by them."""
     new = write_lines(workdir.parent / "new.jsonl", [article(3, "Ada Dahl was born in 1999. She sings.")])
     path = workdir.parent / "data" / "PREPARED.json"
     prepared = json.loads(path.read_text())
     path.write_text(json.dumps(prepared | {"tagged": {"spans": "rules", "spans_identity": "another"}}))
     assert corpus(workdir, "replace", new) == 2
-    assert "rules is not what found the spans there; put that back, or prepare anew" in capsys.readouterr().err
+    assert "rules is not the span finder used there; restore it, or prepare the folder again" in capsys.readouterr().err
     assert passages(workdir).stored == 16
 
 
@@ -69,7 +69,7 @@ def test_a_replaced_document_is_in_the_newest_version_alone(workdir):
 
 
 def test_rows_of_an_edited_store_are_laid_out_as_those_of_one_made_anew(workdir):
-    special = open_sources(workdir.parent / "data").wordpiece.special
+    special = open_sources(workdir.parent / "data").tokenizer.special
     assert corpus(workdir, "remove", "p2", "p7") == 0
     after = passages(workdir)
     ids, lengths, titles = after.document_matrix(48, special)
@@ -122,7 +122,7 @@ def test_only_what_changed_is_embedded(workdir, monkeypatch, capsys):
 def test_what_is_served_is_every_row_of_the_newest_version(workdir):
     new = write_lines(workdir.parent / "new.jsonl", [article(3, "Ada Dahl was born in 1999.")])
     assert corpus(workdir, "replace", new) == 0
-    run = open_run_to_ask(workdir)
+    run = open_run_for_inference(workdir)
     assert is_edited(run)
     opened = restore(run)
     served = np.asarray(opened.index.vectors)[:16]
@@ -144,14 +144,14 @@ def test_asking_reads_the_new_text_without_embedding_anything(workdir, monkeypat
 def test_a_run_stays_with_the_corpus_it_began_with(workdir):
     before = passages(workdir)
     assert corpus(workdir, "remove", "p9") == 0
-    config = open_run_to_ask(workdir).config
+    config = open_run_for_inference(workdir).config
     for task in ("mlm", "ict", "realm", "qa"):
         config[task].batch_size = {"ict": 4, "qa": 4}.get(task, config[task].batch_size)
     config.update(json.loads((workdir / "config.json").read_text()))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("realm_jax.mesh.jax.devices", lambda: jax.local_devices()[:1])
         run = open_run(config, workdir)
-    assert run.sources.passages.fingerprint == before.fingerprint and run.setting.rows == 16
+    assert run.sources.passages.fingerprint == before.fingerprint and run.context.rows == 16
 
 
 @pytest.mark.parametrize(

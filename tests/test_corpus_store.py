@@ -182,14 +182,12 @@ def test_a_word_piece_beyond_the_vocabulary_is_damage(tmp_path):
     whole = PassageStore.open(tmp_path / "store", 105)
     assert pickle.loads(pickle.dumps(whole)).document_matrix(16, WORDPIECE.special)[0].max() == 104
     damaged = PassageStore.open(tmp_path / "store", 104)
-    with pytest.raises(
-        UserError, match="store is damaged: it holds word piece 104, but the vocabulary ends before 104"
-    ):
+    with pytest.raises(UserError, match="store is damaged: it holds token 104, but the vocabulary ends before 104"):
         damaged.document_matrix(16, WORDPIECE.special)
 
 
 def test_a_title_that_cannot_be_stored_is_named_by_its_document(tmp_path):
-    with pytest.raises(UserError, match=r"document 'a\\nb': its title keeps 80,000 word pieces, more than 65,535; "):
+    with pytest.raises(UserError, match=r"document 'a\\nb': its title keeps 80,000 tokens, more than 65,535; "):
         write(tmp_path / "store", passage("a\nb", title=80_000))
 
 

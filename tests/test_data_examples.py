@@ -18,7 +18,7 @@ from realm_jax.data.jsonl import Question
 from realm_jax.data.pipeline import batches, dataset
 from realm_jax.data.sources import Sources, open_sources
 from realm_jax.errors import UserError
-from realm_jax.models.inputs import contains
+from realm_jax.models.inputs import contains_phrase
 from realm_jax.tasks import ict, mlm, qa_examples, realm
 
 NAMES = ("Ada Lovelace", "Karl Marx", "Marie Curie", "Alan Turing", "Emmy Noether", "Isaac Newton", "Niels Bohr")
@@ -58,7 +58,7 @@ def sources(prepared) -> Sources:
 
 
 def decode(sources: Sources, ids: np.ndarray, length: int) -> str:
-    return sources.wordpiece.decode(ids[:length].tolist())
+    return sources.tokenizer.decode(ids[:length].tolist())
 
 
 def rngs(count: int):
@@ -69,7 +69,7 @@ def rngs(count: int):
 
 
 def test_a_folder_without_pretraining_text_trains_on_its_own_passages(sources):
-    assert sources.own_text and sources.pretraining is sources.passages
+    assert sources.pretraining_is_corpus and sources.pretraining is sources.passages
     assert len(sources.passages) == len(NAMES)
     assert [question.answers for question in sources.questions["train"]] == [["Ada Lovelace"]]
 
@@ -79,7 +79,7 @@ def test_a_folder_with_pretraining_text_has_none_of_its_own(tmp_path):
     pretraining = write_lines(tmp_path / "news.jsonl", [article(2)])
     prepare(passages, tmp_path / "ready", pretraining=pretraining, vocabulary_size=400, limit=64, workers=1)
     opened = open_sources(tmp_path / "ready")
-    assert not opened.own_text
+    assert not opened.pretraining_is_corpus
     assert (len(opened.passages), len(opened.pretraining)) == (2, 1)
     assert opened.questions == {}
 
@@ -128,14 +128,14 @@ def test_a_tokenizer_that_the_passages_were_not_built_with_is_refused(prepared, 
 
 
 def test_queries_and_documents_have_the_text_layouts(sources):
-    store, special = sources.passages, sources.wordpiece.special
+    store, special = sources.passages, sources.tokenizer.special
     title, body = store.title_tokens(0), store.body_tokens(0)
     for length in (8, 20, 128):
-        query = data.query_arrays(body, length, sources.wordpiece)
+        query = data.query_arrays(body, length, sources.tokenizer)
         wanted = layouts.query(body, length, special)
         np.testing.assert_array_equal(query["query"], wanted.ids)
         assert query["query"].dtype == np.uint16 and query["query_length"] == wanted.used
-        document = data.document_arrays(title, body, length, sources.wordpiece)
+        document = data.document_arrays(title, body, length, sources.tokenizer)
         wanted = layouts.document(title, body, length, special)
         np.testing.assert_array_equal(document["document"], wanted.ids)
         assert document["document_length"] == wanted.used
@@ -145,7 +145,7 @@ def test_queries_and_documents_have_the_text_layouts(sources):
 def test_a_sentence_with_nothing_to_mask_weighs_nothing(sources):
     sentence = sources.passages.body_tokens(0)[:6]
     none = np.zeros((0, 2), np.int32)
-    arrays = data.masked_arrays(sentence, none, "salient", np.random.default_rng(0), LENGTHS, sources.wordpiece)
+    arrays = data.masked_arrays(sentence, none, "salient", np.random.default_rng(0), LENGTHS, sources.tokenizer)
     assert not arrays["weights"].any() and not arrays["positions"].any()
     np.testing.assert_array_equal(arrays["query"][1:7], sentence)
 
@@ -220,7 +220,7 @@ def test_recurring_spans_of_a_prepared_folder(sources):
     texts = Counter()
     for row, number, place, other in spans.tolist():
         start, end, _ = sources.passages.spans(row)[place]
-        texts[sources.wordpiece.decode(sources.passages.body_tokens(row)[start:end].tolist())] += 1
+        texts[sources.tokenizer.decode(sources.passages.body_tokens(row)[start:end].tolist())] += 1
         assert other != number
     assert texts["london"] == 2 and texts["ada lovelace"] == 2 and texts["1800"] == 0
 
@@ -239,7 +239,7 @@ def test_salient_sentences_are_those_with_a_span_in_reach(sources):
 
 def warmup(sources: Sources, null_rate: float, unrelated_rate: float) -> Examples:
     store = sources.passages
-    return mlm.warmup_examples(store, sources.pretraining, sources.wordpiece, LENGTHS, null_rate, unrelated_rate)
+    return mlm.warmup_examples(store, sources.pretraining, sources.tokenizer, LENGTHS, null_rate, unrelated_rate)
 
 
 def answer_of(example: dict) -> list[int]:
@@ -262,7 +262,7 @@ def test_the_warm_up_reads_the_masked_span_off_its_passage(sources):
         answer = answer_of(example)
         assert answer and holds(body_of(example), answer)
         masked = example["query"][example["positions"][: len(answer)]]
-        assert (masked == sources.wordpiece.mask_id).all()
+        assert (masked == sources.tokenizer.mask_id).all()
 
 
 def test_the_warm_up_s_excerpts_vary_and_keep_the_order_of_sentences(sources):
@@ -286,7 +286,7 @@ def test_the_warm_up_s_shares(sources):
 
 def test_the_warm_up_beside_nothing_has_the_null_document(sources):
     example = warmup(sources, 1.0, 0.0).make(0, np.random.default_rng(0))
-    cls, sep = sources.wordpiece.cls_id, sources.wordpiece.sep_id
+    cls, sep = sources.tokenizer.cls_id, sources.tokenizer.sep_id
     assert example["document"][:4].tolist() == [cls, sep, sep, 0]
     assert (example["document_length"], example["document_title_length"]) == (3, 0)
     assert example["weights"].any()
@@ -298,7 +298,7 @@ def test_the_warm_up_beside_nothing_has_the_null_document(sources):
 def test_the_inverse_cloze_task_removes_the_sentence(sources):
     """All other sentences stay, in order; short ones such as "Yes." are not asked."""
     store = sources.passages
-    examples = ict.cloze_examples(store, sources.wordpiece, LENGTHS, mask_rate=1.0)
+    examples = ict.ict_examples(store, sources.tokenizer, LENGTHS, mask_rate=1.0)
     assert examples.total == len(store)
     for index, rng in itertools.product(range(examples.total), rngs(6)):
         example = examples.make(index, rng)
@@ -310,10 +310,10 @@ def test_the_inverse_cloze_task_removes_the_sentence(sources):
 
 
 def test_the_inverse_cloze_task_leaves_a_share_of_sentences_in(sources):
-    whole = ict.cloze_examples(sources.passages, sources.wordpiece, LENGTHS, mask_rate=0.0)
+    whole = ict.ict_examples(sources.passages, sources.tokenizer, LENGTHS, mask_rate=0.0)
     example = whole.make(2, np.random.default_rng(0))
     np.testing.assert_array_equal(body_of(example), sources.passages.body_tokens(2))
-    mostly = ict.cloze_examples(sources.passages, sources.wordpiece, LENGTHS, mask_rate=0.9)
+    mostly = ict.ict_examples(sources.passages, sources.tokenizer, LENGTHS, mask_rate=0.9)
     full = len(sources.passages.body_tokens(2))
     kept = np.mean([len(body_of(mostly.make(2, rng))) == full for rng in rngs(300)])
     assert 0.05 < kept < 0.16
@@ -325,7 +325,7 @@ def test_the_inverse_cloze_task_leaves_a_share_of_sentences_in(sources):
 @pytest.mark.parametrize("kind", ["salient", "uniform", "random_span"])
 def test_masked_queries_are_their_sentence_but_for_the_predictions(sources, kind):
     store = sources.passages
-    examples = realm.masked_examples(store, sources.wordpiece, LENGTHS, kind, own_text=True)
+    examples = realm.masked_examples(store, sources.tokenizer, LENGTHS, kind, pretraining_is_corpus=True)
     assert examples.total == len(store)
     for index, rng in itertools.product(range(examples.total), rngs(5)):
         example = examples.make(index, rng)
@@ -340,12 +340,12 @@ def test_masked_queries_are_their_sentence_but_for_the_predictions(sources, kind
         if kind != "salient":  # of a salient span that is longer than the predictions the rest is hidden too
             assert all(query[place] == sentence[place] for place in untouched)
         if kind != "uniform":  # which leaves some and replaces others
-            assert all(query[place] == sources.wordpiece.mask_id for place in places)
+            assert all(query[place] == sources.tokenizer.mask_id for place in places)
 
 
 def test_salient_queries_hide_one_whole_span(sources):
     store = sources.passages
-    examples = realm.masked_examples(store, sources.wordpiece, LENGTHS, "salient", own_text=True)
+    examples = realm.masked_examples(store, sources.tokenizer, LENGTHS, "salient", pretraining_is_corpus=True)
     salient = {
         tuple(store.body_tokens(0)[start:end].tolist()[: LENGTHS.predictions]) for start, end, _ in store.spans(0)
     }
@@ -356,7 +356,7 @@ def test_salient_queries_hide_one_whole_span(sources):
 def test_a_span_is_chosen_uniformly_over_its_passage(sources):
     """Sentences with two spans are drawn twice as often as those with one."""
     store = sources.passages
-    examples = realm.masked_examples(store, sources.wordpiece, LENGTHS, "salient", own_text=True)
+    examples = realm.masked_examples(store, sources.tokenizer, LENGTHS, "salient", pretraining_is_corpus=True)
     counts = np.zeros(len(store.sentences(0)))
     for rng in rngs(600):
         sentence = examples.make(0, rng)["sentence"]
@@ -372,18 +372,20 @@ def test_a_span_is_chosen_uniformly_over_its_passage(sources):
 
 
 def test_the_own_row_is_set_only_where_the_text_is_the_corpus(sources):
-    for own_text, wanted in ((True, 3), (False, -1)):
-        examples = realm.masked_examples(sources.passages, sources.wordpiece, LENGTHS, "salient", own_text)
+    for pretraining_is_corpus, wanted in ((True, 3), (False, -1)):
+        examples = realm.masked_examples(sources.passages, sources.tokenizer, LENGTHS, "salient", pretraining_is_corpus)
         assert examples.make(3, np.random.default_rng(0))["own_row"] == wanted
 
 
 def test_the_sentence_is_found_in_its_own_row_on_the_device(sources):
     """The two rules of exclusion agree: the row of an example is the one passage that holds its sentence."""
-    examples = realm.masked_examples(sources.passages, sources.wordpiece, LENGTHS, "salient", own_text=True)
-    ids, _, _ = sources.passages.document_matrix(LENGTHS.document, sources.wordpiece.special)
+    examples = realm.masked_examples(
+        sources.passages, sources.tokenizer, LENGTHS, "salient", pretraining_is_corpus=True
+    )
+    ids, _, _ = sources.passages.document_matrix(LENGTHS.document, sources.tokenizer.special)
     made = [examples.make(index, np.random.default_rng(index)) for index in range(examples.total)]
     sentences, lengths = (np.stack([one[name] for one in made]) for name in ("sentence", "sentence_length"))
-    found = np.asarray(contains(np.broadcast_to(ids, (len(made), *ids.shape)), sentences, lengths))
+    found = np.asarray(contains_phrase(np.broadcast_to(ids, (len(made), *ids.shape)), sentences, lengths))
     for row, holders in enumerate(found):
         # "It was a quiet life." has no span and is never asked; all other sentences name their article's own things.
         assert np.flatnonzero(holders).tolist() == [row]
@@ -396,9 +398,9 @@ def test_answers_that_are_longer_than_a_span_are_dropped_and_make_room(sources):
     """`LENGTHS` has room for two answers of at most three pieces."""
     long = "in the end the work was read by all of them"
     question = Question("who was born in London", [long, "London", "", "Marie Curie", "Trier"])
-    examples = qa_examples.question_examples([question], sources.wordpiece, LENGTHS)
+    examples = qa_examples.question_examples([question], sources.tokenizer, LENGTHS)
     example = examples.make(0, np.random.default_rng(0))
-    wanted = [sources.wordpiece.encode(answer).ids for answer in ("London", "Marie Curie")]
+    wanted = [sources.tokenizer.encode(answer).ids for answer in ("London", "Marie Curie")]
     assert all(len(ids) <= LENGTHS.span_width for ids in wanted)
     assert example["answer_lengths"].tolist() == [len(ids) for ids in wanted]
     kept = zip(example["answers"].tolist(), example["answer_lengths"], strict=True)
@@ -407,27 +409,27 @@ def test_answers_that_are_longer_than_a_span_are_dropped_and_make_room(sources):
 
 
 def test_a_question_whose_answers_are_all_too_long_has_none(sources):
-    examples = qa_examples.question_examples([Question("who", ["in the end the work"])], sources.wordpiece, LENGTHS)
+    examples = qa_examples.question_examples([Question("who", ["in the end the work"])], sources.tokenizer, LENGTHS)
     assert examples.make(0, np.random.default_rng(0))["answer_lengths"].tolist() == [0, 0]
 
 
 def test_a_folder_without_questions_cannot_be_fine_tuned(sources):
     with pytest.raises(UserError, match="no training questions .* --questions train=FILE"):
-        qa_examples.question_examples([], sources.wordpiece, LENGTHS)
+        qa_examples.question_examples([], sources.tokenizer, LENGTHS)
 
 
 def test_questions_with_patterns_cannot_be_learned_from(sources):
     questions = [Question("when", ["19[67]9"], fields={"match": "regex"}), Question("who", ["a king"])]
     with pytest.raises(UserError, match="1 of 2 training questions have regular expressions"):
-        qa_examples.question_examples(questions, sources.wordpiece, LENGTHS)
+        qa_examples.question_examples(questions, sources.tokenizer, LENGTHS)
 
 
 @pytest.mark.parametrize(
     "make, missing",
     [
-        (lambda store, s: ict.cloze_examples(store, s.wordpiece, LENGTHS, 0.9), "two or more sentences"),
-        (lambda store, s: realm.masked_examples(store, s.wordpiece, LENGTHS, "salient", True), "a salient span"),
-        (lambda store, s: mlm.warmup_examples(store, store, s.wordpiece, LENGTHS, 0.1, 0.1), "in two sentences"),
+        (lambda store, s: ict.ict_examples(store, s.tokenizer, LENGTHS, 0.9), "two or more sentences"),
+        (lambda store, s: realm.masked_examples(store, s.tokenizer, LENGTHS, "salient", True), "a salient span"),
+        (lambda store, s: mlm.warmup_examples(store, store, s.tokenizer, LENGTHS, 0.1, 0.1), "in two sentences"),
     ],
 )
 def test_a_corpus_that_a_task_cannot_use_is_named(tmp_path, make, missing):
@@ -454,7 +456,9 @@ def steps(*arguments, **named) -> list[dict[str, np.ndarray]]:
 
 @pytest.mark.parametrize("start", [0, 1, 5, 11])
 def test_the_batch_of_a_step_is_the_same_wherever_a_run_begins(sources, start):
-    examples = realm.masked_examples(sources.passages, sources.wordpiece, LENGTHS, "salient", own_text=True)
+    examples = realm.masked_examples(
+        sources.passages, sources.tokenizer, LENGTHS, "salient", pretraining_is_corpus=True
+    )
     whole = steps(examples, 3, REALM, 4, start=0, stop=12)
     resumed = steps(examples, 3, REALM, 4, start=start, stop=12)
     assert len(resumed) == 12 - start

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import Mesh
-from tiny import Texts, document_rows, loud_params, masked_batch, random_corpus, task_of, tiny_realm, tiny_setting
+from tiny import Texts, document_rows, loud_params, masked_batch, random_corpus, task_of, tiny_context, tiny_realm
 
 from realm_jax.mesh import logical_sharding, make_mesh, parameter_shardings, replicated
 from realm_jax.retrieval.exact import padded_rows
@@ -36,14 +36,14 @@ def corpus_and_batches() -> tuple[Texts, list[dict[str, np.ndarray]]]:
 
 def make_step(mesh: Mesh):
     """One optimiser step of the task 'realm', which also tells the gradients and the retrieved rows."""
-    setting = tiny_setting(mesh, ROWS, MODEL)
-    task = task_of("realm", setting)
+    context = tiny_context(mesh, ROWS, MODEL)
+    task = task_of("realm", context)
     optimizer = make_optimizer(peak=0.002, total=100, warmup=2)
 
     def step(params, state, batch, index):
         (loss, _), gradients = jax.value_and_grad(task.value, has_aux=True)(params, batch, index, None)
         updates, state = optimizer.update(gradients, state, params)
-        rows = retrieve(setting, params, batch, index, setting.candidates - 1).rows
+        rows = retrieve(context, params, batch, index, context.candidates - 1).rows
         return optax.apply_updates(params, updates), state, loss, gradients, rows
 
     return step, optimizer

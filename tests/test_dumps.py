@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realm_jax.corpora import articles, dumps, ranges, wikipedia
-from realm_jax.corpora.articles import Texts, extract
+from realm_jax.corpora.articles import ArticleSource, extract
 from realm_jax.corpora.dumps import Page, Part, parts, read_pages
 from realm_jax.data import files
-from realm_jax.data.records import Damage
+from realm_jax.data.records import CorruptRecord
 from realm_jax.errors import UserError
 
 HEAD = b"""<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.10/" version="0.10" xml:lang="en">
@@ -50,17 +50,17 @@ def pages(*numbers: int) -> bytes:
     return b"".join(map(page, numbers))
 
 
-def read(path: Path, content: bytes, part_bytes: int = dumps.PART_BYTES) -> list[Page | Damage]:
+def read(path: Path, content: bytes, part_bytes: int = dumps.PART_BYTES) -> list[Page | CorruptRecord]:
     path.write_bytes(content)
     return [found for part in parts(path, part_bytes) for found in read_pages(part)]
 
 
-def numbers(found: list[Page | Damage]) -> list[int]:
+def numbers(found: list[Page | CorruptRecord]) -> list[int]:
     return [int(one.id) for one in found if isinstance(one, Page)]
 
 
-def damage(found: list[Page | Damage]) -> list[str]:
-    return [one.reason for one in found if isinstance(one, Damage)]
+def damage(found: list[Page | CorruptRecord]) -> list[str]:
+    return [one.reason for one in found if isinstance(one, CorruptRecord)]
 
 
 def multistream(*streams: bytes) -> bytes:
@@ -197,7 +197,7 @@ def test_what_is_not_there_is_named(tmp_path):
 def test_a_broken_page_is_told_and_the_others_are_read(path, broken, reason):
     found = read(path, HEAD + page(1) + broken + pages(3, 4) + TAIL)
     assert numbers(found) == [1, 3, 4] and damage(found) == [reason]
-    told = next(one for one in found if isinstance(one, Damage))
+    told = next(one for one in found if isinstance(one, CorruptRecord))
     assert told.where == f"{path}, page 2" and "\n" not in told.sample and len(told.sample) <= dumps.SAMPLE
 
 
@@ -262,7 +262,7 @@ def test_behind_a_damaged_stream_the_next_one_is_read(path, part_bytes):
     assert numbers(found) == [n for n in range(20) if n not in (6, 7)]
     assert damage(found) == [ranges.BAD_PACKING]
     place = sum(map(len, streams[:4]))
-    told = next(one for one in found if isinstance(one, Damage))
+    told = next(one for one in found if isinstance(one, CorruptRecord))
     assert told.where == f"{path}, stream at byte {place:,}"
 
 
@@ -319,7 +319,7 @@ def test_processes_that_take_whole_parts_write_the_same_shards(path, tmp_path, m
     monkeypatch.setattr(articles, "SAVED_BYTES", 1)
     text = "A village in the north. " * 40
     path.write_bytes(multistream(HEAD, *(page(number, f"{text} {number}") for number in range(1, 41)), TAIL))
-    texts = Texts("dump", tuple(parts(path, 500)), read_pages, wikipedia.article, small_parts)
+    texts = ArticleSource("dump", tuple(parts(path, 500)), read_pages, wikipedia.article, small_parts)
     assert len(texts.parts) > 8
     counts = extract(texts, tmp_path / "one", 3)
     assert counts.articles == 40

@@ -1,4 +1,4 @@
-"""Killed and gone on with: the SHA-256 of all parameters is that of a run that never was disturbed.
+"""Killed and resumed: the SHA-256 of all parameters is that of a run that never was disturbed.
 
 Every task, every way to an index. Here the power goes off between two steps; `test_loop.py`, `test_processes.py` and
 `test_soak.py` kill real processes.
@@ -52,7 +52,7 @@ def data(tmp_path_factory):
     "way", [pytest.param(way, id=way.name, marks=[] if way == QUICK else pytest.mark.slow) for way in WAYS]
 )
 def test_parameters_after_a_kill_have_the_same_sha256(data, tmp_path, monkeypatch, caplog, way):
-    """Cut off before step 8 of 8 and gone on with from the checkpoint of step 6, searches under way with it."""
+    """Cut off before step 8 of 8 and resumed from the checkpoint of step 6, searches under way with it."""
     caplog.set_level(logging.INFO, "realm_jax")
     if way.backend == "scann":
         pytest.importorskip("scann", reason="ScaNN runs on Linux alone")
@@ -68,5 +68,5 @@ def test_parameters_after_a_kill_have_the_same_sha256(data, tmp_path, monkeypatc
             found.append(sha256(train(run)))
         records.append(metrics(run))
         print(f"{way.name} {name}: {found[-1]}")
-    assert f"{way.task}: going on from step 6" in caplog.text
+    assert f"{way.task}: resuming from step 6" in caplog.text
     assert found[0] == found[1] and records[0] == records[1]

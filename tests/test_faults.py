@@ -49,7 +49,7 @@ from realm_jax.run import make_run
 from realm_jax.storage import PosixFolder, StorageError
 from realm_jax.train import index_source
 from realm_jax.train.built_index import BuiltIndex
-from realm_jax.train.checkpoints import Saved
+from realm_jax.train.checkpoints import SavedCheckpoint
 
 pytestmark = pytest.mark.usefixtures("quick_steps")
 
@@ -110,7 +110,7 @@ def mortal_builder(run, processes):
     try:
         yield
     finally:
-        stop.asked = True
+        stop.requested = True
         ended.set()
         thread.join()
 
@@ -317,7 +317,7 @@ def test_a_generation_is_removed_while_it_is_loaded(people, sturdy, tmp_path, mo
 
 
 def test_an_export_is_half_written_while_the_builder_looks(people, sturdy, tmp_path, before_write, watch, monkeypatch):
-    run, due, looks = open_tiny(people, tmp_path), Job._due, []
+    run, due, looks = open_tiny(people, tmp_path), Job._next_export, []
 
     def counted(self):
         looks.append(None)
@@ -329,7 +329,7 @@ def test_an_export_is_half_written_while_the_builder_looks(people, sturdy, tmp_p
             until(lambda: len(looks) > so_far + 3)
             assert list(run.workdir.glob("exports/2/*.safetensors")) and 2 not in built(run)
 
-    monkeypatch.setattr(Job, "_due", counted)
+    monkeypatch.setattr(Job, "_next_export", counted)
     before_write(stall)
     with builder(run):
         assert_same(train(run), sturdy.final)
@@ -372,7 +372,7 @@ def test_an_export_is_damaged(people, tmp_path, watch, log, monkeypatch):
         assert "bytes, not " in log.text and 2 not in built(run)
         run.config.refresh.wait_seconds = 60.0
         train(run)
-    assert "exports/2 is not there; going on with the index of step 0 until the next one is due" in log.text
+    assert "exports/2 is not there; continuing with the index of step 0 until the next one is due" in log.text
     assert adoptions(run) == [(0, 0), (5, 4), (7, 6)]
     watch.check(run)
 
@@ -407,7 +407,7 @@ def test_a_builder_with_other_vectors_than_the_trainer_wants(sturdy):
 
 @pytest.mark.parametrize("name", [slow("tokenizer"), slow("corpus")])
 def test_a_generation_of_another_tokenizer_or_corpus(people, sturdy, tmp_path, watch, log, name):
-    """It has the right name, and is passed over; nothing comes in its place until somebody removes it."""
+    """It has the right name, and is skipped; nothing comes in its place until somebody removes it."""
     run = open_tiny(people, tmp_path, wait_seconds=2.0)
     folder = PosixFolder(run.workdir)
     [own] = [name for name in generation_names(PosixFolder(sturdy.run.workdir)) if export_step(name) == 2]
@@ -498,7 +498,7 @@ def test_the_disk_is_full_for_a_checkpoint(people, sturdy, tmp_path, monkeypatch
             patch.setattr(ocp.training.Checkpointer, "save_checkpointables_async", full)
             with pytest.raises(StorageError, match="a checkpoint could not be written .*RESOURCE_EXHAUSTED.*make room"):
                 train(run)
-        assert Saved.newest(tmp_path / "realm" / "checkpoints").step == 3
+        assert SavedCheckpoint.newest(tmp_path / "realm" / "checkpoints").step == 3
         assert_same(train(run), sturdy.final)
     watch.check(run)
 
@@ -558,7 +558,7 @@ def test_the_disk_stays_full_for_an_export_that_is_due(people, sturdy, tmp_path,
     with builder(run):
         with pytest.raises(UserError, match="an export could not be written within config.refresh.wait_seconds=2"):
             train(run)
-        assert Saved.newest(tmp_path / "realm" / "checkpoints").step == 4
+        assert SavedCheckpoint.newest(tmp_path / "realm" / "checkpoints").step == 4
         left.clear()
         run.config.refresh.wait_seconds = 60.0
         train(run)
@@ -573,11 +573,11 @@ def test_a_trainer_that_cannot_clear_up_at_its_start_hears_sigterm(people, tmp_p
     def read_only(self, name):
         raise StorageError(f"{name}: Read-only file system")
 
-    asked = []
+    requested = []
 
     def stopping():
-        asked.append(len(asked) == 2)
-        return asked[-1]
+        requested.append(len(requested) == 2)
+        return requested[-1]
 
     monkeypatch.setattr(PosixFolder, "remove", read_only)
     with pytest.raises(StorageError, match="exports/90/EXPORT.json: Read-only file system"):
@@ -585,7 +585,7 @@ def test_a_trainer_that_cannot_clear_up_at_its_start_hears_sigterm(people, tmp_p
             run, "realm", 0, {}, 1, StatusWriter(PosixFolder(tmp_path), "trainer", Status("one")), stopping
         ):
             pass
-    assert asked == [False, False, True], "it tries again until it is told, and then no more"
+    assert requested == [False, False, True], "it tries again until it is told, and then no more"
 
 
 def test_shared_storage_is_read_only_from_the_start(people, tmp_path, before_write):

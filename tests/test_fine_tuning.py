@@ -16,7 +16,7 @@ from realm_jax.eval.prediction import Evaluator
 from realm_jax.retrieval.bm25 import Bm25
 from realm_jax.storage import read_json, write_json_atomic
 from realm_jax.tasks import make_task
-from realm_jax.tasks.qa_examples import strings_of, training_questions
+from realm_jax.tasks.qa_examples import matching_strings, training_questions
 from realm_jax.train.embedding import start_vectors
 from realm_jax.train.loop import train_task
 from realm_jax.train.metrics import read_lines
@@ -48,7 +48,7 @@ def train(run, sign=-1.0):
 
     def measure(params, index, final):
         params = jax.tree.map(np.asarray, params)
-        seen.append((params, np.asarray(index.vectors)[: run.setting.rows]))
+        seen.append((params, np.asarray(index.vectors)[: run.context.rows]))
         parts = zip(jax.tree.leaves(params), jax.tree.leaves(first), strict=True)
         return {"exact_match": sign * float(sum(np.abs(x - y).sum() for x, y in parts))} if final else {}
 
@@ -128,7 +128,7 @@ def test_passages_are_read_with_their_titles(people, tmp_path):
     assert len(measurements(run)) == 3
     params, questions = run.initial_params(), run.sources.questions["dev"]
     index = run.index(run.embed(params))
-    without = dataclasses.replace(run, setting=dataclasses.replace(run.setting, qa_titles=False))
+    without = dataclasses.replace(run, context=dataclasses.replace(run.context, qa_titles=False))
     told, untold = (Evaluator(one, questions).predict(params, index) for one in (run, without))
     assert [one.probability for one in told] != pytest.approx([one.probability for one in untold], rel=1e-3)
 
@@ -161,7 +161,7 @@ def test_a_reader_learns_from_what_bm25_finds(people, tmp_path, objective):
     questions = run.sources.questions["dev"]
     evaluator, bm25 = Evaluator(run, questions, search="bm25"), run.words()
     rows, scores = bm25.scored([question.question for question in questions], len(PEOPLE))
-    index = run.bare_index
+    index = run.index_without_vectors
     np.testing.assert_array_equal(evaluator.retrieve(last, index), rows)
     for found, wanted, score in zip(evaluator.predict(last, index), rows, scores, strict=True):
         assert [one.row for one in found.candidates] == wanted[:3].tolist()
@@ -191,7 +191,7 @@ def test_more_passages_can_be_read_than_in_training(fallen):
     run, last, _ = fallen
     config = type(run.config)(run.config.to_dict())
     add_sections(config, ["answering"])
-    config.answering.read = 7
+    config.question_context.read = 7
     more, index = run.with_config(config), run.index(run.embed(last))
     few, many = (Evaluator(one, run.sources.questions["dev"]).predict(last, index) for one in (run, more))
     for a, b in zip(few, many, strict=True):
@@ -221,11 +221,11 @@ def patterned(tmp_path_factory):
 
 
 def test_patterns_become_the_strings_that_they_match(patterned):
-    wordpiece = open_sources(patterned).wordpiece
+    tokenizer = open_sources(patterned).tokenizer
     texts = ["Born in 1801, or 1802.", "In 1802 she went.", "1802 to 1803"]
-    assert strings_of(["180[1-2]"], texts, wordpiece, 10) == ["1802", "1801"]
-    assert strings_of(["IN 1802|in 1802", "("], texts, wordpiece, 10) == ["In 1802"], "no pattern, and no case"
-    assert strings_of(["Born.*1802"], texts, wordpiece, 3) == [], "too long for a span"
+    assert matching_strings(["180[1-2]"], texts, tokenizer, 10) == ["1802", "1801"]
+    assert matching_strings(["IN 1802|in 1802", "("], texts, tokenizer, 10) == ["In 1802"], "no pattern, and no case"
+    assert matching_strings(["Born.*1802"], texts, tokenizer, 3) == [], "too long for a span"
 
 
 def questions_of(run):

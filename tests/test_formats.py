@@ -180,7 +180,7 @@ def test_answers_of_curated_trec_are_patterns_whatever_the_file(tmp_path):
 @pytest.mark.parametrize("pattern", ["(", "a{99999999999}", "*"])
 def test_a_pattern_that_does_not_compile_is_named(tmp_path, pattern):
     path = write(tmp_path / "t.tsv", f"1\tfactoid\twho\t.\n2\tfactoid\twhat\t{pattern}\n")
-    with pytest.raises(UserError, match=r"t\.tsv:2: .* is no regular expression .*; correct the pattern or remove"):
+    with pytest.raises(UserError, match=r"t\.tsv:2: .* is not a regular expression .*; correct the pattern or remove"):
         read_questions(path)
     assert len(read_questions(path, check_patterns=False)) == 2
     plain = write(tmp_path / "q.jsonl", json.dumps({"question": "what", "answers": [pattern]}))

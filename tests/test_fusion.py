@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from realm_jax.retrieval.fusion import LIST, fuse, ranks_of
+from realm_jax.retrieval.fusion import FUSION_DEPTH, fuse, ranks_of
 
 
 def lists(vectors, words, cross=None):
@@ -64,9 +64,14 @@ def test_a_long_beam_is_filled_by_vectors_and_takes_the_first_of_words():
     scores = [-np.sort(-rng.gamma(2.0, size=(1, beam)).astype(np.float32), axis=1) for _ in range(2)]
     cross = rng.normal(size=(1, beam)).astype(np.float32)
     found = fuse(rows[0], scores[0], rows[1], scores[1], cross, beam)
-    cut = fuse(rows[0], scores[0], rows[1][:, :LIST], scores[1][:, :LIST], cross[:, :LIST], beam)
+    cut = fuse(
+        rows[0], scores[0], rows[1][:, :FUSION_DEPTH], scores[1][:, :FUSION_DEPTH], cross[:, :FUSION_DEPTH], beam
+    )
     np.testing.assert_array_equal(found.rows, cut.rows)
-    assert set(rows[1][0, : LIST // 2]) & set(found.rows[0].tolist()) and found.ranks[0, :, 1].max() <= LIST
+    assert (
+        set(rows[1][0, : FUSION_DEPTH // 2]) & set(found.rows[0].tolist())
+        and found.ranks[0, :, 1].max() <= FUSION_DEPTH
+    )
     assert len(set(found.rows[0].tolist())) == beam
 
 
@@ -74,7 +79,7 @@ def test_a_beam_of_thousands_is_fused_without_comparing_all_with_all():
     long = jax.ShapeDtypeStruct((8, 5000), jnp.int32), jax.ShapeDtypeStruct((8, 5000), jnp.float32)
     program = jax.make_jaxpr(fuse, static_argnums=5)(*long, *long, long[1], 5000)
     sizes = [v.aval.size for equation in program.eqns for v in equation.outvars]
-    assert max(sizes) == 8 * 5000 * LIST
+    assert max(sizes) == 8 * 5000 * FUSION_DEPTH
 
 
 def test_the_host_and_the_device_agree():

@@ -14,8 +14,8 @@ from tiny import (
     random_corpus,
     random_words,
     task_of,
+    tiny_context,
     tiny_realm,
-    tiny_setting,
 )
 
 from realm_jax.train.gradients import gradients, split
@@ -63,7 +63,7 @@ def example_batch(name):
 
 @pytest.mark.parametrize("name, changes", VARIANTS)
 def test_parts_give_the_gradient_of_the_whole(params, index, name, changes):
-    task = task_of(name, tiny_setting(one_device_mesh(), ROWS, MODEL, **changes))
+    task = task_of(name, tiny_context(one_device_mesh(), ROWS, MODEL, **changes))
     trained = {part: params[part] for part in task.trained}
     frozen = {part: value for part, value in params.items() if part not in task.trained}
     batch = jax.tree.map(jnp.asarray, example_batch(name))
@@ -80,7 +80,7 @@ def test_parts_give_the_gradient_of_the_whole(params, index, name, changes):
 def test_parts_of_the_inverse_cloze_task_drop_the_same_units_in_both_passes(params):
     """Otherwise the gradient would be of another function: one step along it would not lower the loss as it says."""
     key = jax.random.key(5)
-    task = task_of("ict", tiny_setting(one_device_mesh(), ROWS, LOUD))
+    task = task_of("ict", tiny_context(one_device_mesh(), ROWS, LOUD))
     trained, frozen = {part: params[part] for part in task.trained}, {"reader": params["reader"]}
     batch = jax.tree.map(jnp.asarray, example_batch("ict"))
     found = jax.jit(lambda trained: gradients(task, trained, frozen, batch, None, key, 4))
@@ -103,7 +103,7 @@ def test_what_is_computed_again_gives_the_same_gradient(params, remat, dropout):
     for way in ("none", remat):
         model = tiny_realm(layers=3, dropout=dropout, remat=way)
         many = jax.jit(model.init)(jax.random.key(1))
-        task = task_of("mlm", tiny_setting(one_device_mesh(), ROWS, model))
+        task = task_of("mlm", tiny_context(one_device_mesh(), ROWS, model))
         found.append(jax.jit(lambda many, task=task: gradients(task, many, {}, batch, None, key, 1)[0])(many))
         loss = lambda many, task=task: task.value(many, batch, None, key)[0]  # noqa: E731
         back = jax.eval_shape(lambda many, loss=loss: jax.vjp(loss, many)[1], many)
@@ -120,7 +120,7 @@ def test_layers_in_a_loop_give_the_same_gradient(params):
     for scan, remat in ((False, "none"), (True, "none"), (True, "dots")):
         model = tiny_realm(layers=3, scan=scan, remat=remat)
         many = jax.jit(model.init)(jax.random.key(1))
-        task = task_of("mlm", tiny_setting(one_device_mesh(), ROWS, model))
+        task = task_of("mlm", tiny_context(one_device_mesh(), ROWS, model))
         found.append(jax.jit(lambda many, task=task: gradients(task, many, {}, batch, None, None, 1))(many))
     for one in found[1:]:
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found[0], one)
@@ -130,7 +130,7 @@ def test_layers_in_a_loop_drop_out_each_for_itself(params):
     batch = jax.tree.map(jnp.asarray, example_batch("mlm"))
     model = tiny_realm(layers=3, scan=True, dropout=0.3)
     many = jax.jit(model.init)(jax.random.key(1))
-    task = task_of("mlm", tiny_setting(one_device_mesh(), ROWS, model))
+    task = task_of("mlm", tiny_context(one_device_mesh(), ROWS, model))
     loss = jax.jit(lambda key: task.value(many, batch, None, key)[0])
     values = [float(loss(jax.random.key(n))) for n in (1, 1, 2)]
     assert values[0] == values[1] != values[2]

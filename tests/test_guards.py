@@ -17,7 +17,7 @@ from realm_jax.errors import UserError
 from realm_jax.mesh import make_mesh
 from realm_jax.train import guards
 from realm_jax.train.guards import HUNG, TRACED, CompileGuard, Profiler, Watchdog, check_replicas, differing_replicas
-from realm_jax.train.metrics import MetricLogger, Work, read_lines
+from realm_jax.train.metrics import MetricLogger, StepCost, read_lines
 
 HANGS = """
 import time
@@ -32,7 +32,7 @@ with Watchdog(0.2, "realm") as watchdog:
 def test_a_hang_ends_the_process_and_shows_where_it_was():
     ended = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=60)
     assert ended.returncode == HUNG
-    assert "realm: nothing moved for" in ended.stderr and "in stuck" in ended.stderr
+    assert "realm: no progress for" in ended.stderr and "in stuck" in ended.stderr
 
 
 def test_who_moves_is_left_alone():
@@ -107,7 +107,7 @@ def test_one_bit_in_one_replica_is_seen(spec):
 def test_records_say_where_the_time_went(tmp_path):
     """Four steps of 20 ms with 60 ms of waiting, by a task that was first started ten seconds ago."""
     values = {"loss": jnp.float32(1.0), "gradient_norm": jnp.float32(1.0)}
-    with MetricLogger(tmp_path, "mlm", 0, 4, Work(4e6, 2, 1e9), {"first_started": time.time() - 10}) as metrics:
+    with MetricLogger(tmp_path, "mlm", 0, 4, StepCost(4e6, 2, 1e9), {"first_started": time.time() - 10}) as metrics:
         for step in range(4):
             with metrics.step():
                 with metrics.waiting("index"):

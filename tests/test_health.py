@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import one_device_mesh, task_of, tiny_setting
+from tiny import one_device_mesh, task_of, tiny_context
 
 from realm_jax.tasks.collapse import CollapseMonitor
-from realm_jax.train.metrics import MetricLogger, Work
+from realm_jax.train.metrics import MetricLogger, StepCost
 
 LENGTH = 120
 
@@ -52,7 +52,7 @@ def test_candidates_that_never_helped_do_not_help_less_and_less(gain):
 def test_a_coming_collapse_is_told_before_it_is_there():
     messages = told(CollapseMonitor(), COLLAPSE)
     steps = [int(message.removeprefix("step ").split(":")[0]) for message in messages]
-    assert "candidates help less and less" in messages[0] and "likely cause: the reader unlearns to read" in messages[0]
+    assert "candidates help less and less" in messages[0] and "likely cause: the reader ignores passages" in messages[0]
     before = {step: null for step, null, _ in COLLAPSE}[steps[0]]
     assert before < 0.8, "there is still gradient for the retriever"
     collapse = messages[-1]
@@ -89,8 +89,8 @@ def values(null: float, gain: float) -> dict[str, jax.Array]:
 
 def keep(folder, start: int, records: list[tuple[int, float, float]], task: str = "realm") -> None:
     """A task's records as the loop hands them over."""
-    monitor = task_of(task, tiny_setting(one_device_mesh(), rows=8)).monitor()
-    with MetricLogger(folder, task, start, 10 * LENGTH, Work(1.0, 1, None), {}, monitor=monitor) as metrics:
+    monitor = task_of(task, tiny_context(one_device_mesh(), rows=8)).monitor()
+    with MetricLogger(folder, task, start, 10 * LENGTH, StepCost(1.0, 1, None), {}, monitor=monitor) as metrics:
         for step, null, gain in records:
             metrics.log_step(step, values(null, gain), {"index_age": 0})
         metrics.flush()

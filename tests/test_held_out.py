@@ -11,8 +11,8 @@ from realm_jax.data.sources import open_sources
 from realm_jax.storage import read_json
 from realm_jax.tasks import make_task
 from realm_jax.train import trained_run
-from realm_jax.train.opening import open_run
 from realm_jax.train.recipe import run_recipe
+from realm_jax.train.run_setup import open_run
 
 SHARE = 0.3
 
@@ -40,29 +40,29 @@ def test_a_document_is_held_out_by_its_id_alone_and_about_as_many_as_asked():
 
 def test_masked_sentences_ask_for_their_own_document_without_the_hidden_span(sources):
     store = sources.passages
-    questions = masked_sentences(store, sources.wordpiece, 32, SHARE, 0)
+    questions = masked_sentences(store, sources.tokenizer, 32, SHARE, 0)
     assert questions and not any(question.answers for question in questions)
     for question in questions:
         assert is_held_out(question.gold_passage_id, SHARE)
         text = store.text(store.rows_of(question.gold_passage_id)[0]).lower()
         assert question.question not in text
         assert {*question.question.split()} <= {*text.replace(".", " .").split()}
-    assert len(masked_sentences(store, sources.wordpiece, 32, SHARE, 2)) == 2
-    assert masked_sentences(store, sources.wordpiece, 32, 0.0, 0) == []
+    assert len(masked_sentences(store, sources.tokenizer, 32, SHARE, 2)) == 2
+    assert masked_sentences(store, sources.tokenizer, 32, 0.0, 0) == []
 
 
 def test_as_many_masked_sentences_as_asked_come_although_some_are_too_short(sources, monkeypatch):
     store = sources.passages
-    every = masked_sentences(store, sources.wordpiece, 32, SHARE, 0)
-    lengths = sorted(len(sources.wordpiece.encode(question.question).ids) for question in every)
+    every = masked_sentences(store, sources.tokenizer, 32, SHARE, 0)
+    lengths = sorted(len(sources.tokenizer.encode(question.question).ids) for question in every)
     monkeypatch.setattr(held_out, "MINIMUM_SENTENCE", lengths[len(lengths) // 2])
-    left = masked_sentences(store, sources.wordpiece, 32, SHARE, 0)
+    left = masked_sentences(store, sources.tokenizer, 32, SHARE, 0)
     assert 2 <= len(left) < len(every)
-    assert len(masked_sentences(store, sources.wordpiece, 32, SHARE, len(left))) == len(left)
+    assert len(masked_sentences(store, sources.tokenizer, 32, SHARE, len(left))) == len(left)
 
 
 def test_first_and_later_spans_of_sentences_are_hidden(sources):
-    asked = [question.question for question in masked_sentences(sources.passages, sources.wordpiece, 32, 1.0, 0)]
+    asked = [question.question for question in masked_sentences(sources.passages, sources.tokenizer, 32, 1.0, 0)]
     of_birth = [text for text in asked if "born" in text]
     assert {text.startswith("was born in 18") for text in of_birth} == {True, False}
 
@@ -89,7 +89,7 @@ def test_no_sentence_to_learn_from_is_of_a_held_out_document(measured):
 def test_the_run_is_measured_against_its_own_start(measured):
     run, results = measured
     assert results["measured_on"] == "masked sentences of held-out documents"
-    assert trained_run.measured(run, "ict").on == results["measured_on"]
+    assert trained_run.recorded_metrics(run, "ict").on == results["measured_on"]
     stage = results["stages"]["ict"]
     assert stage["measure"] == "recall@5" and 0 <= stage["start"] <= 1 and 0 <= stage["end"] <= 1
     assert "bm25" in results["recall@5"]

@@ -44,4 +44,4 @@ def test_without_a_wish_the_plugins_that_are_installed_decide(monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     for installed in ((), ("jax_plugins",), ("libtpu",)):
         monkeypatch.setattr(host.importlib.util, "find_spec", lambda name, some=installed: name in some or None)
-        assert host.on_cpu_alone() == (not installed)
+        assert host.is_cpu_only() == (not installed)

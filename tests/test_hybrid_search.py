@@ -15,11 +15,11 @@ from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.retrieval.fusion import fuse
 from realm_jax.tasks import make_task
-from realm_jax.tasks.realm import words_left
+from realm_jax.tasks.realm import unmasked_text
 from realm_jax.train.metrics import read_lines
 from realm_jax.train.recipe import train
-from realm_jax.train.results import by_words
-from realm_jax.train.trained_run import Trained, ranks_by_search
+from realm_jax.train.results import bm25_question_rows
+from realm_jax.train.trained_run import TrainedRun, ranks_by_search
 
 pytestmark = pytest.mark.usefixtures("quick_steps")
 
@@ -70,8 +70,10 @@ def test_words_find_no_more_passages_than_share_one(fine):
     run, _, params = fine
     nothing = Question("zzyzx qqqx", ["Ada"])
     evaluator = Evaluator(run, [nothing, *run.sources.questions["dev"][:2]], "bm25")
-    np.testing.assert_array_equal(evaluator.retrieve(params, run.bare_index), by_words(run, evaluator))
-    trained = Trained(run, "qa", 4, params, run.index(run.embed(params)), "bm25")
+    np.testing.assert_array_equal(
+        evaluator.retrieve(params, run.index_without_vectors), bm25_question_rows(run, evaluator)
+    )
+    trained = TrainedRun(run, "qa", 4, params, run.index(run.embed(params)), "bm25")
     first, *others = evaluator.predict(params, trained.index)
     assert not first.candidates and (first.answer, first.nbest[0].row) == ("", -1) and (first.retrieved == -1).all()
     for prediction in others:
@@ -94,9 +96,9 @@ def test_realm_trains_on_candidates_that_words_found(people, tmp_path, search):
     task = make_task("realm", run)
     examples = task.examples({}, None)
     batch, again = (dataset(examples, run.config.seed, task.stream, 4)[0] for _ in range(2))
-    np.testing.assert_array_equal(batch["word_rows"], again["word_rows"])
-    if run.sources.own_text:
-        assert not (batch["word_rows"] == batch["own_row"][:, None]).any()
+    np.testing.assert_array_equal(batch["bm25_rows"], again["bm25_rows"])
+    if run.sources.pretraining_is_corpus:
+        assert not (batch["bm25_rows"] == batch["own_row"][:, None]).any()
     train(run)
     assert all(np.isfinite(line["loss"]) for line in read_lines(run.workdir / "realm" / "metrics.jsonl"))
 
@@ -104,11 +106,11 @@ def test_realm_trains_on_candidates_that_words_found(people, tmp_path, search):
 def test_hidden_words_are_no_words_of_a_query(people, tmp_path):
     """What BM25 looks for is what is left of the sentence."""
     run = open_inline(people, tmp_path, tasks="realm", realm__search="hybrid")
-    store, wordpiece = run.sources.pretraining, run.sources.wordpiece
-    whole = words_left(store, wordpiece, 0, 0, np.zeros(0, np.int64))
+    store, tokenizer = run.sources.pretraining, run.sources.tokenizer
+    whole = unmasked_text(store, tokenizer, 0, 0, np.zeros(0, np.int64))
     assert whole in store.text(0)
-    without = words_left(store, wordpiece, 0, 0, np.array([0]))
-    first = wordpiece.encode(whole).offsets[0]
+    without = unmasked_text(store, tokenizer, 0, 0, np.array([0]))
+    first = tokenizer.encode(whole).offsets[0]
     assert without.startswith(" " * (first[1] - first[0])) and without.strip() == whole[first[1] :].strip()
 
 

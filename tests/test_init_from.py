@@ -12,13 +12,13 @@ from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.run import Run, make_run
 from realm_jax.storage import digest, read_json
-from realm_jax.train.best import stage_of
-from realm_jax.train.checkpoints import Damaged, Saved
+from realm_jax.train.best import stage_summary
+from realm_jax.train.checkpoints import Damaged, SavedCheckpoint
 from realm_jax.train.init_from import find_source, record_start
 from realm_jax.train.loop import train_task
 from realm_jax.train.projection import FILE as COMPONENTS
 from realm_jax.train.recipe import starting_params, train
-from realm_jax.train.restore import embedded_before, restore_params
+from realm_jax.train.restore import restore_params, vectors_from_earlier_task
 from realm_jax.train.workdir import begins_with_reader, check_workdir
 
 
@@ -31,7 +31,7 @@ def heir(source, folder, **changes):
 
 
 def check(run):
-    find_source(run.config.init_from).check(run.config, run.model, run.sources.wordpiece)
+    find_source(run.config.init_from).check(run.config, run.model, run.sources.tokenizer)
 
 
 @pytest.mark.slow
@@ -75,8 +75,8 @@ def test_the_corpus_is_embedded_once_for_the_same_parameters(tmp_path, embedding
     """At the end of ict. Fine-tuning, which leaves the document tower as it is, and an heir take the vectors."""
     run = train_tiny_run(tmp_path)
     assert len(embeddings) == 1
-    saved = Saved.newest(run.workdir / "qa" / "checkpoints").read("vectors")
-    np.testing.assert_array_equal(saved, Saved.newest(run.workdir / "ict" / "checkpoints").read("vectors"))
+    saved = SavedCheckpoint.newest(run.workdir / "qa" / "checkpoints").read("vectors")
+    np.testing.assert_array_equal(saved, SavedCheckpoint.newest(run.workdir / "ict" / "checkpoints").read("vectors"))
     np.testing.assert_array_equal(saved, embed_anew(run))
     embeddings.clear()
     other = heir(run, tmp_path / "other", tasks="qa")
@@ -109,12 +109,12 @@ def test_vectors_that_were_made_otherwise_are_made_anew(trained_run, tmp_path, e
 def test_vectors_of_a_damaged_checkpoint_are_made_anew(trained_run, tmp_path, monkeypatch):
     run = heir(trained_run, tmp_path, tasks="qa")
     params = starting_params(run)
-    assert embedded_before(run, "qa", params) is not None
-    assert embedded_before(run, "qa", run.initial_params()) is None
+    assert vectors_from_earlier_task(run, "qa", params) is not None
+    assert vectors_from_earlier_task(run, "qa", run.initial_params()) is None
     run.config.lock()  # as configs from flags are, and the one that is read from the folder is not
-    assert embedded_before(run, "qa", params) is not None
-    monkeypatch.setattr(Saved, "read", lambda *_: (_ for _ in ()).throw(Damaged("not as it was saved")))
-    assert embedded_before(run, "qa", params) is None
+    assert vectors_from_earlier_task(run, "qa", params) is not None
+    monkeypatch.setattr(SavedCheckpoint, "read", lambda *_: (_ for _ in ()).throw(Damaged("not as it was saved")))
+    assert vectors_from_earlier_task(run, "qa", params) is None
 
 
 def embed_anew(run):
@@ -174,10 +174,10 @@ def test_a_task_that_only_lost_hands_on_the_parameters_that_it_started_from(trai
     worth = iter([0.9, 0.8, 0.9])
     ended = train_task(run, "ict", params, lambda params, index, final: {"recall@5": next(worth)})
     jax.tree.map(np.testing.assert_array_equal, ended, before)
-    assert stage_of(tmp_path / "ict") == {
+    assert stage_summary(tmp_path / "ict") == {
         "measure": "recall@5", "start": 0.9, "end": 0.9, "kept_step": 0, "last": 0.8
     }  # fmt: skip
-    arrays = Saved.newest(tmp_path / "ict" / "best").record["checksums"]
+    arrays = SavedCheckpoint.newest(tmp_path / "ict" / "best").record["checksums"]
     assert arrays and all(name.startswith("state.trained.") for name in arrays)  # no moments, nothing frozen
 
 

@@ -9,12 +9,12 @@ from tiny import SPECIAL, document_rows, query_rows
 
 from realm_jax.data import layouts
 from realm_jax.models import inputs
-from realm_jax.models.inputs import Documents, Joint
+from realm_jax.models.inputs import Documents, ReaderInput
 
-join = jax.jit(inputs.join)
-contains = jax.jit(inputs.contains)
-find_answers = jax.jit(inputs.find_answers, static_argnames="span_width")
-hold_answers = jax.jit(inputs.hold_answers, static_argnames="span_width")
+join = jax.jit(inputs.reader_inputs)
+contains = jax.jit(inputs.contains_phrase)
+find_answers = jax.jit(inputs.answer_spans, static_argnames="span_width")
+hold_answers = jax.jit(inputs.has_answer_span, static_argnames="span_width")
 document_segments = jax.jit(inputs.document_segments)
 
 QUERY, DOCUMENT = 8, 12
@@ -29,7 +29,7 @@ def two_by_two(documents: Documents) -> Documents:
     return Documents(*(part.reshape(2, 2, *part.shape[1:]) for part in documents))
 
 
-def join_texts(queries: list[list[int]], texts) -> Joint:
+def join_texts(queries: list[list[int]], texts) -> ReaderInput:
     query = query_rows(queries, QUERY)
     return join(query["query"], query["query_length"], two_by_two(document_rows(texts, DOCUMENT)))
 
@@ -42,7 +42,7 @@ def test_the_joint_of_the_device_is_that_of_the_text_layouts(queries, texts):
     for place, (title, body) in enumerate(texts):
         seen = body[: DOCUMENT - 3 - min(len(title), DOCUMENT - 3)]
         wanted = layouts.joint(queries[place // 2], seen, JOINT, SPECIAL, max_query=QUERY - 2)
-        here = Joint(*(np.asarray(part)[place // 2, place % 2] for part in joint))
+        here = ReaderInput(*(np.asarray(part)[place // 2, place % 2] for part in joint))
         np.testing.assert_array_equal(here.ids, wanted.ids)
         np.testing.assert_array_equal(here.segments, wanted.segments)
         np.testing.assert_array_equal(here.mask, np.arange(JOINT) < wanted.used)
@@ -69,7 +69,7 @@ def test_the_null_document_has_no_title_and_no_body():
 def test_the_joint_with_the_null_document_ends_in_two_separators():
     query = query_rows([[7, 8], [9]], 6)
     null = Documents(*(part[:, None] for part in inputs.null_documents(2, (SPECIAL.cls, SPECIAL.sep))))
-    joint = inputs.join(query["query"], query["query_length"], null)
+    joint = inputs.reader_inputs(query["query"], query["query_length"], null)
     cls, sep = SPECIAL.cls, SPECIAL.sep
     assert joint.ids[:, 0].tolist() == [[cls, 7, 8, sep, sep, 0, 0], [cls, 9, sep, sep, 0, 0, 0]]
     assert joint.segments[:, 0].tolist() == [[0, 0, 0, 0, 1, 0, 0], [0, 0, 0, 1, 0, 0, 0]]
@@ -144,11 +144,11 @@ def test_a_joint_with_titles_has_them_before_the_body_and_no_span_in_them():
     """[CLS] 4 [SEP] 5 [SEP] 6 5 [SEP]: the title says 5 as well."""
     query, documents = query_rows([[4]], 4), document_rows([([5], [6, 5]), ([], [6])], length=8)
     documents = Documents(*(part[None] for part in documents))
-    joint = inputs.join(query["query"], query["query_length"], documents, titles=True)
+    joint = inputs.reader_inputs(query["query"], query["query_length"], documents, titles=True)
     assert joint.ids[0].tolist() == [[1, 4, 2, 5, 2, 6, 5, 2, 0, 0, 0], [1, 4, 2, 2, 6, 2, 0, 0, 0, 0, 0]]
     assert joint.segments[0].tolist() == [[0, 0, 0, 1, 1, 1, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0]]
     assert joint.body_start.tolist() == [[5, 4]] and joint.lengths.tolist() == [[8, 6]]
-    _, correct = inputs.find_answers(joint, *answer_arrays([[[5]]], 2), 2)
+    _, correct = inputs.answer_spans(joint, *answer_arrays([[[5]]], 2), 2)
     assert np.argwhere(correct[0]).tolist() == [[0, 6, 0]]
 
 
@@ -165,13 +165,13 @@ def test_the_reference_case_of_a_question_and_two_blocks():
     """Question 7 8, blocks 21…24 and 31 32, answers 22 23 and 40, at eight places: the block is cut, [SEP] is last."""
     query = query_rows([[7, 8]], 4)
     documents = document_rows([([], [21, 22, 23, 24]), ([], [31, 32])], length=6)
-    joint = inputs.join(query["query"], query["query_length"], Documents(*(part[None] for part in documents)))
+    joint = inputs.reader_inputs(query["query"], query["query_length"], Documents(*(part[None] for part in documents)))
     assert joint.ids[0].tolist() == [[1, 7, 8, 2, 21, 22, 23, 2], [1, 7, 8, 2, 31, 32, 2, 0]]
-    _, correct = inputs.find_answers(joint, *answer_arrays([[[22, 23], [40]]], 10), 10)
+    _, correct = inputs.answer_spans(joint, *answer_arrays([[[22, 23], [40]]], 10), 10)
     assert np.argwhere(correct[0]).tolist() == [[0, 5, 1]]  # the first block, pieces 5 to 6; nothing in the second
 
 
 def test_a_body_of_320_pieces_has_3155_spans_of_up_to_ten():
-    joint = Joint(*(jnp.zeros((1, 1, 321), jnp.int32),) * 3, jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), 321))
-    allowed, _ = inputs.find_answers(joint, *answer_arrays([[[5]]], 10), 10)
+    joint = ReaderInput(*(jnp.zeros((1, 1, 321), jnp.int32),) * 3, jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), 321))
+    allowed, _ = inputs.answer_spans(joint, *answer_arrays([[[5]]], 10), 10)
     assert int(allowed.sum()) == 3155

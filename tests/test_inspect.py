@@ -31,7 +31,7 @@ def test_passages_are_shown_with_their_spans_and_a_query(data, capsys):
 def test_the_text_is_cut_at_its_spans(data):
     sources = open_sources(data)
     (row,) = sources.passages.rows_of("oslo")
-    pieces = pieces_of(sources.passages, row, sources.wordpiece)
+    pieces = pieces_of(sources.passages, row, sources.tokenizer)
     assert "".join(piece.text for piece in pieces) == sources.passages.text(row)
     assert [(p.text, p.kind) for p in pieces if p.kind] == [("Norway", "name"), ("1624", "date")]
 
@@ -46,10 +46,10 @@ def test_every_kind_of_masking_can_be_looked_at(data, capsys, masking):
 def test_the_numbers_are_those_of_plain_loops(data):
     sources = open_sources(data)
     store, rows = sources.passages, range(len(sources.passages))
-    found = statistics(store, sources.wordpiece)
+    found = statistics(store, sources.tokenizer)
     spans = [store.span_kinds[kind] for row in rows for _, _, kind in store.spans(row)]
     assert found.kinds == {kind: spans.count(kind) for kind in found.kinds} and sum(found.kinds.values()) == len(spans)
-    assert found.numbers["word pieces"] == sum(len(store.body_tokens(row)) for row in rows)
+    assert found.numbers["tokens"] == sum(len(store.body_tokens(row)) for row in rows)
     assert found.histograms["sentences of a passage"].mean == np.mean([len(store.sentences(row)) for row in rows])
     assert ("italy", "name", 1) in found.spans
 

@@ -13,9 +13,9 @@ from realm_jax.cli import inspect_text as job
 from realm_jax.cli import main as cli
 from realm_jax.data.wordpiece import WordPiece
 from realm_jax.errors import UserError
-from realm_jax.eval.inspection import Masked, inspect_masked, inspect_question, masked_text, parse, read_alone
-from realm_jax.models.inputs import Documents, join, null_documents
-from realm_jax.models.realm import flatten_joint
+from realm_jax.eval.inspection import Masked, inspect_masked, inspect_question, masked_text, null_likelihood, parse
+from realm_jax.models.inputs import Documents, null_documents, reader_inputs
+from realm_jax.models.realm import flatten_passages
 from realm_jax.train.trained_run import restore
 
 SENTENCE = "Ada Brandt was born in [1801]."
@@ -51,32 +51,32 @@ def test_the_numbers_of_a_sentence_add_up(seen):
 
 def test_likelihoods_are_what_the_reader_says_beside_each_passage(trained, seen):
     run = trained.run
-    example = masked_text(parse(SENTENCE), 1, run.lengths, run.sources.wordpiece)
+    example = masked_text(parse(SENTENCE), 1, run.lengths, run.sources.tokenizer)
     count = int(example["weights"].sum())
     for one in seen.passages:
         if one.row is None:
-            documents = null_documents(1, (run.setting.cls_id, run.setting.sep_id))
+            documents = null_documents(1, (run.context.cls_id, run.context.sep_id))
         else:
             documents = Documents(*(part[one.row][None] for part in trained.index.documents))
-        joint = join(
+        joint = reader_inputs(
             example["query"][None], example["query_length"][None], Documents(*(part[:, None] for part in documents))
         )
-        words = run.model.read_words(trained.params, flatten_joint(joint), example["positions"][None])[0]
+        words = run.model.read_words(trained.params, flatten_passages(joint), example["positions"][None])[0]
         log_p = [words[place, example["targets"][place]] for place in range(count)]
         assert one.likelihood == pytest.approx(float(np.exp(np.sum(log_p))), rel=1e-3)
     (alone,) = [one.likelihood for one in seen.passages if one.row is None]
-    again = read_alone(run, trained.params, parse(SENTENCE), seen.targets)
+    again = null_likelihood(run, trained.params, parse(SENTENCE), seen.targets)
     assert seen.alone == alone == pytest.approx(again, rel=1e-4)
 
 
 def test_the_share_is_of_the_null_document_and_the_whole_corpus(trained, seen):
     run = trained.run
-    example = masked_text(parse(SENTENCE), 1, run.lengths, run.sources.wordpiece)
+    example = masked_text(parse(SENTENCE), 1, run.lengths, run.sources.tokenizer)
     query = run.model.embed_queries(trained.params, example["query"][None], example["query_length"][None])[0]
     null = run.model.embed_documents(
-        trained.params, null_documents(1, (run.setting.cls_id, run.setting.sep_id))
+        trained.params, null_documents(1, (run.context.cls_id, run.context.sep_id))
     )[0]  # fmt: skip
-    vectors = np.asarray(trained.index.vectors, np.float64)[: run.setting.rows]
+    vectors = np.asarray(trained.index.vectors, np.float64)[: run.context.rows]
     weights = np.exp(vectors @ np.asarray(query, np.float64))
     nothing = np.exp(float(query @ null))
     held = nothing + sum(weights[one.row] for one in seen.passages if one.row is not None)
@@ -98,9 +98,9 @@ def test_an_unknown_blank_is_filled_with_the_likeliest_answer(trained):
     assert len({seen.answer, *(answer for answer, _ in seen.others)}) == 1 + len(seen.others) > 1
 
 
-def with_bias(params, wordpiece, pieces: dict[str, float]):
+def with_bias(params, tokenizer, pieces: dict[str, float]):
     """The parameters with some pieces made likelier in every place."""
-    ids = {wordpiece.pieces([number])[0]: number for number in range(wordpiece.size)}
+    ids = {tokenizer.pieces([number])[0]: number for number in range(tokenizer.size)}
 
     def changed(path, leaf):
         if "mlm_bias" not in jax.tree_util.keystr(path):
@@ -114,12 +114,12 @@ def with_bias(params, wordpiece, pieces: dict[str, float]):
 
 def test_what_is_no_text_fills_no_blank_and_others_are_read_beside_the_very_same_pieces(trained):
     """The likeliest pieces of all are special ones, then the end of a word, which read as text is other pieces."""
-    run, wordpiece, text = trained.run, trained.run.sources.wordpiece, parse("Ada Brandt was born in ____.")
-    params = with_bias(trained.params, wordpiece, {"[PAD]": 90, "[UNK]": 80, "##b": 60})
+    run, tokenizer, text = trained.run, trained.run.sources.tokenizer, parse("Ada Brandt was born in ____.")
+    params = with_bias(trained.params, tokenizer, {"[PAD]": 90, "[UNK]": 80, "##b": 60})
     seen = inspect_masked(run, params, trained.index, text)
-    assert wordpiece.pieces(seen.targets) == ["##b"] and not seen.others
-    assert wordpiece.encode(seen.answer).ids != seen.targets
-    assert read_alone(run, params, text, seen.targets) == pytest.approx(seen.alone, rel=1e-4)
+    assert tokenizer.pieces(seen.targets) == ["##b"] and not seen.others
+    assert tokenizer.encode(seen.answer).ids != seen.targets
+    assert null_likelihood(run, params, text, seen.targets) == pytest.approx(seen.alone, rel=1e-4)
 
 
 def test_the_numbers_of_a_question_add_up(trained_run):
@@ -158,17 +158,17 @@ def test_blanks_are_found(text, wanted):
     ("text", "told"),
     [
         ("[a] and [b]", r"2 blanks, '\[a\]' and '\[b\]'"),
-        ("a [ ] b", "holds no word piece"),
-        ("long " * 40 + "[word]", "word pieces, but this run reads at most 14"),
+        ("a [ ] b", "holds no token"),
+        ("long " * 40 + "[word]", "tokens, but this run reads at most 14"),
         (
             "[one two three four five six seven eight nine ten eleven twelve]",
-            "word pieces, but this run predicts at most",
+            "tokens, but this run predicts at most",
         ),
     ],
 )
 def test_what_cannot_be_masked_is_told(trained_run, text, told):
     with pytest.raises(UserError, match=told):
-        masked_text(parse(text), 1, trained_run.lengths, trained_run.sources.wordpiece)
+        masked_text(parse(text), 1, trained_run.lengths, trained_run.sources.tokenizer)
 
 
 def linked(path):
@@ -212,7 +212,7 @@ def test_the_command_shows_json_pages_and_alignments(trained_run, tmp_path, caps
         (["a [b]", "--workdir=x", "--answer=y"], "--answer: goes with a question"),
         (["a [b]", "--workdir=x", "--pieces=2"], "--pieces: goes with a blank that is to be filled"),
         (["a [b]", "--workdir=x", "--spans=rules"], "--spans: goes with --alignment"),
-        (["a b.", "--workdir=x", "--alignment=y", "--json"], "--json: does nothing with --alignment"),
+        (["a b.", "--workdir=x", "--alignment=y", "--json"], "--json: has no effect with --alignment"),
         (["a [b]", "--workdir=x", "--html=no/x.html"], "--html=no/x.html: name a file in a folder that exists"),
         (["x\udcff [b]", "--workdir=x"], "the text: is not valid UTF-8; type or save it as UTF-8 text"),
         (["x\udcff b.", "--workdir=x", "--alignment=y"], "the text: is not valid UTF-8"),
@@ -244,11 +244,11 @@ def test_the_run_beside_is_checked_before_anything_is_restored(trained_run, unre
 
 
 def test_the_run_beside_has_the_same_vocabulary(trained_run, unrestored, monkeypatch, capsys):
-    own = trained_run.sources.wordpiece
+    own = trained_run.sources.tokenizer
     cased = WordPiece(own.pieces(range(own.size)), lower_case=False)
-    other = dataclasses.replace(trained_run, sources=dataclasses.replace(trained_run.sources, wordpiece=cased))
+    other = dataclasses.replace(trained_run, sources=dataclasses.replace(trained_run.sources, tokenizer=cased))
     runs = [trained_run, other]
-    monkeypatch.setattr(job, "open_run_to_ask", lambda *_: runs.pop(0))
+    monkeypatch.setattr(job, "open_run_for_inference", lambda *_: runs.pop(0))
     workdir = trained_run.workdir
     assert cli.main(["inspect", "text", SENTENCE, f"--workdir={workdir}", f"--bert={workdir}"]) == 2
     assert f"--bert={workdir}: its vocabulary is not that of --workdir={workdir}" in capsys.readouterr().err
@@ -299,7 +299,7 @@ def test_an_answer_that_stands_nowhere_is_said_to():
         (["text", "who?"], "the following arguments are required: --workdir"),
         (["text", "who?", "--workdir=x", "--rows=3"], "unrecognized arguments: --rows=3"),
         (["data", "x", "--pieces=3"], "unrecognized arguments: --pieces=3"),
-        (["data", "x", "--html="], "argument --html: it is empty; give a value or leave the flag out"),
+        (["data", "x", "--html="], "argument --html: is empty; give a value or omit the flag"),
         (["text", "who?", "--workdir=x", "--answer="], "argument --answer: it is empty"),
     ],
 )
@@ -311,9 +311,9 @@ def test_each_kind_has_flags_of_its_own(arguments, told, capsys):
 
 def test_the_devices_do_not_matter(trained, seen):
     """The command opens a run on all devices that are here; what it finds is what one finds."""
-    from realm_jax.train.trained_run import open_run_to_ask
+    from realm_jax.train.trained_run import open_run_for_inference
 
-    other = restore(open_run_to_ask(trained.run.workdir), "ict", for_answers=False)
+    other = restore(open_run_for_inference(trained.run.workdir), "ict", for_answers=False)
     assert other.run.mesh.size == jax.device_count()
     again = inspect_masked(other.run, other.params, other.index, parse(SENTENCE))
     assert [one.row for one in again.passages] == [one.row for one in seen.passages]

@@ -16,12 +16,12 @@ from realm_jax.run import make_run
 from realm_jax.storage import read_json
 from realm_jax.tasks import base
 from realm_jax.tasks.qa import Qa
-from realm_jax.train import opening
+from realm_jax.train import run_setup
 from realm_jax.train.metrics import read_lines
-from realm_jax.train.opening import open_run
 from realm_jax.train.recipe import run_recipe
-from realm_jax.train.results import chance
-from realm_jax.train.trained_run import Measured
+from realm_jax.train.results import majority_exact_match
+from realm_jax.train.run_setup import open_run
+from realm_jax.train.trained_run import RecordedMetrics
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("one_device")
 def one_device():
     """Runs are opened on one of the emulated devices: what is tested does not depend on their number."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(opening, "make_run", partial(make_run, devices=jax.devices()[:1]))
+        patch.setattr(run_setup, "make_run", partial(make_run, devices=jax.devices()[:1]))
         yield
 
 
@@ -226,23 +226,29 @@ def test_chance_is_over_questions_that_have_answers():
     from realm_jax.data.jsonl import Question
 
     some, none = Question("a", ["x"]), Question("b", [], "p")
-    assert chance([none, some], [some, none]) == 1 and chance([none], [none]) == 0
+    assert majority_exact_match([none, some], [some, none]) == 1 and majority_exact_match([none], [none]) == 0
 
 
 @pytest.mark.parametrize(
     "measured, words",
     [
         (
-            Measured(0.04, 0.3),
+            RecordedMetrics(0.04, 0.3),
             "this run answers 4% of its development questions right and finds the right passage for 30%",
         ),
-        (Measured(None, 0.3), "this run finds the right passage for 30% of its development questions: check"),
+        (RecordedMetrics(None, 0.3), "this run finds the right passage for 30% of its development questions: check"),
         (
-            Measured(None, 0.3, "masked sentences of held-out documents"),
+            RecordedMetrics(None, 0.3, "masked sentences of held-out documents"),
             "this run finds the right passage for 30% of its masked sentences of held-out documents: check",
         ),
-        (Measured(None, 0.3, None), "this run finds the right passage for 30% of what it was measured on: check"),
-        (Measured(0.1, None), "this run answers 10% of its development questions right: check the passages below"),
+        (
+            RecordedMetrics(None, 0.3, None),
+            "this run finds the right passage for 30% of what it was measured on: check",
+        ),
+        (
+            RecordedMetrics(0.1, None),
+            "this run answers 10% of its development questions right: check the passages below",
+        ),
     ],
 )
 def test_what_a_run_measured_low_is_said_in_one_line(measured, words):
@@ -250,4 +256,4 @@ def test_what_a_run_measured_low_is_said_in_one_line(measured, words):
 
 
 def test_nothing_is_said_of_a_run_that_measured_well():
-    assert not Measured(0.2, 0.5).is_low and not Measured(None, 0.9).is_low
+    assert not RecordedMetrics(0.2, 0.5).is_low and not RecordedMetrics(None, 0.9).is_low

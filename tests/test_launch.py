@@ -15,8 +15,8 @@ from realm_jax.launch import spec as specs
 from realm_jax.launch.jobset import manifests
 from realm_jax.launch.queued_resources import startup_script
 from realm_jax.launch.slices import parse
-from realm_jax.launch.spec import choose, parts
-from realm_jax.launch.tools import explain
+from realm_jax.launch.spec import choose, job_specs
+from realm_jax.launch.tools import explain_error
 
 ROOT = Path(__file__).resolve().parents[1]
 AWKWARD = 'it\'s $HOME, "two" words'
@@ -58,7 +58,7 @@ def test_a_slice_has_its_names_and_machines(name, hosts, chips, gcloud):
 
 
 @pytest.mark.parametrize(
-    ("name", "usual"),
+    ("name", "default_topology"),
     [
         ("v5e:4x8", "v5e:4x8"),
         ("v5p:2x4x4", "v5p:2x4x4"),
@@ -70,8 +70,8 @@ def test_a_slice_has_its_names_and_machines(name, hosts, chips, gcloud):
         ("v5p:16x16x24", "v5p:16x16x24"),
     ],
 )
-def test_the_usual_shape_of_a_size_is_the_most_compact_one(name, usual):
-    assert str(parse(name, "spec.trainer.slice").usual) == usual
+def test_the_usual_shape_of_a_size_is_the_most_compact_one(name, default_topology):
+    assert str(parse(name, "spec.trainer.slice").default_topology) == default_topology
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ NOWHERE = ("--target=jobset", f"--spec.image={IMAGE}")
         ([*JOBSET, "--spec.trainer.slice=v5e:7x7"], "spec.trainer.slice=v5e:7x7: v5e has no such topology"),
         ([*JOBSET, "--spec.builder.slice=v5e:4x4"], "spec.builder.slice=v5e:4x4: spans 4 machines"),
         ([*GCLOUD, "--spec.trainer.slice=v5p:4x4x16"],
-         "spec.trainer.slice=v5p:4x4x16: gcloud makes no such shape; name v5p:4x8x8, or --target=jobset"),
+         "spec.trainer.slice=v5p:4x4x16: not available in gcloud; use v5p:4x8x8, or --target=jobset"),
         ([*JOBSET, "--spec.grace_seconds=10"], "spec.grace_seconds=10: a save may take 60 seconds"),
         ([*JOBSET, "--spec.name=My_Run"], "spec.name=My_Run: use lower-case letters"),
         ([*JOBSET, f"--spec.name={'a' * 31}"], "at most 30 of them"),
@@ -185,7 +185,7 @@ def test_a_value_with_a_space_in_it_is_one_value(tmp_path, capsys):
 
 
 def test_a_job_is_called_by_its_name_or_means_its_first_process():
-    names = [part.name for part in parts(described(builder__slices=2))]
+    names = [part.name for part in job_specs(described(builder__slices=2))]
     assert names == ["trainer", "builder-0", "builder-1"]
     assert [choose(job, names) for job in ("trainer", "builder", "builder-1")] == ["trainer", "builder-0", "builder-1"]
     assert choose("trainer", ["trainer-0", "trainer-1"]) == "trainer-0"
@@ -198,7 +198,7 @@ def test_a_job_is_called_by_its_name_or_means_its_first_process():
 
 def test_awkward_words_arrive_as_they_were_given():
     launch = described([f"--config.data.path={AWKWARD}"])
-    script = startup_script(launch, parts(launch)[0])
+    script = startup_script(launch, job_specs(launch)[0])
     assert subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True).returncode == 0
     command = script.partition("docker run")[2].partition(" &\n")[0].replace("\\\n", " ")
     assert f"--config.data.path={AWKWARD}" in shlex.split(command)
@@ -234,7 +234,7 @@ def test_awkward_words_arrive_as_they_were_given():
     ],
 )
 def test_what_a_tool_complains_of_is_one_line_that_says_what_to_do(tool, complaint, advice):
-    told = explain(tool, "queued resource one", complaint)
+    told = explain_error(tool, "queued resource one", complaint)
     assert advice in told and "\n" not in told and told.startswith("queued resource one: ")
 
 
@@ -259,8 +259,8 @@ def test_an_answer_that_is_no_json_is_told(tools, capsys, target):
 
 
 def test_a_builder_waits_for_the_trainer_however_long_it_takes_to_come():
-    trainer, builder = (part.words for part in parts(described([], builder__slices=1)))
-    assert specs.PATIENT in builder and specs.PATIENT not in trainer
+    trainer, builder = (part.words for part in job_specs(described([], builder__slices=1)))
+    assert specs.WAIT_FOREVER in builder and specs.WAIT_FOREVER not in trainer
 
 
 def test_a_recipe_without_realm_has_no_builder(capsys, tmp_path):

@@ -20,7 +20,7 @@ from realm_jax.launch import local
 from realm_jax.launch import spec as specs
 from realm_jax.launch.local import Local, Supervisor, processes
 from realm_jax.launch.spec import describe
-from realm_jax.launch.status import look
+from realm_jax.launch.status import poll
 from realm_jax.refresh.status import TRAINER, Status, write_status
 from realm_jax.storage import StorageError, open_folder
 from realm_jax.train.metrics import read_lines
@@ -155,7 +155,7 @@ def test_a_folder_that_cannot_be_looked_at_ends_nothing(scripted, monkeypatch, c
         monkeypatch.setattr(local, name, broken)
     monkeypatch.setattr(local, "STATUS_SECONDS", 0.0)
     assert scripted("sys.exit(0 if run else 75)", trainers=1).run() == 0
-    assert "cannot be looked at (gs://b: cannot read it)" in caplog.text
+    assert "cannot be read (gs://b: cannot read it)" in caplog.text
 
 
 def test_an_end_of_the_supervisor_lets_processes_save(scripted, tmp_path, monkeypatch):
@@ -207,7 +207,7 @@ def test_ctrl_c_is_a_stop_and_no_other_end_is(tmp_path, monkeypatch, code, state
     folder = open_folder(tmp_path)
     write_status(folder, TRAINER, Status("one", stage="realm"))
     assert Local(launched(tmp_path, builders=0)).start() == code
-    assert [job.state for job in look(folder, wait=lambda seconds: None).jobs] == [state]
+    assert [job.state for job in poll(folder, wait=lambda seconds: None).jobs] == [state]
 
 
 def test_what_does_not_end_in_its_grace_period_is_killed(scripted):
@@ -225,7 +225,7 @@ while True:
 
 
 def test_a_mistake_counts_before_a_crash_and_a_crash_before_a_preemption(scripted):
-    assert [local._cause(codes) for codes in ((-6, 2), (75, None, 1), (75, 0, None))] == [2, 1, 75]
+    assert [local._overall_exit_code(codes) for codes in ((-6, 2), (75, None, 1), (75, 0, None))] == [2, 1, 75]
     supervisor = scripted(
         """
 if name == "trainer-1":  # finds its mistake while the others are dying
@@ -447,7 +447,7 @@ def test_a_builder_in_the_background_that_fails_ends_the_trainer(scripted, tmp_p
     if script is None:
         (tmp_path / "logs" / "builder-0.log").mkdir()
     with pytest.raises(UserError, match=told), Stop() as stop, supervisor.in_background():
-        until(lambda: stop.asked)
+        until(lambda: stop.requested)
         raise Preempted("SIGTERM: saved")
 
 

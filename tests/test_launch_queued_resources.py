@@ -8,7 +8,7 @@ from clouds import GCLOUD, asked, described, launch
 from fake_tools import calls
 
 from realm_jax.launch.queued_resources import STOPPED, UNIT, on_machine, startup_script
-from realm_jax.launch.spec import parts
+from realm_jax.launch.spec import job_specs
 
 
 def item(name, state="ACTIVE", script=None, slices=1):
@@ -37,7 +37,7 @@ def test_what_is_not_there_is_asked_for(tools, capsys):
     trainer, builder = [one for one in calls(folder) if "create" in one["words"]]
     assert {"--node-count=2", "--node-prefix=realm-trainer", "--spot", "--quiet"} <= {*trainer["words"]}
     assert "--node-id=realm-builder-0" in builder["words"] and "--process=0" in builder["scripts"][0]
-    assert "queued resource realm-builder-0: asked for" in capsys.readouterr().out
+    assert "queued resource realm-builder-0: requested" in capsys.readouterr().out
 
 
 def test_start_again_goes_on_with_what_is_there(tools, capsys):
@@ -54,7 +54,7 @@ def test_start_again_goes_on_with_what_is_there(tools, capsys):
 def test_what_has_lost_its_machines_or_has_other_settings_has_to_be_removed_first(tools, capsys):
     for one, told in (
         (item("realm-builder-1", "SUSPENDED"), "realm-builder-1: is suspended; wait until `realm launch delete`"),
-        (item("realm-builder-0", script="another"), "realm-builder-0: was asked for with other settings"),
+        (item("realm-builder-0", script="another"), "realm-builder-0: was created with other settings"),
     ):
         folder = tools(there(one))
         assert launch(*GCLOUD, "--spec.builder.slices=2") == 2
@@ -90,11 +90,11 @@ def test_a_machine_that_does_not_stop_is_told_once_all_others_were(tools, capsys
 @pytest.mark.parametrize("action", ["stop", "delete", "logs"])
 def test_resources_of_another_run_of_the_same_name_are_left_alone(tools, capsys, action):
     one, two = described(), described(workdir="gs://bucket/runs/two")
-    folder = tools(there(item("realm-trainer", script=startup_script(two, parts(two)[0]))))
+    folder = tools(there(item("realm-trainer", script=startup_script(two, job_specs(two)[0]))))
     assert launch(action, *GCLOUD) == 2
     assert "queued resource realm-trainer: belongs to another --workdir" in capsys.readouterr().err
     assert did(folder, "ssh") == did(folder, "delete") == []
-    tools(there(item("realm-trainer", script=startup_script(one, parts(one)[0]))))
+    tools(there(item("realm-trainer", script=startup_script(one, job_specs(one)[0]))))
     assert launch(action, *GCLOUD) == 0
 
 
@@ -132,13 +132,13 @@ def test_a_machine_stays_stopped_until_it_is_started_whenever_it_is_told(tmp_pat
     assert (tmp_path / "calls").is_file() == is_set_up
     assert not is_set_up or (tmp_path / "calls").read_text().splitlines() == asked_for
     launch = described()
-    assert f"ConditionPathExists=!{STOPPED}\n" in startup_script(launch, parts(launch)[0])
+    assert f"ConditionPathExists=!{STOPPED}\n" in startup_script(launch, job_specs(launch)[0])
 
 
 def service(tmp_path, docker, sleep="exec /usr/bin/sleep 0.01"):
     """The job's own script, with a docker and a sleep that do as they are told; they find themselves in tmp_path."""
     launch = described(restarts=2)
-    script = startup_script(launch, parts(launch)[0]).partition("<<'END-OF-JOB'\n")[2].partition("END-OF-JOB")[0]
+    script = startup_script(launch, job_specs(launch)[0]).partition("<<'END-OF-JOB'\n")[2].partition("END-OF-JOB")[0]
     (tmp_path / "job").write_text(script)
     for name, text in (("docker", docker), ("sleep", sleep)):
         (tmp_path / name).write_text(f"#!/bin/bash\ncd {tmp_path}\necho {name} $1 >>calls\n{text}\n")
@@ -191,4 +191,4 @@ esac"""
 
 def test_a_container_that_outlives_the_service_is_stopped_by_systemd():
     launch = described()
-    assert "ExecStopPost=-/usr/bin/docker stop --time=120 realm\n" in startup_script(launch, parts(launch)[0])
+    assert "ExecStopPost=-/usr/bin/docker stop --time=120 realm\n" in startup_script(launch, job_specs(launch)[0])

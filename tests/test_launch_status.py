@@ -6,7 +6,7 @@ import pytest
 from runs import until
 
 from realm_jax.cli import main as cli
-from realm_jax.launch.status import expect, expect_none, look, summary
+from realm_jax.launch.status import clear_expected_jobs, poll, record_expected_jobs, summary
 from realm_jax.refresh import status
 from realm_jax.refresh.status import HEARTBEAT_SECONDS, Status, StatusWriter, read_status, trainer_status, write_status
 from realm_jax.storage import PosixFolder, StorageError
@@ -22,7 +22,7 @@ def never(_seconds):
 
 
 def states(folder, wait=lambda seconds: None) -> dict[str, str]:
-    return {job.name: job.state for job in look(folder, wait).jobs}
+    return {job.name: job.state for job in poll(folder, wait).jobs}
 
 
 def test_a_job_whose_counter_stands_still_for_two_heartbeats_is_late(tmp_path):
@@ -33,7 +33,7 @@ def test_a_job_whose_counter_stands_still_for_two_heartbeats_is_late(tmp_path):
         waited.append(seconds)
         put(folder, trainer=("qa", -1, 2))
 
-    state = look(folder, wait)
+    state = poll(folder, wait)
     assert state.late == ["builder-0"] and sum(waited) == pytest.approx(2 * HEARTBEAT_SECONDS)
     assert [job.name for job in state.jobs] == ["trainer", "builder-0"]
 
@@ -48,13 +48,13 @@ def test_a_trainer_that_needs_no_further_index_still_has_to_live(tmp_path):
     """After REALM the builders may end; fine-tuning goes on."""
     folder = PosixFolder(tmp_path)
     write_status(folder, "trainer", Status("one", stage="qa", step=20, counter=9, index_done=True, index=15))
-    assert states(folder) == {"trainer": "late"} and look(folder, lambda _: None).jobs[0].status.index == 15
+    assert states(folder) == {"trainer": "late"} and poll(folder, lambda _: None).jobs[0].status.index == 15
 
 
 def test_who_was_started_and_never_came_is_late(tmp_path):
     folder = PosixFolder(tmp_path)
     write_status(folder, "trainer", Status("", counter=1, done=True))
-    expect(str(tmp_path), ["trainer", "builder-0", "builder-1"])
+    record_expected_jobs(str(tmp_path), ["trainer", "builder-0", "builder-1"])
     put(folder, builder_0=("building", 8, 5))
 
     def wait(_seconds: float) -> None:
@@ -64,11 +64,11 @@ def test_who_was_started_and_never_came_is_late(tmp_path):
 
 
 def test_who_was_stopped_is_not_late(tmp_path, monkeypatch):
-    monkeypatch.setattr("realm_jax.launch.status.PATIENCE", 0.0)
+    monkeypatch.setattr("realm_jax.launch.status.STALE_AFTER", 0.0)
     folder = PosixFolder(tmp_path)
-    expect(str(tmp_path), ["trainer"])
+    record_expected_jobs(str(tmp_path), ["trainer"])
     put(folder, trainer=("realm", -1, 1))
-    expect_none(str(tmp_path))
+    clear_expected_jobs(str(tmp_path))
     assert states(folder) == {"trainer": "stopped"}
     assert cli.main(["launch", "status", f"--workdir={tmp_path}", "--json"]) == 0
 
@@ -78,16 +78,16 @@ def test_a_start_forgets_builders_of_an_earlier_one(tmp_path):
     put(folder, builder_0=("building", 8, 5), builder_3=("building", 8, 5))
     write_status(folder, "builder-1", Status("one", counter=7, done=True))
     write_status(folder, "trainer", Status("one", counter=7, done=True, index_done=True, pins=(4,)))
-    expect(str(tmp_path), ["trainer", "builder-0", "builder-1"])
+    record_expected_jobs(str(tmp_path), ["trainer", "builder-0", "builder-1"])
     assert sorted(folder.names("jobs")) == ["builder-0.json", "expected.json", "trainer.json"]
     assert read_status(folder, "trainer") == Status("one", counter=7, pins=(4,)), "which run it is stays known"
 
 
 def test_a_run_that_nobody_works_on_is_late_without_any_record(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("realm_jax.launch.status.PATIENCE", 0.0)
+    monkeypatch.setattr("realm_jax.launch.status.STALE_AFTER", 0.0)
     (tmp_path / "config.json").write_text("{}")
     assert cli.main(["launch", "status", f"--workdir={tmp_path}"]) == 1
-    assert "trainer: LATE: no heartbeat for ten seconds; not heard of" in capsys.readouterr().out
+    assert "trainer: LATE: no heartbeat for 10 s; never started" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_a_run_that_nobody_works_on_is_late_without_any_record(tmp_path, capsys,
     ],
 )
 def test_damage_is_passed_over(tmp_path, capsys, monkeypatch, damage):
-    monkeypatch.setattr("realm_jax.launch.status.PATIENCE", 0.0)
+    monkeypatch.setattr("realm_jax.launch.status.STALE_AFTER", 0.0)
     folder = PosixFolder(tmp_path)
     (tmp_path / "config.json").write_text('{"tasks": "qa"}')
     put(folder, trainer=("qa", -1, 1), builder_0=("building", 8, 5))

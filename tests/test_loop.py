@@ -37,14 +37,14 @@ from tiny_run import tiny_config
 from realm_jax.errors import UserError
 from realm_jax.host import Preempted, Stop
 from realm_jax.run import Run
-from realm_jax.storage import only_one, read_json, write_json_atomic
+from realm_jax.storage import exclusive_lock, read_json, write_json_atomic
 from realm_jax.tasks import make_task
 from realm_jax.train import loop, recipe
-from realm_jax.train.checkpoints import Saved, saved_folders
+from realm_jax.train.checkpoints import SavedCheckpoint, saved_folders
 from realm_jax.train.loop import train_task
 from realm_jax.train.metrics import RecordWriter, read_lines
-from realm_jax.train.opening import reopen_run
 from realm_jax.train.recipe import preemptible, run_recipe
+from realm_jax.train.run_setup import load_run
 
 pytestmark = pytest.mark.usefixtures("quick_steps")
 
@@ -75,7 +75,7 @@ def test_sigterm_between_tasks_is_heard_by_the_next_where_python_drops_its_excep
     """It does so in callbacks of weak references, for one."""
     before = signal.getsignal(signal.SIGTERM)
     with preemptible():
-        with pytest.raises(Preempted, match="every finished task is saved; repeat the command"):
+        with pytest.raises(Preempted, match="every finished task is saved; run the command again"):
             os.kill(os.getpid(), signal.SIGTERM)
         with Stop() as task, pytest.raises(Preempted):
             task.check("nothing is lost")
@@ -100,7 +100,7 @@ def test_sigterm_saves_and_the_next_start_loses_no_step(people, straight, tmp_pa
     run = open_inline(people, tmp_path, checkpoint__every=100)
     at_step(monkeypatch, note)
     monkeypatch.setattr(Run, "embed", late)
-    with pytest.raises(Preempted, match=f"saved realm at step {min(last + 1, STEPS)}; repeat the command"):
+    with pytest.raises(Preempted, match=f"saved realm at step {min(last + 1, STEPS)}; run the command again"):
         train_measured(run)
     last = -1
     train_measured(run)
@@ -121,7 +121,10 @@ def test_sigterm_does_not_wait_for_a_corpus_that_is_being_embedded(people, strai
         return made[-1]
 
     run = open_inline(people, tmp_path, checkpoint__every=100)
-    with monkeypatch.context() as patched, pytest.raises(Preempted, match="saved realm at step 2; repeat the command"):
+    with (
+        monkeypatch.context() as patched,
+        pytest.raises(Preempted, match="saved realm at step 2; run the command again"),
+    ):
         patched.setattr(Run, "embed", told_meanwhile)
         train_measured(run)
     assert len(made) == 1
@@ -143,7 +146,7 @@ def replace_step(monkeypatch, step: Callable[[Any, Any, Any], dict[str, float]])
 
     def make(run: Run, task: Any) -> Any:
         def call(state: Any, batch: Any, index: Any, control: Any) -> Any:
-            values = {"loss": 1.0, "gradient_norm": 1.0, "heard": (-1, -1, 0)} | step(state, batch, index)
+            values = {"loss": 1.0, "gradient_norm": 1.0, "consensus": (-1, -1, 0)} | step(state, batch, index)
             return state._replace(step=state.step + 1), {key: np.float32(value) for key, value in values.items()}
 
         return call
@@ -188,7 +191,7 @@ def test_what_is_not_finite_is_told_with_its_step_and_never_saved(people, tmp_pa
     message = f"step 4 of realm: the {what} is not finite; the last good checkpoint is realm/2; lower config.realm.l"
     with pytest.raises(UserError, match=message):
         train_measured(run)
-    newest = Saved.newest(tmp_path / "realm" / "checkpoints")
+    newest = SavedCheckpoint.newest(tmp_path / "realm" / "checkpoints")
     assert newest is not None and newest.step == 2
 
 
@@ -222,7 +225,7 @@ def test_other_questions_are_other_data(people, tmp_path):
 
 def test_one_process_trains_in_a_folder(people, tmp_path):
     run = open_inline(people, tmp_path)
-    with only_one(tmp_path), pytest.raises(UserError, match="another process works there"):
+    with exclusive_lock(tmp_path), pytest.raises(UserError, match="another process is using it"):
         run_recipe(run, False, "realm train")
 
 
@@ -291,10 +294,10 @@ def test_a_process_that_is_killed_and_repeated_ends_as_one_that_never_was(people
         wait_for_step(started[0], killed, step)
         started[0].send_signal(getattr(signal, f"SIG{end}"))
         [told] = finish(started, code)
-        assert code != 75 or "repeat the command to go on" in told
+        assert code != 75 or "run the command again to resume" in told
     finish(start(killed, flags, devices=1, quick=False))
-    assert_same_run(*(reopen_run(workdir) for workdir in (quiet, killed)))
-    assert records(reopen_run(quiet), "metrics")[-1]["step"] == 60
+    assert_same_run(*(load_run(workdir) for workdir in (quiet, killed)))
+    assert records(load_run(quiet), "metrics")[-1]["step"] == 60
     same, again = (read_json(workdir / "results.json") | {"seconds": None} for workdir in (quiet, killed))
     assert same == again
 
@@ -315,7 +318,7 @@ def test_sigterm_saves_the_quickstart_s_model_within_ten_seconds(tmp_path):
         print(f"{task}: exit code {process.returncode} {seconds:.1f} s after SIGTERM at step {saved}")
         assert process.returncode == 75 and seconds < 10 and f"saved {task} at step {saved}" in said
     ended = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True)
-    assert ended.returncode == 0 and f"qa: going on from step {saved}" in ended.stderr
+    assert ended.returncode == 0 and f"qa: resuming from step {saved}" in ended.stderr
     steps = [line["step"] for line in read_lines(tmp_path / "run" / "realm" / "metrics.jsonl")]
     assert steps == list(range(10, 501, 10))
 

@@ -7,7 +7,7 @@ import pytest
 from tiny_run import write_lines
 
 from realm_jax.errors import UserError
-from realm_jax.eval.metrics import compare, measure, summarise, words_of
+from realm_jax.eval.metrics import compare, compute_metrics, describe_metric, summarise
 from realm_jax.eval.prediction_files import read_predictions, settings_file, trec_qrels, trec_run
 
 
@@ -40,11 +40,11 @@ OPEN = {"question": "Why?", "prediction": "1969", "retrieved": [{"id": "d1", "sc
 
 
 def means(*records: dict) -> dict[str, float]:
-    return {name: summarise(values)["value"] for name, values in measure(records).items()}
+    return {name: summarise(values)["value"] for name, values in compute_metrics(records).items()}
 
 
 def test_each_measure_is_over_the_questions_that_have_it():
-    found = measure([RIGHT, PATTERN, WRONG, OPEN])
+    found = compute_metrics([RIGHT, PATTERN, WRONG, OPEN])
     counted = {name: summarise(values)["questions"] for name, values in found.items()}
     assert counted == {
         "exact_match": 3,
@@ -59,7 +59,7 @@ def test_each_measure_is_over_the_questions_that_have_it():
         "reader_oracle": 3,
     }
     assert all(math.isnan(values[3]) for values in found.values()), "without answers there is nothing to measure"
-    assert all(words_of(name) for name in found)
+    assert all(describe_metric(name) for name in found)
 
 
 def test_the_values_by_hand():
@@ -90,7 +90,7 @@ def test_nothing_hits_beyond_the_passages_that_a_question_has():
 def test_answers_are_enough(tmp_path):
     """A file of another system has no passages."""
     file = write_lines(tmp_path / "theirs.jsonl", [{key: RIGHT[key] for key in ("question", "answers", "prediction")}])
-    assert measure(read_predictions(file)).keys() == {"exact_match", "exact_match_squad", "f1"}
+    assert compute_metrics(read_predictions(file)).keys() == {"exact_match", "exact_match_squad", "f1"}
 
 
 def test_a_run_for_trec_names_every_document_once_and_keeps_the_order():
@@ -147,7 +147,7 @@ def test_what_cannot_be_scored_is_named(tmp_path, record, message):
 
 def test_no_answers_at_all_and_no_predictions_at_all(tmp_path):
     with pytest.raises(UserError, match="no question has answers"):
-        measure([OPEN])
+        compute_metrics([OPEN])
     with pytest.raises(UserError, match="holds no predictions"):
         read_predictions(write_lines(tmp_path / "p.jsonl", []))
     (tmp_path / "p.jsonl").write_text(json.dumps(OPEN) + "\n" + json.dumps(OPEN)[:20])
@@ -191,11 +191,11 @@ def test_settings_that_are_no_numbers_are_refused(tmp_path, step):
 
 def test_a_question_for_which_nothing_was_retrieved_is_a_miss(tmp_path):
     first = RIGHT | {"retrieved": passages(True, gold=0)}
-    found = measure([first, RIGHT | {"retrieved": []}])
+    found = compute_metrics([first, RIGHT | {"retrieved": []}])
     assert found["recall@1"].tolist() == found["answer_recall@1"].tolist() == [1, 0]
     assert means(RIGHT | {"retrieved": []})["recall@1"] == 0
     unlooked = [RIGHT | {"retrieved": [{"id": "gold", "score": 1}]}, RIGHT | {"retrieved": []}]
-    found = measure(unlooked)
+    found = compute_metrics(unlooked)
     assert found["recall@1"].tolist() == [1, 0] and "answer_recall@1" not in found
     unknown = {key: value for key, value in RIGHT.items() if key != "retrieved"}
     with pytest.raises(UserError, match='p.jsonl:2: some lines have "retrieved" and some not'):

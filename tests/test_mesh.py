@@ -74,7 +74,7 @@ def test_parameters_are_spread_by_their_logical_axes():
 
 
 def test_an_axis_that_the_mesh_does_not_divide_stays_whole():
-    """Fifty word pieces over four devices; the other axis of the same table is still spread."""
+    """Fifty tokens over four devices; the other axis of the same table is still spread."""
     specs = parameter_specs(make_mesh(1, 2, 4))
     assert specs["reader.bert.words.embedding"] == (None, "fsdp")
     assert specs["reader.mlm_bias"] == (None,)
@@ -82,7 +82,7 @@ def test_an_axis_that_the_mesh_does_not_divide_stays_whole():
 
 
 def test_too_much_that_stays_whole_is_an_error():
-    """Fifty word pieces over four devices, and nothing else to spread the table by."""
+    """Fifty tokens over four devices, and nothing else to spread the table by."""
     with pytest.raises(
         UserError, match=r"fsdp=1, model=4 leaves 16% of .* whole on every device, .*bert.words.embedding"
     ):

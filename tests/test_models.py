@@ -15,8 +15,8 @@ from tiny import VOCABULARY, document_rows, query_rows, random_words, tiny_bert,
 from realm_jax.models import attention
 from realm_jax.models.attention import dot_product_attention, per_sequence_attention, select_attention
 from realm_jax.models.bert import Bert, BertConfig, initializer
-from realm_jax.models.inputs import Documents, Joint, document_segments, join
-from realm_jax.models.realm import Realm, flatten_joint
+from realm_jax.models.inputs import Documents, ReaderInput, document_segments, reader_inputs
+from realm_jax.models.realm import Realm, flatten_passages
 from realm_jax.models.weights import networks
 
 BATCH = 3
@@ -48,11 +48,11 @@ def documents() -> Documents:
     return document_rows([(random_words(rng, title), random_words(rng, body)) for title, body in sizes])
 
 
-def joint() -> Joint:
+def joint() -> ReaderInput:
     """Each query joined with one passage."""
     query = queries()
-    whole = join(query["query"], query["query_length"], Documents(*(part[:, None] for part in documents())))
-    return Joint(*map(np.asarray, flatten_joint(whole)))
+    whole = reader_inputs(query["query"], query["query_length"], Documents(*(part[:, None] for part in documents())))
+    return ReaderInput(*map(np.asarray, flatten_passages(whole)))
 
 
 def noise(ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -203,7 +203,7 @@ def test_dropout_is_off_without_a_key_and_a_function_of_the_key():
 POSITIONS = np.ones((BATCH, 2), int)
 
 
-def everything(model: Realm, inputs: Joint, params):
+def everything(model: Realm, inputs: ReaderInput, params):
     """Vectors, scores, words and spans of one batch, as the tasks compute them."""
     query = queries()
     vectors = model.embed_queries(params, query["query"], query["query_length"])

@@ -185,7 +185,7 @@ def test_in_a_chain_of_edits_every_neighbour_of_a_smaller_key_goes():
 
 
 def test_a_folder_that_cannot_be_written_to_is_the_users_error(tmp_path):
-    with pytest.raises(UserError, match="cannot keep 288 bytes an article in .*absent"):
+    with pytest.raises(UserError, match="cannot keep 288 bytes per article in .*absent"):
         find_near_duplicates([], tmp_path / "absent")
 
 

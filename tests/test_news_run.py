@@ -73,4 +73,8 @@ def check_counts(data: str, made: list) -> None:
     assert counts["records"] == RECORDS and counts["articles"] == stay > 1000
     assert Counter(counts["dropped"]) + Counter(counts["damaged"]) == reasons
     sources = open_sources(data)
-    assert not sources.own_text and sources.pretraining.documents == stay and sources.passages.documents > 7000
+    assert (
+        not sources.pretraining_is_corpus
+        and sources.pretraining.documents == stay
+        and sources.passages.documents > 7000
+    )

@@ -226,7 +226,9 @@ def test_a_split_without_questions_is_told(tmp_path):
 
 def test_a_pattern_that_does_not_compile_is_refused(tmp_path):
     folder = curated_trec(tmp_path / "manual", ("4", "who is number 3", "("))
-    with pytest.raises(UserError, match=r"large2470-train\.tsv:4: '\(' is no regular expression .*correct the pattern"):
+    with pytest.raises(
+        UserError, match=r"large2470-train\.tsv:4: '\(' is not a regular expression .*correct the pattern"
+    ):
         build("curated_trec", folder)
 
 

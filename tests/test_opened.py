@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from realm_jax.train.checkpoints import Saved
-from realm_jax.train.opened import CachedCheckpoint
+from realm_jax.train.cached_checkpoint import CachedCheckpoint
+from realm_jax.train.checkpoints import SavedCheckpoint
 
 NETWORKS = ("query_embedder", "reader")
 
@@ -36,13 +36,13 @@ def no_checkpoint(monkeypatch):
 
     def forbid():
         for name in ("params", "read"):
-            monkeypatch.setattr(Saved, name, lambda *_: pytest.fail("the copy has it"))
+            monkeypatch.setattr(SavedCheckpoint, name, lambda *_: pytest.fail("the copy has it"))
 
     return forbid
 
 
 def test_the_second_reading_is_of_the_copy_and_has_the_same_bits(trained_run, cache, no_checkpoint):
-    expected = read(trained_run, Saved)
+    expected = read(trained_run, SavedCheckpoint)
     check_same(read(trained_run), expected)
     no_checkpoint()
     check_same(read(trained_run), expected)
@@ -74,7 +74,7 @@ def test_an_empty_copy_is_made_again(trained_run, cache, caplog, no_checkpoint, 
 def test_a_copy_of_another_checkpoint_is_not_looked_at(trained_run, cache):
     read(trained_run)
     folder = trained_run.workdir / "ict" / "checkpoints"
-    check_same(*(kind.newest(folder).params(NETWORKS[:1]) for kind in (CachedCheckpoint, Saved)))
+    check_same(*(kind.newest(folder).params(NETWORKS[:1]) for kind in (CachedCheckpoint, SavedCheckpoint)))
     assert len(list(cache.iterdir())) == 2
 
 

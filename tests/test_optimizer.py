@@ -7,7 +7,14 @@ import pytest
 from tiny import tiny_realm
 
 from realm_jax.train import optimizer as optimizer_module
-from realm_jax.train.optimizer import Rates, decayed, learning_rate, make_optimizer, warmup_steps, without_frozen
+from realm_jax.train.optimizer import (
+    RateScales,
+    learning_rate,
+    make_optimizer,
+    warmup_steps,
+    weight_decay_mask,
+    zero_frozen_gradients,
+)
 
 PEAK, TOTAL, WARMUP, DECAY, CLIP = 0.1, 20, 3, 0.01, 1.0
 
@@ -85,7 +92,10 @@ def test_a_warm_up_of_zero_takes_the_rule():
 
 def test_biases_and_layer_norms_do_not_decay_and_all_matrices_do():
     params = jax.eval_shape(tiny_realm().init, jax.random.key(0))
-    flags = {jax.tree_util.keystr(path): flag for path, flag in jax.tree_util.tree_leaves_with_path(decayed(params))}
+    flags = {
+        jax.tree_util.keystr(path): flag
+        for path, flag in jax.tree_util.tree_leaves_with_path(weight_decay_mask(params))
+    }
     shapes = {jax.tree_util.keystr(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(params)}
     assert flags == {name: len(shape) == 2 for name, shape in shapes.items()}
     assert not flags["['reader']['mlm_bias']"] and not flags["['reader']['span_norm']['scale']"]
@@ -118,8 +128,8 @@ def test_parts_of_the_model_move_at_rates_of_their_own_and_frozen_words_stay():
         "reader": {"bert": bert, "span_score": {"kernel": jnp.ones((2, 1))}},
         "query_embedder": {"bert": jax.tree.map(jnp.copy, bert), "pooler": {"kernel": jnp.ones((2, 2))}},
     }
-    rates = Rates(retriever=0.1, heads=5.0, words=False)
-    gradients = without_frozen(jax.tree.map(jnp.ones_like, params), rates)
+    rates = RateScales(retriever=0.1, heads=5.0, words=False)
+    gradients = zero_frozen_gradients(jax.tree.map(jnp.ones_like, params), rates)
     assert not gradients["reader"]["bert"]["words"]["embedding"].any()
     optimizer = make_optimizer(0.1, 100, 1, rates=rates, bias_correction=True)
     state = optimizer.init(params)

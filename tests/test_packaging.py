@@ -91,10 +91,10 @@ def test_every_config_is_found_by_its_name_far_from_the_checkout(installed, tmp_
     configs = sorted(path.stem for path in (ROOT / "configs").glob("*.py"))
     program = (
         "from realm_jax import recipes, config\n"
-        "from realm_jax.cli import ablate, flags\n"
+        "from realm_jax.cli import ablate, config_flags\n"
         "for name in recipes.config_names():\n"
         "    like = ablate._like if name == 'ablations' else config.default_like\n"
-        "    print(name, flags.load_config(name, [], config.default, like=like).get('tasks', 'rows'))"
+        "    print(name, config_flags.load_config(name, [], config.default, like=like).get('tasks', 'rows'))"
     )
     found = dict(line.split() for line in run_installed(installed, tmp_path, "-c", program).splitlines())
     assert sorted(found) == configs and {"real_text", "quickstart", "tagger", "ablations"} <= {*configs}

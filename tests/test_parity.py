@@ -17,7 +17,7 @@ from tiny import VOCABULARY, loud_params, random_words, tiny_realm
 from weight_folders import assert_same_bits, save_network
 
 from realm_jax.models.bert import Bert, BertConfig
-from realm_jax.models.inputs import Joint
+from realm_jax.models.inputs import ReaderInput
 from realm_jax.models.likelihood import masked_word_marginal, orqa_loss
 from realm_jax.models.reader import Reader
 from realm_jax.models.realm import Params, Realm
@@ -263,7 +263,7 @@ def read_targets(params: Params, inputs: Batch, positions: np.ndarray, targets: 
     rows, count, length = inputs.ids.shape
     flat = (jnp.asarray(array).reshape(rows * count, length) for array in inputs.ours)
     lengths = jnp.asarray(inputs.mask.sum(-1).reshape(-1))
-    joint = Joint(*flat, lengths, lengths)
+    joint = ReaderInput(*flat, lengths, lengths)
     tiled = (jnp.asarray(np.repeat(array, count, axis=0)) for array in (positions, targets))
     found = MODEL.read_targets(params, joint, *tiled)
     return tuple(x.reshape(rows, count, -1) for x in found)  # type: ignore[return-value]

@@ -16,7 +16,7 @@ from realm_jax.cli.plan import abstract_arguments
 from realm_jax.config import default
 from realm_jax.data.sources import open_sources
 from realm_jax.flops import Tower, embedding_flops, memory, peak
-from realm_jax.run import bare_run, make_run
+from realm_jax.run import abstract_run, make_run
 from realm_jax.tasks import make_task
 from realm_jax.tasks.qa_examples import positive_examples
 from realm_jax.train.step import make_step
@@ -44,7 +44,7 @@ def test_shapes_of_a_question_beside_its_positive_passage(people, titles):
     sources = open_sources(people)
     task = make_task("qa", make_run(config, Path("."), sources, jax.devices()[:1]))
     asked = sources.questions["train"][:1]
-    examples = positive_examples(asked, [0], sources.passages, sources.wordpiece, task.run.lengths, titles)
+    examples = positive_examples(asked, [0], sources.passages, sources.tokenizer, task.run.lengths, titles)
     example = examples.make(0, np.random.default_rng(0))
     wanted = task.array_shapes()
     assert {name: (np.shape(value), np.asarray(value).dtype) for name, value in example.items()} == {
@@ -57,7 +57,7 @@ def test_a_step_of_every_objective_can_be_planned(task, changes):
     """Of abstract arrays alone: with an index where it retrieves, and a joint where one comes with a batch."""
     config = tiny_config(Path("-"))
     config[task].update(changes)
-    run = bare_run(config, Path("."), 1000, 300, jax.devices()[:1])
+    run = abstract_run(config, Path("."), 1000, 300, jax.devices()[:1])
     made = jax.eval_shape(make_step(run, make_task(task, run)), *abstract_arguments(run, task))
     assert "loss" in str(jax.tree.structure(made))
 
@@ -72,7 +72,7 @@ def test_operations_of_a_tower_by_hand():
 
 
 def step_flops(config, task: str, rows: int) -> dict[str, float]:
-    return make_task(task, bare_run(config, Path("."), rows, 30_522, jax.devices()[:1])).flops()
+    return make_task(task, abstract_run(config, Path("."), rows, 30_522, jax.devices()[:1])).flops()
 
 
 def test_operations_of_a_step_of_the_paper_s_size():

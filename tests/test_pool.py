@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from realm_jax.corpora.pool import SENDING_SECONDS, map_in_order
+from realm_jax.corpora.pool import SENDING_SECONDS, ordered_parallel_map
 
 MANY = 32 << 20  # bytes of a result that takes a while to be sent
 
@@ -15,7 +15,7 @@ def large(number: int) -> bytes:
 
 
 def test_results_come_in_the_order_of_the_batches():
-    found = [result[0] for result in map_in_order(large, range(6), 2)]
+    found = [result[0] for result in ordered_parallel_map(large, range(6), 2)]
     assert found == list(range(6))
 
 
@@ -30,7 +30,7 @@ def long_after_three(number: int) -> int:
 def test_a_fault_does_not_wait_for_the_batches_that_other_workers_are_at():
     began = None
     with pytest.raises(ValueError, match="three is damaged"):
-        for _ in map_in_order(long_after_three, range(100), 3):
+        for _ in ordered_parallel_map(long_after_three, range(100), 3):
             began = began or time.monotonic()  # workers are up
     assert began is not None and time.monotonic() - began < 0.8 * SENDING_SECONDS
 
@@ -38,7 +38,7 @@ def test_a_fault_does_not_wait_for_the_batches_that_other_workers_are_at():
 @pytest.mark.parametrize("results", range(3))
 def test_workers_that_are_sending_a_result_do_not_hold_up_the_end(results):
     """Half a result in the pipe of a worker that was killed made the parent wait for the other half for ever."""
-    made = map_in_order(large, range(100), 2)
+    made = ordered_parallel_map(large, range(100), 2)
     for _ in range(results + 1):
         next(made)
     closing = threading.Thread(target=made.close, daemon=True)

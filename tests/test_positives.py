@@ -5,13 +5,13 @@ import pytest
 from tiny_run import write_lines
 
 from realm_jax.cli.prepare import prepare
-from realm_jax.data.examples import Examples, Found, Lengths, occurs
+from realm_jax.data.examples import Bm25Hits, Examples, Lengths, contains_items
 from realm_jax.data.jsonl import Question
-from realm_jax.data.pipeline import ROUND, WINDOW, dataset
+from realm_jax.data.pipeline import LENGTH_MULTIPLE, WINDOW, dataset
 from realm_jax.data.sources import open_sources
 from realm_jax.tasks import qa_examples
 from realm_jax.tasks.qa import Qa
-from realm_jax.tasks.qa_examples import NONE, first_row, gold_row, positive_examples, with_found
+from realm_jax.tasks.qa_examples import NO_ROW, first_row_with_answer, gold_row, positive_examples, with_bm25_hits
 
 LENGTHS = Lengths(query=24, document=64, predictions=4, answers=2, span_width=4)
 FILLER = " It was a quiet life by the sea, and many people of the town remembered it well. "
@@ -37,59 +37,59 @@ def rows_of(sources, name):
 
 
 def test_the_gold_row_holds_an_answer_and_most_of_the_question(sources):
-    store, wordpiece = sources.passages, sources.wordpiece
+    store, tokenizer = sources.passages, sources.tokenizer
     holding = [row for row in rows_of(sources, "long") if "London" in store.text(row)]
     assert len(holding) >= 2 and len(rows_of(sources, "long")) > len(holding)
     born = Question("where was Ada born", ["London"], "long")
     engine = Question("where stood the engine", ["Paris", "London"], "long")
-    assert gold_row(store, born, wordpiece, LENGTHS) == next(r for r in holding if "born" in store.text(r))
-    assert gold_row(store, engine, wordpiece, LENGTHS) == next(r for r in holding if "engine" in store.text(r))
+    assert gold_row(store, born, tokenizer, LENGTHS) == next(r for r in holding if "born" in store.text(r))
+    assert gold_row(store, engine, tokenizer, LENGTHS) == next(r for r in holding if "engine" in store.text(r))
 
 
 def test_the_answers_of_a_question_are_encoded_once(sources, monkeypatch):
     calls, encode = [], qa_examples.answer_pieces
     monkeypatch.setattr(qa_examples, "answer_pieces", lambda *given: calls.append(given) or encode(*given))
     assert len(rows_of(sources, "long")) > 1
-    gold_row(sources.passages, Question("where was Ada born", ["London"], "long"), sources.wordpiece, LENGTHS)
+    gold_row(sources.passages, Question("where was Ada born", ["London"], "long"), sources.tokenizer, LENGTHS)
     assert len(calls) == 1
 
 
 @pytest.mark.parametrize("gold, answers", [("short", ["London"]), (None, ["Trier"]), ("absent", ["Trier"])])
 def test_there_may_be_no_gold_row(sources, gold, answers):
-    assert gold_row(sources.passages, Question("where", answers, gold), sources.wordpiece, LENGTHS) == NONE
+    assert gold_row(sources.passages, Question("where", answers, gold), sources.tokenizer, LENGTHS) == NO_ROW
 
 
 def test_without_a_gold_document_the_first_retrieved_row_with_an_answer_counts(sources):
-    store, wordpiece = sources.passages, sources.wordpiece
+    store, tokenizer = sources.passages, sources.tokenizer
     short, other = rows_of(sources, "short")[0], rows_of(sources, "other")[0]
     question = Question("where", ["London"])
-    assert first_row(store, question, [-1, short, other], wordpiece, LENGTHS) == other
-    assert first_row(store, question, [short], wordpiece, LENGTHS) == NONE
+    assert first_row_with_answer(store, question, [-1, short, other], tokenizer, LENGTHS) == other
+    assert first_row_with_answer(store, question, [short], tokenizer, LENGTHS) == NO_ROW
 
 
 def test_pieces_are_found_on_their_own_borders_alone():
     text = np.array([0x0102, 0x0201], np.uint16).tobytes()
-    assert occurs(text, np.array([0x0201], np.uint16).tobytes(), 2)
-    assert not occurs(text, text[1:3], 2)
+    assert contains_items(text, np.array([0x0201], np.uint16).tobytes(), 2)
+    assert not contains_items(text, text[1:3], 2)
 
 
 def examples_of(sources, titles=True):
     store = sources.passages
     questions = [Question(f"where was it {'again ' * (row % 4)}", ["London"]) for row in range(len(store))]
-    return positive_examples(questions, range(len(store)), store, sources.wordpiece, LENGTHS, titles), questions
+    return positive_examples(questions, range(len(store)), store, sources.tokenizer, LENGTHS, titles), questions
 
 
 @pytest.mark.parametrize("titles", [True, False])
 def test_the_joint_has_question_and_passage_and_its_length_is_known_beforehand(sources, titles):
     examples, questions = examples_of(sources, titles)
-    store, wordpiece = sources.passages, sources.wordpiece
+    store, tokenizer = sources.passages, sources.tokenizer
     for row in range(len(store)):
         arrays = examples.make(row, np.random.default_rng(0))
         used, start = int(arrays["joint_length"]), int(arrays["body_start"])
         assert used == examples.lengths[row] and not arrays["joint"][used:].any()
         body = store.body_tokens(row)
         np.testing.assert_array_equal(arrays["joint"][start : start + len(body)], body)
-        before = wordpiece.decode(arrays["joint"][:start].tolist())
+        before = tokenizer.decode(arrays["joint"][:start].tolist())
         assert questions[row].question.split()[0] in before and (store.title(row) in before) == titles
 
 
@@ -98,13 +98,13 @@ def epoch_of(sources, size: int) -> Examples:
     store, total = sources.passages, size * WINDOW
     questions = [Question(f"where was it {'again ' * (number % 5)}", ["London"]) for number in range(total)]
     rows = [number % len(store) for number in range(total)]
-    examples = positive_examples(questions, rows, store, sources.wordpiece, LENGTHS, True)
+    examples = positive_examples(questions, rows, store, sources.tokenizer, LENGTHS, True)
     return examples._replace(make=lambda number, rng: examples.make(number, rng) | {"number": np.int32(number)})
 
 
 def width_for(length: int) -> int:
     """What a joint of that many pieces is padded to."""
-    return -(-int(length) // ROUND) * ROUND
+    return -(-int(length) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
 
 
 def test_batches_hold_every_example_once_an_epoch_and_those_of_like_lengths_together(sources):
@@ -123,11 +123,11 @@ def test_batches_hold_every_example_once_an_epoch_and_those_of_like_lengths_toge
 def test_examples_with_a_list_of_passages_are_batched_by_length_as_without(sources):
     examples = epoch_of(sources, 2)
     listed = np.arange(2 * examples.total).reshape(examples.total, 2)
-    found = with_found(examples, Found(listed.astype(np.int32), listed.astype(np.float32)))
+    found = with_bm25_hits(examples, Bm25Hits(listed.astype(np.int32), listed.astype(np.float32)))
     plain, both = dataset(examples, 5, Qa.stream, 2), dataset(found, 5, Qa.stream, 2)
     for step in range(WINDOW):
         assert both[step]["joint"].shape == plain[step]["joint"].shape
-        np.testing.assert_array_equal(both[step]["word_rows"], listed[plain[step]["number"]])
+        np.testing.assert_array_equal(both[step]["bm25_rows"], listed[plain[step]["number"]])
 
 
 def test_a_batch_is_the_same_wherever_a_run_begins_and_however_many_processes_share_it(sources):

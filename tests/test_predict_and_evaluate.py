@@ -23,7 +23,7 @@ from realm_jax.eval.answers import exact_match
 from realm_jax.eval.metrics import compare
 from realm_jax.eval.prediction_files import settings_file
 from realm_jax.train import trained_run
-from realm_jax.train.trained_run import open_run_to_ask, restore
+from realm_jax.train.trained_run import open_run_for_inference, restore
 
 UNANSWERED = {"question": "Who built it?", "id": "extra"}
 THEIRS = {"question": "Who?", "prediction": "she", "answers": ["she"]}  # a line of another system
@@ -50,7 +50,7 @@ def predicted(trained_run, asked, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(trained_run):
-    return restore(open_run_to_ask(trained_run.workdir))
+    return restore(open_run_for_inference(trained_run.workdir))
 
 
 @pytest.fixture
@@ -199,7 +199,7 @@ def test_another_run_question_or_setting_is_refused(predict_to, predicted, quick
         assert reason in last_line(capsys)
     theirs = write_lines(tmp_path / "theirs.jsonl", [UNANSWERED])
     assert predict_to(theirs) == 2
-    assert "theirs.jsonl: is no file of `realm predict`" in last_line(capsys)
+    assert "theirs.jsonl: is not a file of `realm predict`" in last_line(capsys)
     assert predicted.read_bytes() == before and not quick
 
 
@@ -272,7 +272,7 @@ def test_an_earlier_task_can_be_measured(trained_run, capsys):
     assert run("evaluate", f"--workdir={trained_run.workdir}", "--task=ict", "--json", "--no-bm25") == 0
     out, err = capsys.readouterr()
     found, recorded = json.loads(out), records(trained_run.workdir / "ict" / "evaluations.jsonl")
-    assert found["task"] == "ict" and "span head that qa did not train" in err
+    assert found["task"] == "ict" and "span head that was not fine-tuned" in err
     assert found["measures"]["recall@5"]["value"] == recorded[-1]["recall@5"], "what training measured at its end"
 
 
@@ -298,7 +298,7 @@ def test_gold_passages_that_are_not_there_and_questions_that_are_cut_are_warned_
     out, err = capsys.readouterr()
     assert json.loads(out)["measures"]["recall@5"] == {"value": 0, "low": None, "high": None, "questions": 1}
     assert "1 gold passages, such as 'elsewhere'" in err
-    assert "1 questions are longer than the 14 word pieces" in err
+    assert "1 questions are longer than the 14 tokens" in err
 
 
 def test_patterns_are_measured_in_both_senses(measured, quick, tmp_path):
@@ -386,7 +386,7 @@ def test_an_empty_argument_is_not_taken_for_an_absent_one(flag, capsys):
     with pytest.raises(SystemExit, match="2"):
         cli.main(["evaluate", flag])
     name = flag.removesuffix("=") or "FILE"
-    assert f"argument {name}: it is empty; give a value or leave the flag out" in capsys.readouterr().err
+    assert f"argument {name}: is empty; give a value or omit the flag" in capsys.readouterr().err
 
 
 def test_what_is_in_files_is_fixed(capsys):
@@ -415,8 +415,8 @@ def test_predictions_of_others_are_looked_at_before_they_are_measured(tmp_path, 
 
 
 def test_a_corpus_has_no_more_passages_to_read_than_it_has(monkeypatch):
-    monkeypatch.setattr(trained_run, "newest", lambda *_: ("qa", None))
-    small = SimpleNamespace(answering=SimpleNamespace(qa_passages=5), setting=SimpleNamespace(rows=3))
+    monkeypatch.setattr(trained_run, "latest_checkpoint", lambda *_: ("qa", None))
+    small = SimpleNamespace(question_context=SimpleNamespace(qa_passages=5), context=SimpleNamespace(rows=3))
     check_passages(small, Namespace(task=None, overrides=["--config.answering.retrieved=3"]))
     with pytest.raises(UserError, match="retrieved=2: fewer than the 3 that are read"):
         check_passages(small, Namespace(task=None, overrides=["--config.answering.retrieved=2"]))
@@ -433,7 +433,7 @@ def test_a_corpus_has_no_more_passages_to_read_than_it_has(monkeypatch):
     ],
 )
 def test_what_is_said_about_passages_does_nothing_without_passages(monkeypatch, given, refused):
-    monkeypatch.setattr(trained_run, "newest", lambda *_: ("closed_book", None))
+    monkeypatch.setattr(trained_run, "latest_checkpoint", lambda *_: ("closed_book", None))
     args, opened = Namespace(**{"task": None, "overrides": []} | given), SimpleNamespace(workdir="runs/mine")
     if refused is None:
         check_passages(opened, args)

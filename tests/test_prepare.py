@@ -47,9 +47,9 @@ def test_the_command_makes_a_folder_that_holds_everything(tmp_path, passages, qu
     assert cli.main(command.split()) == 0
     manifest = json.loads((data / "PREPARED.json").read_text())
     store = PassageStore.open(data / "passages")
-    wordpiece = WordPiece.load(data / "tokenizer")
+    tokenizer = WordPiece.load(data / "tokenizer")
     assert manifest["format_version"] == 2 and manifest["limit"] == store.limit == 288
-    assert manifest["tokenizer"] == store.tokenizer_fingerprint == wordpiece.fingerprint
+    assert manifest["tokenizer"] == store.tokenizer_fingerprint == tokenizer.fingerprint
     assert manifest["passages"] == {"rows": 3, "documents": 3, "fingerprint": store.fingerprint}
     assert manifest["pretraining"] is None and not (data / "pretraining").exists()
     assert manifest["questions"] == {"train": 3, "dev": 1}
@@ -126,7 +126,7 @@ def test_an_existing_folder_is_never_overwritten(tmp_path, passages, questions):
     with pytest.raises(UserError, match="prepared with other passages"):
         prepare(passages, data, questions=[questions], vocabulary_size=300)
     (tmp_path / "mine").mkdir()
-    with pytest.raises(UserError, match="mine exists and is no prepared folder; choose another --output"):
+    with pytest.raises(UserError, match="mine exists and is not a prepared folder; choose another --output"):
         prepare(passages, tmp_path / "mine")
 
 
@@ -201,8 +201,8 @@ def model_folder(folder: Path, place: str = ".", **files: object) -> Path:
 )
 def test_capitals_are_kept_where_the_tokenizer_of_the_model_keeps_them(tmp_path, passages, files, piece):
     prepare(passages, tmp_path / "data", vocab=model_folder(tmp_path / "model", **files))
-    wordpiece = WordPiece.load(tmp_path / "data" / "tokenizer")
-    assert wordpiece.pieces(wordpiece.encode("Paris").ids) == [piece]
+    tokenizer = WordPiece.load(tmp_path / "data" / "tokenizer")
+    assert tokenizer.pieces(tokenizer.encode("Paris").ids) == [piece]
 
 
 def test_a_vocabulary_that_is_named_itself_is_read_as_the_tokenizer_beside_it_says(tmp_path, passages, caplog):
@@ -266,7 +266,7 @@ def test_a_pipe_is_refused_since_it_can_be_read_once_only(tmp_path, passages, as
     inputs = {"passages": passages} | {as_what: f"/dev/fd/{reader}"}
     if as_what == "questions":
         inputs["questions"] = [f"train=/dev/fd/{reader}"]
-    with pytest.raises(UserError, match=rf"^/dev/fd/{reader} is no regular file, .*; save it to one and name that$"):
+    with pytest.raises(UserError, match=rf"^/dev/fd/{reader} is not a regular file, .*; save it to one and name that$"):
         prepare(output=tmp_path / "data", **inputs)
     os.close(reader)
 
@@ -371,9 +371,9 @@ def test_samples_of_questions_come_in_the_order_of_their_files(tmp_path, passage
 def test_a_vocabulary_is_learned_from_a_part_of_large_texts(tmp_path, passages, monkeypatch):
     monkeypatch.setattr(job, "LEARN_FROM", 100)  # the three texts have 240 characters: every third is taken
     prepare(passages, tmp_path / "data", vocabulary_size=400)
-    wordpiece = WordPiece.load(tmp_path / "data" / "tokenizer")
-    assert wordpiece.pieces(wordpiece.encode("Paris").ids) == ["paris"]
-    assert wordpiece.pieces(wordpiece.encode("Norway").ids) != ["norway"]
+    tokenizer = WordPiece.load(tmp_path / "data" / "tokenizer")
+    assert tokenizer.pieces(tokenizer.encode("Paris").ids) == ["paris"]
+    assert tokenizer.pieces(tokenizer.encode("Norway").ids) != ["norway"]
 
 
 def test_a_full_disk_is_the_users_error_and_what_is_there_is_gone_on_with(tmp_path, passages, monkeypatch):
@@ -382,7 +382,7 @@ def test_a_full_disk_is_the_users_error_and_what_is_there_is_gone_on_with(tmp_pa
 
     with monkeypatch.context() as patch:
         patch.setattr(job, "pack_shard", full)
-        with pytest.raises(UserError, match="the disk of .* is full; make room and repeat the command to go on"):
+        with pytest.raises(UserError, match="the disk of .* is full; make room and run the command again to resume"):
             prepare(passages, tmp_path / "data", vocabulary_size=300)
     assert sorted(os.listdir(tmp_path)) == [".data.partial", "passages.jsonl"]
     with monkeypatch.context() as patch:
@@ -400,7 +400,7 @@ def test_what_was_begun_with_other_inputs_is_removed(tmp_path, passages, monkeyp
         prepare(passages, tmp_path / "data", vocabulary_size=300)
     write_lines(passages, [{"id": "new", "text": "New text."}])
     prepare(passages, tmp_path / "data", vocabulary_size=300)
-    assert "what was begun there with other inputs is removed" in caplog.text
+    assert "removing partial output of other inputs" in caplog.text
     assert PassageStore.open(tmp_path / "data" / "passages").text(0) == "New text."
 
 
@@ -526,7 +526,7 @@ def test_a_bucket_with_other_things_in_it_is_left_alone(tmp_path, passages):
     (bucket / "articles").mkdir(parents=True)
     (bucket / "articles" / "precious.jsonl").write_bytes(passages.read_bytes())
     before = digests(bucket)
-    with pytest.raises(UserError, match="exists and is no prepared folder"):
+    with pytest.raises(UserError, match="exists and is not a prepared folder"):
         prepare(
             bucket / "articles" / "precious.jsonl",
             f"file://{bucket}",
@@ -571,7 +571,7 @@ def test_what_is_finished_stays_after_a_late_fault(tmp_path, passages, monkeypat
 def test_a_command_that_lost_its_bucket_to_another_says_so(tmp_path, passages, monkeypatch):
     pytest.importorskip("apache_beam")
     url, options = f"file://{tmp_path}/bucket", {"vocabulary_size": 100, "beam": "--runner=DirectRunner"}
-    check, calls = job.check_claim, []
+    check, calls = job.check_owner, []
 
     def other_first(root: str, claim: str) -> None:
         if not calls:
@@ -579,8 +579,8 @@ def test_a_command_that_lost_its_bucket_to_another_says_so(tmp_path, passages, m
             prepare(passages, url, **options)
         check(root, claim)
 
-    monkeypatch.setattr(job, "check_claim", other_first)
-    with pytest.raises(UserError, match="another command works there now"):
+    monkeypatch.setattr(job, "check_owner", other_first)
+    with pytest.raises(UserError, match="another command is writing there"):
         prepare(passages, url, **options)
     assert PassageStore.open(tmp_path / "bucket" / "passages").documents == 3
 

@@ -19,8 +19,8 @@ from realm_jax.recipes import quickstart
 from realm_jax.storage import read_json
 from realm_jax.train.checkpoints import saved_folders
 from realm_jax.train.metrics import TIMES, read_lines
-from realm_jax.train.opening import reopen_run
 from realm_jax.train.restore import restore_params
+from realm_jax.train.run_setup import load_run
 
 
 def tiny_flags(data, **changes):
@@ -45,7 +45,7 @@ def alone(people, tmp_path_factory):
 
 def assert_nearly_same(one, other):
     """Other collectives add up in another order; nothing else may differ."""
-    runs = [reopen_run(workdir) for workdir in (one, other)]
+    runs = [load_run(workdir) for workdir in (one, other)]
     for task in ("ict", "realm", "qa"):
         final = [restore_params(run, task) for run in runs]
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), *final)
@@ -126,7 +126,7 @@ def test_one_process_that_is_told_to_stop_while_all_wait_for_an_index_stops_all(
     until(lambda: (tmp_path / "run" / "exports" / "0" / "EXPORT.json").exists(), 200.0)
     started[1].send_signal(signal.SIGTERM)
     outputs = finish(started, code=75)
-    assert all("saved realm at step 0; repeat the command to go on" in output for output in outputs)
+    assert all("saved realm at step 0; run the command again to resume" in output for output in outputs)
 
 
 @pytest.mark.nightly

@@ -13,7 +13,7 @@ from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.models.encoder import LOG_TEMPERATURE
 from realm_jax.run import make_run
-from realm_jax.train.optimizer import decayed
+from realm_jax.train.optimizer import weight_decay_mask
 from realm_jax.train.projection import FILE, principal_components
 from realm_jax.train.recipe import starting_params
 
@@ -84,6 +84,6 @@ def test_a_temperature_divides_the_queries_and_is_learned_without_decay():
     rest = {name: value for name, value in own["query_embedder"].items() if name != LOG_TEMPERATURE}
     jax.tree.map(np.testing.assert_array_equal, own | {"query_embedder": rest}, params)
     assert learned.current_temperature(own) == pytest.approx(0.05)
-    assert not decayed(own)["query_embedder"][LOG_TEMPERATURE]
+    assert not weight_decay_mask(own)["query_embedder"][LOG_TEMPERATURE]
     gradient = jax.jit(jax.grad(lambda p: jnp.abs(learned.embed_queries(p, *rows)).sum()))(own)
     assert gradient["query_embedder"][LOG_TEMPERATURE] < 0  # a higher temperature makes scores smaller

@@ -14,7 +14,7 @@ from realm_jax.data import encyclopedia
 from realm_jax.errors import UserError
 from realm_jax.run import make_run
 from realm_jax.storage import read_json
-from realm_jax.train import opening
+from realm_jax.train import run_setup
 from realm_jax.train.metrics import read_lines
 
 SIZES = {
@@ -34,7 +34,7 @@ SIZES = {
 @pytest.fixture(scope="module", autouse=True)
 def one_device():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(opening, "make_run", partial(make_run, devices=jax.devices()[:1]))
+        patch.setattr(run_setup, "make_run", partial(make_run, devices=jax.devices()[:1]))
         yield
 
 
@@ -177,7 +177,7 @@ def test_data_that_are_there_are_used_again_and_never_for_other_settings(tmp_pat
     job.make_data(tmp_path, 20, seed=0)
     assert state_of(tmp_path) == before
     assert "nothing to do" in capsys.readouterr().out
-    with pytest.raises(UserError, match=f"{tmp_path}/text was made with entities=20, not 21; ask for the same, or for"):
+    with pytest.raises(UserError, match=f"{tmp_path}/text was made with entities=20, not 21; use the same value, or"):
         job.make_data(tmp_path, 21, seed=0)
     with pytest.raises(UserError, match="was made with seed=0, not 1"):
         job.make_data(tmp_path, 20, seed=1)

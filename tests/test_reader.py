@@ -21,9 +21,9 @@ from realm_jax.storage import read_json
 from realm_jax.tasks import make_task
 from realm_jax.tasks.realm import Realm
 from realm_jax.train.loop import train_task
-from realm_jax.train.opening import open_run
 from realm_jax.train.recipe import starting_params, train
 from realm_jax.train.restore import restore_params
+from realm_jax.train.run_setup import open_run
 
 WIDE = "layers=2,width=24,heads=3,feed_forward=40"
 
@@ -130,8 +130,8 @@ def letters(tokens, places):
 @pytest.mark.parametrize("masking", ["salient", "random_span", "uniform"])
 def test_the_retriever_s_query_hides_the_same_characters(both, tmp_path, masking):
     run = open_config(config_of(both, "realm", model__reader=OWN, data__masking=masking), tmp_path)
-    wordpiece = run.sources.for_reader.wordpiece
-    examples, own = Realm(run).examples({}, None), run.sources.wordpiece
+    tokenizer = run.sources.for_reader.tokenizer
+    examples, own = Realm(run).examples({}, None), run.sources.tokenizer
     for number in range(examples.total):
         example = examples.make(number, np.random.default_rng(number))
         row, read = int(example["own_row"]), example["reader_query"][1 : example["reader_query_length"] - 1]
@@ -141,13 +141,13 @@ def test_the_retriever_s_query_hides_the_same_characters(both, tmp_path, masking
         text, offsets = run.sources.passages.text(row), own.offsets_of(run.sources.passages.text(row), body)
         whole = text[offsets[first[0], 0] : offsets[first[1] - 1, 1]]
         hidden, searched = own.tokens([whole])[0], example["query"][1 : example["query_length"] - 1]
-        tokens, places = wordpiece.tokens([whole])[0], example["positions"][example["weights"] > 0] - 1
+        tokens, places = tokenizer.tokens([whole])[0], example["positions"][example["weights"] > 0] - 1
         assert tokens.ids[places].tolist() == example["targets"][: len(places)].tolist()
         answers = letters(tokens, places)
         seen = letters(hidden, np.flatnonzero(searched != own.mask_id))
         assert seen and not answers & seen
         if masking == "salient":
-            assert (read == wordpiece.mask_id).sum() == len(places)
+            assert (read == tokenizer.mask_id).sum() == len(places)
             assert seen == {c for c in range(len(whole)) if not whole[c].isspace()} - answers
 
 
@@ -157,7 +157,7 @@ def test_words_that_are_left_are_looked_for_in_the_same_rows(both, tmp_path):
     assert {name: np.shape(value) for name, value in example.items()} == {
         name: shape for name, (shape, _) in task.array_shapes().items()
     }
-    assert int(example["own_row"]) not in example["word_rows"] and (example["word_rows"] >= 0).any()
+    assert int(example["own_row"]) not in example["bm25_rows"] and (example["bm25_rows"] >= 0).any()
 
 
 def test_a_builder_needs_the_retriever_s_tokens_alone(both, tmp_path):
@@ -172,9 +172,9 @@ def own(quick_programs, both, tmp_path_factory):
 
 
 def test_every_task_learns_and_answers_with_two_tokenizers(own, both, tmp_path, capsys):
-    assert own.model.bert.vocabulary_size == own.sources.wordpiece.size != READER_SIZE
+    assert own.model.bert.vocabulary_size == own.sources.tokenizer.size != READER_SIZE
     assert own.model.reader.bert.vocabulary_size == READER_SIZE
-    assert read_json(own.workdir / "data.json")["reader"] == own.sources.reader.wordpiece.fingerprint
+    assert read_json(own.workdir / "data.json")["reader"] == own.sources.reader.tokenizer.fingerprint
     ask(own.workdir, capsys)
     workdir = f"--workdir={own.workdir}"
     for what in ("[Ada] Almgren was born (1800).", "Ada Almgren was born (___).", question(2)["question"]):
@@ -191,8 +191,8 @@ def test_an_answer_is_found_in_the_reader_s_tokens(own):
     examples = make_task("qa", own).examples({}, None)
     made = [examples.make(number, np.random.default_rng(0)) for number in range(8)]
     batch = put_batch(own.mesh, {name: np.stack([one[name] for one in made]) for name in made[0]})
-    setting = dataclasses.replace(own.setting, qa_passages=len(PEOPLE))
-    read = read_question(setting, own.initial_params(), batch, index, None, len(PEOPLE), len(PEOPLE))
+    context = dataclasses.replace(own.context, qa_passages=len(PEOPLE))
+    read = read_question(context, own.initial_params(), batch, index, None, len(PEOPLE), len(PEOPLE))
     rows, correct = np.asarray(read.reading.rows), np.asarray(read.correct)
     for number in range(8):
         right = rows[number][correct[number].any(axis=(1, 2))]

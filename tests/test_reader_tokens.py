@@ -21,22 +21,22 @@ def both(tmp_path_factory):
     return prepare_for_two(tmp_path_factory.mktemp("both"))
 
 
-def characters(store, wordpiece, row, ranges):
+def characters(store, tokenizer, row, ranges):
     """Ranges of tokens of a row's body as strings."""
-    offsets, text = wordpiece.offsets_of(store.text(row), store.body_tokens(row)), store.text(row)
+    offsets, text = tokenizer.offsets_of(store.text(row), store.body_tokens(row)), store.text(row)
     return [text[offsets[start, 0] : offsets[end - 1, 1]] for start, end in ranges]
 
 
 def test_the_second_store_has_the_same_rows_sentences_and_spans(both):
     sources = open_sources(both, reader=True)
-    wordpiece, store, text = sources.for_reader
-    assert text is store and sources.own_text and isinstance(sources.wordpiece, WordPiece)
-    assert wordpiece.size == READER_SIZE and store.tokenizer_fingerprint == wordpiece.fingerprint
+    tokenizer, store, text = sources.for_reader
+    assert text is store and sources.pretraining_is_corpus and isinstance(sources.tokenizer, WordPiece)
+    assert tokenizer.size == READER_SIZE and store.tokenizer_fingerprint == tokenizer.fingerprint
     assert len(store) == len(sources.passages) == len(PEOPLE)
     for row in range(len(store)):
-        own, read = (sources.passages, sources.wordpiece, row), (store, wordpiece, row)
+        own, read = (sources.passages, sources.tokenizer, row), (store, tokenizer, row)
         assert store.text(row) == sources.passages.text(row) and store.title(row) == sources.passages.title(row)
-        assert store.body_tokens(row).tolist() == wordpiece.encode(store.text(row)).ids
+        assert store.body_tokens(row).tolist() == tokenizer.encode(store.text(row)).ids
         assert characters(*read, store.sentences(row)) == characters(*own, sources.passages.sentences(row))
         assert characters(*read, store.spans(row)[:, :2]) == characters(*own, sources.passages.spans(row)[:, :2])
     assert open_sources(both).reader is None and "reader" not in open_sources(both).fingerprints()
@@ -67,7 +67,7 @@ def test_a_store_that_was_edited_alone_gets_its_tokens_when_it_is_prepared_again
     remove_documents(folder / "passages", ["p3"])
     news = Article("news", "Ada Dahl", "Ada Dahl was born (1803). The house of Ada Dahl stands.")
     build_store(
-        [news], open_sources(folder).wordpiece, folder / "passages", PassageStore.open(folder / "passages").limit
+        [news], open_sources(folder).tokenizer, folder / "passages", PassageStore.open(folder / "passages").limit
     )
     with pytest.raises(UserError, match="reader: older than .*passages; bring it up to date with"):
         open_sources(folder, reader=True)

@@ -73,7 +73,7 @@ def tensors_of(network: str, parts: int = 3) -> dict[str, tuple[int, ...]]:
 def test_every_tensor_of_a_network_is_a_variable_of_its_shape(scope, network, ours, count):
     """Of BERT-base, whose shapes the released checkpoints have. A kernel is [input, output] there and here."""
     shapes = variables(scope)
-    found = tf_checkpoints.wanted(shapes, "checkpoint")
+    found = tf_checkpoints.map_variables(shapes, "checkpoint")
     assert set(found) == {network}
     assert {name: shapes[found[network][name]] for name in ours} == ours
     assert set(found[network]) - set(ours) <= {"bert.pooler.dense.weight", "bert.pooler.dense.bias"}
@@ -119,15 +119,15 @@ def test_what_is_no_parameter_of_a_network_is_passed_over(name):
 def test_other_checkpoints_are_refused():
     names = variables(BERT)
     with pytest.raises(UserError, match="here: has module/lstm/kernel, which no released checkpoint has"):
-        tf_checkpoints.wanted([*names, "module/lstm/kernel"], "here")
+        tf_checkpoints.map_variables([*names, "module/lstm/kernel"], "here")
     with pytest.raises(
         UserError, match="here: module/bert/a/kernel and module/module/bert/a/kernel are both bert.a.we"
     ):
-        tf_checkpoints.wanted([*names, "module/bert/a/kernel", "module/module/bert/a/kernel"], "here")
+        tf_checkpoints.map_variables([*names, "module/bert/a/kernel", "module/module/bert/a/kernel"], "here")
     with pytest.raises(UserError, match="here: has no bert.embeddings.word_embeddings.weight for its network; name"):
-        tf_checkpoints.wanted(["global_step"], "here")
+        tf_checkpoints.map_variables(["global_step"], "here")
     with pytest.raises(UserError, match="here: has no bert.embeddings.word_embeddings.weight for its embedder; name"):
-        tf_checkpoints.wanted([*names, "module/dense/kernel"], "here")
+        tf_checkpoints.map_variables([*names, "module/dense/kernel"], "here")
 
 
 # ---- converting

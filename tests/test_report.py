@@ -93,7 +93,7 @@ def test_the_page_leads_with_what_was_learnt():
 def test_every_part_of_a_whole_run_is_on_the_page():
     page = Balance(render_report(sample_data()))
     for expected in (
-        "REALM, retriever held still 0.47",
+        "REALM, frozen retriever 0.47",
         "Without passages 0.04",
         "Masked words alone; passages are retrieved and never named",
         "all passages embedded anew",
@@ -186,7 +186,7 @@ def test_takeaways_say_no_where_the_answer_is_no():
     data["results"]["retrieval_utility"] = -0.1
     answers = dict(takeaways(data))
     assert answers["Was it the retriever that learnt?"].startswith("Not shown")
-    assert answers["Would matching words do?"] == "They find more: BM25 0.999, REALM 0.99."
+    assert answers["Would BM25 do as well?"] == "They find more: BM25 0.999, REALM 0.99."
     assert answers["Does reading help to predict?"].startswith("No")
 
 

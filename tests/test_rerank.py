@@ -1,4 +1,4 @@
-"""The reranker: its loss, its start, what it changes for questions, and its training cut off and gone on with."""
+"""The reranker: its loss, its start, what it changes for questions, and its training cut off and resumed."""
 
 import json
 import logging
@@ -18,10 +18,10 @@ from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.eval.prediction_files import read_settings
 from realm_jax.forward import read_question
-from realm_jax.run import bare_run, put_batch
+from realm_jax.run import abstract_run, put_batch
 from realm_jax.tasks import make_task, with_networks
 from realm_jax.tasks.rerank import NAME, added
-from realm_jax.train.embedding import embed_once
+from realm_jax.train.embedding import embed_with_cache
 from realm_jax.train.recipe import train
 from realm_jax.train.restore import restore_params
 from realm_jax.train.step import make_step
@@ -63,7 +63,7 @@ def test_the_reranker_alone_learns_and_begins_with_the_reader(trained):
 def test_its_start_is_the_order_of_the_search(people, tmp_path, search):
     run = opened(people, tmp_path / "run", search)
     task, params = make_task("rerank", run), run.initial_params()
-    index, questions = run.index(embed_once(run, params)), run.sources.questions["dev"]
+    index, questions = run.index(embed_with_cache(run, params)), run.sources.questions["dev"]
     plain = Evaluator(run, questions, search).predict(params, index)
     start = Evaluator(run, questions, search, task.rerank).predict(task.start(params), index)
     for before, after in zip(plain, start, strict=True):
@@ -72,12 +72,12 @@ def test_its_start_is_the_order_of_the_search(people, tmp_path, search):
 
 def test_the_loss_is_the_cross_entropy_with_the_posterior_of_the_reader(trained):
     run, _, last = trained
-    task, index = make_task("rerank", run), run.index(embed_once(run, last))
+    task, index = make_task("rerank", run), run.index(embed_with_cache(run, last))
     batch = put_batch(run.mesh, dataset(task.examples(last, None), 0, task.stream, 8)[0])
-    read = read_question(run.setting, last, batch, index, None, CANDIDATES, CANDIDATES)
+    read = read_question(run.context, last, batch, index, None, CANDIDATES, CANDIDATES)
     loss, values = task.value(last, batch, index, None)
     documents = type(run.documents)(*(part[read.beam.rows] for part in run.documents))
-    scores = np.asarray(read.beam.scores + added(run.setting, last, batch, documents), np.float64)
+    scores = np.asarray(read.beam.scores + added(run.context, last, batch, documents), np.float64)
     spans = np.where(read.correct, np.exp(np.asarray(read.spans, np.float64)), 0.0).sum(axis=(2, 3))
     joint = np.exp(np.asarray(read.prior, np.float64)) * spans
     answered = joint.sum(axis=1) > 0
@@ -114,7 +114,7 @@ def test_parameters_after_a_kill_are_the_same(trained, people, tmp_path, monkeyp
         with pytest.raises(Cut):
             train(run)
     again = jax.tree.map(np.asarray, train(run))
-    assert "rerank: going on from step 2" in caplog.text
+    assert "rerank: resuming from step 2" in caplog.text
     jax.tree.map(np.testing.assert_array_equal, straight, again)
 
 
@@ -124,7 +124,7 @@ def test_a_step_can_be_planned_from_the_shapes_of_its_examples(people, tmp_path)
     example = task.examples(run.initial_params(), None).make(0, np.random.default_rng(0))
     found = {name: (np.shape(value), np.asarray(value).dtype) for name, value in example.items()}
     assert found == {name: (shape, np.dtype(dtype)) for name, (shape, dtype) in task.array_shapes().items()}
-    bare = with_networks(bare_run(run.config, tmp_path, 1000, 300, jax.devices()[:1]))
+    bare = with_networks(abstract_run(run.config, tmp_path, 1000, 300, jax.devices()[:1]))
     task = make_task("rerank", bare)
     made = jax.eval_shape(make_step(bare, task), *abstract_arguments(bare, "rerank"))
     assert "agreement" in str(jax.tree.structure(made))

@@ -14,8 +14,8 @@ from tiny import (  # fmt: skip
     query_rows,
     random_corpus,
     random_words,
+    tiny_context,
     tiny_realm,
-    tiny_setting,
 )
 
 from realm_jax.forward import question_beam, scores_by_place
@@ -35,7 +35,7 @@ class Bias(Network):
         return {"value": jax.random.normal(key, (1,))}
 
 
-def last_piece(setting, params, batch, documents):
+def last_piece(context, params, batch, documents):
     """Adds to each passage its last piece times a parameter: what no search knows."""
     last = jnp.take_along_axis(documents.ids, documents.lengths[..., None].astype(jnp.int32) - 2, axis=-1)[..., 0]
     return params["bias"]["value"] * last.astype(jnp.float32)
@@ -49,14 +49,14 @@ def found():
     model = dataclasses.replace(tiny_realm(), networks=(Bias(tiny_realm().bert),))
     params, batch = loud_params(model, 0), query_rows([random_words(rng, 5) for _ in range(3)])
     index = embed_corpus(model, params, corpus, 1)
-    setting = tiny_setting(one_device_mesh(), ROWS, model)
-    changed = dataclasses.replace(setting, rerank=Rerank(FIRST, "bias", last_piece))
+    context = tiny_context(one_device_mesh(), ROWS, model)
+    changed = dataclasses.replace(context, rerank=Rerank(FIRST, "bias", last_piece))
 
-    def beam(setting, value, depth=BEAM):
+    def beam(context, value, depth=BEAM):
         own = params | {"bias": {"value": jnp.float32([value])}}
-        return jax.tree.map(np.asarray, question_beam(setting, own, batch, index, None, depth)[0])
+        return jax.tree.map(np.asarray, question_beam(context, own, batch, index, None, depth)[0])
 
-    return corpus, beam(setting, 0.0), {value: beam(changed, value) for value in (0.0, 1.0)}, beam(changed, 1.0, 2)
+    return corpus, beam(context, 0.0), {value: beam(changed, value) for value in (0.0, 1.0)}, beam(changed, 1.0, 2)
 
 
 def test_nothing_added_leaves_rows_scores_and_ranks_as_they_were(found):

@@ -1,4 +1,4 @@
-"""Training with an index that another job builds, cut off and gone on with: the same bits, or a word."""
+"""Training with an index that another job builds, cut off and resumed: the same bits, or a word."""
 
 import logging
 import shutil
@@ -33,7 +33,7 @@ from realm_jax.refresh.generations import (
 from realm_jax.storage import PosixFolder
 from realm_jax.train import loop
 from realm_jax.train.built_index import BuiltIndex
-from realm_jax.train.checkpoints import Saved
+from realm_jax.train.checkpoints import SavedCheckpoint
 
 pytestmark = pytest.mark.usefixtures("quick_steps")
 
@@ -59,11 +59,11 @@ class StopWhen(Stop):
     due = staticmethod(lambda: False)
 
     @property
-    def asked(self):
+    def requested(self):
         return self.due()
 
-    @asked.setter
-    def asked(self, value):
+    @requested.setter
+    def requested(self, value):
         pass
 
 
@@ -71,7 +71,7 @@ def test_sigterm_while_waiting_saves_and_goes_on_with_the_same_bits(people, stur
     """The generation of step 2 is due at step 3, where there is nobody to build it."""
     run = open_tiny(people, tmp_path)
     with_first_generation_only(run, lambda: train_until_waiting(run, monkeypatch))
-    assert Saved.newest(run.workdir / "realm" / "checkpoints").step == 3
+    assert SavedCheckpoint.newest(run.workdir / "realm" / "checkpoints").step == 3
     with builder(run):
         assert_same(train(run), sturdy.final)
     assert adoptions(run) == adoptions(sturdy.run)
@@ -99,7 +99,7 @@ def test_a_generation_that_does_not_come_in_time_costs_no_step(people, sturdy, t
     run = open_tiny(people, tmp_path)
     with pytest.raises(UserError, match="generation of step 2, due at step 3 did not come"):
         with_first_generation_only(run, lambda: train(run), seconds=3.0)
-    assert Saved.newest(run.workdir / "realm" / "checkpoints").step == 3
+    assert SavedCheckpoint.newest(run.workdir / "realm" / "checkpoints").step == 3
     with builder(run):
         assert_same(train(run), sturdy.final)
 
@@ -114,7 +114,7 @@ def test_any_checkpoint_that_is_kept_can_be_gone_on_from(people, tmp_path, after
     seen = metrics(run)
     checkpoints = run.workdir / "realm" / "checkpoints"
     shutil.rmtree(checkpoints / "8")
-    assert Saved.newest(checkpoints).step == 6
+    assert SavedCheckpoint.newest(checkpoints).step == 6
     with builder(run):
         assert_same(train(run), final)
     assert metrics(run) == seen
@@ -136,7 +136,7 @@ def test_what_is_due_at_the_step_of_a_checkpoint_is_exported_again(people, tmp_p
         with monkeypatch.context() as patch, pytest.raises(Cut):
             patch.setattr(Exporter, "export", cut)
             train(run)
-        assert Saved.newest(run.workdir / "realm" / "checkpoints").step == 6
+        assert SavedCheckpoint.newest(run.workdir / "realm" / "checkpoints").step == 6
         assert_same(train(run), final)
     assert adoptions(run) == adoptions(quiet) == [(0, 0), (2, 2), (4, 4), (6, 6)]
 
@@ -156,8 +156,8 @@ def test_without_the_generation_and_its_export_training_goes_on_with_another(peo
     remove_export(folder, 6)
     with builder(run), caplog.at_level(logging.WARNING):
         train(run)
-    assert "going on with generation 2-" in caplog.text
-    assert "exports/4 is not there; going on with the index of step 2 until the next one is due" in caplog.text
+    assert "continuing with generation 2-" in caplog.text
+    assert "exports/4 is not there; continuing with the index of step 2 until the next one is due" in caplog.text
     assert adoptions(run)[-1] == (7, 6)
 
 

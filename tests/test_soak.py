@@ -33,8 +33,8 @@ from tiny_run import tiny_config
 from realm_jax.config import add_sections, task_names
 from realm_jax.storage import read_json
 from realm_jax.train.metrics import TIMES, read_lines
-from realm_jax.train.opening import reopen_run
 from realm_jax.train.restore import restore_params
+from realm_jax.train.run_setup import load_run
 
 pytestmark = pytest.mark.nightly
 
@@ -121,14 +121,14 @@ class Job:
 class Pair:
     """A run folder with both jobs."""
 
-    def __init__(self, data: Path, workdir: Path, setting: Setting) -> None:
+    def __init__(self, data: Path, workdir: Path, context: Setting) -> None:
         self.workdir = workdir
         workdir.mkdir()
-        given = [f"--workdir={workdir}", *flags(data, setting.changes)]
+        given = [f"--workdir={workdir}", *flags(data, context.changes)]
         train, build = ([sys.executable, small_chunks.__file__, job, *given] for job in ("train", "build-index"))
-        together = [f"--processes={setting.processes}", f"--coordinator=localhost:{free_port()}"]
-        trains = [[*train, *together, f"--process={one}"] for one in range(setting.processes)]
-        self.trainer = Job([train] if setting.processes == 1 else trains, workdir / "trainer.out")
+        together = [f"--processes={context.processes}", f"--coordinator=localhost:{free_port()}"]
+        trains = [[*train, *together, f"--process={one}"] for one in range(context.processes)]
+        self.trainer = Job([train] if context.processes == 1 else trains, workdir / "trainer.out")
         self.builder = Job([build], workdir / "builder.out")
         self.jobs = {"trainer": [self.trainer], "builder": [self.builder], "both": [self.trainer, self.builder]}
         self.until = time.monotonic() + LIMIT
@@ -289,7 +289,7 @@ class Outcome(NamedTuple):
 
 
 def outcome(workdir: Path) -> Outcome:
-    run = reopen_run(workdir)
+    run = load_run(workdir)
     names = task_names(run.config)
     checksum = hashlib.sha256()
     for name in names:

@@ -94,6 +94,6 @@ def test_the_tokens_of_a_reader_are_copied_too(disk):
     for path in data.rglob("*"):
         if path.is_file():
             open_folder(URL).write(str(path.relative_to(data)), path.read_bytes())
-    wordpiece, passages, _ = open_sources(URL, reader=True).for_reader
-    assert wordpiece.size == READER_SIZE and len(passages) == len(PEOPLE)
+    tokenizer, passages, _ = open_sources(URL, reader=True).for_reader
+    assert tokenizer.size == READER_SIZE and len(passages) == len(PEOPLE)
     assert tokenizers_of(URL) == tokenizers_of(str(data))

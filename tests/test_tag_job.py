@@ -69,12 +69,12 @@ def tagged(tagger, data, tmp_path_factory) -> Path:
 def test_a_tagged_folder_has_other_spans_and_nothing_else(tagger, trained_tagger, data, tagged):
     before, after = open_sources(data), open_sources(tagged)
     assert rows_of(after.passages) == rows_of(before.passages)
-    assert after.questions == before.questions and after.own_text
+    assert after.questions == before.questions and after.pretraining_is_corpus
     assert after.passages.fingerprint != before.passages.fingerprint
     assert set(after.passages.span_kinds) <= {"LOC", "PER", "date"} and "date" in after.passages.span_kinds
     after.passages.verify()
     store = after.passages
-    found = tag_passages(tagger, before.passages, range(len(store)), before.wordpiece)
+    found = tag_passages(tagger, before.passages, range(len(store)), before.tokenizer)
     stored = [span for row in range(len(store)) for span in store.spans(row).tolist()]
     spans = [[start, end, found.kinds.index(store.span_kinds[kind])] for start, end, kind in stored]
     assert spans == found.values.tolist() and len(spans) > len(store)
@@ -180,7 +180,7 @@ def test_of_two_equal_commands_one_works(tagger, data, tagged, tmp_path, monkeyp
     whole = job.tag_passages
 
     def again(*given, **check):
-        with pytest.raises(UserError, match="another process works there"):
+        with pytest.raises(UserError, match="another process is using it"):
             go(tagger, data, tmp_path / "out")
         return whole(*given, **check)
 
@@ -216,11 +216,11 @@ def test_sigterm_ends_while_the_folder_is_written(tagger, data, tmp_path, begun,
 
 def test_what_was_begun_otherwise_is_refused(tagger, data, tmp_path, begun):
     other = dataclasses.replace(tagger, identity="another")
-    with pytest.raises(UserError, match="was begun with other tagger"):
+    with pytest.raises(UserError, match="was started with other tagger"):
         go(other, data, tmp_path / "out")
     record = begun / "TAGS.json"
     record.write_text(json.dumps(json.loads(record.read_text()) | {"more": 1}))
-    with pytest.raises(UserError, match="was begun with other settings"):
+    with pytest.raises(UserError, match="was started with other settings"):
         go(tagger, data, tmp_path / "out")
 
 
@@ -232,7 +232,7 @@ def test_a_damaged_segment_is_named(tagger, data, tmp_path, begun, harm):
     damaged = {"flipped": content, "cut": content[:70], "empty": b"", "moved": (other / "spans.npy").read_bytes()}[harm]
     shutil.rmtree(begun / "whole")
     (segment / "spans.npy").write_bytes(damaged)
-    with pytest.raises(UserError, match="segment-00001 is damaged; remove it and repeat"):
+    with pytest.raises(UserError, match="segment-00001 is damaged; remove it and run the command again"):
         go(tagger, data, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     shutil.rmtree(segment)

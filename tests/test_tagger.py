@@ -28,7 +28,7 @@ from realm_jax.data.jsonl import Article
 from realm_jax.data.spans import DATE, Span, find_dates, with_dates
 from realm_jax.data.spans import finder as finder_called
 from realm_jax.data.store import PassageStore
-from realm_jax.data.tags import IGNORED, Cutter, Entity
+from realm_jax.data.tags import IGNORED, Entity, TaggerTokenizer
 from realm_jax.data.wordpiece import WordPiece
 from realm_jax.errors import UserError
 from realm_jax.eval.entities import entity_scores
@@ -36,9 +36,9 @@ from realm_jax.eval.tagging import PassageSpans, TextTagger, tag_passages, tag_p
 from realm_jax.models.tagger import Tagger, decode
 from realm_jax.storage import read_json
 from realm_jax.tasks.tagger import TaggerTask, annotated, default, tagger_examples, tagger_loss
-from realm_jax.train.checkpoints import Saved
+from realm_jax.train.checkpoints import SavedCheckpoint
 from realm_jax.train.metrics import read_lines
-from realm_jax.train.opening import open_run, recorded_config
+from realm_jax.train.run_setup import open_run, recorded_config
 from realm_jax.train.tagger import KINDS, finder, open_tagger, run_tagger, train
 
 
@@ -130,7 +130,7 @@ def test_nothing_found_and_nothing_to_find_score_nothing():
 
 def test_examples_hold_every_word_of_every_document_once(corpus):
     documents = open_tagged(corpus)["train"]
-    cutter = Cutter(WordPiece.train([annotated(document).text for document in documents], 200))
+    cutter = TaggerTokenizer(WordPiece.train([annotated(document).text for document in documents], 200))
     examples = tagger_examples(documents, cutter, ("LOC", "PER"), 24)
     rows = [examples.make(index, np.random.default_rng(0)) for index in range(examples.total)]
     units = sum(int((row["labels"] != IGNORED).sum()) for row in rows)
@@ -140,14 +140,14 @@ def test_examples_hold_every_word_of_every_document_once(corpus):
     for row in rows:
         used = int(row["length"])
         assert (row["labels"][[0, used - 1]] == IGNORED).all() and (row["labels"][used:] == IGNORED).all()
-        assert row["ids"][0] == cutter.wordpiece.cls_id and row["ids"][used - 1] == cutter.wordpiece.sep_id
+        assert row["ids"][0] == cutter.tokenizer.cls_id and row["ids"][used - 1] == cutter.tokenizer.sep_id
 
 
 def test_hidden_words_are_whole_and_others_every_time(corpus):
     documents = open_tagged(corpus)["train"]
-    wordpiece = WordPiece.train([annotated(document).text for document in documents], 200)
-    plain = tagger_examples(documents, Cutter(wordpiece), ("LOC", "PER"), 24)
-    hiding = tagger_examples(documents, Cutter(wordpiece), ("LOC", "PER"), 24, hidden=0.5)
+    tokenizer = WordPiece.train([annotated(document).text for document in documents], 200)
+    plain = tagger_examples(documents, TaggerTokenizer(tokenizer), ("LOC", "PER"), 24)
+    hiding = tagger_examples(documents, TaggerTokenizer(tokenizer), ("LOC", "PER"), 24, hidden=0.5)
     hidden, total = 0, 0
     for index in range(plain.total):
         whole = plain.make(index, np.random.default_rng(0))
@@ -157,7 +157,7 @@ def test_hidden_words_are_whole_and_others_every_time(corpus):
         for seed in range(4):
             made = hiding.make(index, np.random.default_rng(seed))
             gone = made["ids"] != whole["ids"]
-            assert (made["ids"][gone] == wordpiece.unk_id).all() and gone[inside].sum() == gone.sum()
+            assert (made["ids"][gone] == tokenizer.unk_id).all() and gone[inside].sum() == gone.sum()
             assert all(len(set(gone[inside][units == unit])) == 1 for unit in set(units))
             assert all((made[key] == whole[key]).all() for key in ("labels", "shapes", "length"))
             hidden, total = hidden + int(gone.sum()), total + len(units)
@@ -169,7 +169,7 @@ def test_hidden_words_are_whole_and_others_every_time(corpus):
 def test_a_name_that_is_cut_begins_anew_in_its_next_window():
     """As `decode` has it, which starts every window outside of names."""
     text = [Sentence(("Ada",) * 9, (Entity(0, 9, "PER"),))]
-    cutter = Cutter(WordPiece.train(["Ada ada"], 64))
+    cutter = TaggerTokenizer(WordPiece.train(["Ada ada"], 64))
     examples = tagger_examples([text], cutter, ("PER",), 8)
     rows = [examples.make(index, np.random.default_rng(0))["labels"] for index in range(examples.total)]
     tags = [row[row != IGNORED].tolist() for row in rows]
@@ -186,7 +186,7 @@ def test_there_is_room_for_many_kinds():
     ids, first = np.full((1, 6), 7), np.ones((1, 6), bool)
     found, _ = tag_program(tagger, params, ids, np.array([6]), np.zeros((1, 6), np.uint8), first)
     assert np.asarray(found).tolist() == [[139] * 6]
-    cutter = Cutter(WordPiece.train(["Ada ada"], 64))
+    cutter = TaggerTokenizer(WordPiece.train(["Ada ada"], 64))
     examples = tagger_examples([[Sentence(("Ada",), (Entity(0, 1, "K69"),))]], cutter, kinds, 8)
     assert examples.make(0, np.random.default_rng(0))["labels"].max() == 139
 
@@ -237,7 +237,7 @@ def test_sigterm_saves_and_the_next_start_goes_on(corpus, trained_tagger, tmp_pa
     with monkeypatch.context() as patch:
         at_step(patch, stop)
         assert run_tagger(tiny_config(corpus), tmp_path) == 75
-    saved = Saved.newest(tmp_path / "tagger" / "checkpoints")
+    saved = SavedCheckpoint.newest(tmp_path / "tagger" / "checkpoints")
     assert saved is not None and saved.step == 18
     assert run_tagger(tiny_config(corpus), tmp_path) == 0
     assert read_json(tmp_path / "results.json")["dev"]["f1"] > 0.8
@@ -283,7 +283,7 @@ def test_a_run_starts_from_imported_weights(corpus, tmp_path):
         open_tiny(corpus, tmp_path / "run", **sizes | {"model__width": 16})
     assert not (tmp_path / "run" / "config.json").exists()
     run = open_tiny(corpus, tmp_path / "run", **sizes, tagger__steps=1, tagger__learning_rate=1e-9)
-    assert run.sources.wordpiece.fingerprint == words.fingerprint
+    assert run.sources.tokenizer.fingerprint == words.fingerprint
     train(run)
     (folder / "model.safetensors").unlink()  # of no use any more
     found = params_of(tmp_path / "run")["tagger"]["bert"]["words"]["embedding"]
@@ -465,8 +465,8 @@ def test_lone_months_are_dates():
     [
         ("kinds.json", lambda text: '["PER", "LOC"]', "kinds.json is not what it was trained with"),
         ("kinds.json", lambda text: '["LOC"]', "kinds.json is not what it was trained with"),
-        ("kinds.json", lambda text: '["LOC", 3]', "kinds.json is no list of kinds"),
-        ("kinds.json", lambda text: "5", "kinds.json is no list of kinds"),
+        ("kinds.json", lambda text: '["LOC", 3]', "kinds.json is not a list of kinds"),
+        ("kinds.json", lambda text: "5", "kinds.json is not a list of kinds"),
         ("tokenizer/vocab.txt", lambda text: text + "zz\n", "tokenizer is not what it was trained with"),
         ("config.json", lambda text: text.replace('"heads": 2', '"heads": 4'), "config.json is not what it was"),
         ("config.json", lambda text: text.replace('"width": 32', '"width": 64'), "config.json is not what it was"),
@@ -512,7 +512,7 @@ def test_passages_are_tagged_as_their_builder_would_with_the_same_finder(
     trained_tagger, tagger, tmp_path, own_vocabulary
 ):
     """Whether or not tagger and store cut words alike."""
-    words = tagger.windows.cutter.wordpiece if own_vocabulary else WordPiece.train([TEXT, "Towns are fair"], 120)
+    words = tagger.windows.cutter.tokenizer if own_vocabulary else WordPiece.train([TEXT, "Towns are fair"], 120)
     build_store(ARTICLES, words, tmp_path / "store", 40, f"tagger:{trained_tagger}")
     store = PassageStore.open(tmp_path / "store")
     found = tag_passages(tagger, store, range(len(store)), words, at_a_time=5)

@@ -15,9 +15,9 @@ from realm_jax.data.tags import (
     SHAPES,
     TITLE,
     UPPER,
-    Cutter,
     Entity,
-    Pieces,
+    TaggerTokenizer,
+    TaggerTokens,
     labels,
     spans,
     windows,
@@ -28,11 +28,11 @@ from realm_jax.data.wordpiece import SPECIAL_PIECES, WordPiece
 LETTERS = [chr(code) for code in range(ord("a"), ord("z") + 1)]
 CHARACTERS = [*LETTERS, *"0123456789", *".,'-()É日本"]
 VOCABULARY = [*SPECIAL_PIECES, "paris", "##ian", *CHARACTERS, *(f"##{letter}" for letter in [*LETTERS, *"0123456789"])]
-CUTTER = Cutter(WordPiece(VOCABULARY))
+CUTTER = TaggerTokenizer(WordPiece(VOCABULARY))
 KINDS = ("LOC", "PER")
 
 
-def pieces(text: str) -> Pieces:
+def pieces(text: str) -> TaggerTokens:
     return CUTTER([text])[0]
 
 

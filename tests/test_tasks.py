@@ -19,20 +19,20 @@ from tiny import (
     random_corpus,
     random_words,
     task_of,
+    tiny_context,
     tiny_realm,
-    tiny_setting,
 )
 from tiny_run import tiny_config
 
 from realm_jax.data import layouts
 from realm_jax.data.sources import open_sources
-from realm_jax.forward import candidate_scores, candidate_words, read_joint, read_passages
-from realm_jax.models.inputs import Documents, join
+from realm_jax.forward import candidate_scores, read_candidates, read_passages, score_spans
+from realm_jax.models.inputs import Documents, reader_inputs
 from realm_jax.models.likelihood import masked_word_marginal
-from realm_jax.retrieval.search import Candidates, Index, retrieve, take
+from realm_jax.retrieval.search import Candidates, Index, gather_documents, retrieve
 from realm_jax.run import make_run
-from realm_jax.tasks.base import reported
-from realm_jax.tasks.qa import given_joint
+from realm_jax.tasks.base import metric_values
+from realm_jax.tasks.qa import batch_reader_input
 from realm_jax.tasks.realm import realm_metrics
 
 ROWS, BATCH = 20, 4
@@ -43,8 +43,8 @@ MASKED = masked_batch(RNG, CORPUS, BATCH)
 QUESTIONS = query_rows([random_words(RNG, 5) for _ in range(BATCH)])
 
 
-def setting(**changes):
-    return tiny_setting(one_device_mesh(), ROWS, MODEL, **changes)
+def context(**changes):
+    return tiny_context(one_device_mesh(), ROWS, MODEL, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ COUNT = 3
 
 @functools.partial(jax.jit, static_argnames="rows")
 def retrieve_now(params, batch, index, rows=ROWS):
-    return retrieve(tiny_setting(one_device_mesh(), rows, MODEL), params, batch, index, COUNT)
+    return retrieve(tiny_context(one_device_mesh(), rows, MODEL), params, batch, index, COUNT)
 
 
 def ranking(query_vectors, index) -> np.ndarray:
@@ -149,7 +149,7 @@ def test_an_own_passage_by_row_and_by_content_counts_once(params, index, query_v
 def test_a_place_without_a_passage_is_invalid_and_not_counted_as_excluded(params, index):
     """Where hosts search, or words find fewer passages than are asked for, the rest of the rows are −1."""
     found = np.array([[4, 5, -1, -1], [1, -1, -1, -1], [2, 3, 6, -1], [-1] * 4], np.int32)
-    own = {"own_row": np.array([5, -1, -1, -1], np.int32), "found": found}
+    own = {"own_row": np.array([5, -1, -1, -1], np.int32), "retrieved_rows": found}
     result = retrieve_now(params, nothing_own() | own, index._replace(vectors=None))
     assert result.valid.sum(axis=1).tolist() == [1, 1, 3, 0]
     assert result.excluded.tolist() == [1, 0, 0, 0]
@@ -158,7 +158,7 @@ def test_a_place_without_a_passage_is_invalid_and_not_counted_as_excluded(params
 def test_own_passages_stay_where_trivial_retrievals_are_allowed(params, index, query_vectors):
     best = ranking(query_vectors, index)
     batch, changed = with_sentence_in(nothing_own(), index, best[0, [1]])
-    allowed = tiny_setting(one_device_mesh(), ROWS, MODEL, exclude_own=False)
+    allowed = tiny_context(one_device_mesh(), ROWS, MODEL, exclude_own=False)
     batch["own_row"] = best[:, 0].astype(np.int32)
     found = jax.jit(functools.partial(retrieve, allowed, count=COUNT))(params, batch, changed)
     np.testing.assert_array_equal(found.rows, best[:, :COUNT])
@@ -180,10 +180,10 @@ def candidates(params, index):
     """What a REALM step computes of its candidates: found, scores, log-probabilities and what is right."""
 
     def compute(params, batch, index):
-        found = retrieve(setting(), params, batch, index, COUNT)
-        documents = take(index, found.rows)
-        scores = candidate_scores(setting(), params, batch, documents, None)
-        return found, scores, *candidate_words(setting(), params, batch, documents, None)
+        found = retrieve(context(), params, batch, index, COUNT)
+        documents = gather_documents(index, found.rows)
+        scores = candidate_scores(context(), params, batch, documents, None)
+        return found, scores, *read_candidates(context(), params, batch, documents, None)
 
     return jax.tree.map(np.asarray, jax.jit(compute)(params, MASKED, index))
 
@@ -228,7 +228,7 @@ def largest(tree) -> float:
 def test_the_realm_loss_is_the_marginal_of_its_parts(params, index, candidates, null_document):
     """That it trains all three networks is seen in `test_devices.py`."""
     found, scores, log_p, _ = candidates
-    loss, metrics = jax.jit(task_of("realm", setting(null_document=null_document)).value)(params, MASKED, index, None)
+    loss, metrics = jax.jit(task_of("realm", context(null_document=null_document)).value)(params, MASKED, index, None)
     valid = np.pad(found.valid, ((0, 0), (1, 0)), constant_values=null_document)
     wanted = masked_word_marginal(scores, log_p, MASKED["weights"], valid, "example")
     np.testing.assert_allclose(loss, wanted.loss.value, rtol=1e-5)
@@ -256,7 +256,7 @@ def test_what_a_realm_step_reports_by_hand():
     valid = jnp.ones((2, 3), bool)
     found = Candidates(rows=jnp.zeros((2, 2), int), valid=valid[:, 1:], excluded=jnp.array([1, 0]))
     result = masked_word_marginal(jnp.zeros((2, 3)), log_p, batch["weights"], valid, "example")
-    metrics = {name: float(value) for name, value in reported(realm_metrics(result, right, batch, found)).items()}
+    metrics = {name: float(value) for name, value in metric_values(realm_metrics(result, right, batch, found)).items()}
     wanted = {
         "loss": -(np.log(7 / 24) + half) / 2,
         "perplexity": np.exp(-(np.log(7 / 24) + half) / 3),
@@ -278,7 +278,7 @@ def test_an_example_whose_candidates_are_all_excluded_gains_nothing():
     result = masked_word_marginal(jnp.zeros((1, 3)), log_p, weights, valid, "example")
     found = Candidates(jnp.zeros((1, 2), int), valid[:, 1:], jnp.array([2]))
     batch = {"weights": weights, "targets": jnp.array([[5]])}
-    metrics = reported(realm_metrics(result, jnp.zeros((1, 3, 1), bool), batch, found))
+    metrics = metric_values(realm_metrics(result, jnp.zeros((1, 3, 1), bool), batch, found))
     assert metrics["best_candidate_gain"] == metrics["retrieval_utility"] == metrics["useful_candidates"] == 0.0
     assert metrics["null_probability"] == 1.0 and metrics["prior_entropy"] == 0.0
 
@@ -292,7 +292,7 @@ def as_batch(documents: Documents) -> dict[str, np.ndarray]:
 
 def test_the_warm_up_is_the_mean_over_predicted_pieces(params, candidates):
     """Beside the empty document it is what REALM reads beside its null document."""
-    loss, metrics = jax.jit(task_of("mlm", setting()).value)(
+    loss, metrics = jax.jit(task_of("mlm", context()).value)(
         params, MASKED | as_batch(document_rows([([], [])] * BATCH)), None, None
     )
     _, _, log_p, right = candidates
@@ -304,7 +304,7 @@ def test_the_warm_up_is_the_mean_over_predicted_pieces(params, candidates):
 def test_the_inverse_cloze_task_ranks_each_sentence_among_all_passages_of_the_batch(params, index, query_vectors):
     documents = Documents(*(part[:BATCH] for part in index.documents))
     batch = {"query": MASKED["query"], "query_length": MASKED["query_length"]} | as_batch(documents)
-    loss, metrics = jax.jit(task_of("ict", setting()).value)(params, batch, None, None)
+    loss, metrics = jax.jit(task_of("ict", context()).value)(params, batch, None, None)
     logits = query_vectors.astype(np.float64) @ np.asarray(index.vectors[:BATCH], np.float64).T
     log_p = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
     np.testing.assert_allclose(loss, -np.diagonal(log_p).mean(), rtol=1e-4)
@@ -316,7 +316,7 @@ def test_the_inverse_cloze_task_can_rank_the_own_passage_among_what_is_retrieved
     ranks = ranking(query_vectors, index)
     own = np.array([ranks[0, 0], ranks[1, 2], ranks[2, -1], ranks[3, 5]])
     batch = {"query": MASKED["query"], "query_length": MASKED["query_length"], "own_row": own.astype(np.int32)}
-    task = task_of("ict", setting(ict_from_index=True, qa_beam=4))
+    task = task_of("ict", context(ict_from_index=True, qa_beam=4))
     assert task.trained == ("query_embedder",) and task.retrieves
     (loss, metrics), gradient = jax.jit(jax.value_and_grad(task.value, has_aux=True))(params, batch, index, None)
     scores = query_vectors.astype(np.float64) @ np.asarray(index.vectors[:ROWS], np.float64).T
@@ -349,7 +349,7 @@ def reading(params, index):
 
     @jax.jit
     def read(params, index):
-        reading, found = read_passages(setting(), params, QUESTIONS, index, None, BEAM, PASSAGES)
+        reading, found = read_passages(context(), params, QUESTIONS, index, None, BEAM, PASSAGES)
         return found.rows, found.scores, reading.span_scores
 
     return jax.tree.map(np.asarray, read(params, index))
@@ -380,7 +380,7 @@ def marginal_by_loops(rows, scores, span_scores, batch) -> list[float]:
 
 @functools.cache
 def qa_slopes(objective: str):
-    loss = task_of("qa", setting(qa_objective=objective, qa_beam=BEAM, qa_passages=PASSAGES)).value
+    loss = task_of("qa", context(qa_objective=objective, qa_beam=BEAM, qa_passages=PASSAGES)).value
     return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
 
@@ -425,7 +425,7 @@ def test_a_trained_document_tower_scores_what_is_read(params, index, reading, ob
     """With vectors of the tower as it is the loss is the same; with others it follows the tower, not the vectors."""
     batch = asked(np.array([reading[0][0, 0], reading[0][1, 2], -1, -1]))
     changes = {"qa_objective": objective, "qa_beam": BEAM, "qa_passages": PASSAGES, "qa_documents": True}
-    task = task_of("qa", setting(**changes))
+    task = task_of("qa", context(**changes))
     assert set(task.trained) == {"query_embedder", "document_embedder", "reader"}
     (loss, _), slopes = jax.jit(jax.value_and_grad(task.value, has_aux=True))(params, batch, index, None)
     np.testing.assert_allclose(loss, qa_slopes(objective)(params, batch, index, None)[0][0], rtol=1e-5)
@@ -450,8 +450,8 @@ def joined(rows: np.ndarray, titles: bool) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("titles", [True, False])
 def test_a_joint_that_comes_with_the_batch_is_the_one_that_the_step_makes(index, titles):
     rows = np.arange(BATCH)
-    made = join(QUESTIONS["query"], QUESTIONS["query_length"], take(index, rows[:, None]), titles)
-    given = given_joint({**QUESTIONS, **joined(rows, titles)})
+    made = reader_inputs(QUESTIONS["query"], QUESTIONS["query_length"], gather_documents(index, rows[:, None]), titles)
+    given = batch_reader_input({**QUESTIONS, **joined(rows, titles)})
     for ours, theirs in zip(given, made, strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
@@ -461,13 +461,13 @@ def test_one_positive_passage_teaches_the_reader_and_the_beam_the_retriever(para
     rows, scores, _ = reading
     positives = np.array([rows[0, 0], rows[1, 4], rows[2, 1], rows[3, 2]])
     batch = asked(positives) | joined(positives, titles=False)
-    task = task_of("qa", setting(qa_objective="positive", qa_beam=BEAM))
+    task = task_of("qa", context(qa_objective="positive", qa_beam=BEAM))
     (loss, metrics), gradient = jax.jit(jax.value_and_grad(task.value, has_aux=True))(params, batch, index, None)
     places = [rows[example].tolist().index(row) for example, row in enumerate(positives)]
     retriever = [np.logaddexp.reduce(scores[e].astype(np.float64)) - scores[e, place] for e, place in enumerate(places)]
     np.testing.assert_allclose(metrics["retriever_loss"], np.mean(retriever), rtol=1e-4)
-    joint = given_joint(batch)
-    table = np.asarray(read_joint(setting(), params, joint, None), np.float64)[:, 0]
+    joint = batch_reader_input(batch)
+    table = np.asarray(score_spans(context(), params, joint, None), np.float64)[:, 0]
     reader = []
     for example, row in enumerate(positives):
         alone = {**batch, "answers": batch["answers"], "answer_lengths": batch["answer_lengths"]}
@@ -500,8 +500,8 @@ def test_questions_without_an_answer_in_reach_teach_nothing(params, index, objec
     ],
 )
 def test_each_task_names_what_it_trains(name, separate, shared, retrieves):
-    one_tower = tiny_setting(one_device_mesh(), ROWS, tiny_realm(shared_tower=True))
-    task = task_of(name, setting())
+    one_tower = tiny_context(one_device_mesh(), ROWS, tiny_realm(shared_tower=True))
+    task = task_of(name, context())
     assert task.name == name and task.retrieves == retrieves
     assert set(task.trained) == separate
     assert set(task_of(name, one_tower).trained) == shared
@@ -510,7 +510,7 @@ def test_each_task_names_what_it_trains(name, separate, shared, retrieves):
 @pytest.mark.parametrize("name", ["ict", "mlm"])
 def test_dropout_follows_the_key(params, name):
     loud = tiny_realm(layers=1, dropout=0.3)
-    loss = jax.jit(task_of(name, tiny_setting(one_device_mesh(), ROWS, loud)).value)
+    loss = jax.jit(task_of(name, tiny_context(one_device_mesh(), ROWS, loud)).value)
     batch = MASKED | as_batch(document_rows(CORPUS[:BATCH]))
     one, again, other = (float(loss(params, batch, None, jax.random.key(seed))[0]) for seed in (1, 1, 2))
     assert one == again != other
@@ -523,8 +523,8 @@ def test_what_may_be_retrieved_is_set_by_the_config(people, tmp_path):
         return make_run(config, tmp_path, open_sources(people), jax.devices()[:1])
 
     usual = made()
-    assert usual.setting.null_document and usual.setting.exclude_own and usual.sources.pretraining is not None
-    assert not made(realm__null_document=False).setting.null_document
-    assert not made(realm__exclude_own=False).setting.exclude_own
+    assert usual.context.null_document and usual.context.exclude_own and usual.sources.pretraining is not None
+    assert not made(realm__null_document=False).context.null_document
+    assert not made(realm__exclude_own=False).context.exclude_own
     own = made(data__text="passages").sources
-    assert own.own_text and own.pretraining is own.passages
+    assert own.pretraining_is_corpus and own.pretraining is own.passages

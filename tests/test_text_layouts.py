@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realm_jax.data.layouts import Special, document, joint, query
+from realm_jax.data.layouts import SpecialTokens, document, joint, query
 
-SPECIAL = Special(pad=0, cls=1, sep=2, mask=3)
+SPECIAL = SpecialTokens(pad=0, cls=1, sep=2, mask=3)
 pieces = st.lists(st.integers(10, 99), max_size=40)
 
 

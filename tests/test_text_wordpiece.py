@@ -73,27 +73,27 @@ def test_offsets_are_in_order_and_within_any_text(text: str) -> None:
 
 
 def test_special_tokens_in_text_are_text() -> None:
-    wordpiece = WordPiece(SMALL)
-    assert wordpiece.pieces(wordpiece.encode("the [MASK]").ids) == ["the", "[", "mask", "]"]
+    tokenizer = WordPiece(SMALL)
+    assert tokenizer.pieces(tokenizer.encode("the [MASK]").ids) == ["the", "[", "mask", "]"]
 
 
 def test_encode_batch_gives_what_encode_gives() -> None:
-    wordpiece = WordPiece(SMALL)
-    assert wordpiece.encode_batch(["the cafe", ""]) == [wordpiece.encode("the cafe"), wordpiece.encode("")]
+    tokenizer = WordPiece(SMALL)
+    assert tokenizer.encode_batch(["the cafe", ""]) == [tokenizer.encode("the cafe"), tokenizer.encode("")]
 
 
 def test_decode_closes_up_continuations_and_leaves_padding_out() -> None:
-    wordpiece = WordPiece(SMALL)
-    ids = [wordpiece.mask_id, *wordpiece.encode("unables, the").ids, wordpiece.pad_id]
-    assert wordpiece.decode(ids) == "[MASK] unables , the"
+    tokenizer = WordPiece(SMALL)
+    ids = [tokenizer.mask_id, *tokenizer.encode("unables, the").ids, tokenizer.pad_id]
+    assert tokenizer.decode(ids) == "[MASK] unables , the"
 
 
 def test_save_and_load_keep_everything(tmp_path: Path) -> None:
-    wordpiece = WordPiece(SMALL, lower_case=False)
-    wordpiece.save(tmp_path / "tokenizer")
+    tokenizer = WordPiece(SMALL, lower_case=False)
+    tokenizer.save(tmp_path / "tokenizer")
     again = WordPiece.load(tmp_path / "tokenizer")
-    assert again.fingerprint == wordpiece.fingerprint
-    assert again.special == wordpiece.special == (0, 2, 3, 4)
+    assert again.fingerprint == tokenizer.fingerprint
+    assert again.special == tokenizer.special == (0, 2, 3, 4)
     assert again.encode("Cafe").ids == [again.unk_id]
     assert sorted(path.name for path in (tmp_path / "tokenizer").iterdir()) == ["settings.json", "vocab.txt"]
 
@@ -113,14 +113,14 @@ TEXTS = ["The lion of Kavad sleeps in Kavad, the lioness does not.", "Ströme fl
 
 
 def test_a_trained_vocabulary_splits_and_rebuilds_its_own_text() -> None:
-    wordpiece = WordPiece.train(TEXTS, size=120)
-    assert wordpiece.size <= 120
-    assert wordpiece.pieces(range(5)) == list(SPECIAL_PIECES)
+    tokenizer = WordPiece.train(TEXTS, size=120)
+    assert tokenizer.size <= 120
+    assert tokenizer.pieces(range(5)) == list(SPECIAL_PIECES)
     for text in TEXTS:
-        encoding = wordpiece.encode(text)
-        assert wordpiece.unk_id not in encoding.ids
-        assert wordpiece.decode(encoding.ids).replace(" ", "") == wordpiece_normal(text)
-    assert len(wordpiece.encode("lion").ids) == 1
+        encoding = tokenizer.encode(text)
+        assert tokenizer.unk_id not in encoding.ids
+        assert tokenizer.decode(encoding.ids).replace(" ", "") == wordpiece_normal(text)
+    assert len(tokenizer.encode("lion").ids) == 1
 
 
 def wordpiece_normal(text: str) -> str:
@@ -158,13 +158,13 @@ def test_a_bad_vocabulary_is_named_with_its_line(tmp_path: Path, content: str | 
 
 
 def test_windows_line_ends_are_read(tmp_path: Path) -> None:
-    wordpiece = WordPiece.from_vocab(write(tmp_path, "\r\n".join(SMALL) + "\r\n"))
-    assert wordpiece.fingerprint == WordPiece(SMALL).fingerprint
+    tokenizer = WordPiece.from_vocab(write(tmp_path, "\r\n".join(SMALL) + "\r\n"))
+    assert tokenizer.fingerprint == WordPiece(SMALL).fingerprint
 
 
 def test_a_byte_order_mark_is_no_piece(tmp_path: Path) -> None:
-    wordpiece = WordPiece.from_vocab(write(tmp_path, "\ufeff" + "\n".join(SMALL)))
-    assert wordpiece.fingerprint == WordPiece(SMALL).fingerprint
+    tokenizer = WordPiece.from_vocab(write(tmp_path, "\ufeff" + "\n".join(SMALL)))
+    assert tokenizer.fingerprint == WordPiece(SMALL).fingerprint
 
 
 def test_an_absent_or_foreign_tokenizer_folder_is_named(tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def test_prompts_are_laid_around_tokens(tokenizer):
 
 
 def test_a_store_holds_its_tokens_sentences_and_spans(data, sources):
-    store, tokenizer = sources.passages, sources.wordpiece
+    store, tokenizer = sources.passages, sources.tokenizer
     assert store.dtype == np.uint32 and store.body_tokens(0).dtype == np.uint32
     assert store.tokenizer_fingerprint == tokenizer.fingerprint
     assert sorted(path.name for path in (data / "tokenizer").iterdir()) == ["tokenizer.json"]
@@ -136,7 +136,7 @@ def test_a_store_holds_its_tokens_sentences_and_spans(data, sources):
 def test_an_answer_is_found_behind_a_mark(sources):
     """The years of birth stand behind a parenthesis alone, where they have no mark for a space."""
     lengths = Lengths(query=16, document=48, predictions=4, answers=2, span_width=3)
-    rows = [gold_row(sources.passages, one, sources.wordpiece, lengths) for one in sources.questions["dev"]]
+    rows = [gold_row(sources.passages, one, sources.tokenizer, lengths) for one in sources.questions["dev"]]
     assert rows == [*range(8)]
 
 

@@ -15,7 +15,7 @@ from realm_jax.errors import UserError
 from realm_jax.retrieval.embed import CorpusRows
 from realm_jax.retrieval.vector_cache import VectorCache, row_keys
 from realm_jax.run import Run, make_run
-from realm_jax.train.embedding import embed_once, encoder_digest
+from realm_jax.train.embedding import embed_with_cache, encoder_digest
 from realm_jax.train.index_source import InlineIndex
 from realm_jax.train.step import Control
 
@@ -61,10 +61,10 @@ def with_corpus(run, corpus):
 
 
 def test_a_second_run_embeds_nothing_and_has_the_same_bits(tiny, params, cache, counted, caplog):
-    first, anew = embed_once(tiny, params), tiny.embed(params)
+    first, anew = embed_with_cache(tiny, params), tiny.embed(params)
     counted.clear()
     with caplog.at_level(logging.INFO, "realm_jax"):
-        second = embed_once(tiny, params)
+        second = embed_with_cache(tiny, params)
     assert counted == []
     np.testing.assert_array_equal(first, anew, strict=True)
     np.testing.assert_array_equal(second, anew, strict=True)
@@ -72,18 +72,18 @@ def test_a_second_run_embeds_nothing_and_has_the_same_bits(tiny, params, cache, 
 
 
 def test_of_an_edited_corpus_only_what_changed_is_embedded(tiny, params, cache, counted):
-    embed_once(tiny, params)
+    embed_with_cache(tiny, params)
     order = np.random.default_rng(0).permutation(16)
     ids, lengths, titles = (part[order] for part in tiny.corpus)
     ids[3, 5] += 1  # another word
     titles[4] -= 1  # the same words, of which the title has one less
     edited = with_corpus(tiny, CorpusRows(ids, lengths, titles))
     counted.clear()
-    vectors = embed_once(edited, params)
+    vectors = embed_with_cache(edited, params)
     assert counted == [2]
     np.testing.assert_array_equal(vectors, edited.embed(params), strict=True)
     counted.clear()
-    embed_once(edited, params)
+    embed_with_cache(edited, params)
     assert counted == []
 
 
@@ -96,17 +96,17 @@ def test_what_is_beyond_the_end_of_a_passage_is_not_part_of_it(tiny):
 
 @pytest.mark.parametrize("suffix", [".npy", ".json"])
 def test_damage_is_told_and_embedded_again(tiny, params, cache, counted, caplog, suffix):
-    anew = embed_once(tiny, params)
+    anew = embed_with_cache(tiny, params)
     (file,) = cache.glob(f"*/*{suffix}")
     data = bytearray(file.read_bytes())
     data[-9] ^= 4
     file.write_bytes(data)
     counted.clear()
-    np.testing.assert_array_equal(embed_once(tiny, params), anew)
+    np.testing.assert_array_equal(embed_with_cache(tiny, params), anew)
     assert counted == [16]
     assert "its passages are embedded again" in caplog.text
     counted.clear()
-    embed_once(tiny, params)
+    embed_with_cache(tiny, params)
     assert counted == [], "what replaced it is whole"
 
 
@@ -162,7 +162,7 @@ def test_a_folder_that_cannot_be_written_to_is_told(cache, caplog):
 def test_training_goes_on_without_a_cache_that_cannot_be_read(tiny, params, cache, counted, caplog, monkeypatch):
     monkeypatch.setattr("realm_jax.train.embedding.PIECE", 8)
     cache.write_text("a file")
-    embed_once(tiny, params)
+    embed_with_cache(tiny, params)
     assert counted == [8, 8]
     (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert "all passages are embedded, and their vectors are not kept" in warning.getMessage()

@@ -19,14 +19,14 @@ from realm_jax.cli import weights as job
 from realm_jax.data.sources import open_sources
 from realm_jax.data.wordpiece import WordPiece
 from realm_jax.errors import UserError
-from realm_jax.models.folders import local_source
+from realm_jax.models.folders import resolve_model_path
 from realm_jax.models.realm import Params
 from realm_jax.run import Run, make_model, make_run
-from realm_jax.train import opening
+from realm_jax.train import run_setup
 from realm_jax.train.init_from import find_source
-from realm_jax.train.opening import open_run
 from realm_jax.train.recipe import starting_params
 from realm_jax.train.restore import restore_params
+from realm_jax.train.run_setup import open_run
 from realm_jax.train.workdir import begins_with_reader
 
 THERE = (  # files of a repository
@@ -79,7 +79,7 @@ def test_each_network_has_a_folder_that_is_whole(trained_run, exported):
         modules = [] if folder.name == "reader" else MODULES
         assert sorted(path.name for path in folder.iterdir()) == sorted([*FILES, *modules])
         found = WordPiece.from_vocab(folder / "vocab.txt")
-        assert found.fingerprint == trained_run.sources.wordpiece.fingerprint
+        assert found.fingerprint == trained_run.sources.tokenizer.fingerprint
     assert json.loads((exported / "reader" / "config.json").read_text())["architectures"] == ["BertForMaskedLM"]
 
 
@@ -174,9 +174,9 @@ def test_two_towers_do_not_go_into_one(people, tmp_path):
     save_tiny_network(people, tmp_path / "query_embedder", "query_embedder", 3)
     config = tiny_config(people)
     config.model.shared_tower = True
-    model, wordpiece = make_model(config, open_sources(people).wordpiece.size), open_sources(people).wordpiece
+    model, tokenizer = make_model(config, open_sources(people).tokenizer.size), open_sources(people).tokenizer
     with pytest.raises(UserError, match="has two towers; set config.model.shared_tower=False"):
-        find_source(str(tmp_path)).files(model, wordpiece)
+        find_source(str(tmp_path)).files(model, tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_what_does_not_fit_is_told_before_a_device_is_asked_for(people, tmp_path
     folder, _ = save_tiny_network(people, tmp_path / "bert")
     config = tiny_config(people)
     config.update({"init_from": str(folder)} | changes)
-    monkeypatch.setattr(opening, "make_run", lambda *_: pytest.fail("a mesh was made"))
+    monkeypatch.setattr(run_setup, "make_run", lambda *_: pytest.fail("a mesh was made"))
     with pytest.raises(UserError, match=says):
         open_run(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -212,8 +212,8 @@ def test_another_vocabulary_is_refused(people, tmp_path):
         open_run(config, tmp_path / "run")
     path.unlink()
     (folder / "tokenizer_config.json").unlink()
-    wordpiece = open_sources(people).wordpiece
-    assert find_source(str(folder)).files(make_model(config, wordpiece.size), wordpiece)  # nothing to compare
+    tokenizer = open_sources(people).tokenizer
+    assert find_source(str(folder)).files(make_model(config, tokenizer.size), tokenizer)  # nothing to compare
 
 
 # ---- from the hub
@@ -242,7 +242,7 @@ def test_a_hub_that_is_out_of_reach_or_not_installed_is_told_in_one_line(monkeyp
 
     monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=fail))
     with pytest.raises(UserError, match=r"init_from=hf:bert: cannot be fetched \(ConnectionError: no route to host\)"):
-        local_source("hf:bert")
+        resolve_model_path("hf:bert")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(UserError, match=r"init_from=hf:bert: needs Hugging Face's hub; run `pip install"):
-        local_source("hf:bert")
+        resolve_model_path("hf:bert")

@@ -14,7 +14,7 @@ from realm_jax.corpora import wiki_templates, wikipedia, wikitext
 from realm_jax.corpora.dumps import Page, parts, read_pages
 from realm_jax.corpora.wikitext import Note
 from realm_jax.data.jsonl import Article
-from realm_jax.data.records import Dropped
+from realm_jax.data.records import FilteredRecord
 
 
 def page(text: str, title: str = "Kakadu", **fields) -> Page:
@@ -66,7 +66,7 @@ def test_an_article_has_the_id_the_title_and_the_text_of_its_page():
     ],
 )
 def test_a_page_that_is_no_article_is_dropped_with_its_reason(dropped, reason):
-    assert wikipedia.article(dropped) == Dropped(reason, dropped.title)
+    assert wikipedia.article(dropped) == FilteredRecord(reason, dropped.title)
 
 
 @pytest.mark.parametrize(
@@ -455,7 +455,7 @@ FRAGMENTS = st.sampled_from(
 @given(st.lists(FRAGMENTS | st.text(max_size=8) | st.sampled_from(["12", "y", "de"]), max_size=40))
 def test_no_markup_raises_or_is_left(pieces):
     found = wikipedia.article(page("".join(pieces).replace("nowiki", "b").replace("math", "i").replace("&", "")))
-    assert isinstance(found, Article | Dropped)
+    assert isinstance(found, Article | FilteredRecord)
     if isinstance(found, Article):
         for mark in ("{{", "}}", "[[", "]]", "''", "<ref", "</ref", "<!--", wikipedia.GAP, "  ", "\n\n\n"):
             assert mark not in found.text
@@ -547,14 +547,14 @@ def real(shared_data):
 
 
 def test_of_a_real_piece_every_page_is_an_article_or_has_its_reason(real):
-    assert Counter(found.reason if isinstance(found, Dropped) else "article" for _, found in real) == {
+    assert Counter(found.reason if isinstance(found, FilteredRecord) else "article" for _, found in real) == {
         "article": 96,
         "redirect": 99,
         "disambiguation page": 8,
         "list, index or outline": 2,
         "not in the namespace of articles": 1,
     }
-    dropped = [(found.reason, found.sample) for _, found in real if isinstance(found, Dropped)]
+    dropped = [(found.reason, found.sample) for _, found in real if isinstance(found, FilteredRecord)]
     assert sorted(sample for reason, sample in dropped if reason == wikipedia.DISAMBIGUATION) == [
         "Aa River",
         "Aberdeen (disambiguation)",
@@ -572,7 +572,9 @@ def test_of_a_real_piece_every_page_is_an_article_or_has_its_reason(real):
     assert [sample for reason, sample in dropped if reason == wikipedia.OTHER_NAMESPACE] == [
         "Wikipedia:Adding Wikipedia articles to Nupedia"
     ]
-    assert all(one.redirect for one, found in real if isinstance(found, Dropped) and found.reason == wikipedia.REDIRECT)
+    assert all(
+        one.redirect for one, found in real if isinstance(found, FilteredRecord) and found.reason == wikipedia.REDIRECT
+    )
 
 
 def test_no_markup_is_left_in_real_articles(real):

@@ -10,20 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realm_jax.errors import UserError
-from realm_jax.models.inputs import Documents, find_answers, hold_answers, join
+from realm_jax.models.inputs import Documents, answer_spans, has_answer_span, reader_inputs
 from realm_jax.models.likelihood import NEGATIVE
 from realm_jax.retrieval import bm25
 from realm_jax.retrieval.bm25 import (
     ABOUT,
     FOLDER,
     Bm25,
-    check_words,
+    check_has_terms,
     language_of,
     load_or_build,
     save_index,
     searchable_texts,
 )
-from realm_jax.retrieval.search import Index, stored_scores, take
+from realm_jax.retrieval.search import Index, gather_documents, stored_scores
 
 GERMAN = "Die Brücke wurde im Jahre neunzehnhundert gebaut und überspannt den Fluss mit drei Bögen aus Stein."
 ENGLISH = "The bridge was built in the year nineteen hundred and spans the river with three arches of stone."
@@ -131,12 +131,12 @@ def test_no_row_is_an_empty_passage_without_a_score():
     index = Index(jnp.eye(3), Documents(ids, jnp.full(3, 9), jnp.full(3, 2)))
     rows = jnp.array([[1, -1]])
     assert stored_scores(jnp.ones((1, 3)), index, rows).tolist() == [[1.0, NEGATIVE]]
-    documents = take(index, rows)
+    documents = gather_documents(index, rows)
     answers = ids[:, None, 4:5], jnp.ones((3, 1), jnp.int32)  # a piece of each body
-    held = hold_answers(Documents(*(part.repeat(3, 0) for part in documents)), *answers, 4)
+    held = has_answer_span(Documents(*(part.repeat(3, 0) for part in documents)), *answers, 4)
     assert held.tolist() == [[False, False], [True, False], [False, False]]
-    joint = join(jnp.array([[50, 51, 52]]), jnp.array([3]), documents)
-    allowed, _ = find_answers(joint, answers[0][:1], answers[1][:1], 4)
+    joint = reader_inputs(jnp.array([[50, 51, 52]]), jnp.array([3]), documents)
+    allowed, _ = answer_spans(joint, answers[0][:1], answers[1][:1], 4)
     assert allowed.any(axis=(2, 3)).tolist() == [[True, False]]
 
 
@@ -245,7 +245,7 @@ def test_a_damaged_index_is_written_anew_where_a_run_keeps_it(tmp_path, caplog):
 def test_a_corpus_of_stop_words_cannot_be_searched_by_words(tmp_path):
     words = load_or_build(Shelf(("", "of the"), ("", "and")), "en", tmp_path)
     with pytest.raises(UserError, match="no word that is no stop word|has a word"):
-        check_words(words, "--search=hybrid")
+        check_has_terms(words, "--search=hybrid")
     save_index(Shelf(("", "of the"), ("", "and")), "en", tmp_path)
     load_or_build.cache_clear()
     assert load_or_build(Shelf(("", "of the"), ("", "and")), "en", tmp_path).is_empty

@@ -1,4 +1,4 @@
-"""Tiny networks, corpora and batches that several tests share: two layers, width 16, fifty word pieces."""
+"""Tiny networks, corpora and batches that several tests share: two layers, width 16, fifty tokens."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -15,13 +15,13 @@ from realm_jax.models.inputs import Documents
 from realm_jax.models.reader import Reader
 from realm_jax.models.realm import Params, Realm
 from realm_jax.retrieval.exact import padded_rows
-from realm_jax.retrieval.search import Index, Setting
+from realm_jax.retrieval.search import Index, StepContext
 from realm_jax.tasks import make_task
 from realm_jax.tasks.base import Task
 
-Texts = list[tuple[list[int], list[int]]]  # titles and bodies, as word pieces
+Texts = list[tuple[list[int], list[int]]]  # titles and bodies, as tokens
 VOCABULARY = 50
-SPECIAL = layouts.Special(pad=0, cls=1, sep=2, mask=3)
+SPECIAL = layouts.SpecialTokens(pad=0, cls=1, sep=2, mask=3)
 FIRST_WORD = 4  # the first piece that is none of the special ones
 QUERY, DOCUMENT, PREDICTIONS = 10, 16, 3
 
@@ -36,8 +36,8 @@ def tiny_realm(shared_tower: bool = False, **changes) -> Realm:
     return Realm(bert, projection=8, shared_tower=shared_tower, reader=Reader(bert, span_hidden=8, span_width=3))
 
 
-def tiny_setting(mesh: Mesh, rows: int, model: Realm | None = None, **changes) -> Setting:
-    return Setting(model or tiny_realm(), mesh, SPECIAL.cls, SPECIAL.sep, rows, **{"candidates": 4} | changes)
+def tiny_context(mesh: Mesh, rows: int, model: Realm | None = None, **changes) -> StepContext:
+    return StepContext(model or tiny_realm(), mesh, SPECIAL.cls, SPECIAL.sep, rows, **{"candidates": 4} | changes)
 
 
 def random_words(rng: np.random.Generator, count: int) -> list[int]:
@@ -65,13 +65,13 @@ def random_corpus(rng: np.random.Generator, rows: int) -> Texts:
     return [(random_words(rng, rng.integers(1, 3)), random_words(rng, rng.integers(6, 11))) for _ in range(rows)]
 
 
-def task_of(name: str, setting: Setting) -> Task:
+def task_of(name: str, context: StepContext) -> Task:
     """A task with its losses, of a run that has nothing else."""
-    return make_task(name, SimpleNamespace(setting=setting, config=default()))
+    return make_task(name, SimpleNamespace(context=context, config=default()))
 
 
 def masked_batch(rng: np.random.Generator, corpus: Texts, size: int) -> dict[str, np.ndarray]:
-    """REALM queries: the first six pieces of a body, up to three of them masked; `own_row` is that passage."""
+    """REALM queries: the first six pieces of a body, up to three of them masked; `source_row` is that passage."""
     own = rng.integers(len(corpus), size=size)
     sentences = [corpus[row][1][:6] for row in own]
     queries, positions, targets, weights = [], np.zeros((size, PREDICTIONS), np.int32), [], []

@@ -36,10 +36,10 @@ def save_network(
 
 def save_tiny_network(data: Path, folder: Path, network: str = "reader", parts: int = 2) -> tuple[Path, Params]:
     """A network of the tiny run's sizes without its last part, beside the vocabulary of its data; its parameters."""
-    wordpiece = open_sources(data).wordpiece
-    model = make_model(tiny_config(data), wordpiece.size)
+    tokenizer = open_sources(data).tokenizer
+    model = make_model(tiny_config(data), tokenizer.size)
     params = loud_params(model, 0)
-    wordpiece.save(save_network(folder, model, network, params, parts=parts))
+    tokenizer.save(save_network(folder, model, network, params, parts=parts))
     return folder, params[network]
 
 

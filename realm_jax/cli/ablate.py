@@ -1,9 +1,8 @@
-"""`realm ablate`: trainings that differ in one thing, under several seeds, and one table of what they come to.
+"""`realm ablate`: train variants that differ in one setting, with several seeds, and tabulate their results.
 
 A row is a run like any other, `WORKDIR/seed-<n>/<row>`: its config is the base with the row's changes, and it starts
-where the base does (from fresh parameters, or `init_from`) or from where another row ended. So a row that is done is
-not repeated, and one that was cut off goes on. The rows are in the config file; the table is
-`realm_jax/eval/ablations.py`.
+where the base does (from fresh parameters, or `init_from`) or from where another row ended. So finished rows are
+skipped and interrupted ones resume. The rows are in the config file; the table is `realm_jax/eval/ablations.py`.
 """
 
 import argparse
@@ -24,14 +23,14 @@ from realm_jax.cli.quickstart import make_data
 from realm_jax.config import add_sections, default, named_sections, require, science, task_names, validate
 from realm_jax.data.encyclopedia import EncyclopediaSettings
 from realm_jax.errors import UserError
-from realm_jax.eval.ablations import HEADS, Measured, Row, cells, html, markdown
+from realm_jax.eval.ablations import HEADS, Row, SeedResult, cells, html, markdown
 from realm_jax.recipes import ROW, ablations
-from realm_jax.storage import make_folder, one_after_another, only_one, write_atomic, write_json_atomic
+from realm_jax.storage import exclusive_lock, make_folder, waiting_lock, write_atomic, write_json_atomic
 from realm_jax.tasks import TASKS
 from realm_jax.train.metrics import read_lines
-from realm_jax.train.opening import open_run, recorded_config, set_up_jax
-from realm_jax.train.recipe import preemptible, reported, train
+from realm_jax.train.recipe import preemptible, report_status, train
 from realm_jax.train.results import hardware
+from realm_jax.train.run_setup import open_run, recorded_config, set_up_jax
 
 logger = logging.getLogger(__name__)
 
@@ -50,21 +49,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `realm ablate`."""
     parser.epilog = EXAMPLES
     add_config_argument(parser, "ablations: the paper's table 2 and more")
-    parser.add_argument("--workdir", required=True, metavar="DIR", help="folder of the runs: made, or gone on with")
-    parser.add_argument("--rows", metavar="NAME,NAME", help="these rows, and those that they start from (default: all)")
+    parser.add_argument("--workdir", required=True, metavar="DIR", help="folder of the runs: created or resumed")
+    parser.add_argument(
+        "--rows", metavar="NAME,NAME", help="train only these rows, and the rows that they start from (default: all)"
+    )
 
 
 def run(args: argparse.Namespace) -> None:
     """Train what is missing. Raises Preempted after SIGTERM, once the state is saved."""
-    config = load_config(args.config, args.overrides, ablations, like=_like)
+    config = load_config(args.config, args.overrides, ablations, like=_config_template)
     if any(override.startswith("--config.base.tasks=") for override in args.overrides):
         raise UserError("--config.base.tasks: every row has tasks of its own; set --config.rows.NAME.tasks")
     check(config)
-    rows = wanted(config, args.rows)
+    rows = rows_to_train(config, args.rows)
     workdir = Path(args.workdir)
     make_folder(workdir, "--workdir")
     if not config.base.data.path:
-        with one_after_another(workdir):
+        with waiting_lock(workdir):
             make_data(workdir, seed=config.base.seed, **config.encyclopedia)
         config.base.data.path = str(workdir / "data")
     set_up_jax()
@@ -74,8 +75,8 @@ def run(args: argparse.Namespace) -> None:
     show(table_rows(config, workdir, warn=True), workdir)
 
 
-def _like(config: ConfigDict) -> ConfigDict:
-    """What a config of ablations has; `check` looks at its rows."""
+def _config_template(config: ConfigDict) -> ConfigDict:
+    """The keys of an ablation config; `check` validates its rows."""
     rows = config.get("rows", ConfigDict())
     made = config.get("encyclopedia", ConfigDict())
     return ConfigDict({"seeds": (0,), "encyclopedia": made, "base": default(), "table": ("",), "rows": rows})
@@ -110,7 +111,7 @@ def check(config: ConfigDict) -> None:
             f"{key}.tasks",
             "a row of the table has to end with qa or closed_book; take it out of config.table",
         )
-    in_order(config, config.rows)
+    with_starting_rows(config, config.rows)
 
 
 def _check_changes(changes: Any, key: str) -> None:
@@ -121,21 +122,21 @@ def _check_changes(changes: Any, key: str) -> None:
         require(name not in SET_BY_ROWS, key, f"{name} follows from tasks, start and seeds of the rows; leave it out")
 
 
-def wanted(config: ConfigDict, names: str | None) -> list[str]:
+def rows_to_train(config: ConfigDict, names: str | None) -> list[str]:
     """The rows to train, in order: those of the table, or that are named, and before each what it starts from."""
     chosen = [name.strip() for name in names.split(",")] if names else config.table
     for name in chosen:
         if name not in config.rows:
             raise UserError(f"--rows: there is no row {name!r}; choose among {', '.join(config.rows)}")
-    return in_order(config, chosen)
+    return with_starting_rows(config, chosen)
 
 
-def in_order(config: ConfigDict, names: Iterable[str]) -> list[str]:
-    """Rows with those that they start from, those first. Raises UserError where one starts from itself."""
+def with_starting_rows(config: ConfigDict, names: Iterable[str]) -> list[str]:
+    """Rows with those that they start from, those first. Raises UserError if one starts from itself."""
     found: list[str] = []
 
     def add(name: str, above: tuple[str, ...]) -> None:
-        require(name not in above, f"rows.{name}.start", f"it would start from itself, by way of {', '.join(above)}")
+        require(name not in above, f"rows.{name}.start", f"it would start from itself, via {', '.join(above)}")
         for other in (config.rows[name].start, config.rows[name].reader):
             if other:
                 add(other, (*above, name))
@@ -163,7 +164,7 @@ def train_seed(config: ConfigDict, rows: Sequence[str], seed: int, workdir: Path
     """Train rows under a seed. Several seeds may be trained at once, by as many commands."""
     place = workdir / f"seed-{seed}"
     make_folder(place, "--workdir")
-    with only_one(place):
+    with exclusive_lock(place):
         for name in rows:
             train_row(config, name, seed, place)
             write_table(config, workdir)
@@ -176,22 +177,22 @@ def train_row(config: ConfigDict, name: str, seed: int, place: Path) -> None:
     for split, what in (("dev", "rows are measured with"), ("train", "readers are trained with")):
         if not opened.sources.answered(split):
             raise UserError(f"{config.base.data.path}: no {split} questions with answers, which {what}; prepare some")
-    with only_one(opened.workdir), reported(opened) as status:
+    with exclusive_lock(opened.workdir), report_status(opened) as status:
         train(opened, status)
     jax.clear_caches()  # the programs of one row are of no use to the next
 
 
-def measured(folder: Path, origins: Iterable[Path] = ()) -> Measured | None:
-    """What the run of a row comes to; None while it is not done.
+def seed_result(folder: Path, origins: Iterable[Path] = ()) -> SeedResult | None:
+    """The results of a row's run; None while it is not done.
 
     origins: the runs that it starts from, whose time counts too.
     """
-    answering = [name for name, task in TASKS.items() if task.learns_to_answer]
-    lines = next(filter(None, (read_lines(folder / task / "evaluations.jsonl") for task in answering)), [])
+    answer_tasks = [name for name, task in TASKS.items() if task.learns_to_answer]
+    lines = next(filter(None, (read_lines(folder / task / "evaluations.jsonl") for task in answer_tasks)), [])
     if not lines or "exact_match" not in lines[-1] or "seconds" not in lines[-1]:
         return None
     seconds = sum(_seconds(task) for run in (folder, *origins) for task in run.glob("*/"))
-    return Measured(lines[-1]["exact_match"], lines[0].get("answer_recall@5"), lines[0].get("recall@5"), seconds)
+    return SeedResult(lines[-1]["exact_match"], lines[0].get("answer_recall@5"), lines[0].get("recall@5"), seconds)
 
 
 def _seconds(task: Path) -> float:
@@ -210,11 +211,13 @@ def table_rows(config: ConfigDict, workdir: Path, warn: bool = False) -> list[Ro
         found = {}
         for seed in seeds:
             place = workdir / f"seed-{seed}"
-            origins = in_order(config, [name])[:-1]
-            one = measured(place / name, [place / origin for origin in origins])
+            origins = with_starting_rows(config, [name])[:-1]
+            one = seed_result(place / name, [place / origin for origin in origins])
             if one is None:
                 continue
-            if other := next(filter(None, (_otherwise(config, part, seed, place) for part in (*origins, name))), ""):
+            if other := next(
+                filter(None, (_config_difference(config, part, seed, place) for part in (*origins, name))), ""
+            ):
                 if warn:
                     logger.warning("%s is left out of the table: %s", place / name, other)
                 continue
@@ -223,8 +226,8 @@ def table_rows(config: ConfigDict, workdir: Path, warn: bool = False) -> list[Ro
     return rows
 
 
-def _otherwise(config: ConfigDict, name: str, seed: int, place: Path) -> str:
-    """How the run of a row was trained otherwise than its config says now; empty where it was not, or is gone."""
+def _config_difference(config: ConfigDict, name: str, seed: int, place: Path) -> str:
+    """How a row's recorded config differs from its config now; empty if it does not, or the run is gone."""
     if not (place / name / "config.json").is_file():
         return ""
     recorded, now = science(recorded_config(place / name)), science(row_config(config, name, seed, place))
@@ -233,7 +236,7 @@ def _otherwise(config: ConfigDict, name: str, seed: int, place: Path) -> str:
 
 
 def write_table(config: ConfigDict, workdir: Path) -> None:
-    """Write what is known so far."""
+    """Write the table of the rows that are finished."""
     rows = table_rows(config, workdir)
     if not any(row.seeds for row in rows):
         return

@@ -3,15 +3,15 @@
 import argparse
 
 
-def filled(text: str) -> str:
-    """The type of an argument that says something."""
+def nonempty(text: str) -> str:
+    """Argument type: a non-empty string."""
     if not text.strip():
-        raise argparse.ArgumentTypeError("it is empty; give a value or leave the flag out")
+        raise argparse.ArgumentTypeError("is empty; give a value or omit the flag")
     return text
 
 
 def positive(text: str) -> int:
-    """The type of an argument that is a whole number, at least 1."""
+    """Argument type: a positive integer."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
     return int(text)

@@ -1,6 +1,6 @@
 """`realm ask`: answer questions with a trained run, and show the passages that the answers come from.
 
-Results go to stdout, everything else to stderr. What is asked is `train/trained_run.py`; how an answer is found is
+Results go to stdout, everything else to stderr. The run is opened by `train/trained_run.py`; questions are answered by
 `realm_jax/eval/prediction.py`.
 """
 
@@ -16,23 +16,23 @@ from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.text import Text
 
-from realm_jax.cli.argument_types import filled, positive
-from realm_jax.cli.arguments import add_run_arguments, add_search_argument, changes_of
+from realm_jax.cli.argument_types import nonempty, positive
+from realm_jax.cli.arguments import add_run_arguments, add_search_argument, config_changes
 from realm_jax.cli.output import print_json, stdout
 from realm_jax.console import console as on_stderr
-from realm_jax.console import harmless
+from realm_jax.console import printable
 from realm_jax.data.jsonl import Question
 from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.train.trained_run import (
     NBEST,
-    Trained,
+    TrainedRun,
     check_question,
-    check_reads,
-    measured,
+    check_reads_passages,
     open_generation,
-    open_run_to_ask,
+    open_run_for_inference,
     ranks_by_search,
+    recorded_metrics,
     restore,
 )
 
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 EXAMPLES = """examples:
   realm ask --workdir=runs/wiki "Who built the bridge?"
-  realm ask --workdir=runs/wiki                                  a question a line, until an empty one
+  realm ask --workdir=runs/wiki                                  one question per line, until an empty one
   realm ask --workdir=runs/wiki --json < questions.txt > answers.jsonl
   realm ask --workdir=runs/wiki --config.answering.read=50 "Who built the bridge?"
   realm ask --workdir=runs/wiki --generation=newest "the bridge over the river"
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_search_argument(how)
     how.add_argument(
         "--generation",
-        type=filled,
+        type=nonempty,
         metavar="NAME",
         help="show the nearest passages by this generation of the index (see `realm storage ls`), or by the 'newest', "
         "without an answer",
@@ -71,7 +71,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Answer; exit code 2 when a line from a pipe could not be asked."""
-    opened = open_run_to_ask(Path(args.workdir), {"evaluation.batch_size": 1} | changes_of(args), questions=False)
+    opened = open_run_for_inference(
+        Path(args.workdir), {"evaluation.batch_size": 1} | config_changes(args), questions=False
+    )
     single = " ".join(args.question) if args.question else None
     if single is not None:
         check_question(opened, single)
@@ -79,8 +81,8 @@ def run(args: argparse.Namespace) -> int:
         trained = open_generation(opened, args.generation)
     else:
         trained = restore(opened, search=args.search, warn=False)
-        check_reads(trained)
-        _tell_how_good(trained)
+        check_reads_passages(trained)
+        _warn_if_inaccurate(trained)
     to = stdout()
     to.soft_wrap = not to.is_terminal  # words are wrapped for people, lines stay whole for programs
 
@@ -95,21 +97,21 @@ def run(args: argparse.Namespace) -> int:
         reply(check_question(opened, single, trained.search))
         return 0
     if sys.stdin.isatty():
-        return _converse(trained, reply)
+        return _ask_interactively(trained, reply)
     return _answer_lines(trained, reply)
 
 
-def ask(trained: Trained, question: str, top: int | None = None) -> dict[str, Any]:
+def ask(trained: TrainedRun, question: str, top: int | None = None) -> dict[str, Any]:
     """Answer a checked question: {"question", "answer", "probability", "passage", "nbest", "candidates", "measured"}.
 
     "passage" is where the answer stands, {"id", "part", "title", "text", "span"}; "nbest" are the likeliest answers,
     {"answer", "probability", "passage"}; "candidates" are the `top` first passages that were read, {"id", "part",
     "title", "ranks", "probability", "answer", "span", "text"}; "ranks": the places of a passage by the searches that
-    found it; "measured" is what the run measured, {"exact_match", "recall@5", "on"}, None where it did not; "on": on
-    which questions or sentences, None where the run has no results yet. Spans are characters of a passage's text.
+    found it; "measured" is what the run measured, {"exact_match", "recall@5", "on"}, None if it did not; "on": on
+    which questions or sentences, None if the run has no results yet. Spans are characters of a passage's text.
 
     Where no reader was trained "answer", "probability" and "passage" are None, "nbest" is empty and "candidates" have
-    neither "answer" nor "span". So it is where no passage shares a word with the question, and nothing else searches.
+    neither "answer" nor "span". The same holds if BM25 alone searches and no passage shares a word with the question.
     """
     prediction = _evaluator(trained, question).predict(trained.params, trained.index)[0]
     store, found, reads = trained.run.sources.passages, prediction.candidates, trained.reads
@@ -126,12 +128,12 @@ def ask(trained: Trained, question: str, top: int | None = None) -> dict[str, An
         read = {"answer": text[start:end], "span": [start, end]} if reads else {}
         place = trained.place(one.row) | {"ranks": ranks[one.row], "probability": one.probability}
         candidates.append(place | read | {"text": text})
-    known = measured(trained.run, trained.task)
+    known = recorded_metrics(trained.run, trained.task)
     facts = None if known is None else {"exact_match": known.exact_match, "recall@5": known.found, "on": known.on}
     return {"question": question} | best | {"nbest": nbest, "candidates": candidates, "measured": facts}
 
 
-def search(trained: Trained, question: str, top: int) -> dict[str, Any]:
+def search(trained: TrainedRun, question: str, top: int) -> dict[str, Any]:
     """The nearest passages of a checked question, without an answer: {"question", "index_step", "candidates"}.
 
     "index_step" is the step of the towers; "candidates" are {"id", "part", "title", "ranks", "score", "text"}.
@@ -144,25 +146,25 @@ def search(trained: Trained, question: str, top: int) -> dict[str, Any]:
     return {"question": question, "index_step": trained.step, "candidates": candidates}
 
 
-def _tell_how_good(trained: Trained) -> None:
-    """Warn, once, where answers are not to be trusted as they are: by what the run itself measured."""
-    known = measured(trained.run, trained.task)
+def _warn_if_inaccurate(trained: TrainedRun) -> None:
+    """Warn, once, if answers are not to be trusted, judging by the run's own metrics."""
+    known = recorded_metrics(trained.run, trained.task)
     if not trained.reads:
         logger.warning("no reader was trained (task %s): these are the passages that were found", trained.task)
     if known is None:
-        logger.info("this run was never measured")
+        logger.info("this run has no recorded metrics")
     elif known.is_low:
         logger.warning("%s", known.advice())
 
 
-def _evaluator(trained: Trained, question: str) -> Evaluator:
+def _evaluator(trained: TrainedRun, question: str) -> Evaluator:
     return trained.evaluator([Question(question, [])])
 
 
 # ---- questions from stdin
 
 
-def _converse(trained: Trained, reply: Callable[[str], None]) -> int:
+def _ask_interactively(trained: TrainedRun, reply: Callable[[str], None]) -> int:
     """One question after another on a terminal, until an empty line or the end of input."""
     while True:
         try:
@@ -178,8 +180,8 @@ def _converse(trained: Trained, reply: Callable[[str], None]) -> int:
             logger.warning("%s", error)
 
 
-def _answer_lines(trained: Trained, reply: Callable[[str], None]) -> int:
-    """A question a line; a line that cannot be asked is named and passed over."""
+def _answer_lines(trained: TrainedRun, reply: Callable[[str], None]) -> int:
+    """One question per line; an invalid line is reported and skipped."""
     refused = number = 0
     for number, line in enumerate(_lines(), start=1):
         try:
@@ -194,7 +196,7 @@ def _answer_lines(trained: Trained, reply: Callable[[str], None]) -> int:
 
 def _lines() -> Iterator[str]:
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # bad bytes spoil their line, not the rest
+        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # invalid bytes affect only their own line
     yield from sys.stdin
 
 
@@ -208,20 +210,20 @@ def show(answer: dict[str, Any], to: Console) -> None:
         to.print("no passage shares a word with the question; ask with other words, or with --search=vectors")
         return
     if passage is None:
-        _candidates(answer["candidates"], to)
+        _print_candidates(answer["candidates"], to)
         to.print()
         return
-    found = Text(harmless(answer["answer"]) or "no answer", style="bold green")
+    found = Text(printable(answer["answer"]) or "no answer", style="bold green")
     to.print(Text.assemble(found, f"  (probability {answer['probability']:.3g})"))
     to.print()
-    to.print(Text(harmless(f"{passage['title'] or 'passage'} ({passage['id']})"), style="bold"))
-    to.print(marked(passage["text"], passage["span"], to))
+    to.print(Text(printable(f"{passage['title'] or 'passage'} ({passage['id']})"), style="bold"))
+    to.print(highlight_span(passage["text"], passage["span"], to))
     to.print()
-    _candidates(answer["candidates"], to)
+    _print_candidates(answer["candidates"], to)
     to.print()
 
 
-def marked(text: str, span: list[int], to: Console, room: int | None = None) -> Text:
+def highlight_span(text: str, span: list[int], to: Console, room: int | None = None) -> Text:
     """A text with its span marked; with `room`, only so many characters around the span."""
     start, end = span
     first, last = 0, len(text)
@@ -229,7 +231,7 @@ def marked(text: str, span: list[int], to: Console, room: int | None = None) -> 
         around = max(0, room - (end - start))
         first = max(0, min(start - around // 2, len(text) - room))
         last = max(end, min(len(text), first + room))
-    text = harmless(text)
+    text = printable(text)
     before, inside, after = text[first:start], text[start:end], text[end:last]
     before, after = "…" * (first > 0) + before, after + "…" * (last < len(text))
     if not inside:
@@ -239,20 +241,20 @@ def marked(text: str, span: list[int], to: Console, room: int | None = None) -> 
     return Text.assemble(before, (inside, "bold reverse"), after)
 
 
-def _candidates(candidates: list[dict[str, Any]], to: Console) -> None:
+def _print_candidates(candidates: list[dict[str, Any]], to: Console) -> None:
     """A line for each passage: p(z|x) or score, places by search, title, surroundings of the best answer."""
-    titles = [harmless(candidate["title"]) for candidate in candidates]
+    titles = [printable(candidate["title"]) for candidate in candidates]
     width = min(TITLE, max(map(cell_len, ["title", *titles])))
     room = max(SNIPPET // 2, to.width - width - PLACES - 14) if to.is_terminal else SNIPPET
     marks = ", its best answer marked" if all("span" in candidate for candidate in candidates) else ""
     number, head = ("score", " score") if "score" in candidates[0] else ("probability", "p(z|x)")
     to.print(Text(f"{head}  found by   {set_cell_size('title', width)}  passage{marks}", style="bold"))
     for candidate, title in zip(candidates, titles, strict=True):
-        snippet = marked(candidate["text"], candidate.get("span", [0, 0]), to, room)
-        places = set_cell_size(_places(candidate["ranks"]), PLACES)
+        snippet = highlight_span(candidate["text"], candidate.get("span", [0, 0]), to, room)
+        places = set_cell_size(_format_ranks(candidate["ranks"]), PLACES)
         to.print(Text.assemble(f"{candidate[number]:6.3f}  {places}  {set_cell_size(title, width)}  ", snippet))
 
 
-def _places(ranks: dict[str, int]) -> str:
+def _format_ranks(ranks: dict[str, int]) -> str:
     """Which search found a passage and at which place: v3 b1."""
     return " ".join(f"{search[0]}{rank}" for search, rank in ranks.items())

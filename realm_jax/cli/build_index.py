@@ -1,4 +1,4 @@
-"""`realm build-index`: the job beside training that embeds the corpus anew and publishes index generations.
+"""`realm build-index`: a job that runs alongside training, re-embeds the corpus and publishes index generations.
 
 It follows the exports of the run in --workdir and needs nothing else of the trainer; either may start first, and either
 may be killed and started again. Several processes share the work (`--process`, `--processes`); their number may change.
@@ -52,20 +52,20 @@ from realm_jax.retrieval.scann import check_scann
 from realm_jax.run import Run, make_run
 from realm_jax.storage import Folder, StorageError, make_folder
 from realm_jax.train.index_source import shared_folder
-from realm_jax.train.init_from import resolved
-from realm_jax.train.opening import recorded_config, recorded_corpus, set_up_jax
+from realm_jax.train.init_from import fill_from_pretrained
+from realm_jax.train.run_setup import recorded_config, recorded_corpus, set_up_jax
 
 logger = logging.getLogger(__name__)
 
 SILENCE = 3600.0  # seconds without a heartbeat of the trainer after which a builder ends, unless it is to wait
-GRACE = 60.0  # seconds that a trainer which is done has to change its mind
+GRACE = 60.0  # seconds to wait after the trainer is done, in case it resumes
 LONGEST_PAUSE = 60.0  # seconds between two tries while storage fails
 EXAMPLES = """examples:
   realm build-index --config=realm_wiki --config.data.path=data/wiki --workdir=runs/wiki
   realm build-index --workdir=runs/wiki --process=1 --processes=4         the second of four; the run is there already
   realm build-index --workdir=runs/wiki --once                            the newest export, then end
 
-The config is the trainer's. The same command goes on where it was cut off.
+The config is the trainer's. Run the same command again to resume.
 """
 
 
@@ -87,10 +87,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Build. Raises Preempted after SIGTERM."""
-    share = WorkShare(*processes.share_of(args))
+    share = WorkShare(*processes.work_share(args))
     config = load_config(args.config, args.overrides, lambda: _recorded_or_default(Path(args.workdir)))
     validate(config)
-    config = resolved(config, Path(args.workdir), with_reader=False)
+    config = fill_from_pretrained(config, Path(args.workdir), with_reader=False)
     if config.retrieval.backend == "scann":
         check_scann()
     make_folder(Path(args.workdir), "--workdir")
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> None:
         with Stop() as stop:
             job.work(stop, args.step, args.once or args.step is not None)
     except Stopped:
-        raise Preempted("SIGTERM: what is written stays; repeat the command to go on") from None
+        raise Preempted("SIGTERM: what was written is kept; run the command again to resume") from None
 
 
 def _recorded_or_default(workdir: Path) -> ConfigDict:
@@ -111,7 +111,8 @@ def _recorded_or_default(workdir: Path) -> ConfigDict:
 
 
 def for_embedding(config: ConfigDict, devices: int) -> ConfigDict:
-    """The config on so many devices of the builder's own: nothing is trained there, so any batch size must pass."""
+    """The config on so many devices of the builder's own: nothing is trained there, so training batch sizes are
+    irrelevant."""
     own = ConfigDict(config.to_dict())
     own.mesh.update({"fsdp": 1, "model": 1})
     own.optimizer.microbatches = 1
@@ -121,18 +122,18 @@ def for_embedding(config: ConfigDict, devices: int) -> ConfigDict:
     return own
 
 
-def stored_corpus(run: Run) -> Corpus:
+def builder_corpus(run: Run) -> Corpus:
     """The passages of a run as a builder needs them."""
     passages = run.sources.passages
     segments = tuple((segment.fingerprint, segment.rows) for segment in passages.segments)
-    return Corpus(passages.fingerprint, run.sources.wordpiece.fingerprint, segments, run.read_stored)
+    return Corpus(passages.fingerprint, run.sources.tokenizer.fingerprint, segments, run.read_stored)
 
 
 def run_builder(run: Run, folder: Folder, **options: Any) -> Builder:
     """The builder of a run's generations. options: further fields of `Builder`."""
     c = run.config
     return Builder(
-        folder, stored_corpus(run), c.model.dtype, generations.CHUNK_ROWS,
+        folder, builder_corpus(run), c.model.dtype, generations.CHUNK_ROWS,
         searches=run.searches, min_recall=c.scann.min_recall if run.searches else 0.0, **options,
     )  # fmt: skip
 
@@ -144,19 +145,19 @@ class Job:
         """patience: seconds without a heartbeat of the trainer after which it ends."""
         self._run, self._folder, self._share, self._patience = run, folder, share, patience
         self._options = run.config.refresh
-        self._corpus = stored_corpus(run)
+        self._corpus = builder_corpus(run)
         self._status = StatusWriter(folder, process_name(BUILDER, share.process), Status(""))
-        self._seen: tuple[str, int] | None = None  # what the trainer said of itself last
+        self._seen: tuple[str, int] | None = None  # the last status read from the trainer
         self._moved = False  # whether the trainer's counter moved since this process started
         self._damaged: set[int] = set()  # steps whose export was found damaged; the trainer may write it again
         self._quiet_since = time.monotonic()
-        self._gave_up = False  # waiting for the trainer, which may still come
+        self._timed_out = False  # gave up waiting for the trainer, which may still start
 
     def work(self, stop: Stop, step: int | None, once: bool) -> None:
         """Build what is due until the trainer is done, or one generation."""
         with self._status:
             self._work(stop, step, once)
-            self._status.update(stage="ended", step=-1, done=not self._gave_up)
+            self._status.update(stage="ended", step=-1, done=not self._timed_out)
 
     def _work(self, stop: Stop, step: int | None, once: bool) -> None:
         pause = self._folder.poll_seconds
@@ -166,11 +167,11 @@ class Job:
                 if not begun:
                     self._begin()
                     begun = True
-                export = self._only(step) if once else self._due()
+                export = self._selected_export(step) if once else self._next_export()
                 if export is not None:
                     self._build(export, stop)
                     pause, logged = self._folder.poll_seconds, False
-                if once or (export is None and self._ended()):
+                if once or (export is None and self._trainer_is_done()):
                     return
                 self._status.update(stage="waiting" if export is None else "building", step=-1)
             except Rejected as fault:
@@ -179,7 +180,7 @@ class Job:
                 logger.error("%s", fault)
             except (StorageError, InvalidIndex) as fault:
                 if once:
-                    raise UserError(f"{fault}; repeat the command to go on") from None
+                    raise UserError(f"{fault}; run the command again to resume") from None
                 logger.warning("%s; trying again", fault)
                 pause, export = min(pause * 2, LONGEST_PAUSE), None
             if export is None:
@@ -194,28 +195,28 @@ class Job:
             self._status.update(run=trainer.run)
             self._seen = (trainer.run, trainer.counter)
         self._folder.unstage("index")
-        # What an earlier builder found too bad may be good enough with the settings of this one.
+        # A generation that an earlier builder rejected may pass with this one's settings.
         clear_rejections(self._folder)
 
     def _pause(self, seconds: float, stop: Stop) -> None:
         until = time.monotonic() + seconds
         while True:
-            stop.check("what is written stays")
+            stop.check("what was written is kept")
             if (left := until - time.monotonic()) <= 0:
                 return
             time.sleep(min(left, 1.0))
 
-    def _only(self, step: int | None) -> Export:
+    def _selected_export(self, step: int | None) -> Export:
         """The export of a step, or the newest one."""
         steps = [step] if step is not None else reversed(export_steps(self._folder))
         for candidate in steps:
             export = read_export(self._folder, candidate)
             if export is not None:
-                return self._checked(export)
+                return self._check_compatible(export)
         what = "nothing to build" if step is None else f"there is no export of step {step}"
         raise UserError(f"{self._folder.path('exports')}: {what}; start the trainer first")
 
-    def _due(self) -> Export | None:
+    def _next_export(self) -> Export | None:
         """The export to build next: what a restarted trainer needs, else the next or the newest, as the mode says."""
         trainer = read_status(self._folder, TRAINER)
         pinned, used = (trainer.pins, trainer.index) if trainer else ((), 0)
@@ -226,27 +227,27 @@ class Job:
             return step in self._damaged, step not in pinned, -step if newest_first else step
 
         for candidate in sorted(steps, key=urgency):
-            export = self._sound(candidate)
-            if export is not None and self._missing(export):
-                return self._checked(export)
+            export = self._readable_export(candidate)
+            if export is not None and self._needs_build(export):
+                return self._check_compatible(export)
             if newest_first and export is not None and candidate not in pinned:
-                return None  # the newest one is built; older ones are of no use any more
+                return None  # the newest one is built; older ones are no longer useful
         return None
 
-    def _sound(self, step: int) -> Export | None:
+    def _readable_export(self, step: int) -> Export | None:
         try:
             return read_export(self._folder, step)
         except InvalidIndex as fault:  # others wait behind it
             if step not in self._damaged:
-                logger.warning("%s; it is passed over", fault)
+                logger.warning("%s; it is skipped", fault)
             self._damaged.add(step)
             return None
 
-    def _missing(self, export: Export) -> bool:
+    def _needs_build(self, export: Export) -> bool:
         name = current_name(self._folder, export, self._corpus.fingerprint)
         return rejection(self._folder, name) is None and read_manifest(self._folder, name) is None
 
-    def _checked(self, export: Export) -> Export:
+    def _check_compatible(self, export: Export) -> Export:
         """Raises UserError for an export of another tokenizer, corpus or tower than the config's."""
         expected = {
             "tokenizer": self._corpus.tokenizer,
@@ -274,7 +275,7 @@ class Job:
         with StageProgress(f"index {export.step}", self._corpus.rows) as bar:
 
             def check() -> None:
-                if stop.asked:
+                if stop.requested:
                     raise Stopped
 
             def on_progress(done: int, total: int) -> None:
@@ -282,9 +283,9 @@ class Job:
 
             builder = run_builder(self._run, self._folder, share=self._share, check=check, on_progress=on_progress)
             manifest = builder.build(export, lambda rows: self._run.embed(towers, rows=rows), queries)
-        self._retain(manifest)
+        self._prune(manifest)
 
-    def _retain(self, newest: Manifest) -> None:
+    def _prune(self, newest: Manifest) -> None:
         """Remove generations that nobody needs: all but the newest few, the one in use, those pinned, and those that
         will be adopted at their steps."""
         trainer = read_status(self._folder, TRAINER)
@@ -297,20 +298,20 @@ class Job:
             if step <= last and step not in (*trainer.pins, trainer.index) and name != newest.generation:
                 remove_generation(self._folder, name)
 
-    def _ended(self) -> bool:
-        """Whether the trainer needs no more, or has been silent for too long (by this machine's clock alone)."""
+    def _trainer_is_done(self) -> bool:
+        """Whether the trainer needs no further index, or has sent no heartbeat for too long (by the local clock)."""
         trainer = read_status(self._folder, TRAINER)
         now = None if trainer is None else (trainer.run, trainer.counter)
         if now != self._seen:
             self._seen, self._moved, self._quiet_since = now, True, time.monotonic()
         quiet = time.monotonic() - self._quiet_since
-        # A trainer that was done before this process came may be about to resume from an earlier checkpoint.
+        # A trainer that finished before this process started may be about to resume from an earlier checkpoint.
         done = trainer is not None and not trainer.needs_index
         if done and (self._moved or quiet > min(GRACE, self._patience)):
             logger.info("the trainer needs no further index")
             return True
         if quiet > self._patience:
             logger.warning("no heartbeat of the trainer for %g s; ending", self._patience)
-            self._gave_up = True
+            self._timed_out = True
             return True
         return False

@@ -38,7 +38,7 @@ def add_config_argument(parser: argparse.ArgumentParser, default: str = "the bui
 
 
 class PrintPage(argparse.Action):
-    """Prints the page that `const` makes, whatever other arguments are missing, and exits."""
+    """Prints the page returned by `const`, even if required arguments are missing, and exits."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         print(self.const(), end="")
@@ -82,13 +82,13 @@ def with_overrides(config: ConfigDict, overrides: Sequence[str], kind: str = "co
 
 
 def _load_file(path: str, kind: str) -> ConfigDict:
-    """Runs a config file and its `get_config`; what breaks in there is reported with its line in that file."""
+    """Runs a config file and its `get_config`; an exception is reported with its line in that file."""
     given, colon, argument = path.partition(":")
     name = _find_file(given, path, kind)
     try:
         get_config = runpy.run_path(name, run_name="realm_config").get(f"get_{kind}")
     except Exception as error:
-        raise _broken(name, error) from error
+        raise _config_file_error(name, error) from error
     if not callable(get_config):
         raise UserError(f"{name}: a {kind} file must define get_{kind}(), which returns a ConfigDict")
     arguments = [argument] if colon else []
@@ -96,7 +96,7 @@ def _load_file(path: str, kind: str) -> ConfigDict:
     try:
         config = get_config(*arguments)
     except Exception as error:
-        raise _broken(name, error) from error
+        raise _config_file_error(name, error) from error
     if not isinstance(config, ConfigDict):
         raise UserError(f"{name}: get_{kind}() must return a ConfigDict, not {type(config).__name__}")
     return config
@@ -123,7 +123,7 @@ def _check_arguments(get_config: Callable[..., Any], arguments: list[str], path:
         raise UserError(f"--{kind}={path}: get_{kind}{inspect.signature(get_config)} {wanted}") from None
 
 
-def _broken(name: str, error: Exception) -> UserError:
+def _config_file_error(name: str, error: Exception) -> UserError:
     """One line for an exception out of a config file, with the last line of the file that took part in it."""
     if isinstance(error, UserError):
         return error

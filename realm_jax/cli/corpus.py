@@ -34,10 +34,10 @@ from realm_jax.refresh.generations import (
 )
 from realm_jax.refresh.status import TRAINER, read_status
 from realm_jax.run import Run
-from realm_jax.storage import Folder, StorageError, only_one, read_json
+from realm_jax.storage import Folder, StorageError, exclusive_lock, read_json
 from realm_jax.train.index_source import shared_folder
-from realm_jax.train.opening import recorded_config, recorded_folder
-from realm_jax.train.trained_run import open_run_to_ask, restore_towers
+from realm_jax.train.run_setup import recorded_config, recorded_folder
+from realm_jax.train.trained_run import open_run_for_inference, restore_towers
 
 logger = logging.getLogger(__name__)
 
@@ -65,25 +65,25 @@ def run(args: argparse.Namespace) -> None:
     if args.data is None and args.workdir is None:
         raise UserError("realm corpus: name the prepared folder with --data, or a run over it with --workdir")
     if args.workdir:
-        _check_done(Path(args.workdir))
+        _check_not_training(Path(args.workdir))
     place = args.data or recorded_config(Path(args.workdir)).data.path
     if is_remote(place):
         raise UserError(f"{place}: a corpus is edited on a disk; edit it there, and copy the folder to its bucket")
     data = Path(place)
     open_sources(data, flag="--data=" if args.data else "config.data.path=")  # says what is wrong with it
-    with only_one(data):
+    with exclusive_lock(data):
         before = PassageStore.open(data / "passages")
         after = edit(data, args.action, args.what)
         if (data / READER / READER_MANIFEST).is_file():
             write_reader_tokens(data, open_tokenizer(data / READER / "tokenizer"), workers=1)
     print(f"{data}: {len(before):,} -> {len(after):,} passages, version {after.fingerprint[:12]}")
     if args.workdir:
-        manifest = publish(open_run_to_ask(Path(args.workdir), {"data.path": place}))
+        manifest = publish(open_run_for_inference(Path(args.workdir), {"data.path": place}))
         print(f"generation {manifest.generation}: {manifest.rows:,} stored vectors")
 
 
-def _check_done(workdir: Path) -> None:
-    """Raise UserError while a trainer and its builder work with the corpus as it was."""
+def _check_not_training(workdir: Path) -> None:
+    """Raise UserError while a trainer and its builder are using the unedited corpus."""
     trainer = read_status(recorded_folder(workdir), TRAINER)
     if trainer is not None and trainer.needs_index:
         raise UserError(
@@ -102,16 +102,18 @@ def edit(data: Path, action: str, what: list[str]) -> PassageStore:
     articles = list(read_passages(what[0]))
     if not articles:
         raise UserError(f"{what[0]} holds no passages")
-    replaced = _replaced(PassageStore.open(folder), [article.id for article in articles], action, what[0])
+    replaced = _documents_to_replace(PassageStore.open(folder), [article.id for article in articles], action, what[0])
     store, manifest = PassageStore.open(folder), read_json(data / "PREPARED.json")
     made = manifest.get("tagged") or manifest["inputs"]["settings"]
     if spans.identity(spans.finder(made["spans"])) != made.get("spans_identity"):
-        raise UserError(f"{data}: {made['spans']} is not what found the spans there; put that back, or prepare anew")
+        raise UserError(
+            f"{data}: {made['spans']} is not the span finder used there; restore it, or prepare the folder again"
+        )
     build_store(articles, open_tokenizer(data / "tokenizer"), folder, store.limit, made["spans"], replaced)
     return PassageStore.open(folder)
 
 
-def _replaced(store: PassageStore, documents: list[str], action: str, file: str) -> Collection[str]:
+def _documents_to_replace(store: PassageStore, documents: list[str], action: str, file: str) -> Collection[str]:
     """The documents that are there already: all of them for `replace`, none for `add`."""
     known = [document for document in documents if store.stored_rows_of(document)]
     if action == "add" and known:
@@ -122,8 +124,8 @@ def _replaced(store: PassageStore, documents: list[str], action: str, file: str)
     return known
 
 
-def _forget(folder: Folder, newest: Manifest, versions: list[str]) -> None:
-    """Remove what was published for versions between the first, which runs train with, and the newest."""
+def _remove_outdated_generations(folder: Folder, newest: Manifest, versions: list[str]) -> None:
+    """Remove generations published for versions between the first, which runs train with, and the newest."""
     for name in generation_names(folder):
         if export_step(name) == newest.step and name != newest.generation:
             with contextlib.suppress(InvalidIndex):
@@ -140,7 +142,7 @@ def publish(run: Run) -> Manifest:
         queries = sample_vectors(run, towers)
         export = write_export(folder, export_record(run, step), to_arrays(towers), queries)
         manifest = run_builder(run, folder).build(export, lambda rows: run.embed(towers, rows=rows), queries)
-        _forget(folder, manifest, run.sources.passages.versions)
+        _remove_outdated_generations(folder, manifest, run.sources.passages.versions)
         return manifest
     except (StorageError, InvalidIndex, Rejected) as fault:
         raise UserError(f"{fault}; the corpus is edited, but nothing is published for the run") from None

@@ -1,4 +1,4 @@
-"""`realm doctor`: what is installed, which devices there are, and what will be slow or does not work here.
+"""`realm doctor`: report installed packages, devices, and what will be slow or fail here.
 
 It changes nothing and starts no training. The version ranges are those of the installed package (`setup.cfg`), read
 back through its metadata, so that they are written down once. To go on, read `realm_jax/cli/quickstart.py`.
@@ -23,8 +23,8 @@ import realm_jax
 from realm_jax.errors import USER_ERROR
 
 GIB = 2**30
-LITTLE_MEMORY = 4 * GIB  # rules of thumb for small runs, with room for compiling and for a few checkpoints;
-LITTLE_DISK = 2 * GIB  # what a large run needs follows from its corpus and its towers
+LOW_MEMORY = 4 * GIB  # rules of thumb for small runs, with room for compiling and for a few checkpoints;
+LOW_DISK = 2 * GIB  # what a large run needs follows from its corpus and its towers
 
 # Packages that are used where they are there, with what is not possible without them.
 OPTIONAL = {
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine() -> Section:
-    """Looks at this process's environment; starts JAX's backend to see its devices."""
+    """Inspects this process's environment; initialises JAX's backend to list its devices."""
     report: Section = {
         "realm_jax": realm_jax.__version__,
         "location": str(Path(realm_jax.__file__).parent),
@@ -75,7 +75,7 @@ def examine() -> Section:
         "packages": required_packages(),
         "optional": {name: _version(name) for name in OPTIONAL},
         "devices": find_devices(),
-        "machine": look_at_machine(),
+        "machine": inspect_machine(),
         "settings": relevant_settings(),
     }
     found = list(problems(report))
@@ -95,7 +95,7 @@ def required_packages() -> list[Section]:
 
 
 def check(requirement: Requirement) -> Section | None:
-    """Compares a requirement with what is installed; None where its marker is for another Python or an extra."""
+    """Compares a requirement with what is installed; None if its marker is for another Python or an extra."""
     if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
         return None
     installed = _version(requirement.name)
@@ -118,7 +118,7 @@ def find_devices() -> Section:
 
         devices = jax.devices()
         memory = (devices[0].memory_stats() or {}).get("bytes_limit")
-    except Exception as error:  # whatever it is that stops JAX, naming it is the purpose of this command
+    except Exception as error:  # reporting whatever stops JAX is the purpose of this command
         reason = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
         return {"platform": "none", "count": 0, "kind": "", "memory": None, "error": reason}
     first = devices[0]
@@ -126,7 +126,7 @@ def find_devices() -> Section:
     return found | {"memory": memory, "error": None}
 
 
-def look_at_machine() -> Section:
+def inspect_machine() -> Section:
     """Cores, memory and disk, within the limits of this process and its control group."""
     memory, limit, folder = psutil.virtual_memory(), _container_memory_limit(), Path.cwd()
     return {
@@ -150,7 +150,7 @@ def relevant_settings() -> dict[str, str]:
     """Settings that change speed or results, where they are on: environment variables and JAX's switches."""
     settings = {name: os.environ[name] for name in ("JAX_PLATFORMS", "XLA_FLAGS") if os.environ.get(name)}
     jax = sys.modules.get("jax")
-    if jax is None:  # it could not be imported, which `find_devices` has told
+    if jax is None:  # it could not be imported; `find_devices` reports this
         return settings
     switches = ("jax_enable_x64", "jax_disable_jit", "jax_debug_nans", "jax_check_tracer_leaks")
     return settings | {name: "True" for name in switches if getattr(jax.config, name)}
@@ -160,7 +160,7 @@ def relevant_settings() -> dict[str, str]:
 
 
 def problems(report: Section) -> Iterable[str]:
-    """What stops every run, each with what to do."""
+    """Problems that stop every run, each with a remedy."""
     missing = [package["name"] for package in report["packages"] if package["installed"] is None]
     if missing:
         yield f"not installed: {', '.join(missing)}; run `pip install -e .` in the folder of the source"
@@ -175,10 +175,10 @@ def warnings(report: Section) -> Iterable[str]:
     yield from _device_warnings(report)
     machine = report["machine"]
     if machine["cores"] == 1:
-        yield "one core: input, compilation and training take turns on it"
-    if machine["memory_free"] < LITTLE_MEMORY:
+        yield "one core: input, compilation and training share it"
+    if machine["memory_free"] < LOW_MEMORY:
         yield f"only {_gib(machine['memory_free'])} of memory free: large batches or corpora may end the process"
-    if machine["disk_free"] < LITTLE_DISK:
+    if machine["disk_free"] < LOW_DISK:
         yield f"only {_gib(machine['disk_free'])} of disk free in {machine['folder']}: keep --workdir on another disk"
     reasons = {
         "jax_enable_x64": "float64 is on (JAX_ENABLE_X64): slower, and numbers differ from the documented ones",

@@ -1,6 +1,6 @@
-"""`realm evaluate`: one table of all measures, of a trained run or of a file of `realm predict`; or two files compared.
+"""`realm evaluate`: one table of all metrics of a trained run or of a file of `realm predict`; or compare two files.
 
-What is measured is `realm_jax/eval/metrics.py`; a run is measured by way of the same records that a file holds.
+The metrics are in `realm_jax/eval/metrics.py`; a run is evaluated through the same records that a file holds.
 BM25's recall stands beside a run's. Two files are compared by the tests of `realm_jax/eval/significance.py`.
 """
 
@@ -12,15 +12,15 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
-from realm_jax.cli.argument_types import filled
-from realm_jax.cli.arguments import add_question_arguments, add_run_arguments, changes_of, check_passages
+from realm_jax.cli.argument_types import nonempty
+from realm_jax.cli.arguments import add_question_arguments, add_run_arguments, check_passages, config_changes
 from realm_jax.cli.output import checked_output, is_special, print_json, print_line, stdout, table, write_output
 from realm_jax.cli.predict import describe, records
 from realm_jax.config import add_sections
 from realm_jax.data.jsonl import Question, answered
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
-from realm_jax.eval.metrics import compare, measure, summarise, words_of
+from realm_jax.eval.metrics import compare, compute_metrics, describe_metric, summarise
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.eval.prediction_files import (
     FACTS,
@@ -34,8 +34,8 @@ from realm_jax.eval.prediction_files import (
 )
 from realm_jax.eval.significance import METHODS
 from realm_jax.tasks import TASKS
-from realm_jax.train.results import by_words
-from realm_jax.train.trained_run import Trained, newest, open_run_to_ask, questions_of, restore
+from realm_jax.train.results import bm25_question_rows
+from realm_jax.train.trained_run import TrainedRun, latest_checkpoint, load_questions, open_run_for_inference, restore
 
 _T = TypeVar("_T")
 EXAMPLES = f"""examples:
@@ -44,11 +44,11 @@ EXAMPLES = f"""examples:
   realm evaluate --workdir=runs/wiki --questions=test.jsonl --config.answering.retrieved=100 --trec=run.txt
   realm evaluate predictions.jsonl --qrels=qrels.txt             what `realm predict` wrote; needs no device
   realm evaluate predictions.jsonl --unseen=data/wiki
-  realm evaluate ict.jsonl realm.jsonl                           whether the second is better by more than chance
+  realm evaluate ict.jsonl realm.jsonl                           test whether the second is significantly better
 
 Of two files, {METHODS.replace("; ", chr(10))}.
 Where there is no terminal a line is `name value`, or `name value low high` with the ends of the interval; of two files
-`measure A B difference low high p McNemar questions`.
+`compute_metrics A B difference low high p McNemar questions`.
 """
 COMPARED = ("a", "b", "difference", "low", "high", "p", "mcnemar", "questions")
 
@@ -57,19 +57,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `realm evaluate`."""
     parser.epilog = EXAMPLES
     parser.add_argument(
-        "files", nargs="*", type=filled, metavar="FILE", help="a file of `realm predict`, or two of the same questions"
+        "files",
+        nargs="*",
+        type=nonempty,
+        metavar="FILE",
+        help="a file of `realm predict`, or two of the same questions",
     )
     add_run_arguments(parser, required=False)
     add_question_arguments(parser)
     parser.add_argument(
         "--unseen",
-        type=filled,
+        type=nonempty,
         metavar="DIR",
-        help="leave out questions whose gold passage is that of a training question of this prepared folder",
+        help="exclude questions whose gold passage is also that of a training question of this prepared folder",
     )
-    parser.add_argument("--trec", type=filled, metavar="FILE", help="write what was retrieved there, as a TREC run")
+    parser.add_argument("--trec", type=nonempty, metavar="FILE", help="write what was retrieved there, as a TREC run")
     parser.add_argument(
-        "--qrels", type=filled, metavar="FILE", help="write the gold passages there, as TREC's judgements"
+        "--qrels", type=nonempty, metavar="FILE", help="write the gold passages there, as TREC's judgements"
     )
     parser.add_argument("--no-bm25", action="store_true", help="leave out BM25, which holds the corpus in memory")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -97,21 +101,23 @@ def _check(args: argparse.Namespace) -> None:
     of_runs = ("questions", "task", "search", "no_bm25") if args.files else ()
     of_one = ("unseen", "trec", "qrels") if len(args.files) == 2 else ()
     for flag in [flag for flag in (*of_runs, *of_one) if vars(args)[flag]]:
-        what = f"goes with --workdir; what is in {args.files[0]} is fixed" if flag in of_runs else "goes with one file"
+        what = (
+            f"goes with --workdir; the content of {args.files[0]} is fixed" if flag in of_runs else "goes with one file"
+        )
         raise UserError(f"--{flag.replace('_', '-')}: {what}")
     if args.files and args.overrides:
-        raise UserError(f"{args.overrides[0]}: goes with --workdir; what is in {args.files[0]} is fixed")
+        raise UserError(f"{args.overrides[0]}: goes with --workdir; the content of {args.files[0]} is fixed")
     named = [("the predictions", path) for path in args.files[:1]]
     named += [(f"--{flag}", vars(args)[flag]) for flag in ("questions", "trec", "qrels") if vars(args)[flag]]
     taken: dict[str, str] = {}
     for name, path in named:
         other = name if is_special(Path(path)) else taken.setdefault(os.path.realpath(path), name)
         if other != name:
-            raise UserError(f"{name}={path}: is the file of {other}; name another")
+            raise UserError(f"{name}={path}: is also the file of {other}; choose another")
 
 
 def _check_trec(args: argparse.Namespace, asked: Sequence[Record], retrieves: bool) -> None:
-    """Raise UserError where the files for TREC would be empty, or two questions have one id."""
+    """Raise UserError if the files for TREC would be empty, or two questions have one id."""
     if args.trec and not retrieves:
         raise UserError(f"--trec={args.trec}: nothing was retrieved that could be written; leave the flag out")
     if args.qrels and all(one.get("gold_passage_id") is None for one in asked):
@@ -121,42 +127,42 @@ def _check_trec(args: argparse.Namespace, asked: Sequence[Record], retrieves: bo
 
 
 def _evaluate_run(args: argparse.Namespace) -> tuple[dict[str, Any], list[Record]]:
-    changes = changes_of(args)
-    opened = open_run_to_ask(Path(args.workdir), changes)
-    questions = questions_of(opened, args.questions, need_right=True)
+    changes = config_changes(args)
+    opened = open_run_for_inference(Path(args.workdir), changes)
+    questions = load_questions(opened, args.questions, need_right=True)
     if args.unseen:
-        questions = _unseen(questions, [one.gold_passage_id for one in questions], args)
+        questions = _without_training_golds(questions, [one.gold_passage_id for one in questions], args)
     if "answering.read" not in changes and not answered(questions):
         add_sections(opened.config, ["answering"])
-        opened.config.answering.read = 1  # what is retrieved is measured alone; reading more takes minutes
+        opened.config.question_context.read = 1  # what is retrieved is measured alone; reading more takes minutes
     check_passages(opened, args)
     asked = [question_record(question, number) for number, question in enumerate(questions, start=1)]
-    _check_trec(args, asked, TASKS[newest(opened, args.task)[0]].reads_passages)
+    _check_trec(args, asked, TASKS[latest_checkpoint(opened, args.task)[0]].reads_passages)
     return evaluate(restore(opened, args.task, search=args.search), questions, bm25=not args.no_bm25)
 
 
 def _evaluate_file(args: argparse.Namespace, path: str) -> tuple[dict[str, Any], list[Record]]:
     scored = read_predictions(path)
     if args.unseen:
-        scored = _unseen(scored, [record.get("gold_passage_id") for record in scored], args)
+        scored = _without_training_golds(scored, [record.get("gold_passage_id") for record in scored], args)
     _check_trec(args, scored, any(record.get("retrieved") for record in scored))
-    return _facts(path) | {"questions": len(scored)} | _measured(scored), scored
+    return _provenance(path) | {"questions": len(scored)} | _summarised(scored), scored
 
 
-def _facts(path: str) -> dict[str, Any]:
-    """What made a file of predictions, as far as it is known."""
+def _provenance(path: str) -> dict[str, Any]:
+    """The settings that a predictions file was made with, as far as they are known."""
     made = read_settings(path)
     return {name: made[name] for name in FACTS if name in made}
 
 
 def compare_files(first: str, second: str) -> dict[str, Any]:
     """`measures.compare` of two files of predictions, with {"a", "b"}: each one's name and what made it."""
-    facts = {name: {"file": path} | _facts(path) for name, path in (("a", first), ("b", second))}
+    facts = {name: {"file": path} | _provenance(path) for name, path in (("a", first), ("b", second))}
     return facts | compare(read_predictions(first), read_predictions(second), second)
 
 
 def gold_in_training(folder: str) -> set[str]:
-    """The gold passages of the training questions of a prepared folder. Raises UserError where they have none."""
+    """The gold passages of the training questions of a prepared folder. Raises UserError if they have none."""
     questions = open_sources(folder, flag="--unseen=").questions.get("train", [])
     seen = {question.gold_passage_id for question in questions if question.gold_passage_id is not None}
     if not seen:
@@ -164,8 +170,8 @@ def gold_in_training(folder: str) -> set[str]:
     return seen
 
 
-def _unseen(found: Sequence[_T], golds: Sequence[Any], args: argparse.Namespace) -> list[_T]:
-    """What is left of the questions without those of which training had the gold passage; golds: of each, or None."""
+def _without_training_golds(found: Sequence[_T], golds: Sequence[Any], args: argparse.Namespace) -> list[_T]:
+    """The questions whose gold passage is not that of a training question. golds: gold passage ids, or None."""
     if all(gold is None for gold in golds):
         raise UserError(f"--unseen={args.unseen}: no measured question has a gold passage; leave the flag out")
     seen = gold_in_training(args.unseen)
@@ -175,7 +181,9 @@ def _unseen(found: Sequence[_T], golds: Sequence[Any], args: argparse.Namespace)
     return left
 
 
-def evaluate(trained: Trained, questions: Sequence[Question], bm25: bool = True) -> tuple[dict[str, Any], list[Record]]:
+def evaluate(
+    trained: TrainedRun, questions: Sequence[Question], bm25: bool = True
+) -> tuple[dict[str, Any], list[Record]]:
     """Everything that is measured, and the records that it is measured on.
 
     {"task", "step", "parameters", "passages", "passages_read", "questions", "measures": {"exact_match": {"value",
@@ -185,17 +193,17 @@ def evaluate(trained: Trained, questions: Sequence[Question], bm25: bool = True)
     found = (
         describe(trained.run, trained.task, trained.step, trained.search)
         | {"questions": len(scored)}
-        | _measured(scored)
+        | _summarised(scored)
     )
     if bm25 and TASKS[trained.task].reads_passages:
         evaluator = Evaluator(trained.run, questions)
-        others = evaluator.recall_of(by_words(trained.run, evaluator))
+        others = evaluator.recall_of(bm25_question_rows(trained.run, evaluator))
         found["bm25"] = {name: value for name, value in others.items() if name in found["measures"]}
     return found, scored
 
 
-def _measured(scored: Sequence[Record]) -> dict[str, Any]:
-    return {"measures": {name: summarise(values) for name, values in measure(scored).items()}}
+def _summarised(scored: Sequence[Record]) -> dict[str, Any]:
+    return {"measures": {name: summarise(values) for name, values in compute_metrics(scored).items()}}
 
 
 # ---- showing
@@ -227,7 +235,7 @@ def show(found: dict[str, Any], to: Console) -> None:
 def _row(name: str, one: dict[str, Any], others: dict[str, float]) -> tuple[str, ...]:
     other = f"{others[name]:.1%}" if name in others else "–"
     ends = "–" if one["low"] is None else f"{one['low']:.1%} … {one['high']:.1%}"
-    return name, f"{one['value']:.1%}", ends, other, f"{one['questions']:,}", words_of(name)
+    return name, f"{one['value']:.1%}", ends, other, f"{one['questions']:,}", describe_metric(name)
 
 
 def show_comparison(found: dict[str, Any], to: Console) -> None:

@@ -6,7 +6,7 @@
 import argparse
 
 from realm_jax.cli import inspect_data, inspect_text
-from realm_jax.cli.argument_types import filled
+from realm_jax.cli.argument_types import nonempty
 from realm_jax.cli.output import checked_output
 
 EXAMPLES = """examples:
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, (job, subject, text) in KINDS.items():
         kind = kinds.add_parser(name, help=text, description=f"See {text}.", allow_abbrev=parser.allow_abbrev)
         kind.add_argument("subject", metavar=subject, help=text)
-        kind.add_argument("--html", type=filled, metavar="FILE", help="also write what is shown as a page")
+        kind.add_argument("--html", type=nonempty, metavar="FILE", help="also write what is shown as a page")
         job.add_arguments(kind)
 
 

@@ -16,11 +16,11 @@ from ml_collections import ConfigDict
 from rich.console import Console
 from rich.text import Text
 
-from realm_jax.cli.argument_types import filled
+from realm_jax.cli.argument_types import nonempty
 from realm_jax.cli.config_flags import add_config_argument, load_config
 from realm_jax.cli.output import stdout, write_output
 from realm_jax.config import default, validate
-from realm_jax.console import harmless
+from realm_jax.console import printable
 from realm_jax.data.examples import Example, Lengths, lengths_from, masked_arrays, spans_of
 from realm_jax.data.sources import Sources, open_sources
 from realm_jax.data.statistics import Histogram, Statistics, statistics
@@ -36,14 +36,14 @@ def add_arguments(add: argparse.ArgumentParser) -> None:
     """The arguments of `realm inspect data`, but those of both kinds."""
     add_config_argument(add, "passages, and queries masked as by the built-in one")
     add.add_argument("--rows", type=int, default=3, metavar="N", help="passages to show (default: 3)")
-    add.add_argument("--document", type=filled, metavar="ID", help="show the passages of this document instead")
+    add.add_argument("--document", type=nonempty, metavar="ID", help="show the passages of this document instead")
 
 
 def run(args: argparse.Namespace, html: Path | None) -> None:
     """Show passages of the folder `args.subject`, and numbers. html: a checked file for the page."""
     if args.rows < 0:
         raise UserError(f"--rows={args.rows}: must be at least 0")
-    config = load_config(args.config, args.overrides, _shown)
+    config = load_config(args.config, args.overrides, _default_config)
     config.data.path = args.subject
     validate(config)
     sources = open_sources(args.subject, flag="")
@@ -51,17 +51,17 @@ def run(args: argparse.Namespace, html: Path | None) -> None:
     lengths = lengths_from(config.data.query_length, store.limit, config.realm.masking, config.data.predictions, 1, 1)
     screen = stdout()
     for row in chosen_rows(store, args.document, args.rows, config.seed):
-        show_passage(screen, store, row, sources.wordpiece)
-        show_query(screen, store, row, sources.wordpiece, lengths, config.realm.masking, config.seed)
-    found = statistics(store, sources.wordpiece)
+        show_passage(screen, store, row, sources.tokenizer)
+        show_query(screen, store, row, sources.tokenizer, lengths, config.realm.masking, config.seed)
+    found = statistics(store, sources.tokenizer)
     show_numbers(screen, found, sources)
     if html:
         write_output(html, page(args.subject, config.data.text, found))
         print(f"{args.html} is written")
 
 
-def _shown() -> ConfigDict:
-    """What is shown where nothing else is asked for: the passages, which every prepared folder has."""
+def _default_config() -> ConfigDict:
+    """The default: show the passages, which every prepared folder has."""
     config = default()
     config.data.text = "passages"
     return config
@@ -85,12 +85,12 @@ class Piece(NamedTuple):
     kind: str | None
 
 
-def pieces_of(store: PassageStore, row: int, wordpiece: Tokenizer) -> list[Piece]:
-    """The text of a row cut at its salient spans, found again by the characters that their word pieces stand for."""
+def pieces_of(store: PassageStore, row: int, tokenizer: Tokenizer) -> list[Piece]:
+    """The text of a row cut at its salient spans, found again by the characters that their tokens stand for."""
     text = store.text(row)
-    offsets = wordpiece.offsets_of(text, store.body_tokens(row))
+    offsets = tokenizer.offsets_of(text, store.body_tokens(row))
     if offsets is None:
-        raise UserError(f"{store.folder}: the text of row {row} does not give its word pieces; prepare the data again")
+        raise UserError(f"{store.folder}: the text of row {row} does not give its tokens; prepare the data again")
     pieces, last = [], 0
     for start, end, kind in store.spans(row):
         first, stop = offsets[start, 0], offsets[end - 1, 1]
@@ -99,14 +99,14 @@ def pieces_of(store: PassageStore, row: int, wordpiece: Tokenizer) -> list[Piece
     return [piece for piece in [*pieces, Piece(text[last:], None)] if piece.text]
 
 
-def show_passage(screen: Console, store: PassageStore, row: int, wordpiece: Tokenizer) -> None:
+def show_passage(screen: Console, store: PassageStore, row: int, tokenizer: Tokenizer) -> None:
     """A passage with its spans in colour."""
-    head = Text(harmless(store.title(row)) or "(no title)", style="bold")
-    head.append(harmless(f"   row {row} of {len(store):,}, document {store.document_id(row)}"), style="dim")
+    head = Text(printable(store.title(row)) or "(no title)", style="bold")
+    head.append(printable(f"   row {row} of {len(store):,}, document {store.document_id(row)}"), style="dim")
     screen.print(head)
     body = Text()
-    for piece in pieces_of(store, row, wordpiece):
-        body.append(harmless(piece.text), style=f"bold {colour(store, piece.kind)}" if piece.kind else "")
+    for piece in pieces_of(store, row, tokenizer):
+        body.append(printable(piece.text), style=f"bold {colour(store, piece.kind)}" if piece.kind else "")
     screen.print(body)
 
 
@@ -116,10 +116,10 @@ def colour(store: PassageStore, kind: str) -> str:
 
 
 def show_query(
-    screen: Console, store: PassageStore, row: int, wordpiece: Tokenizer, lengths: Lengths, masking: str, seed: int
+    screen: Console, store: PassageStore, row: int, tokenizer: Tokenizer, lengths: Lengths, masking: str, seed: int
 ) -> None:
     """A query as pre-training makes it from this passage, and what is to be predicted."""
-    query = masked_query(store, row, wordpiece, lengths, masking, seed)
+    query = masked_query(store, row, tokenizer, lengths, masking, seed)
     if query is None:
         screen.print("  no query: nothing in it can be masked\n", style="dim")
         return
@@ -127,23 +127,23 @@ def show_query(
     ids, before = query["query"][: query["query_length"]].tolist(), ""
     for number in range(len(ids)):
         masked = number in query["positions"][query["weights"] > 0]
-        text = wordpiece.decode(ids[: number + 1])
-        line.append(harmless(text[len(before) :]), style="bold red" if masked else "dim")
+        text = tokenizer.decode(ids[: number + 1])
+        line.append(printable(text[len(before) :]), style="bold red" if masked else "dim")
         before = text
     targets = query["targets"][query["weights"] > 0]
-    line.append(harmless(f"   = {wordpiece.decode(targets)}"), style="bold")
+    line.append(printable(f"   = {tokenizer.decode(targets)}"), style="bold")
     screen.print(line)
     screen.print()
 
 
 def masked_query(
-    store: PassageStore, row: int, wordpiece: Tokenizer, lengths: Lengths, masking: str, seed: int
+    store: PassageStore, row: int, tokenizer: Tokenizer, lengths: Lengths, masking: str, seed: int
 ) -> Example | None:
-    """A masked sentence of a row; None where nothing can be masked."""
+    """A masked sentence of a row; None if nothing can be masked."""
     rng = np.random.default_rng((seed, row))
     for number in rng.permutation(len(store.sentences(row))):
         sentence, spans = spans_of(store, row, int(number))
-        found = masked_arrays(sentence, spans, masking, rng, lengths, wordpiece)
+        found = masked_arrays(sentence, spans, masking, rng, lengths, tokenizer)
         if found["weights"].any():
             return found
     return None
@@ -163,7 +163,7 @@ def show_numbers(screen: Console, found: Statistics, sources: Sources) -> None:
         f"{'questions':>24}  {counts or 'none'}",
     ]
     for line in lines:
-        screen.print(Text(harmless(line)))
+        screen.print(Text(printable(line)))
 
 
 def page(folder: str, which: str, found: Statistics) -> str:

@@ -1,4 +1,4 @@
-"""`realm inspect text`: which passages a trained model reads for a text, and what each of them makes of the prediction.
+"""`realm inspect text`: which passages a trained model reads for a text, and how each affects the prediction.
 
 A sentence has a blank, `___` or `[the word]`; a question has none. The numbers are those of the paper's table 3,
 computed in `realm_jax/eval/inspection.py`. `--alignment` masks every salient span of a text in turn.
@@ -15,11 +15,11 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from realm_jax.cli.argument_types import filled, positive
-from realm_jax.cli.arguments import add_run_arguments, changes_of
+from realm_jax.cli.argument_types import nonempty, positive
+from realm_jax.cli.arguments import add_run_arguments, config_changes
 from realm_jax.cli.output import checked_output, print_json, stdout, write_output
 from realm_jax.config import task_names
-from realm_jax.console import harmless
+from realm_jax.console import printable
 from realm_jax.data import sentences
 from realm_jax.data.jsonl import Question
 from realm_jax.data.spans import finder
@@ -28,18 +28,18 @@ from realm_jax.eval.format import probability
 from realm_jax.eval.html import Bar, render
 from realm_jax.eval.inspection import (
     Masked,
-    Seen,
+    TextInspection,
     inspect_masked,
     inspect_question,
     masked_text,
+    null_likelihood,
     parse,
-    read_alone,
 )
 from realm_jax.run import Run
 from realm_jax.tasks import TASKS
-from realm_jax.train.opening import recorded_config
 from realm_jax.train.restore import restore_params
-from realm_jax.train.trained_run import Trained, check_question, newest, open_run_to_ask, restore
+from realm_jax.train.run_setup import recorded_config
+from realm_jax.train.trained_run import TrainedRun, check_question, latest_checkpoint, open_run_for_inference, restore
 
 logger = logging.getLogger(__name__)
 
@@ -53,14 +53,14 @@ def add_arguments(add: argparse.ArgumentParser) -> None:
     add_run_arguments(add)
     texts = {
         "task": ("TASK", "parameters at the end of this task (default: realm's for a sentence)"),
-        "answer": ("TEXT", "of a question: what is looked at (default: the likeliest)"),
-        "bert": ("DIR", "run whose reader was trained without passages, to stand beside"),
+        "answer": ("TEXT", "of a question: the answer to inspect (default: the likeliest)"),
+        "bert": ("DIR", "run whose reader was trained without passages, for comparison"),
         "alignment": ("FILE", "write which passages explain each salient span, as JSON Lines"),
         "spans": ("NAME", "how they are found (default: rules)"),
     }
     for name, (value, meaning) in texts.items():
-        add.add_argument(f"--{name}", type=filled, metavar=value, help=meaning)
-    add.add_argument("--pieces", type=positive, default=1, metavar="N", help="word pieces of a blank ___ (default: 1)")
+        add.add_argument(f"--{name}", type=nonempty, metavar=value, help=meaning)
+    add.add_argument("--pieces", type=positive, default=1, metavar="N", help="tokens of a blank ___ (default: 1)")
     add.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -69,13 +69,13 @@ def run(args: argparse.Namespace, html: Path | None) -> None:
     alignment = checked_output(args.alignment, "--alignment") if args.alignment else None
     text = None if alignment else parse(args.subject)
     _check(args, text)
-    changes = changes_of(args)
-    opened = open_run_to_ask(Path(args.workdir), {"evaluation.batch_size": 1} | changes)
+    changes = config_changes(args)
+    opened = open_run_for_inference(Path(args.workdir), {"evaluation.batch_size": 1} | changes)
     is_question = text is None and not alignment
     if is_question:
         check_question(opened, args.subject)
     if text:
-        masked_text(text, args.pieces, opened.lengths, opened.sources.for_reader.wordpiece)
+        masked_text(text, args.pieces, opened.lengths, opened.sources.for_reader.tokenizer)
     bert = _open_bert(args, changes, opened, text) if args.bert and text else None
     trained = restore(opened, args.task or _task(opened.config, is_question), for_answers=is_question)
     if trained.index.vectors is None:
@@ -89,8 +89,8 @@ def run(args: argparse.Namespace, html: Path | None) -> None:
     seen = _question(trained, args.subject, args.answer) if text is None else _sentence(trained, text, args.pieces)
     record = to_record(trained, args.subject, seen)
     if bert and text:
-        params = restore_params(bert, *newest(bert))
-        record["bert"] = read_alone(bert, params, text, seen.targets)
+        params = restore_params(bert, *latest_checkpoint(bert))
+        record["bert"] = null_likelihood(bert, params, text, seen.targets)
     if args.json:
         print_json(record)
     else:
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace, html: Path | None) -> None:
 
 
 def _check(args: argparse.Namespace, text: Masked | None) -> None:
-    """Raise UserError for texts that are none, and for flags that would do nothing."""
+    """Raise UserError for invalid texts, and for flags that would have no effect."""
     for name, value in (("the text", args.subject), ("--answer", args.answer or "")):
         try:
             value.encode("utf-8")
@@ -111,7 +111,7 @@ def _check(args: argparse.Namespace, text: Masked | None) -> None:
     if args.alignment:
         unused = [flag for flag in ("answer", "bert", "html", "json") if getattr(args, flag)]
         if unused:
-            raise UserError(f"--{unused[0]}: does nothing with --alignment; leave it out")
+            raise UserError(f"--{unused[0]}: has no effect with --alignment; leave it out")
         return
     if args.spans:
         raise UserError("--spans: goes with --alignment")
@@ -127,11 +127,11 @@ def _task(config: Any, is_question: bool) -> str | None:
     return inspected[-1] if inspected and not is_question else None
 
 
-def _sentence(trained: Trained, text: Masked, pieces: int) -> Seen:
+def _sentence(trained: TrainedRun, text: Masked, pieces: int) -> TextInspection:
     return inspect_masked(trained.run, trained.params, trained.index, text, pieces)
 
 
-def _question(trained: Trained, question: str, answer: str | None) -> Seen:
+def _question(trained: TrainedRun, question: str, answer: str | None) -> TextInspection:
     if answer is None:
         evaluator = trained.evaluator([Question(question, [])])
         answer = evaluator.predict(trained.params, trained.index)[0].answer
@@ -139,21 +139,21 @@ def _question(trained: Trained, question: str, answer: str | None) -> Seen:
 
 
 def _open_bert(args: argparse.Namespace, changes: dict[str, Any], opened: Run, text: Masked) -> Run:
-    """The run of --bert. Raises UserError for one that cannot read the text, or not in the same word pieces."""
+    """The run of --bert. Raises UserError for one that cannot read the text, or not in the same tokens."""
     recorded_config(Path(args.bert), "--bert")
     try:
-        other = open_run_to_ask(Path(args.bert), changes)
-        newest(other)
-        masked_text(text, args.pieces, other.lengths, other.sources.for_reader.wordpiece)
+        other = open_run_for_inference(Path(args.bert), changes)
+        latest_checkpoint(other)
+        masked_text(text, args.pieces, other.lengths, other.sources.for_reader.tokenizer)
     except UserError as fault:
         raise UserError(f"--bert: {fault}") from None
-    theirs, own = (run.sources.for_reader.wordpiece.fingerprint for run in (other, opened))
+    theirs, own = (run.sources.for_reader.tokenizer.fingerprint for run in (other, opened))
     if theirs != own:
         raise UserError(f"--bert={args.bert}: its vocabulary is not that of --workdir={args.workdir}; name another run")
     return other
 
 
-def to_record(trained: Trained, text: str, seen: Seen) -> dict[str, Any]:
+def to_record(trained: TrainedRun, text: str, seen: TextInspection) -> dict[str, Any]:
     """Everything that is shown, as JSON has it.
 
     {"text", "task", "step", "answer", "probability", "alone", "held", "others": [{"answer", "probability"}],
@@ -183,7 +183,7 @@ def to_record(trained: Trained, text: str, seen: Seen) -> dict[str, Any]:
 # ---- alignment
 
 
-def align(trained: Trained, text: str, spans: str, output: Path) -> None:
+def align(trained: TrainedRun, text: str, spans: str, output: Path) -> None:
     """Write a line for each salient span of a text: its sentence, and every passage with p(z|x) and p(z|x,y)."""
     lines = []
     for sentence, (start, end) in _masked_spans(text, spans):
@@ -197,7 +197,7 @@ def align(trained: Trained, text: str, spans: str, output: Path) -> None:
         lines.append(json.dumps(record, ensure_ascii=False) + "\n")
         best, y = record["passages"][0], record["answer"]
         explained = f"best explained by {_name(best)} ({best['posterior']:.3f})"
-        print(harmless(f"{y}: p(y|x) {seen.probability:.3g}, {explained}"))
+        print(printable(f"{y}: p(y|x) {seen.probability:.3g}, {explained}"))
     if not lines:
         raise UserError("--alignment: the text has no salient span; choose other --spans, or write a [blank]")
     write_output(output, "".join(lines))
@@ -225,7 +225,7 @@ def _facts(record: dict[str, Any]) -> list[tuple[str, str]]:
     answer = f"y = {record['answer']!r}"
     facts = [("(a) BERT, trained without passages: p(y|x)", probability(record["bert"]))] if "bert" in record else []
     if record["alone"] is not None:
-        facts.append(("(a) this reader beside the empty passage: p(y|x,∅)", probability(record["alone"])))
+        facts.append(("(a) this reader with the empty passage: p(y|x,∅)", probability(record["alone"])))
     if _is_nowhere(record):
         facts.append((f"(b) {NOWHERE}", ""))
     else:
@@ -250,10 +250,10 @@ def _numbers(one: dict[str, Any]) -> list[str]:
 
 
 def show(record: dict[str, Any], to: Console) -> None:
-    """The facts, then a passage a line, of which a terminal sees the beginning; numbers are whole everywhere."""
+    """The facts, then one passage per line, cut to the terminal's width; numbers are never cut."""
     to.soft_wrap = not to.is_terminal
-    to.print(Text(harmless(record["text"]), style="bold"))
-    facts = [(harmless(meant), number) for meant, number in _facts(record)]
+    to.print(Text(printable(record["text"]), style="bold"))
+    facts = [(printable(meant), number) for meant, number in _facts(record)]
     width = max(cell_len(number) for _, number in facts)
     for meant, number in facts:
         to.print(Text(f"{number.rjust(width)}  {meant}"))
@@ -268,7 +268,7 @@ def _table(passages: list[dict[str, Any]]) -> Iterator[Text]:
     widths = [max(map(cell_len, column)) for column in columns]
     for numbers, passage in zip(zip(*columns, strict=True), last, strict=True):
         cells = [number.rjust(width) for number, width in zip(numbers, widths, strict=True)]
-        yield Text("  ".join([*cells, harmless(passage)]))
+        yield Text("  ".join([*cells, printable(passage)]))
 
 
 def page(record: dict[str, Any]) -> str:

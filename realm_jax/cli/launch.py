@@ -25,7 +25,7 @@ from realm_jax.launch.jobset import JobSets
 from realm_jax.launch.local import Local
 from realm_jax.launch.queued_resources import QueuedResources
 from realm_jax.launch.spec import Launch, describe
-from realm_jax.launch.status import RunState, describe_status, expect_none, look, one_line
+from realm_jax.launch.status import RunState, clear_expected_jobs, describe_status, one_line, poll
 from realm_jax.refresh.status import TRAINER
 from realm_jax.storage import open_folder
 from realm_jax.tasks import TASKS
@@ -44,8 +44,8 @@ EXAMPLES = """examples:
   realm launch stop --target=jobset --spec=launch/v5e.py --workdir=gs://bucket/runs/realm
   realm launch plan --spec=launch/v5p.py --config=realm_wiki --price-per-chip-hour=1.2
 
-The same command starts what was stopped; training goes on from its newest checkpoint. From an empty project to a pod:
-docs/launch.md. `status` exits with 1 when a job that should live gave no heartbeat for ten seconds.
+The same command restarts a stopped run; training resumes from its newest checkpoint. From an empty project to a pod:
+docs/launch.md. `status` exits with 1 if a job that should be running gave no heartbeat for ten seconds.
 """
 
 
@@ -128,10 +128,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def plan(args: argparse.Namespace) -> int:
-    """Say what the slices of the spec would need for the config, and cost; 1 when it does not fit."""
+    """Print what the config needs on the slices of the spec, and what it costs; 1 if it does not fit."""
     from realm_jax.cli.plan import plan_launch  # here, since the other actions need no JAX
 
-    return plan_launch(_described(args), args)
+    return plan_launch(_description(args), args)
 
 
 def start(args: argparse.Namespace) -> int | None:
@@ -144,12 +144,12 @@ def start(args: argparse.Namespace) -> int | None:
 
 
 def status(args: argparse.Namespace) -> int:
-    """Tell how the run does by its work directory, and of a target what is there; 1 when a job is late."""
+    """Print the run's status from its work directory, and the target's resources; 1 if a job is late."""
     resources = {"resources": _target(args).items()} if args.target else {}
     folder = open_folder(args.workdir)
     if not folder.names() and not resources:
         raise UserError(f"--workdir={args.workdir}: nothing is there yet; start the run with `realm launch`")
-    state = look(folder) if folder.names() else None
+    state = poll(folder) if folder.names() else None
     if args.json:
         print(json.dumps((record(state) if state else {}) | resources))
     else:
@@ -165,21 +165,21 @@ def logs(args: argparse.Namespace) -> int:
 def stop(args: argparse.Namespace) -> None:
     """End every job."""
     _target(args).stop()
-    expect_none(args.workdir)
+    clear_expected_jobs(args.workdir)
 
 
 def delete(args: argparse.Namespace) -> None:
     """Remove everything but the work directory."""
     _target(args).delete()
-    expect_none(args.workdir)
+    clear_expected_jobs(args.workdir)
 
 
 ACTIONS: dict[Action, str] = {
-    plan: "say what the run needs and costs on TPUs, without a TPU",
-    start: "create what is not there, start what was stopped (if no action is named)",
-    status: "tell how the jobs do, by the work directory, and with --target what is there",
+    plan: "print what the run needs and costs on TPUs, without a TPU",
+    start: "create what is missing, restart what was stopped (the default action)",
+    status: "print the jobs' status from the work directory, and with --target the resources",
     logs: "print what a job printed",
-    stop: "end every job, which saves",
+    stop: "stop every job after it has saved",
     delete: "remove everything but the work directory",
 }
 
@@ -188,10 +188,10 @@ ACTIONS: dict[Action, str] = {
 
 
 def _target(args: argparse.Namespace) -> Target:
-    return TARGETS[args.target](_described(args))
+    return TARGETS[args.target](_description(args))
 
 
-def _described(args: argparse.Namespace) -> Launch:
+def _description(args: argparse.Namespace) -> Launch:
     """The description, for what needs no config."""
     spec = load_config(args.spec, args.spec_overrides, specs.default, kind="spec")
     return describe(spec, args.config or "", args.overrides, args.workdir or "")
@@ -204,7 +204,7 @@ def _checked_launch(args: argparse.Namespace) -> Launch:
     if not any(TASKS[name].follows_builder for name in task_names(config)):
         spec.builder.update(processes=0, slices=0)  # no other task follows an index
     builders = spec.builder.processes if local else spec.builder.slices
-    mode = _beside(config, args.overrides, builders)
+    mode = _with_builders(config, args.overrides, builders)
     config = with_overrides(config, mode)
     validate(config)
     launch = describe(spec, args.config or "", [*args.overrides, *mode], args.workdir)
@@ -214,8 +214,8 @@ def _checked_launch(args: argparse.Namespace) -> Launch:
     return launch
 
 
-def _beside(config: ConfigDict, overrides: list[str], builders: int) -> list[str]:
-    """What builders beside the trainer mean in the config. Raises UserError where an override says otherwise."""
+def _with_builders(config: ConfigDict, overrides: list[str], builders: int) -> list[str]:
+    """The config with what index builders imply. Raises UserError if an override contradicts it."""
     if not builders or config.refresh.mode == "async":
         return []
     given = [override for override in overrides if override.startswith("--config.refresh.mode=")]
@@ -234,7 +234,7 @@ def show(state: RunState | None, resources: list[dict[str, str]] | None = None) 
     if state:
         print(one_line(state.progress, []))
         for job in state.jobs:
-            sign = "LATE: no heartbeat for ten seconds" if job.state == "late" else job.state
+            sign = "LATE: no heartbeat for 10 s" if job.state == "late" else job.state
             used = f", index of step {job.status.index}" if job.status.index >= 0 else ""
             print(f"{job.name}: {sign}; {describe_status(job.name, job.status)}{used}")
         if state.generation >= 0:

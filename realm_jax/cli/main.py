@@ -1,4 +1,4 @@
-"""The `realm` command: finds the job, parses its arguments and turns the ends of a run into exit codes.
+"""The `realm` command: finds the job, parses its arguments and turns the outcome into an exit code.
 
 Not for work of any kind: each command is a module of `realm_jax.cli` with `add_arguments(parser)` and
 `run(args) -> int | None`, imported only when its command is given, so that `realm --help` needs no JAX. A job that
@@ -21,7 +21,7 @@ from types import ModuleType
 
 import realm_jax
 from realm_jax.errors import USER_ERROR, UserError
-from realm_jax.host import PREEMPTED, CtrlC, Preempted, keep_memory, no_collection
+from realm_jax.host import PREEMPTED, CtrlC, Preempted, gc_disabled, keep_freed_memory
 
 OVERRIDES = {"config": "overrides", "spec": "spec_overrides"}  # --config.key=value → args.overrides
 
@@ -36,10 +36,10 @@ JOBS: dict[str, tuple[str, str]] = {
     ),
     "prepare": ("realm_jax.cli.prepare", "turn your documents and questions into a folder to train from"),
     "inspect": ("realm_jax.cli.inspect", "look at prepared data, or at how a trained model predicts a text"),
-    "train": ("realm_jax.cli.train", "run the training recipe of a config file, or go on with it"),
+    "train": ("realm_jax.cli.train", "run, or resume, the training recipe of a config file"),
     "tag": ("realm_jax.cli.tag", "find the salient spans of prepared passages with a trained tagger"),
     "launch": ("realm_jax.cli.launch", "plan a run, start it here, on TPU VMs or on GKE; see it, stop it, remove it"),
-    "build-index": ("realm_jax.cli.build_index", "embed the corpus anew beside a training run, and publish it"),
+    "build-index": ("realm_jax.cli.build_index", "re-embed the corpus alongside a training run, and publish the index"),
     "corpus": ("realm_jax.cli.corpus", "add, replace or remove documents; a trained run then answers from them"),
     "storage": ("realm_jax.cli.storage", "list, verify and remove what a run has stored: checkpoints and indexes"),
     "weights": (
@@ -51,9 +51,12 @@ JOBS: dict[str, tuple[str, str]] = {
         "realm_jax.cli.evaluate",
         "measure a trained run or a file of predictions, or say whether two files differ by more than chance",
     ),
-    "ablate": ("realm_jax.cli.ablate", "train what differs in one thing, under several seeds, and tabulate it"),
+    "ablate": (
+        "realm_jax.cli.ablate",
+        "train variants that differ in one setting, with several seeds, and tabulate the results",
+    ),
     "ask": ("realm_jax.cli.ask", "ask a trained run a question"),
-    "doctor": ("realm_jax.cli.doctor", "say what is installed, which devices there are, and what will be slow"),
+    "doctor": ("realm_jax.cli.doctor", "report what is installed, which devices there are, and what will be slow"),
 }
 
 
@@ -63,11 +66,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises `SystemExit(2)` for arguments that cannot be parsed. An exception that is neither the user's mistake nor a
     preemption is a defect and propagates with its traceback.
     """
-    _mend_streams()
+    _fix_std_streams()
     with CtrlC() as ctrl_c:
         try:
             code = _run(list(sys.argv[1:] if argv is None else argv), ctrl_c)
-            sys.stdout.flush()  # a reader that went away shows here, not while the interpreter shuts down
+            sys.stdout.flush()  # a closed pipe shows up here rather than during interpreter shutdown
             return code
         except KeyboardInterrupt:
             return _interrupted()
@@ -75,11 +78,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             logging.getLogger("realm_jax").warning("%s", reason)
             return PREEMPTED
         except Exception as error:
-            if ctrl_c.heard:  # what some library made of it
+            if ctrl_c.received:  # a library may have swallowed the exception
                 return _interrupted()
             if isinstance(error, BrokenPipeError) and _stdout_is_broken():
                 return BROKEN_PIPE
-            if not (message := _users_mistake(error)):
+            if not (message := _user_error_message(error)):
                 raise
             print(f"realm: error: {message}", file=sys.stderr)
             return USER_ERROR
@@ -90,21 +93,21 @@ def _interrupted() -> int:
     return INTERRUPTED
 
 
-def _users_mistake(error: Exception) -> str:
-    """The line for the user, empty for a defect. JAX looks for its devices late, wherever they are first asked for."""
+def _user_error_message(error: Exception) -> str:
+    """The message for the user, empty for a defect. JAX initialises its devices late, wherever they are first used."""
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, OSError) and error.errno in UNWRITABLE:
         where = f"{error.filename}: " if error.filename else ""
-        return f"{where}{error.strerror}; make room there, then repeat the command: what was saved is whole"
+        return f"{where}{error.strerror}; make room there, then run the command again: saved files are complete"
     message = " ".join(str(error).split())
     if isinstance(error, RuntimeError) and message.startswith("Unable to initialize backend"):
         return f"JAX does not start: {message}; `realm doctor` shows the devices and settings"
     return ""
 
 
-def _mend_streams() -> None:
-    """Streams that the shell closed become /dev/null; what the encoding of stdout does not have is printed as "?"."""
+def _fix_std_streams() -> None:
+    """Streams that the shell closed become /dev/null; characters that stdout cannot encode are printed as "?"."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))
@@ -118,7 +121,7 @@ def _run(argv: list[str], ctrl_c: CtrlC) -> int:
     with ctrl_c.held():
         job = _import_job(name) if name in JOBS else None
     parser = _parser(name, job)
-    # Taken out first: argparse would take one with a space in it for a word without a flag.
+    # Removed first: argparse would take one with a space in it for a positional argument.
     overrides = {flag: [one for one in argv if one.startswith(f"--{flag}.")] for flag in OVERRIDES}
     given = [one for found in overrides.values() for one in found]
     for override in given:  # here, since what follows a space is taken for something else
@@ -145,11 +148,11 @@ def _set_up_logging() -> None:
 
 def _import_job(name: str) -> ModuleType:
     module, _ = JOBS[name]
-    keep_memory()
+    keep_freed_memory()
     if module in sys.modules:
         return sys.modules[module]
     try:
-        with no_collection():
+        with gc_disabled():
             return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] == "realm_jax":

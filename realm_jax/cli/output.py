@@ -1,4 +1,4 @@
-"""What a command gives to others: results on stdout, as JSON, a table or plain lines; and the files that flags name.
+"""Output of commands: results on stdout, as JSON, a table or plain lines; and the files that flags name.
 
 Not for log lines and progress, which go to stderr: `realm_jax/console.py`.
 """
@@ -44,7 +44,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: bool = F
 
 
 def print_records(records: Sequence[dict[str, Any]], as_json: bool, nothing: str) -> None:
-    """A JSON object a line, or a table of all that the records hold. nothing: what a table without rows says."""
+    """One JSON object per line, or a table of all that the records hold. nothing: what a table without rows says."""
     if as_json:
         for record in records:
             print_json(record)

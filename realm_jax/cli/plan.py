@@ -1,4 +1,4 @@
-"""`realm launch plan`: what a run needs and costs, before it is started: memory, traffic, time, money.
+"""`realm launch plan`: estimate what a run needs and costs before it is started: memory, traffic, time, money.
 
 The real step and the real embedding program are compiled ahead of time for the slices of the spec; no TPU is needed,
 only its compiler (`pip install 'realm_jax[tpu]'`). Memory and collectives are the compiler's; times are arithmetic:
@@ -34,16 +34,20 @@ from realm_jax.refresh.status import BUILDER, TRAINER
 from realm_jax.retrieval.embed import EMBED_BATCH
 from realm_jax.retrieval.exact import padded_rows
 from realm_jax.retrieval.search import Index
-from realm_jax.run import Run, bare_run, embed_program
+from realm_jax.run import Run, abstract_run, embed_program
 from realm_jax.sections import TaskSection
 from realm_jax.tasks import TASKS, make_task, with_networks
-from realm_jax.train.init_from import resolved
+from realm_jax.train.init_from import fill_from_pretrained
 from realm_jax.train.restore import abstract_state
 from realm_jax.train.step import Control, control_sharding, make_step
 
-# The compiler asks for the machine's neighbours, of which there are none here.
-ALONE = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-8"}
-DECIDING = (
+# The compiler asks for the host topology; there is a single host here.
+SINGLE_HOST_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+}
+PROGRAM_SECTIONS = (
     "data",
     "model",
     "encoder",
@@ -60,7 +64,7 @@ def plan_launch(launch: Launch, args: argparse.Namespace) -> int:
     config = load_config(args.config, args.overrides, default)
     config.data.path = config.data.path or "-"
     validate(config)
-    config = resolved(config)
+    config = fill_from_pretrained(config)
     names = task_names(config)
     task = args.task or next((name for name in names if TASKS[name].follows_builder), names[-1])
     if task not in names:
@@ -69,11 +73,11 @@ def plan_launch(launch: Launch, args: argparse.Namespace) -> int:
         raise UserError(f"--mfu={args.mfu}: must lie above 0 and be at most 1")
     sizes, builders = (args.passages, args.vocabulary), launch.spec.builder.slices if TASKS[task].follows_builder else 0
     chips = tpu_devices(launch, TRAINER, launch.spec.trainer.slices)
-    trainer = with_networks(bare_run(config, Path("."), *sizes, chips))
+    trainer = with_networks(abstract_run(config, Path("."), *sizes, chips))
     builder = None
     if builders:
         chips = tpu_devices(launch, BUILDER, 1)  # every builder is a program of its own
-        builder = bare_run(for_embedding(config, len(chips)), Path("."), *sizes, chips)
+        builder = abstract_run(for_embedding(config, len(chips)), Path("."), *sizes, chips)
     found = plan(trainer, builder, task, args.mfu, args.price_per_chip_hour, builders)
     if args.json:
         print(json.dumps(found, indent=1))
@@ -86,7 +90,7 @@ def tpu_devices(launch: Launch, job: str, slices: int) -> list[jax.Device]:
     """The devices of so many slices of a job, for compiling only. Raises UserError."""
     from jax.experimental import topologies  # here, since it starts the TPU compiler
 
-    for name, value in ALONE.items():
+    for name, value in SINGLE_HOST_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     chips = str(launch.slice(job))
     try:
@@ -100,7 +104,7 @@ def tpu_devices(launch: Launch, job: str, slices: int) -> list[jax.Device]:
 def program_keys(config: ConfigDict, task: str) -> dict[str, Any]:
     """The keys that decide a task's program on TPUs."""
     others = {f"{name}.{field.name}" for name in REALM_TASKS if name != task for field in fields(TaskSection)}
-    sections = {*DECIDING, *REALM_TASKS}
+    sections = {*PROGRAM_SECTIONS, *REALM_TASKS}
     values = {key: value for key, value in flatten(config.to_dict()).items() if key.partition(".")[0] in sections}
     return {key: value for key, value in values.items() if key not in others and key != "data.path"}
 
@@ -142,7 +146,7 @@ def plan_of_builder(builder: Run, mfu: float, builders: int) -> dict[str, Any]:
     """An index builder's program: memory, and the time in which all builders embed every passage."""
     length, size = builder.config.data.document_length, EMBED_BATCH * builder.mesh.size
     parts = document_parts(builder, size, length)
-    documents: Any = Documents(*(spread(builder, *part, "batch") for part in parts))  # type: ignore[arg-type]
+    documents: Any = Documents(*(abstract_sharded(builder, *part, "batch") for part in parts))  # type: ignore[arg-type]
     whole = replicated(builder.mesh)
     params = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole),
@@ -156,7 +160,7 @@ def plan_of_builder(builder: Run, mfu: float, builders: int) -> dict[str, Any]:
         "builder_devices": builder.mesh.size * builders,
     }
     if rate := (peak(device_kind(builder)) or 0.0) * mfu:
-        work = embedding_flops(builder.config, length) * builder.setting.rows
+        work = embedding_flops(builder.config, length) * builder.context.rows
         found["refresh_seconds"] = work / (found["builder_devices"] * rate)
     return found
 
@@ -226,24 +230,26 @@ def abstract_arguments(trainer: Run, task: str) -> tuple[Any, Any, Any, Any]:
     state = abstract_state(trainer, made, like)
     size = config[task].batch_size
     shapes = made.array_shapes().items()
-    batch = {name: spread(trainer, (size, *shape), dtype, "batch") for name, (shape, dtype) in shapes}
+    batch = {name: abstract_sharded(trainer, (size, *shape), dtype, "batch") for name, (shape, dtype) in shapes}
     index = None
     if made.retrieves:
-        rows, length = padded_rows(trainer.setting.rows, mesh.size), config.data.document_length
+        rows, length = padded_rows(trainer.context.rows, mesh.size), config.data.document_length
         parts = document_parts(trainer, rows, length)
-        documents: Any = Documents(*(spread(trainer, *part, "rows") for part in parts))  # type: ignore[arg-type]
-        vectors: Any = spread(trainer, (rows, trainer.model.vector_size), jnp.dtype(config.model.dtype), "rows")
+        documents: Any = Documents(*(abstract_sharded(trainer, *part, "rows") for part in parts))  # type: ignore[arg-type]
+        vectors: Any = abstract_sharded(
+            trainer, (rows, trainer.model.vector_size), jnp.dtype(config.model.dtype), "rows"
+        )
         if not made.needs_vectors():
             vectors = None
         if made.host_search and trainer.searches is not None:
-            batch["found"] = spread(trainer, (size, config.realm.candidates), jnp.int32, "batch")
+            batch["retrieved_rows"] = abstract_sharded(trainer, (size, config.realm.candidates), jnp.int32, "batch")
             vectors = None
         index = Index(vectors, documents)
     words = jax.ShapeDtypeStruct((mesh.size, len(Control())), jnp.int32, sharding=control_sharding(mesh))
     return state, batch, index, words
 
 
-def spread(run: Run, shape: tuple[int, ...], dtype: Any, axis: str) -> jax.ShapeDtypeStruct:
+def abstract_sharded(run: Run, shape: tuple[int, ...], dtype: Any, axis: str) -> jax.ShapeDtypeStruct:
     """An array whose first dimension is spread over the devices like others of that name."""
     places = logical_sharding(run.mesh, axis, *[None] * (len(shape) - 1))
     return jax.ShapeDtypeStruct(shape, dtype, sharding=places)

@@ -1,7 +1,7 @@
-"""`realm predict`: answers to questions, a JSON object a line, with the passages that they come from.
+"""`realm predict`: answers to questions, one JSON object per line, with the passages that they come from.
 
-The format of the file, and how one that was cut off is resumed: `realm_jax/eval/prediction_files.py`. What is right is
-not said here: `realm evaluate` measures such a file. Read `predict` next.
+The format of the file, and how one that was cut off is resumed: `realm_jax/eval/prediction_files.py`. Nothing is scored
+here: `realm evaluate` evaluates such a file. Read `predict` next.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from realm_jax.cli.argument_types import positive
-from realm_jax.cli.arguments import add_question_arguments, add_run_arguments, changes_of, check_passages
+from realm_jax.cli.arguments import add_question_arguments, add_run_arguments, check_passages, config_changes
 from realm_jax.cli.output import checked_output, is_special
 from realm_jax.console import StageProgress
 from realm_jax.data.jsonl import Question
@@ -28,19 +28,19 @@ from realm_jax.eval.retrieval import answer_hits
 from realm_jax.host import Stop
 from realm_jax.run import Run
 from realm_jax.sections import answering_of
-from realm_jax.storage import digest, flush_to_disk, only_one
+from realm_jax.storage import digest, exclusive_lock, flush_to_disk
 from realm_jax.tasks import TASKS, make_task
-from realm_jax.tasks.closed_book import recall_answers
-from realm_jax.train.checkpoints import Saved
+from realm_jax.tasks.closed_book import predict_closed_book
+from realm_jax.train.checkpoints import SavedCheckpoint
 from realm_jax.train.trained_run import (
     NBEST,
-    Trained,
-    newest,
-    open_run_to_ask,
-    questions_of,
+    TrainedRun,
+    float32_digits,
+    latest_checkpoint,
+    load_questions,
+    open_run_for_inference,
     ranks_by_search,
     restore,
-    short,
 )
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ of the predictions has in addition
 
 Of a reader without passages (task closed_book) prediction and probability are all.
 
-The same command goes on where it was cut off.
+Run the same command again to resume.
 """
 
 
@@ -72,9 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     add_run_arguments(parser)
     add_question_arguments(parser)
-    parser.add_argument(
-        "--output", required=True, metavar="FILE", help="file of predictions to write, or to go on with"
-    )
+    parser.add_argument("--output", required=True, metavar="FILE", help="file of predictions to write or resume")
     parser.add_argument(
         "--nbest", type=positive, metavar="N", help=f"answers to write of a question (default: {NBEST})"
     )
@@ -83,9 +81,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Predict. Raises Preempted after SIGTERM."""
     output = checked_output(args.output, "--output")
-    opened = open_run_to_ask(Path(args.workdir), changes_of(args))
+    opened = open_run_for_inference(Path(args.workdir), config_changes(args))
     check_passages(opened, args)
-    questions = questions_of(opened, args.questions, need_right=False)
+    questions = load_questions(opened, args.questions, need_right=False)
     with Stop() as stop:
         predict(opened, args.task, questions, output, args.nbest or NBEST, stop, args.search)
 
@@ -102,25 +100,27 @@ def predict(
         with open(output, "wb") as stream:
             _append(stream, restore(run, task, search=search), questions, nbest, 0, stop)
         return
-    name, saved = newest(run, task)
-    settings = settings_of(run, name, saved, questions, nbest, search or make_task(name, run).question_search)
-    with only_one(output.parent, output.name):
+    name, saved = latest_checkpoint(run, task)
+    settings = prediction_settings(run, name, saved, questions, nbest, search or make_task(name, run).question_search)
+    with exclusive_lock(output.parent, output.name):
         done = resume(output, settings, len(questions))
         if done < len(questions):
             trained = restore(run, task, search=search)
             if (trained.task, trained.step) != (name, saved.step):
-                raise UserError(f"{run.workdir}: trained on meanwhile; repeat the command when the run is done")
+                raise UserError(
+                    f"{run.workdir}: training continued in the meantime; run the command again when the run is done"
+                )
             with open(output, "ab") as stream:
                 _append(stream, trained, questions, nbest, done, stop)
     logger.info("%s: %d predictions", output, len(questions))
 
 
-def settings_of(
-    run: Run, task: str, saved: Saved, questions: Sequence[Question], nbest: int, search: str
+def prediction_settings(
+    run: Run, task: str, saved: SavedCheckpoint, questions: Sequence[Question], nbest: int, search: str
 ) -> dict[str, Any]:
-    """All that the bytes of a predictions file follow from, and what readers of its measures want to know."""
+    """Everything that determines the bytes of a predictions file, and what readers of its metrics want to know."""
     asked = [question_record(question, number) for number, question in enumerate(questions, start=1)]
-    answering, rerank = answering_of(run.config), make_task(task, run).rerank
+    question_context, rerank = answering_of(run.config), make_task(task, run).rerank
     reranked = {"reranked": rerank.passages} if rerank else {}
     values = {
         "checkpoint": saved.record["digest"],
@@ -128,9 +128,9 @@ def settings_of(
         "questions": digest(json.dumps(asked).encode()),
         "lines": len(questions),
         "search": search,
-        "retrieved": max(answering.retrieved, run.answering.qa_passages),
+        "retrieved": max(question_context.retrieved, run.question_context.qa_passages),
         "spans": SPANS,
-        "aggregate": answering.aggregate,
+        "aggregate": question_context.aggregate,
         "nbest": nbest,
         "batch_size": Evaluator(run, questions).batch_size,
         "devices": f"{run.mesh.size} × {run.mesh.devices.flat[0].device_kind}",
@@ -139,7 +139,7 @@ def settings_of(
 
 
 def describe(run: Run, task: str, step: int, search: str) -> dict[str, Any]:
-    """What numbers of a run are told with: {"task", "step", "parameters", "passages", "passages_read"}."""
+    """The facts reported with a run's metrics: {"task", "step", "parameters", "passages", "passages_read"}."""
     asked, shapes = make_task(task, run), jax.eval_shape(run.model.init, jax.random.key(0))
     towers = run.model.embedder_names if asked.needs_vectors(search) else ()
     used = [shapes[name] for name in (*towers, "reader", *([asked.rerank.network] if asked.rerank else []))]
@@ -147,13 +147,13 @@ def describe(run: Run, task: str, step: int, search: str) -> dict[str, Any]:
         "task": task,
         "step": step,
         "parameters": sum(x.size for x in jax.tree.leaves(used)),
-        "passages": run.setting.rows,
-        "passages_read": min(run.answering.qa_passages, run.setting.rows) if TASKS[task].reads_passages else 0,
+        "passages": run.context.rows,
+        "passages_read": min(run.question_context.qa_passages, run.context.rows) if TASKS[task].reads_passages else 0,
     }
 
 
 def _append(
-    stream: IO[bytes], trained: Trained, questions: Sequence[Question], nbest: int, done: int, stop: Stop | None
+    stream: IO[bytes], trained: TrainedRun, questions: Sequence[Question], nbest: int, done: int, stop: Stop | None
 ) -> None:
     """Write the predictions of questions `done` … a batch at a time, each durable before the next is begun."""
     with StageProgress("questions answered", len(questions)) as bar:
@@ -170,11 +170,11 @@ def _append(
 
 
 def records(
-    trained: Trained, questions: Sequence[Question], nbest: int = NBEST, first: int = 0
+    trained: TrainedRun, questions: Sequence[Question], nbest: int = NBEST, first: int = 0
 ) -> Iterator[list[Record]]:
     """The records of questions `first` …, a batch at a time; see `EXAMPLES` for their fields."""
     if not TASKS[trained.task].reads_passages:
-        yield from _recalled(trained, questions, first)
+        yield from _closed_book_records(trained, questions, first)
         return
     evaluator = trained.evaluator(questions[first:])
     for predictions in evaluator.predict_batches(trained.params, trained.index):
@@ -185,30 +185,30 @@ def records(
         )
         found = zip(asked, predictions, hits, strict=True)
         yield [
-            question_record(one, number) | _found(trained, evaluator, one, prediction, has_answer, nbest)
+            question_record(one, number) | _retrieval_record(trained, evaluator, one, prediction, has_answer, nbest)
             for number, (one, prediction, has_answer) in enumerate(found, first + 1)
         ]
         first += len(predictions)
 
 
-def _recalled(trained: Trained, questions: Sequence[Question], first: int) -> Iterator[list[Record]]:
+def _closed_book_records(trained: TrainedRun, questions: Sequence[Question], first: int) -> Iterator[list[Record]]:
     """The records of a reader without passages: one answer to each question, from nowhere."""
-    for answers in recall_answers(trained.run, questions[first:], trained.params):
+    for answers in predict_closed_book(trained.run, questions[first:], trained.params):
         yield [
             question_record(questions[number], number + 1)
-            | {"prediction": answer.text, "probability": short(answer.probability)}
+            | {"prediction": answer.text, "probability": float32_digits(answer.probability)}
             for number, answer in enumerate(answers, first)
         ]
         first += len(answers)
 
 
-def _found(
-    trained: Trained, evaluator: Evaluator, question: Question, prediction: Prediction, has_answer: Any, nbest: int
+def _retrieval_record(
+    trained: TrainedRun, evaluator: Evaluator, question: Question, prediction: Prediction, has_answer: Any, nbest: int
 ) -> Record:
-    """What was found for a question. has_answer: bool [retrieved]."""
+    """The record of a question with retrieved passages. has_answer: bool [retrieved]."""
     store, best = trained.run.sources.passages, trained.answer(prediction.nbest[0])
     retrieved = [
-        {"id": store.document_id(row), "score": short(score), "ranks": ranks_by_search(ranks)}
+        {"id": store.document_id(row), "score": float32_digits(score), "ranks": ranks_by_search(ranks)}
         for row, score, ranks in zip(
             prediction.retrieved.tolist(), prediction.scores.tolist(), prediction.ranks.tolist(), strict=True
         )

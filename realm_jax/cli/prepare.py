@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 from realm_jax.cli.argument_types import positive
 from realm_jax.console import StageProgress
 from realm_jax.corpora.articles import read_shard
-from realm_jax.corpora.build import PassagePacker, Summary, check_limit, pack_shard, packed_name, packed_shards
-from realm_jax.corpora.copies import COPIES, fingerprint_shard, leave_out_copies
-from realm_jax.corpora.partial_output import ARTICLES, MANIFEST, TOKENIZER, check_claim, is_prepared, unfinished
-from realm_jax.corpora.questions import Chosen, QuestionFile, published_identity, question_file, read_all
+from realm_jax.corpora.build import PackingSummary, PassagePacker, check_limit, pack_shard, packed_name, packed_shards
+from realm_jax.corpora.deduplication import COPIES, drop_near_duplicates, fingerprint_shard
+from realm_jax.corpora.partial_output import ARTICLES, MANIFEST, TOKENIZER, check_owner, is_prepared, staged_output
+from realm_jax.corpora.questions import QuestionFile, SelectedQuestions, published_identity, question_file, read_all
 from realm_jax.corpora.reader_tokens import write_reader_tokens
 from realm_jax.corpora.runners import Runner, runner
-from realm_jax.corpora.texts import Input, identity, open_texts
+from realm_jax.corpora.texts import OpenedTexts, identity, open_texts
 from realm_jax.data import spans as span_finders
 from realm_jax.data.jsonl import Article, question_lines
 from realm_jax.data.packing import DEFAULT_LIMIT
@@ -39,12 +39,12 @@ from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.data.tokenizer_files import FoundTokenizer, are_complete, lower_case_of, tokenizer_file, tokenizer_of
 from realm_jax.data.wordpiece import WordPiece, check_size
 from realm_jax.errors import UserError
-from realm_jax.storage import only_one, open_folder
+from realm_jax.storage import exclusive_lock, open_folder
 
 logger = logging.getLogger(__name__)
 
 READER_FLAG = "--reader-vocab"
-DEFAULT_VOCABULARY_SIZE = 30_522  # as many pieces as bert-base-uncased has
+DEFAULT_VOCABULARY_SIZE = 30_522  # the size of bert-base-uncased's vocabulary
 LEARN_FROM = 100_000_000  # characters of text to learn a vocabulary from: about a minute and a half
 
 Path_ = str | os.PathLike[str]
@@ -67,12 +67,13 @@ tfds:open_qa/nq_open, …/web_questions and …/curated_trec are the published q
 test; they are downloaded, or taken from TFDS_DATA_DIR/downloads/manual. Texts may also be hf:NAME, tfds:NAME or a dump
 of Wikipedia; news:SOURCE is raw news (JSON Lines with text or maintext, title, url, or hf:cc_news), of which prose in
 English of a usual length stays, without near-duplicates.
-A run that was cut off goes on when its command is repeated.
+Run the same command again to resume an interrupted run.
 """
 
 
 def _option(help_: str, default: Any = MISSING, recorded: bool = False, **argument: Any) -> Any:
-    """A field of `Options`. recorded: whether PREPARED.json keeps it as a setting; argument: what argparse is told."""
+    """A field of `Options`. recorded: whether PREPARED.json keeps it as a setting; argument: keyword arguments for
+    argparse."""
     metadata = {"recorded": recorded, "argument": argument | {"help": help_}}
     if default == []:
         return field(default_factory=list, metadata=metadata)
@@ -162,7 +163,7 @@ class Options:
         metavar="N",
     )
     skip_damage: bool = _option(
-        "leave out what cannot be read of texts and of questions, and say so (default: stop)",
+        "skip texts and questions that cannot be read, and report them (default: stop)",
         False,
         action="store_true",
     )
@@ -220,7 +221,7 @@ def _add_reader_tokens(output: Path, found: FoundTokenizer, workers: int | None)
     if not (output / MANIFEST).is_file():
         raise UserError(f"--output={output}: not a prepared folder; name the texts to prepare with --passages")
     started = time.monotonic()
-    with only_one(output):
+    with exclusive_lock(output):
         is_new = write_reader_tokens(output, found.read(), workers or os.cpu_count() or 1)
     if is_new:
         print(f"{output / READER} has the reader's tokens after {time.monotonic() - started:.0f} seconds")
@@ -256,13 +257,13 @@ def _prepare(passages: Path_, output: Path_, options: Options) -> None:
         files, options.question_sources, options.max_answer_words, options.ignore_gold, options.skip_damage
     )
     claim = uuid.uuid4().hex
-    with unfinished(os.fspath(output), inputs, options.beam is not None, claim) as root:
-        made = Work(worker, root, claim, sources, inputs, options.skip_damage).make(given, chosen)
+    with staged_output(os.fspath(output), inputs, options.beam is not None, claim) as root:
+        made = PrepareJob(worker, root, claim, sources, inputs, options.skip_damage).make(given, chosen)
     _print_summary(output, made, chosen.counts, time.monotonic() - started)
 
 
 def _inputs(
-    sources: dict[str, Input],
+    sources: dict[str, OpenedTexts],
     vocabulary: FoundTokenizer | None,
     questions: list[QuestionFile],
     settings: dict[str, Any],
@@ -280,47 +281,47 @@ def _inputs(
     return dict(json.loads(json.dumps(inputs)))
 
 
-class Made(NamedTuple):
-    """What was made: PREPARED.json, and by source what became of its records and of its articles."""
+class PrepareResult(NamedTuple):
+    """What was made: PREPARED.json, and for each source the counts of records and articles by outcome."""
 
     manifest: dict[str, Any]
     counts: dict[str, Counts]
-    summaries: dict[str, Summary]
+    summaries: dict[str, PackingSummary]
     vocabulary: int
 
 
 @dataclass(frozen=True)
-class Work:
+class PrepareJob:
     """A preparation in its folder `root`, a path or a URL; `inputs` has its settings."""
 
     runner: Runner
     root: str
     claim: str
-    sources: dict[str, Input]
+    sources: dict[str, OpenedTexts]
     inputs: dict[str, Any]
     skip_damage: bool
 
-    def make(self, given: Tokenizer | None, chosen: Chosen) -> Made:
+    def make(self, given: Tokenizer | None, chosen: SelectedQuestions) -> PrepareResult:
         """All files, PREPARED.json last."""
         settings = self.inputs["settings"]
         counts = {name: self.extract(name) for name in self.sources}
         self.check_gold(chosen)
         size, characters = settings["vocabulary_size"], sum(count.characters for count in counts.values())
-        wordpiece = _vocabulary(self.root, given, size, self.articles(*self.sources), characters)
-        packer = PassagePacker(wordpiece, settings["limit"], settings["spans"])
+        tokenizer = _vocabulary(self.root, given, size, self.articles(*self.sources), characters)
+        packer = PassagePacker(tokenizer, settings["limit"], settings["spans"])
         summaries, entries = {}, {}
         for name in self.sources:
-            check_claim(self.root, self.claim)
+            check_owner(self.root, self.claim)
             summaries[name], entries[name] = self.pack(name, packer, counts[name].articles)
-        manifest: dict[str, Any] = {"format_version": FORMAT_VERSION, "tokenizer": wordpiece.fingerprint}
+        manifest: dict[str, Any] = {"format_version": FORMAT_VERSION, "tokenizer": tokenizer.fingerprint}
         manifest |= {"passages": None, "pretraining": None} | entries
         manifest["questions"] = self.write_questions(chosen, summaries["passages"])
         manifest |= {"limit": settings["limit"], "inputs": self.inputs}
-        manifest["counts"] = {name: _told(count) for name, count in counts.items()}
+        manifest["counts"] = {name: _counts_record(count) for name, count in counts.items()}
         manifest["counts"] |= {"questions": chosen.to_manifest()} if self.inputs["questions"] else {}
-        check_claim(self.root, self.claim)
+        check_owner(self.root, self.claim)
         open_folder(self.root).write_json(MANIFEST, manifest)
-        return Made(manifest, counts, summaries, wordpiece.size)
+        return PrepareResult(manifest, counts, summaries, tokenizer.size)
 
     def shards(self, name: str) -> int:
         """The number of shards of a source."""
@@ -341,12 +342,12 @@ class Work:
             if COPIES not in open_folder(where).names():
                 with StageProgress(f"comparing {name}", counts.articles) as bar:
                     self.runner.each(fingerprint_shard, where, range(shards), bar.update)
-            copies = leave_out_copies(where, shards)
+            copies = drop_near_duplicates(where, shards)
             counts.dropped += copies
             counts.articles -= copies.total()
         return counts
 
-    def check_gold(self, chosen: Chosen) -> None:
+    def check_gold(self, chosen: SelectedQuestions) -> None:
         """Raise UserError for a question whose gold passage does not exist, before the slow part begins.
 
         It is damage like any other, so with `skip_damage` it is left out.
@@ -357,13 +358,13 @@ class Work:
         for article in self.articles("passages"):
             places.pop(article.id, None)
         if self.skip_damage:
-            chosen.leave_out_gold(places)
+            chosen.drop_missing_golds(places)
             return
         for gold, where in places.items():
             passages = self.sources["passages"].texts.name
             raise UserError(f"{where}: gold_passage_id {gold!r} is not in {passages}; correct it, or use --ignore-gold")
 
-    def pack(self, name: str, packer: PassagePacker, articles: int) -> tuple[Summary, dict[str, Any]]:
+    def pack(self, name: str, packer: PassagePacker, articles: int) -> tuple[PackingSummary, dict[str, Any]]:
         """A store of the shards of a source: what became of its articles, and what PREPARED.json says of the store."""
         where, shards = f"{self.root}/{ARTICLES}/{name}", self.shards(name)
         with StageProgress(name, articles) as bar:
@@ -371,7 +372,7 @@ class Work:
             missing = [shard for shard in range(shards) if packed_name(shard) not in done]
             if missing:
                 self.runner.each(partial(pack_shard, packer, f"{self.root}/{name}"), where, missing, bar.update)
-        summary, entries = Summary(), []
+        summary, entries = PackingSummary(), []
         for packed in packed_shards(open_folder(where), shards):
             summary.add(packed.summary)
             entries.append(packed.entry)
@@ -382,9 +383,9 @@ class Work:
         rows, documents = (sum(entry[key] for entry in entries) for key in ("rows", "documents"))
         return summary, {"rows": rows, "documents": documents, "fingerprint": manifest["fingerprint"]}
 
-    def write_questions(self, chosen: Chosen, passages: Summary) -> dict[str, int]:
+    def write_questions(self, chosen: SelectedQuestions, passages: PackingSummary) -> dict[str, int]:
         """Write each split, without questions whose gold passage has no words; the numbers of questions."""
-        splits = chosen.with_words(passages.wordless)
+        splits = chosen.with_stored_golds(passages.wordless)
         for split, questions in splits.items():
             open_folder(self.root).write(f"questions/{split}.jsonl", question_lines(questions))
         return {split: len(questions) for split, questions in splits.items()}
@@ -393,14 +394,14 @@ class Work:
 def _vocabulary_file(name: str, flag: str = "--vocab") -> FoundTokenizer:
     """What a flag names: a file, or a model as `config.init_from` takes it.
 
-    Text is put in lower case unless the tokenizer that the file belongs to keeps capitals. Raises UserError where the
+    Text is put in lower case unless the tokenizer that the file belongs to keeps capitals. Raises UserError if the
     model is not there, or has no tokenizer.
     """
     path = Path(name)
     if not path.is_file():
-        from realm_jax.models.folders import local_source, tokenizer_folder  # here, since it brings JAX along
+        from realm_jax.models.folders import resolve_model_path, tokenizer_folder  # here, since it brings JAX along
 
-        model = local_source(name, flag)
+        model = resolve_model_path(name, flag)
         network = READER if flag == READER_FLAG else ""
         path = _of_model(f"{flag}={name}", tokenizer_folder(model, network)) if model.is_dir() else model
     said = lower_case_of(path.parent)
@@ -419,26 +420,26 @@ def _vocabulary(
 ) -> Tokenizer:
     """The tokenizer, in its place: the one that is there, the given one, or one that is learned.
 
-    It is learned from all articles, which have so many characters, or from every n-th when they are large.
+    It is learned from all articles, or from every n-th if they have too many characters.
     """
     folder = open_folder(root)
     if are_complete(names := folder.names(TOKENIZER)):
         return tokenizer_of({name: folder.read(f"{TOKENIZER}/{name}") for name in names}, TOKENIZER)
     some = islice(articles, 0, None, 1 + characters // LEARN_FROM)
-    wordpiece = given or WordPiece.train((f"{article.title}\n{article.text}" for article in some), size)
-    for name, content in wordpiece.files().items():
+    tokenizer = given or WordPiece.train((f"{article.title}\n{article.text}" for article in some), size)
+    for name, content in tokenizer.files().items():
         folder.write(f"{TOKENIZER}/{name}", content)
-    return wordpiece
+    return tokenizer
 
 
-def _told(counts: Counts) -> dict[str, Any]:
+def _counts_record(counts: Counts) -> dict[str, Any]:
     """What PREPARED.json says of what became of a source."""
     notes = {kind: {"times": times, "names": dict(names)} for kind, times, names in counts.common_notes()}
     return counts.to_json() | {"notes": notes}
 
 
-def _print_summary(output: Path_, made: Made, questions: Counts, seconds: float) -> None:
-    """Say on stdout what was made and what was left out, with a sample of it."""
+def _print_summary(output: Path_, made: PrepareResult, questions: Counts, seconds: float) -> None:
+    """Print what was made and what was skipped, with samples."""
     for name, summary in made.summaries.items():
         line = f"{name}: {summary.articles:,} articles -> {summary.passages:,} passages"
         counts, wordless = made.counts[name], Counter({"no words in the text": len(summary.wordless)})

@@ -1,7 +1,7 @@
 """`realm quickstart`: the whole of REALM on one machine, from text to answered questions.
 
 encyclopedia → prepared folder → warm-up → inverse cloze task → REALM with refreshes → fine-tuning → results and report.
-Every stage is skipped when it is done and gone on with when it was cut off, so the same command always ends the same.
+Finished stages are skipped and interrupted ones resumed, so the same command always gives the same result.
 """
 
 import argparse
@@ -20,8 +20,8 @@ from realm_jax.launch.local import Process, Supervisor
 from realm_jax.recipes import quickstart
 from realm_jax.refresh.status import BUILDER, process_name
 from realm_jax.storage import make_folder, publish_folder, read_json, write_json_atomic
-from realm_jax.train.opening import open_run, set_up_jax
 from realm_jax.train.recipe import run_recipe
+from realm_jax.train.run_setup import open_run, set_up_jax
 
 DEFAULT_WORKDIR = "realm-quickstart"
 ENTITIES = 3200
@@ -45,17 +45,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--workdir", default=DEFAULT_WORKDIR, metavar="DIR", help=f"folder of the run (default: {DEFAULT_WORKDIR})")
     add("--entities", type=int, default=ENTITIES, metavar="N", help=f"articles of the encyclopedia ({ENTITIES})")
-    add("--data-only", action="store_true", help="make WORKDIR/data and end: for `realm train` and `realm launch`")
+    add("--data-only", action="store_true", help="only make WORKDIR/data, for `realm train` and `realm launch`")
     add("--async", action="store_true", dest="asynchronous", help="embed the corpus in a second process, "
         "`realm build-index`, while training goes on")  # fmt: skip
-    add("--controls", action="store_true", help="also train what should not reach REALM: no gradient to the "
+    add("--controls", action="store_true", help="also train the control runs: no gradient to the "
         "retriever, more ICT steps instead, no passages")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
     """The whole recipe; exit code 75 after SIGTERM, once the state is saved."""
     if args.asynchronous and any(one.startswith("--config.refresh.mode=") for one in args.overrides):
-        raise UserError(f"--async: means {ASYNC}; leave one of them out")
+        raise UserError(f"--async: implies {ASYNC}; omit one of them")
     config = load_config(args.config, [*args.overrides, *([ASYNC] if args.asynchronous else [])], quickstart)
     workdir = Path(args.workdir)
     config.data.path = config.data.path or str(workdir / "data")
@@ -107,5 +107,5 @@ def _check_settings(text: Path, settings: dict[str, Any]) -> None:
     for key, value in settings.items():
         if made.get(key) != value:
             raise UserError(
-                f"{text} was made with {key}={made.get(key)}, not {value}; ask for the same, or for another --workdir"
+                f"{text} was made with {key}={made.get(key)}, not {value}; use the same value, or another --workdir"
             )

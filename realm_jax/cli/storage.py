@@ -1,4 +1,4 @@
-"""`realm storage`: what a run has stored, its checkpoints and the generations of its index: list, verify, remove.
+"""`realm storage`: list, verify and remove what a run has stored: checkpoints and index generations.
 
 A checkpoint is called TASK/STEP (`realm_jax/train/checkpoints.py`), a generation as its folder under `index`
 (`realm_jax/refresh/generations.py`). Nothing here needs the trainer or the builder to run, or touches a device.
@@ -25,8 +25,8 @@ from realm_jax.refresh.generations import (
 )  # fmt: skip
 from realm_jax.refresh.status import TRAINER, read_status
 from realm_jax.storage import Damaged, Folder
-from realm_jax.train.checkpoints import DAMAGED, Gone, Saved, saved_folders
-from realm_jax.train.opening import recorded_config, recorded_folder
+from realm_jax.train.checkpoints import DAMAGED, CheckpointRemoved, SavedCheckpoint, saved_folders
+from realm_jax.train.run_setup import recorded_config, recorded_folder
 
 EXAMPLES = """examples:
   realm storage ls --workdir=runs/wiki
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help="TASK/STEP or a generation (default of verify: all)")
     parser.add_argument("--workdir", required=True, metavar="DIR", help="folder of a run")
     parser.add_argument("--force", action="store_true", help="rm: also a generation that a run needs to go on")
-    parser.add_argument("--json", action="store_true", help="ls: one JSON object a line")
+    parser.add_argument("--json", action="store_true", help="ls: one JSON object per line")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "rm":
         remove(workdir, args.names, saved, args.force)
         return 0
-    # The shared folder, which may be a bucket, is looked at where something in it is asked for.
+    # The shared folder, which may be a bucket, is read only when needed.
     items = saved if args.names and {*args.names} <= {*saved} else saved | generations(workdir)
     if args.action == "ls":
         entries = [item.describe() for item in items.values()]
@@ -69,7 +69,7 @@ class Item(NamedTuple):
     """A checkpoint or a generation.
 
     describe: what there is to know without reading its arrays. verify: reads all of it; says what it holds before the
-    time that reading took, or None where it is unfinished, and raises where it is not what was stored.
+    time that reading took, or None if it is unfinished, and raises where it is not what was stored.
     """
 
     describe: Callable[[], dict[str, Any]]
@@ -77,7 +77,7 @@ class Item(NamedTuple):
 
 
 def checkpoints(workdir: Path) -> dict[str, Item]:
-    """The checkpoints of the run in a folder, by task and step. Raises UserError where there is no run."""
+    """The checkpoints of the run in a folder, by task and step. Raises UserError if there is no run."""
     recorded_config(workdir, tagger=None)
     return {
         _name(entry): Item(partial(_checkpoint, entry), partial(_verify_checkpoint, entry))
@@ -87,7 +87,7 @@ def checkpoints(workdir: Path) -> dict[str, Item]:
 
 
 def generations(workdir: Path) -> dict[str, Item]:
-    """The generations of the run in a folder, by name; a tagger has none. Raises UserError where the shared folder
+    """The generations of the run in a folder, by name; a tagger has none. Raises UserError if the shared folder
     cannot be opened."""
     if kind_of(recorded_config(workdir, tagger=None)) is not None:
         return {}
@@ -108,7 +108,7 @@ def verify(name: str, item: Item) -> bool:
     began = time.monotonic()
     try:
         holds = item.verify()
-    except (UserError, Gone, InvalidIndex, Damaged) as fault:
+    except (UserError, CheckpointRemoved, InvalidIndex, Damaged) as fault:
         print(f"{name}: DAMAGED: {fault}")
         return True
     print(f"{name}: unfinished" if holds is None else f"{name}: sound ({holds}{time.monotonic() - began:.1f} s)")
@@ -131,7 +131,7 @@ def remove(workdir: Path, names: list[str], saved: Collection[str], force: bool)
     for name in names:
         entry = _generation(folder, name)
         if not force and (entry.get("in_use") or entry.get("pinned")):
-            raise UserError(f"generation {name} is needed by the run to go on; remove it all the same with --force")
+            raise UserError(f"generation {name} is needed to resume the run; remove it anyway with --force")
     for name in names:
         remove_generation(folder, name)
         print(f"{name}: removed")
@@ -150,8 +150,8 @@ def _checkpoint(entry: Path) -> dict[str, Any]:
     if DAMAGED in entry.name:
         return found
     try:
-        record = Saved(entry).record
-    except (UserError, Gone) as fault:
+        record = SavedCheckpoint(entry).record
+    except (UserError, CheckpointRemoved) as fault:
         return found | {"reason": str(fault)}
     return found | {
         "state": "complete",
@@ -165,7 +165,7 @@ def _checkpoint(entry: Path) -> dict[str, Any]:
 def _verify_checkpoint(entry: Path) -> str:
     if DAMAGED in entry.name:
         raise UserError(f"{entry} was found damaged and set aside; remove it")
-    Saved(entry).verify()
+    SavedCheckpoint(entry).verify()
     return ""
 
 

@@ -1,14 +1,14 @@
-"""`realm tag`: a prepared folder once more, with the salient spans of a trained tagger in place of those it has.
+"""`realm tag`: copy a prepared folder, replacing its salient spans by those of a trained tagger.
 
     OUTPUT.tagging/TAGS.json                    what is tagged, and with what
     OUTPUT.tagging/<store>/segment-00000/       a segment with other spans
     OUTPUT.tagging/<store>/segment-00000.json   what STORE.json will say of it; put last
     OUTPUT.tagging/whole/                       what becomes OUTPUT
 
-A segment appears whole, so what is there is done: the command goes on where it was cut off, and any number of
+A segment appears whole, so what is there is done: run the same command again to resume, and any number of
 processes, each on its own devices, share the segments like builders of an index share their chunks. When all are there,
-the first process writes OUTPUT and removes what led to it; one that is still at work then sees OUTPUT and ends well.
-OUTPUT has the newest version of the passages alone. Read `tag` next.
+the first process writes OUTPUT and removes what led to it; a process still at work then sees OUTPUT and exits
+successfully. OUTPUT has the newest version of the passages alone. Read `tag` next.
 """
 
 import argparse
@@ -35,8 +35,8 @@ from realm_jax.errors import UserError
 from realm_jax.eval.tagging import TextTagger, tag_passages
 from realm_jax.host import Stop
 from realm_jax.refresh.builder import WorkShare
-from realm_jax.storage import make_folder, only_one, publish_folder, read_json, write_json_atomic
-from realm_jax.train.opening import set_up_jax
+from realm_jax.storage import exclusive_lock, make_folder, publish_folder, read_json, write_json_atomic
+from realm_jax.train.run_setup import set_up_jax
 from realm_jax.train.tagger import open_tagger
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ EXAMPLES = """examples:
   realm tag --workdir=runs/tagger --data=data --output=data-tagged
   realm tag --workdir=runs/tagger --data=data --output=data-tagged --process=1 --processes=4     the second of four
 
-The same command goes on where it was cut off.
+Run the same command again to resume.
 """
 
 
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Tag. Raises Preempted after SIGTERM."""
-    share = WorkShare(*processes.share_of(args))
+    share = WorkShare(*processes.work_share(args))
     if args.batch_size is not None and args.batch_size < 1:
         raise UserError(f"--batch-size={args.batch_size}: must be positive")
     data, output = folders(args.data, args.output)
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def folders(data: str, output: str) -> tuple[Path, Path]:
-    """Where to read and what to make, on this machine. Raises UserError where nothing can be made."""
+    """Where to read and what to make, on this machine. Raises UserError if nothing can be made."""
     if "://" in output:
         raise UserError(f"--output={output}: it is written to a disk; name a folder, and copy it to the bucket")
     source, final = staged(data) if is_remote(data) else Path(data), Path(output)
@@ -84,7 +84,7 @@ def folders(data: str, output: str) -> tuple[Path, Path]:
     return source, final
 
 
-class Unit(NamedTuple):
+class SegmentWork(NamedTuple):
     """A segment of a store, and the folder of the same segment with other spans. number: of the segment."""
 
     store: PassageStore
@@ -107,14 +107,14 @@ class Unit(NamedTuple):
 
 
 def tag(tagger: TextTagger, data: Path, output: Path, share: WorkShare, stop: Stop) -> None:
-    """Do this process's share and what nobody else has done; the first process then writes `output`.
+    """Do this process's share and whatever others have not done; the first process then writes `output`.
 
-    Raises UserError for what cannot be gone on with, Preempted after SIGTERM.
+    Raises UserError if the work cannot be resumed, Preempted after SIGTERM.
     """
     work = output.with_name(f"{output.name}.tagging")
     make_folder(work, "--output")
     try:
-        with only_one(work, f".lock-{share.process}"):
+        with exclusive_lock(work, f".lock-{share.process}"):
             _take_part(tagger, data, output, work, share, stop)
     except (FileNotFoundError, UserError):
         if not output.exists():
@@ -126,7 +126,9 @@ def tag(tagger: TextTagger, data: Path, output: Path, share: WorkShare, stop: St
 
 def _take_part(tagger: TextTagger, data: Path, output: Path, work: Path, share: WorkShare, stop: Stop) -> None:
     sources = open_sources(data, flag="--data=")
-    stores = {"passages": sources.passages} | ({} if sources.own_text else {"pretraining": sources.pretraining})
+    stores = {"passages": sources.passages} | (
+        {} if sources.pretraining_is_corpus else {"pretraining": sources.pretraining}
+    )
     fingerprints = {name: store.fingerprint for name, store in stores.items()}
     _check_record(work, {"tagger": tagger.identity, "kinds": list(tagger.kinds), "stores": fingerprints})
     units = {name: _units(store, work / name) for name, store in stores.items()}
@@ -141,7 +143,7 @@ def _take_part(tagger: TextTagger, data: Path, output: Path, work: Path, share: 
             if not every[number].is_done:
                 if output.exists():  # and the segments were removed
                     return
-                _tag_unit(tagger, every[number], sources.wordpiece, share.process, check)
+                _tag_unit(tagger, every[number], sources.tokenizer, share.process, check)
             effort = tagger.windows.effort
             done = sum(len(unit.rows) for unit in every if unit.is_done)
             bar.update(done, {"pieces": effort.pieces, "padding": effort.padding})
@@ -152,7 +154,7 @@ def _take_part(tagger: TextTagger, data: Path, output: Path, work: Path, share: 
 
 
 def _remove(work: Path) -> None:
-    """Out of sight first, so that nobody takes half a folder for work that is left."""
+    """Renamed first, so that no process mistakes a half-removed folder for unfinished work."""
     hidden = work.with_name(f".{work.name}.{os.getpid()}")
     with contextlib.suppress(FileNotFoundError):  # another process was faster
         os.rename(work, hidden)
@@ -166,24 +168,26 @@ def _check_record(work: Path, record: dict[str, Any]) -> None:
         write_json_atomic(path, record)
     elif (found := read_json(path)) != record:
         differ = (key for key in record if not isinstance(found, dict) or found.get(key) != record[key])
-        raise UserError(f"{work}: was begun with other {next(differ, 'settings')}; remove the folder to begin anew")
+        raise UserError(f"{work}: was started with other {next(differ, 'settings')}; remove the folder to begin anew")
 
 
-def _units(store: PassageStore, folder: Path) -> list[Unit]:
+def _units(store: PassageStore, folder: Path) -> list[SegmentWork]:
     folder.mkdir(exist_ok=True)
-    return [Unit(store, number, segment_folder(folder, number)) for number in range(len(store.segments))]
+    return [SegmentWork(store, number, segment_folder(folder, number)) for number in range(len(store.segments))]
 
 
-def _tag_unit(tagger: TextTagger, unit: Unit, wordpiece: Tokenizer, process: int, check: Callable[[], None]) -> None:
+def _tag_unit(
+    tagger: TextTagger, unit: SegmentWork, tokenizer: Tokenizer, process: int, check: Callable[[], None]
+) -> None:
     """Write a segment with the tagger's spans; rows that the version leaves out have none."""
     segment, (rows, places) = unit.store.segments[unit.number], unit.store.rows_in(unit.number)
-    found = tag_passages(tagger, unit.store, rows, wordpiece, check=check)
+    found = tag_passages(tagger, unit.store, rows, tokenizer, check=check)
     if found.unread:
         logger.warning("%d of %d passages were cut within a word and have no spans", found.unread, len(rows))
     counts = np.zeros(segment.rows, np.int64)
     counts[places] = found.counts
     scratch = unit.folder.parent / f".{process}" / unit.folder.name
-    with SegmentWriter(scratch, wordpiece.fingerprint, wordpiece.dtype) as writer:
+    with SegmentWriter(scratch, tokenizer.fingerprint, tokenizer.dtype) as writer:
         writer.copy(segment, found.values, counts, found.kinds)
     if not unit.is_done:  # by another process meanwhile
         shutil.rmtree(unit.folder, ignore_errors=True)  # of a process that ended before it wrote the record
@@ -192,7 +196,7 @@ def _tag_unit(tagger: TextTagger, unit: Unit, wordpiece: Tokenizer, process: int
 
 
 def _write(
-    tagger: TextTagger, data: Path, folder: Path, units: dict[str, list[Unit]], check: Callable[[], None]
+    tagger: TextTagger, data: Path, folder: Path, units: dict[str, list[SegmentWork]], check: Callable[[], None]
 ) -> None:
     """The prepared folder anew, in the place of what a process that was cut off left of it."""
     shutil.rmtree(folder, ignore_errors=True)
@@ -205,7 +209,7 @@ def _write(
     write_json_atomic(folder / MANIFEST, manifest)
 
 
-def _write_store(units: list[Unit], folder: Path, check: Callable[[], None]) -> PassageStore:
+def _write_store(units: list[SegmentWork], folder: Path, check: Callable[[], None]) -> PassageStore:
     """The store of the tagged segments, which are the same files in both folders. Raises UserError for damage."""
     store, entries = units[0].store, [read_json(unit.record) for unit in units]
     for unit, entry in zip(units, entries, strict=True):
@@ -213,7 +217,7 @@ def _write_store(units: list[Unit], folder: Path, check: Callable[[], None]) -> 
         try:
             Segment(unit.folder, entry).verify()
         except (UserError, KeyError, TypeError):
-            raise UserError(f"{unit.folder} is damaged; remove it and repeat the command") from None
+            raise UserError(f"{unit.folder} is damaged; remove it and run the command again") from None
         shutil.copytree(unit.folder, folder / unit.folder.name, copy_function=os.link)
     settings = {"limit": store.limit, "tokenizer": store.tokenizer_fingerprint}
     write_json_atomic(folder / STORE, new_version(settings, entries, store.removed))

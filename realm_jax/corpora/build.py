@@ -1,4 +1,4 @@
-"""Articles to passages: sentences, word pieces, greedy packing, salient spans; written as a passage store.
+"""Articles to passages: sentences, tokens, greedy packing, salient spans; written as a passage store.
 
 Each passage is a run of whole sentences of one article that fits the limit together with the title and three special
 pieces; a sentence that is too long by itself is split at word boundaries, so that no text is lost. A shard of articles
@@ -29,12 +29,12 @@ from realm_jax.storage import Folder, open_folder
 
 SMALLEST_LIMIT = 16  # below this a title leaves no room worth packing into
 _BATCH_ARTICLES = 512
-_BATCH_CHARACTERS = 1_000_000  # about a second of work and tens of MB of word pieces with their offsets
+_BATCH_CHARACTERS = 1_000_000  # about a second of work and tens of MB of tokens with their offsets
 
 
 @dataclass(slots=True)
-class Summary:
-    """What became of articles. wordless: ids of those left out, as no word is in them; notes: what else was done."""
+class PackingSummary:
+    """Counts of articles by outcome. wordless: ids of those skipped for having no words; notes: other changes."""
 
     articles: int = 0
     documents: int = 0
@@ -42,7 +42,7 @@ class Summary:
     wordless: list[str] = field(default_factory=list)
     notes: Counter[str] = field(default_factory=Counter)
 
-    def add(self, other: "Summary") -> None:
+    def add(self, other: "PackingSummary") -> None:
         """Add the counts of another batch."""
         self.articles += other.articles
         self.documents += other.documents
@@ -53,29 +53,29 @@ class Summary:
 
 def build_store(
     articles: Iterable[Article],
-    wordpiece: Tokenizer,
+    tokenizer: Tokenizer,
     folder: str | os.PathLike[str],
     limit: int = packing.DEFAULT_LIMIT,
     finder: str = "rules",
     replaces: Collection[str] = (),
-) -> Summary:
+) -> PackingSummary:
     """Pack articles into the passage store `folder` (a new one, or one more segment of an existing one).
 
     `limit` counts the pieces of title and body and the three special ones of the document layout. `finder` names a
     salient-span finder. `replaces`: ids of documents of an existing store that the new segment takes the place of.
     Raises UserError when no article has words; the folder is then as before.
     """
-    packer = PassagePacker(wordpiece, limit, finder)
-    with append_segment(folder, wordpiece, limit, replaces) as writer:
+    packer = PassagePacker(tokenizer, limit, finder)
+    with append_segment(folder, tokenizer, limit, replaces) as writer:
         summary = _write(writer, packer, articles)
         if not summary.passages:
             raise UserError(f"none of {summary.articles} articles has words to store; check the texts")
     return summary
 
 
-def _write(writer: SegmentWriter, packer: "PassagePacker", articles: Iterable[Article]) -> Summary:
+def _write(writer: SegmentWriter, packer: "PassagePacker", articles: Iterable[Article]) -> PackingSummary:
     """Add the passages of articles; what became of these."""
-    summary = Summary()
+    summary = PackingSummary()
     for batch in _batches(articles):
         passages, of_batch = packer(batch)
         writer.write(passages)
@@ -83,20 +83,20 @@ def _write(writer: SegmentWriter, packer: "PassagePacker", articles: Iterable[Ar
     return summary
 
 
-class Packed(NamedTuple):
+class PackedShard(NamedTuple):
     """A shard that became a segment. entry: what STORE.json says of it."""
 
     entry: dict[str, Any]
-    summary: Summary
+    summary: PackingSummary
 
     def to_json(self) -> dict[str, Any]:
-        summary = {one.name: getattr(self.summary, one.name) for one in fields(Summary)}
+        summary = {one.name: getattr(self.summary, one.name) for one in fields(PackingSummary)}
         return {"entry": self.entry, "summary": summary}  # a Counter is a JSON object
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Self:
         summary = value["summary"]
-        return cls(value["entry"], Summary(**summary | {"notes": Counter(summary["notes"])}))
+        return cls(value["entry"], PackingSummary(**summary | {"notes": Counter(summary["notes"])}))
 
 
 def pack_shard(packer: "PassagePacker", store: str, articles: str, shard: int) -> int:
@@ -112,7 +112,7 @@ def pack_shard(packer: "PassagePacker", store: str, articles: str, shard: int) -
             summary = _write(writer, packer, read_shard(source, shard))
         for path in sorted(segment.iterdir()) if is_remote else ():
             open_folder(store).write(f"{segment.name}/{path.name}", path.read_bytes())
-    source.write_json(packed_name(shard), Packed(writer.entry, summary).to_json())
+    source.write_json(packed_name(shard), PackedShard(writer.entry, summary).to_json())
     return summary.articles
 
 
@@ -121,9 +121,9 @@ def packed_name(shard: int) -> str:
     return f"{shard:05d}.packed.json"
 
 
-def packed_shards(articles: Folder, shards: int) -> list[Packed]:
+def packed_shards(articles: Folder, shards: int) -> list[PackedShard]:
     """What became of each shard."""
-    return [Packed.from_json(articles.read_json(packed_name(shard))) for shard in range(shards)]
+    return [PackedShard.from_json(articles.read_json(packed_name(shard))) for shard in range(shards)]
 
 
 def check_limit(limit: int) -> None:
@@ -135,9 +135,9 @@ def check_limit(limit: int) -> None:
 class PassagePacker:
     """Turns articles into rows of a store; a pure function of an article, cheap to send to another process."""
 
-    def __init__(self, wordpiece: Tokenizer, limit: int, finder: str):
+    def __init__(self, tokenizer: Tokenizer, limit: int, finder: str):
         check_limit(limit)
-        self.tokenizer = wordpiece
+        self.tokenizer = tokenizer
         self.limit = limit
         self._finder_name = finder
         self._find = spans.finder(finder)
@@ -145,9 +145,9 @@ class PassagePacker:
     def __reduce__(self) -> tuple[Any, ...]:
         return (PassagePacker, (self.tokenizer, self.limit, self._finder_name))
 
-    def __call__(self, articles: list[Article]) -> tuple[list[Passage], Summary]:
+    def __call__(self, articles: list[Article]) -> tuple[list[Passage], PackingSummary]:
         """Rows of a batch of articles, in order, and what became of them."""
-        summary = Summary(articles=len(articles))
+        summary = PackingSummary(articles=len(articles))
         texts = [_without_title_line(article) for article in articles]
         titles, bodies = self.tokenizer.tokens([article.title for article in articles]), self.tokenizer.tokens(texts)
         passages: list[Passage] = []
@@ -161,7 +161,9 @@ class PassagePacker:
         summary.passages = len(passages)
         return passages, summary
 
-    def _passages(self, article: Article, text: str, title: Tokens, tokens: Tokens, summary: Summary) -> list[Passage]:
+    def _passages(
+        self, article: Article, text: str, title: Tokens, tokens: Tokens, summary: PackingSummary
+    ) -> list[Passage]:
         """All passages of one article."""
         title_tokens = title.ids[: packing.max_title(self.limit)]
         summary.notes["long titles shortened"] += len(title.ids) > len(title_tokens)
@@ -170,7 +172,7 @@ class PassagePacker:
             return []
         borders = np.array([(sentence.start, sentence.stop) for sentence in ranges])
         columns = *tokens, borders, self.tokenizer.unk_id
-        found = spans.in_pieces(self._find(text), *columns)
+        found = spans.to_token_spans(self._find(text), *columns)
         rows = packing.pack([s.stop - s.start for s in ranges], len(title_tokens), self.limit)
         begins = [*(ranges[first].start for first, _ in rows), len(tokens.ids)]
         bounds = np.searchsorted([start for start, _, _ in found], begins)
@@ -180,7 +182,7 @@ class PassagePacker:
             for (first, last), inside in zip(rows, own, strict=True)
         ]
 
-    def _sentences(self, text: str, tokens: Tokens, room: int, summary: Summary) -> list["_Sentence"]:
+    def _sentences(self, text: str, tokens: Tokens, room: int, summary: PackingSummary) -> list["_Sentence"]:
         """Sentences that have pieces, none with more than `room`."""
         boundaries = sentences.split(text)
         result: list[_Sentence] = []

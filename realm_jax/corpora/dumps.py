@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 from xml.etree import ElementTree
 
-from realm_jax.corpora.ranges import CUT_OFF, Piece, count_streams, is_cuttable, read_range
+from realm_jax.corpora.ranges import CUT_OFF, UnpackedChunk, count_streams, is_splittable, read_range
 from realm_jax.data.files import file_system, open_stored, size_of, storage_errors
-from realm_jax.data.records import Damage
+from realm_jax.data.records import CorruptRecord
 from realm_jax.errors import UserError
 
 PART_BYTES = 32 << 20  # of a file as it is stored: about 120 MB of XML
@@ -36,7 +36,7 @@ NOT_UTF8 = "not UTF-8"
 NO_FIELD = "page without a title, id, namespace or revision"
 
 _OPEN, _CLOSE, _ROOT, _END = b"<page>", b"</page>", b"<mediawiki", b"</mediawiki>"
-_TAIL = 64  # bytes that are kept of what is passed over: part of a tag, or the end of the dump
+_TAIL = 64  # bytes that are kept of what is skipped: part of a tag, or the end of the dump
 _BETWEEN = re.compile(
     rb"(?:\s++|<\?xml[^>]*+>|<mediawiki\b[^>]*+>|<siteinfo>.*?</siteinfo>|</mediawiki\s*+>)*+", re.DOTALL
 )
@@ -80,7 +80,7 @@ def parts(source: str | os.PathLike[str], part_bytes: int = PART_BYTES) -> list[
         url = files.unstrip_protocol(path) if "://" in str(source) else path
         size = size_of(url)
         with open_stored(url) as stream:
-            cuttable = is_cuttable(stream.read(2))
+            cuttable = is_splittable(stream.read(2))
         # The last part may be half as long again, so that none is much smaller than the others.
         cuts = list(range(0, max(size - part_bytes // 2, 1), part_bytes)) if cuttable else [0]
         found += [Part(url, start, stop) for start, stop in zip(cuts, [*cuts[1:], None], strict=True)]
@@ -93,10 +93,10 @@ def has_small_parts(path: str) -> bool:
         return True
     with open_stored(path) as stream:
         head = stream.read(PART_BYTES // 4)
-    return is_cuttable(head) and (not head.startswith(b"BZh") or count_streams(head) > 1)
+    return is_splittable(head) and (not head.startswith(b"BZh") or count_streams(head) > 1)
 
 
-def read_pages(part: Part) -> Iterator[Page | Damage]:
+def read_pages(part: Part) -> Iterator[Page | CorruptRecord]:
     """The pages of a part and the damaged places, in the order in which they were met.
 
     Behind damage reading goes on where that is possible: with the next page, or with the next stream of a `.bz2` file.
@@ -152,11 +152,11 @@ class _Pages:
         self.border: int | None = None
         self.whole, self.ended = part.start == 0, False
 
-    def read(self, pieces: Iterator[Piece | Damage]) -> Iterator[Page | Damage]:
+    def read(self, pieces: Iterator[UnpackedChunk | CorruptRecord]) -> Iterator[Page | CorruptRecord]:
         """Every page that begins before the border."""
         for piece in pieces:
-            if isinstance(piece, Damage):
-                if self.border is not None:  # it is told by the part that it lies in
+            if isinstance(piece, CorruptRecord):
+                if self.border is not None:  # reported by the part that it lies in
                     break
                 yield piece
                 self.data, self.whole = b"", False
@@ -170,7 +170,7 @@ class _Pages:
                 return
         yield from self._rest()
 
-    def _next(self) -> list[Page | Damage] | None:
+    def _next(self) -> list[Page | CorruptRecord] | None:
         """What lies before the next page, and the page; None when more must be read first."""
         start = self.data.find(_OPEN)
         if self.ended or start < 0:
@@ -181,18 +181,20 @@ class _Pages:
         end = self.data.find(_CLOSE, start)
         following = self.data.find(_OPEN, start + len(_OPEN), end if end >= 0 else len(self.data))
         if following >= 0:
-            return self._take(start, following, Damage(self._place(), NO_END, _sample(self.data[start:following])))
+            return self._take(
+                start, following, CorruptRecord(self._place(), NO_END, _sample(self.data[start:following]))
+            )
         if end >= 0:
             end += len(_CLOSE)
             return self._take(start, end, _page(self.data[start:end], self._place()))
         if len(self.data) - start <= LARGEST_PAGE:
             return None
-        damage = Damage(self._place(), TOO_LARGE, _sample(self.data[start:]))
+        damage = CorruptRecord(self._place(), TOO_LARGE, _sample(self.data[start:]))
         found = self._take(start, len(self.data) - _TAIL, damage)
         self.whole = False
         return found
 
-    def _take(self, start: int, end: int, page: Page | Damage) -> list[Page | Damage]:
+    def _take(self, start: int, end: int, page: Page | CorruptRecord) -> list[Page | CorruptRecord]:
         """Go on behind `end`."""
         found = [*self._stray(self.data[:start]), page]
         self.whole = True
@@ -205,9 +207,9 @@ class _Pages:
         if self.border is not None:
             self.border = max(self.border - end, 0)
 
-    def _between_pages(self) -> list[Page | Damage] | None:
+    def _between_pages(self) -> list[Page | CorruptRecord] | None:
         """Keep what may be needed of data without a page."""
-        found: list[Page | Damage] = []
+        found: list[Page | CorruptRecord] = []
         if self.whole and len(self.data) > LARGEST_PAGE:
             found = self._stray(self.data)
             self.whole = False
@@ -215,46 +217,46 @@ class _Pages:
             self._pass(max(len(self.data) - _TAIL, 0))
         return found or None
 
-    def _stray(self, data: bytes) -> list[Page | Damage]:
+    def _stray(self, data: bytes) -> list[Page | CorruptRecord]:
         """Damage for data before a page that is not what dumps begin or end with."""
         if not self.whole:
             return []
         if not self.pages and _ROOT not in data:
-            return [Damage(self._place(), NO_BEGINNING, _sample(data))]
+            return [CorruptRecord(self._place(), NO_BEGINNING, _sample(data))]
         known = _BETWEEN.match(data)
         rest = data[known.end() :] if known else data
-        return [Damage(self._place(), STRAY, _sample(rest))] if rest else []
+        return [CorruptRecord(self._place(), STRAY, _sample(rest))] if rest else []
 
-    def _rest(self) -> list[Page | Damage]:
-        """Damage at the end of the file. It is told by the part that has the last page."""
+    def _rest(self) -> list[Page | CorruptRecord]:
+        """Damage at the end of the file, reported by the part that has the last page."""
         start = self.data.find(_OPEN)
         if start >= 0 and (self.border is None or start < self.border):
-            return [*self._stray(self.data[:start]), Damage(self._place(), CUT_OFF, _sample(self.data[start:]))]
+            return [*self._stray(self.data[:start]), CorruptRecord(self._place(), CUT_OFF, _sample(self.data[start:]))]
         cut_off = self.whole and _END not in self.data
-        return self._stray(self.data) or ([Damage(self._place(), CUT_OFF, "")] if cut_off else [])
+        return self._stray(self.data) or ([CorruptRecord(self._place(), CUT_OFF, "")] if cut_off else [])
 
     def _place(self) -> str:
         after = f" from byte {self.part.start:,}" if self.part.start else ""
         return f"{self.part.path}, page {self.pages + 1:,}{after}"
 
 
-def _page(data: bytes, where: str) -> Page | Damage:
+def _page(data: bytes, where: str) -> Page | CorruptRecord:
     """One `<page>` element; of several revisions the last one."""
     try:
         data.decode("utf-8")
     except UnicodeDecodeError as fault:
         around = data[max(fault.start - SAMPLE // 2, 0) : fault.start + SAMPLE // 2]
-        return Damage(where, NOT_UTF8, _sample(around))
+        return CorruptRecord(where, NOT_UTF8, _sample(around))
     try:
         root = ElementTree.fromstring(data)
     except ElementTree.ParseError as fault:
         number, column = fault.position
         line = b"".join(data.splitlines()[number - 1 : number])
-        return Damage(where, BROKEN_XML, _sample(line[max(column - SAMPLE // 2, 0) :]))
+        return CorruptRecord(where, BROKEN_XML, _sample(line[max(column - SAMPLE // 2, 0) :]))
     title, page_id, namespace = (root.findtext(name, "").strip() for name in ("title", "id", "ns"))
     revisions = root.findall("revision")
     if not (title and page_id and _NUMBER.fullmatch(namespace) and revisions):
-        return Damage(where, NO_FIELD, _sample(data))
+        return CorruptRecord(where, NO_FIELD, _sample(data))
     redirect = root.find("redirect")
     return Page(
         id=page_id,

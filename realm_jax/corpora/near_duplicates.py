@@ -27,7 +27,8 @@ enough places for THRESHOLD. For independent functions:
 
 Hashes are CRC-32 of words and integer arithmetic modulo 2^32 and 2^64, the same on every machine and in every version
 of NumPy; libraries for this change their hashes from version to version. Not for scripts without spaces between words.
-Read `fingerprint` and `find_near_duplicates` next; `realm_jax.corpora.copies` applies them to the shards of a corpus.
+Read `fingerprint` and `find_near_duplicates` next; `realm_jax.corpora.deduplication` applies them to the shards of a
+corpus.
 """
 
 import hashlib
@@ -218,4 +219,4 @@ def _folder(scratch: Path | None) -> Iterator[Path]:
             yield Path(folder)
     except OSError as fault:
         where = scratch or tempfile.gettempdir()
-        raise UserError(f"cannot keep 288 bytes an article in {where} ({fault.strerror}); make room there") from None
+        raise UserError(f"cannot keep 288 bytes per article in {where} ({fault.strerror}); make room there") from None

@@ -14,7 +14,7 @@ from typing import Any
 from realm_jax.data import sentences
 from realm_jax.data.jsonl import Article
 from realm_jax.data.languages import language
-from realm_jax.data.records import Dropped, sample
+from realm_jax.data.records import FilteredRecord, sample
 
 # Which articles stay; PREPARED.json records these. Ranges hold both ends and count what is left after cleaning: shorter
 # than the lower ends are stubs, galleries and failed extractions; longer than the upper ends are lists, transcripts and
@@ -28,7 +28,7 @@ RULES: dict[str, Any] = {
 }
 
 
-def clean(article: Article, rules: dict[str, Any] = RULES) -> Article | Dropped:
+def clean(article: Article, rules: dict[str, Any] = RULES) -> Article | FilteredRecord:
     """The article with a title of one line and with paragraphs apart by blank lines, or why it is left out."""
     title = " ".join(_lines(article.title))
     text = "\n\n".join(_paragraphs(_lines(article.text)))
@@ -36,9 +36,9 @@ def clean(article: Article, rules: dict[str, Any] = RULES) -> Article | Dropped:
     reason = reason or _misfit("words", len(text.split()), rules["words"])
     reason = reason or _misfit("sentences", len(sentences.split(text)), rules["sentences"])
     if reason:
-        return Dropped(reason, sample(text or article.text))
+        return FilteredRecord(reason, sample(text or article.text))
     if rules["languages"] and (code := language(text)) not in rules["languages"]:
-        return Dropped(f"in another language ({code})", sample(text))
+        return FilteredRecord(f"in another language ({code})", sample(text))
     return Article(article.id, title, text, article.line)
 
 

@@ -1,7 +1,8 @@
-"""The folder of `realm prepare` while it becomes whole: who works there, what was begun, when it is done.
+"""The output folder of `realm prepare` while it is being written: its owner, partial output, and completion.
 
 Everything is written into a hidden folder beside the output, which takes the output's name at the very end; in a
-bucket PREPARED.json comes last instead. What was cut off does not look whole, and goes on when the command is repeated.
+bucket PREPARED.json comes last instead. Interrupted output is never taken for complete, and is resumed when the command
+is run again.
 """
 
 import errno
@@ -16,7 +17,7 @@ from typing import Any
 from realm_jax.data.sources import FORMAT_VERSION
 from realm_jax.data.store import MANIFEST as STORE
 from realm_jax.errors import Resumable, UserError
-from realm_jax.storage import Folder, StorageError, only_one, open_folder, publish_folder
+from realm_jax.storage import Folder, StorageError, exclusive_lock, open_folder, publish_folder
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ MANIFEST = "PREPARED.json"
 TOKENIZER = "tokenizer"
 ARTICLES = "articles"  # while the work is not done
 INPUTS, CLAIM = "INPUTS.json", "CLAIM.json"  # in it: what is prepared, and by which command
-OWN = (ARTICLES, TOKENIZER, "passages", "pretraining", "questions")  # what a command that was cut off may leave
+PARTIAL_ENTRIES = (ARTICLES, TOKENIZER, "passages", "pretraining", "questions")  # what an interrupted command may leave
 
 
 def is_prepared(output: str, inputs: dict[str, Any], skip_damage: bool) -> bool:
@@ -37,7 +38,7 @@ def is_prepared(output: str, inputs: dict[str, Any], skip_damage: bool) -> bool:
     if MANIFEST not in names:
         if "://" in output and INPUTS in folder.names(ARTICLES):
             return False  # begun, and not done
-        raise UserError(f"{output} exists and is no prepared folder; {advice}")
+        raise UserError(f"{output} exists and is not a prepared folder; {advice}")
     manifest = folder.read_json(MANIFEST)
     if not isinstance(manifest.get("inputs"), dict):
         raise UserError(f"{output}/{MANIFEST} is damaged; {advice}")
@@ -61,16 +62,15 @@ def is_prepared(output: str, inputs: dict[str, Any], skip_damage: bool) -> bool:
 
 
 @contextmanager
-def unfinished(output: str, inputs: dict[str, Any], anywhere: bool, claim: str) -> Iterator[str]:
+def staged_output(output: str, inputs: dict[str, Any], anywhere: bool, claim: str) -> Iterator[str]:
     """Where to work: a hidden folder beside `output`, which takes its name at the end, or the bucket itself.
 
-    What an earlier run with the same inputs left is gone on with. After a UserError nothing stays, unless the same
-    inputs can be gone on with.
+    Partial output of the same inputs is resumed. After a UserError nothing stays, unless it can be resumed.
     """
     if "://" in output:
         if not anywhere:
             raise UserError(f"--output={output}: processes of this machine write to its disk; give --beam, or a path")
-        _begin(open_folder(output), inputs, claim)
+        _resume_or_reset(open_folder(output), inputs, claim)
         yield output
         open_folder(output).remove(ARTICLES)
         return
@@ -80,8 +80,8 @@ def unfinished(output: str, inputs: dict[str, Any], anywhere: bool, claim: str) 
         root.mkdir(parents=True, exist_ok=True)
     except OSError as fault:
         raise UserError(f"cannot write into {root.parent} ({fault.strerror}); choose another --output") from None
-    with only_one(root):
-        _begin(open_folder(root), inputs, claim)
+    with exclusive_lock(root):
+        _resume_or_reset(open_folder(root), inputs, claim)
         try:
             yield str(root)
         except (Resumable, StorageError):
@@ -93,7 +93,7 @@ def unfinished(output: str, inputs: dict[str, Any], anywhere: bool, claim: str) 
             if fault.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             place = Path(fault.filename or root).parent
-            raise UserError(f"the disk of {place} is full; make room and repeat the command to go on") from None
+            raise UserError(f"the disk of {place} is full; make room and run the command again to resume") from None
         done = root.with_name(f".{final.name}.articles")
         shutil.rmtree(done, ignore_errors=True)
         (root / ARTICLES).rename(done)
@@ -102,26 +102,26 @@ def unfinished(output: str, inputs: dict[str, Any], anywhere: bool, claim: str) 
         shutil.rmtree(done, ignore_errors=True)
 
 
-def _begin(folder: Folder, inputs: dict[str, Any], claim: str) -> None:
-    """Go on with what an earlier command with the same inputs left; what others left is removed."""
+def _resume_or_reset(folder: Folder, inputs: dict[str, Any], claim: str) -> None:
+    """Resume what an earlier command with the same inputs left; remove partial output of other inputs."""
     record, found = f"{ARTICLES}/{INPUTS}", None
     if INPUTS in folder.names(ARTICLES):
         with suppress(UserError):
             found = folder.read_json(record)
     if found == inputs:
-        logger.info("%s: going on with what was begun", folder.url)
+        logger.info("%s: resuming", folder.url)
     else:
-        begun = sorted({*folder.names()} & {*OWN})
+        begun = sorted({*folder.names()} & {*PARTIAL_ENTRIES})
         if begun:
-            logger.warning("%s: what was begun there with other inputs is removed: %s", folder.url, ", ".join(begun))
+            logger.warning("%s: removing partial output of other inputs: %s", folder.url, ", ".join(begun))
         for name in begun:
             folder.remove(name)
         folder.write_json(record, inputs)
     folder.write_json(f"{ARTICLES}/{CLAIM}", {"command": claim})
 
 
-def check_claim(root: str, claim: str) -> None:
-    """Raise UserError where another command has taken the folder over: a bucket has no locks."""
+def check_owner(root: str, claim: str) -> None:
+    """Raise UserError if another command has taken over the folder: a bucket has no locks."""
     folder = open_folder(root)
     if CLAIM not in folder.names(ARTICLES) or folder.read_json(f"{ARTICLES}/{CLAIM}") != {"command": claim}:
-        raise UserError(f"{root}: another command works there now; wait for it, or stop it and repeat this one")
+        raise UserError(f"{root}: another command is writing there; wait for it, or stop it and repeat this one")

@@ -12,8 +12,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, reduce
 from typing import Any, NamedTuple, Self
 
-from realm_jax.corpora.articles import COUNTS, UNREADABLE, Placed, Texts, check, clean, read_part, shard_name
-from realm_jax.data.records import Counts, Damage
+from realm_jax.corpora.articles import (
+    COUNTS,
+    UNREADABLE,
+    ArticleSource,
+    LocatedRecord,
+    check,
+    clean,
+    read_part,
+    shard_name,
+)
+from realm_jax.data.records import CorruptRecord, Counts
 from realm_jax.errors import UserError
 from realm_jax.storage import StorageError, open_folder
 
@@ -57,7 +66,7 @@ class Beam(NamedTuple):
         pass
 
     def extract(
-        self, texts: Texts, folder: str, shards: int, skip_damage: bool, progress: Callable[[int], None]
+        self, texts: ArticleSource, folder: str, shards: int, skip_damage: bool, progress: Callable[[int], None]
     ) -> Counts:
         return extract(texts, folder, shards, skip_damage, self.options)
 
@@ -83,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def extract(texts: Texts, folder: str, shards: int, skip_damage: bool, options: Any) -> Counts:
+def extract(texts: ArticleSource, folder: str, shards: int, skip_damage: bool, options: Any) -> Counts:
     """`articles.extract` by the workers of a runner. folder: path or URL that all of them reach."""
     target = open_folder(folder)
     if COUNTS not in target.names():
@@ -109,35 +118,35 @@ def extract(texts: Texts, folder: str, shards: int, skip_damage: bool, options: 
     try:
         check(texts, found, skip_damage)
     except UserError:
-        target.remove(COUNTS)  # what is wrong may be fixed, and is to be read again then
+        target.remove(COUNTS)  # the fault may be fixed, and the source read again
         raise
     return found
 
 
-def _read(texts: Texts, part: int) -> Iterator[Placed]:
+def _read(texts: ArticleSource, part: int) -> Iterator[LocatedRecord]:
     """`read_part`; a fault that ends the part is counted, since a runner would wrap an exception in its own. One of
     storage may pass: it is the runner's, who tries again."""
-    placed = Placed(part, -1, None)
+    placed = LocatedRecord(part, -1, None)
     try:
         for placed in read_part(texts, part):
             yield placed
     except StorageError:
         raise
     except UserError as fault:
-        yield Placed(part, placed.number + 1, Damage(texts.name, UNREADABLE, str(fault)))
+        yield LocatedRecord(part, placed.number + 1, CorruptRecord(texts.name, UNREADABLE, str(fault)))
 
 
 class _Clean(beam.DoFn):
     """Records to lines of shards; counts once a bundle."""
 
-    def __init__(self, texts: Texts, shards: int):
+    def __init__(self, texts: ArticleSource, shards: int):
         self._texts, self._shards = texts, shards
 
     def start_bundle(self) -> None:
         self._counts = Counts()
 
-    def process(self, placed: Placed) -> Iterator[tuple[int, tuple[int, int, bytes]]]:
-        placed = Placed(*placed)
+    def process(self, placed: LocatedRecord) -> Iterator[tuple[int, tuple[int, int, bytes]]]:
+        placed = LocatedRecord(*placed)
         found, counts = clean(self._texts, self._shards, [placed])
         self._counts.add(counts)
         for shard, line in found.items():
@@ -164,7 +173,7 @@ def _write_counts(found: dict[str, Any], folder: str, _: list[int]) -> None:
 
 
 def _act(act: Callable[[str, int], int], folder: str, shard: int) -> None:
-    """`act`; a fault of the user's is written down, since a runner would wrap it in its own."""
+    """`act`; a UserError is recorded in a file, since a runner would wrap it in its own exception."""
     try:
         act(folder, shard)
     except StorageError:

@@ -13,14 +13,14 @@ from typing import Any, TypeVar
 
 from realm_jax.errors import Resumable
 
-SENDING_SECONDS = 10  # that a worker has to finish sending its result once it is told to end
+SENDING_SECONDS = 10  # that a worker has to finish sending its result once it is asked to stop
 _BATCHES_WORTH_A_POOL = 4  # starting processes takes about as long as doing this many batches
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
 
-def map_in_order(
+def ordered_parallel_map(
     function: Callable[[_T], _R], batches: Iterable[_T], workers: int, few: int = _BATCHES_WORTH_A_POOL
 ) -> Iterator[_R]:
     """`map`, by so many processes; in this one when the batches are fewer than `few`.
@@ -58,11 +58,11 @@ def map_in_order(
 
 _function: Callable[[Any], Any]
 _working = False  # whether this worker is at a batch; else it sends a result or waits for a batch
-_ending = False  # whether it was told to end
+_ending = False  # whether it was asked to stop
 
 
 def _start_worker(function: Callable[[Any], Any]) -> None:
-    """Set up a worker process: it leaves Ctrl-C to its parent and ends when the parent is gone."""
+    """Set up a worker process: it leaves Ctrl-C to its parent and exits when the parent dies."""
     global _function
     _function = function
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism

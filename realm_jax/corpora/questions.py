@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from realm_jax.data.jsonl import Question, parse_questions, read_questions
 from realm_jax.data.lines import applied, strictly
 from realm_jax.data.question_sets import PREFIX
-from realm_jax.data.records import BadRecord, Counts, Damage
+from realm_jax.data.records import BadRecord, CorruptRecord, Counts
 from realm_jax.errors import UserError
 
 _SPLIT_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -25,7 +25,7 @@ class QuestionFile(NamedTuple):
     path: str
 
 
-class Placed(NamedTuple):
+class LocatedQuestion(NamedTuple):
     """A question with the place it came from: path and line, and the number of its file."""
 
     question: Question
@@ -34,10 +34,10 @@ class Placed(NamedTuple):
 
 
 @dataclass
-class Chosen:
+class SelectedQuestions:
     """Questions by split, and what became of the others (of Counts: records, dropped, damaged, samples)."""
 
-    splits: dict[str, list[Placed]]
+    splits: dict[str, list[LocatedQuestion]]
     counts: Counts
 
     def to_manifest(self) -> dict[str, Any]:
@@ -45,13 +45,13 @@ class Chosen:
         found = self.counts.to_json()
         return {key: found[key] for key in ("records", "dropped", "damaged", "samples")}
 
-    def leave_out_gold(self, absent: Collection[str]) -> None:
+    def drop_missing_golds(self, absent: Collection[str]) -> None:
         """Leave out, as damage, the questions about passages that do not exist."""
         for split, questions in self.splits.items():
             for question, where, file in questions:
                 if question.gold_passage_id in absent:
                     fault = f"gold_passage_id {question.gold_passage_id!r} is not there"
-                    self.counts.leave_out(Damage(where, NO_SUCH_GOLD, fault), file, question.line)
+                    self.counts.count_skipped(CorruptRecord(where, NO_SUCH_GOLD, fault), file, question.line)
             self.splits[split] = [one for one in questions if one.question.gold_passage_id not in absent]
 
     def gold(self) -> dict[str, str]:
@@ -62,7 +62,7 @@ class Chosen:
                 places.setdefault(question.gold_passage_id, where)
         return places
 
-    def with_words(self, wordless: Collection[str]) -> dict[str, list[Question]]:
+    def with_stored_golds(self, wordless: Collection[str]) -> dict[str, list[Question]]:
         """The questions of each split that has any; one whose gold passage is `wordless` is left out and counted."""
         splits = {}
         for split, questions in self.splits.items():
@@ -104,19 +104,19 @@ def read_all(
     max_answer_words: int | None,
     ignore_gold: bool,
     skip_damage: bool = False,
-) -> Chosen:
+) -> SelectedQuestions:
     """Read the questions, divide them by split and leave out what the filters say.
 
     skip_damage: count a question that cannot be read, with a sample, in place of raising UserError for it.
     """
-    splits: dict[str, list[Placed]] = defaultdict(list)
+    splits: dict[str, list[LocatedQuestion]] = defaultdict(list)
     counts = Counts()
     for number, file in enumerate(files):
         for line, record in _records(file, skip_damage):
             counts.records += 1
             if isinstance(record, BadRecord):
                 where = f"{Path(file.path).name}:{line}"
-                counts.leave_out(Damage(where, UNREADABLE, str(record)), number, line)
+                counts.count_skipped(CorruptRecord(where, UNREADABLE, str(record)), number, line)
                 continue
             split, question = record
             if sources and question.fields.get("source") not in sources:
@@ -126,11 +126,11 @@ def read_all(
             if reason:
                 counts.dropped[reason] += 1
             else:
-                splits[split].append(Placed(kept, f"{file.path}:{line}", number))
+                splits[split].append(LocatedQuestion(kept, f"{file.path}:{line}", number))
     if files and not splits:
         left_out = counts.dropped.total() + counts.damaged.total()
         raise UserError(f"no question is left of {left_out:,}; check --question-sources and the files")
-    return Chosen(dict(splits), counts)
+    return SelectedQuestions(dict(splits), counts)
 
 
 def _records(file: QuestionFile, skip_damage: bool) -> Iterator[tuple[int, tuple[str, Question] | BadRecord]]:

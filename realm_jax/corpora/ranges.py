@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import IO, NamedTuple
 
 from realm_jax.data.files import open_stored
-from realm_jax.data.records import Damage
+from realm_jax.data.records import CorruptRecord
 
 CUT_OFF = "ends too early"
 BAD_PACKING = "packed data is damaged"
@@ -24,14 +24,14 @@ _STREAM = re.compile(rb"BZh[1-9](?:1AY&SY|\x17rE8P\x90)")
 _STREAM_BYTES = 10
 
 
-class Piece(NamedTuple):
+class UnpackedChunk(NamedTuple):
     """Unpacked bytes that follow the last piece. `own`: they lie in the range, not behind it."""
 
     data: bytes
     own: bool
 
 
-def is_cuttable(head: bytes) -> bool:
+def is_splittable(head: bytes) -> bool:
     """Whether ranges of a file that begins like this can be read, rather than the whole file alone."""
     return not head.startswith(b"\x1f\x8b")
 
@@ -41,7 +41,7 @@ def count_streams(data: bytes) -> int:
     return sum(1 for _ in _STREAM.finditer(data))
 
 
-def read_range(path: str, start: int = 0, stop: int | None = None) -> Iterator[Piece | Damage]:
+def read_range(path: str, start: int = 0, stop: int | None = None) -> Iterator[UnpackedChunk | CorruptRecord]:
     """What the bytes [start, stop) of a file hold, and everything behind them: whoever has enough stops reading.
 
     Of a `.bz2` file a stream belongs to the range that its first byte lies in. Bytes behind damage follow those before
@@ -50,7 +50,7 @@ def read_range(path: str, start: int = 0, stop: int | None = None) -> Iterator[P
     with open_stored(path) as stream:
         head = stream.read(3)
         stream.seek(start)
-        if not is_cuttable(head):
+        if not is_splittable(head):
             yield from _gzip(stream, path)
         elif head == b"BZh":
             yield from _Bzip2(stream, path, start, stop).read()
@@ -58,17 +58,17 @@ def read_range(path: str, start: int = 0, stop: int | None = None) -> Iterator[P
             yield from _plain(stream, start, stop)
 
 
-def _plain(stream: IO[bytes], place: int, stop: int | None) -> Iterator[Piece]:
+def _plain(stream: IO[bytes], place: int, stop: int | None) -> Iterator[UnpackedChunk]:
     while True:
         own = stop is None or place < stop
         data = stream.read(min(_CHUNK, stop - place) if own and stop is not None else _CHUNK)
         if not data:
             return
-        yield Piece(data, own)
+        yield UnpackedChunk(data, own)
         place += len(data)
 
 
-def _gzip(stream: IO[bytes], path: str) -> Iterator[Piece | Damage]:
+def _gzip(stream: IO[bytes], path: str) -> Iterator[UnpackedChunk | CorruptRecord]:
     unpacked = gzip.GzipFile(fileobj=stream)
     done = 0
     while True:
@@ -76,11 +76,11 @@ def _gzip(stream: IO[bytes], path: str) -> Iterator[Piece | Damage]:
             data = unpacked.read(_CHUNK)
         except (EOFError, gzip.BadGzipFile, zlib.error) as fault:
             reason = CUT_OFF if isinstance(fault, EOFError) else BAD_PACKING
-            yield Damage(f"{path}, after {done:,} unpacked bytes", reason, str(fault))
+            yield CorruptRecord(f"{path}, after {done:,} unpacked bytes", reason, str(fault))
             return
         if not data:
             return
-        yield Piece(data, True)
+        yield UnpackedChunk(data, True)
         done += len(data)
 
 
@@ -95,18 +95,18 @@ class _Bzip2:
         self.stream, self.path, self.stop = stream, path, stop
         self.data, self.place, self.torn = b"", place, place > 0
 
-    def read(self) -> Iterator[Piece | Damage]:
+    def read(self) -> Iterator[UnpackedChunk | CorruptRecord]:
         """What all streams hold, to the end of the file."""
         while (passed := self._find()) is not None:
             own = self.stop is None or self.place < self.stop
             if not own:
-                yield Piece(b"", False)  # before any damage of another range
+                yield UnpackedChunk(b"", False)  # before any damage of another range
             if passed and not self.torn:
-                yield Damage(f"{self.path}, {passed:,} bytes before byte {self.place:,}", BAD_PACKING, "")
+                yield CorruptRecord(f"{self.path}, {passed:,} bytes before byte {self.place:,}", BAD_PACKING, "")
             yield from self._unpack(own)
 
     def _find(self) -> int | None:
-        """Go to the next stream; the number of bytes that were passed over, or None when there is none."""
+        """Go to the next stream; the number of bytes that were skipped, or None when there is none."""
         passed = 0
         while True:
             match = _STREAM.search(self.data)
@@ -119,7 +119,7 @@ class _Bzip2:
                 return None
             self.data += more
 
-    def _unpack(self, own: bool) -> Iterator[Piece | Damage]:
+    def _unpack(self, own: bool) -> Iterator[UnpackedChunk | CorruptRecord]:
         """The stream that begins here."""
         start, where = self.place, f"{self.path}, stream at byte {self.place:,}"
         unpacker = bz2.BZ2Decompressor()
@@ -129,15 +129,15 @@ class _Bzip2:
                 packed = self.data or self.stream.read(_CHUNK)
                 self.data, self.place = b"", self.place + len(packed)
                 if not packed:
-                    yield Damage(where, CUT_OFF, "")
+                    yield CorruptRecord(where, CUT_OFF, "")
                     return
             try:
                 data = unpacker.decompress(packed, _CHUNK)
             except (OSError, ValueError) as fault:
-                yield Damage(where, BAD_PACKING, str(fault))
+                yield CorruptRecord(where, BAD_PACKING, str(fault))
                 self._go_to(start + _STREAM_BYTES)  # the next stream may have been taken for data of this one
                 return
-            yield Piece(data, own)
+            yield UnpackedChunk(data, own)
         self.torn = False
         self.data, self.place = unpacker.unused_data, self.place - len(unpacker.unused_data)
 

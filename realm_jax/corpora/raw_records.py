@@ -1,8 +1,8 @@
 """Articles from elsewhere: JSON Lines with any field names, Hugging Face datasets, TensorFlow Datasets.
 
 A source is cut into *parts*: small picklable descriptions of what to read. Whoever has a part reads it alone, in any
-process or on any machine, and all parts together give every record once. What cannot be read is a `Damage` in its
-place, for the caller to count or refuse; only what concerns a source as a whole (not found, not installed, storage
+process or on any machine, and all parts together give every record once. What cannot be read is a `CorruptRecord` in
+its place, for the caller to count or refuse; only what concerns a source as a whole (not found, not installed, storage
 fails) is a UserError. Not for files in the project's own format, where every fault ends the reading: see `jsonl.py`.
 Read `parts` next.
 """
@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from realm_jax.data.files import PACKED, matching, size_of
 from realm_jax.data.jsonl import Article
 from realm_jax.data.lines import applied, parse_json, read_lines
-from realm_jax.data.records import BadRecord, Damage, sample
+from realm_jax.data.records import BadRecord, CorruptRecord, sample
 from realm_jax.errors import UserError
 
 PART_BYTES = 1 << 28  # of a plain JSON Lines file; a packed one, which cannot be entered midway, is one part
@@ -45,7 +45,7 @@ DEFAULT_FIELDS = Fields()
 class Part(Protocol):
     """A piece of a source: cheap to pickle, and read by itself."""
 
-    def read(self) -> Iterator[Article | Damage]:
+    def read(self) -> Iterator[Article | CorruptRecord]:
         """The records in the order of the source. Raises UserError when the source cannot be reached."""
 
 
@@ -72,27 +72,27 @@ def parts(source: str, fields: Fields = DEFAULT_FIELDS) -> list[Part]:
 _EXAMPLES = {"hf": "hf:cc_news", "tfds": "tfds:wikipedia/20230601.en"}
 
 
-def article(record: Any, fields: Fields, where: str) -> Article | Damage:
+def article(record: Any, fields: Fields, where: str) -> Article | CorruptRecord:
     """The article that a raw record holds. Strings may be UTF-8 bytes; an absent or null title is empty.
 
     The id is a string or an integer; without one it is made of the content, so that it depends on nothing else.
     """
     if not isinstance(record, dict):
-        return Damage(where, "not a record with named fields", sample(record))
+        return CorruptRecord(where, "not a record with named fields", sample(record))
     try:
         text = _text(record, fields.text, "text")
         title = _text(record, fields.title, "title") or ""
         identity = _text(record, fields.id, "id")
-    except _Unusable as fault:
-        return Damage(where, str(fault), sample(record))
+    except _InvalidField as fault:
+        return CorruptRecord(where, str(fault), sample(record))
     if text is None:
         known = any(name in record for name in fields.text)
-        return Damage(where, "the text is null" if known else f"no {' or '.join(fields.text)}", sample(record))
+        return CorruptRecord(where, "the text is null" if known else f"no {' or '.join(fields.text)}", sample(record))
     return Article(identity or _content_id(f"{title}\0{text}"), title, text)
 
 
-class _Unusable(Exception):
-    """A field that holds something else than text."""
+class _InvalidField(Exception):
+    """A field that does not hold text."""
 
 
 def _text(record: dict[str, Any], names: tuple[str, ...], kind: str) -> str | None:
@@ -103,13 +103,13 @@ def _text(record: dict[str, Any], names: tuple[str, ...], kind: str) -> str | No
         try:
             return value.decode("utf-8")
         except UnicodeDecodeError:
-            raise _Unusable(f"the {kind} is not UTF-8") from None
+            raise _InvalidField(f"the {kind} is not UTF-8") from None
     if kind == "id" and isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     if value is not None and not isinstance(value, str):
-        raise _Unusable(f"the {kind} is not a string")
+        raise _InvalidField(f"the {kind} is not a string")
     if value is not None and _SURROGATE.search(value):
-        raise _Unusable(f"the {kind} has half of a surrogate pair")
+        raise _InvalidField(f"the {kind} has half of a surrogate pair")
     return value
 
 
@@ -129,14 +129,14 @@ class FilePart:
     stop: int | None
     fields: Fields
 
-    def read(self) -> Iterator[Article | Damage]:
-        """Records, and a last `Damage` where a packed file is cut off or damaged: what follows is lost."""
+    def read(self) -> Iterator[Article | CorruptRecord]:
+        """Records, and a last `CorruptRecord` where a packed file is cut off or damaged: what follows is lost."""
         lines = read_lines(self.path, self.start, self.stop)
         known = ((line.byte, line.data) for line in lines if isinstance(line.data, BadRecord) or line.data.strip())
         for byte, record in applied(parse_json, known):
             where = f"{self.path} at byte {byte:,}"
             if isinstance(record, BadRecord):
-                yield Damage(where, record.reason, record.sample)
+                yield CorruptRecord(where, record.reason, record.sample)
             else:
                 yield article(record, self.fields, where)
 
@@ -162,15 +162,15 @@ class HubPart:
     of: int
     fields: Fields
 
-    def read(self) -> Iterator[Article | Damage]:
-        with _told(f"hf:{self.name}@{self.split}", _HUB_ADVICE):
+    def read(self) -> Iterator[Article | CorruptRecord]:
+        with _hub_errors(f"hf:{self.name}@{self.split}", _HUB_ADVICE):
             dataset = _hub_dataset(self.name, self.split).shard(num_shards=self.of, index=self.number)
             for row, record in enumerate(dataset):
                 yield article(record, self.fields, f"hf:{self.name}@{self.split}, shard {self.number}, row {row:,}")
 
 
 def _hub_parts(name: str, split: str, fields: Fields) -> Iterator[Part]:
-    with _told(f"hf:{name}@{split}", _HUB_ADVICE):
+    with _hub_errors(f"hf:{name}@{split}", _HUB_ADVICE):
         shards = _hub_dataset(name, split).num_shards
     yield from (HubPart(name, split, number, shards, fields) for number in range(shards))
 
@@ -192,15 +192,15 @@ class TfdsPart:
     stop: int
     fields: Fields
 
-    def read(self) -> Iterator[Article | Damage]:
-        with _told(f"tfds:{self.name}@{self.split}", _TFDS_ADVICE):
+    def read(self) -> Iterator[Article | CorruptRecord]:
+        with _hub_errors(f"tfds:{self.name}@{self.split}", _TFDS_ADVICE):
             records = _tfds_records(_tfds_builder(self.name), f"{self.split}[{self.start}:{self.stop}]")
             for row, record in enumerate(records, self.start):
                 yield article(record, self.fields, f"tfds:{self.name}@{self.split}, row {row:,}")
 
 
 def _tfds_parts(name: str, split: str, fields: Fields) -> Iterator[Part]:
-    with _told(f"tfds:{name}@{split}", _TFDS_ADVICE):
+    with _hub_errors(f"tfds:{name}@{split}", _TFDS_ADVICE):
         splits = _tfds_builder(name).info.splits
         if split not in splits:
             raise UserError(f"tfds:{name} has no split {split!r}; it has {', '.join(splits) or 'none'}")
@@ -241,8 +241,8 @@ _TFDS_ADVICE = "check its name, and that `tfds build` prepared it where TFDS_DAT
 
 
 @contextmanager
-def _told(source: str, advice: str) -> Iterator[None]:
-    """Whatever a hub raises becomes a UserError that names the dataset."""
+def _hub_errors(source: str, advice: str) -> Iterator[None]:
+    """Turn any exception of a hub into a UserError that names the dataset."""
     try:
         yield
     except UserError:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.console import StageProgress
-from realm_jax.corpora.pool import map_in_order
+from realm_jax.corpora.pool import ordered_parallel_map
 from realm_jax.data import spans
 from realm_jax.data.packing import max_title
 from realm_jax.data.segments import Passage, Segment, SegmentWriter
@@ -37,7 +37,7 @@ _BATCH_ROWS = 512
 def write_reader_tokens(data: Path, reader: Tokenizer, workers: int) -> bool:
     """Write the reader's tokens of a prepared folder, or what is missing of them since its corpus was edited.
 
-    Returns whether anything was missing. Raises UserError where the folder has those of another reader.
+    Returns whether anything was missing. Raises UserError if the folder has those of another reader.
     """
     place, own = data / READER, open_tokenizer(data / "tokenizer")
     if reader.fingerprint == own.fingerprint:
@@ -68,7 +68,7 @@ def _mirror(source: Path, target: Path, own: Tokenizer, reader: Tokenizer, worke
     write = partial(_write_segment, source, target, own, reader)
     with StageProgress(f"{source.name} for the reader", sum(store.segments[number].rows for number in numbers)) as bar:
         done = 0
-        for rows in map_in_order(write, numbers, workers, few=2):
+        for rows in ordered_parallel_map(write, numbers, workers, few=2):
             done += rows
             bar.update(done)
     entries = [read_json(target / f"{segment.folder.name}.json")["entry"] for segment in store.segments]
@@ -114,7 +114,7 @@ def _passage(segment: Segment, row: int, own: Tokenizer, unknown: int, title: ND
     starts = [0, *np.searchsorted(body.starts, begins[1:], "left").tolist()]
     sentences = np.column_stack([starts, [*starts[1:], len(body.ids)]]).astype(np.int32)
     named = [spans.Span(start, end, kinds[kind], 1.0) for start, end, kind in found] if offsets is not None else []
-    inside = spans.in_pieces(named, body.ids, body.starts, body.ends, sentences, unknown)
+    inside = spans.to_token_spans(named, body.ids, body.starts, body.ends, sentences, unknown)
     return Passage(
         document_id=segment.string("document_ids", row),
         title=segment.string("titles", row),

@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from realm_jax.corpora.articles import Texts, extract
-from realm_jax.corpora.pool import map_in_order
+from realm_jax.corpora.articles import ArticleSource, extract
+from realm_jax.corpora.pool import ordered_parallel_map
 from realm_jax.data.records import Counts
 from realm_jax.errors import UserError
 
@@ -23,7 +23,7 @@ class Runner(Protocol):
         """Raise UserError for more shards than it can write."""
 
     def extract(
-        self, texts: Texts, folder: str, shards: int, skip_damage: bool, progress: Callable[[int], None]
+        self, texts: ArticleSource, folder: str, shards: int, skip_damage: bool, progress: Callable[[int], None]
     ) -> Counts:
         """Write the shards of a source, or what is missing of them."""
 
@@ -32,7 +32,7 @@ class Runner(Protocol):
     ) -> None:
         """Do `act(folder, shard)` for each shard; it gives the number of articles of the shard.
 
-        progress: is told the sum of these, where the runner does not tell of progress itself.
+        progress: called with the sum of these, if the runner does not report progress itself.
         """
 
 
@@ -48,7 +48,7 @@ class Processes:
             raise UserError(f"--shards={shards}: this machine may open {most} files; give fewer, or raise `ulimit -n`")
 
     def extract(
-        self, texts: Texts, folder: str, shards: int, skip_damage: bool, progress: Callable[[int], None]
+        self, texts: ArticleSource, folder: str, shards: int, skip_damage: bool, progress: Callable[[int], None]
     ) -> Counts:
         return extract(texts, Path(folder), shards, self.workers, skip_damage, progress)
 
@@ -56,7 +56,7 @@ class Processes:
         self, act: Callable[[str, int], int], folder: str, shards: Sequence[int], progress: Callable[[int], None]
     ) -> None:
         done = 0
-        for articles in map_in_order(partial(act, folder), shards, self.workers, few=2):
+        for articles in ordered_parallel_map(partial(act, folder), shards, self.workers, few=2):
             done += articles
             progress(done)
 

@@ -49,7 +49,7 @@ def paragraphs(text: str) -> str:
     for raw in _without_tags(text).split("\n"):
         raw = raw.strip()
         item = _LIST.match(raw)
-        line = "" if raw.startswith("|") else _mended(raw[item.end() :] if item else raw)
+        line = "" if raw.startswith("|") else _clean_line(raw[item.end() :] if item else raw)
         if (not line and not item) or (line and in_list and not item):
             found.append([])
             in_list = False
@@ -98,7 +98,7 @@ def _tag(match: re.Match[str]) -> str:
     return "\n\n" if name in _ENDS_PARAGRAPH else ""
 
 
-def _mended(line: str) -> str:
+def _clean_line(line: str) -> str:
     """A line with its entities as characters, single spaces, and no trace of what was left out."""
     if "__" in line or "----" in line:
         line = _RULE.sub("", _SWITCH.sub("", line))
@@ -106,14 +106,14 @@ def _mended(line: str) -> str:
     if GAP in line:
         line = _EMPTY_BRACKETS.sub(GAP, _UNKNOWN_PRICE.sub(GAP, line))
         leading = _LEADING.match(line)
-        line = _GAPS.sub(_closed, line[leading.end() :] if leading else line)
+        line = _GAPS.sub(_close_gap, line[leading.end() :] if leading else line)
     line = _LEFTOVER.sub(" ", line)
     if "&" in line:
         line = _ENTITY.sub(lambda match: html.unescape(match[0]), line)
     return " ".join(line.translate(_INVISIBLE).split())
 
 
-def _closed(match: re.Match[str]) -> str:
+def _close_gap(match: re.Match[str]) -> str:
     """What is left of a gap with the separators around it."""
     run, text = match[0], match.string
     before, after = text[match.start() - 1 : match.start()], text[match.end() : match.end() + 1]

@@ -2,7 +2,7 @@
 
 A template is a page of its own, which a dump of articles does not hold, so rules say here what they print. Numbers stay
 as they were written: `convert` gives the first unit and converts nothing. A name without a rule is printed as nothing;
-names that are known to have no words of the article are told apart from those that nobody knows.
+names that are known to have no words of the article are distinguished from unknown ones.
 Not for finding templates: see `realm_jax.corpora.wikitext`. Read `render` next; the names are in `wiki_tables`.
 """
 

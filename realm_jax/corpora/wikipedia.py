@@ -14,9 +14,9 @@ from realm_jax.corpora.wiki_lines import GAP, one_line
 from realm_jax.corpora.wiki_tables import DISAMBIGUATIONS
 from realm_jax.corpora.wikitext import Note, Notes, plain, without_elements
 from realm_jax.data.jsonl import Article
-from realm_jax.data.records import Dropped
+from realm_jax.data.records import FilteredRecord
 
-# Why a page is no article.
+# Why a page is not an article.
 OTHER_NAMESPACE = "not in the namespace of articles"
 REDIRECT = "redirect"
 NOT_WIKITEXT = "not wikitext"
@@ -55,7 +55,7 @@ class _Section(NamedTuple):
     body: str
 
 
-def article(page: Page, notes: Counter[Any] | None = None) -> Article | Dropped:
+def article(page: Page, notes: Counter[Any] | None = None) -> Article | FilteredRecord:
     """The text of a page, or why it has none.
 
     Headings are paragraphs of their own; paragraphs are apart by blank lines. notes: templates, sections and elements
@@ -64,18 +64,18 @@ def article(page: Page, notes: Counter[Any] | None = None) -> Article | Dropped:
     """
     notes = Counter() if notes is None else notes
     if page.namespace != 0:
-        return Dropped(OTHER_NAMESPACE, page.title)
+        return FilteredRecord(OTHER_NAMESPACE, page.title)
     if page.redirect is not None or _REDIRECT.match(page.wikitext):
-        return Dropped(REDIRECT, page.title)
+        return FilteredRecord(REDIRECT, page.title)
     if page.model != "wikitext":
-        return Dropped(NOT_WIKITEXT, page.title)
+        return FilteredRecord(NOT_WIKITEXT, page.title)
     if page.title.startswith(_LISTS):
-        return Dropped(LIST, page.title)
+        return FilteredRecord(LIST, page.title)
     wikitext = without_elements(page.wikitext, notes)
     if _DISAMBIGUATION_TITLE in page.title or _DISAMBIGUATION.search(wikitext):
-        return Dropped(DISAMBIGUATION, page.title)
+        return FilteredRecord(DISAMBIGUATION, page.title)
     text = "\n\n".join(_paragraphs(wikitext, page.title, notes))
-    return Article(page.id, page.title, text) if text else Dropped(EMPTY, page.title)
+    return Article(page.id, page.title, text) if text else FilteredRecord(EMPTY, page.title)
 
 
 def _paragraphs(wikitext: str, title: str, notes: Notes) -> Iterator[str]:

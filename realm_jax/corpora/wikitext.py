@@ -141,7 +141,7 @@ _HIDDEN_LINKS = ("file", "image", "media", "category")
 _LANGUAGE_LINK = re.compile(r"[a-z]{2,3}(?:-[a-z]+)*+:\S")
 
 
-class _Open:
+class _OpenBracket:
     """A bracket that was opened: a template ("{"), a link ("["), a table ("|"), or the whole text ("").
 
     braces: how many of them are open; three in a row can be a parameter or belong to two brackets. fields: what stands
@@ -177,7 +177,7 @@ class _Open:
     def texts(self) -> list[str]:
         return ["".join(field) for field in self.fields]
 
-    def spilt(self) -> str:
+    def text_if_unclosed(self) -> str:
         """The text behind an opening bracket that never closes.
 
         A link's target, and what stands on the line of a template's name, are no words of the article.
@@ -197,7 +197,7 @@ class _Brackets:
 
     def __init__(self, title: str):
         self.title = title
-        self.stack = [_Open("")]
+        self.stack = [_OpenBracket("")]
 
     def without(self, text: str, notes: Notes) -> str:
         """Text without templates, links between articles, and tables."""
@@ -208,7 +208,7 @@ class _Brackets:
                 self.stack[-1].add(text[done : match.start()])
             done = match.end() - self._take(match[0], text[match.end() : match.end() + 1])
         self.stack[-1].add(text[done:])
-        self._spill(0)
+        self._unwind(0)
         notes.update(self.stack[0].lost)
         return self.stack[0].texts()[0]
 
@@ -217,16 +217,16 @@ class _Brackets:
         if token == "|":
             self._bar()
         elif token == "[[":
-            self._open(_Open("["))
+            self._open(_OpenBracket("["))
         elif token == "]]":
             self._close_link()
         elif token[0] == "{":
-            self._open(_Open("{", len(token)))
+            self._open(_OpenBracket("{", len(token)))
         elif token[0] == "}":
             self._close_braces(len(token))
         elif token.endswith("{|") or token[:2] in ("<t", "<T"):
             self._put("\n", [])
-            self._open(_Open("|"))
+            self._open(_OpenBracket("|"))
         elif token[0] == "<" or self.stack[-1].kind == "|" or (following != "}" and self._nearest("|")):
             self._close_table()
         else:  # the last bar of a template, and one of its closing braces
@@ -235,7 +235,7 @@ class _Brackets:
             return 1
         return 0
 
-    def _open(self, bracket: _Open) -> None:
+    def _open(self, bracket: _OpenBracket) -> None:
         if len(self.stack) <= DEEPEST:
             self.stack.append(bracket)
         else:
@@ -248,12 +248,12 @@ class _Brackets:
         """Where in the stack the innermost bracket of a kind is; 0 when there is none."""
         return next((depth for depth in range(len(self.stack) - 1, 0, -1) if self.stack[depth].kind == kind), 0)
 
-    def _spill(self, depth: int) -> None:
+    def _unwind(self, depth: int) -> None:
         """Give up brackets that are deeper than `depth`."""
         while len(self.stack) > depth + 1:
             bracket = self.stack.pop()
             sign = {"{": "{{", "[": "[[", "|": "{|"}[bracket.kind]
-            self._put(bracket.spilt(), [*bracket.lost, Note(UNCLOSED, sign)])
+            self._put(bracket.text_if_unclosed(), [*bracket.lost, Note(UNCLOSED, sign)])
 
     def _bar(self) -> None:
         if self.stack[-1].kind in ("{", "["):
@@ -274,7 +274,7 @@ class _Brackets:
         if not depth:
             self._put("", [Note(UNCLOSED, "|}")])
             return
-        self._spill(depth)
+        self._unwind(depth)
         self.stack.pop()
         self._put("\n", [Note(ELEMENT, "table")])
 
@@ -285,16 +285,16 @@ class _Brackets:
             if not depth:
                 self._put("", [Note(UNCLOSED, "}}")])
                 return
-            self._spill(depth)
+            self._unwind(depth)
             bracket = self.stack.pop()
             used = 3 if min(count, bracket.braces) >= 3 else 2
             text, lost = self._template(bracket) if used == 2 else ("".join(bracket.texts()[1:2]), bracket.lost)
             count -= used
             if bracket.braces - used >= 2:
-                self.stack.append(_Open("{", bracket.braces - used))
+                self.stack.append(_OpenBracket("{", bracket.braces - used))
             self._put(text, lost)
 
-    def _template(self, bracket: _Open) -> tuple[str, list[Note]]:
+    def _template(self, bracket: _OpenBracket) -> tuple[str, list[Note]]:
         """The words of a template, and what was left out of it."""
         first, *fields = bracket.texts()
         name = " ".join(first.replace("_", " ").replace(GAP, "").split())
@@ -313,7 +313,7 @@ class _Brackets:
         return GAP, [Note(WORDLESS_TEMPLATE if is_wordless(name) else UNKNOWN_TEMPLATE, name[:60])]
 
 
-def _link(bracket: _Open) -> str:
+def _link(bracket: _OpenBracket) -> str:
     """The words of a link; of a picture or category none."""
     target, *labels = bracket.texts()
     target, label = target.strip(), "|".join(labels)

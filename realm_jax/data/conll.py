@@ -68,7 +68,7 @@ def read_conll(path: str | os.PathLike[str]) -> list[Document]:
     documents[-1] += _sentence(tokens, tags)
     found = [document for document in documents if document]
     if not _has_names(found):
-        raise UserError(f"{path}: holds no tagged name; give one token a line, its tag (B-LOC, I-PER, O) at the end")
+        raise UserError(f"{path}: holds no tagged name; give one token per line, its tag (B-LOC, I-PER, O) at the end")
     return found
 
 
@@ -82,7 +82,7 @@ def _columns(line: str, where: str) -> list[str]:
     if len(columns) < 2:
         raise UserError(f"{where}: {line[:40]!r} is a token without a tag; put its tag at the end of the line")
     if not TAG.fullmatch(columns[-1]):
-        raise UserError(f"{where}: {columns[-1][:40]!r} is no tag; the last column holds O or, say, B-LOC or I-LOC")
+        raise UserError(f"{where}: {columns[-1][:40]!r} is not a tag; the last column holds O or, say, B-LOC or I-LOC")
     return columns
 
 
@@ -91,7 +91,7 @@ def _sentence(tokens: Sequence[str], tags: Sequence[str]) -> Document:
 
 
 def split_by_hash(documents: list[Document], name: str) -> dict[str, list[Document]]:
-    """Splits of one set of documents, each by the hash of its words. Raises UserError where one would be empty."""
+    """Splits of one set of documents, each by the hash of its words. Raises UserError if one would be empty."""
     parts = documents if len(documents) > 1 else [[sentence] for sentence in documents[0]]
     splits: dict[str, list[Document]] = {"train": [], "dev": [], "test": []}
     for part in parts:

@@ -295,7 +295,7 @@ def _shuffled(rng: Random, items: Sequence[Item]) -> list[Item]:
 
 
 def _counts(rng: Random, sentences: int) -> list[int]:
-    """How often each relation is told when `sentences` are shared out as evenly as can be, the rest at random."""
+    """How often each relation is stated: `sentences` are spread as evenly as possible, the rest at random."""
     every, rest = divmod(sentences, len(RELATIONS))
     return _shuffled(rng, [every + 1] * rest + [every] * (len(RELATIONS) - rest))
 

@@ -19,11 +19,11 @@ from realm_jax.errors import UserError
 
 Example = dict[str, Any]  # arrays of one example; scalars are NumPy scalars
 Maker = Callable[[int, np.random.Generator], Example]
-MINIMUM_SENTENCE = 4  # word pieces; shorter ones ("Yes.") tell nothing about their passage
+MINIMUM_SENTENCE = 4  # tokens; shorter ones ("Yes.") tell nothing about their passage
 
 
 class Lengths(NamedTuple):
-    """Fixed sizes of the arrays: word pieces of queries and documents, predictions of a sentence, answers."""
+    """Fixed sizes of the arrays: tokens of queries and documents, predictions of a sentence, answers."""
 
     query: int
     document: int
@@ -49,27 +49,27 @@ def lengths_from(query: int, document: int, masking: str, predictions: int, answ
     return Lengths(query, document, predictions or predictions_needed(masking, query - 2), answers, span_width)
 
 
-def query_arrays(ids: NDArray, length: int, wordpiece: Tokenizer, name: str = "query") -> Example:
+def query_arrays(ids: NDArray, length: int, tokenizer: Tokenizer, name: str = "query") -> Example:
     """`[CLS] ids [SEP]`, padded: {name} [length], of the tokenizer's dtype, and {name}_length."""
-    layout = layouts.query(ids, length, wordpiece.special)
-    return {name: layout.ids.astype(wordpiece.dtype), f"{name}_length": np.int32(layout.used)}
+    layout = layouts.query(ids, length, tokenizer.special)
+    return {name: layout.ids.astype(tokenizer.dtype), f"{name}_length": np.int32(layout.used)}
 
 
-def document_arrays(title: NDArray, body: NDArray, length: int, wordpiece: Tokenizer) -> Example:
+def document_arrays(title: NDArray, body: NDArray, length: int, tokenizer: Tokenizer) -> Example:
     """`[CLS] title [SEP] body [SEP]`, padded, with its length and the title's."""
-    layout = layouts.document(title, body, length, wordpiece.special)
+    layout = layouts.document(title, body, length, tokenizer.special)
     return {
-        "document": layout.ids.astype(wordpiece.dtype),
+        "document": layout.ids.astype(tokenizer.dtype),
         "document_length": np.int32(layout.used),
         "document_title_length": np.int32(min(len(title), length - 3)),
     }
 
 
 def masked_arrays(
-    sentence: NDArray, spans: NDArray, kind: str, rng: np.random.Generator, lengths: Lengths, wordpiece: Tokenizer
+    sentence: NDArray, spans: NDArray, kind: str, rng: np.random.Generator, lengths: Lengths, tokenizer: Tokenizer
 ) -> Example:
     """A masked sentence as a query, with its targets; positions count [CLS]. With nothing to mask it weighs 0."""
-    masked = mask(kind, sentence, spans, rng, wordpiece, lengths.predictions, room=lengths.query - 2)
+    masked = mask(kind, sentence, spans, rng, tokenizer, lengths.predictions, room=lengths.query - 2)
     positions = np.zeros(lengths.predictions, np.int32)
     targets = np.zeros(lengths.predictions, np.int32)
     weights = np.zeros(lengths.predictions, np.float32)
@@ -80,34 +80,34 @@ def masked_arrays(
         weights[:count] = 1.0
     ids = sentence if masked is None else masked.ids
     arrays = {"positions": positions, "targets": targets, "weights": weights}
-    return arrays | query_arrays(ids, lengths.query, wordpiece)
+    return arrays | query_arrays(ids, lengths.query, tokenizer)
 
 
 def spans_of(store: PassageStore, row: int, number: int) -> tuple[NDArray, NDArray]:
-    """Word pieces of a row's sentence, and its salient spans relative to it, int32 [m, 2]."""
+    """Tokens of a row's sentence, and its salient spans relative to it, int32 [m, 2]."""
     start, end = store.sentences(row)[number]
     spans = store.spans(row)
     inside = spans[(spans[:, 0] >= start) & (spans[:, 1] <= end)]
     return store.body_tokens(row)[start:end], inside[:, :2] - start
 
 
-class Annotated(NamedTuple):
+class SentenceRefs(NamedTuple):
     """Sentences with at least one salient span, flat: row and number of the sentence in its row, int64 [n] each."""
 
     rows: NDArray[np.int64]
     numbers: NDArray[np.int64]
 
 
-def salient_sentences(store: PassageStore, query_length: int) -> Annotated:
+def salient_sentences(store: PassageStore, query_length: int) -> SentenceRefs:
     """All sentences that have a salient span within the query's reach."""
     rows, numbers = zip(*store.salient_sentences(query_length - 2), strict=True)
-    return Annotated(np.concatenate(rows), np.concatenate(numbers))
+    return SentenceRefs(np.concatenate(rows), np.concatenate(numbers))
 
 
-Find = Callable[[str, int], Example]  # text and own row (−1 for none) → `Found.arrays` of the text
+Bm25Lookup = Callable[[str, int], Example]  # text and own row (−1 for none) → `Bm25Hits.arrays` of the text
 
 
-class Found(NamedTuple):
+class Bm25Hits(NamedTuple):
     """The best passages of texts by BM25: rows int32 and scores float32 [texts, depth].
 
     Row -1 with score 0 where fewer passages share a word with the text.
@@ -118,7 +118,7 @@ class Found(NamedTuple):
 
     def arrays(self, number: int) -> Example:
         """Those of one question."""
-        return {"word_rows": self.rows[number], "word_scores": self.scores[number]}
+        return {"bm25_rows": self.rows[number], "bm25_scores": self.scores[number]}
 
 
 def as_read(arrays: Example) -> Example:
@@ -127,13 +127,13 @@ def as_read(arrays: Example) -> Example:
     return {f"reader_{name}" if name in names else name: value for name, value in arrays.items()}
 
 
-def question_arrays(ids: Sequence[int], answers: Sequence[str], wordpiece: Tokenizer, lengths: Lengths) -> Example:
+def question_arrays(ids: Sequence[int], answers: Sequence[str], tokenizer: Tokenizer, lengths: Lengths) -> Example:
     """One question: query arrays, answers [answers, span_width] and their lengths (0 where there is none).
 
     The first answers that can be spans are kept; one that is too long takes no place. An answer whose tokens depend on
     what stands before it stands there in each of its forms, after the answers as they are by themselves.
     """
-    forms = [wordpiece.forms(answer) for answer in answers]
+    forms = [tokenizer.forms(answer) for answer in answers]
     encoded = [form[0] for form in forms] + [other for form in forms for other in form[1:]]
     fitting = [answer for answer in encoded if 0 < len(answer) <= lengths.span_width]
     pieces = np.zeros((lengths.answers, lengths.span_width), np.int32)
@@ -141,18 +141,18 @@ def question_arrays(ids: Sequence[int], answers: Sequence[str], wordpiece: Token
     for place, answer in enumerate(fitting[: lengths.answers]):
         pieces[place, : len(answer)] = answer
         sizes[place] = len(answer)
-    query = query_arrays(np.asarray(ids, np.int32), lengths.query, wordpiece)
+    query = query_arrays(np.asarray(ids, np.int32), lengths.query, tokenizer)
     return query | {"answers": pieces, "answer_lengths": sizes}
 
 
-def holds_answer(store: PassageStore, row: int, answers: Sequence[NDArray], lengths: Lengths) -> bool:
+def row_has_answer(store: PassageStore, row: int, answers: Sequence[NDArray], lengths: Lengths) -> bool:
     """Whether the body of a row, as far as it is read, has one of some runs of pieces."""
-    body = body_read(store, row, lengths)
+    body = truncated_body(store, row, lengths)
     text = body.tobytes()
-    return any(occurs(text, answer.tobytes(), body.itemsize) for answer in answers)
+    return any(contains_items(text, answer.tobytes(), body.itemsize) for answer in answers)
 
 
-def occurs(text: bytes, wanted: bytes, size: int) -> bool:
+def contains_items(text: bytes, wanted: bytes, size: int) -> bool:
     """Whether some items of `size` bytes each stand in a row of such items."""
     place = text.find(wanted)
     while place >= 0 and place % size:
@@ -160,12 +160,12 @@ def occurs(text: bytes, wanted: bytes, size: int) -> bool:
     return place >= 0
 
 
-def body_read(store: PassageStore, row: int, lengths: Lengths) -> NDArray:
+def truncated_body(store: PassageStore, row: int, lengths: Lengths) -> NDArray:
     """The body of a row as far as it is read: beside its title and three special pieces."""
-    return store.body_tokens(row)[: lengths.document - 3 - len(title_read(store, row, lengths))]
+    return store.body_tokens(row)[: lengths.document - 3 - len(truncated_title(store, row, lengths))]
 
 
-def title_read(store: PassageStore, row: int, lengths: Lengths) -> NDArray:
+def truncated_title(store: PassageStore, row: int, lengths: Lengths) -> NDArray:
     """The title of a row as far as it is read: beside three special pieces."""
     return store.title_tokens(row)[: lengths.document - 3]
 

@@ -44,7 +44,7 @@ def size_of(path: str) -> int:
 
 
 def matching(pattern: str) -> list[str]:
-    """The files that have a name or fit a pattern, in order. Raises UserError where there are none."""
+    """The files that have a name or fit a pattern, in order. Raises UserError if there are none."""
     with storage_errors(pattern):
         if "://" in pattern:
             files, root = file_system(pattern)

@@ -1,4 +1,4 @@
-"""Files of other projects as records of our own, told apart by the ending of their names and what they begin with.
+"""Files of other projects as records of our own, recognised by their file extension and first bytes.
 
 | texts to retrieve from | recognised by |
 |---|---|
@@ -113,7 +113,7 @@ def _string_list(text: str) -> list[str]:
 
 
 def _tabbed(path: Path_) -> Iterator[tuple[int, list[str]]]:
-    """Rows of columns between tabs; quotes in them are characters like any other. Blank lines are passed over."""
+    """Rows of columns between tabs; quotes in them are characters like any other. Blank lines are skipped."""
     yield from ((line, text.split("\t")) for line, text in text_lines(path) if text.strip())
 
 

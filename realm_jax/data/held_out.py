@@ -42,7 +42,7 @@ def held_out_share(config: ConfigDict, questions: Mapping[str, Sequence[Question
 
 
 def masked_sentences(
-    store: PassageStore, wordpiece: Tokenizer, query_length: int, share: float, most: int
+    store: PassageStore, tokenizer: Tokenizer, query_length: int, share: float, most: int
 ) -> list[Question]:
     """Sentences of held-out documents without one of their salient spans, as questions with a gold passage.
 
@@ -50,20 +50,20 @@ def masked_sentences(
     """
     left = masked_pieces(store, query_length, share)
     chosen = evenly_spaced(left, most or len(left))
-    return [Question(wordpiece.decode(pieces), [], store.document_id(row)) for row, pieces in chosen]
+    return [Question(tokenizer.decode(pieces), [], store.document_id(row)) for row, pieces in chosen]
 
 
 def masked_pieces(store: PassageStore, query_length: int, share: float) -> list[tuple[int, NDArray]]:
-    """The passage of every sentence of `masked_sentences`, as a row, and the word pieces that are left of it.
+    """The passage of every sentence of `masked_sentences`, as a row, and the tokens that are left of it.
 
-    Sentences of which too little is left are passed over.
+    Sentences of which too little is left are skipped.
     """
     kept = trained_rows(store, share)
     if kept is None:
         return []
     sentences = salient_sentences(store, query_length)
     places = zip(*(part[~kept[sentences.rows]].tolist() for part in sentences), strict=True)
-    left = [(row, _what_is_left(store, row, number, query_length - 2)) for row, number in places]
+    left = [(row, _without_span(store, row, number, query_length - 2)) for row, number in places]
     return [(row, pieces) for row, pieces in left if len(pieces) >= MINIMUM_SENTENCE]
 
 
@@ -73,8 +73,8 @@ def evenly_spaced(items: Sequence[_T], most: int) -> list[_T]:
     return [items[place] for place in places.round().astype(int)]
 
 
-def _what_is_left(store: PassageStore, row: int, number: int, room: int) -> NDArray:
-    """The first `room` word pieces of a sentence without one of the salient spans that end among them.
+def _without_span(store: PassageStore, row: int, number: int, room: int) -> NDArray:
+    """The first `room` tokens of a sentence without one of the salient spans that end among them.
 
     Which one follows from the sentence's own pieces: names, which often come first, and dates are hidden alike.
     """

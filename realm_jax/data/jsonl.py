@@ -14,7 +14,7 @@ from typing import Any
 from realm_jax.data import patterns
 from realm_jax.data.formats import passage_records, question_records
 from realm_jax.data.lines import Path_, applied, check_text, strictly, text_field
-from realm_jax.data.records import BadRecord, Damage
+from realm_jax.data.records import BadRecord, CorruptRecord
 from realm_jax.errors import UserError
 
 MATCHES = (None, "string", "exact", "norm", "none", "regex")  # only "regex" makes patterns of the answers
@@ -74,10 +74,10 @@ def read_passages(path: Path_) -> Iterator[Article]:
     return (article for _, article in strictly(path, parse_passages(path)))
 
 
-def articles_and_damage(path: Path_) -> Iterator[Article | Damage]:
+def articles_and_corrupt_records(path: Path_) -> Iterator[Article | CorruptRecord]:
     """`parse_passages` as a source of `realm prepare`, which counts what cannot be read."""
     for line, found in parse_passages(path):
-        yield Damage(f"{path}:{line}", found.reason, found.message) if isinstance(found, BadRecord) else found
+        yield CorruptRecord(f"{path}:{line}", found.reason, found.message) if isinstance(found, BadRecord) else found
 
 
 def parse_questions(
@@ -111,8 +111,8 @@ def answered(questions: Iterable[Question]) -> list[Question]:
 def pattern_fault(question: Question) -> str | None:
     """What is wrong with the regular expressions of a question; None for answers that compile or are plain strings."""
     for answer in question.answers if question.is_regex else []:
-        if (fault := patterns.fault(answer)) is not None:
-            return f"{answer[:40]!r} is no regular expression ({fault})"
+        if (fault := patterns.pattern_error(answer)) is not None:
+            return f"{answer[:40]!r} is not a regular expression ({fault})"
     return None
 
 

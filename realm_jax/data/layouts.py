@@ -6,7 +6,7 @@
 
 Special tokens are always kept; an earlier sequence takes the room first, a later one gets what is left. Padding stands
 on the right, with segment 0. Pure functions on NumPy arrays; the step that trains builds the same joint layout on the
-device, and these are what it is tested against. Next to read: `wordpiece.py`, where the ids come from.
+device, and these are what it is tested against. Next to read: `tokenizer.py`, where the ids come from.
 """
 
 from typing import NamedTuple
@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 
-class Special(NamedTuple):
-    """Ids of the word pieces that make up a layout; `WordPiece.special` gives those of a vocabulary."""
+class SpecialTokens(NamedTuple):
+    """Ids of the tokens that make up a layout; `WordPiece.special` gives those of a vocabulary."""
 
     pad: int
     cls: int
@@ -32,16 +32,16 @@ class Layout(NamedTuple):
     used: int
 
 
-def query(ids: ArrayLike, length: int, special: Special) -> Layout:
+def query(ids: ArrayLike, length: int, special: SpecialTokens) -> Layout:
     """Lay out `[CLS] query [SEP]`; the query keeps its first `length - 2` pieces.
 
     Raises:
         ValueError: `length` has no room for the two special tokens.
     """
-    return _lay_out([_one_row(ids)], length, special)
+    return _join_sequences([_one_row(ids)], length, special)
 
 
-def document(title: ArrayLike, body: ArrayLike, length: int, special: Special) -> Layout:
+def document(title: ArrayLike, body: ArrayLike, length: int, special: SpecialTokens) -> Layout:
     """Lay out `[CLS] title [SEP] body [SEP]`; title and body share `length - 3` pieces, the title first.
 
     An empty title and body give the null document, `[CLS] [SEP] [SEP]`.
@@ -49,14 +49,14 @@ def document(title: ArrayLike, body: ArrayLike, length: int, special: Special) -
     Raises:
         ValueError: `length` has no room for the three special tokens.
     """
-    return _lay_out([_one_row(title), _one_row(body)], length, special)
+    return _join_sequences([_one_row(title), _one_row(body)], length, special)
 
 
 def joint(
     query_ids: ArrayLike,
     body: ArrayLike,
     length: int,
-    special: Special,
+    special: SpecialTokens,
     max_query: int | None = None,
     title: ArrayLike | None = None,
 ) -> Layout:
@@ -75,10 +75,10 @@ def joint(
         ValueError: `length` has no room for the special tokens.
     """
     titles = [] if title is None else [_one_row(title)]
-    return _lay_out([_one_row(query_ids)[:max_query], *titles, _one_row(body)], length, special)
+    return _join_sequences([_one_row(query_ids)[:max_query], *titles, _one_row(body)], length, special)
 
 
-def _lay_out(sequences: list[NDArray[np.int32]], length: int, special: Special) -> Layout:
+def _join_sequences(sequences: list[NDArray[np.int32]], length: int, special: SpecialTokens) -> Layout:
     room = length - 1 - len(sequences)
     if room < 0:
         raise ValueError(f"a layout of {length} places cannot hold its {1 + len(sequences)} special tokens")

@@ -112,7 +112,7 @@ def _lines(stream: IO[bytes], start: int = 0, stop: int | None = None, first: in
 
 
 def _rest_of_line(stream: IO[bytes]) -> int:
-    """Go to the beginning of the next line; the number of bytes passed over."""
+    """Go to the beginning of the next line; the number of bytes skipped."""
     passed = 0
     while chunk := stream.readline(LONGEST_LINE):
         passed += len(chunk)
@@ -141,10 +141,10 @@ def _text(raw: bytes) -> str:
 def table_rows(path: Path_) -> Iterator[tuple[int, list[str]]]:
     """Lines that rows begin on, and fields of the rows, of columns between tabs; quoted fields as in CSV files.
 
-    A quoted field may hold tabs and line ends; a quote in it is written twice. Blank lines are passed over.
+    A quoted field may hold tabs and line ends; a quote in it is written twice. Blank lines are skipped.
     """
     texts = (text + "\n" for _, text in text_lines(path))
-    csv.field_size_limit(LONGEST_LINE)  # 131,072 unless told; a long article has more
+    csv.field_size_limit(LONGEST_LINE)  # 131,072 by default; a long article has more
     reader = csv.reader(texts, delimiter="\t", strict=True)
     while True:
         line = reader.line_num + 1
@@ -316,7 +316,7 @@ class _Array:
     def _fault(self, reason: str, at: int) -> UserError:
         line = self.line + self.text.count("\n", self.at, at)
         return UserError(
-            f"{self.path}:{line}: not readable as JSON ({reason}); correct the array, or write one object a line"
+            f"{self.path}:{line}: not readable as JSON ({reason}); correct the array, or write one object per line"
         )
 
 
@@ -339,7 +339,7 @@ def check_text(value: Any, key: str) -> str:
     """`value` if it is a string with something in it. Raises BadRecord otherwise."""
     if not isinstance(value, str):
         message = f'"{key}" must hold text but holds {json.dumps(value)[:60]}'
-        raise BadRecord(message, "put it in quotes", f'"{key}" is no text')
+        raise BadRecord(message, "put it in quotes", f'"{key}" is not text')
     if not value.strip():
         raise BadRecord(f'"{key}" is empty', "fill it or remove the line")
     return value

@@ -25,7 +25,16 @@ from typing import Any
 import tensorflow_datasets as tfds
 
 from realm_jax.data.jsonl import Question, pattern_fault, read_questions
-from realm_jax.data.question_sets import PREFIX, SETS, SPLITS, Found, QuestionSet, find_files, instructions, resplit
+from realm_jax.data.question_sets import (
+    PREFIX,
+    SETS,
+    SPLITS,
+    OfficialFiles,
+    QuestionSet,
+    find_files,
+    instructions,
+    resplit,
+)
 from realm_jax.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -91,7 +100,7 @@ class OpenQa(tfds.core.GeneratorBasedBuilder):
             match = "regex" if question.is_regex else "string"
             yield number, fields | {"match": match, "source": self.builder_config.name}
 
-    def _download(self, dl_manager: tfds.download.DownloadManager, advice: str) -> Found:
+    def _download(self, dl_manager: tfds.download.DownloadManager, advice: str) -> OfficialFiles:
         """Fetch the edition that can be fetched; checksums are compared."""
         urls = {
             split: {name: self.published.url + name for name in files}
@@ -186,7 +195,7 @@ def _prepared(questions: str) -> OpenQa:
     if not builder.data_path.exists():
         logger.info("preparing %s in %s", builder.info.full_name, builder.data_dir)
         tfds.disable_progress_bar()
-        logging.getLogger("urllib3").setLevel(logging.ERROR)  # it tells of each try; the last one's fault is told below
+        logging.getLogger("urllib3").setLevel(logging.ERROR)  # it logs each try; the last error is reported below
         with contextlib.redirect_stdout(io.StringIO()):  # where it would announce itself
             builder.download_and_prepare(download_config=tfds.download.DownloadConfig(try_download_gcs=False))
     return builder

@@ -38,8 +38,8 @@ def pack(sentence_lengths: Sequence[int], title_length: int, limit: int = DEFAUL
     """Cut a document's sentences into passages, greedily.
 
     Args:
-        sentence_lengths: word pieces of each sentence, without special tokens.
-        title_length: word pieces of the title. A title of more than `max_title(limit)` pieces is counted as that many:
+        sentence_lengths: tokens of each sentence, without special tokens.
+        title_length: tokens of the title. A title of more than `max_title(limit)` pieces is counted as that many:
             whoever stores it keeps its first `max_title(limit)` pieces.
         limit: most pieces of a passage, title and three special tokens included.
 
@@ -96,7 +96,7 @@ def split_long(word_lengths: Sequence[int], room: int) -> list[tuple[int, int]]:
     """Split a sentence that is longer than a passage into parts of at most `room` pieces, between words where it can.
 
     Args:
-        word_lengths: word pieces of each word of the sentence.
+        word_lengths: tokens of each word of the sentence.
         room: most pieces of a part (`body_room` gives it).
 
     Returns:

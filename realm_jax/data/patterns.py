@@ -1,6 +1,6 @@
 """Answers that are regular expressions, as CuratedTREC has them: compiled in one way, and never run without an end.
 
-The package `regex` reads them, not the standard library's `re`: it can be told to give up. On the 4,197 patterns of the
+The package `regex` reads them, not the standard library's `re`: it supports a timeout. On the 4,197 patterns of the
 CuratedTREC files the two find the same places in 186,061 characters of Wikipedia. What could fill the memory is refused
 before it is compiled: large repeat counts, and calls of groups, which `re` does not have. Not for the questions
 themselves.
@@ -27,7 +27,7 @@ _TOKEN = re.compile(
 )
 
 
-def fault(pattern: str) -> str | None:
+def pattern_error(pattern: str) -> str | None:
     """Why a pattern is refused or does not compile; None for one that does."""
     try:
         if (reason := _excess(pattern)) is not None:
@@ -69,24 +69,24 @@ def search(pattern: str, text: str) -> tuple[int, int] | None:
     return _run("search", pattern, text)
 
 
-def every(pattern: str, text: str) -> list[tuple[int, int]]:
+def find_all(pattern: str, text: str) -> list[tuple[int, int]]:
     """(start, end) of all places that a pattern matches, none within another; empty as `match` is None."""
-    if fault(pattern) is not None:
+    if pattern_error(pattern) is not None:
         return []
     try:
         return [found.span() for found in _compiled(pattern).finditer(text, timeout=SECONDS)]
     except (TimeoutError, MemoryError):
-        _tell(pattern)
+        _warn_once(pattern)
         return []
 
 
 def _run(method: str, pattern: str, text: str) -> tuple[int, int] | None:
-    if fault(pattern) is not None:
+    if pattern_error(pattern) is not None:
         return None
     try:
         found = getattr(_compiled(pattern), method)(text, timeout=SECONDS)
     except (TimeoutError, MemoryError):
-        _tell(pattern)
+        _warn_once(pattern)
         return None
     span: tuple[int, int] | None = None if found is None else found.span()
     return span
@@ -100,8 +100,8 @@ def _compiled(pattern: str) -> Any:
 
 
 @lru_cache(4096)
-def _tell(pattern: str) -> None:
-    """Once for each pattern."""
+def _warn_once(pattern: str) -> None:
+    """Warn once for each pattern."""
     logger.warning(
         "the pattern %.60r takes more than %g s or all memory in a text and counts as not found there", pattern, SECONDS
     )

@@ -24,7 +24,7 @@ SAMPLE = (
 ENDLESS = 1 << 40  # steps; no run has as many
 PREFETCH = 4  # batches made ahead, in one thread
 WINDOW = 32  # batches among which examples are sorted by length
-ROUND = 32  # padded lengths are multiples of this: a step is compiled for a handful of them
+LENGTH_MULTIPLE = 32  # padded lengths are multiples of this: a step is compiled for a handful of them
 
 
 def dataset(
@@ -58,7 +58,7 @@ def dataset(
 
 def padded_lengths(examples: Examples) -> int:
     """How many different lengths the batches of examples are padded to at most."""
-    return 1 if examples.lengths is None else len(np.unique(-(-examples.lengths // ROUND)))
+    return 1 if examples.lengths is None else len(np.unique(-(-examples.lengths // LENGTH_MULTIPLE)))
 
 
 Window = tuple[NDArray[np.int64], NDArray[np.int64]]
@@ -71,7 +71,7 @@ def _batch_by_length(
     window, longest = positions(step // WINDOW)
     parts = [make(int(position)) for position in window[step % WINDOW][own]]
     batch = {name: np.stack([part[name] for part in parts]) for name in parts[0]}
-    width = -(-int(longest[step % WINDOW]) // ROUND) * ROUND
+    width = -(-int(longest[step % WINDOW]) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
     return batch | {"joint": batch["joint"][:, :width]}
 
 

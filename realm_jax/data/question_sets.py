@@ -88,11 +88,11 @@ SETS: dict[str, QuestionSet] = {
 }
 
 
-Found = dict[str, dict[str, Path]]  # where the files of the official splits are, by their published names
+OfficialFiles = dict[str, dict[str, Path]]  # where the files of the official splits are, by their published names
 
 
-def find_files(folders: Sequence[Path], wanted: QuestionSet) -> Found | None:
-    """The files of the first edition that one of the folders holds; None where there is nothing.
+def find_files(folders: Sequence[Path], wanted: QuestionSet) -> OfficialFiles | None:
+    """The files of the first edition that one of the folders holds; None if there is nothing.
 
     Raises UserError for a folder that holds some files of an edition, and no edition whole.
     """

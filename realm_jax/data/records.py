@@ -1,7 +1,7 @@
-"""What becomes of the records of a source: an `Article`, or one of these; and the counts of all of it.
+"""Outcomes of the records of a source: an `Article`, or one of these; and their counts.
 
-No record is left out without a count, and a sample that says where it can be looked at. Copies among the articles, and
-those without a word, are left out later; they are counted there (`copies.py`, `build.py`).
+Every dropped record is counted, and sampled with its location. Copies among the articles, and
+those without a word, are left out later; they are counted there (`deduplication.py`, `build.py`).
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ SAMPLES = 3  # kept of each reason: the first ones, in the order of the source
 
 
 @dataclass(frozen=True, slots=True)
-class Dropped:
+class FilteredRecord:
     """A record that a rule leaves out. `reason`: a short phrase that is the same for all such records."""
 
     reason: str
@@ -24,7 +24,7 @@ class Dropped:
 
 
 @dataclass(frozen=True, slots=True)
-class Damage:
+class CorruptRecord:
     """A place of a source that cannot be read. `where`: file and line, byte or page."""
 
     where: str
@@ -84,10 +84,10 @@ class Counts:
             self.samples[reason] = sorted([*self.samples.get(reason, []), *samples])[:SAMPLES]
         return self
 
-    def leave_out(self, what: Dropped | Damage, part: int, number: int) -> None:
+    def count_skipped(self, what: FilteredRecord | CorruptRecord, part: int, number: int) -> None:
         """Count a record that gives no article."""
         sample = what.sample
-        if isinstance(what, Damage):
+        if isinstance(what, CorruptRecord):
             self.damaged[what.reason] += 1
             sample = f"{what.where}: {what.sample}"
         else:

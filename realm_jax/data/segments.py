@@ -18,7 +18,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from realm_jax.data.layouts import Special
+from realm_jax.data.layouts import SpecialTokens
 from realm_jax.errors import UserError
 from realm_jax.storage import digest, flush_to_disk
 
@@ -89,7 +89,7 @@ class Segment:
             ) from None
 
     def fill(
-        self, ids: NDArray[Any], first: int, last: int, special: Special
+        self, ids: NDArray[Any], first: int, last: int, special: SpecialTokens
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Lay rows [first, last) out in `ids` (padding given); lengths and title lengths of the rows, after the cut."""
         length = ids.shape[1]
@@ -159,7 +159,7 @@ class Segment:
         return np.repeat(np.arange(self.rows), np.diff(self.offsets["spans"])), self.values["spans"]
 
     def count_piece(self, piece: int) -> tuple[int, int]:
-        """How often a word piece occurs, titles too, and how many pieces there are."""
+        """How often a token occurs, titles too, and how many pieces there are."""
         return int(np.count_nonzero(self.values["tokens"] == piece)), len(self.values["tokens"])
 
     def salient_sentences(self, room: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -238,7 +238,7 @@ class SegmentWriter:
         for passage in passages:
             if len(passage.title_tokens) > _LONGEST_TITLE:
                 raise UserError(
-                    f"document {passage.document_id!r}: its title keeps {len(passage.title_tokens):,} word pieces, "
+                    f"document {passage.document_id!r}: its title keeps {len(passage.title_tokens):,} tokens, "
                     f"more than {_LONGEST_TITLE:,}; shorten it, or set a smaller --limit, to which titles are cut"
                 )
         self._write_ragged("tokens", [np.concatenate([one.title_tokens, one.body_tokens]) for one in passages])

@@ -21,19 +21,19 @@ READER, READER_MANIFEST = "reader", "READER.json"  # what `--reader-vocab` write
 class Tokenized(NamedTuple):
     """Passages and pre-training text in the tokens of one tokenizer; `pretraining` is `passages` where X is Z."""
 
-    wordpiece: Tokenizer
+    tokenizer: Tokenizer
     passages: PassageStore
     pretraining: PassageStore
 
 
 @dataclasses.dataclass(frozen=True)
 class Sources:
-    """What a run reads. `pretraining` is `passages` itself where X is Z (`own_text` is true then).
+    """What a run reads. `pretraining` is `passages` itself where X is Z (`pretraining_is_corpus` is true then).
 
     reader: the same rows in the tokens of a reader that has a tokenizer of its own.
     """
 
-    wordpiece: Tokenizer
+    tokenizer: Tokenizer
     passages: PassageStore
     pretraining: PassageStore
     questions: dict[str, list[Question]]
@@ -42,7 +42,7 @@ class Sources:
     @property
     def for_reader(self) -> Tokenized:
         """What the reader reads: tokens of its own, or the retriever's."""
-        return self.reader or Tokenized(self.wordpiece, self.passages, self.pretraining)
+        return self.reader or Tokenized(self.tokenizer, self.passages, self.pretraining)
 
     def of_passages_alone(self) -> "Sources":
         """The same with X = Z."""
@@ -50,7 +50,7 @@ class Sources:
         return dataclasses.replace(self, pretraining=self.passages, reader=reader)
 
     @property
-    def own_text(self) -> bool:
+    def pretraining_is_corpus(self) -> bool:
         """Whether a row of X is the same row of Z, so that a sentence must not retrieve its own passage."""
         return self.pretraining is self.passages
 
@@ -66,12 +66,12 @@ class Sources:
             for split, some in self.questions.items()
         }
         found = {
-            "tokenizer": self.wordpiece.fingerprint,
+            "tokenizer": self.tokenizer.fingerprint,
             "passages": self.passages.fingerprint,
             "pretraining": self.pretraining.fingerprint,
             "questions": digest(json.dumps(asked, sort_keys=True).encode()),
         }
-        return found | ({"reader": self.reader.wordpiece.fingerprint} if self.reader else {})
+        return found | ({"reader": self.reader.tokenizer.fingerprint} if self.reader else {})
 
 
 def open_sources(
@@ -92,12 +92,12 @@ def open_sources(
         raise UserError(f"{folder}/PREPARED.json: unknown format version; prepare the folder again with this release")
     if not isinstance(manifest.get("questions"), dict):
         raise UserError(f"{folder}/PREPARED.json is damaged (no counts of questions); prepare the folder again")
-    wordpiece = open_tokenizer(folder / "tokenizer")
-    passages = _open_store(folder / "passages", wordpiece, version)
-    pretraining = _open_store(folder / "pretraining", wordpiece) if manifest.get("pretraining") else passages
+    tokenizer = open_tokenizer(folder / "tokenizer")
+    passages = _open_store(folder / "passages", tokenizer, version)
+    pretraining = _open_store(folder / "pretraining", tokenizer) if manifest.get("pretraining") else passages
     asked = _read_questions(folder, manifest) if questions else {}
     return Sources(
-        wordpiece, passages, pretraining, asked, _open_reader(folder, passages, pretraining) if reader else None
+        tokenizer, passages, pretraining, asked, _open_reader(folder, passages, pretraining) if reader else None
     )
 
 
@@ -110,21 +110,21 @@ def tokenizers_of(folder: str) -> tuple[str | None, str | None]:
 
 
 def _open_reader(folder: Path, passages: PassageStore, pretraining: PassageStore) -> Tokenized:
-    """The reader's tokens of opened stores. Raises UserError where there are none."""
+    """The reader's tokens of opened stores. Raises UserError if there are none."""
     place = folder / READER
     again = f"`realm prepare --output={folder} --reader-vocab="
     if not (place / READER_MANIFEST).is_file():
         raise UserError(f"{place}: no tokens for a reader with a tokenizer of its own; make them with {again}FILE`")
-    versions, wordpiece = read_json(place / READER_MANIFEST), open_tokenizer(place / "tokenizer")
+    versions, tokenizer = read_json(place / READER_MANIFEST), open_tokenizer(place / "tokenizer")
 
     def open_store(name: str, like: PassageStore) -> PassageStore:
         version = versions.get(name, {}).get(like.fingerprint)
         if version is None:
             raise UserError(f"{place}: older than {like.folder}; bring it up to date with {again}{place}/tokenizer`")
-        return _open_store(place / name, wordpiece, version)
+        return _open_store(place / name, tokenizer, version)
 
     own = open_store("passages", passages)
-    return Tokenized(wordpiece, own, own if pretraining is passages else open_store("pretraining", pretraining))
+    return Tokenized(tokenizer, own, own if pretraining is passages else open_store("pretraining", pretraining))
 
 
 def _read_questions(folder: Path, manifest: dict[str, Any]) -> dict[str, list[Question]]:
@@ -136,13 +136,13 @@ def _read_questions(folder: Path, manifest: dict[str, Any]) -> dict[str, list[Qu
     return questions
 
 
-def _open_store(folder: Path, wordpiece: Tokenizer, version: str | None = None) -> PassageStore:
-    store = PassageStore.open(folder, wordpiece.size)
+def _open_store(folder: Path, tokenizer: Tokenizer, version: str | None = None) -> PassageStore:
+    store = PassageStore.open(folder, tokenizer.size)
     if version in store.versions:
-        store = PassageStore.open(folder, wordpiece.size, version)
-    if store.tokenizer_fingerprint != wordpiece.fingerprint:
+        store = PassageStore.open(folder, tokenizer.size, version)
+    if store.tokenizer_fingerprint != tokenizer.fingerprint:
         raise UserError(
             f"{folder}: built with tokenizer {store.tokenizer_fingerprint}, but {folder.parent}/tokenizer is "
-            f"{wordpiece.fingerprint}; prepare the folder again"
+            f"{tokenizer.fingerprint}; prepare the folder again"
         )
     return store

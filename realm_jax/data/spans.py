@@ -21,7 +21,7 @@ from realm_jax.errors import UserError
 
 DATE, NAME = "date", "name"
 # Finders with a model, by the first part of their name: what makes one, given the rest of the name.
-MAKERS = {
+FACTORIES = {
     "tagger": "realm_jax.train.tagger:finder",  # tagger:WORKDIR, of a run of `realm train`
     "hf": "realm_jax.data.span_adapters:hugging_face",  # hf:NAME
     "spacy": "realm_jax.data.span_adapters:spacy_model",  # spacy:NAME
@@ -46,7 +46,7 @@ class Span(NamedTuple):
 class SalientSpanFinder(Protocol):
     """Finds the salient spans of a text: in order, not overlapping, none empty.
 
-    One that may change under its name, such as a model that is trained on, has an attribute `identity` that tells.
+    One that may change under its name, such as a model in training, has an attribute `identity` that distinguishes it.
     """
 
     def __call__(self, text: str) -> list[Span]: ...
@@ -64,14 +64,14 @@ def finder(name: str) -> SalientSpanFinder:
     first, colon, rest = name.partition(":")
     if not (first and colon and rest):
         raise UserError(f"span finder {name!r}: there is no such finder; {CHOICES}")
-    if first in MAKERS:
-        module, _, function = MAKERS[first].partition(":")
+    if first in FACTORIES:
+        module, _, function = FACTORIES[first].partition(":")
         return _Checked(name, _function(module, function, name)(rest))
     return _Checked(name, _function(first, rest, name))
 
 
 def identity(finder: SalientSpanFinder) -> str | None:
-    """What tells a finder from others of its name; None where the name tells it."""
+    """What identifies a finder beyond its name; None if the name is enough."""
     return getattr(finder, "identity", None)
 
 
@@ -137,7 +137,7 @@ def find_by_rules(text: str) -> list[Span]:
     return sorted(dates + names)
 
 
-def in_pieces(
+def to_token_spans(
     found: Sequence[Span], ids: NDArray[Any], starts: NDArray[np.int64], ends: NDArray[np.int64],
     sentences: NDArray[np.integer], unknown: int,
 ) -> list[tuple[int, int, str]]:  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any
 from realm_jax.data.store import MANIFEST as STORE
 from realm_jax.data.store import PassageStore
 from realm_jax.errors import UserError
-from realm_jax.storage import Folder, StorageError, digest, one_after_another, open_folder, staging_folder, write_atomic
+from realm_jax.storage import Folder, StorageError, digest, open_folder, staging_folder, waiting_lock, write_atomic
 
 logger = logging.getLogger(__name__)
 
@@ -28,13 +28,13 @@ def is_remote(path: str) -> bool:
 def staged(url: str, flag: str = "config.data.path=") -> Path:
     """The copy of a prepared folder on this machine's disk.
 
-    flag: what a message puts before the URL. Raises UserError where there is no such folder, and StorageError where it
+    flag: what a message puts before the URL. Raises UserError if there is no such folder, and StorageError where it
     cannot be read or the disk is too small.
     """
     folder = open_folder(url)
     copy = staging_folder() / f"data-{digest(folder.url.encode())[:16]}"
     copy.mkdir(parents=True, exist_ok=True)
-    with one_after_another(copy):
+    with waiting_lock(copy):
         try:
             prepared = folder.read(PREPARED)
         except FileNotFoundError:

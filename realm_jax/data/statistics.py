@@ -32,27 +32,27 @@ class Statistics(NamedTuple):
     spans: list[tuple[str, str, int]]
 
 
-def statistics(store: PassageStore, wordpiece: Tokenizer) -> Statistics:
+def statistics(store: PassageStore, tokenizer: Tokenizer) -> Statistics:
     """Numbers of all rows of a store; words of spans are those of evenly spread rows."""
     bodies, titles = store.lengths()
     sentences, spans, sizes, kinds = store.sentence_counts(), store.span_counts(), *_spans(store)
-    unknown, pieces = store.count_piece(wordpiece.unk_id)
+    unknown, pieces = store.count_piece(tokenizer.unk_id)
     numbers = {
         "passages": len(store),
         "documents": store.documents,
-        "word pieces": int(bodies.sum()),
-        "unknown word pieces": unknown / max(1, pieces),
+        "tokens": int(bodies.sum()),
+        "unknown tokens": unknown / max(1, pieces),
         "salient spans": int(spans.sum()),
         "passages without a span": float((spans == 0).mean()) if len(spans) else 0.0,
     }
     histograms = {
-        "word pieces of a passage": histogram(bodies + titles + 3),
+        "tokens of a passage": histogram(bodies + titles + 3),
         "sentences of a passage": histogram(sentences),
         "salient spans of a passage": histogram(spans),
-        "word pieces of a salient span": histogram(sizes),
-        "word pieces of a title": histogram(titles),
+        "tokens of a salient span": histogram(sizes),
+        "tokens of a title": histogram(titles),
     }
-    return Statistics(numbers, histograms, kinds, _common(store, wordpiece))
+    return Statistics(numbers, histograms, kinds, _common(store, tokenizer))
 
 
 def histogram(values: NDArray[Any], bins: int = 16) -> Histogram:
@@ -74,10 +74,10 @@ def _spans(store: PassageStore) -> tuple[NDArray[np.int64], dict[str, int]]:
     return (spans[:, 1] - spans[:, 0]).astype(np.int64), dict(sorted(by_kind.items(), key=lambda one: -one[1]))
 
 
-def _common(store: PassageStore, wordpiece: Tokenizer) -> list[tuple[str, str, int]]:
+def _common(store: PassageStore, tokenizer: Tokenizer) -> list[tuple[str, str, int]]:
     found: Counter[tuple[bytes, int]] = Counter()
     for row in range(0, len(store), -(-len(store) // SAMPLED_ROWS) or 1):
         body = store.body_tokens(row)
         found.update((body[start:end].tobytes(), int(kind)) for start, end, kind in store.spans(row))
     common = sorted(found.items(), key=lambda one: (-one[1], one[0]))[:COMMON_SPANS]
-    return [(wordpiece.decode(np.frombuffer(p, store.dtype)), store.span_kinds[k], times) for (p, k), times in common]
+    return [(tokenizer.decode(np.frombuffer(p, store.dtype)), store.span_kinds[k], times) for (p, k), times in common]

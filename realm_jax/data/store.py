@@ -1,4 +1,4 @@
-"""The passage store: word pieces, texts and annotations of a corpus in memory-mapped, append-only segments.
+"""The passage store: tokens, texts and annotations of a corpus in memory-mapped, append-only segments.
 
     FOLDER/STORE.json              written last, atomically: limit, tokenizer, fingerprints, exact file sizes, versions
     FOLDER/segment-00000/*.npy     one file a column; a ragged column has a `.offsets.npy` of int64 [rows + 1] beside it
@@ -22,7 +22,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from realm_jax.data.layouts import Special
+from realm_jax.data.layouts import SpecialTokens
 from realm_jax.data.segments import Segment, SegmentWriter
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.errors import UserError
@@ -70,11 +70,11 @@ class PassageStore:
     def open(
         cls, folder: str | os.PathLike[str], vocabulary_size: int | None = None, version: str | None = None
     ) -> Self:
-        """Open a store without reading its content. With a `vocabulary_size`, word pieces beyond it are damage.
+        """Open a store without reading its content. With a `vocabulary_size`, tokens beyond it are damage.
 
         version: fingerprint of an earlier version; None: the newest. Raises UserError when there is no store, its
         format or the version is unknown, or a file is missing or has another size than STORE.json says. Flipped bits
-        are found by `verify`, and by readers where they make no text, no word piece or no kind of span.
+        are found by `verify`, and by readers where they make no text, no token or no kind of span.
         """
         folder = Path(folder)
         manifest = _read_manifest(folder)
@@ -100,7 +100,7 @@ class PassageStore:
         return stored if self._kept is None else stored[self._kept]
 
     def places(self) -> NDArray[np.int32] | None:
-        """The row of each stored row, −1 for one that the version leaves out; None where it leaves out nothing."""
+        """The row of each stored row, −1 for one that the version leaves out; None if it leaves out nothing."""
         if self._kept is None:
             return None
         places = np.full(self.stored, -1, np.int32)
@@ -194,7 +194,7 @@ class PassageStore:
         return np.concatenate(found)
 
     def count_piece(self, piece: int) -> tuple[int, int]:
-        """How often a word piece occurs in all stored rows, titles too, and how many pieces there are."""
+        """How often a token occurs in all stored rows, titles too, and how many pieces there are."""
         counts = [segment.count_piece(piece) for segment in self.segments]
         return sum(found for found, _ in counts), sum(every for _, every in counts)
 
@@ -208,13 +208,13 @@ class PassageStore:
             yield rows[rows >= 0], numbers[rows >= 0]
 
     def document_matrix(
-        self, length: int, special: Special, rows: slice = slice(None)
+        self, length: int, special: SpecialTokens, rows: slice = slice(None)
     ) -> tuple[NDArray[Any], NDArray[np.uint16], NDArray[np.uint16]]:
         """Rows in the document layout `[CLS] title [SEP] body [SEP]`, padded at the right.
 
         A title is cut to `length` - 3 pieces and the body to the rest, as in REALM's release. Returns ids `dtype`
         [rows, length], lengths uint16 [rows] (specials counted) and title lengths uint16 [rows] (after the cut).
-        Large corpora go through in slices of rows. Raises UserError for a word piece beyond the vocabulary.
+        Large corpora go through in slices of rows. Raises UserError for a token beyond the vocabulary.
         """
         start, stop, step = rows.indices(len(self))
         if step != 1:
@@ -227,7 +227,7 @@ class PassageStore:
         return ids[wanted - first], lengths[wanted - first], title_lengths[wanted - first]
 
     def stored_matrix(
-        self, length: int, special: Special, start: int, stop: int
+        self, length: int, special: SpecialTokens, start: int, stop: int
     ) -> tuple[NDArray[Any], NDArray[np.uint16], NDArray[np.uint16]]:
         """`document_matrix` of the stored rows start … stop − 1."""
         if length < 3:
@@ -247,10 +247,10 @@ class PassageStore:
             segment.verify()
 
     def _check_pieces(self, ids: NDArray[Any]) -> None:
-        """A word piece that no embedding exists for would spread through the results as "not a number"."""
+        """A token that no embedding exists for would spread through the results as "not a number"."""
         if self._vocabulary_size is not None and ids.size and ids.max() >= self._vocabulary_size:
             raise UserError(
-                f"{self.folder} is damaged: it holds word piece {ids.max()}, but the vocabulary ends before "
+                f"{self.folder} is damaged: it holds token {ids.max()}, but the vocabulary ends before "
                 f"{self._vocabulary_size}; prepare the data again"
             )
 

@@ -58,7 +58,7 @@ def entities(tags: Sequence[str]) -> list[Entity]:
     return found
 
 
-class Pieces(NamedTuple):
+class TaggerTokens(NamedTuple):
     """The tokens of a text: ids, first character and end int64, whether a piece is the first of its unit, and the shape
     of its unit, uint8; all [pieces]."""
 
@@ -68,25 +68,25 @@ class Pieces(NamedTuple):
     first: NDArray[np.bool_]
     shapes: NDArray[np.uint8]
 
-    def part(self, start: int, stop: int) -> "Pieces":
+    def part(self, start: int, stop: int) -> "TaggerTokens":
         """Pieces start … stop − 1."""
         own = slice(start, stop)
-        return Pieces(self.ids[own], self.starts[own], self.ends[own], self.first[own], self.shapes[own])
+        return TaggerTokens(self.ids[own], self.starts[own], self.ends[own], self.first[own], self.shapes[own])
 
 
-class Cutter:
+class TaggerTokenizer:
     """Cuts texts into tokens, as a tagger reads them."""
 
-    def __init__(self, wordpiece: Tokenizer) -> None:
-        self.wordpiece = wordpiece
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
 
-    def __call__(self, texts: Sequence[str]) -> list[Pieces]:
+    def __call__(self, texts: Sequence[str]) -> list[TaggerTokens]:
         """The tokens of each text, without special ones. Many texts at once take far less time than one by one."""
         found = []
-        for text, tokens in zip(texts, self.wordpiece.tokens(texts), strict=True):
-            first = self.wordpiece.unit_starts(text, tokens)
+        for text, tokens in zip(texts, self.tokenizer.tokens(texts), strict=True):
+            first = self.tokenizer.unit_starts(text, tokens)
             first[:1] = True
-            found.append(Pieces(*tokens, first, shapes(text, tokens.starts, tokens.ends, first)))
+            found.append(TaggerTokens(*tokens, first, shapes(text, tokens.starts, tokens.ends, first)))
         return found
 
 
@@ -149,7 +149,7 @@ def _characters() -> NDArray[np.uint8]:
     return table
 
 
-def windows(pieces: Pieces, sentences: Sequence[tuple[int, int]], room: int) -> list[tuple[int, int]]:
+def windows(pieces: TaggerTokens, sentences: Sequence[tuple[int, int]], room: int) -> list[tuple[int, int]]:
     """Half-open ranges of pieces that a tagger reads at a time: as many whole sentences as fit `room`, in order.
 
     sentences: ranges of characters, as `sentences.split` gives them. A sentence that is too long by itself is cut
@@ -161,7 +161,7 @@ def windows(pieces: Pieces, sentences: Sequence[tuple[int, int]], room: int) -> 
     return [(parts[first][0], parts[last - 1][1]) for first, last in packed]
 
 
-def labels(pieces: Pieces, spans: Sequence[Entity], kinds: Sequence[str]) -> NDArray[np.int16]:
+def labels(pieces: TaggerTokens, spans: Sequence[Entity], kinds: Sequence[str]) -> NDArray[np.int16]:
     """The label of each piece, int16 [pieces]: IGNORED but for first pieces of units.
 
     spans: in characters, apart from each other. A unit belongs to the span that holds all of it; a span of a kind that
@@ -177,7 +177,7 @@ def labels(pieces: Pieces, spans: Sequence[Entity], kinds: Sequence[str]) -> NDA
 
 
 def spans(
-    pieces: Pieces, tags: NDArray[np.integer], probabilities: NDArray[np.floating], kinds: Sequence[str]
+    pieces: TaggerTokens, tags: NDArray[np.integer], probabilities: NDArray[np.floating], kinds: Sequence[str]
 ) -> list[Span]:
     """Spans of characters from the labels of a text's pieces, which are a valid BIO sequence.
 

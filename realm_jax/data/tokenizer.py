@@ -3,7 +3,7 @@
 The library does the splitting. This class adds what a corpus needs around it: ranges of characters without white space,
 the same tokens for a line wherever it stands, the special tokens as data, the dtype that ids are stored in, and a
 fingerprint that ties corpus, index and checkpoint to one tokenizer. BERT's word pieces are the subclass of
-`wordpiece.py`; which files a tokenizer is read from says `tokenizer_files.py`.
+`tokenizer.py`; which files a tokenizer is read from says `tokenizer_files.py`.
 
 No special token is ever made from text: "<mask>" in a passage is some tokens of text.
 Next to read: `layouts.py`, which puts the special tokens around ids.
@@ -22,7 +22,7 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
-from realm_jax.data.layouts import Special
+from realm_jax.data.layouts import SpecialTokens
 from realm_jax.errors import UserError
 from realm_jax.storage import write_atomic
 
@@ -82,7 +82,7 @@ class Tokenizer:
         self._set_up(tokenizer, _special_tokens(tokenizer, source), _unknown(tokenizer, settings["model"]))
         self.lower_case = bool(lowers(settings.get("normalizer")))
 
-    def _set_up(self, tokenizer: tokenizers.Tokenizer, special: Special, unknown: int) -> None:
+    def _set_up(self, tokenizer: tokenizers.Tokenizer, special: SpecialTokens, unknown: int) -> None:
         tokenizer.encode_special_tokens = True  # as the text that they are
         self._tokenizer, self.special, self.unk_id = tokenizer, special, unknown
         self.pad_id, self.cls_id, self.sep_id, self.mask_id = special
@@ -158,7 +158,7 @@ class Tokenizer:
         return np.minimum(following[starts + base] - base, ends)
 
     def _after(self, before: str, text: str) -> Tokens | None:
-        """The tokens of `text` where `before` stands in front of it; None where one token is of both."""
+        """The tokens of `text` where `before` stands in front of it; None if one token is of both."""
         found = self.tokens([before + text])[0]
         own = found.starts >= len(before)
         if (found.ends[~own] > len(before)).any():
@@ -168,7 +168,7 @@ class Tokenizer:
     def offsets_of(self, text: str, ids: NDArray[Any]) -> NDArray[np.int64] | None:
         """The range of characters of each token of a stretch that was encoded within a longer text, int64 [tokens, 2].
 
-        ids: those tokens. None where the text does not give them again: it was cut within a word.
+        ids: those tokens. None if the text does not give them again: it was cut within a word.
         """
         for before in self.CONTEXTS:
             found = self._after(before, text)
@@ -232,10 +232,10 @@ def _line_begins(lines: list[str]) -> Iterator[int]:
         place += len(line) + 1
 
 
-def _special_tokens(tokenizer: tokenizers.Tokenizer, source: str) -> Special:
+def _special_tokens(tokenizer: tokenizers.Tokenizer, source: str) -> SpecialTokens:
     """Those that stand before and behind a text say what [CLS] and [SEP] are; padding and mask are known by name.
 
-    Raises UserError where one is missing.
+    Raises UserError if one is missing.
     """
     plain = tokenizer.encode("a", add_special_tokens=False).ids
     whole = tokenizer.encode("a").ids
@@ -253,7 +253,7 @@ def _special_tokens(tokenizer: tokenizers.Tokenizer, source: str) -> Special:
     missing = [f"[{kind.upper()}]" for kind, number in found.items() if number is None]
     if missing:
         raise UserError(f"{source}: has no token for {' '.join(missing)}; choose the tokenizer of an encoder")
-    return Special(**{kind: int(number) for kind, number in found.items() if number is not None})
+    return SpecialTokens(**{kind: int(number) for kind, number in found.items() if number is not None})
 
 
 def _unknown(tokenizer: tokenizers.Tokenizer, model: dict[str, Any]) -> int:

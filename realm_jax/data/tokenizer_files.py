@@ -52,12 +52,12 @@ class LowerCase(NamedTuple):
 
 
 def tokenizer_file(folder: Path) -> Path | None:
-    """The file of the tokenizer in a folder; None where there is none."""
+    """The file of the tokenizer in a folder; None if there is none."""
     return next((folder / name for name in (VOCABULARY_FILE, TOKENIZER_FILE) if (folder / name).is_file()), None)
 
 
 def lower_case_of(folder: Path) -> LowerCase | None:
-    """Whether the tokenizer in a folder puts text in lower case; None where no file says.
+    """Whether the tokenizer in a folder puts text in lower case; None if no file says.
 
     Of several files the first counts, as in transformers. Raises UserError for one that cannot be read.
     """

@@ -4,7 +4,7 @@ The Rust library `tokenizers` does the splitting (BERT's basic tokenizer, then l
 pieces have beyond other tokenizers: reading and checking a list of pieces, and training that gives the same vocabulary
 each time. Prepared data keep two files of it:
 
-    vocab.txt        one piece a line
+    vocab.txt        one piece per line
     settings.json    whether text is put in lower case
 
 "[MASK]" in a passage is three pieces, "[", "mask" and "]". Next to read: `tokenizer_files.py`.
@@ -24,7 +24,7 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers import models, normalizers, pre_tokenizers, trainers
 
-from realm_jax.data.layouts import Special
+from realm_jax.data.layouts import SpecialTokens
 from realm_jax.data.tokenizer import TOKENIZER_CONFIG, Tokenizer, Tokens
 from realm_jax.errors import UserError
 
@@ -60,14 +60,14 @@ class WordPiece(Tokenizer):
         self._vocabulary = tuple(vocabulary)
         ids = {piece: number for number, piece in enumerate(vocabulary)}
         pad, unknown, cls, sep, mask = (ids[piece] for piece in SPECIAL_PIECES)
-        self._set_up(_tokenizer(ids, lower_case), Special(pad, cls, sep, mask), unknown)
+        self._set_up(_tokenizer(ids, lower_case), SpecialTokens(pad, cls, sep, mask), unknown)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(self), (self._vocabulary, self.lower_case))
 
     @classmethod
     def from_vocab(cls, path: str | Path, lower_case: bool = True) -> "WordPiece":
-        """Read a BERT `vocab.txt` (UTF-8, one piece a line, the id is the line number from 0).
+        """Read a BERT `vocab.txt` (UTF-8, one piece per line, the id is the line number from 0).
 
         Raises:
             UserError: the file cannot be read, or is no usable vocabulary; names the file and, where one is at fault,
@@ -168,7 +168,7 @@ def _tokenizer(ids: dict[str, int], lower_case: bool) -> tokenizers.Tokenizer:
 
 def _check(vocabulary: Sequence[str], source: str) -> None:
     if not vocabulary:
-        raise UserError(f"{source}: the vocabulary is empty; one word piece a line is expected")
+        raise UserError(f"{source}: the vocabulary is empty; one word piece per line is expected")
     line_of: dict[str, int] = {}
     for line, piece in enumerate(vocabulary, start=1):
         if not piece.strip():

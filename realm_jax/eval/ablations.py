@@ -1,7 +1,7 @@
-"""A table of trainings that differ in one thing: means and intervals over seeds, as Markdown and as a page.
+"""A table of ablations: means and intervals over seeds, as Markdown and as HTML.
 
-Intervals are Student's t over seeds, so they speak of other seeds on the same corpus and questions; a difference to the
-first row is taken seed by seed. Not for how far questions can be trusted: read `significance.py`.
+Intervals are Student's t over seeds, so they are about other seeds on the same corpus and questions; differences to the
+first row are paired by seed. Not for uncertainty over questions: read `significance.py`.
 """
 
 import dataclasses
@@ -26,10 +26,10 @@ NOTE = (
 )
 
 
-class Measured(NamedTuple):
-    """What one training of a row comes to; seconds: of training, that of what it starts from with it.
+class SeedResult(NamedTuple):
+    """The results of one training run of a row. seconds: training time, including that of the run it starts from.
 
-    answer_recall, recall: None where nothing was retrieved, or questions have no gold passage.
+    answer_recall, recall: None if nothing was retrieved, or questions have no gold passage.
     """
 
     exact_match: float
@@ -44,7 +44,7 @@ class Row:
 
     title: str
     paper: tuple[float, ...]
-    seeds: Mapping[int, Measured]
+    seeds: Mapping[int, SeedResult]
 
 
 class Mean(NamedTuple):
@@ -64,8 +64,8 @@ def mean_of(values: Sequence[float]) -> Mean:
     return Mean(centre, centre - reach, centre + reach)
 
 
-def lead(first: Row, row: Row) -> Mean | None:
-    """How much more exact match the first row has, over the seeds that both have; None without any."""
+def paired_difference(first: Row, row: Row) -> Mean | None:
+    """The first row's exact match less this one's, paired over common seeds; None if there are none."""
     both = sorted(first.seeds.keys() & row.seeds.keys())
     if not both:
         return None
@@ -82,7 +82,7 @@ def _cells(first: Row, row: Row) -> list[str]:
     found = list(row.seeds.values())
     answers = [one.answer_recall for one in found if one.answer_recall is not None]
     gold = [one.recall for one in found if one.recall is not None]
-    ahead = None if row is first else lead(first, row)
+    ahead = None if row is first else paired_difference(first, row)
     paper = [f"{value:.1f}" for value in row.paper] or ["", ""]
     return [
         row.title,

@@ -40,9 +40,9 @@ def plot(
     marks: Sequence[float] = (),
     size: tuple[int, int] = (520, 350),
 ) -> dict[str, Any] | None:
-    """What the macro `curves` draws, at its place in pixels from the upper left corner; None where no value is finite.
+    """What the macro `curves` draws, at its place in pixels from the upper left corner; None if no value is finite.
 
-    `description` is what someone who cannot see the chart is told. `y_range` is the least range of the y axis; it grows
+    `description` is the text alternative for screen readers. `y_range` is the least range of the y axis; it grows
     where the data go beyond it. `marks` are places on the x axis that get a triangle and a fine line.
     """
     shown = [one._replace(points=thinned(one.points)) for one in series]

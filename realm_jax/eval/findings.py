@@ -1,4 +1,4 @@
-"""Say in plain words what the numbers of a run show, also when they show nothing or a loss.
+"""Sentences on what the metrics of a run show, including no change or a regression.
 
 Pure functions from the report's data to sentences; `report.py` puts them on the page. A difference is only called one
 if it is larger than two standard errors of the difference between two shares on the run's number of questions.
@@ -18,14 +18,14 @@ METHODS = {
     UNTRAINED: "Before any training",
     "ict": "Inverse cloze task",
     "more_ict": "Inverse cloze task, longer",
-    "no_retriever_gradient": "REALM, retriever held still",
+    "no_retriever_gradient": "REALM, frozen retriever",
     "bm25": "BM25 (matching words)",
     "realm": "REALM",
     "hybrid": "Vectors and words together",
 }
 CONTROLS = {
-    "no_retriever_gradient": "the same training with the retriever held still",
-    "more_ict": "as many more steps of the inverse cloze task",
+    "no_retriever_gradient": "the same training with a frozen retriever",
+    "more_ict": "the same number of additional steps of the inverse cloze task",
 }
 WITHOUT_PASSAGES = "closed_book"  # the reader that answers from the question alone
 READERS = {
@@ -49,7 +49,7 @@ def main_measure(results: Mapping[str, Any]) -> str | None:
 
 
 def headline(data: Mapping[str, Any]) -> Headline:
-    """What was learnt, for someone who reads nothing else."""
+    """The main finding, for readers of nothing else."""
     results = data.get("results", {})
     measure = main_measure(results)
     recalls = results.get(measure, {}) if measure else {}
@@ -79,7 +79,7 @@ def takeaways(data: Mapping[str, Any]) -> list[tuple[str, str]]:
     findings = (
         ("Did a stage do harm?", _regressions(data)),
         ("Was it the retriever that learnt?", _controls(data)),
-        ("Would matching words do?", _word_matching(data)),
+        ("Would BM25 do as well?", _word_matching(data)),
         ("Does it answer questions?", _reader(data)),
         ("Does reading help to predict?", _utility(data)),
     )
@@ -111,10 +111,12 @@ def _change(data: Mapping[str, Any], recalls: Mapping[str, float], before: float
             return f"The retriever got better at finding {target}, but {description} did as well: REALM gets no credit."
     if target == "the right passage":
         return (
-            "Nobody told the retriever which passage answers a question. "
+            "The retriever was never given the passage that answers a question. "
             "From filling in masked words alone it learnt to find it."
         )
-    return f"Nobody showed the retriever a question. From filling in masked words alone it learnt to find {target}."
+    return (
+        f"The retriever was never trained on questions. From filling in masked words alone it learnt to find {target}."
+    )
 
 
 def _headline_without_comparison(data: Mapping[str, Any]) -> Headline:

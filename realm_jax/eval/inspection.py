@@ -1,4 +1,4 @@
-"""Why a model predicts what it does: the paper's table 3 for any sentence with a blank, or for a question.
+"""Inspect a prediction: the paper's table 3 for any sentence with a blank, or for a question.
 
 For a text x and what is to be predicted of it, y: p(z|x) and p(y|z,x) of every passage z that is looked at, the
 marginal p(y|x), and the posterior p(z|x,y) that says which passage explains y. Posterior less prior is r(z), the weight
@@ -25,14 +25,14 @@ from realm_jax.mesh import to_host
 from realm_jax.models.inputs import Documents
 from realm_jax.models.likelihood import NEGATIVE, log_prior, log_sum_selected
 from realm_jax.models.realm import Params
-from realm_jax.retrieval.search import Index, Rerank, Setting, search_queries, stored_scores, take_for_reader
+from realm_jax.retrieval.search import Index, Rerank, StepContext, search_queries, stored_scores, take_for_reader
 from realm_jax.run import Run, put_batch
 
 _BLANK = re.compile(r"_{2,}|\[([^\[\]]+)\]")
 
 
 class Masked(NamedTuple):
-    """A sentence cut at its blank. answer: what stands there, or None where that is to be found out."""
+    """A sentence cut at its blank. answer: what stands there, or None if that is to be found out."""
 
     before: str
     answer: str | None
@@ -52,17 +52,17 @@ class Passage(NamedTuple):
 
     @property
     def gain(self) -> float | None:
-        """r(z); None where there is no posterior."""
+        """r(z); None if there is no posterior."""
         return None if self.posterior is None else self.posterior - self.prior
 
 
 @dataclasses.dataclass(frozen=True)
-class Seen:
-    """What a model makes of one text.
+class TextInspection:
+    """How a model predicts one text.
 
     probability: p(y|x), the sum of prior × likelihood over `passages`, whose priors add up to 1; alone: p(y|x) beside
     the null document, None for a question; held: the share of exp(score) over the whole corpus that falls to
-    `passages`; others: further answers with their p(y|x), the likeliest first; targets: the word pieces of the answer,
+    `passages`; others: further answers with their p(y|x), the likeliest first; targets: the tokens of the answer,
     none for a question.
     """
 
@@ -90,47 +90,45 @@ def parse(text: str) -> Masked | None:
 # --- a sentence with a blank ------------------------------------------------------------------------------------------
 
 
-def masked_text(text: Masked, pieces: int, lengths: Lengths, wordpiece: Tokenizer) -> Example:
+def masked_text(text: Masked, pieces: int, lengths: Lengths, tokenizer: Tokenizer) -> Example:
     """The arrays of one REALM example; see `Task.array_shapes`. pieces: of a blank whose answer is not known.
 
     Its own passage is looked for by its text, as in pre-training. Raises UserError for a text or an answer that is too
     long or empty.
     """
-    before = np.array(wordpiece.encode(text.before.rstrip()).ids, np.int32)
-    after = np.array(wordpiece.encode_behind(MARK, text.after), np.int32)
-    answer = [0] * pieces if text.answer is None else wordpiece.encode_behind(text.before, text.answer)
+    before = np.array(tokenizer.encode(text.before.rstrip()).ids, np.int32)
+    after = np.array(tokenizer.encode_behind(MARK, text.after), np.int32)
+    answer = [0] * pieces if text.answer is None else tokenizer.encode_behind(text.before, text.answer)
     targets = np.array(answer, np.int32)
     whole = np.concatenate([before, targets, after])
     if not len(targets):
-        raise UserError(f"the blank [{text.answer}] holds no word piece; write a word in it, or ___")
+        raise UserError(f"the blank [{text.answer}] holds no token; write a word in it, or ___")
     if len(targets) > lengths.predictions:
-        raise UserError(
-            f"the blank has {len(targets)} word pieces, but this run predicts at most {lengths.predictions}"
-        )
+        raise UserError(f"the blank has {len(targets)} tokens, but this run predicts at most {lengths.predictions}")
     if len(whole) > lengths.query - 2:
-        raise UserError(f"the text has {len(whole):,} word pieces, but this run reads at most {lengths.query - 2}")
+        raise UserError(f"the text has {len(whole):,} tokens, but this run reads at most {lengths.query - 2}")
     places = np.arange(len(targets))
     arrays = {name: np.zeros(lengths.predictions, np.int32) for name in ("positions", "targets")}
     arrays["positions"][places] = 1 + len(before) + places
     arrays["targets"][places] = targets
     weights = np.zeros(lengths.predictions, np.float32)
     weights[places] = 1.0
-    masked = np.concatenate([before, np.full(len(targets), wordpiece.mask_id, np.int32), after])
-    sentence = np.zeros(lengths.query, wordpiece.dtype)
+    masked = np.concatenate([before, np.full(len(targets), tokenizer.mask_id, np.int32), after])
+    sentence = np.zeros(lengths.query, tokenizer.dtype)
     sentence[: len(whole)] = whole
     known = len(whole) if text.answer is not None else 0
     own = {"sentence": sentence, "sentence_length": np.int32(known), "own_row": np.int32(-1)}
-    return arrays | {"weights": weights} | own | query_arrays(masked, lengths.query, wordpiece)
+    return arrays | {"weights": weights} | own | query_arrays(masked, lengths.query, tokenizer)
 
 
-def retriever_arrays(text: Masked, pieces: int, lengths: Lengths, wordpiece: Tokenizer) -> Example:
+def retriever_arrays(text: Masked, pieces: int, lengths: Lengths, tokenizer: Tokenizer) -> Example:
     """What the retriever takes of a sentence, in its own tokens: the masked query, and the whole sentence."""
-    made = masked_text(text, pieces, lengths._replace(predictions=lengths.query), wordpiece)
+    made = masked_text(text, pieces, lengths._replace(predictions=lengths.query), tokenizer)
     return {name: made[name] for name in ("query", "query_length", "sentence", "sentence_length")}
 
 
-class Look(NamedTuple):
-    """What `look` finds for each text of a batch; candidates are the null document and k passages.
+class InspectionOutputs(NamedTuple):
+    """What `inspect_batch` finds for each text of a batch; candidates are the null document and k passages.
 
     rows [batch, k]; log_p(z|x) prior and log p(y|z,x) reading [batch, 1 + k]; held [batch]; guesses [batch, 1 + k, m]:
     the likeliest piece in every place that is text.
@@ -144,74 +142,76 @@ class Look(NamedTuple):
 
 
 @partial(jax.jit, static_argnums=0)
-def look(setting: Setting, params: Params, batch: Any, index: Index, special: Any) -> Look:
-    """Retrieve for masked texts and read them beside every candidate. special [s] int: the pieces that are no text."""
-    read = read_masked(setting, params, batch, index, None)
+def inspect_batch(context: StepContext, params: Params, batch: Any, index: Index, special: Any) -> InspectionOutputs:
+    """Retrieve for masked texts and read them with every candidate. special [s] int: the pieces that are no text."""
+    read = read_masked(context, params, batch, index, None)
     reading = (read.log_p * batch["weights"][:, None]).sum(axis=-1)
-    parts = [null_candidates(setting, batch), take_for_reader(index, read.found.rows)]
-    guesses = jnp.concatenate([_likeliest(setting, params, batch, part, special) for part in parts], axis=1)
-    null = jnp.where(setting.null_document, read.scores[:, 0], NEGATIVE)
-    total = jnp.logaddexp(null, _log_total(setting, params, batch, index))
+    parts = [null_candidates(context, batch), take_for_reader(index, read.found.rows)]
+    guesses = jnp.concatenate([_likeliest(context, params, batch, part, special) for part in parts], axis=1)
+    null = jnp.where(context.null_document, read.scores[:, 0], NEGATIVE)
+    total = jnp.logaddexp(null, _log_total(context, params, batch, index))
     held = jnp.exp(jax.nn.logsumexp(jnp.where(read.valid, read.scores, NEGATIVE), axis=1) - total)
-    return Look(read.found.rows, log_prior(read.scores, read.valid), reading, held, guesses)
+    return InspectionOutputs(read.found.rows, log_prior(read.scores, read.valid), reading, held, guesses)
 
 
-def _likeliest(setting: Setting, params: Params, batch: Any, documents: Documents, special: Any) -> jax.Array:
+def _likeliest(context: StepContext, params: Params, batch: Any, documents: Documents, special: Any) -> jax.Array:
     """The likeliest piece of text in every place beside each passage, [batch, k, m]."""
-    words = setting.model.read_words(params, *masked_inputs(batch, documents))
+    words = context.model.read_words(params, *masked_inputs(batch, documents))
     return words.at[..., special].set(-jnp.inf).argmax(axis=-1).reshape(*documents.ids.shape[:2], -1)
 
 
-def _log_total(setting: Setting, params: Params, batch: Any, index: Index) -> jax.Array:
+def _log_total(context: StepContext, params: Params, batch: Any, index: Index) -> jax.Array:
     """log Σ exp(score) over the whole corpus, [batch]."""
-    queries = search_queries(setting, params, batch, index.tower)
+    queries = search_queries(context, params, batch, index.tower)
     scores = jnp.einsum("bd,nd->bn", queries, index.vectors.astype(jnp.float32))
-    return jax.nn.logsumexp(jnp.where(jnp.arange(scores.shape[1]) < setting.rows, scores, NEGATIVE), axis=1)
+    return jax.nn.logsumexp(jnp.where(jnp.arange(scores.shape[1]) < context.rows, scores, NEGATIVE), axis=1)
 
 
-def inspect_masked(run: Run, params: Params, index: Index, text: Masked, pieces: int = 1) -> Seen:
-    """What the model makes of a sentence with a blank. Without an answer, of the likeliest one of `pieces` word pieces.
+def inspect_masked(run: Run, params: Params, index: Index, text: Masked, pieces: int = 1) -> TextInspection:
+    """How the model fills the blank of a sentence. Without an answer, of the likeliest one of `pieces` tokens.
 
     Answers that are weighed against each other are the likeliest beside each candidate. Raises UserError as
     `masked_text`.
     """
-    wordpiece = run.sources.for_reader.wordpiece
-    example = masked_text(text, pieces, run.lengths, wordpiece)
+    tokenizer = run.sources.for_reader.tokenizer
+    example = masked_text(text, pieces, run.lengths, tokenizer)
     if run.sources.reader is not None:
-        example = as_read(example) | retriever_arrays(text, pieces, run.lengths, run.sources.wordpiece)
+        example = as_read(example) | retriever_arrays(text, pieces, run.lengths, run.sources.tokenizer)
     if (find := run.find_sentence) is not None:
         example |= find(f"{text.before} {text.after}", -1)
-    (seen,) = _look_at(run, params, index, [example])
+    (seen,) = _inspect_examples(run, params, index, [example])
     count = int(example["weights"].sum())
     if text.answer is not None:
-        return _seen(seen, example["targets"][:count], wordpiece)
+        return _text_inspection(seen, example["targets"][:count], tokenizer)
     guesses = np.unique(seen.guesses[np.isfinite(seen.prior) & (seen.prior > np.log(1e-9))][:, :count], axis=0)
-    looks = _look_at(run, params, index, [_filled_in(example, guess) for guess in guesses])
-    found = [_seen(one, guess, wordpiece) for one, guess in zip(looks, guesses, strict=True)]
+    looks = _inspect_examples(run, params, index, [_filled_in(example, guess) for guess in guesses])
+    found = [_text_inspection(one, guess, tokenizer) for one, guess in zip(looks, guesses, strict=True)]
     best, *others = sorted(found, key=lambda one: -one.probability)
     return dataclasses.replace(best, others=[(one.answer, one.probability) for one in others])
 
 
 def _filled_in(example: Example, targets: Sequence[int] | NDArray) -> Example:
-    """An example of `masked_text` with other word pieces in its blank, as many as it has."""
+    """An example of `masked_text` with other tokens in its blank, as many as it has."""
     padded = np.zeros_like(example["targets"])
     padded[: len(targets)] = targets
     return example | {"targets": padded}
 
 
-def _look_at(run: Run, params: Params, index: Index, examples: Sequence[Example]) -> list[Look]:
-    """`look` at some examples, on the host; the batch is filled up for the devices."""
+def _inspect_examples(run: Run, params: Params, index: Index, examples: Sequence[Example]) -> list[InspectionOutputs]:
+    """`inspect_batch` at some examples, on the host; the batch is filled up for the devices."""
     filled = [*examples, *[examples[0]] * (-len(examples) % run.mesh.size)]
     batch = {key: np.stack([example[key] for example in filled]) for key in filled[0]}
-    special = np.array(sorted(run.sources.for_reader.wordpiece.special_ids), np.int32)
-    found = jax.tree.map(to_host, look(run.setting, params, put_batch(run.mesh, batch), index, special))
-    return [Look(*(part[i] for part in found)) for i in range(len(examples))]
+    special = np.array(sorted(run.sources.for_reader.tokenizer.special_ids), np.int32)
+    found = jax.tree.map(to_host, inspect_batch(run.context, params, put_batch(run.mesh, batch), index, special))
+    return [InspectionOutputs(*(part[i] for part in found)) for i in range(len(examples))]
 
 
-def _seen(found: Look, targets: NDArray, wordpiece: Tokenizer) -> Seen:
+def _text_inspection(found: InspectionOutputs, targets: NDArray, tokenizer: Tokenizer) -> TextInspection:
     passages = _passages([None, *found.rows.tolist()], found.prior, found.reading)
     alone, pieces = float(np.exp(found.reading[0])), targets.tolist()
-    return Seen(wordpiece.decode(pieces), _marginal(passages), alone, float(found.held), passages, targets=pieces)
+    return TextInspection(
+        tokenizer.decode(pieces), _marginal(passages), alone, float(found.held), passages, targets=pieces
+    )
 
 
 def _passages(rows: Sequence[int | None], prior: NDArray, reading: NDArray) -> list[Passage]:
@@ -231,20 +231,20 @@ def _marginal(passages: Sequence[Passage]) -> float:
     return sum(one.prior * one.likelihood for one in passages)
 
 
-def read_alone(run: Run, params: Params, text: Masked, targets: Sequence[int]) -> float:
+def null_likelihood(run: Run, params: Params, text: Masked, targets: Sequence[int]) -> float:
     """p(y|x) of a reader beside the null document: BERT, where it was trained so.
 
-    targets: y, in word pieces of this run. Text would not do: pieces that were guessed, such as `##nri`, are others
+    targets: y, in tokens of this run. Text would not do: pieces that were guessed, such as `##nri`, are others
     when they are read as text and encoded again.
     """
-    example = _filled_in(masked_text(text, len(targets), run.lengths, run.sources.for_reader.wordpiece), targets)
+    example = _filled_in(masked_text(text, len(targets), run.lengths, run.sources.for_reader.tokenizer), targets)
     batch = {key: np.stack([value] * run.mesh.size) for key, value in example.items()}
-    return float(np.exp(to_host(_alone(run.setting, params, put_batch(run.mesh, batch)))[0]))
+    return float(np.exp(to_host(_null_log_likelihood(run.context, params, put_batch(run.mesh, batch)))[0]))
 
 
 @partial(jax.jit, static_argnums=0)
-def _alone(setting: Setting, params: Params, batch: Any) -> jax.Array:
-    log_p, _ = read_targets(setting, params, batch, null_candidates(setting, batch))
+def _null_log_likelihood(context: StepContext, params: Params, batch: Any) -> jax.Array:
+    log_p, _ = read_targets(context, params, batch, null_candidates(context, batch))
     return (log_p[:, 0] * batch["weights"]).sum(axis=-1)
 
 
@@ -253,38 +253,39 @@ def _alone(setting: Setting, params: Params, batch: Any) -> jax.Array:
 
 def inspect_question(
     run: Run, params: Params, index: Index, question: str, answer: str, rerank: Rerank | None = None
-) -> Seen:
-    """What a fine-tuned model makes of an answer to a question: p(y|z,x) is the sum over the spans that are the answer.
+) -> TextInspection:
+    """The probability that a fine-tuned model gives to an answer: p(y|z,x) is the sum over the spans that are the
+    answer.
 
     rerank: what orders passages anew, if anything does. Raises UserError for an answer that can be no span.
     """
-    lengths, wordpiece, own = run.lengths, run.sources.for_reader.wordpiece, run.sources.wordpiece
-    example = question_arrays(wordpiece.encode(question).ids, [answer], wordpiece, lengths)
+    lengths, tokenizer, own = run.lengths, run.sources.for_reader.tokenizer, run.sources.tokenizer
+    example = question_arrays(tokenizer.encode(question).ids, [answer], tokenizer, lengths)
     if run.sources.reader is not None:
         ids = np.array(own.encode(question).ids, np.int32)
         example = as_read(example) | query_arrays(ids, lengths.query, own)
     if not example["answer_lengths"].any():
         raise UserError(
-            f"the answer {answer!r} has no word pieces or more than config.model.span_width={lengths.span_width}"
+            f"the answer {answer!r} has no tokens or more than config.model.span_width={lengths.span_width}"
         )
-    if run.setting.qa_search != "vectors":
-        example |= run.found_by_words([question], run.answering.qa_passages).arrays(0)
+    if run.context.qa_search != "vectors":
+        example |= run.bm25_search([question], run.question_context.qa_passages).arrays(0)
     batch = {key: np.stack([value] * run.mesh.size) for key, value in example.items()}
-    setting = dataclasses.replace(run.answering, rerank=rerank)
-    found = _look_at_question(setting, params, put_batch(run.mesh, batch), index)
+    context = dataclasses.replace(run.question_context, rerank=rerank)
+    found = _inspect_question_batch(context, params, put_batch(run.mesh, batch), index)
     rows, prior, reading, held = (to_host(part)[0] for part in found)
     passages = _passages(rows.tolist(), prior, reading)
-    return Seen(answer, _marginal(passages), None, float(held), passages)
+    return TextInspection(answer, _marginal(passages), None, float(held), passages)
 
 
 @partial(jax.jit, static_argnums=0)
-def _look_at_question(setting: Setting, params: Params, batch: Any, index: Index) -> tuple[jax.Array, ...]:
+def _inspect_question_batch(context: StepContext, params: Params, batch: Any, index: Index) -> tuple[jax.Array, ...]:
     """(rows, log p(z|x), log p(y|z,x)) [batch, k] and the share of the corpus [batch]."""
-    passages = setting.qa_passages
-    read = read_question(setting, params, batch, index, None, passages, passages)
+    passages = context.qa_passages
+    read = read_question(context, params, batch, index, None, passages, passages)
     likelihood = log_sum_selected(read.spans, read.correct, (2, 3))
     rows, scores = read.reading.rows, read.reading.scores
-    if setting.rerank is not None:  # the corpus has the retriever's scores alone
-        scores = stored_scores(search_queries(setting, params, batch, index.tower), index, rows)
-    held = jnp.exp(jax.nn.logsumexp(scores, axis=1) - _log_total(setting, params, batch, index))
+    if context.rerank is not None:  # the corpus has the retriever's scores alone
+        scores = stored_scores(search_queries(context, params, batch, index.tower), index, rows)
+    held = jnp.exp(jax.nn.logsumexp(scores, axis=1) - _log_total(context, params, batch, index))
     return rows, read.prior, likelihood, held

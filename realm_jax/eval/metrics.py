@@ -1,4 +1,4 @@
-"""From predictions to measures: what each question counts, means with intervals, differences. No model, no device.
+"""Metrics of predictions: per-question values, means with intervals, paired differences. No model, no device.
 
 Every measure is an array over the questions, NaN where it has no meaning for one. Read `prediction_files.py` for the
 records that are measured, `answers.py` for what is right, `significance.py` for intervals.
@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from realm_jax.errors import UserError
 from realm_jax.eval.answers import exact_match, full_match, squad_match, token_f1
 from realm_jax.eval.prediction_files import Record, check_same_questions
-from realm_jax.eval.retrieval import found_within
+from realm_jax.eval.retrieval import hit_at_k
 from realm_jax.eval.significance import METHODS, difference, interval
 
-Measures = dict[str, NDArray[np.float64]]
+Metrics = dict[str, NDArray[np.float64]]
 
-WORDS = {
+DESCRIPTIONS = {
     "exact_match": "ORQA's and NQ-open's; patterns match from the start",
     "exact_match_squad": "SQuAD's and DPR's",
     "f1": "words shared with the best answer (SQuAD)",
@@ -30,21 +30,21 @@ WORDS = {
 }
 
 
-def words_of(measure: str) -> str:
-    """What a measure is, in a few words: `recall@5` like `recall@1`."""
-    return WORDS[measure.partition("@")[0]]
+def describe_metric(compute_metrics: str) -> str:
+    """A short description of a metric; the same for every k of `recall@k`."""
+    return DESCRIPTIONS[compute_metrics.partition("@")[0]]
 
 
-def measure(records: Sequence[Record]) -> Measures:
+def compute_metrics(records: Sequence[Record]) -> Metrics:
     """Each measure that some of the questions have, float64 [questions], in the order of WORDS.
 
-    Raises UserError where no question has answers, or a gold passage that could have been retrieved.
+    Raises UserError if no question has answers, or a gold passage that could have been retrieved.
     """
     golds = any(record.get("gold_passage_id") is not None and "retrieved" in record for record in records)
     if not golds and not any(record.get("answers") for record in records):
         raise UserError("no question has answers or a gold passage to compare with; predict questions that have them")
-    found: Measures = {name: _each(records, of) for name, of in _ANSWERS.items()}
-    found |= _at_depths("answer_recall", records, _has_answer) if _was_looked(records) else {}
+    found: Metrics = {name: _each(records, of) for name, of in _ANSWERS.items()}
+    found |= _at_depths("answer_recall", records, _has_answer) if _was_checked(records) else {}
     found |= _at_depths("recall", records, _is_gold)
     found["reader_oracle"] = np.array([float(record.get("reader_oracle", np.nan)) for record in records])
     return {name: values for name, values in found.items() if not np.isnan(values).all()}
@@ -84,7 +84,7 @@ def _each(records: Sequence[Record], of: Callable[[Record], float]) -> NDArray[n
 
 
 def _has_answer(record: Record) -> list[bool] | None:
-    """Which of the retrieved passages have an answer; None where nobody looked."""
+    """Which of the retrieved passages have an answer; None if they were not checked."""
     if not record.get("answers") or "retrieved" not in record:
         return None
     retrieved = record["retrieved"]
@@ -94,18 +94,18 @@ def _has_answer(record: Record) -> list[bool] | None:
 
 
 def _is_gold(record: Record) -> list[bool] | None:
-    """Which of the retrieved passages are the one that the question was asked about; None where there is none."""
+    """Which of the retrieved passages are the one that the question was asked about; None if there is none."""
     gold, retrieved = record.get("gold_passage_id"), record.get("retrieved")
     return None if gold is None or retrieved is None else [str(passage["id"]) == str(gold) for passage in retrieved]
 
 
-def _was_looked(records: Sequence[Record]) -> bool:
-    """Whether anybody looked for answers in what was retrieved; where nothing was, there is nothing to look at."""
+def _was_checked(records: Sequence[Record]) -> bool:
+    """Whether retrieved passages were checked for answers; true if none were retrieved."""
     retrieved = [passage for record in records for passage in record.get("retrieved", ())]
     return not retrieved or any("has_answer" in passage for passage in retrieved)
 
 
-def _at_depths(name: str, records: Sequence[Record], hits_of: Callable[[Record], list[bool] | None]) -> Measures:
+def _at_depths(name: str, records: Sequence[Record], hits_of: Callable[[Record], list[bool] | None]) -> Metrics:
     """Whether the first k passages have a hit, for k of DEPTHS as far as some question has passages.
 
     Beyond the last passage of a question nothing hits, as in TREC's evaluation: a search by words may find fewer for
@@ -115,8 +115,8 @@ def _at_depths(name: str, records: Sequence[Record], hits_of: Callable[[Record],
     counted = [number for number, one in enumerate(hits) if one is not None]
     room = max((len(one) for one in hits if one), default=min(1, len(counted)))
     matrix = np.array([one + [False] * (room - len(one)) for one in hits if one is not None], bool)
-    found: Measures = {}
-    for k, within in found_within(matrix.reshape(len(counted), room)).items():
+    found: Metrics = {}
+    for k, within in hit_at_k(matrix.reshape(len(counted), room)).items():
         found[f"{name}@{k}"] = np.full(len(records), np.nan)
         found[f"{name}@{k}"][counted] = within
     return found
@@ -129,7 +129,7 @@ def compare(first: Sequence[Record], second: Sequence[Record], path: str) -> dic
     path: the second file's name, for the message. Raises UserError unless both were asked the same.
     """
     check_same_questions(first, second, path)
-    left, right = measure(first), measure(second)
+    left, right = compute_metrics(first), compute_metrics(second)
     measures = {}
     for name in (name for name in left if name in right):
         both = ~np.isnan(left[name]) & ~np.isnan(right[name])

@@ -15,16 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.data import patterns
-from realm_jax.data.examples import Example, Found, as_read, body_read, holds_answer, query_arrays
+from realm_jax.data.examples import Bm25Hits, Example, as_read, query_arrays, row_has_answer, truncated_body
 from realm_jax.data.jsonl import Question
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.eval.answers import exact_match, normalise
-from realm_jax.eval.retrieval import answer_hits, by_group, found_within, gold_hits
+from realm_jax.eval.retrieval import answer_hits, gold_hits, hit_at_k, mean_by_group
 from realm_jax.forward import question_beam, read_question
 from realm_jax.mesh import to_host
 from realm_jax.models.realm import Params
-from realm_jax.retrieval.fusion import Fused
-from realm_jax.retrieval.search import Index, Rerank, Setting
+from realm_jax.retrieval.fusion import FusedRanking
+from realm_jax.retrieval.search import Index, Rerank, StepContext
 from realm_jax.run import Run, put_batch
 from realm_jax.sections import answering_of
 
@@ -32,7 +32,7 @@ SPANS = 20  # likeliest spans of each passage that answers are made of; more cha
 GROUPED_BY = "replaced_words"  # a question field that recall is also given by, where questions have it
 
 
-class Candidate(NamedTuple):
+class ReadPassage(NamedTuple):
     """A passage read for a question. probability: p(z|x) among those read; span: characters of its best answer."""
 
     row: int
@@ -60,7 +60,7 @@ class Prediction(NamedTuple):
     """
 
     nbest: list[Answer]
-    candidates: list[Candidate]
+    candidates: list[ReadPassage]
     retrieved: NDArray[np.int32]
     scores: NDArray[np.float32]
     ranks: NDArray[np.int32]
@@ -93,14 +93,14 @@ def merge(occurrences: Iterable[Answer], aggregate: str) -> list[Answer]:
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _find(setting: Setting, depth: int, params: Params, batch: Any, index: Index) -> Fused:
+def _find(context: StepContext, depth: int, params: Params, batch: Any, index: Index) -> FusedRanking:
     """The `depth` best passages, [batch, depth]. One program for all sets of questions of a run."""
-    return question_beam(setting, params, batch, index, None, depth)[0]
+    return question_beam(context, params, batch, index, None, depth)[0]
 
 
 class _Read(NamedTuple):
-    """What `_read` finds for each question of a batch; retrieved, scores [depth], ranks [depth, 2] (`Fused`), prior
-    [passages]: p(z|x).
+    """What `_read` finds for each question of a batch; retrieved, scores [depth], ranks [depth, 2] (`FusedRanking`),
+    prior [passages]: p(z|x).
 
     starts, widths, log_p [passages, spans]: a span's first piece of the body, its pieces beyond the first, and
     log p(span|z,x), the likeliest first; NEGATIVE or less where a passage has no more.
@@ -116,10 +116,10 @@ class _Read(NamedTuple):
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
-def _read(setting: Setting, depth: int, spans: int, params: Params, batch: Any, index: Index) -> _Read:
+def _read(context: StepContext, depth: int, spans: int, params: Params, batch: Any, index: Index) -> _Read:
     """Retrieve `depth` passages, read the first, and take the likeliest spans of each."""
-    passages, width = setting.qa_passages, setting.model.span_width
-    read = read_question(setting, params, batch, index, None, max(depth, passages), passages)
+    passages, width = context.qa_passages, context.model.span_width
+    read = read_question(context, params, batch, index, None, max(depth, passages), passages)
     flat = read.spans.reshape(*read.prior.shape, -1)
     best, places = jax.lax.top_k(flat, min(spans, flat.shape[-1]))
     starts = places // width - read.reading.joint.body_start[..., None]
@@ -145,9 +145,9 @@ class Evaluator:
     @cached_property
     def _batches(self) -> list[dict[str, NDArray]]:
         """Query arrays of all questions; the last batch is filled up with its first question."""
-        rows = self._queries(self.run.sources.wordpiece)
+        rows = self._queries(self.run.sources.tokenizer)
         if self.run.sources.reader is not None:
-            read = map(as_read, self._queries(self.run.sources.reader.wordpiece))
+            read = map(as_read, self._queries(self.run.sources.reader.tokenizer))
             rows = [row | other for row, other in zip(rows, read, strict=True)]
         if self._found is not None:
             rows = [row | self._found.arrays(number) for number, row in enumerate(rows)]
@@ -156,30 +156,32 @@ class Evaluator:
         parts = [part + [part[0]] * (size - len(part)) for part in parts]
         return [{key: np.stack([row[key] for row in part]) for key in part[0]} for part in parts]
 
-    def _queries(self, wordpiece: Tokenizer) -> list[Example]:
+    def _queries(self, tokenizer: Tokenizer) -> list[Example]:
         """The questions in the tokens of a tokenizer."""
-        encoded = wordpiece.encode_batch([question.question for question in self.questions])
-        return [query_arrays(np.asarray(item.ids, np.int32), self.run.lengths.query, wordpiece) for item in encoded]
+        encoded = tokenizer.encode_batch([question.question for question in self.questions])
+        return [query_arrays(np.asarray(item.ids, np.int32), self.run.lengths.query, tokenizer) for item in encoded]
 
     @cached_property
-    def _found(self) -> Found | None:
+    def _found(self) -> Bm25Hits | None:
         """What BM25 finds for all questions, where it takes part."""
-        return None if self.search == "vectors" else self._found_at(max(self.depth, self.run.answering.qa_passages))
+        return (
+            None if self.search == "vectors" else self._found_at(max(self.depth, self.run.question_context.qa_passages))
+        )
 
-    def _found_at(self, depth: int) -> Found:
-        return self.run.found_by_words([question.question for question in self.questions], depth)
+    def _found_at(self, depth: int) -> Bm25Hits:
+        return self.run.bm25_search([question.question for question in self.questions], depth)
 
     @property
     def depth(self) -> int:
-        """Passages retrieved for each question: `answering.retrieved`, or all."""
-        return min(answering_of(self.run.config).retrieved, self.run.setting.rows)
+        """Passages retrieved for each question: `question_context.retrieved`, or all."""
+        return min(answering_of(self.run.config).retrieved, self.run.context.rows)
 
     def retrieve(self, params: Params, index: Index, depth: int = 0) -> NDArray[np.int64]:
-        """Rows of the best passages for every question, `answering.retrieved` of them or `depth`.
+        """Rows of the best passages for every question, `question_context.retrieved` of them or `depth`.
 
         int64 [questions, depth].
         """
-        depth = min(depth, self.run.setting.rows) or self.depth
+        depth = min(depth, self.run.context.rows) or self.depth
         if self.search == "bm25" and self.rerank is None:
             found = self._found
             found = found if found is not None and depth <= found.rows.shape[1] else self._found_at(depth)
@@ -187,12 +189,12 @@ class Evaluator:
         rows: NDArray[np.int64] = self.find(params, index, depth).rows.astype(np.int64)
         return rows
 
-    def find(self, params: Params, index: Index, depth: int) -> Fused:
+    def find(self, params: Params, index: Index, depth: int) -> FusedRanking:
         """The `depth` best passages for every question on the devices, [questions, depth or all]."""
-        setting = dataclasses.replace(self.run.setting, qa_search=self.search, rerank=self.rerank)
-        parts = [_find(setting, depth, params, put_batch(self.run.mesh, batch), index) for batch in self._batches]
+        context = dataclasses.replace(self.run.context, qa_search=self.search, rerank=self.rerank)
+        parts = [_find(context, depth, params, put_batch(self.run.mesh, batch), index) for batch in self._batches]
         columns = [np.concatenate([*map(to_host, column)]) for column in zip(*parts, strict=True)]
-        return Fused(*(column[: len(self.questions)] for column in columns))
+        return FusedRanking(*(column[: len(self.questions)] for column in columns))
 
     def recall(self, params: Params, index: Index) -> dict[str, Any]:
         """recall@k of the gold passage's id, over the questions that have one, and answer_recall@k, over those with
@@ -211,11 +213,11 @@ class Evaluator:
             hits["answer_recall"] = answer_hits(store, rows[answered], answers, [q.is_regex for q in asked])
         if gold:
             hits["recall"] = gold_hits(store, rows[gold], [self.questions[place].gold_passage_id for place in gold])
-        within = {f"{name}@{k}": found for name, hit in hits.items() for k, found in found_within(hit).items()}
+        within = {f"{name}@{k}": found for name, hit in hits.items() for k, found in hit_at_k(hit).items()}
         recalls: dict[str, Any] = {name: float(found.mean()) for name, found in within.items()}
         groups = [self.questions[place].fields.get(GROUPED_BY) for place in gold]
         if "recall@5" in within and None not in groups:
-            recalls[f"recall@5_by_{GROUPED_BY}"] = by_group(within["recall@5"], groups)
+            recalls[f"recall@5_by_{GROUPED_BY}"] = mean_by_group(within["recall@5"], groups)
         return recalls
 
     def predict(self, params: Params, index: Index) -> list[Prediction]:
@@ -225,15 +227,15 @@ class Evaluator:
     def predict_batches(self, params: Params, index: Index) -> Iterator[list[Prediction]]:
         """`predict`, `batch_size` questions at a time."""
         run, left = self.run, len(self.questions)
-        setting = dataclasses.replace(run.answering, qa_search=self.search, rerank=self.rerank)
+        context = dataclasses.replace(run.question_context, qa_search=self.search, rerank=self.rerank)
         for batch in self._batches:
-            outputs = _read(setting, self.depth, SPANS, params, put_batch(run.mesh, batch), index)
+            outputs = _read(context, self.depth, SPANS, params, put_batch(run.mesh, batch), index)
             parts = zip(*map(to_host, outputs), strict=True)
             yield [self._assemble(_Read(*question)) for question in [*parts][:left]]
             left -= len(batch["query"])
 
     def exact_match(self, predictions: Sequence[Prediction]) -> float | None:
-        """Share of the questions with answers that are answered right after normalisation; None where none has any."""
+        """Share of the questions with answers that are answered right after normalisation; None if none has any."""
         right = [
             exact_match(prediction.answer, question.answers, question.is_regex)
             for prediction, question in zip(predictions, self.questions, strict=True)
@@ -242,7 +244,7 @@ class Evaluator:
         return float(np.mean(right)) if right else None
 
     def reader_oracle(self, question: Question, prediction: Prediction) -> bool:
-        """Whether any span that the reader could have chosen is right, by its word pieces as ORQA has it.
+        """Whether any span that the reader could have chosen is right, by its tokens as ORQA has it.
 
         Of answers that are regular expressions: whether the text of a passage that was read matches anywhere.
         """
@@ -250,15 +252,15 @@ class Evaluator:
         if question.is_regex:
             texts = [self._read_text(row) for row in rows]
             return any(patterns.search(answer, text) is not None for answer in question.answers for text in texts)
-        (wordpiece, store, _), longest = self.run.sources.for_reader, self.run.setting.model.span_width
-        forms = (form for answer in question.answers for form in wordpiece.forms(answer))
-        encoded = [np.asarray(form, wordpiece.dtype) for form in forms]
+        (tokenizer, store, _), longest = self.run.sources.for_reader, self.run.context.model.span_width
+        forms = (form for answer in question.answers for form in tokenizer.forms(answer))
+        encoded = [np.asarray(form, tokenizer.dtype) for form in forms]
         wanted = [answer for answer in encoded if 0 < len(answer) <= longest]
-        return any(holds_answer(store, row, wanted, self.run.lengths) for row in rows)
+        return any(row_has_answer(store, row, wanted, self.run.lengths) for row in rows)
 
     def _assemble(self, read: _Read) -> Prediction:
         """One question's passages, and its answers: p(answer|x) over the occurrences that were found."""
-        candidates: list[Candidate] = []
+        candidates: list[ReadPassage] = []
         occurrences: list[Answer] = []
         within, prior = np.exp(read.log_p).tolist(), read.prior.tolist()
         for place, row in enumerate(read.retrieved.tolist()[: len(prior)]):
@@ -267,7 +269,7 @@ class Evaluator:
             text = self.run.sources.passages.text(row)
             ends = zip(read.starts[place].tolist(), read.widths[place].tolist(), strict=True)
             spans = [self._characters(row, start, start + more) for start, more in ends]
-            candidates.append(Candidate(row, prior[place], spans[0], within[place][0]))
+            candidates.append(ReadPassage(row, prior[place], spans[0], within[place][0]))
             found = zip(spans, within[place], strict=True)
             occurrences += [Answer(text[slice(*span)], prior[place] * p, row, span) for span, p in found if p > 0]
         nbest = merge(occurrences, answering_of(self.run.config).aggregate)
@@ -285,17 +287,17 @@ class Evaluator:
     @cached_property
     def _offsets(self) -> Callable[[int], NDArray[np.int64]]:
         """Start and end of each piece that is read of a row's body in its text, int64 [pieces, 2]. Rows come again."""
-        wordpiece, store, _ = self.run.sources.for_reader
+        tokenizer, store, _ = self.run.sources.for_reader
 
         def offsets(row: int) -> NDArray[np.int64]:
-            found = wordpiece.offsets_of(store.text(row), store.body_tokens(row))
+            found = tokenizer.offsets_of(store.text(row), store.body_tokens(row))
             # One that was cut within a word has other tokens at its ends, and the same between.
-            return np.array(wordpiece.encode(store.text(row)).offsets).reshape(-1, 2) if found is None else found
+            return np.array(tokenizer.encode(store.text(row)).offsets).reshape(-1, 2) if found is None else found
 
         return lru_cache(4096)(offsets)
 
     def _read_text(self, row: int) -> str:
         """The text of a row as far as it is read: beside its title and three special pieces."""
-        read = body_read(self.run.sources.for_reader.passages, row, self.run.lengths)
+        read = truncated_body(self.run.sources.for_reader.passages, row, self.run.lengths)
         ends = self._offsets(row)[: len(read), 1]
         return self.run.sources.passages.text(row)[: int(ends.max(initial=0))]

@@ -38,7 +38,7 @@ def read_predictions(path: str | os.PathLike[str]) -> list[Record]:
 
     Also raised where `realm predict` has not written all of it, or something was added to what it wrote.
     """
-    _check_whole(Path(path))
+    _check_complete(Path(path))
     records: list[Record] = []
     for line, record in strictly(path, json_records(path)):
         if (fault := _fault(record)) is not None:
@@ -71,7 +71,7 @@ def read_settings(predictions: str | os.PathLike[str]) -> dict[str, Any]:
     return found
 
 
-def _check_whole(path: Path) -> None:
+def _check_complete(path: Path) -> None:
     """Raise UserError unless a file has as many lines as its settings promise; a file without them is as it is."""
     asked = read_settings(path).get("lines")
     if not isinstance(asked, int) or not path.is_file():
@@ -83,11 +83,11 @@ def _check_whole(path: Path) -> None:
             f"{path}: {found:,} of {asked:,} questions are answered; repeat the `realm predict` command that wrote it"
         )
     if found > asked:
-        raise UserError(surplus(path, found, asked))
+        raise UserError(too_many_lines_message(path, found, asked))
 
 
-def surplus(name: str | os.PathLike[str], found: int, asked: int) -> str:
-    """What is said of a file with more lines than questions."""
+def too_many_lines_message(name: str | os.PathLike[str], found: int, asked: int) -> str:
+    """The message for a file with more lines than questions."""
     return f"{name}: holds {found:,} lines for {asked:,} questions; remove the file and predict again"
 
 
@@ -200,7 +200,7 @@ def resume(output: Path, settings: dict[str, Any], questions: int) -> int:
         write_json_atomic(file, settings)
         return 0
     if not file.is_file():
-        raise UserError(f"--output={output}: is no file of `realm predict` (there is no {file.name}); name another")
+        raise UserError(f"--output={output}: is not a file of `realm predict` (there is no {file.name}); name another")
     made = read_json(file)
     changed = [key for key, value in settings.items() if not isinstance(made, dict) or made.get(key) != value]
     if changed:
@@ -208,15 +208,15 @@ def resume(output: Path, settings: dict[str, Any], questions: int) -> int:
             f"--output={output}: was made with other {' and '.join(changed)} ({file.name} has them); "
             "name another file, or remove this one"
         )
-    done = _cut(output, questions, settings["batch_size"])
-    logger.info("%s: going on after %d of %d predictions", output, done, questions)
+    done = _truncate(output, questions, settings["batch_size"])
+    logger.info("%s: resuming after %d of %d predictions", output, done, questions)
     return done
 
 
-def _cut(output: Path, questions: int, batch_size: int) -> int:
+def _truncate(output: Path, questions: int, batch_size: int) -> int:
     """Cut a file off after its last whole batch; returns the number of lines that are left.
 
-    Raises UserError where there are more lines than questions: which of them are right is not known.
+    Raises UserError if there are more lines than questions: which of them are right is not known.
     """
     ends = [0]
     with open(output, "r+b") as stream:
@@ -225,7 +225,7 @@ def _cut(output: Path, questions: int, batch_size: int) -> int:
                 ends.append(ends[-1] + len(line))
         lines = len(ends) - 1
         if lines > questions:
-            raise UserError(surplus(f"--output={output}", lines, questions))
+            raise UserError(too_many_lines_message(f"--output={output}", lines, questions))
         kept = lines if lines == questions else lines - lines % batch_size
         stream.truncate(ends[kept])
     return kept
@@ -239,7 +239,7 @@ def trec_run(records: Sequence[Record], tag: str) -> str:
 
     A document of several passages stands once, at its best place. Tools that read such files sort by the score and not
     by the rank, so a score that is not below the one before (in float32) is lowered by one step. White space in ids is
-    written as in URLs. Raises UserError where two questions have one id.
+    written as in URLs. Raises UserError if two questions have one id.
     """
     lines = []
     for number, record in zip(trec_ids(records), records, strict=True):
@@ -260,7 +260,7 @@ def trec_qrels(records: Sequence[Record]) -> str:
 
 
 def trec_ids(records: Sequence[Record]) -> list[str]:
-    """One word for each question. Raises UserError where two would have the same."""
+    """One word for each question. Raises UserError if two would have the same."""
     ids = [_trec(record["id"]) for record in records]
     twice = next((one for one, count in Counter(ids).items() if count > 1), None)
     if twice is not None:

@@ -14,10 +14,10 @@ from numpy.typing import ArrayLike, NDArray
 from realm_jax.data.store import PassageStore
 from realm_jax.eval.answers import contains_answer, contains_words, words
 
-DEPTHS = (1, 5, 20, 100)  # at which recall is told, as far as passages are retrieved
+DEPTHS = (1, 5, 20, 100)  # at which recall is reported, as far as passages are retrieved
 
 
-def found_within(hits: NDArray[np.bool_]) -> dict[int, NDArray[np.bool_]]:
+def hit_at_k(hits: NDArray[np.bool_]) -> dict[int, NDArray[np.bool_]]:
     """k → for each question, whether one of its first k candidates is a hit, bool [questions], for k of DEPTHS.
 
     `hits` is bool [questions, depth], best candidate first. Of a k beyond the depth nothing is said: recall@20 of ten
@@ -26,10 +26,10 @@ def found_within(hits: NDArray[np.bool_]) -> dict[int, NDArray[np.bool_]]:
     return {k: np.any(hits[:, :k], axis=1) for k in DEPTHS if k <= hits.shape[1]}
 
 
-def by_group(found: ArrayLike, groups: Sequence[Any]) -> dict[str, float]:
+def mean_by_group(found: ArrayLike, groups: Sequence[Any]) -> dict[str, float]:
     """The share found in each group, for example by the number of replaced words of a question.
 
-    `found` is bool [questions] (from `found_within`). Groups come back with their names as text, numbers before all
+    `found` is bool [questions] (from `hit_at_k`). Groups come back with their names as text, numbers before all
     else and in their own order.
     """
     found = np.asarray(found, bool)

@@ -16,8 +16,9 @@ PERMUTATIONS = 9_999
 _AT_A_TIME = 2_000_000  # numbers drawn at once
 
 METHODS = (
-    f"intervals: {LEVEL:.0%}, percentile bootstrap over questions ({RESAMPLES:,} resamples), none where all questions "
-    f"differ alike; p: paired permutation test (signs of the differences, {PERMUTATIONS:,} draws); McNemar: exact, for "
+    f"intervals: {LEVEL:.0%}, percentile bootstrap over questions ({RESAMPLES:,} resamples), none if all "
+    "differences are equal; "
+    f"p: paired permutation test (signs of the differences, {PERMUTATIONS:,} draws); McNemar: exact, for "
     "measures that are right or wrong"
 )
 
@@ -25,8 +26,8 @@ METHODS = (
 class Difference(NamedTuple):
     """b − a, means over the same questions. p: of a paired permutation test.
 
-    low, high: ends of the interval, None for fewer than two questions or where all differ alike. mcnemar: p of
-    McNemar's exact test, None where values are others than 0 and 1. only_a, only_b: questions on which a, or b, is
+    low, high: ends of the interval, None for fewer than two questions or if all differences are equal. mcnemar: p of
+    McNemar's exact test, None if values are others than 0 and 1. only_a, only_b: questions on which a, or b, is
     better.
     """
 

@@ -18,9 +18,9 @@ from jax.sharding import Mesh
 from numpy.typing import NDArray
 
 from realm_jax.data import sentences as sentence_rules
-from realm_jax.data.spans import DATE, Span, find_dates, in_pieces, with_dates
+from realm_jax.data.spans import DATE, Span, find_dates, to_token_spans, with_dates
 from realm_jax.data.store import PassageStore
-from realm_jax.data.tags import OTHER, SPECIAL_PIECES, Cutter, Pieces, spans, windows, with_neighbours
+from realm_jax.data.tags import OTHER, SPECIAL_PIECES, TaggerTokenizer, TaggerTokens, spans, windows, with_neighbours
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.mesh import to_host
 from realm_jax.models.tagger import Params, Tagger, decode
@@ -42,16 +42,16 @@ class Batch(NamedTuple):
     first: NDArray[np.bool_]
 
 
-class Pending(NamedTuple):
+class InFlight(NamedTuple):
     """Texts that the devices are working on. places: where in all pieces the results of a batch belong."""
 
-    pieces: list[Pieces]
+    pieces: list[TaggerTokens]
     results: list[tuple[NDArray[np.int64], NDArray[np.bool_], tuple[jax.Array, jax.Array]]]
 
 
 @dataclasses.dataclass
-class Effort:
-    """What was computed: word pieces of text, and places of padded windows."""
+class PaddingStats:
+    """How much of the computation was padding: tokens of text, and positions of padded windows."""
 
     pieces: int = 0
     places: int = 0
@@ -65,13 +65,13 @@ class Effort:
 class WindowTagger:
     """The network over windows of texts, for any parameters."""
 
-    def __init__(self, tagger: Tagger, mesh: Mesh, wordpiece: Tokenizer, length: int, batch_size: int) -> None:
-        """length: word pieces of a window at most, specials counted. batch_size: windows on each device."""
-        self.tagger, self.cutter, self.effort = tagger, Cutter(wordpiece), Effort()
+    def __init__(self, tagger: Tagger, mesh: Mesh, tokenizer: Tokenizer, length: int, batch_size: int) -> None:
+        """length: tokens of a window at most, specials counted. batch_size: windows on each device."""
+        self.tagger, self.cutter, self.effort = tagger, TaggerTokenizer(tokenizer), PaddingStats()
         self._mesh, self._length = mesh, length
         self._size, self._small = (rows * mesh.size for rows in (batch_size, max(1, batch_size // SMALL)))
         self._step = max(SMALLEST_BUCKET, -(-length // BUCKETS))
-        self._special = wordpiece.special
+        self._special = tokenizer.special
 
     def __call__(
         self, params: Params, texts: Sequence[str], sentences: Sequence[Ranges] | None = None
@@ -79,8 +79,8 @@ class WindowTagger:
         """The names of each text. sentences: ranges of characters of each, by rules if not given."""
         return self.finish(self.start(params, texts, sentences))
 
-    def start(self, params: Params, texts: Sequence[str], sentences: Sequence[Ranges] | None = None) -> Pending:
-        """Hand the texts to the devices, and do not wait: what is to be done next can be made ready meanwhile."""
+    def start(self, params: Params, texts: Sequence[str], sentences: Sequence[Ranges] | None = None) -> InFlight:
+        """Dispatch the texts to the devices without waiting, so that the next ones can be prepared meanwhile."""
         pieces = self.cutter(texts)
         if sentences is None:
             sentences = [sentence_rules.split(text) for text in texts]
@@ -90,16 +90,16 @@ class WindowTagger:
             for base, one, own in zip(bases.tolist(), pieces, sentences, strict=False)
             for first, last in windows(one, own, self._length - SPECIAL_PIECES)
         ]
-        flat = Pieces(*(np.concatenate(part) for part in zip(*pieces, strict=True))) if pieces else None
+        flat = TaggerTokens(*(np.concatenate(part) for part in zip(*pieces, strict=True))) if pieces else None
         results = []
         for starts, stops, width in self._batches(np.array(ranges, np.int64).reshape(-1, 2)):
             assert flat is not None
-            places, valid = _places(starts, stops, width)
+            places, valid = _token_positions(starts, stops, width)
             batch = self._batch(flat, places, valid)
             results.append((places, valid, tag_program(self.tagger, params, *put_batch(self._mesh, batch))))
-        return Pending(pieces, results)
+        return InFlight(pieces, results)
 
-    def finish(self, pending: Pending) -> list[list[Span]]:
+    def finish(self, pending: InFlight) -> list[list[Span]]:
         """Wait for the devices; the names of each text."""
         total = sum(len(one.ids) for one in pending.pieces)
         labels, sure = np.zeros(total, np.int16), np.zeros(total, np.float32)
@@ -129,7 +129,7 @@ class WindowTagger:
         """The size of the next batch: whole, or small where several small ones are less to compute."""
         return self._size if -(-left // self._small) * self._small >= self._size else self._small
 
-    def _batch(self, flat: Pieces, places: NDArray[np.int64], valid: NDArray[np.bool_]) -> Batch:
+    def _batch(self, flat: TaggerTokens, places: NDArray[np.int64], valid: NDArray[np.bool_]) -> Batch:
         """Windows as arrays of a whole batch; one that is not full has empty rows at its end."""
         width, sizes, rows = places.shape[1] + SPECIAL_PIECES, valid.sum(axis=1), self._rows(len(places))
         shape = (rows, width)
@@ -148,7 +148,7 @@ class WindowTagger:
         return Batch(ids, lengths, with_neighbours(shapes, first, lengths), first)
 
 
-def _places(
+def _token_positions(
     starts: NDArray[np.int64], stops: NDArray[np.int64], width: int
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Of each window the pieces in its places between [CLS] and [SEP], and which of these are its own."""
@@ -190,7 +190,7 @@ class TextTagger:
         """Names and dates of each text."""
         return self.finish(texts, self.windows.start(self.params, texts))
 
-    def finish(self, texts: Sequence[str], pending: Pending) -> list[list[Span]]:
+    def finish(self, texts: Sequence[str], pending: InFlight) -> list[list[Span]]:
         """Names and dates of texts that the devices have begun."""
         dates = [find_dates(text) for text in texts]  # while the devices work
         names = self.windows.finish(pending)
@@ -214,7 +214,7 @@ def tag_passages(
     tagger: TextTagger,
     store: PassageStore,
     rows: range,
-    wordpiece: Tokenizer,
+    tokenizer: Tokenizer,
     at_a_time: int = 2048,
     check: Callable[[], None] = lambda: None,
 ) -> PassageSpans:
@@ -224,22 +224,24 @@ def tag_passages(
     wordpiece: of the store; the tagger may have another one. at_a_time: passages that share batches. check: called
     between them. A row has no spans where its text does not give its pieces again: it was cut within a word.
     """
-    same_pieces = wordpiece.fingerprint == tagger.windows.cutter.wordpiece.fingerprint
-    cutter = None if same_pieces else Cutter(wordpiece)
+    same_pieces = tokenizer.fingerprint == tagger.windows.cutter.tokenizer.fingerprint
+    cutter = None if same_pieces else TaggerTokenizer(tokenizer)
     values: list[NDArray[np.int32]] = [np.zeros((0, 3), np.int32)]
     unread = 0
 
-    def finish(some: range, texts: list[str], own: Pending) -> None:
+    def finish(some: range, texts: list[str], own: InFlight) -> None:
         nonlocal unread
         stored = own.pieces if cutter is None else cutter(texts)
         for row, found, pieces in zip(some, tagger.finish(texts, own), stored, strict=True):
             same = np.array_equal(pieces.ids, store.body_tokens(row))
             unread += not same
-            columns = pieces.ids, pieces.starts, pieces.ends, store.sentences(row), wordpiece.unk_id
-            kept = [(a, b, tagger.kinds.index(kind)) for a, b, kind in (in_pieces(found, *columns) if same else [])]
+            columns = pieces.ids, pieces.starts, pieces.ends, store.sentences(row), tokenizer.unk_id
+            kept = [
+                (a, b, tagger.kinds.index(kind)) for a, b, kind in (to_token_spans(found, *columns) if same else [])
+            ]
             values.append(np.array(kept, np.int32).reshape(-1, 3))
 
-    pending: deque[tuple[range, list[str], Pending]] = deque()
+    pending: deque[tuple[range, list[str], InFlight]] = deque()
     for start in range(rows.start, rows.stop, at_a_time):
         check()
         some = range(start, min(start + at_a_time, rows.stop))

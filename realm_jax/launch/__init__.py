@@ -1,1 +1,1 @@
-"""Start a run somewhere, see it, stop it: one description, several targets. Read `spec.py`, then a target."""
+"""Start, monitor and stop a run: one description, several targets. Read `spec.py`, then a target."""

@@ -1,4 +1,4 @@
-"""What has to hold of a launch before anything of it is created, since machines cost while they fail.
+"""Checks of a launch before anything is created, since failing machines still cost money.
 
 `check_place` looks at the work directory alone, `check_cloud` at the description, `check_training` at the config that
 is to be trained.
@@ -16,7 +16,7 @@ from realm_jax.schema import flatten
 from realm_jax.sections import task_names
 from realm_jax.tasks import TASKS
 
-SAVE_SECONDS = 60  # what a save takes at most, measured generously: a grace period below it loses steps
+SAVE_SECONDS = 60  # an upper bound on the time of a save: a grace period below it loses steps
 IN_IMAGE = ("configs", "launch", "realm_jax")  # folders of the source that launch/Dockerfile copies
 
 
@@ -48,9 +48,9 @@ def check_cloud(launch: Launch, target: str) -> None:
             f"spec.grace_seconds={launch.spec.grace_seconds}: a save may take {SAVE_SECONDS} seconds; give it as many"
         )
     trainer, builder = launch.slice(TRAINER), launch.slice(BUILDER)
-    if target == "queued_resources" and trainer != trainer.usual:
+    if target == "queued_resources" and trainer != trainer.default_topology:
         raise UserError(
-            f"spec.trainer.slice={trainer}: gcloud makes no such shape; name {trainer.usual}, or --target=jobset"
+            f"spec.trainer.slice={trainer}: not available in gcloud; use {trainer.default_topology}, or --target=jobset"
         )
     if launch.spec.builder.slices and builder.hosts != 1:
         raise UserError(

@@ -15,9 +15,9 @@ import yaml
 from realm_jax.errors import USER_ERROR
 from realm_jax.host import PREEMPTED
 from realm_jax.launch.cloud import CloudTarget, Resource
-from realm_jax.launch.spec import MOUNTED, Launch, Part, choose, parts
-from realm_jax.launch.status import expect
-from realm_jax.launch.tools import call, call_json, stream
+from realm_jax.launch.spec import MOUNTED, JobSpec, Launch, choose, job_specs
+from realm_jax.launch.status import record_expected_jobs
+from realm_jax.launch.tools import call_json, run_tool, stream
 
 API = "jobset.x-k8s.io/v1alpha2"
 RUN = "realm-jax/run"  # label: which run a JobSet belongs to
@@ -33,7 +33,7 @@ Manifest = dict[str, Any]
 
 def manifests(launch: Launch) -> list[Manifest]:
     """The JobSets of a launch, the trainer's first."""
-    return [_jobset(launch, part) for part in parts(launch)]
+    return [_jobset(launch, part) for part in job_specs(launch)]
 
 
 def to_yaml(jobsets: Sequence[Manifest]) -> str:
@@ -48,7 +48,7 @@ class _Plain(yaml.SafeDumper):
         return True
 
 
-def _jobset(launch: Launch, part: Part) -> Manifest:
+def _jobset(launch: Launch, part: JobSpec) -> Manifest:
     name, kubernetes = launch.spec.name, launch.spec.kubernetes
     queue = {"kueue.x-k8s.io/queue-name": kubernetes.queue} if kubernetes.queue else {}
     return {
@@ -70,7 +70,7 @@ def _jobset(launch: Launch, part: Part) -> Manifest:
 
 
 def _restarts() -> list[Manifest]:
-    """What follows from a Job's end; the words are those with which Kubernetes tells why a Job failed."""
+    """The failure policy; its patterns match Kubernetes' messages on why a Job failed."""
     policy = {"onJobFailureReasons": ["PodFailurePolicy"]}
     return [
         {"name": "mistake", "action": "FailJobSet", "onJobFailureMessagePatterns": [f"exit code {USER_ERROR} "]}
@@ -79,7 +79,7 @@ def _restarts() -> list[Manifest]:
     ]
 
 
-def _job(launch: Launch, part: Part) -> Manifest:
+def _job(launch: Launch, part: JobSpec) -> Manifest:
     hosts, failed = part.slice.hosts, {"containerName": CONTAINER, "operator": "In"}
     return {
         "spec": {
@@ -99,7 +99,7 @@ def _job(launch: Launch, part: Part) -> Manifest:
     }
 
 
-def _pod(launch: Launch, part: Part) -> Manifest:
+def _pod(launch: Launch, part: JobSpec) -> Manifest:
     """Several slices talk over the machines' own network, which is faster than the pods'."""
     spec, multislice = launch.spec, part.slices > 1
     optional = {
@@ -133,13 +133,13 @@ def _pod(launch: Launch, part: Part) -> Manifest:
 
 
 def _mount(launch: Launch, multislice: bool) -> Manifest:
-    """The bucket. On a machine's network the driver has to be told to take the pod's account, not the machine's."""
+    """The bucket. On the host network the driver must be configured to use the pod's account, not the machine's."""
     account = {"hostNetworkPodKSA": "true"} if multislice else {}
     options = {"bucketName": launch.bucket, "mountOptions": "implicit-dirs,uid=1000,gid=1000"}
     return {"driver": "gcsfuse.csi.storage.gke.io", "volumeAttributes": options | account}
 
 
-# ---- what a user does
+# ---- the target
 
 
 class JobSets(CloudTarget):
@@ -156,11 +156,11 @@ class JobSets(CloudTarget):
         the run lies in the bucket. What runs and is not wanted any more goes last, once the others could be applied."""
         wanted = {manifest["metadata"]["name"]: manifest for manifest in manifests(self._launch)}
         there = {name: self._describe(item)["state"] for name, item in self._own(required=False).items()}
-        expect(self._launch.workdir, [part.name for part in parts(self._launch)])
+        record_expected_jobs(self._launch.workdir, [part.name for part in job_specs(self._launch)])
         over = ("completed", "failed") if self._queued else ("completed", "failed", "suspended")
         self._delete([name for name, state in there.items() if state in over])
         for name, manifest in wanted.items():
-            call(self._kubectl("apply", "--filename=-"), f"JobSet {name}", to_yaml([manifest]))
+            run_tool(self._kubectl("apply", "--filename=-"), f"JobSet {name}", to_yaml([manifest]))
             print(f"JobSet {name}: applied")
         self._delete([name for name, state in there.items() if name not in wanted and state not in over])
 
@@ -188,7 +188,7 @@ class JobSets(CloudTarget):
             return
         for name in self._own():
             patch = json.dumps({"spec": {"suspend": True}})
-            call(self._kubectl("patch", "jobset", name, "--type=merge", f"--patch={patch}"), f"JobSet {name}")
+            run_tool(self._kubectl("patch", "jobset", name, "--type=merge", f"--patch={patch}"), f"JobSet {name}")
             print(f"JobSet {name}: suspended")
 
     def delete(self) -> None:
@@ -202,7 +202,7 @@ class JobSets(CloudTarget):
     def _delete(self, names: list[str]) -> None:
         """Remove some and wait until their pods have saved and ended."""
         if names:
-            call(self._kubectl("delete", "jobset", *names, "--cascade=foreground", "--ignore-not-found"), "JobSets")
+            run_tool(self._kubectl("delete", "jobset", *names, "--cascade=foreground", "--ignore-not-found"), "JobSets")
         for name in names:
             print(f"JobSet {name}: removed")
 

@@ -1,4 +1,4 @@
-"""One machine: real processes, the trainer's as a gang, the builder's each for itself, watched until training ends.
+"""Local target: supervises the trainer's processes as a group and each builder process by itself until training ends.
 
 When a trainer process dies the others cannot go on (a collective would wait for it for ever), so all of them are ended
 and started again, on a new port. A builder process is started again by itself. Exit code 0 is an end; 2 an error in the
@@ -7,7 +7,7 @@ there is a pause that doubles, and after `spec.restarts` of them without progres
 Progress is a new checkpoint for the trainer, a new generation for a builder.
 
 Everything that a process prints goes to this terminal with its name before it, and to WORKDIR/logs/NAME.log. Read
-`Supervisor.run`, which looks at all processes once a `LOOK_SECONDS`; `Supervisor.in_background` does so for builders of
+`Supervisor.run`, which looks at all processes once a `POLL_SECONDS`; `Supervisor.in_background` does so for builders of
 a trainer that is this process.
 """
 
@@ -32,20 +32,26 @@ from realm_jax.console import go_silent
 from realm_jax.errors import USER_ERROR, UserError
 from realm_jax.host import PREEMPTED
 from realm_jax.launch.spec import Launch, choose, share
-from realm_jax.launch.status import expect, expect_none, newest_checkpoint, newest_generation, summary
+from realm_jax.launch.status import (
+    clear_expected_jobs,
+    newest_checkpoint,
+    newest_generation,
+    record_expected_jobs,
+    summary,
+)
 from realm_jax.refresh.status import BUILDER, TRAINER, process_name
-from realm_jax.storage import is_held, make_folder, only_one, open_folder, read_json, write_json_atomic
+from realm_jax.storage import exclusive_lock, is_held, make_folder, open_folder, read_json, write_json_atomic
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 0.2
+POLL_SECONDS = 0.2
 STATUS_SECONDS = 30.0  # between two lines about the run
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # before a failed job is started again
 SHORT_GRACE = 5.0  # seconds for what is left of a job that crashed: without the others it cannot save
 LONGEST_LINE = 1 << 16  # bytes
 PROGRAM = [sys.executable, "-m", "realm_jax.cli.main"]  # `realm` of this environment
-# Becomes the program of its arguments, and gets SIGTERM when the supervisor dies, whatever it dies of.
-TIED = (
+# Executes its arguments, and gets SIGTERM when the supervisor dies for any reason.
+EXIT_WITH_PARENT = (
     "import ctypes, os, signal, sys\n"
     "ctypes.CDLL(None).prctl(1, signal.SIGTERM)\n"  # PR_SET_PDEATHSIG
     f"os.getppid() == int(sys.argv[1]) or sys.exit({PREEMPTED})\n"
@@ -99,7 +105,7 @@ class Child:
     reader: threading.Thread
 
     def signal(self, number: int) -> None:
-        """To the process and all that it started, which may outlive it."""
+        """Send a signal to the process and its process group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
@@ -124,7 +130,7 @@ class Job:
 
 
 class Supervisor:
-    """Starts jobs and watches over them, in this thread or in one of its own; for a single use.
+    """Starts and supervises jobs, in this thread or in one of its own; for a single use.
 
     jobs: given a free port of this machine. restarts: failures without progress after which a job is given up.
     grace_seconds: from SIGTERM to SIGKILL. echo: whether the run and what its processes print are shown here.
@@ -136,7 +142,7 @@ class Supervisor:
         self._processes, self._workdir, self._echo = jobs, workdir, echo
         self._restarts, self._grace_seconds = restarts, grace_seconds
         folder = open_folder(workdir)
-        self._asked: list[int] = []  # signals that came
+        self._signals: list[int] = []  # signals that came
         self._fault: Exception | None = None  # why builders in the background ended
         self._told_at = time.monotonic()
         self._print = threading.Lock()
@@ -157,11 +163,11 @@ class Supervisor:
         """
         signals = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
         heard = [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]  # else nohup's, or &'s
-        before = {number: signal.signal(number, self._hear) for number in heard}
+        before = {number: signal.signal(number, self._on_signal) for number in heard}
         try:
             self._watch()
-            if self._asked:
-                logger.warning("%s: saving and ending", signal.Signals(self._asked[0]).name)
+            if self._signals:
+                logger.warning("%s: saving and ending", signal.Signals(self._signals[0]).name)
         finally:
             self._end_all()
             for number, handler in before.items():
@@ -177,7 +183,7 @@ class Supervisor:
         try:
             yield
         finally:
-            self._asked.append(signal.SIGTERM)
+            self._signals.append(signal.SIGTERM)
             watcher.join()
             if self._fault:
                 raise self._fault
@@ -191,17 +197,17 @@ class Supervisor:
                     raise UserError(f"{job.name} failed; no index will arrive. {log} says why")
         except Exception as fault:  # also a defect: training would wait for an index that no builder makes
             self._fault = fault
-            if not self._asked:
+            if not self._signals:
                 os.kill(os.getpid(), signal.SIGTERM)
         finally:
             self._end_all()
 
     def _watch(self) -> None:
-        while not self._asked and not self._is_over():
+        while not self._signals and not self._is_over():
             for job in self._jobs:
-                self._look_after(job)
-            self._tell()
-            time.sleep(LOOK_SECONDS)
+                self._check_job(job)
+            self._log_status()
+            time.sleep(POLL_SECONDS)
 
     def _end_all(self) -> None:
         self._finish([child for job in self._jobs for child in job.children], self._grace_seconds)
@@ -218,21 +224,21 @@ class Supervisor:
 
     def _code(self) -> int:
         """The exit code of it all: what a signal means, else the trainer's, else the first that is not 0."""
-        if self._asked:
-            return INTERRUPTED if self._asked[0] == signal.SIGINT else PREEMPTED
+        if self._signals:
+            return INTERRUPTED if self._signals[0] == signal.SIGINT else PREEMPTED
         code = next((job.code for job in self._jobs if job.code), 0)
         return 128 - code if code < 0 else code  # as shells tell a signal
 
-    def _hear(self, number: int, _frame: FrameType | None) -> None:
-        self._asked.append(number)
-        if len(self._asked) > 1:  # once more: no time left for saving
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self._signals.append(number)
+        if len(self._signals) > 1:  # a second signal: stop without saving
             for child in [child for job in self._jobs for child in job.children]:
                 child.signal(signal.SIGKILL)
 
     # ---- one job
 
-    def _look_after(self, job: Job) -> None:
-        """Start it, or see how it ended."""
+    def _check_job(self, job: Job) -> None:
+        """Start the job, or handle its exit."""
         if job.is_over:
             return
         if not job.children:
@@ -244,7 +250,7 @@ class Supervisor:
             self._finish(job.children, SHORT_GRACE)
             self._ended(job, 0)
         elif any(codes):
-            cause = _cause(codes)
+            cause = _overall_exit_code(codes)
             self._finish(job.children, self._grace_seconds if cause == PREEMPTED else SHORT_GRACE)
             mistaken = any(child.process.returncode == USER_ERROR for child in job.children)
             self._failed(job, USER_ERROR if mistaken else cause)
@@ -259,15 +265,17 @@ class Supervisor:
             return
         pause = 0.0
         if code != PREEMPTED:
-            moved = self._tried(job.reached, job.progress) != job.progress
+            moved = self._try_read(job.reached, job.progress) != job.progress
             job.failures = 1 if moved else job.failures + 1
             if job.failures > self._restarts:
-                logger.error("%s: %s; failures without progress: %d; given up", job.name, _how(code), job.failures)
+                logger.error(
+                    "%s: %s; failures without progress: %d; given up", job.name, _describe_exit(code), job.failures
+                )
                 self._ended(job, code)
                 return
             pause = min(FIRST_PAUSE * 2.0 ** (job.failures - 1), LONGEST_PAUSE)
         job.children, job.resume_at = [], time.monotonic() + pause
-        logger.warning("%s: %s; starting it again in %g s", job.name, _how(code), pause)
+        logger.warning("%s: %s; starting it again in %g s", job.name, _describe_exit(code), pause)
 
     def _ended(self, job: Job, code: int) -> None:
         job.code, job.over_at, job.children = code, time.monotonic(), []
@@ -285,24 +293,24 @@ class Supervisor:
             child.process.wait()
             child.reader.join(5)
 
-    def _tell(self) -> None:
+    def _log_status(self) -> None:
         if self._echo and time.monotonic() - self._told_at > STATUS_SECONDS:
             self._told_at = time.monotonic()
-            logger.info("%s", self._tried(self._summary, "no news of the run"))
+            logger.info("%s", self._try_read(self._summary, "status unknown"))
 
-    def _tried(self, look: Callable[[], _T], otherwise: _T) -> _T:
-        """What a look at the work directory gives. Nothing that is wrong there is a reason to end a run."""
+    def _try_read(self, look: Callable[[], _T], otherwise: _T) -> _T:
+        """The result of reading the work directory. An error there is logged and never ends the run."""
         try:
             return look()
         except Exception as fault:
-            logger.warning("%s: cannot be looked at (%s)", self._workdir, fault)
+            logger.warning("%s: cannot be read (%s)", self._workdir, fault)
             return otherwise
 
     # ---- processes
 
     def _start(self, job: Job) -> None:
         """Raises UserError; what was started by then is among the job's children."""
-        job.progress = self._tried(job.reached, job.progress)
+        job.progress = self._try_read(job.reached, job.progress)
         for process in self._processes(_free_port())[job.name]:
             try:
                 job.children.append(self._spawn(process))
@@ -312,7 +320,7 @@ class Supervisor:
     def _spawn(self, process: Process) -> Child:
         log = open(self._workdir / "logs" / f"{process.name}.log", "ab", buffering=0)
         started = subprocess.Popen(
-            [sys.executable, "-IS", "-c", TIED, str(os.getpid()), *PROGRAM, *process.words[1:]],
+            [sys.executable, "-IS", "-c", EXIT_WITH_PARENT, str(os.getpid()), *PROGRAM, *process.words[1:]],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -327,7 +335,7 @@ class Supervisor:
 
     def _copy(self, name: str, stream: IO[bytes], log: IO[bytes]) -> None:
         """Every line of a process, to its log and, with its name, to this terminal. Where one of them takes no more it
-        is passed over: a process whose lines nobody takes would stand still."""
+        is skipped: a process whose lines nobody takes would stand still."""
         with stream, log:
             while piece := stream.readline(LONGEST_LINE):
                 line = piece if piece.endswith(b"\n") else piece + b"\n"
@@ -346,12 +354,12 @@ class Supervisor:
             go_silent()
 
 
-def _cause(codes: Sequence[int | None]) -> int:
-    """The exit code that decides where several ended: a mistake, else a failure, else a preemption."""
+def _overall_exit_code(codes: Sequence[int | None]) -> int:
+    """The exit code of several processes: that of a user error, else a failure, else a preemption."""
     return min((code for code in codes if code), key=lambda code: {USER_ERROR: 0, PREEMPTED: 2}.get(code, 1))
 
 
-def _how(code: int) -> str:
+def _describe_exit(code: int) -> str:
     return f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
@@ -391,14 +399,14 @@ class Local:
         """Run it here, until it ends; the exit code."""
         self._check()
         make_folder(self._logs, "--workdir")
-        with only_one(self._logs):
+        with exclusive_lock(self._logs):
             record = _Running(os.getpid(), self._launch.spec.grace_seconds)
             write_json_atomic(self._logs / RECORD, record._asdict())
-            expect(self._launch.workdir, list(processes(self._launch, 0)))
+            record_expected_jobs(self._launch.workdir, list(processes(self._launch, 0)))
             try:
                 code = Supervisor.of(self._launch).run()
                 if code == INTERRUPTED:  # Ctrl-C is a stop; a signal of the machine is not
-                    expect_none(self._launch.workdir)
+                    clear_expected_jobs(self._launch.workdir)
                 return code
             finally:
                 (self._logs / RECORD).unlink(missing_ok=True)
@@ -427,7 +435,7 @@ class Local:
         while is_held(self._logs):
             if time.monotonic() > until:
                 raise UserError(f"process {found.pid} does not end; look into {self._logs}")
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
         print(f"{self._launch.spec.name}: stopped")
 
     def delete(self) -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 from realm_jax.errors import UserError
 from realm_jax.host import PREEMPTED
 from realm_jax.launch.cloud import CloudTarget, Resource
-from realm_jax.launch.spec import MOUNTED, Launch, Part, choose, parts
-from realm_jax.launch.status import expect
-from realm_jax.launch.tools import call, call_json, stream
+from realm_jax.launch.spec import MOUNTED, JobSpec, Launch, choose, job_specs
+from realm_jax.launch.status import record_expected_jobs
+from realm_jax.launch.tools import call_json, run_tool, stream
 from realm_jax.refresh.status import TRAINER
 
 SERVICE = "realm"
@@ -100,7 +100,7 @@ systemctl start {service}
 """
 
 
-def startup_script(launch: Launch, part: Part) -> str:
+def startup_script(launch: Launch, part: JobSpec) -> str:
     """What a machine does at every boot."""
     return SCRIPT.format(
         mount=f"{MOUNTED}/{launch.bucket}",
@@ -131,7 +131,7 @@ class QueuedResources(CloudTarget):
     kind = "queued resource"
 
     def __init__(self, launch: Launch) -> None:
-        """Raises UserError where nothing says which project and zone are meant."""
+        """Raises UserError if nothing says which project and zone are meant."""
         super().__init__(launch)
         self._cloud = launch.spec.gcloud
         for key in ("project", "zone"):
@@ -141,36 +141,36 @@ class QueuedResources(CloudTarget):
     def plan(self) -> str:
         """All that would be sent, as the commands that send it."""
         lines = []
-        for part in parts(self._launch):
+        for part in job_specs(self._launch):
             script = f"{self._name(part.name)}.sh"
             lines.append(f"# {script}\n{startup_script(self._launch, part)}")
             lines.append(f"{shlex.join(self.create(part, script))}\n")
         return "\n".join(lines)
 
     def start(self) -> None:
-        """Ask for what is not there, and start the service again where machines are. Raises UserError for what has
-        lost its machines, or was asked for with other settings: before anything is created."""
+        """Create what is missing, and restart the service on existing machines. Raises UserError, before anything is
+        created, for a resource that has lost its machines or was created with other settings."""
         there = {_name_of(item): item for item in self._list()}
-        wanted = parts(self._launch)
+        wanted = job_specs(self._launch)
         for part in wanted:
-            self._check_there(part, there.get(self._name(part.name)))
-        expect(self._launch.workdir, [part.name for part in wanted])
+            self._check_state(part, there.get(self._name(part.name)))
+        record_expected_jobs(self._launch.workdir, [part.name for part in wanted])
         faults = []
         for part in wanted:
             name = self._name(part.name)
             if name not in there:
                 self._create(part)
-                print(f"queued resource {name}: asked for")
+                print(f"queued resource {name}: requested")
             elif _state(there[name]) == "ACTIVE":
-                missed = self._everywhere([there[name]], on_machine("start"))
-                print(f"queued resource {name}: {'not reached' if missed else 'told to run'}")
+                missed = self._run_on_all([there[name]], on_machine("start"))
+                print(f"queued resource {name}: {'not reached' if missed else 'restarted'}")
                 faults += missed
             else:
                 print(f"queued resource {name}: is there already, {_state(there[name]).lower()}")
         _raise(faults)
 
-    def create(self, part: Part, script: str) -> list[str]:
-        """The command that asks for one. script: file of its startup script."""
+    def create(self, part: JobSpec, script: str) -> list[str]:
+        """The command that creates one. script: file of its startup script."""
         cloud, chips, name = self._cloud, part.slice, self._name(part.name)
         several = part.slices > 1
         nodes = [f"--node-count={part.slices}", f"--node-prefix={name}"] if several else [f"--node-id={name}"]
@@ -192,12 +192,13 @@ class QueuedResources(CloudTarget):
         return stream(self._ssh(node, "0", command))
 
     def stop(self) -> None:
-        """SIGTERM to every container, which saves; the machines stay. All are told before any is waited for, so that
-        no slice takes another's end for a preemption. Raises UserError, once all were told, for what does not stop."""
+        """SIGTERM to every container, which saves; the machines stay. All are signalled before any is waited for, so
+        that no slice takes another's exit for a preemption. Raises UserError, once all were signalled, for any that
+        does not stop."""
         there = self._own()
         active = [item for item in there.values() if _state(item) == "ACTIVE"]
-        self._everywhere(active, on_machine("stop --no-block"))
-        _raise(self._everywhere(active, on_machine("stop")))
+        self._run_on_all(active, on_machine("stop --no-block"))
+        _raise(self._run_on_all(active, on_machine("stop")))
         for name, item in there.items():
             done = "stopped; its machines stay" if item in active else f"is {_state(item).lower()}; it can be deleted"
             print(f"queued resource {name}: {done}")
@@ -206,14 +207,14 @@ class QueuedResources(CloudTarget):
         """Give all machines of the run back; the work directory stays."""
         for name in self._own():
             words = [*GROUP, "queued-resources", "delete", name, *self._where(), "--force", "--async"]
-            call(words, f"queued resource {name}")
+            run_tool(words, f"queued resource {name}")
             print(f"queued resource {name}: is being removed")
 
     # ---- what is there
 
-    def _check_there(self, part: Part, item: Resource | None) -> None:
+    def _check_state(self, part: JobSpec, item: Resource | None) -> None:
         advice = (
-            "wait until `realm launch delete` has removed it, then start again: training goes on from its checkpoint"
+            "wait until `realm launch delete` has removed it, then start again: training resumes from its checkpoint"
         )
         if item is None:
             return
@@ -221,7 +222,7 @@ class QueuedResources(CloudTarget):
             raise UserError(f"queued resource {_name_of(item)}: is {_state(item).lower()}; {advice}")
         kept = _script(item)
         if kept is not None and kept.strip() != startup_script(self._launch, part).strip():
-            raise UserError(f"queued resource {_name_of(item)}: was asked for with other settings; {advice}")
+            raise UserError(f"queued resource {_name_of(item)}: was created with other settings; {advice}")
 
     def _list(self) -> list[Resource]:
         # Without "" its parentheses would group terms.
@@ -250,18 +251,18 @@ class QueuedResources(CloudTarget):
 
     # ---- commands
 
-    def _create(self, part: Part) -> None:
+    def _create(self, part: JobSpec) -> None:
         with tempfile.TemporaryDirectory() as folder:
             script = Path(folder) / "startup.sh"
             script.write_text(startup_script(self._launch, part))
-            call(self.create(part, str(script)), f"queued resource {self._name(part.name)}")
+            run_tool(self.create(part, str(script)), f"queued resource {self._name(part.name)}")
 
-    def _everywhere(self, items: list[Resource], command: str) -> list[str]:
+    def _run_on_all(self, items: list[Resource], command: str) -> list[str]:
         """Run a command on every machine of some resources; what went wrong where."""
         faults = []
         for node in [node for item in items for node in self._nodes(item)]:
             try:
-                call(self._ssh(node, "all", command), f"machines of {node}")
+                run_tool(self._ssh(node, "all", command), f"machines of {node}")
             except UserError as fault:
                 faults.append(str(fault))
         return faults
@@ -286,7 +287,7 @@ def _spec(item: Resource) -> Resource:
 
 
 def _script(item: Resource) -> str | None:
-    """The startup script with which it was asked for, where it is told."""
+    """The startup script that it was created with, if known."""
     kept = _node(item).get("metadata", {}).get("startup-script")
     return None if kept is None else str(kept)
 
@@ -296,7 +297,7 @@ def _node(item: Resource) -> Resource:
 
 
 def _raise(faults: list[str]) -> None:
-    """Raise UserError where something went wrong; the first says what."""
+    """Raise UserError if something went wrong; the first says what."""
     if faults:
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
         raise UserError(f"{faults[0]}{more}")

@@ -18,13 +18,13 @@ SMALL_CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")
 class Generation:
     """A version of TPUs.
 
-    accelerator: GKE's name. gcloud: its name; a slice's has a number behind it, which counts `counted` for every chip.
-    runtime: image of its machines.
+    accelerator: GKE's name. gcloud: its name; a slice's has a number behind it, which counts `cores_per_chip` for every
+    chip. runtime: image of its machines.
     """
 
     accelerator: str
     gcloud: str
-    counted: int
+    cores_per_chip: int
     runtime: str
 
 
@@ -67,11 +67,11 @@ class Slice:
 
     @property
     def gcloud(self) -> str:
-        """The accelerator type with which gcloud is asked for the `usual` slice of as many chips."""
-        return f"{self.generation.gcloud}-{self.chips * self.generation.counted}"
+        """The accelerator type with which gcloud is asked for the `default_topology` slice of as many chips."""
+        return f"{self.generation.gcloud}-{self.chips * self.generation.cores_per_chip}"
 
     @property
-    def usual(self) -> "Slice":
+    def default_topology(self) -> "Slice":
         """The most compact one of as many chips, which is what an accelerator type of so many means."""
         if self.version != "v5p" or self.topology in SMALL_CUBES:
             return self

@@ -19,7 +19,7 @@ from realm_jax.schema import NOT_NEGATIVE, check_values, help_text, key, one_of,
 BUCKET = "gs://"
 MOUNTED = "/realm"  # where the containers see buckets
 # A trainer may wait for machines, or measure baselines, for longer than a builder that is started by hand should wait.
-PATIENT = "--wait"
+WAIT_FOREVER = "--wait"
 LABEL = re.compile(r"[a-z]([-a-z0-9]{0,28}[a-z0-9])?")  # a pod's name is this, job, numbers and more: 63 at most
 IMAGE = re.compile(r"[a-zA-Z0-9][-\w./:@]*")
 
@@ -124,7 +124,7 @@ class Launch(NamedTuple):
 
     def command(self, job: str, *process: str) -> list[str]:
         """The command of a process of 'trainer' or 'builder'. process: its flags of processes."""
-        program, patient = ("train", []) if job == TRAINER else ("build-index", [PATIENT])
+        program, patient = ("train", []) if job == TRAINER else ("build-index", [WAIT_FOREVER])
         config = [f"--config={self.config}"] if self.config else []
         # Trainer and builder meet in the bucket itself; what they say of that comes last, so that it counts.
         shared = [f"--config.refresh.shared={self.workdir}"] if self.is_remote else []
@@ -146,7 +146,7 @@ class Launch(NamedTuple):
         return self.workdir.replace(BUCKET, f"{MOUNTED}/", 1) if self.is_remote else self.workdir
 
 
-class Part(NamedTuple):
+class JobSpec(NamedTuple):
     """What a cloud creates, restarts and ends by itself. job: 'trainer' or 'builder'; words: of its command."""
 
     name: str
@@ -156,12 +156,12 @@ class Part(NamedTuple):
     words: list[str]
 
 
-def parts(launch: Launch) -> list[Part]:
+def job_specs(launch: Launch) -> list[JobSpec]:
     """The parts of a launch in a cloud: the trainer on all its slices, and a builder on each of its own."""
     slices, count, chips = launch.spec.trainer.slices, launch.spec.builder.slices, launch.slice(BUILDER)
-    trainer = Part(TRAINER, TRAINER, launch.slice(TRAINER), slices, launch.command(TRAINER, "--processes=auto"))
+    trainer = JobSpec(TRAINER, TRAINER, launch.slice(TRAINER), slices, launch.command(TRAINER, "--processes=auto"))
     builders = [
-        Part(process_name(BUILDER, number), BUILDER, chips, 1, launch.command(BUILDER, *share(number, count)))
+        JobSpec(process_name(BUILDER, number), BUILDER, chips, 1, launch.command(BUILDER, *share(number, count)))
         for number in range(count)
     ]
     return [trainer, *builders]
@@ -193,5 +193,5 @@ def describe(spec: ConfigDict, config: str, overrides: Sequence[str], workdir: s
         if "\n" in override:
             raise UserError(f"{override.partition('=')[0]}: a value of one line is needed; set it in a config file")
     launch = Launch(spec, config, tuple(overrides), workdir.rstrip("/") or workdir)
-    parts(launch)  # raises for a slice that there is not
+    job_specs(launch)  # raises for a slice that there is not
     return launch

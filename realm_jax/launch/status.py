@@ -1,7 +1,7 @@
-"""How a run is doing, from its work directory alone: the same for every target, from any machine that sees the folder.
+"""The status of a run, from its work directory alone: for every target, from any machine that can read the folder.
 
-A job that is alive writes its status every HEARTBEAT_SECONDS. Nobody compares clocks: who looks, looks for two of them,
-and a counter that did not move by then is late. Which jobs should live is what `expect` wrote down when they were
+A job that is alive writes its status every HEARTBEAT_SECONDS. Clocks are never compared: a job whose counter does not
+move within two heartbeats is late. Which jobs should be running is recorded by `record_expected_jobs` when they are
 started.
 """
 
@@ -19,9 +19,9 @@ from realm_jax.storage import Damaged, Folder, open_folder
 
 logger = logging.getLogger(__name__)
 
-PATIENCE = 2 * HEARTBEAT_SECONDS
+STALE_AFTER = 2 * HEARTBEAT_SECONDS
 EXPECTED = "jobs/expected.json"  # {"jobs": names of those that should live}
-UNHEARD = Status("", stage="not heard of", counter=-1)
+NEVER_STARTED = Status("", stage="never started", counter=-1)
 
 
 class Progress(NamedTuple):
@@ -42,7 +42,7 @@ class JobState(NamedTuple):
 
 
 class RunState(NamedTuple):
-    """A run as `look` saw it. generation: step of the newest index, −1 for none."""
+    """A run as `poll` saw it. generation: step of the newest index, −1 for none."""
 
     progress: Progress
     jobs: list[JobState]
@@ -57,8 +57,8 @@ class RunState(NamedTuple):
 # ---- which jobs should live
 
 
-def expect(workdir: str, jobs: Sequence[str]) -> None:
-    """Write down which jobs are being started, and forget those that an earlier start had, and those that were done.
+def record_expected_jobs(workdir: str, jobs: Sequence[str]) -> None:
+    """Record which jobs are being started, and clear those of an earlier start, and those that were done.
 
     The trainer's status stays, but that it is not done: it says which run this is, and what of its indexes is needed.
     Raises UserError for a folder that cannot be written to.
@@ -73,8 +73,8 @@ def expect(workdir: str, jobs: Sequence[str]) -> None:
     folder.write_json(EXPECTED, {"jobs": list(jobs)})
 
 
-def expect_none(workdir: str) -> None:
-    """Write down that all jobs were stopped. They are, so that a folder out of reach is a warning."""
+def clear_expected_jobs(workdir: str) -> None:
+    """Record that all jobs were stopped. An unreachable folder is only a warning."""
     try:
         open_folder(workdir).write_json(EXPECTED, {"jobs": []})
     except UserError as fault:
@@ -82,7 +82,7 @@ def expect_none(workdir: str) -> None:
 
 
 def _expected(folder: Folder) -> list[str] | None:
-    """None where nobody wrote it down."""
+    """None if not recorded."""
     found = _object(folder, EXPECTED).get("jobs")
     return [str(name) for name in found] if isinstance(found, list) else None
 
@@ -90,27 +90,27 @@ def _expected(folder: Folder) -> list[str] | None:
 # ---- looking
 
 
-def look(folder: Folder, wait: Callable[[float], None] = time.sleep) -> RunState:
+def poll(folder: Folder, wait: Callable[[float], None] = time.sleep) -> RunState:
     """The state of a run; takes PATIENCE when a job has no heartbeat, and less when all do."""
     shared, expected = _shared(folder), _expected(folder)
     wanted = [TRAINER] if expected is None else expected
     before = _statuses(shared, wanted)
     now, waited = before, 0.0
-    while waited < PATIENCE and any(_still(name, one, before) for name, one in now.items()):
+    while waited < STALE_AFTER and any(_is_stale(name, one, before) for name, one in now.items()):
         wait(0.5)
         waited += 0.5
         now = _statuses(shared, wanted)
     jobs = []
     for name, one in now.items():
         silent = "late" if expected is None or name in expected else "stopped"
-        jobs.append(JobState(name, one, "done" if one.done else silent if _still(name, one, before) else "alive"))
+        jobs.append(JobState(name, one, "done" if one.done else silent if _is_stale(name, one, before) else "alive"))
     built = [export_step(name) for name in generation_names(shared)]
     return RunState(progress(folder), jobs, max(built, default=-1))
 
 
 def progress(folder: Folder) -> Progress:
     """Where a run stands, as far as can be read."""
-    for task in reversed(_tasks(folder)):  # one that has just begun has told nothing yet
+    for task in reversed(_tasks(folder)):  # a task that has just started has no records yet
         if metrics := _last_line(folder, f"{task}/metrics.jsonl"):
             return Progress(task, newest_checkpoint(folder), metrics)
     return Progress("", newest_checkpoint(folder), {})
@@ -132,7 +132,7 @@ def newest_generation(folder: Folder) -> str:
     return next(whole, "")
 
 
-def _still(name: str, now: Status, before: dict[str, Status]) -> bool:
+def _is_stale(name: str, now: Status, before: dict[str, Status]) -> bool:
     """Whether a job has said nothing new since."""
     return not now.done and name in before and before[name].counter == now.counter
 
@@ -141,7 +141,7 @@ def _statuses(folder: Folder, wanted: Sequence[str] = ()) -> dict[str, Status]:
     """What the jobs say of themselves, the trainer first, and those that are wanted in any case."""
     names = [name.removesuffix(".json") for name in folder.names("jobs") if name.endswith(".json")]
     found = {name: read_status(folder, name) for name in (TRAINER, *names) if name.startswith((TRAINER, BUILDER))}
-    return dict.fromkeys(wanted, UNHEARD) | {name: one for name, one in found.items() if one is not None}
+    return dict.fromkeys(wanted, NEVER_STARTED) | {name: one for name, one in found.items() if one is not None}
 
 
 def _object(folder: Folder, name: str) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def summary(folder: Folder) -> str:
 
 def one_line(found: Progress, jobs: list[tuple[str, Status]]) -> str:
     """Step, loss and speed, the index's age, the last checkpoint, and what the builders do."""
-    parts = ["nothing trained yet"]
+    parts = ["not started"]
     if found.metrics:
         numbers = {name: value for name, value in found.metrics.items() if isinstance(value, int | float)}
         parts = [f"{found.task} step {numbers.get('step')}"]
@@ -197,7 +197,7 @@ def one_line(found: Progress, jobs: list[tuple[str, Status]]) -> str:
 
 
 def describe_status(name: str, status: Status) -> str:
-    """What a job is at, in words."""
+    """A job's stage in words."""
     if status.done:
         return "done"
     return f"{status.stage} {status.step}" if status.step >= 0 and name != TRAINER else status.stage

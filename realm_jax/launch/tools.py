@@ -1,4 +1,4 @@
-"""gcloud and kubectl: the only place that calls them. What they complain of becomes one line that says what to do."""
+"""The only callers of gcloud and kubectl. Their errors become one line that says what to do."""
 
 import json
 import re
@@ -14,17 +14,17 @@ INSTALL = {
     "kubectl": "install it (`gcloud components install kubectl`) and run `gcloud container clusters get-credentials`",
 }
 # What their messages have in common over versions, and what a user does about it; the first that is found counts.
-KNOWN = (
+ERROR_HINTS = (
     (r"gke-gcloud-auth-plugin.*(not found|not installed|executable)|executable gke-gcloud-auth-plugin",
-     "kubectl cannot log in; run `gcloud components install gke-gcloud-auth-plugin`, then repeat the command"),
+     "kubectl cannot log in; run `gcloud components install gke-gcloud-auth-plugin`, then run the command again"),
     (r"do not currently have an active account|[Rr]eauthentication|invalid_grant|credentials.*(expired|not found)",
-     "not logged in; run `gcloud auth login`, then repeat the command"),
+     "not logged in; run `gcloud auth login`, then run the command again"),
     (r"must be logged in to the server|Unauthorized",
-     "kubectl is not logged in; run `gcloud container clusters get-credentials CLUSTER`, then repeat the command"),
+     "kubectl is not logged in; run `gcloud container clusters get-credentials CLUSTER`, then run the command again"),
     (r"context.*does not exist|no context exists|current-context is not set",
      "kubectl has no such context; see `kubectl config get-contexts`, and set spec.kubernetes.context"),
     (r"API has not been used|SERVICE_DISABLED|API.*is (disabled|not enabled)",
-     "the project does not use this API yet; run `gcloud services enable tpu.googleapis.com`, then repeat the command"),
+     "the project does not use this API yet; run `gcloud services enable tpu.googleapis.com`, then try again"),
     (r"[Qq]uota|RESOURCE_EXHAUSTED",
      "over the project's quota; ask for more (console: IAM > Quotas), or name another zone, capacity or slice"),
     (r"Permission '?locations/|Permission denied on 'locations/|[Ii]nvalid.*zone|location.*(not found|NOT_FOUND)|"
@@ -35,31 +35,31 @@ KNOWN = (
     (r"ALREADY_EXISTS|AlreadyExists|already exists",
      "is there already; see `realm launch status`, and remove it with `realm launch delete`, or set spec.name"),
     (r"SUSPENDED|SUSPENDING|state FAILED",
-     "lost its machines; remove it with `realm launch delete`, then start again: training goes on from its checkpoint"),
+     "lost its machines; remove it with `realm launch delete`, then start again: training resumes from its checkpoint"),
     (r'no matches for kind "JobSet"|have a resource type "jobset',
      "the cluster has no JobSet; install it as docs/launch.md says"),
     (r"namespaces? .*not found", "there is no such namespace; make it, or set spec.kubernetes.namespace"),
     (r"field is immutable|Value is immutable",
      "runs already with other settings; remove it with `realm launch delete`, then start again"),
     (r"[Uu]nable to connect|connection.*refused|no such host|i/o timeout|timed? ?out|deadline exceeded",
-     "cannot be reached; check the network and the cluster's name, then repeat the command"),
+     "cannot be reached; check the network and the cluster's name, then run the command again"),
     (r"NOT_FOUND|NotFound|not found", "is not there; see `realm launch status`"),
 )  # fmt: skip
 
 
-def call(words: Sequence[str], about: str, stdin: str | None = None) -> str:
-    """What a tool prints. about: what is asked, for messages. Raises UserError, with what to do, where it fails."""
+def run_tool(words: Sequence[str], about: str, stdin: str | None = None) -> str:
+    """What a tool prints. about: the request, for messages. Raises UserError, with what to do, where it fails."""
     _require(words[0])
     # Never this terminal as its input: a question would wait for ever.
     done = subprocess.run(list(words), input=stdin or "", capture_output=True, text=True, check=False)
     if done.returncode:
-        raise UserError(explain(words[0], about, done.stderr or done.stdout))
+        raise UserError(explain_error(words[0], about, done.stderr or done.stdout))
     return done.stdout
 
 
 def call_json(words: Sequence[str], about: str) -> Any:
-    """The JSON that a tool prints; see `call`."""
-    reply = call(words, about)
+    """The JSON that a tool prints; see `run_tool`."""
+    reply = run_tool(words, about)
     try:
         return json.loads(reply)
     except ValueError:
@@ -77,9 +77,9 @@ def _require(tool: str) -> None:
         raise UserError(f"{tool} is not installed; {INSTALL[tool]}")
 
 
-def explain(tool: str, about: str, complaint: str) -> str:
-    """One line for what a tool complains of."""
-    reply = " ".join(complaint.split())
-    advice = next((advice for pattern, advice in KNOWN if re.search(pattern, reply)), None)
-    reason = reply.removeprefix("ERROR: ")[:300] or "it failed without a word"
+def explain_error(tool: str, about: str, stderr: str) -> str:
+    """One line for a tool's error."""
+    reply = " ".join(stderr.split())
+    advice = next((advice for pattern, advice in ERROR_HINTS if re.search(pattern, reply)), None)
+    reason = reply.removeprefix("ERROR: ")[:300] or "it failed without a message"
     return f"{about}: {advice} ({tool}: {reason})" if advice else f"{about}: {tool} failed: {reason}"

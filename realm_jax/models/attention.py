@@ -58,7 +58,7 @@ def _scores(query: Array, key: Array, mask: Array) -> Array:
 
 
 def _attend_forward(query: Array, key: Array, value: Array, mask: Array) -> tuple[Array, tuple[Array, ...]]:
-    """What is attended to, and all that the backward pass needs: of the scores the logarithm of their softmax's sum."""
+    """What is attended to, and the residuals of the backward pass; of the scores the log-sum-exp."""
 
     def one(entry: tuple[Array, ...]) -> tuple[Array, Array]:
         query, key, value, mask = entry

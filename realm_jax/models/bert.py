@@ -28,7 +28,8 @@ BASE_WIDTH, BASE_STDDEV = 768, 0.02  # BERT-base and its initialiser
 
 
 def initializer(width: int) -> nn.initializers.Initializer:
-    """Truncated normal with BERT's 0.02 at 768 features, scaled so that narrower models start as loud as BERT-base.
+    """Truncated normal with BERT's 0.02 at 768 features, scaled so that narrower models start with activations of
+    BERT-base's size.
 
     With 0.02 at 64 features attention starts almost uniform and the tied output almost flat; a tiny reader then takes
     several times longer to learn to copy from its passage.
@@ -45,14 +46,14 @@ def initializer_stddev(width: int) -> float:
 class BertConfig:
     """Sizes of one tower.
 
-    vocabulary_size: word pieces. max_length: longest sequence with a position embedding. dropout: probability, on
+    vocabulary_size: tokens. max_length: longest sequence with a position embedding. dropout: probability, on
     embeddings, attention and both residual branches. dtype: of the matrix products ('float32' or 'bfloat16');
     parameters, LayerNorm and softmax are float32 always. attention: a key of `attention.ATTENTION`. remat:
     'none' keeps all that the backward pass needs, 'dots' of a layer the results of products with parameters, 'layer'
     nothing of it. scan: layers but for the last are one compiled loop over their stacked parameters; the tree of
-    parameters stays as it is. hidden_act: what the feed-forward part bends its hidden features with (a key of
-    ACTIVATIONS). hidden: where hidden states [batch, length, width] live on a mesh; without it the
-    compiler may spread them like parameters, and keep whole batches on every device.
+    parameters stays as it is. hidden_act: the activation function of the feed-forward layers (a key of
+    ACTIVATIONS). hidden: the sharding of hidden states [batch, length, width]; without it the compiler may shard them
+    like parameters, and keep whole batches on every device.
     """
 
     vocabulary_size: int
@@ -83,7 +84,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {  # names as in Hugging Face
 }
 
 
-def product(left: Array, right: Array, *args: Any, **options: Any) -> Array:
+def dot_general_float32(left: Array, right: Array, *args: Any, **options: Any) -> Array:
     """`jax.lax.dot_general` that adds up in float32 and returns the dtype of `left`.
 
     In bfloat16 a CPU does it almost twice as fast as a product that is bfloat16 throughout; elsewhere it is the same.
@@ -107,7 +108,7 @@ def dense(
     return nn.Dense(
         features,
         dtype=dtype or config.dtype,
-        dot_general=product,
+        dot_general=dot_general_float32,
         kernel_init=nn.with_logical_partitioning(kernel_init or initializer(config.width), axes),
         bias_init=nn.with_logical_partitioning(nn.initializers.zeros_init(), (axes[1],)),
         name=name,
@@ -166,7 +167,7 @@ class Layer(nn.Module):
 
 
 class Bert(nn.Module):
-    """Embeddings and `config.layers` layers. Call it for hidden states; `attend_words` ties an output layer to it."""
+    """Embeddings and `config.layers` layers. Call it for hidden states; `tied_logits` ties an output layer to it."""
 
     config: BertConfig
 
@@ -193,17 +194,17 @@ class Bert(nn.Module):
         c = self.config
         x = self.words(ids) + self.segments(segments) + self.positions(jnp.arange(ids.shape[1]))[None]
         x = x if features is None else x + features
-        x = self._place(self.dropout(self.norm(x), deterministic=deterministic).astype(c.dtype))
+        x = self._constrain(self.dropout(self.norm(x), deterministic=deterministic).astype(c.dtype))
         if c.scan and len(self.blocks) > 2 and not self.is_initializing():
             x = self._scan(x, mask, deterministic)
         else:
             for block in self.blocks[:-1]:
-                x = self._place(block(x, x, mask, deterministic))
+                x = self._constrain(block(x, x, mask, deterministic))
         queries = x if positions is None else jnp.take_along_axis(x, positions[:, :, None], axis=1)
         return self.blocks[-1](queries, x, mask, deterministic)
 
-    def _place(self, x: Array) -> Array:
-        """Hidden states where they belong, if there are several devices and the batch can be divided so."""
+    def _constrain(self, x: Array) -> Array:
+        """Constrain the sharding of hidden states, if there are several devices and they divide the batch."""
         hidden = self.config.hidden
         if hidden is None or hidden.mesh.size == 1:
             return x
@@ -225,7 +226,7 @@ class Bert(nn.Module):
             params, key = own
             rngs = {} if key is None else {"dropout": key}
             x = Layer(c, parent=None).apply({"params": params}, x, x, mask, deterministic, rngs=rngs)  # type: ignore[assignment]
-            return self._place(x), None
+            return self._constrain(x), None
 
         if c.remat != "none":
             layer = jax.checkpoint(layer, policy=REMAT[c.remat], prevent_cse=False)
@@ -233,7 +234,7 @@ class Bert(nn.Module):
         keys = None if deterministic else jax.random.split(self.make_rng("dropout"), len(self.blocks) - 1)
         return jax.lax.scan(layer, x, (stacked, keys))[0]
 
-    def attend_words(self, hidden: Array) -> Array:
+    def tied_logits(self, hidden: Array) -> Array:
         """Float32 logits [..., vocabulary] of hidden states against the word embeddings (tied output layer)."""
         return jnp.einsum("...d,vd->...v", hidden.astype(jnp.float32), self.words.embedding.astype(jnp.float32))
 

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 
 from realm_jax.models.bert import Bert, BertConfig, Params, apply, dense, layer_norm
-from realm_jax.models.inputs import Documents, Sequences, document_sequences, query_sequences
+from realm_jax.models.inputs import Documents, EncoderInput, document_sequences, query_sequences
 from realm_jax.models.prompts import Template
 
 Array = jax.Array
 LOG_TEMPERATURE = "log_temperature"  # of the query tower's parameters
-SMALLEST_LENGTH = 1e-12  # that a vector is divided by, as in PyTorch
+MIN_NORM = 1e-12  # that a vector is divided by, as in PyTorch
 
 
 class Embedder(nn.Module):
@@ -48,7 +48,7 @@ class Embedder(nn.Module):
             axes, init = ("embed", "projection"), nn.initializers.glorot_uniform()
             vector = dense(self.projection, axes, self.config, "projection", init, jnp.float32)(vector)
         if self.normalization == "l2":
-            return unit(vector)
+            return l2_normalize(vector)
         if self.normalization == "none":
             return vector
         vector = layer_norm("projection_norm", self.norm_epsilon, self.norm_scale)(vector)
@@ -81,10 +81,10 @@ def masked_mean(hidden: Array, mask: Array) -> Array:
     return jnp.einsum("bld,bl->bd", hidden, weights) / jnp.maximum(weights.sum(axis=-1, keepdims=True), 1)
 
 
-def unit(vectors: Array) -> Array:
+def l2_normalize(vectors: Array) -> Array:
     """Vectors [..., size] divided by their length."""
     squares = jnp.square(vectors).sum(axis=-1, keepdims=True)
-    return vectors * jax.lax.rsqrt(jnp.maximum(squares, SMALLEST_LENGTH**2))
+    return vectors * jax.lax.rsqrt(jnp.maximum(squares, MIN_NORM**2))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,5 +163,5 @@ class Retriever:
         tower = params[self.embedder_names[-1]]
         return self._embed(tower, document_sequences(documents, self.passage_template), key)
 
-    def _embed(self, tower: Params, texts: Sequences, key: Array | None) -> Array:
+    def _embed(self, tower: Params, texts: EncoderInput, key: Array | None) -> Array:
         return apply(self.embedder, tower, tuple(texts), "__call__", key)

@@ -1,4 +1,4 @@
-"""Where a model of other programs lies, and which of its folders holds which network.
+"""Locating pretrained models, and which of their folders holds which network.
 
     FOLDER/model.safetensors            one BERT, for every network; with its heads, where it has them
     FOLDER/<network>/model.safetensors  one for each network, as `realm weights` writes them (`embedder`: both towers)
@@ -32,10 +32,10 @@ FETCHED = MODULES, PROMPTS, *FILES, *(f"[0-9]*_*/{name}" for name in FILES)
 SHARED, TOWERS, READER = "embedder", ("query_embedder", "document_embedder"), "reader"
 
 
-def local_source(name: str, flag: str = "config.init_from") -> Path:
+def resolve_model_path(name: str, flag: str = "config.init_from") -> Path:
     """The folder that `config.init_from`, or another flag, names. A model of the hub is fetched, or found in its cache.
 
-    Raises UserError where the hub cannot be asked, or has no such model, and for a package that is not installed.
+    Raises UserError if the hub cannot be asked, or has no such model, and for a package that is not installed.
     """
     if name.startswith(PACKAGE):
         return _package_folder(name, flag)
@@ -104,7 +104,7 @@ def tokenizer_folder(folder: Path, network: str = "") -> Path:
 
 
 def network_folder(folder: Path, network: str) -> Path | None:
-    """Where a network's weights lie; None where there are none for it. Raises UserError for two towers in place of the
+    """Where a network's weights lie; None if there are none for it. Raises UserError for two towers in place of the
     one of a model."""
     if is_model(folder):
         return folder

@@ -24,7 +24,7 @@ class Documents(NamedTuple):
     title_lengths: Array
 
 
-class Joint(NamedTuple):
+class ReaderInput(NamedTuple):
     """Queries joined with passages.
 
     ids, segments [..., joint length] int32; mask [..., joint length] bool, false on padding; body_start [...] int32:
@@ -50,7 +50,7 @@ def document_segments(documents: Documents) -> Array:
     return (after_title & (place < documents.lengths[..., None])).astype(jnp.int32)
 
 
-class Sequences(NamedTuple):
+class EncoderInput(NamedTuple):
     """What a tower reads: ids, segments [batch, length] int32; mask [batch, length] bool, false on padding."""
 
     ids: Array
@@ -58,7 +58,7 @@ class Sequences(NamedTuple):
     mask: Array
 
 
-def document_sequences(documents: Documents, template: Template | None = None) -> Sequences:
+def document_sequences(documents: Documents, template: Template | None = None) -> EncoderInput:
     """Document rows as a tower reads them: as they are, in two segments, or as one text that a template makes.
 
     The one text is `[CLS] before title between body [SEP]`, all in segment 0; a template without a title leaves titles
@@ -66,7 +66,7 @@ def document_sequences(documents: Documents, template: Template | None = None) -
     """
     ids = documents.ids.astype(jnp.int32)
     if template is None:
-        return Sequences(ids, document_segments(documents), token_mask(documents.lengths, ids.shape[-1]))
+        return EncoderInput(ids, document_segments(documents), token_mask(documents.lengths, ids.shape[-1]))
     front, gap = len(template.before), len(template.between)
     titles = documents.title_lengths.astype(jnp.int32)[:, None]
     shown = titles if template.titled else jnp.zeros_like(titles)
@@ -79,10 +79,10 @@ def document_sequences(documents: Documents, template: Template | None = None) -
     laid = jnp.where(place == 0, ids[:, :1], laid)
     lengths = documents.lengths.astype(jnp.int32) - 1 + (shown - titles)[:, 0] + front + gap
     mask = token_mask(lengths, place.shape[-1])
-    return Sequences(jnp.where(mask, laid, 0), jnp.zeros_like(laid), mask)
+    return EncoderInput(jnp.where(mask, laid, 0), jnp.zeros_like(laid), mask)
 
 
-def query_sequences(query: Array, lengths: Array, template: Template | None = None) -> Sequences:
+def query_sequences(query: Array, lengths: Array, template: Template | None = None) -> EncoderInput:
     """Queries `[CLS] text [SEP]` as a tower reads them, with a template's pieces before the text.
 
     query [batch, q] int, lengths [batch] → [batch, q + its pieces], all in segment 0.
@@ -92,7 +92,7 @@ def query_sequences(query: Array, lengths: Array, template: Template | None = No
         before = jnp.broadcast_to(jnp.array(template.before, jnp.int32), (ids.shape[0], len(template.before)))
         ids = jnp.concatenate([ids[:, :1], before, ids[:, 1:]], axis=-1)
         lengths = lengths + len(template.before)
-    return Sequences(ids, jnp.zeros_like(ids), token_mask(lengths, ids.shape[1]))
+    return EncoderInput(ids, jnp.zeros_like(ids), token_mask(lengths, ids.shape[1]))
 
 
 def _insert(ids: Array, place: Array, start: Array, pieces: tuple[int, ...]) -> Array:
@@ -109,7 +109,7 @@ def null_documents(batch: int, special: tuple[int, int]) -> Documents:
     return Documents(jnp.tile(row, (batch, 1)), jnp.full(batch, 3, jnp.int32), jnp.zeros(batch, jnp.int32))
 
 
-def join(query: Array, query_lengths: Array, documents: Documents, titles: bool = False) -> Joint:
+def reader_inputs(query: Array, query_lengths: Array, documents: Documents, titles: bool = False) -> ReaderInput:
     """`[CLS] query [SEP] body [SEP]` for each of an example's passages; with `titles`, `title [SEP]` before the body.
 
     query [batch, q] int; query_lengths [batch]; documents.ids [batch, k, d] → arrays [batch, k, q + d − 2], with titles
@@ -128,7 +128,7 @@ def join(query: Array, query_lengths: Array, documents: Documents, titles: bool 
     is_body = (in_body >= 0)[:, None] & mask
     ids = jnp.where(is_body, body, jnp.where(mask, front[:, None], 0))
     start = query_lengths[:, None] + body_offset - offset
-    return Joint(ids, is_body.astype(jnp.int32), mask, start, lengths)
+    return ReaderInput(ids, is_body.astype(jnp.int32), mask, start, lengths)
 
 
 def shift_left(x: Array, by: int) -> Array:
@@ -136,7 +136,7 @@ def shift_left(x: Array, by: int) -> Array:
     return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, by),), constant_values=-1)[..., by:] if by else x
 
 
-def contains(documents: Array, phrase: Array, phrase_lengths: Array) -> Array:
+def contains_phrase(documents: Array, phrase: Array, phrase_lengths: Array) -> Array:
     """Whether a run of pieces occurs in each passage.
 
     documents [batch, k, d] int, phrase [batch, p] int, phrase_lengths [batch]; → [batch, k] bool.
@@ -154,8 +154,8 @@ def contains(documents: Array, phrase: Array, phrase_lengths: Array) -> Array:
     return match.any(axis=-1) & (phrase_lengths > 0)[:, None]
 
 
-def hold_answers(documents: Documents, answers: Array, answer_lengths: Array, span_width: int) -> Array:
-    """Whether a passage's body has an answer that a span can be: the passages with a correct span in `find_answers`.
+def has_answer_span(documents: Documents, answers: Array, answer_lengths: Array, span_width: int) -> Array:
+    """Whether a passage's body has an answer that a span can be: the passages with a correct span in `answer_spans`.
 
     documents.ids [batch, k, d]; answers [batch, a, w] int, answer_lengths [batch, a] as there → [batch, k] bool.
     """
@@ -170,7 +170,7 @@ def hold_answers(documents: Documents, answers: Array, answer_lengths: Array, sp
     return match.any(axis=(2, 3))
 
 
-def find_answers(joint: Joint, answers: Array, answer_lengths: Array, span_width: int) -> tuple[Array, Array]:
+def answer_spans(joint: ReaderInput, answers: Array, answer_lengths: Array, span_width: int) -> tuple[Array, Array]:
     """The spans that may be answers, and those that are.
 
     answers [batch, a, w] int and answer_lengths [batch, a] (0: no answer; longer than span_width never matches).

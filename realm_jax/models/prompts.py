@@ -3,7 +3,7 @@
     'query: {text}'   'passage: {title} {text}'   'title: {title} | text: {text}'
 
 Slots are `{text}`, which comes last, and for passages `{title}`; a literal brace is written twice. A template becomes
-word pieces once, so that a step lays it around the stored pieces (`models/inputs.py`). That gives the pieces of the
+tokens once, so that a step lays it around the stored pieces (`models/inputs.py`). That gives the pieces of the
 whole text because words end at white space and at punctuation, which every literal therefore has to end in; it is
 tried out, as there are tokenizers that count the space to the word after it in another way.
 """
@@ -18,11 +18,11 @@ from realm_jax.errors import UserError
 
 TEXT, TITLE = "text", "title"
 SAMPLE = "a text"  # to try a template with
-Encode = Callable[[str], list[int]]  # text → ids of its word pieces, without special tokens
+Encode = Callable[[str], list[int]]  # text → ids of its tokens, without special tokens
 
 
 class Template(NamedTuple):
-    """Word pieces around a text: `before` title (or text, where `titled` is false) and `between` title and text."""
+    """Tokens around a text: `before` title (or text, where `titled` is false) and `between` title and text."""
 
     before: tuple[int, ...] = ()
     between: tuple[int, ...] = ()
@@ -86,7 +86,7 @@ def _separates(character: str) -> bool:
 
 
 def compiled(template: str, key: str, titles: bool, encode: Encode) -> Template:
-    """A template as word pieces. Raises UserError as `parse` does, and where a text has others behind a literal."""
+    """A template as tokens. Raises UserError as `parse` does, and where a text has others behind a literal."""
     before, between, titled = parse(template, key, titles)
     found = Template(tuple(encode(before.rstrip())), tuple(encode(between.strip())), titled)
     text = encode(SAMPLE)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from realm_jax.models.bert import ACTIVATIONS, Bert, BertConfig, Params, apply, dense, layer_norm
-from realm_jax.models.inputs import Joint
+from realm_jax.models.inputs import ReaderInput
 
 Array = jax.Array
 SPAN_NORM_EPSILON = 1e-3  # Keras's default, in the released reader
@@ -24,7 +24,7 @@ def span_size(width: int) -> int:
 
 
 class ReaderNetwork(nn.Module):
-    """`span_hidden`: size of a span's representation; `span_width`: longest answer in word pieces."""
+    """`span_hidden`: size of a span's representation; `span_width`: longest answer in tokens."""
 
     config: BertConfig
     span_hidden: int = SPAN_SIZE
@@ -66,7 +66,7 @@ class ReaderNetwork(nn.Module):
         """Before any normalisation."""
         hidden = self.bert(ids, segments, mask, positions=positions, deterministic=deterministic)
         hidden = self.mlm_norm(ACTIVATIONS[self.config.hidden_act](self.mlm_transform(hidden)))
-        return self.bert.attend_words(hidden) + self.mlm_bias
+        return self.bert.tied_logits(hidden) + self.mlm_bias
 
     def span_scores(self, ids: Array, segments: Array, mask: Array, deterministic: bool = True) -> Array:
         """Score of every span by its start and width, before any masking.
@@ -107,19 +107,19 @@ class Reader:
         ids, mask = jnp.zeros((1, 8), jnp.int32), jnp.ones((1, 8), bool)
         return {"reader": self.network.init(key, ids, ids, mask, method="initialise")["params"]}
 
-    def read_words(self, params: Params, joint: Joint, positions: Array, key: Array | None = None) -> Array:
+    def read_words(self, params: Params, joint: ReaderInput, positions: Array, key: Array | None = None) -> Array:
         """log p(·|z, x) at masked positions. joint arrays [batch, …], positions [batch, m] → [batch, m, vocabulary]."""
         inputs = (joint.ids, joint.segments, joint.mask, positions)
         return apply(self.network, params["reader"], inputs, "word_log_probabilities", key)
 
     def read_targets(
-        self, params: Params, joint: Joint, positions: Array, targets: Array, key: Array | None = None
+        self, params: Params, joint: ReaderInput, positions: Array, targets: Array, key: Array | None = None
     ) -> tuple[Array, Array]:
         """log p(target|z, x) at masked positions, float32 [batch, m], and whether no piece is likelier, bool."""
         inputs = (joint.ids, joint.segments, joint.mask, positions, targets)
         return apply(self.network, params["reader"], inputs, "target_log_probabilities", key)
 
-    def read_spans(self, params: Params, joint: Joint, key: Array | None = None) -> Array:
+    def read_spans(self, params: Params, joint: ReaderInput, key: Array | None = None) -> Array:
         """Span scores. joint arrays [batch, length] → [batch, length, span_width] float32."""
         inputs = (joint.ids, joint.segments, joint.mask)
         return apply(self.network, params["reader"], inputs, "span_scores", key)

@@ -18,7 +18,7 @@ import jax
 
 from realm_jax.models.bert import BertConfig, Params
 from realm_jax.models.encoder import Retriever
-from realm_jax.models.inputs import Joint
+from realm_jax.models.inputs import ReaderInput
 from realm_jax.models.reader import Reader
 
 Array = jax.Array
@@ -47,7 +47,7 @@ class Realm(Retriever):
 
     @property
     def span_width(self) -> int:
-        """Word pieces of the longest answer."""
+        """Tokens of the longest answer."""
         return self.reader.span_width
 
     def with_bert(self, **changes: Any) -> "Realm":
@@ -72,21 +72,21 @@ class Realm(Retriever):
         """Fresh float32 parameters."""
         return nn.unbox(self.init_boxed(key))
 
-    def read_words(self, params: Params, joint: Joint, positions: Array, key: Array | None = None) -> Array:
+    def read_words(self, params: Params, joint: ReaderInput, positions: Array, key: Array | None = None) -> Array:
         """As `Reader.read_words`."""
         return self.reader.read_words(params, joint, positions, key)
 
     def read_targets(
-        self, params: Params, joint: Joint, positions: Array, targets: Array, key: Array | None = None
+        self, params: Params, joint: ReaderInput, positions: Array, targets: Array, key: Array | None = None
     ) -> tuple[Array, Array]:
         """As `Reader.read_targets`."""
         return self.reader.read_targets(params, joint, positions, targets, key)
 
-    def read_spans(self, params: Params, joint: Joint, key: Array | None = None) -> Array:
+    def read_spans(self, params: Params, joint: ReaderInput, key: Array | None = None) -> Array:
         """As `Reader.read_spans`."""
         return self.reader.read_spans(params, joint, key)
 
 
-def flatten_joint(joint: Joint) -> Joint:
+def flatten_passages(joint: ReaderInput) -> ReaderInput:
     """[batch, k, …] → [batch · k, …]."""
-    return Joint(*(x.reshape(-1, *x.shape[2:]) for x in joint))
+    return ReaderInput(*(x.reshape(-1, *x.shape[2:]) for x in joint))

@@ -8,8 +8,8 @@
 In: which network a folder describes, as keys of the config's section `encoder`, and where its weights lie; what cannot
 be represented here is refused by its name. Out: `SentenceTransformer(FOLDER).encode` gives the tower's vectors. The
 library's LayerNorm has one epsilon, which is larger than BERT's; scaling what goes into it makes up for that exactly,
-since LayerNorm takes any scale out again. A folder that is no encoder of texts, the reader's, gets a list of modules at
-which the library stops, where it would otherwise take the mean of hidden states and say nothing. Read next:
+since LayerNorm takes any scale out again. A folder that is not an encoder of texts, the reader's, gets a list of
+modules at which the library stops, where it would otherwise take the mean of hidden states and say nothing. Read next:
 `weights.py`, for the BERT inside.
 """
 
@@ -55,11 +55,13 @@ FLAGS = {  # of Pooling's older form
 }
 QUERY_PROMPTS, PASSAGE_PROMPTS = ("query",), ("document", "passage", "corpus")  # as `encode_query`, `encode_document`
 TITLED = "{title} {text}"
-REFUSING = "sentence_transformers.this_network_is_no_sentence_encoder"  # a module's type at which the library stops
+NOT_AN_ENCODER = (
+    "sentence_transformers.this_network_is_no_sentence_encoder"  # a module's type at which the library stops
+)
 NAMES: dict[type, str] = {int: "whole number", str: "text", dict: "table"}  # of the kinds of a value
 Kind = TypeVar("Kind")
-READS = "realm_reader_trained"  # in config.json of an exported reader: whether it was trained with questions
-OWN = "realm_encoder"  # in config.json of what `realm weights export` writes: its section `encoder`
+TRAINED_READER = "realm_reader_trained"  # in config.json of an exported reader: whether it was trained with questions
+ENCODER_SECTION = "realm_encoder"  # in config.json of what `realm weights export` writes: its section `encoder`
 
 
 class Module(NamedTuple):
@@ -79,7 +81,7 @@ LAYERS = {  # our layer → the library's module, in the order in which they fol
 
 class SentenceModel(NamedTuple):
     """A folder. transformer: where the BERT lies; encoder: key of the config's section → value; modules: folders of
-    those layers whose weights are to be read; max_seq_length: word pieces of its longest input, None where it does not
+    those layers whose weights are to be read; max_seq_length: tokens of its longest input, None if it does not
     say; unused: names of prompts that nothing takes."""
 
     folder: Path
@@ -96,7 +98,7 @@ class SentenceModel(NamedTuple):
 def is_sentence_model(folder: Path) -> bool:
     """Whether a folder is one of sentence-transformers, and not one that we write so that it refuses it."""
     path = folder / MODULES
-    return path.is_file() and not any(entry.get("type") == REFUSING for entry in _entries(path))
+    return path.is_file() and not any(entry.get("type") == NOT_AN_ENCODER for entry in _entries(path))
 
 
 def transformer_folder(folder: Path) -> Path:
@@ -138,19 +140,19 @@ def read_sentence_model(folder: Path) -> SentenceModel:
     prompts, unused = _prompts(folder / PROMPTS, encoder)
     encoder |= prompts
     encoder["temperature"] = default_temperature(encoder["normalization"])
-    if own := _own(transformer, encoder):
+    if own := _recorded_encoder(transformer, encoder):
         encoder, modules = own, {}
-    longest = _one(transformer / INPUT, read_settings(transformer / INPUT), "max_seq_length", int)
+    longest = _setting(transformer / INPUT, read_settings(transformer / INPUT), "max_seq_length", int)
     return SentenceModel(folder, transformer, encoder, modules, longest, unused)
 
 
-def _own(transformer: Path, encoder: dict[str, Any]) -> dict[str, Any]:
+def _recorded_encoder(transformer: Path, encoder: dict[str, Any]) -> dict[str, Any]:
     """The section as an export of ours recorded it, where its own tensors still lie in the encoder's file; else {}.
 
     They are the same layers as the modules', but for the scale that the library's epsilon asks for, so that a run that
     starts from them has the same bits.
     """
-    own = read_settings(transformer / SETTINGS).get(OWN)
+    own = read_settings(transformer / SETTINGS).get(ENCODER_SECTION)
     path = transformer / WEIGHTS
     if not isinstance(own, dict) or not {*encoder} <= {*own} or not path.is_file():
         return {}
@@ -200,7 +202,7 @@ def _layer_of_dense(encoder: dict[str, Any], folder: Path, before: Collection[st
     activation = str(settings.get("activation_function", LAYERS["pooler"].activation))
     name = activation.rpartition(".")[2]
     if settings.get("use_residual") or settings.get("module_input_name", "sentence_embedding") != "sentence_embedding":
-        _refuse(path, "is no plain layer (use_residual, module_input_name); choose another model")
+        _refuse(path, "is not a plain layer (use_residual, module_input_name); choose another model")
     square = settings.get("in_features") == settings.get("out_features")
     if name == "Tanh" and square and encoder["pooling"] == "cls" and not before:
         encoder["pooling"] = "pooler"
@@ -208,7 +210,7 @@ def _layer_of_dense(encoder: dict[str, Any], folder: Path, before: Collection[st
     if name != "Identity" or "projection" in before:
         what = "a second Dense" if "projection" in before else f"a Dense with {activation}"
         _refuse(path, f"is {what}; one is read with Identity, and before it one with Tanh as BERT's own behind [CLS]")
-    encoder["projection"] = _one(path, settings, "out_features", int)
+    encoder["projection"] = _setting(path, settings, "out_features", int)
     return "projection"
 
 
@@ -225,10 +227,10 @@ def _prompts(path: Path, encoder: dict[str, Any]) -> tuple[dict[str, Any], tuple
     if similarity not in ("cosine", "dot"):
         _refuse(path, f"compares vectors by {similarity}; choose a model that does by cosine or dot")
     normalization = {"normalization": "l2"} if similarity == "cosine" and encoder["normalization"] == "none" else {}
-    prompts = _one(path, settings, "prompts", dict) or {}
+    prompts = _setting(path, settings, "prompts", dict) or {}
     if not all(text is None or isinstance(text, str) for text in prompts.values()):
         _refuse(path, "has prompts that are no text; fetch it again")
-    default = _one(path, settings, "default_prompt_name", str)
+    default = _setting(path, settings, "default_prompt_name", str)
     texts, taken = [], set()
     for names in (QUERY_PROMPTS, PASSAGE_PROMPTS):
         name = next((name for name in (*names, default) if prompts.get(name)), None)
@@ -244,7 +246,7 @@ def _prompts(path: Path, encoder: dict[str, Any]) -> tuple[dict[str, Any], tuple
 def _entries(path: Path) -> list[dict[str, Any]]:
     entries = read_fetched_json(path)
     if not isinstance(entries, list) or not all(map(_is_module, entries)):
-        _refuse(path, "is no list of modules; fetch it again")
+        _refuse(path, "is not a list of modules; fetch it again")
     return entries
 
 
@@ -252,8 +254,8 @@ def _is_module(entry: Any) -> bool:
     return isinstance(entry, dict) and isinstance(entry.get("path"), str)
 
 
-def _one(path: Path, settings: dict[str, Any], key: str, kind: type[Kind]) -> Kind | None:
-    """A value of a file of settings; None where it does not say. Raises UserError for one of another kind."""
+def _setting(path: Path, settings: dict[str, Any], key: str, kind: type[Kind]) -> Kind | None:
+    """A value of a file of settings; None if it does not say. Raises UserError for one of another kind."""
     value = settings.get(key)
     if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
         _refuse(path, f"has {key}={json.dumps(value)[:50]}, which is no {NAMES[kind]}; fetch it again")
@@ -331,9 +333,9 @@ def write_modules(
     (folder / README).write_text(_readme(encoder, list(lengths)), "utf-8")
 
 
-def refuse_modules(folder: Path) -> None:
-    """Make sentence-transformers stop at a folder that is no encoder of texts."""
-    write_json(folder / MODULES, [{"idx": 0, "name": "0", "path": "", "type": REFUSING}])
+def mark_not_a_sentence_encoder(folder: Path) -> None:
+    """Make sentence-transformers refuse a folder that is not a sentence encoder."""
+    write_json(folder / MODULES, [{"idx": 0, "name": "0", "path": "", "type": NOT_AN_ENCODER}])
 
 
 def _chain(model: Realm, tower: Params) -> list[Written]:

@@ -82,7 +82,7 @@ def epsilons(network: str, names: Iterable[str]) -> dict[str, float]:
     return {"projection_layer_norm_eps": KERAS_EPSILON if is_keras else LAYER_NORM_EPSILON}
 
 
-def wanted(names: Iterable[str], path: str) -> dict[str, dict[str, str]]:
+def map_variables(names: Iterable[str], path: str) -> dict[str, dict[str, str]]:
     """Network → Hugging Face's name → the variable's, of all variables of a checkpoint.
 
     Raises UserError, naming `path`, for a variable of a network that is not known, for two that are the same tensor,
@@ -109,7 +109,7 @@ def wanted(names: Iterable[str], path: str) -> dict[str, dict[str, str]]:
     return found
 
 
-def turned(variable: str, array: NDArray) -> NDArray:
+def transposed(variable: str, array: NDArray) -> NDArray:
     """A variable as Hugging Face stores it: matrices [output, input], tables as they are."""
     return array.T if variable.endswith("/kernel") else array
 

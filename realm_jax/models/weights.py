@@ -45,7 +45,7 @@ TIED = "cls.predictions.decoder.weight"  # the word embeddings once more, in som
 HF_REALM = "realm"  # the type of model of transformers that has REALM's networks
 FLOATS = ("F32", "F16", "BF16", "F64")
 SAME_ACTIVATION = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new"}  # theirs → ours: all with tanh
-PLAIN = {  # in their settings
+REQUIRED_SETTINGS = {  # in their settings
     "model_type": ("bert", HF_REALM),
     "position_embedding_type": ("absolute",),
     "is_decoder": (False,),
@@ -62,7 +62,7 @@ BERT_SETTINGS = {  # field of BertConfig, most of them of config.model as well �
 }
 RETRIEVER_SETTINGS = {"projection": "retriever_proj_size", "norm_epsilon": "projection_layer_norm_eps"}  # of Retriever
 READER_SETTINGS = {"span_hidden": "span_hidden_size", "span_width": "max_span_width"}  # of Reader
-OTHER_NAMES = {  # the end of a name → what files of older releases, and some of newer ones, have in its place
+NAME_ALIASES = {  # the end of a name → what files of older releases, and some of newer ones, have in its place
     "LayerNorm.weight": "LayerNorm.gamma",
     "LayerNorm.bias": "LayerNorm.beta",
     "cls.predictions.bias": "cls.predictions.decoder.bias",
@@ -128,7 +128,7 @@ def networks(model: Realm) -> dict[str, tuple[Part, ...]]:
     """Name of a network, at the top of the parameters → its parts, the encoder first."""
     c = model.reader.bert
     tower = encoder(model.bert), *_vector_parts(model)
-    reader = encoder(c), _word_head(c), _span_head(c, model.reader.span_hidden)
+    reader = encoder(c), _mlm_head(c), _span_head(c, model.reader.span_hidden)
     found = {name: tower for name in model.embedder_names} | {"reader": reader}
     if model.learn_temperature:
         name = model.embedder_names[0]
@@ -152,7 +152,7 @@ def _vector_parts(model: Realm) -> Iterator[Part]:
         yield Part(PROJECTION if model.projection else VECTOR_NORM, tuple(tensors), epsilon)
 
 
-def _word_head(c: BertConfig) -> Part:
+def _mlm_head(c: BertConfig) -> Part:
     tensors = (
         *_linear(("mlm_transform",), "cls.predictions.transform.dense", (c.width, c.width)),
         *_norm(("mlm_norm",), "cls.predictions.transform.LayerNorm", c.width),
@@ -202,7 +202,7 @@ NO_BIAS = ""  # in the place of a name: the layer has none, which is a bias of 0
 
 @contextmanager
 def open_safetensors(path: Path, remedy: str = "fetch it again") -> Iterator[Any]:
-    """A file of tensors, closed when the block ends. Raises UserError where there is none, or none that can be read."""
+    """A file of tensors, closed when the block ends. Raises UserError if there is none, or none that can be read."""
     if not path.is_file():
         raise UserError(f"{path.parent}: has no {path.name}; choose a model that was saved as safetensors")
     try:
@@ -235,7 +235,7 @@ def find(folder: Path, config: BertConfig, parts: Sequence[Part]) -> NetworkFile
 def read(files: NetworkFiles) -> Params:
     """The network's parameters that the file has, as a tree of float32 arrays on the host.
 
-    Positions beyond those of the network are left out. Raises UserError where a number is not finite.
+    Positions beyond those of the network are left out. Raises UserError if a number is not finite.
     """
     params: Params = {}
     with open_safetensors(files.path) as file:
@@ -290,7 +290,7 @@ def _full(prefix: str, name: str) -> str:
 def _name(names: set[str], prefix: str, tensor: Tensor, path: Path) -> str:
     """What a parameter is called in the file."""
     name = _full(prefix, tensor.name)
-    others = [name.removesuffix(usual) + other for usual, other in OTHER_NAMES.items() if name.endswith(usual)]
+    others = [name.removesuffix(usual) + other for usual, other in NAME_ALIASES.items() if name.endswith(usual)]
     found = next((known for known in (name, *others) if known in names), None)
     if found is None:
         raise UserError(f"{path}: has no {name}; set config.model to the sizes of the file's BERT")
@@ -335,7 +335,7 @@ def _check_settings(path: Path, wanted: dict[str, tuple[str, Any]]) -> None:
     Nothing to compare without the file.
     """
     settings = read_settings(path)
-    for name, plain in PLAIN.items():
+    for name, plain in REQUIRED_SETTINGS.items():
         if settings.get(name, plain[0]) not in plain:
             raise UserError(f"{path}: {name} is {settings[name]!r}, not {plain[0]!r}; choose a plain BERT")
     if settings.get("model_type") == HF_REALM:  # transformers has one epsilon for a tower

@@ -49,11 +49,11 @@ TOLERANCE = 0.02  # of such a vector's length: what rounding to bfloat16 may cha
 
 
 class Stopped(Exception):
-    """The builder was told to stop; what it wrote stays, and the next one resumes there."""
+    """The builder was asked to stop; what it wrote is kept, and the next one resumes there."""
 
 
 class Rejected(Exception):
-    """A generation was built but is too bad to be served."""
+    """A generation was built but failed its quality check."""
 
 
 class Chunk(NamedTuple):
@@ -120,7 +120,7 @@ Check = Callable[[], None]  # called between chunks; may raise Stopped
 class Builder:
     """Where and how to build.
 
-    on_progress: called with chunks done and chunks. searches: how hosts search, None where they do not; then min_recall
+    on_progress: called with chunks done and chunks. searches: how hosts search, None if they do not; then min_recall
     is the least that a searcher must find.
     """
 
@@ -257,7 +257,7 @@ class Builder:
             self.folder.write(f"{home}/{file}", data)
 
     def _file(self, name: str, chunk: Chunk, written: dict[str, str], width: int) -> FileEntry:
-        """What a manifest says of the file of a chunk. Raises InvalidIndex where somebody removed it."""
+        """What a manifest says of the file of a chunk. Raises InvalidIndex if somebody removed it."""
         if (file := written.get(chunk.name)) is None:
             raise InvalidIndex(f"{self.folder.path(f'index/{name}')}: the rows {chunk.name} were removed")
         size = (chunk.last - chunk.first) * width * numpy_dtype(self.dtype).itemsize
@@ -319,12 +319,12 @@ def rejection(folder: Folder, generation: str) -> dict | None:
 
 
 def reject(folder: Folder, generation: str, reason: str, again: bool) -> None:
-    """Say that a generation must not be served."""
+    """Mark a generation as not to be served."""
     folder.write_json(f"index/{generation}{REFUSED}", {"reason": reason, "again": again})
 
 
 def clear_rejections(folder: Folder) -> None:
-    """Take back what was refused for its settings: the next builder resumes where the last one left it."""
+    """Clear rejections that depend on settings: the next builder resumes where the last one stopped."""
     for name in folder.names("index"):
         generation = name.removesuffix(REFUSED)
         if generation != name and not (rejection(folder, generation) or {}).get("again"):

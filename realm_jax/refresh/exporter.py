@@ -122,7 +122,7 @@ def export_record(run: Run, step: int) -> dict[str, Any]:
     sources = run.sources
     return {
         "step": step,
-        "tokenizer": sources.wordpiece.fingerprint,
+        "tokenizer": sources.tokenizer.fingerprint,
         "corpus": sources.passages.fingerprint,
         "towers": tower_settings(run),
         "index": index_settings(run),
@@ -141,7 +141,9 @@ def sample_queries(run: Run) -> dict[str, Any]:
     As many as there are, up to SAMPLES and up to a multiple of the devices.
     """
     sources = run.sources
-    examples = masked_examples(sources.pretraining, sources.wordpiece, run.lengths, "salient", sources.own_text)
+    examples = masked_examples(
+        sources.pretraining, sources.tokenizer, run.lengths, "salient", sources.pretraining_is_corpus
+    )
     count = min(SAMPLES, examples.total)
     batch = dataset(examples, run.config.seed, SAMPLE, count + -count % run.mesh.size)[0]
     return {name: batch[name] for name in ("query", "query_length")}

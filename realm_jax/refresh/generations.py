@@ -1,4 +1,4 @@
-"""Exports and generations: what trainer and index builder say to each other, as files in a shared folder.
+"""Exports and generations: the protocol between trainer and index builder, as files in a shared folder.
 
     exports/<step>/<fingerprint>.safetensors        both towers of that step and sample query vectors, float32
     exports/<step>/EXPORT.json                      put last; without it the export does not exist
@@ -8,7 +8,7 @@
     index/<step>-<nonce>.refused                    why a generation must not be served; outlives it
 
 Nothing that a record lists is ever written again. Writing exports is `refresh/exporter.py`, building generations
-`builder.py`, following them `refresh/watcher.py`; what the jobs say of themselves beside these files is `status.py`.
+`builder.py`, following them `refresh/watcher.py`; the jobs' status files are `status.py`.
 Read `Manifest` next.
 """
 
@@ -75,7 +75,7 @@ def export_steps(folder: Folder) -> list[int]:
 
 
 def read_export(folder: Folder, step: int) -> Export | None:
-    """The export of a step; None where there is none yet. Raises InvalidIndex."""
+    """The export of a step; None if there is none yet. Raises InvalidIndex."""
     name = f"exports/{step}/{EXPORT}"
     try:
         return Export.from_json(folder.read_json(name), folder.path(name))
@@ -100,7 +100,7 @@ def write_export(folder: Folder, export: Mapping[str, Any], towers: Arrays, quer
     An earlier export of the step that holds the same towers stays as it is, if it is sound.
     """
     fingerprint, step = arrays_digest(towers), export["step"]
-    earlier = _sound_export(folder, step)
+    earlier = _intact_export(folder, step)
     if earlier is not None and earlier.parameters == fingerprint:
         return earlier
     arrays = {name: np.ascontiguousarray(value) for name, value in [*sorted(towers.items()), (QUERIES, queries)]}
@@ -119,7 +119,7 @@ def remove_export(folder: Folder, step: int) -> None:
             folder.remove(f"index/{name}")
 
 
-def _sound_export(folder: Folder, step: int) -> Export | None:
+def _intact_export(folder: Folder, step: int) -> Export | None:
     try:
         export = read_export(folder, step)
         if export is not None:
@@ -202,7 +202,7 @@ def generation_name(step: int, parameters: str, corpus: str, attempt: int) -> st
 
 
 def read_manifest(folder: Folder, generation: str) -> Manifest | None:
-    """The manifest of a generation; None where there is none (yet). Raises InvalidIndex."""
+    """The manifest of a generation; None if there is none (yet). Raises InvalidIndex."""
     name = f"index/{generation}/{MANIFEST}"
     try:
         return Manifest.from_json(folder.read_json(name), folder.path(name))
@@ -268,7 +268,7 @@ def by_rows(folder: Folder, home: str, suffix: str) -> dict[str, str]:
 
 
 def check_vectors(vectors: NDArray, where: str) -> None:
-    """Raise InvalidIndex when a vector is zero or not finite: a tower that diverged, or memory that went bad."""
+    """Raise InvalidIndex when a vector is zero or not finite: from a diverged tower or faulty memory."""
     lengths = np.linalg.norm(vectors.astype(np.float32), axis=1)
     bad = np.flatnonzero(~np.isfinite(lengths) | (lengths == 0))
     if len(bad):

@@ -1,10 +1,10 @@
-"""What each job of a run says of itself: that it lives, how far it is, and which generations it needs.
+"""Job status files: heartbeat, progress, and the generations that a job needs.
 
     jobs/trainer.json         the trainer, over its whole recipe
     jobs/builder-<n>.json     the builder's process n
 
 Written by a thread when it changes and every HEARTBEAT_SECONDS, so that neither a long program nor slow storage hides a
-job that is alive. Nobody compares clocks: whoever looks twice sees whether the counter moved. Who reads it:
+job that is alive. Clocks are never compared: a reader checks whether the counter has moved. Who reads it:
 `cli/build_index.py`, `launch/status.py`.
 """
 
@@ -35,7 +35,7 @@ def process_name(job: str, number: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Status:
-    """What a job says of itself.
+    """The status of one job.
 
     run: id of the run, the same over restarts. stage: what it is at. step: of REALM's training; of a builder, that of
     the export it builds; −1 for none. counter: grows while the job is alive. index_done: whether the trainer needs no
@@ -59,7 +59,7 @@ class Status:
 
 
 def read_status(folder: Folder, job: str) -> Status | None:
-    """The status of a job; None where it never wrote one, or where what is there cannot be read."""
+    """The status of a job; None if it never wrote one, or where what is there cannot be read."""
     try:
         found = folder.read_json(f"jobs/{job}.json")
     except (FileNotFoundError, Damaged):
@@ -136,7 +136,7 @@ def trainer_status(folder: Folder, workdir: Path, needs_index: bool) -> Iterator
     """The trainer's status, which says at the end of the block that all is done, unless the block raises.
 
     needs_index: whether any task takes generations of a builder. Several processes call it together, and the first one
-    writes. Raises UserError where the folder is another run's, StorageError where it cannot be written to.
+    writes. Raises UserError if the folder is another run's, StorageError where it cannot be written to.
     """
     status = Status("")
 

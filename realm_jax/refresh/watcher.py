@@ -1,7 +1,7 @@
-"""The trainer's way to new generations: a thread looks for them, verifies them and loads them beside the old one.
+"""The index watcher: a thread of the trainer that polls for new generations, verifies them and loads them.
 
 Training never waits for it unless it asks to (`wait`). Only what a manifest lists, and what proves to be what it says,
-is ever handed over; anything else is told once, and the last good generation stays. Read next:
+is ever handed over; anything else is logged once, and the last good generation stays. Read next:
 `train/built_index.py`, which decides when a generation is adopted.
 """
 
@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from realm_jax.mesh import put_whole
+from realm_jax.mesh import put_with_sharding
 from realm_jax.models.realm import Params
 from realm_jax.refresh.builder import current_name, reject, rejection
 from realm_jax.refresh.exporter import to_params
@@ -41,7 +41,7 @@ from realm_jax.storage import Folder, StorageError
 logger = logging.getLogger(__name__)
 
 
-class Wanted(NamedTuple):
+class WantedSteps(NamedTuple):
     """Generations of export steps first … last. exactly: of one step, whose absence is to be noted."""
 
     first: int
@@ -58,7 +58,7 @@ class IndexWatcher:
     def __init__(self, folder: Folder, expected: dict[str, object], run: Run) -> None:
         """expected: entries that a manifest must have, such as its corpus."""
         self._folder, self._expected, self._run = folder, expected, run
-        self._wanted = Wanted(0, -1)
+        self._wanted = WantedSteps(0, -1)
         self._ready: LoadedIndex | None = None
         self._logged: set[str] = set()
         self._incompatible: set[str] = set()  # generations that will not become usable while they are there
@@ -76,9 +76,10 @@ class IndexWatcher:
         self._thread.join()
 
     def want(self, first: int, last: int, exactly: bool = False) -> None:
-        """Look for generations of export steps first … last; another one that is ready goes. exactly: see `Wanted`."""
+        """Look for generations of export steps first … last; another one that is ready goes. exactly: see
+        `WantedSteps`."""
         with self._lock:
-            self._wanted = Wanted(first, last, exactly)
+            self._wanted = WantedSteps(first, last, exactly)
             if self._ready is not None and self._ready.step not in self._wanted:
                 self._ready = None
 
@@ -118,7 +119,7 @@ class IndexWatcher:
             searcher = load_searcher(self._folder, manifest, stored, passages.places())
         finally:  # loaded, it needs no room on this machine's disk
             self._folder.unstage(f"index/{generation}")
-        index = self._run.bare_index._replace(tower=tower)
+        index = self._run.index_without_vectors._replace(tower=tower)
         return LoadedIndex(index, vectors, manifest.step, generation, searcher, queries)
 
     def _exported(self, manifest: Manifest) -> tuple[Arrays, NDArray[np.float32] | None]:
@@ -139,16 +140,16 @@ class IndexWatcher:
                 f"the export of generation {generation} is gone, with the query tower that searches it"
             )
         name = self._run.model.embedder_names[0]
-        return jax.tree.map(put_whole, to_params(towers)[name], self._run.param_shardings[name])
+        return jax.tree.map(put_with_sharding, to_params(towers)[name], self._run.param_shardings[name])
 
     def _watch(self) -> None:
         while not self._closed:
             try:
                 self._look()
             except StorageError as fault:
-                self._log_once(f"storage: {fault}; training goes on with the generation it has")
-            except Exception:  # a thread that died in silence would look like a builder that is late
-                logger.exception("looking for generations failed; it is tried again")
+                self._log_once(f"storage: {fault}; training continues with its current generation")
+            except Exception:  # a thread that died silently would look like a late builder
+                logger.exception("polling for generations failed; retrying")
             self._wake.wait(self._folder.poll_seconds)
             self._wake.clear()
 
@@ -168,15 +169,15 @@ class IndexWatcher:
                 return
 
     def _try(self, name: str) -> LoadedIndex | None:
-        """A generation if it is of parameters that this run has had, and good."""
+        """A generation if it is valid and of parameters that this run has had."""
         try:
             export = read_export(self._folder, export_step(name))
         except InvalidIndex as fault:
-            self._log_once(f"{fault}; it is passed over")
+            self._log_once(f"{fault}; it is skipped")
             return None
         if export is None:
             self.missing_steps.add(export_step(name))
-            self._log_once(f"generation {name} has no export, perhaps not yet; it is passed over")
+            self._log_once(f"generation {name} has no export, perhaps not yet; it is skipped")
             return None
         if current_name(self._folder, export, str(self._expected["corpus"])) != name:
             return None  # of parameters that this run never had, or found damaged before
@@ -190,7 +191,7 @@ class IndexWatcher:
             return None if name in self._incompatible else self.load(name)
         except IncompatibleIndex as fault:
             self._incompatible.add(name)
-            self._log_once(f"{fault}; it is passed over")
+            self._log_once(f"{fault}; it is skipped")
             return None
         except InvalidIndex as fault:
             if MANIFEST not in self._folder.names(f"index/{name}"):

@@ -78,7 +78,7 @@ def language_of(store: Passages) -> str:
     found = counts.most_common(1)[0][0] if counts else PLAIN
     found = {"nb": "no", "nn": "no"}.get(found, found)
     if found not in LANGUAGES:
-        logger.info("words: the corpus seems to be in %r, without stems or stop words here; plain words it is", found)
+        logger.info("words: the corpus seems to be in %r, without stems or stop words here; using plain words", found)
         return PLAIN
     return found
 
@@ -155,14 +155,14 @@ def load_or_build(store: Store, language: str, workdir: Path) -> Bm25:
 
     language: `retrieval.language` of a config. Nothing is written.
     """
-    kept = _kept(_place(store, language, workdir), COMPARED)
+    kept = _load_saved(_index_folder(store, language, workdir), COMPARED)
     return Bm25(searchable_texts(store), language or language_of(store)) if kept is None else kept
 
 
 def save_index(store: Store, language: str, workdir: Path) -> None:
     """Write the index of `load_or_build` into the run folder, unless it is there whole; any other index goes."""
-    final = _place(store, language, workdir)
-    if _kept(final) is not None:
+    final = _index_folder(store, language, workdir)
+    if _load_saved(final) is not None:
         return
     if final.is_dir():
         load_or_build.cache_clear()  # it may have read what is damaged
@@ -179,8 +179,8 @@ def save_index(store: Store, language: str, workdir: Path) -> None:
         raise
 
 
-def check_words(words: Bm25, where: str) -> None:
-    """Raise UserError where there is nothing to search by. where: the key or flag that asks for it."""
+def check_has_terms(words: Bm25, where: str) -> None:
+    """Raise UserError if there is nothing to search by. where: the key or flag that asks for it."""
     if words.is_empty:
         raise UserError(
             f"{where}: no passage has a word that is no stop word (language {words.language!r}), so there is nothing "
@@ -188,18 +188,18 @@ def check_words(words: Bm25, where: str) -> None:
         )
 
 
-def _kept(folder: Path, compared: int | None = None) -> Bm25 | None:
-    """The index in a folder; None where there is none, or a damaged one. compared: as for `Bm25.load`."""
+def _load_saved(folder: Path, compared: int | None = None) -> Bm25 | None:
+    """The index in a folder; None if there is none, or a damaged one. compared: as for `Bm25.load`."""
     if not (folder / ABOUT).is_file():
         return None
     try:
         return Bm25.load(folder, compared)
     except (OSError, ValueError, KeyError, TypeError, UserError) as fault:
-        logger.warning("%s is damaged (%s); the words are indexed anew", folder, fault)
+        logger.warning("%s is damaged (%s); rebuilding the index", folder, fault)
         return None
 
 
-def _place(store: Store, language: str, workdir: Path) -> Path:
+def _index_folder(store: Store, language: str, workdir: Path) -> Path:
     """The folder of an index: its name follows from everything that its bytes do."""
     import Stemmer
 

@@ -10,12 +10,13 @@ is fitted. `benchmarks/README.md` has what it was compared with.
 
 from typing import Any, NamedTuple
 
-LIST = 100  # first passages of each search that take part, and over which it is normalised
+FUSION_DEPTH = 100  # first passages of each search that take part, and over which it is normalised
 
 
-class Fused(NamedTuple):
+class FusedRanking(NamedTuple):
     """rows int32 and scores float32 [queries, depth], the best first; ranks int32 [queries, depth, 2]: the place of
-    each in the list of vectors and in that of words, from 1, 0 where it is not in it. A row of −1 is no candidate."""
+    each in the list of vectors and in that of words, from 1, 0 where it is not in it. A row of −1 is not a
+    candidate."""
 
     rows: Any
     scores: Any
@@ -23,28 +24,28 @@ class Fused(NamedTuple):
 
 
 def fuse(
-    vector_rows: Any, vector_scores: Any, word_rows: Any, word_scores: Any, word_vector_scores: Any, depth: int
-) -> Fused:
+    vector_rows: Any, vector_scores: Any, bm25_rows: Any, bm25_scores: Any, bm25_vector_scores: Any, depth: int
+) -> FusedRanking:
     """The `depth` best of two lists by √p_v + √p_w, with the retriever's scores.
 
     vector_rows, vector_scores [queries, a]: by vectors, best first; the scores as the retriever's softmax takes them.
-    word_rows, word_scores [queries, b]: by BM25, best first; word_vector_scores: the retriever's scores of those rows.
+    bm25_rows, bm25_scores [queries, b]: by BM25, best first; bm25_vector_scores: the retriever's scores of those rows.
     No candidates are rows below 0. A row stands once in a list. Of words the first LIST take part, however large b is,
     so that two long lists are never compared entry by entry; a longer beam is filled by vectors. depth ≤ a + min(b,
     LIST). Of equals the one that vectors rank higher comes first. Arrays of NumPy or of JAX, and so the result.
     """
     xp = vector_rows.__array_namespace__()
-    word_rows, word_scores, word_vector_scores = (
-        part[:, :LIST] for part in (word_rows, word_scores, word_vector_scores)
+    bm25_rows, bm25_scores, bm25_vector_scores = (
+        part[:, :FUSION_DEPTH] for part in (bm25_rows, bm25_scores, bm25_vector_scores)
     )
-    by_vector, by_word = vector_rows >= 0, word_rows >= 0
+    by_vector, by_word = vector_rows >= 0, bm25_rows >= 0
     p_v, z_v, top = _softmax(xp, vector_scores, by_vector)
-    p_w, _, _ = _softmax(xp, word_scores, by_word)
-    same = (vector_rows[:, :, None] == word_rows[:, None, :]) & by_word[:, None, :] & by_vector[:, :, None]
+    p_w, _, _ = _softmax(xp, bm25_scores, by_word)
+    same = (vector_rows[:, :, None] == bm25_rows[:, None, :]) & by_word[:, None, :] & by_vector[:, :, None]
     repeated = same.any(axis=1)
     both = xp.where(same, xp.sqrt(p_w)[:, None, :], 0.0).sum(axis=2)
     # what words alone found may stand far down the list of vectors, never above all that is in it
-    late = xp.exp(xp.minimum(xp.where(by_word, word_vector_scores, top) - top, 0.0)) / z_v
+    late = xp.exp(xp.minimum(xp.where(by_word, bm25_vector_scores, top) - top, 0.0)) / z_v
     late = xp.where(by_vector.any(axis=1)[:, None], late, 0.0)
     fused = xp.concat(
         [
@@ -54,11 +55,11 @@ def fuse(
         axis=1,
     )
     best = xp.argsort(-fused, axis=1, stable=True)[:, :depth]
-    rows = xp.concat([vector_rows, word_rows], axis=1)
-    scores = xp.concat([vector_scores, word_vector_scores], axis=1)
+    rows = xp.concat([vector_rows, bm25_rows], axis=1)
+    scores = xp.concat([vector_scores, bm25_vector_scores], axis=1)
     ranks = xp.concat([_ranks_of_vectors(xp, same, by_vector), _ranks_of_words(xp, by_word)], axis=1)
     found = xp.take_along_axis(fused, best, axis=1) >= 0
-    return Fused(
+    return FusedRanking(
         xp.where(found, xp.take_along_axis(rows, best, axis=1), -1).astype("int32"),
         xp.take_along_axis(scores, best, axis=1),
         xp.where(found[:, :, None], xp.take_along_axis(ranks, best[:, :, None], axis=1), 0).astype("int32"),
@@ -66,7 +67,7 @@ def fuse(
 
 
 def ranks_of(search: str, xp: Any, rows: Any) -> Any:
-    """`Fused.ranks` of rows [queries, depth] that one search alone found, best first."""
+    """`FusedRanking.ranks` of rows [queries, depth] that one search alone found, best first."""
     places = xp.where(rows >= 0, xp.arange(1, rows.shape[1] + 1)[None], 0).astype("int32")
     none = xp.zeros_like(places)
     return xp.stack([places, none] if search == "vectors" else [none, places], axis=-1)
@@ -77,7 +78,7 @@ def _softmax(xp: Any, scores: Any, valid: Any) -> tuple[Any, Any, Any]:
     scores = xp.where(valid, scores, -xp.inf)
     top = xp.where(valid.any(axis=1), scores.max(axis=1), 0.0)[:, None]
     weights = xp.where(valid, xp.exp(scores - top), 0.0)
-    counted = xp.where(xp.cumsum(valid, axis=1) <= LIST, weights, 0.0)
+    counted = xp.where(xp.cumsum(valid, axis=1) <= FUSION_DEPTH, weights, 0.0)
     total = xp.maximum(counted.sum(axis=1), 1e-30)[:, None]
     return weights / total, total, top
 

@@ -105,7 +105,7 @@ def load_shard(folder: Path, first: int, last: int) -> Shard:
 class Searcher:
     """All shards of an index, and its stored vectors [rows, width] (an array or a memory map).
 
-    places: the row that each stored row is called by, −1 for one that is left out; None where they are the same.
+    places: the row that each stored row is called by, −1 for one that is left out; None if they are the same.
     """
 
     shards: tuple[Shard, ...]
@@ -128,7 +128,7 @@ class Searcher:
 
         searched: leaves of every shard's tree to search, None for what it was built with.
         """
-        queries = as_stored(queries, self.vectors.dtype)
+        queries = round_to_dtype(queries, self.vectors.dtype)
         found = [_search_shard(shard, queries, self.budget, searched) for shard in self.shards]
         rows, scores = (np.concatenate(parts, axis=1) for parts in zip(*found, strict=True))
         keep = min(self.budget, rows.shape[1])
@@ -164,13 +164,13 @@ def exact_rows(queries: NDArray[np.float32], vectors: NDArray, k: int) -> NDArra
 
     Blocks grow with the rows that are done, so that few of a block beat what is found already.
     """
-    queries, every = as_stored(queries, vectors.dtype), np.arange(len(queries))
+    queries, every = round_to_dtype(queries, vectors.dtype), np.arange(len(queries))
     scores: NDArray = np.full((len(queries), k), -np.inf, np.float32)
     rows: NDArray = np.full((len(queries), k), np.iinfo(np.int32).max, np.int64)
     start = 0
     while start < len(vectors):
         stop = min(len(vectors), start + min(BLOCK, max(1024, start)))
-        block = queries @ as_stored(vectors[start:stop], vectors.dtype).T
+        block = queries @ round_to_dtype(vectors[start:stop], vectors.dtype).T
         query, place = np.nonzero(block > scores[:, -1:])
         owner = np.concatenate([np.repeat(every, k), query])
         all_scores = np.concatenate([scores.ravel(), block[query, place]])
@@ -187,14 +187,14 @@ def recall(found: NDArray[np.int32], exact: NDArray[np.int32]) -> float:
     return float(hits.mean())
 
 
-def as_stored(queries: NDArray, dtype: Any) -> NDArray[np.float32]:
+def round_to_dtype(queries: NDArray, dtype: Any) -> NDArray[np.float32]:
     """Queries rounded like the stored vectors, as the devices' search rounds them."""
     rounded = queries.astype(dtype) if dtype == ml_dtypes.bfloat16 else queries
     return np.ascontiguousarray(rounded, np.float32) if rounded.dtype == np.float32 else rounded.astype(np.float32)
 
 
 def check_scann() -> None:
-    """Raise UserError where ScaNN cannot be loaded."""
+    """Raise UserError if ScaNN cannot be loaded."""
     _scann()
 
 

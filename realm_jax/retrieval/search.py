@@ -1,6 +1,6 @@
 """Retrieval inside a step: the corpus on the devices, and candidates for a query.
 
-Pure functions of (setting, parameters, batch, index), shared by training and evaluation; a refreshed index is new data,
+Pure functions of (context, parameters, batch, index), shared by training and evaluation; a refreshed index is new data,
 not a new program. How candidates are scored and read: `realm_jax/forward.py`, the one thing to read next.
 """
 
@@ -15,11 +15,11 @@ import numpy as np
 from jax.sharding import Mesh
 from numpy.typing import NDArray
 
-from realm_jax.models.inputs import DOCUMENT_SPECIALS, Documents, contains, null_documents
+from realm_jax.models.inputs import DOCUMENT_SPECIALS, Documents, contains_phrase, null_documents
 from realm_jax.models.likelihood import NEGATIVE
 from realm_jax.models.realm import Params, Realm
 from realm_jax.retrieval.exact import search
-from realm_jax.retrieval.fusion import LIST, Fused, fuse, ranks_of
+from realm_jax.retrieval.fusion import FUSION_DEPTH, FusedRanking, fuse, ranks_of
 from realm_jax.retrieval.scann import Searcher
 
 Array = jax.Array
@@ -29,8 +29,8 @@ Batch = dict[str, Array]
 class Index(NamedTuple):
     """The corpus on the device: vectors [padded rows, projection] and the document rows they stand for.
 
-    vectors: None where hosts search. tower: parameters of the query embedder that searches; None for the current one.
-    reader_documents: the same rows in the tokens of a reader that has its own; None where it reads `documents`.
+    vectors: None if hosts search. tower: parameters of the query embedder that searches; None for the current one.
+    reader_documents: the same rows in the tokens of a reader that has its own; None if it reads `documents`.
     """
 
     vectors: Any
@@ -66,12 +66,12 @@ class Rerank(NamedTuple):
 
     passages: int
     network: str
-    added: Callable[["Setting", Params, Batch, Documents], Array]
+    added: Callable[["StepContext", Params, Batch, Documents], Array]
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
-    """Everything a loss needs beside its arrays; fixed for a run, so it is part of the compiled program."""
+class StepContext:
+    """The static context of a step: everything a loss needs besides arrays. It is fixed for a run and compiled in."""
 
     model: Realm
     mesh: Mesh
@@ -106,7 +106,7 @@ def dropout_keys(key: Array | None, count: int) -> list[Array | None]:
     return [None] * count if key is None else list(jax.random.split(key, count))
 
 
-def take(index: Index, rows: Array) -> Documents:
+def gather_documents(index: Index, rows: Array) -> Documents:
     """The document rows of candidates, in the retriever's tokens. rows [...] int32 → ids [..., length].
 
     No row (below 0) gives an empty passage: special pieces alone, where no answer can stand.
@@ -115,7 +115,7 @@ def take(index: Index, rows: Array) -> Documents:
 
 
 def take_for_reader(index: Index, rows: Array) -> Documents:
-    """`take` in the tokens that the reader reads."""
+    """`gather_documents` in the tokens that the reader reads."""
     return _taken(index.reader_documents or index.documents, rows)
 
 
@@ -134,80 +134,88 @@ class Candidates(NamedTuple):
     excluded: Array
 
 
-def retrieve(setting: Setting, params: Params, batch: Batch, index: Index, count: int) -> Candidates:
+def retrieve(context: StepContext, params: Params, batch: Batch, index: Index, count: int) -> Candidates:
     """The `count` best passages for each masked sentence, with `exclude_own` the example's own passage left out.
 
-    Own is the same row (`own_row`, −1 for none) or a passage in which the unmasked sentence occurs; no row (−1) is
-    treated alike. One more than `count` is searched; what is still excluded after that is marked invalid, never
-    replaced by a second search. Where hosts search, `found` of the batch are the rows. With another search than that of
-    vectors the batch has BM25's list, as `word_rows` and `word_scores`.
+    The example's own passage is the same row (`source_row`, −1 for none) or a passage in which the unmasked sentence
+    occurs; no row (−1) is treated alike. One more than `count` is searched; passages still excluded after that are
+    marked invalid rather than replaced. Where hosts search, `found` of the batch are the rows. With another search than
+    that of vectors the batch has BM25's list, as `bm25_rows` and `bm25_scores`.
     """
     if index.vectors is None:
-        rows = batch["found"]
+        rows = batch["retrieved_rows"]
     else:
-        queries = search_queries(setting, params, batch, index.tower)
-        own_row = batch["own_row"] if setting.exclude_own else None
-        rows = search_by(setting, setting.search, queries, batch, index, min(count + 1, setting.rows), own_row).rows
+        queries = search_queries(context, params, batch, index.tower)
+        source_row = batch["own_row"] if context.exclude_own else None
+        rows = search_passages(
+            context, context.search, queries, batch, index, min(count + 1, context.rows), source_row
+        ).rows
     own = rows < 0
-    if setting.exclude_own:
-        own |= contains(take(index, rows).ids, batch["sentence"], batch["sentence_length"])
+    if context.exclude_own:
+        own |= contains_phrase(gather_documents(index, rows).ids, batch["sentence"], batch["sentence_length"])
         own |= rows == batch["own_row"][:, None]
     order = jnp.argsort(own, axis=1, stable=True)[:, :count]
     pick = partial(jnp.take_along_axis, indices=order, axis=1)
     return Candidates(pick(rows), ~pick(own), (own & (rows >= 0)).sum(axis=1))
 
 
-def search_by(
-    setting: Setting, how: str, queries: Array, batch: Batch, index: Index, depth: int, own_row: Array | None = None
-) -> Fused:
+def search_passages(
+    context: StepContext,
+    how: str,
+    queries: Array,
+    batch: Batch,
+    index: Index,
+    depth: int,
+    source_row: Array | None = None,
+) -> FusedRanking:
     """The `depth` best passages of queries [batch, projection] by one of `sections.SEARCHES`; scores: the retriever's.
 
-    'bm25' and 'hybrid' take BM25's list from the batch (`word_rows`, `word_scores`). own_row [batch]: a row that takes
+    'bm25' and 'hybrid' take BM25's list from the batch (`bm25_rows`, `bm25_scores`). own_row [batch]: a row that takes
     no part in a list of vectors that is fused, where it would leave nothing to the others (−1 for none). Where words
     find fewer, rows are −1 and scores NEGATIVE. Scores carry gradient to the queries alone. The index has vectors.
     """
     if how == "bm25":
-        rows = batch["word_rows"][:, :depth]
-        return Fused(rows, stored_scores(queries, index, rows), ranks_of(how, jnp, rows))
-    listed = depth if how == "vectors" else min(max(depth, LIST + (own_row is not None)), setting.rows)
-    rows = search(setting.mesh, queries, index.vectors, setting.rows, listed, setting.search_block).rows
+        rows = batch["bm25_rows"][:, :depth]
+        return FusedRanking(rows, stored_scores(queries, index, rows), ranks_of(how, jnp, rows))
+    listed = depth if how == "vectors" else min(max(depth, FUSION_DEPTH + (source_row is not None)), context.rows)
+    rows = search(context.mesh, queries, index.vectors, context.rows, listed, context.search_block).rows
     scores = stored_scores(queries, index, rows)
     if how == "vectors":
-        return Fused(rows, scores, ranks_of(how, jnp, rows))
-    if own_row is not None:
-        rows = jnp.where(rows == own_row[:, None], -1, rows)
-    words = batch["word_rows"], batch["word_scores"]
+        return FusedRanking(rows, scores, ranks_of(how, jnp, rows))
+    if source_row is not None:
+        rows = jnp.where(rows == source_row[:, None], -1, rows)
+    words = batch["bm25_rows"], batch["bm25_scores"]
     held = jax.lax.stop_gradient((scores, stored_scores(queries, index, words[0])))
     found = fuse(rows, held[0], *words, held[1], depth)
     return found._replace(scores=stored_scores(queries, index, found.rows))
 
 
-def search_queries(setting: Setting, params: Params, batch: Batch, tower: Params | None) -> Array:
+def search_queries(context: StepContext, params: Params, batch: Batch, tower: Params | None) -> Array:
     """What is searched with, [batch, projection]: without dropout, by the current query embedder or by `tower`."""
     if tower is not None:
-        params = {**params, setting.model.embedder_names[0]: tower}
-    return setting.model.embed_queries(params, batch["query"], batch["query_length"])
+        params = {**params, context.model.embedder_names[0]: tower}
+    return context.model.embed_queries(params, batch["query"], batch["query_length"])
 
 
-def bm25_listed(search: str, depth: int, rows: int) -> int:
+def bm25_list_length(search: str, depth: int, rows: int) -> int:
     """Passages in BM25's list of a search for `depth` of `rows` passages; 0 where BM25 takes no part."""
-    return 0 if search == "vectors" else min(max(depth, LIST), rows)
+    return 0 if search == "vectors" else min(max(depth, FUSION_DEPTH), rows)
 
 
-def search_depth(setting: Setting) -> int:
+def search_depth(context: StepContext) -> int:
     """Rows searched for each masked sentence: its candidates, with its own passage in the null document's place."""
-    return min(setting.candidates, setting.rows)
+    return min(context.candidates, context.rows)
 
 
-def embed_null(setting: Setting, params: Params, key: Array | None) -> Array:
+def embed_null(context: StepContext, params: Params, key: Array | None) -> Array:
     """The null document's vector [1, projection], through the document embedder."""
-    return setting.model.embed_documents(params, null_documents(1, (setting.cls_id, setting.sep_id)), key)
+    return context.model.embed_documents(params, null_documents(1, (context.cls_id, context.sep_id)), key)
 
 
-def embed_taken(setting: Setting, params: Params, documents: Documents, key: Array | None) -> Array:
+def embed_candidates(context: StepContext, params: Params, documents: Documents, key: Array | None) -> Array:
     """The vectors of candidates by current parameters. documents.ids [batch, k, d] → [batch, k, projection]."""
     flat = Documents(*(part.reshape(-1, *part.shape[2:]) for part in documents))
-    return setting.model.embed_documents(params, flat, key).reshape(*documents.ids.shape[:2], -1)
+    return context.model.embed_documents(params, flat, key).reshape(*documents.ids.shape[:2], -1)
 
 
 def stored_scores(queries: Array, index: Index, rows: Array) -> Array:

@@ -1,7 +1,7 @@
-"""Vectors of passages that some run of this machine embedded before, by the content of the passages.
+"""A cache of passage vectors that runs on this machine have computed, by passage content.
 
 An encoder, named by a digest of all that makes it a function, has an entry in the cache; a passage is known by a digest
-of its word pieces, so an edited or newly prepared corpus finds every passage that did not change, in whatever row it is
+of its tokens, so an edited or newly prepared corpus finds every passage that did not change, in whatever row it is
 now. Each item of the entry holds some passages:
 
     keys       digests of rows, uint32 [rows, 4]
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def row_keys(rows: CorpusRows) -> NDArray[np.uint64]:
-    """What a passage is known by: a digest of its word pieces and of where its title ends, uint64 [rows, 2]."""
+    """What a passage is known by: a digest of its tokens and of where its title ends, uint64 [rows, 2]."""
     parts = zip(rows.ids, rows.lengths.tolist(), rows.title_lengths.astype("<u2"), strict=True)
     digests = (
         hashlib.blake2b(title.tobytes() + ids[:length].astype("<u2", copy=False).tobytes(), digest_size=16).digest()
@@ -56,7 +56,7 @@ class VectorCache:
 
     def find(self, keys: NDArray[np.uint64]) -> tuple[NDArray[np.bool_], NDArray[np.float32] | None]:
         """Which of some rows are known, [rows], and their vectors, [rows, width]: arbitrary where a row is not, None
-        where none is. Damage is logged, and its rows are not known; so is a folder that cannot be read, once,
+        if none is. Damage is logged, and its rows are not known; so is a folder that cannot be read, once,
         and from then on nothing is kept either."""
         parts = list(self._parts())
         known = np.concatenate([np.empty((0, 2), np.uint64), *(part.keys for part in parts)])
@@ -74,7 +74,7 @@ class VectorCache:
         return found, vectors if found.any() else None
 
     def add(self, keys: NDArray[np.uint64], vectors: NDArray[np.float32]) -> None:
-        """Keep vectors of rows; what was used less lately makes room. Where that is not possible it is told."""
+        """Store vectors of rows, evicting the least recently used. A failure is logged."""
         if not self._usable:
             return
         try:

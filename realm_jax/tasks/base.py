@@ -1,10 +1,10 @@
-"""What a task is to the rest: to the config, the train loop, questions asked of a run, plans, and the report.
+"""The interface of a task to the config, the train loop, inference, plans, and the report.
 
-A task is one file beside this one and one line in `__init__.py`. Nobody else compares its name: what others have to
-know of it is an attribute here, with the value of a task that needs nothing special. Read next: `mlm.py`, a short one.
+A task is one file beside this one and one line in `__init__.py`. No other code compares task names: what it has to know
+of a task is an attribute here; defaults suit a task that needs nothing special. Read next: `mlm.py`, a short one.
 
 A loss has the form `loss(params, batch, index, key) -> {name: Mean}`: its entry 'loss' is minimised, the others are
-reported. Means of the parts of a batch add up to those of the whole. `index` is None where nothing is retrieved and
+reported. Means of the parts of a batch add up to those of the whole. `index` is None if nothing is retrieved and
 `key` None turns dropout off. Retrieval happens inside the loss (`realm_jax/forward.py`), so a step is one program.
 """
 
@@ -28,7 +28,7 @@ from realm_jax.eval.prediction import Evaluator
 from realm_jax.models.bert import BertConfig
 from realm_jax.models.likelihood import Mean
 from realm_jax.models.realm import Network, Params, Realm
-from realm_jax.retrieval.search import Batch, Index, Rerank, Setting
+from realm_jax.retrieval.search import Batch, Index, Rerank, StepContext
 from realm_jax.run import Run
 from realm_jax.schema import Sections
 from realm_jax.sections import TaskSection
@@ -43,7 +43,7 @@ MEASURED = 2000  # development questions at most: ± .02 of a share, and soon do
 
 
 class Control(NamedTuple):
-    """A training that should not reach what a task reaches, of `--controls`. folder: its own in the run folder; task:
+    """A control run of `--controls`: a baseline for a task. folder: its own in the run folder; task:
     what is trained; start: the task whose parameters it starts from, '' for those of the run; keys: changed ones."""
 
     folder: str
@@ -60,7 +60,7 @@ class Short(NamedTuple):
     retriever: float = 1.0
 
 
-class Contrast(NamedTuple):
+class ContrastiveLoss(NamedTuple):
     """A loss that compares every example of a batch with every other, in parts (`train/gradients.py`).
 
     encode: the vectors of some examples; null: that of the null document, or None; loss: of all these together.
@@ -81,15 +81,15 @@ class Task(abc.ABC):
     sections: ClassVar[Sections | None] = None  # of the whole config where it has one of its own kind; None: REALM's
     partners: ClassVar[frozenset[str] | None] = None  # other tasks that its recipe may have; None: any
 
-    # --- what it learns from and is measured by
+    # --- data and evaluation
     learns_to_answer: ClassVar[bool] = False  # from questions, and ends with answers to them
     reads_passages: ClassVar[bool] = True  # answers stand in passages
     inspects_sentences: ClassVar[bool] = False  # a sentence with a blank can be explained with its parameters
-    selects_by: ClassVar[str] = ""  # the measure that its best parameters are kept by; '': recall
+    selects_by: ClassVar[str] = ""  # the measure that its best parameters are selected by; '': recall
     evaluate_every: int = 0  # steps between two measurements beside those of every new index; 0: none
     evaluates_start: bool = False  # before its first step too, where no index asks for it
 
-    # --- what it needs of an index
+    # --- the index
     has_corpus: ClassVar[bool] = True
     retrieves: bool = False  # a step takes an index
     has_final_index: ClassVar[bool] = True  # its parameters are measured with one at the end
@@ -101,24 +101,26 @@ class Task(abc.ABC):
     bm25_depth: int = 0  # passages in BM25's list that comes with an example; 0: there is none
     rerank: Rerank | None = None  # what orders passages anew for questions to its parameters; `make_task` sets it
 
-    # --- how it is trained
+    # --- training
     trained: tuple[str, ...]  # the parameters that move
     short: ClassVar[Short] = Short()
     is_parted: bool = True  # `optimizer.microbatches` applies to it
     retriever_delay: int = 0  # steps before the retriever moves
-    contrast: Contrast | None = None  # its loss in parts, where examples are compared; None: losses of examples add up
+    contrast: ContrastiveLoss | None = (
+        None  # its loss in parts, where examples are compared; None: losses of examples add up
+    )
 
     def __init__(self, run: Any) -> None:
         """run: a `Run`, or a `BaseRun` for a task with a config of its own kind. What depends on it is set here."""
         self.run = run
         if self.has_corpus:
-            self.question_search = run.setting.qa_search
+            self.question_search = run.context.qa_search
 
     @property
-    def setting(self) -> Setting:
-        """What its losses are made of beside arrays."""
-        setting: Setting = self.run.setting
-        return setting
+    def context(self) -> StepContext:
+        """The static context of its losses."""
+        context: StepContext = self.run.context
+        return context
 
     @property
     def settings(self) -> ConfigDict:
@@ -156,7 +158,7 @@ class Task(abc.ABC):
         return ""
 
     def check_data(self) -> None:
-        """Raise UserError where config and data do not allow to train it."""
+        """Raise UserError if config and data do not allow to train it."""
         return None
 
     def start(self, params: Params) -> Params:
@@ -185,7 +187,7 @@ class Task(abc.ABC):
 
     def value(self, params: Params, batch: Batch, index: Any, key: Array | None) -> tuple[Array, dict[str, Array]]:
         """The loss of a whole batch, and everything that is reported of it."""
-        values = reported(self.loss(params, batch, index, key))
+        values = metric_values(self.loss(params, batch, index, key))
         return values["loss"], values
 
     def flops(self) -> dict[str, float]:
@@ -243,12 +245,12 @@ class Task(abc.ABC):
 # --- means ------------------------------------------------------------------------------------------------------------
 
 
-def over_examples(values: Array) -> Mean:
+def batch_mean(values: Array) -> Mean:
     """The mean of one value an example, [batch]."""
     return Mean(values.astype(jnp.float32).sum(), jnp.float32(values.shape[0]))
 
 
-def reported(means: Means) -> dict[str, Array]:
+def metric_values(means: Means) -> dict[str, Array]:
     """The values of means; a perplexity is the exponential of one."""
     values = {name: mean.value for name, mean in means.items()}
     if LOG_PERPLEXITY in values:
@@ -276,7 +278,7 @@ def answer_shapes(run: Run) -> Shapes:
 
 def asked_shapes(run: Run) -> Shapes:
     """Of a text that is searched for and read: its query, and that of a reader with a tokenizer of its own."""
-    own = {} if run.setting.reader_special is None else query_shapes(run, run.model.reader.bert, "reader_query")
+    own = {} if run.context.reader_special is None else query_shapes(run, run.model.reader.bert, "reader_query")
     return query_shapes(run) | own
 
 
@@ -295,7 +297,7 @@ def masked_shapes(run: Run, query: Shapes) -> Shapes:
 
 def bm25_shapes(depth: int) -> Shapes:
     """Of `Found.arrays`; none where no list comes with an example."""
-    found: Shapes = {"word_rows": ((depth,), np.int32), "word_scores": ((depth,), np.float32)}
+    found: Shapes = {"bm25_rows": ((depth,), np.int32), "bm25_scores": ((depth,), np.float32)}
     return found if depth else {}
 
 
@@ -308,12 +310,12 @@ def dev_questions(run: Run) -> list[Question]:
     Empty where the prepared folder has no such questions and `evaluation.held_out` holds out nothing.
     """
     sources = run.sources
-    if questions := measured_questions(sources):
+    if questions := evaluation_questions(sources):
         return questions
     share = held_out_share(run.config, sources.questions)
-    return masked_sentences(sources.passages, sources.wordpiece, run.lengths.query, share, MEASURED) if share else []
+    return masked_sentences(sources.passages, sources.tokenizer, run.lengths.query, share, MEASURED) if share else []
 
 
-def measured_questions(sources: Sources) -> list[Question]:
+def evaluation_questions(sources: Sources) -> list[Question]:
     """The development questions that are measured, `MEASURED` at most."""
     return sources.questions.get("dev", [])[:MEASURED]

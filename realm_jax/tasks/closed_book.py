@@ -1,8 +1,8 @@
-"""A reader without passages: `[CLS] question [MASK] … [MASK] [SEP]`, answers as masked words; what retrieval is held
-against.
+"""A reader without passages, the baseline for retrieval: `[CLS] question [MASK] … [MASK] [SEP]`, answers as masked
+words.
 
 The places of an answer are as many as a span may have; those after the answer are to be filled with [SEP]. An answer is
-the likeliest word pieces in those places, up to [SEP].
+the likeliest tokens in those places, up to [SEP].
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.errors import UserError
 from realm_jax.eval.answers import exact_match
 from realm_jax.eval.prediction import Evaluator
-from realm_jax.forward import given_candidates, masked_inputs
+from realm_jax.forward import batch_candidates, masked_inputs
 from realm_jax.mesh import to_host
 from realm_jax.models.realm import Params, Realm
 from realm_jax.retrieval.search import Index
@@ -38,7 +38,7 @@ from realm_jax.run import Run, put_batch
 from realm_jax.sections import TaskSection
 from realm_jax.tasks.base import Embed, Measure, Short, dev_questions
 from realm_jax.tasks.mlm import Mlm
-from realm_jax.tasks.qa_examples import check_strings
+from realm_jax.tasks.qa_examples import check_string_answers
 
 
 class ClosedBook(Mlm):
@@ -69,17 +69,17 @@ class ClosedBook(Mlm):
         return False
 
     def examples(self, params: Params, embed: Embed) -> Examples:
-        wordpiece, _, text = self.run.sources.for_reader
-        return closed_book_examples(text, self.run.sources.answered("train"), wordpiece, self.run.lengths)
+        tokenizer, _, text = self.run.sources.for_reader
+        return closed_book_examples(text, self.run.sources.answered("train"), tokenizer, self.run.lengths)
 
     def measure(self) -> Measure | None:
-        """Exact match of answers without passages; None where no development question has answers."""
+        """Exact match of answers without passages; None if no development question has answers."""
         questions = answered(dev_questions(self.run))
         if not questions:
             return None
 
         def measure(params: Params, index: Index | None, final: bool) -> dict[str, Any]:
-            answers = [answer.text for batch in recall_answers(self.run, questions, params) for answer in batch]
+            answers = [answer.text for batch in predict_closed_book(self.run, questions, params) for answer in batch]
             right = [exact_match(a, q.answers, q.is_regex) for a, q in zip(answers, questions, strict=True)]
             return {"exact_match": sum(right) / len(right)}
 
@@ -89,107 +89,109 @@ class ClosedBook(Mlm):
 # --- examples ---------------------------------------------------------------------------------------------------------
 
 
-def answer_places(lengths: Lengths) -> int:
+def answer_positions(lengths: Lengths) -> int:
     """Masked places after a question: `span_width`, at most `predictions`."""
     return min(lengths.span_width, lengths.predictions)
 
 
-def closed_book_query(question: str, wordpiece: Tokenizer, lengths: Lengths) -> Example:
+def closed_book_query(question: str, tokenizer: Tokenizer, lengths: Lengths) -> Example:
     """A question, cut where it would leave no room, followed by the masked places, and their positions."""
-    places = answer_places(lengths)
-    ids = wordpiece.encode(question).ids[: lengths.query - 2 - places]
+    places = answer_positions(lengths)
+    ids = tokenizer.encode(question).ids[: lengths.query - 2 - places]
     positions = np.zeros(lengths.predictions, np.int32)
     positions[:places] = 1 + len(ids) + np.arange(places)
-    query = query_arrays(np.array([*ids, *[wordpiece.mask_id] * places], np.int32), lengths.query, wordpiece)
+    query = query_arrays(np.array([*ids, *[tokenizer.mask_id] * places], np.int32), lengths.query, tokenizer)
     return query | {"positions": positions}
 
 
-def closed_book_answer(pieces: NDArray, wordpiece: Tokenizer, lengths: Lengths) -> str:
+def closed_book_answer(pieces: NDArray, tokenizer: Tokenizer, lengths: Lengths) -> str:
     """The answer that pieces predicted at `positions` spell: those in the places, up to the first [SEP]."""
-    guesses = pieces[: answer_places(lengths)]
-    ends = np.flatnonzero(guesses == wordpiece.sep_id)
-    return wordpiece.decode(guesses[: ends[0]] if len(ends) else guesses)
+    guesses = pieces[: answer_positions(lengths)]
+    ends = np.flatnonzero(guesses == tokenizer.sep_id)
+    return tokenizer.decode(guesses[: ends[0]] if len(ends) else guesses)
 
 
 def check_closed_book(questions: Sequence[Question], lengths: Lengths) -> None:
-    """Raise UserError where the task cannot be trained on these questions."""
-    room = lengths.query - 2 - answer_places(lengths)
+    """Raise UserError if the task cannot be trained on these questions."""
+    room = lengths.query - 2 - answer_positions(lengths)
     if room < 1:
         raise UserError(
             f"config.data.query_length: the task closed_book needs {1 - room} more, for an answer after the question"
         )
     if not questions:
         raise UserError("the task closed_book needs training questions; prepare some, or set config.tasks")
-    check_strings(questions)
+    check_string_answers(questions)
 
 
 def closed_book_examples(
-    store: PassageStore, questions: Sequence[Question], wordpiece: Tokenizer, lengths: Lengths
+    store: PassageStore, questions: Sequence[Question], tokenizer: Tokenizer, lengths: Lengths
 ) -> Examples:
-    """Half masked sentences of the pre-training text, half training questions; all beside the empty document."""
+    """Half masked sentences of the pre-training text, half training questions; all with the empty document."""
     check_closed_book(questions, lengths)
     sentences = salient_sentences(store, lengths.query)
     if not len(sentences.rows):
         raise UserError("the task closed_book needs pre-training text with salient spans; there are none")
-    empty = empty_document(wordpiece, lengths)
+    empty = empty_document(tokenizer, lengths)
 
     def make(index: int, rng: np.random.Generator) -> Example:
         if rng.random() < 0.5:
             sentence, spans = spans_of(store, int(sentences.rows[index]), int(sentences.numbers[index]))
-            return masked_arrays(sentence, spans, "salient", rng, lengths, wordpiece) | empty
+            return masked_arrays(sentence, spans, "salient", rng, lengths, tokenizer) | empty
         question = questions[int(rng.integers(len(questions)))]
-        return _question_example(question, wordpiece, lengths) | empty
+        return _question_example(question, tokenizer, lengths) | empty
 
     return Examples(len(sentences.rows), make)
 
 
-def _question_example(question: Question, wordpiece: Tokenizer, lengths: Lengths) -> Example:
-    places = answer_places(lengths)
-    answer = [*wordpiece.encode(question.answers[0]).ids[:places], *[wordpiece.sep_id] * places][:places]
+def _question_example(question: Question, tokenizer: Tokenizer, lengths: Lengths) -> Example:
+    places = answer_positions(lengths)
+    answer = [*tokenizer.encode(question.answers[0]).ids[:places], *[tokenizer.sep_id] * places][:places]
     targets = np.zeros(lengths.predictions, np.int32)
     weights = np.zeros(lengths.predictions, np.float32)
     targets[:places], weights[:places] = answer, 1.0
-    return closed_book_query(question.question, wordpiece, lengths) | {"targets": targets, "weights": weights}
+    return closed_book_query(question.question, tokenizer, lengths) | {"targets": targets, "weights": weights}
 
 
-def empty_document(wordpiece: Tokenizer, lengths: Lengths) -> Example:
+def empty_document(tokenizer: Tokenizer, lengths: Lengths) -> Example:
     """The arrays of the passage that is read where there is none."""
-    nothing = np.zeros(0, wordpiece.dtype)
-    return document_arrays(nothing, nothing, lengths.document, wordpiece)
+    nothing = np.zeros(0, tokenizer.dtype)
+    return document_arrays(nothing, nothing, lengths.document, tokenizer)
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
-class Recalled(NamedTuple):
-    """An answer that was not read anywhere; probability: of its pieces and of the end, each on its own."""
+class ClosedBookAnswer(NamedTuple):
+    """An answer predicted without passages. probability: of its pieces and of the end, each on its own."""
 
     text: str
     probability: float
 
 
-def recall_answers(run: Run, questions: Sequence[Question], params: Params) -> Iterator[list[Recalled]]:
+def predict_closed_book(run: Run, questions: Sequence[Question], params: Params) -> Iterator[list[ClosedBookAnswer]]:
     """The answers to all questions, a batch at a time, as `Evaluator` has them."""
-    wordpiece, lengths = run.sources.for_reader.wordpiece, run.lengths
-    empty = empty_document(wordpiece, lengths)
+    tokenizer, lengths = run.sources.for_reader.tokenizer, run.lengths
+    empty = empty_document(tokenizer, lengths)
     size = Evaluator(run, questions).batch_size
     for start in range(0, len(questions), size):
         asked = questions[start : start + size]
-        rows = [closed_book_query(question.question, wordpiece, lengths) | empty for question in asked]
+        rows = [closed_book_query(question.question, tokenizer, lengths) | empty for question in asked]
         rows += [rows[0]] * (size - len(rows))
         batch = put_batch(run.mesh, {key: np.stack([row[key] for row in rows]) for key in rows[0]})
-        pieces, chances = map(to_host, _guess(run.model, params, batch))
-        places = answer_places(lengths)
-        ends = [np.append(np.flatnonzero(row[:places] == wordpiece.sep_id), places)[0] for row in pieces]
+        pieces, chances = map(to_host, _predict_tokens(run.model, params, batch))
+        places = answer_positions(lengths)
+        ends = [np.append(np.flatnonzero(row[:places] == tokenizer.sep_id), places)[0] for row in pieces]
         yield [
-            Recalled(closed_book_answer(row, wordpiece, lengths), float(np.exp(log_p[: min(end + 1, places)].sum())))
+            ClosedBookAnswer(
+                closed_book_answer(row, tokenizer, lengths), float(np.exp(log_p[: min(end + 1, places)].sum()))
+            )
             for row, log_p, end in zip(pieces[: len(asked)], chances, ends, strict=False)
         ]
 
 
 @partial(jax.jit, static_argnums=0)
-def _guess(model: Realm, params: Params, batch: Any) -> tuple[jax.Array, jax.Array]:
+def _predict_tokens(model: Realm, params: Params, batch: Any) -> tuple[jax.Array, jax.Array]:
     """The likeliest piece of every predicted position and its log probability, [batch, predictions] both."""
-    joint, positions = masked_inputs(batch, given_candidates(batch))
+    joint, positions = masked_inputs(batch, batch_candidates(batch))
     log_p = jax.nn.log_softmax(model.read_words(params, joint, positions))
     return log_p.argmax(axis=-1), log_p.max(axis=-1)

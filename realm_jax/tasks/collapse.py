@@ -1,4 +1,4 @@
-"""A coming collapse, noticed while something can still be done.
+"""Early warning of retriever collapse.
 
 REALM's known failure: the candidates help too rarely, so the reader learns to ignore its passages, the null document
 takes the whole prior, and retrieval never recovers. It shows first in the nats that the best candidate gains over the
@@ -15,7 +15,7 @@ import numpy as np
 WINDOW = 20  # logged records in a window
 NULL_LIMIT = 0.8  # p(null) above which almost no gradient reaches the retriever
 LEAST_GAIN = 0.1  # nats: a best window below it is noise, not help (`useful_candidates` counts from there too)
-GAIN_DROP = 0.5  # share of the best window's gain below which the reader is unlearning to read
+GAIN_DROP = 0.5  # share of the best window's gain below which the reader is ceasing to use its passages
 RECALL_DROP = 0.7  # share of the best recall below which the retriever is getting worse
 
 
@@ -64,7 +64,7 @@ class CollapseMonitor:
             return self._once(
                 "gain",
                 f"step {step}: candidates help less and less: the best one gains {gain:.2f} nats (best window "
-                f"{self._best_gain:.2f}); likely cause: the reader unlearns to read because most candidates mislead it",
+                f"{self._best_gain:.2f}); likely cause: the reader ignores passages because most candidates mislead it",
             )
         if null > NULL_LIMIT:
             return self._once(
@@ -83,7 +83,7 @@ class CollapseMonitor:
             "answers",
             f"step {step}: no passage that was read held an answer in the last {self.window} records, so nothing is "
             "learnt; likely cause: the retriever finds nothing useful (train ict or realm longer), or the answers do "
-            "not occur in the passages or are longer than model.span_width word pieces",
+            "not occur in the passages or are longer than model.span_width tokens",
         )
 
     def recall(self, step: int, recall: float) -> str | None:

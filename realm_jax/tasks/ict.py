@@ -27,15 +27,15 @@ from realm_jax.data.sources import Sources
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.flops import embedding_flops, score_flops
-from realm_jax.forward import given_documents
+from realm_jax.forward import batch_passages
 from realm_jax.models import likelihood
 from realm_jax.models.realm import Params
 from realm_jax.retrieval.exact import search
-from realm_jax.retrieval.search import Batch, Index, Setting, dropout_keys, embed_null, stored_scores
+from realm_jax.retrieval.search import Batch, Index, StepContext, dropout_keys, embed_null, stored_scores
 from realm_jax.run import Run
 from realm_jax.schema import NOT_NEGATIVE, key, one_of, require
 from realm_jax.sections import TaskSection, task_names
-from realm_jax.tasks.base import Contrast, Embed, Means, Shapes, Task, document_shapes, over_examples, query_shapes
+from realm_jax.tasks.base import ContrastiveLoss, Embed, Means, Shapes, Task, batch_mean, document_shapes, query_shapes
 
 Array = jax.Array
 MASK_RATE = 0.9  # sentences taken out of their passage (Lee et al. 2019): none where it keeps its stored vector
@@ -68,15 +68,15 @@ class Ict(Task):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self.retrieves = run.setting.ict_from_index
+        self.retrieves = run.context.ict_from_index
         self.is_parted = not self.retrieves  # it embeds short texts alone: there is little memory to save
         self.evaluates_start = bool(run.config.init_from)
-        self.trained = run.setting.model.embedder_names
+        self.trained = run.context.model.embedder_names
         if self.retrieves:
             self.trained = self.trained[:1]
         else:
-            given = partial(cloze_vectors, run.setting), partial(cloze_null, run.setting)
-            self.contrast = Contrast(*given, partial(contrast, null_weight=run.setting.ict_null_weight))
+            given = partial(ict_vectors, run.context), partial(ict_null_vector, run.context)
+            self.contrast = ContrastiveLoss(*given, partial(in_batch_softmax, null_weight=run.context.ict_null_weight))
 
     @classmethod
     def check(cls, config: ConfigDict) -> None:
@@ -103,14 +103,14 @@ class Ict(Task):
     def examples(self, params: Params, embed: Embed) -> Examples:
         passages, rate = self.run.sources.passages, 0.0 if self.retrieves else MASK_RATE
         kept = self.learned_rows(passages)
-        return cloze_examples(passages, self.run.sources.wordpiece, self.run.lengths, rate, kept)
+        return ict_examples(passages, self.run.sources.tokenizer, self.run.lengths, rate, kept)
 
     def array_shapes(self) -> Shapes:
         return query_shapes(self.run) | document_shapes(self.run) | {"own_row": ((), np.int32)}
 
     def loss(self, params: Params, batch: Batch, index: Any, key: Array | None) -> Means:
         if self.contrast is None:
-            return retrieved_ict_loss(self.setting, params, batch, index, key)
+            return retrieved_ict_loss(self.context, params, batch, index, key)
         encode, null, loss = self.contrast
         return loss(encode(params, batch, key), null(params, key))
 
@@ -118,25 +118,25 @@ class Ict(Task):
         config, score = self.run.config, score_flops(self.run)
         queries = 3 * embedding_flops(config, config.data.query_length)
         if self.retrieves:  # stored vectors have no gradient: a product each way
-            scores = 2 * score * (1 + self.setting.qa_beam)
-            return {"search": self.setting.rows * score, "queries": queries, "scores": scores}
+            scores = 2 * score * (1 + self.context.qa_beam)
+            return {"search": self.context.rows * score, "queries": queries, "scores": scores}
         documents = 3 * embedding_flops(config, config.data.document_length)
         return {"queries": queries, "documents": documents, "scores": 3 * score * self.settings.batch_size}
 
 
-def cloze_vectors(setting: Setting, params: Params, batch: Batch, key: Array | None) -> tuple[Array, Array]:
+def ict_vectors(context: StepContext, params: Params, batch: Batch, key: Array | None) -> tuple[Array, Array]:
     """The vectors of sentences and of their passages, [batch, projection] both."""
     keys = dropout_keys(key, 3)
-    queries = setting.model.embed_queries(params, batch["query"], batch["query_length"], keys[0])
-    return queries, setting.model.embed_documents(params, given_documents(batch), keys[1])
+    queries = context.model.embed_queries(params, batch["query"], batch["query_length"], keys[0])
+    return queries, context.model.embed_documents(params, batch_passages(batch), keys[1])
 
 
-def cloze_null(setting: Setting, params: Params, key: Array | None) -> Array | None:
+def ict_null_vector(context: StepContext, params: Params, key: Array | None) -> Array | None:
     """The null document's vector [1, projection] where it takes part."""
-    return embed_null(setting, params, dropout_keys(key, 3)[2]) if setting.ict_null_weight else None
+    return embed_null(context, params, dropout_keys(key, 3)[2]) if context.ict_null_weight else None
 
 
-def contrast(vectors: tuple[Array, Array], null: Array | None, null_weight: float) -> Means:
+def in_batch_softmax(vectors: tuple[Array, Array], null: Array | None, null_weight: float) -> Means:
     """Softmax of each sentence against all passages of the global batch.
 
     With `null_weight` the null document is one more candidate, and the right one for a sentence whose own passage
@@ -148,12 +148,12 @@ def contrast(vectors: tuple[Array, Array], null: Array | None, null_weight: floa
     if null is None:
         losses = -jnp.diagonal(jax.nn.log_softmax(scores, axis=-1))
     else:
-        losses = _cloze_with_null(scores, queries @ null.T, null_weight)
+        losses = _ict_loss_with_null(scores, queries @ null.T, null_weight)
     right = scores.argmax(axis=-1) == jnp.arange(scores.shape[0])
-    return {"loss": over_examples(losses), "accuracy": over_examples(right)}
+    return {"loss": batch_mean(losses), "accuracy": batch_mean(right)}
 
 
-def _cloze_with_null(scores: Array, null: Array, weight: float) -> Array:
+def _ict_loss_with_null(scores: Array, null: Array, weight: float) -> Array:
     """Losses [batch] of scores [batch, batch] and null [batch, 1]: own passage among all and null, plus `weight` × null
     among the others."""
     size = scores.shape[0]
@@ -163,28 +163,28 @@ def _cloze_with_null(scores: Array, null: Array, weight: float) -> Array:
     return -(jnp.diagonal(found) + weight * missed[:, -1])
 
 
-def retrieved_ict_loss(setting: Setting, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
+def retrieved_ict_loss(context: StepContext, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
     """The inverse cloze task against what the sentence itself retrieves, its hardest negatives: −log p(own passage)
     among it and the best `qa_beam` of the index.
 
     Passages keep their stored vectors and the query embedder alone learns, so a pretrained retriever is sharpened
     without moving the space that its passages live in.
     """
-    queries = setting.model.embed_queries(params, batch["query"], batch["query_length"], key)
-    depth = min(setting.qa_beam, setting.rows)
-    rows = search(setting.mesh, queries, index.vectors, setting.rows, depth, setting.search_block).rows
+    queries = context.model.embed_queries(params, batch["query"], batch["query_length"], key)
+    depth = min(context.qa_beam, context.rows)
+    rows = search(context.mesh, queries, index.vectors, context.rows, depth, context.search_block).rows
     own = batch["own_row"][:, None]
     scores = stored_scores(queries, index, jnp.concatenate([own, rows], axis=1))
     others = jnp.where(rows == own, likelihood.NEGATIVE, scores[:, 1:])
     log_p = jax.nn.log_softmax(jnp.concatenate([scores[:, :1], others], axis=1), axis=1)[:, 0]
-    return {"loss": over_examples(-log_p), "accuracy": over_examples(scores[:, 0] >= others.max(axis=1))}
+    return {"loss": batch_mean(-log_p), "accuracy": batch_mean(scores[:, 0] >= others.max(axis=1))}
 
 
 # --- examples ---------------------------------------------------------------------------------------------------------
 
 
-def cloze_examples(
-    store: PassageStore, wordpiece: Tokenizer, lengths: Lengths, mask_rate: float, kept: NDArray[np.bool_] | None = None
+def ict_examples(
+    store: PassageStore, tokenizer: Tokenizer, lengths: Lengths, mask_rate: float, kept: NDArray[np.bool_] | None = None
 ) -> Examples:
     """Inverse cloze task: a sentence and its passage, out of which a share `mask_rate` of the sentences is taken.
 
@@ -200,10 +200,10 @@ def cloze_examples(
         long_enough = np.flatnonzero(sentences[:, 1] - sentences[:, 0] >= MINIMUM_SENTENCE)
         number = rng.choice(long_enough) if len(long_enough) else rng.integers(len(sentences))
         start, end = sentences[number]
-        query = query_arrays(body[start:end], lengths.query, wordpiece)
+        query = query_arrays(body[start:end], lengths.query, tokenizer)
         if rng.random() < mask_rate:
             body = np.concatenate([body[:start], body[end:]])
-        document = document_arrays(store.title_tokens(row), body, lengths.document, wordpiece)
+        document = document_arrays(store.title_tokens(row), body, lengths.document, tokenizer)
         return query | document | {"own_row": np.int32(row)}
 
     return Examples(len(rows), make)

@@ -1,4 +1,4 @@
-"""Warm-up of the reader: masked words beside a passage that is given, so that it reads before anything is retrieved.
+"""Warm-up of the reader: masked language modelling given a passage, so that it reads before anything is retrieved.
 
 Read `mlm_loss`, then what examples there are: `warmup_examples`.
 """
@@ -10,10 +10,10 @@ from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
 from realm_jax.data.examples import (
-    Annotated,
     Example,
     Examples,
     Lengths,
+    SentenceRefs,
     document_arrays,
     masked_arrays,
     require_passages,
@@ -23,17 +23,17 @@ from realm_jax.data.examples import (
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.flops import reader_of, word_flops
-from realm_jax.forward import given_candidates, read_targets
+from realm_jax.forward import batch_candidates, read_targets
 from realm_jax.models.likelihood import Mean
 from realm_jax.models.realm import Params
-from realm_jax.retrieval.search import Batch, Setting
+from realm_jax.retrieval.search import Batch, StepContext
 from realm_jax.run import Run
 from realm_jax.sections import TaskSection, joint_length
 from realm_jax.tasks.base import Embed, Means, Measure, Shapes, Task, document_shapes, masked_shapes, query_shapes
 
 Array = jax.Array
 WHOLE_RATE = 0.5  # excerpts that hold all other sentences; the rest are mostly short
-NULL_RATE = 0.15  # examples that are a sentence of X beside the empty document: plain masked words are learned too
+NULL_RATE = 0.15  # examples that are a sentence of X with the empty document: plain masked words are learned too
 UNRELATED_RATE = 0.15  # that are beside a passage drawn at random: most that is retrieved at first does not help
 KEPT_RATE = 0.1  # excerpts that hold the masked sentence too, as in the inverse cloze task
 
@@ -59,16 +59,16 @@ class Mlm(Task):
         )
 
     def examples(self, params: Params, embed: Embed) -> Examples:
-        (wordpiece, passages, text), lengths = self.run.sources.for_reader, self.run.lengths
+        (tokenizer, passages, text), lengths = self.run.sources.for_reader, self.run.lengths
         kept = self.learned_rows(passages), self.learned_rows(text)
-        return warmup_examples(passages, text, wordpiece, lengths, kept=kept)
+        return warmup_examples(passages, text, tokenizer, lengths, kept=kept)
 
     def array_shapes(self) -> Shapes:
         bert = self.run.model.reader.bert
         return masked_shapes(self.run, query_shapes(self.run, bert)) | document_shapes(self.run, bert)
 
     def loss(self, params: Params, batch: Batch, index: None, key: Array | None) -> Means:
-        return mlm_loss(self.setting, params, batch, key)
+        return mlm_loss(self.context, params, batch, key)
 
     def example_flops(self) -> dict[str, float]:
         config, predictions = self.run.config, self.run.lengths.predictions
@@ -78,9 +78,9 @@ class Mlm(Task):
         return None
 
 
-def mlm_loss(setting: Setting, params: Params, batch: Batch, key: Array | None) -> Means:
+def mlm_loss(context: StepContext, params: Params, batch: Batch, key: Array | None) -> Means:
     """Cross-entropy of masked words, mean over predicted pieces; the passage, if any, comes with the batch."""
-    log_p, right = (part[:, 0] for part in read_targets(setting, params, batch, given_candidates(batch), key))
+    log_p, right = (part[:, 0] for part in read_targets(context, params, batch, batch_candidates(batch), key))
     weights = batch["weights"].astype(jnp.float32)
     loss, accuracy = -(log_p * weights).sum(), (right * weights).sum()
     return {"loss": Mean(loss, weights.sum()), "accuracy": Mean(accuracy, weights.sum())}
@@ -92,19 +92,19 @@ def mlm_loss(setting: Setting, params: Params, batch: Batch, key: Array | None) 
 def warmup_examples(
     passages: PassageStore,
     pretraining: PassageStore,
-    wordpiece: Tokenizer,
+    tokenizer: Tokenizer,
     lengths: Lengths,
     null_rate: float = NULL_RATE,
     unrelated_rate: float = UNRELATED_RATE,
     kept: tuple[NDArray[np.bool_] | None, NDArray[np.bool_] | None] = (None, None),
 ) -> Examples:
-    """The reader's warm-up: masked salient spans of three kinds, all pairs that any text has.
+    """The reader's warm-up: masked salient spans of three kinds, from pairs that any text provides.
 
     * A sentence of a passage beside an excerpt of that passage in which the span occurs again. The excerpt is a random
       choice of the other sentences, in order: short ones teach copying quickly, long ones teach what to copy.
     * A share `unrelated_rate`: such a sentence beside a passage drawn at random, so that the reader does not believe
       every passage: what retrieval offers at first is mostly wrong.
-    * A share `null_rate`: a sentence of the pre-training text beside the empty document (plain masked words). Beside
+    * A share `null_rate`: a sentence of the pre-training text with the empty document (plain masked words). Beside
       unrelated passages these would teach that the pre-training text's style means that no passage helps.
 
     kept: rows of passages and of pre-training text that may be trained on, bool [rows]; None for all.
@@ -114,18 +114,18 @@ def warmup_examples(
     require_passages(len(spans), passages, "a name or date that it mentions in two sentences", "the warm-up", kept[0])
     sentences = salient_sentences(pretraining, lengths.query)
     if kept[1] is not None:
-        sentences = Annotated(*(part[kept[1][sentences.rows]] for part in sentences))
+        sentences = SentenceRefs(*(part[kept[1][sentences.rows]] for part in sentences))
     require_passages(len(sentences.rows), pretraining, "a salient span", "the warm-up", kept[1])
 
     def make(index: int, rng: np.random.Generator) -> Example:
         draw = rng.random()
         if draw >= null_rate:
             unrelated = draw < null_rate + unrelated_rate
-            return _excerpt_example(passages, spans[index], unrelated, rng, lengths, wordpiece)
+            return _excerpt_example(passages, spans[index], unrelated, rng, lengths, tokenizer)
         choice = int(rng.integers(len(sentences.rows)))
         sentence, salient = spans_of(pretraining, int(sentences.rows[choice]), int(sentences.numbers[choice]))
-        arrays = masked_arrays(sentence, salient, "salient", rng, lengths, wordpiece)
-        return arrays | document_arrays(sentence[:0], sentence[:0], lengths.document, wordpiece)
+        arrays = masked_arrays(sentence, salient, "salient", rng, lengths, tokenizer)
+        return arrays | document_arrays(sentence[:0], sentence[:0], lengths.document, tokenizer)
 
     return Examples(len(spans), make)
 
@@ -136,7 +136,7 @@ def _excerpt_example(
     unrelated: bool,
     rng: np.random.Generator,
     lengths: Lengths,
-    wordpiece: Tokenizer,
+    tokenizer: Tokenizer,
 ) -> Example:
     """A sentence with its recurring span masked, beside some of its passage's other sentences, one with the span.
 
@@ -146,7 +146,7 @@ def _excerpt_example(
     row, number, place, other = map(int, entry)
     start, end = store.sentences(row)[number]
     span = store.spans(row)[place : place + 1, :2] - start
-    arrays = masked_arrays(store.body_tokens(row)[start:end], span, "salient", rng, lengths, wordpiece)
+    arrays = masked_arrays(store.body_tokens(row)[start:end], span, "salient", rng, lengths, tokenizer)
     if unrelated:
         row = (row + 1 + int(rng.integers(max(1, len(store) - 1)))) % len(store)
         number, other = (int(rng.integers(len(store.sentences(row)))) for _ in range(2))
@@ -155,7 +155,7 @@ def _excerpt_example(
     kept[number] = rng.random() < KEPT_RATE
     kept[other] = True
     excerpt = np.concatenate([body[first:last] for first, last in sentences[kept]])
-    return arrays | document_arrays(store.title_tokens(row), excerpt, lengths.document, wordpiece)
+    return arrays | document_arrays(store.title_tokens(row), excerpt, lengths.document, tokenizer)
 
 
 def recurring_spans(store: PassageStore, query_length: int) -> NDArray[np.int32]:

@@ -19,12 +19,12 @@ from realm_jax.data.jsonl import answered
 from realm_jax.data.tokenizer import id_dtype
 from realm_jax.errors import UserError
 from realm_jax.flops import embedding_flops, reader_of, score_flops
-from realm_jax.forward import question_beam, read_joint, read_question, reader_query
+from realm_jax.forward import question_beam, read_question, reader_query, score_spans
 from realm_jax.models import likelihood
-from realm_jax.models.inputs import Joint, find_answers, hold_answers, token_mask
+from realm_jax.models.inputs import ReaderInput, answer_spans, has_answer_span, token_mask
 from realm_jax.models.likelihood import Mean
 from realm_jax.models.realm import Params
-from realm_jax.retrieval.search import Batch, Index, Setting, bm25_listed, dropout_keys, take_for_reader
+from realm_jax.retrieval.search import Batch, Index, StepContext, bm25_list_length, dropout_keys, take_for_reader
 from realm_jax.run import Run
 from realm_jax.schema import NOT_NEGATIVE, POSITIVE, key, one_of, require
 from realm_jax.sections import SEARCHES, TaskSection, joint_length, task_names
@@ -37,13 +37,13 @@ from realm_jax.tasks.base import (
     Task,
     answer_shapes,
     asked_shapes,
+    batch_mean,
     bm25_shapes,
-    measured_questions,
-    over_examples,
+    evaluation_questions,
 )
 from realm_jax.tasks.closed_book import ClosedBook
 from realm_jax.tasks.collapse import CollapseMonitor
-from realm_jax.tasks.qa_examples import question_depth, questions_to_learn
+from realm_jax.tasks.qa_examples import fine_tuning_examples, question_depth
 
 Array = jax.Array
 BEAM_PART = 64  # passages of a beam that are looked through at a time
@@ -95,12 +95,12 @@ class Qa(Task):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        setting = run.setting
-        self.trained = (*question_towers(setting), "reader")
+        context = run.context
+        self.trained = (*trained_towers(context), "reader")
         self.refresh_every = run.config.qa.refresh_every
         self.evaluate_every = run.config.evaluation.every
-        self.eval_search = setting.qa_search
-        self.bm25_depth = bm25_listed(setting.qa_search, question_depth(setting), setting.rows)
+        self.eval_search = context.qa_search
+        self.bm25_depth = bm25_list_length(context.qa_search, question_depth(context), context.rows)
 
     @classmethod
     def check(cls, config: ConfigDict) -> None:
@@ -131,7 +131,7 @@ class Qa(Task):
 
     def check_data(self) -> None:
         config, sources = self.run.config, self.run.sources
-        if self.evaluate_every and not answered(measured_questions(sources)):
+        if self.evaluate_every and not answered(evaluation_questions(sources)):
             raise UserError(
                 "config.evaluation.every: goes by exact match, but no development question that is measured has "
                 f"answers in {config.data.path}; set it to 0"
@@ -143,15 +143,15 @@ class Qa(Task):
 
     def needs_vectors(self, search: str = "") -> bool:
         """A reader that was trained on BM25's scores goes on with those."""
-        return not (self.setting.qa_words and (search or self.eval_search) == "bm25")
+        return not (self.context.qa_words and (search or self.eval_search) == "bm25")
 
     @property
     def is_positive(self) -> bool:
         """Whether the reader is given one passage a question, which comes with the batch."""
-        return self.setting.qa_objective == "positive"
+        return self.context.qa_objective == "positive"
 
     def examples(self, params: Params, embed: Embed) -> Examples:
-        return questions_to_learn(self, params, embed)
+        return fine_tuning_examples(self, params, embed)
 
     def array_shapes(self) -> Shapes:
         found = asked_shapes(self.run) | answer_shapes(self.run) | bm25_shapes(self.bm25_depth)
@@ -166,19 +166,19 @@ class Qa(Task):
 
     def loss(self, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
         loss = positive_qa_loss if self.is_positive else qa_loss
-        return loss(self.setting, params, batch, index, key)
+        return loss(self.context, params, batch, index, key)
 
     def example_flops(self) -> dict[str, float]:
         """A question beside its positive passage counts as long as the longest can be; the length of batches is up to
         data."""
         config, joint = self.run.config, joint_length(self.run.config)
         reader = reader_of(config)
-        spans = 2 * joint * reader.width * 2 * self.setting.model.reader.span_hidden
+        spans = 2 * joint * reader.width * 2 * self.context.model.reader.span_hidden
         read = 1 if self.is_positive else config.qa.passages
         parts = {"reader": 3 * read * (reader.forward(joint) + spans)}
-        if not self.setting.qa_words:
+        if not self.context.qa_words:
             queries = 3 * embedding_flops(config, config.data.query_length)
-            parts |= {"search": self.setting.rows * score_flops(self.run), "queries": queries}
+            parts |= {"search": self.context.rows * score_flops(self.run), "queries": queries}
         if self.refresh_every:
             documents = embedding_flops(config, config.data.document_length)
             parts["documents"] = 3 * config.qa.passages * documents
@@ -191,74 +191,74 @@ class Qa(Task):
         return [Control(ClosedBook.name, ClosedBook.name)]
 
 
-def question_towers(setting: Setting) -> tuple[str, ...]:
+def trained_towers(context: StepContext) -> tuple[str, ...]:
     """The embedders that fine-tuning trains."""
-    if setting.qa_words:
+    if context.qa_words:
         return ()
-    return setting.model.embedder_names if setting.qa_documents else setting.model.embedder_names[:1]
+    return context.model.embedder_names if context.qa_documents else context.model.embedder_names[:1]
 
 
 # --- the losses -------------------------------------------------------------------------------------------------------
 
 
-def qa_loss(setting: Setting, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
+def qa_loss(context: StepContext, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
     """Fine-tuning on what is retrieved: the paper's marginal over passages and spans, or ORQA's L_ret + L_read."""
-    read = read_question(setting, params, batch, index, key, question_depth(setting), setting.qa_passages)
+    read = read_question(context, params, batch, index, key, question_depth(context), context.qa_passages)
     scores, spans = read.reading.scores, read.reading.span_scores
     loss, log_likelihood = likelihood.answer_marginal(scores, spans, read.allowed, read.correct)
     has_answer = read.correct.any(axis=(2, 3))
-    if setting.qa_objective == "orqa":
-        beam_correct = beam_answers(setting, batch, index, read.beam.rows)
+    if context.qa_objective == "orqa":
+        beam_correct = beam_has_answer(context, batch, index, read.beam.rows)
         loss = likelihood.orqa_loss(read.beam.scores, beam_correct, scores, spans, read.allowed, read.correct)
     final = read.prior[:, :, None, None] + read.spans
     answered = has_answer.any(axis=1)
     return {
         "loss": loss,
-        "accuracy": over_examples(best_is_right(final, read.correct)),
-        "answer_in_passages": over_examples(answered),
+        "accuracy": batch_mean(top1_is_correct(final, read.correct)),
+        "answer_in_passages": batch_mean(answered),
         "log_likelihood": Mean(jnp.where(answered, log_likelihood, 0.0).sum(), answered.sum().astype(jnp.float32)),
     }
 
 
-def best_is_right(scores: Array, correct: Array) -> Array:
+def top1_is_correct(scores: Array, correct: Array) -> Array:
     """Whether the span with the largest score of an example is correct: both [batch, …] → [batch] bool."""
     flat = scores.reshape(len(scores), -1)
     return jnp.take_along_axis(correct.reshape(flat.shape), flat.argmax(axis=1)[:, None], axis=1)[:, 0]
 
 
-def positive_qa_loss(setting: Setting, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
+def positive_qa_loss(context: StepContext, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
     """Fine-tuning with one positive passage a question, which comes with the batch.
 
     The reader's term is −log p(correct span) among the spans of that passage; the retriever's is ORQA's L_ret over a
     beam of the index, whose passages are not read. `joint` of the batch: ids [batch, length]; see `positive_examples`.
     """
     keys = dropout_keys(key, 2)
-    joint, answers = given_joint(batch), (batch["answers"], batch["answer_lengths"], setting.model.span_width)
-    allowed, correct = find_answers(joint, *answers)
-    spans = read_joint(setting, params, joint, keys[1])
+    joint, answers = batch_reader_input(batch), (batch["answers"], batch["answer_lengths"], context.model.span_width)
+    allowed, correct = answer_spans(joint, *answers)
+    spans = score_spans(context, params, joint, keys[1])
     terms = likelihood.reader_terms(jnp.zeros(joint.lengths.shape), spans, allowed, correct)
-    right = best_is_right(jnp.where(allowed, spans, likelihood.NEGATIVE), correct)
-    found = {"accuracy": over_examples(right), "reader_loss": over_examples(terms)}
-    if not setting.qa_words:
-        beam, _ = question_beam(setting, params, batch, index, keys[0], question_depth(setting))
-        hits = beam_answers(setting, batch, index, beam.rows)
+    right = top1_is_correct(jnp.where(allowed, spans, likelihood.NEGATIVE), correct)
+    found = {"accuracy": batch_mean(right), "reader_loss": batch_mean(terms)}
+    if not context.qa_words:
+        beam, _ = question_beam(context, params, batch, index, keys[0], question_depth(context))
+        hits = beam_has_answer(context, batch, index, beam.rows)
         retriever = likelihood.retriever_terms(beam.scores, hits)
         terms += retriever
-        found |= {"answer_in_beam": over_examples(hits.any(axis=1)), "retriever_loss": over_examples(retriever)}
-    return {"loss": over_examples(terms)} | found
+        found |= {"answer_in_beam": batch_mean(hits.any(axis=1)), "retriever_loss": batch_mean(retriever)}
+    return {"loss": batch_mean(terms)} | found
 
 
-def given_joint(batch: Batch) -> Joint:
+def batch_reader_input(batch: Batch) -> ReaderInput:
     """The joint layout that came with the batch, one passage a question: arrays [batch, 1, …]."""
     ids, lengths = batch["joint"].astype(jnp.int32)[:, None], batch["joint_length"][:, None]
     mask = token_mask(lengths, ids.shape[-1])
     _, query_lengths = reader_query(batch)
     is_passage = (jnp.arange(ids.shape[-1]) >= query_lengths[:, None, None]) & mask
-    return Joint(ids, is_passage.astype(jnp.int32), mask, batch["body_start"][:, None], lengths)
+    return ReaderInput(ids, is_passage.astype(jnp.int32), mask, batch["body_start"][:, None], lengths)
 
 
-def beam_answers(setting: Setting, batch: Batch, index: Index, rows: Array) -> Array:
-    """Which passages of a beam hold an answer of their question, as spans of word pieces: [batch, beam] bool.
+def beam_has_answer(context: StepContext, batch: Batch, index: Index, rows: Array) -> Array:
+    """Which passages of a beam hold an answer of their question, as spans of tokens: [batch, beam] bool.
 
     rows [batch, beam]. The texts of BEAM_PART passages a question are on hand at a time, however long the beam is.
     """
@@ -266,6 +266,6 @@ def beam_answers(setting: Setting, batch: Batch, index: Index, rows: Array) -> A
     parts = -(-beam // BEAM_PART)
     padded = jnp.pad(rows, ((0, 0), (0, parts * BEAM_PART - beam)))
     split = padded.reshape(count, parts, BEAM_PART).swapaxes(0, 1)
-    answers = (batch["answers"], batch["answer_lengths"], setting.model.span_width)
-    found = jax.lax.map(lambda part: hold_answers(take_for_reader(index, part), *answers), split)
+    answers = (batch["answers"], batch["answer_lengths"], context.model.span_width)
+    found = jax.lax.map(lambda part: has_answer_span(take_for_reader(index, part), *answers), split)
     return found.swapaxes(0, 1).reshape(count, -1)[:, :beam]

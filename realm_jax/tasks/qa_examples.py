@@ -1,6 +1,6 @@
 """The questions of fine-tuning: with answers as strings, and each beside a positive passage where that is wanted.
 
-Answers that are regular expressions (CuratedTREC): a span has to be compared with word pieces on the devices, which no
+Answers that are regular expressions (CuratedTREC): a span has to be compared with tokens on the devices, which no
 regular expression can be. So before fine-tuning each such question searches with the parameters that fine-tuning starts
 from, and what its patterns match in the passages found becomes its answers.
 
@@ -8,7 +8,7 @@ A positive passage (`qa.objective=positive`) holds an answer as a span. It is on
 known, else the first that is retrieved.
 
 Both depend on the parameters at the start and on the devices' rounding, so they are kept in TASK/answers.json and
-TASK/positives.json: a run that is resumed trains on the same ones. Read `questions_to_learn`.
+TASK/positives.json: a run that is resumed trains on the same ones. Read `fine_tuning_examples`.
 """
 
 import dataclasses
@@ -22,16 +22,16 @@ from numpy.typing import NDArray
 
 from realm_jax.data import layouts, patterns
 from realm_jax.data.examples import (
+    Bm25Hits,
     Example,
     Examples,
-    Found,
     Lengths,
     as_read,
-    body_read,
-    holds_answer,
     query_arrays,
     question_arrays,
-    title_read,
+    row_has_answer,
+    truncated_body,
+    truncated_title,
 )
 from realm_jax.data.jsonl import Question
 from realm_jax.data.sources import Sources
@@ -42,7 +42,7 @@ from realm_jax.eval.prediction import Evaluator
 from realm_jax.models.inputs import DOCUMENT_SPECIALS
 from realm_jax.models.realm import Params
 from realm_jax.processes import is_process_0, run_on_process_0
-from realm_jax.retrieval.search import Setting
+from realm_jax.retrieval.search import StepContext
 from realm_jax.run import Run
 from realm_jax.storage import make_folder, read_json, write_json_atomic
 from realm_jax.tasks.base import Embed, Task
@@ -51,42 +51,42 @@ logger = logging.getLogger(__name__)
 
 ANSWERS, POSITIVES = "answers.json", "positives.json"
 DEPTH = 20  # retrieved passages among which a positive one is looked for
-NONE = -1  # in place of a row: no passage is known to hold an answer
+NO_ROW = -1  # in place of a row: no passage is known to hold an answer
 
 
-def questions_to_learn(task: Task, params: Params, embed: Embed) -> Examples:
+def fine_tuning_examples(task: Task, params: Params, embed: Embed) -> Examples:
     """The examples of fine-tuning from `params`; see `Task.examples`."""
     run: Run = task.run
     questions = training_questions(task, params, embed)
-    if run.setting.qa_objective == "positive":
+    if run.context.qa_objective == "positive":
         return examples_with_positives(task, params, embed, questions)
-    found = beam_by_words(run, questions) if run.setting.qa_search != "vectors" else None
-    examples = question_examples(questions, run.sources.for_reader.wordpiece, run.lengths, found)
+    found = bm25_candidates(run, questions) if run.context.qa_search != "vectors" else None
+    examples = question_examples(questions, run.sources.for_reader.tokenizer, run.lengths, found)
     return with_queries(examples, questions, run.sources, run.lengths)
 
 
-def question_depth(setting: Setting) -> int:
+def question_depth(context: StepContext) -> int:
     """Passages that a question of fine-tuning retrieves."""
-    return min(setting.qa_passages if setting.qa_objective == "marginal" else setting.qa_beam, setting.rows)
+    return min(context.qa_passages if context.qa_objective == "marginal" else context.qa_beam, context.rows)
 
 
 def question_examples(
-    questions: Sequence[Question], wordpiece: Tokenizer, lengths: Lengths, found: Found | None = None
+    questions: Sequence[Question], tokenizer: Tokenizer, lengths: Lengths, found: Bm25Hits | None = None
 ) -> Examples:
-    """Questions with their answers as word pieces; an answer of more than `span_width` pieces can not be a span."""
+    """Questions with their answers as tokens; an answer of more than `span_width` pieces can not be a span."""
     if not questions:
         raise UserError("no training questions in the prepared folder; give `realm prepare --questions train=FILE`")
-    check_strings(questions)
-    encoded = [encoding.ids for encoding in wordpiece.encode_batch([q.question for q in questions])]
+    check_string_answers(questions)
+    encoded = [encoding.ids for encoding in tokenizer.encode_batch([q.question for q in questions])]
 
     def make(index: int, rng: np.random.Generator) -> Example:
-        return question_arrays(encoded[index], questions[index].answers, wordpiece, lengths)
+        return question_arrays(encoded[index], questions[index].answers, tokenizer, lengths)
 
     examples = Examples(len(questions), make)
-    return examples if found is None else with_found(examples, found)
+    return examples if found is None else with_bm25_hits(examples, found)
 
 
-def with_found(examples: Examples, found: Found) -> Examples:
+def with_bm25_hits(examples: Examples, found: Bm25Hits) -> Examples:
     """Examples with BM25's list of each."""
     return examples._replace(make=lambda index, rng: examples.make(index, rng) | found.arrays(index))
 
@@ -95,7 +95,7 @@ def with_queries(examples: Examples, questions: Sequence[Question], sources: Sou
     """Examples in the tokens of a reader that has its own, with the questions in those of the retriever as well."""
     if sources.reader is None:
         return examples
-    own = sources.wordpiece
+    own = sources.tokenizer
     encoded = [np.array(encoding.ids, np.int32) for encoding in own.encode_batch([q.question for q in questions])]
 
     def make(index: int, rng: np.random.Generator) -> Example:
@@ -104,8 +104,8 @@ def with_queries(examples: Examples, questions: Sequence[Question], sources: Sou
     return examples._replace(make=make)
 
 
-def check_strings(questions: Sequence[Question]) -> None:
-    """Raise UserError where answers are regular expressions: there is no telling which pieces they are."""
+def check_string_answers(questions: Sequence[Question]) -> None:
+    """Raise UserError if answers are regular expressions: there is no telling which pieces they are."""
     if patterns := sum(question.is_regex for question in questions):
         raise UserError(
             f"{patterns} of {len(questions)} training questions have regular expressions for answers, which cannot be "
@@ -113,16 +113,16 @@ def check_strings(questions: Sequence[Question]) -> None:
         )
 
 
-def beam_by_words(run: Run, questions: Sequence[Question]) -> Found:
+def bm25_candidates(run: Run, questions: Sequence[Question]) -> Bm25Hits:
     """BM25's list of each question of fine-tuning."""
-    return run.found_by_words([question.question for question in questions], question_depth(run.setting))
+    return run.bm25_search([question.question for question in questions], question_depth(run.context))
 
 
-def made_once(task: Task, file: str, name: str, count: int, make: Callable[[], list[Any]]) -> list[Any]:
+def load_or_create(task: Task, file: str, name: str, count: int, make: Callable[[], list[Any]]) -> list[Any]:
     """A list with an entry for each of `count` questions, made at the first start and kept in a file of the task's
     folder.
 
-    name: what the entries are. Raises UserError where the kept list is of another number of questions.
+    name: what the entries are. Raises UserError if the kept list is of another number of questions.
     """
     path = task.run.workdir / task.name / file
     if run_on_process_0(lambda: int(path.is_file())):
@@ -143,8 +143,8 @@ def retrieved_at_start(
     """Rows of the best passages of questions, int64 [questions, depth], by the search of fine-tuning with the
     parameters that it starts from."""
     run: Run = task.run
-    index = run.index(embed()) if task.needs_vectors() else run.bare_index
-    return Evaluator(run, questions, task.eval_search).retrieve(params, index, min(depth, run.setting.rows))
+    index = run.index(embed()) if task.needs_vectors() else run.index_without_vectors
+    return Evaluator(run, questions, task.eval_search).retrieve(params, index, min(depth, run.context.rows))
 
 
 # --- patterns for answers ---------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ def retrieved_at_start(
 def training_questions(task: Task, params: Params, embed: Embed) -> list[Question]:
     """The training questions that have answers, as strings. params, embed: as of `Task.examples`.
 
-    A question none of whose patterns matches keeps no answer, and teaches nothing. Raises UserError where that is so
+    A question none of whose patterns matches keeps no answer, and teaches nothing. Raises UserError if that is so
     for all, or where the kept answers are of other questions.
     """
     run: Run = task.run
@@ -167,7 +167,9 @@ def training_questions(task: Task, params: Params, embed: Embed) -> list[Questio
     regular = [question for question in questions if question.is_regex]
     if not regular:
         return questions
-    answers = made_once(task, ANSWERS, "answers", len(regular), lambda: _matched(task, params, embed, regular))
+    answers = load_or_create(
+        task, ANSWERS, "answers", len(regular), lambda: _regex_answers(task, params, embed, regular)
+    )
     strings = iter(answers)
     return [
         dataclasses.replace(question, answers=next(strings), fields=question.fields | {"match": "string"})
@@ -177,13 +179,13 @@ def training_questions(task: Task, params: Params, embed: Embed) -> list[Questio
     ]
 
 
-def _matched(task: Task, params: Params, embed: Embed, questions: Sequence[Question]) -> list[list[str]]:
+def _regex_answers(task: Task, params: Params, embed: Embed, questions: Sequence[Question]) -> list[list[str]]:
     run: Run = task.run
-    store, depth = run.sources.passages, min(run.config.qa.beam, run.setting.rows)
+    store, depth = run.sources.passages, min(run.config.qa.beam, run.context.rows)
     found = retrieved_at_start(task, params, embed, questions, depth)
-    wordpiece = run.sources.for_reader.wordpiece
+    tokenizer = run.sources.for_reader.tokenizer
     answers = [
-        strings_of(question.answers, (store.text(row) for row in rows), wordpiece, run.lengths.span_width)
+        matching_strings(question.answers, (store.text(row) for row in rows), tokenizer, run.lengths.span_width)
         for question, rows in zip(questions, found.tolist(), strict=True)
     ]
     without = sum(not strings for strings in answers)
@@ -202,18 +204,20 @@ def _matched(task: Task, params: Params, embed: Embed, questions: Sequence[Quest
     return answers
 
 
-def strings_of(expressions: Iterable[str], texts: Iterable[str], wordpiece: Tokenizer, span_width: int) -> list[str]:
+def matching_strings(
+    expressions: Iterable[str], texts: Iterable[str], tokenizer: Tokenizer, span_width: int
+) -> list[str]:
     """What patterns match in texts and can be a span, the most frequent first; of equals the one found first.
 
-    Two strings of the same word pieces are one.
+    Two strings of the same tokens are one.
     """
     counts: Counter[tuple[int, ...]] = Counter()
     spelt: dict[tuple[int, ...], str] = {}
     expressions = list(expressions)
     for text in texts:
         for expression in expressions:
-            for start, end in patterns.every(expression, text):
-                pieces = tuple(wordpiece.encode(text[start:end]).ids)
+            for start, end in patterns.find_all(expression, text):
+                pieces = tuple(tokenizer.encode(text[start:end]).ids)
                 if 0 < len(pieces) <= span_width:
                     counts[pieces] += 1
                     spelt.setdefault(pieces, text[start:end])
@@ -226,12 +230,14 @@ def strings_of(expressions: Iterable[str], texts: Iterable[str], wordpiece: Toke
 def examples_with_positives(task: Task, params: Params, embed: Embed, questions: Sequence[Question]) -> Examples:
     """The examples of `qa.objective=positive`: the questions for which a passage is known that holds an answer.
 
-    params, embed: as of `Task.examples`. Raises UserError where there is no such question, or where the kept rows are
+    params, embed: as of `Task.examples`. Raises UserError if there is no such question, or where the kept rows are
     of other questions.
     """
     run: Run = task.run
-    rows = made_once(task, POSITIVES, "rows", len(questions), lambda: find_positives(task, params, embed, questions))
-    known = [place for place, row in enumerate(rows) if row != NONE]
+    rows = load_or_create(
+        task, POSITIVES, "rows", len(questions), lambda: find_positives(task, params, embed, questions)
+    )
+    known = [place for place, row in enumerate(rows) if row != NO_ROW]
     counts = len(known), len(questions)
     logger.info("%s: %d of %d training questions have a passage that holds an answer", task.name, *counts)
     if not known:
@@ -240,53 +246,53 @@ def examples_with_positives(task: Task, params: Params, embed: Embed, questions:
             f"gold passages nor the first {DEPTH} that are retrieved have one; check questions and passages"
         )
     asked, positives = [questions[place] for place in known], [rows[place] for place in known]
-    read, titles = run.sources.for_reader, run.setting.qa_titles
-    examples = positive_examples(asked, positives, read.passages, read.wordpiece, run.lengths, titles)
+    read, titles = run.sources.for_reader, run.context.qa_titles
+    examples = positive_examples(asked, positives, read.passages, read.tokenizer, run.lengths, titles)
     examples = with_queries(examples, asked, run.sources, run.lengths)
-    return with_found(examples, beam_by_words(run, asked)) if run.setting.qa_search == "hybrid" else examples
+    return with_bm25_hits(examples, bm25_candidates(run, asked)) if run.context.qa_search == "hybrid" else examples
 
 
 def find_positives(task: Task, params: Params, embed: Embed, questions: Sequence[Question]) -> list[int]:
     """A row for each question, NONE where none holds an answer: of its gold document, else the first retrieved."""
     run: Run = task.run
-    (wordpiece, store, _), lengths = run.sources.for_reader, run.lengths
-    rows = [gold_row(store, question, wordpiece, lengths) for question in questions]
-    missing = [place for place, row in enumerate(rows) if row == NONE]
+    (tokenizer, store, _), lengths = run.sources.for_reader, run.lengths
+    rows = [gold_row(store, question, tokenizer, lengths) for question in questions]
+    missing = [place for place, row in enumerate(rows) if row == NO_ROW]
     if missing:
         asked = [questions[place] for place in missing]
         retrieved = retrieved_at_start(task, params, embed, asked, DEPTH)
         for place, found in zip(missing, retrieved.tolist(), strict=True):
-            rows[place] = first_row(store, questions[place], found, wordpiece, lengths)
+            rows[place] = first_row_with_answer(store, questions[place], found, tokenizer, lengths)
     return rows
 
 
-def gold_row(store: PassageStore, question: Question, wordpiece: Tokenizer, lengths: Lengths) -> int:
+def gold_row(store: PassageStore, question: Question, tokenizer: Tokenizer, lengths: Lengths) -> int:
     """The row of a question's gold document that holds an answer; NONE where none does or there is no gold document.
 
     Of several the one with the most pieces of the question, then the first.
     """
     if question.gold_passage_id is None:
-        return NONE
-    answers = answer_pieces(question, wordpiece, lengths)
-    rows = [row for row in store.rows_of(question.gold_passage_id) if holds_answer(store, row, answers, lengths)]
-    asked = set(wordpiece.encode(question.question).ids)
+        return NO_ROW
+    answers = answer_pieces(question, tokenizer, lengths)
+    rows = [row for row in store.rows_of(question.gold_passage_id) if row_has_answer(store, row, answers, lengths)]
+    asked = set(tokenizer.encode(question.question).ids)
     shared = [len(asked.intersection(store.body_tokens(row).tolist())) for row in rows]
-    return rows[int(np.argmax(shared))] if rows else NONE
+    return rows[int(np.argmax(shared))] if rows else NO_ROW
 
 
-def first_row(
-    store: PassageStore, question: Question, rows: Sequence[int], wordpiece: Tokenizer, lengths: Lengths
+def first_row_with_answer(
+    store: PassageStore, question: Question, rows: Sequence[int], tokenizer: Tokenizer, lengths: Lengths
 ) -> int:
     """The first of some rows that holds an answer; NONE where none does."""
-    answers = answer_pieces(question, wordpiece, lengths)
-    return next((row for row in rows if row >= 0 and holds_answer(store, row, answers, lengths)), NONE)
+    answers = answer_pieces(question, tokenizer, lengths)
+    return next((row for row in rows if row >= 0 and row_has_answer(store, row, answers, lengths)), NO_ROW)
 
 
-def answer_pieces(question: Question, wordpiece: Tokenizer, lengths: Lengths) -> list[NDArray]:
+def answer_pieces(question: Question, tokenizer: Tokenizer, lengths: Lengths) -> list[NDArray]:
     """The answers that can be spans, as the reader is trained with them."""
-    arrays = question_arrays([], question.answers, wordpiece, lengths)
+    arrays = question_arrays([], question.answers, tokenizer, lengths)
     return [
-        pieces[:size].astype(wordpiece.dtype)
+        pieces[:size].astype(tokenizer.dtype)
         for pieces, size in zip(arrays["answers"], arrays["answer_lengths"], strict=True)
         if size
     ]
@@ -296,30 +302,30 @@ def positive_examples(
     questions: Sequence[Question],
     rows: Sequence[int],
     store: PassageStore,
-    wordpiece: Tokenizer,
+    tokenizer: Tokenizer,
     lengths: Lengths,
     titles: bool,
 ) -> Examples:
     """Questions with their answers, and each joined with its passage; batched by the length of that.
 
     rows: the passage of each. Arrays: those of `question_arrays`, and `joint` [query + document − 1 or 2], its
-    places in use `joint_length`, and `body_start`; the layout is that of `realm_jax.models.inputs.join`.
+    places in use `joint_length`, and `body_start`; the layout is that of `realm_jax.models.inputs.reader_inputs`.
     """
-    encoded = [encoding.ids for encoding in wordpiece.encode_batch([question.question for question in questions])]
+    encoded = [encoding.ids for encoding in tokenizer.encode_batch([question.question for question in questions])]
     places = lengths.query + lengths.document - (1 if titles else DOCUMENT_SPECIALS)
 
     def used(number: int) -> int:
         row = rows[number]
-        title = len(title_read(store, row, lengths)) + 1 if titles else 0
+        title = len(truncated_title(store, row, lengths)) + 1 if titles else 0
         query = min(len(encoded[number]), lengths.query - 2) + 2
-        return query + title + len(body_read(store, row, lengths)) + 1
+        return query + title + len(truncated_body(store, row, lengths)) + 1
 
     def make(number: int, rng: np.random.Generator) -> Example:
-        title, body = title_read(store, rows[number], lengths), body_read(store, rows[number], lengths)
-        special, most = wordpiece.special, lengths.query - 2
+        title, body = truncated_title(store, rows[number], lengths), truncated_body(store, rows[number], lengths)
+        special, most = tokenizer.special, lengths.query - 2
         laid = layouts.joint(encoded[number], body, places, special, most, title if titles else None)
-        return question_arrays(encoded[number], questions[number].answers, wordpiece, lengths) | {
-            "joint": laid.ids.astype(wordpiece.dtype),
+        return question_arrays(encoded[number], questions[number].answers, tokenizer, lengths) | {
+            "joint": laid.ids.astype(tokenizer.dtype),
             "joint_length": np.int32(laid.used),
             "body_start": np.int32(laid.used - len(body) - 1),
         }

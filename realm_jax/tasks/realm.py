@@ -15,9 +15,9 @@ from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
 from realm_jax.data.examples import (
+    Bm25Lookup,
     Example,
     Examples,
-    Find,
     Lengths,
     as_read,
     masked_arrays,
@@ -33,7 +33,7 @@ from realm_jax.forward import read_masked
 from realm_jax.models import likelihood
 from realm_jax.models.likelihood import Mean
 from realm_jax.models.realm import Params
-from realm_jax.retrieval.search import Batch, Candidates, Index, Setting, bm25_listed, search_depth
+from realm_jax.retrieval.search import Batch, Candidates, Index, StepContext, bm25_list_length, search_depth
 from realm_jax.run import Run
 from realm_jax.schema import NOT_NEGATIVE, at_least, key, one_of
 from realm_jax.sections import SEARCHES, TaskSection, joint_length, task_names
@@ -46,9 +46,9 @@ from realm_jax.tasks.base import (
     Short,
     Task,
     asked_shapes,
+    batch_mean,
     bm25_shapes,
     masked_shapes,
-    over_examples,
 )
 from realm_jax.tasks.collapse import CollapseMonitor
 from realm_jax.tasks.ict import Ict
@@ -101,10 +101,10 @@ class Realm(Task):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self.trained = (*run.setting.model.embedder_names, "reader")
+        self.trained = (*run.context.model.embedder_names, "reader")
         self.refresh_every = run.config.refresh.every
         self.retriever_delay = run.config.realm.retriever_start
-        self.bm25_depth = bm25_listed(run.setting.search, search_depth(run.setting), run.setting.rows)
+        self.bm25_depth = bm25_list_length(run.context.search, search_depth(run.context), run.context.rows)
 
     @classmethod
     def supervision(cls, config: ConfigDict) -> str:
@@ -115,7 +115,7 @@ class Realm(Task):
 
     @property
     def searches(self) -> set[str]:
-        return {self.question_search, self.setting.search}
+        return {self.question_search, self.context.search}
 
     def examples(self, params: Params, embed: Embed) -> Examples:
         return self.masked_examples(self.run.config.realm.masking, self.learned_rows(self.run.sources.pretraining))
@@ -124,8 +124,8 @@ class Realm(Task):
         """Its examples with any masking; kept: as of the function of this name."""
         run, read = self.run, self.run.sources.for_reader
         query = None if run.sources.reader is None else partial(retriever_query, run.sources, run.lengths)
-        own, find = run.sources.own_text, run.find_sentence
-        return masked_examples(read.pretraining, read.wordpiece, run.lengths, masking, own, find, kept, query)
+        own, find = run.sources.pretraining_is_corpus, run.find_sentence
+        return masked_examples(read.pretraining, read.tokenizer, run.lengths, masking, own, find, kept, query)
 
     def array_shapes(self) -> Shapes:
         masked = masked_shapes(self.run, asked_shapes(self.run))
@@ -134,20 +134,20 @@ class Realm(Task):
         return masked | sentence | own | bm25_shapes(self.bm25_depth)
 
     def loss(self, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
-        return realm_loss(self.setting, params, batch, index, key)
+        return realm_loss(self.context, params, batch, index, key)
 
     def example_flops(self) -> dict[str, float]:
-        config, candidates, reader = self.run.config, self.setting.candidates - 1, reader_of(self.run.config)
+        config, candidates, reader = self.run.config, self.context.candidates - 1, reader_of(self.run.config)
         data, predictions = config.data, self.run.lengths.predictions
         query, document = (embedding_flops(config, length) for length in (data.query_length, data.document_length))
         reading = candidates * reader.forward(joint_length(config), predictions)
         reading += reader.forward(data.query_length + 1, predictions)
-        on_devices = config.retrieval.backend == "device" and self.setting.search != "bm25"
+        on_devices = config.retrieval.backend == "device" and self.context.search != "bm25"
         return {
-            "search": query + (self.setting.rows * score_flops(self.run) if on_devices else 0.0),
+            "search": query + (self.context.rows * score_flops(self.run) if on_devices else 0.0),
             "queries": 3 * query,
             "documents": 3 * candidates * document,
-            "reader": 3 * (reading + self.setting.candidates * word_flops(self.run)),
+            "reader": 3 * (reading + self.context.candidates * word_flops(self.run)),
         }
 
     def monitor(self) -> Callable[[dict[str, Any]], str | None]:
@@ -163,10 +163,10 @@ class Realm(Task):
         ]
 
 
-def realm_loss(setting: Setting, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
+def realm_loss(context: StepContext, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
     """−log Σ_z p(z|x) p(y|z,x) over the null document and the retrieved candidates."""
-    read = read_masked(setting, params, batch, index, key)
-    result = likelihood.masked_word_marginal(read.scores, read.log_p, batch["weights"], read.valid, setting.marginal)
+    read = read_masked(context, params, batch, index, key)
+    result = likelihood.masked_word_marginal(read.scores, read.log_p, batch["weights"], read.valid, context.marginal)
     return realm_metrics(result, read.right, batch, read.found)
 
 
@@ -186,12 +186,12 @@ def realm_metrics(result: likelihood.Marginal, right: Array, batch: Batch, found
         "loss": result.loss,
         LOG_PERPLEXITY: Mean(-result.log_likelihood.sum(), weights.sum()),
         "accuracy": Mean(right.sum(), weights.sum()),
-        "retrieval_utility": over_examples(result.log_likelihood - result.null_log_likelihood),
-        "useful_candidates": over_examples(gain > 0.1),
-        "best_candidate_gain": over_examples(gain),
-        "null_probability": over_examples(prior[:, 0]),
-        "prior_entropy": over_examples(-jnp.sum(prior * result.log_prior, axis=1)),
-        "excluded": over_examples(found.excluded),
+        "retrieval_utility": batch_mean(result.log_likelihood - result.null_log_likelihood),
+        "useful_candidates": batch_mean(gain > 0.1),
+        "best_candidate_gain": batch_mean(gain),
+        "null_probability": batch_mean(prior[:, 0]),
+        "prior_entropy": batch_mean(-jnp.sum(prior * result.log_prior, axis=1)),
+        "excluded": batch_mean(found.excluded),
     }
 
 
@@ -200,17 +200,17 @@ def realm_metrics(result: likelihood.Marginal, right: Array, batch: Batch, found
 
 def masked_examples(
     store: PassageStore,
-    wordpiece: Tokenizer,
+    tokenizer: Tokenizer,
     lengths: Lengths,
     kind: str,
-    own_text: bool,
-    find: Find | None = None,
+    pretraining_is_corpus: bool,
+    find: Bm25Lookup | None = None,
     kept: NDArray[np.bool_] | None = None,
     query: RetrieverQuery | None = None,
 ) -> Examples:
     """REALM's queries: one masked sentence a passage and pass, spans chosen as `mask(kind, …)` does.
 
-    own_text: the rows are the corpus's own, so that `own_row` names the passage that may not be retrieved (else −1).
+    own_text: the rows are the corpus's own, so that `source_row` names the passage that may not be retrieved (else −1).
     For 'salient' the sentence is that of a span chosen uniformly over the passage, as in the reference. find: the list
     of BM25 for the words that are left, where that comes with an example. kept: rows that may be trained on, bool
     [rows]; None for all. query: makes the retriever's query, where the tokens of `store` are those of the reader alone.
@@ -230,19 +230,19 @@ def masked_examples(
         share = np.array([_share(kind, spans, lengths.query - 2) for _, spans in parts], np.float64)
         chosen = rng.choice(len(parts), p=share / share.sum())
         sentence, spans = parts[chosen]
-        arrays = masked_arrays(sentence, spans, kind, rng, lengths, wordpiece)
-        text = np.zeros(lengths.query, wordpiece.dtype)
+        arrays = masked_arrays(sentence, spans, kind, rng, lengths, tokenizer)
+        text = np.zeros(lengths.query, tokenizer.dtype)
         text[: min(len(sentence), lengths.query)] = sentence[: lengths.query]
         arrays |= {"sentence": text, "sentence_length": np.int32(min(len(sentence), lengths.query))}
         number = int(numbers[chosen])
         if query is not None:
             arrays = as_read(arrays) | query(row, number, hidden_places(arrays))
-        own_row = row if own_text else -1
-        arrays |= {"own_row": np.int32(own_row)}
+        source_row = row if pretraining_is_corpus else -1
+        arrays |= {"own_row": np.int32(source_row)}
         if find is None:
             return arrays
         hidden = arrays["positions"][arrays["weights"] > 0] - 1
-        return arrays | find(words_left(store, wordpiece, row, number, hidden), own_row)
+        return arrays | find(unmasked_text(store, tokenizer, row, number, hidden), source_row)
 
     return Examples(len(rows), make)
 
@@ -260,7 +260,7 @@ def retriever_query(sources: Sources, lengths: Lengths, row: int, number: int, h
 
     hidden: places in the sentence, in the reader's tokens.
     """
-    own, (reader, _, read) = sources.wordpiece, sources.for_reader
+    own, (reader, _, read) = sources.tokenizer, sources.for_reader
     text, (start, end) = sources.pretraining.text(row), read.sentences(row)[number]
     first, last = sources.pretraining.sentences(row)[number]
     whole = sources.pretraining.body_tokens(row)[first:last]
@@ -284,12 +284,12 @@ def hidden_tokens(own: Tokenizer, text: str, shown: Tokens, hidden: NDArray[np.i
     return np.where(before[tokens.ends] > before[tokens.starts], own.mask_id, tokens.ids.astype(np.int32))
 
 
-def words_left(store: PassageStore, wordpiece: Tokenizer, row: int, number: int, hidden: NDArray) -> str:
+def unmasked_text(store: PassageStore, tokenizer: Tokenizer, row: int, number: int, hidden: NDArray) -> str:
     """The text of a sentence with spaces in place of its hidden pieces. hidden: their places in the sentence."""
     text, body, (start, end) = store.text(row), store.body_tokens(row), store.sentences(row)[number]
-    offsets = wordpiece.offsets_of(text, body)
+    offsets = tokenizer.offsets_of(text, body)
     if offsets is None:  # the passage was cut within a word
-        return wordpiece.decode(np.delete(body[start:end], hidden).tolist())
+        return tokenizer.decode(np.delete(body[start:end], hidden).tolist())
     letters = list(text)
     for first, last in offsets[start:end][hidden].tolist():
         letters[first:last] = " " * (last - first)

@@ -19,14 +19,14 @@ from realm_jax.data.examples import Examples
 from realm_jax.flops import embedding_flops, reader_of, score_flops
 from realm_jax.forward import read_question, reader_query, scores_by_place
 from realm_jax.models.bert import Bert, BertConfig, apply, dense
-from realm_jax.models.inputs import Documents, Joint, join
+from realm_jax.models.inputs import Documents, ReaderInput, reader_inputs
 from realm_jax.models.likelihood import Mean, log_sum_selected
-from realm_jax.models.realm import Network, Params, Realm, flatten_joint
-from realm_jax.retrieval.search import Batch, Index, Rerank, Setting, bm25_listed
+from realm_jax.models.realm import Network, Params, Realm, flatten_passages
+from realm_jax.retrieval.search import Batch, Index, Rerank, StepContext, bm25_list_length
 from realm_jax.run import Run
 from realm_jax.schema import at_least, key, require
 from realm_jax.sections import TaskSection, joint_length, task_names
-from realm_jax.tasks.base import Embed, Means, Shapes, Task, answer_shapes, asked_shapes, bm25_shapes, over_examples
+from realm_jax.tasks.base import Embed, Means, Shapes, Task, answer_shapes, asked_shapes, batch_mean, bm25_shapes
 from realm_jax.tasks.qa import Qa
 from realm_jax.tasks.qa_examples import question_examples, training_questions, with_queries
 
@@ -56,10 +56,10 @@ class RerankTask(Task):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        setting = run.setting
-        self.candidates = min(run.config.rerank.candidates, setting.rows)
-        self.eval_search = setting.qa_search
-        self.bm25_depth = bm25_listed(setting.qa_search, self.candidates, setting.rows)
+        context = run.context
+        self.candidates = min(run.config.rerank.candidates, context.rows)
+        self.eval_search = context.qa_search
+        self.bm25_depth = bm25_list_length(context.qa_search, self.candidates, context.rows)
 
     @classmethod
     def check(cls, config: ConfigDict) -> None:
@@ -81,7 +81,7 @@ class RerankTask(Task):
         return Rerank(config.rerank.passages, NAME, added)
 
     def needs_vectors(self, search: str = "") -> bool:
-        return not (self.setting.qa_words and (search or self.eval_search) == "bm25")
+        return not (self.context.qa_words and (search or self.eval_search) == "bm25")
 
     def start(self, params: Params) -> Params:
         """Its BERT begins as that of the reader."""
@@ -91,43 +91,43 @@ class RerankTask(Task):
         run: Run = self.run
         questions = training_questions(self, params, embed)
         texts = [question.question for question in questions]
-        found = run.found_by_words(texts, self.candidates) if self.bm25_depth else None
-        examples = question_examples(questions, run.sources.for_reader.wordpiece, run.lengths, found)
+        found = run.bm25_search(texts, self.candidates) if self.bm25_depth else None
+        examples = question_examples(questions, run.sources.for_reader.tokenizer, run.lengths, found)
         return with_queries(examples, questions, run.sources, run.lengths)
 
     def array_shapes(self) -> Shapes:
         return asked_shapes(self.run) | answer_shapes(self.run) | bm25_shapes(self.bm25_depth)
 
     def loss(self, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
-        return rerank_loss(self.setting, params, batch, index, key, self.candidates)
+        return rerank_loss(self.context, params, batch, index, key, self.candidates)
 
     def example_flops(self) -> dict[str, float]:
         config, count = self.run.config, self.candidates
         reader, length = reader_of(config), joint_length(config)
         read, scored = reader.forward(length), reader.forward(length, 1) + 2 * reader.width**2
         parts = {"reader": count * read, "reranker": 3 * count * scored}
-        if not self.setting.qa_words:
+        if not self.context.qa_words:
             queries = embedding_flops(config, config.data.query_length)
-            parts |= {"search": self.setting.rows * score_flops(self.run), "queries": queries}
+            parts |= {"search": self.context.rows * score_flops(self.run), "queries": queries}
         return parts
 
 
 def rerank_loss(
-    setting: Setting, params: Params, batch: Batch, index: Index, key: Array | None, candidates: int
+    context: StepContext, params: Params, batch: Batch, index: Index, key: Array | None, candidates: int
 ) -> Means:
     """Cross-entropy between p(z|x,y) of the reader and the softmax of the new scores, over the first `candidates`; mean
     over the questions of which one holds an answer."""
-    read = read_question(setting, params, batch, index, None, candidates, candidates)
+    read = read_question(context, params, batch, index, None, candidates, candidates)
     likelihood = log_sum_selected(read.spans, read.correct, (2, 3))  # log p(y|z,x)
     posterior = jax.lax.stop_gradient(jax.nn.softmax(read.prior + likelihood, axis=1))
-    scores = scores_by_place(read.beam.scores) + scores_of(setting, params, read.reading.joint, key)
+    scores = scores_by_place(read.beam.scores) + scores_of(context, params, read.reading.joint, key)
     terms = -(posterior * jax.nn.log_softmax(scores, axis=1)).sum(axis=1)
     answered = read.correct.any(axis=(1, 2, 3)).astype(jnp.float32)
     agrees = scores.argmax(axis=1) == posterior.argmax(axis=1)
     return {
         "loss": Mean((terms * answered).sum(), answered.sum()),
         "agreement": Mean((agrees * answered).sum(), answered.sum()),
-        "answer_in_passages": over_examples(answered),
+        "answer_in_passages": batch_mean(answered),
     }
 
 
@@ -161,7 +161,7 @@ class CrossEncoder(Network):
         params: Params = CrossEncoderNetwork(self.bert).init(key, ids, ids, mask)["params"]
         return params
 
-    def scores(self, params: Params, joint: Joint, key: Array | None = None) -> Array:
+    def scores(self, params: Params, joint: ReaderInput, key: Array | None = None) -> Array:
         """joint arrays [batch, length] → [batch] float32; `key` turns dropout on."""
         found: Array = apply(
             CrossEncoderNetwork(self.bert), params[NAME], (joint.ids, joint.segments, joint.mask), "__call__", key
@@ -169,19 +169,19 @@ class CrossEncoder(Network):
         return found
 
 
-def scores_of(setting: Setting, params: Params, joint: Joint, key: Array | None = None) -> Array:
+def scores_of(context: StepContext, params: Params, joint: ReaderInput, key: Array | None = None) -> Array:
     """Of joint arrays [batch, k, length]: [batch, k]."""
-    network: Any = next(network for network in setting.model.networks if network.name == NAME)
-    return network.scores(params, flatten_joint(joint), key).reshape(joint.ids.shape[:2])
+    network: Any = next(network for network in context.model.networks if network.name == NAME)
+    return network.scores(params, flatten_passages(joint), key).reshape(joint.ids.shape[:2])
 
 
-def added(setting: Setting, params: Params, batch: Batch, documents: Documents) -> Array:
+def added(context: StepContext, params: Params, batch: Batch, documents: Documents) -> Array:
     """See `Rerank`. The passages of a place in the list are read at a time, however long the list is."""
-    score = partial(_added_in_place, setting, params, batch)
+    score = partial(_added_in_place, context, params, batch)
     return jax.lax.map(score, Documents(*(part.swapaxes(0, 1) for part in documents))).T
 
 
-def _added_in_place(setting: Setting, params: Params, batch: Batch, documents: Documents) -> Array:
+def _added_in_place(context: StepContext, params: Params, batch: Batch, documents: Documents) -> Array:
     """documents.ids [batch, d] → [batch]."""
     alone = Documents(*(part[:, None] for part in documents))
-    return scores_of(setting, params, join(*reader_query(batch), alone, setting.qa_titles))[:, 0]
+    return scores_of(context, params, reader_inputs(*reader_query(batch), alone, context.qa_titles))[:, 0]

@@ -22,16 +22,16 @@ from realm_jax import schema
 from realm_jax.data import layouts
 from realm_jax.data.conll import Document, text_of
 from realm_jax.data.examples import Example, Examples
-from realm_jax.data.layouts import Special
+from realm_jax.data.layouts import SpecialTokens
 from realm_jax.data.spans import Span
 from realm_jax.data.tags import (
     IGNORED,
     OTHER,
     OUTSIDE,
     SPECIAL_PIECES,
-    Cutter,
     Entity,
-    Pieces,
+    TaggerTokenizer,
+    TaggerTokens,
     labels,
     windows,
     with_neighbours,
@@ -44,7 +44,7 @@ from realm_jax.mesh import logical_sharding
 from realm_jax.models.likelihood import Mean
 from realm_jax.models.tagger import Params, Tagger
 from realm_jax.retrieval.search import Batch, Index
-from realm_jax.run import BaseRun, for_devices, make_bert, mesh_for
+from realm_jax.run import BaseRun, device_options, make_bert, mesh_for
 from realm_jax.schema import BELOW_ONE, NOT_NEGATIVE, POSITIVE, at_least, key, require
 from realm_jax.sections import SEED, AnyOptimizer, Bert, Checkpoint, Log, Mesh, TaskSection
 from realm_jax.storage import digest
@@ -142,7 +142,7 @@ class TaggerTask(Task):
 
     def examples(self, params: Params, embed: Embed) -> Examples:
         text, data = self.run.sources, self.run.config.data
-        cutter = Cutter(text.wordpiece)
+        cutter = TaggerTokenizer(text.tokenizer)
         return tagger_examples(text.splits["train"], cutter, self.run.model.kinds, data.length, data.hidden)
 
     def array_shapes(self) -> Shapes:
@@ -196,27 +196,27 @@ class AnnotatedText:
     """What a tagger's run reads. splits: documents by split, none where a trained tagger is used and no more; meaning:
     what its parameters mean nothing without."""
 
-    wordpiece: Tokenizer
+    tokenizer: Tokenizer
     splits: dict[str, list[Document]]
     meaning: dict[str, Any]
 
     def fingerprints(self) -> dict[str, str]:
         """Name → fingerprint of each of them."""
         hashes = {name: digest(json.dumps(part).encode()) for name, part in (self.meaning | self.splits).items()}
-        return {"tokenizer": self.wordpiece.fingerprint} | hashes
+        return {"tokenizer": self.tokenizer.fingerprint} | hashes
 
 
 def make_tagger_run(
-    config: ConfigDict, workdir: Path, wordpiece: Tokenizer, kinds: tuple[str, ...], splits: dict[str, list[Document]],
+    config: ConfigDict, workdir: Path, tokenizer: Tokenizer, kinds: tuple[str, ...], splits: dict[str, list[Document]],
     devices: list[jax.Device] | None = None,
 ) -> BaseRun:  # fmt: skip
-    """Everything that a validated config decides. Raises UserError where the mesh does not fit."""
+    """Everything that a validated config decides. Raises UserError if the mesh does not fit."""
     mesh = mesh_for(config, devices)
-    bert = make_bert(config.model, wordpiece.size, config.data.length, logical_sharding(mesh, "batch", None, None))
-    bert = dataclasses.replace(bert, **for_devices(mesh, bert.dtype))
+    bert = make_bert(config.model, tokenizer.size, config.data.length, logical_sharding(mesh, "batch", None, None))
+    bert = dataclasses.replace(bert, **device_options(mesh, bert.dtype))
     tagger = Tagger(bert, kinds, config.model.shapes)
     network = {name: config.model[name] for name in NETWORK} | {"length": config.data.length}
-    text = AnnotatedText(wordpiece, splits, {"kinds": kinds, "network": network})
+    text = AnnotatedText(tokenizer, splits, {"kinds": kinds, "network": network})
     return BaseRun(config, workdir, mesh, tagger, text)
 
 
@@ -250,7 +250,7 @@ def kinds_of(documents: Sequence[Document]) -> tuple[str, ...]:
 
 
 def tagger_examples(
-    documents: Sequence[Document], cutter: Cutter, kinds: Sequence[str], length: int, hidden: float = 0.0
+    documents: Sequence[Document], cutter: TaggerTokenizer, kinds: Sequence[str], length: int, hidden: float = 0.0
 ) -> Examples:
     """Every window of every document. Arrays of [length]: ids, shapes uint8, labels int16; `length` int32.
 
@@ -261,8 +261,8 @@ def tagger_examples(
     for text, pieces in zip(whole, cutter([text.text for text in whole]), strict=True):
         wanted = labels(pieces, text.entities, kinds)
         for start, stop in windows(pieces, text.sentences, length - SPECIAL_PIECES):
-            made.append(_example(pieces, wanted, slice(start, stop), length, cutter.wordpiece.special))
-    unknown = cutter.wordpiece.unk_id
+            made.append(_example(pieces, wanted, slice(start, stop), length, cutter.tokenizer.special))
+    unknown = cutter.tokenizer.unk_id
 
     def make(index: int, rng: np.random.Generator) -> Example:
         example = made[index]
@@ -276,7 +276,9 @@ def tagger_examples(
     return Examples(len(made), make)
 
 
-def _example(pieces: Pieces, wanted: NDArray[np.int16], window: slice, length: int, special: Special) -> Example:
+def _example(
+    pieces: TaggerTokens, wanted: NDArray[np.int16], window: slice, length: int, special: SpecialTokens
+) -> Example:
     """One window. A name that it was cut out of begins in it: its first label is a B, as `decode` would have it."""
     layout = layouts.query(pieces.ids[window], length, special)
     inside = slice(1, layout.used - 1)
@@ -298,7 +300,7 @@ def _example(pieces: Pieces, wanted: NDArray[np.int16], window: slice, length: i
 def window_tagger(run: BaseRun) -> WindowTagger:
     """The run's network over windows, on its devices."""
     batch = run.config.evaluation.batch_size
-    return WindowTagger(run.model, run.mesh, run.sources.wordpiece, run.config.data.length, batch)
+    return WindowTagger(run.model, run.mesh, run.sources.tokenizer, run.config.data.length, batch)
 
 
 def score(windows: WindowTagger, params: Params, documents: Sequence[Document]) -> Scores:

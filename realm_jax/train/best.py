@@ -1,4 +1,4 @@
-"""A task against its own start, and the parameters that measured best on the way: TASK/best.
+"""Compare a task with its start, and keep the best parameters on the way: TASK/best.
 
 Fine-tuning a good retriever can make it worse, and a loss that falls does not show it. So what a task is measured by is
 compared with what it was before the task's first step.
@@ -12,7 +12,7 @@ from realm_jax.models.realm import Params
 from realm_jax.run import BaseRun
 from realm_jax.storage import read_json
 from realm_jax.tasks.base import Task
-from realm_jax.train.checkpoints import Checkpoints, Saved
+from realm_jax.train.checkpoints import Checkpoints, SavedCheckpoint
 from realm_jax.train.metrics import read_lines
 from realm_jax.train.step import State
 
@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 RECALLS = ("recall@5", "answer_recall@5")  # what a retriever is judged by: the first that was measured
 
 
-class Best:
-    """Of a task in the folder `place`, by the largest value of `kept_by` in what is measured.
+class BestParameters:
+    """Of a task in the folder `place`, by the largest value of `selection_metric` in what is measured.
 
     What is measured depends on the step alone, so a run that is resumed from an earlier checkpoint finds the same.
     """
@@ -31,22 +31,22 @@ class Best:
         """keep: whether parameters are kept at all."""
         self._run, self._task, self._folder, self._keep = run, task, place / "best", keep
 
-    def kept_by(self, found: dict[str, Any]) -> str | None:
-        """The measure that `describe_loss` asks for."""
-        return kept_by(self._task.selects_by, found) if self._keep else None
+    def selection_metric(self, found: dict[str, Any]) -> str | None:
+        """The measure that `describe_regression` asks for."""
+        return selection_metric(self._task.selects_by, found) if self._keep else None
 
     def look(self, step: int, state: State, found: dict[str, Any]) -> None:
         """Keep what the task trained, at a step, if it measured better than all before; of equals the first stay."""
-        if not (name := self.kept_by(found)):
+        if not (name := self.selection_metric(found)):
             return
-        saved = Saved.newest_of_first(self._folder)
+        saved = SavedCheckpoint.newest_on_process_0(self._folder)
         if saved is None or found[name] > saved.record["value"]:
             with Checkpoints(self._folder, keep=1) as checkpoints:
                 checkpoints.save(step, {"trained": state.trained}, {}, {"value": found[name]}, wait=True)
 
-    def other_than(self, step: int) -> tuple[int, Params] | None:
-        """The step that was best and what the task had trained then; None where it is `step`."""
-        saved = Saved.newest_of_first(self._folder) if self._keep else None
+    def parameters_other_than(self, step: int) -> tuple[int, Params] | None:
+        """The step that was best and what the task had trained then; None if it is `step`."""
+        saved = SavedCheckpoint.newest_on_process_0(self._folder) if self._keep else None
         if saved is None or saved.step == step:
             return None
         value = saved.record["value"]
@@ -54,14 +54,14 @@ class Best:
         return saved.step, saved.params(self._task.trained, self._run.param_shardings)
 
 
-def kept_by(selects_by: str, found: dict[str, Any]) -> str:
+def selection_metric(selects_by: str, found: dict[str, Any]) -> str:
     """The measure by which a task keeps its best parameters, its `selects_by` or recall; '' where that was not
     measured."""
-    name = selects_by or measure_in(found)
+    name = selects_by or primary_metric(found)
     return name if name in found else ""
 
 
-def measure_in(found: dict[str, Any]) -> str:
+def primary_metric(found: dict[str, Any]) -> str:
     """The name of what a measurement is judged by; '' where it holds nothing to judge by."""
     return next((name for name in RECALLS if name in found), "")
 
@@ -76,7 +76,7 @@ def compare_with_start(lines: list[dict[str, Any]], baseline: dict[str, Any] | N
     first = lines[0] if lines and lines[0].get("step") == 0 else baseline
     if not first or not lines:
         return None
-    end, name = lines[-1], measure_in(lines[-1])
+    end, name = lines[-1], primary_metric(lines[-1])
     if not name or name not in first or end.get("refresh") is not False:
         return None
     found = {"measure": name, "start": first[name], "end": end[name]}
@@ -85,7 +85,7 @@ def compare_with_start(lines: list[dict[str, Any]], baseline: dict[str, Any] | N
     return found
 
 
-def stage_of(place: Path) -> dict[str, Any] | None:
+def stage_summary(place: Path) -> dict[str, Any] | None:
     """`compare_with_start` of the task in a folder of a run, by what is recorded there.
 
     The first task of fresh parameters does not measure its start: BM25's baseline file has that of untrained ones.
@@ -95,10 +95,10 @@ def stage_of(place: Path) -> dict[str, Any] | None:
     return compare_with_start(read_lines(place / "evaluations.jsonl"), untrained)
 
 
-def describe_loss(task: str, stage: dict[str, Any] | None, measure: str | None = None) -> str | None:
-    """One line for a task that measured worse at its end than before its first step; else None.
+def describe_regression(task: str, stage: dict[str, Any] | None, measure: str | None = None) -> str | None:
+    """One line for a task that is worse at its end than before its first step; else None.
 
-    measure: by which it kept its best parameters, '' where that was not measured; None where it kept none.
+    measure: by which it kept its best parameters, '' where that was not measured; None if it kept none.
     """
     if stage is None:
         return None
@@ -111,4 +111,4 @@ def describe_loss(task: str, stage: dict[str, Any] | None, measure: str | None =
     elif measure is not None:
         why = f"they are kept by {measure.replace('_', ' ')}" if measure else "no measured question has an answer"
         handed_on = f"it hands on its last parameters, since {why}"
-    return f"{task} ended below its start: {stage['measure']} {stage['start']:.3f} -> {worst:.3f}; {handed_on}"
+    return f"{task} is worse than at its start: {stage['measure']} {stage['start']:.3f} -> {worst:.3f}; {handed_on}"

@@ -1,7 +1,8 @@
-"""REALM's index in asynchronous mode: towers are exported, another job embeds, what it publishes is adopted.
+"""Asynchronous index: the trainer exports towers, another job embeds the corpus, and its generations are adopted.
 
 When a generation is adopted is decided here, step by step (`BuiltIndex.next`); loading one is the work of
-`follower.py`, writing exports that of `exporter.py`. The rules stand in docs/design.md, "Exports and generations".
+`refresh/watcher.py`, writing exports that of `exporter.py`. The rules stand in docs/design.md, "Exports and
+generations".
 """
 
 import contextlib
@@ -39,7 +40,7 @@ from realm_jax.refresh.generations import (
 from realm_jax.refresh.status import HEARTBEAT_SECONDS, StatusWriter
 from realm_jax.refresh.watcher import IndexWatcher
 from realm_jax.retrieval.exact import search
-from realm_jax.retrieval.search import LoadedIndex, Setting
+from realm_jax.retrieval.search import LoadedIndex, StepContext
 from realm_jax.run import Run
 from realm_jax.storage import StorageError, digest
 from realm_jax.train.index_source import CorpusIndexSource, Interrupted, shared_folder
@@ -68,7 +69,7 @@ class BuiltIndex(CorpusIndexSource):
         self._folder = shared_folder(run)
         expected: dict[str, object] = {
             "corpus": run.sources.passages.fingerprint,
-            "tokenizer": run.sources.wordpiece.fingerprint,
+            "tokenizer": run.sources.tokenizer.fingerprint,
             "rows": run.sources.passages.stored,
             "width": run.model.vector_size,
             "dtype": index_settings(run)["dtype"],
@@ -89,7 +90,7 @@ class BuiltIndex(CorpusIndexSource):
         with ExitStack() as stack:
             self._status.update(step=self._start)
             if is_process_0():
-                self._retry_storage(self._drop_later_exports)
+                self._retry_storage(self._drop_rolled_back_exports)
             self._folder.unstage("index")
             for part in (self._exporter, self._watcher):
                 stack.enter_context(part)
@@ -99,26 +100,26 @@ class BuiltIndex(CorpusIndexSource):
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
 
-    def _drop_later_exports(self) -> None:
-        """Exports after the first step are of rolled-back steps. Their generations stay, and have their exports again
-        if the same bits come again."""
+    def _drop_rolled_back_exports(self) -> None:
+        """Remove exports of rolled-back steps. Their generations stay, and are valid again if retraining gives the same
+        bits."""
         for step in export_steps(self._folder):
             if step > self._start:
                 self._folder.remove(f"exports/{step}/{EXPORT}")
 
     # --- Step by step
 
-    def next(self, step: int, params: Params, index: LoadedIndex | None, heard: Control) -> LoadedIndex | None:
+    def next(self, step: int, params: Params, index: LoadedIndex | None, consensus: Control) -> LoadedIndex | None:
         self._step, self._used = step, -1 if index is None else index.step
         if step % self._options.every == 0 or index is None:
             self._export(step, params)
-        if index is None:  # nothing can be trained without an index
+        if index is None:  # training needs an index
             return self._adopt(self._wait(step, step, True, "the first generation"), None, 0.0)
         if self._options.adopt_after >= 0:
-            return self._at_fixed_distance(step, index)
-        self._look_for(heard.step, step)
+            return self._adopt_at_fixed_delay(step, index)
+        self._look_for(consensus.step, step)
         found = self._announced[0] if len(self._announced) == 2 else None
-        if found is not None and heard[:2] == _ready(found)[:2] and heard.step > self._used:
+        if found is not None and consensus[:2] == _ready_control(found)[:2] and consensus.step > self._used:
             return self._adopt(found, index, 0.0)
         return None
 
@@ -126,7 +127,7 @@ class BuiltIndex(CorpusIndexSource):
         self._update_status()
         found = self._watcher.ready
         self._announced.append(found)
-        return Control() if found is None else _ready(found)
+        return Control() if found is None else _ready_control(found)
 
     def _look_for(self, newest: int, step: int) -> None:
         """What this process should load: the newest that any process has, so that all meet there; else any new one.
@@ -140,7 +141,7 @@ class BuiltIndex(CorpusIndexSource):
         else:
             self._watcher.want(self._used + 1, step)
 
-    def _at_fixed_distance(self, step: int, index: LoadedIndex) -> LoadedIndex | None:
+    def _adopt_at_fixed_delay(self, step: int, index: LoadedIndex) -> LoadedIndex | None:
         """The generation of export step s at step s + `adopt_after`, waiting if it must: the same bits every time."""
         every, done = self._options.every, max(self._used, self._given_up)
         following = done - done % every + every
@@ -153,8 +154,8 @@ class BuiltIndex(CorpusIndexSource):
             int(self._retry_storage(lambda: self._export_of(due)) is None)
         ):
             logger.warning(
-                "%s is not there; going on with the index of step %d until the next one is due: from here the bits may "
-                "differ from an undisturbed run's", self._folder.path(f"exports/{due}"), self._used,
+                "%s is not there; continuing with the index of step %d until the next one is due: bitwise "
+                "reproducibility is not guaranteed from here on", self._folder.path(f"exports/{due}"), self._used,
             )  # fmt: skip
             self._given_up = due
             return None
@@ -166,7 +167,7 @@ class BuiltIndex(CorpusIndexSource):
         """Export the towers of `step`. An earlier export that is still being written is waited for where its generation
         is, too; elsewhere this one is left out."""
         if self._options.adopt_after >= 0 or self._used < 0:
-            self._wait_for_all(
+            self._wait_on_all_processes(
                 lambda seconds: self._exporter.flush(seconds) or None,
                 EXPORT_SECONDS,
                 "waiting for an export that is still being written",
@@ -179,19 +180,19 @@ class BuiltIndex(CorpusIndexSource):
     def _wait(self, first: int, last: int, exactly: bool, what: str) -> LoadedIndex:
         """A generation of these export steps. Raises UserError after `refresh.wait_seconds`, Interrupted."""
         self._watcher.want(first, last, exactly)
-        return self._wait_for_all(
+        return self._wait_on_all_processes(
             lambda seconds: self._watcher.wait(seconds, self._should_stop),
             min(1.0, self._folder.poll_seconds),
             f"waiting for {what}; `realm build-index` with the same config and --workdir makes it",
             f"{self._folder.path('index')}: {what} did not come within config.refresh.wait_seconds="
-            f"{self._options.wait_seconds:g}; start `realm build-index`, then repeat the command",
+            f"{self._options.wait_seconds:g}; start `realm build-index`, then run the command again",
         )
 
-    def _wait_for_all(self, look: Callable[[float], _T | None], seconds: float, waiting: str, late: str) -> _T:
+    def _wait_on_all_processes(self, look: Callable[[float], _T | None], seconds: float, waiting: str, late: str) -> _T:
         """What `look(seconds)` gives, as soon as it gives something in every process.
 
-        Processes see a file, a signal or the end of their patience at different moments, so they vote: else one would
-        go on to a program that another never runs. Raises UserError(late) after `refresh.wait_seconds`, Interrupted.
+        Processes see a file, a signal or a timeout at different times, so they agree first: otherwise one would enter a
+        program that another never runs. Raises UserError(late) after `refresh.wait_seconds`, Interrupted.
         """
         began, found, said = time.monotonic(), None, False
         while True:
@@ -217,24 +218,24 @@ class BuiltIndex(CorpusIndexSource):
             drift = self._ranking_overlap(queries, index, found)
             facts |= {} if found.queries is None else {"drift": drift}
         self._used = found.step
-        self._update_status()  # before the builder removes what nobody seems to need
+        self._update_status()  # before the builder removes generations that seem unused
         return dataclasses.replace(found, facts=facts)
 
     def _ranking_overlap(self, queries: NDArray[np.float32], old: LoadedIndex, new: LoadedIndex) -> float:
         """Drift: of the old index's top 100 for each query, how much of their top 8 the new vectors keep; 1 is none."""
-        depth, k = min(DRIFT_DEPTH, self._run.setting.rows), min(DRIFT_K, self._run.setting.rows)
+        depth, k = min(DRIFT_DEPTH, self._run.context.rows), min(DRIFT_K, self._run.context.rows)
         if old.searcher is not None and new.vectors is not None:
             rows = old.searcher.search(queries, min(depth, old.searcher.budget))
             scores = np.einsum("qd,qkd->qk", queries, new.vectors[rows].astype(np.float32))
         else:
-            scores = to_host(_drift_scores(self._run.setting, queries, old.index.vectors, new.index.vectors, depth))
+            scores = to_host(_drift_scores(self._run.context, queries, old.index.vectors, new.index.vectors, depth))
         return float((np.argsort(-scores, axis=1, kind="stable")[:, :k] < k).mean())
 
     # --- Restarts
 
     def restore(self, generation: str, step: int) -> LoadedIndex:
-        """The generation itself; else one built anew from its export; else the newest there is, without the promise
-        of the same bits."""
+        """The generation itself; else one built anew from its export; else the newest available, without bitwise
+        reproducibility."""
         self._step, self._used = step, export_step(generation)
         self._update_status()
         found = self._loaded(lambda: self._retry_storage(lambda: self._watcher.load(generation)))
@@ -262,7 +263,7 @@ class BuiltIndex(CorpusIndexSource):
             found = self._loaded(partial(self._newest_of, before))
             if found is not None:
                 logger.warning(
-                    "going on with generation %s: from here the bits may differ from an undisturbed run's",
+                    "continuing with generation %s: bitwise reproducibility is not guaranteed from here on",
                     found.generation,
                 )
                 return found
@@ -311,7 +312,7 @@ class BuiltIndex(CorpusIndexSource):
         self._saves.append((step, export_step(generation) if generation else -1))
         if self._options.adopt_after >= 0 and not self._exporter.flush(EXPORT_SECONDS):
             logger.warning("an export that a restart from the checkpoint of step %d needs is not written yet", step)
-        self._update_status()  # a builder should know what is needed before it removes anything
+        self._update_status()  # the builder must know what is needed before it removes anything
 
     def _needed(self) -> set[int]:
         """Export steps that must stay, with their generations: in use, or still to be adopted, now or after a restart
@@ -327,13 +328,13 @@ class BuiltIndex(CorpusIndexSource):
         self._status.update(step=self._step, index=self._used, pins=tuple(sorted(self._needed())))
 
 
-def _ready(found: LoadedIndex) -> Control:
+def _ready_control(found: LoadedIndex) -> Control:
     """What processes agree on: 28 bits of the digest of a generation's name, and its step."""
     return Control(int(digest(found.generation.encode())[:7], 16), found.step)
 
 
 @partial(jax.jit, static_argnums=(0, 4))
-def _drift_scores(setting: Setting, queries: jax.Array, old: jax.Array, new: jax.Array, depth: int) -> jax.Array:
+def _drift_scores(context: StepContext, queries: jax.Array, old: jax.Array, new: jax.Array, depth: int) -> jax.Array:
     """Scores of the new vectors for what the old ones find, best first by the old: float32 [queries, depth]."""
-    rows = search(setting.mesh, queries, old, setting.rows, depth, setting.search_block).rows
+    rows = search(context.mesh, queries, old, context.rows, depth, context.search_block).rows
     return jnp.einsum("qd,qkd->qk", queries, new[rows].astype(jnp.float32))

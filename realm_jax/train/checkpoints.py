@@ -1,11 +1,12 @@
-"""Checkpoints of one task: the only code that talks to Orbax. `Checkpoints` is for training, `Saved` for reading.
+"""Checkpoints of one task: the only module that uses Orbax. `Checkpoints` is for training, `SavedCheckpoint` for
+reading.
 
 One save holds the state, the index vectors in use (if the task retrieves) and a small record: the step those vectors
 are from, seconds spent, and the environment. The input position needs no entry of its own: step × batch size examples
 have been seen. Saves are asynchronous, and a folder that was cut off in the middle is never taken for a checkpoint.
 
-The record also holds a checksum of every array, and reading compares it: Orbax notices what is missing, but loads most
-flipped bits without a word. Once a save is complete, the digests of its files are written beside them
+The record also holds a checksum of every array, and reading compares it: Orbax detects missing data, but loads most
+flipped bits without an error. Once a save is complete, the digests of its files are written beside them
 (`CHECKSUMS.json`), so that damage is known before anything is loaded, and by all processes alike.
 """
 
@@ -28,9 +29,9 @@ import orbax.checkpoint
 from orbax.checkpoint import v1 as ocp
 
 import realm_jax
-from realm_jax.checksums import checksums, differing, named_arrays
+from realm_jax.checksums import checksums, mismatched, named_arrays
 from realm_jax.errors import UserError
-from realm_jax.host import free_heap, returns_memory
+from realm_jax.host import free_heap, releases_memory
 from realm_jax.processes import is_process_0, run_on_process_0
 from realm_jax.storage import StorageError, check_files, list_files, read_json, record_digest, write_json_atomic
 
@@ -39,7 +40,9 @@ logger = logging.getLogger(__name__)
 DAMAGED = ".damaged"  # what is set aside is called
 METADATA = "_CHECKPOINT_METADATA"  # Orbax's name of the file that also holds our record
 FILES = "CHECKSUMS.json"  # in a checkpoint's folder: size and digest of every other file there
-PASSING = re.compile("RESOURCE_EXHAUSTED|UNAVAILABLE|DEADLINE_EXCEEDED|PERMISSION_DENIED|UNAUTHENTICATED|CANCELLED")
+TRANSIENT_STATUS = re.compile(
+    "RESOURCE_EXHAUSTED|UNAVAILABLE|DEADLINE_EXCEEDED|PERMISSION_DENIED|UNAUTHENTICATED|CANCELLED"
+)
 NONE, ALL_DAMAGED = -1, -2  # in place of a step
 COPIED = 1 << 27  # bytes of arrays that are copied and written at a time where memory is short
 _T = TypeVar("_T")
@@ -75,13 +78,13 @@ class Checkpoints:
         except StorageError as fault:
             if kind is None:
                 raise
-            logger.error("%s", fault)  # and what came first goes on its way
+            logger.error("%s", fault)  # and the first exception propagates
         finally:
             self._sealing.shutdown()
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """What storage did to a save, perhaps to an earlier one that ran in the background, as StorageError."""
+        """Turn a failed save, perhaps an earlier one in the background, into a StorageError."""
         try:
             yield
         except (OSError, ValueError) as fault:
@@ -90,7 +93,7 @@ class Checkpoints:
             reason = " ".join(str(fault).split())[:200]
             raise StorageError(
                 f"{self._folder}: a checkpoint could not be written ({type(fault).__name__}: {reason}); make room, "
-                "then repeat the command: it goes on from the newest whole one"
+                "then run the command again: it resumes from the newest intact one"
             ) from fault
 
     @property
@@ -104,8 +107,8 @@ class Checkpoints:
         found = {}
         for entry in self._folder.absolute().glob("*"):
             if entry.name.isdigit():
-                with contextlib.suppress(Gone, UserError):
-                    found[int(entry.name)] = Saved(entry).record.get("generation") or ""
+                with contextlib.suppress(CheckpointRemoved, UserError):
+                    found[int(entry.name)] = SavedCheckpoint(entry).record.get("generation") or ""
         return found
 
     def save(self, step: int, state: Any, index: dict[str, Any], record: dict[str, Any], wait: bool = False) -> None:
@@ -120,7 +123,7 @@ class Checkpoints:
         items = {"state": state} | {name: {name: value} for name, value in index.items()}
         record = record | {"environment": environment(), "checksums": checksums(items)}
         record["digest"] = record_digest(record)
-        with self._writing(), _in_little_memory(items):
+        with self._writing(), _limit_save_memory(items):
             saving = self._checkpointer.save_checkpointables_async(step, items, custom_metadata=record, force=True)
             self._sealed = self._sealing.submit(_end_save, saving, self._folder / str(step))
         if wait:
@@ -134,10 +137,10 @@ class Checkpoints:
                 self._sealed.result()
 
 
-def _in_little_memory(items: dict[str, Any]) -> contextlib.AbstractContextManager[Any]:
+def _limit_save_memory(items: dict[str, Any]) -> contextlib.AbstractContextManager[Any]:
     """Where memory is short, a save copies and writes a few arrays at a time instead of all at once, and training waits
     for it longer."""
-    if not returns_memory():
+    if not releases_memory():
         return contextlib.nullcontext()
     largest = max(array.nbytes for array in named_arrays(items).values())
     limit = max(COPIED, largest + 1)  # Orbax refuses an array that is not smaller
@@ -154,19 +157,19 @@ def _end_save(saving: Any, folder: Path) -> None:
     try:
         saving.result()
         if is_process_0():
-            _seal(folder)
+            _write_file_checksums(folder)
     except Exception as fault:  # the save's own is raised where its end is waited for; or it was removed again
         logger.debug("%s has no %s: %s", folder, FILES, fault)
     free_heap()
 
 
-def _seal(folder: Path) -> None:
+def _write_file_checksums(folder: Path) -> None:
     record = {"files": list_files(folder)}
     write_json_atomic(folder / FILES, record | {"digest": record_digest(record)})
 
 
-def _set_aside(entry: Path, fault: Exception) -> None:
-    logger.error("%s; going on from the one before", fault)
+def _quarantine(entry: Path, fault: Exception) -> None:
+    logger.error("%s; falling back to the previous checkpoint", fault)
     if is_process_0():
         before = len([*entry.parent.glob(f"{entry.name}{DAMAGED}*")])  # the same step may be damaged again
         entry.rename(entry.with_name(f"{entry.name}{DAMAGED}{before + 1 if before else ''}"))
@@ -182,14 +185,14 @@ class Damaged(UserError):
     """A checkpoint is not what was saved."""
 
 
-class Gone(Exception):
-    """A checkpoint was removed while it was read: the run went on beside us and keeps newer ones only."""
+class CheckpointRemoved(Exception):
+    """A checkpoint was removed while it was read: the run continued and kept only newer ones."""
 
 
-class Saved:
-    """One complete checkpoint, to be read only: nothing in its folder changes, so a run may be writing beside it.
+class SavedCheckpoint:
+    """One complete checkpoint, read-only: nothing in its folder is changed, so a run may be writing at the same time.
 
-    What reads it raises `Gone` when it was removed meanwhile, and UserError when it is damaged.
+    What reads it raises `CheckpointRemoved` when it was removed meanwhile, and UserError when it is damaged.
     """
 
     def __init__(self, path: Path):
@@ -204,15 +207,15 @@ class Saved:
     @classmethod
     def newest(cls, folder: Path) -> Self | None:
         """The newest complete checkpoint under a folder, if there is one."""
-        for _ in range(100):  # a run that keeps few and saves often may remove one between a look and the next
+        for _ in range(100):  # a run that keeps few and saves often may remove one between listing and reading
             try:
                 return next((cls(entry) for entry in saved_folders(folder)), None)
-            except Gone:
+            except CheckpointRemoved:
                 continue
         raise UserError(f"{folder}: checkpoints vanish faster than they can be read; set config.checkpoint.keep higher")
 
     @classmethod
-    def newest_of_first(cls, folder: Path) -> Self | None:
+    def newest_on_process_0(cls, folder: Path) -> Self | None:
         """`newest`, as the first of several processes sees it; all of them have to call it."""
 
         def step() -> int:
@@ -223,10 +226,10 @@ class Saved:
         return None if newest == NONE else cls(folder.absolute() / str(newest))
 
     @classmethod
-    def newest_sound(cls, folder: Path, load: Callable[[Self], _T]) -> _T | None:
-        """What `load` makes of the newest checkpoint that it can read; None where there is no checkpoint.
+    def newest_intact(cls, folder: Path, load: Callable[[Self], _T]) -> _T | None:
+        """What `load` makes of the newest checkpoint that it can read; None if there is no checkpoint.
 
-        A damaged one is told and set aside under another name, so that training can save its step again; nobody else
+        A damaged one is logged and renamed, so that training can save its step again; nobody else
         may be writing in the folder. The first process compares the files and tells the others which one it is; what
         `load` compares are sums over all processes. Raises UserError when there are checkpoints and all are damaged.
         """
@@ -240,20 +243,20 @@ class Saved:
             entry = folder.absolute() / str(step)
             try:
                 return load(cls(entry))
-            except (Damaged, Gone) as fault:
+            except (Damaged, CheckpointRemoved) as fault:
                 damaged = True
-                _set_aside(entry, fault)
+                _quarantine(entry, fault)
 
     @classmethod
     def _choose(cls, folder: Path) -> int:
-        """The step of the newest checkpoint whose files are as they were written; others are set aside."""
+        """The step of the newest checkpoint whose files are as they were written; damaged ones are set aside."""
         entries = saved_folders(folder)
         for entry in entries:
             try:
                 cls(entry).verify_files()
                 return int(entry.name)
-            except (Damaged, Gone) as fault:  # gone: half of it, since nobody else writes here
-                _set_aside(entry, fault)
+            except (Damaged, CheckpointRemoved) as fault:  # gone: half of it, since nobody else writes here
+                _quarantine(entry, fault)
         return ALL_DAMAGED if entries else NONE
 
     @contextmanager
@@ -262,10 +265,10 @@ class Saved:
             yield
         except Exception as fault:
             if not (self._path / METADATA).exists():
-                raise Gone(str(self._path)) from fault
+                raise CheckpointRemoved(str(self._path)) from fault
             reason = f"{type(fault).__name__}: {str(fault).strip().partition(chr(10))[0][:200]}"
-            if _is_passing(fault):
-                raise StorageError(f"{self._path} could not be read ({reason}); repeat the command") from fault
+            if _is_transient(fault):
+                raise StorageError(f"{self._path} could not be read ({reason}); run the command again") from fault
             raise Damaged(f"{self._path} is damaged ({reason}); see `realm storage verify`") from fault
 
     @property
@@ -280,7 +283,7 @@ class Saved:
             return ocp.checkpointables_metadata(self._path).metadata
 
     def read(self, item: str, like: Any = None) -> Any:
-        """An item, of 'state', 'vectors', 'tower' and 'in_flight'; None where it was not saved.
+        """An item, of 'state', 'vectors', 'tower' and 'in_flight'; None if it was not saved.
 
         like: its shapes, with the shardings to load onto, and `...` in place of what to leave out; None: all of it, on
         the host.
@@ -320,8 +323,8 @@ class Saved:
 
     def _verified(self, items: dict[str, Any]) -> dict[str, Any]:
         """What was loaded. Raises ValueError when it is not what was saved."""
-        if wrong := differing(self.record["checksums"], checksums(items)):
-            raise ValueError(f"{wrong[0]} and {len(wrong) - 1} other arrays are not as they were saved")
+        if wrong := mismatched(self.record["checksums"], checksums(items)):
+            raise ValueError(f"{wrong[0]} and {len(wrong) - 1} other arrays do not match their checksums")
         return items
 
     def verify_files(self) -> None:
@@ -334,7 +337,7 @@ class Saved:
                 return
             sealed = read_json(self._path / FILES)
             if sealed["digest"] != record_digest(sealed):
-                raise ValueError(f"{FILES} is not as it was written")
+                raise ValueError(f"{FILES} does not match its checksum")
             check_files(self._path, sealed["files"])
 
     def verify(self) -> None:
@@ -351,11 +354,11 @@ def _like(known: Any, sharding: jax.sharding.Sharding | None = None) -> Any:
     return jax.ShapeDtypeStruct(known.shape, known.dtype, sharding=sharding)
 
 
-def _is_passing(fault: Exception) -> bool:
-    """Whether storage or memory failed for now, which says nothing of what was saved."""
+def _is_transient(fault: Exception) -> bool:
+    """Whether an error is transient (storage or memory), which says nothing about what was saved."""
     if isinstance(fault, FileNotFoundError | NotADirectoryError):
         return False
-    return isinstance(fault, OSError | MemoryError) or PASSING.match(str(fault)) is not None
+    return isinstance(fault, OSError | MemoryError) or TRANSIENT_STATUS.match(str(fault)) is not None
 
 
 def environment() -> dict[str, Any]:

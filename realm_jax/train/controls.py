@@ -1,7 +1,8 @@
-"""Controls: trainings that should not reach what REALM reaches, from the same start and of the same length.
+"""Control runs: baselines from the same start and of the same length as REALM.
 
-Which they are, each task says for itself (`Task.controls`): REALM with the retriever held still, as many more steps of
-the inverse cloze task as REALM has, and a reader of the same size that answers from the question alone.
+Which they are, each task says for itself (`Task.controls`): REALM with a frozen retriever, the same number of
+additional steps of the inverse cloze task as REALM has, and a reader of the same size that answers from the question
+alone.
 """
 
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from realm_jax.config import add_sections
 from realm_jax.run import Run
 from realm_jax.sections import task_names
 from realm_jax.tasks import make_task
-from realm_jax.train.checkpoints import Saved
+from realm_jax.train.checkpoints import SavedCheckpoint
 from realm_jax.train.init_from import INIT_KEYS, init_from_sources
 from realm_jax.train.loop import train_task
 from realm_jax.train.restore import restore_params
@@ -22,7 +23,7 @@ def run_controls(run: Run) -> None:
     controls = [control for name in task_names(run.config) for control in make_task(name, run).controls()]
     start = run.initial_params()
     from_start = [control.folder for control in controls if not control.start]
-    begun = any(Saved.newest_of_first(run.workdir / folder / "checkpoints") for folder in from_start)
+    begun = any(SavedCheckpoint.newest_on_process_0(run.workdir / folder / "checkpoints") for folder in from_start)
     if any(run.config[key] for key in INIT_KEYS) and not begun:  # afterwards its source may go
         start = init_from_sources(run, start)
     for control in controls:

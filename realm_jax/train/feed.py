@@ -1,4 +1,4 @@
-"""Batches for the loop, with the rows that the hosts found for them where retrieval is approximate.
+"""Batches for the loop, with the rows retrieved by the hosts if retrieval is approximate.
 
 `retrieval.backend=device` searches inside the step, and a batch is a batch. With `scann` the search for step t + d
 starts before step t, with the parameters of exactly step t: the queries are embedded on the devices by the loop's own
@@ -21,20 +21,20 @@ from numpy.typing import NDArray
 from realm_jax.mesh import replicated
 from realm_jax.models.realm import Params
 from realm_jax.retrieval.scann import Searcher
-from realm_jax.retrieval.search import LoadedIndex, Setting, search_depth, search_queries
-from realm_jax.run import put_own
+from realm_jax.retrieval.search import LoadedIndex, StepContext, search_depth, search_queries
+from realm_jax.run import make_global_batch
 
 Batch = dict[str, Any]
 
 
-class Search(NamedTuple):
+class HostSearch(NamedTuple):
     """How hosts search: the task's setting, and how many steps before a batch is due."""
 
-    setting: Setting
+    context: StepContext
     ahead: int
 
 
-class Ahead(NamedTuple):
+class PendingBatch(NamedTuple):
     """A batch on the devices, and the rows that are being searched for it."""
 
     batch: Batch
@@ -45,7 +45,7 @@ class Feed:
     """Hands out batches in order. A context manager: leaving ends the searching thread."""
 
     def __init__(
-        self, mesh: Mesh, source: Iterator[Batch], rows: NDArray[np.int64], batch_size: int, search: Search | None,
+        self, mesh: Mesh, source: Iterator[Batch], rows: NDArray[np.int64], batch_size: int, search: HostSearch | None,
         in_flight: NDArray | None = None,
     ) -> None:  # fmt: skip
         """source: host batches of this process's `rows` of each global batch. search: where hosts search.
@@ -53,11 +53,11 @@ class Feed:
         self._mesh, self._source, self._how = mesh, source, search
         self._rows, self._batch_size = rows, batch_size
         self._pool = ThreadPoolExecutor(1)
-        self._queue: deque[Ahead] = deque()
+        self._queue: deque[PendingBatch] = deque()
         for rows in [] if in_flight is None else in_flight:
             found: Future[NDArray[np.int32]] = Future()
             found.set_result(np.asarray(rows, np.int32)[self._rows])
-            self._queue.append(Ahead(self._put(), found))
+            self._queue.append(PendingBatch(self._put(), found))
 
     def __enter__(self) -> Self:
         return self
@@ -76,23 +76,23 @@ class Feed:
                 batch = self._put()
             except StopIteration:
                 break
-            queries = _queries(self._how.setting, params, batch, index.index.tower, replicated(self._mesh))
-            depth = search_depth(self._how.setting)
-            self._queue.append(Ahead(batch, self._pool.submit(self._search, index.searcher, queries, depth)))
+            queries = _queries(self._how.context, params, batch, index.index.tower, replicated(self._mesh))
+            depth = search_depth(self._how.context)
+            self._queue.append(PendingBatch(batch, self._pool.submit(self._search, index.searcher, queries, depth)))
         batch, rows = self._queue.popleft()
-        return batch | self._spread({"found": rows.result()})
+        return batch | self._spread({"retrieved_rows": rows.result()})
 
     def in_flight(self) -> jax.Array | None:
-        """Rows of the batches after this one, [n, batch, k]; waits for the searches. None where there are none."""
+        """Rows of the batches after this one, [n, batch, k]; waits for the searches. None if there are none."""
         if not self._queue:
             return None
-        return jnp.stack([self._spread({"found": rows.result()})["found"] for _, rows in self._queue])
+        return jnp.stack([self._spread({"retrieved_rows": rows.result()})["retrieved_rows"] for _, rows in self._queue])
 
     def _put(self) -> Batch:
         return self._spread(next(self._source))
 
     def _spread(self, batch: Batch) -> Batch:
-        found: Batch = put_own(self._mesh, batch, self._rows, self._batch_size)
+        found: Batch = make_global_batch(self._mesh, batch, self._rows, self._batch_size)
         return found
 
     def _search(self, searcher: Searcher, queries: jax.Array, depth: int) -> NDArray[np.int32]:
@@ -100,6 +100,8 @@ class Feed:
 
 
 @partial(jax.jit, static_argnums=(0, 4))
-def _queries(setting: Setting, params: Params, batch: Batch, tower: Params | None, whole: NamedSharding) -> jax.Array:
+def _queries(
+    context: StepContext, params: Params, batch: Batch, tower: Params | None, whole: NamedSharding
+) -> jax.Array:
     """Whole in every process, so that no other thread than the loop's starts a device program."""
-    return jax.lax.with_sharding_constraint(search_queries(setting, params, batch, tower), whole)
+    return jax.lax.with_sharding_constraint(search_queries(context, params, batch, tower), whole)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from realm_jax.models.realm import Params
-from realm_jax.tasks.base import Batch, Means, Task, reported
+from realm_jax.tasks.base import Batch, Means, Task, metric_values
 
 Array = jax.Array
 
@@ -28,7 +28,7 @@ def gradients(
         grads, means = _summed(task, trained, frozen, split(batch, parts), index, key)
     else:
         grads, means = _cached(task, trained, frozen, split(batch, parts), key)
-    return grads, reported(means)
+    return grads, metric_values(means)
 
 
 def split(batch: Batch, parts: int) -> Batch:

@@ -1,4 +1,4 @@
-"""What watches a run from beside it: a hang, a program that is compiled again, replicas that differ; and the profiler.
+"""Guards of a run: hangs, recompilation and diverging replicas; and the profiler.
 
 None of them changes what is computed.
 """
@@ -21,12 +21,12 @@ from jax.sharding import Mesh, PartitionSpec
 
 from realm_jax.checksums import leaf_sums, named_arrays
 from realm_jax.errors import UserError
-from realm_jax.host import free_heap, handling
+from realm_jax.host import free_heap, signal_handler
 from realm_jax.mesh import replicated
 
 logger = logging.getLogger(__name__)
 
-HUNG = 70  # exit code: nothing moved for too long
+HUNG = 70  # exit code: no progress for too long
 TRACED = 5  # steps in a profile
 
 
@@ -55,7 +55,7 @@ class Watchdog:
             self._thread.join()
 
     def heartbeat(self) -> None:
-        """Say that something moved."""
+        """Report progress."""
         self._moved = True
 
     def _watch(self) -> None:
@@ -63,13 +63,13 @@ class Watchdog:
         silent, looked = 0.0, time.monotonic()
         while not self._over.wait(tick):
             now = time.monotonic()
-            passed, looked = min(now - looked, 2 * tick), now  # a machine that stood still is no hang
+            passed, looked = min(now - looked, 2 * tick), now  # a suspended machine is not a hang
             silent, self._moved = 0.0 if self._moved else silent + passed, False
             if silent > self._limit:
                 faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
                 logger.error(
-                    "%s: nothing moved for %.0f s (config.log.hang_seconds), the stacks of all threads stand above; "
-                    "repeat the command to go on from the newest checkpoint", self._what, silent,
+                    "%s: no progress for %.0f s (config.log.hang_seconds), see the stacks of all threads above; "
+                    "run the command again to resume from the newest checkpoint", self._what, silent,
                 )  # fmt: skip
                 self._end(HUNG)
                 return
@@ -78,7 +78,7 @@ class Watchdog:
 class Profiler:
     """Traces `TRACED` steps for TensorBoard or Perfetto whenever SIGUSR1 comes.
 
-    A context manager. Of several processes those trace that are told to.
+    A context manager. Of several processes only those that get the signal trace.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -86,7 +86,7 @@ class Profiler:
         self._folder = folder
         self._asked = False
         self._until: int | None = None  # step before which the running trace ends
-        self._handling = handling(signal.SIGUSR1, self._ask)
+        self._handling = signal_handler(signal.SIGUSR1, self._request)
 
     def __enter__(self) -> Self:
         self._handling.__enter__()
@@ -97,7 +97,7 @@ class Profiler:
             self._stop()
         self._handling.__exit__(None, None, None)
 
-    def _ask(self, *_: object) -> None:
+    def _request(self, *_: object) -> None:
         self._asked = True
 
     def at(self, step: int, last: Any = None) -> None:
@@ -120,8 +120,8 @@ class Profiler:
 
 
 class CompileGuard:
-    """Warns when a step's program is compiled more often than for the lengths that its batches have: minutes are lost
-    each time, and nobody asked for another one. What the compiler leaves behind is returned after each program."""
+    """Warns when a step's program is compiled more often than for the lengths that its batches have: recompiling takes
+    minutes and is never intended. What the compiler leaves behind is returned after each program."""
 
     def __init__(self, step: Any, expected: int = 1) -> None:
         self._count: Callable[[], int] = getattr(step, "_cache_size", lambda: 1)
@@ -151,7 +151,7 @@ def check_replicas(mesh: Mesh, tree: Any, step: int) -> None:
         name, device = wrong[0]
         raise UserError(
             f"step {step}: device {device} holds other bits of {name} than its replicas, {len(wrong)} arrays in all; a "
-            "device computes wrongly: take it out and repeat the command, which goes on from the last checkpoint"
+            "device computes wrongly: take it out and run the command again, which resumes from the last checkpoint"
         )
 
 

@@ -1,4 +1,4 @@
-"""What happens every so many steps beside the step itself: adopt an index, evaluate, log, save.
+"""Hooks of the train loop: adopt an index, evaluate, log, save.
 
 A hook sees the whole `Loop`. One changes what is computed: `adopt` replaces the index. Which hooks there are, how often
 and in which order, stands in `loop.py`; read that first.
@@ -18,7 +18,7 @@ from realm_jax.models.realm import Params
 from realm_jax.retrieval.search import Index, LoadedIndex
 from realm_jax.run import BaseRun
 from realm_jax.tasks.base import Task
-from realm_jax.train.best import Best, describe_loss, stage_of
+from realm_jax.train.best import BestParameters, describe_regression, stage_summary
 from realm_jax.train.checkpoints import Checkpoints
 from realm_jax.train.feed import Feed
 from realm_jax.train.guards import Watchdog, check_replicas
@@ -31,11 +31,12 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass
 class Loop:
-    """One task on its way: what serves it, then what changes from step to step.
+    """The state of the loop: first what stays, then what changes from step to step.
 
     folder: under the run folder. measure: see `loop.train_task`. answers_start: whether the start of a task that
     retrieves is measured as its end is. step: steps that are done; saved: those of the newest save, −1 for none. index:
-    the one in use. values: metrics of the last step, on the devices. heard: what all processes announced two steps ago.
+    the one in use. values: metrics of the last step, on the devices. consensus: what all processes announced two steps
+    ago.
     """
 
     run: BaseRun
@@ -46,7 +47,7 @@ class Loop:
     watchdog: Watchdog
     metrics: MetricLogger
     checkpoints: Checkpoints
-    best: Best
+    best: BestParameters
     source: IndexSource
     feed: Feed
     measure: Callable[[Params, Index | None, bool], dict[str, Any]] | None
@@ -56,7 +57,7 @@ class Loop:
     saved: int
     index: LoadedIndex | None = None
     values: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
-    heard: Control = Control()
+    consensus: Control = Control()
 
 
 class Hook(NamedTuple):
@@ -81,11 +82,11 @@ def run_due(hooks: tuple[Hook, ...], loop: Loop) -> None:
 def adopt(loop: Loop) -> None:
     """Use a fresh index from here on, if there is one, and evaluate the parameters with it.
 
-    An index that does not come in time ends the run; what was learnt since the last save is saved first.
+    If an index does not arrive in time, the run saves its state and ends.
     """
     try:
         with loop.metrics.waiting("index"):
-            fresh = loop.source.next(loop.step, loop.state.params, loop.index, loop.heard)
+            fresh = loop.source.next(loop.step, loop.state.params, loop.index, loop.consensus)
     except UserError:
         save_and_stop(loop)
         raise
@@ -111,7 +112,7 @@ def evaluate(loop: Loop) -> None:
 
 
 def _evaluate(loop: Loop, index: Index | None, final: bool) -> dict[str, Any]:
-    assert loop.measure is not None, "a course that says when to measure says how"
+    assert loop.measure is not None, "a task that sets evaluate_every has a measure"
     measures = loop.measure(loop.state.params, index, final)
     loop.watchdog.heartbeat()
     return measures
@@ -153,7 +154,7 @@ def save(loop: Loop) -> None:
 
 
 def save_at_once(loop: Loop) -> None:
-    """Save what is not saved yet, and wait until it is on disk."""
+    """Save if needed, and wait until it is on disk."""
     if loop.saved != loop.step:
         save(loop)
     loop.checkpoints.wait()
@@ -169,13 +170,13 @@ def save_and_stop(loop: Loop) -> None:
 
 
 def evaluate_end(loop: Loop) -> dict[str, Any]:
-    """What the task ends with is worth, {} where nothing measures it. The best parameters replace the last where they
+    """The final evaluation of a task, {} if it has none. The best parameters replace the last where they
     are kept."""
     if loop.measure is None:
         return {}
     measures = _evaluate_own_index(loop, loop.total)
     loop.best.look(loop.total, loop.state, measures)
-    if (better := loop.best.other_than(loop.total)) is not None:
+    if (better := loop.best.parameters_other_than(loop.total)) is not None:
         step, trained = better
         loop.state = loop.state._replace(trained=trained)
         measures = _evaluate_own_index(loop, step) | {"best_step": step, "last": measures}
@@ -191,7 +192,7 @@ def _evaluate_own_index(loop: Loop, step: int) -> dict[str, Any]:
 
 
 def warn_if_below_start(loop: Loop, measures: dict[str, Any]) -> None:
-    """Say so where a task of the recipe ends with less than it began with. measures: as of `evaluate_end`."""
-    stage = stage_of(loop.folder) if loop.folder.name == loop.task.name else None  # not of a control
-    if warning := describe_loss(loop.task.name, stage, loop.best.kept_by(measures)):
+    """Warn if a task of the recipe is worse at its end than at its start. measures: as of `evaluate_end`."""
+    stage = stage_summary(loop.folder) if loop.folder.name == loop.task.name else None  # not of a control
+    if warning := describe_regression(loop.task.name, stage, loop.best.selection_metric(measures)):
         logger.warning("%s", warning)

@@ -40,10 +40,10 @@ class IndexSource:
     def __exit__(self, *error: object) -> None:
         pass
 
-    def next(self, step: int, params: Params, index: LoadedIndex | None, heard: Control) -> LoadedIndex | None:
+    def next(self, step: int, params: Params, index: LoadedIndex | None, consensus: Control) -> LoadedIndex | None:
         """A fresh index to use from `step` on, or None to go on with the one in use.
 
-        heard: what the processes announced two steps ago. Raises Interrupted, UserError.
+        consensus: what the processes announced two steps ago. Raises Interrupted, UserError.
         """
         return None
 
@@ -76,22 +76,24 @@ def shared_folder(run: Run) -> Folder:
     return open_folder(run.config.refresh.shared or run.workdir)
 
 
-def made(run: Run, vectors: NDArray, step: int, tower: Params | None, exact: bool = False) -> LoadedIndex:
+def index_from_vectors(run: Run, vectors: NDArray, step: int, tower: Params | None, exact: bool = False) -> LoadedIndex:
     """An index of vectors that the trainer made itself. tower: the query embedder that shall search, None for the
     current one. exact: on the devices also where hosts search for REALM."""
     stored = vectors.astype(numpy_dtype(run.config.model.dtype))
     if run.searches is None or exact:
         return LoadedIndex(run.index(stored)._replace(tower=tower), stored, step)
-    return LoadedIndex(run.bare_index._replace(tower=tower), stored, step, searcher=Searcher.of(stored, run.searches))
+    return LoadedIndex(
+        run.index_without_vectors._replace(tower=tower), stored, step, searcher=Searcher.of(stored, run.searches)
+    )
 
 
-def keeps_documents(run: Run, task: Task) -> bool:
+def document_encoder_is_frozen(run: Run, task: Task) -> bool:
     """Whether a task retrieves and leaves the document embedder as it is, so that its first index stays right."""
     return task.retrieves and run.model.embedder_names[-1] not in task.trained
 
 
 class CorpusIndexSource(IndexSource, abc.ABC):
-    """What every index of a run's corpus can do, whoever makes it."""
+    """The base of index sources over a run's corpus."""
 
     def __init__(self, run: Run, task: str, on_progress: Callable[[], None]) -> None:
         """on_progress: called again and again while the corpus is embedded."""
@@ -108,11 +110,11 @@ class CorpusIndexSource(IndexSource, abc.ABC):
         if generation := saved.record.get("generation"):
             return self.restore(generation, int(saved.state.step))
         if not self._task.needs_vectors():
-            return LoadedIndex(self._run.bare_index, None, saved.record["index_step"])
+            return LoadedIndex(self._run.index_without_vectors, None, saved.record["index_step"])
         if saved.vectors is None:
             return None
-        vectors, step = saved.vectors[: self._run.setting.rows], saved.record["index_step"]
-        return made(self._run, vectors, step, saved.tower, exact=not self._task.host_search)
+        vectors, step = saved.vectors[: self._run.context.rows], saved.record["index_step"]
+        return index_from_vectors(self._run, vectors, step, saved.tower, exact=not self._task.host_search)
 
     def as_exact(self, fresh: LoadedIndex) -> Index:
         if fresh.index.vectors is not None or not self._task.needs_vectors():
@@ -124,32 +126,32 @@ class CorpusIndexSource(IndexSource, abc.ABC):
         """Of the index in use, unless the document tower has moved since it was made."""
         if index is None:
             return None
-        if self._still(step, index):
+        if self._is_current(step, index):
             return self.as_exact(index)
-        return self._made(step, params).index
+        return self._embed_index(step, params).index
 
     def final_index(self, step: int, params: Params, index: LoadedIndex | None) -> LoadedIndex | None:
         """Of the index in use, unless the document tower has moved since; None for a reader's own task."""
         if not self._task.has_final_index:
             return None
-        if index is not None and self._still(step, index):
+        if index is not None and self._is_current(step, index):
             return index
-        return self._made(step, params)
+        return self._embed_index(step, params)
 
-    def _still(self, step: int, index: LoadedIndex) -> bool:
+    def _is_current(self, step: int, index: LoadedIndex) -> bool:
         """Whether the document embedder is at `step` what it was when an index was made."""
-        return index.step == step or keeps_documents(self._run, self._task)
+        return index.step == step or document_encoder_is_frozen(self._run, self._task)
 
-    def _made(self, step: int, params: Params, tower: Params | None = None, first: bool = False,
+    def _embed_index(self, step: int, params: Params, tower: Params | None = None, first: bool = False,
               exact: bool = True) -> LoadedIndex:  # fmt: skip
-        """An index of parameters. first: whether they are those that a task starts with; else see `made`."""
+        """An index of parameters. first: whether the task starts with them; else see `index_from_vectors`."""
         if not self._task.needs_vectors():
-            return LoadedIndex(self._run.bare_index, None, step)
+            return LoadedIndex(self._run.index_without_vectors, None, step)
         if first:
             vectors = start_vectors(self._run, self._task.name, params, self._on_progress)
         else:
             vectors = self._run.embed(params, lambda _: self._on_progress())
-        return made(self._run, vectors, step, tower, exact)
+        return index_from_vectors(self._run, vectors, step, tower, exact)
 
 
 # --- On the trainer's own devices -------------------------------------------------------------------------------------
@@ -165,14 +167,14 @@ class InlineIndex(CorpusIndexSource):
         self._every = self._task.refresh_every
         self._exact = not self._task.host_search
 
-    def next(self, step: int, params: Params, index: LoadedIndex | None, heard: Control) -> LoadedIndex | None:
+    def next(self, step: int, params: Params, index: LoadedIndex | None, consensus: Control) -> LoadedIndex | None:
         due = self._every > 0 and step % self._every == 0 and index is not None and step != index.step
         if index is not None and not due:
             return None
         tower = None
-        if self._run.config.retrieval.query_params == "generation":  # a copy: the step gives its state away
+        if self._run.config.retrieval.query_params == "generation":  # a copy: the step donates its state
             tower = jax.tree.map(jnp.copy, params[self._run.model.embedder_names[0]])
-        return self._made(step, params, tower, index is None, self._exact)
+        return self._embed_index(step, params, tower, index is None, self._exact)
 
     def restore(self, generation: str, step: int) -> LoadedIndex:
         raise UserError(

@@ -1,9 +1,9 @@
-"""What a fresh run starts from (`config.init_from`, `config.reader_from`): another run, or weights of other programs.
+"""Initial parameters (`config.init_from`, `config.reader_from`): from another run, or pretrained weights.
 
 Both answer the same questions: what the config may leave to them, whether they fit, which parameters they have. What
-weights do not have stays as it was: fresh. `resolved` puts the model's own values in the place of `config.FROM_MODEL`,
-once, when a run is opened; the run folder records them, so that the model need not be there any more when the run goes
-on. Read next: `realm_jax/models/folders.py`, where weights lie.
+weights do not have stays as it was: fresh. `fill_from_pretrained` puts the model's own values in the place of
+`config.FROM_MODEL`, once, when a run is opened; the run folder records them, so that the model need not be there any
+more when the run goes on. Read next: `realm_jax/models/folders.py`, where weights lie.
 """
 
 import abc
@@ -19,24 +19,24 @@ import jax
 from ml_collections import ConfigDict
 
 from realm_jax.checksums import checksums
-from realm_jax.config import completed, flatten, from_model, require, task_names, validate
+from realm_jax.config import flatten, inherited_keys, require, task_names, validate, with_defaults
 from realm_jax.data.sources import tokenizers_of
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.data.tokenizer_files import lower_case_of, read_tokenizer, tokenizer_file
 from realm_jax.errors import UserError
-from realm_jax.mesh import put_whole
+from realm_jax.mesh import put_with_sharding
 from realm_jax.models.folders import (
     READER,
     TOWERS,
-    local_source,
     model_folders,
     network_folder,
+    resolve_model_path,
     sentence_model,
 )
 from realm_jax.models.realm import Params, Realm
 from realm_jax.models.sentence_transformers import (
     INPUT,
-    READS,
+    TRAINED_READER,
     default_temperature,
     find_tower,
     transformer_folder,
@@ -56,11 +56,11 @@ from realm_jax.models.weights import (
     read,
 )
 from realm_jax.processes import run_on_process_0
-from realm_jax.run import Run, encoder_of, make_model, tower_lengths
+from realm_jax.run import Run, make_model, prompt_encoder, tower_lengths
 from realm_jax.sections import READER_SIZES, reader_section
 from realm_jax.storage import digest, make_folder, read_json, read_settings, write_json_atomic
 from realm_jax.tasks import TASKS
-from realm_jax.train.checkpoints import Saved
+from realm_jax.train.checkpoints import SavedCheckpoint
 from realm_jax.train.projection import FILE as COMPONENTS
 from realm_jax.train.workdir import START, begins_with_reader, has_checkpoint, recorded_config, with_absolute_paths
 
@@ -68,7 +68,7 @@ logger = logging.getLogger(__name__)
 
 READER_KEYS = (*READER_SIZES, "hidden_act")
 INIT_KEYS = ("init_from", "reader_from")  # keys that name what a fresh run starts from
-PLAIN = {  # a BERT that says nothing of vectors: the paper's towers on top of it
+PAPER_DEFAULTS = {  # a BERT that says nothing of vectors: the paper's towers on top of it
     "pooling": "pooler",
     "projection": 128,
     "normalization": "layer",
@@ -105,18 +105,18 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def reader_tokenizer(self) -> str | None:
-        """The fingerprint of its reader's tokenizer; None where it has none."""
+        """The fingerprint of its reader's tokenizer; None if it has none."""
 
     @abc.abstractmethod
     def values(self, keys: Collection[str]) -> dict[str, Any]:
         """Dotted key → what the source says, of all that a config may leave to it.
 
-        Raises UserError where it says two things about one of `keys`.
+        Raises UserError if it says two things about one of `keys`.
         """
 
     @abc.abstractmethod
     def check(
-        self, config: ConfigDict, model: Realm, wordpiece: Tokenizer, reader_wordpiece: Tokenizer | None = None
+        self, config: ConfigDict, model: Realm, tokenizer: Tokenizer, reader_wordpiece: Tokenizer | None = None
     ) -> None:
         """Raise UserError unless the source is whole and fits the networks and the tokenizers of a run.
 
@@ -138,7 +138,7 @@ class Source(abc.ABC):
 
 def find_source(name: str, key: str = "init_from") -> Source:
     """What a key of INIT_KEYS names. Raises UserError for what is neither a run nor weights."""
-    folder = local_source(name, f"config.{key}")
+    folder = resolve_model_path(name, f"config.{key}")
     if model_folders(folder):
         return WeightsSource(key, name, folder)
     if (folder / "config.json").is_file() and (folder / "data.json").is_file():
@@ -149,7 +149,7 @@ def find_source(name: str, key: str = "init_from") -> Source:
     )
 
 
-def sources_of(config: ConfigDict) -> list[Source]:
+def init_sources(config: ConfigDict) -> list[Source]:
     """All that a fresh run starts from. The reader comes from the last one; where it has sizes or tokens of its own
     (`model.reader`), not from a model that has one BERT for all networks."""
     found = [find_source(config[key], key) for key in INIT_KEYS if config.get(key)]
@@ -185,7 +185,7 @@ class RunSource(Source):
         return found.get("reader", found["tokenizer"])
 
     def check(
-        self, config: ConfigDict, model: Realm, wordpiece: Tokenizer, reader_wordpiece: Tokenizer | None = None
+        self, config: ConfigDict, model: Realm, tokenizer: Tokenizer, reader_wordpiece: Tokenizer | None = None
     ) -> None:
         """Raise UserError when the run is not done, or has another tokenizer or a network of another size."""
         theirs, (last, saved) = self.config, self._saved()
@@ -195,15 +195,15 @@ class RunSource(Source):
                 f"config.{self.key}: {self.folder} is at step {done} of {theirs[last].steps} of {last}; let it finish "
                 "first"
             )
-        names, reader = self.networks_for(model), reader_wordpiece or wordpiece
-        is_same = read_json(self.folder / "data.json")["tokenizer"] == wordpiece.fingerprint or names == (READER,)
+        names, reader = self.networks_for(model), reader_wordpiece or tokenizer
+        is_same = read_json(self.folder / "data.json")["tokenizer"] == tokenizer.fingerprint or names == (READER,)
         if not is_same or (READER in names and self.reader_tokenizer() != reader.fingerprint):
             raise UserError(
                 f"config.{self.key}: {self.folder} was trained with another vocabulary; prepare {config.data.path} "
                 f"with `realm prepare {_flag(self.key)}` and the vocab.txt of its tokenizer"
             )
-        encode = encoder_of(reader if names == (READER,) else wordpiece)
-        there = _shapes(make_model(theirs, wordpiece.size, encode, reader_vocabulary_size=reader.size), names)
+        encode = prompt_encoder(reader if names == (READER,) else tokenizer)
+        there = _shapes(make_model(theirs, tokenizer.size, encode, reader_vocabulary_size=reader.size), names)
         here = _shapes(model, names)
         for name in sorted({*there, *here}):
             if there.get(name) != here.get(name):
@@ -218,7 +218,7 @@ class RunSource(Source):
             raise UserError(f"config.{self.key}: {self.folder} has no checkpoint of task {last}; let it finish first")
         names = self.networks_for(run.model)
         places = {name: run.param_shardings[name] for name in names}
-        return dict(jax.tree.map(put_whole, saved.params(names), places))
+        return dict(jax.tree.map(put_with_sharding, saved.params(names), places))
 
     def has_projection(self, run: Run) -> bool:
         return True
@@ -226,10 +226,10 @@ class RunSource(Source):
     def has_trained_reader(self, model: Realm) -> bool:
         return any(TASKS[name].teaches_reading() for name in task_names(self.config)) or begins_with_reader(self.folder)
 
-    def _saved(self) -> tuple[str, Saved | None]:
+    def _saved(self) -> tuple[str, SavedCheckpoint | None]:
         """The last task, and its newest checkpoint."""
         last = task_names(self.config)[-1]
-        return last, Saved.newest(self.folder / last / "checkpoints")
+        return last, SavedCheckpoint.newest(self.folder / last / "checkpoints")
 
 
 def _flag(key: str) -> str:
@@ -245,7 +245,7 @@ def _shapes(model: Realm, names: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
 
 
 class WeightsSource(Source):
-    """Weights of other programs, or of `realm weights`."""
+    """Pretrained weights, or weights written by `realm weights`."""
 
     def values(self, keys: Collection[str]) -> dict[str, Any]:
         query, document = (_values_of(network_folder(self.folder, tower) or self.folder) for tower in TOWERS)
@@ -271,25 +271,25 @@ class WeightsSource(Source):
         return transformer_folder(network_folder(self.folder, READER) or self.folder)
 
     def files(
-        self, model: Realm, wordpiece: Tokenizer, reader_wordpiece: Tokenizer | None = None
+        self, model: Realm, tokenizer: Tokenizer, reader_wordpiece: Tokenizer | None = None
     ) -> dict[str, NetworkFiles]:
         """Network → the files for it; no entry for one that there is nothing for. Reads no parameters.
 
-        reader_wordpiece: as of `check`. Raises UserError where a file does not fit the network or the vocabulary,
+        reader_wordpiece: as of `check`. Raises UserError if a file does not fit the network or the vocabulary,
         naming both.
         """
         parts, found = networks(model), {}
         for network in self.networks_for(model):
             if place := network_folder(self.folder, network):
                 found[network] = _files(place, model, network, parts[network])
-                own = reader_wordpiece if network == READER and reader_wordpiece else wordpiece
+                own = reader_wordpiece if network == READER and reader_wordpiece else tokenizer
                 _check_vocabulary(transformer_folder(place), own, _flag(self.key))
         return found
 
     def check(
-        self, config: ConfigDict, model: Realm, wordpiece: Tokenizer, reader_wordpiece: Tokenizer | None = None
+        self, config: ConfigDict, model: Realm, tokenizer: Tokenizer, reader_wordpiece: Tokenizer | None = None
     ) -> None:
-        files = self.files(model, wordpiece, reader_wordpiece)
+        files = self.files(model, tokenizer, reader_wordpiece)
         if self.key == "reader_from":
             require(READER in files, self.key, f"{self.folder} has no reader; name another folder")
         else:
@@ -304,7 +304,7 @@ class WeightsSource(Source):
             longest = sentence.max_seq_length if sentence else None
             if longest and length > longest:
                 logger.warning(
-                    "config.data.%s=%d makes inputs of up to %d word pieces, but %s was made for %d (max_seq_length); "
+                    "config.data.%s=%d makes inputs of up to %d tokens, but %s was made for %d (max_seq_length); "
                     "sentence-transformers would cut them there",
                     key, config.data[key], length, place, longest,
                 )  # fmt: skip
@@ -315,7 +315,7 @@ class WeightsSource(Source):
         for network, files in found.items():
             theirs = read(files)
             places = {key: run.param_shardings[network][key] for key in theirs}
-            params[network] = params[network] | jax.tree.map(put_whole, theirs, places)
+            params[network] = params[network] | jax.tree.map(put_with_sharding, theirs, places)
         logger.info("config.%s=%s: %s", self.key, self.name, describe(found, names))
         return params
 
@@ -324,14 +324,14 @@ class WeightsSource(Source):
         return any(PROJECTION in files[tower].found for tower in run.model.embedder_names if tower in files)
 
     def _files_for(self, run: Run) -> dict[str, NetworkFiles]:
-        return self.files(run.model, run.sources.wordpiece, run.sources.for_reader.wordpiece)
+        return self.files(run.model, run.sources.tokenizer, run.sources.for_reader.tokenizer)
 
     def has_trained_reader(self, model: Realm) -> bool:
         """Whether there is the span head of a reader that was trained with questions, as every released one was."""
         place = network_folder(self.folder, READER)
         if place is None or SPAN_HEAD not in _files(place, model, READER, networks(model)[READER]).found:
             return False
-        return bool(read_settings(transformer_folder(place) / SETTINGS).get(READS, True))
+        return bool(read_settings(transformer_folder(place) / SETTINGS).get(TRAINED_READER, True))
 
 
 def _values_of(place: Path) -> dict[str, Any]:
@@ -340,7 +340,7 @@ def _values_of(place: Path) -> dict[str, Any]:
     settings = read_settings((sentence.transformer if sentence else place) / SETTINGS)
     values = _bert_values(sentence.transformer if sentence else place)
     said = {name: settings[key] for name, key in RETRIEVER_SETTINGS.items() if settings.get(key)}
-    encoder = PLAIN | said
+    encoder = PAPER_DEFAULTS | said
     if sentence is not None:
         encoder = sentence.encoder
         if sentence.unused:
@@ -370,17 +370,17 @@ def _files(place: Path, model: Realm, network: str, parts: tuple[Part, ...]) -> 
     return find_tower(sentence, model.bert, parts)
 
 
-def _check_vocabulary(folder: Path, wordpiece: Tokenizer, flag: str) -> None:
-    """Raise UserError where the vocabulary beside the weights is not that of the prepared data. Nothing to compare
+def _check_vocabulary(folder: Path, tokenizer: Tokenizer, flag: str) -> None:
+    """Raise UserError if the vocabulary beside the weights is not that of the prepared data. Nothing to compare
     without its files. flag: of `realm prepare`."""
     advice = f"prepare the data with `realm prepare {flag}={folder}`, or name other weights"
     path, said = tokenizer_file(folder), lower_case_of(folder)
-    if path is not None and read_tokenizer(path, wordpiece.lower_case).fingerprint != wordpiece.fingerprint:
+    if path is not None and read_tokenizer(path, tokenizer.lower_case).fingerprint != tokenizer.fingerprint:
         raise UserError(f"{path}: not the tokens of the prepared data; {advice}")
-    if said is not None and said.value != wordpiece.lower_case:
-        prepared = f"the data were prepared with {wordpiece.lower_case}"
+    if said is not None and said.value != tokenizer.lower_case:
+        prepared = f"the data were prepared with {tokenizer.lower_case}"
         raise UserError(f"{said.path}: do_lower_case is {said.value}, but {prepared}; {advice}")
-    if read_settings(folder / INPUT).get("do_lower_case") and not wordpiece.lower_case:
+    if read_settings(folder / INPUT).get("do_lower_case") and not tokenizer.lower_case:
         raise UserError(
             f"{folder / INPUT}: do_lower_case is true with a tokenizer that keeps capitals; name other weights"
         )
@@ -400,10 +400,10 @@ def describe(found: dict[str, NetworkFiles], names: Sequence[str]) -> str:
 # --- What a config leaves to its source -------------------------------------------------------------------------------
 
 
-def resolved(config: ConfigDict, workdir: Path | None = None, with_reader: bool = True) -> ConfigDict:
+def fill_from_pretrained(config: ConfigDict, workdir: Path | None = None, with_reader: bool = True) -> ConfigDict:
     """A validated config with every value of its own: of the run in `workdir` if it has begun, else of its models.
 
-    with_reader: whether it is to say what the reader is. Raises UserError where a model is none, does not say what is
+    with_reader: whether it is to say what the reader is. Raises UserError if a model is none, does not say what is
     asked for, or says what cannot be represented.
     """
     config = _with_values(config, workdir)
@@ -443,7 +443,7 @@ def _reader_of(config: ConfigDict, source: Source) -> str:
 
 
 def check_reader_is_named(config: ConfigDict, source: Source) -> None:
-    """Raise UserError where the reader of `init_from` is another BERT than its embedders and the config does not say
+    """Raise UserError if the reader of `init_from` is another BERT than its embedders and the config does not say
     so."""
     if source.key == "reader_from" or config.model.reader or not (source.gives_reader and source.has_own_reader):
         return
@@ -455,7 +455,7 @@ def check_reader_is_named(config: ConfigDict, source: Source) -> None:
 
 def _with_values(config: ConfigDict, workdir: Path | None) -> ConfigDict:
     """A config in which no key waits for the model of `init_from`."""
-    waiting = from_model(config)
+    waiting = inherited_keys(config)
     if not waiting:
         return config
     recorded, begun = _recorded(config, workdir)
@@ -468,7 +468,9 @@ def _with_values(config: ConfigDict, workdir: Path | None) -> ConfigDict:
     if "encoder.temperature" in waiting and config.encoder.normalization != values["encoder.normalization"]:
         config.encoder.temperature = default_temperature(config.encoder.normalization)
     validate(config)
-    require(not from_model(config), (from_model(config) or [""])[0], "is still to be taken from a model; set it")
+    require(
+        not inherited_keys(config), (inherited_keys(config) or [""])[0], "is still to be taken from a model; set it"
+    )
     if not recorded:
         logger.info("config.init_from=%s says %s", config.init_from, _listed({key: values[key] for key in waiting}))
     return config
@@ -482,7 +484,7 @@ def _recorded(config: ConfigDict, workdir: Path | None) -> tuple[dict[str, Any],
     """The config that the folder of a run records, {} where it records none, and whether the run has a checkpoint."""
     if workdir is None or not (workdir / SETTINGS).is_file():
         return {}, False
-    values = completed(read_json(workdir / SETTINGS))
+    values = with_defaults(read_json(workdir / SETTINGS))
     return flatten(values.to_dict()), has_checkpoint(values, workdir)
 
 
@@ -491,7 +493,7 @@ def _of_model(
 ) -> dict[str, Any]:
     """What the model of `init_from` says, or said where it is gone, of a run without a checkpoint.
 
-    Raises UserError where the folder of the run was made for a model that says something else.
+    Raises UserError if the folder of the run was made for a model that says something else.
     """
     same = recorded.get("init_from") == with_absolute_paths({"init_from": config.init_from})["init_from"]
     try:
@@ -513,8 +515,8 @@ def _of_model(
 # --- Parameters to start from -----------------------------------------------------------------------------------------
 
 
-def needs_sources(config: ConfigDict, workdir: Path) -> bool:
-    """Whether a run still has to take its first parameters from elsewhere: none of its own are saved yet."""
+def needs_init(config: ConfigDict, workdir: Path) -> bool:
+    """Whether a run still needs its initial parameters: it has no checkpoint of its own."""
     return any(config.get(key) for key in INIT_KEYS) and not has_checkpoint(config, workdir)
 
 
@@ -524,13 +526,13 @@ def starts_with_pca(run: Run) -> bool:
     encoder, source = run.config.encoder, run.config.init_from
     if encoder.projection == 0 or encoder.projection_start != "pca":
         return False
-    return not source or not sources_of(run.config)[0].has_projection(run)
+    return not source or not init_sources(run.config)[0].has_projection(run)
 
 
 def init_from_sources(run: Run, fresh: Params) -> Params:
     """What `init_from` and `reader_from` name, on this run's devices; the reader is that of the latter."""
     params = dict(fresh)
-    for source in sources_of(run.config):
+    for source in init_sources(run.config):
         params |= source.params(run, fresh)
     return params
 
@@ -542,7 +544,7 @@ def record_start(run: Run, params: Params) -> None:
     from elsewhere}. What an earlier start from others left there is removed: its best parameters, principal components
     and records are none of this run's. Every process has to call it, before the first step.
     """
-    sources = sources_of(run.config)
+    sources = init_sources(run.config)
     sums = checksums(params) if sources else {}
     run_on_process_0(lambda: _record_start(run, sources, digest(json.dumps(sums, sort_keys=True).encode())))
 

@@ -19,19 +19,19 @@ from realm_jax.host import Stop, free_heap
 from realm_jax.models.realm import Params
 from realm_jax.processes import any_process, broadcast_from_process_0
 from realm_jax.refresh.status import StatusWriter
-from realm_jax.run import BaseRun, own_rows
+from realm_jax.run import BaseRun, local_rows
 from realm_jax.tasks import make_task
 from realm_jax.tasks.base import Measure, Task
 from realm_jax.train import hooks
-from realm_jax.train.best import Best
+from realm_jax.train.best import BestParameters
 from realm_jax.train.built_index import BuiltIndex
-from realm_jax.train.checkpoints import Checkpoints, Saved
+from realm_jax.train.checkpoints import Checkpoints, SavedCheckpoint
 from realm_jax.train.embedding import start_vectors
-from realm_jax.train.feed import Feed, Search
+from realm_jax.train.feed import Feed, HostSearch
 from realm_jax.train.guards import CompileGuard, Profiler, Watchdog
 from realm_jax.train.hooks import Hook, Loop, run_due
 from realm_jax.train.index_source import IndexSource, InlineIndex, Interrupted
-from realm_jax.train.metrics import MetricLogger, Work
+from realm_jax.train.metrics import MetricLogger, StepCost
 from realm_jax.train.restore import restore
 from realm_jax.train.step import Control, make_step, put_control, start_state
 from realm_jax.train.workdir import begins_with_reader
@@ -45,7 +45,7 @@ def train_task(
     folder: str | None = None,
     status: StatusWriter | None = None,
 ) -> Params:
-    """Train a task to its last step, or on from its newest checkpoint; returns all parameters.
+    """Train a task to its last step, resuming from its newest checkpoint; returns all parameters.
 
     params: where a fresh task starts; it donates them. measure: called with parameters and an index (None without one)
     at every new index and, its last argument true, every `task.evaluate_every` steps and at the end. folder: name of a
@@ -59,8 +59,8 @@ def train_task(
     steps comes before the index and the evaluation of step s, so a run that resumes from it makes both again; the
     records of evaluations are cut back to before s.
 
-    Preemption: SIGTERM sets a flag, `stop.asked`, and nothing else. Where the flag counts:
-    before the first step    every finished task is saved; all processes raise Preempted if any was told
+    Preemption: SIGTERM sets a flag, `stop.requested`, and nothing else. Where the flag is checked:
+    before the first step    every finished task is saved; all processes raise Preempted if any got it
     before each step         of one process its own flag, of several what they announced two steps ago, so that all stop
                              at the same step: `Interrupted`, which saves what is trained and raises Preempted
     waiting for an index     the processes vote, and all raise Interrupted
@@ -74,17 +74,17 @@ def train_task(
     # --- Restore: the newest checkpoint that is intact, else the start
 
     free_heap()
-    saved = Saved.newest_sound(place / "checkpoints", lambda saved: restore(run, task, saved, params))
+    saved = SavedCheckpoint.newest_intact(place / "checkpoints", lambda saved: restore(run, task, saved, params))
     state = start_state(run, task, task.start(params)) if saved is None else saved.state
     start = int(state.step)
     with ExitStack() as stack:
         keep = config.checkpoint
         checkpoints = stack.enter_context(Checkpoints(place / "checkpoints", keep.keep, keep.keep_every))
         stop = stack.enter_context(Stop())
-        stop.asked = any_process(stop.asked)
+        stop.requested = any_process(stop.requested)
         stop.check("every finished task is saved")
         if start >= total:
-            tell_builders(task, status)
+            release_builders(task, status)
             return state.params
 
         # --- What serves the steps
@@ -92,7 +92,7 @@ def train_task(
         def should_stop() -> bool:
             """Whether to stop waiting for an index; a process that asks is alive."""
             watchdog.heartbeat()
-            return stop.asked
+            return stop.requested
 
         def embedding() -> None:
             """Called again and again while the corpus is embedded."""
@@ -102,22 +102,22 @@ def train_task(
         step_function = make_step(run, task)
         record = {} if saved is None else saved.record
         metrics = MetricLogger(
-            place, name, start, total, work_of(task), record, lambda: checkpoints.latest, task.monitor()
+            place, name, start, total, step_cost(task), record, lambda: checkpoints.latest, task.monitor()
         )
         watchdog = Watchdog(config.log.hang_seconds, place.name)
-        source = make_refresh(task, status, start, checkpoints, should_stop, embedding)
-        rows = own_rows(run.mesh, size)
+        source = make_index_source(task, status, start, checkpoints, should_stop, embedding)
+        rows = local_rows(run.mesh, size)
         examples = task.examples(state.params, partial(start_vectors, task.run, name, state.params))
         stream = batches(examples, config.seed, task.stream, size, start, total, rows)
-        feed = Feed(run.mesh, stream, rows, size, search_of(task), None if saved is None else saved.in_flight)
+        feed = Feed(run.mesh, stream, rows, size, host_search(task), None if saved is None else saved.in_flight)
         profiler = Profiler(place / "profile")
         compiles = CompileGuard(step_function, padded_lengths(examples))
         measured = measure is not None
-        best = Best(run, task, place, measured and task.keeps_best and own)
+        best = BestParameters(run, task, place, measured and task.keeps_best and own)
         loop = Loop(
             run=run, task=task, folder=place, total=total, stop=stop, watchdog=watchdog, metrics=metrics,
             checkpoints=checkpoints, best=best, source=source, feed=feed, measure=measure,
-            answers_start=measured and starts_with_answers(task), state=state, step=start,
+            answers_start=measured and evaluates_reader_at_start(task), state=state, step=start,
             saved=-1 if saved is None else start,
         )  # fmt: skip
         before_step = (
@@ -145,8 +145,8 @@ def train_task(
                 loop.index = None  # it was evaluated with one; its steps use none
             while loop.step < total:
                 watchdog.heartbeat()
-                loop.heard = Control(*np.asarray(answers[0]).tolist()) if len(answers) == 2 else Control()
-                stop_here = loop.heard.stop if jax.process_count() > 1 else stop.asked
+                loop.consensus = Control(*np.asarray(answers[0]).tolist()) if len(answers) == 2 else Control()
+                stop_here = loop.consensus.stop if jax.process_count() > 1 else stop.requested
                 if stop_here:
                     raise Interrupted
                 with metrics.step():
@@ -154,15 +154,15 @@ def train_task(
                     with jax.profiler.StepTraceAnnotation(name, step_num=loop.step):
                         with metrics.waiting("data"):
                             batch = feed.next(loop.state.params, loop.index)
-                        said = source.announce(loop.step)._replace(stop=int(stop.asked))
+                        said = source.announce(loop.step)._replace(stop=int(stop.requested))
                         arrays = None if loop.index is None else loop.index.index
                         loop.state, loop.values = step_function(loop.state, batch, arrays, put_control(run.mesh, said))
                     del batch, arrays  # so that an index that is replaced goes at once
-                    answers.append(loop.values.pop("heard"))
+                    answers.append(loop.values.pop("consensus"))
                     loop.step += 1
                     run_due(after_step, loop)
         except Interrupted:
-            stop.asked = True  # whichever process was told to
+            stop.requested = True  # whichever process got the signal
             hooks.save_and_stop(loop)
             raise
 
@@ -174,37 +174,37 @@ def train_task(
         watchdog.heartbeat()
         hooks.save_at_once(loop)
         hooks.warn_if_below_start(loop, measures)
-        tell_builders(task, status)
-        stop.asked = any_process(stop.asked)
+        release_builders(task, status)
+        stop.requested = any_process(stop.requested)
         stop.check(f"saved {place.name} at step {total}")
     return loop.state.params
 
 
-def tell_builders(task: Task, status: StatusWriter | None) -> None:
-    """Say that the index of a task that follows a builder is needed no more."""
+def release_builders(task: Task, status: StatusWriter | None) -> None:
+    """Tell index builders that a task needs no further index."""
     if task.follows_builder and status is not None:
         status.update(index_done=True, step=task.settings.steps)
 
 
-def search_of(task: Task) -> Search | None:
-    """Where hosts search ahead of a step; None where the step searches itself."""
-    return Search(task.setting, task.run.config.scann.ahead) if task.host_search and task.run.searches else None
+def host_search(task: Task) -> HostSearch | None:
+    """Where hosts search ahead of a step; None if the step searches itself."""
+    return HostSearch(task.context, task.run.config.scann.ahead) if task.host_search and task.run.searches else None
 
 
-def starts_with_answers(task: Task) -> bool:
+def evaluates_reader_at_start(task: Task) -> bool:
     """Whether what a task starts with is measured as at its end, to keep the better: it may come with a reader."""
     return task.retrieves and bool(
         task.run.config.evaluation.keep_best and broadcast_from_process_0(begins_with_reader(task.run.workdir))
     )
 
 
-def work_of(task: Task) -> Work:
-    """What a step of a task is to the devices, for the records."""
+def step_cost(task: Task) -> StepCost:
+    """The cost of a step on the devices, for the records."""
     mesh = task.run.mesh
-    return Work(sum(task.flops().values()), mesh.size, peak(mesh.devices.flat[0].device_kind))
+    return StepCost(sum(task.flops().values()), mesh.size, peak(mesh.devices.flat[0].device_kind))
 
 
-def make_refresh(
+def make_index_source(
     task: Task, status: StatusWriter | None, start: int, checkpoints: Checkpoints, should_stop: Callable[[], bool],
     on_progress: Callable[[], None],
 ) -> IndexSource:  # fmt: skip

@@ -1,4 +1,4 @@
-"""What one task reports while it trains: records on disk, TensorBoard files, a progress bar, warnings.
+"""Metrics of one task in training: records on disk, TensorBoard files, a progress bar, warnings.
 
 Metrics come one step late, so that the host reads those of step s while the devices work on step s + 1. A resumed run
 cuts its records back to the step that it resumes from, so that a file never holds a step twice.
@@ -35,8 +35,8 @@ Values = dict[str, jax.Array]  # scalars on the devices
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
-    """What a step is, for the records. flops: operations (`flops.py`); devices: how many; peak: of one, a second."""
+class StepCost:
+    """The cost of a step. flops: operations (`flops.py`); devices: how many; peak: of one, a second."""
 
     flops: float
     devices: int
@@ -57,7 +57,7 @@ class MetricLogger:
     """
 
     def __init__(
-        self, folder: Path, task: str, start: int, total: int, work: Work, record: dict[str, Any],
+        self, folder: Path, task: str, start: int, total: int, work: StepCost, record: dict[str, Any],
         last_saved: Callable[[], int | None] = lambda: None,
         monitor: Callable[[dict[str, Any]], str | None] = lambda record: None,
     ) -> None:  # fmt: skip
@@ -71,7 +71,7 @@ class MetricLogger:
         self._evaluations = RecordWriter(folder, "evaluations", start - 1)
         self._monitor = monitor
         for kept in self._metrics.kept + self._evaluations.kept:
-            monitor(kept)  # warned of already, but it compares with what was
+            monitor(kept)  # already warned about, but the monitor needs the history
         self._bar = StageProgress(folder.name, total, start)
         self._shown: dict[str, Any] = {}
         self._pending: tuple[int, Values, dict[str, int]] | None = None
@@ -128,7 +128,7 @@ class MetricLogger:
     # --- Records
 
     def log_evaluation(self, step: int, found: dict[str, Any]) -> None:
-        """Record what the parameters before a step are worth."""
+        """Record the evaluation of the parameters before a step."""
         self._evaluations.write(step, found)
         self._shown |= found
         self._warn(step, found)

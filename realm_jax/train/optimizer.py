@@ -2,8 +2,8 @@
 
 Adam without bias correction, decoupled weight decay on matrices only, gradients clipped to a global norm, a linear
 warm-up and a linear decay that is measured from step 0. For short runs from pretrained weights Adam can have its bias
-correction, and parts of the model rates of their own (`Rates`). optax is imported where it is used: a third of a second
-that a question to a trained run does not wait for.
+correction, and parts of the model can have learning rates of their own (`RateScales`). optax is imported where it is
+used: a third of a second that a question to a trained run does not wait for.
 """
 
 from functools import partial
@@ -57,17 +57,17 @@ def learning_rate(step: Any, peak: float, total: int, warmup: int) -> Any:
     return jnp.where(step < warmup, peak * step / warmup, peak * jnp.maximum(0.0, 1.0 - step / total))
 
 
-def decayed(params: Any) -> Any:
+def weight_decay_mask(params: Any) -> Any:
     """True on what weight decay applies to: everything but biases, LayerNorm parameters and a temperature."""
 
     def rule(path: tuple[Any, ...], _leaf: Any) -> bool:
-        names = names_of(path)
+        names = path_names(path)
         return names[-1] not in ("bias", "scale", LOG_TEMPERATURE) and not names[-1].endswith("_bias")
 
     return jax.tree_util.tree_map_with_path(rule, params)
 
 
-class Rates(NamedTuple):
+class RateScales(NamedTuple):
     """Learning rates of parts of the model, as multiples of a task's.
 
     retriever: of everything but the reader. heads: of the reader's heads, which pretrained weights leave fresh. words:
@@ -80,39 +80,41 @@ class Rates(NamedTuple):
 
     def of(self, path: tuple[Any, ...]) -> float:
         """The multiple for a parameter at a path of the tree."""
-        names = names_of(path)
-        if is_frozen_word(names, self.words):
+        names = path_names(path)
+        if is_frozen_word_embedding(names, self.words):
             return 0.0
         if names[0] != READER:
             return self.retriever
         return self.heads if names[1].startswith(HEADS) else 1.0
 
 
-def names_of(path: tuple[Any, ...]) -> list[str]:
+def path_names(path: tuple[Any, ...]) -> list[str]:
     """The keys on the way to a leaf, as text."""
     return [str(getattr(key, "key", key)) for key in path]
 
 
-def is_frozen_word(names: list[str], words: bool) -> bool:
+def is_frozen_word_embedding(names: list[str], words: bool) -> bool:
     """Whether a parameter is a table of word embeddings that is not trained."""
     return not words and names[-2:] == ["words", "embedding"]
 
 
-def without_frozen(gradients: Any, rates: Rates) -> Any:
+def zero_frozen_gradients(gradients: Any, rates: RateScales) -> Any:
     """Gradients with zeros for what is not trained, so that it neither counts in the global norm nor is computed."""
     if rates.words:
         return gradients
     return jax.tree_util.tree_map_with_path(
-        lambda path, g: jnp.zeros_like(g) if is_frozen_word(names_of(path), rates.words) else g, gradients
+        lambda path, g: jnp.zeros_like(g) if is_frozen_word_embedding(path_names(path), rates.words) else g, gradients
     )
 
 
-def moving(rates: Rates, params: Any) -> Any:
+def trainable_mask(rates: RateScales, params: Any) -> Any:
     """False on what is not trained at all."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: not is_frozen_word(names_of(path), rates.words), params)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: not is_frozen_word_embedding(path_names(path), rates.words), params
+    )
 
 
-def scale_by_part(rates: Rates) -> Any:
+def scale_by_part(rates: RateScales) -> Any:
     """Each update times its part's multiple."""
     import optax
 
@@ -121,8 +123,8 @@ def scale_by_part(rates: Rates) -> Any:
     )
 
 
-def hold_retriever(start: int) -> Any:
-    """No updates for anything but the reader before step `start`, then a linear rise to full ones at 2 · start.
+def delay_retriever(start: int) -> Any:
+    """No updates except for the reader before step `start`, then a linear rise to full updates at 2 · start.
 
     The moments are gathered meanwhile: without bias correction, a first step from empty moments is three times too
     long, which is enough to undo what the inverse cloze task has learnt.
@@ -138,7 +140,7 @@ def hold_retriever(start: int) -> Any:
 
 
 def make_optimizer(
-    peak: float, total: int, warmup: int, retriever_start: int = 0, rates: Rates | None = None,
+    peak: float, total: int, warmup: int, retriever_start: int = 0, rates: RateScales | None = None,
     bias_correction: bool = False,
 ) -> Any:  # fmt: skip
     """The whole chain. `warmup` 0 takes BERT's rule; `retriever_start` 0 trains everything from the first step.
@@ -148,16 +150,16 @@ def make_optimizer(
     import optax
 
     warmup = warmup or warmup_steps(total)
-    rates = rates or Rates()
+    rates = rates or RateScales()
     adam = optax.scale_by_adam(BETA1, BETA2, EPSILON) if bias_correction else scale_by_bert_adam()
     if not rates.words:
-        adam = optax.masked(adam, partial(moving, rates))  # what has no gradient needs no moments
-    parts = [] if rates == Rates() else [scale_by_part(rates)]
+        adam = optax.masked(adam, partial(trainable_mask, rates))  # what has no gradient needs no moments
+    parts = [] if rates == RateScales() else [scale_by_part(rates)]
     return optax.chain(
         optax.clip_by_global_norm(CLIP),
         adam,
-        optax.add_decayed_weights(WEIGHT_DECAY, mask=decayed),
-        hold_retriever(retriever_start) if retriever_start else optax.identity(),
+        optax.add_decayed_weights(WEIGHT_DECAY, mask=weight_decay_mask),
+        delay_retriever(retriever_start) if retriever_start else optax.identity(),
         *parts,
         optax.scale_by_learning_rate(lambda step: learning_rate(step, peak, total, warmup)),
     )

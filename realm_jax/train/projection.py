@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save
 
 from realm_jax.errors import UserError
-from realm_jax.mesh import put_whole
+from realm_jax.mesh import put_with_sharding
 from realm_jax.models.realm import Params
 from realm_jax.models.weights import open_safetensors
 from realm_jax.processes import broadcast_from_process_0, is_process_0, run_on_process_0
@@ -41,7 +41,7 @@ def with_principal_components(run: Run, params: Params) -> Params:
     path = run.workdir / FILE
     if not broadcast_from_process_0(int(path.is_file())):
         made = _make(run, params)
-        run_on_process_0(lambda: _keep(path, made))
+        run_on_process_0(lambda: _save(path, made))
     found = _read(path)
     params, shardings = dict(params), run.param_shardings
     for tower in run.model.embedder_names:
@@ -49,11 +49,11 @@ def with_principal_components(run: Run, params: Params) -> Params:
         if {name: array.shape for name, array in found.items()} != shapes:
             raise UserError(f"{path}: is of another size than config.encoder.projection says; remove it")
         places = shardings[tower]["projection"]
-        params[tower] = params[tower] | {"projection": jax.tree.map(put_whole, found, places)}
+        params[tower] = params[tower] | {"projection": jax.tree.map(put_with_sharding, found, places)}
     return params
 
 
-def _keep(path: Path, made: dict[str, NDArray[np.float32]]) -> int:
+def _save(path: Path, made: dict[str, NDArray[np.float32]]) -> int:
     write_atomic(path, save(made))
     return 0
 

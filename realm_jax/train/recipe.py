@@ -1,4 +1,4 @@
-"""A recipe from its first task to its report: what `realm train` and `realm quickstart` have in common."""
+"""Run a recipe from its first task to its report, for `realm train` and `realm quickstart`."""
 
 import logging
 import shlex
@@ -15,26 +15,26 @@ from realm_jax.console import console
 from realm_jax.data.jsonl import Question
 from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Evaluator
-from realm_jax.host import PREEMPTED, Preempted, Stop, handling
+from realm_jax.host import PREEMPTED, Preempted, Stop, signal_handler
 from realm_jax.models.realm import Params
 from realm_jax.processes import is_process_0
 from realm_jax.refresh.status import StatusWriter, trainer_status
 from realm_jax.run import Run
 from realm_jax.sections import task_names
-from realm_jax.storage import only_one
+from realm_jax.storage import exclusive_lock
 from realm_jax.tasks import make_task
 from realm_jax.tasks.base import Task, dev_questions
 from realm_jax.train.controls import run_controls
 from realm_jax.train.index_source import shared_folder
-from realm_jax.train.init_from import init_from_sources, needs_sources, record_start, starts_with_pca
+from realm_jax.train.init_from import init_from_sources, needs_init, record_start, starts_with_pca
 from realm_jax.train.loop import train_task
 from realm_jax.train.projection import with_principal_components
-from realm_jax.train.results import keep_words, measure_baselines, write_results
+from realm_jax.train.results import measure_baselines, save_bm25_index, write_results
 from realm_jax.train.workdir import has_checkpoint
 
 logger = logging.getLogger(__name__)
 
-FEW = 50  # masked sentences; the interval of a share of fewer is wider than what any stage changes
+FEW_SENTENCES = 50  # masked sentences; the interval of a share of fewer is wider than what any stage changes
 
 
 def run_recipe(run: Run, controls: bool, command: str) -> int:
@@ -46,16 +46,20 @@ def run_recipe(run: Run, controls: bool, command: str) -> int:
     questions = dev_questions(run)
     if controls and not questions:
         raise UserError(f"--controls: {run.config.data.path} has no development questions to measure them with")
-    tasks = tasks_of(run)
+    tasks = recipe_tasks(run)
     without = [task.name for task in tasks if not task.reads_passages]
     if controls and without:
         raise UserError(f"--controls: {without[0]} is a control itself; leave it out")
     try:
-        with only_one(run.workdir) if is_process_0() else nullcontext(), reported(run) as status, preemptible():
+        with (
+            exclusive_lock(run.workdir) if is_process_0() else nullcontext(),
+            report_status(run) as status,
+            preemptible(),
+        ):
             if set().union(*(task.searches for task in tasks)) - {"vectors"}:
                 run.words()  # raises before anything is trained
-                keep_words(run)
-            warn_of_few(run, questions)
+                save_bm25_index(run)
+            warn_if_few_sentences(run, questions)
             if not questions or without:
                 train(run, status)
                 return 0
@@ -76,9 +80,9 @@ def run_recipe(run: Run, controls: bool, command: str) -> int:
     return 0
 
 
-def warn_of_few(run: Run, questions: Sequence[Question]) -> None:
-    """Say where there are no development questions, and masked sentences are too few to stand in for them."""
-    if run.sources.questions.get("dev") or len(questions) >= FEW or not is_process_0():
+def warn_if_few_sentences(run: Run, questions: Sequence[Question]) -> None:
+    """Warn if there are no development questions and too few masked sentences in their place."""
+    if run.sources.questions.get("dev") or len(questions) >= FEW_SENTENCES or not is_process_0():
         return
     held_out = f"evaluation.held_out={run.config.evaluation.held_out}"
     few = f"{len(questions)} masked sentences of documents that {held_out} keeps out of training" if questions else ""
@@ -89,33 +93,33 @@ def warn_of_few(run: Run, questions: Sequence[Question]) -> None:
     )
 
 
-def tasks_of(run: Run) -> list[Task]:
+def recipe_tasks(run: Run) -> list[Task]:
     """The tasks of the recipe, in order."""
     return [make_task(name, run) for name in task_names(run.config)]
 
 
-def reported(run: Run) -> AbstractContextManager[StatusWriter]:
+def report_status(run: Run) -> AbstractContextManager[StatusWriter]:
     """The trainer's status until the block ends; see `trainer_status`."""
-    needs_index = run.config.refresh.mode == "async" and any(task.follows_builder for task in tasks_of(run))
+    needs_index = run.config.refresh.mode == "async" and any(task.follows_builder for task in recipe_tasks(run))
     return trainer_status(shared_folder(run), run.workdir, needs_index)
 
 
 @contextmanager
 def preemptible() -> Iterator[None]:
-    """SIGTERM between tasks, where everything that is done is saved, ends the run at once.
+    """Between tasks, where everything is saved, SIGTERM ends the run at once.
 
     Inside a task the loop takes the signal and saves first. One of several processes notes it for the next task, before
     which all of them stop. A request for a profile between tasks is ignored.
     """
     at_once = "" if jax.process_count() > 1 else "every finished task is saved"
-    with handling(signal.SIGUSR1, signal.SIG_IGN), Stop(at_once):
+    with signal_handler(signal.SIGUSR1, signal.SIG_IGN), Stop(at_once):
         yield
 
 
 def train(run: Run, status: StatusWriter | None = None) -> Params:
     """All tasks of the recipe; returns the final parameters. status: needed where a builder makes REALM's index."""
     params = starting_params(run)
-    for task in tasks_of(run):
+    for task in recipe_tasks(run):
         if status is not None:
             status.update(stage=task.name)
         params = train_task(run, task.name, params, task.measure(), status=status)
@@ -130,7 +134,7 @@ def starting_params(run: Run) -> Params:
     params = run.initial_params()
     if has_checkpoint(run.config, run.workdir):
         return params
-    if needs_sources(run.config, run.workdir):
+    if needs_init(run.config, run.workdir):
         params = init_from_sources(run, params)
     record_start(run, params)
     return with_principal_components(run, params) if starts_with_pca(run) else params

@@ -1,4 +1,4 @@
-"""From a checkpoint's files to a run's devices, which may be others than those that it was saved on."""
+"""Restore checkpoints onto a run's devices, which may differ from those they were saved on."""
 
 import contextlib
 import logging
@@ -9,7 +9,7 @@ import jax
 from numpy.typing import NDArray
 
 from realm_jax.checksums import checksums
-from realm_jax.config import completed
+from realm_jax.config import with_defaults
 from realm_jax.errors import UserError
 from realm_jax.models.realm import Params
 from realm_jax.processes import allgather_flags
@@ -19,16 +19,16 @@ from realm_jax.sections import task_names
 from realm_jax.storage import read_json
 from realm_jax.tasks import make_task
 from realm_jax.tasks.base import Task
-from realm_jax.train.checkpoints import Damaged, Gone, Saved, differences, environment
+from realm_jax.train.checkpoints import CheckpointRemoved, Damaged, SavedCheckpoint, differences, environment
 from realm_jax.train.step import State, start_state, state_shardings
 
 logger = logging.getLogger(__name__)
 
 
 class Restored(NamedTuple):
-    """All that a checkpoint holds, on this run's devices; they may be others than those that it was saved on.
+    """The content of a checkpoint, on this run's devices, which may differ from those it was saved on.
 
-    vectors, tower: of an index that the trainer made; in_flight: searches under way. None where there are none.
+    vectors, tower: of an index that the trainer made; in_flight: searches under way. None if there are none.
     """
 
     state: State
@@ -38,12 +38,13 @@ class Restored(NamedTuple):
     in_flight: NDArray | None
 
 
-def restore(run: BaseRun, task: Task, saved: Saved, like: Params) -> Restored:
-    """All of a checkpoint of a task, on this run's devices. like: shapes of all parameters. Raises as `Saved` does."""
+def restore(run: BaseRun, task: Task, saved: SavedCheckpoint, like: Params) -> Restored:
+    """All of a checkpoint of a task, on this run's devices. like: shapes of all parameters. Raises as `SavedCheckpoint`
+    does."""
     changed = differences(saved.record.get("environment", {}), environment())
     if changed:
-        logger.warning("the environment differs, so bits may too: %s", "; ".join(changed))
-    logger.info("%s: going on from step %d", task.name, saved.step)
+        logger.warning("the environment differs, so bitwise reproducibility is not guaranteed: %s", "; ".join(changed))
+    logger.info("%s: resuming from step %d", task.name, saved.step)
     abstract = abstract_state(run, task, like)
     tower = saved.read("tower", abstract.trained[task.trained[0]]) if task.retrieves else None
     return Restored(
@@ -58,49 +59,53 @@ def abstract_state(run: BaseRun, task: Task, like: Params) -> State:
     return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places)
 
 
-def restore_params(run: BaseRun, task: str, saved: Saved | None = None) -> Params:
+def restore_params(run: BaseRun, task: str, saved: SavedCheckpoint | None = None) -> Params:
     """All parameters in a checkpoint of a task, on this run's devices; None: the newest one in the run folder.
 
     Changes nothing there. Raises UserError when there is none.
     """
-    saved = saved or Saved.newest(run.workdir / task / "checkpoints")
+    saved = saved or SavedCheckpoint.newest(run.workdir / task / "checkpoints")
     if saved is None:
         raise UserError(f"{run.workdir}: task {task} has no checkpoint; train it first (`realm train`)")
     return saved.params(run.param_shardings, run.param_shardings)
 
 
-def saved_index(run: Run, name: str, saved: Saved) -> Index | None:
+def saved_index(run: Run, name: str, saved: SavedCheckpoint) -> Index | None:
     """The index in a checkpoint of a task; None when the parameters there would give another one."""
-    return index_saved(run, name, saved) if make_task(name, run).needs_vectors() else run.bare_index
+    return (
+        saved_index_with_vectors(run, name, saved)
+        if make_task(name, run).needs_vectors()
+        else run.index_without_vectors
+    )
 
 
-def index_saved(run: Run, name: str, saved: Saved) -> Index | None:
+def saved_index_with_vectors(run: Run, name: str, saved: SavedCheckpoint) -> Index | None:
     """`saved_index` with vectors, whatever finds the passages of the task's questions."""
     vectors = saved_vectors(run, name, saved)
     return None if vectors is None else run.index(vectors)
 
 
-def saved_vectors(run: Run, name: str, saved: Saved) -> NDArray | None:
-    """The corpus as the document embedder in a checkpoint of a task embeds it; None where the vectors there are others.
+def saved_vectors(run: Run, name: str, saved: SavedCheckpoint) -> NDArray | None:
+    """The corpus as the document embedder in a checkpoint of a task embeds it; None if the vectors there are others.
 
     They fit it when they were made by it, or when the task leaves it as it was. [rows, projection].
     """
     fits = not saved.trained(run.model.embedder_names[-1]) or saved.record["index_step"] == saved.step
     vectors = saved.read("vectors") if fits else None
-    return None if vectors is None else vectors[: run.setting.rows]
+    return None if vectors is None else vectors[: run.context.rows]
 
 
-def embedded_before(run: Run, name: str, params: Params) -> NDArray | None:
+def vectors_from_earlier_task(run: Run, name: str, params: Params) -> NDArray | None:
     """The corpus as the parameters embed it, where a task before `name`, or one of the run that this one starts from,
     ended with the same document embedder; else None. [rows, projection]."""
     names = task_names(run.config)
     before = [(run.workdir, task) for task in names[: names.index(name)]]
     for folder, task in reversed(_tasks_of_source(run) + before):
-        saved = Saved.newest_of_first(folder / task / "checkpoints")
+        saved = SavedCheckpoint.newest_on_process_0(folder / task / "checkpoints")
         if saved is None or not _has_tower(saved, run.model.embedder_names[-1], params):
             return None  # what is older has another embedder still
         found = None
-        with contextlib.suppress(Gone, Damaged):
+        with contextlib.suppress(CheckpointRemoved, Damaged):
             found = saved_vectors(run, task, saved)
         if allgather_flags(found is not None).all():
             return found
@@ -112,7 +117,7 @@ def _tasks_of_source(run: Run) -> list[tuple[Path, str]]:
     folder = Path(run.config.init_from)
     if not run.config.init_from or not (folder / "config.json").is_file() or not (folder / "data.json").is_file():
         return []
-    theirs, data = completed(read_json(folder / "config.json")), read_json(folder / "data.json")
+    theirs, data = with_defaults(read_json(folder / "config.json")), read_json(folder / "data.json")
     sections = ("model", "encoder")  # as dictionaries: a locked config is never equal to one that is not
     same = all(theirs[name].to_dict() == run.config[name].to_dict() for name in sections)
     same = same and theirs.data.document_length == run.config.data.document_length
@@ -120,7 +125,7 @@ def _tasks_of_source(run: Run) -> list[tuple[Path, str]]:
     return [(folder, task) for task in task_names(theirs)] if alike else []
 
 
-def _has_tower(saved: Saved, tower: str, params: Params) -> bool:
+def _has_tower(saved: SavedCheckpoint, tower: str, params: Params) -> bool:
     """Whether a checkpoint was saved with these very bits of an embedder."""
     found = checksums({tower: params[tower]})
     places = (f"state.{part}." for part in ("trained", "frozen"))

@@ -1,4 +1,4 @@
-"""What a finished run amounts to: `results.json` and `report.html`, from the records in its folder.
+"""Results of a finished run: `results.json` and `report.html`, from the records in its folder.
 
 Everything comes from files that training wrote, and from one more reading of the development questions; so results can
 be made again at any time. How the page looks is `realm_jax/eval/report.py`.
@@ -37,9 +37,9 @@ from realm_jax.storage import read_json, write_json_atomic
 from realm_jax.tasks import TASKS, make_task
 from realm_jax.tasks.base import Task
 from realm_jax.tasks.realm import Realm
-from realm_jax.train.best import describe_loss, kept_by, measure_in, stage_of
-from realm_jax.train.checkpoints import Saved
-from realm_jax.train.embedding import embed_once
+from realm_jax.train.best import describe_regression, primary_metric, selection_metric, stage_summary
+from realm_jax.train.checkpoints import SavedCheckpoint
+from realm_jax.train.embedding import embed_with_cache
 from realm_jax.train.metrics import read_lines
 from realm_jax.train.restore import restore_params, saved_index
 from realm_jax.train.workdir import begins_with_reader
@@ -50,7 +50,7 @@ SHOWN_QUESTIONS = 6
 SENTENCES = 64  # or a few more, to share them out evenly over the devices
 
 
-def chance(train: Sequence[Question], dev: Sequence[Question], by: str = "relation") -> float:
+def majority_exact_match(train: Sequence[Question], dev: Sequence[Question], by: str = "relation") -> float:
     """Exact match of always giving the most common training answer, of the question's `by` field where there is one.
 
     Over the questions that have answers; 0 where none has.
@@ -71,22 +71,22 @@ def measure_baselines(run: Run, evaluator: Evaluator, params: Params) -> None:
     if broadcast_from_process_0(path.is_file()):
         return
     began = time.monotonic()
-    keep_words(run)
-    found: dict[str, Any] = {"bm25": evaluator.recall_of(by_words(run, evaluator))}
+    save_bm25_index(run)
+    found: dict[str, Any] = {"bm25": evaluator.recall_of(bm25_question_rows(run, evaluator))}
     if not run.config.init_from:  # else the first measurement of the first task says where the run began
-        found["untrained"] = evaluator.recall(params, run.index(embed_once(run, params)))
+        found["untrained"] = evaluator.recall(params, run.index(embed_with_cache(run, params)))
     found["seconds"] = time.monotonic() - began
     if is_process_0():
         write_json_atomic(path, found)
 
 
-def keep_words(run: Run) -> None:
-    """Keep the index of the corpus' words in the run folder, where questions find it later."""
+def save_bm25_index(run: Run) -> None:
+    """Save the BM25 index of the corpus in the run folder, where questions use it later."""
     if is_process_0():
         save_index(run.sources.passages, run.config.retrieval.language, run.workdir)
 
 
-def by_words(run: Run, evaluator: Evaluator) -> NDArray[np.int64]:
+def bm25_question_rows(run: Run, evaluator: Evaluator) -> NDArray[np.int64]:
     """The rows that BM25 finds for questions, int64 [questions, answering.retrieved]; −1 for none."""
     store, settings = run.sources.passages, run.config
     words = load_or_build(store, settings.retrieval.language, run.workdir)
@@ -97,7 +97,7 @@ def write_results(run: Run, params: Params, questions: Sequence[Question], comma
     """Write `results.json` and `report.html`; returns the results, in the first process alone."""
     last = task_names(run.config)[-1]
     index = final_index(run, last, params)
-    asked = measure_as_asked(run, params, index, questions)
+    asked = evaluate_question_search(run, params, index, questions)
     asked_of = make_task(last, run)
     shown_questions = evenly_spaced(questions, SHOWN_QUESTIONS)
     shown = Evaluator(run, shown_questions, asked_of.question_search, asked_of.rerank)
@@ -105,16 +105,16 @@ def write_results(run: Run, params: Params, questions: Sequence[Question], comma
     sentence = masked_sentence(run, params)
     if not is_process_0():
         return {}
-    results = collect(run, questions, asked)
+    results = collect_results(run, questions, asked)
     write_json_atomic(run.workdir / "results.json", results)
-    examples = shown_examples(shown, predictions)
+    examples = report_examples(shown, predictions)
     report = describe_run(run, questions, results, command) | {"examples": examples, "masked_sentence": sentence}
     write_report(report, run.workdir / "report.html")
     return results
 
 
-def measure_as_asked(run: Run, params: Params, index: Index, questions: Sequence[Question]) -> dict[str, Any]:
-    """What the last task did not measure of a run as questions find it: recall by hybrid search, exact match of a
+def evaluate_question_search(run: Run, params: Params, index: Index, questions: Sequence[Question]) -> dict[str, Any]:
+    """Evaluation of the run's question search that the last task did not do: recall by hybrid search, exact match of a
     reader that came with the run. All processes have to call it."""
     last = make_task(task_names(run.config)[-1], run)
     how, found = last.question_search, dict[str, Any]()
@@ -132,15 +132,15 @@ def measure_as_asked(run: Run, params: Params, index: Index, questions: Sequence
 
 def final_index(run: Run, task: str, params: Params) -> Index:
     """The index of the parameters at the end of a task: as it was saved with them, or made anew."""
-    saved = Saved.newest_of_first(run.workdir / task / "checkpoints")
+    saved = SavedCheckpoint.newest_on_process_0(run.workdir / task / "checkpoints")
     index = None if saved is None else saved_index(run, task, saved)
     return run.index(run.embed(params)) if index is None else index
 
 
-def collect(run: Run, questions: Sequence[Question], asked: dict[str, Any]) -> dict[str, Any]:
+def collect_results(run: Run, questions: Sequence[Question], asked: dict[str, Any]) -> dict[str, Any]:
     """The numbers of a run: recall by method, exact match, retrieval utility, seconds by stage.
 
-    asked: what `measure_as_asked` found; its recall stands beside that of the tasks, by the name of the search.
+    asked: what `evaluate_question_search` found; its recall stands beside that of the tasks, by the name of the search.
     """
     measured = {"untrained": {}, "bm25": {}} | read_json(run.workdir / "baselines.json")
     baseline_seconds = measured.pop("seconds", 0.0)
@@ -159,7 +159,7 @@ def collect(run: Run, questions: Sequence[Question], asked: dict[str, Any]) -> d
             exact[name] = last["exact_match"]
         elif any("recall@" in key for key in last):
             measured[name] = last
-    if measure_in(asked):
+    if primary_metric(asked):
         measured[tasks[-1].question_search] = asked
     utilities = [line["retrieval_utility"] for line in records(run, "metrics") if "retrieval_utility" in line]
     keys = sorted({key for found in measured.values() for key in found if RECALL.fullmatch(key)})
@@ -169,7 +169,7 @@ def collect(run: Run, questions: Sequence[Question], asked: dict[str, Any]) -> d
     for found in (*(measured.get(task.name, {}) for task in tasks), asked):
         exact |= {"retrieval": found["exact_match"]} if "exact_match" in found else {}
     if answered(questions):
-        exact["chance"] = chance(run.sources.questions.get("train", []), questions)
+        exact["chance"] = majority_exact_match(run.sources.questions.get("train", []), questions)
     by_group = {name: found[BY_WORDS] for name, found in measured.items() if BY_WORDS in found}
     results |= {BY_WORDS: by_group} if by_group else {}
     results["exact_match"] = exact
@@ -192,14 +192,14 @@ def comparison(tasks: Sequence[Task], measured: Mapping[str, Any]) -> dict[str, 
 
 
 def describe_end(run: Run, name: str) -> dict[str, Any] | None:
-    """How a task ended against its own start, with the `warning` where it ended below; None where that is not known."""
-    stage = stage_of(run.workdir / name)
+    """How a task ended against its own start, with the `warning` where it ended below; None if that is not known."""
+    stage = stage_summary(run.workdir / name)
     if stage is None:
         return None
     end = read_lines(run.workdir / name / "evaluations.jsonl")[-1]
     task = make_task(name, run)
-    measure = kept_by(task.selects_by, end) if task.keeps_best else None
-    loss = describe_loss(name, stage, measure)
+    measure = selection_metric(task.selects_by, end) if task.keeps_best else None
+    loss = describe_regression(name, stage, measure)
     return stage | ({"warning": loss} if loss else {})
 
 
@@ -252,7 +252,7 @@ def recall_history(run: Run) -> list[dict[str, Any]]:
     ]
 
 
-def shown_examples(evaluator: Evaluator, predictions: Sequence[Prediction]) -> list[dict[str, Any]]:
+def report_examples(evaluator: Evaluator, predictions: Sequence[Prediction]) -> list[dict[str, Any]]:
     """An evaluator's questions with the passages that were read.
 
     Without a prediction where no reader was fine-tuned, and without a judgement where nothing is known to be right.
@@ -291,22 +291,22 @@ def masked_sentence(run: Run, params: Params) -> dict[str, Any] | None:
         return None
     params = restore_params(run, name)
     index = final_index(run, name, params)
-    sources, setting = run.sources, run.setting
+    sources, context = run.sources, run.context
     examples = Realm(run).masked_examples("salient")
     count = SENTENCES + -SENTENCES % run.mesh.size
     batch = dataset(examples, run.config.seed, TASKS[name].stream, count)[0]
 
     def read(params: Params, batch: Any, index: Index) -> tuple[jax.Array, ...]:
-        read = read_masked(setting, params, batch, index, None)
+        read = read_masked(context, params, batch, index, None)
         result = masked_word_marginal(read.scores, read.log_p, batch["weights"], read.valid, "example")
         reading = (read.log_p * batch["weights"][:, None]).sum(axis=-1)
         reading = reading.at[:, 1:].set(jnp.where(read.found.valid, reading[:, 1:], -jnp.inf))
         return read.found.rows, reading, result.log_likelihood
 
     rows, reading, marginal = map(to_host, jax.jit(read)(params, put_batch(run.mesh, batch), index))
-    best, counted = int(np.argmax(marginal - reading[:, 0])), setting.candidates - (not setting.null_document)
+    best, counted = int(np.argmax(marginal - reading[:, 0])), context.candidates - (not context.null_document)
     helper = int(reading[best, 1:].argmax())
-    wordpiece, store = sources.for_reader.wordpiece, sources.passages
+    tokenizer, store = sources.for_reader.tokenizer, sources.passages
     ids, lengths = reader_query(batch)
     used = int(lengths[best])
     targets = batch["targets"][best][batch["weights"][best] > 0]
@@ -323,8 +323,8 @@ def masked_sentence(run: Run, params: Params) -> dict[str, Any] | None:
     ]
     return {
         "sentences": count,
-        "sentence": wordpiece.decode(ids[best][1 : used - 1]),
-        "answer": wordpiece.decode(targets),
+        "sentence": tokenizer.decode(ids[best][1 : used - 1]),
+        "answer": tokenizer.decode(targets),
         "rows": [
             {"model": model, "expression": expression, "probability": float(np.exp(log_p)), "passage": passage}
             for model, expression, log_p, passage in entries

@@ -1,4 +1,4 @@
-"""What a step changes (`State`), placed on the mesh, and the step itself as one jitted program.
+"""The training state (`State`), sharded over the mesh, and the step as one jitted program.
 
 Read next: `loop.py`, which drives it.
 """
@@ -18,11 +18,11 @@ from realm_jax.retrieval.search import Index
 from realm_jax.run import BaseRun
 from realm_jax.tasks.base import Task
 from realm_jax.train.gradients import gradients
-from realm_jax.train.optimizer import FRESH_HEADS, Rates, make_optimizer, without_frozen
+from realm_jax.train.optimizer import FRESH_HEADS, RateScales, make_optimizer, zero_frozen_gradients
 
 
 class State(NamedTuple):
-    """What one step turns into the next. step: int32 scalar; frozen: parameters that this task does not train."""
+    """The training state. step: int32 scalar; frozen: parameters that this task does not train."""
 
     step: jax.Array
     trained: Params
@@ -46,9 +46,9 @@ def is_short(config: ConfigDict) -> bool:
     return bool(config.optimizer.get("preset") == "short")
 
 
-def task_rates(config: ConfigDict, task: Task) -> Rates:
+def task_rates(config: ConfigDict, task: Task) -> RateScales:
     """The rates of the parts of the model, as multiples of the task's learning rate."""
-    return Rates(task.short.retriever, heads=FRESH_HEADS, words=False) if is_short(config) else Rates()
+    return RateScales(task.short.retriever, heads=FRESH_HEADS, words=False) if is_short(config) else RateScales()
 
 
 def start_state(run: BaseRun, task: Task, params: Params) -> State:
@@ -93,11 +93,11 @@ Step = Callable[[State, Any, Index | None, jax.Array], tuple[State, dict[str, ja
 
 
 class Control(NamedTuple):
-    """What the processes say to each other in every step, and what they hear two steps later.
+    """The control words that processes exchange in every step, and receive two steps later.
 
-    word: for the generation that is loaded, −1 for none; heard: that of all processes, −1 where they differ.
-    step: its export step, −1 for none; heard: the newest that any of them has.
-    stop: 1 when the process was told to stop; heard: 1 when any was.
+    word: for the generation that is loaded, −1 for none; consensus: that of all processes, −1 where they differ.
+    step: its export step, −1 for none; consensus: the newest that any of them has.
+    stop: 1 if the process was asked to stop; consensus: 1 if any was.
     """
 
     word: int = -1
@@ -120,14 +120,14 @@ def control_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(mesh.axis_names, None))
 
 
-def agreed(control: jax.Array) -> jax.Array:
-    """What all of them hear: a `Control` as int32 [3]."""
+def reduce_control(control: jax.Array) -> jax.Array:
+    """The reduced control words: a `Control` as int32 [3]."""
     words, steps, stops = control.T
     return jnp.stack([jnp.where(words.min() == words.max(), words.min(), -1), steps.max(), stops.max()])
 
 
 def make_step(run: BaseRun, task: Task) -> Step:
-    """One optimiser step as one jitted program; the state is donated. Metric `heard`: what the control words say."""
+    """One optimiser step as one jitted program; the state is donated. Metric `consensus`: the reduced control words."""
     import optax
 
     optimizer = task_optimizer(run.config, task)
@@ -138,11 +138,11 @@ def make_step(run: BaseRun, task: Task) -> Step:
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), task.stream), state.step) if dropout else None
 
         grads, metrics = gradients(task, state.trained, state.frozen, batch, index, key, parts)
-        grads = without_frozen(grads, rates)
+        grads = zero_frozen_gradients(grads, rates)
         updates, moments = optimizer.update(grads, state.optimizer, state.trained)
         trained = optax.apply_updates(state.trained, updates)
         metrics["gradient_norm"] = optax.tree.norm(grads)
-        metrics["heard"] = agreed(control)
+        metrics["consensus"] = reduce_control(control)
         return State(state.step + 1, trained, state.frozen, moments), metrics
 
     shardings = state_shardings(run, task)

@@ -28,19 +28,19 @@ from realm_jax.errors import UserError
 from realm_jax.eval.entities import Scores
 from realm_jax.eval.tagging import TextTagger
 from realm_jax.host import PREEMPTED, Preempted
-from realm_jax.mesh import put_whole
-from realm_jax.models.folders import local_source
+from realm_jax.mesh import put_with_sharding
+from realm_jax.models.folders import resolve_model_path
 from realm_jax.models.weights import load_bert
 from realm_jax.processes import is_process_0
 from realm_jax.run import BaseRun
-from realm_jax.storage import make_folder, only_one, read_json, write_json_atomic
+from realm_jax.storage import exclusive_lock, make_folder, read_json, write_json_atomic
 from realm_jax.tasks.tagger import TaggerTask, annotated, kinds_of, make_tagger_run, score, score_spans, window_tagger
-from realm_jax.train.checkpoints import Saved
-from realm_jax.train.init_from import needs_sources
+from realm_jax.train.checkpoints import SavedCheckpoint
+from realm_jax.train.init_from import needs_init
 from realm_jax.train.loop import train_task
-from realm_jax.train.opening import has_begun, set_up_jax
 from realm_jax.train.recipe import preemptible
 from realm_jax.train.restore import restore_params
+from realm_jax.train.run_setup import has_begun, set_up_jax
 from realm_jax.train.workdir import check_workdir, recorded_config
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def run_tagger(config: ConfigDict, workdir: Path) -> int:
     """Train, measure and write the results; returns the exit code, 75 after SIGTERM, once the state is saved."""
     run = open_tagger_run(config, workdir)
     try:
-        with only_one(workdir) if is_process_0() else nullcontext(), preemptible():
+        with exclusive_lock(workdir) if is_process_0() else nullcontext(), preemptible():
             results = train(run)
     except Preempted as reason:
         logger.warning("%s", reason)
@@ -69,13 +69,15 @@ def open_tagger_run(config: ConfigDict, workdir: Path, devices: list[jax.Device]
     begun = has_begun(workdir, tagger=True)
     splits = open_tagged(config.data.path)
     given = not begun or Path(config.data.vocabulary).is_file()  # compared with that of the run
-    wordpiece = _vocabulary(config, splits["train"]) if given else WordPiece.load(workdir / TOKENIZER)
-    run = make_tagger_run(config, workdir, wordpiece, kinds_of(splits["train"]), splits, devices)
+    tokenizer = _vocabulary(config, splits["train"]) if given else WordPiece.load(workdir / TOKENIZER)
+    run = make_tagger_run(config, workdir, tokenizer, kinds_of(splits["train"]), splits, devices)
     make_folder(workdir, "--workdir")
-    if needs_sources(config, workdir):
-        load_bert(local_source(config.init_from), run.model.bert)  # says what does not fit before anything is recorded
+    if needs_init(config, workdir):
+        load_bert(
+            resolve_model_path(config.init_from), run.model.bert
+        )  # says what does not fit before anything is recorded
     if is_process_0() and not begun:
-        wordpiece.save(workdir / TOKENIZER)
+        tokenizer.save(workdir / TOKENIZER)
         write_json_atomic(workdir / KINDS, list(run.model.kinds))
     check_workdir(run)
     return run
@@ -84,29 +86,29 @@ def open_tagger_run(config: ConfigDict, workdir: Path, devices: list[jax.Device]
 def _vocabulary(config: ConfigDict, documents: Sequence[Document]) -> WordPiece:
     """The vocabulary that the config names, that of the weights, or one learned from the training text."""
     data = config.data
-    path = data.vocabulary or (str(local_source(config.init_from) / VOCABULARY) if config.init_from else "")
+    path = data.vocabulary or (str(resolve_model_path(config.init_from) / VOCABULARY) if config.init_from else "")
     if path:
-        wordpiece = WordPiece.from_vocab(path, data.lower_case)
-        if data.lower_case != (not wordpiece.cased):
-            found = f"a piece with capital letters, {wordpiece.cased[0]!r}" if data.lower_case else "no capital letters"
+        tokenizer = WordPiece.from_vocab(path, data.lower_case)
+        if data.lower_case != (not tokenizer.cased):
+            found = f"a piece with capital letters, {tokenizer.cased[0]!r}" if data.lower_case else "no capital letters"
             raise UserError(f"{path}: has {found}; set config.data.lower_case={not data.lower_case}")
-        return wordpiece
+        return tokenizer
     return WordPiece.train((annotated(document).text for document in documents), data.vocabulary_size, data.lower_case)
 
 
 def train(run: BaseRun) -> dict[str, Any]:
     """Train to the end and write `results.json`; returns it."""
     name, fresh = TaggerTask.name, run.initial_params()
-    if needs_sources(run.config, run.workdir):
-        encoder = load_bert(local_source(run.config.init_from), run.model.bert)
-        fresh[name]["bert"] = jax.tree.map(put_whole, encoder, run.param_shardings[name]["bert"])
+    if needs_init(run.config, run.workdir):
+        encoder = load_bert(resolve_model_path(run.config.init_from), run.model.bert)
+        fresh[name]["bert"] = jax.tree.map(put_with_sharding, encoder, run.param_shardings[name]["bert"])
     params = train_task(run, name, fresh, TaggerTask(run).measure())
     splits = {split: documents for split, documents in run.sources.splits.items() if split in ("dev", "test")}
     windows = window_tagger(run)
     results: dict[str, Any] = {split: score(windows, params, documents) for split, documents in splits.items()}
     results["rules"] = {split: score_rules(documents) for split, documents in splits.items()}
     if is_process_0():
-        saved = Saved.newest(run.workdir / name / "checkpoints")
+        saved = SavedCheckpoint.newest(run.workdir / name / "checkpoints")
         assert saved is not None, "training ends with a save"
         results |= {"kinds": list(run.model.kinds), "seconds": saved.record["seconds"]}
         write_json_atomic(run.workdir / "results.json", results)
@@ -160,8 +162,8 @@ def open_tagger(workdir: Path, devices: list[jax.Device] | None = None, batch_si
     recorded = read_json(workdir / "data.json")
     for name, file in {"tokenizer": TOKENIZER, "kinds": KINDS, "network": "config.json"}.items():
         if not isinstance(recorded, dict) or recorded.get(name) != run.sources.fingerprints()[name]:
-            raise UserError(f"tagger={workdir}: {file} is not what it was trained with; put that back, or train anew")
-    saved = Saved.newest(workdir / task / "checkpoints")
+            raise UserError(f"tagger={workdir}: {file} is not what it was trained with; restore it, or train again")
+    saved = SavedCheckpoint.newest(workdir / task / "checkpoints")
     if saved is None:
         raise UserError(f"tagger={workdir}: has no checkpoint yet; go on with `realm train`")
     if saved.step < config[task].steps:
@@ -173,5 +175,5 @@ def open_tagger(workdir: Path, devices: list[jax.Device] | None = None, batch_si
 def _recorded_kinds(workdir: Path) -> tuple[str, ...]:
     kinds = read_json(workdir / KINDS)
     if not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
-        raise UserError(f"tagger={workdir}: {KINDS} is no list of kinds; put back what was there")
+        raise UserError(f"tagger={workdir}: {KINDS} is not a list of kinds; restore the original")
     return tuple(kinds)

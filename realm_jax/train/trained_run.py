@@ -1,6 +1,6 @@
-"""A trained run, opened to answer questions; shared by `realm ask`, `predict` and `evaluate`, which say what to do.
+"""A trained run, opened for inference; shared by `realm ask`, `predict` and `evaluate`.
 
-Nothing in the run folder changes, so a run can be asked while it trains. Read next: `ask.py`.
+Nothing in the run folder is changed, so a run can answer questions while it trains. Read next: `ask.py`.
 """
 
 import contextlib
@@ -37,14 +37,14 @@ from realm_jax.run import Run
 from realm_jax.sections import task_names
 from realm_jax.storage import read_json
 from realm_jax.tasks import TASKS, make_task
-from realm_jax.train.best import RECALLS, measure_in
-from realm_jax.train.checkpoints import Gone, Saved
-from realm_jax.train.embedding import embed_once
+from realm_jax.train.best import RECALLS, primary_metric
+from realm_jax.train.cached_checkpoint import CachedCheckpoint
+from realm_jax.train.checkpoints import CheckpointRemoved, SavedCheckpoint
+from realm_jax.train.embedding import embed_with_cache
 from realm_jax.train.index_source import shared_folder
 from realm_jax.train.metrics import read_lines
-from realm_jax.train.opened import CachedCheckpoint
-from realm_jax.train.opening import recorded_config, reopen_run, set_up_jax
-from realm_jax.train.restore import index_saved, restore_params
+from realm_jax.train.restore import restore_params, saved_index_with_vectors
+from realm_jax.train.run_setup import load_run, recorded_config, set_up_jax
 from realm_jax.train.workdir import begins_with_reader, check_data
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ LOW_EXACT_MATCH, LOW_RECALL = 0.2, 0.5  # below these a user is warned
 
 
 @dataclasses.dataclass(frozen=True)
-class Trained:
+class TrainedRun:
     """A run as it stands at the newest checkpoint of one of its tasks, with the corpus embedded.
 
     search: what finds the passages of questions, one of `sections.SEARCHES`; rerank: what orders them anew.
@@ -85,22 +85,22 @@ class Trained:
 
     def answer(self, answer: Answer) -> dict[str, Any]:
         """{"answer", "probability", "passage"}; passage: where it stands, `place` with {"span"}, characters of the
-        passage's text; None where no passage was found."""
+        passage's text; None if no passage was found."""
         passage = self.place(answer.row) | {"span": list(answer.span)} if answer.row >= 0 else None
-        return {"answer": answer.text, "probability": short(answer.probability), "passage": passage}
+        return {"answer": answer.text, "probability": float32_digits(answer.probability), "passage": passage}
 
 
-def short(value: float) -> float:
+def float32_digits(value: float) -> float:
     """As many digits as a float32 has."""
     return float(f"{value:.9g}")
 
 
-def questions_of(run: Run, name: str | None, need_right: bool) -> list[Question]:
+def load_questions(run: Run, name: str | None, need_right: bool) -> list[Question]:
     """The questions of a split, or of a file. Warns of those that cannot be answered, or found, as they stand."""
     questions = _questions(run, name or "dev", need_right)
     most = run.config.data.query_length - 2
     if cut := sum(pieces > most for pieces in _pieces(run, [question.question for question in questions])):
-        logger.warning("%d questions are longer than the %d word pieces that the run reads; they are cut", cut, most)
+        logger.warning("%d questions are longer than the %d tokens that the run reads; they are cut", cut, most)
     gold = {question.gold_passage_id for question in questions if question.gold_passage_id is not None}
     if absent := [name for name in gold if not run.sources.passages.rows_of(name)]:
         logger.warning("%d gold passages, such as %r, are not in the corpus: misses", len(absent), min(absent))
@@ -109,8 +109,8 @@ def questions_of(run: Run, name: str | None, need_right: bool) -> list[Question]
 
 def _pieces(run: Run, texts: Sequence[str]) -> list[int]:
     """How many tokens each text has: of retriever's and reader's the more."""
-    both = {one.fingerprint: one for one in (run.sources.wordpiece, run.sources.for_reader.wordpiece)}
-    counts = [[len(item.ids) for item in wordpiece.encode_batch(texts)] for wordpiece in both.values()]
+    both = {one.fingerprint: one for one in (run.sources.tokenizer, run.sources.for_reader.tokenizer)}
+    counts = [[len(item.ids) for item in tokenizer.encode_batch(texts)] for tokenizer in both.values()]
     return [max(of_text) for of_text in zip(*counts, strict=True)]
 
 
@@ -127,7 +127,7 @@ def _questions(run: Run, name: str, need_right: bool) -> list[Question]:
     )
 
 
-def open_run_to_ask(workdir: Path, changes: dict[str, Any] | None = None, questions: bool = True) -> Run:
+def open_run_for_inference(workdir: Path, changes: dict[str, Any] | None = None, questions: bool = True) -> Run:
     """The run of a folder on the devices that are here, with its config changed as `changes_of` has it.
 
     questions: whether those of the prepared folder are read.
@@ -142,7 +142,7 @@ def open_run_to_ask(workdir: Path, changes: dict[str, Any] | None = None, questi
     here: dict[str, Any] = {"mesh.fsdp": 1, "mesh.model": 1, "optimizer.microbatches": 1}
     for name in REALM_TASKS.keys() & {*recorded}:
         here[f"{name}.batch_size"] = jax.device_count()
-    run = reopen_run(workdir, here | changes, questions)
+    run = load_run(workdir, here | changes, questions)
     check_data(run, run.sources.passages.versions, questions)
     return run
 
@@ -161,7 +161,7 @@ def reader_is_trained(workdir: Path, task: str) -> bool:
     return TASKS[task].teaches_reading() or begins_with_reader(workdir)
 
 
-def check_reads(trained: Trained) -> None:
+def check_reads_passages(trained: TrainedRun) -> None:
     """Raise UserError for a reader without passages: there is nothing to show beside its answers."""
     if not TASKS[trained.task].reads_passages:
         raise UserError(
@@ -172,7 +172,7 @@ def check_reads(trained: Trained) -> None:
 
 def restore(
     run: Run, task: str | None = None, for_answers: bool = True, search: str | None = None, warn: bool = True
-) -> Trained:
+) -> TrainedRun:
     """Parameters at the end of `task`, or of the last task of the recipe that has a checkpoint, and the index.
 
     for_answers: whether questions will be answered with them; search: what finds their passages, in place of
@@ -181,37 +181,39 @@ def restore(
     does not have, and where there is no checkpoint.
     """
     while True:
-        name, saved = newest(run, task)
+        name, saved = latest_checkpoint(run, task)
         asked = make_task(name, run)
         how = search or asked.question_search
         vectors = asked.needs_vectors(how)
         try:
             if not vectors:
-                index: Index | None = run.bare_index
+                index: Index | None = run.index_without_vectors
             elif is_edited(run):
                 index = None
             else:
-                index = index_saved(run, name, saved)
+                index = saved_index_with_vectors(run, name, saved)
             params = _params(run, saved, index is None or not for_answers, asked.rerank)
             if vectors and is_edited(run):
                 index = published_index(run, params)
             break
-        except Gone:  # the run went on and removed it; there is a newer one
+        except CheckpointRemoved:  # the run continued and removed it; there is a newer one
             continue
     trained = asked.learns_to_answer or reader_is_trained(run.workdir, name)
     if not trained and for_answers and warn:
-        logger.warning("these are the parameters of task %s: answers come from a span head that qa did not train", name)
+        logger.warning(
+            "these are the parameters of task %s: answers come from a span head that was not fine-tuned", name
+        )
     if saved.step < run.config[name].steps:
         logger.warning("task %s is not done: step %d of %d", name, saved.step, run.config[name].steps)
     if how != "vectors" and for_answers:
         run.words()  # raises where there are none
-    index = index or run.index(embed_once(run, params, bar=True))
-    return Trained(run, name, saved.step, params, index, how, asked.rerank)
+    index = index or run.index(embed_with_cache(run, params, bar=True))
+    return TrainedRun(run, name, saved.step, params, index, how, asked.rerank)
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
-    """What a run measured at the end of a task; None where it did not.
+class RecordedMetrics:
+    """Metrics that a run recorded at the end of a task; None if it did not.
 
     found: share of the questions for which the gold passage was among the first five, or a passage with an answer where
     no question has a gold passage. on: on what, as results.json says it; None while there are no results.
@@ -237,8 +239,8 @@ class Measured:
         return f"this run {' and '.join(filter(None, (answers, found)))}: check the passages below"
 
 
-def measured(run: Run, task: str) -> Measured | None:
-    """The newest measurement of what a task trained; None where it was never measured.
+def recorded_metrics(run: Run, task: str) -> RecordedMetrics | None:
+    """The newest measurement of what a task trained; None if it was never measured.
 
     results.json has what the run ended with, evaluations.jsonl of the task what was measured on the way.
     """
@@ -250,25 +252,25 @@ def measured(run: Run, task: str) -> Measured | None:
     last = task == task_names(run.config)[-1]  # results are of the parameters at the end
     exact = results.get("exact_match", {}).get("retrieval") if last else None
     if not ended and exact is None:
-        lines = [line for line in read_lines(run.workdir / task / "evaluations.jsonl") if measure_in(line)]
+        lines = [line for line in read_lines(run.workdir / task / "evaluations.jsonl") if primary_metric(line)]
         ended = lines[-1] if lines else {}
         exact = ended.get("exact_match")
-    found = ended.get(measure_in(ended))
+    found = ended.get(primary_metric(ended))
     on = "development questions" if exact is not None else results.get("measured_on")  # sentences have no answers
-    return None if exact is None and found is None else Measured(exact, found, on)
+    return None if exact is None and found is None else RecordedMetrics(exact, found, on)
 
 
-def _params(run: Run, saved: Saved, documents: bool, rerank: Rerank | None) -> Params:
-    """What answers are made with. documents: the document tower too, which answers from stored vectors do without."""
+def _params(run: Run, saved: SavedCheckpoint, documents: bool, rerank: Rerank | None) -> Params:
+    """The parameters needed to answer. documents: include the document tower, which stored vectors make unnecessary."""
     query, *others = run.model.embedder_names
-    names = [query, "reader", *(others if documents or run.setting.qa_documents else ())]
+    names = [query, "reader", *(others if documents or run.context.qa_documents else ())]
     names += [] if rerank is None else [rerank.network]
-    return jax.device_put(saved.params(names), replicated(run.mesh))  # as `open_run_to_ask` lays out the mesh
+    return jax.device_put(saved.params(names), replicated(run.mesh))  # as `open_run_for_inference` lays out the mesh
 
 
 def restore_towers(run: Run) -> tuple[int, Params]:
     """The towers at the end of what was trained, and the step of REALM that they count as."""
-    name, saved = newest(run)
+    name, saved = latest_checkpoint(run)
     params = restore_params(run, name, saved)
     return run.config.realm.steps, {tower: params[tower] for tower in run.model.embedder_names}
 
@@ -290,9 +292,9 @@ def published_index(run: Run, params: Params) -> Index | None:
     return None
 
 
-def open_generation(run: Run, name: str) -> Trained:
+def open_generation(run: Run, name: str) -> TrainedRun:
     """The index of a generation, by its name or the 'newest' of this version of the corpus, with the towers that made
-    it and no reader. Raises UserError where there is none, and where its towers are gone."""
+    it and no reader. Raises UserError if there is none, and where its towers are gone."""
     folder = shared_folder(run)
     manifest = next(_generations(run), None) if name == "newest" else read_manifest(folder, name)
     if manifest is None and name == "newest":
@@ -309,7 +311,7 @@ def open_generation(run: Run, name: str) -> Trained:
         raise UserError(
             f"{folder.path('exports')}: the export of generation {manifest.generation} is gone; name another"
         )
-    return Trained(run, task_names(run.config)[-1], manifest.step, to_params(towers), _stored_index(run, manifest))
+    return TrainedRun(run, task_names(run.config)[-1], manifest.step, to_params(towers), _stored_index(run, manifest))
 
 
 def _generations(run: Run) -> Iterator[Manifest]:
@@ -324,7 +326,7 @@ def _generations(run: Run) -> Iterator[Manifest]:
 
 
 def _exported_towers(run: Run, manifest: Manifest) -> dict[str, NDArray] | None:
-    """The towers that a generation was built with; None where their export is gone."""
+    """The towers that a generation was built with; None if their export is gone."""
     export = export_of(shared_folder(run), manifest)
     return None if export is None else read_towers(shared_folder(run), export)[0]
 
@@ -333,7 +335,7 @@ def _stored_index(run: Run, manifest: Manifest) -> Index:
     return run.index(run.sources.passages.kept(load_vectors(shared_folder(run), manifest)))
 
 
-def newest(run: Run, task: str | None = None) -> tuple[str, Saved]:
+def latest_checkpoint(run: Run, task: str | None = None) -> tuple[str, SavedCheckpoint]:
     """The newest checkpoint of `task`, or of the last task that has one, with the task's name. Raises as `restore`."""
     names = task_names(run.config)
     if task is not None and task not in names:
@@ -364,7 +366,7 @@ def check_question(run: Run, question: str, search: str = "vectors") -> str:
         raise UserError('the question is empty; write one, such as "When was the bridge built?"')
     most = run.config.data.query_length - 2
     if pieces > most:
-        raise UserError(f"the question has {pieces:,} word pieces, but this run reads at most {most}; shorten it")
+        raise UserError(f"the question has {pieces:,} tokens, but this run reads at most {most}; shorten it")
     return question
 
 

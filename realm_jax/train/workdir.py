@@ -1,4 +1,4 @@
-"""What a run folder was made for: config and data are recorded there, and compared at every start."""
+"""The run folder's record of its config and data, compared at every start."""
 
 import os
 import re
@@ -8,13 +8,13 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from realm_jax.config import completed, default_like, flatten, kind_of, science
+from realm_jax.config import default_like, flatten, kind_of, science, with_defaults
 from realm_jax.errors import UserError
 from realm_jax.processes import is_process_0
 from realm_jax.run import BaseRun
 from realm_jax.sections import task_names
 from realm_jax.storage import read_json, write_json_atomic
-from realm_jax.train.checkpoints import Saved
+from realm_jax.train.checkpoints import SavedCheckpoint
 
 START = "start.json"  # what is known of where a run began
 # Keys that may name a file or a folder.
@@ -24,7 +24,7 @@ _ELSEWHERE = re.compile(r"[a-z0-9]+:")  # begins what lies in no folder: gs://, 
 
 def has_checkpoint(config: ConfigDict, workdir: Path) -> bool:
     """Whether a run has parameters of its own saved."""
-    return Saved.newest(workdir / task_names(config)[0] / "checkpoints") is not None
+    return SavedCheckpoint.newest(workdir / task_names(config)[0] / "checkpoints") is not None
 
 
 def begins_with_reader(workdir: Path) -> bool:
@@ -65,7 +65,7 @@ def with_absolute_paths(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_science(run: BaseRun, path: Path) -> None:
-    recorded = science(completed(read_json(path), default_like(run.config)))
+    recorded = science(with_defaults(read_json(path), default_like(run.config)))
     now = science(run.config)
     for key in sorted(now):  # what else is recorded belongs to another task or backend, which these keys name
         if recorded.get(key) != now.get(key):
@@ -119,4 +119,4 @@ def recorded_config(workdir: Path, name: str = "--workdir", tagger: bool | None 
             f"{name}={workdir}: made by another version of realm_jax, with a key {gone[0]}; there, write its networks "
             "with `realm weights export`, and start from them with config.init_from"
         )
-    return completed(config, known)
+    return with_defaults(config, known)

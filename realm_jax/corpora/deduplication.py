@@ -1,4 +1,4 @@
-"""Copies among extracted articles: which lines of the shards are left out.
+"""Deduplication of extracted articles: which lines of the shards are dropped.
 
     FOLDER/00007.fingerprints   288 bytes for each article of a shard
     FOLDER/00007.copies         one byte for each: 0 for one that stays, else the number of its reason
@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from realm_jax.corpora.articles import copies_name, read_lines
+from realm_jax.corpora.articles import duplicates_name, read_lines
 from realm_jax.corpora.near_duplicates import FINGERPRINT, REASONS, find_near_duplicates, fingerprint
 from realm_jax.storage import open_folder
 
@@ -33,8 +33,8 @@ def fingerprint_shard(url: str, shard: int) -> int:
     return len(found)
 
 
-def leave_out_copies(url: str, shards: int) -> Counter[str]:
-    """Decide which articles are copies; how many there are, by reason. Every shard has its fingerprints."""
+def drop_near_duplicates(url: str, shards: int) -> Counter[str]:
+    """Decide which articles are duplicates; returns their number by reason. Every shard has its fingerprints."""
     folder = open_folder(url)
     if COPIES in folder.names():
         return Counter({reason: int(times) for reason, times in folder.read_json(COPIES).items()})
@@ -49,7 +49,7 @@ def leave_out_copies(url: str, shards: int) -> Counter[str]:
     with tempfile.TemporaryDirectory() as scratch:
         reasons = find_near_duplicates(every(), Path(scratch))
     for shard, of_shard in enumerate(np.split(reasons, np.cumsum(sizes)[:-1])):
-        folder.write(copies_name(shard), of_shard.tobytes())
+        folder.write(duplicates_name(shard), of_shard.tobytes())
     counts = {reason: int((reasons == code).sum()) for code, reason in enumerate(REASONS) if code}
     folder.write_json(COPIES, {reason: times for reason, times in counts.items() if times})
     for shard in range(shards):

@@ -1,4 +1,4 @@
-"""A checkpoint that is asked again and again: its arrays are read from a copy that the first reading leaves.
+"""A checkpoint with a local cache: its arrays are read from a copy that the first read leaves.
 
 A question needs two of three networks and the vectors, of a file format for many devices, within a second or two. The
 copy is in the cache of this machine (`cache.py`), never in the run folder: an entry for each checkpoint, by the digest
@@ -18,12 +18,12 @@ import numpy as np
 from realm_jax.cache import Arrays, CacheEntry, cache_bytes
 from realm_jax.checksums import Sums, named_arrays
 from realm_jax.storage import Damaged
-from realm_jax.train.checkpoints import Saved
+from realm_jax.train.checkpoints import SavedCheckpoint
 
 logger = logging.getLogger(__name__)
 
 
-class CachedCheckpoint(Saved):
+class CachedCheckpoint(SavedCheckpoint):
     """A checkpoint, of which networks and arrays on the host are read from the copy where there is a good one."""
 
     def params(self, names: Collection[str], shardings: Any = None) -> Any:
@@ -59,7 +59,7 @@ class CachedCheckpoint(Saved):
 
     @cached_property
     def _entry(self) -> CacheEntry | None:
-        """Where copies are; None where nothing is kept, and where several processes read one checkpoint together."""
+        """Where copies are; None if nothing is kept, and where several processes read one checkpoint together."""
         keeps = cache_bytes() > 0 and jax.process_count() == 1
         return CacheEntry("opened", self.record["digest"][:32]) if keeps else None
 
@@ -76,7 +76,7 @@ class CachedCheckpoint(Saved):
             return None
 
     def _keep(self, item: str, arrays: Mapping[str, Any]) -> None:
-        """Leave a copy. Where that is not possible, the next question takes longer and nothing else."""
+        """Cache a copy. If that fails, the next question only takes longer."""
         if self._entry is None:
             return
         try:

@@ -1,4 +1,4 @@
-"""Open a run: its config checked, its folder compared, its data, mesh and networks built."""
+"""Open a run: check its config and folder, and build its data, mesh and networks."""
 
 import logging
 import os
@@ -14,18 +14,18 @@ from realm_jax.data.sources import Sources, open_sources
 from realm_jax.data.store import PassageStore
 from realm_jax.errors import UserError
 from realm_jax.retrieval.scann import check_scann
-from realm_jax.run import Run, encoder_of, make_model, make_run
+from realm_jax.run import Run, make_model, make_run, prompt_encoder
 from realm_jax.sections import has_reader_tokenizer
 from realm_jax.storage import Folder, cache_folder, make_folder, open_folder, read_json
 from realm_jax.tasks import TASKS, make_task, with_networks
-from realm_jax.train.init_from import check_reader_is_named, needs_sources, resolved, sources_of
+from realm_jax.train.init_from import check_reader_is_named, fill_from_pretrained, init_sources, needs_init
 from realm_jax.train.workdir import check_workdir, recorded_config
 
 logger = logging.getLogger(__name__)
 
 
 def set_up_jax() -> None:
-    """A persistent compilation cache, unless JAX_COMPILATION_CACHE_DIR names one already. Raises UserError where the
+    """A persistent compilation cache, unless JAX_COMPILATION_CACHE_DIR names one already. Raises UserError if the
     environment says nothing sensible about what may be kept."""
     cache_bytes()
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
@@ -38,10 +38,10 @@ def open_run(config: ConfigDict, workdir: Path) -> Run:
     if config.retrieval.backend == "scann":
         check_scann()
     has_begun(workdir, tagger=False)
-    config = resolved(config, workdir)
+    config = fill_from_pretrained(config, workdir)
     sources = open_sources(config.data.path, recorded_corpus(workdir), reader=has_reader_tokenizer(config))
     config = _with_possible_tasks(config, sources)
-    if needs_sources(config, workdir):
+    if needs_init(config, workdir):
         _check_sources(config, sources)
     run = with_networks(make_run(config, workdir, sources))
     for name in task_names(config):
@@ -53,7 +53,7 @@ def open_run(config: ConfigDict, workdir: Path) -> Run:
 
 
 def _with_possible_tasks(config: ConfigDict, sources: Sources) -> ConfigDict:
-    """The config with the tasks that its data allow. Raises UserError where none is left."""
+    """The config with the tasks that its data allow. Raises UserError if none is left."""
     names = task_names(config)
     lacking = {name: what for name in names if (what := TASKS[name].missing(config, sources))}
     left = [name for name in names if name not in lacking]
@@ -72,12 +72,12 @@ def _with_possible_tasks(config: ConfigDict, sources: Sources) -> ConfigDict:
 
 
 def _check_sources(config: ConfigDict, sources: Sources) -> None:
-    """Raise UserError where what a run is to start from is missing, or does not fit."""
-    wordpiece, reader = sources.wordpiece, sources.for_reader.wordpiece
-    model = make_model(config, wordpiece.size, encoder_of(wordpiece), reader_vocabulary_size=reader.size)
-    for source in sources_of(config):
+    """Raise UserError if what a run is to start from is missing, or does not fit."""
+    tokenizer, reader = sources.tokenizer, sources.for_reader.tokenizer
+    model = make_model(config, tokenizer.size, prompt_encoder(tokenizer), reader_vocabulary_size=reader.size)
+    for source in init_sources(config):
         check_reader_is_named(config, source)
-        source.check(config, model, wordpiece, reader)
+        source.check(config, model, tokenizer, reader)
 
 
 def recorded_corpus(workdir: Path) -> str | None:
@@ -106,7 +106,7 @@ def _warn_of_cut(run: Run, store: PassageStore, where: str) -> None:
         )
 
 
-def reopen_run(workdir: Path, overrides: dict[str, Any] | None = None, questions: bool = True) -> Run:
+def load_run(workdir: Path, overrides: dict[str, Any] | None = None, questions: bool = True) -> Run:
     """The run recorded in a folder, with operations keys changed by `overrides` (dotted keys).
 
     questions: whether those of its prepared folder are read.
@@ -120,7 +120,7 @@ def reopen_run(workdir: Path, overrides: dict[str, Any] | None = None, questions
 
 
 def has_begun(workdir: Path, tagger: bool) -> bool:
-    """Whether a run has begun there. Raises UserError where it is one of the other kind, or damaged."""
+    """Whether a run has begun there. Raises UserError if it is one of the other kind, or damaged."""
     begun = (workdir / "config.json").is_file()
     if begun:
         recorded_config(workdir, tagger=tagger)
