@@ -192,7 +192,7 @@ def _check_recipe(names: Collection[str]) -> None:
     require(len(set(names)) == len(names), "tasks", "a task may stand only once in a recipe")
     for name in names:
         partners = TASKS[name].partners
-        alone = partners is None or {*names} <= {name, *partners}
+        alone = partners is None or (name == [*names][-1] and {*names} <= {name, *partners})
         before = f", at most with {', '.join(sorted(partners))} before it" if partners else ""
         require(alone, "tasks", f"{name} is a recipe of its own{before}")
 

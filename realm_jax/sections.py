@@ -36,8 +36,8 @@ class Top:
 
     tasks: str = key(
         "mlm,ict,realm,qa",
-        "recipe, in order, comma-separated: any of mlm, ict, realm, qa, rerank; or closed_book, a reader without "
-        "passages to compare with (mlm may come before it)",
+        "recipe: tasks in order, comma-separated, each with a section of its name below; closed_book, a reader without "
+        "passages to compare with, stands alone or after mlm",
     )
     seed: int = key(0, "every random choice derives from it and from an example's index", SEED)
     init_from: str = key(
@@ -335,7 +335,7 @@ def task_names(config: ConfigDict) -> list[str]:
 
 
 def answering_of(config: ConfigDict) -> ConfigDict | Answering:
-    """The section `question_context` of a config, or its defaults where a config has none."""
+    """The section `answering` of a config, or its defaults where a config has none."""
     found: ConfigDict | Answering = config.get("answering", Answering())
     return found
 

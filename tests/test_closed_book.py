@@ -166,6 +166,7 @@ def test_it_is_a_recipe_of_its_own(people):
     config = tiny_config(people)
     config.tasks = "mlm,closed_book"
     validate(config)
-    config.tasks = "ict,closed_book"
-    with pytest.raises(UserError, match="config.tasks: closed_book is a recipe of its own"):
-        validate(config)
+    for tasks in ("ict,closed_book", "closed_book,mlm"):
+        config.tasks = tasks
+        with pytest.raises(UserError, match="config.tasks: closed_book is a recipe of its own"):
+            validate(config)

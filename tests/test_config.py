@@ -210,9 +210,7 @@ def test_a_section_of_what_is_named_comes_with_its_name(key, value, section):
 def test_a_key_of_an_optional_section_brings_it():
     config = with_overrides(usable(), ["--config.answering.read=50"])
     validate(config)
-    assert (config.question_context.read, config.question_context.retrieved) == (50, 20) and science(config) == science(
-        usable()
-    )
+    assert (config.answering.read, config.answering.retrieved) == (50, 20) and science(config) == science(usable())
     with pytest.raises(UserError, match="did you mean answering.read"):
         with_overrides(usable(), ["--config.answering.reed=50"])
 

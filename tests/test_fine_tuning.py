@@ -191,7 +191,7 @@ def test_more_passages_can_be_read_than_in_training(fallen):
     run, last, _ = fallen
     config = type(run.config)(run.config.to_dict())
     add_sections(config, ["answering"])
-    config.question_context.read = 7
+    config.answering.read = 7
     more, index = run.with_config(config), run.index(run.embed(last))
     few, many = (Evaluator(one, run.sources.questions["dev"]).predict(last, index) for one in (run, more))
     for a, b in zip(few, many, strict=True):

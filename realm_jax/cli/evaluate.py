@@ -134,7 +134,7 @@ def _evaluate_run(args: argparse.Namespace) -> tuple[dict[str, Any], list[Record
         questions = _without_training_golds(questions, [one.gold_passage_id for one in questions], args)
     if "answering.read" not in changes and not answered(questions):
         add_sections(opened.config, ["answering"])
-        opened.config.question_context.read = 1  # what is retrieved is measured alone; reading more takes minutes
+        opened.config.answering.read = 1  # what is retrieved is measured alone; reading more takes minutes
     check_passages(opened, args)
     asked = [question_record(question, number) for number, question in enumerate(questions, start=1)]
     _check_trec(args, asked, TASKS[latest_checkpoint(opened, args.task)[0]].reads_passages)

@@ -120,7 +120,7 @@ def prediction_settings(
 ) -> dict[str, Any]:
     """Everything that determines the bytes of a predictions file, and what readers of its metrics want to know."""
     asked = [question_record(question, number) for number, question in enumerate(questions, start=1)]
-    question_context, rerank = answering_of(run.config), make_task(task, run).rerank
+    answering, rerank = answering_of(run.config), make_task(task, run).rerank
     reranked = {"reranked": rerank.passages} if rerank else {}
     values = {
         "checkpoint": saved.record["digest"],
@@ -128,9 +128,9 @@ def prediction_settings(
         "questions": digest(json.dumps(asked).encode()),
         "lines": len(questions),
         "search": search,
-        "retrieved": max(question_context.retrieved, run.question_context.qa_passages),
+        "retrieved": max(answering.retrieved, run.question_context.qa_passages),
         "spans": SPANS,
-        "aggregate": question_context.aggregate,
+        "aggregate": answering.aggregate,
         "nbest": nbest,
         "batch_size": Evaluator(run, questions).batch_size,
         "devices": f"{run.mesh.size} × {run.mesh.devices.flat[0].device_kind}",

@@ -1,20 +1,24 @@
-"""Every task by its name. A new one is a file beside this one and its class below."""
+"""Every task by its name. A new task is a file beside this one."""
 
 import dataclasses
+import pkgutil
+from importlib import import_module
 from typing import Any
 
 from realm_jax.run import Run
 from realm_jax.sections import task_names
 from realm_jax.tasks.base import Task
-from realm_jax.tasks.closed_book import ClosedBook
-from realm_jax.tasks.ict import Ict
-from realm_jax.tasks.mlm import Mlm
-from realm_jax.tasks.qa import Qa
-from realm_jax.tasks.realm import Realm
-from realm_jax.tasks.rerank import RerankTask
-from realm_jax.tasks.tagger import TaggerTask
 
-TASKS: dict[str, type[Task]] = {task.name: task for task in (Mlm, Ict, Realm, Qa, ClosedBook, RerankTask, TaggerTask)}
+
+def _tasks() -> dict[str, type[Task]]:
+    """The classes with a `name` in the modules of this package, by that name, in the order of their streams."""
+    modules = [import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
+    classes = [value for module in modules for value in vars(module).values() if isinstance(value, type)]
+    found = {value for value in classes if issubclass(value, Task) and hasattr(value, "name")}
+    return {task.name: task for task in sorted(found, key=lambda task: task.stream)}
+
+
+TASKS = _tasks()
 
 
 def make_task(name: str, run: Any) -> Task:
