@@ -320,12 +320,14 @@ def test_a_fused_kernel_is_told_of_lengths_and_scale(monkeypatch, dtype, toleran
         ("cpu", 1, jnp.float32, "cpu"),
         ("cpu", 8, jnp.float32, "xla"),
         ("gpu", 8, jnp.bfloat16, "cudnn"),
+        ("gpu 7.5", 8, jnp.bfloat16, "xla"),
         ("gpu", 8, jnp.float32, "xla"),
         ("tpu", 8, jnp.bfloat16, "xla"),
     ],
 )
 def test_layers_attend_in_the_way_that_suits_the_devices(platform, devices, dtype, wanted):
-    device = types.SimpleNamespace(platform=platform)
+    kind, _, capability = platform.partition(" ")
+    device = types.SimpleNamespace(platform=kind, compute_capability=capability or "9.0")
     mesh = types.SimpleNamespace(size=devices, devices=np.array([device] * devices))
     assert select_attention(mesh, jnp.dtype(dtype)) == wanted
 

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 Array = jax.Array
 MASKED_BIAS = -1e9  # added to scores of places that may not be attended to; finite, so that gradients stay finite
 LONG = 2**18  # scores of a sequence from which on it is worth attending in it alone
+HEAD_SIZE, CAPABILITY = 128, 8.0  # largest head, and least compute capability, that cuDNN's kernel takes everywhere
 FUSED: Literal["cudnn", "xla"] = "cudnn"  # what `jax.nn.dot_product_attention` calls the kernel
 
 
@@ -30,7 +31,7 @@ def cudnn_attention(query: Array, key: Array, value: Array, mask: Array) -> Arra
 
     A mask has to be a length. The few queries of a last layer have few scores; they are attended to as a whole.
     """
-    if query.shape[1] != key.shape[1]:
+    if query.shape[1] != key.shape[1] or query.shape[-1] > HEAD_SIZE or query.shape[-1] % 8:
         return dot_product_attention(query, key, value, mask)
     lengths = jnp.maximum(mask.sum(axis=-1), 1)
     return jax.nn.dot_product_attention(query, key, value, key_value_seq_lengths=lengths, implementation=FUSED)
@@ -108,4 +109,5 @@ def select_attention(mesh: Mesh, dtype: Any) -> str:
     platform = mesh.devices.flat[0].platform
     if platform == "cpu" and mesh.size == 1:
         return "cpu"
-    return "cudnn" if platform == "gpu" and dtype == jnp.bfloat16 else "xla"
+    fused = platform == "gpu" and dtype == jnp.bfloat16
+    return "cudnn" if fused and float(mesh.devices.flat[0].compute_capability) >= CAPABILITY else "xla"
