@@ -401,7 +401,7 @@ def test_a_builder_with_other_vectors_than_the_trainer_wants(sturdy):
     config = for_embedding(sturdy.run.config, jax.local_device_count())
     config.model.dtype = "bfloat16"
     opened = make_run(config, sturdy.run.workdir, sturdy.run.sources, jax.devices()[:1])
-    with pytest.raises(UserError, match="exports/6 was written by a run with other index"):
+    with pytest.raises(UserError, match="exports/6 was written by a run with other towers"):
         Job(opened, PosixFolder(sturdy.run.workdir), WorkShare()).work(Stop(), 6, True)
 
 

@@ -62,7 +62,7 @@ def test_a_trace_that_the_end_cuts_off_is_written(tmp_path):
         signal.raise_signal(signal.SIGUSR1)
         for step in range(2, 2 + TRACED - 1):
             profiler.at(step)
-    assert list(tmp_path.rglob("*.xplane.pb")) and signal.getsignal(signal.SIGUSR1) != profiler._ask
+    assert list(tmp_path.rglob("*.xplane.pb")) and signal.getsignal(signal.SIGUSR1) != profiler._request
 
 
 def test_another_program_is_told_once(caplog):

@@ -16,12 +16,12 @@ class Libc:
         calls.append((option, value))
 host.ctypes.CDLL = lambda name: Libc()
 host.platform.libc_ver = lambda: (sys.argv[1], "2.39")
-host.return_blocks()
+host.release_large_blocks()
 assert not calls, "nothing is returned before anything is kept"
-host.keep_memory()
+host.keep_freed_memory()
 print(calls)
 calls.clear()
-host.return_blocks()
+host.release_large_blocks()
 print(calls)
 """
 

@@ -300,7 +300,7 @@ def test_an_answer_that_stands_nowhere_is_said_to():
         (["text", "who?", "--workdir=x", "--rows=3"], "unrecognized arguments: --rows=3"),
         (["data", "x", "--pieces=3"], "unrecognized arguments: --pieces=3"),
         (["data", "x", "--html="], "argument --html: is empty; give a value or omit the flag"),
-        (["text", "who?", "--workdir=x", "--answer="], "argument --answer: it is empty"),
+        (["text", "who?", "--workdir=x", "--answer="], "argument --answer: is empty; give a value or omit the flag"),
     ],
 )
 def test_each_kind_has_flags_of_its_own(arguments, told, capsys):

@@ -151,9 +151,9 @@ REFUSED: dict[str, tuple[tuple[str, ...], Files, str]] = {  # modules, files, an
     "distances": ((), {PROMPTS: {"similarity_fn_name": "euclidean"}}, "compares vectors by euclidean"),
     "cut vectors": ((), {PROMPTS: {"truncate_dim": 4}}, "has truncate_dim, which cuts vectors"),
     "a prompt that grows into the text": ((), {PROMPTS: {"prompts": {"query": "query"}}}, "grow together"),
-    "prompts in a list": ((), {PROMPTS: {"prompts": ["a"]}}, r'has prompts=\["a"\], which is not a table; fetch'),
+    "prompts in a list": ((), {PROMPTS: {"prompts": ["a"]}}, r'has prompts=\["a"\], which is no table; fetch'),
     "a prompt that is a number": ((), {PROMPTS: {"prompts": {"query": 1}}}, "prompts that are no text; fetch"),
-    "a default prompt in a list": ((), {PROMPTS: {"default_prompt_name": ["a"]}}, r'name=\["a"\], which is not text'),
+    "a default prompt in a list": ((), {PROMPTS: {"default_prompt_name": ["a"]}}, r'name=\["a"\], which is no text'),
     "a length in words": ((), {INPUT: {"max_seq_length": "long"}}, 'max_seq_length="long", which is no whole'),
     "a module without a path": ((), {"modules.json": [{"type": LIBRARY + "Transformer"}]}, "is not a list of modules"),
 }

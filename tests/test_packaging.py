@@ -93,7 +93,7 @@ def test_every_config_is_found_by_its_name_far_from_the_checkout(installed, tmp_
         "from realm_jax import recipes, config\n"
         "from realm_jax.cli import ablate, config_flags\n"
         "for name in recipes.config_names():\n"
-        "    like = ablate._like if name == 'ablations' else config.default_like\n"
+        "    like = ablate._config_template if name == 'ablations' else config.default_like\n"
         "    print(name, config_flags.load_config(name, [], config.default, like=like).get('tasks', 'rows'))"
     )
     found = dict(line.split() for line in run_installed(installed, tmp_path, "-c", program).splitlines())

@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 from tiny_run import question, write_lines
 
+from realm_jax.cli import arguments as run_arguments
 from realm_jax.cli import evaluate, predict
 from realm_jax.cli import main as cli
 from realm_jax.cli.arguments import check_passages
@@ -22,8 +23,7 @@ from realm_jax.errors import UserError
 from realm_jax.eval.answers import exact_match
 from realm_jax.eval.metrics import compare
 from realm_jax.eval.prediction_files import settings_file
-from realm_jax.train import trained_run
-from realm_jax.train.trained_run import open_run_for_inference, restore
+from realm_jax.train.trained_run import NBEST, open_run_for_inference, restore
 
 UNANSWERED = {"question": "Who built it?", "id": "extra"}
 THEIRS = {"question": "Who?", "prediction": "she", "answers": ["she"]}  # a line of another system
@@ -69,7 +69,7 @@ def quick(trained, monkeypatch) -> list[str | None]:
         return dataclasses.replace(trained, run=run)
 
     for job in (predict, evaluate):
-        monkeypatch.setattr(job, "open_run_to_ask", opened)
+        monkeypatch.setattr(job, "open_run_for_inference", opened)
         monkeypatch.setattr(job, "restore", given)
     return restored
 
@@ -126,7 +126,7 @@ def test_a_line_says_what_was_asked_what_was_answered_and_where_it_stands(traine
         assert {key: line[key] for key in known} == known
         assert {**line["nbest"][0], "answer": line["prediction"]} == line["nbest"][0]
         assert (line["probability"], line["passage"]) == (line["nbest"][0]["probability"], line["nbest"][0]["passage"])
-        assert 1 <= len(line["nbest"]) <= trained_run.NBEST and line["probability"] <= 1
+        assert 1 <= len(line["nbest"]) <= NBEST and line["probability"] <= 1
         for answer in line["nbest"]:
             place = answer["passage"]
             row = store.rows_of(place["id"])[place["part"]]
@@ -369,9 +369,9 @@ def test_what_would_be_written_over_or_be_empty_is_refused(tmp_path, capsys):
     (tmp_path / "link.txt").symlink_to(file)
     before, one = file.read_bytes(), f"{tmp_path}/one"
     for arguments, message in (
-        ([f"--trec={file}"], "is the file of the predictions; name another"),
-        ([f"--qrels={tmp_path}/link.txt"], "is the file of the predictions; name another"),
-        ([f"--trec={one}", f"--qrels={tmp_path}/../{tmp_path.name}/one"], "is the file of --trec; name another"),
+        ([f"--trec={file}"], "is also the file of the predictions; choose another"),
+        ([f"--qrels={tmp_path}/link.txt"], "is also the file of the predictions; choose another"),
+        ([f"--trec={one}", f"--qrels={tmp_path}/../{tmp_path.name}/one"], "is also the file of --trec; choose another"),
         ([f"--trec={one}"], "nothing was retrieved"),
         ([f"--qrels={one}"], "no question has a gold passage"),
         ([f"--unseen={tmp_path}"], "no measured question has a gold passage"),
@@ -415,7 +415,7 @@ def test_predictions_of_others_are_looked_at_before_they_are_measured(tmp_path, 
 
 
 def test_a_corpus_has_no_more_passages_to_read_than_it_has(monkeypatch):
-    monkeypatch.setattr(trained_run, "latest_checkpoint", lambda *_: ("qa", None))
+    monkeypatch.setattr(run_arguments, "latest_checkpoint", lambda *_: ("qa", None))
     small = SimpleNamespace(question_context=SimpleNamespace(qa_passages=5), context=SimpleNamespace(rows=3))
     check_passages(small, Namespace(task=None, overrides=["--config.answering.retrieved=3"]))
     with pytest.raises(UserError, match="retrieved=2: fewer than the 3 that are read"):
@@ -433,7 +433,7 @@ def test_a_corpus_has_no_more_passages_to_read_than_it_has(monkeypatch):
     ],
 )
 def test_what_is_said_about_passages_does_nothing_without_passages(monkeypatch, given, refused):
-    monkeypatch.setattr(trained_run, "latest_checkpoint", lambda *_: ("closed_book", None))
+    monkeypatch.setattr(run_arguments, "latest_checkpoint", lambda *_: ("closed_book", None))
     args, opened = Namespace(**{"task": None, "overrides": []} | given), SimpleNamespace(workdir="runs/mine")
     if refused is None:
         check_passages(opened, args)

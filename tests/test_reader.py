@@ -66,7 +66,7 @@ def test_values_that_say_nothing_are_refused():
 
 
 @pytest.fixture(scope="module")
-def wide(quick_programs, data, tmp_path_factory):
+def wide(data, tmp_path_factory):
     return trained(config_of(data, "mlm,ict,realm,qa", model__reader=WIDE), tmp_path_factory.mktemp("wide"))
 
 
@@ -129,7 +129,7 @@ def letters(tokens, places):
 
 @pytest.mark.parametrize("masking", ["salient", "random_span", "uniform"])
 def test_the_retriever_s_query_hides_the_same_characters(both, tmp_path, masking):
-    run = open_config(config_of(both, "realm", model__reader=OWN, data__masking=masking), tmp_path)
+    run = open_config(config_of(both, "realm", model__reader=OWN, realm__masking=masking), tmp_path)
     tokenizer = run.sources.for_reader.tokenizer
     examples, own = Realm(run).examples({}, None), run.sources.tokenizer
     for number in range(examples.total):
@@ -152,7 +152,7 @@ def test_the_retriever_s_query_hides_the_same_characters(both, tmp_path, masking
 
 
 def test_words_that_are_left_are_looked_for_in_the_same_rows(both, tmp_path):
-    run = open_config(config_of(both, "realm", model__reader=OWN, retrieval__search="hybrid"), tmp_path)
+    run = open_config(config_of(both, "realm", model__reader=OWN, realm__search="hybrid"), tmp_path)
     example, task = Realm(run).examples({}, None).make(0, np.random.default_rng(0)), Realm(run)
     assert {name: np.shape(value) for name, value in example.items()} == {
         name: shape for name, (shape, _) in task.array_shapes().items()
@@ -167,7 +167,7 @@ def test_a_builder_needs_the_retriever_s_tokens_alone(both, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def own(quick_programs, both, tmp_path_factory):
+def own(both, tmp_path_factory):
     return trained(config_of(both, "mlm,ict,realm,qa", model__reader=OWN), tmp_path_factory.mktemp("own"))
 
 
@@ -218,9 +218,7 @@ def test_a_reader_with_other_tokens_is_refused_where_they_are_not_prepared(own, 
 
 
 @pytest.mark.parametrize("task", ["realm", "qa"])
-def test_a_run_with_two_tokenizers_that_is_cut_off_ends_as_one_that_never_was(
-    quick_programs, both, tmp_path, monkeypatch, task
-):
+def test_a_run_with_two_tokenizers_that_is_cut_off_ends_as_one_that_never_was(both, tmp_path, monkeypatch, task):
     changes = {"tasks": task, "qa__steps": 6, "checkpoint__every": 2, "model__reader": OWN, "qa__learning_rate": 1e-3}
     straight, cut = (open_inline(both, tmp_path / name, **changes) for name in ("straight", "cut"))
     once = train_task(straight, task, straight.initial_params())
@@ -232,8 +230,8 @@ def test_a_run_with_two_tokenizers_that_is_cut_off_ends_as_one_that_never_was(
     assert records(cut, "metrics") == records(straight, "metrics")
 
 
-def test_positive_passages_and_closed_books_are_read_in_the_reader_s_tokens(quick_programs, both, tmp_path, capsys):
-    run = trained(config_of(both, model__reader=OWN, objective__qa="positive"), tmp_path / "positive")
+def test_positive_passages_and_closed_books_are_read_in_the_reader_s_tokens(both, tmp_path, capsys):
+    run = trained(config_of(both, model__reader=OWN, qa__objective="positive"), tmp_path / "positive")
     assert read_json(run.workdir / "qa" / "positives.json")["rows"] == [*range(8)]
     ask(run.workdir, capsys)
     run = trained(config_of(both, "closed_book", model__reader=OWN), tmp_path / "closed")

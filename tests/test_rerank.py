@@ -134,6 +134,7 @@ def test_a_step_can_be_planned_from_the_shapes_of_its_examples(people, tmp_path)
 def test_it_needs_a_reader():
     config = default()
     config.tasks, config.data.path = "ict,rerank", "data"
+    add_sections(config, ["rerank"])
     with pytest.raises(UserError, match="learns from a trained reader"):
         validate(config)
     config.tasks = "ict,qa,rerank"
