@@ -6,7 +6,7 @@ learned in it, `train/loop.py` for how, `eval/prediction.py` for how it answers.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +55,21 @@ class BaseRun:
 
     def initial_params(self) -> Params:
         """Fresh parameters, initialised sharded."""
-        return jax.jit(self.model.init, out_shardings=self.param_shardings)(jax.random.key(self.config.seed))
+        return _init_program(self.model, self.mesh)(jax.random.key(self.config.seed))
 
     @cached_property
     def param_shardings(self) -> Any:
         """Where each parameter lives: a tree like the parameters'."""
-        return parameter_shardings(self.mesh, jax.eval_shape(self.model.init_boxed, jax.random.key(0)))
+        return _shardings(self.model, self.mesh)
+
+
+def _shardings(model: Any, mesh: Mesh) -> Any:
+    return parameter_shardings(mesh, jax.eval_shape(model.init_boxed, jax.random.key(0)))
+
+
+@lru_cache(maxsize=8)  # a second to trace; a recipe with controls needs it several times
+def _init_program(model: Any, mesh: Mesh) -> Callable[[jax.Array], Params]:
+    return jax.jit(model.init, out_shardings=_shardings(model, mesh))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,14 +4,16 @@ The device count and XLA's flags must be set before any JAX backend starts, so t
 """
 
 import os
-import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# The older emitters compile tiny programs in a third of the time (jaxlib 0.10); processes that tests start inherit it.
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
+# The older emitters compile tiny programs in a third of the time; processes that tests start inherit the flag. XLA ends
+# a process for a flag that it does not know, so it is set where it is known to be there.
+if version("jaxlib").startswith("0.10."):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
 
 import jax  # noqa: E402  (after the platform is chosen)
 
@@ -39,13 +41,13 @@ def cache_of_tests(tmp_path_factory):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def compiled(tmp_path_factory):
+def compiled(request, tmp_path_factory):
     """The folder of all compiled programs, shared by workers and the processes that tests start. Programs are compiled
-    without optimisations, which a few tiny steps do not repay."""
+    without optimisations, which a few tiny steps do not repay, but for `-m slow` and `-m nightly`."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled"
     settings = {
-        "jax_disable_most_optimizations": True,
+        "jax_disable_most_optimizations": request.config.option.markexpr not in ("slow", "nightly"),
         "jax_compilation_cache_dir": str(folder),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
@@ -55,26 +57,6 @@ def compiled(tmp_path_factory):
             jax.config.update(name, value)
             patch.setenv(name.upper(), str(value))
         yield folder
-
-
-@pytest.fixture(scope="session", autouse=True)
-def shared_initialisation():
-    """Runs of one model on the same devices share the program of their first parameters, which takes a second to trace.
-
-    Nothing is imported for tests that open no run.
-    """
-    programs = {}
-
-    def initial_params(run):
-        key = run.model, run.mesh
-        if key not in programs:
-            programs[key] = jax.jit(run.model.init, out_shardings=run.param_shardings)
-        return programs[key](jax.random.key(run.config.seed))
-
-    with pytest.MonkeyPatch.context() as patch:
-        if module := sys.modules.get("realm_jax.run"):
-            patch.setattr(module.BaseRun, "initial_params", initial_params)
-        yield
 
 
 @pytest.fixture(scope="session")
