@@ -43,7 +43,7 @@ from realm_jax.retrieval.embed import CorpusRows
 from realm_jax.run import Run, abstract_run, put_batch
 from realm_jax.tasks import make_task
 from realm_jax.train.optimizer import CLIP, WEIGHT_DECAY
-from realm_jax.train.step import Control, make_step, put_control, start_state
+from realm_jax.train.step import ControlWords, make_step, put_control, start_state
 
 SIZES = {"128": (128, 2, 2, 512), "384": (384, 6, 12, 1536), "base": (768, 12, 12, 3072)}
 CLS, SEP, MASK, WORDS = 101, 102, 103, 30_522  # of BERT's uncased vocabulary
@@ -244,7 +244,7 @@ def our_way(run: Run, params: Any, batch: Any, vectors: NDArray[np.float32]) -> 
     task = make_task("realm", run)
     step = make_step(run, task)
     index, placed = run.index(vectors), put_batch(run.mesh, batch)
-    control = put_control(run.mesh, Control())
+    control = put_control(run.mesh, ControlWords())
     state = start_state(run, task, jax.device_put(params, run.param_shardings))
 
     def once() -> dict[str, jax.Array]:

@@ -38,7 +38,7 @@ from realm_jax.train.built_index import BuiltIndex
 from realm_jax.train.metrics import read_lines
 from realm_jax.train.recipe import report_status
 from realm_jax.train.restore import restore_params
-from realm_jax.train.step import Control, reduce_control
+from realm_jax.train.step import ControlWords, reduce_control
 
 pytestmark = pytest.mark.usefixtures("quick_steps")
 
@@ -120,7 +120,9 @@ def test_processes_adopt_the_same_generation_at_the_same_step(people, tmp_path, 
                 )
             if step % 10 == 9:
                 look(second._watcher)
-            consensus = Control(*reduce_control(jnp.array(words[0])).tolist()) if len(words) == 2 else Control()
+            consensus = (
+                ControlWords(*reduce_control(jnp.array(words[0])).tolist()) if len(words) == 2 else ControlWords()
+            )
             found = [one.next(step, params, used[i], consensus) for i, one in enumerate((first, second))]
             used = [now or before for now, before in zip(found, used, strict=True)]
             assert used[0].generation == used[1].generation

@@ -17,7 +17,7 @@ from realm_jax.retrieval.vector_cache import VectorCache, row_keys
 from realm_jax.run import Run, make_run
 from realm_jax.train.embedding import embed_with_cache, encoder_digest
 from realm_jax.train.index_source import InlineIndex
-from realm_jax.train.step import Control
+from realm_jax.train.step import ControlWords
 
 
 @pytest.fixture
@@ -124,8 +124,8 @@ def test_another_tower_or_setting_is_another_encoder(tiny, params):
 
 def test_a_task_begins_with_known_vectors_and_what_it_trains_is_not_kept(tiny, params, cache, counted):
     inline = InlineIndex(tiny, "ict", lambda: None)
-    first = inline.next(0, params, None, Control())
-    again = InlineIndex(tiny, "ict", lambda: None).next(0, params, None, Control())
+    first = inline.next(0, params, None, ControlWords())
+    again = InlineIndex(tiny, "ict", lambda: None).next(0, params, None, ControlWords())
     assert counted == [16]
     np.testing.assert_array_equal(first.vectors, again.vectors, strict=True)
     files = sorted(cache.rglob("*"))

@@ -75,7 +75,7 @@ def add_search_argument(parser: argparse._ActionsContainer) -> None:
 
 
 def add_question_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which questions, with which parameters, and how their passages are found; see `questions_of`."""
+    """Which questions, with which parameters, and how their passages are found; see `load_questions`."""
     parser.add_argument(
         "--questions",
         type=nonempty,

@@ -39,7 +39,7 @@ from realm_jax.sections import TaskSection
 from realm_jax.tasks import TASKS, make_task, with_networks
 from realm_jax.train.init_from import fill_from_pretrained
 from realm_jax.train.restore import abstract_state
-from realm_jax.train.step import Control, control_sharding, make_step
+from realm_jax.train.step import ControlWords, control_sharding, make_step
 
 # The compiler asks for the host topology; there is a single host here.
 SINGLE_HOST_ENVIRONMENT = {
@@ -245,7 +245,7 @@ def abstract_arguments(trainer: Run, task: str) -> tuple[Any, Any, Any, Any]:
             batch["retrieved_rows"] = abstract_sharded(trainer, (size, config.realm.candidates), jnp.int32, "batch")
             vectors = None
         index = Index(vectors, documents)
-    words = jax.ShapeDtypeStruct((mesh.size, len(Control())), jnp.int32, sharding=control_sharding(mesh))
+    words = jax.ShapeDtypeStruct((mesh.size, len(ControlWords())), jnp.int32, sharding=control_sharding(mesh))
     return state, batch, index, words
 
 

@@ -96,7 +96,9 @@ class _InvalidField(Exception):
 
 
 def _text(record: dict[str, Any], names: tuple[str, ...], kind: str) -> str | None:
-    """The string under the first of `names` that holds something; None if all are absent or null. Raises _Unusable."""
+    """The string under the first of `names` that holds something; None if all are absent or null.
+
+    Raises _InvalidField."""
     values = [record[name] for name in names if record.get(name) is not None]
     value = next((value for value in values if value != ""), values[0] if values else None)
     if isinstance(value, bytes):

@@ -33,7 +33,7 @@ class CorruptRecord:
 
 
 class BadRecord(UserError):
-    """A record of a file that cannot be read, in words that follow file and line; who reads adds these.
+    """A record of a file that cannot be read, in words that follow file and line, which the caller adds.
 
     message, advice: what is wrong, and what to do. reason: the same for all such records, to count them by; the message
     unless given. sample: the beginning of the record.

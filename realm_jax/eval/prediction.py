@@ -56,7 +56,7 @@ class Prediction(NamedTuple):
 
     retrieved, scores: rows and scores of the best passages, [answering.retrieved], those that were read first,
     −1 where words found no more; ranks [answering.retrieved, 2]: their places in the lists of vectors and of words, as
-    of `retrieval.fusion.Fused`.
+    of `retrieval.fusion.FusedRanking`.
     """
 
     nbest: list[Answer]

@@ -218,8 +218,8 @@ def tag_passages(
     at_a_time: int = 2048,
     check: Callable[[], None] = lambda: None,
 ) -> PassageSpans:
-    """Salient spans of some rows of a store, by the rule of its builder, who however reads whole articles: here a
-    passage is read by itself, so its windows, and with them names, may be others.
+    """Salient spans of some rows of a store, found as the corpus builder finds them, but passage by passage: the
+    builder reads whole articles, so its windows, and with them some names, may differ.
 
     wordpiece: of the store; the tagger may have another one. at_a_time: passages that share batches. check: called
     between them. A row has no spans where its text does not give its pieces again: it was cut within a word.

@@ -1,11 +1,11 @@
 """Hybrid search: the candidates of vectors and of words as one list. Pure functions; see `bm25.py` for the words.
 
-Each search is read as a distribution over its own first LIST passages: the retriever's p_v(z|x) is the softmax of its
-scores, as in the marginal likelihood, and p_w(z|x) the softmax of BM25's, whose term weights are log odds already
-(Robertson & Spärck Jones 1976) and so need no temperature. A passage is ranked by √p_v + √p_w: the mean of exponent ½
-of the two, half-way between a mixture (one search that is sure is enough) and a product (both have to agree), also
-known as the α-mean for α = 0 (Amari 2007). How sure a search is decides its weight for each question by itself: nothing
-is fitted. `benchmarks/README.md` has what it was compared with.
+Each search is read as a distribution over its own first FUSION_DEPTH passages: the retriever's p_v(z|x) is the softmax
+of its scores, as in the marginal likelihood, and p_w(z|x) the softmax of BM25's, whose term weights are log odds
+already (Robertson & Spärck Jones 1976) and so need no temperature. A passage is ranked by √p_v + √p_w: the mean of
+exponent ½ of the two, half-way between a mixture (one search that is sure is enough) and a product (both have to
+agree), also known as the α-mean for α = 0 (Amari 2007). How sure a search is decides its weight for each question by
+itself: nothing is fitted. `benchmarks/README.md` has what it was compared with.
 """
 
 from typing import Any, NamedTuple
@@ -30,9 +30,10 @@ def fuse(
 
     vector_rows, vector_scores [queries, a]: by vectors, best first; the scores as the retriever's softmax takes them.
     bm25_rows, bm25_scores [queries, b]: by BM25, best first; bm25_vector_scores: the retriever's scores of those rows.
-    No candidates are rows below 0. A row stands once in a list. Of words the first LIST take part, however large b is,
-    so that two long lists are never compared entry by entry; a longer beam is filled by vectors. depth ≤ a + min(b,
-    LIST). Of equals the one that vectors rank higher comes first. Arrays of NumPy or of JAX, and so the result.
+    No candidates are rows below 0. A row stands once in a list. Of words the first FUSION_DEPTH take part, however
+    large b is, so that two long lists are never compared entry by entry; a longer beam is filled by vectors.
+    depth ≤ a + min(b, FUSION_DEPTH). Of equals the one that vectors rank higher comes first. Arrays of NumPy or of JAX,
+    and so the result.
     """
     xp = vector_rows.__array_namespace__()
     bm25_rows, bm25_scores, bm25_vector_scores = (
@@ -74,7 +75,7 @@ def ranks_of(search: str, xp: Any, rows: Any) -> Any:
 
 
 def _softmax(xp: Any, scores: Any, valid: Any) -> tuple[Any, Any, Any]:
-    """p over the first LIST valid entries, later ones by the same normaliser; that, and the largest score, [q, 1]."""
+    """p over the first FUSION_DEPTH valid entries, later ones by the same normaliser; it and the largest, [q, 1]."""
     scores = xp.where(valid, scores, -xp.inf)
     top = xp.where(valid.any(axis=1), scores.max(axis=1), 0.0)[:, None]
     weights = xp.where(valid, xp.exp(scores - top), 0.0)

@@ -60,7 +60,7 @@ class LoadedIndex:
 class Rerank(NamedTuple):
     """What orders the first passages of a search anew before they are read.
 
-    passages: how many. network: the key of its parameters. added(setting, params, batch, documents [batch, k, d]) →
+    passages: how many. network: the key of its parameters. added(context, params, batch, documents [batch, k, d]) →
     what it adds to the score of each passage, [batch, k] float32.
     """
 
@@ -137,18 +137,18 @@ class Candidates(NamedTuple):
 def retrieve(context: StepContext, params: Params, batch: Batch, index: Index, count: int) -> Candidates:
     """The `count` best passages for each masked sentence, with `exclude_own` the example's own passage left out.
 
-    The example's own passage is the same row (`source_row`, −1 for none) or a passage in which the unmasked sentence
+    The example's own passage is the same row (`own_row`, −1 for none) or a passage in which the unmasked sentence
     occurs; no row (−1) is treated alike. One more than `count` is searched; passages still excluded after that are
-    marked invalid rather than replaced. Where hosts search, `found` of the batch are the rows. With another search than
-    that of vectors the batch has BM25's list, as `bm25_rows` and `bm25_scores`.
+    marked invalid rather than replaced. Where hosts search, the rows are the batch's `retrieved_rows`. With another
+    search than that of vectors the batch has BM25's list, as `bm25_rows` and `bm25_scores`.
     """
     if index.vectors is None:
         rows = batch["retrieved_rows"]
     else:
         queries = search_queries(context, params, batch, index.tower)
-        source_row = batch["own_row"] if context.exclude_own else None
+        own_row = batch["own_row"] if context.exclude_own else None
         rows = search_passages(
-            context, context.search, queries, batch, index, min(count + 1, context.rows), source_row
+            context, context.search, queries, batch, index, min(count + 1, context.rows), own_row
         ).rows
     own = rows < 0
     if context.exclude_own:
@@ -166,7 +166,7 @@ def search_passages(
     batch: Batch,
     index: Index,
     depth: int,
-    source_row: Array | None = None,
+    own_row: Array | None = None,
 ) -> FusedRanking:
     """The `depth` best passages of queries [batch, projection] by one of `sections.SEARCHES`; scores: the retriever's.
 
@@ -177,13 +177,13 @@ def search_passages(
     if how == "bm25":
         rows = batch["bm25_rows"][:, :depth]
         return FusedRanking(rows, stored_scores(queries, index, rows), ranks_of(how, jnp, rows))
-    listed = depth if how == "vectors" else min(max(depth, FUSION_DEPTH + (source_row is not None)), context.rows)
+    listed = depth if how == "vectors" else min(max(depth, FUSION_DEPTH + (own_row is not None)), context.rows)
     rows = search(context.mesh, queries, index.vectors, context.rows, listed, context.search_block).rows
     scores = stored_scores(queries, index, rows)
     if how == "vectors":
         return FusedRanking(rows, scores, ranks_of(how, jnp, rows))
-    if source_row is not None:
-        rows = jnp.where(rows == source_row[:, None], -1, rows)
+    if own_row is not None:
+        rows = jnp.where(rows == own_row[:, None], -1, rows)
     words = batch["bm25_rows"], batch["bm25_scores"]
     held = jax.lax.stop_gradient((scores, stored_scores(queries, index, words[0])))
     found = fuse(rows, held[0], *words, held[1], depth)

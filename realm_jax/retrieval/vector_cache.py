@@ -56,7 +56,7 @@ class VectorCache:
 
     def find(self, keys: NDArray[np.uint64]) -> tuple[NDArray[np.bool_], NDArray[np.float32] | None]:
         """Which of some rows are known, [rows], and their vectors, [rows, width]: arbitrary where a row is not, None
-        if none is. Damage is logged, and its rows are not known; so is a folder that cannot be read, once,
+        if none is. Damaged parts are logged and skipped; so is a folder that cannot be read, once,
         and from then on nothing is kept either."""
         parts = list(self._parts())
         known = np.concatenate([np.empty((0, 2), np.uint64), *(part.keys for part in parts)])

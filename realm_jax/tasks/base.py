@@ -1,6 +1,6 @@
 """The interface of a task to the config, the train loop, inference, plans, and the report.
 
-A task is one file beside this one and one line in `__init__.py`. No other code compares task names: what it has to know
+A task is one file beside this one. No other code compares task names: what it has to know
 of a task is an attribute here; defaults suit a task that needs nothing special. Read next: `mlm.py`, a short one.
 
 A loss has the form `loss(params, batch, index, key) -> {name: Mean}`: its entry 'loss' is minimised, the others are
@@ -42,7 +42,7 @@ LOG_PERPLEXITY = "log_perplexity"
 MEASURED = 2000  # development questions at most: ± .02 of a share, and soon done; `realm evaluate` takes all
 
 
-class Control(NamedTuple):
+class ControlRun(NamedTuple):
     """A control run of `--controls`: a baseline for a task. folder: its own in the run folder; task:
     what is trained; start: the task whose parameters it starts from, '' for those of the run; keys: changed ones."""
 
@@ -237,7 +237,7 @@ class Task(abc.ABC):
         """What says a warning, or None, of the records of a training, handed over in order."""
         return lambda record: None
 
-    def controls(self) -> list[Control]:
+    def controls(self) -> list[ControlRun]:
         """The controls that the recipe allows for it."""
         return []
 
@@ -296,7 +296,7 @@ def masked_shapes(run: Run, query: Shapes) -> Shapes:
 
 
 def bm25_shapes(depth: int) -> Shapes:
-    """Of `Found.arrays`; none where no list comes with an example."""
+    """Of `Bm25Hits.arrays`; none where no list comes with an example."""
     found: Shapes = {"bm25_rows": ((depth,), np.int32), "bm25_scores": ((depth,), np.float32)}
     return found if depth else {}
 

@@ -29,7 +29,7 @@ from realm_jax.run import Run
 from realm_jax.schema import NOT_NEGATIVE, POSITIVE, key, one_of, require
 from realm_jax.sections import SEARCHES, TaskSection, joint_length, task_names
 from realm_jax.tasks.base import (
-    Control,
+    ControlRun,
     Embed,
     Means,
     Shapes,
@@ -187,8 +187,8 @@ class Qa(Task):
     def monitor(self) -> Callable[[dict[str, Any]], str | None]:
         return CollapseMonitor().questions
 
-    def controls(self) -> list[Control]:
-        return [Control(ClosedBook.name, ClosedBook.name)]
+    def controls(self) -> list[ControlRun]:
+        return [ControlRun(ClosedBook.name, ClosedBook.name)]
 
 
 def trained_towers(context: StepContext) -> tuple[str, ...]:

@@ -39,7 +39,7 @@ from realm_jax.schema import NOT_NEGATIVE, at_least, key, one_of
 from realm_jax.sections import SEARCHES, TaskSection, joint_length, task_names
 from realm_jax.tasks.base import (
     LOG_PERPLEXITY,
-    Control,
+    ControlRun,
     Embed,
     Means,
     Shapes,
@@ -153,13 +153,13 @@ class Realm(Task):
     def monitor(self) -> Callable[[dict[str, Any]], str | None]:
         return CollapseMonitor().masked
 
-    def controls(self) -> list[Control]:
+    def controls(self) -> list[ControlRun]:
         if Ict.name not in task_names(self.run.config):
             return []
         steps, seed = self.settings.steps, self.run.config.seed
         return [
-            Control("no_retriever_gradient", self.name, Ict.name, {"realm.retriever_start": steps}),
-            Control("more_ict", Ict.name, Ict.name, {f"{Ict.name}.steps": steps, "seed": seed + 1}),
+            ControlRun("no_retriever_gradient", self.name, Ict.name, {"realm.retriever_start": steps}),
+            ControlRun("more_ict", Ict.name, Ict.name, {f"{Ict.name}.steps": steps, "seed": seed + 1}),
         ]
 
 
@@ -210,7 +210,8 @@ def masked_examples(
 ) -> Examples:
     """REALM's queries: one masked sentence a passage and pass, spans chosen as `mask(kind, …)` does.
 
-    own_text: the rows are the corpus's own, so that `source_row` names the passage that may not be retrieved (else −1).
+    pretraining_is_corpus: the rows are the corpus's own, so that `own_row` names the passage that may not be retrieved
+    (else −1).
     For 'salient' the sentence is that of a span chosen uniformly over the passage, as in the reference. find: the list
     of BM25 for the words that are left, where that comes with an example. kept: rows that may be trained on, bool
     [rows]; None for all. query: makes the retriever's query, where the tokens of `store` are those of the reader alone.

@@ -88,7 +88,7 @@ def compare_with_start(lines: list[dict[str, Any]], baseline: dict[str, Any] | N
 def stage_summary(place: Path) -> dict[str, Any] | None:
     """`compare_with_start` of the task in a folder of a run, by what is recorded there.
 
-    The first task of fresh parameters does not measure its start: BM25's baseline file has that of untrained ones.
+    The first task of fresh parameters does not measure its start: that of the untrained retriever is in baselines.json.
     """
     file = place.parent / "baselines.json"
     untrained = read_json(file).get("untrained") if file.is_file() else None

@@ -44,7 +44,7 @@ from realm_jax.retrieval.search import LoadedIndex, StepContext
 from realm_jax.run import Run
 from realm_jax.storage import StorageError, digest
 from realm_jax.train.index_source import CorpusIndexSource, Interrupted, shared_folder
-from realm_jax.train.step import Control
+from realm_jax.train.step import ControlWords
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ _T = TypeVar("_T")
 
 
 class BuiltIndex(CorpusIndexSource):
-    """A task's index made by another job; see `refresh.IndexSource`."""
+    """A task's index made by another job; see `train.index_source.IndexSource`."""
 
     def __init__(
         self, run: Run, task: str, start: int, kept: dict[int, str], keep: int, status: StatusWriter,
@@ -109,7 +109,7 @@ class BuiltIndex(CorpusIndexSource):
 
     # --- Step by step
 
-    def next(self, step: int, params: Params, index: LoadedIndex | None, consensus: Control) -> LoadedIndex | None:
+    def next(self, step: int, params: Params, index: LoadedIndex | None, consensus: ControlWords) -> LoadedIndex | None:
         self._step, self._used = step, -1 if index is None else index.step
         if step % self._options.every == 0 or index is None:
             self._export(step, params)
@@ -123,11 +123,11 @@ class BuiltIndex(CorpusIndexSource):
             return self._adopt(found, index, 0.0)
         return None
 
-    def announce(self, step: int) -> Control:
+    def announce(self, step: int) -> ControlWords:
         self._update_status()
         found = self._watcher.ready
         self._announced.append(found)
-        return Control() if found is None else _ready_control(found)
+        return ControlWords() if found is None else _ready_control(found)
 
     def _look_for(self, newest: int, step: int) -> None:
         """What this process should load: the newest that any process has, so that all meet there; else any new one.
@@ -328,9 +328,9 @@ class BuiltIndex(CorpusIndexSource):
         self._status.update(step=self._step, index=self._used, pins=tuple(sorted(self._needed())))
 
 
-def _ready_control(found: LoadedIndex) -> Control:
+def _ready_control(found: LoadedIndex) -> ControlWords:
     """What processes agree on: 28 bits of the digest of a generation's name, and its step."""
-    return Control(int(digest(found.generation.encode())[:7], 16), found.step)
+    return ControlWords(int(digest(found.generation.encode())[:7], 16), found.step)
 
 
 @partial(jax.jit, static_argnums=(0, 4))

@@ -28,7 +28,7 @@ Batch = dict[str, Any]
 
 
 class HostSearch(NamedTuple):
-    """How hosts search: the task's setting, and how many steps before a batch is due."""
+    """How hosts search: the task's context, and how many steps before a batch is due."""
 
     context: StepContext
     ahead: int

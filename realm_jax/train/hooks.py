@@ -24,7 +24,7 @@ from realm_jax.train.feed import Feed
 from realm_jax.train.guards import Watchdog, check_replicas
 from realm_jax.train.index_source import IndexSource
 from realm_jax.train.metrics import MetricLogger
-from realm_jax.train.step import Control, State
+from realm_jax.train.step import ControlWords, State
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Loop:
     saved: int
     index: LoadedIndex | None = None
     values: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
-    consensus: Control = Control()
+    consensus: ControlWords = ControlWords()
 
 
 class Hook(NamedTuple):

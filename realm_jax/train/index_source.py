@@ -24,7 +24,7 @@ from realm_jax.tasks import make_task
 from realm_jax.tasks.base import Task
 from realm_jax.train.embedding import start_vectors
 from realm_jax.train.restore import Restored
-from realm_jax.train.step import Control
+from realm_jax.train.step import ControlWords
 
 
 class Interrupted(Exception):
@@ -40,7 +40,7 @@ class IndexSource:
     def __exit__(self, *error: object) -> None:
         pass
 
-    def next(self, step: int, params: Params, index: LoadedIndex | None, consensus: Control) -> LoadedIndex | None:
+    def next(self, step: int, params: Params, index: LoadedIndex | None, consensus: ControlWords) -> LoadedIndex | None:
         """A fresh index to use from `step` on, or None to go on with the one in use.
 
         consensus: what the processes announced two steps ago. Raises Interrupted, UserError.
@@ -63,9 +63,9 @@ class IndexSource:
         """The index that the parameters at the end of the task are measured with. index: the one in use."""
         return None
 
-    def announce(self, step: int) -> Control:
+    def announce(self, step: int) -> ControlWords:
         """The generation that this process has ready; called once a step, after `next`."""
-        return Control()
+        return ControlWords()
 
     def saving(self, step: int, generation: str) -> None:
         """A checkpoint of `step` is about to be written, which names this generation."""
@@ -167,7 +167,7 @@ class InlineIndex(CorpusIndexSource):
         self._every = self._task.refresh_every
         self._exact = not self._task.host_search
 
-    def next(self, step: int, params: Params, index: LoadedIndex | None, consensus: Control) -> LoadedIndex | None:
+    def next(self, step: int, params: Params, index: LoadedIndex | None, consensus: ControlWords) -> LoadedIndex | None:
         due = self._every > 0 and step % self._every == 0 and index is not None and step != index.step
         if index is not None and not due:
             return None

@@ -2,7 +2,7 @@
 
 Both answer the same questions: what the config may leave to them, whether they fit, which parameters they have. What
 weights do not have stays as it was: fresh. `fill_from_pretrained` puts the model's own values in the place of
-`config.FROM_MODEL`, once, when a run is opened; the run folder records them, so that the model need not be there any
+`config.INHERITED`, once, when a run is opened; the run folder records them, so that the model need not be there any
 more when the run goes on. Read next: `realm_jax/models/folders.py`, where weights lie.
 """
 
@@ -538,7 +538,7 @@ def init_from_sources(run: Run, fresh: Params) -> Params:
 
 
 def record_start(run: Run, params: Params) -> None:
-    """Write WORKDIR/start.json, what is to be known of where a run began when that may be gone.
+    """Write WORKDIR/start.json, facts about the starting weights, kept because those may be deleted.
 
     {"reader": whether its reader was trained with questions before, "params": a digest of the parameters that it took
     from elsewhere}. What an earlier start from others left there is removed: its best parameters, principal components

@@ -33,7 +33,7 @@ from realm_jax.train.hooks import Hook, Loop, run_due
 from realm_jax.train.index_source import IndexSource, InlineIndex, Interrupted
 from realm_jax.train.metrics import MetricLogger, StepCost
 from realm_jax.train.restore import restore
-from realm_jax.train.step import Control, make_step, put_control, start_state
+from realm_jax.train.step import ControlWords, make_step, put_control, start_state
 from realm_jax.train.workdir import begins_with_reader
 
 
@@ -145,7 +145,7 @@ def train_task(
                 loop.index = None  # it was evaluated with one; its steps use none
             while loop.step < total:
                 watchdog.heartbeat()
-                loop.consensus = Control(*np.asarray(answers[0]).tolist()) if len(answers) == 2 else Control()
+                loop.consensus = ControlWords(*np.asarray(answers[0]).tolist()) if len(answers) == 2 else ControlWords()
                 stop_here = loop.consensus.stop if jax.process_count() > 1 else stop.requested
                 if stop_here:
                     raise Interrupted

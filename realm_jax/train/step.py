@@ -92,7 +92,7 @@ def state_shardings(run: BaseRun, task: Task) -> Any:
 Step = Callable[[State, Any, Index | None, jax.Array], tuple[State, dict[str, jax.Array]]]
 
 
-class Control(NamedTuple):
+class ControlWords(NamedTuple):
     """The control words that processes exchange in every step, and receive two steps later.
 
     word: for the generation that is loaded, −1 for none; consensus: that of all processes, −1 where they differ.
@@ -105,7 +105,7 @@ class Control(NamedTuple):
     stop: int = 0
 
 
-def put_control(mesh: Mesh, said: Control) -> jax.Array:
+def put_control(mesh: Mesh, said: ControlWords) -> jax.Array:
     """The control words of this process, int32 [devices, 3]. The step reduces them.
 
     Decisions that all processes must take at the same step travel this way, inside the step, so that no host ever waits
@@ -121,7 +121,7 @@ def control_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def reduce_control(control: jax.Array) -> jax.Array:
-    """The reduced control words: a `Control` as int32 [3]."""
+    """The reduced control words: a `ControlWords` as int32 [3]."""
     words, steps, stops = control.T
     return jnp.stack([jnp.where(words.min() == words.max(), words.min(), -1), steps.max(), stops.max()])
 

@@ -128,7 +128,7 @@ def _questions(run: Run, name: str, need_right: bool) -> list[Question]:
 
 
 def open_run_for_inference(workdir: Path, changes: dict[str, Any] | None = None, questions: bool = True) -> Run:
-    """The run of a folder on the devices that are here, with its config changed as `changes_of` has it.
+    """The run of a folder on the devices that are here, with its config changed as `changes` has it.
 
     questions: whether those of the prepared folder are read.
     Raises UserError when there is no run, or when its prepared folder is gone or another one.

@@ -1,0 +1,37 @@
+"""What the documents for contributors name is there: files, modules of a package, classes and constants."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "realm_jax"
+PAGES = ("CONTRIBUTING.md", "docs/design.md")
+SOURCE = "\n".join(path.read_text() for folder in ("realm_jax", "tests") for path in (ROOT / folder).rglob("*.py"))
+PACKAGES = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()}
+
+
+def named(page: str, pattern: str) -> set[str]:
+    """What stands in backticks on a page and looks like this."""
+    quoted = re.findall(r"`([^`\n]+)`", (ROOT / page).read_text())
+    return {part for part in quoted if re.fullmatch(pattern, part)}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_modules_that_a_page_names_are_there(page):
+    names = {name for name in named(page, r"(realm_jax/)?[a-z_]+/[a-z_0-9]+(\.py)?")}
+    modules = {name.removeprefix("realm_jax/").removesuffix(".py") for name in names}
+    modules = {name for name in modules if name.partition("/")[0] in PACKAGES}
+    assert len(modules) > 5
+    places = [(folder / f"{{}}{ending}") for folder in (PACKAGE, ROOT) for ending in ("", ".py")]
+    assert not {name for name in modules if not any(Path(str(place).format(name)).exists() for place in places)}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_classes_and_constants_that_a_page_names_are_there(page):
+    names = named(page, r"[A-Z][a-z]+[A-Za-z]*|[A-Z]+(_[A-Z]+)+") | {
+        part.rpartition(".")[2] for part in named(page, r"[a-z_.]*[A-Z][A-Za-z]+(\.[a-z_]+)?") if "." in part
+    }
+    others = {"ConfigDict", "SIGTERM", "TASK"}  # of libraries, or of paths
+    assert not {name for name in names - others if not re.search(rf"\b{name}\b", SOURCE)}
