@@ -82,7 +82,12 @@ def kind_of(config: Mapping[str, Any]) -> type[Task] | None:
 def sections_like(config: Mapping[str, Any]) -> Sections:
     """The sections of a config of the same kind, with those of the optional ones that it has."""
     kind = kind_of(config)
-    return _sections_of(kind) | ({} if kind else {name: one for name, one in OPTIONAL.items() if name in config})
+    return _sections_of(kind) | ({} if kind else _optional_of(config))
+
+
+def _optional_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The optional sections that a config has, with their defaults."""
+    return {name: one for name, one in OPTIONAL.items() if name in config}
 
 
 def default_like(config: Mapping[str, Any]) -> ConfigDict:
@@ -149,7 +154,7 @@ def check_shape(config: ConfigDict, like: ConfigDict, kind: str = "config") -> N
         require(found == (name in config), "tasks", alone)
         require(wanted or not found, "tasks", f"this is a {name}'s config; `realm train` trains it, and nothing else")
         require(found or not wanted, "tasks", f"this is REALM's config; that of a {name} is configs/{name}.py")
-    optional = {name: asdict(OPTIONAL[name]) for name in OPTIONAL if "encoder" in like and name in config}
+    optional = {name: asdict(one) for name, one in _optional_of(config).items()} if "encoder" in like else {}
     schema.check_shape(config, ConfigDict(like.to_dict() | optional), kind)
 
 

@@ -57,12 +57,13 @@ class BaseRun:
         """Fresh parameters, initialised sharded."""
         return _init_program(self.model, self.mesh)(jax.random.key(self.config.seed))
 
-    @cached_property
+    @property
     def param_shardings(self) -> Any:
         """Where each parameter lives: a tree like the parameters'."""
         return _shardings(self.model, self.mesh)
 
 
+@lru_cache(maxsize=8)
 def _shardings(model: Any, mesh: Mesh) -> Any:
     return parameter_shardings(mesh, jax.eval_shape(model.init_boxed, jax.random.key(0)))
 
@@ -124,9 +125,9 @@ class Run(BaseRun):
         words, own = self.words(), self.context.exclude_own
         depth = bm25_list_length(self.context.search, search_depth(self.context), self.context.rows)
 
-        def find(text: str, source_row: int) -> Example:
+        def find(text: str, own_row: int) -> Example:
             rows, scores = (found[0] for found in words.scored([text], depth + 1))
-            kept = np.flatnonzero((rows >= 0) & (rows != source_row) if own else rows >= 0)[:depth]
+            kept = np.flatnonzero((rows >= 0) & (rows != own_row) if own else rows >= 0)[:depth]
             missing = 0, depth - len(kept)
             rows = np.pad(rows[kept], missing, constant_values=-1)
             return Bm25Hits(rows[None], np.pad(scores[kept], missing)[None]).arrays(0)

@@ -18,14 +18,17 @@ def named(page: str, pattern: str) -> set[str]:
     return {part for part in quoted if re.fullmatch(pattern, part)}
 
 
+def is_there(module: str) -> bool:
+    return any((folder / f"{module}{ending}").exists() for folder in (PACKAGE, ROOT) for ending in ("", ".py"))
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_modules_that_a_page_names_are_there(page):
-    names = {name for name in named(page, r"(realm_jax/)?[a-z_]+/[a-z_0-9]+(\.py)?")}
+    names = named(page, r"(realm_jax/)?[a-z_]+/[a-z_0-9]+(\.py)?")
     modules = {name.removeprefix("realm_jax/").removesuffix(".py") for name in names}
-    modules = {name for name in modules if name.partition("/")[0] in PACKAGES}
+    modules = {module for module in modules if module.partition("/")[0] in PACKAGES}
     assert len(modules) > 5
-    places = [(folder / f"{{}}{ending}") for folder in (PACKAGE, ROOT) for ending in ("", ".py")]
-    assert not {name for name in modules if not any(Path(str(place).format(name)).exists() for place in places)}
+    assert not {module for module in modules if not is_there(module)}
 
 
 @pytest.mark.parametrize("page", PAGES)

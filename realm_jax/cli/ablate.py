@@ -20,7 +20,7 @@ from rich.text import Text
 
 from realm_jax.cli.config_flags import add_config_argument, load_config, with_overrides
 from realm_jax.cli.quickstart import make_data
-from realm_jax.config import add_sections, default_like, named_sections, require, science, task_names, validate
+from realm_jax.config import add_sections, default, named_sections, require, science, task_names, validate
 from realm_jax.data.encyclopedia import EncyclopediaSettings
 from realm_jax.errors import UserError
 from realm_jax.eval.ablations import HEADS, Row, SeedResult, cells, html, markdown
@@ -79,7 +79,8 @@ def _config_template(config: ConfigDict) -> ConfigDict:
     """The keys of an ablation config; `check` validates its rows."""
     rows = config.get("rows", ConfigDict())
     made = config.get("encyclopedia", ConfigDict())
-    base = default_like(config.get("base", {}))
+    base = default()
+    add_sections(base, [*config.get("base", ())])
     return ConfigDict({"seeds": (0,), "encyclopedia": made, "base": base, "table": ("",), "rows": rows})
 
 

@@ -154,17 +154,17 @@ def _check_realm(model: Realm) -> None:
 
 def write_networks(
     folder: Path, config: ConfigDict, model: Realm, params: Params, tokenizer: Tokenizer, names: str = "bert",
-    reads: bool = True, reader_wordpiece: Tokenizer | None = None,
+    reads: bool = True, own_reader_tokenizer: Tokenizer | None = None,
 ) -> None:  # fmt: skip
     """Write every network into a folder of its own in `folder`. names: 'bert' or 'realm'.
 
     reads: whether the reader was trained with questions; recorded, so that a run that begins with it knows.
-    reader_wordpiece: its tokenizer, where it has its own.
+    own_reader_tokenizer: its tokenizer, where it has its own.
     """
     encoder = config.encoder.to_dict() | {"temperature": model.current_temperature(params)}
     for network, parts in networks(model).items():
         place, own = folder / network, jax.tree.map(np.asarray, params[network])
-        own_tokens = reader_wordpiece if network == READER and reader_wordpiece else tokenizer
+        own_tokens = own_reader_tokenizer if network == READER and own_reader_tokenizer else tokenizer
         settings = settings_of(model, network, names) | {"pad_token_id": own_tokens.pad_id}
         settings |= {TRAINED_READER: reads} if network == READER else {ENCODER_SECTION: encoder}
         save(place, own, parts, names, settings)

@@ -221,7 +221,7 @@ def tag_passages(
     """Salient spans of some rows of a store, found as the corpus builder finds them, but passage by passage: the
     builder reads whole articles, so its windows, and with them some names, may differ.
 
-    wordpiece: of the store; the tagger may have another one. at_a_time: passages that share batches. check: called
+    tokenizer: of the store; the tagger may have another one. at_a_time: passages that share batches. check: called
     between them. A row has no spans where its text does not give its pieces again: it was cut within a word.
     """
     same_pieces = tokenizer.fingerprint == tagger.windows.cutter.tokenizer.fingerprint

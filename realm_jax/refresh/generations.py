@@ -14,8 +14,8 @@ Read `Manifest` next.
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Self, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -32,6 +32,7 @@ CHUNK_ROWS = 65_536  # passages in a file of vectors: what a killed builder lose
 KEPT = 3  # newest generations that stay, beside those in use or in checkpoints
 EXPORT, MANIFEST, REFUSED = "EXPORT.json", "MANIFEST.json", ".refused"
 QUERIES = "queries"  # name of the sample query vectors among the arrays of an export
+Record = TypeVar("Record")
 Arrays = dict[str, NDArray]
 
 
@@ -69,6 +70,16 @@ class Export:
         return cls(**fields | {"file": _entry(fields["file"], where)})
 
 
+def _read_record(folder: Folder, name: str, parse: Callable[[Any, str], Record]) -> Record | None:
+    """What a JSON file says; None if it is not there. Raises InvalidIndex."""
+    try:
+        return parse(folder.read_json(name), folder.path(name))
+    except FileNotFoundError:
+        return None
+    except Damaged as fault:
+        raise InvalidIndex(str(fault)) from None
+
+
 def export_steps(folder: Folder) -> list[int]:
     """Steps that have a folder of an export, in order; it may be incomplete."""
     return sorted(int(name) for name in folder.names("exports") if name.isdigit())
@@ -76,13 +87,7 @@ def export_steps(folder: Folder) -> list[int]:
 
 def read_export(folder: Folder, step: int) -> Export | None:
     """The export of a step; None if there is none yet. Raises InvalidIndex."""
-    name = f"exports/{step}/{EXPORT}"
-    try:
-        return Export.from_json(folder.read_json(name), folder.path(name))
-    except FileNotFoundError:
-        return None
-    except Damaged as fault:
-        raise InvalidIndex(str(fault)) from None
+    return _read_record(folder, f"exports/{step}/{EXPORT}", Export.from_json)
 
 
 def read_towers(folder: Folder, export: Export) -> tuple[Arrays, NDArray[np.float32]]:
@@ -203,13 +208,7 @@ def generation_name(step: int, parameters: str, corpus: str, attempt: int) -> st
 
 def read_manifest(folder: Folder, generation: str) -> Manifest | None:
     """The manifest of a generation; None if there is none (yet). Raises InvalidIndex."""
-    name = f"index/{generation}/{MANIFEST}"
-    try:
-        return Manifest.from_json(folder.read_json(name), folder.path(name))
-    except FileNotFoundError:
-        return None
-    except Damaged as fault:
-        raise InvalidIndex(str(fault)) from None
+    return _read_record(folder, f"index/{generation}/{MANIFEST}", Manifest.from_json)
 
 
 def export_of(folder: Folder, manifest: Manifest) -> Export | None:

@@ -106,9 +106,7 @@ class Task(abc.ABC):
     short: ClassVar[Short] = Short()
     is_parted: bool = True  # `optimizer.microbatches` applies to it
     retriever_delay: int = 0  # steps before the retriever moves
-    contrast: ContrastiveLoss | None = (
-        None  # its loss in parts, where examples are compared; None: losses of examples add up
-    )
+    contrast: ContrastiveLoss | None = None  # its loss in parts, if it compares examples; None: losses add up
 
     def __init__(self, run: Any) -> None:
         """run: a `Run`, or a `BaseRun` for a task with a config of its own kind. What depends on it is set here."""
@@ -207,9 +205,11 @@ class Task(abc.ABC):
     def needs_vectors(self, search: str = "") -> bool:
         """Whether questions to its parameters need the passages' vectors: to search them, or for p(z|x).
 
-        search: what finds passages, by default what does while it is measured.
+        A reader that was trained on BM25's scores goes on with those. search: what finds passages, by default what does
+        while it is measured.
         """
-        return True
+        bm25_alone = (search or self.eval_search) == "bm25"
+        return not (bm25_alone and self.teaches_reading() and self.context.qa_words)
 
     def measure(self) -> Measure | None:
         """What measures parameters on the development questions; None without any.

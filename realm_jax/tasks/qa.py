@@ -141,10 +141,6 @@ class Qa(Task):
     def keeps_best(self) -> bool:
         return super().keeps_best or self.evaluate_every > 0
 
-    def needs_vectors(self, search: str = "") -> bool:
-        """A reader that was trained on BM25's scores goes on with those."""
-        return not (self.context.qa_words and (search or self.eval_search) == "bm25")
-
     @property
     def is_positive(self) -> bool:
         """Whether the reader is given one passage a question, which comes with the batch."""

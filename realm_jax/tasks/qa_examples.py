@@ -60,7 +60,12 @@ def fine_tuning_examples(task: Task, params: Params, embed: Embed) -> Examples:
     questions = training_questions(task, params, embed)
     if run.context.qa_objective == "positive":
         return examples_with_positives(task, params, embed, questions)
-    found = bm25_candidates(run, questions) if run.context.qa_search != "vectors" else None
+    return retrieved_examples(run, questions, question_depth(run.context))
+
+
+def retrieved_examples(run: Run, questions: Sequence[Question], depth: int) -> Examples:
+    """Questions with their answers, for a step that finds `depth` passages: with BM25's list where words take part."""
+    found = bm25_candidates(run, questions, depth) if run.context.qa_search != "vectors" else None
     examples = question_examples(questions, run.sources.for_reader.tokenizer, run.lengths, found)
     return with_queries(examples, questions, run.sources, run.lengths)
 
@@ -113,9 +118,9 @@ def check_string_answers(questions: Sequence[Question]) -> None:
         )
 
 
-def bm25_candidates(run: Run, questions: Sequence[Question]) -> Bm25Hits:
-    """BM25's list of each question of fine-tuning."""
-    return run.bm25_search([question.question for question in questions], question_depth(run.context))
+def bm25_candidates(run: Run, questions: Sequence[Question], depth: int) -> Bm25Hits:
+    """BM25's list of each question, for a search for `depth` passages."""
+    return run.bm25_search([question.question for question in questions], depth)
 
 
 def load_or_create(task: Task, file: str, name: str, count: int, make: Callable[[], list[Any]]) -> list[Any]:
@@ -249,7 +254,9 @@ def examples_with_positives(task: Task, params: Params, embed: Embed, questions:
     read, titles = run.sources.for_reader, run.context.qa_titles
     examples = positive_examples(asked, positives, read.passages, read.tokenizer, run.lengths, titles)
     examples = with_queries(examples, asked, run.sources, run.lengths)
-    return with_bm25_hits(examples, bm25_candidates(run, asked)) if run.context.qa_search == "hybrid" else examples
+    if run.context.qa_search != "hybrid":
+        return examples
+    return with_bm25_hits(examples, bm25_candidates(run, asked, question_depth(run.context)))
 
 
 def find_positives(task: Task, params: Params, embed: Embed, questions: Sequence[Question]) -> list[int]:

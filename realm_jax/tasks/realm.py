@@ -238,12 +238,12 @@ def masked_examples(
         number = int(numbers[chosen])
         if query is not None:
             arrays = as_read(arrays) | query(row, number, hidden_places(arrays))
-        source_row = row if pretraining_is_corpus else -1
-        arrays |= {"own_row": np.int32(source_row)}
+        own_row = row if pretraining_is_corpus else -1
+        arrays |= {"own_row": np.int32(own_row)}
         if find is None:
             return arrays
         hidden = arrays["positions"][arrays["weights"] > 0] - 1
-        return arrays | find(unmasked_text(store, tokenizer, row, number, hidden), source_row)
+        return arrays | find(unmasked_text(store, tokenizer, row, number, hidden), own_row)
 
     return Examples(len(rows), make)
 

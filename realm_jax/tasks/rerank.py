@@ -28,7 +28,7 @@ from realm_jax.schema import at_least, key, require
 from realm_jax.sections import TaskSection, joint_length, task_names
 from realm_jax.tasks.base import Embed, Means, Shapes, Task, answer_shapes, asked_shapes, batch_mean, bm25_shapes
 from realm_jax.tasks.qa import Qa
-from realm_jax.tasks.qa_examples import question_examples, training_questions, with_queries
+from realm_jax.tasks.qa_examples import retrieved_examples, training_questions
 
 Array = jax.Array
 NAME = "reranker"  # of its parameters
@@ -80,20 +80,12 @@ class RerankTask(Task):
     def reranks(cls, config: ConfigDict) -> Rerank:
         return Rerank(config.rerank.passages, NAME, added)
 
-    def needs_vectors(self, search: str = "") -> bool:
-        return not (self.context.qa_words and (search or self.eval_search) == "bm25")
-
     def start(self, params: Params) -> Params:
         """Its BERT begins as that of the reader."""
         return params | {NAME: params[NAME] | {"bert": jax.tree.map(jnp.copy, params["reader"]["bert"])}}
 
     def examples(self, params: Params, embed: Embed) -> Examples:
-        run: Run = self.run
-        questions = training_questions(self, params, embed)
-        texts = [question.question for question in questions]
-        found = run.bm25_search(texts, self.candidates) if self.bm25_depth else None
-        examples = question_examples(questions, run.sources.for_reader.tokenizer, run.lengths, found)
-        return with_queries(examples, questions, run.sources, run.lengths)
+        return retrieved_examples(self.run, training_questions(self, params, embed), self.candidates)
 
     def array_shapes(self) -> Shapes:
         return asked_shapes(self.run) | answer_shapes(self.run) | bm25_shapes(self.bm25_depth)

@@ -116,11 +116,11 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def check(
-        self, config: ConfigDict, model: Realm, tokenizer: Tokenizer, reader_wordpiece: Tokenizer | None = None
+        self, config: ConfigDict, model: Realm, tokenizer: Tokenizer, own_reader_tokenizer: Tokenizer | None = None
     ) -> None:
         """Raise UserError unless the source is whole and fits the networks and the tokenizers of a run.
 
-        reader_wordpiece: that of a reader with a tokenizer of its own.
+        own_reader_tokenizer: that of a reader with a tokenizer of its own.
         """
 
     @abc.abstractmethod
@@ -185,7 +185,7 @@ class RunSource(Source):
         return found.get("reader", found["tokenizer"])
 
     def check(
-        self, config: ConfigDict, model: Realm, tokenizer: Tokenizer, reader_wordpiece: Tokenizer | None = None
+        self, config: ConfigDict, model: Realm, tokenizer: Tokenizer, own_reader_tokenizer: Tokenizer | None = None
     ) -> None:
         """Raise UserError when the run is not done, or has another tokenizer or a network of another size."""
         theirs, (last, saved) = self.config, self._saved()
@@ -195,7 +195,7 @@ class RunSource(Source):
                 f"config.{self.key}: {self.folder} is at step {done} of {theirs[last].steps} of {last}; let it finish "
                 "first"
             )
-        names, reader = self.networks_for(model), reader_wordpiece or tokenizer
+        names, reader = self.networks_for(model), own_reader_tokenizer or tokenizer
         is_same = read_json(self.folder / "data.json")["tokenizer"] == tokenizer.fingerprint or names == (READER,)
         if not is_same or (READER in names and self.reader_tokenizer() != reader.fingerprint):
             raise UserError(
@@ -271,25 +271,25 @@ class WeightsSource(Source):
         return transformer_folder(network_folder(self.folder, READER) or self.folder)
 
     def files(
-        self, model: Realm, tokenizer: Tokenizer, reader_wordpiece: Tokenizer | None = None
+        self, model: Realm, tokenizer: Tokenizer, own_reader_tokenizer: Tokenizer | None = None
     ) -> dict[str, NetworkFiles]:
         """Network → the files for it; no entry for one that there is nothing for. Reads no parameters.
 
-        reader_wordpiece: as of `check`. Raises UserError if a file does not fit the network or the vocabulary,
+        own_reader_tokenizer: as of `check`. Raises UserError if a file does not fit the network or the vocabulary,
         naming both.
         """
         parts, found = networks(model), {}
         for network in self.networks_for(model):
             if place := network_folder(self.folder, network):
                 found[network] = _files(place, model, network, parts[network])
-                own = reader_wordpiece if network == READER and reader_wordpiece else tokenizer
+                own = own_reader_tokenizer if network == READER and own_reader_tokenizer else tokenizer
                 _check_vocabulary(transformer_folder(place), own, _flag(self.key))
         return found
 
     def check(
-        self, config: ConfigDict, model: Realm, tokenizer: Tokenizer, reader_wordpiece: Tokenizer | None = None
+        self, config: ConfigDict, model: Realm, tokenizer: Tokenizer, own_reader_tokenizer: Tokenizer | None = None
     ) -> None:
-        files = self.files(model, tokenizer, reader_wordpiece)
+        files = self.files(model, tokenizer, own_reader_tokenizer)
         if self.key == "reader_from":
             require(READER in files, self.key, f"{self.folder} has no reader; name another folder")
         else:
@@ -406,13 +406,13 @@ def fill_from_pretrained(config: ConfigDict, workdir: Path | None = None, with_r
     with_reader: whether it is to say what the reader is. Raises UserError if a model is none, does not say what is
     asked for, or says what cannot be represented.
     """
-    config = _with_values(config, workdir)
-    return _with_reader(config, workdir) if with_reader and not config.model.reader else config
+    recorded, begun = _recorded(workdir)
+    config = _with_values(config, workdir, recorded, begun)
+    return _with_reader(config, recorded, begun) if with_reader and not config.model.reader else config
 
 
-def _with_reader(config: ConfigDict, workdir: Path | None) -> ConfigDict:
+def _with_reader(config: ConfigDict, recorded: dict[str, Any], begun: bool) -> ConfigDict:
     """A config whose `model.reader` says in what the reader of `reader_from` differs from the embedders."""
-    recorded, begun = _recorded(config, workdir)
     if begun:
         said = recorded["model.reader"]
     else:
@@ -453,12 +453,11 @@ def check_reader_is_named(config: ConfigDict, source: Source) -> None:
     require(not (fit and said), f"init_from={source.name}", advice)
 
 
-def _with_values(config: ConfigDict, workdir: Path | None) -> ConfigDict:
+def _with_values(config: ConfigDict, workdir: Path | None, recorded: dict[str, Any], begun: bool) -> ConfigDict:
     """A config in which no key waits for the model of `init_from`."""
     waiting = inherited_keys(config)
     if not waiting:
         return config
-    recorded, begun = _recorded(config, workdir)
     values = recorded if begun else _of_model(config, waiting, workdir, recorded)
     for key in waiting:
         if values.get(key) is None:
@@ -480,7 +479,7 @@ def _listed(values: dict[str, Any]) -> str:
     return ", ".join(f"{key}={value!r}" for key, value in values.items())
 
 
-def _recorded(config: ConfigDict, workdir: Path | None) -> tuple[dict[str, Any], bool]:
+def _recorded(workdir: Path | None) -> tuple[dict[str, Any], bool]:
     """The config that the folder of a run records, {} where it records none, and whether the run has a checkpoint."""
     if workdir is None or not (workdir / SETTINGS).is_file():
         return {}, False
