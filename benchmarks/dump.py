@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from realm_jax.corpora import dumps, wikipedia
 from realm_jax.corpora.build import PassagePacker
-from realm_jax.data.jsonl import Article
+from realm_jax.corpora.outcomes import Article
 from realm_jax.data.wordpiece import WordPiece
 
 PASSAGES = 13_353_718  # of the index that was released with Guu et al. 2020

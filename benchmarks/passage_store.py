@@ -24,7 +24,7 @@ import numpy as np
 import psutil
 
 from realm_jax.corpora.build import PassagePacker
-from realm_jax.data.jsonl import Article
+from realm_jax.corpora.outcomes import Article
 from realm_jax.data.segments import Passage
 from realm_jax.data.store import PassageStore, append_segment
 from realm_jax.data.wordpiece import WordPiece

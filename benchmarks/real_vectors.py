@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from transformers import BertModel
 
-from realm_jax.data.jsonl import read_questions
+from realm_jax.data.questions import read_questions
 from realm_jax.data.sources import open_sources
 
 LENGTH, WIDTH, BATCH = 64, 128, 128

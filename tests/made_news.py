@@ -15,8 +15,8 @@ from random import Random
 from realm_jax.corpora import near_duplicates
 from realm_jax.corpora.near_duplicates import find_near_duplicates, fingerprint
 from realm_jax.corpora.news import RULES
+from realm_jax.corpora.outcomes import Article
 from realm_jax.data import sentences
-from realm_jax.data.jsonl import Article
 
 DAMAGED = ("null", "not UTF-8", "not JSON", "surrogate")
 KINDS = ("article", "furnished", "copy", "version", "edited", "foreign", "stub", *DAMAGED)

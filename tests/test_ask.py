@@ -13,7 +13,7 @@ from tiny_run import PEOPLE, prepare_people, question
 
 from realm_jax.cli import ask as job
 from realm_jax.cli import main as cli
-from realm_jax.data.jsonl import Question
+from realm_jax.data.questions import Question
 from realm_jax.eval import prediction
 from realm_jax.eval.answers import normalise
 from realm_jax.eval.prediction import Answer, Evaluator, merge

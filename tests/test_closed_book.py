@@ -10,7 +10,7 @@ from tiny_run import PEOPLE, tiny_config
 from realm_jax.cli import main as cli
 from realm_jax.config import validate
 from realm_jax.data.examples import Lengths, document_arrays
-from realm_jax.data.jsonl import Question
+from realm_jax.data.questions import Question
 from realm_jax.data.sources import Sources, open_sources
 from realm_jax.errors import UserError
 from realm_jax.models.inputs import Documents, reader_inputs

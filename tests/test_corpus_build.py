@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from realm_jax.corpora import build
 from realm_jax.corpora.build import PackingSummary, build_store
+from realm_jax.corpora.outcomes import Article
+from realm_jax.corpora.texts import read_passages
 from realm_jax.data import spans
-from realm_jax.data.jsonl import Article, read_passages
 from realm_jax.data.store import PassageStore
 from realm_jax.data.wordpiece import WordPiece
 from realm_jax.errors import UserError

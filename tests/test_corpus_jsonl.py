@@ -10,8 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from realm_jax.corpora.outcomes import Article
+from realm_jax.corpora.texts import read_passages
 from realm_jax.data import lines
-from realm_jax.data.jsonl import Article, Question, question_lines, read_passages, read_questions
+from realm_jax.data.questions import Question, question_lines, read_questions
 from realm_jax.errors import UserError
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realm_jax.corpora import articles, dumps, ranges, wikipedia
-from realm_jax.corpora.articles import ArticleSource, extract
+from realm_jax.corpora.articles import ArticleSource, Processes
 from realm_jax.corpora.dumps import Page, Part, parts, read_pages
+from realm_jax.corpora.outcomes import CorruptRecord
 from realm_jax.data import files
-from realm_jax.data.records import CorruptRecord
 from realm_jax.errors import UserError
 
 HEAD = b"""<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.10/" version="0.10" xml:lang="en">
@@ -321,11 +321,11 @@ def test_processes_that_take_whole_parts_write_the_same_shards(path, tmp_path, m
     path.write_bytes(multistream(HEAD, *(page(number, f"{text} {number}") for number in range(1, 41)), TAIL))
     texts = ArticleSource("dump", tuple(parts(path, 500)), read_pages, wikipedia.article, small_parts)
     assert len(texts.parts) > 8
-    counts = extract(texts, tmp_path / "one", 3)
+    counts = Processes(1).extract(texts, str(tmp_path / "one"), 3, False, print)
     assert counts.articles == 40
     broken = dataclasses.replace(texts, parts=(*texts.parts[:2], None, *texts.parts[3:]))
     with pytest.raises(AttributeError):
-        extract(broken, tmp_path / "two", 3, workers=2)
+        Processes(2).extract(broken, str(tmp_path / "two"), 3, False, print)
     assert (tmp_path / "two" / articles.PROGRESS).exists() and not (tmp_path / "two" / articles.COUNTS).exists()
-    assert extract(texts, tmp_path / "two", 3, workers=2) == counts
+    assert Processes(2).extract(texts, str(tmp_path / "two"), 3, False, print) == counts
     assert digests(tmp_path / "two") == digests(tmp_path / "one")

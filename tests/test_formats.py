@@ -11,7 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from realm_jax.data.jsonl import Article, Question, parse_questions, read_passages, read_questions
+from realm_jax.corpora.outcomes import Article
+from realm_jax.corpora.texts import read_passages
+from realm_jax.data.questions import Question, parse_questions, read_questions
 from realm_jax.data.records import BadRecord
 from realm_jax.errors import UserError
 

@@ -26,7 +26,7 @@ from realm_jax.corpora.near_duplicates import (
     fingerprint,
     signature,
 )
-from realm_jax.data.jsonl import Article
+from realm_jax.corpora.outcomes import Article
 from realm_jax.errors import UserError
 
 

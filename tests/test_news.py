@@ -13,9 +13,8 @@ from made_news import FOREIGN, expected, made_texts, make_news, without_copies
 
 from realm_jax.corpora import news, raw_records
 from realm_jax.corpora.news import RULES, clean, language
+from realm_jax.corpora.outcomes import Article, CorruptRecord, FilteredRecord
 from realm_jax.data import sentences
-from realm_jax.data.jsonl import Article
-from realm_jax.data.records import CorruptRecord, FilteredRecord
 
 PROSE = made_texts(1)[0]
 ANYTHING = {"languages": [], "characters": (0, 10**9), "words": (0, 10**9), "sentences": (0, 10**9)}

@@ -17,8 +17,8 @@ import pytest
 
 import realm_jax
 from realm_jax.cli import main as cli
-from realm_jax.data.jsonl import Question, read_questions
 from realm_jax.data.question_sets import SETS, find_files, resplit, split_of
+from realm_jax.data.questions import Question, read_questions
 from realm_jax.errors import UserError
 
 tfds = pytest.importorskip("tensorflow_datasets")

@@ -21,9 +21,9 @@ from made_news import expected, made_texts, make_news
 from realm_jax.cli import main as cli
 from realm_jax.cli import prepare as job
 from realm_jax.cli.prepare import prepare
-from realm_jax.corpora import articles, runners
+from realm_jax.corpora import articles
 from realm_jax.corpora.texts import _DUMP
-from realm_jax.data.jsonl import read_questions
+from realm_jax.data.questions import read_questions
 from realm_jax.data.sources import open_sources
 from realm_jax.data.spans import Span
 from realm_jax.data.store import PassageStore
@@ -601,7 +601,7 @@ def test_a_command_that_lost_its_bucket_to_another_says_so(tmp_path, passages, m
 def test_arguments_are_checked_before_a_text_is_read(tmp_path, passages, monkeypatch, options, message):
     if "beam" in options:
         pytest.importorskip("apache_beam")
-    monkeypatch.setattr(runners.Processes, "extract", lambda *_: pytest.fail("too late"))
+    monkeypatch.setattr(articles.Processes, "extract", lambda *_: pytest.fail("too late"))
     with pytest.raises(UserError, match=message):
         prepare(passages, tmp_path / "data", **options)
     assert [path.name for path in tmp_path.iterdir()] == ["passages.jsonl"]

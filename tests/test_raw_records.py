@@ -16,10 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from realm_jax.corpora import raw_records
+from realm_jax.corpora.outcomes import Article, CorruptRecord
 from realm_jax.corpora.raw_records import Fields, article, parts
+from realm_jax.corpora.texts import read_passages
 from realm_jax.data import lines, records
-from realm_jax.data.jsonl import Article, read_passages
-from realm_jax.data.records import CorruptRecord
 from realm_jax.errors import UserError
 
 GOOD = b'{"id": "a", "title": "A", "text": "Some text."}\n'

@@ -9,7 +9,7 @@ from unigram import READER_SIZE, TEXTS, prepare_for_two, unigram
 from realm_jax.cli import main as cli
 from realm_jax.cli.prepare import prepare
 from realm_jax.corpora.build import build_store
-from realm_jax.data.jsonl import Article
+from realm_jax.corpora.outcomes import Article
 from realm_jax.data.sources import open_sources
 from realm_jax.data.store import PassageStore, remove_documents
 from realm_jax.data.wordpiece import WordPiece

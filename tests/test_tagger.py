@@ -23,8 +23,8 @@ from realm_jax.cli import main as cli
 from realm_jax.config import default as realm_config
 from realm_jax.config import validate
 from realm_jax.corpora.build import build_store
+from realm_jax.corpora.outcomes import Article
 from realm_jax.data.conll import Sentence, open_tagged
-from realm_jax.data.jsonl import Article
 from realm_jax.data.spans import DATE, Span, find_dates, with_dates
 from realm_jax.data.spans import finder as finder_called
 from realm_jax.data.store import PassageStore

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from realm_jax.corpora import wiki_templates, wikipedia, wikitext
 from realm_jax.corpora.dumps import Page, parts, read_pages
+from realm_jax.corpora.outcomes import Article, FilteredRecord
 from realm_jax.corpora.wikitext import Note
-from realm_jax.data.jsonl import Article
-from realm_jax.data.records import FilteredRecord
 
 
 def page(text: str, title: str = "Kakadu", **fields) -> Page:

@@ -21,7 +21,7 @@ from realm_jax.cli.arguments import add_run_arguments, add_search_argument, conf
 from realm_jax.cli.output import print_json, stdout
 from realm_jax.console import console as on_stderr
 from realm_jax.console import printable
-from realm_jax.data.jsonl import Question
+from realm_jax.data.questions import Question
 from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.train.trained_run import (

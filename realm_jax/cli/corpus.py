@@ -14,8 +14,8 @@ from pathlib import Path
 from realm_jax.cli.build_index import run_builder
 from realm_jax.corpora.build import build_store
 from realm_jax.corpora.reader_tokens import write_reader_tokens
+from realm_jax.corpora.texts import read_passages
 from realm_jax.data import spans
-from realm_jax.data.jsonl import read_passages
 from realm_jax.data.sources import READER, READER_MANIFEST, open_sources
 from realm_jax.data.staging import is_remote
 from realm_jax.data.store import PassageStore, remove_documents

@@ -17,7 +17,7 @@ from realm_jax.cli.arguments import add_question_arguments, add_run_arguments, c
 from realm_jax.cli.output import checked_output, is_special, print_json, print_line, stdout, table, write_output
 from realm_jax.cli.predict import describe, records
 from realm_jax.config import add_sections
-from realm_jax.data.jsonl import Question, answered
+from realm_jax.data.questions import Question, answered
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.eval.metrics import compare, compute_metrics, describe_metric, summarise

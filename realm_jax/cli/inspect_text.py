@@ -21,7 +21,7 @@ from realm_jax.cli.output import checked_output, print_json, stdout, write_outpu
 from realm_jax.config import task_names
 from realm_jax.console import printable
 from realm_jax.data import sentences
-from realm_jax.data.jsonl import Question
+from realm_jax.data.questions import Question
 from realm_jax.data.spans import finder
 from realm_jax.errors import UserError
 from realm_jax.eval.format import probability

@@ -20,7 +20,7 @@ from realm_jax.cli.argument_types import positive
 from realm_jax.cli.arguments import add_question_arguments, add_run_arguments, check_passages, config_changes
 from realm_jax.cli.output import checked_output, is_special
 from realm_jax.console import StageProgress
-from realm_jax.data.jsonl import Question
+from realm_jax.data.questions import Question
 from realm_jax.errors import UserError
 from realm_jax.eval.prediction import SPANS, Evaluator, Prediction
 from realm_jax.eval.prediction_files import Record, question_record, resume, write_record

@@ -1,7 +1,7 @@
 """`realm prepare`: your documents and questions, turned once into a folder that every other job reads.
 
-Articles are read by `realm_jax.corpora.articles` and packed by `realm_jax.corpora.build`, by one of the runners of
-`realm_jax.corpora.runners`; `realm_jax.corpora.partial_output` has the folder until it is whole. Read `prepare` next.
+Articles are read by `realm_jax.corpora.articles`, which has the runners too, and packed by `realm_jax.corpora.build`;
+`realm_jax.corpora.partial_output` has the folder until it is whole. Read `prepare` next.
 """
 
 import argparse
@@ -20,18 +20,17 @@ from typing import Any, NamedTuple
 
 from realm_jax.cli.argument_types import positive
 from realm_jax.console import StageProgress
-from realm_jax.corpora.articles import read_shard
+from realm_jax.corpora.articles import Runner, read_shard, runner
 from realm_jax.corpora.build import PackingSummary, PassagePacker, check_limit, pack_shard, packed_name, packed_shards
 from realm_jax.corpora.deduplication import COPIES, drop_near_duplicates, fingerprint_shard
+from realm_jax.corpora.outcomes import Article, Counts
 from realm_jax.corpora.partial_output import ARTICLES, MANIFEST, TOKENIZER, check_owner, is_prepared, staged_output
 from realm_jax.corpora.questions import QuestionFile, SelectedQuestions, published_identity, question_file, read_all
 from realm_jax.corpora.reader_tokens import write_reader_tokens
-from realm_jax.corpora.runners import Runner, runner
 from realm_jax.corpora.texts import OpenedTexts, identity, open_texts
 from realm_jax.data import spans as span_finders
-from realm_jax.data.jsonl import Article, question_lines
 from realm_jax.data.packing import DEFAULT_LIMIT
-from realm_jax.data.records import Counts
+from realm_jax.data.questions import question_lines
 from realm_jax.data.sources import FORMAT_VERSION, READER
 from realm_jax.data.store import MANIFEST as STORE
 from realm_jax.data.store import new_version

@@ -4,27 +4,27 @@
     FOLDER/COUNTS.json     written last: what became of all records
     FOLDER/00007.copies    of the articles of a shard, which are left out as copies (`realm_jax.corpora.deduplication`)
 
-A shard depends on nothing but the source, so local processes (`extract`, here) and workers of a cluster
-(`realm_jax.corpora.pipelines`) write the same bytes. Not for passages: read `realm_jax.corpora.build` next.
+A shard depends on nothing but the source, so the runners, local processes (`Processes`, here) and workers of a cluster
+(`realm_jax.corpora.pipelines`), write the same bytes. Not for passages: read `realm_jax.corpora.build` next.
 """
 
 import json
 import logging
 import os
+import resource
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from io import BufferedWriter
 from itertools import compress, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+from realm_jax.corpora.outcomes import Article, CorruptRecord, Counts, FilteredRecord
 from realm_jax.corpora.pool import ordered_parallel_map
-from realm_jax.data.jsonl import Article
-from realm_jax.data.records import CorruptRecord, Counts, FilteredRecord
 from realm_jax.errors import Resumable, UserError
 from realm_jax.storage import Folder, read_json, write_json_atomic
 
@@ -34,6 +34,7 @@ COUNTS = "COUNTS.json"
 PROGRESS = "PROGRESS.json"  # of an unfinished extraction by local processes: where to resume
 UNREADABLE = "unreadable"  # a part from some point on; an error that ends the work
 SAVED_BYTES = 1 << 26  # of articles between two records of where to resume
+OTHER_FILES = 100  # that a process has open beside the shards
 BATCH_RECORDS = 64  # sent to a worker at once: about a second of work of a dump of Wikipedia
 
 
@@ -105,71 +106,6 @@ def line_of(part: int, number: int, article: Article) -> bytes:
     return json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode("utf-8") + b"\n"
 
 
-def extract(
-    texts: ArticleSource,
-    folder: Path,
-    shards: int,
-    workers: int = 1,
-    skip_damage: bool = False,
-    progress: Callable[[int], None] | None = None,
-) -> Counts:
-    """Write the shards of a source by processes of this machine; does what is left when it was cut off before.
-
-    A part that was not finished is read again from its start. progress: called with the number of records read. Raises
-    UserError for damage unless `skip_damage`, and when no article is left.
-    """
-    if (folder / COUNTS).exists():
-        return Counts.from_json(read_json(folder / COUNTS))
-    folder.mkdir(parents=True, exist_ok=True)
-    done, counts = _resume(folder, shards)
-    with ExitStack() as stack:
-        files = [stack.enter_context(open(folder / shard_name(shard), "ab")) for shard in range(shards)]
-        unsaved = 0
-        for part, results in _cleaned(texts, shards, done, workers):
-            for found, counted in results:
-                counts.add(counted)
-                check_damage(texts, counts, skip_damage)
-                for shard, lines in found.items():
-                    unsaved += files[shard].write(lines)
-                if progress is not None:
-                    progress(counts.records)
-            if unsaved >= SAVED_BYTES or part + 1 == len(texts.parts):
-                _save(files, folder / PROGRESS, part + 1, counts)
-                unsaved = 0
-    check(texts, counts, skip_damage)
-    write_json_atomic(folder / COUNTS, counts.to_json())
-    (folder / PROGRESS).unlink(missing_ok=True)
-    return counts
-
-
-def _cleaned(
-    texts: ArticleSource, shards: int, first: int, workers: int
-) -> Iterator[tuple[int, Iterable[tuple[dict[int, bytes], Counts]]]]:
-    """Of each part from `first` on, in order, its number and the results of `clean`: of small parts where there are
-    enough of them one, made by one process from reading on; else of each batch, read here."""
-    numbers = range(first, len(texts.parts))
-    if texts.small_parts and len(numbers) > workers > 1:
-        results = ordered_parallel_map(partial(_clean_part, texts, shards), numbers, workers)
-        yield from ((part, [result]) for part, result in zip(numbers, results, strict=True))
-    else:
-        for part in numbers:
-            batches = _batches(read_part(texts, part))
-            yield part, ordered_parallel_map(partial(clean, texts, shards), batches, workers)
-
-
-def _clean_part(texts: ArticleSource, shards: int, part: int) -> tuple[dict[int, bytes], Counts]:
-    return clean(texts, shards, read_part(texts, part))
-
-
-def _save(files: list[BufferedWriter], progress: Path, parts: int, counts: Counts) -> None:
-    """Flush what was written, and record where to resume."""
-    for file in files:
-        file.flush()
-        os.fsync(file.fileno())
-    sizes = [file.tell() for file in files]
-    write_json_atomic(progress, {"parts": parts, "sizes": sizes, "counts": counts.to_json()})
-
-
 def check_damage(texts: ArticleSource, counts: Counts, skip: bool) -> None:
     """Raise UserError for damage that is not to be skipped, and for what kept a part from being read to its end."""
     if UNREADABLE in counts.damaged:
@@ -212,6 +148,118 @@ def read_lines(folder: Folder, shard: int) -> Iterator[tuple[str, Article]]:
         part, number, article_id, title, text, line = json.loads(raw)
         place = f"line {line}" if line else f"record {number + 1} of part {part + 1}"
         yield place, Article(article_id, title, text, line)
+
+
+# --- What does the work ----------------------------------------------------------------------------------------------
+
+
+class Runner(Protocol):
+    """Works on shards in folders, which are paths or URLs."""
+
+    def check(self, shards: int) -> None:
+        """Raise UserError for more shards than it can write."""
+
+    def extract(
+        self, texts: ArticleSource, folder: str, shards: int, skip_damage: bool, progress: Callable[[int], None]
+    ) -> Counts:
+        """Write the shards of a source; does what is left when it was cut off before.
+
+        progress: called with the number of records read, if the runner does not report progress itself. Raises
+        UserError for damage unless `skip_damage`, and when no article is left.
+        """
+
+    def each(
+        self, act: Callable[[str, int], int], folder: str, shards: Sequence[int], progress: Callable[[int], None]
+    ) -> None:
+        """Do `act(folder, shard)` for each shard; it gives the number of articles of the shard.
+
+        progress: called with the sum of these, if the runner does not report progress itself.
+        """
+
+
+def runner(workers: int | None, beam: str | None) -> Runner:
+    """By the arguments of the command: --workers, or the options of --beam. Raises UserError for both at once."""
+    if beam is None:
+        return Processes(workers or os.cpu_count() or 1)
+    if workers is not None:
+        raise UserError("--workers: Beam's runners have options of their own for it; leave it out, or leave --beam out")
+    from realm_jax.corpora.pipelines import Beam  # here, since few have Apache Beam
+
+    return Beam.of(beam)
+
+
+@dataclass(frozen=True)
+class Processes:
+    """A `Runner` of so many processes of this machine."""
+
+    workers: int
+
+    def check(self, shards: int) -> None:
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - OTHER_FILES
+        if shards > most:
+            raise UserError(f"--shards={shards}: this machine may open {most} files; give fewer, or raise `ulimit -n`")
+
+    def extract(
+        self, texts: ArticleSource, folder: str, shards: int, skip_damage: bool, progress: Callable[[int], None]
+    ) -> Counts:
+        """A part that was not finished is read again from its start."""
+        root = Path(folder)
+        if (root / COUNTS).exists():
+            return Counts.from_json(read_json(root / COUNTS))
+        root.mkdir(parents=True, exist_ok=True)
+        done, counts = _resume(root, shards)
+        with ExitStack() as stack:
+            files = [stack.enter_context(open(root / shard_name(shard), "ab")) for shard in range(shards)]
+            unsaved = 0
+            for part, results in self._cleaned(texts, shards, done):
+                for found, counted in results:
+                    counts.add(counted)
+                    check_damage(texts, counts, skip_damage)
+                    for shard, lines in found.items():
+                        unsaved += files[shard].write(lines)
+                    progress(counts.records)
+                if unsaved >= SAVED_BYTES or part + 1 == len(texts.parts):
+                    _save(files, root / PROGRESS, part + 1, counts)
+                    unsaved = 0
+        check(texts, counts, skip_damage)
+        write_json_atomic(root / COUNTS, counts.to_json())
+        (root / PROGRESS).unlink(missing_ok=True)
+        return counts
+
+    def _cleaned(
+        self, texts: ArticleSource, shards: int, first: int
+    ) -> Iterator[tuple[int, Iterable[tuple[dict[int, bytes], Counts]]]]:
+        """Of each part from `first` on, in order, its number and the results of `clean`: of small parts where there are
+        enough of them one, made by one process from reading on; else of each batch, read here."""
+        numbers = range(first, len(texts.parts))
+        if texts.small_parts and len(numbers) > self.workers > 1:
+            results = ordered_parallel_map(partial(_clean_part, texts, shards), numbers, self.workers)
+            yield from ((part, [result]) for part, result in zip(numbers, results, strict=True))
+        else:
+            for part in numbers:
+                batches = _batches(read_part(texts, part))
+                yield part, ordered_parallel_map(partial(clean, texts, shards), batches, self.workers)
+
+    def each(
+        self, act: Callable[[str, int], int], folder: str, shards: Sequence[int], progress: Callable[[int], None]
+    ) -> None:
+        done = 0
+        for articles in ordered_parallel_map(partial(act, folder), shards, self.workers, few=2):
+            done += articles
+            progress(done)
+
+
+def _clean_part(texts: ArticleSource, shards: int, part: int) -> tuple[dict[int, bytes], Counts]:
+    return clean(texts, shards, read_part(texts, part))
+
+
+def _save(files: list[BufferedWriter], progress: Path, parts: int, counts: Counts) -> None:
+    """Flush what was written, and record where to resume."""
+    for file in files:
+        file.flush()
+        os.fsync(file.fileno())
+    sizes = [file.tell() for file in files]
+    write_json_atomic(progress, {"parts": parts, "sizes": sizes, "counts": counts.to_json()})
 
 
 def _resume(folder: Path, shards: int) -> tuple[int, Counts]:

@@ -3,7 +3,7 @@
 Each passage is a run of whole sentences of one article that fits the limit together with the title and three special
 pieces; a sentence that is too long by itself is split at word boundaries, so that no text is lost. A shard of articles
 is packed by one worker, on this machine or another; the store is the same, byte for byte, whatever their number. Not
-for reading files: see `realm_jax.data.jsonl`. Read `pack_shard` next, then `PassagePacker`.
+for reading files: see `realm_jax.corpora.texts`. Read `pack_shard` next, then `PassagePacker`.
 """
 
 import os
@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.corpora.articles import read_shard
+from realm_jax.corpora.outcomes import Article
 from realm_jax.data import packing, sentences, spans
-from realm_jax.data.jsonl import Article
 from realm_jax.data.segments import Passage, SegmentWriter
 from realm_jax.data.store import append_segment, segment_folder
 from realm_jax.data.tokenizer import Tokenizer, Tokens

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 from xml.etree import ElementTree
 
+from realm_jax.corpora.outcomes import CorruptRecord
 from realm_jax.corpora.ranges import CUT_OFF, UnpackedChunk, count_streams, is_splittable, read_range
 from realm_jax.data.files import file_system, open_stored, size_of, storage_errors
-from realm_jax.data.records import CorruptRecord
 from realm_jax.errors import UserError
 
 PART_BYTES = 32 << 20  # of a file as it is stored: about 120 MB of XML

@@ -43,7 +43,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from realm_jax.data.jsonl import Article
+from realm_jax.corpora.outcomes import Article
 from realm_jax.errors import UserError
 
 SHINGLE = 5  # words, as Lee et al. (2021) use to find near-duplicates in news and web text

@@ -11,10 +11,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from realm_jax.corpora.outcomes import Article, FilteredRecord
 from realm_jax.data import sentences
-from realm_jax.data.jsonl import Article
 from realm_jax.data.languages import language
-from realm_jax.data.records import FilteredRecord, sample
+from realm_jax.data.records import sample
 
 # Which articles stay; PREPARED.json records these. Ranges hold both ends and count what is left after cleaning: shorter
 # than the lower ends are stubs, galleries and failed extractions; longer than the upper ends are lists, transcripts and

@@ -1,9 +1,8 @@
 """The two halves of `realm prepare` as Apache Beam pipelines: for a cluster (Dataflow, Flink), or DirectRunner.
 
-They write what local processes write (`articles.extract`, and `build.pack_shard` for each shard), byte for byte: places
-order what workers send in any order, and every function of a record or a shard is the same one. Both go on where they
-were cut off: a whole extraction is the unit of the first, a shard that of the second. Needs
-`pip install 'realm_jax[beam]'`.
+They write what local processes write (`articles.Processes`), byte for byte: places order what workers send in any
+order, and every function of a record or a shard is the same one. Both go on where they were cut off: a whole extraction
+is the unit of the first, a shard that of the second. Needs `pip install 'realm_jax[beam]'`.
 """
 
 import argparse
@@ -22,7 +21,7 @@ from realm_jax.corpora.articles import (
     read_part,
     shard_name,
 )
-from realm_jax.data.records import CorruptRecord, Counts
+from realm_jax.corpora.outcomes import CorruptRecord, Counts
 from realm_jax.errors import UserError
 from realm_jax.storage import StorageError, open_folder
 
@@ -42,7 +41,7 @@ FAULT = "FAULT.json"  # of a shard that cannot be worked on
 
 
 class Beam(NamedTuple):
-    """A `realm_jax.corpora.runners.Runner`: one of Beam's, which tells of progress itself."""
+    """A `realm_jax.corpora.articles.Runner`: one of Beam's, which tells of progress itself."""
 
     options: Any
 
@@ -68,7 +67,33 @@ class Beam(NamedTuple):
     def extract(
         self, texts: ArticleSource, folder: str, shards: int, skip_damage: bool, progress: Callable[[int], None]
     ) -> Counts:
-        return extract(texts, folder, shards, skip_damage, self.options)
+        target = open_folder(folder)
+        if COUNTS not in target.names():
+            with beam.Pipeline(options=self.options) as pipeline:
+                outputs = (
+                    pipeline
+                    | "parts" >> beam.Create(range(len(texts.parts)))
+                    | "spread parts" >> beam.Reshuffle()
+                    | "read" >> beam.FlatMap(partial(_read, texts))
+                    | "spread records" >> beam.Reshuffle()
+                    | "clean" >> beam.ParDo(_Clean(texts, shards)).with_outputs("counts", main="lines")
+                )
+                every = pipeline | "shards" >> beam.Create([(shard, None) for shard in range(shards)])
+                written = (
+                    (outputs.lines, every)
+                    | "with empty shards" >> beam.Flatten()
+                    | "by shard" >> beam.GroupByKey()
+                    | "write" >> beam.MapTuple(partial(_write_shard, folder))
+                )
+                counts = outputs.counts | "sum" >> beam.CombineGlobally(_sum).without_defaults()
+                _ = counts | "counts" >> beam.Map(_write_counts, folder, beam.pvalue.AsList(written))
+        found = Counts.from_json(target.read_json(COUNTS))
+        try:
+            check(texts, found, skip_damage)
+        except UserError:
+            target.remove(COUNTS)  # the fault may be fixed, and the source read again
+            raise
+        return found
 
     def each(
         self, act: Callable[[str, int], int], folder: str, shards: Sequence[int], progress: Callable[[int], None]
@@ -90,37 +115,6 @@ def _parser() -> argparse.ArgumentParser:
         if isinstance(kind, type) and issubclass(kind, PipelineOptions) and "_add_argparse_args" in vars(kind):
             kind._add_argparse_args(parser)  # type: ignore[arg-type]
     return parser
-
-
-def extract(texts: ArticleSource, folder: str, shards: int, skip_damage: bool, options: Any) -> Counts:
-    """`articles.extract` by the workers of a runner. folder: path or URL that all of them reach."""
-    target = open_folder(folder)
-    if COUNTS not in target.names():
-        with beam.Pipeline(options=options) as pipeline:
-            outputs = (
-                pipeline
-                | "parts" >> beam.Create(range(len(texts.parts)))
-                | "spread parts" >> beam.Reshuffle()
-                | "read" >> beam.FlatMap(partial(_read, texts))
-                | "spread records" >> beam.Reshuffle()
-                | "clean" >> beam.ParDo(_Clean(texts, shards)).with_outputs("counts", main="lines")
-            )
-            every = pipeline | "shards" >> beam.Create([(shard, None) for shard in range(shards)])
-            written = (
-                (outputs.lines, every)
-                | "with empty shards" >> beam.Flatten()
-                | "by shard" >> beam.GroupByKey()
-                | "write" >> beam.MapTuple(partial(_write_shard, folder))
-            )
-            counts = outputs.counts | "sum" >> beam.CombineGlobally(_sum).without_defaults()
-            _ = counts | "counts" >> beam.Map(_write_counts, folder, beam.pvalue.AsList(written))
-    found = Counts.from_json(target.read_json(COUNTS))
-    try:
-        check(texts, found, skip_damage)
-    except UserError:
-        target.remove(COUNTS)  # the fault may be fixed, and the source read again
-        raise
-    return found
 
 
 def _read(texts: ArticleSource, part: int) -> Iterator[LocatedRecord]:

@@ -10,10 +10,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from realm_jax.data.jsonl import Question, parse_questions, read_questions
-from realm_jax.data.lines import applied, strictly
+from realm_jax.corpora.outcomes import CorruptRecord, Counts
 from realm_jax.data.question_sets import PREFIX
-from realm_jax.data.records import BadRecord, CorruptRecord, Counts
+from realm_jax.data.questions import Question, parse_questions, read_questions
+from realm_jax.data.records import BadRecord, applied, strictly
 from realm_jax.errors import UserError
 
 _SPLIT_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")

@@ -12,8 +12,8 @@ import zlib
 from collections.abc import Iterator
 from typing import IO, NamedTuple
 
+from realm_jax.corpora.outcomes import CorruptRecord
 from realm_jax.data.files import open_stored
-from realm_jax.data.records import CorruptRecord
 
 CUT_OFF = "ends too early"
 BAD_PACKING = "packed data is damaged"

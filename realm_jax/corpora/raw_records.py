@@ -3,7 +3,7 @@
 A source is cut into *parts*: small picklable descriptions of what to read. Whoever has a part reads it alone, in any
 process or on any machine, and all parts together give every record once. What cannot be read is a `CorruptRecord` in
 its place, for the caller to count or refuse; only what concerns a source as a whole (not found, not installed, storage
-fails) is a UserError. Not for files in the project's own format, where every fault ends the reading: see `jsonl.py`.
+fails) is a UserError. Not for files in the project's own format, where every fault ends the reading: see `texts.py`.
 Read `parts` next.
 """
 
@@ -16,10 +16,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
+from realm_jax.corpora.outcomes import Article, CorruptRecord
 from realm_jax.data.files import PACKED, matching, size_of
-from realm_jax.data.jsonl import Article
-from realm_jax.data.lines import applied, parse_json, read_lines
-from realm_jax.data.records import BadRecord, CorruptRecord, sample
+from realm_jax.data.lines import parse_json, read_lines
+from realm_jax.data.records import BadRecord, applied, sample
 from realm_jax.errors import UserError
 
 PART_BYTES = 1 << 28  # of a plain JSON Lines file; a packed one, which cannot be entered midway, is one part

@@ -10,11 +10,10 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from realm_jax.corpora.dumps import Page
+from realm_jax.corpora.outcomes import Article, FilteredRecord
 from realm_jax.corpora.wiki_lines import GAP, one_line
 from realm_jax.corpora.wiki_tables import DISAMBIGUATIONS
 from realm_jax.corpora.wikitext import Note, Notes, plain, without_elements
-from realm_jax.data.jsonl import Article
-from realm_jax.data.records import FilteredRecord
 
 # Why a page is not an article.
 OTHER_NAMESPACE = "not in the namespace of articles"

@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
 from realm_jax.data.examples import MINIMUM_SENTENCE, salient_sentences, spans_of
-from realm_jax.data.jsonl import Question
+from realm_jax.data.questions import Question
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
 

@@ -1,30 +1,26 @@
-"""Records of text files, plain or packed, here or in a bucket: lines, JSON objects, columns; and checks of fields.
+"""Records of text files, plain or packed, here or in a bucket: lines, JSON objects, columns.
 
-Everything streams, a JSON array of any size too. What cannot be read is a `BadRecord` in its place, and whoever reads
-decides: `strictly` raises a UserError with file and line, others count it. Only what leaves no place to go on from (in
-an array, in a table, in storage) is raised here. Not for what the records mean. Read `realm_jax.data.formats` next:
-which files are understood.
+Everything streams, a JSON array of any size too. What cannot be read is a `BadRecord` in its place. Only what leaves no
+place to go on from (in an array, in a table, in storage) is raised here. Not for what the records mean: read
+`realm_jax.data.questions` next, or `realm_jax.corpora.texts` for passages.
 """
 
 import codecs
 import csv
 import json
-import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeVar
+from typing import IO, Any, NamedTuple
 
 from realm_jax.data.files import PACKED, UNPACKING_FAULTS, open_unpacked
-from realm_jax.data.records import SAMPLE, BadRecord, sample
+from realm_jax.data.records import SAMPLE, BadRecord, Path_, applied, sample, strictly
 from realm_jax.errors import UserError
 
-Path_ = str | os.PathLike[str]
 Records = Iterator[tuple[int, dict[str, Any] | BadRecord]]  # each with the line that it begins on, from 1
-_T = TypeVar("_T")
-_R = TypeVar("_R")
 
+OTHER_COLUMNS = "a row with other columns than the first line"  # why a row is a bad record
 TRUNCATED = "the rest of the file is truncated or damaged"
 LONGEST_LINE = 1 << 26  # bytes, of an object in an array characters; the longest articles have a few million
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # how JSON spells one, half of a pair or not
@@ -41,37 +37,10 @@ class Line(NamedTuple):
     data: bytes | BadRecord
 
 
-def ending(path: Path_) -> str:
-    """The ending of a file's name in lower case, whatever it is packed with: `.tsv` of `psgs_w100.tsv.gz`."""
+def is_table(path: Path_) -> bool:
+    """Whether a file's name ends as those of tables do, whatever it is packed with: `psgs_w100.tsv.gz`."""
     name = Path(path)
-    return (Path(name.stem) if name.suffix in PACKED else name).suffix.lower()
-
-
-# --- Good and bad records ---------------------------------------------------------------------------------------------
-
-
-def applied(
-    function: Callable[[_T], _R], records: Iterable[tuple[int, _T | BadRecord]]
-) -> Iterator[tuple[int, _R | BadRecord]]:
-    """What a function gives for each record, with its line; what it raises as a BadRecord takes the record's place."""
-    for line, record in records:
-        if isinstance(record, BadRecord):
-            yield line, record
-            continue
-        try:
-            result = function(record)
-        except BadRecord as fault:
-            yield line, fault
-        else:
-            yield line, result
-
-
-def strictly(path: Path_, records: Iterable[tuple[int, _T | BadRecord]]) -> Iterator[tuple[int, _T]]:
-    """The records with their lines. Raises UserError, with file and line, at the first bad one."""
-    for line, record in records:
-        if isinstance(record, BadRecord):
-            raise UserError(f"{path}:{line}: {record}")
-        yield line, record
+    return (Path(name.stem) if name.suffix in PACKED else name).suffix.lower() in (".tsv", ".csv")
 
 
 # --- Lines ------------------------------------------------------------------------------------------------------------
@@ -318,28 +287,3 @@ class _Array:
         return UserError(
             f"{self.path}:{line}: not readable as JSON ({reason}); correct the array, or write one object per line"
         )
-
-
-# --- Fields -----------------------------------------------------------------------------------------------------------
-
-
-def text_field(record: dict[str, Any], key: str, required: bool = True) -> str:
-    """The string under `key`; an absent optional one is empty. Raises BadRecord for anything else."""
-    if key not in record:
-        if required:
-            raise BadRecord(f'the record has no "{key}"', "add it")
-        return ""
-    value = record[key]
-    if not required and (value is None or (isinstance(value, str) and not value.strip())):
-        return ""
-    return check_text(value, key)
-
-
-def check_text(value: Any, key: str) -> str:
-    """`value` if it is a string with something in it. Raises BadRecord otherwise."""
-    if not isinstance(value, str):
-        message = f'"{key}" must hold text but holds {json.dumps(value)[:60]}'
-        raise BadRecord(message, "put it in quotes", f'"{key}" is not text')
-    if not value.strip():
-        raise BadRecord(f'"{key}" is empty', "fill it or remove the line")
-    return value

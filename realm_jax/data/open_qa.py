@@ -7,7 +7,7 @@
 
 Nothing of it needs TensorFlow: records are kept in ArrayRecord files. What was published is taken from TFDS's manual
 folder if it lies there, and downloaded otherwise. Importing this takes a second, so nothing imports it that does not
-use it. Not for other question files: `realm_jax.data.formats`. Read `OpenQa` next; the files and the rule of the
+use it. Not for other question files: `realm_jax.data.questions`. Read `OpenQa` next; the files and the rule of the
 splits are in `realm_jax.data.question_sets`.
 """
 
@@ -24,7 +24,6 @@ from typing import Any
 
 import tensorflow_datasets as tfds
 
-from realm_jax.data.jsonl import Question, pattern_fault, read_questions
 from realm_jax.data.question_sets import (
     PREFIX,
     SETS,
@@ -35,6 +34,7 @@ from realm_jax.data.question_sets import (
     instructions,
     resplit,
 )
+from realm_jax.data.questions import Question, pattern_fault, read_questions
 from realm_jax.errors import UserError
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import farmhash
 
-from realm_jax.data.jsonl import Question
+from realm_jax.data.questions import Question
 from realm_jax.errors import UserError
 
 PREFIX = "tfds:"  # begins the name of a set, `tfds:open_qa/nq_open`, where a file of questions may stand

@@ -1,35 +1,21 @@
-"""Outcomes of the records of a source: an `Article`, or one of these; and their counts.
+"""Good and bad records of files: what cannot be read is a `BadRecord` in its place, and whoever reads decides.
 
-Every dropped record is counted, and sampled with its location. Copies among the articles, and
-those without a word, are left out later; they are counted there (`deduplication.py`, `build.py`).
+`strictly` raises a UserError with file and line, others count it. Read `realm_jax.data.lines` next: where records come
+from.
 """
 
-from collections import Counter
-from dataclasses import dataclass, field
-from typing import Any
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 from realm_jax.errors import UserError
 
-NAMES = 30  # kept of each kind of note when all is counted
 SAMPLE = 80  # characters
-SAMPLES = 3  # kept of each reason: the first ones, in the order of the source
 
-
-@dataclass(frozen=True, slots=True)
-class FilteredRecord:
-    """A record that a rule leaves out. `reason`: a short phrase that is the same for all such records."""
-
-    reason: str
-    sample: str
-
-
-@dataclass(frozen=True, slots=True)
-class CorruptRecord:
-    """A place of a source that cannot be read. `where`: file and line, byte or page."""
-
-    where: str
-    reason: str
-    sample: str
+Path_ = str | os.PathLike[str]
+_T = TypeVar("_T")
+_R = TypeVar("_R")
 
 
 class BadRecord(UserError):
@@ -55,69 +41,47 @@ def sample(value: Any) -> str:
     return line.encode("utf-8", "replace").decode("utf-8")
 
 
-@dataclass(slots=True)
-class Counts:
-    """What became of the records of a source.
-
-    samples: for each reason the first few records, each with its place (part and number in it), which decides what
-    "first" means whatever the order in which workers came. notes: what was left out of articles that stay, by kind and
-    name.
-    """
-
-    records: int = 0
-    articles: int = 0
-    characters: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    damaged: Counter[str] = field(default_factory=Counter)
-    samples: dict[str, list[tuple[int, int, str]]] = field(default_factory=dict)
-    notes: Counter[tuple[str, str]] = field(default_factory=Counter)
-
-    def add(self, other: "Counts") -> "Counts":
-        """Add the counts of other records of the same source."""
-        self.records += other.records
-        self.articles += other.articles
-        self.characters += other.characters
-        self.dropped += other.dropped
-        self.damaged += other.damaged
-        self.notes += other.notes
-        for reason, samples in other.samples.items():
-            self.samples[reason] = sorted([*self.samples.get(reason, []), *samples])[:SAMPLES]
-        return self
-
-    def count_skipped(self, what: FilteredRecord | CorruptRecord, part: int, number: int) -> None:
-        """Count a record that gives no article."""
-        sample = what.sample
-        if isinstance(what, CorruptRecord):
-            self.damaged[what.reason] += 1
-            sample = f"{what.where}: {what.sample}"
+def applied(
+    function: Callable[[_T], _R], records: Iterable[tuple[int, _T | BadRecord]]
+) -> Iterator[tuple[int, _R | BadRecord]]:
+    """What a function gives for each record, with its line; what it raises as a BadRecord takes the record's place."""
+    for line, record in records:
+        if isinstance(record, BadRecord):
+            yield line, record
+            continue
+        try:
+            result = function(record)
+        except BadRecord as fault:
+            yield line, fault
         else:
-            self.dropped[what.reason] += 1
-        self.samples.setdefault(what.reason, []).append((part, number, sample))
-        self.samples[what.reason] = sorted(self.samples[what.reason])[:SAMPLES]
+            yield line, result
 
-    def to_json(self) -> dict[str, Any]:
-        """As a JSON object that does not depend on the order in which records were counted."""
-        return {
-            "records": self.records,
-            "articles": self.articles,
-            "characters": self.characters,
-            "dropped": dict(sorted(self.dropped.items())),
-            "damaged": dict(sorted(self.damaged.items())),
-            "notes": [[*note, times] for note, times in sorted(self.notes.items())],
-            "samples": {reason: [list(one) for one in self.samples[reason]] for reason in sorted(self.samples)},
-        }
 
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> "Counts":
-        samples = {reason: [(p, n, text) for p, n, text in found] for reason, found in value["samples"].items()}
-        numbers = value["records"], value["articles"], value["characters"]
-        notes = Counter({(kind, name): times for kind, name, times in value["notes"]})
-        return cls(*numbers, Counter(value["dropped"]), Counter(value["damaged"]), samples, notes)
+def strictly(path: Path_, records: Iterable[tuple[int, _T | BadRecord]]) -> Iterator[tuple[int, _T]]:
+    """The records with their lines. Raises UserError, with file and line, at the first bad one."""
+    for line, record in records:
+        if isinstance(record, BadRecord):
+            raise UserError(f"{path}:{line}: {record}")
+        yield line, record
 
-    def common_notes(self) -> list[tuple[str, int, list[tuple[str, int]]]]:
-        """For each kind of note how many there are, and the most common names with their numbers."""
-        kinds: dict[str, Counter[str]] = {}
-        for (kind, name), times in self.notes.items():
-            kinds.setdefault(kind, Counter())[name] = times
-        ordered = {kind: sorted(names.items(), key=lambda one: (-one[1], one[0])) for kind, names in kinds.items()}
-        return [(kind, kinds[kind].total(), ordered[kind][:NAMES]) for kind in sorted(kinds)]
+
+def text_field(record: dict[str, Any], key: str, required: bool = True) -> str:
+    """The string under `key`; an absent optional one is empty. Raises BadRecord for anything else."""
+    if key not in record:
+        if required:
+            raise BadRecord(f'the record has no "{key}"', "add it")
+        return ""
+    value = record[key]
+    if not required and (value is None or (isinstance(value, str) and not value.strip())):
+        return ""
+    return check_text(value, key)
+
+
+def check_text(value: Any, key: str) -> str:
+    """`value` if it is a string with something in it. Raises BadRecord otherwise."""
+    if not isinstance(value, str):
+        message = f'"{key}" must hold text but holds {json.dumps(value)[:60]}'
+        raise BadRecord(message, "put it in quotes", f'"{key}" is not text')
+    if not value.strip():
+        raise BadRecord(f'"{key}" is empty', "fill it or remove the line")
+    return value

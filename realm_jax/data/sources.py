@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from realm_jax.data.jsonl import Question, answered, read_questions
+from realm_jax.data.questions import Question, answered, read_questions
 from realm_jax.data.staging import is_remote, staged
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from realm_jax.data import patterns
 from realm_jax.data.examples import Bm25Hits, Example, as_read, query_arrays, row_has_answer, truncated_body
-from realm_jax.data.jsonl import Question
+from realm_jax.data.questions import Question
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.eval.answers import exact_match, normalise
 from realm_jax.eval.retrieval import answer_hits, gold_hits, hit_at_k, mean_by_group

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from realm_jax.data.examples import Examples
 from realm_jax.data.held_out import held_out_share, masked_sentences, trained_rows
-from realm_jax.data.jsonl import Question, answered
+from realm_jax.data.questions import Question, answered
 from realm_jax.data.sources import Sources
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import id_dtype

@@ -24,7 +24,7 @@ from realm_jax.data.examples import (
     salient_sentences,
     spans_of,
 )  # fmt: skip
-from realm_jax.data.jsonl import Question, answered
+from realm_jax.data.questions import Question, answered
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.errors import UserError

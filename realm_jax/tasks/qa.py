@@ -15,7 +15,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from realm_jax.data.examples import Examples
-from realm_jax.data.jsonl import answered
+from realm_jax.data.questions import answered
 from realm_jax.data.tokenizer import id_dtype
 from realm_jax.errors import UserError
 from realm_jax.flops import embedding_flops, reader_of, score_flops

@@ -33,7 +33,7 @@ from realm_jax.data.examples import (
     truncated_body,
     truncated_title,
 )
-from realm_jax.data.jsonl import Question
+from realm_jax.data.questions import Question
 from realm_jax.data.sources import Sources
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ import jax
 from rich.table import Table
 
 from realm_jax.console import console
-from realm_jax.data.jsonl import Question
+from realm_jax.data.questions import Question
 from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.host import PREEMPTED, Preempted, Stop, signal_handler

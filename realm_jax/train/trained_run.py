@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.config import REALM_TASKS
-from realm_jax.data.jsonl import Question, read_questions
+from realm_jax.data.questions import Question, read_questions
 from realm_jax.data.staging import is_remote
 from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Answer, Evaluator

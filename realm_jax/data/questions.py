@@ -1,0 +1,228 @@
+"""Questions: what the files that `realm prepare` takes are read into, and our own JSON Lines files.
+
+| files | recognised by |
+|---|---|
+| `{"question", "answers"}`; NQ-open, DrQA, ORQA: `answer`; Atlas, FiD: `target`, `ctxs` | JSON objects |
+| `nq-train.json` of DPR, retriever or reader: `positive_ctxs`, `ctxs`, … | JSON objects |
+| WebQuestions of brmson: `{"qId", "qText", "answers"}` | JSON objects |
+| `nq-test.qa.csv` of DPR: question, list of answers in Python's spelling | `.tsv`, `.csv` with two columns |
+| CuratedTREC of brmson: id, type, question, regular expression | `.tsv`, `.csv` with four columns |
+
+JSON objects stand one a line or in one array; any file may be packed as `.gz`, `.xz` or `.bz2`. The answers of a file
+with `curatedtrec` in its name are regular expressions, as ORQA has it. Passages that came with a question are left out,
+the first positive one of DPR becomes its gold passage. A record that cannot be used is a `BadRecord` in its place;
+`read_questions` raises a UserError with file and line instead. Not for passages: see `realm_jax.corpora.texts`.
+"""
+
+import ast
+import json
+import re
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from realm_jax.data import patterns
+from realm_jax.data.lines import OTHER_COLUMNS, Records, is_table, json_records, table_rows, text_lines
+from realm_jax.data.records import BadRecord, Path_, applied, check_text, strictly, text_field
+from realm_jax.errors import UserError
+
+MATCHES = (None, "string", "exact", "norm", "none", "regex")  # only "regex" makes patterns of the answers
+LONGEST_QUESTION = 2_000  # characters; the longest question of Natural Questions and SQuAD has a few hundred
+PATTERNS = "curatedtrec"  # in the name of a file whose answers are regular expressions
+_RETRIEVED = ("ctxs", "passages", "positive_ctxs", "negative_ctxs", "hard_negative_ctxs")
+_STRING = r"""'(?:[^'\\]|\\.)*+'|"(?:[^"\\]|\\.)*+\""""
+# Nothing but strings and commas, so that no text, however long or deep, does more than its length of work.
+_STRINGS = re.compile(rf"\s*\[\s*(?:(?:{_STRING})\s*(?:,\s*(?:{_STRING})\s*)*+,?\s*)?\]\s*", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question with the answer strings that count as right; `fields` holds whatever else its record had.
+
+    Without answers it has a gold passage, by which retrieval is measured, or it is only asked.
+    """
+
+    question: str
+    answers: list[str]
+    gold_passage_id: str | None = None
+    fields: dict[str, Any] = field(default_factory=dict)
+    line: int = 0
+
+    @property
+    def is_regex(self) -> bool:
+        """Whether the answers are regular expressions."""
+        return self.fields.get("match") == "regex"
+
+
+def parse_questions(
+    path: Path_, check_patterns: bool = True, need_right: bool = True
+) -> Iterator[tuple[int, Question | BadRecord]]:
+    """Lines and questions of a file with `{"question": …, "answers": […]?, "gold_passage_id": …?}` on each line.
+
+    Other files are understood too, as listed above; of `"match": "regex"` the answers are regular expressions. A
+    BadRecord is a malformed record, an empty or endless question, with `need_right` a question with neither answers nor
+    a gold passage, and with `check_patterns` a regular expression that does not compile. Raises UserError for the file
+    as a whole.
+    """
+    read = partial(_question, check_patterns=check_patterns, need_right=need_right)
+    for line, question in applied(read, _records(path)):
+        yield line, question if isinstance(question, BadRecord) else replace(question, line=line)
+
+
+def read_questions(path: Path_, check_patterns: bool = True, need_right: bool = True) -> list[Question]:
+    """`parse_questions` as a list. Raises UserError, with file and line, for a bad record, and if there is none."""
+    found = [question for _, question in strictly(path, parse_questions(path, check_patterns, need_right))]
+    if not found:
+        raise UserError(f'{path} holds no questions; give one {{"question", "answers"}} object a line')
+    return found
+
+
+def answered(questions: Iterable[Question]) -> list[Question]:
+    """Those that have answers, which a reader can be trained with and measured by."""
+    return [question for question in questions if question.answers]
+
+
+def pattern_fault(question: Question) -> str | None:
+    """What is wrong with the regular expressions of a question; None for answers that compile or are plain strings."""
+    for answer in question.answers if question.is_regex else []:
+        if (fault := patterns.pattern_error(answer)) is not None:
+            return f"{answer[:40]!r} is not a regular expression ({fault})"
+    return None
+
+
+def match_fault(kind: Any) -> BadRecord | None:
+    """What is wrong with the kind of match of a record with answers; None for one of MATCHES."""
+    if isinstance(kind, str | None) and kind in MATCHES:
+        return None
+    known = ", ".join(f'"{one}"' for one in MATCHES if one not in (None, "regex"))
+    advice = f'write "regex" for answers that are patterns, or one of {known}'
+    return BadRecord(f'"match" is {json.dumps(kind)[:40]}', advice)
+
+
+def question_lines(questions: Iterable[Question]) -> bytes:
+    """A file of questions that `read_questions` gives back, all further fields included."""
+    lines = (json.dumps(_question_record(question), ensure_ascii=False) + "\n" for question in questions)
+    return "".join(lines).encode("utf-8")
+
+
+def _question(record: dict[str, Any], check_patterns: bool, need_right: bool) -> Question:
+    """Check one record of a question file."""
+    fields = dict(record)
+    question = text_field(record, "question")
+    if len(question) > LONGEST_QUESTION:
+        message = f"the question has {len(question):,} characters, more than {LONGEST_QUESTION:,}"
+        raise BadRecord(message, "shorten it or remove the line")
+    key = "answers" if "answers" in record else "answer"
+    answers = [] if record.get(key) is None else record[key]
+    if not isinstance(answers, list):
+        raise BadRecord(f'"{key}" must be a list of strings', "correct it or remove the line")
+    for answer in answers:
+        check_text(answer, key)
+    gold = None if record.get("gold_passage_id") is None else text_field(record, "gold_passage_id")
+    if need_right and not answers and gold is None:
+        raise BadRecord('the question has no answers and no "gold_passage_id"', "add one or remove the line")
+    if answers and (fault := match_fault(fields.get("match"))) is not None:
+        raise fault
+    for known in ("question", key, "gold_passage_id"):
+        fields.pop(known, None)
+    checked = Question(question, list(answers), gold, fields)
+    if check_patterns and (wrong := pattern_fault(checked)) is not None:
+        raise BadRecord(wrong, "correct the pattern or remove the line")
+    return checked
+
+
+def _question_record(question: Question) -> dict[str, Any]:
+    """The JSON object of a question: the fields that the system reads come first."""
+    record: dict[str, Any] = {"question": question.question, "answers": question.answers}
+    if question.gold_passage_id is not None:
+        record["gold_passage_id"] = question.gold_passage_id
+    return record | question.fields
+
+
+# --- Files of other projects ------------------------------------------------------------------------------------------
+
+
+def _records(path: Path_) -> Records:
+    """Lines and records `{"question", "answers", …}` of a file. Raises UserError for the file as a whole.
+
+    `"match": "regex"` marks answers that are regular expressions; `answer` may stand for `answers`.
+    """
+    records = _table(path) if is_table(path) else applied(_question_object, json_records(path))
+    has_patterns = PATTERNS in Path(path).name.lower()
+    return applied(lambda record: {"match": "regex"} | record, records) if has_patterns else records
+
+
+def _table(path: Path_) -> Records:
+    """Questions of a table; the columns of its first line say which one it is."""
+    first = next((text for _, text in text_lines(path) if text.strip()), "\t")
+    columns = first.count("\t") + 1
+    if columns not in (2, 4):
+        raise UserError(
+            f"{path}:1: the first line has {columns} columns; tables of questions have two (question, list of answers) "
+            "or four (id, type, question, regular expression), with tabs between them"
+        )
+    return applied(_listed_answers, table_rows(path)) if columns == 2 else applied(_curated_trec, _tabbed(path))
+
+
+def _listed_answers(row: list[str]) -> dict[str, Any]:
+    """A row `question, ['answer', 'answer']`."""
+    if len(row) != 2:
+        raise BadRecord(
+            f"the row has {len(row)} columns, not two: question, list of answers", "correct it", OTHER_COLUMNS
+        )
+    return {"question": row[0], "answers": _string_list(row[1])}
+
+
+def _string_list(text: str) -> list[str]:
+    """The strings of a list in Python's spelling."""
+    try:
+        if not _STRINGS.fullmatch(text):
+            raise ValueError
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # of the backslashes of regular expressions
+            warnings.simplefilter("ignore", DeprecationWarning)  # the same, before Python 3.12
+            strings: list[str] = ast.literal_eval(text.strip())
+        "".join(strings).encode("utf-8")
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        message = f"the second column holds {text[:40]!r}, not a list of quoted answers"
+        raise BadRecord(message, "write ['one', 'two']", "not a list of quoted answers") from None
+    return strings
+
+
+def _tabbed(path: Path_) -> Iterator[tuple[int, list[str]]]:
+    """Rows of columns between tabs; quotes in them are characters like any other. Blank lines are skipped."""
+    yield from ((line, text.split("\t")) for line, text in text_lines(path) if text.strip())
+
+
+def _curated_trec(row: list[str]) -> dict[str, Any]:
+    """A row `id, type, question, regular expression`."""
+    if len(row) != 4:
+        raise BadRecord(f"the row has {len(row)} columns, the first line four", "correct the row", OTHER_COLUMNS)
+    return {"question": row[2], "answers": [row[3]], "match": "regex", "id": row[0]}
+
+
+def _question_object(record: dict[str, Any]) -> dict[str, Any]:
+    """A question of a JSON object, with our names for its fields."""
+    if "qText" in record and "question" not in record:
+        record["question"] = record.pop("qText")
+    if "qId" in record:
+        record.setdefault("id", record.pop("qId"))
+    if "target" in record and not {"answers", "answer"} & record.keys():
+        record["answers"] = [record.pop("target")]
+    if record.get("gold_passage_id") is None and "positive_ctxs" in record:
+        record["gold_passage_id"] = _first_passage(record["positive_ctxs"])
+    for key in _RETRIEVED:
+        record.pop(key, None)
+    return record
+
+
+def _first_passage(passages: Any) -> str | None:
+    """The id of the first passage, where it has one; DPR puts the best first, and has two names for ids."""
+    first = passages[0] if isinstance(passages, list) and passages else None
+    if not isinstance(first, dict):
+        return None
+    found = first.get("passage_id", first.get("psg_id"))
+    return str(found) if isinstance(found, str | int) and str(found).strip() else None
