@@ -220,7 +220,7 @@ def run(tmp_path, made) -> tuple[Counter[str], list[Article]]:
     counts: Counter[str] = Counter()
     articles = []
     for part in raw_records.parts(str(path)):
-        for record in part.read():
+        for record in part():
             result = record if isinstance(record, CorruptRecord) else clean(record)
             if isinstance(result, Article):
                 articles.append(result)

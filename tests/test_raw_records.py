@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from realm_jax.corpora import raw_records
 from realm_jax.corpora.outcomes import Article, CorruptRecord
-from realm_jax.corpora.raw_records import Fields, article, parts
+from realm_jax.corpora.raw_records import article, parts
 from realm_jax.corpora.texts import read_passages
 from realm_jax.data import lines, records
 from realm_jax.errors import UserError
@@ -25,10 +25,10 @@ from realm_jax.errors import UserError
 GOOD = b'{"id": "a", "title": "A", "text": "Some text."}\n'
 
 
-def read(source: object, fields: Fields = raw_records.DEFAULT_FIELDS) -> list[Article | CorruptRecord]:
+def read(source: object) -> list[Article | CorruptRecord]:
     """All records, each part read from a pickled copy as another process would."""
-    copies = pickle.loads(pickle.dumps(parts(str(source), fields)))
-    return [record for part in copies for record in part.read()]
+    copies = pickle.loads(pickle.dumps(parts(str(source))))
+    return [record for part in copies for record in part()]
 
 
 def read_bytes(path: Path, content: bytes) -> list[Article | CorruptRecord]:
@@ -48,16 +48,11 @@ def read_bytes(path: Path, content: bytes) -> list[Article | CorruptRecord]:
     ids=["news-please", "cc_news", "own", "bytes", "the first that holds something"],
 )
 def test_the_known_shapes_give_the_same_article(record):
-    assert article(record, Fields(), "here") == Article("u", "T", "X")
-
-
-def test_other_names_can_be_given():
-    fields = Fields(text=("body",), title=("headline", "head"), id=("guid",))
-    assert article({"guid": 7, "head": "T", "body": "X", "text": "no"}, fields, "here") == Article("7", "T", "X")
+    assert article(record, "here") == Article("u", "T", "X")
 
 
 def test_an_id_is_made_of_the_content_where_there_is_none():
-    one, same, other = (article({"text": text, "n": n}, Fields(), str(n)) for n, text in enumerate(["x", "x", "y"]))
+    one, same, other = (article({"text": text, "n": n}, str(n)) for n, text in enumerate(["x", "x", "y"]))
     assert one.id == same.id != other.id
     assert one.title == ""
 
@@ -80,7 +75,7 @@ def test_an_id_is_made_of_the_content_where_there_is_none():
     ],
 )
 def test_what_is_no_article_is_damage_with_a_sample(record, reason):
-    found = article(record, Fields(), "here")
+    found = article(record, "here")
     assert isinstance(found, CorruptRecord)
     assert (found.where, found.reason) == ("here", reason)
     assert len(found.sample) <= records.SAMPLE and "\n" not in found.sample
@@ -159,7 +154,7 @@ def test_a_file_that_goes_away_is_the_users_error(tmp_path):
     (part,) = parts(str(tmp_path / "n.jsonl"))
     (tmp_path / "n.jsonl").unlink()
     with pytest.raises(UserError, match=r"cannot read .*n\.jsonl"):
-        list(part.read())
+        list(part())
 
 
 def test_buckets_are_read_as_files_are():
@@ -197,7 +192,7 @@ def test_parts_of_any_size_give_every_record_once(tmp_path, monkeypatch, lines, 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(), st.lists))
 def test_no_value_is_raised_at(value):
     for record in (value, {"text": value}, {"text": "x", "title": value, "id": value}):
-        found = article(record, Fields(), "here")
+        found = article(record, "here")
         assert isinstance(found, Article | CorruptRecord)
 
 
@@ -313,7 +308,7 @@ def tfds_with(monkeypatch, builder):
 def test_a_tensorflow_dataset_is_read_in_ranges(monkeypatch, file_format):
     tfds_with(monkeypatch, Builder(file_format, prepared=True))
     monkeypatch.setitem(sys.modules, "tensorflow", types.SimpleNamespace())
-    assert [(part.start, part.stop) for part in parts("tfds:wikipedia/20230601.en")] == [(0, 4), (4, 8), (8, 9)]
+    assert [part.args[2:] for part in parts("tfds:wikipedia/20230601.en")] == [(0, 4), (4, 8), (8, 9)]
     assert [record.text for record in read("tfds:wikipedia/20230601.en@train")] == [f"Café {row}" for row in range(9)]
 
 

@@ -1,9 +1,9 @@
-"""Articles from elsewhere: JSON Lines with any field names, Hugging Face datasets, TensorFlow Datasets.
+"""Articles from elsewhere: JSON Lines as crawls have them, Hugging Face datasets, TensorFlow Datasets.
 
-A source is cut into *parts*: small picklable descriptions of what to read. Whoever has a part reads it alone, in any
-process or on any machine, and all parts together give every record once. What cannot be read is a `CorruptRecord` in
-its place, for the caller to count or refuse; only what concerns a source as a whole (not found, not installed, storage
-fails) is a UserError. Not for files in the project's own format, where every fault ends the reading: see `texts.py`.
+A source is cut into *parts*: small picklable functions, each of which reads its records. Whoever has a part reads it
+alone, in any process or on any machine, and all parts together give every record once. What cannot be read is a
+`CorruptRecord` in its place, for the caller to count or refuse; only what concerns a source as a whole (not found, not
+installed, storage fails) is a UserError. Not for files of passages in the project's own format: see `texts.py`.
 Read `parts` next.
 """
 
@@ -11,10 +11,10 @@ import hashlib
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from realm_jax.corpora.outcomes import Article, CorruptRecord
 from realm_jax.data.files import PACKED, matching, size_of
@@ -28,28 +28,16 @@ PART_RECORDS = 20_000  # of a TensorFlow dataset: about 50 MB of news
 _SURROGATE = re.compile("[\ud800-\udfff]")  # in a string of Python always half of a pair
 
 
-@dataclass(frozen=True, slots=True)
-class Fields:
-    """Names under which a record may hold its text, title and id; of several, the first that holds something counts.
-    The defaults fit CC-News as news-please extracts it (maintext, title, url), `cc_news` of Hugging Face (text,
-    title, url), Wikipedia of either hub, and the project's own files (id, title, text)."""
+# Names under which a record may hold its text, title and id; of several, the first that holds something counts. CC-News
+# as news-please extracts it has maintext, title, url; `cc_news` of Hugging Face text, title, url; Wikipedia of either
+# hub, and the project's own files, id, title, text.
+_TEXT, _TITLE, _ID = ("maintext", "text"), ("title",), ("id", "url")
 
-    text: tuple[str, ...] = ("maintext", "text")
-    title: tuple[str, ...] = ("title",)
-    id: tuple[str, ...] = ("id", "url")
+Records = Iterator[Article | CorruptRecord]
+Part = partial[Records]  # gives the records in the order of the source; raises UserError when it cannot be reached
 
 
-DEFAULT_FIELDS = Fields()
-
-
-class Part(Protocol):
-    """A piece of a source: cheap to pickle, and read by itself."""
-
-    def read(self) -> Iterator[Article | CorruptRecord]:
-        """The records in the order of the source. Raises UserError when the source cannot be reached."""
-
-
-def parts(source: str, fields: Fields = DEFAULT_FIELDS) -> list[Part]:
+def parts(source: str) -> list[Part]:
     """Cut a source into parts.
 
     `source` is one of
@@ -65,14 +53,14 @@ def parts(source: str, fields: Fields = DEFAULT_FIELDS) -> list[Part]:
         name, _, split = rest.partition("@")
         if not name:
             raise UserError(f"{source} names no dataset; write {kind}:NAME, such as {_EXAMPLES[kind]}")
-        return list((_hub_parts if kind == "hf" else _tfds_parts)(name, split or "train", fields))
-    return list(_file_parts(source, fields))
+        return list((_hub_parts if kind == "hf" else _tfds_parts)(name, split or "train"))
+    return list(_file_parts(source))
 
 
 _EXAMPLES = {"hf": "hf:cc_news", "tfds": "tfds:wikipedia/20230601.en"}
 
 
-def article(record: Any, fields: Fields, where: str) -> Article | CorruptRecord:
+def article(record: Any, where: str) -> Article | CorruptRecord:
     """The article that a raw record holds. Strings may be UTF-8 bytes; an absent or null title is empty.
 
     The id is a string or an integer; without one it is made of the content, so that it depends on nothing else.
@@ -80,14 +68,14 @@ def article(record: Any, fields: Fields, where: str) -> Article | CorruptRecord:
     if not isinstance(record, dict):
         return CorruptRecord(where, "not a record with named fields", sample(record))
     try:
-        text = _text(record, fields.text, "text")
-        title = _text(record, fields.title, "title") or ""
-        identity = _text(record, fields.id, "id")
+        text = _text(record, _TEXT, "text")
+        title = _text(record, _TITLE, "title") or ""
+        identity = _text(record, _ID, "id")
     except _InvalidField as fault:
         return CorruptRecord(where, str(fault), sample(record))
     if text is None:
-        known = any(name in record for name in fields.text)
-        return CorruptRecord(where, "the text is null" if known else f"no {' or '.join(fields.text)}", sample(record))
+        known = any(name in record for name in _TEXT)
+        return CorruptRecord(where, "the text is null" if known else f"no {' or '.join(_TEXT)}", sample(record))
     return Article(identity or _content_id(f"{title}\0{text}"), title, text)
 
 
@@ -122,59 +110,43 @@ def _content_id(content: str) -> str:
 # --- JSON Lines -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class FilePart:
-    """The lines of a file that begin in [start, stop); all, when `stop` is None. Counted in unpacked bytes."""
-
-    path: str
-    start: int
-    stop: int | None
-    fields: Fields
-
-    def read(self) -> Iterator[Article | CorruptRecord]:
-        """Records, and a last `CorruptRecord` where a packed file is cut off or damaged: what follows is lost."""
-        lines = read_lines(self.path, self.start, self.stop)
-        known = ((line.byte, line.data) for line in lines if isinstance(line.data, BadRecord) or line.data.strip())
-        for byte, record in applied(parse_json, known):
-            where = f"{self.path} at byte {byte:,}"
-            if isinstance(record, BadRecord):
-                yield CorruptRecord(where, record.reason, record.sample)
-            else:
-                yield article(record, self.fields, where)
-
-
-def _file_parts(pattern: str, fields: Fields) -> Iterator[Part]:
+def _file_parts(pattern: str) -> Iterator[Part]:
     for path in matching(pattern):
         packed = Path(path).suffix in PACKED
         size = 1 if packed else size_of(path)
         for start in range(0, size, PART_BYTES):
-            yield FilePart(path, start, None if packed else min(start + PART_BYTES, size), fields)
+            yield partial(_read_lines, path, start, None if packed else min(start + PART_BYTES, size))
+
+
+def _read_lines(path: str, start: int, stop: int | None) -> Records:
+    """The records of the lines that begin in [start, stop), counted in unpacked bytes; all, when `stop` is None.
+
+    There is a last `CorruptRecord` where a packed file is cut off or damaged: what follows is lost.
+    """
+    lines = read_lines(path, start, stop)
+    known = ((line.byte, line.data) for line in lines if isinstance(line.data, BadRecord) or line.data.strip())
+    for byte, record in applied(parse_json, known):
+        where = f"{path} at byte {byte:,}"
+        if isinstance(record, BadRecord):
+            yield CorruptRecord(where, record.reason, record.sample)
+        else:
+            yield article(record, where)
 
 
 # --- Hubs -------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class HubPart:
-    """Shard `number` of `of` of a Hugging Face dataset."""
-
-    name: str
-    split: str
-    number: int
-    of: int
-    fields: Fields
-
-    def read(self) -> Iterator[Article | CorruptRecord]:
-        with _hub_errors(f"hf:{self.name}@{self.split}", _HUB_ADVICE):
-            dataset = _hub_dataset(self.name, self.split).shard(num_shards=self.of, index=self.number)
-            for row, record in enumerate(dataset):
-                yield article(record, self.fields, f"hf:{self.name}@{self.split}, shard {self.number}, row {row:,}")
-
-
-def _hub_parts(name: str, split: str, fields: Fields) -> Iterator[Part]:
+def _hub_parts(name: str, split: str) -> Iterator[Part]:
     with _hub_errors(f"hf:{name}@{split}", _HUB_ADVICE):
         shards = _hub_dataset(name, split).num_shards
-    yield from (HubPart(name, split, number, shards, fields) for number in range(shards))
+    yield from (partial(_read_hub, name, split, number, shards) for number in range(shards))
+
+
+def _read_hub(name: str, split: str, number: int, shards: int) -> Records:
+    """Shard `number` of `shards` of a Hugging Face dataset."""
+    with _hub_errors(f"hf:{name}@{split}", _HUB_ADVICE):
+        for row, record in enumerate(_hub_dataset(name, split).shard(num_shards=shards, index=number)):
+            yield article(record, f"hf:{name}@{split}, shard {number}, row {row:,}")
 
 
 def _hub_dataset(name: str, split: str) -> Any:
@@ -184,31 +156,21 @@ def _hub_dataset(name: str, split: str) -> Any:
     return datasets.load_dataset(path, config or None, split=split, streaming=True)
 
 
-@dataclass(frozen=True, slots=True)
-class TfdsPart:
-    """Records [start, stop) of a split of a TensorFlow dataset."""
-
-    name: str
-    split: str
-    start: int
-    stop: int
-    fields: Fields
-
-    def read(self) -> Iterator[Article | CorruptRecord]:
-        with _hub_errors(f"tfds:{self.name}@{self.split}", _TFDS_ADVICE):
-            records = _tfds_records(_tfds_builder(self.name), f"{self.split}[{self.start}:{self.stop}]")
-            for row, record in enumerate(records, self.start):
-                yield article(record, self.fields, f"tfds:{self.name}@{self.split}, row {row:,}")
-
-
-def _tfds_parts(name: str, split: str, fields: Fields) -> Iterator[Part]:
+def _tfds_parts(name: str, split: str) -> Iterator[Part]:
     with _hub_errors(f"tfds:{name}@{split}", _TFDS_ADVICE):
         splits = _tfds_builder(name).info.splits
         if split not in splits:
             raise UserError(f"tfds:{name} has no split {split!r}; it has {', '.join(splits) or 'none'}")
         records = splits[split].num_examples
     for start in range(0, records, PART_RECORDS):
-        yield TfdsPart(name, split, start, min(start + PART_RECORDS, records), fields)
+        yield partial(_read_tfds, name, split, start, min(start + PART_RECORDS, records))
+
+
+def _read_tfds(name: str, split: str, start: int, stop: int) -> Records:
+    """Records [start, stop) of a split of a TensorFlow dataset."""
+    with _hub_errors(f"tfds:{name}@{split}", _TFDS_ADVICE):
+        for row, record in enumerate(_tfds_records(_tfds_builder(name), f"{split}[{start}:{stop}]"), start):
+            yield article(record, f"tfds:{name}@{split}, row {row:,}")
 
 
 def _tfds_builder(name: str) -> Any:

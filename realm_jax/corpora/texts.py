@@ -13,7 +13,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator
-from operator import methodcaller
+from operator import call
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,15 +54,13 @@ def open_texts(name: Path_) -> OpenedTexts:
     source = os.fspath(name)
     if source.startswith(NEWS):
         records = source.removeprefix(NEWS)
-        texts = ArticleSource(
-            source, tuple(raw_records.parts(records)), methodcaller("read"), _clean_news, without_copies=True
-        )
+        texts = ArticleSource(source, tuple(raw_records.parts(records)), call, _clean_news, without_copies=True)
         if records.startswith(HUBS):
             return OpenedTexts(texts, [{"source": records, "news": news.RULES}], UNKNOWN_SHARDS)
         files = matching(records)
         return OpenedTexts(texts, [*_identities(files), {"news": news.RULES}], _shards(files))
     if source.startswith(HUBS):
-        texts = ArticleSource(source, tuple(raw_records.parts(source)), methodcaller("read"), _keep)
+        texts = ArticleSource(source, tuple(raw_records.parts(source)), call, _keep)
         return OpenedTexts(texts, [{"source": source}], UNKNOWN_SHARDS)
     if _DUMP.search(source) or os.path.isdir(source):
         parts = tuple(dumps.parts(source))
