@@ -22,7 +22,7 @@ from realm_jax.cli.argument_types import positive
 from realm_jax.console import StageProgress
 from realm_jax.corpora.articles import Runner, read_shard, runner
 from realm_jax.corpora.build import PackingSummary, PassagePacker, check_limit, pack_shard, packed_name, packed_shards
-from realm_jax.corpora.deduplication import COPIES, drop_near_duplicates, fingerprint_shard
+from realm_jax.corpora.near_duplicates import COPIES, drop_near_duplicates, fingerprint_shard
 from realm_jax.corpora.outcomes import Article, Counts
 from realm_jax.corpora.partial_output import ARTICLES, MANIFEST, TOKENIZER, check_owner, is_prepared, staged_output
 from realm_jax.corpora.questions import QuestionFile, SelectedQuestions, published_identity, question_file, read_all

@@ -2,7 +2,7 @@
 
     FOLDER/00007.jsonl     the articles of a shard: [part, number, id, title, text] a line, in the order of the source
     FOLDER/COUNTS.json     written last: what became of all records
-    FOLDER/00007.copies    of the articles of a shard, which are left out as copies (`realm_jax.corpora.deduplication`)
+    FOLDER/00007.copies    of the articles of a shard, which are left out as copies (see `near_duplicates`)
 
 A shard depends on nothing but the source, so the runners, local processes (`Processes`, here) and workers of a cluster
 (`realm_jax.corpora.pipelines`), write the same bytes. Not for passages: read `realm_jax.corpora.build` next.

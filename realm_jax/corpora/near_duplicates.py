@@ -27,8 +27,15 @@ enough places for THRESHOLD. For independent functions:
 
 Hashes are CRC-32 of words and integer arithmetic modulo 2^32 and 2^64, the same on every machine and in every version
 of NumPy; libraries for this change their hashes from version to version. Not for scripts without spaces between words.
-Read `fingerprint` and `find_near_duplicates` next; `realm_jax.corpora.deduplication` applies them to the shards of a
-corpus.
+
+In the folder of a source's articles (`realm_jax.corpora.articles`):
+
+    FOLDER/00007.fingerprints   288 bytes for each article of a shard
+    FOLDER/00007.copies         one byte for each: 0 for one that stays, else the number of its reason
+    FOLDER/COPIES.json          written last: how many are left out, by reason
+
+Fingerprints are made by any number of workers; the decision takes one machine 100 bytes of memory and a few
+microseconds an article. Read `fingerprint` and `find_near_duplicates` next, then `drop_near_duplicates`.
 """
 
 import hashlib
@@ -36,16 +43,20 @@ import math
 import re
 import tempfile
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from realm_jax.corpora.articles import duplicates_name, read_lines
 from realm_jax.corpora.outcomes import Article
 from realm_jax.errors import UserError
+from realm_jax.storage import open_folder
 
+COPIES = "COPIES.json"
 SHINGLE = 5  # words, as Lee et al. (2021) use to find near-duplicates in news and web text
 HASHES = 128
 BANDS = 16
@@ -102,28 +113,67 @@ def find_near_duplicates(fingerprints: Iterable[NDArray[np.void]], scratch: Path
     """For each article 0 if it stays, or the number of its reason in REASONS [articles].
 
     fingerprints: arrays of FINGERPRINT, of one article or many. Takes about 100 bytes of memory an article, and 288 of
-    disk in a folder made in `scratch` (default: where temporary files go) and removed at the end. Raises UserError when
-    that disk is full.
+    disk in a file that is made in `scratch` (default: where temporary files go) and removed at the end. Raises
+    UserError when that disk is full.
     """
-    with _folder(scratch) as folder:
-        articles = _write_columns(fingerprints, folder)
-        if not articles:
+    with _on_disk(fingerprints, scratch) as articles:
+        if not len(articles):
             return np.zeros(0, np.uint8)
-        keys = _column(folder, "key").reshape(-1, 2)
+        keys = articles["key"].astype(np.uint64)
         order = np.lexsort((keys[:, 1], keys[:, 0]))  # from here on rows are in the order of keys
-        reasons = np.zeros(articles, np.uint8)
+        reasons = np.zeros(len(articles), np.uint8)
         for code, name in ((2, "id"), (1, "text")):
-            rows, starts = _grouped(_column(folder, name)[order])
-            rest = np.ones(articles, bool)
+            rows, starts = _grouped(articles[name].copy()[order])
+            rest = np.ones(len(articles), bool)
             rest[starts] = False
             reasons[rows[rest]] = code
         left = np.flatnonzero(reasons == 0)
-        sketches = np.memmap(folder / "sketch", np.uint8, "r", shape=(articles, HASHES))
         for band in range(BANDS):
-            reasons[left[_near_rows(_column(folder, f"band{band}")[order[left]], sketches, order[left])]] = 3
+            bands = articles["bands"][:, band].copy()  # read from the first to the last, unlike what is looked up in it
+            reasons[left[_near_rows(bands[order[left]], articles["sketch"], order[left])]] = 3
         result = np.empty_like(reasons)
         result[order] = reasons
         return result
+
+
+# --- Shards -----------------------------------------------------------------------------------------------------------
+
+
+def fingerprint_shard(url: str, shard: int) -> int:
+    """Write the fingerprints of a shard, unless they are there; how many. url: path or URL of the shards."""
+    folder = open_folder(url)
+    if _fingerprints_name(shard) in folder.names():
+        return 0
+    found = [fingerprint(article).tobytes() for _, article in read_lines(folder, shard)]
+    folder.write(_fingerprints_name(shard), b"".join(found))
+    return len(found)
+
+
+def drop_near_duplicates(url: str, shards: int) -> Counter[str]:
+    """Decide which articles are duplicates; returns their number by reason. Every shard has its fingerprints."""
+    folder = open_folder(url)
+    if COPIES in folder.names():
+        return Counter({reason: int(times) for reason, times in folder.read_json(COPIES).items()})
+    sizes: list[int] = []
+
+    def every() -> Iterator[NDArray[np.void]]:
+        for shard in range(shards):
+            found = np.frombuffer(folder.read(_fingerprints_name(shard)), FINGERPRINT)
+            sizes.append(len(found))
+            yield found
+
+    reasons = find_near_duplicates(every())
+    for shard, of_shard in enumerate(np.split(reasons, np.cumsum(sizes)[:-1])):
+        folder.write(duplicates_name(shard), of_shard.tobytes())
+    counts = {reason: int((reasons == code).sum()) for code, reason in enumerate(REASONS) if code}
+    folder.write_json(COPIES, {reason: times for reason, times in counts.items() if times})
+    for shard in range(shards):
+        folder.remove(_fingerprints_name(shard))
+    return +Counter(counts)
+
+
+def _fingerprints_name(shard: int) -> str:
+    return f"{shard:05d}.fingerprints"
 
 
 # --- Hashing ----------------------------------------------------------------------------------------------------------
@@ -189,34 +239,15 @@ def _grouped(values: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.
     return rows, np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
 
 
-# --- Columns on disk --------------------------------------------------------------------------------------------------
-
-
-def _write_columns(fingerprints: Iterable[NDArray[np.void]], folder: Path) -> int:
-    """Write a file a column, since rules look at one column of all articles at a time; the number of articles."""
-    articles = 0
-    with ExitStack() as stack:
-        names = ["key", "id", "text", "sketch", *(f"band{band}" for band in range(BANDS))]
-        files = {name: stack.enter_context(open(folder / name, "wb")) for name in names}
-        for rows in fingerprints:
-            for name in ("key", "id", "text", "sketch"):
-                files[name].write(rows[name].tobytes())
-            for band in range(BANDS):
-                files[f"band{band}"].write(rows["bands"][:, band].tobytes())
-            articles += len(rows)
-    return articles
-
-
-def _column(folder: Path, name: str) -> NDArray[np.uint64]:
-    """A column as integers, keys as two each."""
-    return np.fromfile(folder / name, ">u8" if name == "key" else "<u8").astype(np.uint64, copy=False)
-
-
 @contextmanager
-def _folder(scratch: Path | None) -> Iterator[Path]:
+def _on_disk(fingerprints: Iterable[NDArray[np.void]], scratch: Path | None) -> Iterator[NDArray[np.void]]:
+    """All fingerprints as one array [articles] that is mapped from a file."""
     try:
-        with tempfile.TemporaryDirectory(prefix="near-duplicates-", dir=scratch) as folder:
-            yield Path(folder)
+        with tempfile.TemporaryFile(dir=scratch) as file:
+            for rows in fingerprints:
+                file.write(rows.tobytes())
+            file.flush()
+            yield np.memmap(file, FINGERPRINT, "r").view(np.ndarray) if file.tell() else np.zeros(0, FINGERPRINT)
     except OSError as fault:
         where = scratch or tempfile.gettempdir()
         raise UserError(f"cannot keep 288 bytes per article in {where} ({fault.strerror}); make room there") from None

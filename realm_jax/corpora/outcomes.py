@@ -1,7 +1,7 @@
 """What becomes of the records of a source: an `Article`, or one of two other outcomes; and their counts.
 
 Every dropped record is counted, and sampled with its location. Copies among the articles, and those without a word, are
-left out later; they are counted there (`deduplication.py`, `build.py`).
+left out later; they are counted there (`near_duplicates.py`, `build.py`).
 """
 
 from collections import Counter
