@@ -319,7 +319,7 @@ def test_processes_that_take_whole_parts_write_the_same_shards(path, tmp_path, m
     monkeypatch.setattr(articles, "SAVED_BYTES", 1)
     text = "A village in the north. " * 40
     path.write_bytes(multistream(HEAD, *(page(number, f"{text} {number}") for number in range(1, 41)), TAIL))
-    texts = ArticleSource("dump", tuple(parts(path, 500)), read_pages, wikipedia.article, small_parts)
+    texts = ArticleSource("dump", tuple(parts(path, 500)), read_pages, wikipedia.article, [], 3, small_parts)
     assert len(texts.parts) > 8
     counts = Processes(1).extract(texts, str(tmp_path / "one"), 3, False, print)
     assert counts.articles == 40

@@ -20,14 +20,14 @@ from typing import Any, NamedTuple
 
 from realm_jax.cli.argument_types import positive
 from realm_jax.console import StageProgress
-from realm_jax.corpora.articles import Runner, read_shard, runner
-from realm_jax.corpora.build import PackingSummary, PassagePacker, check_limit, pack_shard, packed_name, packed_shards
+from realm_jax.corpora.articles import ArticleSource, Runner, read_shard, runner
+from realm_jax.corpora.build import PackingSummary, PassagePacker, check_limit, pack_shard, packed_name
 from realm_jax.corpora.near_duplicates import COPIES, drop_near_duplicates, fingerprint_shard
 from realm_jax.corpora.outcomes import Article, Counts
 from realm_jax.corpora.partial_output import ARTICLES, MANIFEST, TOKENIZER, check_owner, is_prepared, staged_output
 from realm_jax.corpora.questions import QuestionFile, SelectedQuestions, published_identity, question_file, read_all
 from realm_jax.corpora.reader_tokens import write_reader_tokens
-from realm_jax.corpora.texts import OpenedTexts, identity, open_texts
+from realm_jax.corpora.texts import identity, open_texts
 from realm_jax.data import spans as span_finders
 from realm_jax.data.packing import DEFAULT_LIMIT
 from realm_jax.data.questions import question_lines
@@ -262,7 +262,7 @@ def _prepare(passages: Path_, output: Path_, options: Options) -> None:
 
 
 def _inputs(
-    sources: dict[str, OpenedTexts],
+    sources: dict[str, ArticleSource],
     vocabulary: FoundTokenizer | None,
     questions: list[QuestionFile],
     settings: dict[str, Any],
@@ -296,7 +296,7 @@ class PrepareJob:
     runner: Runner
     root: str
     claim: str
-    sources: dict[str, OpenedTexts]
+    sources: dict[str, ArticleSource]
     inputs: dict[str, Any]
     skip_damage: bool
 
@@ -334,7 +334,7 @@ class PrepareJob:
 
     def extract(self, name: str) -> Counts:
         """The articles of a source into shards, without copies where the source says so."""
-        texts, shards, where = self.sources[name].texts, self.shards(name), f"{self.root}/{ARTICLES}/{name}"
+        texts, shards, where = self.sources[name], self.shards(name), f"{self.root}/{ARTICLES}/{name}"
         with StageProgress(f"reading {name}", None) as bar:
             counts = self.runner.extract(texts, where, shards, self.skip_damage, bar.update)
         if texts.without_copies:
@@ -360,7 +360,7 @@ class PrepareJob:
             chosen.drop_missing_golds(places)
             return
         for gold, where in places.items():
-            passages = self.sources["passages"].texts.name
+            passages = self.sources["passages"].name
             raise UserError(f"{where}: gold_passage_id {gold!r} is not in {passages}; correct it, or use --ignore-gold")
 
     def pack(self, name: str, packer: PassagePacker, articles: int) -> tuple[PackingSummary, dict[str, Any]]:
@@ -371,10 +371,10 @@ class PrepareJob:
             missing = [shard for shard in range(shards) if packed_name(shard) not in done]
             if missing:
                 self.runner.each(partial(pack_shard, packer, f"{self.root}/{name}"), where, missing, bar.update)
-        summary, entries = PackingSummary(), []
-        for packed in packed_shards(open_folder(where), shards):
-            summary.add(packed.summary)
-            entries.append(packed.entry)
+        packed = [open_folder(where).read_json(packed_name(shard)) for shard in range(shards)]
+        entries, summary = [one["entry"] for one in packed], PackingSummary()
+        for one in packed:
+            summary.add(PackingSummary.from_json(one["summary"]))
         if not summary.passages:
             raise UserError(f"none of {summary.articles} articles has words to store; check the texts")
         manifest = new_version({"limit": packer.limit, "tokenizer": packer.tokenizer.fingerprint}, entries)

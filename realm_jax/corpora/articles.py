@@ -44,15 +44,19 @@ class ArticleSource:
 
     name: what the user called it. parts: descriptions of what can be read independently, in order. read: the raw
     records of a part, and `CorruptRecord` for each place that cannot be read. clean: a pure function of a raw record,
-    which counts what it leaves out of an article, by kind and name. small_parts: whether the articles of a part fit
-    into memory many times over, so that a process can take a whole one. without_copies: whether articles that say
-    nearly the same as another one are left out.
+    which counts what it leaves out of an article, by kind and name. identity: what tells the source from another one
+    (names, SHA-256 of files, settings). shards: how many it gets unless the user says so; it follows from nothing but
+    the source, so that a corpus is the same everywhere. small_parts: whether the articles of a part fit into memory
+    many times over, so that a process can take a whole one. without_copies: whether articles that say nearly the same
+    as another one are left out.
     """
 
     name: str
     parts: tuple[Any, ...]
     read: Callable[[Any], Iterator[Any]]
     clean: Callable[[Any, Counter[Any]], Article | FilteredRecord]
+    identity: list[dict[str, Any]]
+    shards: int
     small_parts: bool = False
     without_copies: bool = False
 

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,7 @@ from realm_jax.data.segments import Passage, SegmentWriter
 from realm_jax.data.store import append_segment, segment_folder
 from realm_jax.data.tokenizer import Tokenizer, Tokens
 from realm_jax.errors import UserError
-from realm_jax.storage import Folder, open_folder
+from realm_jax.storage import open_folder
 
 SMALLEST_LIMIT = 16  # below this a title leaves no room worth packing into
 _BATCH_ARTICLES = 512
@@ -49,6 +49,14 @@ class PackingSummary:
         self.passages += other.passages
         self.wordless += other.wordless
         self.notes += other.notes
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON object, which a Counter is too."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Self:
+        return cls(**value | {"notes": Counter(value["notes"])})
 
 
 def build_store(
@@ -83,22 +91,6 @@ def _write(writer: SegmentWriter, packer: "PassagePacker", articles: Iterable[Ar
     return summary
 
 
-class PackedShard(NamedTuple):
-    """A shard that became a segment. entry: what STORE.json says of it."""
-
-    entry: dict[str, Any]
-    summary: PackingSummary
-
-    def to_json(self) -> dict[str, Any]:
-        summary = {one.name: getattr(self.summary, one.name) for one in fields(PackingSummary)}
-        return {"entry": self.entry, "summary": summary}  # a Counter is a JSON object
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Self:
-        summary = value["summary"]
-        return cls(value["entry"], PackingSummary(**summary | {"notes": Counter(summary["notes"])}))
-
-
 def pack_shard(packer: "PassagePacker", store: str, articles: str, shard: int) -> int:
     """Make a shard of articles a segment of `store`, and write beside the shard what became of it.
 
@@ -112,18 +104,13 @@ def pack_shard(packer: "PassagePacker", store: str, articles: str, shard: int) -
             summary = _write(writer, packer, read_shard(source, shard))
         for path in sorted(segment.iterdir()) if is_remote else ():
             open_folder(store).write(f"{segment.name}/{path.name}", path.read_bytes())
-    source.write_json(packed_name(shard), PackedShard(writer.entry, summary).to_json())
+    source.write_json(packed_name(shard), {"entry": writer.entry, "summary": summary.to_json()})
     return summary.articles
 
 
 def packed_name(shard: int) -> str:
-    """The file beside a shard that says what became of it."""
+    """The file beside a shard that became a segment: what STORE.json says of it, and what became of its articles."""
     return f"{shard:05d}.packed.json"
-
-
-def packed_shards(articles: Folder, shards: int) -> list[PackedShard]:
-    """What became of each shard."""
-    return [PackedShard.from_json(articles.read_json(packed_name(shard))) for shard in range(shards)]
 
 
 def check_limit(limit: int) -> None:

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from operator import call
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from realm_jax.corpora import dumps, news, raw_records, wikipedia
 from realm_jax.corpora.articles import ArticleSource
@@ -33,18 +33,7 @@ NEWS, HUBS = "news:", ("hf:", "tfds:")
 _DUMP = re.compile(r"\.xml[\w*?\[\]-]*(\.bz2|\.gz)?$")
 
 
-class OpenedTexts(NamedTuple):
-    """A source, what tells it from another one (names, SHA-256 of files, settings), and how many shards it gets.
-
-    shards: a function of nothing but the source, so that a corpus is the same everywhere.
-    """
-
-    texts: ArticleSource
-    identity: list[dict[str, Any]]
-    shards: int
-
-
-def open_texts(name: Path_) -> OpenedTexts:
+def open_texts(name: Path_) -> ArticleSource:
     """A source of articles by what a user calls it. Raises UserError if it cannot be read.
 
     `news:SOURCE` is a source of raw news that is cleaned, filtered and freed of copies; `hf:NAME` and `tfds:NAME` are
@@ -53,23 +42,30 @@ def open_texts(name: Path_) -> OpenedTexts:
     """
     source = os.fspath(name)
     if source.startswith(NEWS):
-        records = source.removeprefix(NEWS)
-        texts = ArticleSource(source, tuple(raw_records.parts(records)), call, _clean_news, without_copies=True)
-        if records.startswith(HUBS):
-            return OpenedTexts(texts, [{"source": records, "news": news.RULES}], UNKNOWN_SHARDS)
-        files = matching(records)
-        return OpenedTexts(texts, [*_identities(files), {"news": news.RULES}], _shards(files))
+        return _open_news(source)
     if source.startswith(HUBS):
-        texts = ArticleSource(source, tuple(raw_records.parts(source)), call, _keep)
-        return OpenedTexts(texts, [{"source": source}], UNKNOWN_SHARDS)
+        parts = tuple(raw_records.parts(source))
+        return ArticleSource(source, parts, call, _keep, [{"source": source}], UNKNOWN_SHARDS)
     if _DUMP.search(source) or os.path.isdir(source):
-        parts = tuple(dumps.parts(source))
-        files = sorted({part.path for part in parts})
+        pieces = tuple(dumps.parts(source))
+        files = sorted({part.path for part in pieces})
         small = all(map(dumps.has_small_parts, files))
-        texts = ArticleSource(source, parts, dumps.read_pages, wikipedia.article, small)
-        return OpenedTexts(texts, _identities(files), _shards(files))
-    found = _identities([source])  # says what is wrong with it
-    return OpenedTexts(ArticleSource(source, (source,), articles_and_corrupt_records, _keep), found, _shards([source]))
+        return ArticleSource(
+            source, pieces, dumps.read_pages, wikipedia.article, _identities(files), _shards(files), small_parts=small
+        )
+    known = _identities([source])  # says what is wrong with it
+    return ArticleSource(source, (source,), articles_and_corrupt_records, _keep, known, _shards([source]))
+
+
+def _open_news(source: str) -> ArticleSource:
+    records = source.removeprefix(NEWS)
+    if records.startswith(HUBS):
+        known, shards = [{"source": records, "news": news.RULES}], UNKNOWN_SHARDS
+    else:
+        files = matching(records)
+        known, shards = [*_identities(files), {"news": news.RULES}], _shards(files)
+    parts = tuple(raw_records.parts(records))
+    return ArticleSource(source, parts, call, _clean_news, known, shards, without_copies=True)
 
 
 def identity(path: Path_) -> dict[str, Any]:
