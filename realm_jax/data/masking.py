@@ -8,11 +8,12 @@ Pure functions of their arguments and the generator: the same generator state gi
 Next to read: `layouts.py`, which turns the masked sentence into model input.
 """
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.errors import UserError
 
 KINDS = ("salient", "uniform", "random_span")
@@ -23,19 +24,6 @@ LONGEST_RANDOM_SPAN = 10
 _SPAN_LENGTHS = np.arange(1, LONGEST_RANDOM_SPAN + 1)
 _SPAN_WEIGHTS = 0.2 * 0.8 ** (_SPAN_LENGTHS - 1)  # geometric, p = 0.2, the lengths above ten given to none
 _SPAN_PROBABILITIES = _SPAN_WEIGHTS / _SPAN_WEIGHTS.sum()
-
-
-class Vocabulary(Protocol):
-    """What masking must know of a vocabulary; `WordPiece` knows it."""
-
-    @property
-    def mask_id(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def special_ids(self) -> frozenset[int]: ...
 
 
 class Masked(NamedTuple):
@@ -51,7 +39,7 @@ def mask(
     ids: ArrayLike,
     spans: ArrayLike,
     rng: np.random.Generator,
-    vocabulary: Vocabulary,
+    vocabulary: Tokenizer,
     max_predictions: int,
     room: int | None = None,
 ) -> Masked | None:
@@ -143,7 +131,7 @@ def _random_spans(length: int, budget: int, rng: np.random.Generator) -> NDArray
 
 
 def _bert_replacements(
-    targets: NDArray[np.int32], rng: np.random.Generator, vocabulary: Vocabulary
+    targets: NDArray[np.int32], rng: np.random.Generator, vocabulary: Tokenizer
 ) -> NDArray[np.int32]:
     """[MASK] for 80 % of the pieces, any ordinary piece for 10 %, and the piece itself for 10 %."""
     draw = rng.random(len(targets))

@@ -171,8 +171,8 @@ class PassageStore:
 
     def lengths(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Numbers of pieces of all bodies and of all titles, int32 [rows] each."""
-        titles = self._all_rows([segment.fixed["title_lengths"].astype(np.int32) for segment in self.segments])
-        totals = self._all_rows([np.diff(segment.offsets["tokens"]).astype(np.int32) for segment in self.segments])
+        titles = np.concatenate([segment.fixed["title_lengths"].astype(np.int32) for segment in self.segments])
+        totals = np.concatenate([np.diff(segment.offsets["tokens"]).astype(np.int32) for segment in self.segments])
         return self.kept(totals - titles), self.kept(titles)
 
     def sentence_counts(self) -> NDArray[np.int64]:
@@ -286,10 +286,6 @@ class PassageStore:
             low, high = max(start, base), min(stop, base + segment.rows)
             for row in range(low, high, _MATRIX_ROWS):
                 yield segment, row - base, min(row + _MATRIX_ROWS, high) - base, row - start
-
-    @staticmethod
-    def _all_rows(parts: list[NDArray[np.int32]]) -> NDArray[np.int32]:
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 @contextmanager
