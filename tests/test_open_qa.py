@@ -17,7 +17,6 @@ import pytest
 
 import realm_jax
 from realm_jax.cli import main as cli
-from realm_jax.data.question_sets import SETS, find_files, resplit, split_of
 from realm_jax.data.questions import Question, read_questions
 from realm_jax.errors import UserError
 
@@ -25,7 +24,7 @@ tfds = pytest.importorskip("tensorflow_datasets")
 from tensorflow_datasets.core.download.checksums import UrlInfo, load_url_infos  # noqa: E402
 
 from realm_jax.data import open_qa  # noqa: E402  (a second of importing)
-from realm_jax.data.open_qa import CHECKSUMS, OpenQa  # noqa: E402
+from realm_jax.data.open_qa import CHECKSUMS, SETS, OpenQa, find_files, resplit, split_of  # noqa: E402
 
 TRAIN, DEV = "who is number 0", "who is number 1"  # where FarmHash puts them
 

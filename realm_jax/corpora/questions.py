@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from realm_jax.corpora.outcomes import CorruptRecord, Counts
-from realm_jax.data.question_sets import PREFIX
-from realm_jax.data.questions import Question, parse_questions, read_questions
+from realm_jax.data.questions import PUBLISHED, Question, parse_questions, read_questions
 from realm_jax.data.records import BadRecord, applied, strictly
 from realm_jax.errors import UserError
 
@@ -84,7 +83,7 @@ def question_file(argument: str | os.PathLike[str]) -> QuestionFile:
 
 def published_identity(file: QuestionFile) -> dict[str, str] | None:
     """Name and SHA-256 of the questions of a published set; None for a file."""
-    if not file.path.startswith(PREFIX):
+    if not file.path.startswith(PUBLISHED):
         return None
     return {"file": file.path, "sha256": _open_qa().fingerprint(_open_qa().read(file.path, file.split))}
 
@@ -94,7 +93,7 @@ def _open_qa() -> Any:
     try:
         from realm_jax.data import open_qa
     except (ImportError, AttributeError) as fault:  # TFDS goes on without what it could not import
-        raise UserError(f"{PREFIX}: tensorflow-datasets cannot be imported ({fault}); install it again") from None
+        raise UserError(f"{PUBLISHED}: tensorflow-datasets cannot be imported ({fault}); install it again") from None
     return open_qa
 
 
@@ -135,10 +134,10 @@ def read_all(
 
 def _records(file: QuestionFile, skip_damage: bool) -> Iterator[tuple[int, tuple[str, Question] | BadRecord]]:
     """Lines, and questions with their splits. Raises UserError for a bad record unless `skip_damage`."""
-    if skip_damage and not file.path.startswith(PREFIX):
+    if skip_damage and not file.path.startswith(PUBLISHED):
         found = parse_questions(file.path)
     else:
-        read = _open_qa().read(file.path, file.split) if file.path.startswith(PREFIX) else read_questions(file.path)
+        read = _open_qa().read(file.path, file.split) if file.path.startswith(PUBLISHED) else read_questions(file.path)
         found = ((question.line, question) for question in read)
     records = applied(partial(_with_split, file.split), found)
     return records if skip_damage else strictly(file.path, records)

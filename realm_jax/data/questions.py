@@ -31,6 +31,7 @@ from realm_jax.errors import UserError
 
 MATCHES = (None, "string", "exact", "norm", "none", "regex")  # only "regex" makes patterns of the answers
 LONGEST_QUESTION = 2_000  # characters; the longest question of Natural Questions and SQuAD has a few hundred
+PUBLISHED = "tfds:"  # begins the name of a set, `tfds:open_qa/nq_open`, where a file of questions may stand
 PATTERNS = "curatedtrec"  # in the name of a file whose answers are regular expressions
 _RETRIEVED = ("ctxs", "passages", "positive_ctxs", "negative_ctxs", "hard_negative_ctxs")
 _STRING = r"""'(?:[^'\\]|\\.)*+'|"(?:[^"\\]|\\.)*+\""""
