@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from realm_jax.cli.argument_types import positive
 from realm_jax.console import StageProgress
-from realm_jax.corpora.articles import ArticleSource, Runner, read_shard, runner
+from realm_jax.corpora.articles import ArticleSource, Processes, Runner, read_shard
 from realm_jax.corpora.build import PackingSummary, PassagePacker, check_limit, pack_shard, packed_name
 from realm_jax.corpora.near_duplicates import COPIES, drop_near_duplicates, fingerprint_shard
 from realm_jax.corpora.outcomes import Article, Counts
@@ -238,7 +238,7 @@ def _prepare(passages: Path_, output: Path_, options: Options) -> None:
         check_size(options.vocabulary_size)
     if not options.questions and (options.question_sources or options.max_answer_words or options.ignore_gold):
         raise UserError("--question-sources, --max-answer-words and --ignore-gold are about --questions; give some")
-    worker = runner(options.workers, options.beam)
+    worker = _runner(options.workers, options.beam)
     files = [question_file(argument) for argument in options.questions]
     sources = {"passages": open_texts(passages)}
     sources |= {"pretraining": open_texts(options.pretraining)} if options.pretraining else {}
@@ -259,6 +259,17 @@ def _prepare(passages: Path_, output: Path_, options: Options) -> None:
     with staged_output(os.fspath(output), inputs, options.beam is not None, claim) as root:
         made = PrepareJob(worker, root, claim, sources, inputs, options.skip_damage).make(given, chosen)
     _print_summary(output, made, chosen.counts, time.monotonic() - started)
+
+
+def _runner(workers: int | None, beam: str | None) -> Runner:
+    """What does the work, by --workers or by the options of --beam. Raises UserError for both at once."""
+    if beam is None:
+        return Processes(workers or os.cpu_count() or 1)
+    if workers is not None:
+        raise UserError("--workers: Beam's runners have options of their own for it; leave it out, or leave --beam out")
+    from realm_jax.corpora.pipelines import Beam  # here, since few have Apache Beam
+
+    return Beam.of(beam)
 
 
 def _inputs(

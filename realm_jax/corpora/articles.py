@@ -181,17 +181,6 @@ class Runner(Protocol):
         """
 
 
-def runner(workers: int | None, beam: str | None) -> Runner:
-    """By the arguments of the command: --workers, or the options of --beam. Raises UserError for both at once."""
-    if beam is None:
-        return Processes(workers or os.cpu_count() or 1)
-    if workers is not None:
-        raise UserError("--workers: Beam's runners have options of their own for it; leave it out, or leave --beam out")
-    from realm_jax.corpora.pipelines import Beam  # here, since few have Apache Beam
-
-    return Beam.of(beam)
-
-
 @dataclass(frozen=True)
 class Processes:
     """A `Runner` of so many processes of this machine."""
