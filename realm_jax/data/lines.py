@@ -10,7 +10,6 @@ import csv
 import json
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -136,14 +135,15 @@ def json_records(path: Path_) -> Records:
     In an array no fault leaves a place to go on from, so it is a UserError.
     """
     with open_unpacked(path) as stream:
-        with _whole_file(path):
+        try:
             skipped, is_array = _beginning(stream)
-        if is_array:
-            with _whole_file(path):
+            if is_array:
                 yield from _Array(stream, path, skipped + 1).objects()
-        else:
-            lines = ((line.number, line.data) for line in _lines(stream, first=skipped + 1))
-            yield from applied(_object, (line for line in lines if isinstance(line[1], BadRecord) or line[1].strip()))
+                return
+        except UNPACKING_FAULTS as fault:
+            raise UserError(f"{path} is truncated or damaged ({fault}); fetch or make it again") from None
+        lines = ((line.number, line.data) for line in _lines(stream, first=skipped + 1))
+        yield from applied(_object, (line for line in lines if isinstance(line[1], BadRecord) or line[1].strip()))
 
 
 def parse_json(raw: bytes) -> Any:
@@ -165,15 +165,6 @@ def _beginning(stream: Any) -> tuple[int, bool]:
         skipped += head.count(b"\n")
         stream.read(len(head))
     return skipped, head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
-
-
-@contextmanager
-def _whole_file(path: Path_) -> Iterator[None]:
-    """Faults of unpacking become UserErrors."""
-    try:
-        yield
-    except UNPACKING_FAULTS as fault:
-        raise UserError(f"{path} is truncated or damaged ({fault}); fetch or make it again") from None
 
 
 def _object(raw: bytes) -> dict[str, Any]:
