@@ -211,11 +211,6 @@ def _digest(data: bytes, size: int) -> bytes:
 # --- Groups -----------------------------------------------------------------------------------------------------------
 
 
-def _similar(sketches: NDArray[np.uint8], others: NDArray[np.uint8]) -> NDArray[np.bool_]:
-    """Which sketches [n, HASHES] look like the other [HASHES], or each like its own [n, HASHES]."""
-    return (sketches == others).sum(axis=1, dtype=np.int16) >= _AGREE
-
-
 def _near_rows(bands: NDArray[np.uint64], sketches: NDArray[np.uint8], places: NDArray[np.int64]) -> NDArray[np.int64]:
     """Rule 2 for all groups of one band. `bands` [rows] is in the order of keys; sketches of row r lie at places[r]."""
     rows, starts = _grouped(bands)
@@ -228,7 +223,7 @@ def _near_rows(bands: NDArray[np.uint64], sketches: NDArray[np.uint8], places: N
             break
         for chunk in np.array_split(asking, len(asking) // _COMPARED + 1):
             mine, others = places[rows[chunk]], places[rows[first[chunk] + leader]]
-            left_out[chunk] = _similar(sketches[mine], sketches[others])
+            left_out[chunk] = (sketches[mine] == sketches[others]).sum(axis=1, dtype=np.int16) >= _AGREE
     return rows[left_out]
 
 

@@ -146,7 +146,7 @@ def _records(file: QuestionFile, skip_damage: bool) -> Iterator[tuple[int, tuple
 def _filtered(question: Question, max_answer_words: int | None, ignore_gold: bool) -> tuple[Question, str]:
     """A question with the answers and the gold passage that count, and why it is left out, if it is."""
     most = None if question.is_regex else max_answer_words  # patterns are no words
-    answers = [answer for answer in question.answers if _is_short(answer, most)]
+    answers = [answer for answer in question.answers if most is None or len(answer.split()) <= most]
     gold = None if ignore_gold else question.gold_passage_id
     kept = Question(question.question, answers, gold, question.fields, question.line)
     if question.answers and not answers:
@@ -160,7 +160,3 @@ def _with_split(split: str | None, question: Question) -> tuple[str, Question]:
     if not isinstance(split, str) or not _SPLIT_NAME.fullmatch(split):
         raise BadRecord('the question has no usable "split"', "add one or give the file as train=FILE")
     return split, question
-
-
-def _is_short(answer: str, most: int | None) -> bool:
-    return most is None or len(answer.split()) <= most

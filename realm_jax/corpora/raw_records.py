@@ -76,7 +76,8 @@ def article(record: Any, where: str) -> Article | CorruptRecord:
     if text is None:
         known = any(name in record for name in _TEXT)
         return CorruptRecord(where, "the text is null" if known else f"no {' or '.join(_TEXT)}", sample(record))
-    return Article(identity or _content_id(f"{title}\0{text}"), title, text)
+    content = f"{title}\0{text}".encode()
+    return Article(identity or hashlib.blake2b(content, digest_size=16).hexdigest(), title, text)
 
 
 class _InvalidField(Exception):
@@ -101,10 +102,6 @@ def _text(record: dict[str, Any], names: tuple[str, ...], kind: str) -> str | No
     if value is not None and _SURROGATE.search(value):
         raise _InvalidField(f"the {kind} has half of a surrogate pair")
     return value
-
-
-def _content_id(content: str) -> str:
-    return hashlib.blake2b(content.encode("utf-8"), digest_size=16).hexdigest()
 
 
 # --- JSON Lines -------------------------------------------------------------------------------------------------------

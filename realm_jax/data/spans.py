@@ -95,7 +95,8 @@ class _Checked:
             raise UserError(f"span finder {self.name!r} fails: {_reason(fault)}; on {text[:40]!r}") from fault
         reached = 0
         for span in found:
-            if not (isinstance(span, Span) and isinstance(span.kind, str) and _are_whole(span.start, span.end)):
+            whole = isinstance(span, Span) and isinstance(span.start, Integral) and isinstance(span.end, Integral)
+            if not (whole and isinstance(span.kind, str)):
                 raise UserError(f"span finder {self.name!r} gives {span!r}, which is no Span(start, end, kind, score)")
             if not reached <= span.start < span.end <= len(text):
                 raise UserError(
@@ -104,10 +105,6 @@ class _Checked:
                 )
             reached = span.end
         return found
-
-
-def _are_whole(*numbers: object) -> bool:
-    return all(isinstance(number, Integral) for number in numbers)
 
 
 def _reason(fault: Exception) -> str:

@@ -48,15 +48,11 @@ def staged(url: str, flag: str = "config.data.path=") -> Path:
         stores = {name: folder.read(f"{name}/{STORE}") for name in names}
         records = {READER: folder.read(READER)} if has_reader else {}
         records |= {PREPARED: prepared} | {f"{name}/{STORE}": data for name, data in stores.items()}
-        if not _is_current(copy, records):
+        if not all((copy / name).is_file() and (copy / name).read_bytes() == data for name, data in records.items()):
             (copy / PREPARED).unlink(missing_ok=True)
             _copy(folder, copy, manifest, stores)
             write_atomic(copy / PREPARED, prepared)
     return copy
-
-
-def _is_current(copy: Path, records: dict[str, bytes]) -> bool:
-    return all((copy / name).is_file() and (copy / name).read_bytes() == data for name, data in records.items())
 
 
 def _copy(folder: Folder, copy: Path, manifest: dict[str, Any], stores: dict[str, bytes]) -> None:

@@ -369,7 +369,8 @@ def new_version(
     settings: limit and fingerprint of the tokenizer; segments: in the store's folder, as their writer describes them.
     """
     fingerprints = [segment["fingerprint"] for segment in segments]
-    fingerprint = _fingerprint({"segments": fingerprints, "removed": removed} if removed else fingerprints)
+    content = {"segments": fingerprints, "removed": removed} if removed else fingerprints
+    fingerprint = digest(json.dumps(content, sort_keys=True).encode())
     version = {"fingerprint": fingerprint, "segments": len(segments), "removed": [*removed]}
     manifest = {"format_version": FORMAT_VERSION, **settings, "fingerprint": fingerprint, "segments": segments}
     kept = [one for one in (_versions(earlier) if earlier else []) if one["fingerprint"] != fingerprint]
@@ -416,8 +417,3 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     if version != FORMAT_VERSION:
         raise UserError(f"{folder / MANIFEST} has format version {version}, not {FORMAT_VERSION}; prepare it again")
     return manifest
-
-
-def _fingerprint(value: Any) -> str:
-    """SHA-256 of a JSON value."""
-    return digest(json.dumps(value, sort_keys=True).encode("utf-8"))
