@@ -352,34 +352,11 @@ def test_what_never_closes_gives_its_text_back(markup, text, unclosed):
     assert any(note.kind == wikitext.UNCLOSED and unclosed[:3] in note.name for note in notes_of(markup))
 
 
-OPENERS = [
-    "{{",
-    "[[",
-    "{{{",
-    "{{a|",
-    "[[a|",
-    "[http://a ",
-    "<b>",
-    "<ref>",
-    "<ref name='a",
-    "\n{|\n",
-    "\n{|\n|-\n",
-    "'''",
-]
-OPENERS += [
-    "\n== ",
-    "<!--",
-    "{{a|b=",
-    "[[a|{{",
-    "<div ",
-    "{{{a|",
-    "[[File:a|",
-    "<nowiki>",
-    "(\x1a",
-    "({{a}};",
-    "{{nowrap|",
-]
-OPENERS += ["}} {{", "<math>", "((((({{a}})", "&#", "\n:{|", "[", "<poem>", "{{convert|1|to|", "$", "=\n", "<siteinfo>"]
+OPENERS = (
+    "{{ [[ {{{ {{a| [[a| <b> <ref> ''' <!-- {{a|b= [[a|{{ {{{a| [[File:a| <nowiki> ({{a}}; {{nowrap| <math> "
+    "((((({{a}}) &# [ <poem> {{convert|1|to| $ <siteinfo>"
+).split()
+OPENERS += ["[http://a ", "<ref name='a", "\n{|\n", "\n{|\n|-\n", "\n== ", "<div ", "(\x1a", "}} {{", "\n:{|", "=\n"]
 
 
 @pytest.mark.parametrize("opener", OPENERS)
@@ -401,53 +378,12 @@ def test_deep_nesting_neither_raises_nor_takes_long(around):
     assert time.process_time() - started < 10
 
 
-FRAGMENTS = st.sampled_from(
-    [
-        *OPENERS,
-        "}}",
-        "]]",
-        "}}}",
-        "|",
-        "=",
-        "|}",
-        "\n|",
-        "\n|-",
-        "</ref>",
-        "-->",
-        "</nowiki>",
-        "</table>",
-        "<table>",
-        "''",
-    ]
-    + [
-        "\n",
-        "\n\n",
-        " ",
-        "*",
-        ":",
-        ";",
-        "(",
-        ")",
-        "&lt;",
-        "&nbsp;",
-        "{{IPA|x}}",
-        "{{lang-fr|",
-        "{{quote|",
-        "#REDIRECT",
-        "$(",
-    ]
-    + [
-        "{{frac|",
-        "{{as of|",
-        "{{birth date|",
-        "{{ill|",
-        "{{USS|",
-        "{{val|",
-        "{{nihongo|",
-        "{{harvtxt|",
-        "{{columns|col1=",
-    ]
-)
+PIECES = (
+    "}} ]] }}} | = |} </ref> --> </nowiki> </table> <table> '' * : ; ( ) &lt; &nbsp; {{IPA|x}} {{lang-fr| {{quote| "
+    "#REDIRECT $( {{frac| {{ill| {{USS| {{val| {{nihongo| {{harvtxt| {{columns|col1="
+).split()
+PIECES += ["\n|", "\n|-", "\n", "\n\n", " ", "{{as of|", "{{birth date|"]
+FRAGMENTS = st.sampled_from(OPENERS + PIECES)
 
 
 @settings(max_examples=300, deadline=None)
