@@ -9,7 +9,6 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from random import Random
 
 from realm_jax.corpora import near_duplicates
@@ -85,9 +84,9 @@ def made_texts(count: int, seed: int = 0) -> list[str]:
     return [" ".join(_sentence(rng) for _ in range(12)) for _ in range(count)]
 
 
-def without_copies(articles: Sequence[Article], scratch: Path | None = None) -> tuple[list[Article], Counter[str]]:
+def without_copies(articles: Sequence[Article]) -> tuple[list[Article], Counter[str]]:
     """Those that are no near-duplicates, in their order, and how many are, by reason."""
-    found = find_near_duplicates(map(fingerprint, articles), scratch)
+    found = find_near_duplicates(map(fingerprint, articles))
     staying = [article for article, code in zip(articles, found, strict=True) if not code]
     return staying, Counter(near_duplicates.REASONS[code] for code in found if code)
 

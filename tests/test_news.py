@@ -226,7 +226,7 @@ def run(tmp_path, made) -> tuple[Counter[str], list[Article]]:
                 articles.append(result)
             else:
                 counts[result.reason] += 1
-    staying, dropped = without_copies(articles, tmp_path)
+    staying, dropped = without_copies(articles)
     return counts + dropped + Counter({"": len(staying)}), staying
 
 

@@ -46,7 +46,6 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -109,14 +108,13 @@ def signature(text: str) -> NDArray[np.uint32]:
 REASONS = ("", "the text of another article", "the id of another article", "nearly the text of another article")
 
 
-def find_near_duplicates(fingerprints: Iterable[NDArray[np.void]], scratch: Path | None = None) -> NDArray[np.uint8]:
+def find_near_duplicates(fingerprints: Iterable[NDArray[np.void]]) -> NDArray[np.uint8]:
     """For each article 0 if it stays, or the number of its reason in REASONS [articles].
 
     fingerprints: arrays of FINGERPRINT, of one article or many. Takes about 100 bytes of memory an article, and 288 of
-    disk in a file that is made in `scratch` (default: where temporary files go) and removed at the end. Raises
-    UserError when that disk is full.
+    disk where temporary files go. Raises UserError when that disk is full.
     """
-    with _on_disk(fingerprints, scratch) as articles:
+    with _on_disk(fingerprints) as articles:
         if not len(articles):
             return np.zeros(0, np.uint8)
         keys = articles["key"].astype(np.uint64)
@@ -235,14 +233,14 @@ def _grouped(values: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.
 
 
 @contextmanager
-def _on_disk(fingerprints: Iterable[NDArray[np.void]], scratch: Path | None) -> Iterator[NDArray[np.void]]:
+def _on_disk(fingerprints: Iterable[NDArray[np.void]]) -> Iterator[NDArray[np.void]]:
     """All fingerprints as one array [articles] that is mapped from a file."""
     try:
-        with tempfile.TemporaryFile(dir=scratch) as file:
+        with tempfile.TemporaryFile() as file:
             for rows in fingerprints:
                 file.write(rows.tobytes())
             file.flush()
             yield np.memmap(file, FINGERPRINT, "r").view(np.ndarray) if file.tell() else np.zeros(0, FINGERPRINT)
     except OSError as fault:
-        where = scratch or tempfile.gettempdir()
+        where = tempfile.gettempdir()
         raise UserError(f"cannot keep 288 bytes per article in {where} ({fault.strerror}); make room there") from None
