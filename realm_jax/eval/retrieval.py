@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from realm_jax.data.store import PassageStore
-from realm_jax.eval.answers import contains_answer, contains_words, words
+from realm_jax.eval.answers import contains_pattern, contains_words, words
 
 DEPTHS = (1, 5, 20, 100)  # at which recall is reported, as far as passages are retrieved
 
@@ -77,7 +77,7 @@ def answer_hits(
         wanted = answers[question] if regular else [words(answer) for answer in answers[question]]
         for rank, row in enumerate(rows[question].tolist()):
             if row >= 0 and regular:
-                hits[question, rank] = contains_answer(texts[row], wanted, is_regex=True)
+                hits[question, rank] = contains_pattern(texts[row], wanted)
             elif row >= 0:
                 hits[question, rank] = contains_words(words_of(row), wanted)
     return hits
