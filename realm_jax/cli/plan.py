@@ -102,19 +102,19 @@ def plan(
     operations = make_task(task, trainer).flops()
     found["flops"] = sum(operations.values())
     found["flops_by_part"] = operations
-    speed = (peak(found["device"]) or 0.0) * mfu
-    if speed:
-        found["step_seconds"] = found["flops"] / (chips * speed)
-        found["hours"] = found["step_seconds"] * config[task].steps / 3600
-        if price is not None:
-            found["cost"] = found["hours"] * chips * price
+    found["step_seconds"] = found["flops"] / (chips * speed(trainer, mfu))
+    found["hours"] = found["step_seconds"] * config[task].steps / 3600
     if builder is not None:
         found |= plan_of_builder(builder, mfu, builders)
-        if speed and "refresh_seconds" in found:
-            found["steps_per_refresh"] = found["refresh_seconds"] / found["step_seconds"]
-            if price is not None:
-                found["cost"] += found["hours"] * found["builder_devices"] * price
+        found["steps_per_refresh"] = found["refresh_seconds"] / found["step_seconds"]
+    if price is not None:
+        found["cost"] = found["hours"] * (chips + found.get("builder_devices", 0)) * price
     return found
+
+
+def speed(run: Run, mfu: float) -> float:
+    """Operations a second of one of its devices. The peak of every slice that a spec can name is known."""
+    return (peak(device_kind(run)) or math.nan) * mfu
 
 
 def plan_of_builder(builder: Run, mfu: float, builders: int) -> dict[str, Any]:
@@ -128,15 +128,13 @@ def plan_of_builder(builder: Run, mfu: float, builders: int) -> dict[str, Any]:
     )
     tower = {name: params[name] for name in builder.model.embedder_names}
     sizes = compiled_needs(embed_program.lower(builder.model, builder.mesh, tower, documents), device_kind(builder))
-    found: dict[str, Any] = {
+    devices, work = builder.mesh.size * builders, embedding_flops(builder.config, length) * builder.context.rows
+    return {
         "builder": sizes,
         "builder_device": device_kind(builder),
-        "builder_devices": builder.mesh.size * builders,
+        "builder_devices": devices,
+        "refresh_seconds": work / (devices * speed(builder, mfu)),
     }
-    if rate := (peak(device_kind(builder)) or 0.0) * mfu:
-        work = embedding_flops(builder.config, length) * builder.context.rows
-        found["refresh_seconds"] = work / (found["builder_devices"] * rate)
-    return found
 
 
 def device_kind(run: Run) -> str:
@@ -170,8 +168,8 @@ def compiled_needs(lowered: jax.stages.Lowered, kind: str, second: int = 0) -> d
         + sizes.generated_code_size_in_bytes
     )
     words = re.findall(rf"\s({'|'.join(COLLECTIVES)})(?:-start)?\(", compiled.as_text())
-    capacity = memory(kind)
-    if capacity and peak_bytes + second > capacity:
+    capacity = memory(kind) or math.inf
+    if peak_bytes + second > capacity:
         return {"fits": False, "needs": _gib(peak_bytes + second), "has": _gib(capacity)}
     return {
         "fits": True,
@@ -248,19 +246,20 @@ def show(found: dict[str, Any], args: argparse.Namespace, task: str) -> None:
     table.add_row("operations a step", f"{found['flops'] / 1e12:,.1f} T")
     for name, value in found["flops_by_part"].items():
         table.add_row(f"  {name}", f"{value / 1e12:,.1f} T")
-    if "step_seconds" in found:
-        table.add_row(f"a step at {args.mfu:.0%} MFU", f"{found['step_seconds'] * 1e3:,.0f} ms")
-        table.add_row("all steps", f"{found['hours']:,.1f} hours")
-    if "builder" in found and not found["builder"]["fits"]:
-        table.add_row("the builder's memory a device", "does NOT fit: set config.model.dtype=bfloat16")
-    elif "builder" in found:
-        table.add_row("the builder's memory a device", f"{found['builder']['bytes']['peak'] / 2**30:.2f} GiB")
-    if "refresh_seconds" in found:
+    table.add_row(f"a step at {args.mfu:.0%} MFU", f"{found['step_seconds'] * 1e3:,.0f} ms")
+    table.add_row("all steps", f"{found['hours']:,.1f} hours")
+    if "builder" in found:
+        sizes = found["builder"]
+        needs = (
+            f"{sizes['bytes']['peak'] / 2**30:.2f} GiB"
+            if sizes["fits"]
+            else "does NOT fit: set config.model.dtype=bfloat16"
+        )
+        table.add_row("the builder's memory a device", needs)
         table.add_row(
             f"embedding {args.passages:,} passages on {found['builder_devices']} devices",
             f"{found['refresh_seconds'] / 60:,.1f} minutes",
         )
-    if "steps_per_refresh" in found:
         table.add_row("steps between two generations", f"{found['steps_per_refresh']:,.0f}")
     if "cost" in found:
         table.add_row("cost", f"{found['cost']:,.0f}")
