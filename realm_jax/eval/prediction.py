@@ -172,11 +172,11 @@ class Evaluator:
 
     @property
     def depth(self) -> int:
-        """Passages retrieved for each question: `question_context.retrieved`, or all."""
+        """Passages retrieved for each question: `answering.retrieved`, or all."""
         return min(answering_of(self.run.config).retrieved, self.run.context.rows)
 
     def retrieve(self, params: Params, index: Index, depth: int = 0) -> NDArray[np.int64]:
-        """Rows of the best passages for every question, `question_context.retrieved` of them or `depth`.
+        """Rows of the best passages for every question, `answering.retrieved` of them or `depth`.
 
         int64 [questions, depth].
         """
