@@ -12,14 +12,15 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from realm_jax.cli.config_flags import load_config
-from realm_jax.cli.plan import program_keys
-from realm_jax.config import default, task_names, validate
+from realm_jax.config import REALM_TASKS, default, flatten, task_names, validate
+from realm_jax.sections import TaskSection
 from realm_jax.storage import read_json, write_json_atomic
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,6 +38,8 @@ WANTED = {  # config: its plans
     "ict_wiki": ["v5e:8x8"],
     "qa_wiki": ["v5e:4x4"],
 }
+# Sections of a config that decide a program on TPUs, with those of tasks.
+PROGRAM_SECTIONS = ("data", "model", "encoder", "retrieval", "scann", "optimizer", "mesh")
 
 
 def main() -> None:
@@ -57,6 +60,14 @@ def main() -> None:
         for slices in args.slices or WANTED[name]:
             known[name]["plans"][slices] = plan(name, slices)
             write_json_atomic(GOLDEN, known)
+
+
+def program_keys(config: ConfigDict, task: str) -> dict[str, Any]:
+    """The keys that decide a task's program on TPUs."""
+    others = {f"{name}.{field.name}" for name in REALM_TASKS if name != task for field in fields(TaskSection)}
+    sections = {*PROGRAM_SECTIONS, *REALM_TASKS}
+    values = {key: value for key, value in flatten(config.to_dict()).items() if key.partition(".")[0] in sections}
+    return {key: value for key, value in values.items() if key not in others and key != "data.path"}
 
 
 def is_of(entry: dict[str, Any], config: ConfigDict) -> bool:

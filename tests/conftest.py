@@ -3,6 +3,8 @@
 The device count and XLA's flags must be set before any JAX backend starts, so they are set here, at import.
 """
 
+import gzip
+import json
 import os
 from importlib.metadata import version
 from pathlib import Path
@@ -28,6 +30,17 @@ def shared_data() -> Path:
     if not SHARED_DATA.is_dir():
         pytest.skip(f"no real data at {SHARED_DATA}")
     return SHARED_DATA
+
+
+@pytest.fixture(scope="session")
+def shared_lines(shared_data):
+    """The records of a compressed JSON Lines file of that folder."""
+
+    def read(name: str) -> list[dict]:
+        with gzip.open(shared_data / name, "rt", encoding="utf-8") as lines:
+            return [json.loads(line) for line in lines]
+
+    return read
 
 
 @pytest.fixture(scope="session", autouse=True)

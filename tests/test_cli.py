@@ -43,8 +43,8 @@ def job(monkeypatch):
         return module.ends()
 
     module.add_arguments, module.run = add_arguments, run
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(cli.JOBS, "fake", (module.__name__, "do nothing"))
+    monkeypatch.setitem(sys.modules, cli.module_of("fake"), module)
+    monkeypatch.setitem(cli.JOBS, "fake", "do nothing")
     return module
 
 
@@ -113,8 +113,8 @@ def examples() -> list[list[str]]:
     """The arguments of the commands in the help of jobs that train or build with a config of the package; a plan
     takes a config without data."""
     lines = []
-    for module, _ in cli.JOBS.values():
-        text = getattr(importlib.import_module(module), "EXAMPLES", "").replace("\\\n", " ")
+    for name in cli.JOBS:
+        text = getattr(importlib.import_module(cli.module_of(name)), "EXAMPLES", "").replace("\\\n", " ")
         lines += [shlex.split(line) for line in text.splitlines() if line.startswith("  realm ")]
     named = [line for line in lines if any(part.startswith("--config=") and is_name(part[9:]) for part in line)]
     return [line for line in named if line[1] in ("train", "build-index", "launch") and line[2] != "plan"]
@@ -140,8 +140,8 @@ def test_help_and_version_import_no_jax():
 
 
 def test_a_missing_dependency_is_named(monkeypatch, capsys):
-    monkeypatch.setitem(cli.JOBS, "broken", ("no_such_package.job", "import what is not there"))
-    assert cli.main(["broken"]) == 2
+    monkeypatch.setattr(cli, "module_of", lambda name: "no_such_package.job")
+    assert cli.main(["train"]) == 2
     assert "needs the Python package 'no_such_package'" in capsys.readouterr().err
 
 
@@ -188,17 +188,11 @@ def test_a_defect_keeps_its_traceback(job, error):
 
 
 def test_a_reader_that_stops_reading_is_no_error():
-    program = (
-        "import sys, types; from realm_jax.cli import main as cli\n"
-        "job = types.ModuleType('job'); sys.modules['job'] = job; job.add_arguments = lambda parser: None\n"
-        "job.run = lambda args: [print('line' * 100) for _ in range(1000)] and 0\n"
-        "cli.JOBS['talk'] = ('job', 'talk'); sys.exit(cli.main(['talk']))"
-    )
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
+    done = realm("[print('line' * 100) for _ in range(1000)] and 0", stdout=writer)
     os.close(writer)
-    assert (done.returncode, done.stderr) == (141, "")
+    assert (done.returncode, done.stderr) == (141, b"")
 
 
 @pytest.fixture
@@ -222,8 +216,8 @@ def test_an_interrupt_waits_until_the_job_is_imported(monkeypatch, tmp_path, int
         "add_arguments = run = lambda _: None\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(cli.JOBS, "slow", ("interrupted_job", "be interrupted"))
-    assert cli.main(["slow"]) == 130
+    monkeypatch.setattr(cli, "module_of", lambda name: "interrupted_job")
+    assert cli.main(["train"]) == 130
     assert "interrupted_job" in sys.modules
 
 
@@ -255,16 +249,17 @@ def test_an_interrupt_where_nothing_can_be_raised_comes_again(job, interruptible
 # ---- the streams
 
 
-def realm(end: str, *shell: str, **environment: str) -> subprocess.CompletedProcess:
+def realm(end: str, *shell: str, stdout=subprocess.PIPE, **environment: str) -> subprocess.CompletedProcess:
     """A job whose body is `end`, run with the redirections of `shell`."""
     program = (
         "import sys, types; from realm_jax.cli import main as cli\n"
-        "job = types.ModuleType('job'); sys.modules['job'] = job; job.add_arguments = lambda parser: None\n"
+        "job = sys.modules[cli.module_of('talk')] = types.ModuleType('job'); job.add_arguments = lambda parser: None\n"
         f"job.run = lambda args: {end}\n"
-        "cli.JOBS['talk'] = ('job', 'talk'); sys.exit(cli.main(['talk']))"
+        "cli.JOBS['talk'] = 'talk'; sys.exit(cli.main(['talk']))"
     )
     command = " ".join([shlex.join([sys.executable, "-c", program]), *shell])
-    return subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, env=os.environ | environment)
+    environ = os.environ | environment
+    return subprocess.run(command, shell=True, cwd=ROOT, stdout=stdout, stderr=subprocess.PIPE, env=environ)
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-"])

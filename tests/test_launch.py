@@ -258,11 +258,6 @@ def test_an_answer_that_is_no_json_is_told(tools, capsys, target):
     assert "did not answer with JSON: 'Welcome!'" in capsys.readouterr().err
 
 
-def test_a_builder_waits_for_the_trainer_however_long_it_takes_to_come():
-    trainer, builder = (part.words for part in job_specs(described([], builder__slices=1)))
-    assert specs.WAIT_FOREVER in builder and specs.WAIT_FOREVER not in trainer
-
-
 def test_a_recipe_without_realm_has_no_builder(capsys, tmp_path):
     for target in (["--target=local", f"--workdir={tmp_path}"], JOBSET, GCLOUD):
         assert launch(*target, "--config.tasks=qa", "--spec.trainer.slice=v5e:4x4", "--dry-run") == 0

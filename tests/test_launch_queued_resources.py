@@ -187,8 +187,3 @@ esac"""
     assert done.returncode == 0 and (tmp_path / "stopped").exists()
     assert made[0] == "docker rm" and sorted({*made[1:]}) == ["docker run", "docker stop"]
     assert made.count("docker run") == 1
-
-
-def test_a_container_that_outlives_the_service_is_stopped_by_systemd():
-    launch = described()
-    assert "ExecStopPost=-/usr/bin/docker stop --time=120 realm\n" in startup_script(launch, job_specs(launch)[0])

@@ -164,7 +164,6 @@ def test_no_answers_at_all_and_no_predictions_at_all(tmp_path):
         ),
         (lambda text: text[:-9], "1 of 2 questions are answered; repeat the `realm predict` command"),
         (lambda _: "", "0 of 2 questions are answered; repeat the `realm predict` command"),
-        (lambda text: text * 2, "holds 4 lines for 2 questions; remove the file"),
     ],
 )
 def test_a_file_that_is_not_all_that_was_asked_is_refused(tmp_path, cut, told):

@@ -1,9 +1,6 @@
 """Retrieval metrics: hit matrices, recall, and break-down by group."""
 
-import gzip
-import json
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,8 +9,6 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from realm_jax.eval.retrieval import answer_hits, gold_hits, hit_at_k, mean_by_group
-
-SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
 class Shelf:
@@ -103,14 +98,11 @@ def test_hit_matrices_need_one_row_a_question():
         gold_hits(Shelf(), [[0]], ["moon", "tea"])
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the shared real data is not on this machine")
-def test_the_answer_test_agrees_with_the_reference_verdicts_through_the_hit_matrix():
-    with gzip.open(SHARED / "gold" / "dpr_has_answer_vectors.jsonl.gz", "rt", encoding="utf-8") as lines:
-        vectors = [json.loads(line) for line in lines]
-    with gzip.open(SHARED / "wiki_qa" / "passages.jsonl.gz", "rt", encoding="utf-8") as lines:
-        wanted = {vector["passage_id"] for vector in vectors}
-        passages = [passage for passage in map(json.loads, lines) if passage["id"] in wanted]
-    shelf = Shelf()
+def test_the_answer_test_agrees_with_the_reference_verdicts(shared_lines):
+    vectors, shelf = shared_lines("gold/dpr_has_answer_vectors.jsonl.gz"), Shelf()
+    wanted = {vector["passage_id"] for vector in vectors}
+    assert {vector["has_answer"] for vector in vectors} == {True, False}
+    passages = [passage for passage in shared_lines("wiki_qa/passages.jsonl.gz") if passage["id"] in wanted]
     shelf.passages = [(passage["id"], passage["title"], passage["text"]) for passage in passages]
     row_of = {passage["id"]: row for row, passage in enumerate(passages)}
     hits = answer_hits(shelf, [[row_of[v["passage_id"]]] for v in vectors], [v["answers"] for v in vectors])

@@ -14,7 +14,7 @@ from tiny_run import PEOPLE, question, tiny_config, write_lines
 from unigram import TEXTS, unigram
 
 from realm_jax.cli import main as cli
-from realm_jax.cli.inspect_data import pieces_of
+from realm_jax.cli.inspect_data import spans_in_text
 from realm_jax.cli.prepare import prepare
 from realm_jax.config import validate
 from realm_jax.data.examples import Lengths
@@ -123,7 +123,8 @@ def test_a_store_holds_its_tokens_sentences_and_spans(data, sources):
     assert store.dtype == np.uint32 and store.body_tokens(0).dtype == np.uint32
     assert store.tokenizer_fingerprint == tokenizer.fingerprint
     assert sorted(path.name for path in (data / "tokenizer").iterdir()) == ["tokenizer.json"]
-    spans = [[piece.text for piece in pieces_of(store, row, tokenizer) if piece.kind] for row in range(len(store))]
+    rows = range(len(store))
+    spans = [[store.text(row)[start:end] for start, end, _ in spans_in_text(store, row, tokenizer)] for row in rows]
     assert len(store) == len(PEOPLE) and all(any("ville" in span for span in found) for found in spans)
     assert {"May 1903"} <= {*spans[store.rows_of("p3")[0]]}
     ids, lengths, titles = store.document_matrix(48, tokenizer.special)

@@ -41,6 +41,13 @@ OPTIONAL = {
 # Where the driver of an accelerator shows, and the extra that brings JAX's side of it.
 ACCELERATOR_FILES = {"cuda": ("/dev/nvidia0", "/dev/nvidiactl"), "tpu": ("/dev/accel0", "/dev/vfio/0")}
 
+# Switches of JAX that cost speed or change results, each with what it does.
+SWITCHES = {
+    "jax_enable_x64": "float64 is on (JAX_ENABLE_X64): slower, and numbers differ from the documented ones",
+    "jax_disable_jit": "compilation is off (JAX_DISABLE_JIT): for debugging only",
+    "jax_debug_nans": "NaN checks are on (JAX_DEBUG_NANS): every step waits for its results",
+    "jax_check_tracer_leaks": "leak checks are on (JAX_CHECK_TRACER_LEAKS): compilation is slow",
+}
 
 # A section of the report: {"realm_jax", "location", "python", "packages": [{"name", "wanted", "installed", "fits"}],
 # "optional": {name: version}, "devices", "machine" (bytes), "settings", "warnings", "problems", "usable"}.
@@ -152,8 +159,7 @@ def relevant_settings() -> dict[str, str]:
     jax = sys.modules.get("jax")
     if jax is None:  # it could not be imported; `find_devices` reports this
         return settings
-    switches = ("jax_enable_x64", "jax_disable_jit", "jax_debug_nans", "jax_check_tracer_leaks")
-    return settings | {name: "True" for name in switches if getattr(jax.config, name)}
+    return settings | {name: "True" for name in SWITCHES if getattr(jax.config, name)}
 
 
 # ---- judging
@@ -180,13 +186,7 @@ def warnings(report: Section) -> Iterable[str]:
         yield f"only {_gib(machine['memory_free'])} of memory free: large batches or corpora may end the process"
     if machine["disk_free"] < LOW_DISK:
         yield f"only {_gib(machine['disk_free'])} of disk free in {machine['folder']}: keep --workdir on another disk"
-    reasons = {
-        "jax_enable_x64": "float64 is on (JAX_ENABLE_X64): slower, and numbers differ from the documented ones",
-        "jax_disable_jit": "compilation is off (JAX_DISABLE_JIT): for debugging only",
-        "jax_debug_nans": "NaN checks are on (JAX_DEBUG_NANS): every step waits for its results",
-        "jax_check_tracer_leaks": "leak checks are on (JAX_CHECK_TRACER_LEAKS): compilation is slow",
-    }
-    yield from (reasons[name] for name in report["settings"] if name in reasons)
+    yield from (SWITCHES[name] for name in report["settings"] if name in SWITCHES)
 
 
 def _package_warnings(report: Section) -> Iterable[str]:

@@ -48,7 +48,7 @@ EXAMPLES = f"""examples:
 
 Of two files, {METHODS.replace("; ", chr(10))}.
 Where there is no terminal a line is `name value`, or `name value low high` with the ends of the interval; of two files
-`compute_metrics A B difference low high p McNemar questions`.
+`name A B difference low high p McNemar questions`.
 """
 COMPARED = ("a", "b", "difference", "low", "high", "p", "mcnemar", "questions")
 
@@ -156,7 +156,7 @@ def _provenance(path: str) -> dict[str, Any]:
 
 
 def compare_files(first: str, second: str) -> dict[str, Any]:
-    """`measures.compare` of two files of predictions, with {"a", "b"}: each one's name and what made it."""
+    """`metrics.compare` of two files of predictions, with {"a", "b"}: each one's name and what made it."""
     facts = {name: {"file": path} | _provenance(path) for name, path in (("a", first), ("b", second))}
     return facts | compare(read_predictions(first), read_predictions(second), second)
 

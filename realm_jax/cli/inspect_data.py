@@ -9,7 +9,6 @@ Not for a trained model. Read `realm_jax.data.statistics` for the numbers.
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from ml_collections import ConfigDict
@@ -78,25 +77,15 @@ def chosen_rows(store: PassageStore, document: str | None, count: int, seed: int
     return sorted(rng.choice(len(store), min(count, len(store)), replace=False).tolist())
 
 
-class Piece(NamedTuple):
-    """A stretch of a passage's text. kind: of the salient span that it is, or None."""
+def spans_in_text(store: PassageStore, row: int, tokenizer: Tokenizer) -> list[tuple[int, int, int]]:
+    """The salient spans of a row: first character, the one behind the last, and kind.
 
-    text: str
-    kind: str | None
-
-
-def pieces_of(store: PassageStore, row: int, tokenizer: Tokenizer) -> list[Piece]:
-    """The text of a row cut at its salient spans, found again by the characters that their tokens stand for."""
-    text = store.text(row)
-    offsets = tokenizer.offsets_of(text, store.body_tokens(row))
+    Found again by the characters that their tokens stand for. Raises UserError for a text that has other tokens.
+    """
+    offsets = tokenizer.offsets_of(store.text(row), store.body_tokens(row))
     if offsets is None:
         raise UserError(f"{store.folder}: the text of row {row} does not give its tokens; prepare the data again")
-    pieces, last = [], 0
-    for start, end, kind in store.spans(row):
-        first, stop = offsets[start, 0], offsets[end - 1, 1]
-        pieces += [Piece(text[last:first], None), Piece(text[first:stop], store.span_kinds[kind])]
-        last = stop
-    return [piece for piece in [*pieces, Piece(text[last:], None)] if piece.text]
+    return [(int(offsets[start, 0]), int(offsets[end - 1, 1]), int(kind)) for start, end, kind in store.spans(row)]
 
 
 def show_passage(screen: Console, store: PassageStore, row: int, tokenizer: Tokenizer) -> None:
@@ -104,15 +93,10 @@ def show_passage(screen: Console, store: PassageStore, row: int, tokenizer: Toke
     head = Text(printable(store.title(row)) or "(no title)", style="bold")
     head.append(printable(f"   row {row} of {len(store):,}, document {store.document_id(row)}"), style="dim")
     screen.print(head)
-    body = Text()
-    for piece in pieces_of(store, row, tokenizer):
-        body.append(printable(piece.text), style=f"bold {colour(store, piece.kind)}" if piece.kind else "")
+    body = Text(printable(store.text(row)))
+    for start, end, kind in spans_in_text(store, row, tokenizer):
+        body.stylize(f"bold {COLOURS[kind % len(COLOURS)]}", start, end)
     screen.print(body)
-
-
-def colour(store: PassageStore, kind: str) -> str:
-    """The colour of a kind of span."""
-    return COLOURS[store.span_kinds.index(kind) % len(COLOURS)]
 
 
 def show_query(

@@ -12,11 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 from ml_collections import ConfigDict
-from rich.console import Console
-from rich.table import Table
 
 from realm_jax.cli.argument_types import positive
 from realm_jax.cli.config_flags import PrintPage, add_config_argument, load_config, with_overrides
+from realm_jax.cli.output import print_records
 from realm_jax.config import default, task_names, validate
 from realm_jax.errors import UserError
 from realm_jax.launch import spec as specs
@@ -240,19 +239,13 @@ def show(state: RunState | None, resources: list[dict[str, str]] | None = None) 
         if state.generation >= 0:
             print(f"newest index: of step {state.generation}")
     if resources is not None:
-        table = Table(box=None, pad_edge=False)
-        for head in ("name", "state", "detail"):
-            table.add_column(head, no_wrap=head != "detail")
-        for one in resources:
-            table.add_row(*one.values())
-        Console(highlight=False).print(table if resources else "nothing is there")
+        print_records(resources, as_json=False, nothing="nothing is there")
 
 
 def record(state: RunState) -> dict[str, Any]:
     """A state as JSON: {"task", "checkpoint", "metrics", "generation", "jobs": [{"name", "state", …}]}."""
     jobs = [
-        {"name": job.name, "state": job.state, "stage": job.status.stage, "step": job.status.step}
-        | {"index": job.status.index}
+        {"name": job.name, "state": job.state} | {key: getattr(job.status, key) for key in ("stage", "step", "index")}
         for job in state.jobs
     ]
     saved = state.progress.checkpoint

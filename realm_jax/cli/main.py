@@ -29,34 +29,22 @@ INTERRUPTED = 130
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # of files outside of shared storage: records, compiled programs
 BROKEN_PIPE = 141  # what a shell reports for a program that SIGPIPE ended
 
-JOBS: dict[str, tuple[str, str]] = {
-    "quickstart": (
-        "realm_jax.cli.quickstart",
-        "make a small encyclopedia, train on it, watch retrieval being learned",
-    ),
-    "prepare": ("realm_jax.cli.prepare", "turn your documents and questions into a folder to train from"),
-    "inspect": ("realm_jax.cli.inspect", "look at prepared data, or at how a trained model predicts a text"),
-    "train": ("realm_jax.cli.train", "run, or resume, the training recipe of a config file"),
-    "tag": ("realm_jax.cli.tag", "find the salient spans of prepared passages with a trained tagger"),
-    "launch": ("realm_jax.cli.launch", "plan a run, start it here, on TPU VMs or on GKE; see it, stop it, remove it"),
-    "build-index": ("realm_jax.cli.build_index", "re-embed the corpus alongside a training run, and publish the index"),
-    "corpus": ("realm_jax.cli.corpus", "add, replace or remove documents; a trained run then answers from them"),
-    "storage": ("realm_jax.cli.storage", "list, verify and remove what a run has stored: checkpoints and indexes"),
-    "weights": (
-        "realm_jax.cli.weights",
-        "write a run's networks for Hugging Face's library, or convert released ones",
-    ),
-    "predict": ("realm_jax.cli.predict", "answer a file of questions with a trained run"),
-    "evaluate": (
-        "realm_jax.cli.evaluate",
-        "measure a trained run or a file of predictions, or say whether two files differ by more than chance",
-    ),
-    "ablate": (
-        "realm_jax.cli.ablate",
-        "train variants that differ in one setting, with several seeds, and tabulate the results",
-    ),
-    "ask": ("realm_jax.cli.ask", "ask a trained run a question"),
-    "doctor": ("realm_jax.cli.doctor", "report what is installed, which devices there are, and what will be slow"),
+JOBS = {  # command → what it does; its module is named like it
+    "quickstart": "make a small encyclopedia, train on it, watch retrieval being learned",
+    "prepare": "turn your documents and questions into a folder to train from",
+    "inspect": "look at prepared data, or at how a trained model predicts a text",
+    "train": "run, or resume, the training recipe of a config file",
+    "tag": "find the salient spans of prepared passages with a trained tagger",
+    "launch": "plan a run, start it here, on TPU VMs or on GKE; see it, stop it, remove it",
+    "build-index": "re-embed the corpus alongside a training run, and publish the index",
+    "corpus": "add, replace or remove documents; a trained run then answers from them",
+    "storage": "list, verify and remove what a run has stored: checkpoints and indexes",
+    "weights": "write a run's networks for Hugging Face's library, or convert released ones",
+    "predict": "answer a file of questions with a trained run",
+    "evaluate": "measure a trained run or a file of predictions, or say whether two files differ by more than chance",
+    "ablate": "train variants that differ in one setting, with several seeds, and tabulate the results",
+    "ask": "ask a trained run a question",
+    "doctor": "report what is installed, which devices there are, and what will be slow",
 }
 
 
@@ -135,19 +123,20 @@ def _run(argv: list[str], ctrl_c: CtrlC) -> int:
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     assert job is not None, "the parser requires a command of the table"
-    _set_up_logging()
+    from realm_jax import console  # here, since Rich is not needed for `realm --help`
+
+    console.set_up_logging()
     code = job.run(args)
     return 0 if code is None else code
 
 
-def _set_up_logging() -> None:
-    from realm_jax import console  # here, since Rich is not needed for `realm --help`
-
-    console.set_up_logging()
+def module_of(name: str) -> str:
+    """The module of a command."""
+    return f"realm_jax.cli.{name.replace('-', '_')}"
 
 
 def _import_job(name: str) -> ModuleType:
-    module, _ = JOBS[name]
+    module = module_of(name)
     keep_freed_memory()
     if module in sys.modules:
         return sys.modules[module]
@@ -173,7 +162,7 @@ def _parser(chosen: str | None, job: ModuleType | None) -> argparse.ArgumentPars
     )
     parser.add_argument("--version", action="version", version=f"realm_jax {realm_jax.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, (_, summary) in JOBS.items():
+    for name, summary in JOBS.items():
         command = commands.add_parser(
             name,
             help=summary,

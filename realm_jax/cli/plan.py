@@ -11,19 +11,17 @@ import math
 import os
 import re
 from collections import Counter
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from ml_collections import ConfigDict
 from rich.console import Console
 from rich.table import Table
 
 from realm_jax.cli.build_index import for_embedding
 from realm_jax.cli.config_flags import load_config
-from realm_jax.config import REALM_TASKS, default, flatten, task_names, validate
+from realm_jax.config import default, task_names, validate
 from realm_jax.data.tokenizer import id_dtype
 from realm_jax.errors import UserError
 from realm_jax.flops import embedding_flops, memory, peak
@@ -35,7 +33,6 @@ from realm_jax.retrieval.embed import EMBED_BATCH
 from realm_jax.retrieval.exact import padded_rows
 from realm_jax.retrieval.search import Index
 from realm_jax.run import Run, abstract_run, embed_program
-from realm_jax.sections import TaskSection
 from realm_jax.tasks import TASKS, make_task, with_networks
 from realm_jax.train.init_from import fill_from_pretrained
 from realm_jax.train.restore import abstract_state
@@ -47,15 +44,6 @@ SINGLE_HOST_ENVIRONMENT = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
 }
-PROGRAM_SECTIONS = (
-    "data",
-    "model",
-    "encoder",
-    "retrieval",
-    "scann",
-    "optimizer",
-    "mesh",
-)  # of a program, with those of tasks
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
 
@@ -101,14 +89,6 @@ def tpu_devices(launch: Launch, job: str, slices: int) -> list[jax.Device]:
         raise UserError(f"spec.{job}.slice={chips}: {reason}; {advice}") from None
 
 
-def program_keys(config: ConfigDict, task: str) -> dict[str, Any]:
-    """The keys that decide a task's program on TPUs."""
-    others = {f"{name}.{field.name}" for name in REALM_TASKS if name != task for field in fields(TaskSection)}
-    sections = {*PROGRAM_SECTIONS, *REALM_TASKS}
-    values = {key: value for key, value in flatten(config.to_dict()).items() if key.partition(".")[0] in sections}
-    return {key: value for key, value in values.items() if key not in others and key != "data.path"}
-
-
 def plan(
     trainer: Run, builder: Run | None, task: str, mfu: float, price: float | None, builders: int = 1
 ) -> dict[str, Any]:
@@ -122,31 +102,25 @@ def plan(
     operations = make_task(task, trainer).flops()
     found["flops"] = sum(operations.values())
     found["flops_by_part"] = operations
-    speed = (peak(found["device"]) or 0.0) * mfu
-    if speed:
-        found["step_seconds"] = found["flops"] / (chips * speed)
-        found["hours"] = found["step_seconds"] * config[task].steps / 3600
-        if price is not None:
-            found["cost"] = found["hours"] * chips * price
+    found["step_seconds"] = found["flops"] / (chips * speed(trainer, mfu))
+    found["hours"] = found["step_seconds"] * config[task].steps / 3600
     if builder is not None:
         found |= plan_of_builder(builder, mfu, builders)
-        if speed and "refresh_seconds" in found:
-            found["steps_per_refresh"] = found["refresh_seconds"] / found["step_seconds"]
-            if price is not None:
-                found["cost"] += found["hours"] * found["builder_devices"] * price
+        found["steps_per_refresh"] = found["refresh_seconds"] / found["step_seconds"]
+    if price is not None:
+        found["cost"] = found["hours"] * (chips + found.get("builder_devices", 0)) * price
     return found
 
 
-def document_parts(run: Run, rows: int, length: int) -> tuple[tuple[tuple[int, ...], Any], ...]:
-    """Shape and dtype of the arrays of `Documents` as the corpus has them."""
-    return ((rows, length), id_dtype(run.model.bert.vocabulary_size)), ((rows,), jnp.uint16), ((rows,), jnp.uint16)
+def speed(run: Run, mfu: float) -> float:
+    """Operations a second of one of its devices. The peak of every slice that a spec can name is known."""
+    return (peak(device_kind(run)) or math.nan) * mfu
 
 
 def plan_of_builder(builder: Run, mfu: float, builders: int) -> dict[str, Any]:
     """An index builder's program: memory, and the time in which all builders embed every passage."""
     length, size = builder.config.data.document_length, EMBED_BATCH * builder.mesh.size
-    parts = document_parts(builder, size, length)
-    documents: Any = Documents(*(abstract_sharded(builder, *part, "batch") for part in parts))  # type: ignore[arg-type]
+    documents = abstract_documents(builder, size, "batch")
     whole = replicated(builder.mesh)
     params = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole),
@@ -154,15 +128,13 @@ def plan_of_builder(builder: Run, mfu: float, builders: int) -> dict[str, Any]:
     )
     tower = {name: params[name] for name in builder.model.embedder_names}
     sizes = compiled_needs(embed_program.lower(builder.model, builder.mesh, tower, documents), device_kind(builder))
-    found: dict[str, Any] = {
+    devices, work = builder.mesh.size * builders, embedding_flops(builder.config, length) * builder.context.rows
+    return {
         "builder": sizes,
         "builder_device": device_kind(builder),
-        "builder_devices": builder.mesh.size * builders,
+        "builder_devices": devices,
+        "refresh_seconds": work / (devices * speed(builder, mfu)),
     }
-    if rate := (peak(device_kind(builder)) or 0.0) * mfu:
-        work = embedding_flops(builder.config, length) * builder.context.rows
-        found["refresh_seconds"] = work / (found["builder_devices"] * rate)
-    return found
 
 
 def device_kind(run: Run) -> str:
@@ -196,8 +168,8 @@ def compiled_needs(lowered: jax.stages.Lowered, kind: str, second: int = 0) -> d
         + sizes.generated_code_size_in_bytes
     )
     words = re.findall(rf"\s({'|'.join(COLLECTIVES)})(?:-start)?\(", compiled.as_text())
-    capacity = memory(kind)
-    if capacity and peak_bytes + second > capacity:
+    capacity = memory(kind) or math.inf
+    if peak_bytes + second > capacity:
         return {"fits": False, "needs": _gib(peak_bytes + second), "has": _gib(capacity)}
     return {
         "fits": True,
@@ -233,20 +205,25 @@ def abstract_arguments(trainer: Run, task: str) -> tuple[Any, Any, Any, Any]:
     batch = {name: abstract_sharded(trainer, (size, *shape), dtype, "batch") for name, (shape, dtype) in shapes}
     index = None
     if made.retrieves:
-        rows, length = padded_rows(trainer.context.rows, mesh.size), config.data.document_length
-        parts = document_parts(trainer, rows, length)
-        documents: Any = Documents(*(abstract_sharded(trainer, *part, "rows") for part in parts))  # type: ignore[arg-type]
-        vectors: Any = abstract_sharded(
-            trainer, (rows, trainer.model.vector_size), jnp.dtype(config.model.dtype), "rows"
-        )
-        if not made.needs_vectors():
-            vectors = None
-        if made.host_search and trainer.searches is not None:
+        rows = padded_rows(trainer.context.rows, mesh.size)
+        on_hosts = made.host_search and trainer.searches is not None
+        if on_hosts:
             batch["retrieved_rows"] = abstract_sharded(trainer, (size, config.realm.candidates), jnp.int32, "batch")
-            vectors = None
-        index = Index(vectors, documents)
+        vectors: Any = None
+        if made.needs_vectors() and not on_hosts:
+            shape = (rows, trainer.model.vector_size)
+            vectors = abstract_sharded(trainer, shape, jnp.dtype(config.model.dtype), "rows")
+        index = Index(vectors, abstract_documents(trainer, rows, "rows"))
     words = jax.ShapeDtypeStruct((mesh.size, len(ControlWords())), jnp.int32, sharding=control_sharding(mesh))
     return state, batch, index, words
+
+
+def abstract_documents(run: Run, rows: int, axis: str) -> Documents:
+    """Passages as the corpus has them, spread over the devices like others of that name."""
+    pieces = (rows, run.config.data.document_length)
+    ids = abstract_sharded(run, pieces, id_dtype(run.model.bert.vocabulary_size), axis)
+    lengths = abstract_sharded(run, (rows,), jnp.uint16, axis)
+    return Documents(ids, lengths, lengths)  # type: ignore[arg-type]
 
 
 def abstract_sharded(run: Run, shape: tuple[int, ...], dtype: Any, axis: str) -> jax.ShapeDtypeStruct:
@@ -269,19 +246,20 @@ def show(found: dict[str, Any], args: argparse.Namespace, task: str) -> None:
     table.add_row("operations a step", f"{found['flops'] / 1e12:,.1f} T")
     for name, value in found["flops_by_part"].items():
         table.add_row(f"  {name}", f"{value / 1e12:,.1f} T")
-    if "step_seconds" in found:
-        table.add_row(f"a step at {args.mfu:.0%} MFU", f"{found['step_seconds'] * 1e3:,.0f} ms")
-        table.add_row("all steps", f"{found['hours']:,.1f} hours")
-    if "builder" in found and not found["builder"]["fits"]:
-        table.add_row("the builder's memory a device", "does NOT fit: set config.model.dtype=bfloat16")
-    elif "builder" in found:
-        table.add_row("the builder's memory a device", f"{found['builder']['bytes']['peak'] / 2**30:.2f} GiB")
-    if "refresh_seconds" in found:
+    table.add_row(f"a step at {args.mfu:.0%} MFU", f"{found['step_seconds'] * 1e3:,.0f} ms")
+    table.add_row("all steps", f"{found['hours']:,.1f} hours")
+    if "builder" in found:
+        sizes = found["builder"]
+        needs = (
+            f"{sizes['bytes']['peak'] / 2**30:.2f} GiB"
+            if sizes["fits"]
+            else "does NOT fit: set config.model.dtype=bfloat16"
+        )
+        table.add_row("the builder's memory a device", needs)
         table.add_row(
             f"embedding {args.passages:,} passages on {found['builder_devices']} devices",
             f"{found['refresh_seconds'] / 60:,.1f} minutes",
         )
-    if "steps_per_refresh" in found:
         table.add_row("steps between two generations", f"{found['steps_per_refresh']:,.0f}")
     if "cost" in found:
         table.add_row("cost", f"{found['cost']:,.0f}")

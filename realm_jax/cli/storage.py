@@ -6,8 +6,7 @@ A checkpoint is called TASK/STEP (`realm_jax/train/checkpoints.py`), a generatio
 
 import argparse
 import time
-from collections.abc import Callable, Collection
-from functools import partial
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,7 +53,9 @@ def run(args: argparse.Namespace) -> int:
         remove(workdir, args.names, saved, args.force)
         return 0
     # The shared folder, which may be a bucket, is read only when needed.
-    items = saved if args.names and {*args.names} <= {*saved} else saved | generations(workdir)
+    items: dict[str, Checkpoint | Generation] = {**saved}
+    if not args.names or not {*args.names} <= {*saved}:
+        items |= generations(workdir)
     if args.action == "ls":
         entries = [item.describe() for item in items.values()]
         for kind in ("checkpoint", "generation"):
@@ -65,37 +66,102 @@ def run(args: argparse.Namespace) -> int:
     return int(any([verify(name, items[name]) for name in args.names or items]))
 
 
-class Item(NamedTuple):
-    """A checkpoint or a generation.
+class Checkpoint(NamedTuple):
+    """A saved state, in the folder of its step."""
 
-    describe: what there is to know without reading its arrays. verify: reads all of it; says what it holds before the
-    time that reading took, or None if it is unfinished, and raises where it is not what was stored.
-    """
+    entry: Path
 
-    describe: Callable[[], dict[str, Any]]
-    verify: Callable[[], str | None]
+    @property
+    def name(self) -> str:
+        """How a person calls it: task/step."""
+        return f"{self.entry.parent.parent.name}/{self.entry.name}"
+
+    def describe(self) -> dict[str, Any]:
+        """What there is to know without reading its arrays."""
+        entry, found = self.entry, {"checkpoint": self.name, "state": "damaged"}
+        if DAMAGED in entry.name:
+            return found
+        try:
+            record = SavedCheckpoint(entry).record
+        except (UserError, CheckpointRemoved) as fault:
+            return found | {"reason": str(fault)}
+        return found | {
+            "state": "complete",
+            "bytes": sum(file.stat().st_size for file in entry.rglob("*") if file.is_file()),
+            "saved": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(entry.stat().st_mtime)),
+            "index_step": record["index_step"],
+            "generation": record.get("generation") or "",
+        }
+
+    def verify(self) -> str:
+        """Read every array; '', as nothing is said of a sound one but the time. Raises for one that is damaged."""
+        if DAMAGED in self.entry.name:
+            raise UserError(f"{self.entry} was found damaged and set aside; remove it")
+        SavedCheckpoint(self.entry).verify()
+        return ""
 
 
-def checkpoints(workdir: Path) -> dict[str, Item]:
+class Generation(NamedTuple):
+    """A generation of the index, in the shared folder."""
+
+    folder: Folder
+    name: str
+
+    def describe(self) -> dict[str, Any]:
+        """What there is to know without reading its vectors."""
+        trainer, step = read_status(self.folder, TRAINER), export_step(self.name)
+        found: dict[str, Any] = {"generation": self.name, "step": step, "state": "unfinished"}
+        try:
+            manifest = read_manifest(self.folder, self.name)
+        except InvalidIndex as fault:
+            return found | {"state": "damaged", "reason": str(fault)}
+        reason = rejection(self.folder, self.name)
+        if reason is not None:
+            found |= {"state": "refused", "reason": reason.get("reason", "")}
+        elif manifest is not None:
+            found["state"] = "published"
+        if manifest is not None:
+            found |= {
+                "rows": manifest.rows,
+                "bytes": sum(file.bytes for file in manifest.files),
+                "age": None if trainer is None else max(trainer.step - manifest.step, 0),
+                "recall": manifest.recall,
+                "seconds": sum(manifest.seconds.values()),
+            }
+        found["in_use"] = trainer is not None and trainer.index == step
+        found["pinned"] = trainer is not None and step in trainer.pins
+        return found
+
+    def verify(self) -> str | None:
+        """Compare every file with its size and checksum, and every vector for being one; how many there are, or None
+        if it is unfinished. Raises for one that is damaged."""
+        manifest = read_manifest(self.folder, self.name)
+        if manifest is None:
+            return None
+        load_vectors(self.folder, manifest)
+        for file in manifest.files[len(manifest.chunks) :]:
+            self.folder.read_verified(file)
+        return f"{manifest.rows:,} vectors, "
+
+
+def checkpoints(workdir: Path) -> dict[str, Checkpoint]:
     """The checkpoints of the run in a folder, by task and step. Raises UserError if there is no run."""
     recorded_config(workdir, tagger=None)
-    return {
-        _name(entry): Item(partial(_checkpoint, entry), partial(_verify_checkpoint, entry))
+    saved = [
+        Checkpoint(entry)
         for folder in sorted(workdir.glob("*/checkpoints"))
         for entry in (*reversed(saved_folders(folder)), *sorted(folder.glob(f"*{DAMAGED}*")))
-    }
+    ]
+    return {one.name: one for one in saved}
 
 
-def generations(workdir: Path) -> dict[str, Item]:
+def generations(workdir: Path) -> dict[str, Generation]:
     """The generations of the run in a folder, by name; a tagger has none. Raises UserError if the shared folder
     cannot be opened."""
     if kind_of(recorded_config(workdir, tagger=None)) is not None:
         return {}
     shared = recorded_folder(workdir)
-    return {
-        name: Item(partial(_generation, shared, name), partial(_verify_generation, shared, name))
-        for name in generation_names(shared)
-    }
+    return {name: Generation(shared, name) for name in generation_names(shared)}
 
 
 def _check_name(name: str, known: Collection[str], workdir: Path) -> None:
@@ -103,7 +169,7 @@ def _check_name(name: str, known: Collection[str], workdir: Path) -> None:
         raise UserError(f"--workdir={workdir}: there is no {name} stored; `realm storage ls` lists what there is")
 
 
-def verify(name: str, item: Item) -> bool:
+def verify(name: str, item: Checkpoint | Generation) -> bool:
     """Print whether something stored is sound; returns whether it is damaged."""
     began = time.monotonic()
     try:
@@ -127,82 +193,10 @@ def remove(workdir: Path, names: list[str], saved: Collection[str], force: bool)
     known = generations(workdir)
     for name in names:
         _check_name(name, known, workdir)
-    folder = recorded_folder(workdir)
     for name in names:
-        entry = _generation(folder, name)
+        entry = known[name].describe()
         if not force and (entry.get("in_use") or entry.get("pinned")):
             raise UserError(f"generation {name} is needed to resume the run; remove it anyway with --force")
     for name in names:
-        remove_generation(folder, name)
+        remove_generation(known[name].folder, name)
         print(f"{name}: removed")
-
-
-# ---- checkpoints
-
-
-def _name(entry: Path) -> str:
-    """How a person calls a checkpoint: task/step."""
-    return f"{entry.parent.parent.name}/{entry.name}"
-
-
-def _checkpoint(entry: Path) -> dict[str, Any]:
-    found = {"checkpoint": _name(entry), "state": "damaged"}
-    if DAMAGED in entry.name:
-        return found
-    try:
-        record = SavedCheckpoint(entry).record
-    except (UserError, CheckpointRemoved) as fault:
-        return found | {"reason": str(fault)}
-    return found | {
-        "state": "complete",
-        "bytes": sum(file.stat().st_size for file in entry.rglob("*") if file.is_file()),
-        "saved": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(entry.stat().st_mtime)),
-        "index_step": record["index_step"],
-        "generation": record.get("generation") or "",
-    }
-
-
-def _verify_checkpoint(entry: Path) -> str:
-    if DAMAGED in entry.name:
-        raise UserError(f"{entry} was found damaged and set aside; remove it")
-    SavedCheckpoint(entry).verify()
-    return ""
-
-
-# ---- generations
-
-
-def _generation(folder: Folder, name: str) -> dict[str, Any]:
-    trainer = read_status(folder, TRAINER)
-    found: dict[str, Any] = {"generation": name, "step": export_step(name), "state": "unfinished"}
-    try:
-        manifest = read_manifest(folder, name)
-    except InvalidIndex as fault:
-        return found | {"state": "damaged", "reason": str(fault)}
-    reason = rejection(folder, name)
-    if reason is not None:
-        found |= {"state": "refused", "reason": reason.get("reason", "")}
-    elif manifest is not None:
-        found["state"] = "published"
-    if manifest is not None:
-        found |= {
-            "rows": manifest.rows,
-            "bytes": sum(file.bytes for file in manifest.files),
-            "age": None if trainer is None else max(trainer.step - manifest.step, 0),
-            "recall": manifest.recall,
-            "seconds": sum(manifest.seconds.values()),
-        }
-    found["in_use"] = trainer is not None and trainer.index == export_step(name)
-    found["pinned"] = trainer is not None and export_step(name) in trainer.pins
-    return found
-
-
-def _verify_generation(folder: Folder, name: str) -> str | None:
-    """Every file against its size and checksum, and every vector for being one."""
-    manifest = read_manifest(folder, name)
-    if manifest is None:
-        return None
-    load_vectors(folder, manifest)
-    for file in manifest.files[len(manifest.chunks) :]:
-        folder.read_verified(file)
-    return f"{manifest.rows:,} vectors, "

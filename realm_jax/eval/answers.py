@@ -7,7 +7,8 @@ out of a model (`prediction.py`). Several ideas of sameness are in common use, a
   (CuratedTREC) match from the start of the prediction, and `full_match` wants them to reach its end;
 * `squad_match` is SQuAD's and that of DPR's reader: the same without the decomposition (NFD), so that the two
   spellings of an accent differ; `token_f1` is SQuAD's over the same words;
-* `contains_answer` is DPR's retriever's: the answer's words, in order and without gaps, among a passage's words.
+* `contains_words` is DPR's retriever's: the answer's words, in order and without gaps, among a passage's words;
+  `contains_pattern` searches for patterns anywhere.
 """
 
 import re
@@ -72,14 +73,9 @@ def token_f1(prediction: str, answers: Sequence[str]) -> float:
     return max((2 * (found & wanted).total() / ((found + wanted).total() or 1) for wanted in right), default=0.0)
 
 
-def contains_answer(text: str, answers: Sequence[str], is_regex: bool = False) -> bool:
-    """True if one of the answers occurs in the text, word for word and whatever the case.
-
-    An answer without words occurs nowhere. With `is_regex` each answer is a regular expression, searched anywhere.
-    """
-    if is_regex:
-        return find_answer(text, answers, is_regex=True) is not None
-    return contains_words(words(text), [words(answer) for answer in answers])
+def contains_pattern(text: str, answers: Sequence[str]) -> bool:
+    """True if one of the answers, all regular expressions, matches anywhere in the text; fails as in `exact_match`."""
+    return any(patterns.search(answer, text) is not None for answer in answers)
 
 
 def words(text: str) -> str:
@@ -92,17 +88,18 @@ def words(text: str) -> str:
 
 
 def contains_words(text_words: str, answers_words: Sequence[str]) -> bool:
-    """`contains_answer` for texts that went through `words` before."""
+    """True if one of the answers occurs in the text, word for word; both went through `words`.
+
+    An answer without words occurs nowhere.
+    """
     return any(answer != "" and answer in text_words for answer in answers_words)
 
 
-def find_answer(text: str, answers: Sequence[str], is_regex: bool = False) -> tuple[int, int] | None:
+def find_answer(text: str, answers: Sequence[str]) -> tuple[int, int] | None:
     """Where the first answer that occurs in the text does so: (start, end) in characters, or None.
 
     For showing answers to people: a word that only NFD would break in two is treated as one here.
     """
-    if is_regex:
-        return next((place for answer in answers if (place := patterns.search(answer, text)) is not None), None)
     tokens = list(_WORD.finditer(text))
     spelled = [unicodedata.normalize("NFD", token.group()).lower() for token in tokens]
     for answer in answers:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from realm_jax.eval.format import share
+from realm_jax.eval.retrieval import group_order
 
 # Used where the number of questions is unknown.
 _DEFAULT_MARGIN = 0.02
@@ -136,15 +137,17 @@ def _headline_without_comparison(data: Mapping[str, Any]) -> Headline:
     return Headline(sentence + ".", "", "Recall was not measured both before and after REALM.")
 
 
-def _controls(data: Mapping[str, Any]) -> str:
+def _recalls(data: Mapping[str, Any]) -> tuple[Mapping[str, float], float | None]:
+    """The recall to lead with by method, and that of the trained retriever, None if it was not measured."""
     results = data.get("results", {})
     recalls = results.get(main_measure(results), {})
-    _, trained = methods_compared(data)
-    if trained not in recalls:
-        return ""
-    learnt = recalls[trained]
+    return recalls, recalls.get(methods_compared(data)[1])
+
+
+def _controls(data: Mapping[str, Any]) -> str:
+    recalls, learnt = _recalls(data)
     controls = {name: recalls[name] for name in CONTROLS if name in recalls}
-    if not controls:
+    if learnt is None or not controls:
         return ""
     compared = "; ".join(f"{CONTROLS[name]} {share(recall)}" for name, recall in controls.items())
     behind = all(learnt - recall > margin(data, learnt, recall) for recall in controls.values())
@@ -153,12 +156,10 @@ def _controls(data: Mapping[str, Any]) -> str:
 
 
 def _word_matching(data: Mapping[str, Any]) -> str:
-    results = data.get("results", {})
-    recalls = results.get(main_measure(results), {})
-    _, trained = methods_compared(data)
-    if trained not in recalls or "bm25" not in recalls:
+    recalls, learnt = _recalls(data)
+    if learnt is None or "bm25" not in recalls:
         return ""
-    word_matching, learnt = recalls["bm25"], recalls[trained]
+    word_matching = recalls["bm25"]
     clear = margin(data, word_matching, learnt)
     if word_matching > learnt + clear:
         return f"They find more: BM25 {share(word_matching)}, REALM {share(learnt)}."
@@ -209,14 +210,6 @@ def _utility(data: Mapping[str, Any]) -> str:
         f"A masked word is {times} times as probable with the retrieved passages as without, in the geometric mean"
         f" over the last steps of REALM (retrieval utility {utility:+.2f} nats)."
     )
-
-
-def group_order(name: str) -> tuple[float, str]:
-    """Sort key of group names: numbers by value, other names after them."""
-    try:
-        return float(name), name
-    except ValueError:
-        return math.inf, name
 
 
 def metric_label(measure: str) -> str:

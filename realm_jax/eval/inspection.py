@@ -198,12 +198,16 @@ def _filled_in(example: Example, targets: Sequence[int] | NDArray) -> Example:
 
 
 def _inspect_examples(run: Run, params: Params, index: Index, examples: Sequence[Example]) -> list[InspectionOutputs]:
-    """`inspect_batch` at some examples, on the host; the batch is filled up for the devices."""
-    filled = [*examples, *[examples[0]] * (-len(examples) % run.mesh.size)]
-    batch = {key: np.stack([example[key] for example in filled]) for key in filled[0]}
+    """`inspect_batch` at some examples, on the host."""
     special = np.array(sorted(run.sources.for_reader.tokenizer.special_ids), np.int32)
-    found = jax.tree.map(to_host, inspect_batch(run.context, params, put_batch(run.mesh, batch), index, special))
+    found = jax.tree.map(to_host, inspect_batch(run.context, params, _put(run, examples), index, special))
     return [InspectionOutputs(*(part[i] for part in found)) for i in range(len(examples))]
+
+
+def _put(run: Run, examples: Sequence[Example]) -> Any:
+    """A batch of some examples on the devices, filled up with the first."""
+    filled = [*examples, *[examples[0]] * (-len(examples) % run.mesh.size)]
+    return put_batch(run.mesh, {key: np.stack([example[key] for example in filled]) for key in filled[0]})
 
 
 def _text_inspection(found: InspectionOutputs, targets: NDArray, tokenizer: Tokenizer) -> TextInspection:
@@ -238,8 +242,7 @@ def null_likelihood(run: Run, params: Params, text: Masked, targets: Sequence[in
     when they are read as text and encoded again.
     """
     example = _filled_in(masked_text(text, len(targets), run.lengths, run.sources.for_reader.tokenizer), targets)
-    batch = {key: np.stack([value] * run.mesh.size) for key, value in example.items()}
-    return float(np.exp(to_host(_null_log_likelihood(run.context, params, put_batch(run.mesh, batch)))[0]))
+    return float(np.exp(to_host(_null_log_likelihood(run.context, params, _put(run, [example])))[0]))
 
 
 @partial(jax.jit, static_argnums=0)
@@ -270,9 +273,8 @@ def inspect_question(
         )
     if run.context.qa_search != "vectors":
         example |= run.bm25_search([question], run.question_context.qa_passages).arrays(0)
-    batch = {key: np.stack([value] * run.mesh.size) for key, value in example.items()}
     context = dataclasses.replace(run.question_context, rerank=rerank)
-    found = _inspect_question_batch(context, params, put_batch(run.mesh, batch), index)
+    found = _inspect_question_batch(context, params, _put(run, [example]), index)
     rows, prior, reading, held = (to_host(part)[0] for part in found)
     passages = _passages(rows.tolist(), prior, reading)
     return TextInspection(answer, _marginal(passages), None, float(held), passages)

@@ -30,13 +30,13 @@ DESCRIPTIONS = {
 }
 
 
-def describe_metric(compute_metrics: str) -> str:
+def describe_metric(name: str) -> str:
     """A short description of a metric; the same for every k of `recall@k`."""
-    return DESCRIPTIONS[compute_metrics.partition("@")[0]]
+    return DESCRIPTIONS[name.partition("@")[0]]
 
 
 def compute_metrics(records: Sequence[Record]) -> Metrics:
-    """Each measure that some of the questions have, float64 [questions], in the order of WORDS.
+    """Each measure that some of the questions have, float64 [questions], in the order of DESCRIPTIONS.
 
     Raises UserError if no question has answers, or a gold passage that could have been retrieved.
     """

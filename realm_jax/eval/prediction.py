@@ -14,11 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from realm_jax.data import patterns
 from realm_jax.data.examples import Bm25Hits, Example, as_read, query_arrays, row_has_answer, truncated_body
 from realm_jax.data.questions import Question
 from realm_jax.data.tokenizer import Tokenizer
-from realm_jax.eval.answers import exact_match, normalise
+from realm_jax.eval.answers import contains_pattern, exact_match, normalise
 from realm_jax.eval.retrieval import answer_hits, gold_hits, hit_at_k, mean_by_group
 from realm_jax.forward import question_beam, read_question
 from realm_jax.mesh import to_host
@@ -173,11 +172,11 @@ class Evaluator:
 
     @property
     def depth(self) -> int:
-        """Passages retrieved for each question: `question_context.retrieved`, or all."""
+        """Passages retrieved for each question: `answering.retrieved`, or all."""
         return min(answering_of(self.run.config).retrieved, self.run.context.rows)
 
     def retrieve(self, params: Params, index: Index, depth: int = 0) -> NDArray[np.int64]:
-        """Rows of the best passages for every question, `question_context.retrieved` of them or `depth`.
+        """Rows of the best passages for every question, `answering.retrieved` of them or `depth`.
 
         int64 [questions, depth].
         """
@@ -251,7 +250,7 @@ class Evaluator:
         rows = [candidate.row for candidate in prediction.candidates]
         if question.is_regex:
             texts = [self._read_text(row) for row in rows]
-            return any(patterns.search(answer, text) is not None for answer in question.answers for text in texts)
+            return any(contains_pattern(text, question.answers) for text in texts)
         (tokenizer, store, _), longest = self.run.sources.for_reader, self.run.context.model.span_width
         forms = (form for answer in question.answers for form in tokenizer.forms(answer))
         encoded = [np.asarray(form, tokenizer.dtype) for form in forms]

@@ -15,6 +15,7 @@ from realm_jax.eval.charts import Band, Series, plot
 from realm_jax.eval.findings import METHODS, READERS, metric_label
 from realm_jax.eval.format import duration, probability, share
 from realm_jax.eval.html import Bar, render
+from realm_jax.eval.retrieval import group_order
 from realm_jax.storage import write_atomic
 
 Data = Mapping[str, Any]
@@ -162,7 +163,7 @@ def _replaced_words(data: Data) -> list[tuple[str, list[Bar]]]:
     groups = data.get("recall_by_replaced_words", {})
     sizes = data.get("questions_by_replaced_words", {})
     parts = []
-    for name in sorted({name for shares in groups.values() for name in shares}, key=findings.group_order):
+    for name in sorted({name for shares in groups.values() for name in shares}, key=group_order):
         heading = {"0": "No word", "1": "1 word"}.get(name, f"{name} words") + " of the name replaced"
         heading += f" ({sizes[name]:,} questions)" if name in sizes else ""
         shares = {method: of_method[name] for method, of_method in groups.items() if name in of_method}

@@ -4,6 +4,7 @@ Not for retrieving (`retrieval/exact.py` and `retrieval/bm25.py` do); this file 
 and says how good they are. Read `answers.py` for what it means that a passage contains an answer.
 """
 
+import math
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from realm_jax.data.store import PassageStore
-from realm_jax.eval.answers import contains_answer, contains_words, words
+from realm_jax.eval.answers import contains_pattern, contains_words, words
 
 DEPTHS = (1, 5, 20, 100)  # at which recall is reported, as far as passages are retrieved
 
@@ -29,19 +30,20 @@ def hit_at_k(hits: NDArray[np.bool_]) -> dict[int, NDArray[np.bool_]]:
 def mean_by_group(found: ArrayLike, groups: Sequence[Any]) -> dict[str, float]:
     """The share found in each group, for example by the number of replaced words of a question.
 
-    `found` is bool [questions] (from `hit_at_k`). Groups come back with their names as text, numbers before all
-    else and in their own order.
+    `found` is bool [questions] (from `hit_at_k`). Groups come back with their names as text, in `group_order`.
     """
-    found = np.asarray(found, bool)
-    if found.shape != (len(groups),):
+    found, names = np.asarray(found, bool), np.array([*map(str, groups)])
+    if found.shape != names.shape:
         raise ValueError(f"found has the shape {found.shape} but there are {len(groups)} groups")
-    members: dict[str, list[bool]] = {}
-    places: dict[str, tuple[bool, Any, str]] = {}
-    for is_found, group in zip(found, groups, strict=True):
-        name, number = str(group), isinstance(group, int | float)
-        members.setdefault(name, []).append(bool(is_found))
-        places.setdefault(name, (not number, group if number else 0, name))
-    return {name: float(np.mean(members[name])) for name in sorted(members, key=places.__getitem__)}
+    return {name: float(found[names == name].mean()) for name in sorted({*names.tolist()}, key=group_order)}
+
+
+def group_order(name: str) -> tuple[float, str]:
+    """Sort key of group names: numbers by value, other names after them."""
+    try:
+        return float(name), name
+    except ValueError:
+        return math.inf, name
 
 
 def gold_hits(store: PassageStore, rows: ArrayLike, gold_passage_ids: Sequence[str | None]) -> NDArray[np.bool_]:
@@ -75,7 +77,7 @@ def answer_hits(
         wanted = answers[question] if regular else [words(answer) for answer in answers[question]]
         for rank, row in enumerate(rows[question].tolist()):
             if row >= 0 and regular:
-                hits[question, rank] = contains_answer(texts[row], wanted, is_regex=True)
+                hits[question, rank] = contains_pattern(texts[row], wanted)
             elif row >= 0:
                 hits[question, rank] = contains_words(words_of(row), wanted)
     return hits

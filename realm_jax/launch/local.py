@@ -58,7 +58,7 @@ EXIT_WITH_PARENT = (
     "os.execv(sys.argv[2], sys.argv[2:])"
 )
 INTERRUPTED = 130
-RECORD = "launch.json"  # in WORKDIR/logs: the supervisor's process, and how long it lets others save
+RECORD = "launch.json"  # in WORKDIR/logs: {"pid": of the supervisor, "grace_seconds": how long it lets others save}
 
 _T = TypeVar("_T")
 
@@ -372,13 +372,6 @@ def _free_port() -> int:
 # ---- the target
 
 
-class _Running(NamedTuple):
-    """A supervisor as its record has it. grace_seconds: of the command that started it."""
-
-    pid: int
-    grace_seconds: int
-
-
 class Local:
     """The target `local`."""
 
@@ -400,8 +393,8 @@ class Local:
         self._check()
         make_folder(self._logs, "--workdir")
         with exclusive_lock(self._logs):
-            record = _Running(os.getpid(), self._launch.spec.grace_seconds)
-            write_json_atomic(self._logs / RECORD, record._asdict())
+            record = {"pid": os.getpid(), "grace_seconds": self._launch.spec.grace_seconds}
+            write_json_atomic(self._logs / RECORD, record)
             record_expected_jobs(self._launch.workdir, list(processes(self._launch, 0)))
             try:
                 code = Supervisor.of(self._launch).run()
@@ -414,7 +407,7 @@ class Local:
     def items(self) -> list[dict[str, str]]:
         """{"name", "state", "detail"} of the supervisor."""
         found = self._running()
-        state, detail = ("not running", "") if found is None else ("running", f"process {found.pid}")
+        state, detail = ("not running", "") if found is None else ("running", f"process {found['pid']}")
         return [{"name": self._launch.spec.name, "state": state, "detail": detail}]
 
     def logs(self, job: str, follow: bool) -> int:
@@ -427,14 +420,15 @@ class Local:
         found = self._running()
         if found is None:
             raise UserError(f"--workdir={self._workdir}: nothing runs there")
+        pid, grace_seconds = found["pid"], found["grace_seconds"]
         try:
-            os.kill(found.pid, signal.SIGTERM)
+            os.kill(pid, signal.SIGTERM)
         except PermissionError:
-            raise UserError(f"process {found.pid} belongs to someone else; ask them to stop it") from None
-        until = time.monotonic() + found.grace_seconds + 10
+            raise UserError(f"process {pid} belongs to someone else; ask them to stop it") from None
+        until = time.monotonic() + grace_seconds + 10
         while is_held(self._logs):
             if time.monotonic() > until:
-                raise UserError(f"process {found.pid} does not end; look into {self._logs}")
+                raise UserError(f"process {pid} does not end; look into {self._logs}")
             time.sleep(POLL_SECONDS)
         print(f"{self._launch.spec.name}: stopped")
 
@@ -442,15 +436,14 @@ class Local:
         """There is nothing here but the work directory."""
         raise UserError("--target=local: has nothing to delete but the work directory; remove that yourself")
 
-    def _running(self) -> _Running | None:
-        """The supervisor, if it lives: then it holds the folder of the logs."""
+    def _running(self) -> dict[str, int] | None:
+        """The record of the supervisor, if it lives: then it holds the folder of the logs."""
         if not is_held(self._logs):
             return None
         try:
-            found = _Running(**read_json(self._logs / RECORD))
-        except (UserError, TypeError):
+            return dict(read_json(self._logs / RECORD))
+        except UserError:  # it holds the folder and has not written it yet
             return None
-        return found if all(isinstance(value, int) for value in found) and found.pid > 0 else None
 
     def _check(self) -> None:
         launch, local = self._launch, self._launch.spec.local

@@ -16,7 +16,6 @@ from realm_jax.launch.cloud import CloudTarget, Resource
 from realm_jax.launch.spec import MOUNTED, JobSpec, Launch, choose, job_specs
 from realm_jax.launch.status import record_expected_jobs
 from realm_jax.launch.tools import call_json, run_tool, stream
-from realm_jax.refresh.status import TRAINER
 
 SERVICE = "realm"
 UNIT = f"/etc/systemd/system/{SERVICE}.service"
@@ -240,13 +239,9 @@ class QueuedResources(CloudTarget):
 
     def _nodes(self, item: Resource) -> list[str]:
         """The TPU nodes of a resource: several for a trainer of several slices."""
-        spec = _spec(item)
+        spec, name = _spec(item), _name_of(item)
         several = spec.get("multisliceParams") or spec.get("multiNodeParams")
-        count, name = self._launch.spec.trainer.slices, _name_of(item)
-        if several:
-            count = int(several["nodeCount"])
-        elif "nodeId" in spec or name != self._name(TRAINER):
-            count = 1
+        count = int(several["nodeCount"]) if several else 1
         return [f"{name}-{number}" for number in range(count)] if count > 1 else [name]
 
     # ---- commands

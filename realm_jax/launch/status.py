@@ -91,7 +91,7 @@ def _expected(folder: Folder) -> list[str] | None:
 
 
 def poll(folder: Folder, wait: Callable[[float], None] = time.sleep) -> RunState:
-    """The state of a run; takes PATIENCE when a job has no heartbeat, and less when all do."""
+    """The state of a run; takes STALE_AFTER when a job has no heartbeat, and less when all do."""
     shared, expected = _shared(folder), _expected(folder)
     wanted = [TRAINER] if expected is None else expected
     before = _statuses(shared, wanted)
