@@ -12,7 +12,6 @@ names, `realm_jax/models/tf_checkpoints.py` for TensorFlow's.
 import argparse
 import logging
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -279,17 +278,15 @@ def _vocabulary(paths: dict[str, str], vocabulary: str | None) -> WordPiece:
 @contextmanager
 def _staged_output(output: Path) -> Iterator[Path]:
     """A folder to write into, which becomes `output` when the block ends well and is removed otherwise."""
+    parent = output.absolute().parent
     try:
-        output.absolute().parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".partial", dir=output.absolute().parent))
+        parent.mkdir(parents=True, exist_ok=True)
+        staging = tempfile.TemporaryDirectory(prefix=f".{output.name}.", suffix=".partial", dir=parent)
     except OSError as fault:
         raise UserError(f"--output={output}: cannot be written ({fault.strerror}); choose another folder") from None
-    try:
-        yield work
+    with staging as work:
+        yield Path(work)
         publish_folder(work, output)
-    except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
-        raise
 
 
 def _save_tokenizer(folder: Path, tokenizer: Tokenizer, length: int) -> None:
