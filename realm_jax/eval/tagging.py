@@ -184,11 +184,7 @@ class TextTagger:
         return tuple(dict.fromkeys((*self.windows.tagger.kinds, DATE)))
 
     def __call__(self, text: str) -> list[Span]:
-        return self.salient([text])[0]
-
-    def salient(self, texts: Sequence[str]) -> list[list[Span]]:
-        """Names and dates of each text."""
-        return self.finish(texts, self.windows.start(self.params, texts))
+        return self.finish([text], self.windows.start(self.params, [text]))[0]
 
     def finish(self, texts: Sequence[str], pending: InFlight) -> list[list[Span]]:
         """Names and dates of texts that the devices have begun."""

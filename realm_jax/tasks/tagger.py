@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from realm_jax import schema
 from realm_jax.data import layouts
-from realm_jax.data.conll import Document, text_of
+from realm_jax.data.conll import Document
 from realm_jax.data.examples import Example, Examples
 from realm_jax.data.layouts import SpecialTokens
 from realm_jax.data.spans import Span
@@ -233,14 +233,15 @@ class Annotated(NamedTuple):
 
 def annotated(document: Document) -> Annotated:
     """Tokens and sentences with a space between them."""
-    parts, sentences, found, start = [], [], [], 0
+    text, sentences, found = "", [], []
     for sentence in document:
-        text, entities = text_of(sentence)
-        parts.append(text)
-        sentences.append((start, start + len(text)))
-        found += [Entity(entity.start + start, entity.end + start, entity.kind) for entity in entities]
-        start += len(text) + 1
-    return Annotated(" ".join(parts), sentences, found)
+        starts = [len(text)]
+        for token in sentence.tokens:
+            text += f"{token} "
+            starts.append(len(text))  # an entity ends at the space before the next token
+        sentences.append((starts[0], len(text) - 1))
+        found += [Entity(starts[first], starts[behind] - 1, kind) for first, behind, kind in sentence.entities]
+    return Annotated(text[:-1], sentences, found)
 
 
 def kinds_of(documents: Sequence[Document]) -> tuple[str, ...]:
