@@ -125,8 +125,11 @@ def test_a_folder_that_is_there_is_not_written_over(tmp_path, capsys):
     (tmp_path / "out").mkdir()
     assert cli.main(["weights", "export", "--workdir=nowhere", f"--output={tmp_path / 'out'}"]) == 2
     assert "out already exists; remove it or choose another folder" in capsys.readouterr().err
-    assert cli.main(["weights", "export", f"--output={tmp_path / 'other'}"]) == 2
-    assert "name a run with --workdir" in capsys.readouterr().err
+    for wrong in (["export"], ["convert", "--task=qa"]):
+        with pytest.raises(SystemExit):
+            cli.main(["weights", *wrong, f"--output={tmp_path / 'other'}"])
+    said = capsys.readouterr().err
+    assert "arguments are required: --workdir" in said and "unrecognized arguments: --task=qa" in said
 
 
 # ---- in

@@ -71,15 +71,17 @@ CONVERTED = ("embedder", "bert", "finetuned")  # flags
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `realm weights`."""
     parser.epilog = EXAMPLES
-    parser.add_argument("action", choices=("export", "convert"), help="a run to folders, or TensorFlow's checkpoints")
-    parser.add_argument("--output", required=True, metavar="DIR", help="folder to make")
-    export, convert = parser.add_argument_group("export"), parser.add_argument_group("convert")
-    add_run_arguments(export, required=False)
+    actions = parser.add_subparsers(dest="action", metavar="export|convert", required=True)
+    export, convert = (
+        actions.add_parser(name, help=f"{what} to folders", allow_abbrev=False)
+        for name, what in (("export", "a run's networks"), ("convert", "TensorFlow's checkpoints"))
+    )
+    add_run_arguments(export)
     export.add_argument(
         "--task", choices=tuple(REALM_TASKS), help="parameters at the end of it (default: of the last one trained)"
     )
     export.add_argument(
-        "--names", choices=("bert", HF_REALM),
+        "--names", choices=("bert", HF_REALM), default="bert",
         help="'bert', the default: towers open in sentence-transformers and as BertModel, the reader as "
         "BertForMaskedLM; 'realm': as RealmEmbedder and RealmReader of transformers 4.x",
     )  # fmt: skip
@@ -91,6 +93,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name in CONVERTED:
         convert.add_argument(f"--{name}", metavar="PATH", help=helps[name])
     convert.add_argument("--vocab", metavar="FILE", help="vocab.txt (default: that of a module's assets)")
+    for action in (export, convert):
+        action.add_argument("--output", required=True, metavar="DIR", help="folder to make")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -98,15 +102,8 @@ def run(args: argparse.Namespace) -> None:
     output = Path(args.output)
     if os.path.lexists(output):
         raise UserError(f"--output={output} already exists; remove it or choose another folder")
-    others = (*CONVERTED, "vocab") if args.action == "export" else ("workdir", "task", "names")
-    unused = [f"--{flag}" for flag in others if getattr(args, flag)]
-    unused += args.overrides if args.action == "convert" else []
-    if unused:
-        raise UserError(f"{unused[0]}: does nothing with `realm weights {args.action}`; leave it out")
     if args.action == "export":
-        if not args.workdir:
-            raise UserError("realm weights export: name a run with --workdir")
-        export(Path(args.workdir), output, args.names or "bert", args.task, config_changes(args))
+        export(Path(args.workdir), output, args.names, args.task, config_changes(args))
     else:
         convert({name: getattr(args, name) for name in CONVERTED if getattr(args, name)}, output, args.vocab)
 
