@@ -56,7 +56,7 @@ from realm_jax.models.weights import (
 )
 from realm_jax.processes import run_on_process_0
 from realm_jax.run import Run, make_model, prompt_encoder, tower_lengths
-from realm_jax.sections import READER_SIZES, reader_section
+from realm_jax.sections import READER_SIZES, Encoder, reader_section
 from realm_jax.storage import digest, make_folder, read_json, read_settings, write_json_atomic
 from realm_jax.tasks import TASKS
 from realm_jax.train.checkpoints import SavedCheckpoint
@@ -67,15 +67,6 @@ logger = logging.getLogger(__name__)
 
 READER_KEYS = (*READER_SIZES, "hidden_act")
 INIT_KEYS = ("init_from", "reader_from")  # keys that name what a fresh run starts from
-PAPER_DEFAULTS = {  # a BERT that says nothing of vectors: the paper's towers on top of it
-    "pooling": "pooler",
-    "projection": 128,
-    "normalization": "layer",
-    "norm_epsilon": 1e-12,
-    "temperature": 1.0,
-    "query_prompt": "",
-    "passage_prompt": "",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -307,7 +298,7 @@ def _values_of(place: Path) -> dict[str, Any]:
     settings = read_settings((sentence.transformer if sentence else place) / SETTINGS)
     values = _bert_values(sentence.transformer if sentence else place)
     said = {name: settings[key] for name, key in RETRIEVER_SETTINGS.items() if settings.get(key)}
-    encoder = PAPER_DEFAULTS | said
+    encoder = dataclasses.asdict(Encoder()) | said  # a BERT that says nothing of vectors gets the paper's towers
     if sentence is not None:
         encoder = sentence.encoder
         if sentence.unused:
@@ -374,7 +365,7 @@ def fill_from_pretrained(config: ConfigDict, workdir: Path | None = None, with_r
     asked for, or says what cannot be represented.
     """
     recorded, begun = _recorded(workdir)
-    config = _with_values(config, workdir, recorded, begun)
+    config = _with_values(config, recorded, begun)
     return _with_reader(config, recorded, begun) if with_reader and not config.model.reader else config
 
 
@@ -420,12 +411,12 @@ def check_reader_is_named(config: ConfigDict, source: Source) -> None:
     require(not (fit and said), f"init_from={source.name}", advice)
 
 
-def _with_values(config: ConfigDict, workdir: Path | None, recorded: dict[str, Any], begun: bool) -> ConfigDict:
+def _with_values(config: ConfigDict, recorded: dict[str, Any], begun: bool) -> ConfigDict:
     """A config in which no key waits for the model of `init_from`."""
     waiting = inherited_keys(config)
     if not waiting:
         return config
-    values = recorded if begun else _of_model(config, waiting, workdir, recorded)
+    values = recorded if begun else _of_model(config, waiting, recorded)
     for key in waiting:
         if values.get(key) in (None, INHERITED[key]):
             raise UserError(f"config.{key}: the model of config.init_from={config.init_from} does not say; set it")
@@ -448,28 +439,18 @@ def _recorded(workdir: Path | None) -> tuple[dict[str, Any], bool]:
     return flatten(values.to_dict()), has_checkpoint(values, workdir)
 
 
-def _of_model(
-    config: ConfigDict, waiting: Collection[str], workdir: Path | None, recorded: dict[str, Any]
-) -> dict[str, Any]:
+def _of_model(config: ConfigDict, waiting: Collection[str], recorded: dict[str, Any]) -> dict[str, Any]:
     """What the model of `init_from` says, or said where it is gone, of a run without a checkpoint.
 
-    Raises UserError if the folder of the run was made for a model that says something else.
+    Whether the folder of the run was made for a model that says the same is checked with the rest of the config.
     """
     same = recorded.get("init_from") == with_absolute_paths({"init_from": config.init_from})["init_from"]
     try:
-        values = find_source(config.init_from).values(waiting)
+        return find_source(config.init_from).values(waiting)
     except UserError:
         if same:
             return recorded
         raise
-    for key in waiting:
-        # The default temperature depends on a normalisation that the config may set.
-        if recorded and key != "encoder.temperature" and recorded[key] != values.get(key):
-            raise UserError(
-                f"config.init_from={config.init_from}: says {key}={values.get(key)!r}, but the run in {workdir} was "
-                f"made for a model with {recorded[key]!r}; start in another --workdir"
-            )
-    return values
 
 
 # --- Parameters to start from -----------------------------------------------------------------------------------------

@@ -42,7 +42,9 @@ def with_principal_components(run: Run, params: Params) -> Params:
     if not broadcast_from_process_0(int(path.is_file())):
         made = _make(run, params)
         run_on_process_0(lambda: _save(path, made))
-    found = _read(path)
+    # A torn file is for the user to remove, since other devices than those that made it would give it other bits.
+    with open_safetensors(path, "remove it, and it is made again") as file:
+        found = {name: file.get_tensor(name) for name in file.keys()}
     params, shardings = dict(params), run.param_shardings
     for tower in run.model.embedder_names:
         shapes = jax.tree.map(lambda leaf: leaf.shape, params[tower]["projection"])
@@ -56,13 +58,6 @@ def with_principal_components(run: Run, params: Params) -> Params:
 def _save(path: Path, made: dict[str, NDArray[np.float32]]) -> int:
     write_atomic(path, save(made))
     return 0
-
-
-def _read(path: Path) -> dict[str, NDArray[np.float32]]:
-    """Kernel and bias. A torn file is for the user to remove, since other devices than those that made it would give it
-    other bits."""
-    with open_safetensors(path, "remove it, and it is made again") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}
 
 
 def _make(run: Run, params: Params) -> dict[str, NDArray[np.float32]]:
