@@ -292,7 +292,7 @@ def test_a_reader_gives_the_same_spans_and_losses(realm_of_transformers, tmp_pat
             end_positions=torch.tensor(ends),
             has_answers=torch.tensor(has_answers),
         )
-    spans = apply(MODEL.reader, params["reader"], *inputs.ours, method="span_scores")
+    spans = apply(MODEL.reader.network, params["reader"], *inputs.ours, method="span_scores")
     allowed = np.stack([block & np.pad(block, ((0, 0), (0, w)))[:, w:] for w in range(width)], axis=-1)
     at = first.numpy(), (last - first).numpy()
     inside = allowed[:, *at]
