@@ -164,7 +164,7 @@ class TaggerTask(Task):
 
     def measure(self) -> Measure:
         """Scores on the development split."""
-        tagger, documents = window_tagger(self.run), self.run.sources.splits["dev"]
+        tagger, documents = WindowTagger(self.run), self.run.sources.splits["dev"]
 
         def measure(params: Params, index: Index | None, final: bool) -> dict[str, Any]:
             return score(tagger, params, documents)
@@ -296,12 +296,6 @@ def _example(
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
-
-
-def window_tagger(run: BaseRun) -> WindowTagger:
-    """The run's network over windows, on its devices."""
-    batch = run.config.evaluation.batch_size
-    return WindowTagger(run.model, run.mesh, run.sources.tokenizer, run.config.data.length, batch)
 
 
 def score(windows: WindowTagger, params: Params, documents: Sequence[Document]) -> Scores:
