@@ -490,7 +490,7 @@ def record_start(run: Run, params: Params) -> None:
     run_on_process_0(lambda: _record_start(run, sources, digest(json.dumps(sums, sort_keys=True).encode())))
 
 
-def _record_start(run: Run, sources: Sequence[Source], params: str) -> int:
+def _record_start(run: Run, sources: Sequence[Source], params: str) -> None:
     make_folder(run.workdir, "--workdir")
     path = run.workdir / START
     if path.is_file() and read_json(path).get("params") != params:
@@ -498,4 +498,3 @@ def _record_start(run: Run, sources: Sequence[Source], params: str) -> int:
         shutil.rmtree(run.workdir / task_names(run.config)[0], ignore_errors=True)
     trained = bool(sources) and sources[-1].gives_reader and sources[-1].has_trained_reader(run.model)
     write_json_atomic(path, {"reader": trained, "params": params})
-    return 0
