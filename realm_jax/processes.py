@@ -77,12 +77,15 @@ def is_process_0() -> bool:
     return jax.process_index() == 0
 
 
-def run_on_process_0(act: Callable[[], int]) -> int:
-    """Run `act` on process 0 and return its result on every process. If it raises there, the others raise UserError."""
+def run_on_process_0(act: Callable[[], int | None]) -> int:
+    """Run `act` on process 0 and return its result on every process, 0 where it has none.
+
+    If it raises there, the others raise UserError.
+    """
     value, fault = 0, None
     if is_process_0():
         try:
-            value = act()
+            value = act() or 0
         except Exception as raised:
             fault = raised
     failed = broadcast_from_process_0(int(fault is not None))

@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realm_jax.data.conll import Document, Sentence, open_tagged, read_conll, split_by_hash, text_of
+from realm_jax.data.conll import Document, Sentence, open_tagged, read_conll, split_by_hash
 from realm_jax.data.tags import Entity, entities
 from realm_jax.errors import UserError
 
-SENTENCE = "Ada Lovelace met Babbage Ltd in London".split()
 FOUND = [Entity(0, 2, "PER"), Entity(3, 5, "ORG"), Entity(6, 7, "LOC")]
 
 
@@ -149,12 +148,6 @@ def test_a_folder_has_a_file_a_split(tmp_path):
     (tmp_path / "eng.testa").unlink()
     with pytest.raises(UserError, match="no file of dev; its name must contain dev or valid or testa"):
         open_tagged(tmp_path)
-
-
-def test_text_of_a_sentence():
-    text, found = text_of(Sentence(tuple(SENTENCE), tuple(FOUND)))
-    assert text == "Ada Lovelace met Babbage Ltd in London"
-    assert [text[entity.start : entity.end] for entity in found] == ["Ada Lovelace", "Babbage Ltd", "London"]
 
 
 def test_wikigold_and_wnut17(shared_data):

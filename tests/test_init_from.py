@@ -31,7 +31,8 @@ def heir(source, folder, **changes):
 
 
 def check(run):
-    find_source(run.config.init_from).check(run.config, run.model, run.sources.tokenizer)
+    tokenizer = run.sources.tokenizer
+    find_source(run.config.init_from).check(run.config, run.model, tokenizer, tokenizer)
 
 
 @pytest.mark.slow

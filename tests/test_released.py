@@ -16,8 +16,9 @@ from realm_jax.models.reader import Reader
 from realm_jax.models.realm import Params, Realm
 from realm_jax.models.weights import find, networks, read
 
-TOWER, QUESTION, BERT, READER = "module/module/", "module/module/module/", "", "reader/"
-PREFIX = {TOWER: "module/module/module/", QUESTION: "module/module/module/module/", BERT: "", READER: "reader/module/"}
+TOWERS = ICT, TOWER, QUESTION = "module/", "module/module/", "module/module/module/"
+BERT, READER = "", "reader/"
+PREFIX = {scope: f"{scope}module/" for scope in TOWERS} | {BERT: "", READER: "reader/module/"}
 BASE = Realm(BertConfig(30_522), reader=Reader(BertConfig(30_522)))
 
 
@@ -42,7 +43,7 @@ def variables(scope: str, model: Realm = BASE, word_head: bool = True) -> dict[s
         dense[f"{prefix}cls/predictions/transform/dense"] = (width, width)
         norms[f"{prefix}cls/predictions/transform/LayerNorm"] = width
         shapes[f"{prefix}cls/predictions/output_bias"] = (c.vocabulary_size,)
-    if scope in (TOWER, QUESTION):
+    if scope in TOWERS:
         dense[f"{scope}dense"], norms[f"{scope}LayerNorm"] = (width, model.projection), model.projection
     if scope == READER:
         size = model.reader.span_hidden
@@ -64,8 +65,7 @@ def tensors_of(network: str, parts: int = 3) -> dict[str, tuple[int, ...]]:
 @pytest.mark.parametrize(
     "scope, network, ours, count",
     [
-        (TOWER, "embedder", tensors_of("query_embedder"), 203),
-        (QUESTION, "embedder", tensors_of("query_embedder"), 203),
+        *((scope, "embedder", tensors_of("query_embedder"), 203) for scope in TOWERS),
         (BERT, "reader", tensors_of("reader", 2), 204),
         (READER, "reader", tensors_of("reader"), 210),
     ],
@@ -78,27 +78,6 @@ def test_every_tensor_of_a_network_is_a_variable_of_its_shape(scope, network, ou
     assert {name: shapes[found[network][name]] for name in ours} == ours
     assert set(found[network]) - set(ours) <= {"bert.pooler.dense.weight", "bert.pooler.dense.bias"}
     assert len(found[network]) == count
-
-
-@pytest.mark.parametrize(
-    "variable, network, tensor",
-    [
-        ("module/module/module/bert/embeddings/word_embeddings", "embedder", "bert.embeddings.word_embeddings.weight"),
-        ("module/bert/encoder/layer_11/output/dense/kernel", "embedder", "bert.encoder.layer.11.output.dense.weight"),
-        ("module/module/LayerNorm/beta", "embedder", "cls.LayerNorm.bias"),
-        ("module/layer_normalization/gamma", "embedder", "cls.LayerNorm.weight"),
-        ("module/module/module/dense/kernel", "embedder", "cls.dense.weight"),
-        ("cls/predictions/output_bias", "reader", "cls.predictions.bias"),
-        ("reader/module/cls/predictions/output_bias", "reader", "cls.predictions.bias"),
-        ("reader/dense/bias", "reader", "qa_outputs.dense_intermediate.bias"),
-        ("reader/dense_1/kernel", "reader", "qa_outputs.dense_output.weight"),
-        ("reader/layer_normalization/beta", "reader", "qa_outputs.layer_normalization.bias"),
-    ],
-)  # fmt: skip
-def test_names(variable, network, tensor):
-    place = tf_checkpoints.network_of(variable)
-    assert place is not None and place[0] == network
-    assert tf_checkpoints.tensor_name(*place) == tensor
 
 
 @pytest.mark.parametrize(

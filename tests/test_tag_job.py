@@ -89,24 +89,43 @@ def same(one: Path, other: Path) -> bool:
     return open_sources(one).passages.fingerprint == open_sources(other).passages.fingerprint
 
 
-def test_a_job_that_is_cut_off_goes_on_with_the_next_segment(tagger, data, tagged, tmp_path, monkeypatch):
-    done: list[range] = []
+@pytest.fixture
+def before_segment(monkeypatch):
+    """Call it with what is to happen before a segment, given how many came before; returns the rows of those begun."""
     whole = job.tag_passages
 
-    def cut(*given, **check):
-        if len(done) == 2:
-            raise Cut
-        done.append(given[2])
-        return whole(*given, **check)
+    def patch(act):
+        done: list[range] = []
 
-    with monkeypatch.context() as patch, pytest.raises(Cut):
-        patch.setattr(job, "tag_passages", cut)
+        def tag_passages(*given, **check):
+            act(len(done))
+            done.append(given[2])
+            return whole(*given, **check)
+
+        monkeypatch.setattr(job, "tag_passages", tag_passages)
+        return done
+
+    return patch
+
+
+def cut_after(segments: int):
+    """What raises `Cut` once so many segments are done."""
+
+    def act(done: int) -> None:
+        if done == segments:
+            raise Cut
+
+    return act
+
+
+def test_a_job_that_is_cut_off_goes_on_with_the_next_segment(tagger, data, tagged, tmp_path, before_segment):
+    done = before_segment(cut_after(2))
+    with pytest.raises(Cut):
         go(tagger, data, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    with monkeypatch.context() as patch:
-        patch.setattr(job, "tag_passages", lambda *given, **check: done.append(given[2]) or whole(*given, **check))
-        go(tagger, data, tmp_path / "out")
-    store = open_sources(data).passages
+    rest = before_segment(cut_after(SEGMENTS))
+    go(tagger, data, tmp_path / "out")
+    store, done = open_sources(data).passages, [*done, *rest]
     assert done == [store.rows_in(number)[0] for number in range(SEGMENTS)] and sum(map(len, done)) == len(store) == 16
     assert same(tmp_path / "out", tagged)
 
@@ -123,68 +142,47 @@ def test_rows_that_the_corpus_leaves_out_stay_out(tagger, data, tmp_path):
     )
 
 
-def test_processes_share_the_segments_and_the_first_one_publishes(tagger, data, tagged, tmp_path, monkeypatch):
+def test_processes_share_the_segments_and_the_first_one_publishes(tagger, data, tagged, tmp_path, before_segment):
     """The second one finds the first one's segment done and, alone, does all others; the first has nothing left."""
-    whole, done = job.tag_passages, []
-
-    def first_segment_only(*given, **check):
-        if done:
-            raise Cut
-        done.append(given[2])
-        return whole(*given, **check)
-
-    with monkeypatch.context() as patch, pytest.raises(Cut):
-        patch.setattr(job, "tag_passages", first_segment_only)
+    before_segment(cut_after(1))
+    with pytest.raises(Cut):
         go(tagger, data, tmp_path / "out", 0, 2)
+    before_segment(cut_after(SEGMENTS - 1))
     go(tagger, data, tmp_path / "out", 1, 2)
     assert not (tmp_path / "out").exists()
-    with monkeypatch.context() as patch:
-        patch.setattr(job, "tag_passages", None)
-        go(tagger, data, tmp_path / "out", 0, 2)
+    before_segment(cut_after(0))
+    go(tagger, data, tmp_path / "out", 0, 2)
     assert same(tmp_path / "out", tagged)
 
 
-def test_sigterm_ends_within_a_segment_and_keeps_those_before(tagger, data, tmp_path, monkeypatch):
-    whole, done = job.tag_passages, []
-
-    def stop(*given, **check):
-        if done:
-            os.kill(os.getpid(), signal.SIGTERM)
-        done.append(given[2])
-        return whole(*given, **check)
-
-    monkeypatch.setattr(job, "tag_passages", stop)
+def test_sigterm_ends_within_a_segment_and_keeps_those_before(tagger, data, tmp_path, before_segment):
+    done = before_segment(lambda done: done and os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(Preempted, match="finished segments stay"):
         go(tagger, data, tmp_path / "out")
     names = sorted(path.name for path in (tmp_path / "out.tagging" / "passages").glob("segment*"))
     assert len(done) == 2 and names == ["segment-00000", "segment-00000.json"]
 
 
-def test_a_process_that_is_overtaken_ends_well(tagger, data, tagged, tmp_path, monkeypatch):
+def test_a_process_that_is_overtaken_ends_well(tagger, data, tagged, tmp_path, before_segment):
     """The first one does what is left, publishes and removes what led to it while the second is at its segment."""
-    whole = job.tag_passages
 
-    def overtaken(*given, **check):
-        monkeypatch.setattr(job, "tag_passages", whole)
+    def overtake(_: int) -> None:
+        before_segment(cut_after(SEGMENTS))
         go(tagger, data, tmp_path / "out", 0, 2)
-        monkeypatch.setattr(job, "tag_passages", None)
-        return whole(*given, **check)
+        before_segment(cut_after(0))
 
-    monkeypatch.setattr(job, "tag_passages", overtaken)
+    before_segment(overtake)
     go(tagger, data, tmp_path / "out", 1, 2)
     assert same(tmp_path / "out", tagged)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
-def test_of_two_equal_commands_one_works(tagger, data, tagged, tmp_path, monkeypatch):
-    whole = job.tag_passages
-
-    def again(*given, **check):
+def test_of_two_equal_commands_one_works(tagger, data, tagged, tmp_path, before_segment):
+    def again(_: int) -> None:
         with pytest.raises(UserError, match="another process is using it"):
             go(tagger, data, tmp_path / "out")
-        return whole(*given, **check)
 
-    monkeypatch.setattr(job, "tag_passages", again)
+    before_segment(again)
     go(tagger, data, tmp_path / "out")
     assert same(tmp_path / "out", tagged)
 
@@ -199,9 +197,9 @@ def begun(tagger, data, tmp_path, monkeypatch) -> Path:
     return tmp_path / "out.tagging"
 
 
-def test_what_was_half_written_is_written_again(tagger, data, tagged, tmp_path, begun, monkeypatch):
+def test_what_was_half_written_is_written_again(tagger, data, tagged, tmp_path, begun, before_segment):
     (begun / "whole" / "passages" / "STORE.json").write_text("half")
-    monkeypatch.setattr(job, "tag_passages", None)
+    before_segment(cut_after(0))
     go(tagger, data, tmp_path / "out")
     assert same(tmp_path / "out", tagged) and not begun.exists()
 

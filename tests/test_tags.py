@@ -74,7 +74,7 @@ def test_shapes_tell_of_the_neighbours_in_the_window_and_no_others():
     """Every piece of a word tells the same; [CLS], [SEP] and padding tell nothing."""
     found = pieces("He NASA Parisian 7 Paris")
     for start, stop in ((2, 9), (6, 9), (2, 10)):
-        window, width = found.part(start, stop), stop - start
+        window, width = TaggerTokens(*(column[start:stop] for column in found)), stop - start
         own, first = np.full((2, 12), OTHER, np.uint8), np.zeros((2, 12), bool)
         own[:, 1 : width + 1], first[:, 1 : width + 1] = window.shapes, window.first
         codes = with_neighbours(own, first, np.array([width + 2, width + 2], np.int32))
@@ -127,14 +127,6 @@ def test_labels_of_first_pieces():
     ]  # fmt: skip
 
 
-def test_there_may_be_many_kinds():
-    kinds = [f"K{number}" for number in range(70)]
-    found = pieces("Paris x")
-    tags = labels(found, [Entity(0, 5, "K69")], kinds)
-    assert tags.tolist() == [139, 0]
-    assert spans(found, tags, np.ones(2), kinds) == [Span(0, 5, "K69", 1.0)]
-
-
 def test_the_score_of_a_span_is_its_least_probability():
     found = pieces("NASA Parisian rock x")
     tags, sure = np.full(len(found.ids), 99), np.full(len(found.ids), 0.01)
@@ -144,9 +136,10 @@ def test_the_score_of_a_span_is_its_least_probability():
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3), st.sampled_from(KINDS)), max_size=5))
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3), st.sampled_from(["K0", "K69"])), max_size=5))
 def test_labels_and_spans_are_each_others_inverse(parts):
-    """Names of whole words, beside each other and apart, up to the end of the text."""
+    """Names of whole words, beside each other and apart, up to the end of the text; there may be many kinds."""
+    kinds = [f"K{number}" for number in range(70)]
     words = "Parisian x 1843 McDonald rock NASA a b".split() * 4
     starts = np.cumsum([0] + [len(word) + 1 for word in words]).tolist()
     wanted, place = [], 0
@@ -154,6 +147,6 @@ def test_labels_and_spans_are_each_others_inverse(parts):
         wanted.append(Entity(starts[place + gap], starts[place + gap + size] - 1, kind))
         place += gap + size
     found = pieces(" ".join(words[:place]))
-    tags = labels(found, wanted, KINDS)
-    again = spans(found, np.maximum(tags, 0), np.ones(len(tags)), KINDS)
+    tags = labels(found, wanted, kinds)
+    again = spans(found, np.maximum(tags, 0), np.ones(len(tags)), kinds)
     assert again == [Span(*entity, 1.0) for entity in wanted]

@@ -12,7 +12,6 @@ names, `realm_jax/models/tf_checkpoints.py` for TensorFlow's.
 import argparse
 import logging
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -72,15 +71,17 @@ CONVERTED = ("embedder", "bert", "finetuned")  # flags
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `realm weights`."""
     parser.epilog = EXAMPLES
-    parser.add_argument("action", choices=("export", "convert"), help="a run to folders, or TensorFlow's checkpoints")
-    parser.add_argument("--output", required=True, metavar="DIR", help="folder to make")
-    export, convert = parser.add_argument_group("export"), parser.add_argument_group("convert")
-    add_run_arguments(export, required=False)
+    actions = parser.add_subparsers(dest="action", metavar="export|convert", required=True)
+    export, convert = (
+        actions.add_parser(name, help=f"{what} to folders", allow_abbrev=False)
+        for name, what in (("export", "a run's networks"), ("convert", "TensorFlow's checkpoints"))
+    )
+    add_run_arguments(export)
     export.add_argument(
         "--task", choices=tuple(REALM_TASKS), help="parameters at the end of it (default: of the last one trained)"
     )
     export.add_argument(
-        "--names", choices=("bert", HF_REALM),
+        "--names", choices=("bert", HF_REALM), default="bert",
         help="'bert', the default: towers open in sentence-transformers and as BertModel, the reader as "
         "BertForMaskedLM; 'realm': as RealmEmbedder and RealmReader of transformers 4.x",
     )  # fmt: skip
@@ -92,6 +93,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name in CONVERTED:
         convert.add_argument(f"--{name}", metavar="PATH", help=helps[name])
     convert.add_argument("--vocab", metavar="FILE", help="vocab.txt (default: that of a module's assets)")
+    for action in (export, convert):
+        action.add_argument("--output", required=True, metavar="DIR", help="folder to make")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -99,15 +102,8 @@ def run(args: argparse.Namespace) -> None:
     output = Path(args.output)
     if os.path.lexists(output):
         raise UserError(f"--output={output} already exists; remove it or choose another folder")
-    others = (*CONVERTED, "vocab") if args.action == "export" else ("workdir", "task", "names")
-    unused = [f"--{flag}" for flag in others if getattr(args, flag)]
-    unused += args.overrides if args.action == "convert" else []
-    if unused:
-        raise UserError(f"{unused[0]}: does nothing with `realm weights {args.action}`; leave it out")
     if args.action == "export":
-        if not args.workdir:
-            raise UserError("realm weights export: name a run with --workdir")
-        export(Path(args.workdir), output, args.names or "bert", args.task, config_changes(args))
+        export(Path(args.workdir), output, args.names, args.task, config_changes(args))
     else:
         convert({name: getattr(args, name) for name in CONVERTED if getattr(args, name)}, output, args.vocab)
 
@@ -279,17 +275,15 @@ def _vocabulary(paths: dict[str, str], vocabulary: str | None) -> WordPiece:
 @contextmanager
 def _staged_output(output: Path) -> Iterator[Path]:
     """A folder to write into, which becomes `output` when the block ends well and is removed otherwise."""
+    parent = output.absolute().parent
     try:
-        output.absolute().parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".partial", dir=output.absolute().parent))
+        parent.mkdir(parents=True, exist_ok=True)
+        staging = tempfile.TemporaryDirectory(prefix=f".{output.name}.", suffix=".partial", dir=parent)
     except OSError as fault:
         raise UserError(f"--output={output}: cannot be written ({fault.strerror}); choose another folder") from None
-    try:
-        yield work
+    with staging as work:
+        yield Path(work)
         publish_folder(work, output)
-    except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
-        raise
 
 
 def _save_tokenizer(folder: Path, tokenizer: Tokenizer, length: int) -> None:

@@ -156,13 +156,3 @@ def _tfds_sentences(rows: Iterable[dict[str, Any]], names: Sequence[str]) -> Ite
         tokens = tuple(token.decode("utf-8") if isinstance(token, bytes) else str(token) for token in row["tokens"])
         if tokens and tokens[0] != DOCUMENT:
             yield [Sentence(tokens, tuple(entities([names[number] for number in row["ner"]])))]
-
-
-def text_of(sentence: Sentence) -> tuple[str, list[Entity]]:
-    """Tokens with a space between them, and the entities as ranges of its characters."""
-    starts, text = [], ""
-    for token in sentence.tokens:
-        starts.append(len(text))
-        text += token + " "
-    ends = [start + len(token) for start, token in zip(starts, sentence.tokens, strict=True)]
-    return text.rstrip(), [Entity(starts[start], ends[end - 1], kind) for start, end, kind in sentence.entities]

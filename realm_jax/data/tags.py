@@ -68,11 +68,6 @@ class TaggerTokens(NamedTuple):
     first: NDArray[np.bool_]
     shapes: NDArray[np.uint8]
 
-    def part(self, start: int, stop: int) -> "TaggerTokens":
-        """Pieces start … stop − 1."""
-        own = slice(start, stop)
-        return TaggerTokens(self.ids[own], self.starts[own], self.ends[own], self.first[own], self.shapes[own])
-
 
 class TaggerTokenizer:
     """Cuts texts into tokens, as a tagger reads them."""

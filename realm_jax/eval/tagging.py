@@ -6,15 +6,14 @@ over all devices of the mesh. Next to read: `models/tagger.decode`.
 """
 
 import dataclasses
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from numpy.typing import NDArray
 
 from realm_jax.data import sentences as sentence_rules
@@ -24,7 +23,7 @@ from realm_jax.data.tags import OTHER, SPECIAL_PIECES, TaggerTokenizer, TaggerTo
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.mesh import to_host
 from realm_jax.models.tagger import Params, Tagger, decode
-from realm_jax.run import put_batch
+from realm_jax.run import BaseRun, put_batch
 
 BUCKETS = 8  # padded lengths at most
 SMALLEST_BUCKET = 16
@@ -63,14 +62,14 @@ class PaddingStats:
 
 
 class WindowTagger:
-    """The network over windows of texts, for any parameters."""
+    """A run's network over windows of texts, on its devices, for any parameters."""
 
-    def __init__(self, tagger: Tagger, mesh: Mesh, tokenizer: Tokenizer, length: int, batch_size: int) -> None:
-        """length: tokens of a window at most, specials counted. batch_size: windows on each device."""
-        self.tagger, self.cutter, self.effort = tagger, TaggerTokenizer(tokenizer), PaddingStats()
-        self._mesh, self._length = mesh, length
-        self._size, self._small = (rows * mesh.size for rows in (batch_size, max(1, batch_size // SMALL)))
-        self._step = max(SMALLEST_BUCKET, -(-length // BUCKETS))
+    def __init__(self, run: BaseRun) -> None:
+        tokenizer, batch = run.sources.tokenizer, run.config.evaluation.batch_size
+        self.tagger, self.cutter, self.effort = run.model, TaggerTokenizer(tokenizer), PaddingStats()
+        self._mesh, self._length = run.mesh, run.config.data.length
+        self._size, self._small = (rows * run.mesh.size for rows in (batch, max(1, batch // SMALL)))
+        self._step = max(SMALLEST_BUCKET, -(-self._length // BUCKETS))
         self._special = tokenizer.special
 
     def __call__(
@@ -184,11 +183,7 @@ class TextTagger:
         return tuple(dict.fromkeys((*self.windows.tagger.kinds, DATE)))
 
     def __call__(self, text: str) -> list[Span]:
-        return self.salient([text])[0]
-
-    def salient(self, texts: Sequence[str]) -> list[list[Span]]:
-        """Names and dates of each text."""
-        return self.finish(texts, self.windows.start(self.params, texts))
+        return self.finish([text], self.windows.start(self.params, [text]))[0]
 
     def finish(self, texts: Sequence[str], pending: InFlight) -> list[list[Span]]:
         """Names and dates of texts that the devices have begun."""
@@ -229,8 +224,16 @@ def tag_passages(
     values: list[NDArray[np.int32]] = [np.zeros((0, 3), np.int32)]
     unread = 0
 
-    def finish(some: range, texts: list[str], own: InFlight) -> None:
-        nonlocal unread
+    def begun() -> Iterator[tuple[range, list[str], InFlight]]:
+        """Passages that the devices work on, and none at the end."""
+        for start in range(rows.start, rows.stop, at_a_time):
+            check()
+            some = range(start, min(start + at_a_time, rows.stop))
+            texts = [store.text(row) for row in some]
+            yield some, texts, tagger.windows.start(tagger.params, texts)
+        yield range(0), [], InFlight([], [])
+
+    for (some, texts, own), _ in pairwise(begun()):  # the devices have the next passages already
         stored = own.pieces if cutter is None else cutter(texts)
         for row, found, pieces in zip(some, tagger.finish(texts, own), stored, strict=True):
             same = np.array_equal(pieces.ids, store.body_tokens(row))
@@ -240,16 +243,5 @@ def tag_passages(
                 (a, b, tagger.kinds.index(kind)) for a, b, kind in (to_token_spans(found, *columns) if same else [])
             ]
             values.append(np.array(kept, np.int32).reshape(-1, 3))
-
-    pending: deque[tuple[range, list[str], InFlight]] = deque()
-    for start in range(rows.start, rows.stop, at_a_time):
-        check()
-        some = range(start, min(start + at_a_time, rows.stop))
-        texts = [store.text(row) for row in some]
-        pending.append((some, texts, tagger.windows.start(tagger.params, texts)))
-        if len(pending) > 1:  # the devices have the next passages already
-            finish(*pending.popleft())
-    for entry in pending:
-        finish(*entry)
     counts = np.array([len(own) for own in values[1:]], np.int64)
     return PassageSpans(np.concatenate(values), counts, tagger.kinds, unread)

@@ -14,7 +14,8 @@ modules at which the library stops, where it would otherwise take the mean of hi
 """
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -32,6 +33,7 @@ from realm_jax.models.weights import (
     WEIGHTS,
     NetworkFiles,
     Part,
+    StoredTensor,
     check_tensor,
     find,
     open_safetensors,
@@ -276,25 +278,24 @@ def find_tower(model: SentenceModel, config: BertConfig, parts: Sequence[Part]) 
     files = find(model.transformer, config, [part for part, own in zip(parts, layers, strict=True) if not own])
     for part, own in zip(parts, layers, strict=True):
         if own:
-            modules = (_find_module(model.modules[layer], layer, part) for layer in own)
-            files = files._replace(found=(*files.found, part.title), modules=(*files.modules, *modules))
+            modules = chain.from_iterable(_find_module(model.modules[layer], layer, part) for layer in own)
+            files = files._replace(tensors=(*files.tensors, *modules), found=(*files.found, part.title))
     return files
 
 
-def _find_module(folder: Path, layer: str, part: Part) -> NetworkFiles:
-    path, places = folder / WEIGHTS, []
+def _find_module(folder: Path, layer: str, part: Part) -> Iterator[StoredTensor]:
+    path = folder / WEIGHTS
     with open_safetensors(path) as file:
         names = set(file.keys())
         for tensor in (tensor for tensor in part.tensors if tensor.path[0] == layer):
             name = f"{LAYERS[layer].layer}.{tensor.name.rpartition('.')[2]}"
             if name in names:
                 check_tensor(file.get_slice(name), name, tensor, path)
-                places.append((tensor, name))
+                yield StoredTensor(tensor, path, name)
             elif name.endswith("bias"):
-                places.append((tensor, NO_BIAS))
+                yield StoredTensor(tensor, path, NO_BIAS)
             else:
                 raise UserError(f"{path}: has no {name}; fetch it again")
-    return NetworkFiles(path, tuple(places), (part.title,), ())
 
 
 # --- Out --------------------------------------------------------------------------------------------------------------

@@ -9,11 +9,12 @@ transformers' `RealmEmbedder` and `RealmReader` for the parts that are REALM's o
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -184,20 +185,23 @@ def _norm(path: tuple[str, ...], name: str, width: int) -> Iterator[Tensor]:
 # --- In ---------------------------------------------------------------------------------------------------------------
 
 
-class NetworkFiles(NamedTuple):
-    """A file that fits: where each tensor of the parts in it is, and the titles of the parts it has and has not.
+NO_BIAS = ""  # in the place of a name: the layer has none, which is a bias of 0
 
-    modules: further files of the same network, each with where its tensors are.
-    """
 
+class StoredTensor(NamedTuple):
+    """A parameter, the file that it is in, and its name there."""
+
+    tensor: Tensor
     path: Path
-    names: tuple[tuple[Tensor, str], ...]
+    name: str
+
+
+class NetworkFiles(NamedTuple):
+    """What there is of a network, file by file, and the titles of the parts that there are and that there are not."""
+
+    tensors: tuple[StoredTensor, ...]
     found: tuple[str, ...]
     missing: tuple[str, ...]
-    modules: tuple["NetworkFiles", ...] = ()
-
-
-NO_BIAS = ""  # in the place of a name: the layer has none, which is a bias of 0
 
 
 @contextmanager
@@ -233,26 +237,22 @@ def find(folder: Path, config: BertConfig, parts: Sequence[Part]) -> NetworkFile
 
 
 def read(files: NetworkFiles) -> Params:
-    """The network's parameters that the file has, as a tree of float32 arrays on the host.
+    """The network's parameters that its files have, as a tree of float32 arrays on the host.
 
     Positions beyond those of the network are left out. Raises UserError if a number is not finite.
     """
-    params: Params = {}
-    with open_safetensors(files.path) as file:
-        for tensor, name in files.names:
-            array = np.zeros(tensor.shape, np.float32) if name == NO_BIAS else file.get_tensor(name)
-            array = array.T if tensor.turned else array
-            if tensor.name == POSITIONS:
-                array = array[: tensor.shape[0]]
-            place = params
-            for parent in tensor.path[:-1]:
-                place = place.setdefault(parent, {})
-            place[tensor.path[-1]] = array = np.asarray(array, np.float32, order="C")
-            if not np.isfinite(array).all():
-                raise UserError(f"{files.path}: {name} holds numbers that are not finite; fetch it again")
-    for module in files.modules:
-        params |= read(module)
-    return params
+    params = {}
+    for path, stored in groupby(files.tensors, lambda one: one.path):
+        with open_safetensors(path) as file:
+            for tensor, _, name in stored:
+                array = np.zeros(tensor.shape, np.float32) if name == NO_BIAS else file.get_tensor(name)
+                array = array.T if tensor.turned else array
+                if tensor.name == POSITIONS:
+                    array = array[: tensor.shape[0]]
+                params[tensor.path] = np.asarray(array, np.float32, order="C")
+                if not np.isfinite(params[tensor.path]).all():
+                    raise UserError(f"{path}: {name} holds numbers that are not finite; fetch it again")
+    return dict(unflatten_dict(params))
 
 
 def _find(file: Any, path: Path, config: BertConfig, parts: Sequence[Part]) -> NetworkFiles:
@@ -267,13 +267,13 @@ def _find(file: Any, path: Path, config: BertConfig, parts: Sequence[Part]) -> N
         for tensor in part.tensors:
             name = _name(names, prefix, tensor, path)
             check_tensor(file.get_slice(name), name, tensor, path)
-            places.append((tensor, name))
+            places.append(StoredTensor(tensor, path, name))
     left = {name for name in names if name.startswith((f"{prefix}embeddings.", f"{prefix}encoder."))}
-    left -= {name for _, name in places} | {f"{prefix}embeddings.position_ids"}  # 0, 1, 2, …, in older files
+    left -= {stored.name for stored in places} | {f"{prefix}embeddings.position_ids"}  # 0, 1, 2, …, in older files
     for name in sorted(left):
         raise UserError(f"{path}: has {name}, which this BERT has no place for; choose a plain BERT")
     titles = tuple(part.title for part in present)
-    return NetworkFiles(path, tuple(places), titles, tuple(part.title for part in parts if part.title not in titles))
+    return NetworkFiles(tuple(places), titles, tuple(part.title for part in parts if part.title not in titles))
 
 
 def _has(file: Any, names: set[str], prefix: str, part: Part) -> bool:
@@ -361,14 +361,10 @@ def save(folder: Path, params: Params, parts: Sequence[Part], kind: str, setting
     kind: 'bert' or 'realm', whose names the encoder gets.
     """
     folder.mkdir()
-    tensors: dict[str, NDArray[np.float32]] = {}
-    for part in parts:
-        for tensor in part.tensors:
-            array: Any = params
-            for key in tensor.path:
-                array = array[key]
-            array = np.asarray(array, np.float32)
-            tensors[_full(f"{kind}.", tensor.name)] = np.asarray(array.T if tensor.turned else array, order="C")
+    arrays, tensors = flatten_dict(params), {}
+    for tensor in chain.from_iterable(part.tensors for part in parts):
+        array = np.asarray(arrays[tensor.path], np.float32)
+        tensors[_full(f"{kind}.", tensor.name)] = np.asarray(array.T if tensor.turned else array, order="C")
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})  # without which transformers does not open it
     write_json(folder / SETTINGS, settings)
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from realm_jax import schema
 from realm_jax.data import layouts
-from realm_jax.data.conll import Document, text_of
+from realm_jax.data.conll import Document
 from realm_jax.data.examples import Example, Examples
 from realm_jax.data.layouts import SpecialTokens
 from realm_jax.data.spans import Span
@@ -164,7 +164,7 @@ class TaggerTask(Task):
 
     def measure(self) -> Measure:
         """Scores on the development split."""
-        tagger, documents = window_tagger(self.run), self.run.sources.splits["dev"]
+        tagger, documents = WindowTagger(self.run), self.run.sources.splits["dev"]
 
         def measure(params: Params, index: Index | None, final: bool) -> dict[str, Any]:
             return score(tagger, params, documents)
@@ -233,14 +233,15 @@ class Annotated(NamedTuple):
 
 def annotated(document: Document) -> Annotated:
     """Tokens and sentences with a space between them."""
-    parts, sentences, found, start = [], [], [], 0
+    text, sentences, found = "", [], []
     for sentence in document:
-        text, entities = text_of(sentence)
-        parts.append(text)
-        sentences.append((start, start + len(text)))
-        found += [Entity(entity.start + start, entity.end + start, entity.kind) for entity in entities]
-        start += len(text) + 1
-    return Annotated(" ".join(parts), sentences, found)
+        starts = [len(text)]
+        for token in sentence.tokens:
+            text += f"{token} "
+            starts.append(len(text))  # an entity ends at the space before the next token
+        sentences.append((starts[0], len(text) - 1))
+        found += [Entity(starts[first], starts[behind] - 1, kind) for first, behind, kind in sentence.entities]
+    return Annotated(text[:-1], sentences, found)
 
 
 def kinds_of(documents: Sequence[Document]) -> tuple[str, ...]:
@@ -295,12 +296,6 @@ def _example(
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
-
-
-def window_tagger(run: BaseRun) -> WindowTagger:
-    """The run's network over windows, on its devices."""
-    batch = run.config.evaluation.batch_size
-    return WindowTagger(run.model, run.mesh, run.sources.tokenizer, run.config.data.length, batch)
 
 
 def score(windows: WindowTagger, params: Params, documents: Sequence[Document]) -> Scores:

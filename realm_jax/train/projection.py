@@ -9,7 +9,6 @@ It is made once and lies in the run folder, so that a start that is repeated has
 
 import dataclasses
 import logging
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -41,8 +40,10 @@ def with_principal_components(run: Run, params: Params) -> Params:
     path = run.workdir / FILE
     if not broadcast_from_process_0(int(path.is_file())):
         made = _make(run, params)
-        run_on_process_0(lambda: _save(path, made))
-    found = _read(path)
+        run_on_process_0(lambda: write_atomic(path, save(made)))
+    # A torn file is for the user to remove, since other devices than those that made it would give it other bits.
+    with open_safetensors(path, "remove it, and it is made again") as file:
+        found = {name: file.get_tensor(name) for name in file.keys()}
     params, shardings = dict(params), run.param_shardings
     for tower in run.model.embedder_names:
         shapes = jax.tree.map(lambda leaf: leaf.shape, params[tower]["projection"])
@@ -51,18 +52,6 @@ def with_principal_components(run: Run, params: Params) -> Params:
         places = shardings[tower]["projection"]
         params[tower] = params[tower] | {"projection": jax.tree.map(put_with_sharding, found, places)}
     return params
-
-
-def _save(path: Path, made: dict[str, NDArray[np.float32]]) -> int:
-    write_atomic(path, save(made))
-    return 0
-
-
-def _read(path: Path) -> dict[str, NDArray[np.float32]]:
-    """Kernel and bias. A torn file is for the user to remove, since other devices than those that made it would give it
-    other bits."""
-    with open_safetensors(path, "remove it, and it is made again") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}
 
 
 def _make(run: Run, params: Params) -> dict[str, NDArray[np.float32]]:

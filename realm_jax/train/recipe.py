@@ -26,7 +26,7 @@ from realm_jax.tasks import make_task
 from realm_jax.tasks.base import Task, dev_questions
 from realm_jax.train.controls import run_controls
 from realm_jax.train.index_source import shared_folder
-from realm_jax.train.init_from import init_from_sources, needs_init, record_start, starts_with_pca
+from realm_jax.train.init_from import init_from_sources, record_start, starts_with_pca
 from realm_jax.train.loop import train_task
 from realm_jax.train.projection import with_principal_components
 from realm_jax.train.results import measure_baselines, save_bm25_index, write_results
@@ -134,8 +134,7 @@ def starting_params(run: Run) -> Params:
     params = run.initial_params()
     if has_checkpoint(run.config, run.workdir):
         return params
-    if needs_init(run.config, run.workdir):
-        params = init_from_sources(run, params)
+    params = init_from_sources(run, params)
     record_start(run, params)
     return with_principal_components(run, params) if starts_with_pca(run) else params
 

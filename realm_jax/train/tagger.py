@@ -26,7 +26,7 @@ from realm_jax.data.spans import NAME, find_by_rules
 from realm_jax.data.wordpiece import WordPiece
 from realm_jax.errors import UserError
 from realm_jax.eval.entities import Scores
-from realm_jax.eval.tagging import TextTagger
+from realm_jax.eval.tagging import TextTagger, WindowTagger
 from realm_jax.host import PREEMPTED, Preempted
 from realm_jax.mesh import put_with_sharding
 from realm_jax.models.folders import resolve_model_path
@@ -34,7 +34,7 @@ from realm_jax.models.weights import load_bert
 from realm_jax.processes import is_process_0
 from realm_jax.run import BaseRun
 from realm_jax.storage import exclusive_lock, make_folder, read_json, write_json_atomic
-from realm_jax.tasks.tagger import TaggerTask, annotated, kinds_of, make_tagger_run, score, score_spans, window_tagger
+from realm_jax.tasks.tagger import TaggerTask, annotated, kinds_of, make_tagger_run, score, score_spans
 from realm_jax.train.checkpoints import SavedCheckpoint
 from realm_jax.train.init_from import needs_init
 from realm_jax.train.loop import train_task
@@ -104,7 +104,7 @@ def train(run: BaseRun) -> dict[str, Any]:
         fresh[name]["bert"] = jax.tree.map(put_with_sharding, encoder, run.param_shardings[name]["bert"])
     params = train_task(run, name, fresh, TaggerTask(run).measure())
     splits = {split: documents for split, documents in run.sources.splits.items() if split in ("dev", "test")}
-    windows = window_tagger(run)
+    windows = WindowTagger(run)
     results: dict[str, Any] = {split: score(windows, params, documents) for split, documents in splits.items()}
     results["rules"] = {split: score_rules(documents) for split, documents in splits.items()}
     if is_process_0():
@@ -169,7 +169,7 @@ def open_tagger(workdir: Path, devices: list[jax.Device] | None = None, batch_si
     if saved.step < config[task].steps:
         logger.warning("tagger=%s is not done: step %d of %d", workdir, saved.step, config[task].steps)
     params = restore_params(run, task, saved)
-    return TextTagger(window_tagger(run), params, f"tagger:{workdir}", saved.record["digest"])
+    return TextTagger(WindowTagger(run), params, f"tagger:{workdir}", saved.record["digest"])
 
 
 def _recorded_kinds(workdir: Path) -> tuple[str, ...]:
