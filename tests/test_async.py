@@ -34,6 +34,7 @@ from realm_jax.refresh.generations import (
 from realm_jax.refresh.status import read_status, trainer_status
 from realm_jax.refresh.watcher import IndexWatcher
 from realm_jax.storage import PosixFolder
+from realm_jax.tasks import make_task
 from realm_jax.train.built_index import BuiltIndex
 from realm_jax.train.metrics import read_lines
 from realm_jax.train.recipe import report_status
@@ -111,7 +112,7 @@ def test_processes_adopt_the_same_generation_at_the_same_step(people, tmp_path, 
     words, used, adopted = deque(maxlen=2), [None, None], []
     with ExitStack() as stack:
         stack.enter_context(builder(run))
-        own = run, "realm", 0, {}, 1, stack.enter_context(report_status(run)), lambda: False
+        own = make_task("realm", run), 0, {}, 1, stack.enter_context(report_status(run)), lambda: False
         first, second = (stack.enter_context(BuiltIndex(*own)) for _ in range(2))
         for step in range(90):
             if step == 1:

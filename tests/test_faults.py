@@ -47,6 +47,7 @@ from realm_jax.refresh.status import Status, StatusWriter, read_status
 from realm_jax.refresh.watcher import IndexWatcher
 from realm_jax.run import make_run
 from realm_jax.storage import PosixFolder, StorageError
+from realm_jax.tasks import make_task
 from realm_jax.train import index_source
 from realm_jax.train.built_index import BuiltIndex
 from realm_jax.train.checkpoints import SavedCheckpoint
@@ -434,7 +435,7 @@ def test_a_generation_of_another_name(people, tmp_path):
     foreign = f"{export_step(own)}-f123abcd"
     folder.write_json(f"index/{foreign}/{MANIFEST}", manifest | {"generation": foreign, "corpus": "another"})
     status = StatusWriter(folder, "trainer", Status("one"))
-    with BuiltIndex(run, "realm", run.config.realm.steps, {}, 1, status, lambda: False) as adoption:
+    with BuiltIndex(make_task("realm", run), run.config.realm.steps, {}, 1, status, lambda: False) as adoption:
         adoption._watcher.want(0, 100)
         assert adoption._watcher.wait(10, lambda: False).generation == own
         with pytest.raises(IncompatibleIndex, match="its corpus is another, not"):
@@ -567,7 +568,7 @@ def test_the_disk_stays_full_for_an_export_that_is_due(people, sturdy, tmp_path,
 
 def test_a_trainer_that_cannot_clear_up_at_its_start_hears_sigterm(people, tmp_path, monkeypatch):
     """Exports of rolled-back steps cannot be removed."""
-    run = open_tiny(people, tmp_path)
+    task = make_task("realm", open_tiny(people, tmp_path))
     PosixFolder(tmp_path).write("exports/90/EXPORT.json", b"{}")
 
     def read_only(self, name):
@@ -581,9 +582,7 @@ def test_a_trainer_that_cannot_clear_up_at_its_start_hears_sigterm(people, tmp_p
 
     monkeypatch.setattr(PosixFolder, "remove", read_only)
     with pytest.raises(StorageError, match="exports/90/EXPORT.json: Read-only file system"):
-        with BuiltIndex(
-            run, "realm", 0, {}, 1, StatusWriter(PosixFolder(tmp_path), "trainer", Status("one")), stopping
-        ):
+        with BuiltIndex(task, 0, {}, 1, StatusWriter(PosixFolder(tmp_path), "trainer", Status("one")), stopping):
             pass
     assert requested == [False, False, True], "it tries again until it is told, and then no more"
 

@@ -41,9 +41,9 @@ from realm_jax.refresh.status import HEARTBEAT_SECONDS, StatusWriter
 from realm_jax.refresh.watcher import IndexWatcher
 from realm_jax.retrieval.exact import search
 from realm_jax.retrieval.search import LoadedIndex, StepContext
-from realm_jax.run import Run
 from realm_jax.storage import StorageError, digest
-from realm_jax.train.index_source import CorpusIndexSource, Interrupted, shared_folder
+from realm_jax.tasks.base import Task
+from realm_jax.train.index_source import IndexSource, Interrupted, shared_folder
 from realm_jax.train.step import ControlWords
 
 logger = logging.getLogger(__name__)
@@ -53,17 +53,18 @@ DRIFT_QUERIES, DRIFT_DEPTH, DRIFT_K = 256, 100, 8
 _T = TypeVar("_T")
 
 
-class BuiltIndex(CorpusIndexSource):
-    """A task's index made by another job; see `train.index_source.IndexSource`."""
+class BuiltIndex(IndexSource):
+    """A task's index made by another job."""
 
     def __init__(
-        self, run: Run, task: str, start: int, kept: dict[int, str], keep: int, status: StatusWriter,
+        self, task: Task, start: int, kept: dict[int, str], keep: int, status: StatusWriter,
         should_stop: Callable[[], bool], on_progress: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         """start: step to begin or resume with. kept: step → generation of the checkpoints that are there; `keep` of
         them stay. status: through which builders hear what is needed. should_stop: whether to stop waiting.
         on_progress: called again and again while the corpus is embedded."""
-        super().__init__(run, task, on_progress)
+        super().__init__(task, on_progress)
+        run = task.run
         self._start, self._should_stop = start, should_stop
         self._options: ConfigDict = run.config.refresh
         self._folder = shared_folder(run)

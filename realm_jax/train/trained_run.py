@@ -40,8 +40,7 @@ from realm_jax.tasks import TASKS, make_task
 from realm_jax.train.best import RECALLS, primary_metric
 from realm_jax.train.cached_checkpoint import CachedCheckpoint
 from realm_jax.train.checkpoints import CheckpointRemoved, SavedCheckpoint
-from realm_jax.train.embedding import embed_with_cache
-from realm_jax.train.index_source import shared_folder
+from realm_jax.train.index_source import embed_with_cache, shared_folder
 from realm_jax.train.metrics import read_lines
 from realm_jax.train.restore import restore_params, saved_index_with_vectors
 from realm_jax.train.run_setup import load_run, recorded_config, set_up_jax
