@@ -82,10 +82,10 @@ def train_until_waiting(run, monkeypatch):
         waiting = threading.Event()
         wait = BuiltIndex._wait
 
-        def watched(self, first, *rest):
-            if first == 2:
+        def watched(self, step, what):
+            if step == 2:
                 waiting.set()
-            return wait(self, first, *rest)
+            return wait(self, step, what)
 
         patch.setattr(BuiltIndex, "_wait", watched)
         patch.setattr(StopWhen, "due", staticmethod(waiting.is_set))

@@ -24,33 +24,26 @@ from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.host import Preempted, Stop
 from realm_jax.refresh import generations
-from realm_jax.refresh.builder import (
-    Builder,
-    Corpus,
-    Rejected,
-    Stopped,
-    WorkShare,
-    clear_rejections,
-    current_name,
-    rejection,
-)
+from realm_jax.refresh.builder import Builder, Corpus, Rejected, Stopped, WorkShare
 from realm_jax.refresh.exporter import index_settings, to_params, tower_settings
 from realm_jax.refresh.generations import (
     Export,
-    InvalidIndex,
     Manifest,
+    clear_rejections,
+    current_name,
     export_step,
     export_steps,
     generation_names,
     read_export,
     read_manifest,
     read_towers,
+    rejection,
     remove_generation,
 )  # fmt: skip
 from realm_jax.refresh.status import BUILDER, TRAINER, Status, StatusWriter, process_name, read_status
 from realm_jax.retrieval.scann import check_scann
 from realm_jax.run import Run, make_run
-from realm_jax.storage import Folder, StorageError, make_folder
+from realm_jax.storage import Damaged, Folder, StorageError, make_folder
 from realm_jax.train.index_source import shared_folder
 from realm_jax.train.init_from import fill_from_pretrained
 from realm_jax.train.run_setup import recorded_config, recorded_corpus, set_up_jax
@@ -178,7 +171,7 @@ class Job:
                 if once:
                     raise UserError(str(fault)) from None
                 logger.error("%s", fault)
-            except (StorageError, InvalidIndex) as fault:
+            except (StorageError, Damaged) as fault:
                 if once:
                     raise UserError(f"{fault}; run the command again to resume") from None
                 logger.warning("%s; trying again", fault)
@@ -228,8 +221,10 @@ class Job:
 
         for candidate in sorted(steps, key=urgency):
             export = self._readable_export(candidate)
-            if export is not None and self._needs_build(export):
-                return self._check_compatible(export)
+            if export is not None:
+                name = current_name(self._folder, export, self._corpus.fingerprint)
+                if rejection(self._folder, name) is None and read_manifest(self._folder, name) is None:
+                    return self._check_compatible(export)
             if newest_first and export is not None and candidate not in pinned:
                 return None  # the newest one is built; older ones are no longer useful
         return None
@@ -237,15 +232,11 @@ class Job:
     def _readable_export(self, step: int) -> Export | None:
         try:
             return read_export(self._folder, step)
-        except InvalidIndex as fault:  # others wait behind it
+        except Damaged as fault:  # others wait behind it
             if step not in self._damaged:
                 logger.warning("%s; it is skipped", fault)
             self._damaged.add(step)
             return None
-
-    def _needs_build(self, export: Export) -> bool:
-        name = current_name(self._folder, export, self._corpus.fingerprint)
-        return rejection(self._folder, name) is None and read_manifest(self._folder, name) is None
 
     def _check_compatible(self, export: Export) -> Export:
         """Raises UserError for an export of another tokenizer, corpus or tower than the config's."""
@@ -267,7 +258,7 @@ class Job:
         self._status.update(wait=True, stage="building", step=export.step)  # so that the trainer keeps it
         try:
             arrays, queries = read_towers(self._folder, export)
-        except InvalidIndex:
+        except Damaged:
             self._damaged.add(export.step)
             raise
         self._damaged.discard(export.step)

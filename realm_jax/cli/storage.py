@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 from realm_jax.cli.output import print_records
 from realm_jax.config import kind_of
 from realm_jax.errors import UserError
-from realm_jax.refresh.builder import rejection
 from realm_jax.refresh.generations import (
-    InvalidIndex,
     export_step,
     generation_names,
     load_vectors,
     read_manifest,
+    rejection,
     remove_generation,
 )  # fmt: skip
 from realm_jax.refresh.status import TRAINER, read_status
@@ -108,7 +107,7 @@ def verify(name: str, item: Item) -> bool:
     began = time.monotonic()
     try:
         holds = item.verify()
-    except (UserError, CheckpointRemoved, InvalidIndex, Damaged) as fault:
+    except (UserError, CheckpointRemoved, Damaged) as fault:
         print(f"{name}: DAMAGED: {fault}")
         return True
     print(f"{name}: unfinished" if holds is None else f"{name}: sound ({holds}{time.monotonic() - began:.1f} s)")
@@ -177,7 +176,7 @@ def _generation(folder: Folder, name: str) -> dict[str, Any]:
     found: dict[str, Any] = {"generation": name, "step": export_step(name), "state": "unfinished"}
     try:
         manifest = read_manifest(folder, name)
-    except InvalidIndex as fault:
+    except Damaged as fault:
         return found | {"state": "damaged", "reason": str(fault)}
     reason = rejection(folder, name)
     if reason is not None:
