@@ -1,10 +1,8 @@
 """Training with an index that another job builds: adopted in time, the same everywhere, told and tended by hand."""
 
-import dataclasses
 import json
 import logging
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -171,25 +169,22 @@ def test_a_builder_that_is_slower_than_three_exports_is_not_in_vain(people, tmp_
     assert len(adoptions(run)) > 2
 
 
-def test_once_builds_the_newest_export_or_finds_it_built(sturdy, tmp_path, caplog):
-    shutil.copytree(sturdy.run.workdir, tmp_path / "run")
-    run = dataclasses.replace(sturdy.run, workdir=tmp_path / "run")
-    folder = PosixFolder(run.workdir)
+def test_once_builds_the_newest_export_or_finds_it_built(copied, caplog):
+    folder = PosixFolder(copied.workdir)
     [newest] = [name for name in generation_names(folder) if export_step(name) == 6]
     before = read_manifest(folder, newest)
     with caplog.at_level(logging.INFO):
-        make_job(run).work(Stop(), None, True)
+        make_job(copied).work(Stop(), None, True)
         assert f"generation {newest} is there already" in caplog.text and "published" not in caplog.text
         remove_generation(folder, newest)
-        make_job(run).work(Stop(), None, True)
+        make_job(copied).work(Stop(), None, True)
     assert f"published generation {newest}" in caplog.text
     after = read_manifest(folder, newest)
     assert [chunk.file.sha256 for chunk in after.chunks] == [chunk.file.sha256 for chunk in before.chunks]
 
 
-def test_generations_are_listed_verified_and_removed_by_hand(sturdy, tmp_path, capsys):
-    shutil.copytree(sturdy.run.workdir, tmp_path / "run")
-    workdir, folder = f"--workdir={tmp_path}/run", PosixFolder(tmp_path / "run")
+def test_generations_are_listed_verified_and_removed_by_hand(copied, capsys):
+    workdir, folder = f"--workdir={copied.workdir}", PosixFolder(copied.workdir)
     assert cli.main(["storage", "ls", "--json", workdir]) == 0
     listed = map(json.loads, capsys.readouterr().out.splitlines())
     found = {entry["step"]: entry for entry in listed if "checkpoint" not in entry}

@@ -6,7 +6,9 @@ import json
 import numpy as np
 import pytest
 
-from realm_jax.refresh.builder import Builder, Corpus, Stopped, WorkShare
+from realm_jax.host import Preempted
+from realm_jax.processes import WorkShare
+from realm_jax.refresh.builder import Builder, Corpus
 from realm_jax.refresh.generations import (
     current_name,
     export_steps,
@@ -198,9 +200,9 @@ def test_two_builders_at_once_waste_work_and_overwrite_nothing(folder, export):
 
 def test_a_builder_that_is_told_to_stop_stops_between_chunks(folder, export):
     def stop():
-        raise Stopped
+        raise Preempted
 
-    with pytest.raises(Stopped):
+    with pytest.raises(Preempted):
         builder(folder, check=stop).build(export, embed, QUERIES)
     assert not list(folder.root.rglob("MANIFEST.json"))
 

@@ -10,6 +10,7 @@ import argparse
 import logging
 import math
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,9 @@ from realm_jax.config import REALM_TASKS, default, validate
 from realm_jax.console import StageProgress
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
-from realm_jax.host import Preempted, Stop
+from realm_jax.host import Stop
 from realm_jax.refresh import generations
-from realm_jax.refresh.builder import Builder, Corpus, Rejected, Stopped, WorkShare
+from realm_jax.refresh.builder import Builder, Corpus, Rejected
 from realm_jax.refresh.exporter import index_settings, to_params, tower_settings
 from realm_jax.refresh.generations import (
     Export,
@@ -53,6 +54,7 @@ logger = logging.getLogger(__name__)
 SILENCE = 3600.0  # seconds without a heartbeat of the trainer after which a builder ends, unless it is to wait
 GRACE = 60.0  # seconds to wait after the trainer is done, in case it resumes
 LONGEST_PAUSE = 60.0  # seconds between two tries while storage fails
+SAFE = "what was written is kept"  # when SIGTERM comes
 EXAMPLES = """examples:
   realm build-index --config=realm_wiki --config.data.path=data/wiki --workdir=runs/wiki
   realm build-index --workdir=runs/wiki --process=1 --processes=4         the second of four; the run is there already
@@ -80,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Build. Raises Preempted after SIGTERM."""
-    share = WorkShare(*processes.work_share(args))
+    share = processes.work_share(args)
     config = load_config(args.config, args.overrides, lambda: _recorded_or_default(Path(args.workdir)))
     validate(config)
     config = fill_from_pretrained(config, Path(args.workdir), with_reader=False)
@@ -91,11 +93,8 @@ def run(args: argparse.Namespace) -> None:
     sources = open_sources(config.data.path, recorded_corpus(Path(args.workdir)))
     opened = make_run(for_embedding(config, jax.local_device_count()), Path(args.workdir), sources, jax.local_devices())
     job = Job(opened, shared_folder(opened), share, math.inf if args.wait else SILENCE)
-    try:
-        with Stop() as stop:
-            job.work(stop, args.step, args.once or args.step is not None)
-    except Stopped:
-        raise Preempted("SIGTERM: what was written is kept; run the command again to resume") from None
+    with Stop() as stop:
+        job.work(stop, args.step, args.once or args.step is not None)
 
 
 def _recorded_or_default(workdir: Path) -> ConfigDict:
@@ -134,7 +133,7 @@ def run_builder(run: Run, folder: Folder, **options: Any) -> Builder:
 class Job:
     """One builder process: follows exports until the trainer is done."""
 
-    def __init__(self, run: Run, folder: Folder, share: WorkShare, patience: float = SILENCE) -> None:
+    def __init__(self, run: Run, folder: Folder, share: processes.WorkShare, patience: float = SILENCE) -> None:
         """patience: seconds without a heartbeat of the trainer after which it ends."""
         self._run, self._folder, self._share, self._patience = run, folder, share, patience
         self._options = run.config.refresh
@@ -194,7 +193,7 @@ class Job:
     def _pause(self, seconds: float, stop: Stop) -> None:
         until = time.monotonic() + seconds
         while True:
-            stop.check("what was written is kept")
+            stop.check(SAFE)
             if (left := until - time.monotonic()) <= 0:
                 return
             time.sleep(min(left, 1.0))
@@ -265,13 +264,10 @@ class Job:
         towers = jax.device_put(to_params(arrays))
         with StageProgress(f"index {export.step}", self._corpus.rows) as bar:
 
-            def check() -> None:
-                if stop.requested:
-                    raise Stopped
-
             def on_progress(done: int, total: int) -> None:
                 bar.update(self._corpus.rows * done // total)
 
+            check = partial(stop.check, SAFE)
             builder = run_builder(self._run, self._folder, share=self._share, check=check, on_progress=on_progress)
             manifest = builder.build(export, lambda rows: self._run.embed(towers, rows=rows), queries)
         self._prune(manifest)

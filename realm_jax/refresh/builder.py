@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from realm_jax.processes import WorkShare
 from realm_jax.refresh.generations import (
     MANIFEST,
     ChunkFile,
@@ -29,7 +30,6 @@ from realm_jax.refresh.generations import (
     export_step,
     generation_names,
     numpy_dtype,
-    raw_bytes,
     read_chunk,
     read_manifest,
     reject,
@@ -46,10 +46,6 @@ logger = logging.getLogger(__name__)
 CHECKED_ROWS = 64  # rows of a generation that are embedded a second time before it is published
 CHUNK = ".bin"
 TOLERANCE = 0.02  # of such a vector's length: what rounding to bfloat16 may change
-
-
-class Stopped(Exception):
-    """The builder was asked to stop; what it wrote is kept, and the next one resumes there."""
 
 
 class Rejected(Exception):
@@ -99,21 +95,8 @@ class Corpus:
         return found
 
 
-class WorkShare(NamedTuple):
-    """This process among those that build together."""
-
-    process: int = 0
-    processes: int = 1
-
-    def order(self, count: int) -> list[int]:
-        """All `count` items: one's own first, in order; then those of others from the last to the first, so that a
-        process that is alive and one that helps out meet in the middle."""
-        own = list(range(self.process, count, self.processes))
-        return own + [item for item in reversed(range(count)) if item % self.processes != self.process]
-
-
 Embed = Callable[[CorpusRows], NDArray[np.float32]]
-Check = Callable[[], None]  # called between chunks; may raise Stopped
+Check = Callable[[], None]  # called between chunks; what it raises ends the work, and the next builder resumes there
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +120,7 @@ class Builder:
     def build(self, export: Export, embed: Embed, queries: NDArray[np.float32]) -> Manifest:
         """Build and publish the generation of an export, or take the one that is published already.
 
-        queries: the export's sample [count, width]. Raises Stopped; Damaged when a check fails; Rejected when the
+        queries: the export's sample [count, width]. Raises Damaged when a check fails; Rejected when the
         searcher finds too little; StorageError when storage fails.
         """
         width = queries.shape[1]
@@ -238,7 +221,7 @@ class Builder:
 
     def _write(self, name: str, chunk: Chunk, vectors: NDArray[np.float32]) -> None:
         stored = vectors.astype(numpy_dtype(self.dtype))
-        home, data = f"index/{name}", raw_bytes(stored)
+        home, data = f"index/{name}", np.ascontiguousarray(stored).view(np.uint8).reshape(-1).data
         file = f"{chunk.name}-{digest(data)}{CHUNK}"
         check_vectors(stored, self.folder.path(f"{home}/{file}"))
         if file not in self.folder.names(home):  # another process may have written it, and published

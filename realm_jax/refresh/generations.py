@@ -12,10 +12,11 @@ Nothing that a record lists is ever written again. Writing exports is `refresh/e
 Read `Manifest` next.
 """
 
+import contextlib
 import dataclasses
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Self, TypeVar
 
 import ml_dtypes
@@ -283,15 +284,14 @@ def numpy_dtype(name: str) -> Any:
     return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
 
 
-def raw_bytes(vectors: NDArray) -> memoryview:
-    """The bytes that a chunk file holds."""
-    return np.ascontiguousarray(vectors).view(np.uint8).reshape(-1).data
-
-
 def remove_generation(folder: Folder, generation: str) -> None:
     """The manifest first; then every file that no other generation shares."""
     folder.remove(f"index/{generation}/{MANIFEST}")
-    kept = {file.name for other in generation_names(folder) for file in _files_or_none(folder, other)}
+    kept: set[str] = set()
+    for other in generation_names(folder):
+        with contextlib.suppress(Damaged):
+            manifest = read_manifest(folder, other)
+            kept |= {file.name for file in manifest.files} if manifest else set()
     home = f"index/{generation}"
     if not any(name.startswith(f"{home}/") for name in kept):
         folder.remove(home)
@@ -299,14 +299,6 @@ def remove_generation(folder: Folder, generation: str) -> None:
     for name in folder.names(home):
         if f"{home}/{name}" not in kept:
             folder.remove(f"{home}/{name}")
-
-
-def _files_or_none(folder: Folder, generation: str) -> Sequence[FileEntry]:
-    try:
-        manifest = read_manifest(folder, generation)
-    except Damaged:
-        return ()
-    return manifest.files if manifest else ()
 
 
 # --- Names, and generations that must not be served -------------------------------------------------------------------
