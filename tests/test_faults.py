@@ -4,7 +4,6 @@ After each, every row that a step saw is embedded again from its generation's pa
 training has gone on, to the same bits where it adopts at fixed steps, or has stopped with a clear word.
 """
 
-import dataclasses
 import errno
 import logging
 import os
@@ -388,14 +387,14 @@ def test_an_export_is_damaged(people, tmp_path, watch, log, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["tokenizer", "corpus", "towers"])
-def test_a_builder_of_something_else(sturdy, name):
+def test_a_builder_of_something_else(copied, name):
     """Another tokenizer, another corpus, or vectors of another type than the trainer wants."""
-    run = sturdy.run.with_config(sturdy.run.config.copy_and_resolve_references())
+    folder = PosixFolder(copied.workdir)
+    job = make_job(copied)
     if name == "towers":
-        run.config.model.dtype = "bfloat16"
-    job = make_job(run)
-    other = {"tokenizer": {"tokenizer": "another"}, "corpus": {"fingerprint": "another"}}
-    job._corpus = dataclasses.replace(job._corpus, **other.get(name, {}))
+        job._run.config.model.dtype = "bfloat16"
+    else:
+        folder.write_json(f"exports/6/{EXPORT}", folder.read_json(f"exports/6/{EXPORT}") | {name: "another"})
     with pytest.raises(UserError, match=f"exports/6 was written by a run with other {name}; give this command the"):
         job.work(Stop(), 6, True)
 

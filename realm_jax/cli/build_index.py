@@ -26,7 +26,7 @@ from realm_jax.errors import UserError
 from realm_jax.host import Stop
 from realm_jax.refresh import generations
 from realm_jax.refresh.builder import Builder, Corpus, Rejected
-from realm_jax.refresh.exporter import index_settings, to_params, tower_settings
+from realm_jax.refresh.exporter import export_record, to_params
 from realm_jax.refresh.generations import (
     Export,
     Manifest,
@@ -114,18 +114,13 @@ def for_embedding(config: ConfigDict, devices: int) -> ConfigDict:
     return own
 
 
-def builder_corpus(run: Run) -> Corpus:
-    """The passages of a run as a builder needs them."""
-    passages = run.sources.passages
-    segments = tuple((segment.fingerprint, segment.rows) for segment in passages.segments)
-    return Corpus(passages.fingerprint, run.sources.tokenizer.fingerprint, segments, run.read_stored)
-
-
 def run_builder(run: Run, folder: Folder, **options: Any) -> Builder:
     """The builder of a run's generations. options: further fields of `Builder`."""
-    c = run.config
+    c, passages = run.config, run.sources.passages
+    segments = tuple((segment.fingerprint, segment.rows) for segment in passages.segments)
+    corpus = Corpus(passages.fingerprint, run.sources.tokenizer.fingerprint, segments, run.read_stored)
     return Builder(
-        folder, builder_corpus(run), c.model.dtype, generations.CHUNK_ROWS,
+        folder, corpus, c.model.dtype, generations.CHUNK_ROWS,
         searches=run.searches, min_recall=c.scann.min_recall if run.searches else 0.0, **options,
     )  # fmt: skip
 
@@ -137,7 +132,7 @@ class Job:
         """patience: seconds without a heartbeat of the trainer after which it ends."""
         self._run, self._folder, self._share, self._patience = run, folder, share, patience
         self._options = run.config.refresh
-        self._corpus = builder_corpus(run)
+        self._passages = run.sources.passages
         self._status = StatusWriter(folder, process_name(BUILDER, share.process), Status(""))
         self._seen: tuple[str, int] | None = None  # the last status read from the trainer
         self._moved = False  # whether the trainer's counter moved since this process started
@@ -221,7 +216,7 @@ class Job:
         for candidate in sorted(steps, key=urgency):
             export = self._readable_export(candidate)
             if export is not None:
-                name = current_name(self._folder, export, self._corpus.fingerprint)
+                name = current_name(self._folder, export, self._passages.fingerprint)
                 if rejection(self._folder, name) is None and read_manifest(self._folder, name) is None:
                     return self._check_compatible(export)
             if newest_first and export is not None and candidate not in pinned:
@@ -239,13 +234,7 @@ class Job:
 
     def _check_compatible(self, export: Export) -> Export:
         """Raises UserError for an export of another tokenizer, corpus or tower than the config's."""
-        expected = {
-            "tokenizer": self._corpus.tokenizer,
-            "corpus": self._corpus.fingerprint,
-            "towers": tower_settings(self._run),
-            "index": index_settings(self._run),
-        }
-        for name, value in expected.items():
+        for name, value in export_record(self._run, export.step).items():
             if getattr(export, name) != value:
                 raise UserError(
                     f"{self._folder.path(f'exports/{export.step}')} was written by a run with other {name}; give this "
@@ -262,10 +251,10 @@ class Job:
             raise
         self._damaged.discard(export.step)
         towers = jax.device_put(to_params(arrays))
-        with StageProgress(f"index {export.step}", self._corpus.rows) as bar:
+        with StageProgress(f"index {export.step}", self._passages.stored) as bar:
 
             def on_progress(done: int, total: int) -> None:
-                bar.update(self._corpus.rows * done // total)
+                bar.update(self._passages.stored * done // total)
 
             check = partial(stop.check, SAFE)
             builder = run_builder(self._run, self._folder, share=self._share, check=check, on_progress=on_progress)

@@ -6,7 +6,6 @@ published as a generation that shares everything else, without any training.
 """
 
 import argparse
-import contextlib
 import logging
 from collections.abc import Collection
 from pathlib import Path
@@ -25,9 +24,7 @@ from realm_jax.refresh.builder import Rejected
 from realm_jax.refresh.exporter import export_record, sample_vectors, to_arrays
 from realm_jax.refresh.generations import (
     Manifest,
-    export_step,
-    generation_names,
-    read_manifest,
+    manifests,
     remove_generation,
     write_export,
 )
@@ -125,12 +122,10 @@ def _documents_to_replace(store: PassageStore, documents: list[str], action: str
 
 def _remove_outdated_generations(folder: Folder, newest: Manifest, versions: list[str]) -> None:
     """Remove generations published for versions between the first, which runs train with, and the newest."""
-    for name in generation_names(folder):
-        if export_step(name) == newest.step and name != newest.generation:
-            with contextlib.suppress(Damaged):
-                manifest = read_manifest(folder, name)
-                if manifest is not None and manifest.corpus in versions[1:]:
-                    remove_generation(folder, name)
+    for manifest in manifests(folder):
+        other = manifest.step == newest.step and manifest.generation != newest.generation
+        if other and manifest.corpus in versions[1:]:
+            remove_generation(folder, manifest.generation)
 
 
 def publish(run: Run) -> Manifest:

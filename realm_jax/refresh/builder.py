@@ -7,7 +7,6 @@ written again. When to build what is `cli/build_index.py`; what the files mean i
 `Builder.build` next.
 """
 
-import contextlib
 import dataclasses
 import logging
 import time
@@ -27,8 +26,7 @@ from realm_jax.refresh.generations import (
     by_rows,
     check_vectors,
     current_name,
-    export_step,
-    generation_names,
+    manifests,
     numpy_dtype,
     read_chunk,
     read_manifest,
@@ -180,14 +178,11 @@ class Builder:
     def _shared(self, export: Export, width: int) -> dict[tuple[str, int, int], FileEntry]:
         """Chunks that a published generation of the same towers has: what an edit of the corpus left as it was."""
         found: dict[tuple[str, int, int], FileEntry] = {}
-        wanted = (export.parameters, self.dtype, width)
-        for other in generation_names(self.folder):
-            if export_step(other) != export.step or rejection(self.folder, other) is not None:
-                continue
-            with contextlib.suppress(Damaged):
-                manifest = read_manifest(self.folder, other)
-                if manifest is not None and (manifest.parameters, manifest.dtype, manifest.width) == wanted:
-                    found |= {chunk[:3]: chunk.file for chunk in manifest.chunks}
+        wanted = (export.step, export.parameters, self.dtype, width)
+        for other in manifests(self.folder):
+            same = (other.step, other.parameters, other.dtype, other.width) == wanted
+            if same and rejection(self.folder, other.generation) is None:
+                found |= {chunk[:3]: chunk.file for chunk in other.chunks}
         return found
 
     def _embed_missing(self, name: str, chunks: list[Chunk], embed: Embed, width: int) -> None:

@@ -223,6 +223,15 @@ def read_manifest(folder: Folder, generation: str) -> Manifest | None:
     return _read_record(folder, f"index/{generation}/{MANIFEST}", Manifest)
 
 
+def manifests(folder: Folder) -> list[Manifest]:
+    """The manifests of all generations that have a sound one, by step."""
+    found = []
+    for name in generation_names(folder):
+        with contextlib.suppress(Damaged):
+            found.append(read_manifest(folder, name))
+    return [manifest for manifest in found if manifest is not None]
+
+
 def export_of(folder: Folder, manifest: Manifest) -> Export | None:
     """The export that a generation was built from; None when it is gone, or another took its place. Raises Damaged."""
     export = read_export(folder, manifest.step)
@@ -287,11 +296,7 @@ def numpy_dtype(name: str) -> Any:
 def remove_generation(folder: Folder, generation: str) -> None:
     """The manifest first; then every file that no other generation shares."""
     folder.remove(f"index/{generation}/{MANIFEST}")
-    kept: set[str] = set()
-    for other in generation_names(folder):
-        with contextlib.suppress(Damaged):
-            manifest = read_manifest(folder, other)
-            kept |= {file.name for file in manifest.files} if manifest else set()
+    kept = {file.name for manifest in manifests(folder) for file in manifest.files}
     home = f"index/{generation}"
     if not any(name.startswith(f"{home}/") for name in kept):
         folder.remove(home)

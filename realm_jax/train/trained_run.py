@@ -25,8 +25,8 @@ from realm_jax.refresh.exporter import to_arrays, to_params
 from realm_jax.refresh.generations import (
     Manifest,
     export_of,
-    generation_names,
     load_vectors,
+    manifests,
     read_manifest,
     read_towers,
     rejection,
@@ -315,12 +315,9 @@ def open_generation(run: Run, name: str) -> TrainedRun:
 def _generations(run: Run) -> Iterator[Manifest]:
     """The good generations of this version of the corpus, the newest first."""
     folder = shared_folder(run)
-    for name in reversed(generation_names(folder)):
-        with contextlib.suppress(Damaged):
-            manifest = read_manifest(folder, name)
-            own = manifest is not None and manifest.corpus == run.sources.passages.fingerprint
-            if manifest is not None and own and rejection(folder, name) is None:
-                yield manifest
+    for manifest in reversed(manifests(folder)):
+        if manifest.corpus == run.sources.passages.fingerprint and rejection(folder, manifest.generation) is None:
+            yield manifest
 
 
 def _exported_towers(run: Run, manifest: Manifest) -> dict[str, NDArray] | None:
