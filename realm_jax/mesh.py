@@ -109,7 +109,7 @@ def parameter_shardings(mesh: Mesh, abstract_boxed: Any) -> Any:
 
     def place(path: Any, spec: PartitionSpec, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         axes = tuple(nn.logical_to_mesh_axes(tuple(spec), RULES) or ())
-        fitting = [axis if _divides(mesh, axis, size) else None for axis, size in zip(axes, leaf.shape, strict=False)]
+        fitting = [None if size % _ways(mesh, [axis]) else axis for axis, size in zip(axes, leaf.shape, strict=False)]
         if _ways(mesh, axes) > 1:
             size = leaf.size * leaf.dtype.itemsize
             where = f"{jax.tree_util.keystr(path, simple=True, separator='.')} {leaf.shape}"
@@ -126,10 +126,6 @@ def parameter_shardings(mesh: Mesh, abstract_boxed: Any) -> Any:
             f"parameters whole on every device, most of all {largest}; choose sizes that divide it"
         )
     return found
-
-
-def _divides(mesh: Mesh, axis: str | tuple[str, ...] | None, size: int) -> bool:
-    return size % _ways(mesh, [axis]) == 0
 
 
 def _ways(mesh: Mesh, axes: Sequence[str | tuple[str, ...] | None]) -> int:

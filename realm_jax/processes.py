@@ -9,7 +9,7 @@ follows from the config, travels through the step (`train/step.put_control`), co
 import argparse
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -46,16 +46,29 @@ def start(args: argparse.Namespace) -> None:
         _initialize(args.coordinator, count, args.process)
 
 
+class WorkShare(NamedTuple):
+    """This process among those that share work by way of files, and do not connect."""
+
+    process: int = 0
+    processes: int = 1
+
+    def order(self, count: int) -> list[int]:
+        """All `count` items: one's own first, in order; then those of others from the last to the first, so that a
+        process that is alive and one that helps out meet in the middle."""
+        own = list(range(self.process, count, self.processes))
+        return own + [item for item in reversed(range(count)) if item % self.processes != self.process]
+
+
 def add_share_arguments(parser: argparse.ArgumentParser) -> None:
-    """`--processes` and `--process` of a command whose processes share work by way of files, and do not connect."""
+    """`--processes` and `--process` of a command whose processes share work (`WorkShare`)."""
     parser.add_argument("--process", type=int, default=0, metavar="I", help="this process among --processes, from 0")
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="processes that share the work")
 
 
-def work_share(args: argparse.Namespace) -> tuple[int, int]:
-    """(this process, all of them) of `add_share_arguments`. Raises UserError for a process that is none of them."""
+def work_share(args: argparse.Namespace) -> WorkShare:
+    """Of `add_share_arguments`. Raises UserError for a process that is none of them."""
     _check_place(args.process, args.processes)
-    return args.process, args.processes
+    return WorkShare(args.process, args.processes)
 
 
 def _check_place(process: int, count: int) -> None:

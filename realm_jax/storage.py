@@ -95,11 +95,11 @@ def make_folder(path: str | os.PathLike[str], name: str) -> None:
 
 
 @contextmanager
-def exclusive_lock(folder: Path, lock: str = ".lock") -> Iterator[None]:
-    """Lock a folder for this process. Raises UserError if another process of this machine holds the lock."""
+def exclusive_lock(folder: Path, lock: str = ".lock", wait: bool = False) -> Iterator[None]:
+    """Lock a folder for this process. If another process of this machine holds the lock: wait for it, or UserError."""
     with open(folder / lock, "a") as stream:
         try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(stream, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"{folder}: another process is using it; wait for it, or stop it first") from None
         except OSError as fault:  # a file system without locks
@@ -117,17 +117,6 @@ def is_held(folder: Path, lock: str = ".lock") -> bool:
     except OSError:  # never held, or a file system without locks
         return False
     return False
-
-
-@contextmanager
-def waiting_lock(folder: Path) -> Iterator[None]:
-    """Lock a folder for this process, waiting for other processes of this machine."""
-    with open(folder / ".lock", "a") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX)
-        except OSError as fault:  # a file system without locks
-            logger.debug("%s: not locked (%s)", folder, fault)
-        yield
 
 
 def publish_folder(temporary: str | os.PathLike[str], final: str | os.PathLike[str]) -> None:
@@ -183,7 +172,7 @@ class StorageError(UserError):
 
 
 class Damaged(UserError):
-    """A file is not what its record says; the message names it."""
+    """What is stored cannot be served: it is not what its record says. The message names the file."""
 
 
 class FileEntry(NamedTuple):
@@ -261,8 +250,7 @@ class Folder(ABC):
         """A verified file as one of this machine, which can be memory-mapped. Raises Damaged, and StorageError also
         when the disk for staged files has no room."""
 
-    @abstractmethod
-    def unstage(self, folder: str) -> None:
+    def unstage(self, folder: str) -> None:  # noqa: B027 (most folders copy nothing)
         """Forget what `local` copied of a folder to this machine."""
 
     def write_json(self, name: str, value: Any) -> None:
@@ -284,10 +272,7 @@ class Folder(ABC):
             data = self.read(entry.name)
         except FileNotFoundError:
             raise Damaged(f"{self.path(entry.name)} is missing") from None
-        if len(data) != entry.bytes:
-            raise Damaged(f"{self.path(entry.name)} has {len(data):,} bytes, not {entry.bytes:,}")
-        if digest(data) != entry.sha256:
-            raise Damaged(f"{self.path(entry.name)} is damaged: its checksum is another")
+        _verify(self.path(entry.name), entry, len(data), lambda: digest(data))
         return data
 
     def put(self, name: str, data: bytes | memoryview) -> FileEntry:
@@ -352,9 +337,6 @@ class PosixFolder(Folder):
         with self._storage_errors(entry.name):
             _verify_file(path, entry, self.path(entry.name))
         return path
-
-    def unstage(self, folder: str) -> None:
-        pass
 
     @contextmanager
     def _storage_errors(self, name: str) -> Iterator[None]:
@@ -473,11 +455,13 @@ def cache_folder() -> Path:
 
 def _verify_file(path: Path, entry: FileEntry, name: str, content: bool = True) -> None:
     try:
-        size = path.stat().st_size
-        if size != entry.bytes:
-            raise Damaged(f"{name} has {size:,} bytes, not {entry.bytes:,}")
-        found = file_digest(path) if content else entry.sha256
+        _verify(name, entry, path.stat().st_size, lambda: file_digest(path) if content else entry.sha256)
     except FileNotFoundError:
         raise Damaged(f"{name} is missing") from None
-    if found != entry.sha256:
+
+
+def _verify(name: str, entry: FileEntry, size: int, checksum: Callable[[], str]) -> None:
+    if size != entry.bytes:
+        raise Damaged(f"{name} has {size:,} bytes, not {entry.bytes:,}")
+    if checksum() != entry.sha256:
         raise Damaged(f"{name} is damaged: its checksum is another")

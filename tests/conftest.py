@@ -3,9 +3,11 @@
 The device count and XLA's flags must be set before any JAX backend starts, so they are set here, at import.
 """
 
+import dataclasses
 import gzip
 import json
 import os
+import shutil
 from importlib.metadata import version
 from pathlib import Path
 
@@ -140,6 +142,13 @@ def sturdy(people, quick_steps, tmp_path_factory):
     run = open_tiny(people, tmp_path_factory.mktemp("sturdy"))
     with builder(run):
         return Trained(run, train(run))
+
+
+@pytest.fixture
+def copied(sturdy, tmp_path):
+    """A copy of that run, which a test may change."""
+    shutil.copytree(sturdy.run.workdir, tmp_path / "run")
+    return dataclasses.replace(sturdy.run, workdir=tmp_path / "run")
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from realm_jax.config import add_sections, flatten
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.host import Preempted, Stop
 from realm_jax.models.realm import Params
-from realm_jax.refresh.builder import Stopped, WorkShare
+from realm_jax.processes import WorkShare
 from realm_jax.refresh.exporter import Exporter
 from realm_jax.refresh.generations import export_steps, read_export
 from realm_jax.run import Run, make_run
@@ -167,7 +167,7 @@ def builder(run, process=0, processes=1):
     def work():
         try:
             make_job(run, process, processes).work(stop, None, False)
-        except (Preempted, Stopped):
+        except Preempted:
             pass
         except Exception as fault:
             faults.append(fault)

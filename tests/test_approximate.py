@@ -11,12 +11,12 @@ import pytest
 pytest.importorskip("scann", reason="ScaNN runs on Linux alone")
 
 from realm_jax.refresh import searchers
-from realm_jax.refresh.builder import Builder, Corpus, Rejected, clear_rejections, rejection
-from realm_jax.refresh.generations import InvalidIndex, load_vectors, read_manifest, write_export
+from realm_jax.refresh.builder import Builder, Corpus, Rejected
+from realm_jax.refresh.generations import clear_rejections, load_vectors, read_manifest, rejection, write_export
 from realm_jax.refresh.searchers import load_searcher
 from realm_jax.retrieval.embed import CorpusRows
 from realm_jax.retrieval.scann import ScannConfig, Searcher, exact_rows, recall, shard_ranges
-from realm_jax.storage import PosixFolder
+from realm_jax.storage import Damaged, PosixFolder
 
 SETTINGS = ScannConfig(shard_rows=3000, budget=50, tree_from=10_000)
 TREES = dataclasses.replace(SETTINGS, tree_from=0, budget=200)
@@ -123,7 +123,7 @@ def test_a_damaged_searcher_is_named(tmp_path):
     manifest = make(folder, TREES)
     file = manifest.searcher["shards"][1]["files"][0]
     folder.write(file[0], folder.read(file[0])[:-1])
-    with pytest.raises(InvalidIndex, match="searcher of rows 2666 to 5333: .* bytes, not"):
+    with pytest.raises(Damaged, match="searcher of rows 2666 to 5333: .* bytes, not"):
         load_searcher(folder, manifest, VECTORS)
 
 
@@ -138,7 +138,7 @@ def test_a_shard_that_goes_bad_before_publication_is_built_again(tmp_path, monke
 
     monkeypatch.setattr(searchers, "_build", spoil)
     folder = PosixFolder(tmp_path)
-    with pytest.raises(InvalidIndex, match="scann_config.pb has"):
+    with pytest.raises(Damaged, match="scann_config.pb has"):
         make(folder, TREES)
     good = {path: path.stat().st_mtime_ns for path in tmp_path.glob("index/*/scann-*/*.done")}
     assert len(good) == 2

@@ -1,10 +1,8 @@
 """Training with an index that another job builds: adopted in time, the same everywhere, told and tended by hand."""
 
-import dataclasses
 import json
 import logging
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -34,6 +32,7 @@ from realm_jax.refresh.generations import (
 from realm_jax.refresh.status import read_status, trainer_status
 from realm_jax.refresh.watcher import IndexWatcher
 from realm_jax.storage import PosixFolder
+from realm_jax.tasks import make_task
 from realm_jax.train.built_index import BuiltIndex
 from realm_jax.train.metrics import read_lines
 from realm_jax.train.recipe import report_status
@@ -111,7 +110,7 @@ def test_processes_adopt_the_same_generation_at_the_same_step(people, tmp_path, 
     words, used, adopted = deque(maxlen=2), [None, None], []
     with ExitStack() as stack:
         stack.enter_context(builder(run))
-        own = run, "realm", 0, {}, 1, stack.enter_context(report_status(run)), lambda: False
+        own = make_task("realm", run), 0, {}, 1, stack.enter_context(report_status(run)), lambda: False
         first, second = (stack.enter_context(BuiltIndex(*own)) for _ in range(2))
         for step in range(90):
             if step == 1:
@@ -170,25 +169,22 @@ def test_a_builder_that_is_slower_than_three_exports_is_not_in_vain(people, tmp_
     assert len(adoptions(run)) > 2
 
 
-def test_once_builds_the_newest_export_or_finds_it_built(sturdy, tmp_path, caplog):
-    shutil.copytree(sturdy.run.workdir, tmp_path / "run")
-    run = dataclasses.replace(sturdy.run, workdir=tmp_path / "run")
-    folder = PosixFolder(run.workdir)
+def test_once_builds_the_newest_export_or_finds_it_built(copied, caplog):
+    folder = PosixFolder(copied.workdir)
     [newest] = [name for name in generation_names(folder) if export_step(name) == 6]
     before = read_manifest(folder, newest)
     with caplog.at_level(logging.INFO):
-        make_job(run).work(Stop(), None, True)
+        make_job(copied).work(Stop(), None, True)
         assert f"generation {newest} is there already" in caplog.text and "published" not in caplog.text
         remove_generation(folder, newest)
-        make_job(run).work(Stop(), None, True)
+        make_job(copied).work(Stop(), None, True)
     assert f"published generation {newest}" in caplog.text
     after = read_manifest(folder, newest)
     assert [chunk.file.sha256 for chunk in after.chunks] == [chunk.file.sha256 for chunk in before.chunks]
 
 
-def test_generations_are_listed_verified_and_removed_by_hand(sturdy, tmp_path, capsys):
-    shutil.copytree(sturdy.run.workdir, tmp_path / "run")
-    workdir, folder = f"--workdir={tmp_path}/run", PosixFolder(tmp_path / "run")
+def test_generations_are_listed_verified_and_removed_by_hand(copied, capsys):
+    workdir, folder = f"--workdir={copied.workdir}", PosixFolder(copied.workdir)
     assert cli.main(["storage", "ls", "--json", workdir]) == 0
     listed = map(json.loads, capsys.readouterr().out.splitlines())
     found = {entry["step"]: entry for entry in listed if "checkpoint" not in entry}

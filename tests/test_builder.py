@@ -6,22 +6,26 @@ import json
 import numpy as np
 import pytest
 
-from realm_jax.refresh.builder import Builder, Corpus, Stopped, WorkShare, current_name, reject, rejection
+from realm_jax.host import Preempted
+from realm_jax.processes import WorkShare
+from realm_jax.refresh.builder import Builder, Corpus
 from realm_jax.refresh.generations import (
-    InvalidIndex,
+    current_name,
     export_steps,
     generation_names,
     load_vectors,
     read_export,
     read_manifest,
     read_towers,
+    reject,
+    rejection,
     remove_export,
     remove_generation,
     write_export,
 )  # fmt: skip
 from realm_jax.refresh.status import Status, read_status, write_status
 from realm_jax.retrieval.embed import CorpusRows
-from realm_jax.storage import PosixFolder, digest
+from realm_jax.storage import Damaged, PosixFolder, digest
 
 WIDTH, ROWS, CHUNK = 4, 23, 5
 
@@ -103,10 +107,10 @@ def test_the_same_export_stays_and_another_replaces_it(folder, export):
 
 def test_a_damaged_export_is_named(folder, export):
     folder.write(export.file.name, b"x" * export.file.bytes)
-    with pytest.raises(InvalidIndex, match=r"exports/10/.*safetensors is damaged"):
+    with pytest.raises(Damaged, match=r"exports/10/.*safetensors is damaged"):
         read_towers(folder, export)
     folder.write("exports/10/EXPORT.json", b'{"format_version": 2, "step"')
-    with pytest.raises(InvalidIndex, match="EXPORT.json is not readable JSON"):
+    with pytest.raises(Damaged, match="EXPORT.json is not readable JSON"):
         read_export(folder, 10)
 
 
@@ -196,9 +200,9 @@ def test_two_builders_at_once_waste_work_and_overwrite_nothing(folder, export):
 
 def test_a_builder_that_is_told_to_stop_stops_between_chunks(folder, export):
     def stop():
-        raise Stopped
+        raise Preempted
 
-    with pytest.raises(Stopped):
+    with pytest.raises(Preempted):
         builder(folder, check=stop).build(export, embed, QUERIES)
     assert not list(folder.root.rglob("MANIFEST.json"))
 
@@ -225,23 +229,23 @@ def test_a_chunk_that_goes_bad_before_publication_is_found_and_embedded_again(fo
             (chunk,) = folder.root.rglob("000000005-*.bin")
             chunk.write_bytes(chunk.read_bytes()[:-1] + b"?")
 
-    with pytest.raises(InvalidIndex, match="000000005-000000010-.*is damaged"):
+    with pytest.raises(Damaged, match="000000005-000000010-.*is damaged"):
         builder(folder, check=spoil).build(export, embed, QUERIES)
     manifest = builder(folder).build(export, embed, QUERIES)
     np.testing.assert_array_equal(load_vectors(folder, manifest), ALL)
 
 
 def test_towers_that_diverged_are_never_published(folder, export):
-    with pytest.raises(InvalidIndex, match="zero or not finite"):
+    with pytest.raises(Damaged, match="zero or not finite"):
         builder(folder).build(export, lambda rows: embed(rows) * np.nan, QUERIES)
-    with pytest.raises(InvalidIndex, match="vectors of 4, not 8"):
+    with pytest.raises(Damaged, match="vectors of 4, not 8"):
         builder(folder).build(export, embed, np.ones((3, 8), np.float32))
     assert not list(folder.root.rglob("MANIFEST.json"))
 
 
 def test_vectors_of_other_passages_are_found_by_embedding_some_again(folder, export):
     shift = iter([0] * 5 + [1] * 5)
-    with pytest.raises(InvalidIndex, match="holds vectors that are not those of its passages"):
+    with pytest.raises(Damaged, match="holds vectors that are not those of its passages"):
         builder(folder).build(export, lambda rows: embed(rows) + 10 * next(shift), QUERIES)
 
 
@@ -257,10 +261,10 @@ def test_a_truncated_chunk_and_a_flipped_byte_are_named(folder, published):
     path = folder.root / published.chunks[1].file.name
     whole = path.read_bytes()
     path.write_bytes(whole[:-4])
-    with pytest.raises(InvalidIndex, match=r"000000005-000000010-\w+.bin has 76 bytes, not 80"):
+    with pytest.raises(Damaged, match=r"000000005-000000010-\w+.bin has 76 bytes, not 80"):
         load_vectors(folder, published)
     path.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
-    with pytest.raises(InvalidIndex, match=r"000000005-000000010-\w+.bin is damaged"):
+    with pytest.raises(Damaged, match=r"000000005-000000010-\w+.bin is damaged"):
         load_vectors(folder, published)
 
 
@@ -272,7 +276,7 @@ def test_bad_vectors_with_a_right_checksum_are_refused(folder, published, value)
     lying = dataclasses.replace(
         published, chunks=(chunk._replace(file=chunk.file._replace(sha256=digest(data))), *published.chunks[1:])
     )
-    with pytest.raises(InvalidIndex, match="row 0 and 4 others have a vector that is zero or not finite"):
+    with pytest.raises(Damaged, match="row 0 and 4 others have a vector that is zero or not finite"):
         load_vectors(folder, lying)
 
 
@@ -280,18 +284,18 @@ def test_a_manifest_that_was_cut_or_is_of_another_version_is_named(folder, publi
     name = f"index/{published.generation}/MANIFEST.json"
     text = folder.read(name)
     folder.write(name, text[: len(text) // 2])
-    with pytest.raises(InvalidIndex, match="MANIFEST.json is not readable JSON"):
+    with pytest.raises(Damaged, match="MANIFEST.json is not readable JSON"):
         read_manifest(folder, published.generation)
     folder.write_json(name, json.loads(text) | {"format_version": 9})
-    with pytest.raises(InvalidIndex, match="format version 9, not 2"):
+    with pytest.raises(Damaged, match="format version 9, not 2"):
         read_manifest(folder, published.generation)
     folder.write_json(name, {key: value for key, value in json.loads(text).items() if key != "rows"})
-    with pytest.raises(InvalidIndex, match="it has no 'rows'"):
+    with pytest.raises(Damaged, match="it has no 'rows'"):
         read_manifest(folder, published.generation)
 
 
 def test_rows_that_are_missing_are_noticed(folder, published):
-    with pytest.raises(InvalidIndex, match="other rows than it says"):
+    with pytest.raises(Damaged, match="other rows than it says"):
         load_vectors(folder, dataclasses.replace(published, chunks=published.chunks[:-1]))
 
 
@@ -301,7 +305,7 @@ def test_a_damaged_chunk_of_the_corpus_before_an_edit_is_not_shared(folder, expo
     path = folder.root / published.chunks[1].file.name
     path.write_bytes(path.read_bytes()[:-4])
     again = dataclasses.replace(builder(folder), corpus=edited)
-    with pytest.raises(InvalidIndex, match="has 76 bytes, not 80"):
+    with pytest.raises(Damaged, match="has 76 bytes, not 80"):
         again.build(export, embed, QUERIES)
     assert rejection(folder, published.generation)["again"]
     np.testing.assert_array_equal(load_vectors(folder, again.build(export, embed, QUERIES)), ALL)

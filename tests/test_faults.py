@@ -4,7 +4,6 @@ After each, every row that a step saw is embedded again from its generation's pa
 training has gone on, to the same bits where it adopts at fixed steps, or has stopped with a clear word.
 """
 
-import dataclasses
 import errno
 import logging
 import os
@@ -23,16 +22,13 @@ import small_chunks
 from faulty_bucket import bucket, http
 from orbax.checkpoint import v1 as ocp
 from runs import Cut, Watch, adoptions, assert_same, builder, cut_at, make_job, metrics, open_tiny, spoil, train, until
-from tiny_run import PEOPLE, prepare_people
 
 from realm_jax import storage
 from realm_jax.cli import build_index
-from realm_jax.cli.build_index import Job, for_embedding
-from realm_jax.data.sources import open_sources
+from realm_jax.cli.build_index import Job
 from realm_jax.errors import UserError
 from realm_jax.host import Preempted, Stop
 from realm_jax.refresh import watcher
-from realm_jax.refresh.builder import WorkShare
 from realm_jax.refresh.generations import (
     EXPORT,
     MANIFEST,
@@ -45,8 +41,8 @@ from realm_jax.refresh.generations import (
 )  # fmt: skip
 from realm_jax.refresh.status import Status, StatusWriter, read_status
 from realm_jax.refresh.watcher import IndexWatcher
-from realm_jax.run import make_run
 from realm_jax.storage import PosixFolder, StorageError
+from realm_jax.tasks import make_task
 from realm_jax.train import index_source
 from realm_jax.train.built_index import BuiltIndex
 from realm_jax.train.checkpoints import SavedCheckpoint
@@ -83,6 +79,16 @@ def before_write(monkeypatch):
         monkeypatch.setattr(storage, "open_atomic", watched)
 
     return register
+
+
+def fails(code, when):
+    """For `before_write`: the operating system's error for the paths that `when` picks."""
+
+    def act(path):
+        if when(path):
+            raise OSError(code, os.strerror(code))
+
+    return act
 
 
 def built(run):
@@ -380,29 +386,17 @@ def test_an_export_is_damaged(people, tmp_path, watch, log, monkeypatch):
 # --- What belongs to something else -----------------------------------------------------------------------------------
 
 
-def test_a_builder_of_another_corpus(people, sturdy, tmp_path):
-    other = prepare_people(tmp_path, [f"{name} Junior" for name in PEOPLE])
-    config = for_embedding(sturdy.run.config, jax.local_device_count())
-    config.data.path = str(other)
-    opened = make_run(config, sturdy.run.workdir, open_sources(other), jax.devices()[:1])
-    with pytest.raises(UserError, match=r"exports/6 was written by a run with other (tokenizer|corpus)"):
-        Job(opened, PosixFolder(sturdy.run.workdir), WorkShare()).work(Stop(), 6, True)
-
-
-@pytest.mark.parametrize("name", ["tokenizer", "corpus"])
-def test_a_builder_of_another_tokenizer_or_corpus(sturdy, name):
-    job = make_job(sturdy.run)
-    job._corpus = dataclasses.replace(job._corpus, **{"fingerprint" if name == "corpus" else name: "another"})
+@pytest.mark.parametrize("name", ["tokenizer", "corpus", "towers"])
+def test_a_builder_of_something_else(copied, name):
+    """Another tokenizer, another corpus, or vectors of another type than the trainer wants."""
+    folder = PosixFolder(copied.workdir)
+    job = make_job(copied)
+    if name == "towers":
+        job._run.config.model.dtype = "bfloat16"
+    else:
+        folder.write_json(f"exports/6/{EXPORT}", folder.read_json(f"exports/6/{EXPORT}") | {name: "another"})
     with pytest.raises(UserError, match=f"exports/6 was written by a run with other {name}; give this command the"):
         job.work(Stop(), 6, True)
-
-
-def test_a_builder_with_other_vectors_than_the_trainer_wants(sturdy):
-    config = for_embedding(sturdy.run.config, jax.local_device_count())
-    config.model.dtype = "bfloat16"
-    opened = make_run(config, sturdy.run.workdir, sturdy.run.sources, jax.devices()[:1])
-    with pytest.raises(UserError, match="exports/6 was written by a run with other towers"):
-        Job(opened, PosixFolder(sturdy.run.workdir), WorkShare()).work(Stop(), 6, True)
 
 
 @pytest.mark.parametrize("name", [slow("tokenizer"), slow("corpus")])
@@ -423,18 +417,15 @@ def test_a_generation_of_another_tokenizer_or_corpus(people, sturdy, tmp_path, w
     watch.check(run)
 
 
-def test_a_generation_of_another_name(people, tmp_path):
+def test_a_generation_of_another_name(copied):
     """Names follow from parameters and corpus, so that others are not even looked at; asked for, they are refused."""
-    run = open_tiny(people, tmp_path)
-    with builder(run):
-        train(run)
-    folder = PosixFolder(run.workdir)
+    folder = PosixFolder(copied.workdir)
     own = generation_names(folder)[-1]
     manifest = folder.read_json(f"index/{own}/{MANIFEST}")
     foreign = f"{export_step(own)}-f123abcd"
     folder.write_json(f"index/{foreign}/{MANIFEST}", manifest | {"generation": foreign, "corpus": "another"})
     status = StatusWriter(folder, "trainer", Status("one"))
-    with BuiltIndex(run, "realm", run.config.realm.steps, {}, 1, status, lambda: False) as adoption:
+    with BuiltIndex(make_task("realm", copied), copied.config.realm.steps, {}, 1, status, lambda: False) as adoption:
         adoption._watcher.want(0, 100)
         assert adoption._watcher.wait(10, lambda: False).generation == own
         with pytest.raises(IncompatibleIndex, match="its corpus is another, not"):
@@ -452,13 +443,8 @@ def test_a_shared_folder_of_another_run(people, sturdy, tmp_path):
 
 def test_the_disk_is_full_for_a_while(people, sturdy, tmp_path, before_write, watch, log):
     """The builder tries again and loses nothing."""
-    run, left = open_tiny(people, tmp_path), [errno.ENOSPC] * 3
-
-    def full(path):
-        if "/index/2-" in path and path.endswith(".bin") and left:
-            raise OSError(left.pop(), os.strerror(errno.ENOSPC))
-
-    before_write(full)
+    run, left = open_tiny(people, tmp_path), ["full"] * 3
+    before_write(fails(errno.ENOSPC, lambda path: "/index/2-" in path and ".bin" in path and left and left.pop()))
     with builder(run):
         assert_same(train(run), sturdy.final)
     watch.check(run)
@@ -468,12 +454,7 @@ def test_the_disk_is_full_for_a_while(people, sturdy, tmp_path, before_write, wa
 def test_the_disk_is_full_for_exports(people, tmp_path, before_write, watch, log):
     """Storage takes the first export and no other: training goes on with what it has."""
     run = open_tiny(people, tmp_path, adopt_after=-1)
-
-    def full(path):
-        if "/exports/" in path and "/exports/0/" not in path:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    before_write(full)
+    before_write(fails(errno.ENOSPC, lambda path: "/exports/" in path and "/exports/0/" not in path))
     with builder(run):
         train(run)
     watch.check(run)
@@ -525,12 +506,7 @@ def test_shared_storage_becomes_read_only(people, tmp_path, before_write, watch,
     """After the first generation: both jobs say so, training goes on, and the run ends whole."""
     shared = tmp_path / "shared"
     run = open_tiny(people, tmp_path / "run", adopt_after=-1, shared=str(shared))
-
-    def read_only(path):
-        if str(shared) in path and list(shared.glob(f"index/0-*/{MANIFEST}")):
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
-    before_write(read_only)
+    before_write(fails(errno.EROFS, lambda path: str(shared) in path and list(shared.glob(f"index/0-*/{MANIFEST}"))))
     with builder(run):
         final = train(run)
     watch.check(run)
@@ -549,12 +525,7 @@ def test_the_disk_stays_full_for_an_export_that_is_due(people, sturdy, tmp_path,
     monkeypatch.setattr("realm_jax.train.built_index.HEARTBEAT_SECONDS", 0.5)
     monkeypatch.setattr("realm_jax.refresh.exporter.RETRY_SECONDS", 0.1)
     run.config.refresh.adopt_after = 5
-
-    def full(path):
-        if left and "/exports/2/" in path:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    before_write(full)
+    before_write(fails(errno.ENOSPC, lambda path: left and "/exports/2/" in path))
     with builder(run):
         with pytest.raises(UserError, match="an export could not be written within config.refresh.wait_seconds=2"):
             train(run)
@@ -567,7 +538,7 @@ def test_the_disk_stays_full_for_an_export_that_is_due(people, sturdy, tmp_path,
 
 def test_a_trainer_that_cannot_clear_up_at_its_start_hears_sigterm(people, tmp_path, monkeypatch):
     """Exports of rolled-back steps cannot be removed."""
-    run = open_tiny(people, tmp_path)
+    task = make_task("realm", open_tiny(people, tmp_path))
     PosixFolder(tmp_path).write("exports/90/EXPORT.json", b"{}")
 
     def read_only(self, name):
@@ -581,9 +552,7 @@ def test_a_trainer_that_cannot_clear_up_at_its_start_hears_sigterm(people, tmp_p
 
     monkeypatch.setattr(PosixFolder, "remove", read_only)
     with pytest.raises(StorageError, match="exports/90/EXPORT.json: Read-only file system"):
-        with BuiltIndex(
-            run, "realm", 0, {}, 1, StatusWriter(PosixFolder(tmp_path), "trainer", Status("one")), stopping
-        ):
+        with BuiltIndex(task, 0, {}, 1, StatusWriter(PosixFolder(tmp_path), "trainer", Status("one")), stopping):
             pass
     assert requested == [False, False, True], "it tries again until it is told, and then no more"
 
@@ -591,12 +560,7 @@ def test_a_trainer_that_cannot_clear_up_at_its_start_hears_sigterm(people, tmp_p
 def test_shared_storage_is_read_only_from_the_start(people, tmp_path, before_write):
     shared = tmp_path / "shared"
     run = open_tiny(people, tmp_path / "run", shared=str(shared))
-
-    def read_only(path):
-        if str(shared) in path:
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
-    before_write(read_only)
+    before_write(fails(errno.EROFS, lambda path: str(shared) in path))
     began = time.monotonic()
     with pytest.raises(StorageError, match=r"shared/jobs/trainer.json: Read-only file system"):
         train(run)

@@ -17,7 +17,7 @@ from realm_jax.retrieval.bm25 import Bm25
 from realm_jax.storage import read_json, write_json_atomic
 from realm_jax.tasks import make_task
 from realm_jax.tasks.qa_examples import matching_strings, training_questions
-from realm_jax.train.embedding import start_vectors
+from realm_jax.train.index_source import start_vectors
 from realm_jax.train.loop import train_task
 from realm_jax.train.metrics import read_lines
 from realm_jax.train.recipe import train as train_recipe

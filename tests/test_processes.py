@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from runs import finish, flags_of, free_port, start, until
+from runs import finish, flags_of, free_port, records, start, until
 from tiny_run import tiny_config
 
 from realm_jax import processes
@@ -18,7 +18,7 @@ from realm_jax.cli.quickstart import ENTITIES, make_data
 from realm_jax.recipes import quickstart
 from realm_jax.storage import read_json
 from realm_jax.train.checkpoints import saved_folders
-from realm_jax.train.metrics import TIMES, read_lines
+from realm_jax.train.metrics import read_lines
 from realm_jax.train.restore import restore_params
 from realm_jax.train.run_setup import load_run
 
@@ -49,12 +49,10 @@ def assert_nearly_same(one, other):
     for task in ("ict", "realm", "qa"):
         final = [restore_params(run, task) for run in runs]
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), *final)
-        lines = [read_lines(run.workdir / task / "metrics.jsonl") for run in runs]
+        lines = [records(run, "metrics", task) for run in runs]
         assert [line["step"] for line in lines[0]] == [line["step"] for line in lines[1]] == [1, 2, 3, 4]
         for mine, theirs in zip(*lines, strict=True):
-            assert {k: v for k, v in mine.items() if k not in TIMES} == pytest.approx(
-                {k: v for k, v in theirs.items() if k not in TIMES}, rel=1e-3, abs=1e-5
-            )
+            assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-5)
     results = [read_json(run.workdir / "results.json") for run in runs]
     assert results[0]["recall@5"] == results[1]["recall@5"] and results[0]["exact_match"] == results[1]["exact_match"]
 

@@ -21,7 +21,7 @@ from realm_jax.forward import read_question
 from realm_jax.run import abstract_run, put_batch
 from realm_jax.tasks import make_task, with_networks
 from realm_jax.tasks.rerank import NAME, added
-from realm_jax.train.embedding import embed_with_cache
+from realm_jax.train.index_source import embed_with_cache
 from realm_jax.train.recipe import train
 from realm_jax.train.restore import restore_params
 from realm_jax.train.step import make_step

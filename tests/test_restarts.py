@@ -82,10 +82,10 @@ def train_until_waiting(run, monkeypatch):
         waiting = threading.Event()
         wait = BuiltIndex._wait
 
-        def watched(self, first, *rest):
-            if first == 2:
+        def watched(self, step, what):
+            if step == 2:
                 waiting.set()
-            return wait(self, first, *rest)
+            return wait(self, step, what)
 
         patch.setattr(BuiltIndex, "_wait", watched)
         patch.setattr(StopWhen, "due", staticmethod(waiting.is_set))
@@ -142,23 +142,20 @@ def test_what_is_due_at_the_step_of_a_checkpoint_is_exported_again(people, tmp_p
 
 
 @pytest.mark.slow
-def test_without_the_generation_and_its_export_training_goes_on_with_another(people, tmp_path, caplog):
+def test_without_the_generation_and_its_export_training_goes_on_with_another(copied, caplog):
     """And with newer ones afterwards."""
-    run = open_tiny(people, tmp_path)
-    with builder(run):
-        train(run)
-    folder = PosixFolder(run.workdir)
-    shutil.rmtree(run.workdir / "realm" / "checkpoints" / "8")  # the one before names the generation of step 4
+    folder = PosixFolder(copied.workdir)
+    shutil.rmtree(copied.workdir / "realm" / "checkpoints" / "8")  # the one before names the generation of step 4
     for name in generation_names(folder):
         if export_step(name) >= 4:
             remove_generation(folder, name)
     remove_export(folder, 4)
     remove_export(folder, 6)
-    with builder(run), caplog.at_level(logging.WARNING):
-        train(run)
+    with builder(copied), caplog.at_level(logging.WARNING):
+        train(copied)
     assert "continuing with generation 2-" in caplog.text
     assert "exports/4 is not there; continuing with the index of step 2 until the next one is due" in caplog.text
-    assert adoptions(run)[-1] == (7, 6)
+    assert adoptions(copied)[-1] == (7, 6)
 
 
 @pytest.mark.slow

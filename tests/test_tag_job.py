@@ -22,7 +22,7 @@ from realm_jax.data.store import PassageStore
 from realm_jax.errors import UserError
 from realm_jax.eval.tagging import TextTagger, tag_passages
 from realm_jax.host import Preempted, Stop
-from realm_jax.refresh.builder import WorkShare
+from realm_jax.processes import WorkShare
 from realm_jax.train.tagger import open_tagger
 
 SEGMENTS = 4

@@ -12,11 +12,10 @@ from tiny_run import tiny_config
 from realm_jax.cache import cache_bytes
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
-from realm_jax.retrieval.embed import CorpusRows
-from realm_jax.retrieval.vector_cache import VectorCache, row_keys
+from realm_jax.retrieval.embed import CorpusRows, VectorCache, row_keys
 from realm_jax.run import Run, make_run
-from realm_jax.train.embedding import embed_with_cache, encoder_digest
-from realm_jax.train.index_source import InlineIndex
+from realm_jax.tasks import make_task
+from realm_jax.train.index_source import IndexSource, embed_with_cache, encoder_digest
 from realm_jax.train.step import ControlWords
 
 
@@ -123,9 +122,10 @@ def test_another_tower_or_setting_is_another_encoder(tiny, params):
 
 
 def test_a_task_begins_with_known_vectors_and_what_it_trains_is_not_kept(tiny, params, cache, counted):
-    inline = InlineIndex(tiny, "ict", lambda: None)
+    task = make_task("ict", tiny)
+    inline = IndexSource(task, lambda: None)
     first = inline.next(0, params, None, ControlWords())
-    again = InlineIndex(tiny, "ict", lambda: None).next(0, params, None, ControlWords())
+    again = IndexSource(task, lambda: None).next(0, params, None, ControlWords())
     assert counted == [16]
     np.testing.assert_array_equal(first.vectors, again.vectors, strict=True)
     files = sorted(cache.rglob("*"))
@@ -160,7 +160,7 @@ def test_a_folder_that_cannot_be_written_to_is_told(cache, caplog):
 
 
 def test_training_goes_on_without_a_cache_that_cannot_be_read(tiny, params, cache, counted, caplog, monkeypatch):
-    monkeypatch.setattr("realm_jax.train.embedding.PIECE", 8)
+    monkeypatch.setattr("realm_jax.train.index_source.PIECE", 8)
     cache.write_text("a file")
     embed_with_cache(tiny, params)
     assert counted == [8, 8]

@@ -25,7 +25,7 @@ from realm_jax.data.encyclopedia import EncyclopediaSettings
 from realm_jax.errors import UserError
 from realm_jax.eval.ablations import HEADS, Row, SeedResult, cells, html, markdown
 from realm_jax.recipes import ROW, ablations
-from realm_jax.storage import exclusive_lock, make_folder, waiting_lock, write_atomic, write_json_atomic
+from realm_jax.storage import exclusive_lock, make_folder, write_atomic, write_json_atomic
 from realm_jax.tasks import TASKS
 from realm_jax.train.metrics import read_lines
 from realm_jax.train.recipe import preemptible, report_status, train
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> None:
     workdir = Path(args.workdir)
     make_folder(workdir, "--workdir")
     if not config.base.data.path:
-        with waiting_lock(workdir):
+        with exclusive_lock(workdir, wait=True):
             make_data(workdir, seed=config.base.seed, **config.encyclopedia)
         config.base.data.path = str(workdir / "data")
     set_up_jax()

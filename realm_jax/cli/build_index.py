@@ -10,6 +10,7 @@ import argparse
 import logging
 import math
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,35 +23,28 @@ from realm_jax.config import REALM_TASKS, default, validate
 from realm_jax.console import StageProgress
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
-from realm_jax.host import Preempted, Stop
+from realm_jax.host import Stop
 from realm_jax.refresh import generations
-from realm_jax.refresh.builder import (
-    Builder,
-    Corpus,
-    Rejected,
-    Stopped,
-    WorkShare,
-    clear_rejections,
-    current_name,
-    rejection,
-)
-from realm_jax.refresh.exporter import index_settings, to_params, tower_settings
+from realm_jax.refresh.builder import Builder, Corpus, Rejected
+from realm_jax.refresh.exporter import export_record, to_params
 from realm_jax.refresh.generations import (
     Export,
-    InvalidIndex,
     Manifest,
+    clear_rejections,
+    current_name,
     export_step,
     export_steps,
     generation_names,
     read_export,
     read_manifest,
     read_towers,
+    rejection,
     remove_generation,
 )  # fmt: skip
 from realm_jax.refresh.status import BUILDER, TRAINER, Status, StatusWriter, process_name, read_status
 from realm_jax.retrieval.scann import check_scann
 from realm_jax.run import Run, make_run
-from realm_jax.storage import Folder, StorageError, make_folder
+from realm_jax.storage import Damaged, Folder, StorageError, make_folder
 from realm_jax.train.index_source import shared_folder
 from realm_jax.train.init_from import fill_from_pretrained
 from realm_jax.train.run_setup import recorded_config, recorded_corpus, set_up_jax
@@ -60,6 +54,7 @@ logger = logging.getLogger(__name__)
 SILENCE = 3600.0  # seconds without a heartbeat of the trainer after which a builder ends, unless it is to wait
 GRACE = 60.0  # seconds to wait after the trainer is done, in case it resumes
 LONGEST_PAUSE = 60.0  # seconds between two tries while storage fails
+SAFE = "what was written is kept"  # when SIGTERM comes
 EXAMPLES = """examples:
   realm build-index --config=realm_wiki --config.data.path=data/wiki --workdir=runs/wiki
   realm build-index --workdir=runs/wiki --process=1 --processes=4         the second of four; the run is there already
@@ -87,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Build. Raises Preempted after SIGTERM."""
-    share = WorkShare(*processes.work_share(args))
+    share = processes.work_share(args)
     config = load_config(args.config, args.overrides, lambda: _recorded_or_default(Path(args.workdir)))
     validate(config)
     config = fill_from_pretrained(config, Path(args.workdir), with_reader=False)
@@ -98,11 +93,8 @@ def run(args: argparse.Namespace) -> None:
     sources = open_sources(config.data.path, recorded_corpus(Path(args.workdir)))
     opened = make_run(for_embedding(config, jax.local_device_count()), Path(args.workdir), sources, jax.local_devices())
     job = Job(opened, shared_folder(opened), share, math.inf if args.wait else SILENCE)
-    try:
-        with Stop() as stop:
-            job.work(stop, args.step, args.once or args.step is not None)
-    except Stopped:
-        raise Preempted("SIGTERM: what was written is kept; run the command again to resume") from None
+    with Stop() as stop:
+        job.work(stop, args.step, args.once or args.step is not None)
 
 
 def _recorded_or_default(workdir: Path) -> ConfigDict:
@@ -122,18 +114,13 @@ def for_embedding(config: ConfigDict, devices: int) -> ConfigDict:
     return own
 
 
-def builder_corpus(run: Run) -> Corpus:
-    """The passages of a run as a builder needs them."""
-    passages = run.sources.passages
-    segments = tuple((segment.fingerprint, segment.rows) for segment in passages.segments)
-    return Corpus(passages.fingerprint, run.sources.tokenizer.fingerprint, segments, run.read_stored)
-
-
 def run_builder(run: Run, folder: Folder, **options: Any) -> Builder:
     """The builder of a run's generations. options: further fields of `Builder`."""
-    c = run.config
+    c, passages = run.config, run.sources.passages
+    segments = tuple((segment.fingerprint, segment.rows) for segment in passages.segments)
+    corpus = Corpus(passages.fingerprint, run.sources.tokenizer.fingerprint, segments, run.read_stored)
     return Builder(
-        folder, builder_corpus(run), c.model.dtype, generations.CHUNK_ROWS,
+        folder, corpus, c.model.dtype, generations.CHUNK_ROWS,
         searches=run.searches, min_recall=c.scann.min_recall if run.searches else 0.0, **options,
     )  # fmt: skip
 
@@ -141,11 +128,11 @@ def run_builder(run: Run, folder: Folder, **options: Any) -> Builder:
 class Job:
     """One builder process: follows exports until the trainer is done."""
 
-    def __init__(self, run: Run, folder: Folder, share: WorkShare, patience: float = SILENCE) -> None:
+    def __init__(self, run: Run, folder: Folder, share: processes.WorkShare, patience: float = SILENCE) -> None:
         """patience: seconds without a heartbeat of the trainer after which it ends."""
         self._run, self._folder, self._share, self._patience = run, folder, share, patience
         self._options = run.config.refresh
-        self._corpus = builder_corpus(run)
+        self._passages = run.sources.passages
         self._status = StatusWriter(folder, process_name(BUILDER, share.process), Status(""))
         self._seen: tuple[str, int] | None = None  # the last status read from the trainer
         self._moved = False  # whether the trainer's counter moved since this process started
@@ -178,7 +165,7 @@ class Job:
                 if once:
                     raise UserError(str(fault)) from None
                 logger.error("%s", fault)
-            except (StorageError, InvalidIndex) as fault:
+            except (StorageError, Damaged) as fault:
                 if once:
                     raise UserError(f"{fault}; run the command again to resume") from None
                 logger.warning("%s; trying again", fault)
@@ -201,7 +188,7 @@ class Job:
     def _pause(self, seconds: float, stop: Stop) -> None:
         until = time.monotonic() + seconds
         while True:
-            stop.check("what was written is kept")
+            stop.check(SAFE)
             if (left := until - time.monotonic()) <= 0:
                 return
             time.sleep(min(left, 1.0))
@@ -228,8 +215,10 @@ class Job:
 
         for candidate in sorted(steps, key=urgency):
             export = self._readable_export(candidate)
-            if export is not None and self._needs_build(export):
-                return self._check_compatible(export)
+            if export is not None:
+                name = current_name(self._folder, export, self._passages.fingerprint)
+                if rejection(self._folder, name) is None and read_manifest(self._folder, name) is None:
+                    return self._check_compatible(export)
             if newest_first and export is not None and candidate not in pinned:
                 return None  # the newest one is built; older ones are no longer useful
         return None
@@ -237,25 +226,15 @@ class Job:
     def _readable_export(self, step: int) -> Export | None:
         try:
             return read_export(self._folder, step)
-        except InvalidIndex as fault:  # others wait behind it
+        except Damaged as fault:  # others wait behind it
             if step not in self._damaged:
                 logger.warning("%s; it is skipped", fault)
             self._damaged.add(step)
             return None
 
-    def _needs_build(self, export: Export) -> bool:
-        name = current_name(self._folder, export, self._corpus.fingerprint)
-        return rejection(self._folder, name) is None and read_manifest(self._folder, name) is None
-
     def _check_compatible(self, export: Export) -> Export:
         """Raises UserError for an export of another tokenizer, corpus or tower than the config's."""
-        expected = {
-            "tokenizer": self._corpus.tokenizer,
-            "corpus": self._corpus.fingerprint,
-            "towers": tower_settings(self._run),
-            "index": index_settings(self._run),
-        }
-        for name, value in expected.items():
+        for name, value in export_record(self._run, export.step).items():
             if getattr(export, name) != value:
                 raise UserError(
                     f"{self._folder.path(f'exports/{export.step}')} was written by a run with other {name}; give this "
@@ -267,20 +246,17 @@ class Job:
         self._status.update(wait=True, stage="building", step=export.step)  # so that the trainer keeps it
         try:
             arrays, queries = read_towers(self._folder, export)
-        except InvalidIndex:
+        except Damaged:
             self._damaged.add(export.step)
             raise
         self._damaged.discard(export.step)
         towers = jax.device_put(to_params(arrays))
-        with StageProgress(f"index {export.step}", self._corpus.rows) as bar:
-
-            def check() -> None:
-                if stop.requested:
-                    raise Stopped
+        with StageProgress(f"index {export.step}", self._passages.stored) as bar:
 
             def on_progress(done: int, total: int) -> None:
-                bar.update(self._corpus.rows * done // total)
+                bar.update(self._passages.stored * done // total)
 
+            check = partial(stop.check, SAFE)
             builder = run_builder(self._run, self._folder, share=self._share, check=check, on_progress=on_progress)
             manifest = builder.build(export, lambda rows: self._run.embed(towers, rows=rows), queries)
         self._prune(manifest)

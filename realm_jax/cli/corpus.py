@@ -6,7 +6,6 @@ published as a generation that shares everything else, without any training.
 """
 
 import argparse
-import contextlib
 import logging
 from collections.abc import Collection
 from pathlib import Path
@@ -24,17 +23,14 @@ from realm_jax.errors import UserError
 from realm_jax.refresh.builder import Rejected
 from realm_jax.refresh.exporter import export_record, sample_vectors, to_arrays
 from realm_jax.refresh.generations import (
-    InvalidIndex,
     Manifest,
-    export_step,
-    generation_names,
-    read_manifest,
+    manifests,
     remove_generation,
     write_export,
 )
 from realm_jax.refresh.status import TRAINER, read_status
 from realm_jax.run import Run
-from realm_jax.storage import Folder, StorageError, exclusive_lock, read_json
+from realm_jax.storage import Damaged, Folder, StorageError, exclusive_lock, read_json
 from realm_jax.train.index_source import shared_folder
 from realm_jax.train.run_setup import recorded_config, recorded_folder
 from realm_jax.train.trained_run import open_run_for_inference, restore_towers
@@ -126,12 +122,10 @@ def _documents_to_replace(store: PassageStore, documents: list[str], action: str
 
 def _remove_outdated_generations(folder: Folder, newest: Manifest, versions: list[str]) -> None:
     """Remove generations published for versions between the first, which runs train with, and the newest."""
-    for name in generation_names(folder):
-        if export_step(name) == newest.step and name != newest.generation:
-            with contextlib.suppress(InvalidIndex):
-                manifest = read_manifest(folder, name)
-                if manifest is not None and manifest.corpus in versions[1:]:
-                    remove_generation(folder, name)
+    for manifest in manifests(folder):
+        other = manifest.step == newest.step and manifest.generation != newest.generation
+        if other and manifest.corpus in versions[1:]:
+            remove_generation(folder, manifest.generation)
 
 
 def publish(run: Run) -> Manifest:
@@ -144,5 +138,5 @@ def publish(run: Run) -> Manifest:
         manifest = run_builder(run, folder).build(export, lambda rows: run.embed(towers, rows=rows), queries)
         _remove_outdated_generations(folder, manifest, run.sources.passages.versions)
         return manifest
-    except (StorageError, InvalidIndex, Rejected) as fault:
+    except (StorageError, Damaged, Rejected) as fault:
         raise UserError(f"{fault}; the corpus is edited, but nothing is published for the run") from None

@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 from realm_jax.cli.output import print_records
 from realm_jax.config import kind_of
 from realm_jax.errors import UserError
-from realm_jax.refresh.builder import rejection
 from realm_jax.refresh.generations import (
-    InvalidIndex,
     export_step,
     generation_names,
     load_vectors,
     read_manifest,
+    rejection,
     remove_generation,
 )  # fmt: skip
 from realm_jax.refresh.status import TRAINER, read_status
@@ -113,7 +112,7 @@ class Generation(NamedTuple):
         found: dict[str, Any] = {"generation": self.name, "step": step, "state": "unfinished"}
         try:
             manifest = read_manifest(self.folder, self.name)
-        except InvalidIndex as fault:
+        except Damaged as fault:
             return found | {"state": "damaged", "reason": str(fault)}
         reason = rejection(self.folder, self.name)
         if reason is not None:
@@ -174,7 +173,7 @@ def verify(name: str, item: Checkpoint | Generation) -> bool:
     began = time.monotonic()
     try:
         holds = item.verify()
-    except (UserError, CheckpointRemoved, InvalidIndex, Damaged) as fault:
+    except (UserError, CheckpointRemoved, Damaged) as fault:
         print(f"{name}: DAMAGED: {fault}")
         return True
     print(f"{name}: unfinished" if holds is None else f"{name}: sound ({holds}{time.monotonic() - began:.1f} s)")

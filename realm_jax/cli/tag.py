@@ -34,7 +34,7 @@ from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.errors import UserError
 from realm_jax.eval.tagging import TextTagger, tag_passages
 from realm_jax.host import Stop
-from realm_jax.refresh.builder import WorkShare
+from realm_jax.processes import WorkShare
 from realm_jax.storage import exclusive_lock, make_folder, publish_folder, read_json, write_json_atomic
 from realm_jax.train.run_setup import set_up_jax
 from realm_jax.train.tagger import open_tagger
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Tag. Raises Preempted after SIGTERM."""
-    share = WorkShare(*processes.work_share(args))
+    share = processes.work_share(args)
     if args.batch_size is not None and args.batch_size < 1:
         raise UserError(f"--batch-size={args.batch_size}: must be positive")
     data, output = folders(args.data, args.output)

@@ -12,7 +12,7 @@ from typing import Any
 from realm_jax.data.store import MANIFEST as STORE
 from realm_jax.data.store import PassageStore
 from realm_jax.errors import UserError
-from realm_jax.storage import Folder, StorageError, digest, open_folder, staging_folder, waiting_lock, write_atomic
+from realm_jax.storage import Folder, StorageError, digest, exclusive_lock, open_folder, staging_folder, write_atomic
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ def staged(url: str, flag: str = "config.data.path=") -> Path:
     folder = open_folder(url)
     copy = staging_folder() / f"data-{digest(folder.url.encode())[:16]}"
     copy.mkdir(parents=True, exist_ok=True)
-    with waiting_lock(copy):
+    with exclusive_lock(copy, wait=True):
         try:
             prepared = folder.read(PREPARED)
         except FileNotFoundError:

@@ -7,33 +7,31 @@ written again. When to build what is `cli/build_index.py`; what the files mean i
 `Builder.build` next.
 """
 
-import contextlib
 import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from realm_jax.processes import WorkShare
 from realm_jax.refresh.generations import (
     MANIFEST,
-    REFUSED,
     ChunkFile,
     Export,
-    InvalidIndex,
     Manifest,
     by_rows,
     check_vectors,
-    export_step,
-    generation_name,
-    generation_names,
+    current_name,
+    manifests,
     numpy_dtype,
-    raw_bytes,
     read_chunk,
     read_manifest,
+    reject,
+    rejection,
     rows_name,
 )  # fmt: skip
 from realm_jax.refresh.searchers import build_searchers, measure
@@ -46,10 +44,6 @@ logger = logging.getLogger(__name__)
 CHECKED_ROWS = 64  # rows of a generation that are embedded a second time before it is published
 CHUNK = ".bin"
 TOLERANCE = 0.02  # of such a vector's length: what rounding to bfloat16 may change
-
-
-class Stopped(Exception):
-    """The builder was asked to stop; what it wrote is kept, and the next one resumes there."""
 
 
 class Rejected(Exception):
@@ -99,21 +93,8 @@ class Corpus:
         return found
 
 
-class WorkShare(NamedTuple):
-    """This process among those that build together."""
-
-    process: int = 0
-    processes: int = 1
-
-    def order(self, count: int) -> list[int]:
-        """All `count` items: one's own first, in order; then those of others from the last to the first, so that a
-        process that is alive and one that helps out meet in the middle."""
-        own = list(range(self.process, count, self.processes))
-        return own + [item for item in reversed(range(count)) if item % self.processes != self.process]
-
-
 Embed = Callable[[CorpusRows], NDArray[np.float32]]
-Check = Callable[[], None]  # called between chunks; may raise Stopped
+Check = Callable[[], None]  # called between chunks; what it raises ends the work, and the next builder resumes there
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +118,7 @@ class Builder:
     def build(self, export: Export, embed: Embed, queries: NDArray[np.float32]) -> Manifest:
         """Build and publish the generation of an export, or take the one that is published already.
 
-        queries: the export's sample [count, width]. Raises Stopped; InvalidIndex when a check fails; Rejected when the
+        queries: the export's sample [count, width]. Raises Damaged when a check fails; Rejected when the
         searcher finds too little; StorageError when storage fails.
         """
         width = queries.shape[1]
@@ -173,14 +154,12 @@ class Builder:
         return manifest
 
     def _check_presence(self, manifest: Manifest) -> None:
-        """Raise InvalidIndex when somebody removed what is about to be published."""
-        homes: dict[str, set[str]] = {}
-        for file in manifest.files:
-            home, _, name = file.name.rpartition("/")
-            if home not in homes:
-                homes[home] = {*self.folder.names(home)}
-            if name not in homes[home]:
-                raise InvalidIndex(f"{self.folder.path(file.name)} was removed while its generation was built")
+        """Raise Damaged when somebody removed what is about to be published."""
+        files = [(file.name, *file.name.rsplit("/", 1)) for file in manifest.files]
+        there = {home: {*self.folder.names(home)} for home in {home for _, home, _ in files}}
+        for path, home, name in files:
+            if name not in there[home]:
+                raise Damaged(f"{self.folder.path(path)} was removed while its generation was built")
 
     def _with_searcher(self, manifest: Manifest, queries: NDArray[np.float32]) -> Manifest:
         """The manifest with the searcher's files and recall, where hosts search."""
@@ -199,50 +178,37 @@ class Builder:
     def _shared(self, export: Export, width: int) -> dict[tuple[str, int, int], FileEntry]:
         """Chunks that a published generation of the same towers has: what an edit of the corpus left as it was."""
         found: dict[tuple[str, int, int], FileEntry] = {}
-        wanted = (export.parameters, self.dtype, width)
-        for other in generation_names(self.folder):
-            if export_step(other) != export.step or rejection(self.folder, other) is not None:
-                continue
-            with contextlib.suppress(InvalidIndex):
-                manifest = read_manifest(self.folder, other)
-                if manifest is not None and (manifest.parameters, manifest.dtype, manifest.width) == wanted:
-                    found |= {chunk[:3]: chunk.file for chunk in manifest.chunks}
+        wanted = (export.step, export.parameters, self.dtype, width)
+        for other in manifests(self.folder):
+            same = (other.step, other.parameters, other.dtype, other.width) == wanted
+            if same and rejection(self.folder, other.generation) is None:
+                found |= {chunk[:3]: chunk.file for chunk in other.chunks}
         return found
 
     def _embed_missing(self, name: str, chunks: list[Chunk], embed: Embed, width: int) -> None:
         """Embed every chunk that is not written. Reading, the devices and writing overlap; a write that fails ends
         the work at the next chunk."""
         with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as writer:
-            written: Future[None] | None = None
-            for number, rows in self._read_ahead(name, chunks, reader):
-                vectors = embed(rows)
+            todo = ((chunk, reader.submit(self.corpus.read, *chunk[2:])) for chunk in self._todo(name, chunks))
+            ahead, written = next(todo, None), None
+            while ahead is not None:
+                (chunk, rows), ahead = ahead, next(todo, None)
+                vectors = embed(rows.result())
                 if vectors.shape[1] != width:
-                    raise InvalidIndex(f"the export's towers give vectors of {vectors.shape[1]}, not {width}")
+                    raise Damaged(f"the export's towers give vectors of {vectors.shape[1]}, not {width}")
                 if written is not None:
                     written.result()
-                written = writer.submit(self._write, name, chunks[number], vectors)
+                written = writer.submit(self._write, name, chunk, vectors)
             if written is not None:
                 written.result()
 
-    def _read_ahead(
-        self, name: str, chunks: list[Chunk], reader: ThreadPoolExecutor
-    ) -> Iterator[tuple[int, CorpusRows]]:
-        """Chunks that are not written and their rows; the next one is read while one is embedded."""
-        ahead: list[tuple[int, Future[CorpusRows]]] = []
-        for number in self._todo(name, chunks):
-            ahead.append((number, reader.submit(self.corpus.read, *chunks[number][2:])))
-            if len(ahead) > 1:
-                yield ahead[0][0], ahead.pop(0)[1].result()
-        for number, rows in ahead:
-            yield number, rows.result()
-
-    def _todo(self, name: str, chunks: list[Chunk]) -> Iterator[int]:
+    def _todo(self, name: str, chunks: list[Chunk]) -> Iterator[Chunk]:
         for number in self.share.order(len(chunks)):
             self.check()
             written = self._written(name)  # anew each time: others are at work
             self.on_progress(len({*written} & {chunk.name for chunk in chunks}), len(chunks))
             if chunks[number].name not in written:
-                yield number
+                yield chunks[number]
 
     def _written(self, name: str) -> dict[str, str]:
         """Chunk's name → its file in a generation."""
@@ -250,16 +216,16 @@ class Builder:
 
     def _write(self, name: str, chunk: Chunk, vectors: NDArray[np.float32]) -> None:
         stored = vectors.astype(numpy_dtype(self.dtype))
-        home, data = f"index/{name}", raw_bytes(stored)
+        home, data = f"index/{name}", np.ascontiguousarray(stored).view(np.uint8).reshape(-1).data
         file = f"{chunk.name}-{digest(data)}{CHUNK}"
         check_vectors(stored, self.folder.path(f"{home}/{file}"))
         if file not in self.folder.names(home):  # another process may have written it, and published
             self.folder.write(f"{home}/{file}", data)
 
     def _file(self, name: str, chunk: Chunk, written: dict[str, str], width: int) -> FileEntry:
-        """What a manifest says of the file of a chunk. Raises InvalidIndex if somebody removed it."""
+        """What a manifest says of the file of a chunk. Raises Damaged if somebody removed it."""
         if (file := written.get(chunk.name)) is None:
-            raise InvalidIndex(f"{self.folder.path(f'index/{name}')}: the rows {chunk.name} were removed")
+            raise Damaged(f"{self.folder.path(f'index/{name}')}: the rows {chunk.name} were removed")
         size = (chunk.last - chunk.first) * width * numpy_dtype(self.dtype).itemsize
         return FileEntry(f"index/{name}/{file}", size, file.removesuffix(CHUNK).rpartition("-")[2])
 
@@ -267,14 +233,14 @@ class Builder:
         """Read every chunk back, and embed a few rows a second time.
 
         A damaged chunk is removed, or the generation that it is shared with is refused, so that it is embedded again.
-        Raises InvalidIndex.
+        Raises Damaged.
         """
         rows = np.linspace(0, manifest.rows - 1, min(CHECKED_ROWS, manifest.rows)).astype(np.int64)
         for chunk, listed in zip(chunks, manifest.chunks, strict=True):
             self.check()
             try:
                 vectors = read_chunk(self.folder, manifest, listed)
-            except InvalidIndex as fault:
+            except Damaged as fault:
                 home = listed.file.name.split("/")[1]
                 if home == manifest.generation:
                     self.folder.remove(listed.file.name)
@@ -288,44 +254,4 @@ class Builder:
             fresh = embed(CorpusRows(*(np.concatenate(parts) for parts in zip(*read, strict=True))))
             error = np.linalg.norm(fresh - vectors[sample - chunk.first].astype(np.float32), axis=1)
             if (error > TOLERANCE * np.linalg.norm(fresh, axis=1)).any():
-                raise InvalidIndex(
-                    f"{self.folder.path(listed.file.name)} holds vectors that are not those of its passages"
-                )
-
-
-def names_of_export(folder: Folder, export: Export, corpus: str) -> list[str]:
-    """The names of an export's generation: those found damaged after they were published, and the one that counts."""
-    names: list[str] = []
-    while True:
-        names.append(generation_name(export.step, export.parameters, corpus, len(names)))
-        reason = rejection(folder, names[-1])
-        if reason is None or not reason.get("again"):
-            return names
-
-
-def current_name(folder: Folder, export: Export, corpus: str) -> str:
-    """The generation of an export: the first one that was not found damaged after it was published."""
-    return names_of_export(folder, export, corpus)[-1]
-
-
-def rejection(folder: Folder, generation: str) -> dict | None:
-    """Why a generation must not be served: {"reason", "again": whether it is worth building once more}."""
-    try:
-        return folder.read_json(f"index/{generation}{REFUSED}")
-    except FileNotFoundError:
-        return None
-    except Damaged as fault:
-        return {"reason": str(fault), "again": True}
-
-
-def reject(folder: Folder, generation: str, reason: str, again: bool) -> None:
-    """Mark a generation as not to be served."""
-    folder.write_json(f"index/{generation}{REFUSED}", {"reason": reason, "again": again})
-
-
-def clear_rejections(folder: Folder) -> None:
-    """Clear rejections that depend on settings: the next builder resumes where the last one stopped."""
-    for name in folder.names("index"):
-        generation = name.removesuffix(REFUSED)
-        if generation != name and not (rejection(folder, generation) or {}).get("again"):
-            folder.remove(f"index/{name}")
+                raise Damaged(f"{self.folder.path(listed.file.name)} holds vectors that are not those of its passages")

@@ -12,9 +12,11 @@ Nothing that a record lists is ever written again. Writing exports is `refresh/e
 Read `Manifest` next.
 """
 
+import contextlib
 import dataclasses
+import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Self, TypeVar
 
 import ml_dtypes
@@ -24,31 +26,66 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from realm_jax.checksums import arrays_digest
-from realm_jax.errors import UserError
 from realm_jax.storage import Damaged, FileEntry, Folder, digest
+
+logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 2
 CHUNK_ROWS = 65_536  # passages in a file of vectors: what a killed builder loses at most; every builder's the same
 KEPT = 3  # newest generations that stay, beside those in use or in checkpoints
 EXPORT, MANIFEST, REFUSED = "EXPORT.json", "MANIFEST.json", ".refused"
 QUERIES = "queries"  # name of the sample query vectors among the arrays of an export
-Record = TypeVar("Record")
 Arrays = dict[str, NDArray]
 
 
-class InvalidIndex(UserError):
-    """A generation or an export cannot be served: damaged, incomplete, or of something else. The message says why."""
-
-
-class IncompatibleIndex(InvalidIndex):
+class IncompatibleIndex(Damaged):
     """Perhaps whole, but not for this run or this machine: building it again would not help."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Record:
+    """The base of what a JSON file says of an export or a generation."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {"format_version": FORMAT_VERSION, **dataclasses.asdict(self)}
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Self:
+        """Raises TypeError or ValueError for wrong entries."""
+        return cls(**fields)
+
+
+Record = TypeVar("Record", bound=_Record)
+
+
+def _read_record(folder: Folder, name: str, kind: type[Record]) -> Record | None:
+    """What a JSON file says; None if it is not there. Raises Damaged, also for another version, and for missing or
+    wrong entries."""
+    where = folder.path(name)
+    try:
+        found = folder.read_json(name)
+    except FileNotFoundError:
+        return None
+    if (version := found.get("format_version")) != FORMAT_VERSION:
+        raise Damaged(f"{where} has format version {version}, not {FORMAT_VERSION}")
+    try:
+        return kind.from_json({field.name: found[field.name] for field in dataclasses.fields(kind)})
+    except KeyError as fault:
+        raise Damaged(f"{where} is damaged: it has no {fault}") from None
+    except (TypeError, ValueError) as fault:
+        raise Damaged(f"{where} is damaged: {fault}") from None
+
+
+def _entry(found: Any) -> FileEntry:
+    name, size, checksum = found
+    return FileEntry(str(name), int(size), str(checksum))
 
 
 # --- Exports ----------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
-class Export:
+class Export(_Record):
     """What EXPORT.json says. parameters: fingerprint of the towers; towers: the config section they are made from;
     index: how the run wants its vectors stored and searched."""
 
@@ -60,24 +97,9 @@ class Export:
     index: dict[str, Any]
     file: FileEntry
 
-    def to_json(self) -> dict[str, Any]:
-        return {"format_version": FORMAT_VERSION, **dataclasses.asdict(self)}
-
     @classmethod
-    def from_json(cls, found: Mapping[str, Any], where: str) -> Self:
-        """Raises InvalidIndex for another version and for missing or wrong entries."""
-        fields = _checked(found, where, cls)
-        return cls(**fields | {"file": _entry(fields["file"], where)})
-
-
-def _read_record(folder: Folder, name: str, parse: Callable[[Any, str], Record]) -> Record | None:
-    """What a JSON file says; None if it is not there. Raises InvalidIndex."""
-    try:
-        return parse(folder.read_json(name), folder.path(name))
-    except FileNotFoundError:
-        return None
-    except Damaged as fault:
-        raise InvalidIndex(str(fault)) from None
+    def from_json(cls, fields: dict[str, Any]) -> Self:
+        return cls(**fields | {"file": _entry(fields["file"])})
 
 
 def export_steps(folder: Folder) -> list[int]:
@@ -86,17 +108,31 @@ def export_steps(folder: Folder) -> list[int]:
 
 
 def read_export(folder: Folder, step: int) -> Export | None:
-    """The export of a step; None if there is none yet. Raises InvalidIndex."""
-    return _read_record(folder, f"exports/{step}/{EXPORT}", Export.from_json)
+    """The export of a step; None if there is none yet. Raises Damaged."""
+    return _read_record(folder, f"exports/{step}/{EXPORT}", Export)
 
 
 def read_towers(folder: Folder, export: Export) -> tuple[Arrays, NDArray[np.float32]]:
-    """The towers' parameters by path ('document_embedder/bert/…') and the sample queries [count, width]."""
+    """The towers' parameters by path ('document_embedder/bert/…') and the sample queries [count, width]. Raises
+    Damaged."""
+    data = folder.read_verified(export.file)
     try:
-        arrays = load(folder.read_verified(export.file))
+        arrays = load(data)
         return arrays, arrays.pop(QUERIES)
-    except (Damaged, SafetensorError, KeyError) as fault:
-        raise InvalidIndex(str(fault)) from None
+    except (SafetensorError, KeyError) as fault:
+        raise Damaged(f"{folder.path(export.file.name)} is damaged: {fault}") from None
+
+
+def intact_export(folder: Folder, step: int) -> Export | None:
+    """The export of a step, from which a generation can be built; None, with a log line, where it is damaged."""
+    try:
+        export = read_export(folder, step)
+        if export is not None:
+            read_towers(folder, export)
+        return export
+    except Damaged as fault:
+        logger.warning("%s", fault)
+        return None
 
 
 def write_export(folder: Folder, export: Mapping[str, Any], towers: Arrays, queries: NDArray[np.float32]) -> Export:
@@ -105,7 +141,7 @@ def write_export(folder: Folder, export: Mapping[str, Any], towers: Arrays, quer
     An earlier export of the step that holds the same towers stays as it is, if it is sound.
     """
     fingerprint, step = arrays_digest(towers), export["step"]
-    earlier = _intact_export(folder, step)
+    earlier = intact_export(folder, step)
     if earlier is not None and earlier.parameters == fingerprint:
         return earlier
     arrays = {name: np.ascontiguousarray(value) for name, value in [*sorted(towers.items()), (QUERIES, queries)]}
@@ -124,16 +160,6 @@ def remove_export(folder: Folder, step: int) -> None:
             folder.remove(f"index/{name}")
 
 
-def _intact_export(folder: Folder, step: int) -> Export | None:
-    try:
-        export = read_export(folder, step)
-        if export is not None:
-            read_towers(folder, export)
-        return export
-    except InvalidIndex:
-        return None
-
-
 # --- Generations ------------------------------------------------------------------------------------------------------
 
 
@@ -147,7 +173,7 @@ class ChunkFile(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Manifest:
+class Manifest(_Record):
     """What MANIFEST.json says of a generation.
 
     step, parameters: of the export. corpus, tokenizer: fingerprints. rows × width vectors of dtype ('float32', or
@@ -169,18 +195,9 @@ class Manifest:
     recall: dict[str, float]
     seconds: dict[str, float]
 
-    def to_json(self) -> dict[str, Any]:
-        return {"format_version": FORMAT_VERSION, **dataclasses.asdict(self)}
-
     @classmethod
-    def from_json(cls, found: Mapping[str, Any], where: str) -> Self:
-        """Raises InvalidIndex for another version and for missing or wrong entries."""
-        fields = _checked(found, where, cls)
-        try:
-            listed: list[tuple[str, int, int, Any]] = fields["chunks"]
-            chunks = tuple(ChunkFile(name, first, last, _entry(file, where)) for name, first, last, file in listed)
-        except (TypeError, ValueError) as fault:
-            raise InvalidIndex(f"{where}: its list of chunks is damaged ({fault})") from None
+    def from_json(cls, fields: dict[str, Any]) -> Self:
+        chunks = tuple(ChunkFile(name, first, last, _entry(file)) for name, first, last, file in fields["chunks"])
         return cls(**fields | {"chunks": chunks})
 
     @property
@@ -201,21 +218,22 @@ def export_step(generation: str) -> int:
     return int(generation.partition("-")[0])
 
 
-def generation_name(step: int, parameters: str, corpus: str, attempt: int) -> str:
-    """The same for every builder process, so that they work on one generation without talking to each other."""
-    return f"{step}-{digest(f'{parameters} {corpus} {attempt}'.encode())[:8]}"
-
-
 def read_manifest(folder: Folder, generation: str) -> Manifest | None:
-    """The manifest of a generation; None if there is none (yet). Raises InvalidIndex."""
-    return _read_record(folder, f"index/{generation}/{MANIFEST}", Manifest.from_json)
+    """The manifest of a generation; None if there is none (yet). Raises Damaged."""
+    return _read_record(folder, f"index/{generation}/{MANIFEST}", Manifest)
+
+
+def manifests(folder: Folder) -> list[Manifest]:
+    """The manifests of all generations that have a sound one, by step."""
+    found = []
+    for name in generation_names(folder):
+        with contextlib.suppress(Damaged):
+            found.append(read_manifest(folder, name))
+    return [manifest for manifest in found if manifest is not None]
 
 
 def export_of(folder: Folder, manifest: Manifest) -> Export | None:
-    """The export that a generation was built from; None when it is gone, or another took its place.
-
-    Raises InvalidIndex.
-    """
+    """The export that a generation was built from; None when it is gone, or another took its place. Raises Damaged."""
     export = read_export(folder, manifest.step)
     return export if export is not None and export.parameters == manifest.parameters else None
 
@@ -225,7 +243,7 @@ def load_vectors(
 ) -> NDArray:
     """Rows first … last − 1 of a generation, all by default, verified: [rows, width] of its dtype, or of another.
 
-    Raises InvalidIndex, naming the file.
+    Raises Damaged, naming the file.
     """
     last = manifest.rows if last is None else last
     vectors = np.empty((last - first, manifest.width), dtype or numpy_dtype(manifest.dtype))
@@ -237,20 +255,16 @@ def load_vectors(
             vectors[low - first : high - first] = read_chunk(folder, manifest, chunk)[low - start : high - start]
         start = stop
     if start != manifest.rows:
-        raise InvalidIndex(f"{folder.path('index/' + manifest.generation)}: its chunks hold other rows than it says")
+        raise Damaged(f"{folder.path('index/' + manifest.generation)}: its chunks hold other rows than it says")
     return vectors
 
 
 def read_chunk(folder: Folder, manifest: Manifest, chunk: ChunkFile) -> NDArray:
     """The vectors of a chunk, verified: its checksum, and no vector that is zero or not finite."""
-    try:
-        data = folder.read_verified(chunk.file)
-    except Damaged as fault:
-        raise InvalidIndex(str(fault)) from None
-    stored = np.frombuffer(data, np.uint16 if manifest.dtype == "bfloat16" else manifest.dtype)
+    stored = np.frombuffer(folder.read_verified(chunk.file), numpy_dtype(manifest.dtype))
     if len(stored) != (chunk.last - chunk.first) * manifest.width:
-        raise InvalidIndex(f"{folder.path(chunk.file.name)} holds other rows than its manifest says")
-    vectors = stored.view(numpy_dtype(manifest.dtype)).reshape(-1, manifest.width)
+        raise Damaged(f"{folder.path(chunk.file.name)} holds other rows than its manifest says")
+    vectors = stored.reshape(-1, manifest.width)
     check_vectors(vectors, folder.path(chunk.file.name))
     return vectors
 
@@ -267,11 +281,11 @@ def by_rows(folder: Folder, home: str, suffix: str) -> dict[str, str]:
 
 
 def check_vectors(vectors: NDArray, where: str) -> None:
-    """Raise InvalidIndex when a vector is zero or not finite: from a diverged tower or faulty memory."""
+    """Raise Damaged when a vector is zero or not finite: from a diverged tower or faulty memory."""
     lengths = np.linalg.norm(vectors.astype(np.float32), axis=1)
     bad = np.flatnonzero(~np.isfinite(lengths) | (lengths == 0))
     if len(bad):
-        raise InvalidIndex(f"{where}: row {bad[0]} and {len(bad) - 1} others have a vector that is zero or not finite")
+        raise Damaged(f"{where}: row {bad[0]} and {len(bad) - 1} others have a vector that is zero or not finite")
 
 
 def numpy_dtype(name: str) -> Any:
@@ -279,15 +293,10 @@ def numpy_dtype(name: str) -> Any:
     return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
 
 
-def raw_bytes(vectors: NDArray) -> memoryview:
-    """The bytes that a chunk file holds."""
-    return np.ascontiguousarray(vectors).view(np.uint8).reshape(-1).data
-
-
 def remove_generation(folder: Folder, generation: str) -> None:
     """The manifest first; then every file that no other generation shares."""
     folder.remove(f"index/{generation}/{MANIFEST}")
-    kept = {file.name for other in generation_names(folder) for file in _files_or_none(folder, other)}
+    kept = {file.name for manifest in manifests(folder) for file in manifest.files}
     home = f"index/{generation}"
     if not any(name.startswith(f"{home}/") for name in kept):
         folder.remove(home)
@@ -297,28 +306,45 @@ def remove_generation(folder: Folder, generation: str) -> None:
             folder.remove(f"{home}/{name}")
 
 
-def _files_or_none(folder: Folder, generation: str) -> Sequence[FileEntry]:
+# --- Names, and generations that must not be served -------------------------------------------------------------------
+
+
+def names_of_export(folder: Folder, export: Export, corpus: str) -> list[str]:
+    """The names of an export's generation: those found damaged after they were published, and the one that counts.
+
+    They are the same for every builder process, so that all work on one generation without talking to each other.
+    """
+    names: list[str] = []
+    while True:
+        made_of = f"{export.parameters} {corpus} {len(names)}"
+        names.append(f"{export.step}-{digest(made_of.encode())[:8]}")
+        if not (rejection(folder, names[-1]) or {}).get("again"):
+            return names
+
+
+def current_name(folder: Folder, export: Export, corpus: str) -> str:
+    """The generation of an export: the first one that was not found damaged after it was published."""
+    return names_of_export(folder, export, corpus)[-1]
+
+
+def rejection(folder: Folder, generation: str) -> dict | None:
+    """Why a generation must not be served: {"reason", "again": whether it is worth building once more}."""
     try:
-        manifest = read_manifest(folder, generation)
-    except InvalidIndex:
-        return ()
-    return manifest.files if manifest else ()
+        return folder.read_json(f"index/{generation}{REFUSED}")
+    except FileNotFoundError:
+        return None
+    except Damaged as fault:
+        return {"reason": str(fault), "again": True}
 
 
-def _checked(found: Mapping[str, Any], where: str, kind: type) -> dict[str, Any]:
-    """The fields of a record, if it has them all and its version is ours."""
-    version = found.get("format_version")
-    if version != FORMAT_VERSION:
-        raise InvalidIndex(f"{where} has format version {version}, not {FORMAT_VERSION}")
-    names = [field.name for field in dataclasses.fields(kind)]
-    if missing := [name for name in names if name not in found]:
-        raise InvalidIndex(f"{where} is damaged: it has no {missing[0]!r}")
-    return {name: found[name] for name in names}
+def reject(folder: Folder, generation: str, reason: str, again: bool) -> None:
+    """Mark a generation as not to be served."""
+    folder.write_json(f"index/{generation}{REFUSED}", {"reason": reason, "again": again})
 
 
-def _entry(found: Any, where: str) -> FileEntry:
-    try:
-        name, size, checksum = found
-        return FileEntry(str(name), int(size), str(checksum))
-    except (TypeError, ValueError) as fault:
-        raise InvalidIndex(f"{where} is damaged: an entry of a file is none ({fault})") from None
+def clear_rejections(folder: Folder) -> None:
+    """Clear rejections that depend on settings: the next builder resumes where the last one stopped."""
+    for name in folder.names("index"):
+        generation = name.removesuffix(REFUSED)
+        if generation != name and not (rejection(folder, generation) or {}).get("again"):
+            folder.remove(f"index/{name}")

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from realm_jax.refresh.generations import (
     IncompatibleIndex,
-    InvalidIndex,
     Manifest,
     by_rows,
     load_vectors,
@@ -65,17 +64,17 @@ def build_searchers(
         try:
             shards.append(folder.read_json(path) | {"first": first, "last": last})
         except FileNotFoundError:
-            raise InvalidIndex(f"{folder.path(home)}: rows {first} to {last} have no searcher") from None
-        except Damaged as fault:
+            raise Damaged(f"{folder.path(home)}: rows {first} to {last} have no searcher") from None
+        except Damaged:
             folder.remove(path)
-            raise InvalidIndex(str(fault)) from None
+            raise
     return {"settings": chosen, "shards": shards}
 
 
 def load_searcher(
     folder: Folder, manifest: Manifest, vectors: NDArray, places: NDArray[np.int32] | None = None
 ) -> Searcher:
-    """The searcher of a generation over its stored vectors. places: as of `Searcher`. Raises InvalidIndex."""
+    """The searcher of a generation over its stored vectors. places: as of `Searcher`. Raises Damaged."""
     if manifest.searcher is None:
         raise IncompatibleIndex(
             f"generation {manifest.generation} has no searcher; its builder needs retrieval.backend=scann"
@@ -90,7 +89,7 @@ def _load(folder: Folder, shard: dict[str, Any]) -> Shard:
         paths = [folder.local(FileEntry(*file)) for file in shard["files"]]
         return load_shard(paths[0].parent, shard["first"], shard["last"])
     except Damaged as fault:
-        raise InvalidIndex(f"{where}: {fault}") from None
+        raise Damaged(f"{where}: {fault}") from None
     except FileNotFoundError as fault:  # staged, and removed by another process of this machine
         raise StorageError(f"{where}: {fault}") from None
     except (RuntimeError, ValueError, OSError) as fault:  # its files are sound
@@ -100,7 +99,7 @@ def _load(folder: Folder, shard: dict[str, Any]) -> Shard:
 def measure(folder: Folder, manifest: Manifest, queries: NDArray[np.float32]) -> dict[str, float]:
     """Recall of a generation's searcher against exact search, with sample queries of the same export.
 
-    A shard that cannot be loaded loses its done mark, so that it is built again. Raises InvalidIndex.
+    A shard that cannot be loaded loses its done mark, so that it is built again. Raises Damaged.
     """
     assert manifest.searcher is not None, "hosts search"
     vectors, shards = load_vectors(folder, manifest), []
@@ -108,7 +107,7 @@ def measure(folder: Folder, manifest: Manifest, queries: NDArray[np.float32]) ->
         for shard in manifest.searcher["shards"]:
             try:
                 shards.append(_load(folder, shard))
-            except InvalidIndex:
+            except Damaged:
                 folder.remove(shard["files"][0][0].rpartition("/")[0] + DONE)
                 raise
     finally:

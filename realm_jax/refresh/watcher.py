@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple, Self
+from typing import Self
 
 import jax
 import numpy as np
@@ -17,14 +17,13 @@ from numpy.typing import NDArray
 
 from realm_jax.mesh import put_with_sharding
 from realm_jax.models.realm import Params
-from realm_jax.refresh.builder import current_name, reject, rejection
 from realm_jax.refresh.exporter import to_params
 from realm_jax.refresh.generations import (
     MANIFEST,
     Arrays,
     IncompatibleIndex,
-    InvalidIndex,
     Manifest,
+    current_name,
     export_of,
     export_step,
     generation_names,
@@ -32,24 +31,15 @@ from realm_jax.refresh.generations import (
     read_export,
     read_manifest,
     read_towers,
+    reject,
+    rejection,
 )  # fmt: skip
 from realm_jax.refresh.searchers import load_searcher
 from realm_jax.retrieval.search import LoadedIndex
 from realm_jax.run import Run
-from realm_jax.storage import Folder, StorageError
+from realm_jax.storage import Damaged, Folder, StorageError
 
 logger = logging.getLogger(__name__)
-
-
-class WantedSteps(NamedTuple):
-    """Generations of export steps first … last. exactly: of one step, whose absence is to be noted."""
-
-    first: int
-    last: int
-    exactly: bool = False
-
-    def __contains__(self, step: object) -> bool:
-        return isinstance(step, int) and self.first <= step <= self.last
 
 
 class IndexWatcher:
@@ -58,7 +48,7 @@ class IndexWatcher:
     def __init__(self, folder: Folder, expected: dict[str, object], run: Run) -> None:
         """expected: entries that a manifest must have, such as its corpus."""
         self._folder, self._expected, self._run = folder, expected, run
-        self._wanted = WantedSteps(0, -1)
+        self._wanted, self._exactly = range(0), False  # see `want`
         self._ready: LoadedIndex | None = None
         self._logged: set[str] = set()
         self._incompatible: set[str] = set()  # generations that will not become usable while they are there
@@ -76,10 +66,10 @@ class IndexWatcher:
         self._thread.join()
 
     def want(self, first: int, last: int, exactly: bool = False) -> None:
-        """Look for generations of export steps first … last; another one that is ready goes. exactly: see
-        `WantedSteps`."""
+        """Look for generations of export steps first … last; another one that is ready goes. exactly: for that of one
+        step, whose absence is to be noted."""
         with self._lock:
-            self._wanted = WantedSteps(first, last, exactly)
+            self._wanted, self._exactly = range(first, last + 1), exactly
             if self._ready is not None and self._ready.step not in self._wanted:
                 self._ready = None
 
@@ -98,7 +88,7 @@ class IndexWatcher:
         return found
 
     def load(self, generation: str) -> LoadedIndex:
-        """A generation by name. Raises InvalidIndex, StorageError."""
+        """A generation by name. Raises Damaged, StorageError."""
         manifest = read_manifest(self._folder, generation)
         if manifest is None:
             raise IncompatibleIndex(f"{self._folder.path('index/' + generation)} is not there")
@@ -127,7 +117,7 @@ class IndexWatcher:
         try:
             export = export_of(self._folder, manifest)
             return ({}, None) if export is None else read_towers(self._folder, export)
-        except InvalidIndex as fault:
+        except Damaged as fault:
             self._log_once(f"{fault}; generation {manifest.generation} is used without its export")
             return {}, None
 
@@ -155,10 +145,10 @@ class IndexWatcher:
 
     def _look(self) -> None:
         with self._lock:
-            wanted, have = self._wanted, self._ready.step if self._ready else -1
+            wanted, exactly, have = self._wanted, self._exactly, self._ready.step if self._ready else -1
         names = [name for name in generation_names(self._folder) if export_step(name) in wanted]
-        if wanted.exactly and not names:
-            self.missing_steps.add(wanted.last)
+        if exactly and not names:
+            self.missing_steps.add(wanted[-1])
         names = [name for name in names if export_step(name) > have]
         for name in reversed(names):
             loaded = self._try(name)
@@ -172,7 +162,7 @@ class IndexWatcher:
         """A generation if it is valid and of parameters that this run has had."""
         try:
             export = read_export(self._folder, export_step(name))
-        except InvalidIndex as fault:
+        except Damaged as fault:
             self._log_once(f"{fault}; it is skipped")
             return None
         if export is None:
@@ -193,7 +183,7 @@ class IndexWatcher:
             self._incompatible.add(name)
             self._log_once(f"{fault}; it is skipped")
             return None
-        except InvalidIndex as fault:
+        except Damaged as fault:
             if MANIFEST not in self._folder.names(f"index/{name}"):
                 logger.warning("generation %s was removed while it was read", name)
                 return None

@@ -12,16 +12,17 @@ import tempfile
 import threading
 import unicodedata
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 import regex
 from numpy.typing import NDArray
 
 from realm_jax.data.languages import LANGUAGES, PLAIN, language
+from realm_jax.data.store import PassageStore
 from realm_jax.errors import UserError
 from realm_jax.storage import (
     Damaged,
@@ -49,29 +50,12 @@ FOLDER, ABOUT = "words", "WORDS.json"
 _ONE_AT_A_TIME = threading.Lock()  # a stemmer has a memory that threads must not share: batches are made in another
 
 
-class Passages(Protocol):
-    """What a search by words needs of a passage store."""
-
-    def __len__(self) -> int: ...
-
-    def title(self, row: int, /) -> str: ...
-
-    def text(self, row: int, /) -> str: ...
-
-
-class Store(Passages, Hashable, Protocol):
-    """A passage store that says which one it is."""
-
-    @property
-    def fingerprint(self) -> str: ...
-
-
-def searchable_texts(store: Passages) -> Iterable[str]:
+def searchable_texts(store: PassageStore) -> Iterable[str]:
     """Title and text of each passage, as BM25 reads them."""
     return (f"{store.title(row)} {store.text(row)}" for row in range(len(store)))
 
 
-def language_of(store: Passages) -> str:
+def language_of(store: PassageStore) -> str:
     """The language of most of SAMPLED passages, evenly spaced: a key of LANGUAGES, or PLAIN for any other."""
     rows = np.unique(np.linspace(0, len(store) - 1, min(SAMPLED, len(store))).astype(int)).tolist()
     counts = Counter(language(store.text(row)) for row in rows)
@@ -150,7 +134,7 @@ class Bm25:
 
 
 @lru_cache(1)
-def load_or_build(store: Store, language: str, workdir: Path) -> Bm25:
+def load_or_build(store: PassageStore, language: str, workdir: Path) -> Bm25:
     """BM25 over a corpus: as a run keeps it, or else made in memory. Questions come one by one, or set after set.
 
     language: `retrieval.language` of a config. Nothing is written.
@@ -159,7 +143,7 @@ def load_or_build(store: Store, language: str, workdir: Path) -> Bm25:
     return Bm25(searchable_texts(store), language or language_of(store)) if kept is None else kept
 
 
-def save_index(store: Store, language: str, workdir: Path) -> None:
+def save_index(store: PassageStore, language: str, workdir: Path) -> None:
     """Write the index of `load_or_build` into the run folder, unless it is there whole; any other index goes."""
     final = _index_folder(store, language, workdir)
     if _load_saved(final) is not None:
@@ -199,7 +183,7 @@ def _load_saved(folder: Path, compared: int | None = None) -> Bm25 | None:
         return None
 
 
-def _index_folder(store: Store, language: str, workdir: Path) -> Path:
+def _index_folder(store: PassageStore, language: str, workdir: Path) -> Path:
     """The folder of an index: its name follows from everything that its bytes do."""
     import Stemmer
 

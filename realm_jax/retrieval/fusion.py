@@ -58,7 +58,7 @@ def fuse(
     best = xp.argsort(-fused, axis=1, stable=True)[:, :depth]
     rows = xp.concat([vector_rows, bm25_rows], axis=1)
     scores = xp.concat([vector_scores, bm25_vector_scores], axis=1)
-    ranks = xp.concat([_ranks_of_vectors(xp, same, by_vector), _ranks_of_words(xp, by_word)], axis=1)
+    ranks = xp.concat([_ranks_of_vectors(xp, same, by_vector), ranks_of("bm25", xp, bm25_rows)], axis=1)
     found = xp.take_along_axis(fused, best, axis=1) >= 0
     return FusedRanking(
         xp.where(found, xp.take_along_axis(rows, best, axis=1), -1).astype("int32"),
@@ -89,9 +89,3 @@ def _ranks_of_vectors(xp: Any, same: Any, valid: Any) -> Any:
     places = xp.where(valid, xp.cumsum(valid, axis=1), 0)
     in_words = xp.where(same, xp.arange(1, same.shape[2] + 1)[None, None], 0).sum(axis=2)
     return xp.stack([places, in_words], axis=-1)
-
-
-def _ranks_of_words(xp: Any, valid: Any) -> Any:
-    """Ranks [q, b, 2] of the rows that words found."""
-    places = xp.where(valid, xp.arange(1, valid.shape[1] + 1)[None], 0)
-    return xp.stack([xp.zeros_like(places), places], axis=-1)

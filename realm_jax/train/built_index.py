@@ -5,7 +5,6 @@ When a generation is adopted is decided here, step by step (`BuiltIndex.next`); 
 generations".
 """
 
-import contextlib
 import dataclasses
 import logging
 import time
@@ -25,25 +24,22 @@ from realm_jax.errors import UserError
 from realm_jax.mesh import to_host
 from realm_jax.models.realm import Params
 from realm_jax.processes import allgather_flags, broadcast_from_process_0, is_process_0
-from realm_jax.refresh.builder import names_of_export
 from realm_jax.refresh.exporter import Exporter, index_settings
 from realm_jax.refresh.generations import (
     EXPORT,
-    Export,
-    InvalidIndex,
     export_step,
     export_steps,
     generation_names,
-    read_export,
-    read_towers,
+    intact_export,
+    names_of_export,
 )  # fmt: skip
 from realm_jax.refresh.status import HEARTBEAT_SECONDS, StatusWriter
 from realm_jax.refresh.watcher import IndexWatcher
 from realm_jax.retrieval.exact import search
 from realm_jax.retrieval.search import LoadedIndex, StepContext
-from realm_jax.run import Run
-from realm_jax.storage import StorageError, digest
-from realm_jax.train.index_source import CorpusIndexSource, Interrupted, shared_folder
+from realm_jax.storage import Damaged, StorageError, digest
+from realm_jax.tasks.base import Task
+from realm_jax.train.index_source import IndexSource, Interrupted, shared_folder
 from realm_jax.train.step import ControlWords
 
 logger = logging.getLogger(__name__)
@@ -53,17 +49,18 @@ DRIFT_QUERIES, DRIFT_DEPTH, DRIFT_K = 256, 100, 8
 _T = TypeVar("_T")
 
 
-class BuiltIndex(CorpusIndexSource):
-    """A task's index made by another job; see `train.index_source.IndexSource`."""
+class BuiltIndex(IndexSource):
+    """A task's index made by another job."""
 
     def __init__(
-        self, run: Run, task: str, start: int, kept: dict[int, str], keep: int, status: StatusWriter,
+        self, task: Task, start: int, kept: dict[int, str], keep: int, status: StatusWriter,
         should_stop: Callable[[], bool], on_progress: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         """start: step to begin or resume with. kept: step → generation of the checkpoints that are there; `keep` of
         them stay. status: through which builders hear what is needed. should_stop: whether to stop waiting.
         on_progress: called again and again while the corpus is embedded."""
-        super().__init__(run, task, on_progress)
+        super().__init__(task, on_progress)
+        run = task.run
         self._start, self._should_stop = start, should_stop
         self._options: ConfigDict = run.config.refresh
         self._folder = shared_folder(run)
@@ -114,7 +111,7 @@ class BuiltIndex(CorpusIndexSource):
         if step % self._options.every == 0 or index is None:
             self._export(step, params)
         if index is None:  # training needs an index
-            return self._adopt(self._wait(step, step, True, "the first generation"), None, 0.0)
+            return self._adopt(self._wait(step, "the first generation"), None, 0.0)
         if self._options.adopt_after >= 0:
             return self._adopt_at_fixed_delay(step, index)
         self._look_for(consensus.step, step)
@@ -151,7 +148,7 @@ class BuiltIndex(CorpusIndexSource):
         if due <= done:
             return None
         if due < self._start and broadcast_from_process_0(
-            int(self._retry_storage(lambda: self._export_of(due)) is None)
+            int(self._retry_storage(lambda: intact_export(self._folder, due)) is None)
         ):
             logger.warning(
                 "%s is not there; continuing with the index of step %d until the next one is due: bitwise "
@@ -160,7 +157,7 @@ class BuiltIndex(CorpusIndexSource):
             self._given_up = due
             return None
         began = time.monotonic()
-        found = self._wait(due, due, True, f"the generation of step {due}, due at step {step}")
+        found = self._wait(due, f"the generation of step {due}, due at step {step}")
         return self._adopt(found, index, time.monotonic() - began)
 
     def _export(self, step: int, params: Params) -> None:
@@ -177,9 +174,9 @@ class BuiltIndex(CorpusIndexSource):
             )
         self._exporter.export(step, params, self._needed() | {step})
 
-    def _wait(self, first: int, last: int, exactly: bool, what: str) -> LoadedIndex:
-        """A generation of these export steps. Raises UserError after `refresh.wait_seconds`, Interrupted."""
-        self._watcher.want(first, last, exactly)
+    def _wait(self, step: int, what: str) -> LoadedIndex:
+        """The generation of an export step. Raises UserError after `refresh.wait_seconds`, Interrupted."""
+        self._watcher.want(step, step, exactly=True)
         return self._wait_on_all_processes(
             lambda seconds: self._watcher.wait(seconds, self._should_stop),
             min(1.0, self._folder.poll_seconds),
@@ -238,29 +235,30 @@ class BuiltIndex(CorpusIndexSource):
         reproducibility."""
         self._step, self._used = step, export_step(generation)
         self._update_status()
-        found = self._loaded(lambda: self._retry_storage(lambda: self._watcher.load(generation)))
-        return self._adopt(found or self._rebuilt(generation, step), None, 0.0)
+        return self._adopt(self._load([generation]) or self._rebuilt(generation, step), None, 0.0)
 
-    def _loaded(self, load: Callable[[], LoadedIndex | None]) -> LoadedIndex | None:
-        """A generation that every process has loaded, or None; what is wrong with it is said."""
+    def _load(self, names: list[str]) -> LoadedIndex | None:
+        """The first of some generations that can be loaded, if every process has one; what is wrong is logged."""
         found = None
-        try:
-            found = load()
-        except InvalidIndex as fault:
-            logger.warning("%s", fault)
+        for name in names:
+            try:
+                found = found or self._retry_storage(partial(self._watcher.load, name))
+            except Damaged as fault:
+                logger.warning("%s", fault)
         return found if allgather_flags(found is not None).all() else None
 
     def _rebuilt(self, generation: str, step: int) -> LoadedIndex:
         wanted, corpus = export_step(generation), self._run.sources.passages.fingerprint
-        export = self._retry_storage(lambda: self._export_of(wanted))
+        export = self._retry_storage(lambda: intact_export(self._folder, wanted))
         if broadcast_from_process_0(
             int(export is not None and generation in names_of_export(self._folder, export, corpus))
         ):
             logger.warning("it has to be built again from its export; the bits will be the same")
-            return self._wait(wanted, wanted, True, f"generation {generation} again")
+            return self._wait(wanted, f"generation {generation} again")
         before = self._step_before(step + 1)
         while before >= 0:
-            found = self._loaded(partial(self._newest_of, before))
+            names = reversed(generation_names(self._folder))
+            found = self._load([name for name in names if export_step(name) == before])
             if found is not None:
                 logger.warning(
                     "continuing with generation %s: bitwise reproducibility is not guaranteed from here on",
@@ -277,24 +275,6 @@ class BuiltIndex(CorpusIndexSource):
         """The last export step before `step` that has a generation, as the first process sees it; −1 for none."""
         steps = map(export_step, generation_names(self._folder))
         return broadcast_from_process_0(max((found for found in steps if found < step), default=-1))
-
-    def _newest_of(self, step: int) -> LoadedIndex | None:
-        """The newest generation of an export step that can be loaded."""
-        for name in reversed([name for name in generation_names(self._folder) if export_step(name) == step]):
-            with contextlib.suppress(InvalidIndex):
-                return self._watcher.load(name)
-        return None
-
-    def _export_of(self, step: int) -> Export | None:
-        """An export that a generation can still be built from."""
-        try:
-            export = read_export(self._folder, step)
-            if export is not None:
-                read_towers(self._folder, export)
-            return export
-        except InvalidIndex as fault:
-            logger.warning("%s", fault)
-            return None
 
     def _retry_storage(self, act: Callable[[], _T]) -> _T:
         """What storage gives, trying again for `refresh.wait_seconds` while it fails."""

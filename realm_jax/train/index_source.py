@@ -1,38 +1,72 @@
-"""Where a task's index comes from: embedded by the trainer itself, or built by another job and adopted.
+"""Where a task's index comes from: the trainer embeds the corpus itself, or adopts what another job built.
 
-Both answer the loop's one question, `next(step, …)`: is there a fresh index to use from this step on? Inline, every
-`refresh.every` steps; asynchronous, when a generation is due by `refresh.adopt_after` or is ready in every process.
-Read `InlineIndex.next` and then `built_index.py`; how generations are found and verified is `refresh/watcher.py`.
+Both answer the loop's one question, `next(step, …)`: is there a fresh index to use from this step on? `IndexSource`
+embeds, every so many steps; `BuiltIndex` (`built_index.py`) waits for a generation. The tower that a run starts with,
+or that no task trains, is embedded by `embed_with_cache`, which computes only passages whose vectors this machine does
+not have; what training changes goes through `Run.embed`, as its vectors would fill the cache and never be asked for
+again. How a passage becomes a vector: `retrieval/embed.py`.
 """
 
-import abc
+import contextlib
+import json
+import logging
+import platform
+import zlib
 from collections.abc import Callable
-from typing import Self
+from pathlib import Path
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from numpy.typing import NDArray
 
+from realm_jax.cache import cache_bytes
+from realm_jax.checksums import arrays_digest, named_arrays
+from realm_jax.console import StageProgress
 from realm_jax.errors import UserError
+from realm_jax.mesh import to_host
 from realm_jax.models.realm import Params
+from realm_jax.processes import allgather_flags, broadcast_from_process_0, is_process_0
+from realm_jax.refresh.exporter import tower_settings
 from realm_jax.refresh.generations import numpy_dtype
+from realm_jax.retrieval.embed import BUCKET, GROUP, CorpusRows, VectorCache, row_keys
 from realm_jax.retrieval.scann import Searcher
 from realm_jax.retrieval.search import Index, LoadedIndex
 from realm_jax.run import Run
 from realm_jax.storage import Folder, open_folder
-from realm_jax.tasks import make_task
 from realm_jax.tasks.base import Task
-from realm_jax.train.embedding import start_vectors
-from realm_jax.train.restore import Restored
+from realm_jax.train.checkpoints import environment
+from realm_jax.train.restore import Restored, vectors_from_earlier_task
 from realm_jax.train.step import ControlWords
+
+logger = logging.getLogger(__name__)
+
+PIECE = 1 << 14  # passages whose vectors are kept at a time: what a run that is stopped does not lose
+BITS = ("realm_jax", "jax", "jaxlib", "platform", "device", "cores", "XLA_FLAGS")  # of `environment`
+COMPILER = ("disable_most_optimizations", "default_matmul_precision")  # of JAX's config
+EVERY_SECONDS = 60.0  # between two lines about what is done
 
 
 class Interrupted(Exception):
     """SIGTERM came to a process while training waited for an index; every process raises it."""
 
 
+def shared_folder(run: Run) -> Folder:
+    """Where exports, generations and job status lie: the run folder, or `refresh.shared`."""
+    return open_folder(run.config.refresh.shared or run.workdir)
+
+
 class IndexSource:
-    """Where a task's index comes from: nowhere, for a task that has no corpus. A context manager."""
+    """A task's index, embedded by the trainer on its own devices: at the start of the task, unless that before it left
+    the vectors, for REALM every `refresh.every` steps, and for fine-tuning every `qa.refresh_every` (0: never again).
+
+    A context manager. A task without a corpus asks for none.
+    """
+
+    def __init__(self, task: Task, on_progress: Callable[[], None]) -> None:
+        """on_progress: called again and again while the corpus is embedded."""
+        self._run, self._task, self._on_progress = task.run, task, on_progress
 
     def __enter__(self) -> Self:
         return self
@@ -45,23 +79,14 @@ class IndexSource:
 
         consensus: what the processes announced two steps ago. Raises Interrupted, UserError.
         """
-        return None
-
-    def resume(self, saved: Restored) -> LoadedIndex | None:
-        """The index that was in use when a checkpoint was saved. Raises Interrupted, UserError."""
-        return None
-
-    def as_exact(self, fresh: LoadedIndex) -> Index:
-        """The index for exact search on the devices, with which everything but REALM's own search works."""
-        return fresh.index
-
-    def index_for_eval(self, step: int, params: Params, index: LoadedIndex | None) -> Index | None:
-        """The index that the parameters are measured with before `step`. index: the one in use."""
-        return None
-
-    def final_index(self, step: int, params: Params, index: LoadedIndex | None) -> LoadedIndex | None:
-        """The index that the parameters at the end of the task are measured with. index: the one in use."""
-        return None
+        every = self._task.refresh_every
+        due = every > 0 and step % every == 0 and index is not None and step != index.step
+        if index is not None and not due:
+            return None
+        tower = None
+        if self._run.config.retrieval.query_params == "generation":  # a copy: the step donates its state
+            tower = jax.tree.map(jnp.copy, params[self._run.model.embedder_names[0]])
+        return self._embed(step, params, tower, first=index is None, exact=not self._task.host_search)
 
     def announce(self, step: int) -> ControlWords:
         """The generation that this process has ready; called once a step, after `next`."""
@@ -70,113 +95,162 @@ class IndexSource:
     def saving(self, step: int, generation: str) -> None:
         """A checkpoint of `step` is about to be written, which names this generation."""
 
-
-def shared_folder(run: Run) -> Folder:
-    """Where exports, generations and job status lie: the run folder, or `refresh.shared`."""
-    return open_folder(run.config.refresh.shared or run.workdir)
-
-
-def index_from_vectors(run: Run, vectors: NDArray, step: int, tower: Params | None, exact: bool = False) -> LoadedIndex:
-    """An index of vectors that the trainer made itself. tower: the query embedder that shall search, None for the
-    current one. exact: on the devices also where hosts search for REALM."""
-    stored = vectors.astype(numpy_dtype(run.config.model.dtype))
-    if run.searches is None or exact:
-        return LoadedIndex(run.index(stored)._replace(tower=tower), stored, step)
-    return LoadedIndex(
-        run.index_without_vectors._replace(tower=tower), stored, step, searcher=Searcher.of(stored, run.searches)
-    )
-
-
-def document_encoder_is_frozen(run: Run, task: Task) -> bool:
-    """Whether a task retrieves and leaves the document embedder as it is, so that its first index stays right."""
-    return task.retrieves and run.model.embedder_names[-1] not in task.trained
-
-
-class CorpusIndexSource(IndexSource, abc.ABC):
-    """The base of index sources over a run's corpus."""
-
-    def __init__(self, run: Run, task: str, on_progress: Callable[[], None]) -> None:
-        """on_progress: called again and again while the corpus is embedded."""
-        self._run, self._task, self._on_progress = run, make_task(task, run), on_progress
-
-    @abc.abstractmethod
-    def restore(self, generation: str, step: int) -> LoadedIndex:
-        """The generation that a checkpoint of `step` names. Raises Interrupted, UserError."""
-
     def resume(self, saved: Restored) -> LoadedIndex | None:
-        """Of saved vectors, or the generation that the checkpoint names."""
-        if saved.record["index_step"] < 0:
+        """The index that was in use when a checkpoint was saved: of saved vectors, or the generation that it names.
+        Raises Interrupted, UserError."""
+        step = saved.record["index_step"]
+        if step < 0:
             return None
         if generation := saved.record.get("generation"):
             return self.restore(generation, int(saved.state.step))
         if not self._task.needs_vectors():
-            return LoadedIndex(self._run.index_without_vectors, None, saved.record["index_step"])
+            return LoadedIndex(self._run.index_without_vectors, None, step)
         if saved.vectors is None:
             return None
-        vectors, step = saved.vectors[: self._run.context.rows], saved.record["index_step"]
-        return index_from_vectors(self._run, vectors, step, saved.tower, exact=not self._task.host_search)
+        vectors = saved.vectors[: self._run.context.rows]
+        return self._of_vectors(vectors, step, saved.tower, exact=not self._task.host_search)
+
+    def restore(self, generation: str, step: int) -> LoadedIndex:
+        """The generation that a checkpoint of `step` names. Raises Interrupted, UserError."""
+        raise UserError(
+            f"{self._run.workdir}: step {step} was trained with generation {generation}; set config.refresh.mode=async"
+        )
 
     def as_exact(self, fresh: LoadedIndex) -> Index:
+        """The index for exact search on the devices, with which everything but REALM's own search works."""
         if fresh.index.vectors is not None or not self._task.needs_vectors():
             return fresh.index
         assert fresh.vectors is not None, "where hosts search, they have the vectors"
         return self._run.index(fresh.vectors)
 
     def index_for_eval(self, step: int, params: Params, index: LoadedIndex | None) -> Index | None:
-        """Of the index in use, unless the document tower has moved since it was made."""
+        """The index that the parameters are measured with before `step`: the one in use, unless the document tower has
+        moved since it was made."""
         if index is None:
             return None
-        if self._is_current(step, index):
-            return self.as_exact(index)
-        return self._embed_index(step, params).index
+        return self.as_exact(index if self._is_current(step, index) else self._embed(step, params))
 
     def final_index(self, step: int, params: Params, index: LoadedIndex | None) -> LoadedIndex | None:
-        """Of the index in use, unless the document tower has moved since; None for a reader's own task."""
+        """The index that the parameters at the end of the task are measured with: the one in use, unless the document
+        tower has moved since; None for a reader's own task."""
         if not self._task.has_final_index:
             return None
-        if index is not None and self._is_current(step, index):
-            return index
-        return self._embed_index(step, params)
+        return index if index is not None and self._is_current(step, index) else self._embed(step, params)
 
     def _is_current(self, step: int, index: LoadedIndex) -> bool:
         """Whether the document embedder is at `step` what it was when an index was made."""
-        return index.step == step or document_encoder_is_frozen(self._run, self._task)
+        frozen = self._task.retrieves and self._run.model.embedder_names[-1] not in self._task.trained
+        return index.step == step or frozen
 
-    def _embed_index(self, step: int, params: Params, tower: Params | None = None, first: bool = False,
+    def _embed(self, step: int, params: Params, tower: Params | None = None, first: bool = False,
               exact: bool = True) -> LoadedIndex:  # fmt: skip
-        """An index of parameters. first: whether the task starts with them; else see `index_from_vectors`."""
+        """An index of parameters. first: whether the task starts with them; else see `_of_vectors`."""
         if not self._task.needs_vectors():
             return LoadedIndex(self._run.index_without_vectors, None, step)
         if first:
             vectors = start_vectors(self._run, self._task.name, params, self._on_progress)
         else:
             vectors = self._run.embed(params, lambda _: self._on_progress())
-        return index_from_vectors(self._run, vectors, step, tower, exact)
+        return self._of_vectors(vectors, step, tower, exact)
+
+    def _of_vectors(self, vectors: NDArray, step: int, tower: Params | None, exact: bool) -> LoadedIndex:
+        """An index of vectors that the trainer made itself. tower: the query embedder that shall search, None for the
+        current one. exact: on the devices also where hosts search for REALM."""
+        run = self._run
+        stored = vectors.astype(numpy_dtype(run.config.model.dtype))
+        if run.searches is None or exact:
+            return LoadedIndex(run.index(stored)._replace(tower=tower), stored, step)
+        searcher = Searcher.of(stored, run.searches)
+        return LoadedIndex(run.index_without_vectors._replace(tower=tower), stored, step, searcher=searcher)
 
 
-# --- On the trainer's own devices -------------------------------------------------------------------------------------
+# --- What a run starts with: only passages whose vectors are not known yet --------------------------------------------
 
 
-class InlineIndex(CorpusIndexSource):
-    """The trainer embeds the corpus: at the start of a task, unless that before it left the vectors, for REALM every
-    `refresh.every` steps, and for fine-tuning every `qa.refresh_every` (0: never again)."""
+def embed_with_cache(
+    run: Run, params: Params, on_progress: Callable[[], None] = lambda: None, bar: bool = False
+) -> NDArray[np.float32]:
+    """The bits of `run.embed(params)`, [rows, width], of which only passages that are not known yet are computed.
 
-    def __init__(self, run: Run, name: str, on_progress: Callable[[], None]) -> None:
-        """on_progress: called again and again while it embeds."""
-        super().__init__(run, name, on_progress)
-        self._every = self._task.refresh_every
-        self._exact = not self._task.host_search
+    on_progress: called again and again meanwhile. bar: whether a terminal may show one, beside no other. All processes
+    have to call it. Raises UserError when a vector is not finite.
+    """
+    if not cache_bytes():
+        with _progress(run.context.rows, bar) as shown:
+            return run.embed(params, _row_counter(shown, 0, on_progress))
+    cache, keys = VectorCache(encoder_digest(run, params)), row_keys(run.corpus)
+    known, vectors = cache.find(keys)
+    missing = np.flatnonzero(~known if _on_all_processes(known) else np.ones_like(known))
+    counts = len(known), len(known) - len(missing), cache.path, len(missing)
+    logger.info("%d passages: %d have their vectors in %s, %d are to be embedded", *counts)
+    missing = missing[np.argsort(run.corpus.lengths[missing], kind="stable")]  # so that pieces have few buckets
+    with _progress(len(missing), bar) if len(missing) else contextlib.nullcontext() as shown:
+        for start in range(0, len(missing), PIECE):
+            rows = missing[start : start + PIECE]
+            piece = CorpusRows(*(part[rows] for part in run.corpus))
+            fresh = run.embed(params, _row_counter(shown, start, on_progress), piece)
+            vectors = np.empty((len(known), fresh.shape[1]), np.float32) if vectors is None else vectors
+            vectors[rows], new = fresh, ~known[rows]
+            if is_process_0() and new.any():
+                cache.add(keys[rows[new]], fresh[new])
+    assert vectors is not None, "every row is known or embedded"
+    return vectors
 
-    def next(self, step: int, params: Params, index: LoadedIndex | None, consensus: ControlWords) -> LoadedIndex | None:
-        due = self._every > 0 and step % self._every == 0 and index is not None and step != index.step
-        if index is not None and not due:
-            return None
-        tower = None
-        if self._run.config.retrieval.query_params == "generation":  # a copy: the step donates its state
-            tower = jax.tree.map(jnp.copy, params[self._run.model.embedder_names[0]])
-        return self._embed_index(step, params, tower, index is None, self._exact)
 
-    def restore(self, generation: str, step: int) -> LoadedIndex:
-        raise UserError(
-            f"{self._run.workdir}: step {step} was trained with generation {generation}; set config.refresh.mode=async"
-        )
+def start_vectors(
+    run: Run, task: str, params: Params, on_progress: Callable[[], None] = lambda: None
+) -> NDArray[np.floating]:
+    """The corpus as the parameters that a task starts with embed it, [rows, width]: from a checkpoint with the same
+    document tower (`vectors_from_earlier_task`), or `embed_with_cache`."""
+    known = vectors_from_earlier_task(run, task, params)
+    return embed_with_cache(run, params, on_progress) if known is None else known
+
+
+def _progress(rows: int, bar: bool) -> StageProgress:
+    return StageProgress("passages embedded", rows, every_seconds=EVERY_SECONDS, bar=bar)
+
+
+def _row_counter(shown: StageProgress | None, before: int, on_progress: Callable[[], None]) -> Callable[[int], None]:
+    """What is called with the number of passages that are done, beside `before` earlier ones."""
+
+    def tell(done: int) -> None:
+        on_progress()
+        if shown is not None:
+            shown.update(before + done)
+
+    return tell
+
+
+def _on_all_processes(known: NDArray[np.bool_]) -> bool:
+    """Whether every process has vectors of the same rows: they have to embed the same ones together."""
+    mark = zlib.crc32(np.packbits(known).tobytes()) >> 1
+    return bool(allgather_flags(broadcast_from_process_0(mark) == mark).all())
+
+
+def encoder_digest(run: Run, params: Params) -> str:
+    """What the vectors of an encoder are known by: its parameters, and all that its bits depend on beside them."""
+    tower = run.model.embedder_names[-1]
+    host = {name: to_host(array) for name, array in named_arrays(params[tower]).items()}
+    return arrays_digest(host, json.dumps(_encoder_dependencies(run), sort_keys=True).encode())[:32]
+
+
+def _encoder_dependencies(run: Run) -> dict[str, Any]:
+    """All that makes a tower a function of these bits, but for its parameters.
+
+    How many devices and processes share the work is not part of it, see `Run.embed`.
+    """
+    around = environment()
+    return tower_settings(run) | {
+        "program": [BUCKET, GROUP, run.model.bert.scan, run.mesh.shape["fsdp"], run.mesh.shape["model"]],
+        "tokenizer": run.sources.tokenizer.fingerprint,  # of the tokens around a passage
+        "environment": {name: around[name] for name in BITS},
+        "compiler": [jax.config.values[f"jax_{name}"] for name in COMPILER],
+        "processor": _processor(),
+    }
+
+
+def _processor() -> str:
+    """What this machine's processor can do: compiled programs differ with it."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.is_file() else []
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())

@@ -26,11 +26,10 @@ from realm_jax.train import hooks
 from realm_jax.train.best import BestParameters
 from realm_jax.train.built_index import BuiltIndex
 from realm_jax.train.checkpoints import Checkpoints, SavedCheckpoint
-from realm_jax.train.embedding import start_vectors
 from realm_jax.train.feed import Feed, HostSearch
 from realm_jax.train.guards import CompileGuard, Profiler, Watchdog
 from realm_jax.train.hooks import Hook, Loop, run_due
-from realm_jax.train.index_source import IndexSource, InlineIndex, Interrupted
+from realm_jax.train.index_source import IndexSource, Interrupted, start_vectors
 from realm_jax.train.metrics import MetricLogger, StepCost
 from realm_jax.train.restore import restore
 from realm_jax.train.step import ControlWords, make_step, put_control, start_state
@@ -213,10 +212,8 @@ def make_index_source(
     status: through which the builder hears of the trainer, None for a control. should_stop: whether to stop waiting.
     on_progress: called again and again while the corpus is embedded.
     """
-    if not task.has_corpus:
-        return IndexSource()
-    run, name = task.run, task.name
-    if run.config.refresh.mode == "inline" or not task.follows_builder or status is None:
-        return InlineIndex(run, name, on_progress)
+    config = task.run.config
+    if not task.follows_builder or status is None or config.refresh.mode == "inline":
+        return IndexSource(task, on_progress)
     kept = checkpoints.generations()
-    return BuiltIndex(run, name, start, kept, run.config.checkpoint.keep, status, should_stop, on_progress)
+    return BuiltIndex(task, start, kept, config.checkpoint.keep, status, should_stop, on_progress)

@@ -39,7 +39,7 @@ from realm_jax.tasks.base import Task
 from realm_jax.tasks.realm import Realm
 from realm_jax.train.best import describe_regression, primary_metric, selection_metric, stage_summary
 from realm_jax.train.checkpoints import SavedCheckpoint
-from realm_jax.train.embedding import embed_with_cache
+from realm_jax.train.index_source import embed_with_cache
 from realm_jax.train.metrics import read_lines
 from realm_jax.train.restore import restore_params, saved_index
 from realm_jax.train.workdir import begins_with_reader

@@ -21,27 +21,25 @@ from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Answer, Evaluator
 from realm_jax.mesh import replicated
 from realm_jax.models.realm import Params
-from realm_jax.refresh.builder import rejection
 from realm_jax.refresh.exporter import to_arrays, to_params
 from realm_jax.refresh.generations import (
-    InvalidIndex,
     Manifest,
     export_of,
-    generation_names,
     load_vectors,
+    manifests,
     read_manifest,
     read_towers,
+    rejection,
 )
 from realm_jax.retrieval.search import Index, Rerank
 from realm_jax.run import Run
 from realm_jax.sections import task_names
-from realm_jax.storage import read_json
+from realm_jax.storage import Damaged, read_json
 from realm_jax.tasks import TASKS, make_task
 from realm_jax.train.best import RECALLS, primary_metric
 from realm_jax.train.cached_checkpoint import CachedCheckpoint
 from realm_jax.train.checkpoints import CheckpointRemoved, SavedCheckpoint
-from realm_jax.train.embedding import embed_with_cache
-from realm_jax.train.index_source import shared_folder
+from realm_jax.train.index_source import embed_with_cache, shared_folder
 from realm_jax.train.metrics import read_lines
 from realm_jax.train.restore import restore_params, saved_index_with_vectors
 from realm_jax.train.run_setup import load_run, recorded_config, set_up_jax
@@ -285,7 +283,7 @@ def published_index(run: Run, params: Params) -> Index | None:
     name = run.model.embedder_names[-1]
     tower = to_arrays({name: params[name]})
     for manifest in _generations(run):
-        with contextlib.suppress(InvalidIndex):
+        with contextlib.suppress(Damaged):
             exported = _exported_towers(run, manifest)
             if exported and all(np.array_equal(exported[path], value) for path, value in tower.items()):
                 return _stored_index(run, manifest)
@@ -317,12 +315,9 @@ def open_generation(run: Run, name: str) -> TrainedRun:
 def _generations(run: Run) -> Iterator[Manifest]:
     """The good generations of this version of the corpus, the newest first."""
     folder = shared_folder(run)
-    for name in reversed(generation_names(folder)):
-        with contextlib.suppress(InvalidIndex):
-            manifest = read_manifest(folder, name)
-            own = manifest is not None and manifest.corpus == run.sources.passages.fingerprint
-            if manifest is not None and own and rejection(folder, name) is None:
-                yield manifest
+    for manifest in reversed(manifests(folder)):
+        if manifest.corpus == run.sources.passages.fingerprint and rejection(folder, manifest.generation) is None:
+            yield manifest
 
 
 def _exported_towers(run: Run, manifest: Manifest) -> dict[str, NDArray] | None:
