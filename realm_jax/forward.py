@@ -94,7 +94,7 @@ def read_targets(
     """
     joint, positions = masked_inputs(batch, documents)
     targets = jnp.repeat(batch["targets"], documents.ids.shape[1], axis=0)
-    log_p, right = context.model.read_targets(params, joint, positions, targets, key)
+    log_p, right = context.model.reader.read_targets(params, joint, positions, targets, key)
     shape = (*documents.ids.shape[:2], -1)
     return log_p.reshape(shape), right.reshape(shape)
 
@@ -162,7 +162,7 @@ def read_question(
     reading, found = read_passages(context, params, batch, index, key, beam, passages)
     nothing = jnp.zeros((len(batch["query"]), 1, 1), jnp.int32)
     answers = batch.get("answers", nothing), batch.get("answer_lengths", nothing[:, :, 0])
-    allowed, correct = answer_spans(reading.joint, *answers, context.model.span_width)
+    allowed, correct = answer_spans(reading.joint, *answers, context.model.reader.span_width)
     prior, spans = answer_log_probabilities(reading.scores, reading.span_scores, allowed, context.qa_objective)
     return QuestionReading(reading, found, allowed, correct, prior, spans)
 
@@ -239,5 +239,5 @@ def read_passages(
 
 def score_spans(context: StepContext, params: Params, joint: ReaderInput, key: Array | None) -> Array:
     """Span scores of joint arrays [batch, k, length] → [batch, k, length, span_width] float32."""
-    spans = context.model.read_spans(params, flatten_passages(joint), key)
-    return spans.reshape(*joint.ids.shape, context.model.span_width)
+    spans = context.model.reader.read_spans(params, flatten_passages(joint), key)
+    return spans.reshape(*joint.ids.shape, context.model.reader.span_width)

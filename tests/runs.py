@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from tiny_run import open_config, tiny_config
 
+from realm_jax.assemble import make_run
 from realm_jax.cli.build_index import Job, for_embedding
 from realm_jax.config import add_sections, flatten
 from realm_jax.eval.prediction import Evaluator
@@ -28,7 +29,7 @@ from realm_jax.models.realm import Params
 from realm_jax.refresh.builder import Stopped, WorkShare
 from realm_jax.refresh.exporter import Exporter
 from realm_jax.refresh.generations import export_steps, read_export
-from realm_jax.run import Run, make_run
+from realm_jax.run import Run
 from realm_jax.tasks.base import Task
 from realm_jax.train import loop
 from realm_jax.train.index_source import shared_folder

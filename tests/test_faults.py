@@ -26,6 +26,7 @@ from runs import Cut, Watch, adoptions, assert_same, builder, cut_at, make_job, 
 from tiny_run import PEOPLE, prepare_people
 
 from realm_jax import storage
+from realm_jax.assemble import make_run
 from realm_jax.cli import build_index
 from realm_jax.cli.build_index import Job, for_embedding
 from realm_jax.data.sources import open_sources
@@ -45,7 +46,6 @@ from realm_jax.refresh.generations import (
 )  # fmt: skip
 from realm_jax.refresh.status import Status, StatusWriter, read_status
 from realm_jax.refresh.watcher import IndexWatcher
-from realm_jax.run import make_run
 from realm_jax.storage import PosixFolder, StorageError
 from realm_jax.train import index_source
 from realm_jax.train.built_index import BuiltIndex

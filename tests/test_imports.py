@@ -12,7 +12,7 @@ ROOT = Path(realm_jax.__file__).parent
 LAYERS = (
     *("errors", "storage", "schema", "processes", "mesh", "console", "checksums", "cache", "host"),
     *("data", "sections", "corpora", "models", "retrieval", "run", "forward", "flops", "eval"),
-    *("tasks", "config", "recipes", "refresh", "train", "launch", "cli"),
+    *("tasks", "assemble", "config", "recipes", "refresh", "train", "launch", "cli"),
 )
 
 

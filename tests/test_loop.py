@@ -44,7 +44,7 @@ from realm_jax.train.checkpoints import SavedCheckpoint, saved_folders
 from realm_jax.train.loop import train_task
 from realm_jax.train.metrics import RecordWriter, read_lines
 from realm_jax.train.recipe import preemptible, run_recipe
-from realm_jax.train.run_setup import load_run
+from realm_jax.train.workdir import load_run
 
 pytestmark = pytest.mark.usefixtures("quick_steps")
 

@@ -5,9 +5,8 @@ import pytest
 from tiny_run import write_lines
 
 from realm_jax.cli.prepare import prepare
-from realm_jax.data.examples import Bm25Hits, Examples, Lengths, contains_items
+from realm_jax.data.examples import LENGTH_MULTIPLE, WINDOW, Bm25Hits, Examples, Lengths, contains_items, dataset
 from realm_jax.data.jsonl import Question
-from realm_jax.data.pipeline import LENGTH_MULTIPLE, WINDOW, dataset
 from realm_jax.data.sources import open_sources
 from realm_jax.tasks import qa_examples
 from realm_jax.tasks.qa import Qa

@@ -21,6 +21,7 @@ from ml_collections import ConfigDict
 from rich.console import Console
 from rich.table import Table
 
+from realm_jax.assemble import abstract_run
 from realm_jax.cli.build_index import for_embedding
 from realm_jax.cli.config_flags import load_config
 from realm_jax.config import REALM_TASKS, default, flatten, task_names, validate
@@ -34,9 +35,9 @@ from realm_jax.refresh.status import BUILDER, TRAINER
 from realm_jax.retrieval.embed import EMBED_BATCH
 from realm_jax.retrieval.exact import padded_rows
 from realm_jax.retrieval.search import Index
-from realm_jax.run import Run, abstract_run, embed_program
+from realm_jax.run import Run, embed_program
 from realm_jax.sections import TaskSection
-from realm_jax.tasks import TASKS, make_task, with_networks
+from realm_jax.tasks import TASKS, make_task
 from realm_jax.train.init_from import fill_from_pretrained
 from realm_jax.train.restore import abstract_state
 from realm_jax.train.step import ControlWords, control_sharding, make_step
@@ -73,7 +74,7 @@ def plan_launch(launch: Launch, args: argparse.Namespace) -> int:
         raise UserError(f"--mfu={args.mfu}: must lie above 0 and be at most 1")
     sizes, builders = (args.passages, args.vocabulary), launch.spec.builder.slices if TASKS[task].follows_builder else 0
     chips = tpu_devices(launch, TRAINER, launch.spec.trainer.slices)
-    trainer = with_networks(abstract_run(config, Path("."), *sizes, chips))
+    trainer = abstract_run(config, Path("."), *sizes, chips)
     builder = None
     if builders:
         chips = tpu_devices(launch, BUILDER, 1)  # every builder is a program of its own

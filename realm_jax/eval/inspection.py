@@ -156,7 +156,7 @@ def inspect_batch(context: StepContext, params: Params, batch: Any, index: Index
 
 def _likeliest(context: StepContext, params: Params, batch: Any, documents: Documents, special: Any) -> jax.Array:
     """The likeliest piece of text in every place beside each passage, [batch, k, m]."""
-    words = context.model.read_words(params, *masked_inputs(batch, documents))
+    words = context.model.reader.read_words(params, *masked_inputs(batch, documents))
     return words.at[..., special].set(-jnp.inf).argmax(axis=-1).reshape(*documents.ids.shape[:2], -1)
 
 

@@ -118,7 +118,7 @@ class _Read(NamedTuple):
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _read(context: StepContext, depth: int, spans: int, params: Params, batch: Any, index: Index) -> _Read:
     """Retrieve `depth` passages, read the first, and take the likeliest spans of each."""
-    passages, width = context.qa_passages, context.model.span_width
+    passages, width = context.qa_passages, context.model.reader.span_width
     read = read_question(context, params, batch, index, None, max(depth, passages), passages)
     flat = read.spans.reshape(*read.prior.shape, -1)
     best, places = jax.lax.top_k(flat, min(spans, flat.shape[-1]))
@@ -252,7 +252,7 @@ class Evaluator:
         if question.is_regex:
             texts = [self._read_text(row) for row in rows]
             return any(patterns.search(answer, text) is not None for answer in question.answers for text in texts)
-        (tokenizer, store, _), longest = self.run.sources.for_reader, self.run.context.model.span_width
+        (tokenizer, store, _), longest = self.run.sources.for_reader, self.run.context.model.reader.span_width
         forms = (form for answer in question.answers for form in tokenizer.forms(answer))
         encoded = [np.asarray(form, tokenizer.dtype) for form in forms]
         wanted = [answer for answer in encoded if 0 < len(answer) <= longest]

@@ -61,7 +61,7 @@ class Short(NamedTuple):
 
 
 class ContrastiveLoss(NamedTuple):
-    """A loss that compares every example of a batch with every other, in parts (`train/gradients.py`).
+    """A loss that compares every example of a batch with every other, in parts (`train/step.py`).
 
     encode: the vectors of some examples; null: that of the null document, or None; loss: of all these together.
     """

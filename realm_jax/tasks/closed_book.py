@@ -193,5 +193,5 @@ def predict_closed_book(run: Run, questions: Sequence[Question], params: Params)
 def _predict_tokens(model: Realm, params: Params, batch: Any) -> tuple[jax.Array, jax.Array]:
     """The likeliest piece of every predicted position and its log probability, [batch, predictions] both."""
     joint, positions = masked_inputs(batch, batch_candidates(batch))
-    log_p = jax.nn.log_softmax(model.read_words(params, joint, positions))
+    log_p = jax.nn.log_softmax(model.reader.read_words(params, joint, positions))
     return log_p.argmax(axis=-1), log_p.max(axis=-1)

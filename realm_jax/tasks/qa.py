@@ -229,7 +229,10 @@ def positive_qa_loss(context: StepContext, params: Params, batch: Batch, index: 
     beam of the index, whose passages are not read. `joint` of the batch: ids [batch, length]; see `positive_examples`.
     """
     keys = dropout_keys(key, 2)
-    joint, answers = batch_reader_input(batch), (batch["answers"], batch["answer_lengths"], context.model.span_width)
+    joint, answers = (
+        batch_reader_input(batch),
+        (batch["answers"], batch["answer_lengths"], context.model.reader.span_width),
+    )
     allowed, correct = answer_spans(joint, *answers)
     spans = score_spans(context, params, joint, keys[1])
     terms = likelihood.reader_terms(jnp.zeros(joint.lengths.shape), spans, allowed, correct)
@@ -262,6 +265,6 @@ def beam_has_answer(context: StepContext, batch: Batch, index: Index, rows: Arra
     parts = -(-beam // BEAM_PART)
     padded = jnp.pad(rows, ((0, 0), (0, parts * BEAM_PART - beam)))
     split = padded.reshape(count, parts, BEAM_PART).swapaxes(0, 1)
-    answers = (batch["answers"], batch["answer_lengths"], context.model.span_width)
+    answers = (batch["answers"], batch["answer_lengths"], context.model.reader.span_width)
     found = jax.lax.map(lambda part: has_answer_span(take_for_reader(index, part), *answers), split)
     return found.swapaxes(0, 1).reshape(count, -1)[:, :beam]

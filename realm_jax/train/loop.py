@@ -13,7 +13,7 @@ from functools import partial
 import jax
 import numpy as np
 
-from realm_jax.data.pipeline import batches, padded_lengths
+from realm_jax.data.examples import batches, padded_lengths
 from realm_jax.flops import peak
 from realm_jax.host import Stop, free_heap
 from realm_jax.models.realm import Params

@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.config import flatten, task_names
+from realm_jax.data.examples import dataset
 from realm_jax.data.held_out import evenly_spaced
 from realm_jax.data.jsonl import Question, answered
-from realm_jax.data.pipeline import dataset
 from realm_jax.eval.answers import exact_match, find_answer
 from realm_jax.eval.findings import UNTRAINED
 from realm_jax.eval.prediction import GROUPED_BY, Evaluator, Prediction

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from realm_jax.cache import cache_programs
 from realm_jax.config import REALM_TASKS
 from realm_jax.data.jsonl import Question, read_questions
 from realm_jax.data.staging import is_remote
@@ -44,8 +45,7 @@ from realm_jax.train.embedding import embed_with_cache
 from realm_jax.train.index_source import shared_folder
 from realm_jax.train.metrics import read_lines
 from realm_jax.train.restore import restore_params, saved_index_with_vectors
-from realm_jax.train.run_setup import load_run, recorded_config, set_up_jax
-from realm_jax.train.workdir import begins_with_reader, check_data
+from realm_jax.train.workdir import begins_with_reader, check_data, load_run, recorded_config
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ def open_run_for_inference(workdir: Path, changes: dict[str, Any] | None = None,
     changes = changes or {}
     recorded = recorded_config(workdir)
     _check_prepared(changes.get("data.path") or recorded.data.path, workdir)
-    set_up_jax()
+    cache_programs()
     # Trained on one machine and asked on another: every device takes a share of the passages and all parameters. Batch
     # sizes of training must suit the devices, but nothing is trained here.
     here: dict[str, Any] = {"mesh.fsdp": 1, "mesh.model": 1, "optimizer.microbatches": 1}
