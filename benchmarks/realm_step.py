@@ -243,10 +243,10 @@ def show(times: dict[str, float], memory: dict[str, float], run: Run, args: argp
 
 def our_way(run: Run, params: Any, batch: Any, vectors: NDArray[np.float32]) -> Way:
     task = make_task("realm", run)
-    step = make_step(run, task)
+    step = make_step(task)
     index, placed = run.index(vectors), put_batch(run.mesh, batch)
     control = put_control(run.mesh, ControlWords())
-    state = start_state(run, task, jax.device_put(params, run.param_shardings))
+    state = start_state(task, jax.device_put(params, run.param_shardings))
 
     def once() -> dict[str, jax.Array]:
         nonlocal state

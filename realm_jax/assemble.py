@@ -14,11 +14,11 @@ from realm_jax.data.examples import lengths_from
 from realm_jax.data.sources import Sources
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.errors import UserError
+from realm_jax.forward import StepContext
 from realm_jax.host import WIDE, release_large_blocks
 from realm_jax.mesh import logical_sharding
 from realm_jax.models.prompts import Encode, Template, compiled, placeholder
 from realm_jax.models.realm import Reader, Realm, span_size
-from realm_jax.retrieval.search import StepContext
 from realm_jax.run import Run, device_options, make_bert, mesh_for
 from realm_jax.schema import require
 from realm_jax.sections import answering_of, has_reader_tokenizer, joint_length, reader_section, task_names

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from realm_jax.data.examples import Bm25Hits, Bm25Lookup, Example, Lengths
 from realm_jax.data.sources import Sources
 from realm_jax.errors import UserError
+from realm_jax.forward import Index, StepContext, bm25_list_length, search_depth
 from realm_jax.mesh import logical_sharding, make_mesh, parameter_shardings
 from realm_jax.models.attention import select_attention
 from realm_jax.models.bert import BertConfig
@@ -30,7 +31,6 @@ from realm_jax.retrieval.embed import EMBED_BATCH, CorpusRows, embed_corpus, in_
 from realm_jax.retrieval.exact import padded_rows
 from realm_jax.retrieval.fusion import FUSION_DEPTH
 from realm_jax.retrieval.scann import BUDGET, ScannConfig
-from realm_jax.retrieval.search import Index, StepContext, bm25_list_length, search_depth
 from realm_jax.sections import answering_of, task_names
 
 
@@ -141,7 +141,7 @@ class Run(BaseRun):
         return dataclasses.replace(self.context, qa_passages=passages)
 
     @property
-    def searches(self) -> ScannConfig | None:
+    def scann_config(self) -> ScannConfig | None:
         """How hosts search, where `retrieval.backend` says that they do."""
         c = self.config
         budget = max(BUDGET, c.realm.candidates)

@@ -52,9 +52,9 @@ def shared_steps() -> Iterator[None]:
     """Runs of one test after another share their compiled step."""
     steps: dict[Any, Any] = {}
 
-    def make(run: Run, task: Task) -> Any:
-        key = task.name, run.context, run.config[task.name].to_json()
-        return steps.setdefault(key, make_step(run, task))
+    def make(task: Task) -> Any:
+        key = task.name, task.context, task.settings.to_json()
+        return steps.setdefault(key, make_step(task))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "make_step", make)
@@ -128,8 +128,8 @@ def at_step(monkeypatch, act: Callable[[int], None]) -> None:
     """Has `act(step)` called before each step of the loop."""
     make = loop.make_step
 
-    def watched(run: Run, task: Any) -> Any:
-        step = make(run, task)
+    def watched(task: Any) -> Any:
+        step = make(task)
 
         def call(state: Any, *rest: Any) -> Any:
             act(int(state.step))
@@ -292,8 +292,8 @@ class Watch:
         self._seen, self._exported = [], {}
         make, export = loop.make_step, Exporter.export
 
-        def watched(run, task):
-            step = make(run, task)
+        def watched(task):
+            step = make(task)
 
             def call(state, batch, index, control):
                 self._seen.append((int(state.step), np.asarray(index.vectors)))

@@ -58,7 +58,7 @@ def test_a_step_of_every_objective_can_be_planned(task, changes):
     config = tiny_config(Path("-"))
     config[task].update(changes)
     run = abstract_run(config, Path("."), 1000, 300, jax.devices()[:1])
-    made = jax.eval_shape(make_step(run, make_task(task, run)), *abstract_arguments(run, task))
+    made = jax.eval_shape(make_step(make_task(task, run)), *abstract_arguments(run, task))
     assert "loss" in str(jax.tree.structure(made))
 
 

@@ -193,7 +193,7 @@ def test_an_answer_is_found_in_the_reader_s_tokens(own):
     batch = put_batch(own.mesh, {name: np.stack([one[name] for one in made]) for name in made[0]})
     context = dataclasses.replace(own.context, qa_passages=len(PEOPLE))
     read = read_question(context, own.initial_params(), batch, index, None, len(PEOPLE), len(PEOPLE))
-    rows, correct = np.asarray(read.reading.rows), np.asarray(read.correct)
+    rows, correct = np.asarray(read.rows), np.asarray(read.correct)
     for number in range(8):
         right = rows[number][correct[number].any(axis=(1, 2))]
         assert [own.sources.passages.document_id(row) for row in right] == [f"p{number}"]

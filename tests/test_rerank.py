@@ -127,7 +127,7 @@ def test_a_step_can_be_planned_from_the_shapes_of_its_examples(people, tmp_path)
     assert found == {name: (shape, np.dtype(dtype)) for name, (shape, dtype) in task.array_shapes().items()}
     bare = abstract_run(run.config, tmp_path, 1000, 300, jax.devices()[:1])
     task = make_task("rerank", bare)
-    made = jax.eval_shape(make_step(bare, task), *abstract_arguments(bare, "rerank"))
+    made = jax.eval_shape(make_step(task), *abstract_arguments(bare, "rerank"))
     assert "agreement" in str(jax.tree.structure(made))
     assert set(task.flops()) == {"reader", "reranker", "search", "queries"}
 

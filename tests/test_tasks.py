@@ -27,10 +27,18 @@ from tiny_run import tiny_config
 from realm_jax.assemble import make_run
 from realm_jax.data import layouts
 from realm_jax.data.sources import open_sources
-from realm_jax.forward import candidate_scores, read_candidates, read_passages, score_spans
+from realm_jax.forward import (
+    Candidates,
+    Index,
+    candidate_scores,
+    gather_documents,
+    read_candidates,
+    read_question,
+    retrieve,
+    score_spans,
+)
 from realm_jax.models.inputs import Documents, reader_inputs
 from realm_jax.models.likelihood import masked_word_marginal
-from realm_jax.retrieval.search import Candidates, Index, gather_documents, retrieve
 from realm_jax.tasks.base import metric_values
 from realm_jax.tasks.qa import batch_reader_input
 from realm_jax.tasks.realm import realm_metrics
@@ -349,8 +357,8 @@ def reading(params, index):
 
     @jax.jit
     def read(params, index):
-        reading, found = read_passages(context(), params, QUESTIONS, index, None, BEAM, PASSAGES)
-        return found.rows, found.scores, reading.span_scores
+        read = read_question(context(), params, QUESTIONS, index, None, BEAM, PASSAGES)
+        return read.beam.rows, read.beam.scores, read.span_scores
 
     return jax.tree.map(np.asarray, read(params, index))
 

@@ -136,7 +136,7 @@ def run_builder(run: Run, folder: Folder, **options: Any) -> Builder:
     c = run.config
     return Builder(
         folder, builder_corpus(run), c.model.dtype, generations.CHUNK_ROWS,
-        searches=run.searches, min_recall=c.scann.min_recall if run.searches else 0.0, **options,
+        searches=run.scann_config, min_recall=c.scann.min_recall if run.scann_config else 0.0, **options,
     )  # fmt: skip
 
 

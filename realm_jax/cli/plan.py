@@ -28,13 +28,13 @@ from realm_jax.config import REALM_TASKS, default, flatten, task_names, validate
 from realm_jax.data.tokenizer import id_dtype
 from realm_jax.errors import UserError
 from realm_jax.flops import embedding_flops, memory, peak
+from realm_jax.forward import Index
 from realm_jax.launch.spec import Launch
 from realm_jax.mesh import logical_sharding, replicated
 from realm_jax.models.inputs import Documents
 from realm_jax.refresh.status import BUILDER, TRAINER
 from realm_jax.retrieval.embed import EMBED_BATCH
 from realm_jax.retrieval.exact import padded_rows
-from realm_jax.retrieval.search import Index
 from realm_jax.run import Run, embed_program
 from realm_jax.sections import TaskSection
 from realm_jax.tasks import TASKS, make_task
@@ -174,7 +174,7 @@ def device_kind(run: Run) -> str:
 def step_needs(trainer: Run, task: str) -> dict[str, Any]:
     """Peak bytes a device and collectives of a task's step, as the compiler has them; or that it does not fit."""
     state, batch, index, control = abstract_arguments(trainer, task)
-    step = make_step(trainer, make_task(task, trainer))
+    step = make_step(make_task(task, trainer))
     second = sum(shard_bytes(leaf) for leaf in jax.tree.leaves(index.vectors)) if index is not None else 0
     return compiled_needs(step.lower(state, batch, index, control), device_kind(trainer), second)  # type: ignore[attr-defined]
 
@@ -228,7 +228,7 @@ def abstract_arguments(trainer: Run, task: str) -> tuple[Any, Any, Any, Any]:
     mesh, config = trainer.mesh, trainer.config
     like = jax.eval_shape(trainer.model.init, jax.random.key(0))
     made = make_task(task, trainer)
-    state = abstract_state(trainer, made, like)
+    state = abstract_state(made, like)
     size = config[task].batch_size
     shapes = made.array_shapes().items()
     batch = {name: abstract_sharded(trainer, (size, *shape), dtype, "batch") for name, (shape, dtype) in shapes}
@@ -242,7 +242,7 @@ def abstract_arguments(trainer: Run, task: str) -> tuple[Any, Any, Any, Any]:
         )
         if not made.needs_vectors():
             vectors = None
-        if made.host_search and trainer.searches is not None:
+        if made.host_search and trainer.scann_config is not None:
             batch["retrieved_rows"] = abstract_sharded(trainer, (size, config.realm.candidates), jnp.int32, "batch")
             vectors = None
         index = Index(vectors, documents)

@@ -20,11 +20,10 @@ from realm_jax.data.jsonl import Question
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.eval.answers import exact_match, normalise
 from realm_jax.eval.retrieval import answer_hits, gold_hits, hit_at_k, mean_by_group
-from realm_jax.forward import question_beam, read_question
+from realm_jax.forward import Index, Rerank, StepContext, question_beam, read_question
 from realm_jax.mesh import to_host
 from realm_jax.models.realm import Params
 from realm_jax.retrieval.fusion import FusedRanking
-from realm_jax.retrieval.search import Index, Rerank, StepContext
 from realm_jax.run import Run, put_batch
 from realm_jax.sections import answering_of
 
@@ -122,7 +121,7 @@ def _read(context: StepContext, depth: int, spans: int, params: Params, batch: A
     read = read_question(context, params, batch, index, None, max(depth, passages), passages)
     flat = read.spans.reshape(*read.prior.shape, -1)
     best, places = jax.lax.top_k(flat, min(spans, flat.shape[-1]))
-    starts = places // width - read.reading.joint.body_start[..., None]
+    starts = places // width - read.joint.body_start[..., None]
     return _Read(*read.beam, jnp.exp(read.prior), starts, places % width, best)
 
 

@@ -25,10 +25,10 @@ from realm_jax.data.sources import Sources
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import id_dtype
 from realm_jax.eval.prediction import Evaluator
+from realm_jax.forward import Batch, Index, Rerank, StepContext
 from realm_jax.models.bert import BertConfig
 from realm_jax.models.likelihood import Mean
 from realm_jax.models.realm import Network, Params, Realm
-from realm_jax.retrieval.search import Batch, Index, Rerank, StepContext
 from realm_jax.run import Run
 from realm_jax.schema import Sections
 from realm_jax.sections import TaskSection

@@ -19,12 +19,22 @@ from realm_jax.data.jsonl import answered
 from realm_jax.data.tokenizer import id_dtype
 from realm_jax.errors import UserError
 from realm_jax.flops import embedding_flops, reader_of, score_flops
-from realm_jax.forward import question_beam, read_question, reader_query, score_spans
+from realm_jax.forward import (
+    Batch,
+    Index,
+    StepContext,
+    bm25_list_length,
+    dropout_keys,
+    question_beam,
+    read_question,
+    reader_query,
+    score_spans,
+    take_for_reader,
+)
 from realm_jax.models import likelihood
 from realm_jax.models.inputs import ReaderInput, answer_spans, has_answer_span, token_mask
 from realm_jax.models.likelihood import Mean
 from realm_jax.models.realm import Params
-from realm_jax.retrieval.search import Batch, Index, StepContext, bm25_list_length, dropout_keys, take_for_reader
 from realm_jax.run import Run
 from realm_jax.schema import NOT_NEGATIVE, POSITIVE, key, one_of, require
 from realm_jax.sections import SEARCHES, TaskSection, joint_length, task_names
@@ -200,7 +210,7 @@ def trained_towers(context: StepContext) -> tuple[str, ...]:
 def qa_loss(context: StepContext, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
     """Fine-tuning on what is retrieved: the paper's marginal over passages and spans, or ORQA's L_ret + L_read."""
     read = read_question(context, params, batch, index, key, question_depth(context), context.qa_passages)
-    scores, spans = read.reading.scores, read.reading.span_scores
+    scores, spans = read.scores, read.span_scores
     loss, log_likelihood = likelihood.answer_marginal(scores, spans, read.allowed, read.correct)
     has_answer = read.correct.any(axis=(2, 3))
     if context.qa_objective == "orqa":

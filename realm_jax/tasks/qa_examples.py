@@ -39,10 +39,10 @@ from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Evaluator
+from realm_jax.forward import StepContext
 from realm_jax.models.inputs import DOCUMENT_SPECIALS
 from realm_jax.models.realm import Params
 from realm_jax.processes import is_process_0, run_on_process_0
-from realm_jax.retrieval.search import StepContext
 from realm_jax.run import Run
 from realm_jax.storage import make_folder, read_json, write_json_atomic
 from realm_jax.tasks.base import Embed, Task

@@ -29,11 +29,10 @@ from realm_jax.data.sources import Sources
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer, Tokens
 from realm_jax.flops import embedding_flops, reader_of, score_flops, word_flops
-from realm_jax.forward import read_masked
+from realm_jax.forward import Batch, Candidates, Index, StepContext, bm25_list_length, read_masked, search_depth
 from realm_jax.models import likelihood
 from realm_jax.models.likelihood import Mean
 from realm_jax.models.realm import Params
-from realm_jax.retrieval.search import Batch, Candidates, Index, StepContext, bm25_list_length, search_depth
 from realm_jax.run import Run
 from realm_jax.schema import NOT_NEGATIVE, at_least, key, one_of
 from realm_jax.sections import SEARCHES, TaskSection, joint_length, task_names

@@ -22,6 +22,7 @@ from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
 from realm_jax.errors import UserError
+from realm_jax.forward import LoadedIndex, StepContext
 from realm_jax.mesh import to_host
 from realm_jax.models.realm import Params
 from realm_jax.processes import allgather_flags, broadcast_from_process_0, is_process_0
@@ -40,7 +41,6 @@ from realm_jax.refresh.generations import (
 from realm_jax.refresh.status import HEARTBEAT_SECONDS, StatusWriter
 from realm_jax.refresh.watcher import IndexWatcher
 from realm_jax.retrieval.exact import search
-from realm_jax.retrieval.search import LoadedIndex, StepContext
 from realm_jax.run import Run
 from realm_jax.storage import StorageError, digest
 from realm_jax.train.index_source import CorpusIndexSource, Interrupted, shared_folder

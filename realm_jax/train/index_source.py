@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from numpy.typing import NDArray
 
 from realm_jax.errors import UserError
+from realm_jax.forward import Index, LoadedIndex
 from realm_jax.models.realm import Params
 from realm_jax.refresh.generations import numpy_dtype
 from realm_jax.retrieval.scann import Searcher
-from realm_jax.retrieval.search import Index, LoadedIndex
 from realm_jax.run import Run
 from realm_jax.storage import Folder, open_folder
 from realm_jax.tasks import make_task
@@ -80,10 +80,10 @@ def index_from_vectors(run: Run, vectors: NDArray, step: int, tower: Params | No
     """An index of vectors that the trainer made itself. tower: the query embedder that shall search, None for the
     current one. exact: on the devices also where hosts search for REALM."""
     stored = vectors.astype(numpy_dtype(run.config.model.dtype))
-    if run.searches is None or exact:
+    if run.scann_config is None or exact:
         return LoadedIndex(run.index(stored)._replace(tower=tower), stored, step)
     return LoadedIndex(
-        run.index_without_vectors._replace(tower=tower), stored, step, searcher=Searcher.of(stored, run.searches)
+        run.index_without_vectors._replace(tower=tower), stored, step, searcher=Searcher.of(stored, run.scann_config)
     )
 
 

@@ -16,12 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from ml_collections import ConfigDict
 
+from realm_jax.forward import Index
 from realm_jax.mesh import replicated
 from realm_jax.models.realm import Params
-from realm_jax.retrieval.search import Index
-from realm_jax.run import BaseRun
 from realm_jax.tasks.base import Batch, Means, Task, metric_values
 from realm_jax.train.optimizer import FRESH_HEADS, RateScales, make_optimizer, zero_frozen_gradients
 
@@ -41,29 +39,30 @@ class State(NamedTuple):
         return {**self.frozen, **self.trained}
 
 
-def task_optimizer(config: ConfigDict, task: Task) -> Any:
+def task_optimizer(task: Task) -> Any:
     """The optimiser of a task, from its section of the config."""
-    c, short = config[task.name], is_short(config)
+    config, settings, short = task.run.config, task.settings, is_short(task)
     warmup = config.optimizer.warmup or (task.short.warmup if short else 0)
-    return make_optimizer(c.learning_rate, c.steps, warmup, task.retriever_delay, task_rates(config, task), short)
+    peak, steps = settings.learning_rate, settings.steps
+    return make_optimizer(peak, steps, warmup, task.retriever_delay, task_rates(task), short)
 
 
-def is_short(config: ConfigDict) -> bool:
+def is_short(task: Task) -> bool:
     """Whether the optimizer is the preset of short runs from pretrained weights. A tagger's config has no presets."""
-    return bool(config.optimizer.get("preset") == "short")
+    return bool(task.run.config.optimizer.get("preset") == "short")
 
 
-def task_rates(config: ConfigDict, task: Task) -> RateScales:
+def task_rates(task: Task) -> RateScales:
     """The rates of the parts of the model, as multiples of the task's learning rate."""
-    return RateScales(task.short.retriever, heads=FRESH_HEADS, words=False) if is_short(config) else RateScales()
+    return RateScales(task.short.retriever, heads=FRESH_HEADS, words=False) if is_short(task) else RateScales()
 
 
-def start_state(run: BaseRun, task: Task, params: Params) -> State:
+def start_state(task: Task, params: Params) -> State:
     """A task's state at step 0, sharded. The parameters are donated, as a step donates its state."""
-    optimizer = task_optimizer(run.config, task)
+    optimizer = task_optimizer(task)
     trained = {name: params[name] for name in task.trained}
     frozen = {name: value for name, value in params.items() if name not in task.trained}
-    shardings = state_shardings(run, task)
+    shardings = state_shardings(task)
 
     def build(trained: Params, frozen: Params) -> State:
         return State(jnp.zeros((), jnp.int32), trained, frozen, optimizer.init(trained))
@@ -71,14 +70,15 @@ def start_state(run: BaseRun, task: Task, params: Params) -> State:
     return jax.jit(build, donate_argnums=(0, 1), out_shardings=shardings)(trained, frozen)
 
 
-def state_shardings(run: BaseRun, task: Task) -> Any:
+def state_shardings(task: Task) -> Any:
     """Where every array of a task's state lives; moments live where their parameters do. A `State` of shardings."""
     import optax  # here, as in `optimizer.py`
 
+    run = task.run
     everywhere = replicated(run.mesh)
     trained = {name: run.param_shardings[name] for name in task.trained}
     frozen = {name: value for name, value in run.param_shardings.items() if name not in task.trained}
-    optimizer = task_optimizer(run.config, task)
+    optimizer = task_optimizer(task)
     shapes = jax.eval_shape(run.model.init, jax.random.key(0))
     abstract = jax.eval_shape(optimizer.init, {name: shapes[name] for name in task.trained})
 
@@ -133,13 +133,13 @@ def reduce_control(control: jax.Array) -> jax.Array:
     return jnp.stack([jnp.where(words.min() == words.max(), words.min(), -1), steps.max(), stops.max()])
 
 
-def make_step(run: BaseRun, task: Task) -> Step:
+def make_step(task: Task) -> Step:
     """One optimiser step as one jitted program; the state is donated. Metric `consensus`: the reduced control words."""
     import optax
 
-    optimizer = task_optimizer(run.config, task)
+    run, optimizer = task.run, task_optimizer(task)
     seed, parts = run.config.seed, run.config.optimizer.microbatches if task.is_parted else 1
-    dropout, rates = run.model.bert.dropout > 0, task_rates(run.config, task)
+    dropout, rates = run.model.bert.dropout > 0, task_rates(task)
 
     def step(state: State, batch: Any, index: Index | None, control: jax.Array) -> tuple[State, dict[str, jax.Array]]:
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), task.stream), state.step) if dropout else None
@@ -152,7 +152,7 @@ def make_step(run: BaseRun, task: Task) -> Step:
         metrics["consensus"] = reduce_control(control)
         return State(state.step + 1, trained, state.frozen, moments), metrics
 
-    shardings = state_shardings(run, task)
+    shardings = state_shardings(task)
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, replicated(run.mesh)))
 
 

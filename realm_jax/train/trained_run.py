@@ -20,6 +20,7 @@ from realm_jax.data.jsonl import Question, read_questions
 from realm_jax.data.staging import is_remote
 from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Answer, Evaluator
+from realm_jax.forward import Index, Rerank
 from realm_jax.mesh import replicated
 from realm_jax.models.realm import Params
 from realm_jax.refresh.builder import rejection
@@ -33,7 +34,6 @@ from realm_jax.refresh.generations import (
     read_manifest,
     read_towers,
 )
-from realm_jax.retrieval.search import Index, Rerank
 from realm_jax.run import Run
 from realm_jax.sections import task_names
 from realm_jax.storage import read_json
