@@ -45,11 +45,9 @@ from realm_jax.tasks.base import (
     Shapes,
     Short,
     Task,
-    answer_shapes,
-    asked_shapes,
     batch_mean,
-    bm25_shapes,
     evaluation_questions,
+    question_shapes,
 )
 from realm_jax.tasks.closed_book import ClosedBook
 from realm_jax.tasks.collapse import CollapseMonitor
@@ -160,7 +158,7 @@ class Qa(Task):
         return fine_tuning_examples(self, params, embed)
 
     def array_shapes(self) -> Shapes:
-        found = asked_shapes(self.run) | answer_shapes(self.run) | bm25_shapes(self.bm25_depth)
+        found = question_shapes(self.run, self.bm25_depth)
         if not self.is_positive:
             return found
         joint, ids = joint_length(self.run.config), id_dtype(self.run.model.reader.bert.vocabulary_size)

@@ -34,7 +34,7 @@ from realm_jax.models.realm import Network, Params, Realm, flatten_passages
 from realm_jax.run import Run
 from realm_jax.schema import at_least, key, require
 from realm_jax.sections import TaskSection, joint_length, task_names
-from realm_jax.tasks.base import Embed, Means, Shapes, Task, answer_shapes, asked_shapes, batch_mean, bm25_shapes
+from realm_jax.tasks.base import Embed, Means, Shapes, Task, batch_mean, question_shapes
 from realm_jax.tasks.qa import Qa
 from realm_jax.tasks.qa_examples import retrieved_examples, training_questions
 
@@ -96,7 +96,7 @@ class RerankTask(Task):
         return retrieved_examples(self.run, training_questions(self, params, embed), self.candidates)
 
     def array_shapes(self) -> Shapes:
-        return asked_shapes(self.run) | answer_shapes(self.run) | bm25_shapes(self.bm25_depth)
+        return question_shapes(self.run, self.bm25_depth)
 
     def loss(self, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
         return rerank_loss(self.context, params, batch, index, key, self.candidates)

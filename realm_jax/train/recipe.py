@@ -6,7 +6,7 @@ Read `open_run` (config, prepared folder, mesh, networks) and `run_recipe` (the 
 import logging
 import shlex
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 from rich.table import Table
 
 from realm_jax.assemble import make_model, make_run, prompt_encoder
-from realm_jax.config import validate
+from realm_jax.config import add_sections, validate
 from realm_jax.console import console
 from realm_jax.data.jsonl import Question
 from realm_jax.data.sources import Sources, open_sources
@@ -33,9 +33,10 @@ from realm_jax.sections import has_reader_tokenizer, task_names
 from realm_jax.storage import exclusive_lock, make_folder
 from realm_jax.tasks import TASKS, make_task
 from realm_jax.tasks.base import Task, dev_questions
-from realm_jax.train.controls import run_controls
+from realm_jax.train.checkpoints import SavedCheckpoint
 from realm_jax.train.index_source import shared_folder
 from realm_jax.train.init_from import (
+    INIT_KEYS,
     check_reader_is_named,
     fill_from_pretrained,
     init_from_sources,
@@ -46,6 +47,7 @@ from realm_jax.train.init_from import (
 )
 from realm_jax.train.loop import train_task
 from realm_jax.train.projection import with_principal_components
+from realm_jax.train.restore import restore_params
 from realm_jax.train.results import measure_baselines, save_bm25_index, write_results
 from realm_jax.train.workdir import check_workdir, has_begun, has_checkpoint, recorded_corpus
 
@@ -229,6 +231,34 @@ def starting_params(run: Run) -> Params:
         params = init_from_sources(run, params)
     record_start(run, params)
     return with_principal_components(run, params) if starts_with_pca(run) else params
+
+
+def run_controls(run: Run) -> None:
+    """The control runs: baselines from the same start and of the same length as REALM.
+
+    Which they are, each task says for itself (`Task.controls`): REALM with a frozen retriever, the same number of
+    additional steps of the inverse cloze task as REALM has, and a reader of the same size that answers from the
+    question alone. Each has its own folder in that of the run, and is resumable like any task.
+    """
+    controls = [control for name in task_names(run.config) for control in make_task(name, run).controls()]
+    start = run.initial_params()
+    from_start = [control.folder for control in controls if not control.start]
+    begun = any(SavedCheckpoint.newest_on_process_0(run.workdir / folder / "checkpoints") for folder in from_start)
+    if any(run.config[key] for key in INIT_KEYS) and not begun:  # afterwards its source may go
+        start = init_from_sources(run, start)
+    for control in controls:
+        changed = _with_keys(run, control.keys, control.task)
+        params = restore_params(run, control.start) if control.start else start
+        folder = None if control.folder == control.task else control.folder
+        train_task(changed, control.task, params, make_task(control.task, changed).measure(), folder)
+
+
+def _with_keys(run: Run, keys: Mapping[str, Any], task: str) -> Run:
+    """The run with some keys of its config changed, and the section of a task."""
+    config = type(run.config)(run.config.to_dict())
+    config.update_from_flattened_dict(keys)
+    add_sections(config, [task])
+    return run.with_config(config)
 
 
 def show(results: dict[str, Any], workdir: Path) -> None:
