@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable
 
 from realm_jax.config import default
-from realm_jax.data.examples import Examples, lengths_from
-from realm_jax.data.pipeline import dataset
+from realm_jax.data.examples import Examples, dataset, lengths_from
 from realm_jax.data.sources import open_sources
 from realm_jax.tasks import TASKS
 from realm_jax.tasks.closed_book import closed_book_examples

@@ -34,13 +34,14 @@ from embedding import inputs, torch_tower
 from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
+from realm_jax.assemble import abstract_run
 from realm_jax.config import default, joint_length
 from realm_jax.data.sources import open_sources
 from realm_jax.flops import peak
 from realm_jax.host import keep_freed_memory
 from realm_jax.models.inputs import Documents
 from realm_jax.retrieval.embed import CorpusRows
-from realm_jax.run import Run, abstract_run, put_batch
+from realm_jax.run import Run, put_batch
 from realm_jax.tasks import make_task
 from realm_jax.train.optimizer import CLIP, WEIGHT_DECAY
 from realm_jax.train.step import ControlWords, make_step, put_control, start_state
@@ -242,10 +243,10 @@ def show(times: dict[str, float], memory: dict[str, float], run: Run, args: argp
 
 def our_way(run: Run, params: Any, batch: Any, vectors: NDArray[np.float32]) -> Way:
     task = make_task("realm", run)
-    step = make_step(run, task)
+    step = make_step(task)
     index, placed = run.index(vectors), put_batch(run.mesh, batch)
     control = put_control(run.mesh, ControlWords())
-    state = start_state(run, task, jax.device_put(params, run.param_shardings))
+    state = start_state(task, jax.device_put(params, run.param_shardings))
 
     def once() -> dict[str, jax.Array]:
         nonlocal state

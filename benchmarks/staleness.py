@@ -18,6 +18,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
+from realm_jax.cache import cache_programs
 from realm_jax.cli.quickstart import make_data
 from realm_jax.recipes import quickstart
 from realm_jax.run import Run
@@ -25,8 +26,7 @@ from realm_jax.tasks import make_task
 from realm_jax.tasks.base import Measure
 from realm_jax.train.loop import train_task
 from realm_jax.train.metrics import read_lines
-from realm_jax.train.recipe import starting_params, train
-from realm_jax.train.run_setup import open_run, set_up_jax
+from realm_jax.train.recipe import open_run, starting_params, train
 
 N = 4  # steps between two refreshes that a builder beside training would manage
 STEPS = 60 * N
@@ -62,7 +62,7 @@ def recipe(seed: int, data: Path, tasks: str) -> ConfigDict:
 
 def run_seed(workdir: Path, seed: int) -> None:
     """Warm up once, then train with every interval and both kinds of queries."""
-    set_up_jax()
+    cache_programs()
     base = workdir / f"seed{seed}"
     make_data(base, ENTITIES, seed)
     train(open_run(recipe(seed, base / "data", "mlm,ict"), base / "warm"))

@@ -21,11 +21,12 @@ from typing import Any
 import numpy as np
 from passage_store import drop_from_page_cache, make
 
+from realm_jax.assemble import make_run
 from realm_jax.config import add_sections
 from realm_jax.data.sources import FORMAT_VERSION, open_sources
 from realm_jax.host import keep_freed_memory
 from realm_jax.recipes import quickstart
-from realm_jax.run import Run, make_run
+from realm_jax.run import Run
 from realm_jax.train.guards import Profiler
 from realm_jax.train.loop import train_task
 from realm_jax.train.metrics import WAITS, read_lines

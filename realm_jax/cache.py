@@ -5,7 +5,7 @@
 
 An entry, ROOT/<kind>/<name>, is evicted as a whole when space is needed. Kinds are `vectors`, of passages by encoder
 (`retrieval/embed.py`), and `opened`, of checkpoints that answer questions (`train/cached_checkpoint.py`).
-Nothing that is read is trusted: arrays are compared with their checksums.
+Nothing that is read is trusted: arrays are compared with their checksums. JAX keeps its programs beside them (`jax`).
 """
 
 import contextlib
@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from numpy.typing import NDArray
 
@@ -35,6 +36,14 @@ def cache_bytes() -> int:
     if not text.isdecimal():
         raise UserError(f"REALM_CACHE_BYTES={text}: give a number of bytes, or 0 to keep nothing")
     return int(text)
+
+
+def cache_programs() -> None:
+    """Let JAX keep what it compiles there, unless JAX_COMPILATION_CACHE_DIR names a folder already. Raises as
+    `cache_bytes` does."""
+    cache_bytes()
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "jax"))
 
 
 class CacheEntry:

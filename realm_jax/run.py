@@ -17,26 +17,21 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
-from realm_jax.data.examples import Bm25Hits, Bm25Lookup, Example, Lengths, lengths_from
+from realm_jax.data.examples import Bm25Hits, Bm25Lookup, Example, Lengths
 from realm_jax.data.sources import Sources
-from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.errors import UserError
-from realm_jax.host import WIDE, release_large_blocks
+from realm_jax.forward import Index, StepContext, bm25_list_length, search_depth
 from realm_jax.mesh import logical_sharding, make_mesh, parameter_shardings
 from realm_jax.models.attention import select_attention
 from realm_jax.models.bert import BertConfig
 from realm_jax.models.inputs import Documents
-from realm_jax.models.prompts import Encode, Template, compiled, placeholder
-from realm_jax.models.reader import Reader, span_size
 from realm_jax.models.realm import Params, Realm
 from realm_jax.retrieval.bm25 import Bm25, check_has_terms, load_or_build
 from realm_jax.retrieval.embed import EMBED_BATCH, CorpusRows, embed_corpus, in_groups
 from realm_jax.retrieval.exact import padded_rows
 from realm_jax.retrieval.fusion import FUSION_DEPTH
 from realm_jax.retrieval.scann import BUDGET, ScannConfig
-from realm_jax.retrieval.search import Index, StepContext, bm25_list_length, search_depth
-from realm_jax.schema import require
-from realm_jax.sections import answering_of, has_reader_tokenizer, joint_length, reader_section, task_names
+from realm_jax.sections import answering_of, task_names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +141,7 @@ class Run(BaseRun):
         return dataclasses.replace(self.context, qa_passages=passages)
 
     @property
-    def searches(self) -> ScannConfig | None:
+    def scann_config(self) -> ScannConfig | None:
         """How hosts search, where `retrieval.backend` says that they do."""
         c = self.config
         budget = max(BUDGET, c.realm.candidates)
@@ -206,72 +201,6 @@ def embed_program(model: Realm, mesh: Mesh, params: Params, documents: Documents
     return spread(params, documents)
 
 
-def make_run(config: ConfigDict, workdir: Path, sources: Sources, devices: list[jax.Device] | None = None) -> Run:
-    """Everything that a validated config decides. Raises UserError if config and data do not fit."""
-    rows, read = len(sources.passages), max(config.qa.passages, answering_of(config).read)
-    wanted = max(config.realm.candidates, read)
-    if rows < wanted:
-        raise UserError(
-            f"{config.data.path}: the corpus has {rows} passages, but config.realm.candidates, "
-            f"qa.passages and answering.read need {wanted}; add passages or lower the keys"
-        )
-    if max(config.model.width, reader_section(config.model).width) >= WIDE:
-        release_large_blocks()
-    tokenizer = sources.tokenizer
-    special = tokenizer.cls_id, tokenizer.sep_id
-    if not has_reader_tokenizer(config):
-        sources = dataclasses.replace(sources, reader=None)
-    reader = None if sources.reader is None else sources.reader.tokenizer
-    bare = abstract_run(config, workdir, rows, tokenizer.size, devices, special, prompt_encoder(tokenizer), reader)
-    if config.data.text == "passages":
-        sources = sources.of_passages_alone()
-    return dataclasses.replace(bare, sources=sources)
-
-
-def abstract_run(
-    config: ConfigDict, workdir: Path, rows: int, vocabulary_size: int, devices: list[jax.Device] | None = None,
-    special: tuple[int, int] = (101, 102), encode: Encode = placeholder, reader: Tokenizer | None = None,
-) -> Run:  # fmt: skip
-    """A run with the sizes of its data but without data: enough to compile its programs.
-
-    special: ids of [CLS] and [SEP], by default those of BERT's vocabulary. encode: what makes tokens of prompts.
-    reader: the tokenizer of a reader that has its own. Raises UserError if sizes do not fit.
-    """
-    require(
-        reader is not None or not has_reader_tokenizer(config),
-        "model.reader",
-        "tokenizer=own needs prepared data, opened with the reader's tokens; leave it out",
-    )
-    mesh = mesh_for(config, devices)
-    data, ict, realm, qa = config.data, config.ict, config.realm, config.qa
-    hidden = logical_sharding(mesh, "batch", None, None)
-    model = make_model(config, vocabulary_size, encode, hidden, reader.size if reader else 0)
-    context = StepContext(
-        model.with_bert(**device_options(mesh, model.bert.dtype)),
-        mesh,
-        *special,
-        rows,
-        candidates=realm.candidates,
-        null_document=realm.null_document,
-        exclude_own=realm.exclude_own,
-        marginal=realm.marginal,
-        ict_null_weight=ict.null_weight,
-        ict_from_index=ict.negatives == "index",
-        qa_objective=qa.objective,
-        qa_beam=qa.beam,
-        qa_passages=qa.passages,
-        qa_titles=qa.titles,
-        search=realm.search,
-        qa_search=qa.search,
-        qa_documents=qa.refresh_every > 0,
-        reader_special=(reader.cls_id, reader.sep_id) if reader else None,
-    )
-    lengths = lengths_from(
-        data.query_length, data.document_length, realm.masking, data.predictions, qa.answers, config.model.span_width
-    )
-    return Run(config, workdir, mesh, context.model, None, context, lengths)  # type: ignore[arg-type]
-
-
 def mesh_for(config: ConfigDict, devices: list[jax.Device] | None = None) -> Mesh:
     """The mesh of a config. Raises UserError if a task's batch cannot be shared out on it."""
     mesh = make_mesh(-1, config.mesh.fsdp, config.mesh.model, devices)
@@ -295,48 +224,6 @@ def device_options(mesh: Mesh, dtype: Any) -> dict[str, Any]:
     """Fields of a `BertConfig` that suit the devices: how to attend; one CPU needs no place for hidden states."""
     attention = select_attention(mesh, dtype)
     return {"attention": attention} | ({"hidden": None} if attention == "cpu" else {})
-
-
-def prompt_encoder(tokenizer: Tokenizer) -> Encode:
-    """What makes tokens of a prompt."""
-    return lambda text: tokenizer.encode(text).ids
-
-
-def make_model(
-    config: ConfigDict, vocabulary_size: int, encode: Encode = placeholder, hidden: NamedSharding | None = None,
-    reader_vocabulary_size: int = 0,
-) -> Realm:  # fmt: skip
-    """The networks that a config describes. encode: what makes tokens of prompts; hidden: where their hidden
-    states live on a mesh; reader_vocabulary_size: of a reader with a tokenizer of its own, 0 for none. Raises UserError
-    if prompts leave too few positions."""
-    model, encoder = config.model, config.encoder
-    query, passage = encoder.query_prompt, encoder.passage_prompt
-    query_template = compiled(query, "config.encoder.query_prompt", False, encode) if query else None
-    passage_template = compiled(passage, "config.encoder.passage_prompt", True, encode) if passage else None
-    longest = max(joint_length(config), *tower_lengths(config, query_template, passage_template))
-    bert = make_bert(model, vocabulary_size, longest, hidden)
-    reader_bert = make_bert(reader_section(model), reader_vocabulary_size or vocabulary_size, longest, hidden)
-    return Realm(
-        bert,
-        projection=encoder.projection,
-        norm_epsilon=encoder.norm_epsilon,
-        norm_scale=encoder.norm_scale,
-        pooling=encoder.pooling,
-        normalization=encoder.normalization,
-        temperature=float(encoder.temperature),
-        learn_temperature=encoder.learn_temperature,
-        query_template=query_template,
-        passage_template=passage_template,
-        shared_tower=model.shared_tower,
-        reader=Reader(reader_bert, span_size(reader_bert.width), model.span_width),
-    )
-
-
-def tower_lengths(config: ConfigDict, query: Template | None, passage: Template | None) -> tuple[int, int]:
-    """Positions that the longest query and the longest passage take, with what their templates add."""
-    lengths = config.data
-    single = -1 + passage.size if passage else 0  # one text has one [SEP] less than two segments
-    return lengths.query_length + (query.size if query else 0), lengths.document_length + single
 
 
 def make_bert(model: ConfigDict, vocabulary_size: int, length: int, hidden: NamedSharding | None) -> BertConfig:

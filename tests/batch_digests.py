@@ -13,9 +13,10 @@ import numpy as np
 from tiny_run import tiny_config
 
 from realm_jax import processes
-from realm_jax.data.pipeline import batches
+from realm_jax.assemble import make_run
+from realm_jax.data.examples import batches
 from realm_jax.data.sources import open_sources
-from realm_jax.run import local_rows, make_run
+from realm_jax.run import local_rows
 from realm_jax.tasks import make_task
 
 

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from tiny_run import open_config, tiny_config
 
+from realm_jax.assemble import make_run
 from realm_jax.cli.build_index import Job, for_embedding
 from realm_jax.config import add_sections, flatten
 from realm_jax.eval.prediction import Evaluator
@@ -28,7 +29,7 @@ from realm_jax.models.realm import Params
 from realm_jax.processes import WorkShare
 from realm_jax.refresh.exporter import Exporter
 from realm_jax.refresh.generations import export_steps, read_export
-from realm_jax.run import Run, make_run
+from realm_jax.run import Run
 from realm_jax.tasks.base import Task
 from realm_jax.train import loop
 from realm_jax.train.index_source import shared_folder
@@ -51,9 +52,9 @@ def shared_steps() -> Iterator[None]:
     """Runs of one test after another share their compiled step."""
     steps: dict[Any, Any] = {}
 
-    def make(run: Run, task: Task) -> Any:
-        key = task.name, run.context, run.config[task.name].to_json()
-        return steps.setdefault(key, make_step(run, task))
+    def make(task: Task) -> Any:
+        key = task.name, task.context, task.settings.to_json()
+        return steps.setdefault(key, make_step(task))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "make_step", make)
@@ -127,8 +128,8 @@ def at_step(monkeypatch, act: Callable[[int], None]) -> None:
     """Has `act(step)` called before each step of the loop."""
     make = loop.make_step
 
-    def watched(run: Run, task: Any) -> Any:
-        step = make(run, task)
+    def watched(task: Any) -> Any:
+        step = make(task)
 
         def call(state: Any, *rest: Any) -> Any:
             act(int(state.step))
@@ -291,8 +292,8 @@ class Watch:
         self._seen, self._exported = [], {}
         make, export = loop.make_step, Exporter.export
 
-        def watched(run, task):
-            step = make(run, task)
+        def watched(task):
+            step = make(task)
 
             def call(state, batch, index, control):
                 self._seen.append((int(state.step), np.asarray(index.vectors)))

@@ -9,6 +9,7 @@ import pytest
 from ml_collections import ConfigDict
 from tiny_run import tiny_config
 
+from realm_jax.assemble import make_run
 from realm_jax.cli import ablate
 from realm_jax.cli import main as cli
 from realm_jax.config import default, flatten
@@ -16,7 +17,6 @@ from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.eval.ablations import HEADS, Row, SeedResult, cells, html, markdown, mean_of, paired_difference
 from realm_jax.recipes import ablations
-from realm_jax.run import make_run
 from realm_jax.train.init_from import init_from_sources
 from realm_jax.train.restore import restore_params
 

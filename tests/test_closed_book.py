@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from tiny_run import PEOPLE, tiny_config
 
+from realm_jax.assemble import make_run
 from realm_jax.cli import main as cli
 from realm_jax.config import validate
 from realm_jax.data.examples import Lengths, document_arrays
@@ -15,7 +16,6 @@ from realm_jax.data.sources import Sources, open_sources
 from realm_jax.errors import UserError
 from realm_jax.models.inputs import Documents, reader_inputs
 from realm_jax.models.realm import flatten_passages
-from realm_jax.run import make_run
 from realm_jax.tasks.closed_book import (
     answer_positions,
     closed_book_answer,
@@ -140,7 +140,7 @@ def test_the_probability_is_of_the_pieces_up_to_the_end(alone):
     row = query | document_arrays(nothing, nothing, alone.lengths.document, alone.sources.tokenizer)
     documents = Documents(*(row[f"document{part}"][None, None] for part in ("", "_length", "_title_length")))
     joint = flatten_passages(reader_inputs(row["query"][None], row["query_length"][None], documents))
-    log_p = np.asarray(jax.nn.log_softmax(alone.model.read_words(params, joint, row["positions"][None])))[0]
+    log_p = np.asarray(jax.nn.log_softmax(alone.model.reader.read_words(params, joint, row["positions"][None])))[0]
     pieces = log_p.argmax(axis=-1)
     assert answers[0].text == closed_book_answer(pieces, alone.sources.tokenizer, alone.lengths)
     ends = np.flatnonzero(pieces == alone.sources.tokenizer.sep_id)

@@ -25,7 +25,7 @@ from realm_jax.config import (
 from realm_jax.errors import UserError
 from realm_jax.sections import TaskSection, joint_length
 from realm_jax.tasks.tagger import TaggerTask
-from realm_jax.train.run_setup import recorded_config
+from realm_jax.train.workdir import recorded_config
 
 PAGE = Path(realm_jax.__file__).parents[1] / "docs" / "config.md"
 

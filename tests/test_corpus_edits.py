@@ -16,7 +16,7 @@ from realm_jax.refresh.generations import generation_names, load_vectors, read_m
 from realm_jax.refresh.status import Status, write_status
 from realm_jax.run import Run
 from realm_jax.storage import PosixFolder
-from realm_jax.train.run_setup import open_run
+from realm_jax.train.recipe import open_run
 from realm_jax.train.trained_run import is_edited, open_run_for_inference, restore
 
 

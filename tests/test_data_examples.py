@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from realm_jax.cli.prepare import prepare
 from realm_jax.data import examples as data
 from realm_jax.data import layouts
-from realm_jax.data.examples import Examples, Lengths, lengths_from
-from realm_jax.data.pipeline import batches, dataset
+from realm_jax.data.examples import Examples, Lengths, batches, dataset, lengths_from
 from realm_jax.data.questions import Question
 from realm_jax.data.sources import Sources, open_sources
 from realm_jax.errors import UserError

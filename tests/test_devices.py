@@ -9,9 +9,9 @@ import pytest
 from jax.sharding import Mesh
 from tiny import Texts, document_rows, loud_params, masked_batch, random_corpus, task_of, tiny_context, tiny_realm
 
+from realm_jax.forward import Index, retrieve
 from realm_jax.mesh import logical_sharding, make_mesh, parameter_shardings, replicated
 from realm_jax.retrieval.exact import padded_rows
-from realm_jax.retrieval.search import Index, retrieve
 from realm_jax.train.optimizer import make_optimizer
 
 STEPS, REFRESH, BATCH, ROWS = 10, 5, 8, 40

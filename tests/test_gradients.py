@@ -18,7 +18,7 @@ from tiny import (
     tiny_realm,
 )
 
-from realm_jax.train.gradients import gradients, split
+from realm_jax.train.step import gradients, split
 
 ROWS, BATCH = 20, 8
 MODEL = tiny_realm(layers=1)

@@ -11,8 +11,7 @@ from realm_jax.data.sources import open_sources
 from realm_jax.storage import read_json
 from realm_jax.tasks import make_task
 from realm_jax.train import trained_run
-from realm_jax.train.recipe import run_recipe
-from realm_jax.train.run_setup import open_run
+from realm_jax.train.recipe import open_run, run_recipe
 
 SHARE = 0.3
 

@@ -9,7 +9,7 @@ from tiny_run import PEOPLE
 from realm_jax.cli.ask import ask
 from realm_jax.cli.predict import records
 from realm_jax.config import add_sections, default, validate
-from realm_jax.data.pipeline import dataset
+from realm_jax.data.examples import dataset
 from realm_jax.data.questions import Question
 from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Evaluator

@@ -11,8 +11,8 @@ ROOT = Path(realm_jax.__file__).parent
 # The lowest first. A module or package imports from those before it alone; configs/ are users' files.
 LAYERS = (
     *("errors", "storage", "schema", "processes", "mesh", "console", "checksums", "cache", "host"),
-    *("data", "sections", "corpora", "models", "retrieval", "run", "forward", "flops", "eval"),
-    *("tasks", "config", "recipes", "refresh", "train", "launch", "cli"),
+    *("data", "sections", "corpora", "models", "retrieval", "forward", "run", "flops", "eval"),
+    *("tasks", "assemble", "config", "recipes", "refresh", "train", "launch", "cli"),
 )
 
 

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from tiny_run import PEOPLE, prepare_people, tiny_config, train_tiny_run
 
+from realm_jax.assemble import make_run
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
-from realm_jax.run import Run, make_run
+from realm_jax.run import Run
 from realm_jax.storage import digest, read_json
 from realm_jax.train.best import stage_summary
 from realm_jax.train.checkpoints import Damaged, SavedCheckpoint

@@ -61,7 +61,7 @@ def test_likelihoods_are_what_the_reader_says_beside_each_passage(trained, seen)
         joint = reader_inputs(
             example["query"][None], example["query_length"][None], Documents(*(part[:, None] for part in documents))
         )
-        words = run.model.read_words(trained.params, flatten_passages(joint), example["positions"][None])[0]
+        words = run.model.reader.read_words(trained.params, flatten_passages(joint), example["positions"][None])[0]
         log_p = [words[place, example["targets"][place]] for place in range(count)]
         assert one.likelihood == pytest.approx(float(np.exp(np.sum(log_p))), rel=1e-3)
     (alone,) = [one.likelihood for one in seen.passages if one.row is None]

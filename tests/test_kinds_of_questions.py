@@ -8,19 +8,18 @@ import pytest
 from ml_collections import ConfigDict
 from tiny_run import prepare_people, question, tiny_config, write_lines
 
+from realm_jax.assemble import make_run
 from realm_jax.cli import main as cli
 from realm_jax.cli.prepare import prepare
 from realm_jax.config import default
 from realm_jax.errors import UserError
-from realm_jax.run import make_run
 from realm_jax.storage import read_json
 from realm_jax.tasks import base
 from realm_jax.tasks.qa import Qa
-from realm_jax.train import run_setup
+from realm_jax.train import recipe, workdir
 from realm_jax.train.metrics import read_lines
-from realm_jax.train.recipe import run_recipe
+from realm_jax.train.recipe import open_run, run_recipe
 from realm_jax.train.results import majority_exact_match
-from realm_jax.train.run_setup import open_run
 from realm_jax.train.trained_run import RecordedMetrics
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -30,7 +29,8 @@ pytestmark = pytest.mark.usefixtures("one_device")
 def one_device():
     """Runs are opened on one of the emulated devices: what is tested does not depend on their number."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_setup, "make_run", partial(make_run, devices=jax.devices()[:1]))
+        for module in (recipe, workdir):
+            patch.setattr(module, "make_run", partial(make_run, devices=jax.devices()[:1]))
         yield
 
 

@@ -44,7 +44,7 @@ from realm_jax.train.checkpoints import SavedCheckpoint, saved_folders
 from realm_jax.train.loop import train_task
 from realm_jax.train.metrics import RecordWriter, read_lines
 from realm_jax.train.recipe import preemptible, run_recipe
-from realm_jax.train.run_setup import load_run
+from realm_jax.train.workdir import load_run
 
 pytestmark = pytest.mark.usefixtures("quick_steps")
 
@@ -137,14 +137,14 @@ def test_sigterm_does_not_wait_for_a_corpus_that_is_being_embedded(people, strai
 
 def test_a_refreshed_index_and_a_restored_state_need_no_new_program(people, straight, tmp_path, monkeypatch):
     """All runs before this one used the same step: over refreshes, checkpoints and restarts."""
-    step = loop.make_step(straight, make_task("realm", straight))
+    step = loop.make_step(make_task("realm", straight))
     assert step._cache_size() == 1
 
 
 def replace_step(monkeypatch, step: Callable[[Any, Any, Any], dict[str, float]]) -> None:
     """Has `step(state, batch, index)` give the metrics of each step, of which nothing but the counter moves."""
 
-    def make(run: Run, task: Any) -> Any:
+    def make(task: Any) -> Any:
         def call(state: Any, batch: Any, index: Any, control: Any) -> Any:
             values = {"loss": 1.0, "gradient_norm": 1.0, "consensus": (-1, -1, 0)} | step(state, batch, index)
             return state._replace(step=state.step + 1), {key: np.float32(value) for key, value in values.items()}

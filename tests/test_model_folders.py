@@ -20,7 +20,7 @@ from realm_jax.errors import UserError
 from realm_jax.models.inputs import Documents, document_sequences, query_sequences
 from realm_jax.models.prompts import Template, compiled, parse
 from realm_jax.train.init_from import fill_from_pretrained
-from realm_jax.train.run_setup import open_run
+from realm_jax.train.recipe import open_run
 
 LIBRARY = "sentence_transformers.models."
 MEAN = {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True, "word_embedding_dimension": 16}

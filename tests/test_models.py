@@ -24,8 +24,8 @@ WAYS = dot_product_attention, per_sequence_attention
 MODEL = tiny_realm()
 embed_queries = jax.jit(MODEL.embed_queries)
 embed_documents = jax.jit(MODEL.embed_documents)
-read_words = jax.jit(MODEL.read_words)
-read_spans = jax.jit(MODEL.read_spans)
+read_words = jax.jit(MODEL.reader.read_words)
+read_spans = jax.jit(MODEL.reader.read_spans)
 init = jax.jit(MODEL.init)
 
 
@@ -109,12 +109,12 @@ def test_words_are_predicted_by_a_gelu_layer_and_the_word_embeddings():
 def test_a_span_is_scored_by_its_ends():
     inputs = joint()
     found = read_spans(parameters(), inputs)
-    assert found.shape == (*inputs.ids.shape, MODEL.span_width)
+    assert found.shape == (*inputs.ids.shape, MODEL.reader.span_width)
     w = by_names("reader")
     for row, length in enumerate(inputs.lengths):
         hidden = hidden_states(w, inputs.ids[row, :length], inputs.segments[row, :length])
         start, end = np.split(linear(hidden, w, "qa_outputs.dense_intermediate"), 2, axis=-1)
-        for first, width in np.ndindex(length, MODEL.span_width):
+        for first, width in np.ndindex(length, MODEL.reader.span_width):
             if first + width < length:
                 span = np.maximum(start[first] + end[first + width], 0)
                 span = norm(span, w, "qa_outputs.layer_normalization", epsilon=1e-3)
@@ -208,7 +208,7 @@ def everything(model: Realm, inputs: ReaderInput, params):
     query = queries()
     vectors = model.embed_queries(params, query["query"], query["query_length"])
     scores = vectors @ model.embed_documents(params, documents()).T
-    return vectors, scores, model.read_words(params, inputs, POSITIONS), model.read_spans(params, inputs)
+    return vectors, scores, model.reader.read_words(params, inputs, POSITIONS), model.reader.read_spans(params, inputs)
 
 
 def primitives(jaxpr):

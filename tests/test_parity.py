@@ -20,8 +20,7 @@ from weight_folders import assert_same_bits, save_network
 from realm_jax.models.bert import Bert, BertConfig
 from realm_jax.models.inputs import ReaderInput
 from realm_jax.models.likelihood import masked_word_marginal, orqa_loss
-from realm_jax.models.reader import Reader
-from realm_jax.models.realm import Params, Realm
+from realm_jax.models.realm import Params, Reader, Realm
 from realm_jax.models.weights import find, load_bert, networks, read, settings_of
 
 torch = pytest.importorskip("torch")
@@ -266,14 +265,14 @@ def read_targets(params: Params, inputs: Batch, positions: np.ndarray, targets: 
     lengths = jnp.asarray(inputs.mask.sum(-1).reshape(-1))
     joint = ReaderInput(*flat, lengths, lengths)
     tiled = (jnp.asarray(np.repeat(array, count, axis=0)) for array in (positions, targets))
-    found = MODEL.read_targets(params, joint, *tiled)
+    found = MODEL.reader.read_targets(params, joint, *tiled)
     return tuple(x.reshape(rows, count, -1) for x in found)  # type: ignore[return-value]
 
 
 def test_a_reader_gives_the_same_spans_and_losses(realm_of_transformers, tmp_path):
     """One question, as there: a beam of six passages, of which three are read; two of these hold an answer."""
     rng = np.random.default_rng(10)
-    params, read_passages, width = loud(MODEL), 3, MODEL.span_width
+    params, read_passages, width = loud(MODEL), 3, MODEL.reader.span_width
     folder = saved(tmp_path, "reader", "realm", params)
     theirs = realm_of_transformers.RealmReader.from_pretrained(folder, reader_beam_size=read_passages).eval()
     inputs = batch(10, (31, 19, 26))

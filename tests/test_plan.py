@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from tiny_run import tiny_config
 
+from realm_jax.assemble import abstract_run, make_run
 from realm_jax.cli import main as cli
 from realm_jax.cli.config_flags import load_config
 from realm_jax.cli.plan import abstract_arguments
 from realm_jax.config import default
 from realm_jax.data.sources import open_sources
 from realm_jax.flops import Tower, embedding_flops, memory, peak
-from realm_jax.run import abstract_run, make_run
 from realm_jax.tasks import make_task
 from realm_jax.tasks.qa_examples import positive_examples
 from realm_jax.train.step import make_step
@@ -58,7 +58,7 @@ def test_a_step_of_every_objective_can_be_planned(task, changes):
     config = tiny_config(Path("-"))
     config[task].update(changes)
     run = abstract_run(config, Path("."), 1000, 300, jax.devices()[:1])
-    made = jax.eval_shape(make_step(run, make_task(task, run)), *abstract_arguments(run, task))
+    made = jax.eval_shape(make_step(make_task(task, run)), *abstract_arguments(run, task))
     assert "loss" in str(jax.tree.structure(made))
 
 

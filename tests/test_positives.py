@@ -1,17 +1,19 @@
 """One positive passage a question: which it is, how the two are joined, and batches of like lengths."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 from tiny_run import write_lines
 
 from realm_jax.cli.prepare import prepare
-from realm_jax.data.examples import Bm25Hits, Examples, Lengths, contains_items
-from realm_jax.data.pipeline import LENGTH_MULTIPLE, WINDOW, dataset
+from realm_jax.data.examples import LENGTH_MULTIPLE, WINDOW, Bm25Hits, Examples, Lengths, contains_items, dataset
 from realm_jax.data.questions import Question
 from realm_jax.data.sources import open_sources
 from realm_jax.tasks import qa_examples
 from realm_jax.tasks.qa import Qa
-from realm_jax.tasks.qa_examples import NO_ROW, first_row_with_answer, gold_row, positive_examples, with_bm25_hits
+from realm_jax.tasks.qa_examples import NO_ROW, first_row_with_answer, gold_row, positive_examples, with_search
 
 LENGTHS = Lengths(query=24, document=64, predictions=4, answers=2, span_width=4)
 FILLER = " It was a quiet life by the sea, and many people of the town remembered it well. "
@@ -123,7 +125,9 @@ def test_batches_hold_every_example_once_an_epoch_and_those_of_like_lengths_toge
 def test_examples_with_a_list_of_passages_are_batched_by_length_as_without(sources):
     examples = epoch_of(sources, 2)
     listed = np.arange(2 * examples.total).reshape(examples.total, 2)
-    found = with_bm25_hits(examples, Bm25Hits(listed.astype(np.int32), listed.astype(np.float32)))
+    words = Bm25Hits(listed.astype(np.int32), listed.astype(np.float32))
+    run: Any = SimpleNamespace(sources=sources, bm25_search=lambda *_: words)
+    found = with_search(run, examples, [], 2, has_words=True)
     plain, both = dataset(examples, 5, Qa.stream, 2), dataset(found, 5, Qa.stream, 2)
     for step in range(WINDOW):
         assert both[step]["joint"].shape == plain[step]["joint"].shape

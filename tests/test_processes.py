@@ -20,7 +20,7 @@ from realm_jax.storage import read_json
 from realm_jax.train.checkpoints import saved_folders
 from realm_jax.train.metrics import read_lines
 from realm_jax.train.restore import restore_params
-from realm_jax.train.run_setup import load_run
+from realm_jax.train.workdir import load_run
 
 
 def tiny_flags(data, **changes):

@@ -9,10 +9,10 @@ import pytest
 from tiny import query_rows, tiny_realm
 from tiny_run import tiny_config
 
+from realm_jax.assemble import make_run
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.models.encoder import LOG_TEMPERATURE
-from realm_jax.run import make_run
 from realm_jax.train.optimizer import weight_decay_mask
 from realm_jax.train.projection import FILE, principal_components
 from realm_jax.train.recipe import starting_params

@@ -8,13 +8,13 @@ from typing import Any
 import jax
 import pytest
 
+from realm_jax.assemble import make_run
 from realm_jax.cli import main as cli
 from realm_jax.cli import quickstart as job
 from realm_jax.data import encyclopedia
 from realm_jax.errors import UserError
-from realm_jax.run import make_run
 from realm_jax.storage import read_json
-from realm_jax.train import run_setup
+from realm_jax.train import recipe, workdir
 from realm_jax.train.metrics import read_lines
 
 SIZES = {
@@ -34,7 +34,8 @@ SIZES = {
 @pytest.fixture(scope="module", autouse=True)
 def one_device():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_setup, "make_run", partial(make_run, devices=jax.devices()[:1]))
+        for module in (recipe, workdir):
+            patch.setattr(module, "make_run", partial(make_run, devices=jax.devices()[:1]))
         yield
 
 

@@ -10,20 +10,20 @@ from runs import Cut, assert_same, cut_at, open_inline, records
 from tiny_run import PEOPLE, open_config, prepare_people, question, tiny_config
 from unigram import READER_SIZE, prepare_for_two
 
+from realm_jax.assemble import make_run
 from realm_jax.cli import main as cli
 from realm_jax.cli.build_index import for_embedding
 from realm_jax.config import validate
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.forward import read_question
-from realm_jax.run import make_run, put_batch
+from realm_jax.run import put_batch
 from realm_jax.storage import read_json
 from realm_jax.tasks import make_task
 from realm_jax.tasks.realm import Realm
 from realm_jax.train.loop import train_task
-from realm_jax.train.recipe import starting_params, train
+from realm_jax.train.recipe import open_run, starting_params, train
 from realm_jax.train.restore import restore_params
-from realm_jax.train.run_setup import open_run
 
 WIDE = "layers=2,width=24,heads=3,feed_forward=40"
 
@@ -193,7 +193,7 @@ def test_an_answer_is_found_in_the_reader_s_tokens(own):
     batch = put_batch(own.mesh, {name: np.stack([one[name] for one in made]) for name in made[0]})
     context = dataclasses.replace(own.context, qa_passages=len(PEOPLE))
     read = read_question(context, own.initial_params(), batch, index, None, len(PEOPLE), len(PEOPLE))
-    rows, correct = np.asarray(read.reading.rows), np.asarray(read.correct)
+    rows, correct = np.asarray(read.rows), np.asarray(read.correct)
     for number in range(8):
         right = rows[number][correct[number].any(axis=(1, 2))]
         assert [own.sources.passages.document_id(row) for row in right] == [f"p{number}"]

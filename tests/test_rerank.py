@@ -10,16 +10,17 @@ from runs import Cut, cut_at
 from tiny_run import open_config, tiny_config
 
 from realm_jax import recipes
+from realm_jax.assemble import abstract_run
 from realm_jax.cli import main as cli
 from realm_jax.cli.plan import abstract_arguments
 from realm_jax.config import add_sections, default, validate
-from realm_jax.data.pipeline import dataset
+from realm_jax.data.examples import dataset
 from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.eval.prediction_files import read_settings
 from realm_jax.forward import read_question
-from realm_jax.run import abstract_run, put_batch
-from realm_jax.tasks import make_task, with_networks
+from realm_jax.run import put_batch
+from realm_jax.tasks import make_task
 from realm_jax.tasks.rerank import NAME, added
 from realm_jax.train.index_source import embed_with_cache
 from realm_jax.train.recipe import train
@@ -124,9 +125,9 @@ def test_a_step_can_be_planned_from_the_shapes_of_its_examples(people, tmp_path)
     example = task.examples(run.initial_params(), None).make(0, np.random.default_rng(0))
     found = {name: (np.shape(value), np.asarray(value).dtype) for name, value in example.items()}
     assert found == {name: (shape, np.dtype(dtype)) for name, (shape, dtype) in task.array_shapes().items()}
-    bare = with_networks(abstract_run(run.config, tmp_path, 1000, 300, jax.devices()[:1]))
+    bare = abstract_run(run.config, tmp_path, 1000, 300, jax.devices()[:1])
     task = make_task("rerank", bare)
-    made = jax.eval_shape(make_step(bare, task), *abstract_arguments(bare, "rerank"))
+    made = jax.eval_shape(make_step(task), *abstract_arguments(bare, "rerank"))
     assert "agreement" in str(jax.tree.structure(made))
     assert set(task.flops()) == {"reader", "reranker", "search", "queries"}
 

@@ -18,9 +18,8 @@ from tiny import (  # fmt: skip
     tiny_realm,
 )
 
-from realm_jax.forward import question_beam, scores_by_place
+from realm_jax.forward import Rerank, question_beam, scores_by_place
 from realm_jax.models.realm import Network
-from realm_jax.retrieval.search import Rerank
 
 ROWS, BEAM, FIRST = 12, 6, 4
 

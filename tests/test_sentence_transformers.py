@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from tiny import loud_params
 
+from realm_jax.assemble import make_model, prompt_encoder
 from realm_jax.cli.weights import export, write_networks
 from realm_jax.config import INHERITED, default, flatten
 from realm_jax.data import layouts
@@ -24,7 +25,6 @@ from realm_jax.models.folders import resolve_model_path
 from realm_jax.models.inputs import Documents
 from realm_jax.models.realm import Params, Realm
 from realm_jax.models.weights import read
-from realm_jax.run import make_model, prompt_encoder
 from realm_jax.train.init_from import fill_from_pretrained, find_source
 from realm_jax.train.projection import principal_components
 from realm_jax.train.restore import restore_params

@@ -34,7 +34,7 @@ from realm_jax.config import add_sections, task_names
 from realm_jax.storage import read_json
 from realm_jax.train.metrics import TIMES, read_lines
 from realm_jax.train.restore import restore_params
-from realm_jax.train.run_setup import load_run
+from realm_jax.train.workdir import load_run
 
 pytestmark = pytest.mark.nightly
 

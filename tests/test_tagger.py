@@ -38,8 +38,9 @@ from realm_jax.storage import read_json
 from realm_jax.tasks.tagger import TaggerTask, annotated, default, tagger_examples, tagger_loss
 from realm_jax.train.checkpoints import SavedCheckpoint
 from realm_jax.train.metrics import read_lines
-from realm_jax.train.run_setup import open_run, recorded_config
+from realm_jax.train.recipe import open_run
 from realm_jax.train.tagger import finder, open_tagger, run_tagger, train
+from realm_jax.train.workdir import recorded_config
 
 
 @pytest.fixture(scope="module")

@@ -24,13 +24,21 @@ from tiny import (
 )
 from tiny_run import tiny_config
 
+from realm_jax.assemble import make_run
 from realm_jax.data import layouts
 from realm_jax.data.sources import open_sources
-from realm_jax.forward import candidate_scores, read_candidates, read_passages, score_spans
+from realm_jax.forward import (
+    Candidates,
+    Index,
+    candidate_scores,
+    gather_documents,
+    read_candidates,
+    read_question,
+    retrieve,
+    score_spans,
+)
 from realm_jax.models.inputs import Documents, reader_inputs
 from realm_jax.models.likelihood import masked_word_marginal
-from realm_jax.retrieval.search import Candidates, Index, gather_documents, retrieve
-from realm_jax.run import make_run
 from realm_jax.tasks.base import metric_values
 from realm_jax.tasks.qa import batch_reader_input
 from realm_jax.tasks.realm import realm_metrics
@@ -331,7 +339,7 @@ def test_the_inverse_cloze_task_can_rank_the_own_passage_among_what_is_retrieved
 
 # --- question answering -----------------------------------------------------------------------------------------------
 
-PASSAGES, BEAM, WIDTH = 3, 6, MODEL.span_width
+PASSAGES, BEAM, WIDTH = 3, 6, MODEL.reader.span_width
 
 
 def asked(rows: np.ndarray) -> dict[str, np.ndarray]:
@@ -349,8 +357,8 @@ def reading(params, index):
 
     @jax.jit
     def read(params, index):
-        reading, found = read_passages(context(), params, QUESTIONS, index, None, BEAM, PASSAGES)
-        return found.rows, found.scores, reading.span_scores
+        read = read_question(context(), params, QUESTIONS, index, None, BEAM, PASSAGES)
+        return read.beam.rows, read.beam.scores, read.span_scores
 
     return jax.tree.map(np.asarray, read(params, index))
 

@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 from tiny_run import PEOPLE, question, tiny_config, write_lines
 from unigram import TEXTS, unigram
 
+from realm_jax.assemble import make_run
 from realm_jax.cli import main as cli
 from realm_jax.cli.inspect_data import spans_in_text
 from realm_jax.cli.prepare import prepare
@@ -23,7 +24,6 @@ from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.data.wordpiece import SPECIAL_PIECES, WordPiece
 from realm_jax.errors import UserError
 from realm_jax.models.prompts import compiled
-from realm_jax.run import make_run
 from realm_jax.tasks.qa_examples import gold_row
 from realm_jax.train.recipe import train
 from realm_jax.train.workdir import check_workdir

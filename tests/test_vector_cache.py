@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from tiny_run import tiny_config
 
+from realm_jax.assemble import make_run
 from realm_jax.cache import cache_bytes
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.retrieval.embed import CorpusRows, VectorCache, row_keys
-from realm_jax.run import Run, make_run
+from realm_jax.run import Run
 from realm_jax.tasks import make_task
 from realm_jax.train.index_source import IndexSource, embed_with_cache, encoder_digest
 from realm_jax.train.step import ControlWords

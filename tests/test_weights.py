@@ -17,8 +17,7 @@ from weight_folders import assert_same_bits, edit_settings, save_network, save_t
 
 from realm_jax.errors import UserError
 from realm_jax.models.bert import Bert, BertConfig
-from realm_jax.models.reader import Reader
-from realm_jax.models.realm import Realm
+from realm_jax.models.realm import Reader, Realm
 from realm_jax.models.weights import NetworkFiles, find, load_bert, networks, read
 
 WIDTH, HEADS, LAYERS, HIDDEN, WORDS, POSITIONS = 8, 2, 2, 12, 11, 9

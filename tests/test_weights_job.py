@@ -14,6 +14,7 @@ import pytest
 from tiny_run import tiny_config
 from weight_folders import assert_same_bits, save_tiny_network
 
+from realm_jax.assemble import make_model, make_run
 from realm_jax.cli import main as cli
 from realm_jax.cli import weights as job
 from realm_jax.data.sources import open_sources
@@ -21,12 +22,11 @@ from realm_jax.data.wordpiece import WordPiece
 from realm_jax.errors import UserError
 from realm_jax.models.folders import resolve_model_path
 from realm_jax.models.realm import Params
-from realm_jax.run import Run, make_model, make_run
-from realm_jax.train import run_setup
+from realm_jax.run import Run
+from realm_jax.train import recipe
 from realm_jax.train.init_from import find_source
-from realm_jax.train.recipe import starting_params
+from realm_jax.train.recipe import open_run, starting_params
 from realm_jax.train.restore import restore_params
-from realm_jax.train.run_setup import open_run
 from realm_jax.train.workdir import begins_with_reader
 
 NEEDED = {"model.safetensors", "config.json", "vocab.txt", "tokenizer_config.json", "modules.json"}
@@ -178,7 +178,7 @@ def test_what_does_not_fit_is_told_before_a_device_is_asked_for(people, tmp_path
     folder, _ = save_tiny_network(people, tmp_path / "bert")
     config = tiny_config(people)
     config.update({"init_from": str(folder), "data": {"document_length": 86}})
-    monkeypatch.setattr(run_setup, "make_run", lambda *_: pytest.fail("a mesh was made"))
+    monkeypatch.setattr(recipe, "make_run", lambda *_: pytest.fail("a mesh was made"))
     with pytest.raises(UserError, match="has 62 positions, but the model 100"):
         open_run(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()

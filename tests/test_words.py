@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realm_jax.errors import UserError
+from realm_jax.forward import Index, gather_documents, stored_scores
 from realm_jax.models.inputs import Documents, answer_spans, has_answer_span, reader_inputs
 from realm_jax.models.likelihood import NEGATIVE
 from realm_jax.retrieval import bm25
@@ -23,7 +24,6 @@ from realm_jax.retrieval.bm25 import (
     save_index,
     searchable_texts,
 )
-from realm_jax.retrieval.search import Index, gather_documents, stored_scores
 
 GERMAN = "Die Brücke wurde im Jahre neunzehnhundert gebaut und überspannt den Fluss mit drei Bögen aus Stein."
 ENGLISH = "The bridge was built in the year nineteen hundred and spans the river with three arches of stone."

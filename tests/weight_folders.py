@@ -10,10 +10,10 @@ from safetensors.numpy import save_file
 from tiny import loud_params
 from tiny_run import tiny_config
 
+from realm_jax.assemble import make_model
 from realm_jax.data.sources import open_sources
 from realm_jax.models import weights
 from realm_jax.models.realm import Params, Realm
-from realm_jax.run import make_model
 
 
 def save_tensors(folder: Path, tensors: dict[str, np.ndarray], settings: dict | None = None) -> Path:

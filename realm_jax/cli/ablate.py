@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from realm_jax.cache import cache_programs
 from realm_jax.cli.config_flags import add_config_argument, load_config, with_overrides
 from realm_jax.cli.quickstart import make_data
 from realm_jax.config import add_sections, default, named_sections, require, science, task_names, validate
@@ -28,9 +29,9 @@ from realm_jax.recipes import ROW, ablations
 from realm_jax.storage import exclusive_lock, make_folder, write_atomic, write_json_atomic
 from realm_jax.tasks import TASKS
 from realm_jax.train.metrics import read_lines
-from realm_jax.train.recipe import preemptible, report_status, train
+from realm_jax.train.recipe import open_run, preemptible, report_status, train
 from realm_jax.train.results import hardware
-from realm_jax.train.run_setup import open_run, recorded_config, set_up_jax
+from realm_jax.train.workdir import recorded_config
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> None:
         with exclusive_lock(workdir, wait=True):
             make_data(workdir, seed=config.base.seed, **config.encyclopedia)
         config.base.data.path = str(workdir / "data")
-    set_up_jax()
+    cache_programs()
     with preemptible():
         for seed in config.seeds:
             train_seed(config, rows, seed, workdir)

@@ -18,6 +18,8 @@ import jax
 from ml_collections import ConfigDict
 
 from realm_jax import processes
+from realm_jax.assemble import make_run
+from realm_jax.cache import cache_programs
 from realm_jax.cli.config_flags import add_config_argument, load_config
 from realm_jax.config import REALM_TASKS, default, validate
 from realm_jax.console import StageProgress
@@ -43,11 +45,11 @@ from realm_jax.refresh.generations import (
 )  # fmt: skip
 from realm_jax.refresh.status import BUILDER, TRAINER, Status, StatusWriter, process_name, read_status
 from realm_jax.retrieval.scann import check_scann
-from realm_jax.run import Run, make_run
+from realm_jax.run import Run
 from realm_jax.storage import Damaged, Folder, StorageError, make_folder
 from realm_jax.train.index_source import shared_folder
 from realm_jax.train.init_from import fill_from_pretrained
-from realm_jax.train.run_setup import recorded_config, recorded_corpus, set_up_jax
+from realm_jax.train.workdir import recorded_config, recorded_corpus
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +91,7 @@ def run(args: argparse.Namespace) -> None:
     if config.retrieval.backend == "scann":
         check_scann()
     make_folder(Path(args.workdir), "--workdir")
-    set_up_jax()
+    cache_programs()
     sources = open_sources(config.data.path, recorded_corpus(Path(args.workdir)))
     opened = make_run(for_embedding(config, jax.local_device_count()), Path(args.workdir), sources, jax.local_devices())
     job = Job(opened, shared_folder(opened), share, math.inf if args.wait else SILENCE)
@@ -121,7 +123,7 @@ def run_builder(run: Run, folder: Folder, **options: Any) -> Builder:
     corpus = Corpus(passages.fingerprint, run.sources.tokenizer.fingerprint, segments, run.read_stored)
     return Builder(
         folder, corpus, c.model.dtype, generations.CHUNK_ROWS,
-        searches=run.searches, min_recall=c.scann.min_recall if run.searches else 0.0, **options,
+        searches=run.scann_config, min_recall=c.scann.min_recall if run.scann_config else 0.0, **options,
     )  # fmt: skip
 
 

@@ -32,8 +32,8 @@ from realm_jax.refresh.status import TRAINER, read_status
 from realm_jax.run import Run
 from realm_jax.storage import Damaged, Folder, StorageError, exclusive_lock, read_json
 from realm_jax.train.index_source import shared_folder
-from realm_jax.train.run_setup import recorded_config, recorded_folder
 from realm_jax.train.trained_run import open_run_for_inference, restore_towers
+from realm_jax.train.workdir import recorded_config, recorded_folder
 
 logger = logging.getLogger(__name__)
 

@@ -38,8 +38,8 @@ from realm_jax.eval.inspection import (
 from realm_jax.run import Run
 from realm_jax.tasks import TASKS
 from realm_jax.train.restore import restore_params
-from realm_jax.train.run_setup import recorded_config
 from realm_jax.train.trained_run import TrainedRun, check_question, latest_checkpoint, open_run_for_inference, restore
+from realm_jax.train.workdir import recorded_config
 
 logger = logging.getLogger(__name__)
 

@@ -19,21 +19,22 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
+from realm_jax.assemble import abstract_run
 from realm_jax.cli.build_index import for_embedding
 from realm_jax.cli.config_flags import load_config
 from realm_jax.config import default, task_names, validate
 from realm_jax.data.tokenizer import id_dtype
 from realm_jax.errors import UserError
 from realm_jax.flops import embedding_flops, memory, peak
+from realm_jax.forward import Index
 from realm_jax.launch.spec import Launch
 from realm_jax.mesh import logical_sharding, replicated
 from realm_jax.models.inputs import Documents
 from realm_jax.refresh.status import BUILDER, TRAINER
 from realm_jax.retrieval.embed import EMBED_BATCH
 from realm_jax.retrieval.exact import padded_rows
-from realm_jax.retrieval.search import Index
-from realm_jax.run import Run, abstract_run, embed_program
-from realm_jax.tasks import TASKS, make_task, with_networks
+from realm_jax.run import Run, embed_program
+from realm_jax.tasks import TASKS, make_task
 from realm_jax.train.init_from import fill_from_pretrained
 from realm_jax.train.restore import abstract_state
 from realm_jax.train.step import ControlWords, control_sharding, make_step
@@ -61,7 +62,7 @@ def plan_launch(launch: Launch, args: argparse.Namespace) -> int:
         raise UserError(f"--mfu={args.mfu}: must lie above 0 and be at most 1")
     sizes, builders = (args.passages, args.vocabulary), launch.spec.builder.slices if TASKS[task].follows_builder else 0
     chips = tpu_devices(launch, TRAINER, launch.spec.trainer.slices)
-    trainer = with_networks(abstract_run(config, Path("."), *sizes, chips))
+    trainer = abstract_run(config, Path("."), *sizes, chips)
     builder = None
     if builders:
         chips = tpu_devices(launch, BUILDER, 1)  # every builder is a program of its own
@@ -145,7 +146,7 @@ def device_kind(run: Run) -> str:
 def step_needs(trainer: Run, task: str) -> dict[str, Any]:
     """Peak bytes a device and collectives of a task's step, as the compiler has them; or that it does not fit."""
     state, batch, index, control = abstract_arguments(trainer, task)
-    step = make_step(trainer, make_task(task, trainer))
+    step = make_step(make_task(task, trainer))
     second = sum(shard_bytes(leaf) for leaf in jax.tree.leaves(index.vectors)) if index is not None else 0
     return compiled_needs(step.lower(state, batch, index, control), device_kind(trainer), second)  # type: ignore[attr-defined]
 
@@ -199,14 +200,14 @@ def abstract_arguments(trainer: Run, task: str) -> tuple[Any, Any, Any, Any]:
     mesh, config = trainer.mesh, trainer.config
     like = jax.eval_shape(trainer.model.init, jax.random.key(0))
     made = make_task(task, trainer)
-    state = abstract_state(trainer, made, like)
+    state = abstract_state(made, like)
     size = config[task].batch_size
     shapes = made.array_shapes().items()
     batch = {name: abstract_sharded(trainer, (size, *shape), dtype, "batch") for name, (shape, dtype) in shapes}
     index = None
     if made.retrieves:
         rows = padded_rows(trainer.context.rows, mesh.size)
-        on_hosts = made.host_search and trainer.searches is not None
+        on_hosts = made.host_search and trainer.scann_config is not None
         if on_hosts:
             batch["retrieved_rows"] = abstract_sharded(trainer, (size, config.realm.candidates), jnp.int32, "batch")
         vectors: Any = None

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from realm_jax.cache import cache_programs
 from realm_jax.cli.config_flags import add_config_argument, load_config
 from realm_jax.cli.prepare import prepare
 from realm_jax.config import validate
@@ -20,8 +21,7 @@ from realm_jax.launch.local import Process, Supervisor
 from realm_jax.recipes import quickstart
 from realm_jax.refresh.status import BUILDER, process_name
 from realm_jax.storage import make_folder, publish_folder, read_json, write_json_atomic
-from realm_jax.train.recipe import run_recipe
-from realm_jax.train.run_setup import open_run, set_up_jax
+from realm_jax.train.recipe import open_run, run_recipe
 
 DEFAULT_WORKDIR = "realm-quickstart"
 ENTITIES = 3200
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         make_data(workdir, args.entities, config.seed)
     if args.data_only:
         return 0
-    set_up_jax()
+    cache_programs()
     opened = open_run(config, workdir)
     with index_builder(workdir) if args.asynchronous else nullcontext():
         return run_recipe(opened, args.controls, args.command_line)

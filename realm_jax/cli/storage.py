@@ -24,7 +24,7 @@ from realm_jax.refresh.generations import (
 from realm_jax.refresh.status import TRAINER, read_status
 from realm_jax.storage import Damaged, Folder
 from realm_jax.train.checkpoints import DAMAGED, CheckpointRemoved, SavedCheckpoint, saved_folders
-from realm_jax.train.run_setup import recorded_config, recorded_folder
+from realm_jax.train.workdir import recorded_config, recorded_folder
 
 EXAMPLES = """examples:
   realm storage ls --workdir=runs/wiki

@@ -24,6 +24,7 @@ import jax
 import numpy as np
 
 from realm_jax import processes
+from realm_jax.cache import cache_programs
 from realm_jax.console import StageProgress
 from realm_jax.data.segments import Segment, SegmentWriter
 from realm_jax.data.sources import open_sources
@@ -36,7 +37,6 @@ from realm_jax.eval.tagging import TextTagger, tag_passages
 from realm_jax.host import Stop
 from realm_jax.processes import WorkShare
 from realm_jax.storage import exclusive_lock, make_folder, publish_folder, read_json, write_json_atomic
-from realm_jax.train.run_setup import set_up_jax
 from realm_jax.train.tagger import open_tagger
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> None:
     if args.batch_size is not None and args.batch_size < 1:
         raise UserError(f"--batch-size={args.batch_size}: must be positive")
     data, output = folders(args.data, args.output)
-    set_up_jax()
+    cache_programs()
     tagger = open_tagger(Path(args.workdir), jax.local_devices(), args.batch_size)
     with Stop() as stop:
         tag(tagger, data, output, share, stop)

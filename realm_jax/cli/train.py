@@ -9,11 +9,11 @@ import argparse
 from pathlib import Path
 
 from realm_jax import processes
+from realm_jax.cache import cache_programs
 from realm_jax.cli.config_flags import add_config_argument, load_config
 from realm_jax.config import default, default_like, kind_of
 from realm_jax.errors import UserError
-from realm_jax.train.recipe import run_recipe
-from realm_jax.train.run_setup import open_run, set_up_jax
+from realm_jax.train.recipe import open_run, run_recipe
 from realm_jax.train.tagger import run_tagger
 
 EXAMPLES = """examples:
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     if kind is not None and args.controls:
         raise UserError(f"--controls: a {kind.name} has none; leave it out")
     processes.start(args)
-    set_up_jax()
+    cache_programs()
     if kind is not None:
         return run_tagger(config, Path(args.workdir))
     return run_recipe(open_run(config, Path(args.workdir)), args.controls, args.command_line)

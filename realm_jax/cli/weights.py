@@ -24,6 +24,7 @@ from ml_collections import ConfigDict
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
+from realm_jax.assemble import tower_lengths
 from realm_jax.cli.arguments import add_run_arguments, config_changes
 from realm_jax.config import REALM_TASKS
 from realm_jax.data.tokenizer import Tokenizer
@@ -52,7 +53,6 @@ from realm_jax.models.weights import (
     settings_of,
     write_json,
 )
-from realm_jax.run import tower_lengths
 from realm_jax.storage import publish_folder
 from realm_jax.train.restore import restore_params
 from realm_jax.train.trained_run import latest_checkpoint, open_run_for_inference, reader_is_trained

@@ -20,12 +20,23 @@ from numpy.typing import NDArray
 from realm_jax.data.examples import Example, Lengths, as_read, query_arrays, question_arrays
 from realm_jax.data.tokenizer import MARK, Tokenizer
 from realm_jax.errors import UserError
-from realm_jax.forward import masked_inputs, null_candidates, read_masked, read_question, read_targets
+from realm_jax.forward import (
+    Index,
+    Rerank,
+    StepContext,
+    masked_inputs,
+    null_candidates,
+    read_masked,
+    read_question,
+    read_targets,
+    search_queries,
+    stored_scores,
+    take_for_reader,
+)
 from realm_jax.mesh import to_host
 from realm_jax.models.inputs import Documents
 from realm_jax.models.likelihood import NEGATIVE, log_prior, log_sum_selected
 from realm_jax.models.realm import Params
-from realm_jax.retrieval.search import Index, Rerank, StepContext, search_queries, stored_scores, take_for_reader
 from realm_jax.run import Run, put_batch
 
 _BLANK = re.compile(r"_{2,}|\[([^\[\]]+)\]")
@@ -156,7 +167,7 @@ def inspect_batch(context: StepContext, params: Params, batch: Any, index: Index
 
 def _likeliest(context: StepContext, params: Params, batch: Any, documents: Documents, special: Any) -> jax.Array:
     """The likeliest piece of text in every place beside each passage, [batch, k, m]."""
-    words = context.model.read_words(params, *masked_inputs(batch, documents))
+    words = context.model.reader.read_words(params, *masked_inputs(batch, documents))
     return words.at[..., special].set(-jnp.inf).argmax(axis=-1).reshape(*documents.ids.shape[:2], -1)
 
 
@@ -286,7 +297,7 @@ def _inspect_question_batch(context: StepContext, params: Params, batch: Any, in
     passages = context.qa_passages
     read = read_question(context, params, batch, index, None, passages, passages)
     likelihood = log_sum_selected(read.spans, read.correct, (2, 3))
-    rows, scores = read.reading.rows, read.reading.scores
+    rows, scores = read.rows, read.scores
     if context.rerank is not None:  # the corpus has the retriever's scores alone
         scores = stored_scores(search_queries(context, params, batch, index.tower), index, rows)
     held = jnp.exp(jax.nn.logsumexp(scores, axis=1) - _log_total(context, params, batch, index))

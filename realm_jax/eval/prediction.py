@@ -19,11 +19,10 @@ from realm_jax.data.questions import Question
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.eval.answers import contains_pattern, exact_match, normalise
 from realm_jax.eval.retrieval import answer_hits, gold_hits, hit_at_k, mean_by_group
-from realm_jax.forward import question_beam, read_question
+from realm_jax.forward import Index, Rerank, StepContext, question_beam, read_question
 from realm_jax.mesh import to_host
 from realm_jax.models.realm import Params
 from realm_jax.retrieval.fusion import FusedRanking
-from realm_jax.retrieval.search import Index, Rerank, StepContext
 from realm_jax.run import Run, put_batch
 from realm_jax.sections import answering_of
 
@@ -117,11 +116,11 @@ class _Read(NamedTuple):
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _read(context: StepContext, depth: int, spans: int, params: Params, batch: Any, index: Index) -> _Read:
     """Retrieve `depth` passages, read the first, and take the likeliest spans of each."""
-    passages, width = context.qa_passages, context.model.span_width
+    passages, width = context.qa_passages, context.model.reader.span_width
     read = read_question(context, params, batch, index, None, max(depth, passages), passages)
     flat = read.spans.reshape(*read.prior.shape, -1)
     best, places = jax.lax.top_k(flat, min(spans, flat.shape[-1]))
-    starts = places // width - read.reading.joint.body_start[..., None]
+    starts = places // width - read.joint.body_start[..., None]
     return _Read(*read.beam, jnp.exp(read.prior), starts, places % width, best)
 
 
@@ -251,7 +250,7 @@ class Evaluator:
         if question.is_regex:
             texts = [self._read_text(row) for row in rows]
             return any(contains_pattern(text, question.answers) for text in texts)
-        (tokenizer, store, _), longest = self.run.sources.for_reader, self.run.context.model.span_width
+        (tokenizer, store, _), longest = self.run.sources.for_reader, self.run.context.model.reader.span_width
         forms = (form for answer in question.answers for form in tokenizer.forms(answer))
         encoded = [np.asarray(form, tokenizer.dtype) for form in forms]
         wanted = [answer for answer in encoded if 0 < len(answer) <= longest]

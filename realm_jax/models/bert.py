@@ -1,7 +1,7 @@
 """BERT (Devlin et al. 2019) as a Flax Linen module: embeddings and post-norm transformer layers, nothing above them.
 
 Not here: attention (`attention.py`), pooling and projection (`encoder.py`), word prediction and span scores
-(`reader.py`).
+(`realm.py`).
 
 The last layer can be asked for a few positions only (`positions`). A retriever needs `[CLS]` alone and a masked
 language model only the masked places, so the rest of that layer need not be computed: the same numbers for

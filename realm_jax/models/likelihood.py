@@ -1,7 +1,7 @@
 """The marginal likelihood of REALM and of its fine-tuning: arrays in, arrays out, exact in log space.
 
 p(y|x) = Σ_z p(z|x) p(y|z,x) over K candidates, the null document at position 0 (paper, equation 1 and section 3.3).
-Not here: how candidates are found (`retrieval/`), how log-probabilities are computed (`reader.py`).
+Not here: how candidates are found (`retrieval/`), how log-probabilities are computed (`realm.py`).
 """
 
 from typing import NamedTuple

@@ -1,11 +1,13 @@
-"""REALM's three networks as one object of pure functions: two embedders and a reader over one parameter tree.
+"""REALM's networks over one tree of parameters: the two embedders of `encoder.py`, and the reader, which is here.
 
     params = {'query_embedder': …, 'document_embedder': …, 'reader': …}     (one 'embedder' when the tower is shared)
 
-A task may bring further ones (`Network`), each with a key of its own.
+The reader (knowledge-augmented encoder, section 3.2 of the paper) reads a query joined with one passage. It is one BERT
+with two heads: word prediction for pre-training (BERT's MLM head, output tied to the word embeddings), and span scores
+for question answering (ORQA's: the sum of a start and an end representation through ReLU and LayerNorm). A task may
+bring further networks (`Network`), each with a key of its own.
 
-Read next: `encoder.py` and `reader.py` for the networks, `likelihood.py` for the objective, `forward.py` for how they
-go together.
+Read next: `likelihood.py` for the objective, `forward.py` for how the networks go together.
 """
 
 import abc
@@ -15,13 +17,122 @@ from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
-from realm_jax.models.bert import BertConfig, Params
+from realm_jax.models.bert import ACTIVATIONS, Bert, BertConfig, Params, apply, dense, layer_norm
 from realm_jax.models.encoder import Retriever
 from realm_jax.models.inputs import ReaderInput
-from realm_jax.models.reader import Reader
 
 Array = jax.Array
+SPAN_NORM_EPSILON = 1e-3  # Keras's default, in the released reader
+SPAN_SIZE = 256  # of a span's representation, in the released reader of BERT-base
+
+
+def span_size(width: int) -> int:
+    """Size of a span's representation in a reader of this width: the released one, half of a width below that."""
+    return SPAN_SIZE if width >= SPAN_SIZE else width // 2
+
+
+class ReaderNetwork(nn.Module):
+    """`span_hidden`: size of a span's representation; `span_width`: longest answer in tokens."""
+
+    config: BertConfig
+    span_hidden: int = SPAN_SIZE
+    span_width: int = 10
+
+    def setup(self) -> None:
+        c = self.config
+        self.bert = Bert(c, name="bert")
+        self.mlm_transform = dense(c.width, ("embed", "embed_out"), c, "mlm_transform")
+        self.mlm_norm = layer_norm("mlm_norm")
+        zeros = nn.with_logical_partitioning(nn.initializers.zeros_init(), ("vocab",))
+        self.mlm_bias: Array = self.param("mlm_bias", zeros, (c.vocabulary_size,))  # type: ignore[assignment]
+        self.span_projection = dense(2 * self.span_hidden, ("embed", "mlp"), c, "span_projection")
+        self.span_norm = layer_norm("span_norm", SPAN_NORM_EPSILON)
+        self.span_score = dense(1, ("span", None), c, "span_score", dtype=jnp.float32)
+
+    def word_log_probabilities(
+        self, ids: Array, segments: Array, mask: Array, positions: Array, deterministic: bool = True
+    ) -> Array:
+        """Log-probabilities of the whole vocabulary at the masked positions.
+
+        ids, segments, mask [batch, length]; positions [batch, m] int → [batch, m, vocabulary] float32.
+        """
+        return jax.nn.log_softmax(self._word_scores(ids, segments, mask, positions, deterministic), axis=-1)
+
+    def target_log_probabilities(
+        self, ids: Array, segments: Array, mask: Array, positions: Array, targets: Array, deterministic: bool = True
+    ) -> tuple[Array, Array]:
+        """Log-probabilities of one piece at each masked position, and whether no other is likelier there.
+
+        As above, and targets [batch, m] int → [batch, m] float32 and bool. One maximum over the vocabulary serves both;
+        looking for the place of the maximum would take a CPU as long as the products.
+        """
+        scores = self._word_scores(ids, segments, mask, positions, deterministic)
+        target = jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0]
+        return target - jax.nn.logsumexp(scores, axis=-1), target >= scores.max(axis=-1)
+
+    def _word_scores(self, ids: Array, segments: Array, mask: Array, positions: Array, deterministic: bool) -> Array:
+        """Before any normalisation."""
+        hidden = self.bert(ids, segments, mask, positions=positions, deterministic=deterministic)
+        hidden = self.mlm_norm(ACTIVATIONS[self.config.hidden_act](self.mlm_transform(hidden)))
+        return self.bert.tied_logits(hidden) + self.mlm_bias
+
+    def span_scores(self, ids: Array, segments: Array, mask: Array, deterministic: bool = True) -> Array:
+        """Score of every span by its start and width, before any masking.
+
+        Returns [batch, length, span_width] float32; entry [b, i, w] is the span of pieces i … i + w (w + 1 pieces).
+        """
+        hidden = self.bert(ids, segments, mask, deterministic=deterministic)
+        start, end = jnp.split(self.span_projection(hidden), 2, axis=-1)
+        ends = jnp.pad(end, ((0, 0), (0, self.span_width - 1), (0, 0)))
+        length = ids.shape[1]
+        ends = jnp.stack([ends[:, w : w + length] for w in range(self.span_width)], axis=2)
+        span = self.span_norm(jax.nn.relu(start[:, :, None] + ends))
+        return self.span_score(span)[..., 0]
+
+    def initialise(self, ids: Array, segments: Array, mask: Array) -> None:
+        """Touch every parameter once; used with `init` only."""
+        self.word_log_probabilities(ids, segments, mask, jnp.zeros((ids.shape[0], 1), jnp.int32))
+        self.span_scores(ids, segments, mask)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """The reader as pure functions over a tree in which its parameters have the key 'reader'.
+
+    Its BERT may be of other sizes than the retriever's. span_hidden, span_width: as of the network.
+    """
+
+    bert: BertConfig
+    span_hidden: int = SPAN_SIZE
+    span_width: int = 10
+
+    @property
+    def network(self) -> ReaderNetwork:
+        return ReaderNetwork(self.bert, self.span_hidden, self.span_width)
+
+    def init_boxed(self, key: Array) -> Params:
+        """Fresh parameters, boxed with their logical axis names."""
+        ids, mask = jnp.zeros((1, 8), jnp.int32), jnp.ones((1, 8), bool)
+        return {"reader": self.network.init(key, ids, ids, mask, method="initialise")["params"]}
+
+    def read_words(self, params: Params, joint: ReaderInput, positions: Array, key: Array | None = None) -> Array:
+        """log p(·|z, x) at masked positions. joint arrays [batch, …], positions [batch, m] → [batch, m, vocabulary]."""
+        inputs = (joint.ids, joint.segments, joint.mask, positions)
+        return apply(self.network, params["reader"], inputs, "word_log_probabilities", key)
+
+    def read_targets(
+        self, params: Params, joint: ReaderInput, positions: Array, targets: Array, key: Array | None = None
+    ) -> tuple[Array, Array]:
+        """log p(target|z, x) at masked positions, float32 [batch, m], and whether no piece is likelier, bool."""
+        inputs = (joint.ids, joint.segments, joint.mask, positions, targets)
+        return apply(self.network, params["reader"], inputs, "target_log_probabilities", key)
+
+    def read_spans(self, params: Params, joint: ReaderInput, key: Array | None = None) -> Array:
+        """Span scores. joint arrays [batch, length] → [batch, length, span_width] float32."""
+        inputs = (joint.ids, joint.segments, joint.mask)
+        return apply(self.network, params["reader"], inputs, "span_scores", key)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,11 +156,6 @@ class Realm(Retriever):
     reader: Reader = dataclasses.field(kw_only=True)
     networks: tuple[Network, ...] = dataclasses.field(default=(), kw_only=True)
 
-    @property
-    def span_width(self) -> int:
-        """Tokens of the longest answer."""
-        return self.reader.span_width
-
     def with_bert(self, **changes: Any) -> "Realm":
         """The same networks with fields of their BERTs changed that are no sizes, such as how they attend."""
 
@@ -71,20 +177,6 @@ class Realm(Retriever):
     def init(self, key: Array) -> Params:
         """Fresh float32 parameters."""
         return nn.unbox(self.init_boxed(key))
-
-    def read_words(self, params: Params, joint: ReaderInput, positions: Array, key: Array | None = None) -> Array:
-        """As `Reader.read_words`."""
-        return self.reader.read_words(params, joint, positions, key)
-
-    def read_targets(
-        self, params: Params, joint: ReaderInput, positions: Array, targets: Array, key: Array | None = None
-    ) -> tuple[Array, Array]:
-        """As `Reader.read_targets`."""
-        return self.reader.read_targets(params, joint, positions, targets, key)
-
-    def read_spans(self, params: Params, joint: ReaderInput, key: Array | None = None) -> Array:
-        """As `Reader.read_spans`."""
-        return self.reader.read_spans(params, joint, key)
 
 
 def flatten_passages(joint: ReaderInput) -> ReaderInput:

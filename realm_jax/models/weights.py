@@ -21,8 +21,7 @@ from safetensors.numpy import save_file
 from realm_jax.errors import UserError
 from realm_jax.models.bert import LAYER_NORM_EPSILON, BertConfig, initializer_stddev
 from realm_jax.models.encoder import LOG_TEMPERATURE
-from realm_jax.models.reader import SPAN_NORM_EPSILON
-from realm_jax.models.realm import Realm
+from realm_jax.models.realm import SPAN_NORM_EPSILON, Realm
 from realm_jax.storage import read_settings
 
 WEIGHTS, SETTINGS = "model.safetensors", "config.json"  # of a network, and of a module of sentence-transformers

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 from numpy.typing import NDArray
 
-from realm_jax.data.pipeline import SAMPLE, dataset
+from realm_jax.data.examples import SAMPLE, dataset
 from realm_jax.mesh import replicated
 from realm_jax.models.realm import Params, Realm
 from realm_jax.processes import is_process_0

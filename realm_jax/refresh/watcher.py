@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from realm_jax.forward import LoadedIndex
 from realm_jax.mesh import put_with_sharding
 from realm_jax.models.realm import Params
 from realm_jax.refresh.exporter import to_params
@@ -35,7 +36,6 @@ from realm_jax.refresh.generations import (
     rejection,
 )  # fmt: skip
 from realm_jax.refresh.searchers import load_searcher
-from realm_jax.retrieval.search import LoadedIndex
 from realm_jax.run import Run
 from realm_jax.storage import Damaged, Folder, StorageError
 
@@ -102,7 +102,7 @@ class IndexWatcher:
         tower = self._query_tower(towers, generation)
         passages, stored = self._run.sources.passages, load_vectors(self._folder, manifest)
         vectors = passages.kept(stored)
-        if self._run.searches is None:
+        if self._run.scann_config is None:
             index = self._run.index(vectors)._replace(tower=tower)
             return LoadedIndex(index, None, manifest.step, generation, queries=queries)
         try:

@@ -1,11 +1,9 @@
 """Every task by its name. A new task is a file beside this one."""
 
-import dataclasses
 import pkgutil
 from importlib import import_module
 from typing import Any
 
-from realm_jax.run import Run
 from realm_jax.sections import task_names
 from realm_jax.tasks.base import Task
 
@@ -28,9 +26,3 @@ def make_task(name: str, run: Any) -> Task:
     done = names[: names.index(name) + 1] if name in names else []
     task.rerank = next((found for one in reversed(done) if (found := TASKS[one].reranks(run.config))), None)
     return task
-
-
-def with_networks(run: Run) -> Run:
-    """The run with the networks that the tasks of its recipe bring along."""
-    brought = tuple(network for name in task_names(run.config) for network in TASKS[name].networks(run.model))
-    return run.with_model(dataclasses.replace(run.model, networks=brought)) if brought else run

@@ -25,10 +25,10 @@ from realm_jax.data.sources import Sources
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import id_dtype
 from realm_jax.eval.prediction import Evaluator
+from realm_jax.forward import Batch, Index, Rerank, StepContext
 from realm_jax.models.bert import BertConfig
 from realm_jax.models.likelihood import Mean
 from realm_jax.models.realm import Network, Params, Realm
-from realm_jax.retrieval.search import Batch, Index, Rerank, StepContext
 from realm_jax.run import Run
 from realm_jax.schema import Sections
 from realm_jax.sections import TaskSection
@@ -61,7 +61,7 @@ class Short(NamedTuple):
 
 
 class ContrastiveLoss(NamedTuple):
-    """A loss that compares every example of a batch with every other, in parts (`train/gradients.py`).
+    """A loss that compares every example of a batch with every other, in parts (`train/step.py`).
 
     encode: the vectors of some examples; null: that of the null document, or None; loss: of all these together.
     """
@@ -267,19 +267,20 @@ def query_shapes(run: Run, bert: BertConfig | None = None, name: str = "query") 
     return {name: ((run.lengths.query,), ids), f"{name}_length": ((), np.int32)}
 
 
-def answer_shapes(run: Run) -> Shapes:
-    """Of the answers in `question_arrays`."""
-    lengths = run.lengths
-    return {
-        "answers": ((lengths.answers, lengths.span_width), np.int32),
-        "answer_lengths": ((lengths.answers,), np.int32),
-    }
-
-
 def asked_shapes(run: Run) -> Shapes:
     """Of a text that is searched for and read: its query, and that of a reader with a tokenizer of its own."""
     own = {} if run.context.reader_special is None else query_shapes(run, run.model.reader.bert, "reader_query")
     return query_shapes(run) | own
+
+
+def question_shapes(run: Run, bm25_depth: int) -> Shapes:
+    """Of `question_arrays`, for a search with so many passages in BM25's list."""
+    lengths = run.lengths
+    answers: Shapes = {
+        "answers": ((lengths.answers, lengths.span_width), np.int32),
+        "answer_lengths": ((lengths.answers,), np.int32),
+    }
+    return asked_shapes(run) | answers | bm25_shapes(bm25_depth)
 
 
 def document_shapes(run: Run, bert: BertConfig | None = None) -> Shapes:

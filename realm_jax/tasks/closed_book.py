@@ -30,10 +30,9 @@ from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.errors import UserError
 from realm_jax.eval.answers import exact_match
 from realm_jax.eval.prediction import Evaluator
-from realm_jax.forward import batch_candidates, masked_inputs
+from realm_jax.forward import Index, batch_candidates, masked_inputs
 from realm_jax.mesh import to_host
 from realm_jax.models.realm import Params, Realm
-from realm_jax.retrieval.search import Index
 from realm_jax.run import Run, put_batch
 from realm_jax.sections import TaskSection
 from realm_jax.tasks.base import Embed, Measure, Short, dev_questions
@@ -193,5 +192,5 @@ def predict_closed_book(run: Run, questions: Sequence[Question], params: Params)
 def _predict_tokens(model: Realm, params: Params, batch: Any) -> tuple[jax.Array, jax.Array]:
     """The likeliest piece of every predicted position and its log probability, [batch, predictions] both."""
     joint, positions = masked_inputs(batch, batch_candidates(batch))
-    log_p = jax.nn.log_softmax(model.read_words(params, joint, positions))
+    log_p = jax.nn.log_softmax(model.reader.read_words(params, joint, positions))
     return log_p.argmax(axis=-1), log_p.max(axis=-1)

@@ -27,11 +27,10 @@ from realm_jax.data.sources import Sources
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.flops import embedding_flops, score_flops
-from realm_jax.forward import batch_passages
+from realm_jax.forward import Batch, Index, StepContext, batch_passages, dropout_keys, embed_null, stored_scores
 from realm_jax.models import likelihood
 from realm_jax.models.realm import Params
 from realm_jax.retrieval.exact import search
-from realm_jax.retrieval.search import Batch, Index, StepContext, dropout_keys, embed_null, stored_scores
 from realm_jax.run import Run
 from realm_jax.schema import NOT_NEGATIVE, key, one_of, require
 from realm_jax.sections import TaskSection, task_names

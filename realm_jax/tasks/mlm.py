@@ -23,10 +23,9 @@ from realm_jax.data.examples import (
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.flops import reader_of, word_flops
-from realm_jax.forward import batch_candidates, read_targets
+from realm_jax.forward import Batch, StepContext, batch_candidates, read_targets
 from realm_jax.models.likelihood import Mean
 from realm_jax.models.realm import Params
-from realm_jax.retrieval.search import Batch, StepContext
 from realm_jax.run import Run
 from realm_jax.sections import TaskSection, joint_length
 from realm_jax.tasks.base import Embed, Means, Measure, Shapes, Task, document_shapes, masked_shapes, query_shapes

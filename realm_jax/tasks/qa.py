@@ -19,12 +19,22 @@ from realm_jax.data.questions import answered
 from realm_jax.data.tokenizer import id_dtype
 from realm_jax.errors import UserError
 from realm_jax.flops import embedding_flops, reader_of, score_flops
-from realm_jax.forward import question_beam, read_question, reader_query, score_spans
+from realm_jax.forward import (
+    Batch,
+    Index,
+    StepContext,
+    bm25_list_length,
+    dropout_keys,
+    question_beam,
+    read_question,
+    reader_query,
+    score_spans,
+    take_for_reader,
+)
 from realm_jax.models import likelihood
 from realm_jax.models.inputs import ReaderInput, answer_spans, has_answer_span, token_mask
 from realm_jax.models.likelihood import Mean
 from realm_jax.models.realm import Params
-from realm_jax.retrieval.search import Batch, Index, StepContext, bm25_list_length, dropout_keys, take_for_reader
 from realm_jax.run import Run
 from realm_jax.schema import NOT_NEGATIVE, POSITIVE, key, one_of, require
 from realm_jax.sections import SEARCHES, TaskSection, joint_length, task_names
@@ -35,11 +45,9 @@ from realm_jax.tasks.base import (
     Shapes,
     Short,
     Task,
-    answer_shapes,
-    asked_shapes,
     batch_mean,
-    bm25_shapes,
     evaluation_questions,
+    question_shapes,
 )
 from realm_jax.tasks.closed_book import ClosedBook
 from realm_jax.tasks.collapse import CollapseMonitor
@@ -150,7 +158,7 @@ class Qa(Task):
         return fine_tuning_examples(self, params, embed)
 
     def array_shapes(self) -> Shapes:
-        found = asked_shapes(self.run) | answer_shapes(self.run) | bm25_shapes(self.bm25_depth)
+        found = question_shapes(self.run, self.bm25_depth)
         if not self.is_positive:
             return found
         joint, ids = joint_length(self.run.config), id_dtype(self.run.model.reader.bert.vocabulary_size)
@@ -200,7 +208,7 @@ def trained_towers(context: StepContext) -> tuple[str, ...]:
 def qa_loss(context: StepContext, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
     """Fine-tuning on what is retrieved: the paper's marginal over passages and spans, or ORQA's L_ret + L_read."""
     read = read_question(context, params, batch, index, key, question_depth(context), context.qa_passages)
-    scores, spans = read.reading.scores, read.reading.span_scores
+    scores, spans = read.scores, read.span_scores
     loss, log_likelihood = likelihood.answer_marginal(scores, spans, read.allowed, read.correct)
     has_answer = read.correct.any(axis=(2, 3))
     if context.qa_objective == "orqa":
@@ -229,7 +237,10 @@ def positive_qa_loss(context: StepContext, params: Params, batch: Batch, index: 
     beam of the index, whose passages are not read. `joint` of the batch: ids [batch, length]; see `positive_examples`.
     """
     keys = dropout_keys(key, 2)
-    joint, answers = batch_reader_input(batch), (batch["answers"], batch["answer_lengths"], context.model.span_width)
+    joint, answers = (
+        batch_reader_input(batch),
+        (batch["answers"], batch["answer_lengths"], context.model.reader.span_width),
+    )
     allowed, correct = answer_spans(joint, *answers)
     spans = score_spans(context, params, joint, keys[1])
     terms = likelihood.reader_terms(jnp.zeros(joint.lengths.shape), spans, allowed, correct)
@@ -262,6 +273,6 @@ def beam_has_answer(context: StepContext, batch: Batch, index: Index, rows: Arra
     parts = -(-beam // BEAM_PART)
     padded = jnp.pad(rows, ((0, 0), (0, parts * BEAM_PART - beam)))
     split = padded.reshape(count, parts, BEAM_PART).swapaxes(0, 1)
-    answers = (batch["answers"], batch["answer_lengths"], context.model.span_width)
+    answers = (batch["answers"], batch["answer_lengths"], context.model.reader.span_width)
     found = jax.lax.map(lambda part: has_answer_span(take_for_reader(index, part), *answers), split)
     return found.swapaxes(0, 1).reshape(count, -1)[:, :beam]

@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 
 from realm_jax.data import layouts, patterns
 from realm_jax.data.examples import (
-    Bm25Hits,
     Example,
     Examples,
     Lengths,
@@ -34,15 +33,14 @@ from realm_jax.data.examples import (
     truncated_title,
 )
 from realm_jax.data.questions import Question
-from realm_jax.data.sources import Sources
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Evaluator
+from realm_jax.forward import StepContext
 from realm_jax.models.inputs import DOCUMENT_SPECIALS
 from realm_jax.models.realm import Params
 from realm_jax.processes import is_process_0, run_on_process_0
-from realm_jax.retrieval.search import StepContext
 from realm_jax.run import Run
 from realm_jax.storage import make_folder, read_json, write_json_atomic
 from realm_jax.tasks.base import Embed, Task
@@ -64,10 +62,9 @@ def fine_tuning_examples(task: Task, params: Params, embed: Embed) -> Examples:
 
 
 def retrieved_examples(run: Run, questions: Sequence[Question], depth: int) -> Examples:
-    """Questions with their answers, for a step that finds `depth` passages: with BM25's list where words take part."""
-    found = bm25_candidates(run, questions, depth) if run.context.qa_search != "vectors" else None
-    examples = question_examples(questions, run.sources.for_reader.tokenizer, run.lengths, found)
-    return with_queries(examples, questions, run.sources, run.lengths)
+    """Questions with their answers, for a step that finds `depth` passages."""
+    examples = question_examples(questions, run.sources.for_reader.tokenizer, run.lengths)
+    return with_search(run, examples, questions, depth, run.context.qa_search != "vectors")
 
 
 def question_depth(context: StepContext) -> int:
@@ -75,9 +72,7 @@ def question_depth(context: StepContext) -> int:
     return min(context.qa_passages if context.qa_objective == "marginal" else context.qa_beam, context.rows)
 
 
-def question_examples(
-    questions: Sequence[Question], tokenizer: Tokenizer, lengths: Lengths, found: Bm25Hits | None = None
-) -> Examples:
+def question_examples(questions: Sequence[Question], tokenizer: Tokenizer, lengths: Lengths) -> Examples:
     """Questions with their answers as tokens; an answer of more than `span_width` pieces can not be a span."""
     if not questions:
         raise UserError("no training questions in the prepared folder; give `realm prepare --questions train=FILE`")
@@ -87,24 +82,22 @@ def question_examples(
     def make(index: int, rng: np.random.Generator) -> Example:
         return question_arrays(encoded[index], questions[index].answers, tokenizer, lengths)
 
-    examples = Examples(len(questions), make)
-    return examples if found is None else with_bm25_hits(examples, found)
+    return Examples(len(questions), make)
 
 
-def with_bm25_hits(examples: Examples, found: Bm25Hits) -> Examples:
-    """Examples with BM25's list of each."""
-    return examples._replace(make=lambda index, rng: examples.make(index, rng) | found.arrays(index))
-
-
-def with_queries(examples: Examples, questions: Sequence[Question], sources: Sources, lengths: Lengths) -> Examples:
-    """Examples in the tokens of a reader that has its own, with the questions in those of the retriever as well."""
-    if sources.reader is None:
-        return examples
-    own = sources.tokenizer
-    encoded = [np.array(encoding.ids, np.int32) for encoding in own.encode_batch([q.question for q in questions])]
+def with_search(run: Run, examples: Examples, questions: Sequence[Question], depth: int, has_words: bool) -> Examples:
+    """Examples of questions with what a search for `depth` passages needs: BM25's list where words take part, and where
+    the reader has a tokenizer of its own the questions in the retriever's tokens as well."""
+    texts, own = [question.question for question in questions], run.sources.tokenizer
+    words = run.bm25_search(texts, depth) if has_words else None
+    reads_others = run.sources.reader is not None
+    encoded = [np.array(encoding.ids, np.int32) for encoding in own.encode_batch(texts)] if reads_others else []
 
     def make(index: int, rng: np.random.Generator) -> Example:
-        return as_read(examples.make(index, rng)) | query_arrays(encoded[index], lengths.query, own)
+        example = examples.make(index, rng)
+        if reads_others:
+            example = as_read(example) | query_arrays(encoded[index], run.lengths.query, own)
+        return example if words is None else example | words.arrays(index)
 
     return examples._replace(make=make)
 
@@ -116,11 +109,6 @@ def check_string_answers(questions: Sequence[Question]) -> None:
             f"{patterns} of {len(questions)} training questions have regular expressions for answers, which cannot be "
             "learned from; prepare training questions with answers as strings"
         )
-
-
-def bm25_candidates(run: Run, questions: Sequence[Question], depth: int) -> Bm25Hits:
-    """BM25's list of each question, for a search for `depth` passages."""
-    return run.bm25_search([question.question for question in questions], depth)
 
 
 def load_or_create(task: Task, file: str, name: str, count: int, make: Callable[[], list[Any]]) -> list[Any]:
@@ -253,10 +241,7 @@ def examples_with_positives(task: Task, params: Params, embed: Embed, questions:
     asked, positives = [questions[place] for place in known], [rows[place] for place in known]
     read, titles = run.sources.for_reader, run.context.qa_titles
     examples = positive_examples(asked, positives, read.passages, read.tokenizer, run.lengths, titles)
-    examples = with_queries(examples, asked, run.sources, run.lengths)
-    if run.context.qa_search != "hybrid":
-        return examples
-    return with_bm25_hits(examples, bm25_candidates(run, asked, question_depth(run.context)))
+    return with_search(run, examples, asked, question_depth(run.context), run.context.qa_search == "hybrid")
 
 
 def find_positives(task: Task, params: Params, embed: Embed, questions: Sequence[Question]) -> list[int]:

@@ -29,11 +29,10 @@ from realm_jax.data.sources import Sources
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer, Tokens
 from realm_jax.flops import embedding_flops, reader_of, score_flops, word_flops
-from realm_jax.forward import read_masked
+from realm_jax.forward import Batch, Candidates, Index, StepContext, bm25_list_length, read_masked, search_depth
 from realm_jax.models import likelihood
 from realm_jax.models.likelihood import Mean
 from realm_jax.models.realm import Params
-from realm_jax.retrieval.search import Batch, Candidates, Index, StepContext, bm25_list_length, search_depth
 from realm_jax.run import Run
 from realm_jax.schema import NOT_NEGATIVE, at_least, key, one_of
 from realm_jax.sections import SEARCHES, TaskSection, joint_length, task_names
@@ -228,7 +227,8 @@ def masked_examples(
         row = int(rows[index])
         numbers = _salient_numbers(store, row, room) if kind == "salient" else range(len(store.sentences(row)))
         parts = [spans_of(store, row, int(number)) for number in numbers]
-        share = np.array([_share(kind, spans, lengths.query - 2) for _, spans in parts], np.float64)
+        # A salient sentence is drawn as often as it has spans within reach, others all alike.
+        share = np.array([(spans[:, 1] <= room).sum() if kind == "salient" else 1 for _, spans in parts], np.float64)
         chosen = rng.choice(len(parts), p=share / share.sum())
         sentence, spans = parts[chosen]
         arrays = masked_arrays(sentence, spans, kind, rng, lengths, tokenizer)
@@ -302,8 +302,3 @@ def _salient_numbers(store: PassageStore, row: int, room: int) -> NDArray[np.int
     sentences, spans = store.sentences(row), store.spans(row)
     owner = np.searchsorted(sentences[:, 0], spans[:, 0], side="right") - 1
     return np.unique(owner[spans[:, 1] - sentences[owner, 0] <= room])
-
-
-def _share(kind: str, spans: NDArray[np.int32], room: int) -> int:
-    """How likely a sentence is drawn: by its spans within reach for 'salient', else like any other."""
-    return int((spans[:, 1] <= room).sum()) if kind == "salient" else 1

@@ -17,16 +17,24 @@ from ml_collections import ConfigDict
 
 from realm_jax.data.examples import Examples
 from realm_jax.flops import embedding_flops, reader_of, score_flops
-from realm_jax.forward import read_question, reader_query, scores_by_place
+from realm_jax.forward import (
+    Batch,
+    Index,
+    Rerank,
+    StepContext,
+    bm25_list_length,
+    read_question,
+    reader_query,
+    scores_by_place,
+)
 from realm_jax.models.bert import Bert, BertConfig, apply, dense
 from realm_jax.models.inputs import Documents, ReaderInput, reader_inputs
 from realm_jax.models.likelihood import Mean, log_sum_selected
 from realm_jax.models.realm import Network, Params, Realm, flatten_passages
-from realm_jax.retrieval.search import Batch, Index, Rerank, StepContext, bm25_list_length
 from realm_jax.run import Run
 from realm_jax.schema import at_least, key, require
 from realm_jax.sections import TaskSection, joint_length, task_names
-from realm_jax.tasks.base import Embed, Means, Shapes, Task, answer_shapes, asked_shapes, batch_mean, bm25_shapes
+from realm_jax.tasks.base import Embed, Means, Shapes, Task, batch_mean, question_shapes
 from realm_jax.tasks.qa import Qa
 from realm_jax.tasks.qa_examples import retrieved_examples, training_questions
 
@@ -88,7 +96,7 @@ class RerankTask(Task):
         return retrieved_examples(self.run, training_questions(self, params, embed), self.candidates)
 
     def array_shapes(self) -> Shapes:
-        return asked_shapes(self.run) | answer_shapes(self.run) | bm25_shapes(self.bm25_depth)
+        return question_shapes(self.run, self.bm25_depth)
 
     def loss(self, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
         return rerank_loss(self.context, params, batch, index, key, self.candidates)
@@ -112,7 +120,7 @@ def rerank_loss(
     read = read_question(context, params, batch, index, None, candidates, candidates)
     likelihood = log_sum_selected(read.spans, read.correct, (2, 3))  # log p(y|z,x)
     posterior = jax.lax.stop_gradient(jax.nn.softmax(read.prior + likelihood, axis=1))
-    scores = scores_by_place(read.beam.scores) + scores_of(context, params, read.reading.joint, key)
+    scores = scores_by_place(read.beam.scores) + scores_of(context, params, read.joint, key)
     terms = -(posterior * jax.nn.log_softmax(scores, axis=1)).sum(axis=1)
     answered = read.correct.any(axis=(1, 2, 3)).astype(jnp.float32)
     agrees = scores.argmax(axis=1) == posterior.argmax(axis=1)

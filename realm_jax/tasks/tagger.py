@@ -40,10 +40,10 @@ from realm_jax.data.tokenizer import Tokenizer, id_dtype
 from realm_jax.eval.entities import Scores, entity_scores
 from realm_jax.eval.tagging import WindowTagger
 from realm_jax.flops import tower_of
+from realm_jax.forward import Batch, Index
 from realm_jax.mesh import logical_sharding
 from realm_jax.models.likelihood import Mean
 from realm_jax.models.tagger import Params, Tagger
-from realm_jax.retrieval.search import Batch, Index
 from realm_jax.run import BaseRun, device_options, make_bert, mesh_for
 from realm_jax.schema import BELOW_ONE, NOT_NEGATIVE, POSITIVE, at_least, key, require
 from realm_jax.sections import SEED, AnyOptimizer, Bert, Checkpoint, Log, Mesh, TaskSection

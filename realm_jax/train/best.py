@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from realm_jax.models.realm import Params
-from realm_jax.run import BaseRun
 from realm_jax.storage import read_json
 from realm_jax.tasks.base import Task
 from realm_jax.train.checkpoints import Checkpoints, SavedCheckpoint
@@ -27,9 +26,9 @@ class BestParameters:
     What is measured depends on the step alone, so a run that is resumed from an earlier checkpoint finds the same.
     """
 
-    def __init__(self, run: BaseRun, task: Task, place: Path, keep: bool) -> None:
+    def __init__(self, task: Task, place: Path, keep: bool) -> None:
         """keep: whether parameters are kept at all."""
-        self._run, self._task, self._folder, self._keep = run, task, place / "best", keep
+        self._task, self._folder, self._keep = task, place / "best", keep
 
     def selection_metric(self, found: dict[str, Any]) -> str | None:
         """The measure that `describe_regression` asks for."""
@@ -51,7 +50,7 @@ class BestParameters:
             return None
         value = saved.record["value"]
         logger.info("%s ends with the parameters of step %d, which measured %.4f", self._task.name, saved.step, value)
-        return saved.step, saved.params(self._task.trained, self._run.param_shardings)
+        return saved.step, saved.params(self._task.trained, self._task.run.param_shardings)
 
 
 def selection_metric(selects_by: str, found: dict[str, Any]) -> str:

@@ -21,6 +21,7 @@ from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
 from realm_jax.errors import UserError
+from realm_jax.forward import LoadedIndex, StepContext
 from realm_jax.mesh import to_host
 from realm_jax.models.realm import Params
 from realm_jax.processes import allgather_flags, broadcast_from_process_0, is_process_0
@@ -36,7 +37,6 @@ from realm_jax.refresh.generations import (
 from realm_jax.refresh.status import HEARTBEAT_SECONDS, StatusWriter
 from realm_jax.refresh.watcher import IndexWatcher
 from realm_jax.retrieval.exact import search
-from realm_jax.retrieval.search import LoadedIndex, StepContext
 from realm_jax.storage import Damaged, StorageError, digest
 from realm_jax.tasks.base import Task
 from realm_jax.train.index_source import IndexSource, Interrupted, shared_folder

@@ -15,23 +15,17 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from numpy.typing import NDArray
 
+from realm_jax.forward import LoadedIndex, StepContext, search_depth, search_queries
 from realm_jax.mesh import replicated
 from realm_jax.models.realm import Params
 from realm_jax.retrieval.scann import Searcher
-from realm_jax.retrieval.search import LoadedIndex, StepContext, search_depth, search_queries
 from realm_jax.run import make_global_batch
+from realm_jax.tasks.base import Task
 
 Batch = dict[str, Any]
-
-
-class HostSearch(NamedTuple):
-    """How hosts search: the task's context, and how many steps before a batch is due."""
-
-    context: StepContext
-    ahead: int
 
 
 class PendingBatch(NamedTuple):
@@ -45,13 +39,12 @@ class Feed:
     """Hands out batches in order. A context manager: leaving ends the searching thread."""
 
     def __init__(
-        self, mesh: Mesh, source: Iterator[Batch], rows: NDArray[np.int64], batch_size: int, search: HostSearch | None,
-        in_flight: NDArray | None = None,
-    ) -> None:  # fmt: skip
-        """source: host batches of this process's `rows` of each global batch. search: where hosts search.
-        in_flight: rows in a checkpoint, [n, batch, k]."""
-        self._mesh, self._source, self._how = mesh, source, search
-        self._rows, self._batch_size = rows, batch_size
+        self, task: Task, source: Iterator[Batch], rows: NDArray[np.int64], in_flight: NDArray | None = None
+    ) -> None:
+        """source: host batches of this process's `rows` of each global batch of a task. in_flight: rows in a
+        checkpoint, [n, batch, k]."""
+        self._task, self._source, self._rows = task, source, rows
+        self._searches_ahead = task.host_search and task.run.scann_config is not None
         self._pool = ThreadPoolExecutor(1)
         self._queue: deque[PendingBatch] = deque()
         for rows in [] if in_flight is None else in_flight:
@@ -68,17 +61,18 @@ class Feed:
     def next(self, params: Params, index: LoadedIndex | None) -> Batch:
         """The batch of this step. params: its parameters, with which the search of a later step starts; index: the one
         in use."""
-        if self._how is None:
+        if not self._searches_ahead:
             return self._put()
         assert index is not None and index.searcher is not None, "where hosts search, an index has a searcher"
-        while len(self._queue) <= self._how.ahead:
+        context, mesh = self._task.context, self._task.run.mesh
+        while len(self._queue) <= self._task.run.config.scann.ahead:
             try:
                 batch = self._put()
             except StopIteration:
                 break
-            queries = _queries(self._how.context, params, batch, index.index.tower, replicated(self._mesh))
-            depth = search_depth(self._how.context)
-            self._queue.append(PendingBatch(batch, self._pool.submit(self._search, index.searcher, queries, depth)))
+            queries = _queries(context, params, batch, index.index.tower, replicated(mesh))
+            found = self._pool.submit(self._search, index.searcher, queries, search_depth(context))
+            self._queue.append(PendingBatch(batch, found))
         batch, rows = self._queue.popleft()
         return batch | self._spread({"retrieved_rows": rows.result()})
 
@@ -92,7 +86,7 @@ class Feed:
         return self._spread(next(self._source))
 
     def _spread(self, batch: Batch) -> Batch:
-        found: Batch = make_global_batch(self._mesh, batch, self._rows, self._batch_size)
+        found: Batch = make_global_batch(self._task.run.mesh, batch, self._rows, self._task.settings.batch_size)
         return found
 
     def _search(self, searcher: Searcher, queries: jax.Array, depth: int) -> NDArray[np.int32]:

@@ -25,6 +25,7 @@ from realm_jax.cache import cache_bytes
 from realm_jax.checksums import arrays_digest, named_arrays
 from realm_jax.console import StageProgress
 from realm_jax.errors import UserError
+from realm_jax.forward import Index, LoadedIndex
 from realm_jax.mesh import to_host
 from realm_jax.models.realm import Params
 from realm_jax.processes import allgather_flags, broadcast_from_process_0, is_process_0
@@ -32,7 +33,6 @@ from realm_jax.refresh.exporter import tower_settings
 from realm_jax.refresh.generations import numpy_dtype
 from realm_jax.retrieval.embed import BUCKET, GROUP, CorpusRows, VectorCache, row_keys
 from realm_jax.retrieval.scann import Searcher
-from realm_jax.retrieval.search import Index, LoadedIndex
 from realm_jax.run import Run
 from realm_jax.storage import Folder, open_folder
 from realm_jax.tasks.base import Task
@@ -158,9 +158,9 @@ class IndexSource:
         current one. exact: on the devices also where hosts search for REALM."""
         run = self._run
         stored = vectors.astype(numpy_dtype(run.config.model.dtype))
-        if run.searches is None or exact:
+        if run.scann_config is None or exact:
             return LoadedIndex(run.index(stored)._replace(tower=tower), stored, step)
-        searcher = Searcher.of(stored, run.searches)
+        searcher = Searcher.of(stored, run.scann_config)
         return LoadedIndex(run.index_without_vectors._replace(tower=tower), stored, step, searcher=searcher)
 
 

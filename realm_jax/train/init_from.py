@@ -17,6 +17,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
+from realm_jax.assemble import make_model, prompt_encoder, tower_lengths
 from realm_jax.checksums import checksums
 from realm_jax.config import INHERITED, flatten, inherited_keys, require, task_names, validate, with_defaults
 from realm_jax.data.sources import tokenizers_of
@@ -55,7 +56,7 @@ from realm_jax.models.weights import (
     read,
 )
 from realm_jax.processes import run_on_process_0
-from realm_jax.run import Run, make_model, prompt_encoder, tower_lengths
+from realm_jax.run import Run
 from realm_jax.sections import READER_SIZES, Encoder, reader_section
 from realm_jax.storage import digest, make_folder, read_json, read_settings, write_json_atomic
 from realm_jax.tasks import TASKS

@@ -1,20 +1,26 @@
 """The train loop: one task from its first step, or from its newest checkpoint, to its last.
 
-Read `train_task` top to bottom, then `hooks.py`, what happens every so many steps. What a task needs and what a step
-computes is said by the task (`realm_jax/tasks/`); where its arrays live is `step.py`; what watches over a run is
+Read `train_task` top to bottom; what happens every so many steps are the hooks below it. What a task needs and what a
+step computes is said by the task (`realm_jax/tasks/`); where its arrays live is `step.py`; what watches over a run is
 `guards.py`.
 """
 
+import dataclasses
+import logging
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from realm_jax.data.pipeline import batches, padded_lengths
+from realm_jax.data.examples import batches, padded_lengths
+from realm_jax.errors import UserError
 from realm_jax.flops import peak
+from realm_jax.forward import Index, LoadedIndex
 from realm_jax.host import Stop, free_heap
 from realm_jax.models.realm import Params
 from realm_jax.processes import any_process, broadcast_from_process_0
@@ -22,18 +28,18 @@ from realm_jax.refresh.status import StatusWriter
 from realm_jax.run import BaseRun, local_rows
 from realm_jax.tasks import make_task
 from realm_jax.tasks.base import Measure, Task
-from realm_jax.train import hooks
-from realm_jax.train.best import BestParameters
+from realm_jax.train.best import BestParameters, describe_regression, stage_summary
 from realm_jax.train.built_index import BuiltIndex
 from realm_jax.train.checkpoints import Checkpoints, SavedCheckpoint
-from realm_jax.train.feed import Feed, HostSearch
-from realm_jax.train.guards import CompileGuard, Profiler, Watchdog
-from realm_jax.train.hooks import Hook, Loop, run_due
+from realm_jax.train.feed import Feed
+from realm_jax.train.guards import CompileGuard, Profiler, Watchdog, check_replicas
 from realm_jax.train.index_source import IndexSource, Interrupted, start_vectors
 from realm_jax.train.metrics import MetricLogger, StepCost
 from realm_jax.train.restore import restore
-from realm_jax.train.step import ControlWords, make_step, put_control, start_state
+from realm_jax.train.step import ControlWords, State, make_step, put_control, start_state
 from realm_jax.train.workdir import begins_with_reader
+
+logger = logging.getLogger(__name__)
 
 
 def train_task(
@@ -73,8 +79,8 @@ def train_task(
     # --- Restore: the newest checkpoint that is intact, else the start
 
     free_heap()
-    saved = SavedCheckpoint.newest_intact(place / "checkpoints", lambda saved: restore(run, task, saved, params))
-    state = start_state(run, task, task.start(params)) if saved is None else saved.state
+    saved = SavedCheckpoint.newest_intact(place / "checkpoints", lambda saved: restore(task, saved, params))
+    state = start_state(task, task.start(params)) if saved is None else saved.state
     start = int(state.step)
     with ExitStack() as stack:
         keep = config.checkpoint
@@ -98,38 +104,37 @@ def train_task(
             if should_stop() and jax.process_count() == 1 and loop.step < total:
                 raise Interrupted
 
-        step_function = make_step(run, task)
+        step_function = make_step(task)
         record = {} if saved is None else saved.record
-        metrics = MetricLogger(
-            place, name, start, total, step_cost(task), record, lambda: checkpoints.latest, task.monitor()
-        )
+        cost = StepCost(sum(task.flops().values()), run.mesh.size, peak(run.mesh.devices.flat[0].device_kind))
+        metrics = MetricLogger(place, name, start, total, cost, record, lambda: checkpoints.latest, task.monitor())
         watchdog = Watchdog(config.log.hang_seconds, place.name)
         source = make_index_source(task, status, start, checkpoints, should_stop, embedding)
         rows = local_rows(run.mesh, size)
         examples = task.examples(state.params, partial(start_vectors, task.run, name, state.params))
         stream = batches(examples, config.seed, task.stream, size, start, total, rows)
-        feed = Feed(run.mesh, stream, rows, size, host_search(task), None if saved is None else saved.in_flight)
+        feed = Feed(task, stream, rows, None if saved is None else saved.in_flight)
         profiler = Profiler(place / "profile")
         compiles = CompileGuard(step_function, padded_lengths(examples))
         measured = measure is not None
-        best = BestParameters(run, task, place, measured and task.keeps_best and own)
+        best = BestParameters(task, place, measured and task.keeps_best and own)
         loop = Loop(
-            run=run, task=task, folder=place, total=total, stop=stop, watchdog=watchdog, metrics=metrics,
+            task=task, folder=place, total=total, stop=stop, watchdog=watchdog, metrics=metrics,
             checkpoints=checkpoints, best=best, source=source, feed=feed, measure=measure,
             answers_start=measured and evaluates_reader_at_start(task), state=state, step=start,
             saved=-1 if saved is None else start,
         )  # fmt: skip
         before_step = (
             Hook(lambda loop: profiler.at(loop.step, loop.values)),
-            Hook(hooks.adopt, every=int(task.retrieves)),
-            Hook(hooks.evaluate, every=task.evaluate_every if measured else 0, at_ends=False),
+            Hook(adopt, every=int(task.retrieves)),
+            Hook(evaluate, every=task.evaluate_every if measured else 0, at_ends=False),
         )
         after_step = (
             Hook(lambda loop: compiles.check(loop.step - 1)),
-            Hook(hooks.log, every=config.log.every),
-            Hook(hooks.save, every=config.checkpoint.every, at_ends=False),
+            Hook(log, every=config.log.every),
+            Hook(save, every=config.checkpoint.every, at_ends=False),
         )
-        answers: deque[jax.Array] = deque(maxlen=2)  # of all processes, to what was announced at the last two steps
+        reduced: deque[jax.Array] = deque(maxlen=2)  # control words of all processes, of the last two steps
         for part in (watchdog, metrics, source, feed, profiler):
             stack.enter_context(part)
 
@@ -140,11 +145,11 @@ def train_task(
                 loop.index = source.resume(saved)
             del saved, state  # their arrays go when the loop needs them no longer
             if measured and own and task.evaluates_start and start == 0 and not task.retrieves:
-                hooks.adopt(loop)
+                adopt(loop)
                 loop.index = None  # it was evaluated with one; its steps use none
             while loop.step < total:
                 watchdog.heartbeat()
-                loop.consensus = ControlWords(*np.asarray(answers[0]).tolist()) if len(answers) == 2 else ControlWords()
+                loop.consensus = ControlWords(*np.asarray(reduced[0]).tolist()) if len(reduced) == 2 else ControlWords()
                 stop_here = loop.consensus.stop if jax.process_count() > 1 else stop.requested
                 if stop_here:
                     raise Interrupted
@@ -157,26 +162,29 @@ def train_task(
                         arrays = None if loop.index is None else loop.index.index
                         loop.state, loop.values = step_function(loop.state, batch, arrays, put_control(run.mesh, said))
                     del batch, arrays  # so that an index that is replaced goes at once
-                    answers.append(loop.values.pop("consensus"))
+                    reduced.append(loop.values.pop("consensus"))
                     loop.step += 1
                     run_due(after_step, loop)
         except Interrupted:
             stop.requested = True  # whichever process got the signal
-            hooks.save_and_stop(loop)
+            save_and_stop(loop)
             raise
 
         # --- The end
 
         metrics.flush()
         watchdog.heartbeat()
-        measures = hooks.evaluate_end(loop)
+        measures = evaluate_end(loop)
         watchdog.heartbeat()
-        hooks.save_at_once(loop)
-        hooks.warn_if_below_start(loop, measures)
+        save_at_once(loop)
+        warn_if_below_start(loop, measures)
         release_builders(task, status)
         stop.requested = any_process(stop.requested)
         stop.check(f"saved {place.name} at step {total}")
     return loop.state.params
+
+
+# --- what serves the steps --------------------------------------------------------------------------------------------
 
 
 def release_builders(task: Task, status: StatusWriter | None) -> None:
@@ -185,22 +193,11 @@ def release_builders(task: Task, status: StatusWriter | None) -> None:
         status.update(index_done=True, step=task.settings.steps)
 
 
-def host_search(task: Task) -> HostSearch | None:
-    """Where hosts search ahead of a step; None if the step searches itself."""
-    return HostSearch(task.context, task.run.config.scann.ahead) if task.host_search and task.run.searches else None
-
-
 def evaluates_reader_at_start(task: Task) -> bool:
     """Whether what a task starts with is measured as at its end, to keep the better: it may come with a reader."""
     return task.retrieves and bool(
         task.run.config.evaluation.keep_best and broadcast_from_process_0(begins_with_reader(task.run.workdir))
     )
-
-
-def step_cost(task: Task) -> StepCost:
-    """The cost of a step on the devices, for the records."""
-    mesh = task.run.mesh
-    return StepCost(sum(task.flops().values()), mesh.size, peak(mesh.devices.flat[0].device_kind))
 
 
 def make_index_source(
@@ -217,3 +214,174 @@ def make_index_source(
         return IndexSource(task, on_progress)
     kept = checkpoints.generations()
     return BuiltIndex(task, start, kept, config.checkpoint.keep, status, should_stop, on_progress)
+
+
+@dataclasses.dataclass
+class Loop:
+    """The state of the loop: first what stays, then what changes from step to step.
+
+    folder: under the run folder. measure: see `train_task`. answers_start: whether the start of a task that
+    retrieves is measured as its end is. step: steps that are done; saved: those of the newest save, −1 for none. index:
+    the one in use. values: metrics of the last step, on the devices. consensus: what all processes announced two steps
+    ago.
+    """
+
+    task: Task
+    folder: Path
+    total: int
+    stop: Stop
+    watchdog: Watchdog
+    metrics: MetricLogger
+    checkpoints: Checkpoints
+    best: BestParameters
+    source: IndexSource
+    feed: Feed
+    measure: Measure | None
+    answers_start: bool
+    state: State
+    step: int
+    saved: int
+    index: LoadedIndex | None = None
+    values: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+    consensus: ControlWords = ControlWords()
+
+
+class Hook(NamedTuple):
+    """Something to do every so many steps; `every` 0: never. at_ends: also before the first step, or after the last.
+
+    It sees the whole `Loop`. One hook changes what is computed: `adopt` replaces the index.
+    """
+
+    act: Callable[[Loop], None]
+    every: int = 1
+    at_ends: bool = True
+
+
+def run_due(hooks: tuple[Hook, ...], loop: Loop) -> None:
+    """The hooks that are due at the loop's step, in their order."""
+    for hook in hooks:
+        at_end = loop.step in (0, loop.total)
+        if hook.every and (hook.at_ends if at_end else loop.step % hook.every == 0):
+            hook.act(loop)
+
+
+# --- hooks: before a step ---------------------------------------------------------------------------------------------
+
+
+def adopt(loop: Loop) -> None:
+    """Use a fresh index from here on, if there is one, and evaluate the parameters with it.
+
+    If an index does not arrive in time, the run saves its state and ends.
+    """
+    try:
+        with loop.metrics.waiting("index"):
+            fresh = loop.source.next(loop.step, loop.state.params, loop.index, loop.consensus)
+    except UserError:
+        save_and_stop(loop)
+        raise
+    loop.watchdog.heartbeat()
+    if fresh is None:
+        return
+    loop.index = fresh
+    measures: dict[str, Any] = {}
+    if loop.measure is not None:
+        with loop.metrics.waiting("measurement"):
+            measures = _evaluate(loop, loop.source.as_exact(fresh), loop.answers_start and loop.step == 0)
+    loop.best.look(loop.step, loop.state, measures)
+    loop.metrics.log_evaluation(loop.step, measures | {"refresh": True, "index_step": fresh.step} | fresh.facts)
+
+
+def evaluate(loop: Loop) -> None:
+    """Evaluate what was learnt so far."""
+    with loop.metrics.waiting("measurement"):
+        measures = _evaluate(loop, loop.source.index_for_eval(loop.step, loop.state.params, loop.index), True)
+        loop.best.look(loop.step, loop.state, measures)
+    loop.watchdog.heartbeat()
+    loop.metrics.log_evaluation(loop.step, measures)
+
+
+def _evaluate(loop: Loop, index: Index | None, final: bool) -> dict[str, Any]:
+    assert loop.measure is not None, "a task that sets evaluate_every has a measure"
+    measures = loop.measure(loop.state.params, index, final)
+    loop.watchdog.heartbeat()
+    return measures
+
+
+# --- hooks: after a step ----------------------------------------------------------------------------------------------
+
+
+def log(loop: Loop) -> None:
+    """The metrics of the step that was just started; they are fetched one step late."""
+    further = {} if loop.index is None else {"index_age": loop.step - 1 - loop.index.step}
+    loop.metrics.log_step(loop.step, loop.values, further)
+
+
+def save(loop: Loop) -> None:
+    """Save in the background: the state, the index in use or the name of its generation, and the searches under way.
+
+    Raises UserError, and saves nothing, where a loss is not finite or devices that should hold the same bits do not.
+    """
+    if loop.values:
+        loop.metrics.fetch(loop.step, loop.values)
+    loop.metrics.flush()
+    with loop.metrics.waiting("checkpoint"):
+        check_replicas(loop.task.run.mesh, loop.state, loop.step)
+        index = loop.index
+        generation = "" if index is None else index.generation
+        record = {"index_step": -1 if index is None else index.step, "generation": generation}
+        record |= {"seconds": loop.metrics.seconds, "first_started": loop.metrics.first_started}
+        arrays: dict[str, Any] = {}
+        if index is not None and not generation and index.vectors is not None:
+            arrays["vectors"] = index.vectors
+            if index.index.tower is not None:
+                arrays["tower"] = index.index.tower
+        if (rows := loop.feed.in_flight()) is not None:
+            arrays["in_flight"] = rows
+        loop.source.saving(loop.step, generation)
+        loop.checkpoints.save(loop.step, loop.state, arrays, record)
+    loop.saved = loop.step
+
+
+def save_at_once(loop: Loop) -> None:
+    """Save if needed, and wait until it is on disk."""
+    if loop.saved != loop.step:
+        save(loop)
+    loop.checkpoints.wait()
+
+
+def save_and_stop(loop: Loop) -> None:
+    """Save what is trained, and raise Preempted if SIGTERM came."""
+    save_at_once(loop)
+    loop.stop.check(f"saved {loop.folder.name} at step {loop.step}")
+
+
+# --- after the last step ----------------------------------------------------------------------------------------------
+
+
+def evaluate_end(loop: Loop) -> dict[str, Any]:
+    """The final evaluation of a task, {} if it has none. The best parameters replace the last where they
+    are kept."""
+    if loop.measure is None:
+        return {}
+    measures = _evaluate_own_index(loop, loop.total)
+    loop.best.look(loop.total, loop.state, measures)
+    if (better := loop.best.parameters_other_than(loop.total)) is not None:
+        step, trained = better
+        loop.state = loop.state._replace(trained=trained)
+        measures = _evaluate_own_index(loop, step) | {"best_step": step, "last": measures}
+    loop.metrics.log_evaluation(loop.total, measures | {"refresh": False, "seconds": loop.metrics.seconds})
+    return measures
+
+
+def _evaluate_own_index(loop: Loop, step: int) -> dict[str, Any]:
+    """The parameters, those of `step`, with an index that they give, which stays."""
+    index = loop.source.final_index(step, loop.state.params, loop.index)
+    loop.index = None if index is None else dataclasses.replace(index, step=loop.total)
+    return _evaluate(loop, None if loop.index is None else loop.source.as_exact(loop.index), True)
+
+
+def warn_if_below_start(loop: Loop, measures: dict[str, Any]) -> None:
+    """Warn if a task of the recipe is worse at its end than at its start. measures: as of `evaluate_end`."""
+    stage = stage_summary(loop.folder) if loop.folder.name == loop.task.name else None  # not of a control
+    if warning := describe_regression(loop.task.name, stage, loop.best.selection_metric(measures)):
+        logger.warning("%s", warning)

@@ -1,40 +1,133 @@
-"""Run a recipe from its first task to its report, for `realm train` and `realm quickstart`."""
+"""A recipe from its config to its report, for `realm train` and `realm quickstart`.
+
+Read `open_run` (config, prepared folder, mesh, networks) and `run_recipe` (the tasks in order); next `loop.py`.
+"""
 
 import logging
 import shlex
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import jax
+from ml_collections import ConfigDict
 from rich.table import Table
 
+from realm_jax.assemble import make_model, make_run, prompt_encoder
+from realm_jax.config import add_sections, validate
 from realm_jax.console import console
 from realm_jax.data.questions import Question
+from realm_jax.data.sources import Sources, open_sources
+from realm_jax.data.store import PassageStore
 from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.host import PREEMPTED, Preempted, Stop, signal_handler
 from realm_jax.models.realm import Params
 from realm_jax.processes import is_process_0
 from realm_jax.refresh.status import StatusWriter, trainer_status
+from realm_jax.retrieval.scann import check_scann
 from realm_jax.run import Run
-from realm_jax.sections import task_names
-from realm_jax.storage import exclusive_lock
-from realm_jax.tasks import make_task
+from realm_jax.sections import has_reader_tokenizer, task_names
+from realm_jax.storage import exclusive_lock, make_folder
+from realm_jax.tasks import TASKS, make_task
 from realm_jax.tasks.base import Task, dev_questions
-from realm_jax.train.controls import run_controls
+from realm_jax.train.checkpoints import SavedCheckpoint
 from realm_jax.train.index_source import shared_folder
-from realm_jax.train.init_from import init_from_sources, record_start, starts_with_pca
+from realm_jax.train.init_from import (
+    INIT_KEYS,
+    check_reader_is_named,
+    fill_from_pretrained,
+    init_from_sources,
+    init_sources,
+    needs_init,
+    record_start,
+    starts_with_pca,
+)
 from realm_jax.train.loop import train_task
 from realm_jax.train.projection import with_principal_components
+from realm_jax.train.restore import restore_params
 from realm_jax.train.results import measure_baselines, save_bm25_index, write_results
-from realm_jax.train.workdir import has_checkpoint
+from realm_jax.train.workdir import check_workdir, has_begun, has_checkpoint, recorded_corpus
 
 logger = logging.getLogger(__name__)
 
 FEW_SENTENCES = 50  # masked sentences; the interval of a share of fewer is wider than what any stage changes
+
+
+# --- open a run -------------------------------------------------------------------------------------------------------
+
+
+def open_run(config: ConfigDict, workdir: Path) -> Run:
+    """A validated run over its prepared folder; its config is recorded in `workdir`, or compared with the one there."""
+    validate(config)
+    if config.retrieval.backend == "scann":
+        check_scann()
+    has_begun(workdir, tagger=False)
+    config = fill_from_pretrained(config, workdir)
+    sources = open_sources(config.data.path, recorded_corpus(workdir), reader=has_reader_tokenizer(config))
+    config = _with_possible_tasks(config, sources)
+    if needs_init(config, workdir):
+        _check_sources(config, sources)
+    run = make_run(config, workdir, sources)
+    for name in task_names(config):
+        make_task(name, run).check_data()
+    make_folder(workdir, "--workdir")
+    check_workdir(run)
+    _warn_of_cut_passages(run)
+    return run
+
+
+def _with_possible_tasks(config: ConfigDict, sources: Sources) -> ConfigDict:
+    """The config with the tasks that its data allow. Raises UserError if none is left."""
+    names = task_names(config)
+    lacking = {name: what for name in names if (what := TASKS[name].missing(config, sources))}
+    left = [name for name in names if name not in lacking]
+    if not left:
+        raise UserError(
+            f"{config.data.path}: no {' and no '.join(dict.fromkeys(lacking.values()))}, and config.tasks has nothing "
+            f"but {' and '.join(lacking)}; prepare some, or set config.tasks"
+        )
+    for name, what in lacking.items():
+        logger.info("%s has no %s: %s left out of the recipe", config.data.path, what, name)
+    if not lacking:
+        return config
+    found = ConfigDict(config.to_dict())
+    found.tasks = ",".join(left)
+    return found
+
+
+def _check_sources(config: ConfigDict, sources: Sources) -> None:
+    """Raise UserError if what a run is to start from is missing, or does not fit."""
+    tokenizer, reader = sources.tokenizer, sources.for_reader.tokenizer
+    model = make_model(config, tokenizer.size, prompt_encoder(tokenizer), reader_vocabulary_size=reader.size)
+    for source in init_sources(config):
+        check_reader_is_named(config, source)
+        source.check(config, model, tokenizer, reader)
+
+
+def _warn_of_cut_passages(run: Run) -> None:
+    _warn_of_cut(run, run.sources.passages, "")
+    if run.sources.reader is not None:
+        _warn_of_cut(run, run.sources.reader.passages, " in the reader's tokens")
+
+
+def _warn_of_cut(run: Run, store: PassageStore, where: str) -> None:
+    bodies, titles = store.lengths()
+    length = run.config.data.document_length
+    cut = int((bodies + titles + 3 > length).sum())  # [CLS], and [SEP] after title and body
+    if cut:
+        logger.warning(
+            "%d of %d passages are longer than config.data.document_length=%d%s and are cut to it",
+            cut,
+            len(bodies),
+            length,
+            where,
+        )
+
+
+# --- train it ---------------------------------------------------------------------------------------------------------
 
 
 def run_recipe(run: Run, controls: bool, command: str) -> int:
@@ -137,6 +230,34 @@ def starting_params(run: Run) -> Params:
     params = init_from_sources(run, params)
     record_start(run, params)
     return with_principal_components(run, params) if starts_with_pca(run) else params
+
+
+def run_controls(run: Run) -> None:
+    """The control runs: baselines from the same start and of the same length as REALM.
+
+    Which they are, each task says for itself (`Task.controls`): REALM with a frozen retriever, the same number of
+    additional steps of the inverse cloze task as REALM has, and a reader of the same size that answers from the
+    question alone. Each has its own folder in that of the run, and is resumable like any task.
+    """
+    controls = [control for name in task_names(run.config) for control in make_task(name, run).controls()]
+    start = run.initial_params()
+    from_start = [control.folder for control in controls if not control.start]
+    begun = any(SavedCheckpoint.newest_on_process_0(run.workdir / folder / "checkpoints") for folder in from_start)
+    if any(run.config[key] for key in INIT_KEYS) and not begun:  # afterwards its source may go
+        start = init_from_sources(run, start)
+    for control in controls:
+        changed = _with_keys(run, control.keys, control.task)
+        params = restore_params(run, control.start) if control.start else start
+        folder = None if control.folder == control.task else control.folder
+        train_task(changed, control.task, params, make_task(control.task, changed).measure(), folder)
+
+
+def _with_keys(run: Run, keys: Mapping[str, Any], task: str) -> Run:
+    """The run with some keys of its config changed, and the section of a task."""
+    config = type(run.config)(run.config.to_dict())
+    config.update_from_flattened_dict(keys)
+    add_sections(config, [task])
+    return run.with_config(config)
 
 
 def show(results: dict[str, Any], workdir: Path) -> None:

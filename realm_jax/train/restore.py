@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from realm_jax.checksums import checksums
 from realm_jax.config import with_defaults
 from realm_jax.errors import UserError
+from realm_jax.forward import Index
 from realm_jax.models.realm import Params
 from realm_jax.processes import allgather_flags
-from realm_jax.retrieval.search import Index
 from realm_jax.run import BaseRun, Run
 from realm_jax.sections import task_names
 from realm_jax.storage import read_json
@@ -38,24 +38,24 @@ class Restored(NamedTuple):
     in_flight: NDArray | None
 
 
-def restore(run: BaseRun, task: Task, saved: SavedCheckpoint, like: Params) -> Restored:
+def restore(task: Task, saved: SavedCheckpoint, like: Params) -> Restored:
     """All of a checkpoint of a task, on this run's devices. like: shapes of all parameters. Raises as `SavedCheckpoint`
     does."""
     changed = differences(saved.record.get("environment", {}), environment())
     if changed:
         logger.warning("the environment differs, so bitwise reproducibility is not guaranteed: %s", "; ".join(changed))
     logger.info("%s: resuming from step %d", task.name, saved.step)
-    abstract = abstract_state(run, task, like)
+    abstract = abstract_state(task, like)
     tower = saved.read("tower", abstract.trained[task.trained[0]]) if task.retrieves else None
     return Restored(
         saved.read("state", abstract), saved.record, saved.read("vectors"), tower, saved.read("in_flight")
     )  # fmt: skip
 
 
-def abstract_state(run: BaseRun, task: Task, like: Params) -> State:
+def abstract_state(task: Task, like: Params) -> State:
     """Shapes and places of a task's state. `like`: shapes of all parameters."""
-    shapes = jax.eval_shape(lambda params: start_state(run, task, params), like)
-    places = state_shardings(run, task)
+    shapes = jax.eval_shape(lambda params: start_state(task, params), like)
+    places = state_shardings(task)
     return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places)
 
 

@@ -18,20 +18,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.config import flatten, task_names
+from realm_jax.data.examples import dataset
 from realm_jax.data.held_out import evenly_spaced
-from realm_jax.data.pipeline import dataset
 from realm_jax.data.questions import Question, answered
 from realm_jax.eval.answers import exact_match, find_answer
 from realm_jax.eval.findings import UNTRAINED
 from realm_jax.eval.prediction import GROUPED_BY, Evaluator, Prediction
 from realm_jax.eval.report import write_report
-from realm_jax.forward import read_masked, reader_query
+from realm_jax.forward import Index, read_masked, reader_query
 from realm_jax.mesh import to_host
 from realm_jax.models.likelihood import masked_word_marginal
 from realm_jax.models.realm import Params
 from realm_jax.processes import broadcast_from_process_0, is_process_0
 from realm_jax.retrieval.bm25 import load_or_build, save_index
-from realm_jax.retrieval.search import Index
 from realm_jax.run import Run, put_batch
 from realm_jax.storage import read_json, write_json_atomic
 from realm_jax.tasks import TASKS, make_task

@@ -1,6 +1,12 @@
 """The training state (`State`), sharded over the mesh, and the step as one jitted program.
 
-Read next: `loop.py`, which drives it.
+The gradient is that of the whole global batch, all at once or part by part. Part by part takes the memory of one part
+and gives the same gradient: sums and counts add up over the parts, and only then is the mean taken. A loss that
+compares every example with every other (the inverse cloze task) takes two passes: first all vectors, without a
+gradient; then the gradient of the loss at the vectors, carried back through the towers part by part (Gao et al. 2021,
+"Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup").
+
+Read `make_step`; `loop.py` drives it.
 """
 
 from collections.abc import Callable
@@ -10,15 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from ml_collections import ConfigDict
 
+from realm_jax.forward import Index
 from realm_jax.mesh import replicated
 from realm_jax.models.realm import Params
-from realm_jax.retrieval.search import Index
-from realm_jax.run import BaseRun
-from realm_jax.tasks.base import Task
-from realm_jax.train.gradients import gradients
+from realm_jax.tasks.base import Batch, Means, Task, metric_values
 from realm_jax.train.optimizer import FRESH_HEADS, RateScales, make_optimizer, zero_frozen_gradients
+
+Array = jax.Array
 
 
 class State(NamedTuple):
@@ -34,29 +39,30 @@ class State(NamedTuple):
         return {**self.frozen, **self.trained}
 
 
-def task_optimizer(config: ConfigDict, task: Task) -> Any:
+def task_optimizer(task: Task) -> Any:
     """The optimiser of a task, from its section of the config."""
-    c, short = config[task.name], is_short(config)
+    config, settings, short = task.run.config, task.settings, is_short(task)
     warmup = config.optimizer.warmup or (task.short.warmup if short else 0)
-    return make_optimizer(c.learning_rate, c.steps, warmup, task.retriever_delay, task_rates(config, task), short)
+    peak, steps = settings.learning_rate, settings.steps
+    return make_optimizer(peak, steps, warmup, task.retriever_delay, task_rates(task), short)
 
 
-def is_short(config: ConfigDict) -> bool:
+def is_short(task: Task) -> bool:
     """Whether the optimizer is the preset of short runs from pretrained weights. A tagger's config has no presets."""
-    return bool(config.optimizer.get("preset") == "short")
+    return bool(task.run.config.optimizer.get("preset") == "short")
 
 
-def task_rates(config: ConfigDict, task: Task) -> RateScales:
+def task_rates(task: Task) -> RateScales:
     """The rates of the parts of the model, as multiples of the task's learning rate."""
-    return RateScales(task.short.retriever, heads=FRESH_HEADS, words=False) if is_short(config) else RateScales()
+    return RateScales(task.short.retriever, heads=FRESH_HEADS, words=False) if is_short(task) else RateScales()
 
 
-def start_state(run: BaseRun, task: Task, params: Params) -> State:
+def start_state(task: Task, params: Params) -> State:
     """A task's state at step 0, sharded. The parameters are donated, as a step donates its state."""
-    optimizer = task_optimizer(run.config, task)
+    optimizer = task_optimizer(task)
     trained = {name: params[name] for name in task.trained}
     frozen = {name: value for name, value in params.items() if name not in task.trained}
-    shardings = state_shardings(run, task)
+    shardings = state_shardings(task)
 
     def build(trained: Params, frozen: Params) -> State:
         return State(jnp.zeros((), jnp.int32), trained, frozen, optimizer.init(trained))
@@ -64,14 +70,15 @@ def start_state(run: BaseRun, task: Task, params: Params) -> State:
     return jax.jit(build, donate_argnums=(0, 1), out_shardings=shardings)(trained, frozen)
 
 
-def state_shardings(run: BaseRun, task: Task) -> Any:
+def state_shardings(task: Task) -> Any:
     """Where every array of a task's state lives; moments live where their parameters do. A `State` of shardings."""
     import optax  # here, as in `optimizer.py`
 
+    run = task.run
     everywhere = replicated(run.mesh)
     trained = {name: run.param_shardings[name] for name in task.trained}
     frozen = {name: value for name, value in run.param_shardings.items() if name not in task.trained}
-    optimizer = task_optimizer(run.config, task)
+    optimizer = task_optimizer(task)
     shapes = jax.eval_shape(run.model.init, jax.random.key(0))
     abstract = jax.eval_shape(optimizer.init, {name: shapes[name] for name in task.trained})
 
@@ -126,13 +133,13 @@ def reduce_control(control: jax.Array) -> jax.Array:
     return jnp.stack([jnp.where(words.min() == words.max(), words.min(), -1), steps.max(), stops.max()])
 
 
-def make_step(run: BaseRun, task: Task) -> Step:
+def make_step(task: Task) -> Step:
     """One optimiser step as one jitted program; the state is donated. Metric `consensus`: the reduced control words."""
     import optax
 
-    optimizer = task_optimizer(run.config, task)
+    run, optimizer = task.run, task_optimizer(task)
     seed, parts = run.config.seed, run.config.optimizer.microbatches if task.is_parted else 1
-    dropout, rates = run.model.bert.dropout > 0, task_rates(run.config, task)
+    dropout, rates = run.model.bert.dropout > 0, task_rates(task)
 
     def step(state: State, batch: Any, index: Index | None, control: jax.Array) -> tuple[State, dict[str, jax.Array]]:
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), task.stream), state.step) if dropout else None
@@ -145,5 +152,87 @@ def make_step(run: BaseRun, task: Task) -> Step:
         metrics["consensus"] = reduce_control(control)
         return State(state.step + 1, trained, state.frozen, moments), metrics
 
-    shardings = state_shardings(run, task)
+    shardings = state_shardings(task)
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, replicated(run.mesh)))
+
+
+# --- the gradient -----------------------------------------------------------------------------------------------------
+
+
+def gradients(
+    task: Task, trained: Params, frozen: Params, batch: Batch, index: Any, key: Array | None, parts: int
+) -> tuple[Params, dict[str, Array]]:
+    """Gradient of the mean loss by `trained`, and what the task reports. parts: divides the batch size."""
+    if parts == 1:
+        whole = jax.grad(lambda trained: task.value({**frozen, **trained}, batch, index, key), has_aux=True)
+        return whole(trained)
+    if task.contrast is None:
+        grads, means = _summed(task, trained, frozen, split(batch, parts), index, key)
+    else:
+        grads, means = _cached(task, trained, frozen, split(batch, parts), key)
+    return grads, metric_values(means)
+
+
+def split(batch: Batch, parts: int) -> Batch:
+    """[batch, …] → [parts, batch / parts, …]. Part i has every example whose number mod `parts` is i, so that each
+    device keeps its own."""
+    return jax.tree.map(lambda x: x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1), batch)
+
+
+def _join(parts: Any) -> Any:
+    """The inverse of `split`."""
+    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]), parts)
+
+
+def _part_key(key: Array | None, number: Array) -> Array | None:
+    return None if key is None else jax.random.fold_in(key, number)
+
+
+def _summed(
+    task: Task, trained: Params, frozen: Params, batch: Batch, index: Any, key: Array | None
+) -> tuple[Params, Means]:
+    def total(trained: Params, part: Batch, number: Array) -> tuple[Array, Means]:
+        means = task.loss({**frozen, **trained}, part, index, _part_key(key, number))
+        return means["loss"].total, means
+
+    def one(number: Array, part: Batch) -> tuple[Params, Means]:
+        (_, means), grads = jax.value_and_grad(total, has_aux=True)(trained, part, number)
+        return grads, means
+
+    def add(sums: tuple[Params, Means], entry: tuple[Array, Batch]) -> tuple[tuple[Params, Means], None]:
+        return jax.tree.map(jnp.add, sums, one(*entry)), None
+
+    numbers = jnp.arange(_length(batch))
+    shapes = jax.eval_shape(one, numbers[0], jax.tree.map(lambda x: x[0], batch))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    (grads, means), _ = jax.lax.scan(add, zeros, (numbers, batch))
+    count = jnp.maximum(means["loss"].number, 1.0)
+    return jax.tree.map(lambda gradient: gradient / count, grads), means
+
+
+def _cached(task: Task, trained: Params, frozen: Params, batch: Batch, key: Array | None) -> tuple[Params, Means]:
+    assert task.contrast is not None
+    encode, null, contrast = task.contrast
+
+    def vectors(trained: Params, number: Array, part: Batch) -> Any:
+        return encode({**frozen, **trained}, part, _part_key(key, number))
+
+    def loss(vectors: Any, trained: Params) -> tuple[Array, Means]:
+        means = contrast(vectors, null({**frozen, **trained}, key))
+        return means["loss"].value, means
+
+    numbers = jnp.arange(_length(batch))
+    found = _join(jax.lax.map(lambda entry: vectors(trained, *entry), (numbers, batch)))
+    (_, means), (cotangents, grads) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(found, trained)
+
+    def add(grads: Params, entry: tuple[Array, Batch, Any]) -> tuple[Params, None]:
+        number, part, cotangent = entry
+        _, back = jax.vjp(lambda trained: vectors(trained, number, part), trained)
+        return jax.tree.map(jnp.add, grads, back(cotangent)[0]), None
+
+    grads, _ = jax.lax.scan(add, grads, (numbers, batch, split(cotangents, len(numbers))))
+    return grads, means
+
+
+def _length(batch: Batch) -> int:
+    return len(next(iter(batch.values())))

@@ -19,6 +19,7 @@ import jax
 from ml_collections import ConfigDict
 from rich.table import Table
 
+from realm_jax.cache import cache_programs
 from realm_jax.config import validate
 from realm_jax.console import console
 from realm_jax.data.conll import Document, open_tagged
@@ -40,8 +41,7 @@ from realm_jax.train.init_from import needs_init
 from realm_jax.train.loop import train_task
 from realm_jax.train.recipe import preemptible
 from realm_jax.train.restore import restore_params
-from realm_jax.train.run_setup import has_begun, set_up_jax
-from realm_jax.train.workdir import check_workdir, recorded_config
+from realm_jax.train.workdir import check_workdir, has_begun, recorded_config
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ def finder(workdir: str) -> TextTagger:
 
     Raises UserError when there is no tagger, or it has no checkpoint yet.
     """
-    set_up_jax()
+    cache_programs()
     return open_tagger(Path(workdir), jax.local_devices())
 
 

@@ -14,11 +14,13 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from realm_jax.cache import cache_programs
 from realm_jax.config import REALM_TASKS
 from realm_jax.data.questions import Question, read_questions
 from realm_jax.data.staging import is_remote
 from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Answer, Evaluator
+from realm_jax.forward import Index, Rerank
 from realm_jax.mesh import replicated
 from realm_jax.models.realm import Params
 from realm_jax.refresh.exporter import to_arrays, to_params
@@ -31,7 +33,6 @@ from realm_jax.refresh.generations import (
     read_towers,
     rejection,
 )
-from realm_jax.retrieval.search import Index, Rerank
 from realm_jax.run import Run
 from realm_jax.sections import task_names
 from realm_jax.storage import Damaged, read_json
@@ -42,8 +43,7 @@ from realm_jax.train.checkpoints import CheckpointRemoved, SavedCheckpoint
 from realm_jax.train.index_source import embed_with_cache, shared_folder
 from realm_jax.train.metrics import read_lines
 from realm_jax.train.restore import restore_params, saved_index_with_vectors
-from realm_jax.train.run_setup import load_run, recorded_config, set_up_jax
-from realm_jax.train.workdir import begins_with_reader, check_data
+from realm_jax.train.workdir import begins_with_reader, check_data, load_run, recorded_config
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ def open_run_for_inference(workdir: Path, changes: dict[str, Any] | None = None,
     changes = changes or {}
     recorded = recorded_config(workdir)
     _check_prepared(changes.get("data.path") or recorded.data.path, workdir)
-    set_up_jax()
+    cache_programs()
     # Trained on one machine and asked on another: every device takes a share of the passages and all parameters. Batch
     # sizes of training must suit the devices, but nothing is trained here.
     here: dict[str, Any] = {"mesh.fsdp": 1, "mesh.model": 1, "optimizer.microbatches": 1}

@@ -1,4 +1,4 @@
-"""The run folder's record of its config and data, compared at every start."""
+"""The run folder's record of its config and data: compared at every start, and what opens the run again."""
 
 import os
 import re
@@ -8,12 +8,14 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from realm_jax.config import default_like, flatten, kind_of, science, with_defaults
+from realm_jax.assemble import make_run
+from realm_jax.config import add_sections, default_like, flatten, kind_of, science, validate, with_defaults
+from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.processes import is_process_0
-from realm_jax.run import BaseRun
-from realm_jax.sections import task_names
-from realm_jax.storage import read_json, write_json_atomic
+from realm_jax.run import BaseRun, Run
+from realm_jax.sections import has_reader_tokenizer, task_names
+from realm_jax.storage import Folder, open_folder, read_json, write_json_atomic
 from realm_jax.train.checkpoints import SavedCheckpoint
 
 START = "start.json"  # what is known of where a run began
@@ -120,3 +122,37 @@ def recorded_config(workdir: Path, name: str = "--workdir", tagger: bool | None 
             "with `realm weights export`, and start from them with config.init_from"
         )
     return with_defaults(config, known)
+
+
+def load_run(workdir: Path, overrides: dict[str, Any] | None = None, questions: bool = True) -> Run:
+    """The run recorded in a folder, with operations keys changed by `overrides` (dotted keys).
+
+    questions: whether those of its prepared folder are read.
+    """
+    config = recorded_config(workdir)
+    add_sections(config, [key.partition(".")[0] for key in overrides or {}])
+    config.update_from_flattened_dict(overrides or {})
+    validate(config)
+    sources = open_sources(config.data.path, questions=questions, reader=has_reader_tokenizer(config))
+    return make_run(config, workdir, sources)
+
+
+def has_begun(workdir: Path, tagger: bool) -> bool:
+    """Whether a run has begun there. Raises UserError if it is one of the other kind, or damaged."""
+    begun = (workdir / "config.json").is_file()
+    if begun:
+        recorded_config(workdir, tagger=tagger)
+    return begun
+
+
+def recorded_corpus(workdir: Path) -> str | None:
+    """The version of the corpus that the run began with, if it has begun: it stays with it whatever is edited."""
+    path = workdir / "data.json"
+    return read_json(path).get("passages") if path.is_file() else None
+
+
+def recorded_folder(workdir: Path) -> Folder:
+    """The shared folder of the run that is recorded in `workdir`."""
+    config = recorded_config(workdir)
+    validate(config)
+    return open_folder(config.refresh.shared or workdir)

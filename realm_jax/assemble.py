@@ -1,0 +1,135 @@
+"""Assemble a run from its config: the mesh, the networks, its tasks' among them, and what is compiled into a step.
+
+Not here: what a run does (`run.py`), and how its config and folder are checked (`train/recipe.py`).
+"""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+from jax.sharding import NamedSharding
+from ml_collections import ConfigDict
+
+from realm_jax.data.examples import lengths_from
+from realm_jax.data.sources import Sources
+from realm_jax.data.tokenizer import Tokenizer
+from realm_jax.errors import UserError
+from realm_jax.forward import StepContext
+from realm_jax.host import WIDE, release_large_blocks
+from realm_jax.mesh import logical_sharding
+from realm_jax.models.prompts import Encode, Template, compiled, placeholder
+from realm_jax.models.realm import Reader, Realm, span_size
+from realm_jax.run import Run, device_options, make_bert, mesh_for
+from realm_jax.schema import require
+from realm_jax.sections import answering_of, has_reader_tokenizer, joint_length, reader_section, task_names
+from realm_jax.tasks import TASKS
+
+
+def make_run(config: ConfigDict, workdir: Path, sources: Sources, devices: list[jax.Device] | None = None) -> Run:
+    """Everything that a validated config decides. Raises UserError if config and data do not fit."""
+    rows, read = len(sources.passages), max(config.qa.passages, answering_of(config).read)
+    wanted = max(config.realm.candidates, read)
+    if rows < wanted:
+        raise UserError(
+            f"{config.data.path}: the corpus has {rows} passages, but config.realm.candidates, "
+            f"qa.passages and answering.read need {wanted}; add passages or lower the keys"
+        )
+    if max(config.model.width, reader_section(config.model).width) >= WIDE:
+        release_large_blocks()
+    tokenizer = sources.tokenizer
+    special = tokenizer.cls_id, tokenizer.sep_id
+    if not has_reader_tokenizer(config):
+        sources = dataclasses.replace(sources, reader=None)
+    reader = None if sources.reader is None else sources.reader.tokenizer
+    bare = abstract_run(config, workdir, rows, tokenizer.size, devices, special, prompt_encoder(tokenizer), reader)
+    if config.data.text == "passages":
+        sources = sources.of_passages_alone()
+    return dataclasses.replace(bare, sources=sources)
+
+
+def abstract_run(
+    config: ConfigDict, workdir: Path, rows: int, vocabulary_size: int, devices: list[jax.Device] | None = None,
+    special: tuple[int, int] = (101, 102), encode: Encode = placeholder, reader: Tokenizer | None = None,
+) -> Run:  # fmt: skip
+    """A run with the sizes of its data but without data: enough to compile its programs.
+
+    special: ids of [CLS] and [SEP], by default those of BERT's vocabulary. encode: what makes tokens of prompts.
+    reader: the tokenizer of a reader that has its own. Raises UserError if sizes do not fit.
+    """
+    require(
+        reader is not None or not has_reader_tokenizer(config),
+        "model.reader",
+        "tokenizer=own needs prepared data, opened with the reader's tokens; leave it out",
+    )
+    mesh = mesh_for(config, devices)
+    data, ict, realm, qa = config.data, config.ict, config.realm, config.qa
+    hidden = logical_sharding(mesh, "batch", None, None)
+    model = make_model(config, vocabulary_size, encode, hidden, reader.size if reader else 0)
+    model = model.with_bert(**device_options(mesh, model.bert.dtype))
+    brought = tuple(network for name in task_names(config) for network in TASKS[name].networks(model))
+    context = StepContext(
+        dataclasses.replace(model, networks=brought),
+        mesh,
+        *special,
+        rows,
+        candidates=realm.candidates,
+        null_document=realm.null_document,
+        exclude_own=realm.exclude_own,
+        marginal=realm.marginal,
+        ict_null_weight=ict.null_weight,
+        ict_from_index=ict.negatives == "index",
+        qa_objective=qa.objective,
+        qa_beam=qa.beam,
+        qa_passages=qa.passages,
+        qa_titles=qa.titles,
+        search=realm.search,
+        qa_search=qa.search,
+        qa_documents=qa.refresh_every > 0,
+        reader_special=(reader.cls_id, reader.sep_id) if reader else None,
+    )
+    lengths = lengths_from(
+        data.query_length, data.document_length, realm.masking, data.predictions, qa.answers, config.model.span_width
+    )
+    return Run(config, workdir, mesh, context.model, None, context, lengths)  # type: ignore[arg-type]
+
+
+def make_model(
+    config: ConfigDict, vocabulary_size: int, encode: Encode = placeholder, hidden: NamedSharding | None = None,
+    reader_vocabulary_size: int = 0,
+) -> Realm:  # fmt: skip
+    """The networks that a config describes. encode: what makes tokens of prompts; hidden: where their hidden
+    states live on a mesh; reader_vocabulary_size: of a reader with a tokenizer of its own, 0 for none. Raises UserError
+    if prompts leave too few positions."""
+    model, encoder = config.model, config.encoder
+    query, passage = encoder.query_prompt, encoder.passage_prompt
+    query_template = compiled(query, "config.encoder.query_prompt", False, encode) if query else None
+    passage_template = compiled(passage, "config.encoder.passage_prompt", True, encode) if passage else None
+    longest = max(joint_length(config), *tower_lengths(config, query_template, passage_template))
+    bert = make_bert(model, vocabulary_size, longest, hidden)
+    reader_bert = make_bert(reader_section(model), reader_vocabulary_size or vocabulary_size, longest, hidden)
+    return Realm(
+        bert,
+        projection=encoder.projection,
+        norm_epsilon=encoder.norm_epsilon,
+        norm_scale=encoder.norm_scale,
+        pooling=encoder.pooling,
+        normalization=encoder.normalization,
+        temperature=float(encoder.temperature),
+        learn_temperature=encoder.learn_temperature,
+        query_template=query_template,
+        passage_template=passage_template,
+        shared_tower=model.shared_tower,
+        reader=Reader(reader_bert, span_size(reader_bert.width), model.span_width),
+    )
+
+
+def tower_lengths(config: ConfigDict, query: Template | None, passage: Template | None) -> tuple[int, int]:
+    """Positions that the longest query and the longest passage take, with what their templates add."""
+    lengths = config.data
+    single = -1 + passage.size if passage else 0  # one text has one [SEP] less than two segments
+    return lengths.query_length + (query.size if query else 0), lengths.document_length + single
+
+
+def prompt_encoder(tokenizer: Tokenizer) -> Encode:
+    """What makes tokens of a prompt."""
+    return lambda text: tokenizer.encode(text).ids
