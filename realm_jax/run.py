@@ -10,6 +10,7 @@ from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,17 +54,33 @@ class BaseRun:
         return _init_program(self.model, self.mesh)(jax.random.key(self.config.seed))
 
     @property
+    def abstract_params(self) -> Any:
+        """Shape and dtype of each parameter: a tree like the parameters'."""
+        return abstract_params(self.model)
+
+    @property
     def param_shardings(self) -> Any:
         """Where each parameter lives: a tree like the parameters'."""
         return _shardings(self.model, self.mesh)
 
 
+def abstract_params(model: Any) -> Any:
+    """Shape and dtype of each parameter of a model."""
+    return nn.unbox(_abstract_boxed(model))
+
+
+# A second to trace; every task of a recipe, and its controls, need these several times.
+@lru_cache(maxsize=8)
+def _abstract_boxed(model: Any) -> Any:
+    return jax.eval_shape(model.init_boxed, jax.random.key(0))
+
+
 @lru_cache(maxsize=8)
 def _shardings(model: Any, mesh: Mesh) -> Any:
-    return parameter_shardings(mesh, jax.eval_shape(model.init_boxed, jax.random.key(0)))
+    return parameter_shardings(mesh, _abstract_boxed(model))
 
 
-@lru_cache(maxsize=8)  # a second to trace; a recipe with controls needs it several times
+@lru_cache(maxsize=8)
 def _init_program(model: Any, mesh: Mesh) -> Callable[[jax.Array], Params]:
     return jax.jit(model.init, out_shardings=_shardings(model, mesh))
 

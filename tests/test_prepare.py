@@ -420,6 +420,7 @@ def test_a_preparation_that_is_killed_goes_on_to_the_same_bytes(tmp_path, killed
     deadline = time.monotonic() + 120
     while not (tmp_path / ".data.partial" / killed).exists():
         assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.001)
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in stderr

@@ -15,6 +15,7 @@ from realm_jax.models.bert import BertConfig
 from realm_jax.models.inputs import Documents
 from realm_jax.models.realm import Params, Reader, Realm
 from realm_jax.retrieval.exact import padded_rows
+from realm_jax.run import abstract_params
 from realm_jax.tasks import make_task
 from realm_jax.tasks.base import Task
 
@@ -106,7 +107,7 @@ def loud_params(model: Realm, seed: int) -> Params:
     def draw(path: Any, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
         return rng.normal(float(path[-1].key == "scale"), 0.3, leaf.shape).astype(leaf.dtype)
 
-    return jax.tree_util.tree_map_with_path(draw, jax.eval_shape(model.init, jax.random.key(0)))
+    return jax.tree_util.tree_map_with_path(draw, abstract_params(model))
 
 
 def one_device_mesh() -> Mesh:

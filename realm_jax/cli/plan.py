@@ -125,7 +125,7 @@ def plan_of_builder(builder: Run, mfu: float, builders: int) -> dict[str, Any]:
     whole = replicated(builder.mesh)
     params = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole),
-        jax.eval_shape(builder.model.init, jax.random.key(0)),
+        builder.abstract_params,
     )
     tower = {name: params[name] for name in builder.model.embedder_names}
     sizes = compiled_needs(embed_program.lower(builder.model, builder.mesh, tower, documents), device_kind(builder))
@@ -198,7 +198,7 @@ def shard_bytes(leaf: jax.ShapeDtypeStruct) -> int:
 def abstract_arguments(trainer: Run, task: str) -> tuple[Any, Any, Any, Any]:
     """Shapes, dtypes and places of what a step takes: state, batch, index, control words."""
     mesh, config = trainer.mesh, trainer.config
-    like = jax.eval_shape(trainer.model.init, jax.random.key(0))
+    like = trainer.abstract_params
     made = make_task(task, trainer)
     state = abstract_state(made, like)
     size = config[task].batch_size

@@ -140,7 +140,7 @@ def prediction_settings(
 
 def describe(run: Run, task: str, step: int, search: str) -> dict[str, Any]:
     """The facts reported with a run's metrics: {"task", "step", "parameters", "passages", "passages_read"}."""
-    asked, shapes = make_task(task, run), jax.eval_shape(run.model.init, jax.random.key(0))
+    asked, shapes = make_task(task, run), run.abstract_params
     towers = run.model.embedder_names if asked.needs_vectors(search) else ()
     used = [shapes[name] for name in (*towers, "reader", *([asked.rerank.network] if asked.rerank else []))]
     return {

@@ -56,7 +56,7 @@ from realm_jax.models.weights import (
     read,
 )
 from realm_jax.processes import run_on_process_0
-from realm_jax.run import Run
+from realm_jax.run import Run, abstract_params
 from realm_jax.sections import READER_SIZES, Encoder, reader_section
 from realm_jax.storage import digest, make_folder, read_json, read_settings, write_json_atomic
 from realm_jax.tasks import TASKS
@@ -177,7 +177,7 @@ def _flag(key: str) -> str:
 
 def _shapes(model: Realm, names: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
     """Path → shape of the parameters of some networks."""
-    params = jax.eval_shape(model.init, jax.random.key(0))
+    params = abstract_params(model)
     wanted = {name: params[name] for name in names if name in params}
     return {jax.tree_util.keystr(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(wanted)}
 

@@ -79,7 +79,7 @@ def state_shardings(task: Task) -> Any:
     trained = {name: run.param_shardings[name] for name in task.trained}
     frozen = {name: value for name, value in run.param_shardings.items() if name not in task.trained}
     optimizer = task_optimizer(task)
-    shapes = jax.eval_shape(run.model.init, jax.random.key(0))
+    shapes = run.abstract_params
     abstract = jax.eval_shape(optimizer.init, {name: shapes[name] for name in task.trained})
 
     def has_none(moment: Any) -> bool:
