@@ -135,12 +135,13 @@ class StatusWriter:
 def trainer_status(folder: Folder, workdir: Path, needs_index: bool) -> Iterator[StatusWriter]:
     """The trainer's status, which says at the end of the block that all is done, unless the block raises.
 
-    needs_index: whether any task takes generations of a builder. Several processes call it together, and the first one
-    writes. Raises UserError if the folder is another run's, StorageError where it cannot be written to.
+    needs_index: whether any step to come takes generations of a builder. Several processes call it together, and the
+    first one writes. Raises UserError if the folder is another run's, StorageError where a builder has to hear of the
+    trainer and the folder cannot be written to.
     """
     status = Status("")
 
-    def claim() -> int:
+    def claim() -> None:
         nonlocal status
         run, earlier = _run_id(workdir), read_status(folder, TRAINER)
         if earlier is not None and earlier.run != run:
@@ -149,8 +150,8 @@ def trainer_status(folder: Folder, workdir: Path, needs_index: bool) -> Iterator
         status = dataclasses.replace(
             before, stage="starting", done=False, index_done=not needs_index, counter=before.counter + 1
         )
-        write_status(folder, TRAINER, status)
-        return 0
+        if needs_index:  # else the writer says that it cannot be written
+            write_status(folder, TRAINER, status)
 
     run_on_process_0(claim)
     with StatusWriter(folder, TRAINER, status, writes=is_process_0()) as writer:

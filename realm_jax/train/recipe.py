@@ -193,8 +193,15 @@ def recipe_tasks(run: Run) -> list[Task]:
 
 def report_status(run: Run) -> AbstractContextManager[StatusWriter]:
     """The trainer's status until the block ends; see `trainer_status`."""
-    needs_index = run.config.refresh.mode == "async" and any(task.follows_builder for task in recipe_tasks(run))
+    waiting = [task for task in recipe_tasks(run) if task.follows_builder and not is_trained(task)]
+    needs_index = run.config.refresh.mode == "async" and bool(waiting)
     return trainer_status(shared_folder(run), run.workdir, needs_index)
+
+
+def is_trained(task: Task) -> bool:
+    """Whether the last step of a task is saved."""
+    saved = SavedCheckpoint.newest(task.run.workdir / task.name / "checkpoints")
+    return saved is not None and saved.step >= task.settings.steps
 
 
 @contextmanager
