@@ -5,6 +5,7 @@ Not here: what a run does (`run.py`), and how its config and folder are checked 
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
@@ -62,7 +63,7 @@ def abstract_run(
         "tokenizer=own needs prepared data, opened with the reader's tokens; leave it out",
     )
     mesh = mesh_for(config, devices)
-    data, ict, realm, qa = config.data, config.ict, config.realm, config.qa
+    data = config.data
     hidden = logical_sharding(mesh, "batch", None, None)
     model = make_model(config, vocabulary_size, encode, hidden, reader.size if reader else 0)
     model = model.with_bert(**device_options(mesh, model.bert.dtype))
@@ -72,25 +73,43 @@ def abstract_run(
         mesh,
         *special,
         rows,
-        candidates=realm.candidates,
-        null_document=realm.null_document,
-        exclude_own=realm.exclude_own,
-        marginal=realm.marginal,
-        ict_null_weight=ict.null_weight,
-        ict_from_index=ict.negatives == "index",
-        qa_objective=qa.objective,
-        qa_beam=qa.beam,
-        qa_passages=qa.passages,
-        qa_titles=qa.titles,
-        search=realm.search,
-        qa_search=qa.search,
-        qa_documents=qa.refresh_every > 0,
         reader_special=(reader.cls_id, reader.sep_id) if reader else None,
+        **loss_settings(config),
     )
+    masking, answers = config.realm.masking, config.qa.answers
     lengths = lengths_from(
-        data.query_length, data.document_length, realm.masking, data.predictions, qa.answers, config.model.span_width
+        data.query_length, data.document_length, masking, data.predictions, answers, config.model.span_width
     )
     return Run(config, workdir, mesh, context.model, None, context, lengths)  # type: ignore[arg-type]
+
+
+def loss_settings(config: ConfigDict) -> dict[str, Any]:
+    """The fields of a `StepContext` that are keys of the config."""
+    ict, realm, qa = config.ict, config.realm, config.qa
+    return {
+        "candidates": realm.candidates,
+        "null_document": realm.null_document,
+        "exclude_own": realm.exclude_own,
+        "marginal": realm.marginal,
+        "ict_null_weight": ict.null_weight,
+        "ict_from_index": ict.negatives == "index",
+        "qa_objective": qa.objective,
+        "qa_beam": qa.beam,
+        "qa_passages": qa.passages,
+        "qa_titles": qa.titles,
+        "search": realm.search,
+        "qa_search": qa.search,
+        "qa_documents": qa.refresh_every > 0,
+    }
+
+
+def with_config(run: Run, config: ConfigDict) -> Run:
+    """A run under another config of the same data, lengths and networks; the corpus on the devices is shared."""
+    context = dataclasses.replace(run.context, **loss_settings(config))
+    other = dataclasses.replace(run, config=config, context=context)
+    own = {name: getattr(run, name) for name in ("corpus", "documents", "reader_documents")}
+    other.__dict__.update(own)  # where cached_property keeps them
+    return other
 
 
 def make_model(

@@ -194,13 +194,6 @@ class Run(BaseRun):
         """The same run with other networks, which it and its losses know."""
         return dataclasses.replace(self, model=model, context=dataclasses.replace(self.context, model=model))
 
-    def with_config(self, config: ConfigDict) -> "Run":
-        """The same run under another config of the same data and networks; the corpus on the devices is shared."""
-        other = dataclasses.replace(self, config=config)
-        own = {name: getattr(self, name) for name in ("corpus", "documents", "reader_documents")}
-        other.__dict__.update(own)  # where cached_property keeps them
-        return other
-
 
 @partial(jax.jit, static_argnums=(0, 1))
 def embed_program(model: Realm, mesh: Mesh, params: Params, documents: Documents) -> jax.Array:

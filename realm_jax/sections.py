@@ -122,8 +122,8 @@ class Encoder:
 
     pooling: str = key(
         "pooler",
-        "what of the hidden states makes a vector: 'pooler': [CLS] through BERT's tanh layer (the paper); 'mean': of "
-        "all real tokens; 'last': the last real token",
+        "what of the hidden states makes a vector: 'pooler': [CLS] through BERT's tanh layer (the paper); 'cls': [CLS] "
+        "itself; 'mean': of all real tokens; 'last': the last real token",
         one_of("pooler", "cls", "mean", "last"),
         inherit="",
     )
@@ -135,7 +135,10 @@ class Encoder:
         one_of("fresh", "pca"),
     )
     normalization: str = key(
-        "layer", "of vectors: 'layer': LayerNorm (the paper); 'l2': length 1", one_of("layer", "l2", "none"), inherit=""
+        "layer",
+        "of vectors: 'layer': LayerNorm (the paper); 'l2': length 1; 'none'",
+        one_of("layer", "l2", "none"),
+        inherit="",
     )
     norm_epsilon: float = key(
         1e-12, "of that LayerNorm (1e-12: released checkpoints; 1e-3: released ICT code)", POSITIVE, inherit=0.0

@@ -8,6 +8,7 @@ import pytest
 from runs import Cut, assert_same, cut_at, open_inline
 from tiny_run import PEOPLE, question, write_lines
 
+from realm_jax.assemble import with_config
 from realm_jax.cli.prepare import prepare
 from realm_jax.config import add_sections, default, validate
 from realm_jax.data.sources import open_sources
@@ -192,7 +193,7 @@ def test_more_passages_can_be_read_than_in_training(fallen):
     config = type(run.config)(run.config.to_dict())
     add_sections(config, ["answering"])
     config.answering.read = 7
-    more, index = run.with_config(config), run.index(run.embed(last))
+    more, index = with_config(run, config), run.index(run.embed(last))
     few, many = (Evaluator(one, run.sources.questions["dev"]).predict(last, index) for one in (run, more))
     for a, b in zip(few, many, strict=True):
         assert (len(a.candidates), len(b.candidates)) == (3, 7)

@@ -18,7 +18,7 @@ from tiny import (
     tiny_realm,
 )
 
-from realm_jax.train.step import gradients, split
+from realm_jax.train.step import gradients, loss_and_metrics, split
 
 ROWS, BATCH = 20, 8
 MODEL = tiny_realm(layers=1)
@@ -105,7 +105,7 @@ def test_what_is_computed_again_gives_the_same_gradient(params, remat, dropout):
         many = jax.jit(model.init)(jax.random.key(1))
         task = task_of("mlm", tiny_context(one_device_mesh(), ROWS, model))
         found.append(jax.jit(lambda many, task=task: gradients(task, many, {}, batch, None, key, 1)[0])(many))
-        loss = lambda many, task=task: task.value(many, batch, None, key)[0]  # noqa: E731
+        loss = lambda many, task=task: loss_and_metrics(task, many, batch, None, key)[0]  # noqa: E731
         back = jax.eval_shape(lambda many, loss=loss: jax.vjp(loss, many)[1], many)
         kept.append(sum(x.size for x in jax.tree.leaves(back)))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), *found)
@@ -131,7 +131,7 @@ def test_layers_in_a_loop_drop_out_each_for_itself(params):
     model = tiny_realm(layers=3, scan=True, dropout=0.3)
     many = jax.jit(model.init)(jax.random.key(1))
     task = task_of("mlm", tiny_context(one_device_mesh(), ROWS, model))
-    loss = jax.jit(lambda key: task.value(many, batch, None, key)[0])
+    loss = jax.jit(lambda key: loss_and_metrics(task, many, batch, None, key)[0])
     values = [float(loss(jax.random.key(n))) for n in (1, 1, 2)]
     assert values[0] == values[1] != values[2]
 

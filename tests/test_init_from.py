@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tiny_run import PEOPLE, prepare_people, tiny_config, train_tiny_run
 
-from realm_jax.assemble import make_run
+from realm_jax.assemble import make_run, with_config
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.run import Run
@@ -146,7 +146,11 @@ def test_names_what_does_not_fit(trained_run, tmp_path):
 
 
 def test_another_config_shares_the_corpus_on_the_devices(trained_run):
-    assert trained_run.with_config(trained_run.config).documents is trained_run.documents
+    config = trained_run.config.copy_and_resolve_references()
+    config.realm.marginal = "token"
+    other = with_config(trained_run, config)
+    assert other.documents is trained_run.documents
+    assert (trained_run.context.marginal, other.context.marginal) == ("example", "token"), "the loss knows"
 
 
 def test_a_reader_can_come_from_another_run_than_the_retriever(trained_run, tmp_path):

@@ -84,6 +84,17 @@ def test_the_query_tower_is_a_transformer_a_tanh_a_projection_and_a_layer_norm()
         np.testing.assert_allclose(found[row], wanted, atol=2e-5)
 
 
+@pytest.mark.parametrize("pooling", ["cls", "mean", "last"])
+def test_other_poolings_take_the_hidden_states_as_they_are(pooling):
+    query, w = queries(), by_names("query_embedder")
+    model = dataclasses.replace(MODEL, pooling=pooling, projection=0, normalization="none")
+    found = model.embed_queries(parameters(), query["query"], query["query_length"])
+    for row, length in enumerate(query["query_length"]):
+        hidden = hidden_states(w, query["query"][row, :length], np.zeros(length, int))
+        wanted = {"cls": hidden[0], "mean": hidden.mean(axis=0), "last": hidden[-1]}[pooling]
+        np.testing.assert_allclose(found[row], wanted, atol=2e-5)
+
+
 def test_the_document_tower_is_the_same_network_with_segments():
     texts, w = documents(), by_names("document_embedder")
     segments = np.asarray(document_segments(texts))

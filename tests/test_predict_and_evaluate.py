@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 from tiny_run import question, write_lines
 
+from realm_jax.assemble import with_config
 from realm_jax.cli import arguments as run_arguments
 from realm_jax.cli import evaluate, predict
 from realm_jax.cli import main as cli
@@ -62,7 +63,7 @@ def quick(trained, monkeypatch) -> list[str | None]:
         config = type(trained.run.config)(trained.run.config.to_dict())
         add_sections(config, ["answering"])
         config.update_from_flattened_dict(changes)
-        return trained.run.with_config(config)
+        return with_config(trained.run, config)
 
     def given(run, task, **_):
         restored.append(task)

@@ -25,7 +25,7 @@ from realm_jax.tasks.rerank import NAME, added
 from realm_jax.train.index_source import embed_with_cache
 from realm_jax.train.recipe import train
 from realm_jax.train.restore import restore_params
-from realm_jax.train.step import make_step
+from realm_jax.train.step import loss_and_metrics, make_step
 
 PASSAGES, CANDIDATES = 4, 3
 pytestmark = pytest.mark.usefixtures("quick_steps")
@@ -76,7 +76,7 @@ def test_the_loss_is_the_cross_entropy_with_the_posterior_of_the_reader(trained)
     task, index = make_task("rerank", run), run.index(embed_with_cache(run, last))
     batch = put_batch(run.mesh, dataset(task.examples(last, None), 0, task.stream, 8)[0])
     read = read_question(run.context, last, batch, index, None, CANDIDATES, CANDIDATES)
-    loss, values = task.value(last, batch, index, None)
+    loss, values = loss_and_metrics(task, last, batch, index, None)
     documents = type(run.documents)(*(part[read.beam.rows] for part in run.documents))
     scores = np.asarray(read.beam.scores + added(run.context, last, batch, documents), np.float64)
     spans = np.where(read.correct, np.exp(np.asarray(read.spans, np.float64)), 0.0).sum(axis=(2, 3))

@@ -39,9 +39,9 @@ from realm_jax.forward import (
 )
 from realm_jax.models.inputs import Documents, reader_inputs
 from realm_jax.models.likelihood import masked_word_marginal
-from realm_jax.tasks.base import metric_values
 from realm_jax.tasks.qa import batch_reader_input
 from realm_jax.tasks.realm import realm_metrics
+from realm_jax.train.step import metric_values
 
 ROWS, BATCH = 20, 4
 MODEL = tiny_realm(layers=1)  # compiling takes nearly all of the time

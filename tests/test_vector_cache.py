@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tiny_run import tiny_config
 
-from realm_jax.assemble import make_run
+from realm_jax.assemble import make_run, with_config
 from realm_jax.cache import cache_bytes
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
@@ -94,6 +94,15 @@ def test_what_is_beyond_the_end_of_a_passage_is_not_part_of_it(tiny):
     assert len(np.unique(row_keys(corpus), axis=0)) == 16
 
 
+def test_tokens_of_a_large_vocabulary_are_told_apart(tiny):
+    """Token ids beyond 65,535 keep all their bytes."""
+    corpus = tiny.corpus
+    large = corpus._replace(ids=corpus.ids.astype(np.uint32))
+    moved = large._replace(ids=np.where(large.ids == large.ids.max(), large.ids + 65_536, large.ids))
+    assert (row_keys(moved) != row_keys(large)).any()
+    assert (corpus.ids.dtype, moved.ids.dtype) == (np.uint16, np.uint32)
+
+
 @pytest.mark.parametrize("suffix", [".npy", ".json"])
 def test_damage_is_told_and_embedded_again(tiny, params, cache, counted, caplog, suffix):
     anew = embed_with_cache(tiny, params)
@@ -119,7 +128,7 @@ def test_another_tower_or_setting_is_another_encoder(tiny, params):
     assert encoder_digest(tiny, {**params, document: moved[document]}) != known
     config = tiny.config.copy_and_resolve_references()
     config.model.hidden_act = "gelu"
-    assert encoder_digest(tiny.with_config(config), params) != known
+    assert encoder_digest(with_config(tiny, config), params) != known
 
 
 def test_a_task_begins_with_known_vectors_and_what_it_trains_is_not_kept(tiny, params, cache, counted):

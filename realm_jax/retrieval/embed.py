@@ -112,10 +112,11 @@ def _filled(part: NDArray, rows: int) -> NDArray:
 
 def row_keys(rows: CorpusRows) -> NDArray[np.uint64]:
     """What a passage is known by: a digest of its tokens and of where its title ends, uint64 [rows, 2]."""
-    parts = zip(rows.ids, rows.lengths.tolist(), rows.title_lengths.astype("<u2"), strict=True)
+    ids = rows.ids.astype(rows.ids.dtype.newbyteorder("<"), copy=False)
+    parts = zip(ids, rows.lengths.tolist(), rows.title_lengths.astype("<u2"), strict=True)
     digests = (
-        hashlib.blake2b(title.tobytes() + ids[:length].astype("<u2", copy=False).tobytes(), digest_size=16).digest()
-        for ids, length, title in parts
+        hashlib.blake2b(title.tobytes() + row[:length].tobytes(), digest_size=16).digest()
+        for row, length, title in parts
     )
     return np.frombuffer(b"".join(digests), "<u8").astype(np.uint64, copy=False).reshape(-1, 2)
 

@@ -183,11 +183,6 @@ class Task(abc.ABC):
         """The rows of a store whose sentences may be learned from, bool [rows]; None for all."""
         return trained_rows(store, held_out_share(self.run.config, self.run.sources.questions))
 
-    def value(self, params: Params, batch: Batch, index: Any, key: Array | None) -> tuple[Array, dict[str, Array]]:
-        """The loss of a whole batch, and everything that is reported of it."""
-        values = metric_values(self.loss(params, batch, index, key))
-        return values["loss"], values
-
     def flops(self) -> dict[str, float]:
         """Operations of a step: {part of the model: operations}."""
         return {part: self.settings.batch_size * value for part, value in self.example_flops().items()}
@@ -248,14 +243,6 @@ class Task(abc.ABC):
 def batch_mean(values: Array) -> Mean:
     """The mean of one value an example, [batch]."""
     return Mean(values.astype(jnp.float32).sum(), jnp.float32(values.shape[0]))
-
-
-def metric_values(means: Means) -> dict[str, Array]:
-    """The values of means; a perplexity is the exponential of one."""
-    values = {name: mean.value for name, mean in means.items()}
-    if LOG_PERPLEXITY in values:
-        values["perplexity"] = jnp.exp(values.pop(LOG_PERPLEXITY))
-    return values
 
 
 # --- shapes that several tasks have -----------------------------------------------------------------------------------

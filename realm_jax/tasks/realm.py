@@ -174,7 +174,8 @@ def realm_metrics(result: likelihood.Marginal, right: Array, batch: Batch, found
 
     retrieval_utility: log p(y|x) − log p(y|null, x), nats. useful_candidates: share of examples whose best candidate
     beats the null document by more than a tenth of a nat. accuracy: pieces that the reader gets right beside the
-    candidate of largest p(z|x). excluded: own passages dropped, per example.
+    candidate of largest p(z|x). best_candidate_gain: log p(y|z, x) of the best candidate − log p(y|null, x), nats.
+    null_probability: p(null|x). prior_entropy: of p(z|x), nats. excluded: own passages dropped, per example.
     """
     prior = jnp.exp(result.log_prior)
     weights = batch["weights"].astype(jnp.float32)

@@ -31,10 +31,10 @@ class BestParameters:
         self._task, self._folder, self._keep = task, place / "best", keep
 
     def selection_metric(self, found: dict[str, Any]) -> str | None:
-        """The measure that `describe_regression` asks for."""
+        """The measure by which parameters are kept, None if none are."""
         return selection_metric(self._task.selects_by, found) if self._keep else None
 
-    def look(self, step: int, state: State, found: dict[str, Any]) -> None:
+    def update(self, step: int, state: State, found: dict[str, Any]) -> None:
         """Keep what the task trained, at a step, if it measured better than all before; of equals the first stay."""
         if not (name := self.selection_metric(found)):
             return

@@ -1,8 +1,8 @@
 """The train loop: one task from its first step, or from its newest checkpoint, to its last.
 
-Read `train_task` top to bottom; what happens every so many steps are the hooks below it. What a task needs and what a
-step computes is said by the task (`realm_jax/tasks/`); where its arrays live is `step.py`; what watches over a run is
-`guards.py`.
+Read `train_task` top to bottom; what happens every so many steps is done by the hooks below it. What a task needs and
+what a step computes is said by the task (`realm_jax/tasks/`); where its arrays live is `step.py`; what watches over a
+run is `guards.py`.
 """
 
 import dataclasses
@@ -104,6 +104,11 @@ def train_task(
             if should_stop() and jax.process_count() == 1 and loop.step < total:
                 raise Interrupted
 
+        def stop_if_asked() -> None:
+            """Called while the corpus is embedded for the examples: what is trained is saved."""
+            if jax.process_count() == 1:
+                stop.check(f"{place.name} is saved at step {start}" if start else "every finished task is saved")
+
         step_function = make_step(task)
         record = {} if saved is None else saved.record
         cost = StepCost(sum(task.flops().values()), run.mesh.size, peak(run.mesh.devices.flat[0].device_kind))
@@ -111,7 +116,7 @@ def train_task(
         watchdog = Watchdog(config.log.hang_seconds, place.name)
         source = make_index_source(task, status, start, checkpoints, should_stop, embedding)
         rows = local_rows(run.mesh, size)
-        examples = task.examples(state.params, partial(start_vectors, task.run, name, state.params))
+        examples = task.examples(state.params, partial(start_vectors, task.run, name, state.params, stop_if_asked))
         stream = batches(examples, config.seed, task.stream, size, start, total, rows)
         feed = Feed(task, stream, rows, None if saved is None else saved.in_flight)
         profiler = Profiler(place / "profile")
@@ -121,7 +126,7 @@ def train_task(
         loop = Loop(
             task=task, folder=place, total=total, stop=stop, watchdog=watchdog, metrics=metrics,
             checkpoints=checkpoints, best=best, source=source, feed=feed, measure=measure,
-            answers_start=measured and evaluates_reader_at_start(task), state=state, step=start,
+            evaluate_reader_at_start=measured and evaluates_reader_at_start(task), state=state, step=start,
             saved=-1 if saved is None else start,
         )  # fmt: skip
         before_step = (
@@ -220,7 +225,7 @@ def make_index_source(
 class Loop:
     """The state of the loop: first what stays, then what changes from step to step.
 
-    folder: under the run folder. measure: see `train_task`. answers_start: whether the start of a task that
+    folder: under the run folder. measure: see `train_task`. evaluate_reader_at_start: whether the start of a task that
     retrieves is measured as its end is. step: steps that are done; saved: those of the newest save, −1 for none. index:
     the one in use. values: metrics of the last step, on the devices. consensus: what all processes announced two steps
     ago.
@@ -237,7 +242,7 @@ class Loop:
     source: IndexSource
     feed: Feed
     measure: Measure | None
-    answers_start: bool
+    evaluate_reader_at_start: bool
     state: State
     step: int
     saved: int
@@ -286,8 +291,8 @@ def adopt(loop: Loop) -> None:
     measures: dict[str, Any] = {}
     if loop.measure is not None:
         with loop.metrics.waiting("measurement"):
-            measures = _evaluate(loop, loop.source.as_exact(fresh), loop.answers_start and loop.step == 0)
-    loop.best.look(loop.step, loop.state, measures)
+            measures = _evaluate(loop, loop.source.as_exact(fresh), loop.evaluate_reader_at_start and loop.step == 0)
+    loop.best.update(loop.step, loop.state, measures)
     loop.metrics.log_evaluation(loop.step, measures | {"refresh": True, "index_step": fresh.step} | fresh.facts)
 
 
@@ -295,7 +300,7 @@ def evaluate(loop: Loop) -> None:
     """Evaluate what was learnt so far."""
     with loop.metrics.waiting("measurement"):
         measures = _evaluate(loop, loop.source.index_for_eval(loop.step, loop.state.params, loop.index), True)
-        loop.best.look(loop.step, loop.state, measures)
+        loop.best.update(loop.step, loop.state, measures)
     loop.watchdog.heartbeat()
     loop.metrics.log_evaluation(loop.step, measures)
 
@@ -364,7 +369,7 @@ def evaluate_end(loop: Loop) -> dict[str, Any]:
     if loop.measure is None:
         return {}
     measures = _evaluate_own_index(loop, loop.total)
-    loop.best.look(loop.total, loop.state, measures)
+    loop.best.update(loop.total, loop.state, measures)
     if (better := loop.best.parameters_other_than(loop.total)) is not None:
         step, trained = better
         loop.state = loop.state._replace(trained=trained)

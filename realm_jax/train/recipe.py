@@ -15,7 +15,7 @@ import jax
 from ml_collections import ConfigDict
 from rich.table import Table
 
-from realm_jax.assemble import make_model, make_run, prompt_encoder
+from realm_jax.assemble import make_model, make_run, prompt_encoder, with_config
 from realm_jax.config import add_sections, validate
 from realm_jax.console import console
 from realm_jax.data.questions import Question
@@ -264,7 +264,7 @@ def _with_keys(run: Run, keys: Mapping[str, Any], task: str) -> Run:
     config = type(run.config)(run.config.to_dict())
     config.update_from_flattened_dict(keys)
     add_sections(config, [task])
-    return run.with_config(config)
+    return with_config(run, config)
 
 
 def show(results: dict[str, Any], workdir: Path) -> None:

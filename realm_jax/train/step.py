@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from realm_jax.forward import Index
 from realm_jax.mesh import replicated
 from realm_jax.models.realm import Params
-from realm_jax.tasks.base import Batch, Means, Task, metric_values
+from realm_jax.tasks.base import LOG_PERPLEXITY, Batch, Means, Task
 from realm_jax.train.optimizer import FRESH_HEADS, RateScales, make_optimizer, zero_frozen_gradients
 
 Array = jax.Array
@@ -164,13 +164,29 @@ def gradients(
 ) -> tuple[Params, dict[str, Array]]:
     """Gradient of the mean loss by `trained`, and what the task reports. parts: divides the batch size."""
     if parts == 1:
-        whole = jax.grad(lambda trained: task.value({**frozen, **trained}, batch, index, key), has_aux=True)
+        whole = jax.grad(lambda trained: loss_and_metrics(task, {**frozen, **trained}, batch, index, key), has_aux=True)
         return whole(trained)
     if task.contrast is None:
         grads, means = _summed(task, trained, frozen, split(batch, parts), index, key)
     else:
         grads, means = _cached(task, trained, frozen, split(batch, parts), key)
     return grads, metric_values(means)
+
+
+def loss_and_metrics(
+    task: Task, params: Params, batch: Batch, index: Any, key: Array | None
+) -> tuple[Array, dict[str, Array]]:
+    """The loss of a whole batch, and everything that is reported of it."""
+    values = metric_values(task.loss(params, batch, index, key))
+    return values["loss"], values
+
+
+def metric_values(means: Means) -> dict[str, Array]:
+    """The values of means; a perplexity is the exponential of one."""
+    values = {name: mean.value for name, mean in means.items()}
+    if LOG_PERPLEXITY in values:
+        values["perplexity"] = jnp.exp(values.pop(LOG_PERPLEXITY))
+    return values
 
 
 def split(batch: Batch, parts: int) -> Batch:
