@@ -35,13 +35,14 @@ from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
 from realm_jax.assemble import abstract_run
-from realm_jax.config import default, joint_length
+from realm_jax.config import default
 from realm_jax.data.sources import open_sources
 from realm_jax.flops import peak
 from realm_jax.host import keep_freed_memory
 from realm_jax.models.inputs import Documents
 from realm_jax.retrieval.embed import CorpusRows
 from realm_jax.run import Run, put_batch
+from realm_jax.sections import joint_length
 from realm_jax.tasks import make_task
 from realm_jax.train.optimizer import CLIP, WEIGHT_DECAY
 from realm_jax.train.step import ControlWords, make_step, put_control, start_state

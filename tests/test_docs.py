@@ -1,5 +1,7 @@
-"""What the documents for contributors name is there: files, modules of a package, classes and constants."""
+"""What documents for contributors and scripts name is there: files, modules of a package, classes and constants."""
 
+import ast
+import importlib
 import re
 from pathlib import Path
 
@@ -38,3 +40,22 @@ def test_classes_and_constants_that_a_page_names_are_there(page):
     }
     others = {"ConfigDict", "SIGTERM", "TASK"}  # of libraries, or of paths
     assert not {name for name in names - others if not re.search(rf"\b{name}\b", SOURCE)}
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "launch"])
+def test_what_scripts_import_from_the_package_is_there(folder):
+    """Scripts that no test runs."""
+    trees = {path.name: ast.parse(path.read_text()) for path in (ROOT / folder).glob("*.py")}
+    lines = [
+        (name, node) for name, tree in trees.items() for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
+    ]
+    wanted = {
+        (name, node.module, alias.name)
+        for name, node in lines
+        if (node.module or "").startswith("realm_jax")
+        for alias in node.names
+    }
+    assert wanted
+    for name, module, attribute in wanted:
+        found = importlib.import_module(module)
+        assert hasattr(found, attribute) or importlib.import_module(f"{module}.{attribute}"), f"{name}: {module}"
