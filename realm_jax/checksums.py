@@ -7,7 +7,7 @@ can be verified on another, without gathering anything. Not against malice.
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -28,8 +28,10 @@ def checksums(tree: Any) -> Sums:
     Where arrays belong to several processes, every process has to call this.
     """
     arrays = named_arrays(tree)
-    on_devices = {name: x for name, x in arrays.items() if isinstance(x, jax.Array)}
-    found = dict(zip(on_devices, np.asarray(_device_sums(list(on_devices.values()))).tolist(), strict=True))
+    # All are dispatched before the first is waited for. A program for each shape: one for all the arrays of a state
+    # takes seconds to compile, at the first save of every task.
+    on_devices = {name: sums(x) for name, x in arrays.items() if isinstance(x, jax.Array)}
+    found = {name: np.asarray(pair).tolist() for name, pair in on_devices.items()}
     return {name: found[name] if name in found else _host_sums(x) for name, x in arrays.items()}
 
 
@@ -53,16 +55,9 @@ def arrays_digest(arrays: Mapping[str, NDArray], about: bytes = b"") -> str:
     return summary.hexdigest()
 
 
-def leaf_sums(arrays: Sequence[Array]) -> Array:
-    """The two sums of each array, uint32 [arrays, 2]."""
-    return jnp.stack([_sums(x) for x in arrays]) if arrays else jnp.zeros((0, 2), jnp.uint32)
-
-
-_device_sums = jax.jit(leaf_sums)
-
-
-@jax.jit  # traced once for all arrays of a shape: a model has many alike
-def _sums(x: Array) -> Array:
+@jax.jit
+def sums(x: Array) -> Array:
+    """The two sums of an array, uint32 [2]."""
     words = _words(x)
     place = jnp.zeros((), jnp.uint32)
     for axis in range(words.ndim):

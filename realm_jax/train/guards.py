@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from realm_jax.checksums import leaf_sums, named_arrays
+from realm_jax.checksums import named_arrays, sums
 from realm_jax.errors import UserError
 from realm_jax.host import free_heap, signal_handler
 from realm_jax.mesh import replicated
@@ -156,15 +157,17 @@ def check_replicas(mesh: Mesh, tree: Any, step: int) -> None:
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _sums_by_device(mesh: Mesh, specs: tuple[PartitionSpec, ...], arrays: tuple[jax.Array, ...]) -> jax.Array:
-    """uint32 [devices, arrays, 2], in every process: the sums of what each device holds."""
-
-    def own(*parts: jax.Array) -> jax.Array:
-        return leaf_sums(parts)[None]
-
+def _sums_by_device(mesh: Mesh, spec: PartitionSpec, array: jax.Array) -> jax.Array:
+    """uint32 [devices, 2], each device's row on it: the sums of what it holds."""
     everyone = PartitionSpec(mesh.axis_names)
-    sums = jax.shard_map(own, mesh=mesh, in_specs=specs, out_specs=everyone, check_vma=False)(*arrays)
-    return jax.lax.with_sharding_constraint(sums, replicated(mesh))
+    own = jax.shard_map(lambda x: sums(x)[None], mesh=mesh, in_specs=spec, out_specs=everyone, check_vma=False)
+    return own(array)
+
+
+@partial(jax.jit, static_argnums=0)
+def _gather(mesh: Mesh, by_array: list[jax.Array]) -> jax.Array:
+    """uint32 [devices, arrays, 2], in every process."""
+    return jax.lax.with_sharding_constraint(jnp.stack(by_array, axis=1), replicated(mesh))
 
 
 def differing_replicas(mesh: Mesh, tree: Any) -> list[tuple[str, Any]]:
@@ -172,14 +175,13 @@ def differing_replicas(mesh: Mesh, tree: Any) -> list[tuple[str, Any]]:
     arrays = named_arrays(tree)
     if mesh.size == 1:
         return []
-    specs = tuple(x.sharding.spec for x in arrays.values())
-    sums = np.asarray(_sums_by_device(mesh, specs, tuple(arrays.values())))
+    held = np.asarray(_gather(mesh, [_sums_by_device(mesh, x.sharding.spec, x) for x in arrays.values()]))
     devices = list(mesh.devices.flat)
     wrong = []
     for number, (name, x) in enumerate(arrays.items()):
         first: dict[str, bytes] = {}
         places = x.sharding.devices_indices_map(x.shape)
-        for device, found in zip(devices, sums[:, number], strict=True):
+        for device, found in zip(devices, held[:, number], strict=True):
             if first.setdefault(str(places[device]), found.tobytes()) != found.tobytes():
                 wrong.append((name, device.id))
                 break
