@@ -14,7 +14,7 @@ from realm_jax.errors import UserError
 from realm_jax.run import Run
 from realm_jax.storage import digest, read_json
 from realm_jax.train.best import stage_summary
-from realm_jax.train.checkpoints import Damaged, SavedCheckpoint
+from realm_jax.train.checkpoints import DamagedCheckpoint, SavedCheckpoint
 from realm_jax.train.init_from import find_source, record_start
 from realm_jax.train.loop import train_task
 from realm_jax.train.projection import FILE as COMPONENTS
@@ -115,7 +115,9 @@ def test_vectors_of_a_damaged_checkpoint_are_made_anew(trained_run, tmp_path, mo
     assert vectors_from_earlier_task(run, "qa", run.initial_params()) is None
     run.config.lock()  # as configs from flags are, and the one that is read from the folder is not
     assert vectors_from_earlier_task(run, "qa", params) is not None
-    monkeypatch.setattr(SavedCheckpoint, "read", lambda *_: (_ for _ in ()).throw(Damaged("not as it was saved")))
+    monkeypatch.setattr(
+        SavedCheckpoint, "read", lambda *_: (_ for _ in ()).throw(DamagedCheckpoint("not as it was saved"))
+    )
     assert vectors_from_earlier_task(run, "qa", params) is None
 
 

@@ -20,7 +20,7 @@ from realm_jax.forward import read_question
 from realm_jax.run import put_batch
 from realm_jax.storage import read_json
 from realm_jax.tasks import make_task
-from realm_jax.tasks.realm import Realm
+from realm_jax.tasks.realm import RealmTask
 from realm_jax.train.loop import train_task
 from realm_jax.train.recipe import open_run, starting_params, train
 from realm_jax.train.restore import restore_params
@@ -131,7 +131,7 @@ def letters(tokens, places):
 def test_the_retriever_s_query_hides_the_same_characters(both, tmp_path, masking):
     run = open_config(config_of(both, "realm", model__reader=OWN, realm__masking=masking), tmp_path)
     tokenizer = run.sources.for_reader.tokenizer
-    examples, own = Realm(run).examples({}, None), run.sources.tokenizer
+    examples, own = RealmTask(run).examples({}, None), run.sources.tokenizer
     for number in range(examples.total):
         example = examples.make(number, np.random.default_rng(number))
         row, read = int(example["own_row"]), example["reader_query"][1 : example["reader_query_length"] - 1]
@@ -153,7 +153,7 @@ def test_the_retriever_s_query_hides_the_same_characters(both, tmp_path, masking
 
 def test_words_that_are_left_are_looked_for_in_the_same_rows(both, tmp_path):
     run = open_config(config_of(both, "realm", model__reader=OWN, realm__search="hybrid"), tmp_path)
-    example, task = Realm(run).examples({}, None).make(0, np.random.default_rng(0)), Realm(run)
+    example, task = RealmTask(run).examples({}, None).make(0, np.random.default_rng(0)), RealmTask(run)
     assert {name: np.shape(value) for name, value in example.items()} == {
         name: shape for name, (shape, _) in task.array_shapes().items()
     }

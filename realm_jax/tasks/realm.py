@@ -85,7 +85,7 @@ class Section(TaskSection):
     exclude_own: bool = key(True, "whether a masked sentence may not retrieve the passage that it stands in")
 
 
-class Realm(Task):
+class RealmTask(Task):
     """Retriever and reader learn together, while the index follows the document tower."""
 
     name = "realm"

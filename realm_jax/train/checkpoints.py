@@ -181,7 +181,7 @@ def saved_folders(folder: Path) -> list[Path]:
     return [entry for entry in entries if ocp.is_orbax_checkpoint(entry)]
 
 
-class Damaged(UserError):
+class DamagedCheckpoint(UserError):
     """A checkpoint is not what was saved."""
 
 
@@ -243,7 +243,7 @@ class SavedCheckpoint:
             entry = folder.absolute() / str(step)
             try:
                 return load(cls(entry))
-            except (Damaged, CheckpointRemoved) as fault:
+            except (DamagedCheckpoint, CheckpointRemoved) as fault:
                 damaged = True
                 _quarantine(entry, fault)
 
@@ -255,7 +255,7 @@ class SavedCheckpoint:
             try:
                 cls(entry).verify_files()
                 return int(entry.name)
-            except (Damaged, CheckpointRemoved) as fault:  # gone: half of it, since nobody else writes here
+            except (DamagedCheckpoint, CheckpointRemoved) as fault:  # gone: half of it, since nobody else writes here
                 _quarantine(entry, fault)
         return ALL_DAMAGED if entries else NONE
 
@@ -269,7 +269,7 @@ class SavedCheckpoint:
             reason = f"{type(fault).__name__}: {str(fault).strip().partition(chr(10))[0][:200]}"
             if _is_transient(fault):
                 raise StorageError(f"{self._path} could not be read ({reason}); run the command again") from fault
-            raise Damaged(f"{self._path} is damaged ({reason}); see `realm storage verify`") from fault
+            raise DamagedCheckpoint(f"{self._path} is damaged ({reason}); see `realm storage verify`") from fault
 
     @property
     def record(self) -> dict[str, Any]:

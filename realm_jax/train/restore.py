@@ -19,7 +19,7 @@ from realm_jax.sections import task_names
 from realm_jax.storage import read_json
 from realm_jax.tasks import make_task
 from realm_jax.tasks.base import Task
-from realm_jax.train.checkpoints import CheckpointRemoved, Damaged, SavedCheckpoint, differences, environment
+from realm_jax.train.checkpoints import CheckpointRemoved, DamagedCheckpoint, SavedCheckpoint, differences, environment
 from realm_jax.train.step import State, start_state, state_shardings
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ def vectors_from_earlier_task(run: Run, name: str, params: Params) -> NDArray | 
         if saved is None or not _has_tower(saved, run.model.embedder_names[-1], params):
             return None  # what is older has another embedder still
         found = None
-        with contextlib.suppress(CheckpointRemoved, Damaged):
+        with contextlib.suppress(CheckpointRemoved, DamagedCheckpoint):
             found = saved_vectors(run, task, saved)
         if allgather_flags(found is not None).all():
             return found

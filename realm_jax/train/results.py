@@ -35,7 +35,7 @@ from realm_jax.run import Run, put_batch
 from realm_jax.storage import read_json, write_json_atomic
 from realm_jax.tasks import TASKS, make_task
 from realm_jax.tasks.base import Task
-from realm_jax.tasks.realm import Realm
+from realm_jax.tasks.realm import RealmTask
 from realm_jax.train.best import describe_regression, primary_metric, selection_metric, stage_summary
 from realm_jax.train.checkpoints import SavedCheckpoint
 from realm_jax.train.index_source import embed_with_cache
@@ -291,7 +291,7 @@ def masked_sentence(run: Run, params: Params) -> dict[str, Any] | None:
     params = restore_params(run, name)
     index = final_index(run, name, params)
     sources, context = run.sources, run.context
-    examples = Realm(run).masked_examples("salient")
+    examples = RealmTask(run).masked_examples("salient")
     count = SENTENCES + -SENTENCES % run.mesh.size
     batch = dataset(examples, run.config.seed, TASKS[name].stream, count)[0]
 
