@@ -8,13 +8,27 @@ import sys
 import time
 from collections import deque
 from contextlib import ExitStack
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_chunks
-from runs import EVERY, Watch, adoptions, assert_same, builder, make_job, metrics, open_tiny, spoil, train, until
+from runs import (
+    EVERY,
+    Watch,
+    adoptions,
+    assert_same,
+    at_step,
+    builder,
+    make_job,
+    metrics,
+    open_tiny,
+    spoil,
+    train,
+    until,
+)
 
 from realm_jax.cli import build_index
 from realm_jax.cli import main as cli
@@ -29,11 +43,12 @@ from realm_jax.refresh.generations import (
     remove_generation,
     write_export,
 )  # fmt: skip
-from realm_jax.refresh.status import read_status, trainer_status
+from realm_jax.refresh.status import TRAINER, read_status, trainer_status
 from realm_jax.refresh.watcher import IndexWatcher
 from realm_jax.storage import PosixFolder
 from realm_jax.tasks import make_task
 from realm_jax.train.built_index import BuiltIndex
+from realm_jax.train.checkpoints import saved_folders
 from realm_jax.train.metrics import read_lines
 from realm_jax.train.recipe import report_status
 from realm_jax.train.restore import restore_params
@@ -167,6 +182,24 @@ def test_a_builder_that_is_slower_than_three_exports_is_not_in_vain(people, tmp_
     with builder(run):
         train(run)
     assert len(adoptions(run)) > 2
+
+
+def test_a_builder_serves_steps_that_are_trained_again(copied, sturdy, monkeypatch):
+    """The checkpoint of the last step is damaged, so a run that looks finished needs an index again, and says so."""
+    folder, steps = PosixFolder(copied.workdir), []
+
+    def look(step):
+        steps.append(step)
+        until(lambda: not read_status(folder, TRAINER).index_done)
+
+    at_step(monkeypatch, look)
+    newest = saved_folders(copied.workdir / "realm" / "checkpoints")[0]
+    largest = max(filter(Path.is_file, newest.rglob("*")), key=lambda path: path.stat().st_size)
+    largest.write_bytes(bytes(byte ^ 1 for byte in largest.read_bytes()))
+    with builder(copied):
+        again = train(copied)
+    assert_same(again, sturdy.final)
+    assert steps and read_status(folder, TRAINER).index_done
 
 
 def test_once_builds_the_newest_export_or_finds_it_built(copied, caplog):

@@ -82,7 +82,7 @@ def test_before_the_first_checkpoint_another_model_is_refused_and_not_read_as_th
     first = sentence_folder(people, tmp_path / "first", "Normalize")
     open_run(config_for(people, first), tmp_path / "run")
     other = sentence_folder(people, tmp_path / "other", "Normalize", pooling=CLS)
-    says = "config.encoder.pooling is 'cls', but the run in .* has 'mean'; .* start in another --workdir"
+    says = "config.init_from=.*: says encoder.pooling='cls', but the run in .* was made for a model with 'mean'"
     with pytest.raises(UserError, match=says):
         open_run(config_for(people, other), tmp_path / "run")
     first.rename(tmp_path / "moved")

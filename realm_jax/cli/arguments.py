@@ -19,7 +19,7 @@ from realm_jax.train.trained_run import latest_checkpoint
 PASSAGE_FLAGS = ("answering.retrieved", "answering.read", "answering.aggregate")
 
 
-def add_run_arguments(parser: argparse._ActionsContainer, required: bool = True) -> None:
+def add_run_arguments(parser: argparse.ArgumentParser, required: bool = True) -> None:
     """`--workdir`, and `--config.section.key=value` for its recorded config; see `config_changes`."""
     parser.set_defaults(config=None)  # tells `realm_jax.cli.main` that this command takes overrides
     parser.add_argument(

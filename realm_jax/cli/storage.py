@@ -173,7 +173,7 @@ def verify(name: str, item: Checkpoint | Generation) -> bool:
     began = time.monotonic()
     try:
         holds = item.verify()
-    except (UserError, CheckpointRemoved, Damaged) as fault:
+    except (UserError, CheckpointRemoved) as fault:
         print(f"{name}: DAMAGED: {fault}")
         return True
     print(f"{name}: unfinished" if holds is None else f"{name}: sound ({holds}{time.monotonic() - began:.1f} s)")

@@ -1,6 +1,6 @@
 """One training example at a time, as fixed-shape arrays: pure functions of (sources, example number, random generator).
 
-Each maker first lists the examples that exist (`total`), so that the pipeline filters nothing, and then makes the i-th
+Each maker first lists the examples that exist (`total`), so that nothing is filtered later, and then makes the i-th
 one. Here stands what several of them have in common; the makers of a task stand in its file (`tasks/`).
 
 Order, batches and prefetch (Grain) stand at the end: the batch at step s is a pure function of (seed, task, s). Example

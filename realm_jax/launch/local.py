@@ -441,8 +441,9 @@ class Local:
         if not is_held(self._logs):
             return None
         try:
-            return dict(read_json(self._logs / RECORD))
-        except UserError:  # it holds the folder and has not written it yet
+            found = read_json(self._logs / RECORD)
+            return {name: int(found[name]) for name in ("pid", "grace_seconds")}
+        except (UserError, KeyError, TypeError, ValueError):  # not written yet, or by another version
             return None
 
     def _check(self) -> None:

@@ -85,7 +85,8 @@ class BuiltIndex(IndexSource):
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            self._status.update(step=self._start)
+            # Said anew: where the checkpoint of the last step is damaged, steps are trained again that need an index.
+            self._status.update(step=self._start, index_done=False)
             if is_process_0():
                 self._retry_storage(self._drop_rolled_back_exports)
             self._folder.unstage("index")

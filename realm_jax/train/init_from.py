@@ -183,9 +183,10 @@ def _shapes(model: Realm, names: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
 
 
 class WeightsSource(_Named):
-    """Pretrained weights, or weights written by `realm weights`. Public methods answer what those of `RunSource` do."""
+    """Pretrained weights, or weights written by `realm weights`."""
 
     def values(self, keys: Collection[str]) -> dict[str, Any]:
+        """As `RunSource.values`: of the towers' folders."""
         query, document = (_values_of(network_folder(self.folder, tower) or self.folder) for tower in TOWERS)
         for key in ("pooling", "projection", "normalization", "norm_epsilon"):
             if f"encoder.{key}" in keys and query[f"encoder.{key}"] != document[f"encoder.{key}"]:
@@ -194,13 +195,16 @@ class WeightsSource(_Named):
 
     @property
     def has_own_reader(self) -> bool:
+        """As of `RunSource`: whether it has a folder for its reader."""
         return network_folder(self.folder, READER) not in (None, self.folder)
 
     def reader_sizes(self) -> dict[str, Any]:
+        """As `RunSource.reader_sizes`."""
         values = _bert_values(self._reader_folder)
         return {name: values[f"model.{name}"] for name in READER_KEYS}
 
     def reader_tokenizer(self) -> str | None:
+        """As `RunSource.reader_tokenizer`."""
         said, path = lower_case_of(self._reader_folder), tokenizer_file(self._reader_folder)
         return None if path is None else read_tokenizer(path, said is None or said.value).fingerprint
 
@@ -222,6 +226,7 @@ class WeightsSource(_Named):
         return found
 
     def check(self, config: ConfigDict, model: Realm, tokenizer: Tokenizer, reader: Tokenizer) -> None:
+        """As `RunSource.check`; reads headers, settings and vocabularies alone."""
         files = self.files(model, tokenizer, reader)
         if self.key == "reader_from":
             require(READER in files, self.key, f"{self.folder} has no reader; name another folder")
@@ -243,6 +248,7 @@ class WeightsSource(_Named):
                 )  # fmt: skip
 
     def params(self, run: Run, fresh: Params) -> Params:
+        """As `RunSource.params`; what no file has stays fresh."""
         found, names = self._files_for(run), self.networks_for(run.model)
         params = {name: fresh[name] for name in names}
         for network, files in found.items():
@@ -253,6 +259,7 @@ class WeightsSource(_Named):
         return params
 
     def has_projection(self, run: Run) -> bool:
+        """As `RunSource.has_projection`."""
         files = self._files_for(run)
         return any(PROJECTION in files[tower].found for tower in run.model.embedder_names if tower in files)
 
@@ -366,7 +373,7 @@ def fill_from_pretrained(config: ConfigDict, workdir: Path | None = None, with_r
     asked for, or says what cannot be represented.
     """
     recorded, begun = _recorded(workdir)
-    config = _with_values(config, recorded, begun)
+    config = _with_values(config, workdir, recorded, begun)
     return _with_reader(config, recorded, begun) if with_reader and not config.model.reader else config
 
 
@@ -412,12 +419,12 @@ def check_reader_is_named(config: ConfigDict, source: Source) -> None:
     require(not (fit and said), f"init_from={source.name}", advice)
 
 
-def _with_values(config: ConfigDict, recorded: dict[str, Any], begun: bool) -> ConfigDict:
+def _with_values(config: ConfigDict, workdir: Path | None, recorded: dict[str, Any], begun: bool) -> ConfigDict:
     """A config in which no key waits for the model of `init_from`."""
     waiting = inherited_keys(config)
     if not waiting:
         return config
-    values = recorded if begun else _of_model(config, waiting, recorded)
+    values = recorded if begun else _of_model(config, waiting, workdir, recorded)
     for key in waiting:
         if values.get(key) in (None, INHERITED[key]):
             raise UserError(f"config.{key}: the model of config.init_from={config.init_from} does not say; set it")
@@ -440,18 +447,28 @@ def _recorded(workdir: Path | None) -> tuple[dict[str, Any], bool]:
     return flatten(values.to_dict()), has_checkpoint(values, workdir)
 
 
-def _of_model(config: ConfigDict, waiting: Collection[str], recorded: dict[str, Any]) -> dict[str, Any]:
+def _of_model(
+    config: ConfigDict, waiting: Collection[str], workdir: Path | None, recorded: dict[str, Any]
+) -> dict[str, Any]:
     """What the model of `init_from` says, or said where it is gone, of a run without a checkpoint.
 
-    Whether the folder of the run was made for a model that says the same is checked with the rest of the config.
+    Raises UserError if the folder of the run was made for a model that says something else.
     """
     same = recorded.get("init_from") == with_absolute_paths({"init_from": config.init_from})["init_from"]
     try:
-        return find_source(config.init_from).values(waiting)
+        values = find_source(config.init_from).values(waiting)
     except UserError:
         if same:
             return recorded
         raise
+    for key in waiting:
+        # The default temperature depends on a normalisation that the config may set.
+        if recorded and key != "encoder.temperature" and recorded[key] != values.get(key):
+            raise UserError(
+                f"config.init_from={config.init_from}: says {key}={values.get(key)!r}, but the run in {workdir} was "
+                f"made for a model with {recorded[key]!r}; start in another --workdir"
+            )
+    return values
 
 
 # --- Parameters to start from -----------------------------------------------------------------------------------------
