@@ -1,5 +1,6 @@
 """REALM steps on one device and on eight: the same numbers, whatever the mesh (`pytest -s` shows how nearly)."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +14,7 @@ from realm_jax.forward import Index, retrieve
 from realm_jax.mesh import logical_sharding, make_mesh, parameter_shardings, replicated
 from realm_jax.retrieval.exact import padded_rows
 from realm_jax.train.optimizer import make_optimizer
+from realm_jax.train.step import loss_and_metrics
 
 STEPS, REFRESH, BATCH, ROWS = 10, 5, 8, 40
 MODEL = tiny_realm(layers=1)  # compiling takes nearly all of the time
@@ -41,7 +43,8 @@ def make_step(mesh: Mesh):
     optimizer = make_optimizer(peak=0.002, total=100, warmup=2)
 
     def step(params, state, batch, index):
-        (loss, _), gradients = jax.value_and_grad(task.value, has_aux=True)(params, batch, index, None)
+        value = partial(loss_and_metrics, task)
+        (loss, _), gradients = jax.value_and_grad(value, has_aux=True)(params, batch, index, None)
         updates, state = optimizer.update(gradients, state, params)
         rows = retrieve(context, params, batch, index, context.candidates - 1).rows
         return optax.apply_updates(params, updates), state, loss, gradients, rows

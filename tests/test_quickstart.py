@@ -55,7 +55,7 @@ def test_with_a_builder_beside_it(tmp_path, capsys):
     assert quickstart(tmp_path / "run", "--config.refresh.adopt_after=1") == 2
     assert "config.refresh.mode is 'inline', but the run in" in capsys.readouterr().err
     assert quickstart(tmp_path / "other", "--async", "--config.refresh.mode=inline") == 2
-    assert "--async: means --config.refresh.mode=async" in capsys.readouterr().err
+    assert "--async: implies --config.refresh.mode=async" in capsys.readouterr().err
 
 
 class Links(HTMLParser):
