@@ -441,7 +441,7 @@ def test_a_corpus_that_a_task_cannot_use_is_named(tmp_path, make, missing):
 
 # --- order and batches ------------------------------------------------------------------------------------------------
 
-REALM, ICT, MLM = realm.Realm.stream, ict.Ict.stream, mlm.Mlm.stream
+REALM, ICT, MLM = realm.RealmTask.stream, ict.Ict.stream, mlm.Mlm.stream
 
 
 def counting(total: int) -> Examples:

@@ -41,7 +41,7 @@ from realm_jax.models.inputs import Documents, reader_inputs
 from realm_jax.models.likelihood import masked_word_marginal
 from realm_jax.tasks.qa import batch_reader_input
 from realm_jax.tasks.realm import realm_metrics
-from realm_jax.train.step import metric_values
+from realm_jax.train.step import loss_and_metrics, metric_values
 
 ROWS, BATCH = 20, 4
 MODEL = tiny_realm(layers=1)  # compiling takes nearly all of the time
@@ -53,6 +53,11 @@ QUESTIONS = query_rows([random_words(RNG, 5) for _ in range(BATCH)])
 
 def context(**changes):
     return tiny_context(one_device_mesh(), ROWS, MODEL, **changes)
+
+
+def loss_of(task, **changes):
+    """The loss of a task in that context, and what it reports."""
+    return functools.partial(loss_and_metrics, task_of(task, context(**changes)))
 
 
 @pytest.fixture(scope="module")
@@ -236,7 +241,7 @@ def largest(tree) -> float:
 def test_the_realm_loss_is_the_marginal_of_its_parts(params, index, candidates, null_document):
     """That it trains all three networks is seen in `test_devices.py`."""
     found, scores, log_p, _ = candidates
-    loss, metrics = jax.jit(task_of("realm", context(null_document=null_document)).value)(params, MASKED, index, None)
+    loss, metrics = jax.jit(loss_of("realm", null_document=null_document))(params, MASKED, index, None)
     valid = np.pad(found.valid, ((0, 0), (1, 0)), constant_values=null_document)
     wanted = masked_word_marginal(scores, log_p, MASKED["weights"], valid, "example")
     np.testing.assert_allclose(loss, wanted.loss.value, rtol=1e-5)
@@ -300,9 +305,7 @@ def as_batch(documents: Documents) -> dict[str, np.ndarray]:
 
 def test_the_warm_up_is_the_mean_over_predicted_pieces(params, candidates):
     """Beside the empty document it is what REALM reads beside its null document."""
-    loss, metrics = jax.jit(task_of("mlm", context()).value)(
-        params, MASKED | as_batch(document_rows([([], [])] * BATCH)), None, None
-    )
+    loss, metrics = jax.jit(loss_of("mlm"))(params, MASKED | as_batch(document_rows([([], [])] * BATCH)), None, None)
     _, _, log_p, right = candidates
     weights = MASKED["weights"]
     np.testing.assert_allclose(loss, -(log_p[:, 0] * weights).sum() / weights.sum(), rtol=1e-5)
@@ -312,7 +315,7 @@ def test_the_warm_up_is_the_mean_over_predicted_pieces(params, candidates):
 def test_the_inverse_cloze_task_ranks_each_sentence_among_all_passages_of_the_batch(params, index, query_vectors):
     documents = Documents(*(part[:BATCH] for part in index.documents))
     batch = {"query": MASKED["query"], "query_length": MASKED["query_length"]} | as_batch(documents)
-    loss, metrics = jax.jit(task_of("ict", context()).value)(params, batch, None, None)
+    loss, metrics = jax.jit(loss_of("ict"))(params, batch, None, None)
     logits = query_vectors.astype(np.float64) @ np.asarray(index.vectors[:BATCH], np.float64).T
     log_p = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
     np.testing.assert_allclose(loss, -np.diagonal(log_p).mean(), rtol=1e-4)
@@ -326,7 +329,9 @@ def test_the_inverse_cloze_task_can_rank_the_own_passage_among_what_is_retrieved
     batch = {"query": MASKED["query"], "query_length": MASKED["query_length"], "own_row": own.astype(np.int32)}
     task = task_of("ict", context(ict_from_index=True, qa_beam=4))
     assert task.trained == ("query_embedder",) and task.retrieves
-    (loss, metrics), gradient = jax.jit(jax.value_and_grad(task.value, has_aux=True))(params, batch, index, None)
+    (loss, metrics), gradient = jax.jit(jax.value_and_grad(functools.partial(loss_and_metrics, task), has_aux=True))(
+        params, batch, index, None
+    )
     scores = query_vectors.astype(np.float64) @ np.asarray(index.vectors[:ROWS], np.float64).T
     wanted = []
     for example in range(BATCH):
@@ -388,7 +393,7 @@ def marginal_by_loops(rows, scores, span_scores, batch) -> list[float]:
 
 @functools.cache
 def qa_slopes(objective: str):
-    loss = task_of("qa", context(qa_objective=objective, qa_beam=BEAM, qa_passages=PASSAGES)).value
+    loss = loss_of("qa", qa_objective=objective, qa_beam=BEAM, qa_passages=PASSAGES)
     return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
 
@@ -435,7 +440,9 @@ def test_a_trained_document_tower_scores_what_is_read(params, index, reading, ob
     changes = {"qa_objective": objective, "qa_beam": BEAM, "qa_passages": PASSAGES, "qa_documents": True}
     task = task_of("qa", context(**changes))
     assert set(task.trained) == {"query_embedder", "document_embedder", "reader"}
-    (loss, _), slopes = jax.jit(jax.value_and_grad(task.value, has_aux=True))(params, batch, index, None)
+    (loss, _), slopes = jax.jit(jax.value_and_grad(functools.partial(loss_and_metrics, task), has_aux=True))(
+        params, batch, index, None
+    )
     np.testing.assert_allclose(loss, qa_slopes(objective)(params, batch, index, None)[0][0], rtol=1e-5)
     assert largest(slopes["document_embedder"]) > 1e-4
 
@@ -470,7 +477,9 @@ def test_one_positive_passage_teaches_the_reader_and_the_beam_the_retriever(para
     positives = np.array([rows[0, 0], rows[1, 4], rows[2, 1], rows[3, 2]])
     batch = asked(positives) | joined(positives, titles=False)
     task = task_of("qa", context(qa_objective="positive", qa_beam=BEAM))
-    (loss, metrics), gradient = jax.jit(jax.value_and_grad(task.value, has_aux=True))(params, batch, index, None)
+    (loss, metrics), gradient = jax.jit(jax.value_and_grad(functools.partial(loss_and_metrics, task), has_aux=True))(
+        params, batch, index, None
+    )
     places = [rows[example].tolist().index(row) for example, row in enumerate(positives)]
     retriever = [np.logaddexp.reduce(scores[e].astype(np.float64)) - scores[e, place] for e, place in enumerate(places)]
     np.testing.assert_allclose(metrics["retriever_loss"], np.mean(retriever), rtol=1e-4)
@@ -518,7 +527,7 @@ def test_each_task_names_what_it_trains(name, separate, shared, retrieves):
 @pytest.mark.parametrize("name", ["ict", "mlm"])
 def test_dropout_follows_the_key(params, name):
     loud = tiny_realm(layers=1, dropout=0.3)
-    loss = jax.jit(task_of(name, tiny_context(one_device_mesh(), ROWS, loud)).value)
+    loss = jax.jit(functools.partial(loss_and_metrics, task_of(name, tiny_context(one_device_mesh(), ROWS, loud))))
     batch = MASKED | as_batch(document_rows(CORPUS[:BATCH]))
     one, again, other = (float(loss(params, batch, None, jax.random.key(seed))[0]) for seed in (1, 1, 2))
     assert one == again != other
