@@ -108,8 +108,10 @@ class Run(BaseRun):
     @cached_property
     def reader_documents(self) -> Documents | None:
         """The same rows in the tokens of a reader that has its own."""
-        if (reader := self.sources.reader) is None:
+        if self.context.reader_special is None:
             return None
+        reader = self.sources.reader
+        assert reader is not None
         parts = reader.passages.document_matrix(self.config.data.document_length, reader.tokenizer.special)
         return Documents(*(self._by_rows(part) for part in parts))
 
