@@ -392,7 +392,7 @@ def marginal_by_loops(rows, scores, span_scores, batch) -> list[float]:
 
 
 @functools.cache
-def qa_slopes(objective: str):
+def qa_gradients(objective: str):
     loss = loss_of("qa", qa_objective=objective, qa_beam=BEAM, qa_passages=PASSAGES)
     return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
@@ -401,21 +401,21 @@ def test_answering_is_the_marginal_over_passages_and_spans(params, index, readin
     """Answers in the best passage, in the third, in one that is retrieved but not read, and none at all."""
     rows, scores, span_scores = reading
     batch = asked(np.array([rows[0, 0], rows[1, 2], rows[2, 4], -1]))
-    (loss, metrics), slopes = qa_slopes("marginal")(params, batch, index, None)
+    (loss, metrics), gradients = qa_gradients("marginal")(params, batch, index, None)
     likelihoods = marginal_by_loops(rows, scores.astype(np.float64), span_scores.astype(np.float64), batch)
     assert np.isfinite(likelihoods).tolist() == [True, True, False, False]
     np.testing.assert_allclose(loss, -np.mean(likelihoods[:2]), rtol=1e-4)
     np.testing.assert_allclose(metrics["log_likelihood"], np.mean(likelihoods[:2]), rtol=1e-4)
     assert metrics["answer_in_passages"] == 0.5
-    assert largest(slopes["query_embedder"]) > 1e-4 and largest(slopes["reader"]) > 1e-4
-    assert largest(slopes["document_embedder"]) == 0.0
+    assert largest(gradients["query_embedder"]) > 1e-4 and largest(gradients["reader"]) > 1e-4
+    assert largest(gradients["document_embedder"]) == 0.0
 
 
 def test_orqa_adds_the_retriever_s_own_term_over_the_whole_beam(params, index, reading):
     """The third question's answer is in the beam but not read: it counts for the retriever alone."""
     rows, scores, span_scores = (x.astype(np.float64) if x.dtype == np.float32 else x for x in reading)
     batch = asked(np.array([rows[0, 0], rows[1, 2], rows[2, 4], -1]))
-    (loss, _), _ = qa_slopes("orqa")(params, batch, index, None)
+    (loss, _), _ = qa_gradients("orqa")(params, batch, index, None)
     retriever, reader = 0.0, 0.0
     for example, answer_row in enumerate((rows[0, 0], rows[1, 2], rows[2, 4])):
         place = rows[example].tolist().index(answer_row)
@@ -440,11 +440,11 @@ def test_a_trained_document_tower_scores_what_is_read(params, index, reading, ob
     changes = {"qa_objective": objective, "qa_beam": BEAM, "qa_passages": PASSAGES, "qa_documents": True}
     task = task_of("qa", context(**changes))
     assert set(task.trained) == {"query_embedder", "document_embedder", "reader"}
-    (loss, _), slopes = jax.jit(jax.value_and_grad(functools.partial(loss_and_metrics, task), has_aux=True))(
+    (loss, _), gradients = jax.jit(jax.value_and_grad(functools.partial(loss_and_metrics, task), has_aux=True))(
         params, batch, index, None
     )
-    np.testing.assert_allclose(loss, qa_slopes(objective)(params, batch, index, None)[0][0], rtol=1e-5)
-    assert largest(slopes["document_embedder"]) > 1e-4
+    np.testing.assert_allclose(loss, qa_gradients(objective)(params, batch, index, None)[0][0], rtol=1e-5)
+    assert largest(gradients["document_embedder"]) > 1e-4
 
 
 def joined(rows: np.ndarray, titles: bool) -> dict[str, np.ndarray]:
@@ -499,8 +499,8 @@ def test_one_positive_passage_teaches_the_reader_and_the_beam_the_retriever(para
 
 @pytest.mark.parametrize("objective", ["marginal", "orqa"])
 def test_questions_without_an_answer_in_reach_teach_nothing(params, index, objective):
-    (loss, metrics), slopes = qa_slopes(objective)(params, asked(np.full(BATCH, -1)), index, None)
-    assert loss == 0.0 and largest(slopes) == 0.0
+    (loss, metrics), gradients = qa_gradients(objective)(params, asked(np.full(BATCH, -1)), index, None)
+    assert loss == 0.0 and largest(gradients) == 0.0
     assert metrics["accuracy"] == metrics["answer_in_passages"] == metrics["log_likelihood"] == 0.0
 
 

@@ -24,6 +24,8 @@ from realm_jax.refresh.builder import Rejected
 from realm_jax.refresh.exporter import export_record, sample_vectors, to_arrays
 from realm_jax.refresh.generations import (
     Manifest,
+    export_step,
+    generation_names,
     manifests,
     remove_generation,
     write_export,
@@ -122,9 +124,9 @@ def _documents_to_replace(store: PassageStore, documents: list[str], action: str
 
 def _remove_outdated_generations(folder: Folder, newest: Manifest, versions: list[str]) -> None:
     """Remove generations published for versions between the first, which runs train with, and the newest."""
-    for manifest in manifests(folder):
-        other = manifest.step == newest.step and manifest.generation != newest.generation
-        if other and manifest.corpus in versions[1:]:
+    same_step = [name for name in generation_names(folder) if export_step(name) == newest.step]
+    for manifest in manifests(folder, same_step):
+        if manifest.generation != newest.generation and manifest.corpus in versions[1:]:
             remove_generation(folder, manifest.generation)
 
 

@@ -26,6 +26,8 @@ from realm_jax.refresh.generations import (
     by_rows,
     check_vectors,
     current_name,
+    export_step,
+    generation_names,
     manifests,
     numpy_dtype,
     read_chunk,
@@ -178,9 +180,10 @@ class Builder:
     def _shared(self, export: Export, width: int) -> dict[tuple[str, int, int], FileEntry]:
         """Chunks that a published generation of the same towers has: what an edit of the corpus left as it was."""
         found: dict[tuple[str, int, int], FileEntry] = {}
-        wanted = (export.step, export.parameters, self.dtype, width)
-        for other in manifests(self.folder):
-            same = (other.step, other.parameters, other.dtype, other.width) == wanted
+        wanted = (export.parameters, self.dtype, width)
+        names = [name for name in generation_names(self.folder) if export_step(name) == export.step]
+        for other in manifests(self.folder, names):
+            same = (other.parameters, other.dtype, other.width) == wanted
             if same and rejection(self.folder, other.generation) is None:
                 found |= {chunk[:3]: chunk.file for chunk in other.chunks}
         return found

@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Self, TypeVar
 
 import ml_dtypes
@@ -223,13 +223,13 @@ def read_manifest(folder: Folder, generation: str) -> Manifest | None:
     return _read_record(folder, f"index/{generation}/{MANIFEST}", Manifest)
 
 
-def manifests(folder: Folder) -> list[Manifest]:
-    """The manifests of all generations that have a sound one, by step."""
-    found = []
-    for name in generation_names(folder):
+def manifests(folder: Folder, names: Iterable[str]) -> Iterator[Manifest]:
+    """The manifests of these generations, in their order, where they have a sound one. Each is read when it is asked
+    for, since a folder may be a bucket."""
+    for name in names:
         with contextlib.suppress(Damaged):
-            found.append(read_manifest(folder, name))
-    return [manifest for manifest in found if manifest is not None]
+            if (manifest := read_manifest(folder, name)) is not None:
+                yield manifest
 
 
 def export_of(folder: Folder, manifest: Manifest) -> Export | None:
@@ -296,7 +296,7 @@ def numpy_dtype(name: str) -> Any:
 def remove_generation(folder: Folder, generation: str) -> None:
     """The manifest first; then every file that no other generation shares."""
     folder.remove(f"index/{generation}/{MANIFEST}")
-    kept = {file.name for manifest in manifests(folder) for file in manifest.files}
+    kept = {file.name for manifest in manifests(folder, generation_names(folder)) for file in manifest.files}
     home = f"index/{generation}"
     if not any(name.startswith(f"{home}/") for name in kept):
         folder.remove(home)

@@ -27,6 +27,7 @@ from realm_jax.refresh.exporter import to_arrays, to_params
 from realm_jax.refresh.generations import (
     Manifest,
     export_of,
+    generation_names,
     load_vectors,
     manifests,
     read_manifest,
@@ -315,7 +316,7 @@ def open_generation(run: Run, name: str) -> TrainedRun:
 def _generations(run: Run) -> Iterator[Manifest]:
     """The good generations of this version of the corpus, the newest first."""
     folder = shared_folder(run)
-    for manifest in reversed(manifests(folder)):
+    for manifest in manifests(folder, reversed(generation_names(folder))):
         if manifest.corpus == run.sources.passages.fingerprint and rejection(folder, manifest.generation) is None:
             yield manifest
 
