@@ -31,7 +31,8 @@ from runs import flags_of, free_port
 from tiny_run import tiny_config
 
 from realm_jax.config import add_sections, task_names
-from realm_jax.storage import read_json
+from realm_jax.refresh.status import TRAINER, read_status
+from realm_jax.storage import open_folder, read_json
 from realm_jax.train.metrics import TIMES, read_lines
 from realm_jax.train.restore import restore_params
 from realm_jax.train.workdir import load_run
@@ -152,7 +153,7 @@ class Pair:
 
     def over(self) -> bool:
         trained, built = self.trainer.over(), self.builder.over()
-        assert trained or not built or done(self.workdir), f"the builder left the trainer\n{self.builder.tail()}"
+        assert trained or not built or index_done(self.workdir), f"the builder left the trainer\n{self.builder.tail()}"
         return trained and built
 
     @property
@@ -185,9 +186,10 @@ def adoptions(workdir: Path) -> set[Hashable]:
     return {(line["step"], path.stat().st_ino) for line in read_lines(path) if "generation" in line}
 
 
-def done(workdir: Path) -> set[Hashable]:
-    path = workdir / "jobs" / "trainer.json"
-    return {"done"} if path.is_file() and read_json(path)["done"] else set()
+def index_done(workdir: Path) -> set[Hashable]:
+    """Whether the trainer has said that it needs no further index: a builder may leave from then on."""
+    trainer = read_status(open_folder(workdir), TRAINER)
+    return set() if trainer is None or trainer.needs_index else {"index done"}
 
 
 def steps(workdir: Path) -> set[Hashable]:
@@ -204,7 +206,7 @@ MOMENTS: dict[str, Callable[[Path], set[Hashable]]] = {
     "chunk": partial(files, "index/*/*.bin"),
     "generation": partial(files, "index/*/MANIFEST.json"),
     "adoption": adoptions,
-    "task done": done,
+    "index done": index_done,
     "start": lambda workdir: {time.monotonic()},
 }
 
@@ -221,16 +223,16 @@ class Kill(NamedTuple):
 
 def kills(round_number: int) -> list[Kill]:
     rng = random.Random(round_number)
-    moments = rng.sample(sorted({*MOMENTS} - {"task done"}), 3)
+    moments = rng.sample(sorted({*MOMENTS} - {"index done"}), 3)
     if rng.random() < 0.25:
-        moments.append("task done")
+        moments.append("index done")
     return [
         Kill(
             rng.choice(("trainer", "builder", "both")),
             rng.choice((signal.SIGKILL, signal.SIGTERM)),
             moment,
             rng.uniform(0, 10) if moment == "start" else rng.choice((0, rng.uniform(0, 0.02), rng.uniform(0, 0.5))),
-            1 if moment in ("start", "task done") else rng.choice((1, 1, 2, 4)),
+            1 if moment in ("start", "index done") else rng.choice((1, 1, 2, 4)),
         )
         for moment in moments
     ]
@@ -269,7 +271,7 @@ def strike(kill: Kill, job: Job) -> set[int]:
 def end(pair: Pair, job: Job, allowed: set[int]) -> int:
     """The exit code of a job that was killed; it is started again unless it was done."""
     pair.wait(lambda: None not in job.codes())
-    finished = done(pair.workdir) if job is pair.builder else (pair.workdir / "results.json").is_file()
+    finished = index_done(pair.workdir) if job is pair.builder else (pair.workdir / "results.json").is_file()
     codes = {*job.codes()}
     expected = allowed | ({0, EARLY} if finished else set())
     assert len(codes) == 1 and codes <= expected, f"{job.output.name} ended with {job.codes()}\n{job.tail()}"
