@@ -28,9 +28,9 @@ def checksums(tree: Any) -> Sums:
     Where arrays belong to several processes, every process has to call this.
     """
     arrays = named_arrays(tree)
-    # All are dispatched before the first is waited for. A program for each shape: one for all the arrays of a state
-    # takes seconds to compile, at the first save of every task.
-    on_devices = {name: sums(x) for name, x in arrays.items() if isinstance(x, jax.Array)}
+    # A program for each shape: one for all the arrays of a state takes seconds to compile, at the first save of every
+    # task. Accelerators get all of them before the first is waited for.
+    on_devices = {name: _started(x) for name, x in arrays.items() if isinstance(x, jax.Array)}
     found = {name: np.asarray(pair).tolist() for name, pair in on_devices.items()}
     return {name: found[name] if name in found else _host_sums(x) for name, x in arrays.items()}
 
@@ -66,6 +66,15 @@ def sums(x: Array) -> Array:
     # One pass for both sums: as two, XLA would first write all the words and their products to memory.
     both = (words, words * (place * jnp.uint32(MIX) | 1))
     return jnp.stack(jax.lax.reduce(both, (jnp.uint32(0), jnp.uint32(0)), _add, tuple(range(words.ndim))))
+
+
+def _started(x: Array) -> Array:
+    """`sums` of an array under way. Several CPU devices share a pool of threads, in which programs that wait for one
+    another would take each other's places for ever: there it is done."""
+    found, devices = sums(x), jax.tree.leaves(x.devices())
+    if len(devices) > 1 and devices[0].platform == "cpu":
+        found.block_until_ready()
+    return found
 
 
 def _add(sums: tuple[Array, Array], others: tuple[Array, Array]) -> tuple[Array, Array]:
