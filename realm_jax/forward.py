@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 from numpy.typing import NDArray
 
+from realm_jax.models import likelihood
 from realm_jax.models.inputs import (
     DOCUMENT_SPECIALS,
     Documents,
@@ -229,7 +230,8 @@ def read_masked(context: StepContext, params: Params, batch: Batch, index: Index
     documents = gather_documents(index, found.rows)
     keys = dropout_keys(key, 2)
     scores = candidate_scores(context, params, batch, documents, keys[0])
-    log_p, right = read_candidates(context, params, batch, take_for_reader(index, found.rows), keys[1])
+    read = point_at_targets if context.marginal == "span" else read_candidates
+    log_p, right = read(context, params, batch, take_for_reader(index, found.rows), keys[1])
     valid = jnp.pad(found.valid, ((0, 0), (1, 0)), constant_values=context.null_document)
     return MaskedReading(found, valid, scores, log_p, right)
 
@@ -271,6 +273,42 @@ def read_targets(
     log_p, right = context.model.reader.read_targets(params, joint, positions, targets, key)
     shape = (*documents.ids.shape[:2], -1)
     return log_p.reshape(shape), right.reshape(shape)
+
+
+def point_at_targets(
+    context: StepContext, params: Params, batch: Batch, documents: Documents, key: Array | None = None
+) -> tuple[Array, Array]:
+    """As `read_candidates`, by pointing at the hidden span in each passage instead of predicting its words.
+
+    log p(y|z,x) stands in the place of the first piece, and 0 in the others; `right` is the same for all pieces. The
+    null document has nothing to point at. A span of more pieces than the reader's `span_width` is found nowhere.
+    """
+    spans = masked_spans(context, params, batch, documents, key)
+    found = likelihood.pointing(spans.scores, spans.allowed, spans.correct)
+    log_p, right = (jnp.pad(part, ((0, 0), (1, 0))) for part in found)
+    log_p = log_p.at[:, 0].set(likelihood.UNSEEN)
+    is_first = jnp.arange(batch["targets"].shape[1]) == 0
+    return jnp.where(is_first, log_p[..., None], 0.0), jnp.broadcast_to(right[..., None], (*right.shape, is_first.size))
+
+
+class MaskedSpans(NamedTuple):
+    """The spans of passages that a masked text is read with, titles too. Arrays but `joint`: [batch, k, length,
+    span_width]; allowed: which may be pointed at; correct: which are the hidden one."""
+
+    joint: ReaderInput
+    scores: Array
+    allowed: Array
+    correct: Array
+
+
+def masked_spans(
+    context: StepContext, params: Params, batch: Batch, documents: Documents, key: Array | None = None
+) -> MaskedSpans:
+    """Read masked texts with passages [batch, k, d] to point at what is hidden."""
+    joint = reader_inputs(*reader_query(batch), documents, titles=True)
+    pieces = batch["weights"].sum(axis=1, keepdims=True).astype(jnp.int32)
+    places = answer_spans(joint, batch["targets"][:, None], pieces, context.model.reader.span_width)
+    return MaskedSpans(joint, score_spans(context, params, joint, key), *places)
 
 
 def masked_inputs(batch: Batch, documents: Documents) -> tuple[ReaderInput, Array]:

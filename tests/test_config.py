@@ -101,7 +101,7 @@ BAD = [
     ("model.dtype", "float16"),
     ("encoder.norm_scale", math.inf),
     ("model.span_width", 0),
-    ("realm.marginal", "span"),
+    ("realm.marginal", "word"),
     ("realm.retriever_start", -1),
     ("qa.objective", "both"),
     ("realm.candidates", 1),

@@ -153,8 +153,8 @@ def test_bfloat16_scores_still_give_a_float32_loss(problem):
 
 
 def test_another_kind_of_marginal_is_refused(problem):
-    with pytest.raises(ValueError, match="'example' or 'token', not 'span'"):
-        masked_word_marginal(*map(jnp.asarray, problem), "span")
+    with pytest.raises(ValueError, match="'example', 'span' or 'token', not 'other'"):
+        masked_word_marginal(*map(jnp.asarray, problem), "other")
 
 
 # Two passages of two places and spans of one or two pieces: entry [passage, start, width − 1]. A span of two pieces
@@ -251,3 +251,46 @@ def test_a_span_that_is_not_allowed_is_never_likely():
     log_p = span_log_probabilities(jnp.asarray(SPANS, jnp.float32)[None], allowed)
     np.testing.assert_allclose(np.exp(log_p[0, 0]), [[1 / 4, 2 / 4], [1 / 4, 0]], rtol=1e-6)
     assert log_p[0, 1].max() < -1e6
+
+
+# --- Pointing ---------------------------------------------------------------------------------------------------------
+
+pointing = jax.jit(likelihood.pointing)
+
+
+def pointing_problem() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Span scores of two passages of six pieces, the body from the third on; the second passage lacks the span."""
+    scores = np.random.default_rng(3).normal(size=(1, 2, 6, 2)).astype(np.float32)
+    allowed = np.zeros(scores.shape, bool)
+    allowed[:, :, 2:, 0] = allowed[:, :, 2:5, 1] = True
+    correct = np.zeros(scores.shape, bool)
+    correct[0, 0, 2, 1] = correct[0, 0, 4, 0] = True
+    return scores, allowed, correct
+
+
+def test_pointing_shares_its_probability_among_spans_and_none():
+    scores, allowed, correct = pointing_problem()
+    log_p, _ = pointing(scores, allowed, correct)
+    unseen = np.exp(likelihood.UNSEEN)
+    for passage in range(2):
+        weights, none = np.exp(scores[0, passage]), np.exp(scores[0, passage, 0, 0])
+        total = weights[allowed[0, passage]].sum() + none
+        wanted = (weights[correct[0, passage]].sum() + none * unseen) / total
+        np.testing.assert_allclose(np.exp(log_p[0, passage]), wanted, rtol=1e-5)
+    assert log_p[0, 1] < likelihood.UNSEEN < log_p[0, 0]
+
+
+def test_pointing_is_right_where_no_other_span_and_not_none_is_likelier():
+    scores, allowed, correct = pointing_problem()
+    scores[0, 0, 4, 0] = scores[0, 1, 4, 0] = 9.0
+    assert pointing(scores, allowed, correct)[1].tolist() == [[True, False]]
+    scores[0, 0, 0, 0] = 10.0  # none
+    assert pointing(scores, allowed, correct)[1].tolist() == [[False, False]]
+    scores[0, 0, 0, 0], scores[0, 0, 3, 0] = 0.0, 10.0  # another span
+    assert pointing(scores, allowed, correct)[1].tolist() == [[False, False]]
+
+
+def test_pointing_without_the_span_teaches_to_point_at_none():
+    scores, allowed, correct = pointing_problem()
+    gradient = jax.grad(lambda s: pointing(s, allowed, correct)[0][0, 1])(scores)
+    assert gradient[0, 1, 0, 0] > 0 and (gradient[0, 1][allowed[0, 1]] < 0).all()

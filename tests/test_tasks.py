@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from tiny import (
     DOCUMENT,
+    PREDICTIONS,
     QUERY,
     SPECIAL,
     document_rows,
@@ -32,13 +33,15 @@ from realm_jax.forward import (
     Index,
     candidate_scores,
     gather_documents,
+    masked_spans,
     read_candidates,
+    read_masked,
     read_question,
     retrieve,
     score_spans,
 )
 from realm_jax.models.inputs import Documents, reader_inputs
-from realm_jax.models.likelihood import masked_word_marginal
+from realm_jax.models.likelihood import UNSEEN, masked_word_marginal, pointing
 from realm_jax.tasks.qa import batch_reader_input
 from realm_jax.tasks.realm import realm_metrics
 from realm_jax.train.step import loss_and_metrics, metric_values
@@ -249,6 +252,30 @@ def test_the_realm_loss_is_the_marginal_of_its_parts(params, index, candidates, 
     gains = wanted.log_likelihood - log_likelihood_of(log_p, 0)
     np.testing.assert_allclose(metrics["retrieval_utility"], gains.mean(), rtol=1e-3, atol=1e-5)
     assert metrics["excluded"] == found.excluded.mean()
+
+
+def test_pointing_reads_the_hidden_span_in_the_passages(params, index, candidates):
+    """p(y|z,x) of `likelihood.pointing` over the spans of each candidate, and of no passage; the span head learns, and
+    the head that predicts words does not."""
+    documents = jax.tree.map(np.asarray, gather_documents(index, candidates[0].rows))
+    by_span, batch = context(marginal="span"), MASKED | {"weights": np.eye(1, PREDICTIONS).repeat(BATCH, axis=0)}
+    body = documents.title_lengths[:, :1] + 2 + np.arange(PREDICTIONS)
+    batch["targets"] = np.take_along_axis(documents.ids[:, 0], body, axis=1)  # the first of them is hidden
+    read = jax.jit(functools.partial(read_masked, by_span))(params, batch, index, None)
+    spans = jax.jit(functools.partial(masked_spans, by_span))(params, batch, documents)
+    wanted, _ = pointing(spans.scores, spans.allowed, spans.correct)
+    np.testing.assert_allclose(read.log_p[:, 1:, 0], wanted, rtol=1e-4)
+    assert (read.log_p[:, 0, 0] == UNSEEN).all() and not np.asarray(read.log_p[:, :, 1:]).any()
+    shown = [
+        [hidden[0] in ids[ids.tolist().index(SPECIAL.sep) + 1 :] for ids in rows]
+        for rows, hidden in zip(documents.ids, batch["targets"], strict=True)
+    ]
+    np.testing.assert_array_equal(spans.correct.any(axis=(2, 3)), shown)
+    assert 0 < np.mean(shown) < 1
+    gradients = jax.jit(jax.grad(lambda p: loss_of("realm", marginal="span")(p, batch, index, None)[0]))(params)
+    reader = gradients["reader"]
+    assert largest(reader["span_score"]) > 0 and not largest(reader["mlm_transform"])
+    assert largest(gradients["query_embedder"]) > 0 and largest(gradients["document_embedder"]) > 0
 
 
 def log_likelihood_of(log_p, place):

@@ -20,6 +20,7 @@ from realm_jax.cli.config_flags import add_config_argument, load_config
 from realm_jax.cli.output import stdout, write_output
 from realm_jax.config import default, validate
 from realm_jax.console import printable
+from realm_jax.data.evidence import EvidenceSpans, evidence_spans
 from realm_jax.data.examples import Example, Lengths, lengths_from, masked_arrays, spans_of
 from realm_jax.data.sources import Sources, open_sources
 from realm_jax.data.statistics import Histogram, Statistics, statistics
@@ -49,9 +50,12 @@ def run(args: argparse.Namespace, html: Path | None) -> None:
     store = sources.passages if config.data.text == "passages" else sources.pretraining
     lengths = lengths_from(config.data.query_length, store.limit, config.realm.masking, config.data.predictions, 1, 1)
     screen = stdout()
+    masking, width = config.realm.masking, config.model.span_width
+    evidence = evidence_spans(store, lengths.query - 2, width) if masking == "evidence" else None
     for row in chosen_rows(store, args.document, args.rows, config.seed):
         show_passage(screen, store, row, sources.tokenizer)
-        show_query(screen, store, row, sources.tokenizer, lengths, config.realm.masking, config.seed)
+        query = masked_query(store, row, sources.tokenizer, lengths, masking, config.seed, evidence)
+        show_query(screen, sources.tokenizer, query)
     found = statistics(store, sources.tokenizer)
     show_numbers(screen, found, sources)
     if html:
@@ -99,11 +103,8 @@ def show_passage(screen: Console, store: PassageStore, row: int, tokenizer: Toke
     screen.print(body)
 
 
-def show_query(
-    screen: Console, store: PassageStore, row: int, tokenizer: Tokenizer, lengths: Lengths, masking: str, seed: int
-) -> None:
-    """A query as pre-training makes it from this passage, and what is to be predicted."""
-    query = masked_query(store, row, tokenizer, lengths, masking, seed)
+def show_query(screen: Console, tokenizer: Tokenizer, query: Example | None) -> None:
+    """A query as pre-training makes it from a passage, and what is to be predicted."""
     if query is None:
         screen.print("  no query: nothing in it can be masked\n", style="dim")
         return
@@ -121,12 +122,14 @@ def show_query(
 
 
 def masked_query(
-    store: PassageStore, row: int, tokenizer: Tokenizer, lengths: Lengths, masking: str, seed: int
-) -> Example | None:
-    """A masked sentence of a row; None if nothing can be masked."""
+    store: PassageStore, row: int, tokenizer: Tokenizer, lengths: Lengths, masking: str, seed: int,
+    evidence: EvidenceSpans | None = None,
+) -> Example | None:  # fmt: skip
+    """A masked sentence of a row; None if nothing can be masked. evidence: the spans that may be hidden, if not all."""
     rng = np.random.default_rng((seed, row))
     for number in rng.permutation(len(store.sentences(row))):
         sentence, spans = spans_of(store, row, int(number))
+        spans = spans if evidence is None else evidence.of_sentence(store, row, int(number))
         found = masked_arrays(sentence, spans, masking, rng, lengths, tokenizer)
         if found["weights"].any():
             return found

@@ -16,7 +16,8 @@ from numpy.typing import ArrayLike, NDArray
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.errors import UserError
 
-KINDS = ("salient", "uniform", "random_span")
+KINDS = ("salient", "evidence", "uniform", "random_span")
+OF_SPANS = ("salient", "evidence")  # that hide a salient span, "evidence" one of `data/evidence.py`
 MASKED_SHARE = 0.15  # BERT's and SpanBERT's
 SALIENT_PREDICTIONS = 10  # REALM's M
 KEPT_SHARE = RANDOM_SHARE = 0.1  # of the pieces that "uniform" predicts
@@ -48,7 +49,7 @@ def mask(
     Args:
         kind: one of `KINDS`.
         ids: pieces of the sentence without special tokens `[n]`; not changed.
-        spans: half-open ranges of pieces that are salient `[m, 2]`; only "salient" reads them, and passes over those
+        spans: half-open ranges of pieces that may be hidden `[m, 2]`; only OF_SPANS read them, and pass over those
             that hold [UNK].
         rng: all that is random comes from here.
         vocabulary: gives the id of [MASK], and for "uniform" the pieces that may stand in for another.
@@ -66,7 +67,7 @@ def mask(
     _check_kind(kind)
     row = np.array(ids, dtype=np.int32)
     length = len(row) if room is None else min(room, len(row))
-    if kind == "salient":
+    if kind in OF_SPANS:
         known = ~np.isin(row[:length], list(vocabulary.special_ids))
         hidden = _salient(np.asarray(spans, dtype=np.int32).reshape(-1, 2), known, rng)
     elif kind == "uniform":
@@ -88,7 +89,7 @@ def predictions_needed(kind: str, length: int) -> int:
         UserError: there is no such kind.
     """
     _check_kind(kind)
-    if kind == "salient":
+    if kind in OF_SPANS:
         return min(SALIENT_PREDICTIONS, length)
     return _budget(length, length)
 

@@ -25,6 +25,7 @@ from realm_jax.forward import (
     Rerank,
     StepContext,
     masked_inputs,
+    masked_spans,
     null_candidates,
     read_masked,
     read_question,
@@ -157,8 +158,13 @@ def inspect_batch(context: StepContext, params: Params, batch: Any, index: Index
     """Retrieve for masked texts and read them with every candidate. special [s] int: the pieces that are no text."""
     read = read_masked(context, params, batch, index, None)
     reading = (read.log_p * batch["weights"][:, None]).sum(axis=-1)
-    parts = [null_candidates(context, batch), take_for_reader(index, read.found.rows)]
-    guesses = jnp.concatenate([_likeliest(context, params, batch, part, special) for part in parts], axis=1)
+    passages = take_for_reader(index, read.found.rows)
+    if context.marginal == "span":
+        guesses = _likeliest_spans(context, params, batch, passages)
+        guesses = jnp.concatenate([guesses[:, :1], guesses], axis=1)  # the null document shows none: as the first does
+    else:
+        parts = [null_candidates(context, batch), passages]
+        guesses = jnp.concatenate([_likeliest(context, params, batch, part, special) for part in parts], axis=1)
     null = jnp.where(context.null_document, read.scores[:, 0], NEGATIVE)
     total = jnp.logaddexp(null, _log_total(context, params, batch, index))
     held = jnp.exp(jax.nn.logsumexp(jnp.where(read.valid, read.scores, NEGATIVE), axis=1) - total)
@@ -169,6 +175,16 @@ def _likeliest(context: StepContext, params: Params, batch: Any, documents: Docu
     """The likeliest piece of text in every place beside each passage, [batch, k, m]."""
     words = context.model.reader.read_words(params, *masked_inputs(batch, documents))
     return words.at[..., special].set(-jnp.inf).argmax(axis=-1).reshape(*documents.ids.shape[:2], -1)
+
+
+def _likeliest_spans(context: StepContext, params: Params, batch: Any, documents: Documents) -> jax.Array:
+    """The likeliest span of each passage with as many pieces as the blank has, [batch, k, m]."""
+    spans = masked_spans(context, params, batch, documents)
+    size = batch["weights"].sum(axis=1).astype(jnp.int32)[:, None, None, None]
+    scores = jnp.where(spans.allowed, spans.scores, NEGATIVE)
+    start = jnp.take_along_axis(scores, size - 1, axis=-1)[..., 0].argmax(axis=-1)
+    places = start[..., None] + jnp.arange(batch["targets"].shape[1])
+    return jnp.take_along_axis(spans.joint.ids, jnp.minimum(places, spans.joint.ids.shape[-1] - 1), axis=-1)
 
 
 def _log_total(context: StepContext, params: Params, batch: Any, index: Index) -> jax.Array:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 Array = jax.Array
+UNSEEN = -7.5  # log p(y|null, x) of a span that no passage shows: as likely as one of some two thousand names
 NEGATIVE = -1e9  # stands in place of what may not be chosen; finite, so that gradients stay finite
 
 
@@ -57,6 +58,7 @@ def masked_word_marginal(scores: Array, word_log_p: Array, weights: Array, valid
     weights [batch, m]: 1 on real predictions, 0 on padding; valid [batch, candidates] bool: false on excluded
     candidates; candidate 0 is the null document.
     kind 'example': p(y|x) = Σ_z p(z|x) Π_j p(y_j|z,x), loss is the mean over examples (the paper);
+    'span': the same, of whole spans (`pointing`);
     'token': Π_j Σ_z p(z|x) p(y_j|z,x), loss is the mean over predicted pieces (the released code).
     An example without predictions counts for nothing. Raises ValueError for any other kind.
     """
@@ -64,7 +66,7 @@ def masked_word_marginal(scores: Array, word_log_p: Array, weights: Array, valid
     weights = at_least_float32(weights)
     word_log_p = word_log_p * weights[:, None, :]
     reading = word_log_p.sum(axis=-1)
-    if kind == "example":
+    if kind in ("example", "span"):
         log_likelihood = jax.nn.logsumexp(prior + reading, axis=-1)
         counted = weights.max(axis=-1)
         loss = Mean(-jnp.sum(log_likelihood * counted), counted.sum())
@@ -73,7 +75,7 @@ def masked_word_marginal(scores: Array, word_log_p: Array, weights: Array, valid
         log_likelihood = per_word.sum(axis=-1)
         loss = Mean(-per_word.sum(), weights.sum())
     else:
-        raise ValueError(f"marginal must be 'example' or 'token', not {kind!r}")
+        raise ValueError(f"marginal must be 'example', 'span' or 'token', not {kind!r}")
     best = jnp.max(jnp.where(valid, reading, NEGATIVE)[:, 1:], axis=-1)
     best = jnp.where(valid[:, 1:].any(axis=-1), best, reading[:, 0])
     return Marginal(loss, log_likelihood, reading[:, 0], best, prior)
@@ -83,6 +85,23 @@ def log_sum_selected(log_p: Array, selected: Array, axis: int | tuple[int, ...])
     """log Σ of exp(log_p) where `selected`; NEGATIVE where nothing is selected, with zero gradient there."""
     masked = jnp.where(selected, log_p, NEGATIVE)
     return jnp.where(selected.any(axis=axis), jax.nn.logsumexp(masked, axis=axis), NEGATIVE)
+
+
+def pointing(span_scores: Array, allowed: Array, correct: Array) -> tuple[Array, Array]:
+    """log p(y|z,x) by pointing at y in z, and whether no other span, nor none at all, is likelier.
+
+    The reader points at a span or, as at [CLS] in SQuAD 2.0, at none; y is then guessed as without a passage:
+    p(y|z,x) = Σ_{spans that are y} p(span|z,x) + p(none|z,x) p(y|null). Span scores, allowed and correct [batch, k,
+    length, width] → [batch, k] float32 and bool.
+    """
+    none = at_least_float32(span_scores[..., 0, 0])
+    scores = jnp.where(allowed, at_least_float32(span_scores), NEGATIVE)
+    axes = (-2, -1)
+    total = jnp.logaddexp(jax.nn.logsumexp(scores, axis=axes), none)
+    found = log_sum_selected(scores, correct, axis=axes)
+    best = jnp.where(correct, scores, NEGATIVE).max(axis=axes)
+    right = correct.any(axis=axes) & (best >= jnp.maximum(scores.max(axis=axes), none))
+    return jnp.logaddexp(found, none + UNSEEN) - total, right
 
 
 def span_log_probabilities(span_scores: Array, allowed: Array) -> Array:

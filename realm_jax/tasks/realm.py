@@ -3,7 +3,8 @@
 Read `realm_loss`, then what it is given: `realm_jax/forward.py`.
 """
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
+from realm_jax.data.evidence import EvidenceSpans, evidence_spans
 from realm_jax.data.examples import (
     Bm25Lookup,
     Example,
@@ -25,9 +27,11 @@ from realm_jax.data.examples import (
     require_passages,
     spans_of,
 )  # fmt: skip
+from realm_jax.data.masking import KINDS, OF_SPANS
 from realm_jax.data.sources import Sources
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer, Tokens
+from realm_jax.errors import UserError
 from realm_jax.flops import embedding_flops, reader_of, score_flops, word_flops
 from realm_jax.forward import Batch, Candidates, Index, StepContext, bm25_list_length, read_masked, search_depth
 from realm_jax.models import likelihood
@@ -52,6 +56,8 @@ from realm_jax.tasks.base import (
 from realm_jax.tasks.collapse import CollapseMonitor
 from realm_jax.tasks.ict import Ict
 
+logger = logging.getLogger(__name__)
+
 Array = jax.Array
 RetrieverQuery = Callable[[int, int, NDArray[np.int64]], Example]  # row, sentence, hidden places → arrays
 
@@ -62,8 +68,9 @@ class Section(TaskSection):
 
     marginal: str = key(
         "example",
-        "'example': `log Σ_z p(z|x) Π_j p(y_j|z,x)`, the paper's; 'token': the released code's",
-        one_of("example", "token"),
+        "'example': `log Σ_z p(z|x) Π_j p(y_j|z,x)`, the paper's; 'token': the released code's; 'span': the paper's, "
+        "with `p(y|z,x)` of pointing at the hidden span in the passage, for encoders that predict no words",
+        one_of("example", "token", "span"),
     )
     retriever_start: int = key(
         0,
@@ -71,7 +78,12 @@ class Section(TaskSection):
         "moves at the full learning rate (the paper: 0)",
         NOT_NEGATIVE,
     )
-    masking: str = key("salient", "what queries hide", one_of("salient", "uniform", "random_span"))
+    masking: str = key(
+        "salient",
+        "what queries hide; 'evidence': salient spans that another passage says something about, by the words that it "
+        "shares with the sentence",
+        one_of(*KINDS),
+    )
     search: str = key(
         "vectors",
         "what finds candidates: 'bm25': by the words that are not masked; 'hybrid': both lists as one. `p(z|x)` is the "
@@ -115,6 +127,13 @@ class RealmTask(Task):
     @property
     def searches(self) -> set[str]:
         return {self.question_search, self.context.search}
+
+    def check_data(self) -> None:
+        if self.run.config.realm.masking == "evidence" and not self.run.sources.pretraining_is_corpus:
+            raise UserError(
+                "config.realm.masking: 'evidence' looks for it among the passages that sentences stand in, but "
+                f"{self.run.config.data.path} has other pre-training text; set config.data.text=passages"
+            )
 
     def examples(self, params: Params, embed: Embed) -> Examples:
         return self.masked_examples(self.run.config.realm.masking, self.learned_rows(self.run.sources.pretraining))
@@ -212,24 +231,22 @@ def masked_examples(
 
     pretraining_is_corpus: the rows are the corpus's own, so that `own_row` names the passage that may not be retrieved
     (else −1).
-    For 'salient' the sentence is that of a span chosen uniformly over the passage, as in the reference. find: the list
-    of BM25 for the words that are left, where that comes with an example. kept: rows that may be trained on, bool
-    [rows]; None for all. query: makes the retriever's query, where the tokens of `store` are those of the reader alone.
+    The sentence is that of a span chosen uniformly over those of the passage, as in the reference, where spans are
+    hidden; else any. find: the list of BM25 for the words that are left, where that comes with an example. kept: rows
+    that may be trained on, bool [rows]; None for all. query: makes the retriever's query, where the tokens of `store`
+    are those of the reader alone.
     """
     room = lengths.query - 2
-    if kind == "salient":
-        rows = np.concatenate([np.unique(rows) for rows, _ in store.salient_sentences(room)])
-    else:
-        rows = np.flatnonzero(store.sentence_counts())
+    rows, sentences_of = _maskable(store, lengths, kind)
     rows = rows if kept is None else rows[kept[rows]]
-    require_passages(len(rows), store, "a salient span", "REALM pre-training", kept)
+    what = "a salient span that another passage is evidence for" if kind == "evidence" else "a salient span"
+    require_passages(len(rows), store, what, "REALM pre-training", kept)
 
     def make(index: int, rng: np.random.Generator) -> Example:
         row = int(rows[index])
-        numbers = _salient_numbers(store, row, room) if kind == "salient" else range(len(store.sentences(row)))
-        parts = [spans_of(store, row, int(number)) for number in numbers]
-        # A salient sentence is drawn as often as it has spans within reach, others all alike.
-        share = np.array([(spans[:, 1] <= room).sum() if kind == "salient" else 1 for _, spans in parts], np.float64)
+        numbers, parts = sentences_of(row)
+        # A sentence is drawn as often as it has spans within reach, where these are hidden; else all alike.
+        share = np.array([(spans[:, 1] <= room).sum() if kind in OF_SPANS else 1 for _, spans in parts], np.float64)
         chosen = rng.choice(len(parts), p=share / share.sum())
         sentence, spans = parts[chosen]
         arrays = masked_arrays(sentence, spans, kind, rng, lengths, tokenizer)
@@ -296,6 +313,32 @@ def unmasked_text(store: PassageStore, tokenizer: Tokenizer, row: int, number: i
     for first, last in offsets[start:end][hidden].tolist():
         letters[first:last] = " " * (last - first)
     return "".join(letters[offsets[start, 0] : offsets[end - 1, 1]])
+
+
+# Numbers of sentences in their row, and the tokens of each with its spans that may be hidden, relative to it.
+Sentences = tuple[Sequence[int] | NDArray[np.int64], list[tuple[NDArray, NDArray]]]
+
+
+def _maskable(store: PassageStore, lengths: Lengths, kind: str) -> tuple[NDArray[np.int64], Callable[[int], Sentences]]:
+    """Rows with something to hide, and what finds the sentences of a row, with what may be hidden in each."""
+    room = lengths.query - 2
+    if kind == "evidence":
+        found = evidence_spans(store, room, min(lengths.predictions, lengths.span_width))
+        logger.info("%d spans of %d passages have evidence elsewhere", len(found.rows), len(np.unique(found.rows)))
+        return np.unique(found.rows), partial(_evidence_sentences, store, found)
+
+    def sentences_of(row: int) -> Sentences:
+        numbers = _salient_numbers(store, row, room) if kind == "salient" else range(len(store.sentences(row)))
+        return numbers, [spans_of(store, row, int(number)) for number in numbers]
+
+    if kind == "salient":
+        return np.concatenate([np.unique(rows) for rows, _ in store.salient_sentences(room)]), sentences_of
+    return np.flatnonzero(store.sentence_counts()), sentences_of
+
+
+def _evidence_sentences(store: PassageStore, found: EvidenceSpans, row: int) -> Sentences:
+    numbers = np.unique(found.of_row(row).sentences).tolist()
+    return numbers, [(spans_of(store, row, one)[0], found.of_sentence(store, row, one)) for one in numbers]
 
 
 def _salient_numbers(store: PassageStore, row: int, room: int) -> NDArray[np.int64]:

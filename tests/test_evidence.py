@@ -1,0 +1,128 @@
+"""Spans with evidence, against a search of all pairs of passages one by one."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from realm_jax.cli.prepare import prepare
+from realm_jax.data import evidence
+from realm_jax.data.evidence import EvidenceSpans, evidence_spans
+from realm_jax.data.examples import Lengths
+from realm_jax.data.sources import Sources, open_sources
+from realm_jax.data.store import PassageStore
+from realm_jax.errors import UserError
+from realm_jax.tasks import realm
+
+STEMS, ENDINGS = [f"{a}{b}" for a in "bdfgklmnprstvwz" for b in "aeiou"], ("ard", "lo", "nt", "eck", "sk", "mm")
+WORDS = [stem + ending for stem in STEMS for ending in ENDINGS]
+NAMES = [f"{first} {last}" for first in ("Ada", "Karl", "Marie", "Alan") for last in ("Moss", "Reed", "Stone", "Wolf")]
+ROOM, LONGEST = 60, 10
+
+
+def article(number: int, rng: np.random.Generator) -> dict[str, str]:
+    """Three sentences of some of the names and of words drawn at random, and a fact about a name: some of its eight
+    words, so that two articles tell the same fact in more or fewer of the same words."""
+    sentences = []
+    for _ in range(3):
+        said = rng.choice(WORDS, size=rng.integers(3, 9), replace=False)
+        sentences.append(f"The {said[0]} of {rng.choice(NAMES)} was {' '.join(said[1:])}.")
+    name = int(rng.integers(len(NAMES)))
+    fact = rng.permutation(WORDS[8 * name : 8 * name + 8])[: rng.integers(3, 9)]
+    return {
+        "id": f"a{number}",
+        "title": f"Life {number}",
+        "text": " ".join([*sentences, f"Once {NAMES[name]} had {' '.join(fact)}."]),
+    }
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory) -> Sources:
+    folder, rng = tmp_path_factory.mktemp("evidence"), np.random.default_rng(0)
+    path = folder / "passages.jsonl"
+    path.write_text("".join(json.dumps(article(number, rng)) + "\n" for number in range(80)))
+    prepare(path, folder / "ready", vocabulary_size=800, limit=64, workers=1)
+    return open_sources(folder / "ready")
+
+
+def one_by_one(store: PassageStore) -> set[tuple[int, int, int, int]]:
+    """Row, sentence, start and end of what `evidence_spans` should find."""
+    rows = range(len(store))
+    texts = [{*store.body_tokens(row).tolist(), *store.title_tokens(row).tolist()} for row in rows]
+    frequency = {word: sum(word in text for text in texts) for word in set().union(*texts)}
+    common = evidence.COMMON * len(store)
+    weight = {w: 0.0 if n > common else np.log((len(store) + 1) / (n + 0.5)) for w, n in frequency.items()}
+    spans = [
+        (row, number, int(start), int(end), tuple(store.body_tokens(row)[start:end].tolist()))
+        for row in rows
+        for number, (first, last) in enumerate(store.sentences(row))
+        for start, end, _ in store.spans(row)
+        if first <= start and end <= min(last, first + ROOM) and end - start <= LONGEST
+    ]
+    holders: dict[tuple[int, ...], set[int]] = {}
+    for row, *_, name in spans:
+        holders.setdefault(name, set()).add(row)
+    found = set()
+    for row, number, start, end, name in spans:
+        first, last = store.sentences(row)[number]
+        words = {*store.body_tokens(row)[first:last].tolist()} - {*name}
+        total = sum(weight[word] for word in words)
+        few = len(holders[name]) <= evidence.HOLDERS and total >= evidence.LEAST_WEIGHT
+        others = holders[name] - {row} if few else set()
+        shares = [sum(weight[word] for word in words & texts[other]) / total for other in others]
+        if any(evidence.LEAST <= share < evidence.MOST for share in shares):
+            found.add((row, number, start, end))
+    return found
+
+
+def as_set(found: EvidenceSpans) -> set[tuple[int, ...]]:
+    return set(zip(*(part.tolist() for part in found), strict=True))
+
+
+@pytest.mark.parametrize("pairs", [evidence.PAIRS, 7])
+def test_evidence_is_what_a_search_one_by_one_finds(sources, monkeypatch, pairs):
+    monkeypatch.setattr(evidence, "PAIRS", pairs)
+    monkeypatch.setattr(evidence, "HOLDERS", 22)
+    store = sources.passages
+    found, wanted = evidence_spans(store, ROOM, LONGEST), one_by_one(store)
+    assert as_set(found) == wanted
+    assert 0 < len(wanted) < store.span_counts().sum()
+    assert (np.diff(found.rows) >= 0).all()
+
+
+def test_a_name_that_recurs_without_more_is_no_evidence(sources, monkeypatch):
+    """All that is left are sentences of which another passage says a part."""
+    store = sources.passages
+    found = evidence_spans(store, ROOM, LONGEST)
+    for row, number in {*zip(found.rows.tolist(), found.sentences.tolist(), strict=True)}:
+        start, end = store.sentences(row)[number]
+        own = {*store.body_tokens(row)[start:end].tolist()}
+        others = [own & {*store.body_tokens(other).tolist()} for other in range(len(store)) if other != row]
+        assert max(map(len, others)) >= 4
+    monkeypatch.setattr(evidence, "LEAST", 0.0)
+    assert len(evidence_spans(store, ROOM, LONGEST).rows) > 2 * len(found.rows)
+
+
+def test_queries_hide_spans_with_evidence_and_no_others(sources):
+    store, lengths = sources.passages, Lengths(ROOM + 2, 64, LONGEST, 2, LONGEST)
+    examples = realm.masked_examples(store, sources.tokenizer, lengths, "evidence", pretraining_is_corpus=True)
+    found = evidence_spans(store, ROOM, LONGEST)
+    rows = np.unique(found.rows)
+    assert examples.total == len(rows)
+    for index, row in enumerate(rows):
+        spans = found.of_row(row)
+        allowed = {tuple(store.body_tokens(row)[s:e].tolist()) for s, e in zip(spans.starts, spans.ends, strict=True)}
+        for seed in range(5):
+            example = examples.make(index, np.random.default_rng(seed))
+            assert example["own_row"] == row
+            assert tuple(example["targets"][example["weights"] > 0].tolist()) in allowed
+
+
+def test_a_corpus_without_evidence_is_refused(tmp_path):
+    path = Path(tmp_path / "passages.jsonl")
+    path.write_text(json.dumps({"id": "1", "title": "", "text": "Ada Lovelace was born in London. It rained."}) + "\n")
+    prepare(path, tmp_path / "ready", vocabulary_size=100, limit=64, workers=1)
+    sources, lengths = open_sources(tmp_path / "ready"), Lengths(32, 64, 4, 2, 4)
+    with pytest.raises(UserError, match="a salient span that another passage is evidence for, and there is none"):
+        realm.masked_examples(sources.passages, sources.tokenizer, lengths, "evidence", pretraining_is_corpus=True)
