@@ -225,7 +225,7 @@ def test_a_report_says_where_a_passage_with_the_answer_was_named():
 def test_chance_is_over_questions_that_have_answers():
     from realm_jax.data.questions import Question
 
-    some, none = Question("a", ["x"]), Question("b", [], "p")
+    some, none = Question("a", ["x"]), Question("b", [], {"p": 1})
     assert majority_exact_match([none, some], [some, none]) == 1 and majority_exact_match([none], [none]) == 0
 
 

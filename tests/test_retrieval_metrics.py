@@ -39,7 +39,7 @@ class Shelf:
 
 
 def test_every_row_of_the_gold_document_is_a_hit():
-    hits = gold_hits(Shelf(), [[0, 2, 1], [3, -1, 0], [0, 1, 2]], ["paris", "moon", None])
+    hits = gold_hits(Shelf(), [[0, 2, 1], [3, -1, 0], [0, 1, 2]], [{"paris"}, {"moon"}, {}])
     assert hits.tolist() == [[False, True, True], [False, False, True], [False, False, False]]
 
 
@@ -95,7 +95,7 @@ def test_groups_may_be_of_any_kinds():
 
 def test_hit_matrices_need_one_row_a_question():
     with pytest.raises(ValueError, match="2 questions"):
-        gold_hits(Shelf(), [[0]], ["moon", "tea"])
+        gold_hits(Shelf(), [[0]], [{"moon"}, {"tea"}])
 
 
 def test_the_answer_test_agrees_with_the_reference_verdicts(shared_lines):

@@ -6,7 +6,7 @@ BM25's recall stands beside a run's. Two files are compared by the tests of `rea
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ from realm_jax.cli.arguments import add_question_arguments, add_run_arguments, c
 from realm_jax.cli.output import checked_output, is_special, print_json, print_line, stdout, table, write_output
 from realm_jax.cli.predict import describe, records
 from realm_jax.config import add_sections
-from realm_jax.data.questions import Question, answered
+from realm_jax.data.questions import Question, answered, gold_of
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.eval.metrics import compare, compute_metrics, describe_metric, summarise
@@ -120,7 +120,7 @@ def _check_trec(args: argparse.Namespace, asked: Sequence[Record], retrieves: bo
     """Raise UserError if the files for TREC would be empty, or two questions have one id."""
     if args.trec and not retrieves:
         raise UserError(f"--trec={args.trec}: nothing was retrieved that could be written; leave the flag out")
-    if args.qrels and all(one.get("gold_passage_id") is None for one in asked):
+    if args.qrels and not any(map(gold_of, asked)):
         raise UserError(f"--qrels={args.qrels}: no question has a gold passage; leave the flag out")
     if args.trec or args.qrels:
         trec_ids(asked)
@@ -131,7 +131,7 @@ def _evaluate_run(args: argparse.Namespace) -> tuple[dict[str, Any], list[Record
     opened = open_run_for_inference(Path(args.workdir), changes)
     questions = load_questions(opened, args.questions, need_right=True)
     if args.unseen:
-        questions = _without_training_golds(questions, [one.gold_passage_id for one in questions], args)
+        questions = _without_training_golds(questions, [one.gold for one in questions], args)
     if "answering.read" not in changes and not answered(questions):
         add_sections(opened.config, ["answering"])
         opened.config.answering.read = 1  # what is retrieved is measured alone; reading more takes minutes
@@ -144,7 +144,7 @@ def _evaluate_run(args: argparse.Namespace) -> tuple[dict[str, Any], list[Record
 def _evaluate_file(args: argparse.Namespace, path: str) -> tuple[dict[str, Any], list[Record]]:
     scored = read_predictions(path)
     if args.unseen:
-        scored = _without_training_golds(scored, [record.get("gold_passage_id") for record in scored], args)
+        scored = _without_training_golds(scored, [*map(gold_of, scored)], args)
     _check_trec(args, scored, any(record.get("retrieved") for record in scored))
     return _provenance(path) | {"questions": len(scored)} | _summarised(scored), scored
 
@@ -164,18 +164,20 @@ def compare_files(first: str, second: str) -> dict[str, Any]:
 def gold_in_training(folder: str) -> set[str]:
     """The gold passages of the training questions of a prepared folder. Raises UserError if they have none."""
     questions = open_sources(folder, flag="--unseen=").questions.get("train", [])
-    seen = {question.gold_passage_id for question in questions if question.gold_passage_id is not None}
+    seen = {name for question in questions for name in question.gold}
     if not seen:
         raise UserError(f"--unseen={folder}: no training question there has a gold passage; name another folder")
     return seen
 
 
-def _without_training_golds(found: Sequence[_T], golds: Sequence[Any], args: argparse.Namespace) -> list[_T]:
-    """The questions whose gold passage is not that of a training question. golds: gold passage ids, or None."""
-    if all(gold is None for gold in golds):
+def _without_training_golds(
+    found: Sequence[_T], golds: Sequence[Collection[str]], args: argparse.Namespace
+) -> list[_T]:
+    """The questions without a gold passage that a training question has, too. golds: ids of gold passages."""
+    if not any(golds):
         raise UserError(f"--unseen={args.unseen}: no measured question has a gold passage; leave the flag out")
     seen = gold_in_training(args.unseen)
-    left = [one for one, gold in zip(found, golds, strict=True) if gold is None or str(gold) not in seen]
+    left = [one for one, gold in zip(found, golds, strict=True) if seen.isdisjoint(gold)]
     if not left:
         raise UserError(f"--unseen={args.unseen}: leaves no question; name the folder that the run was trained with")
     return left

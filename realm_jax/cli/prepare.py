@@ -358,21 +358,20 @@ class PrepareJob:
         return counts
 
     def check_gold(self, chosen: SelectedQuestions) -> None:
-        """Raise UserError for a question whose gold passage does not exist, before the slow part begins.
+        """Raise UserError for a question of which no gold passage exists, before the slow part begins.
 
         It is damage like any other, so with `skip_damage` it is left out.
         """
-        places = chosen.gold()
-        if not places:
+        if not chosen.gold():
             return
-        for article in self.articles("passages"):
-            places.pop(article.id, None)
+        lost = chosen.note_absent_golds(article.id for article in self.articles("passages"))
         if self.skip_damage:
-            chosen.drop_missing_golds(places)
-            return
-        for gold, where in places.items():
-            passages = self.sources["passages"].name
-            raise UserError(f"{where}: gold_passage_id {gold!r} is not in {passages}; correct it, or use --ignore-gold")
+            chosen.drop(lost)
+        elif lost:
+            name, passages = next(iter(lost[0].question.gold)), self.sources["passages"].name
+            raise UserError(
+                f"{lost[0].where}: gold_passage_id {name!r} is not in {passages}; correct it, or use --ignore-gold"
+            )
 
     def pack(self, name: str, packer: PassagePacker, articles: int) -> tuple[PackingSummary, dict[str, Any]]:
         """A store of the shards of a source: what became of its articles, and what PREPARED.json says of the store."""
@@ -455,14 +454,19 @@ def _print_summary(output: Path_, made: PrepareResult, questions: Counts, second
         counts, wordless = made.counts[name], Counter({"no words in the text": len(summary.wordless)})
         dropped = counts.dropped + counts.damaged + wordless
         print(_with_reasons(line, "dropped", dropped) + _with_reasons("", "", summary.notes))
-        for kind, times, names in counts.common_notes():
-            print(f"  {times:,} × {kind}, such as {', '.join(one for one, _ in names[:5])}")
+        _print_notes(counts)
         _print_samples(counts)
     asked = ", ".join(f"{split} {count:,}" for split, count in made.manifest["questions"].items()) or "none"
     print(_with_reasons(f"questions: {asked}", "dropped", questions.dropped + questions.damaged))
+    _print_notes(questions)
     _print_samples(questions)
     print(f"vocabulary: {made.vocabulary:,} word pieces")
     print(f"{output} is ready after {seconds:.0f} seconds")
+
+
+def _print_notes(counts: Counts) -> None:
+    for kind, times, names in counts.common_notes():
+        print(f"  {times:,} × {kind}, such as {', '.join(one for one, _ in names[:5])}")
 
 
 def _print_samples(counts: Counts) -> None:

@@ -3,8 +3,8 @@
 import os
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -17,6 +17,7 @@ from realm_jax.errors import UserError
 
 _SPLIT_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 UNREADABLE, NO_SUCH_GOLD = "that cannot be read", "whose gold passage is not there"
+ABSENT = "gold passage that is not there, of questions that have others"
 
 
 class QuestionFile(NamedTuple):
@@ -34,43 +35,59 @@ class LocatedQuestion(NamedTuple):
 
 @dataclass
 class SelectedQuestions:
-    """Questions by split, and what became of the others (of Counts: records, dropped, damaged, samples)."""
+    """Questions by split, and what became of the others (of Counts: records, dropped, damaged, samples, notes).
+
+    absent: gold passages that do not exist. A question that has others keeps them, as misses.
+    """
 
     splits: dict[str, list[LocatedQuestion]]
     counts: Counts
+    absent: set[str] = field(default_factory=set)
 
     def to_manifest(self) -> dict[str, Any]:
         """What PREPARED.json says of questions that were left out."""
         found = self.counts.to_json()
-        return {key: found[key] for key in ("records", "dropped", "damaged", "samples")}
+        kept = {key: found[key] for key in ("records", "dropped", "damaged", "samples")}
+        return kept | ({"notes": found["notes"]} if found["notes"] else {})
 
-    def drop_missing_golds(self, absent: Collection[str]) -> None:
+    def note_absent_golds(self, existing: Iterable[str]) -> list[LocatedQuestion]:
+        """Find the gold passages that do not exist, and count them; the questions that have no other."""
+        self.absent = self.gold().difference(existing)
+        lost = [one for one in self.all() if _has_no_gold_but(one.question, self.absent)]
+        kept = (one.question.gold for one in self.all() if not _has_no_gold_but(one.question, self.absent))
+        self.counts.notes.update((ABSENT, name) for gold in kept for name in self.absent.intersection(gold))
+        return lost
+
+    def drop(self, lost: Collection[LocatedQuestion]) -> None:
         """Leave out, as damage, the questions about passages that do not exist."""
+        for question, where, file in lost:
+            fault = f"gold_passage_id {next(iter(question.gold))!r} is not there"
+            self.counts.count_skipped(CorruptRecord(where, NO_SUCH_GOLD, fault), file, question.line)
         for split, questions in self.splits.items():
-            for question, where, file in questions:
-                if question.gold_passage_id in absent:
-                    fault = f"gold_passage_id {question.gold_passage_id!r} is not there"
-                    self.counts.count_skipped(CorruptRecord(where, NO_SUCH_GOLD, fault), file, question.line)
-            self.splits[split] = [one for one in questions if one.question.gold_passage_id not in absent]
+            self.splits[split] = [one for one in questions if not _has_no_gold_but(one.question, self.absent)]
 
-    def gold(self) -> dict[str, str]:
-        """Passages that hold the answer of a question, each with the place of the first such question."""
-        places: dict[str, str] = {}
-        for question, where, _ in chain(*self.splits.values()):
-            if question.gold_passage_id is not None:
-                places.setdefault(question.gold_passage_id, where)
-        return places
+    def all(self) -> Iterator[LocatedQuestion]:
+        """The questions, split after split."""
+        return chain.from_iterable(self.splits.values())
+
+    def gold(self) -> set[str]:
+        """Passages that are right for a question."""
+        return {name for one in self.all() for name in one.question.gold}
 
     def with_stored_golds(self, wordless: Collection[str]) -> dict[str, list[Question]]:
-        """The questions of each split that has any; one whose gold passage is `wordless` is left out and counted."""
-        splits = {}
+        """The questions of each split that has any; one whose gold passages are `wordless` is left out and counted."""
+        splits, gone = {}, self.absent.union(wordless)
         for split, questions in self.splits.items():
-            kept = [one.question for one in questions if one.question.gold_passage_id not in wordless]
+            kept = [one.question for one in questions if not _has_no_gold_but(one.question, gone)]
             if len(kept) < len(questions):
                 self.counts.dropped["whose gold passage has no words"] += len(questions) - len(kept)
             if kept:
                 splits[split] = kept
         return splits
+
+
+def _has_no_gold_but(question: Question, names: Collection[str]) -> bool:
+    return bool(question.gold) and all(name in names for name in question.gold)
 
 
 def question_file(argument: str | os.PathLike[str]) -> QuestionFile:
@@ -147,11 +164,11 @@ def _filtered(question: Question, max_answer_words: int | None, ignore_gold: boo
     """A question with the answers and the gold passage that count, and why it is left out, if it is."""
     most = None if question.is_regex else max_answer_words  # patterns are no words
     answers = [answer for answer in question.answers if most is None or len(answer.split()) <= most]
-    gold = None if ignore_gold else question.gold_passage_id
+    gold = {} if ignore_gold else question.gold
     kept = Question(question.question, answers, gold, question.fields, question.line)
     if question.answers and not answers:
         return kept, f"without an answer of at most {max_answer_words} words"
-    return kept, "" if answers or gold is not None else "without answers, their gold passages ignored"
+    return kept, "" if answers or gold else "without answers, their gold passages ignored"
 
 
 def _with_split(split: str | None, question: Question) -> tuple[str, Question]:

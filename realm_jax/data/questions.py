@@ -31,6 +31,8 @@ from realm_jax.errors import UserError
 
 MATCHES = (None, "string", "exact", "norm", "none", "regex")  # only "regex" makes patterns of the answers
 LONGEST_QUESTION = 2_000  # characters; the longest question of Natural Questions and SQuAD has a few hundred
+LARGEST_GRADE = 1_000  # of a gold passage
+GRADES = f"each grade a whole number of at most {LARGEST_GRADE:,}"
 PUBLISHED = "tfds:"  # begins the name of a set, `tfds:open_qa/nq_open`, where a file of questions may stand
 PATTERNS = "curatedtrec"  # in the name of a file whose answers are regular expressions
 _RETRIEVED = ("ctxs", "passages", "positive_ctxs", "negative_ctxs", "hard_negative_ctxs")
@@ -43,12 +45,13 @@ _STRINGS = re.compile(rf"\s*\[\s*(?:(?:{_STRING})\s*(?:,\s*(?:{_STRING})\s*)*+,?
 class Question:
     """A question with the answer strings that count as right; `fields` holds whatever else its record had.
 
-    Without answers it has a gold passage, by which retrieval is measured, or it is only asked.
+    gold: the documents that are right for it, with grades from 1. Without answers it has one at least, by which
+    retrieval is measured, or it is only asked.
     """
 
     question: str
     answers: list[str]
-    gold_passage_id: str | None = None
+    gold: dict[str, int] = field(default_factory=dict)
     fields: dict[str, Any] = field(default_factory=dict)
     line: int = 0
 
@@ -63,10 +66,10 @@ def parse_questions(
 ) -> Iterator[tuple[int, Question | BadRecord]]:
     """Lines and questions of a file with `{"question": …, "answers": […]?, "gold_passage_id": …?}` on each line.
 
-    Other files are understood too, as listed above; of `"match": "regex"` the answers are regular expressions. A
-    BadRecord is a malformed record, an empty or endless question, with `need_right` a question with neither answers nor
-    a gold passage, and with `check_patterns` a regular expression that does not compile. Raises UserError for the file
-    as a whole.
+    `"gold_passages": {id: grade}` names several gold passages; what has a grade of 0 or less is none. Other files are
+    understood too, as listed above; of `"match": "regex"` the answers are regular expressions. A BadRecord is a
+    malformed record, an empty or endless question, with `need_right` a question with neither answers nor gold passages,
+    and with `check_patterns` a regular expression that does not compile. Raises UserError for the file as a whole.
     """
     read = partial(_question, check_patterns=check_patterns, need_right=need_right)
     for line, question in applied(read, _records(path)):
@@ -122,12 +125,12 @@ def _question(record: dict[str, Any], check_patterns: bool, need_right: bool) ->
         raise BadRecord(f'"{key}" must be a list of strings', "correct it or remove the line")
     for answer in answers:
         check_text(answer, key)
-    gold = None if record.get("gold_passage_id") is None else text_field(record, "gold_passage_id")
-    if need_right and not answers and gold is None:
+    gold = _checked_gold(record)
+    if need_right and not answers and not gold:
         raise BadRecord('the question has no answers and no "gold_passage_id"', "add one or remove the line")
     if answers and (fault := match_fault(fields.get("match"))) is not None:
         raise fault
-    for known in ("question", key, "gold_passage_id"):
+    for known in ("question", key, "gold_passage_id", "gold_passages"):
         fields.pop(known, None)
     checked = Question(question, list(answers), gold, fields)
     if check_patterns and (wrong := pattern_fault(checked)) is not None:
@@ -137,10 +140,39 @@ def _question(record: dict[str, Any], check_patterns: bool, need_right: bool) ->
 
 def _question_record(question: Question) -> dict[str, Any]:
     """The JSON object of a question: the fields that the system reads come first."""
-    record: dict[str, Any] = {"question": question.question, "answers": question.answers}
-    if question.gold_passage_id is not None:
-        record["gold_passage_id"] = question.gold_passage_id
-    return record | question.fields
+    return {"question": question.question, "answers": question.answers} | gold_record(question.gold) | question.fields
+
+
+def gold_record(gold: dict[str, int]) -> dict[str, Any]:
+    """The field that names gold passages: `gold_passage_id` of a single one of grade 1, else `gold_passages`."""
+    if not gold:
+        return {}
+    return {"gold_passage_id": next(iter(gold))} if [*gold.values()] == [1] else {"gold_passages": gold}
+
+
+def gold_of(record: dict[str, Any]) -> dict[str, int]:
+    """Grades of the gold passages that a record names, by id; `gold_record` the other way."""
+    if (single := record.get("gold_passage_id")) is not None:
+        return {str(single): 1}
+    return {name: grade for name, grade in (record.get("gold_passages") or {}).items() if grade > 0}
+
+
+def are_grades(value: Any) -> bool:
+    """Whether it is an object of ids and grades; of larger ones nDCG would take much memory."""
+    return isinstance(value, dict) and all(
+        name.strip() and type(grade) is int and grade <= LARGEST_GRADE for name, grade in value.items()
+    )
+
+
+def _checked_gold(record: dict[str, Any]) -> dict[str, int]:
+    single, several = (record.get(key) is not None for key in ("gold_passage_id", "gold_passages"))
+    if single and several:
+        raise BadRecord('the question has "gold_passage_id" and "gold_passages"', "leave one out")
+    if single:
+        text_field(record, "gold_passage_id")
+    if several and not are_grades(record["gold_passages"]):
+        raise BadRecord('"gold_passages" is no object of ids and grades', f"write {{id: grade}}, {GRADES}")
+    return gold_of(record)
 
 
 # --- Files of other projects ------------------------------------------------------------------------------------------

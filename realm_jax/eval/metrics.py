@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from realm_jax.data.questions import gold_of
 from realm_jax.errors import UserError
 from realm_jax.eval.answers import exact_match, full_match, squad_match, token_f1
 from realm_jax.eval.prediction_files import Record, check_same_questions
@@ -40,7 +41,7 @@ def compute_metrics(records: Sequence[Record]) -> Metrics:
 
     Raises UserError if no question has answers, or a gold passage that could have been retrieved.
     """
-    golds = any(record.get("gold_passage_id") is not None and "retrieved" in record for record in records)
+    golds = any(gold_of(record) and "retrieved" in record for record in records)
     if not golds and not any(record.get("answers") for record in records):
         raise UserError("no question has answers or a gold passage to compare with; predict questions that have them")
     found: Metrics = {name: _each(records, of) for name, of in _ANSWERS.items()}
@@ -94,9 +95,9 @@ def _has_answer(record: Record) -> list[bool] | None:
 
 
 def _is_gold(record: Record) -> list[bool] | None:
-    """Which of the retrieved passages are the one that the question was asked about; None if there is none."""
-    gold, retrieved = record.get("gold_passage_id"), record.get("retrieved")
-    return None if gold is None or retrieved is None else [str(passage["id"]) == str(gold) for passage in retrieved]
+    """Which of the retrieved passages are right for the question; None if no passage is known to be."""
+    gold, retrieved = gold_of(record), record.get("retrieved")
+    return None if not gold or retrieved is None else [str(passage["id"]) in gold for passage in retrieved]
 
 
 def _was_checked(records: Sequence[Record]) -> bool:

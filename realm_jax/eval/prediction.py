@@ -195,7 +195,7 @@ class Evaluator:
         return FusedRanking(*(column[: len(self.questions)] for column in columns))
 
     def recall(self, params: Params, index: Index) -> dict[str, Any]:
-        """recall@k of the gold passage's id, over the questions that have one, and answer_recall@k, over those with
+        """recall@k of a gold passage's id, over the questions that have one, and answer_recall@k, over those with
         answers, for k of DEPTHS as far as passages are retrieved."""
         return self.recall_of(self.retrieve(params, index))
 
@@ -203,14 +203,14 @@ class Evaluator:
         """`recall` of rows that something else retrieved (BM25)."""
         store = self.run.sources.passages
         answered = [place for place, question in enumerate(self.questions) if question.answers]
-        gold = [place for place, question in enumerate(self.questions) if question.gold_passage_id is not None]
+        gold = [place for place, question in enumerate(self.questions) if question.gold]
         hits: dict[str, NDArray[np.bool_]] = {}
         if answered:
             asked = [self.questions[place] for place in answered]
             answers = [question.answers for question in asked]
             hits["answer_recall"] = answer_hits(store, rows[answered], answers, [q.is_regex for q in asked])
         if gold:
-            hits["recall"] = gold_hits(store, rows[gold], [self.questions[place].gold_passage_id for place in gold])
+            hits["recall"] = gold_hits(store, rows[gold], [self.questions[place].gold for place in gold])
         within = {f"{name}@{k}": found for name, hit in hits.items() for k, found in hit_at_k(hit).items()}
         recalls: dict[str, Any] = {name: float(found.mean()) for name, found in within.items()}
         groups = [self.questions[place].fields.get(GROUPED_BY) for place in gold]

@@ -5,7 +5,7 @@ and says how good they are. Read `answers.py` for what it means that a passage c
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cache
 from typing import Any
 
@@ -46,19 +46,22 @@ def group_order(name: str) -> tuple[float, str]:
         return math.inf, name
 
 
-def gold_hits(store: PassageStore, rows: ArrayLike, gold_passage_ids: Sequence[str | None]) -> NDArray[np.bool_]:
-    """Which candidates are the passage that the question was asked about.
+def gold_hits(store: PassageStore, rows: ArrayLike, golds: Sequence[Collection[str]]) -> NDArray[np.bool_]:
+    """Which candidates are of a document that is right for their question; golds: ids of these, for each question.
 
     `rows` is int [questions, depth] into the store, below 0 for "no candidate". A document that was cut into several
     rows is gold as a whole, because rows share its id. Returns bool [questions, depth].
     """
-    rows = _checked(rows, len(gold_passage_ids))
-    document_ids = {row: store.document_id(row) for row in _distinct(rows)}
-    hits = np.zeros(rows.shape, bool)
-    for question, gold in enumerate(gold_passage_ids):
-        if gold is not None:
-            hits[question] = [document_ids.get(int(row)) == gold for row in rows[question]]
-    return hits
+    rows = _checked(rows, len(golds))
+    documents = zip(documents_of(store, rows), golds, strict=True)
+    hits = [[one in gold for one in found] for found, gold in documents]
+    return np.array(hits, bool).reshape(rows.shape)
+
+
+def documents_of(store: PassageStore, rows: NDArray[np.int64]) -> list[list[str]]:
+    """The id of each candidate's document, "" for no candidate. rows: as in `gold_hits`."""
+    names = {row: store.document_id(row) for row in _distinct(rows)}
+    return [[names.get(row, "") for row in found] for found in rows.tolist()]
 
 
 def answer_hits(

@@ -266,7 +266,7 @@ def report_examples(evaluator: Evaluator, predictions: Sequence[Prediction]) -> 
                 "title": store.title(candidate.row),
                 "text": store.text(candidate.row),
                 "probability": candidate.probability,
-                "is_gold": store.document_id(candidate.row) == question.gold_passage_id,
+                "is_gold": store.document_id(candidate.row) in question.gold,
                 "answer_span": find_answer(store.text(candidate.row), [prediction.answer] if reads else []),
             }
             for candidate in prediction.candidates
