@@ -114,6 +114,18 @@ def test_one_of_several_gold_passages_is_enough_for_recall():
     assert found["recall@1"].tolist() == [0, 0] and found["recall@5"].tolist() == [1, 0]
 
 
+def test_ranks_are_measured_of_judged_questions_and_compared():
+    first, second = ([{"id": name, "score": 0} for name in names] for names in ("abcdefghijkl", "bacdefghijkl"))
+    asked = [JUDGED | {"gold_passages": {"b": 1, "c": 2}}, OPEN, JUDGED | {"gold_passages": {"zz": 1}}]
+    left, right = ([one | {"retrieved": retrieved} for one in asked] for retrieved in (first, second))
+    found = compute_metrics(left)
+    assert found["mrr@10"].tolist()[::2] == [1 / 2, 0] and math.isnan(found["mrr@10"][1])
+    assert all(describe_metric(name) for name in found)
+    compared = compare(left, right, "b.jsonl")["measures"]
+    assert compared["mrr@10"]["difference"] == 1 / 4 and compared["mrr@10"]["mcnemar"] is None
+    assert compared["ndcg@10"]["only_b"] == 1 and compared["ndcg@10"]["questions"] == 2
+
+
 def test_judgements_for_trec_are_the_gold_passages():
     several = {"id": "q3", "gold_passages": {"a": 2, "b c": 1}}
     assert trec_qrels([{"id": "q2", "gold_passages": {}}, several]) == "q3 0 a 2\nq3 0 b%20c 1\n"

@@ -14,7 +14,7 @@ from realm_jax.data.questions import gold_of
 from realm_jax.errors import UserError
 from realm_jax.eval.answers import exact_match, full_match, squad_match, token_f1
 from realm_jax.eval.prediction_files import Record, check_same_questions
-from realm_jax.eval.retrieval import hit_at_k
+from realm_jax.eval.retrieval import hit_at_k, rank_measures
 from realm_jax.eval.significance import METHODS, difference, interval
 
 Metrics = dict[str, NDArray[np.float64]]
@@ -27,6 +27,8 @@ DESCRIPTIONS = {
     "regex_full_match": "patterns match the whole answer",
     "answer_recall": "answer in a passage (DPR)",
     "recall": "gold passage found",
+    "mrr": "1 / rank of the first gold document",
+    "ndcg": "gold documents by grade and rank (BEIR)",
     "reader_oracle": "right span in a passage that was read",
 }
 
@@ -46,7 +48,7 @@ def compute_metrics(records: Sequence[Record]) -> Metrics:
         raise UserError("no question has answers or a gold passage to compare with; predict questions that have them")
     found: Metrics = {name: _each(records, of) for name, of in _ANSWERS.items()}
     found |= _at_depths("answer_recall", records, _has_answer) if _was_checked(records) else {}
-    found |= _at_depths("recall", records, _is_gold)
+    found |= _at_depths("recall", records, _is_gold) | _ranked(records)
     found["reader_oracle"] = np.array([float(record.get("reader_oracle", np.nan)) for record in records])
     return {name: values for name, values in found.items() if not np.isnan(values).all()}
 
@@ -116,11 +118,23 @@ def _at_depths(name: str, records: Sequence[Record], hits_of: Callable[[Record],
     counted = [number for number, one in enumerate(hits) if one is not None]
     room = max((len(one) for one in hits if one), default=min(1, len(counted)))
     matrix = np.array([one + [False] * (room - len(one)) for one in hits if one is not None], bool)
-    found: Metrics = {}
-    for k, within in hit_at_k(matrix.reshape(len(counted), room)).items():
-        found[f"{name}@{k}"] = np.full(len(records), np.nan)
-        found[f"{name}@{k}"][counted] = within
-    return found
+    within = hit_at_k(matrix.reshape(len(counted), room))
+    return {f"{name}@{k}": _spread(found, counted, len(records)) for k, found in within.items()}
+
+
+def _ranked(records: Sequence[Record]) -> Metrics:
+    """`rank_measures` of the questions that have gold passages."""
+    counted = [number for number, one in enumerate(records) if gold_of(one) and "retrieved" in one]
+    documents = [[str(passage["id"]) for passage in records[number]["retrieved"]] for number in counted]
+    found = rank_measures(documents, [gold_of(records[number]) for number in counted])
+    return {name: _spread(values, counted, len(records)) for name, values in found.items()}
+
+
+def _spread(values: NDArray[Any], places: Sequence[int], size: int) -> NDArray[np.float64]:
+    """Values at some places, NaN at the others, float64 [size]."""
+    spread = np.full(size, np.nan)
+    spread[places] = values
+    return spread
 
 
 def compare(first: Sequence[Record], second: Sequence[Record], path: str) -> dict[str, Any]:
