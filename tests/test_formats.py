@@ -378,7 +378,8 @@ def test_a_faulty_question_is_named_with_file_and_line(tmp_path, line, message):
     [
         ("q.csv", "who\t['me']\nwhat\n", r"q\.csv:2: the row has 1 columns"),
         ("q.csv", "who\n", r"q\.csv:1: the first line has 1 columns; tables of questions have two"),
-        ("q.tsv", "id\ttext\ttitle\n", r"q\.tsv:1: the first line has 3 columns"),
+        ("q.tsv", "id\ttext\ttitle\n", r"q\.tsv:1: holds 'id text title', not query-id, corpus-id, score"),
+        ("q.tsv", "1\t2\t3\t4\t5\n", r"q\.tsv:1: the first line has 5 columns; tables of questions have two"),
         ("q.tsv", "1\tfactoid\twho\t.\n\n2\twhat\t.\n", r"q\.tsv:3: the row has 3 columns, the first line four"),
         ("q.tsv", "1\tfactoid\t\t.\n", r'q\.tsv:1: "question" is empty'),
         ("q.tsv", "", r"q\.tsv holds no questions"),

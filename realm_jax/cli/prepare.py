@@ -25,12 +25,13 @@ from realm_jax.corpora.build import PackingSummary, PassagePacker, check_limit, 
 from realm_jax.corpora.near_duplicates import COPIES, drop_near_duplicates, fingerprint_shard
 from realm_jax.corpora.outcomes import Article, Counts
 from realm_jax.corpora.partial_output import ARTICLES, MANIFEST, TOKENIZER, check_owner, is_prepared, staged_output
-from realm_jax.corpora.questions import QuestionFile, SelectedQuestions, published_identity, question_file, read_all
+from realm_jax.corpora.questions import QuestionFile, SelectedQuestions, published_identity, question_files, read_all
 from realm_jax.corpora.reader_tokens import write_reader_tokens
 from realm_jax.corpora.texts import identity, open_texts
 from realm_jax.data import spans as span_finders
+from realm_jax.data.beir import queries_file
 from realm_jax.data.packing import DEFAULT_LIMIT
-from realm_jax.data.questions import question_lines
+from realm_jax.data.questions import has_judgements, question_lines
 from realm_jax.data.sources import FORMAT_VERSION, READER
 from realm_jax.data.store import MANIFEST as STORE
 from realm_jax.data.store import new_version
@@ -55,13 +56,15 @@ EXAMPLES = """examples:
   realm prepare --passages 'enwiki-20261101/*.xml*.bz2' --vocab vocab.txt --output data
   realm prepare --passages psgs_w100.tsv.gz --questions train=nq-train.json dev=nq-dev.json --output data
   realm prepare --passages wiki.jsonl --questions tfds:open_qa/web_questions --output data
+  realm prepare --passages scifact.jsonl --questions scifact --output data      judged questions, BEIR's folder
   realm prepare --output data --reader-vocab tokenizer.json      for a reader with a tokenizer of its own
   realm prepare --passages tfds:wikipedia/20230601.en --pretraining 'news:cc-news/*.jsonl.gz' --vocab vocab.txt \\
       --output data
 
 A line of a passage file is {"id": …, "title": …, "text": …}, of a question file {"question": …, "answers": […]} with
 "gold_passage_id" and "split" if known; with a gold passage it needs no answers, and retrieval alone is measured by it.
-Files of DPR, Atlas, FiD, ORQA, DrQA and CuratedTREC are read as they are. Files may be packed as .gz, .xz or .bz2.
+"gold_passages": {id: grade} names several. Files of DPR, Atlas, FiD, ORQA, DrQA, CuratedTREC and SQuAD are read as they
+are; of BEIR's folders queries.jsonl and qrels/{train,dev,test}.tsv. Files may be packed as .gz, .xz or .bz2.
 tfds:open_qa/nq_open, …/web_questions and …/curated_trec are the published questions with ORQA's splits train, dev and
 test; they are downloaded, or taken from TFDS_DATA_DIR/downloads/manual. Texts may also be hf:NAME, tfds:NAME or a dump
 of Wikipedia; news:SOURCE is raw news (JSON Lines with text or maintext, title, url, or hf:cc_news), of which prose in
@@ -93,8 +96,8 @@ class Options:
         "file of the texts to pre-train on (default: the passages)", None, metavar="FILE"
     )
     questions: Sequence[Path_] = _option(
-        "file of questions for a split such as train or dev, or tfds:open_qa/NAME; without SPLIT= the field "
-        '"split" of each question decides',
+        "file of questions for a split such as train or dev, BEIR's folder, or tfds:open_qa/NAME; without SPLIT= the "
+        'field "split" of each question decides',
         [],
         metavar="[SPLIT=]FILE",
         nargs="+",
@@ -239,7 +242,7 @@ def _prepare(passages: Path_, output: Path_, options: Options) -> None:
     if not options.questions and (options.question_sources or options.max_answer_words or options.ignore_gold):
         raise UserError("--question-sources, --max-answer-words and --ignore-gold are about --questions; give some")
     worker = _runner(options.workers, options.beam)
-    files = [question_file(argument) for argument in options.questions]
+    files = [file for argument in options.questions for file in question_files(argument)]
     sources = {"passages": open_texts(passages)}
     sources |= {"pretraining": open_texts(options.pretraining)} if options.pretraining else {}
     shards = {name: options.shards or source.shards for name, source in sources.items()}
@@ -285,10 +288,18 @@ def _inputs(
         "passages": sources["passages"].identity,
         "pretraining": sources["pretraining"].identity if "pretraining" in sources else None,
         "vocab": None if vocabulary is None else identity(vocabulary.path),
-        "questions": [{"split": file.split} | (published_identity(file) or identity(file.path)) for file in questions],
+        "questions": [{"split": file.split} | _question_identity(file) for file in questions],
         "settings": settings,
     }
     return dict(json.loads(json.dumps(inputs)))
+
+
+def _question_identity(file: QuestionFile) -> dict[str, Any]:
+    """What tells questions from others; judgements have their texts in a file of their own."""
+    if (published := published_identity(file)) is not None:
+        return published
+    texts = {"queries": identity(queries_file(file.path))["sha256"]} if has_judgements(file.path) else {}
+    return identity(file.path) | texts
 
 
 class PrepareResult(NamedTuple):

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from realm_jax.corpora.outcomes import CorruptRecord, Counts
+from realm_jax.data.beir import judgement_files
 from realm_jax.data.questions import PUBLISHED, Question, parse_questions, read_questions
 from realm_jax.data.records import BadRecord, applied, strictly
 from realm_jax.errors import UserError
@@ -90,6 +91,24 @@ def _has_no_gold_but(question: Question, names: Collection[str]) -> bool:
     return bool(question.gold) and all(name in names for name in question.gold)
 
 
+def question_files(argument: str | os.PathLike[str]) -> list[QuestionFile]:
+    """The file of `[SPLIT=]FILE`; of a folder of BEIR's the judgements of the split, or of each that it has.
+
+    Raises UserError for a folder without them.
+    """
+    file = question_file(argument)
+    if not os.path.isdir(file.path):
+        return [file]
+    found = judgement_files(file.path)
+    if file.split not in (None, *found):
+        known = ", ".join(found)
+        raise UserError(
+            f"--questions={file.split}={file.path}: there are judgements of {known} there; leave out {file.split}=, or "
+            f"name the file, as in {file.split}={next(iter(found.values()))}"
+        )
+    return [QuestionFile(split, path) for split, path in found.items() if file.split in (None, split)]
+
+
 def question_file(argument: str | os.PathLike[str]) -> QuestionFile:
     """Take `SPLIT=FILE` apart; a path with a folder before its `=` has no split."""
     split, equals, path = os.fspath(argument).partition("=")
@@ -128,7 +147,8 @@ def read_all(
     splits: dict[str, list[LocatedQuestion]] = defaultdict(list)
     counts = Counts()
     for number, file in enumerate(files):
-        for line, record in _records(file, skip_damage):
+        unasked = Counter[str]()
+        for line, record in _records(file, skip_damage, unasked):
             counts.records += 1
             if isinstance(record, BadRecord):
                 where = f"{Path(file.path).name}:{line}"
@@ -143,19 +163,25 @@ def read_all(
                 counts.dropped[reason] += 1
             else:
                 splits[split].append(LocatedQuestion(kept, f"{file.path}:{line}", number))
+        counts.dropped += unasked
+        counts.records += unasked.total()
     if files and not splits:
         left_out = counts.dropped.total() + counts.damaged.total()
         raise UserError(f"no question is left of {left_out:,}; check --question-sources and the files")
     return SelectedQuestions(dict(splits), counts)
 
 
-def _records(file: QuestionFile, skip_damage: bool) -> Iterator[tuple[int, tuple[str, Question] | BadRecord]]:
+def _records(
+    file: QuestionFile, skip_damage: bool, dropped: Counter[str]
+) -> Iterator[tuple[int, tuple[str, Question] | BadRecord]]:
     """Lines, and questions with their splits. Raises UserError for a bad record unless `skip_damage`."""
-    if skip_damage and not file.path.startswith(PUBLISHED):
-        found = parse_questions(file.path)
+    found: Iterator[tuple[int, Question | BadRecord]]
+    if file.path.startswith(PUBLISHED):
+        found = ((question.line, question) for question in _open_qa().read(file.path, file.split))
+    elif skip_damage:
+        found = parse_questions(file.path, dropped=dropped)
     else:
-        read = _open_qa().read(file.path, file.split) if file.path.startswith(PUBLISHED) else read_questions(file.path)
-        found = ((question.line, question) for question in read)
+        found = ((question.line, question) for question in read_questions(file.path, dropped=dropped))
     records = applied(partial(_with_split, file.split), found)
     return records if skip_damage else strictly(file.path, records)
 

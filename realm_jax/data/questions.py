@@ -7,17 +7,21 @@
 | WebQuestions of brmson: `{"qId", "qText", "answers"}` | JSON objects |
 | `nq-test.qa.csv` of DPR: question, list of answers in Python's spelling | `.tsv`, `.csv` with two columns |
 | CuratedTREC of brmson: id, type, question, regular expression | `.tsv`, `.csv` with four columns |
+| `qrels/test.tsv` of BEIR: query, document, grade; `queries.jsonl` lies above | `.tsv`, `.csv` with three columns |
+| SQuAD: `data[].paragraphs[].qas[]` | `.json`, an object with `data` |
 
 JSON objects stand one a line or in one array; any file may be packed as `.gz`, `.xz` or `.bz2`. The answers of a file
 with `curatedtrec` in its name are regular expressions, as ORQA has it. Passages that came with a question are left out,
 the first positive one of DPR becomes its gold passage. A record that cannot be used is a `BadRecord` in its place;
-`read_questions` raises a UserError with file and line instead. Not for passages: see `realm_jax.corpora.texts`.
+`read_questions` raises a UserError with file and line instead. A question that a set itself says has nothing right is
+only counted. Not for passages: see `realm_jax.corpora.texts`.
 """
 
 import ast
 import json
 import re
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,8 +29,10 @@ from pathlib import Path
 from typing import Any
 
 from realm_jax.data import patterns
+from realm_jax.data.beir import judged_records
 from realm_jax.data.lines import OTHER_COLUMNS, Records, is_table, json_records, table_rows, text_lines
 from realm_jax.data.records import BadRecord, Path_, applied, check_text, strictly, text_field
+from realm_jax.data.squad import is_squad, squad_records
 from realm_jax.errors import UserError
 
 MATCHES = (None, "string", "exact", "norm", "none", "regex")  # only "regex" makes patterns of the answers
@@ -62,23 +68,26 @@ class Question:
 
 
 def parse_questions(
-    path: Path_, check_patterns: bool = True, need_right: bool = True
+    path: Path_, check_patterns: bool = True, need_right: bool = True, dropped: Counter[str] | None = None
 ) -> Iterator[tuple[int, Question | BadRecord]]:
     """Lines and questions of a file with `{"question": …, "answers": […]?, "gold_passage_id": …?}` on each line.
 
     `"gold_passages": {id: grade}` names several gold passages; what has a grade of 0 or less is none. Other files are
     understood too, as listed above; of `"match": "regex"` the answers are regular expressions. A BadRecord is a
     malformed record, an empty or endless question, with `need_right` a question with neither answers nor gold passages,
-    and with `check_patterns` a regular expression that does not compile. Raises UserError for the file as a whole.
+    and with `check_patterns` a regular expression that does not compile. dropped: counts, by reason, what is no
+    question by the file's own word. Raises UserError for the file as a whole.
     """
     read = partial(_question, check_patterns=check_patterns, need_right=need_right)
-    for line, question in applied(read, _records(path)):
+    for line, question in applied(read, _records(path, Counter() if dropped is None else dropped)):
         yield line, question if isinstance(question, BadRecord) else replace(question, line=line)
 
 
-def read_questions(path: Path_, check_patterns: bool = True, need_right: bool = True) -> list[Question]:
+def read_questions(
+    path: Path_, check_patterns: bool = True, need_right: bool = True, dropped: Counter[str] | None = None
+) -> list[Question]:
     """`parse_questions` as a list. Raises UserError, with file and line, for a bad record, and if there is none."""
-    found = [question for _, question in strictly(path, parse_questions(path, check_patterns, need_right))]
+    found = [question for _, question in strictly(path, parse_questions(path, check_patterns, need_right, dropped))]
     if not found:
         raise UserError(f'{path} holds no questions; give one {{"question", "answers"}} object a line')
     return found
@@ -178,24 +187,40 @@ def _checked_gold(record: dict[str, Any]) -> dict[str, int]:
 # --- Files of other projects ------------------------------------------------------------------------------------------
 
 
-def _records(path: Path_) -> Records:
+def _records(path: Path_, dropped: Counter[str]) -> Records:
     """Lines and records `{"question", "answers", …}` of a file. Raises UserError for the file as a whole.
 
     `"match": "regex"` marks answers that are regular expressions; `answer` may stand for `answers`.
     """
-    records = _table(path) if is_table(path) else applied(_question_object, json_records(path))
+    if is_table(path):
+        records = _table(path, dropped)
+    elif is_squad(path):
+        records = squad_records(path, dropped)
+    else:
+        records = applied(_question_object, json_records(path))
     has_patterns = PATTERNS in Path(path).name.lower()
     return applied(lambda record: {"match": "regex"} | record, records) if has_patterns else records
 
 
-def _table(path: Path_) -> Records:
+def has_judgements(path: Path_) -> bool:
+    """Whether it is a table of BEIR's judgements, of questions whose texts are in another file."""
+    return is_table(path) and _columns(path) == 3
+
+
+def _columns(path: Path_) -> int:
+    """Columns of the first line that has any."""
+    return next((text for _, text in text_lines(path) if text.strip()), "\t").count("\t") + 1
+
+
+def _table(path: Path_, dropped: Counter[str]) -> Records:
     """Questions of a table; the columns of its first line say which one it is."""
-    first = next((text for _, text in text_lines(path) if text.strip()), "\t")
-    columns = first.count("\t") + 1
+    columns = _columns(path)
+    if columns == 3:
+        return judged_records(path, dropped)
     if columns not in (2, 4):
         raise UserError(
-            f"{path}:1: the first line has {columns} columns; tables of questions have two (question, list of answers) "
-            "or four (id, type, question, regular expression), with tabs between them"
+            f"{path}:1: the first line has {columns} columns; tables of questions have two (question, list of "
+            "answers), three (BEIR's judgements) or four (id, type, question, regular expression), with tabs between"
         )
     return applied(_listed_answers, table_rows(path)) if columns == 2 else applied(_curated_trec, _tabbed(path))
 
