@@ -7,7 +7,7 @@ import pytest
 from tiny_run import write_lines
 
 from realm_jax.errors import UserError
-from realm_jax.eval.metrics import compare, compute_metrics, describe_metric, summarise
+from realm_jax.eval.metrics import compare, compute_metrics, describe_metric, over_seeds, summarise
 from realm_jax.eval.prediction_files import read_predictions, settings_file, trec_qrels, trec_run
 
 
@@ -124,6 +124,17 @@ def test_ranks_are_measured_of_judged_questions_and_compared():
     compared = compare(left, right, "b.jsonl")["measures"]
     assert compared["mrr@10"]["difference"] == 1 / 4 and compared["mrr@10"]["mcnemar"] is None
     assert compared["ndcg@10"]["only_b"] == 1 and compared["ndcg@10"]["questions"] == 2
+
+
+def test_over_seeds_intervals_are_students_t_and_differences_paired():
+    """Two questions; one, two and no right answers, then one more by the other system, but under the last seed."""
+    ours, theirs = ([[[WRONG, RIGHT][n > k] for k in range(2)] for n in counts] for counts in ((1, 2, 0), (2, 2, 0)))
+    exact = over_seeds(ours)["measures"]["exact_match"]
+    assert exact["value"] == 1 / 2 and exact["seeds"] == 3
+    assert exact["high"] - exact["value"] == pytest.approx(4.302653 * 0.5 / 3**0.5, rel=1e-6)
+    compared = over_seeds(ours, theirs)["measures"]["exact_match"]
+    assert [compared[key] for key in ("a", "b", "difference")] == pytest.approx([1 / 2, 2 / 3, 1 / 6])
+    assert compared["low"] < 0 < compared["high"]
 
 
 def test_judgements_for_trec_are_the_gold_passages():

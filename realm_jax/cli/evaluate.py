@@ -20,11 +20,12 @@ from realm_jax.config import add_sections
 from realm_jax.data.questions import Question, answered, gold_of
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
-from realm_jax.eval.metrics import compare, compute_metrics, describe_metric, summarise
+from realm_jax.eval.metrics import compare, compute_metrics, describe_metric, over_seeds, summarise
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.eval.prediction_files import (
     FACTS,
     Record,
+    check_same_questions,
     question_record,
     read_predictions,
     read_settings,
@@ -45,6 +46,7 @@ EXAMPLES = f"""examples:
   realm evaluate predictions.jsonl --qrels=qrels.txt             what `realm predict` wrote; needs no device
   realm evaluate predictions.jsonl --unseen=data/wiki
   realm evaluate ict.jsonl realm.jsonl                           test whether the second is significantly better
+  realm evaluate --seeds ict-*.jsonl --seeds realm-*.jsonl       the same over seeds: each file is of another one
 
 Of two files, {METHODS.replace("; ", chr(10))}.
 Where there is no terminal a line is `name value`, or `name value low high` with the ends of the interval; of two files
@@ -75,12 +77,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--qrels", type=nonempty, metavar="FILE", help="write the gold passages there, as TREC's judgements"
     )
+    parser.add_argument(
+        "--seeds",
+        type=nonempty,
+        nargs="+",
+        action="append",
+        metavar="FILE",
+        help="files of one system trained under several seeds; given twice, of two systems, in the order of the seeds",
+    )
     parser.add_argument("--no-bm25", action="store_true", help="leave out BM25, which holds the corpus in memory")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> None:
     """Measure, write and print."""
+    if args.seeds:
+        _print(_evaluate_seeds(args), args.json, show_seeds)
+        return
     _check(args)
     if len(args.files) == 2:
         found = compare_files(*args.files)
@@ -147,6 +160,21 @@ def _evaluate_file(args: argparse.Namespace, path: str) -> tuple[dict[str, Any],
         scored = _without_training_golds(scored, [*map(gold_of, scored)], args)
     _check_trec(args, scored, any(record.get("retrieved") for record in scored))
     return _provenance(path) | {"questions": len(scored)} | _summarised(scored), scored
+
+
+def _evaluate_seeds(args: argparse.Namespace) -> dict[str, Any]:
+    """`metrics.over_seeds` of the files of --seeds. Raises UserError for other flags beside it, or unequal numbers."""
+    others = ("files", "workdir", "questions", "task", "search", "unseen", "trec", "qrels", "no_bm25", "overrides")
+    if given := [name for name in others if vars(args)[name]]:
+        raise UserError(f"--seeds: goes with --json alone; leave out {', '.join(given)}")
+    sizes = {len(group) for group in args.seeds}
+    if len(args.seeds) > 2 or len(sizes) > 1 or sizes == {1}:
+        raise UserError("--seeds: takes two files or more, and a second time as many, in the order of their seeds")
+    groups = [[read_predictions(path) for path in group] for group in args.seeds]
+    for paths, group in zip(args.seeds, groups, strict=True):
+        for path, found in zip(paths, group, strict=True):
+            check_same_questions(groups[0][0], found, path)
+    return over_seeds(*groups)
 
 
 def _provenance(path: str) -> dict[str, Any]:
@@ -251,6 +279,20 @@ def show_comparison(found: dict[str, Any], to: Console) -> None:
         to.print(f"{name.upper()}: {'   '.join(facts)}", markup=False)
     heads = ("measure", "A", "B", "B − A", "95 %", "p", "McNemar", "questions")
     to.print(table(heads, [_compared_row(name, one) for name, one in found["measures"].items()], numbers=True))
+    to.print(found["methods"], style="dim", markup=False)
+
+
+def show_seeds(found: dict[str, Any], to: Console) -> None:
+    """A table on a terminal, with how the intervals are made; elsewhere lines."""
+    if not to.is_terminal:
+        for name, one in found["measures"].items():
+            print_line(name, one.values(), ".4g")
+        return
+    rows = [
+        (name, *(str(value) if column == "seeds" else f"{value:.1%}" for column, value in one.items()))
+        for name, one in found["measures"].items()
+    ]
+    to.print(table(("measure", *next(iter(found["measures"].values()))), rows, numbers=True))
     to.print(found["methods"], style="dim", markup=False)
 
 

@@ -15,7 +15,7 @@ from realm_jax.errors import UserError
 from realm_jax.eval.answers import exact_match, full_match, squad_match, token_f1
 from realm_jax.eval.prediction_files import Record, check_same_questions
 from realm_jax.eval.retrieval import hit_at_k, rank_measures
-from realm_jax.eval.significance import METHODS, difference, interval
+from realm_jax.eval.significance import METHODS, SEED_METHODS, difference, interval, mean_of, paired_mean
 
 Metrics = dict[str, NDArray[np.float64]]
 
@@ -154,3 +154,27 @@ def compare(first: Sequence[Record], second: Sequence[Record], path: str) -> dic
             means = {"a": float(a.mean()), "b": float(b.mean()), "difference": tests.pop("value")}
             measures[name] = means | tests | {"questions": len(a)}
     return {"questions": len(first), "methods": METHODS, "measures": measures}
+
+
+def over_seeds(first: Sequence[Sequence[Record]], second: Sequence[Sequence[Record]] = ()) -> dict[str, Any]:
+    """{"methods", "measures": {name: {"value", "low", "high", "seeds"}}} of a system's predictions under several seeds.
+
+    second: another system's, seed by seed; then {"a", "b", "difference", …} in place of "value". All of the same
+    questions; of the measures that all have.
+    """
+    means = [[_means(run) for run in group] for group in (first, second) if group]
+    common = [name for name in means[0][0] if all(name in run for group in means for run in group)]
+    rows = {name: _of_seeds(*([run[name] for run in group] for group in means)) for name in common}
+    return {"methods": SEED_METHODS, "measures": rows}
+
+
+def _means(records: Sequence[Record]) -> dict[str, float]:
+    return {name: float(np.nanmean(values)) for name, values in compute_metrics(records).items()}
+
+
+def _of_seeds(a: Sequence[float], b: Sequence[float] = ()) -> dict[str, Any]:
+    if not b:
+        return mean_of(a)._asdict() | {"seeds": len(a)}
+    found = paired_mean(a, b)
+    means = {"a": mean_of(a).value, "b": mean_of(b).value, "difference": found.value}
+    return means | {"low": found.low, "high": found.high, "seeds": len(a)}
