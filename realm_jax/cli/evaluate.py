@@ -50,7 +50,7 @@ EXAMPLES = f"""examples:
 
 Of two files, {METHODS.replace("; ", chr(10))}.
 Where there is no terminal a line is `name value`, or `name value low high` with the ends of the interval; of two files
-`name A B difference low high p McNemar questions`.
+`name A B difference low high p McNemar questions`, of seeds `name value low high seeds` or `name A B difference …`.
 """
 COMPARED = ("a", "b", "difference", "low", "high", "p", "mcnemar", "questions")
 

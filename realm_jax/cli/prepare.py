@@ -454,8 +454,7 @@ def _vocabulary(
 
 def _counts_record(counts: Counts) -> dict[str, Any]:
     """What PREPARED.json says of what became of a source."""
-    notes = {kind: {"times": times, "names": dict(names)} for kind, times, names in counts.common_notes()}
-    return counts.to_json() | {"notes": notes}
+    return counts.to_json() | {"notes": counts.notes_to_json()}
 
 
 def _print_summary(output: Path_, made: PrepareResult, questions: Counts, seconds: float) -> None:

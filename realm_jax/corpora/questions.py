@@ -49,7 +49,7 @@ class SelectedQuestions:
         """What PREPARED.json says of questions that were left out."""
         found = self.counts.to_json()
         kept = {key: found[key] for key in ("records", "dropped", "damaged", "samples")}
-        return kept | ({"notes": found["notes"]} if found["notes"] else {})
+        return kept | ({"notes": self.counts.notes_to_json()} if found["notes"] else {})
 
     def note_absent_golds(self, existing: Iterable[str]) -> list[LocatedQuestion]:
         """Find the gold passages that do not exist, and count them; the questions that have no other."""
