@@ -51,7 +51,7 @@ class Asked(NamedTuple):
     """
 
     texts: list[str]
-    golds: list[str | None]
+    golds: list[set[str]]
     own: NDArray[np.int64] | None = None
 
 
@@ -63,7 +63,7 @@ def asked_of(sources: Sources, split: str) -> Asked:
     """The questions of a split, or masked sentences of documents with several passages."""
     if split != MASKED:
         questions = sources.questions[split]
-        return Asked([one.question for one in questions], [one.gold_passage_id for one in questions])
+        return Asked([one.question for one in questions], [{*one.gold} for one in questions])
     store = sources.passages
     documents = [store.document_id(row) for row in range(len(store))]
     several = {one for one, after in zip(documents, documents[1:], strict=False) if one == after}
@@ -72,7 +72,7 @@ def asked_of(sources: Sources, split: str) -> Asked:
         raise SystemExit(f"--splits={MASKED}: no document has several passages and a sentence with a salient span")
     rows, sentences = zip(*evenly_spaced(pieces, SENTENCES), strict=True)
     texts = [sources.tokenizer.decode(sentence) for sentence in sentences]
-    return Asked(texts, [documents[row] for row in rows], np.array(rows))
+    return Asked(texts, [{documents[row]} for row in rows], np.array(rows))
 
 
 def vectors_of(folder: Path, name: str, encoder: str, texts: Callable[[], list[str]]) -> NDArray[np.float32]:

@@ -15,7 +15,8 @@ from realm_jax.cli import main as cli
 from realm_jax.config import default, flatten
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
-from realm_jax.eval.ablations import HEADS, Row, SeedResult, cells, html, markdown, mean_of, paired_difference
+from realm_jax.eval.ablations import HEADS, Row, SeedResult, cells, html, markdown, paired_difference
+from realm_jax.eval.significance import mean_of
 from realm_jax.recipes import ablations
 from realm_jax.train.init_from import init_from_sources
 from realm_jax.train.restore import restore_params

@@ -60,7 +60,7 @@ def test_a_long_question_is_cut_so_that_the_places_stay(sources):
 
 def question_examples(sources: Sources, answer: str, lengths: Lengths = LENGTHS) -> list[dict]:
     """What forty draws give where a training question is drawn."""
-    questions = [Question("born?", [answer, "something else"], None, {}, 1)]
+    questions = [Question("born?", [answer, "something else"], {}, {}, 1)]
     examples = closed_book_examples(sources.pretraining, questions, sources.tokenizer, lengths)
     drawn = [examples.make(0, np.random.default_rng(seed)) for seed in range(40)]
     wanted = closed_book_query("born?", sources.tokenizer, lengths)["query"]
@@ -85,7 +85,7 @@ def test_targets_read_back_are_the_answer_whatever_is_predicted_elsewhere(source
 
 
 def test_half_the_examples_are_questions_and_half_masked_sentences_all_without_a_passage(sources):
-    questions = [Question(QUESTION, ["1803"], None, {}, 1)]
+    questions = [Question(QUESTION, ["1803"], {}, {}, 1)]
     examples = closed_book_examples(sources.pretraining, questions, sources.tokenizer, LENGTHS)
     assert examples.total >= len(PEOPLE), "one a sentence with a name or a date"
     drawn = [examples.make(number % examples.total, np.random.default_rng(number)) for number in range(200)]
@@ -134,7 +134,7 @@ def test_answers_from_nowhere_are_predicted_and_measured(alone, tmp_path, capsys
 
 def test_the_probability_is_of_the_pieces_up_to_the_end(alone):
     params = alone.initial_params()
-    (answers,) = predict_closed_book(alone, [Question("When was Ada Dahl born?", ["1803"], None, {}, 1)], params)
+    (answers,) = predict_closed_book(alone, [Question("When was Ada Dahl born?", ["1803"], {}, {}, 1)], params)
     query = closed_book_query("When was Ada Dahl born?", alone.sources.tokenizer, alone.lengths)
     nothing = np.zeros(0, np.uint16)
     row = query | document_arrays(nothing, nothing, alone.lengths.document, alone.sources.tokenizer)

@@ -141,6 +141,20 @@ def test_asking_reads_the_new_text_without_embedding_anything(workdir, monkeypat
     assert found.get("p3", "Zebra zebra zebra.") == "Zebra zebra zebra."
 
 
+def test_a_removed_gold_passage_is_a_miss_beside_one_that_stays(workdir, capsys):
+    asked = {"question": f"When was {PEOPLE[3]} born?", "gold_passages": {"p3": 1, "p9": 1}}
+    file, output = write_lines(workdir.parent / "asked.jsonl", [asked]), workdir.parent / "p.jsonl"
+    assert corpus(workdir, "remove", "p9") == 0
+    assert cli.main(["predict", f"--workdir={workdir}", f"--questions={file}", f"--output={output}"]) == 0
+    assert "1 gold passages, such as 'p9', are not in the corpus: misses" in capsys.readouterr().err
+    assert cli.main(["evaluate", str(output), "--json"]) == 0
+    measures = json.loads(capsys.readouterr().out)["measures"]
+    rank = 1 + [one["id"] for one in json.loads(output.read_text())["retrieved"]].index("p3")
+    assert measures["recall@5"]["value"] == (rank <= 5)
+    gain = 1 / np.log2(1 + rank) if rank <= 10 else 0
+    assert measures["ndcg@10"]["value"] == pytest.approx(gain / (1 + 1 / np.log2(3)))
+
+
 def test_a_run_stays_with_the_corpus_it_began_with(workdir):
     before = passages(workdir)
     assert corpus(workdir, "remove", "p9") == 0

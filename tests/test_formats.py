@@ -5,6 +5,7 @@ import csv
 import gzip
 import json
 import lzma
+import re
 import tracemalloc
 from pathlib import Path
 
@@ -193,7 +194,7 @@ def test_an_id_cannot_break_the_line_of_an_error(tmp_path):
 def test_questions_of_dpr_have_their_first_positive_passage_as_gold(tmp_path, indent, suffix):
     path = write(tmp_path / f"nq-train.json{suffix}", json.dumps(DPR_RETRIEVER, indent=indent))
     read = read_questions(path)
-    assert [question.gold_passage_id for question in read] == ["18768923", None, "7"]
+    assert [question.gold for question in read] == [{"18768923": 1}, {}, {"7": 1}]
     assert [question.answers for question in read] == [["seven"], ["me"], ["it"]]
     assert read[0].fields == {"dataset": "nq_train_psgs_w100"}, "no passages"
 
@@ -253,7 +254,7 @@ def test_answers_of_curated_trec_are_patterns_whatever_the_file(tmp_path):
     pattern = r"New\s?York|\d+"
     table = write(tmp_path / "large2470-train.tsv", f'1434\tfactoid\twhat "site"?\t{pattern}\n\n9\tfactoid\twho \t.*\n')
     first, second = read_questions(table)
-    assert first == Question('what "site"?', [pattern], None, {"match": "regex", "id": "1434"}, 1)
+    assert first == Question('what "site"?', [pattern], {}, {"match": "regex", "id": "1434"}, 1)
     assert (second.question, second.line) == ("who ", 3), "verbatim"
     lines = json.dumps({"question": "where", "answer": [pattern]}) + "\n"
     for name, content in {
@@ -262,7 +263,7 @@ def test_answers_of_curated_trec_are_patterns_whatever_the_file(tmp_path):
         "curatedtrec-test.qa.csv": f"where\t['{pattern}']\n",
     }.items():
         (question,) = read_questions(write(tmp_path / name, content))
-        assert question == Question("where", [pattern], None, {"match": "regex"}, 1), name
+        assert question == Question("where", [pattern], {}, {"match": "regex"}, 1), name
     (question,) = read_questions(write(tmp_path / "WebQuestions-train.txt", lines))
     assert question.fields == {}
 
@@ -280,7 +281,7 @@ def test_a_pattern_that_does_not_compile_is_named(tmp_path, pattern):
 def test_web_questions_have_names_of_their_own(tmp_path):
     line = {"qId": "wqr000001", "answers": ["Yiddish"], "qText": "what language?"}
     (question,) = read_questions(write(tmp_path / "val.json", f"[\n {json.dumps(line)}\n]\n"))
-    assert question == Question("what language?", ["Yiddish"], None, {"id": "wqr000001"}, 2)
+    assert question == Question("what language?", ["Yiddish"], {}, {"id": "wqr000001"}, 2)
 
 
 def test_a_question_may_have_a_gold_passage_and_no_answers(tmp_path):
@@ -288,14 +289,50 @@ def test_a_question_may_have_a_gold_passage_and_no_answers(tmp_path):
     lines = b'{"question": "why?", "gold_passage_id": "p", "match": "rouge"}\n'
     lines += b'{"question": "who?", "answers": null, "gold_passage_id": "q"}\n'
     first, second = questions = questions_of(tmp_path / "q.jsonl", lines)
-    assert (first.answers, first.gold_passage_id, first.is_regex) == ([], "p", False)
-    assert (second.answers, second.gold_passage_id) == ([], "q")
+    assert (first.answers, first.gold, first.is_regex) == ([], {"p": 1}, False)
+    assert (second.answers, second.gold) == ([], {"q": 1})
     assert questions_of(tmp_path / "again.jsonl", question_lines(questions)) == questions
+
+
+def test_a_question_may_have_several_gold_passages(tmp_path):
+    lines = b'{"question": "why?", "gold_passages": {"p": 2, "q": 1, "r": 0, "s": -1}}\n'
+    lines += b'{"question": "who?", "answers": ["me"], "gold_passages": {"p": 1}, "n": 1}\n'
+    lines += b'{"question": "how?", "answers": ["so"], "gold_passages": {"p": 0}}\n'
+    questions = questions_of(tmp_path / "q.jsonl", lines)
+    assert [one.gold for one in questions] == [{"p": 2, "q": 1}, {"p": 1}, {}]
+    written = question_lines(questions)
+    assert b'"answers": [], "gold_passages": {"p": 2, "q": 1}}\n' in written
+    assert b'"answers": ["me"], "gold_passage_id": "p", "n": 1}\n' in written, "as folders have it that exist"
+    assert questions_of(tmp_path / "again.jsonl", written) == questions
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        (
+            {"gold_passages": ["p"]},
+            '"gold_passages" is no object of ids and grades; write {id: grade}, each grade a whole',
+        ),
+        ({"gold_passages": {"p": 1.5}}, '"gold_passages" is no object of ids and grades'),
+        ({"gold_passages": {"p": True}}, '"gold_passages" is no object of ids and grades'),
+        ({"gold_passages": {"p": 1001}}, "each grade a whole number of at most 1,000"),
+        ({"gold_passages": {" ": 1}}, '"gold_passages" is no object of ids and grades'),
+        ({"gold_passages": {"p": 0}}, 'the question has no answers and no "gold_passage_id"'),
+        (
+            {"gold_passages": {"p": 1}, "gold_passage_id": "q"},
+            'has "gold_passage_id" and "gold_passages"; leave one out',
+        ),
+    ],
+)
+def test_grades_that_mean_nothing_are_named(tmp_path, fields, message):
+    path = write(tmp_path / "q.jsonl", json.dumps({"question": "why?"} | fields))
+    with pytest.raises(UserError, match=r"q\.jsonl:1: .*" + re.escape(message)):
+        read_questions(path)
 
 
 def test_a_question_keeps_its_further_fields(tmp_path):
     content = b'{"question": "who?", "answers": ["me"], "gold_passage_id": "a", "split": "dev", "n": 1}\n'
-    expected = Question("who?", ["me"], "a", {"split": "dev", "n": 1}, 1)
+    expected = Question("who?", ["me"], {"a": 1}, {"split": "dev", "n": 1}, 1)
     assert questions_of(tmp_path / "q.jsonl", content) == [expected]
     (question,) = questions_of(tmp_path / "q.jsonl", b'{"question": "who?", "answer": ["me"]}\n')  # as NQ-open has it
     assert question.answers == ["me"] and question.fields == {}
@@ -341,7 +378,8 @@ def test_a_faulty_question_is_named_with_file_and_line(tmp_path, line, message):
     [
         ("q.csv", "who\t['me']\nwhat\n", r"q\.csv:2: the row has 1 columns"),
         ("q.csv", "who\n", r"q\.csv:1: the first line has 1 columns; tables of questions have two"),
-        ("q.tsv", "id\ttext\ttitle\n", r"q\.tsv:1: the first line has 3 columns"),
+        ("q.tsv", "id\ttext\ttitle\n", r"q\.tsv:1: holds 'id text title', not query-id, corpus-id, score"),
+        ("q.tsv", "1\t2\t3\t4\t5\n", r"q\.tsv:1: the first line has 5 columns; tables of questions have two"),
         ("q.tsv", "1\tfactoid\twho\t.\n\n2\twhat\t.\n", r"q\.tsv:3: the row has 3 columns, the first line four"),
         ("q.tsv", "1\tfactoid\t\t.\n", r'q\.tsv:1: "question" is empty'),
         ("q.tsv", "", r"q\.tsv holds no questions"),
@@ -470,7 +508,7 @@ any_text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_siz
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    golds=st.lists(any_text, min_size=1, max_size=5),
+    golds=st.lists(st.dictionaries(any_text, st.integers(1, 3), max_size=3), min_size=1, max_size=5),
     title=any_text,
     body=any_text,
     answers=st.lists(any_text, min_size=1),

@@ -93,7 +93,8 @@ def test_questions_without_answers_are_measured_by_retrieval_alone(mixed, tmp_pa
     measures = json.loads(capsys.readouterr().out)["measures"]
     assert measures["exact_match"]["questions"] == measures["answer_recall@5"]["questions"] == 4
     assert measures["recall@5"]["questions"] == 8
-    assert measures["recall@5"]["value"] == pytest.approx(results["recall@5"]["qa"])
+    for name in ("recall@5", "mrr@10", "ndcg@10"):
+        assert measures[name]["value"] == pytest.approx(results[name]["qa"])
     assert measures["exact_match"]["value"] == pytest.approx(right["retrieval"])
     assert cli.main(["evaluate", str(predictions), str(predictions), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["measures"]["recall@5"]["questions"] == 8
@@ -142,7 +143,7 @@ def test_without_answers_fine_tuning_is_left_out_and_retrieval_is_measured(tmp_p
     capsys.readouterr()
     assert cli.main(["evaluate", f"--workdir={tmp_path}/run", "--json"]) == 0
     measures = json.loads(capsys.readouterr().out)["measures"]
-    assert {*measures} == {"recall@1", "recall@5"}
+    assert {*measures} == {"recall@1", "recall@5", "mrr@10", "ndcg@10"}
     assert measures["recall@5"]["value"] == pytest.approx(results["recall@5"]["hybrid"])
 
 
@@ -225,7 +226,7 @@ def test_a_report_says_where_a_passage_with_the_answer_was_named():
 def test_chance_is_over_questions_that_have_answers():
     from realm_jax.data.questions import Question
 
-    some, none = Question("a", ["x"]), Question("b", [], "p")
+    some, none = Question("a", ["x"]), Question("b", [], {"p": 1})
     assert majority_exact_match([none, some], [some, none]) == 1 and majority_exact_match([none], [none]) == 0
 
 

@@ -7,7 +7,7 @@ import pytest
 from tiny_run import write_lines
 
 from realm_jax.errors import UserError
-from realm_jax.eval.metrics import compare, compute_metrics, describe_metric, summarise
+from realm_jax.eval.metrics import compare, compute_metrics, describe_metric, over_seeds, summarise
 from realm_jax.eval.prediction_files import read_predictions, settings_file, trec_qrels, trec_run
 
 
@@ -106,7 +106,40 @@ def test_a_run_for_trec_names_every_document_once_and_keeps_the_order():
     assert scores == sorted(set(scores), reverse=True) and scores == pytest.approx([2.5] * 3, abs=1e-5)
 
 
+JUDGED = {key: value for key, value in RIGHT.items() if key != "gold_passage_id"}
+
+
+def test_one_of_several_gold_passages_is_enough_for_recall():
+    found = compute_metrics([JUDGED | {"gold_passages": gold} for gold in ({"far": 3, "d1": 1}, {"far": 1, "gold": 0})])
+    assert found["recall@1"].tolist() == [0, 0] and found["recall@5"].tolist() == [1, 0]
+
+
+def test_ranks_are_measured_of_judged_questions_and_compared():
+    first, second = ([{"id": name, "score": 0} for name in names] for names in ("abcdefghijkl", "bacdefghijkl"))
+    asked = [JUDGED | {"gold_passages": {"b": 1, "c": 2}}, OPEN, JUDGED | {"gold_passages": {"zz": 1}}]
+    left, right = ([one | {"retrieved": retrieved} for one in asked] for retrieved in (first, second))
+    found = compute_metrics(left)
+    assert found["mrr@10"].tolist()[::2] == [1 / 2, 0] and math.isnan(found["mrr@10"][1])
+    assert all(describe_metric(name) for name in found)
+    compared = compare(left, right, "b.jsonl")["measures"]
+    assert compared["mrr@10"]["difference"] == 1 / 4 and compared["mrr@10"]["mcnemar"] is None
+    assert compared["ndcg@10"]["only_b"] == 1 and compared["ndcg@10"]["questions"] == 2
+
+
+def test_over_seeds_intervals_are_students_t_and_differences_paired():
+    """Two questions; one, two and no right answers, then one more by the other system, but under the last seed."""
+    ours, theirs = ([[[WRONG, RIGHT][n > k] for k in range(2)] for n in counts] for counts in ((1, 2, 0), (2, 2, 0)))
+    exact = over_seeds(ours)["measures"]["exact_match"]
+    assert exact["value"] == 1 / 2 and exact["seeds"] == 3
+    assert exact["high"] - exact["value"] == pytest.approx(4.302653 * 0.5 / 3**0.5, rel=1e-6)
+    compared = over_seeds(ours, theirs)["measures"]["exact_match"]
+    assert [compared[key] for key in ("a", "b", "difference")] == pytest.approx([1 / 2, 2 / 3, 1 / 6])
+    assert compared["low"] < 0 < compared["high"]
+
+
 def test_judgements_for_trec_are_the_gold_passages():
+    several = {"id": "q3", "gold_passages": {"a": 2, "b c": 1}}
+    assert trec_qrels([{"id": "q2", "gold_passages": {}}, several]) == "q3 0 a 2\nq3 0 b%20c 1\n"
     assert trec_qrels([{"id": "q1", "gold_passage_id": "p 4"}, {"id": "q2"}]) == "q1 0 p%204 1\n"
     with pytest.raises(UserError, match="two questions have the id q1"):
         trec_qrels([{"id": "q1"}, {"id": "q1"}])
@@ -133,6 +166,7 @@ def test_judgements_for_trec_are_the_gold_passages():
         ),
         (RIGHT | {"id": {"a": 1}}, '"id" must be a text or a whole number'),
         (RIGHT | {"gold_passage_id": 1.5}, '"gold_passage_id" must be a text or a whole number'),
+        (RIGHT | {"gold_passages": ["gold"]}, '"gold_passages" must be an object of ids and grades'),
         (RIGHT | {"reader_oracle": 7}, '"reader_oracle" must be true or false'),
         (RIGHT | {"reader_oracle": math.inf}, '"reader_oracle" must be true or false'),
         (RIGHT | {"match": "regexp"}, '"match" is "regexp"; write "regex" for answers that are patterns'),
@@ -209,5 +243,13 @@ def test_ids_that_are_numbers_are_compared_as_text(tmp_path, gold, found):
 
 def test_questions_with_other_gold_passages_are_not_compared():
     assert compare([RIGHT], [RIGHT | {"gold_passage_id": None}], "b.jsonl")["questions"] == 1
-    with pytest.raises(UserError, match="b.jsonl: the gold passage of question 2 is 'other', in the other file 'gold'"):
+    with pytest.raises(
+        UserError, match='b.jsonl: question 2 has {"gold_passage_id": "other"}, in the other file {"gold_p'
+    ):
         compare([RIGHT, WRONG], [RIGHT, WRONG | {"gold_passage_id": "other"}], "b.jsonl")
+    graded, other = (JUDGED | {"gold_passages": {"gold": 1, "d": grade}} for grade in (1, 2))
+    assert compare([graded], [graded], "b.jsonl")["questions"] == 1
+    with pytest.raises(
+        UserError, match='b.jsonl: question 1 has {"gold_passages": {"gold": 1, "d": 2}}, in the other file'
+    ):
+        compare([graded], [other], "b.jsonl")

@@ -263,7 +263,7 @@ def test_what_is_not_at_hand_is_downloaded(served, tmp_path):
     assert [path.name for path in (tmp_path / "tfds" / "downloads" / "open_qa").glob("*.jsonl")], "kept"
     questions = open_qa.read("tfds:open_qa/nq_open", "test")
     expected = {"split": "test", "source": "nq_open", "id": "NQ-open.dev.jsonl:1"}
-    assert questions == [Question(DEV, ["one", "the one"], None, expected, 1)]
+    assert questions == [Question(DEV, ["one", "the one"], {}, expected, 1)]
 
 
 def test_another_file_than_the_published_one_is_refused(served):

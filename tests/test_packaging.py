@@ -21,6 +21,7 @@ PACKAGE = ROOT / "realm_jax"
 
 # Import names that are not the name of the distribution.
 DISTRIBUTION = {
+    "ir_measures": "ir-measures",
     "Stemmer": "pystemmer",
     "yaml": "pyyaml",
     "apache_beam": "apache-beam",

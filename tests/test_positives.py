@@ -42,21 +42,29 @@ def test_the_gold_row_holds_an_answer_and_most_of_the_question(sources):
     store, tokenizer = sources.passages, sources.tokenizer
     holding = [row for row in rows_of(sources, "long") if "London" in store.text(row)]
     assert len(holding) >= 2 and len(rows_of(sources, "long")) > len(holding)
-    born = Question("where was Ada born", ["London"], "long")
-    engine = Question("where stood the engine", ["Paris", "London"], "long")
+    born = Question("where was Ada born", ["London"], {"long": 1})
+    engine = Question("where stood the engine", ["Paris", "London"], {"long": 1})
     assert gold_row(store, born, tokenizer, LENGTHS) == next(r for r in holding if "born" in store.text(r))
     assert gold_row(store, engine, tokenizer, LENGTHS) == next(r for r in holding if "engine" in store.text(r))
+
+
+def test_any_of_several_gold_documents_may_hold_the_answer(sources):
+    store, tokenizer = sources.passages, sources.tokenizer
+    late = Question("where did Emmy move late", ["London", "Trier"], {"absent": 2, "short": 1, "other": 1})
+    assert gold_row(store, late, tokenizer, LENGTHS) == rows_of(sources, "other")[0]
+    trier = Question("where did Emmy move late", ["Trier"], {"other": 2, "short": 1})
+    assert gold_row(store, trier, tokenizer, LENGTHS) == rows_of(sources, "short")[0]
 
 
 def test_the_answers_of_a_question_are_encoded_once(sources, monkeypatch):
     calls, encode = [], qa_examples.answer_pieces
     monkeypatch.setattr(qa_examples, "answer_pieces", lambda *given: calls.append(given) or encode(*given))
     assert len(rows_of(sources, "long")) > 1
-    gold_row(sources.passages, Question("where was Ada born", ["London"], "long"), sources.tokenizer, LENGTHS)
+    gold_row(sources.passages, Question("where was Ada born", ["London"], {"long": 1}), sources.tokenizer, LENGTHS)
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize("gold, answers", [("short", ["London"]), (None, ["Trier"]), ("absent", ["Trier"])])
+@pytest.mark.parametrize("gold, answers", [({"short": 1}, ["London"]), ({}, ["Trier"]), ({"absent": 1}, ["Trier"])])
 def test_there_may_be_no_gold_row(sources, gold, answers):
     assert gold_row(sources.passages, Question("where", answers, gold), sources.tokenizer, LENGTHS) == NO_ROW
 

@@ -22,7 +22,7 @@ from realm_jax.cli.arguments import check_passages
 from realm_jax.config import add_sections
 from realm_jax.errors import UserError
 from realm_jax.eval.answers import exact_match
-from realm_jax.eval.metrics import compare
+from realm_jax.eval.metrics import compare, over_seeds
 from realm_jax.eval.prediction_files import settings_file
 from realm_jax.train.trained_run import NBEST, open_run_for_inference, restore
 
@@ -466,6 +466,29 @@ def test_two_files_are_compared_question_by_question(predicted, better, capsys):
     assert run("evaluate", predicted, better) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("exact_match "))
     assert line.split(" ")[3::3] == ["0.3158", "0.03125"] and line.endswith(" 19")
+
+
+def test_files_of_several_seeds_are_one_system(predicted, better, capsys):
+    assert run("evaluate", "--seeds", predicted, better, "--seeds", better, better, "--json") == 0
+    exact = json.loads(capsys.readouterr().out)["measures"]["exact_match"]
+    assert exact["difference"] == pytest.approx(3 / 19) and exact["low"] < 0 < exact["high"] and exact["seeds"] == 2
+    assert run("evaluate", "--seeds", predicted, better) == 0
+    assert any(line.startswith("exact_match ") and line.endswith(" 2") for line in capsys.readouterr().out.splitlines())
+    text = on_terminal(evaluate.show_seeds, over_seeds([records(predicted), records(better)]))
+    assert "Student's t over seeds" in text and "%" in text
+
+
+@pytest.mark.parametrize(
+    ("others", "told"),
+    [
+        ((), "takes two files or more, and a second time as many"),
+        (("--seeds", "b.jsonl", "c.jsonl"), "takes two files or more, and a second time as many"),
+        (("--trec=run.txt",), "goes with --json alone; leave out trec"),
+    ],
+)
+def test_seeds_that_are_no_pairs_are_refused(others, told, capsys):
+    assert run("evaluate", "--seeds", "a.jsonl", *others) == 2
+    assert told in last_line(capsys)
 
 
 def test_a_terminal_says_what_the_tests_are(predicted, better):

@@ -29,7 +29,7 @@ from realm_jax.data.spans import Span
 from realm_jax.data.store import PassageStore
 from realm_jax.data.wordpiece import WordPiece
 from realm_jax.errors import UserError
-from realm_jax.storage import StorageError
+from realm_jax.storage import StorageError, digest
 
 ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".tsv.gz")
 
@@ -55,7 +55,7 @@ def test_the_command_makes_a_folder_that_holds_everything(tmp_path, passages, qu
     assert manifest["questions"] == {"train": 3, "dev": 1}
     assert [store.text(row) for row in range(3)] == list(TEXTS.values())
     (dev,) = read_questions(data / "questions" / "dev.jsonl")
-    assert dev.answers == ["1624", "in the year 1624"] and dev.gold_passage_id == "oslo"
+    assert dev.answers == ["1624", "in the year 1624"] and dev.gold == {"oslo": 1}
     assert store.rows_of("oslo") == range(2, 3)
     out = capsys.readouterr().out
     assert "passages: 3 articles -> 3 passages\n" in out and "questions: train 3, dev 1\n" in out
@@ -317,7 +317,7 @@ def test_questions_with_a_gold_passage_alone_are_kept_and_those_with_neither_are
     questions = write_lines(tmp_path / "q.jsonl", [gold, gold | {"answers": ["a b c d"]}])
     prepare(passages, tmp_path / "data", questions=[f"train={questions}"], vocabulary_size=300, max_answer_words=3)
     (kept,) = open_sources(tmp_path / "data").questions["train"]
-    assert (kept.question, kept.answers, kept.gold_passage_id) == ("where is it", [], "oslo")
+    assert (kept.question, kept.answers, kept.gold) == ("where is it", [], {"oslo": 1})
     with pytest.raises(UserError, match="no question is left of 1"):
         lone = write_lines(tmp_path / "lone.jsonl", [gold])
         prepare(passages, tmp_path / "ignored", questions=[f"dev={lone}"], vocabulary_size=300, ignore_gold=True)
@@ -355,6 +355,47 @@ def test_damaged_questions_are_counted_with_a_sample_where_damage_is_skipped(tmp
     assert "  that cannot be read, such as: q.jsonl:2: not JSON" in out
     with pytest.raises(UserError, match="found damage in 4 places"):
         prepare(passages, tmp_path / "data", questions=[f"dev={questions}"], vocabulary_size=300)
+
+
+def test_of_several_gold_passages_one_has_to_be_there(tmp_path, passages, capsys):
+    golds = {"oslo": 1, "nowhere": 2}, {"oslo": 2, "elsewhere": 1, "nowhere": 1}, {"nowhere": 1, "elsewhere": 1}
+    asked = [{"question": f"q{number}", "gold_passages": gold} for number, gold in enumerate(golds)]
+    file = write_lines(tmp_path / "q.jsonl", asked)
+    with pytest.raises(UserError, match=r"q\.jsonl:3: gold_passage_id 'nowhere' is not in"):
+        prepare(passages, tmp_path / "data", questions=[f"dev={file}"], vocabulary_size=300)
+    capsys.readouterr()
+    prepare(passages, tmp_path / "data", questions=[f"dev={file}"], vocabulary_size=300, skip_damage=True)
+    assert [one.gold for one in open_sources(tmp_path / "data").questions["dev"]] == list(golds[:2]), "as judged"
+    out = capsys.readouterr().out
+    assert "3 × gold passage that is not there, of questions that have others, such as nowhere, elsewhere\n" in out
+    counts = json.loads((tmp_path / "data" / "PREPARED.json").read_text())["counts"]["questions"]
+    assert counts["damaged"] == {"whose gold passage is not there": 1}
+    (note,) = counts["notes"].values()
+    assert note == {"times": 3, "names": {"nowhere": 2, "elsewhere": 1}}
+
+
+def test_a_question_stays_while_one_of_its_gold_passages_has_words(tmp_path):
+    texts = [{"id": "oslo", "text": "Oslo is a town."}, {"id": "empty", "text": "\u200b"}]
+    golds = {"oslo": 1, "empty": 1}, {"empty": 1, "lost": 1}, {"empty": 1, "oslo": 2}
+    asked = [{"question": f"q{number}", "gold_passages": gold} for number, gold in enumerate(golds)]
+    files = write_lines(tmp_path / "p.jsonl", texts), write_lines(tmp_path / "q.jsonl", asked)
+    prepare(files[0], tmp_path / "data", questions=[f"dev={files[1]}"], vocabulary_size=300)
+    assert split_questions(tmp_path / "data", "dev") == ["q0", "q2"]
+
+
+def test_a_run_knows_the_questions_of_a_folder_again(tmp_path, passages, questions):
+    """Runs have recorded the digest of this content."""
+    prepare(passages, tmp_path / "data", questions=[questions], vocabulary_size=300)
+    sources = open_sources(tmp_path / "data")
+    content = {
+        split: [
+            {"question": one.question, "answers": one.answers, "fields": one.fields, "line": one.line}
+            | {"gold_passage_id": next(iter(one.gold), None)}
+            for one in asked
+        ]
+        for split, asked in sources.questions.items()
+    }
+    assert sources.fingerprints()["questions"] == digest(json.dumps(content, sort_keys=True).encode())
 
 
 def test_samples_of_questions_come_in_the_order_of_their_files(tmp_path, passages):

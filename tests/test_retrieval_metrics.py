@@ -1,5 +1,6 @@
 """Retrieval metrics: hit matrices, recall, and break-down by group."""
 
+import sys
 from collections import Counter
 
 import numpy as np
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from realm_jax.eval.retrieval import answer_hits, gold_hits, hit_at_k, mean_by_group
+from realm_jax.eval.retrieval import answer_hits, documents_of, gold_hits, hit_at_k, mean_by_group, rank_measures
 
 
 class Shelf:
@@ -39,7 +40,7 @@ class Shelf:
 
 
 def test_every_row_of_the_gold_document_is_a_hit():
-    hits = gold_hits(Shelf(), [[0, 2, 1], [3, -1, 0], [0, 1, 2]], ["paris", "moon", None])
+    hits = gold_hits(Shelf(), [[0, 2, 1], [3, -1, 0], [0, 1, 2]], [{"paris"}, {"moon"}, {}])
     assert hits.tolist() == [[False, True, True], [False, False, True], [False, False, False]]
 
 
@@ -81,6 +82,44 @@ def test_recall_never_falls_with_k(hits: np.ndarray):
     assert recalls == sorted(recalls)
 
 
+def ranked(*found: str, depth: int = 10) -> list[str]:
+    return [*found, *(f"other {rank}" for rank in range(depth - len(found)))]
+
+
+def test_reciprocal_rank_and_ndcg_by_hand():
+    """Gains are the grades, discounts log2(rank + 1), as in Järvelin and Kekäläinen 2002 and in trec_eval."""
+    found = rank_measures(
+        [ranked("x", "b", "c", "a"), ranked("a"), ranked(), ranked(*"xxxxxyyyyb", depth=20), ["b"]],
+        [{"a": 3, "b": 1}, {"a": 1}, {"a": 1}, {"b": 2}, {"b": 1, "absent": 2}],
+    )
+    assert found["mrr@10"] == pytest.approx([1 / 2, 1, 0, 1 / 3, 1])
+    first = (1 / np.log2(3) + 3 / np.log2(5)) / (3 + 1 / np.log2(3))
+    last = 1 / (2 + 1 / np.log2(3))
+    assert found["ndcg@10"] == pytest.approx([first, 1, 0, 1 / np.log2(4), last])
+
+
+def test_equal_names_and_places_decide_nothing():
+    """A document's rank is that of its first passage, and what is no candidate has none."""
+    documents = documents_of(Shelf(), np.array([[2, -1, 1, 0, *[-1] * 6]]))
+    assert documents[0][:4] == ["paris", "", "paris", "moon"]
+    assert rank_measures(documents, [{"moon": 1}])["mrr@10"].tolist() == [1 / 2]
+
+
+def test_of_ranks_deeper_than_the_candidates_nothing_is_said(monkeypatch):
+    assert rank_measures([ranked("a", depth=9)], [{"a": 1}]) == {} == rank_measures([], [])
+    monkeypatch.setitem(sys.modules, "ir_measures", None)
+    assert rank_measures([ranked("a")], [{"a": 1}]) == {}
+
+
+@given(st.permutations(range(12)), st.dictionaries(st.integers(0, 15), st.integers(1, 4), min_size=1))
+def test_a_better_order_never_has_a_smaller_ndcg(order, gold):
+    grades = {str(name): grade for name, grade in gold.items()}
+    names = [str(name) for name in order]
+    best = sorted(names, key=lambda name: -grades.get(name, 0))
+    found = rank_measures([names, best], [grades, grades])
+    assert all(0 <= values[0] <= values[1] + 1e-9 <= 1 + 2e-9 for values in found.values())
+
+
 def test_groups_come_in_their_own_order_under_their_names_as_text():
     shares = mean_by_group([True, False, True, True, False], [10, 2, 2, 0, 10])
     assert list(shares.items()) == [("0", 1.0), ("2", 0.5), ("10", 0.5)]
@@ -95,7 +134,7 @@ def test_groups_may_be_of_any_kinds():
 
 def test_hit_matrices_need_one_row_a_question():
     with pytest.raises(ValueError, match="2 questions"):
-        gold_hits(Shelf(), [[0]], ["moon", "tea"])
+        gold_hits(Shelf(), [[0]], [{"moon"}, {"tea"}])
 
 
 def test_the_answer_test_agrees_with_the_reference_verdicts(shared_lines):

@@ -6,7 +6,7 @@ BM25's recall stands beside a run's. Two files are compared by the tests of `rea
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,14 +17,15 @@ from realm_jax.cli.arguments import add_question_arguments, add_run_arguments, c
 from realm_jax.cli.output import checked_output, is_special, print_json, print_line, stdout, table, write_output
 from realm_jax.cli.predict import describe, records
 from realm_jax.config import add_sections
-from realm_jax.data.questions import Question, answered
+from realm_jax.data.questions import Question, answered, gold_of
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
-from realm_jax.eval.metrics import compare, compute_metrics, describe_metric, summarise
+from realm_jax.eval.metrics import compare, compute_metrics, describe_metric, over_seeds, summarise
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.eval.prediction_files import (
     FACTS,
     Record,
+    check_same_questions,
     question_record,
     read_predictions,
     read_settings,
@@ -45,10 +46,11 @@ EXAMPLES = f"""examples:
   realm evaluate predictions.jsonl --qrels=qrels.txt             what `realm predict` wrote; needs no device
   realm evaluate predictions.jsonl --unseen=data/wiki
   realm evaluate ict.jsonl realm.jsonl                           test whether the second is significantly better
+  realm evaluate --seeds ict-*.jsonl --seeds realm-*.jsonl       the same over seeds: each file is of another one
 
 Of two files, {METHODS.replace("; ", chr(10))}.
 Where there is no terminal a line is `name value`, or `name value low high` with the ends of the interval; of two files
-`name A B difference low high p McNemar questions`.
+`name A B difference low high p McNemar questions`, of seeds `name value low high seeds` or `name A B difference …`.
 """
 COMPARED = ("a", "b", "difference", "low", "high", "p", "mcnemar", "questions")
 
@@ -75,12 +77,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--qrels", type=nonempty, metavar="FILE", help="write the gold passages there, as TREC's judgements"
     )
+    parser.add_argument(
+        "--seeds",
+        type=nonempty,
+        nargs="+",
+        action="append",
+        metavar="FILE",
+        help="files of one system trained under several seeds; given twice, of two systems, in the order of the seeds",
+    )
     parser.add_argument("--no-bm25", action="store_true", help="leave out BM25, which holds the corpus in memory")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> None:
     """Measure, write and print."""
+    if args.seeds:
+        _print(_evaluate_seeds(args), args.json, show_seeds)
+        return
     _check(args)
     if len(args.files) == 2:
         found = compare_files(*args.files)
@@ -120,7 +133,7 @@ def _check_trec(args: argparse.Namespace, asked: Sequence[Record], retrieves: bo
     """Raise UserError if the files for TREC would be empty, or two questions have one id."""
     if args.trec and not retrieves:
         raise UserError(f"--trec={args.trec}: nothing was retrieved that could be written; leave the flag out")
-    if args.qrels and all(one.get("gold_passage_id") is None for one in asked):
+    if args.qrels and not any(map(gold_of, asked)):
         raise UserError(f"--qrels={args.qrels}: no question has a gold passage; leave the flag out")
     if args.trec or args.qrels:
         trec_ids(asked)
@@ -131,7 +144,7 @@ def _evaluate_run(args: argparse.Namespace) -> tuple[dict[str, Any], list[Record
     opened = open_run_for_inference(Path(args.workdir), changes)
     questions = load_questions(opened, args.questions, need_right=True)
     if args.unseen:
-        questions = _without_training_golds(questions, [one.gold_passage_id for one in questions], args)
+        questions = _without_training_golds(questions, [one.gold for one in questions], args)
     if "answering.read" not in changes and not answered(questions):
         add_sections(opened.config, ["answering"])
         opened.config.answering.read = 1  # what is retrieved is measured alone; reading more takes minutes
@@ -144,9 +157,24 @@ def _evaluate_run(args: argparse.Namespace) -> tuple[dict[str, Any], list[Record
 def _evaluate_file(args: argparse.Namespace, path: str) -> tuple[dict[str, Any], list[Record]]:
     scored = read_predictions(path)
     if args.unseen:
-        scored = _without_training_golds(scored, [record.get("gold_passage_id") for record in scored], args)
+        scored = _without_training_golds(scored, [*map(gold_of, scored)], args)
     _check_trec(args, scored, any(record.get("retrieved") for record in scored))
     return _provenance(path) | {"questions": len(scored)} | _summarised(scored), scored
+
+
+def _evaluate_seeds(args: argparse.Namespace) -> dict[str, Any]:
+    """`metrics.over_seeds` of the files of --seeds. Raises UserError for other flags beside it, or unequal numbers."""
+    others = ("files", "workdir", "questions", "task", "search", "unseen", "trec", "qrels", "no_bm25", "overrides")
+    if given := [name for name in others if vars(args)[name]]:
+        raise UserError(f"--seeds: goes with --json alone; leave out {', '.join(given)}")
+    sizes = {len(group) for group in args.seeds}
+    if len(args.seeds) > 2 or len(sizes) > 1 or sizes == {1}:
+        raise UserError("--seeds: takes two files or more, and a second time as many, in the order of their seeds")
+    groups = [[read_predictions(path) for path in group] for group in args.seeds]
+    for paths, group in zip(args.seeds, groups, strict=True):
+        for path, found in zip(paths, group, strict=True):
+            check_same_questions(groups[0][0], found, path)
+    return over_seeds(*groups)
 
 
 def _provenance(path: str) -> dict[str, Any]:
@@ -164,18 +192,20 @@ def compare_files(first: str, second: str) -> dict[str, Any]:
 def gold_in_training(folder: str) -> set[str]:
     """The gold passages of the training questions of a prepared folder. Raises UserError if they have none."""
     questions = open_sources(folder, flag="--unseen=").questions.get("train", [])
-    seen = {question.gold_passage_id for question in questions if question.gold_passage_id is not None}
+    seen = {name for question in questions for name in question.gold}
     if not seen:
         raise UserError(f"--unseen={folder}: no training question there has a gold passage; name another folder")
     return seen
 
 
-def _without_training_golds(found: Sequence[_T], golds: Sequence[Any], args: argparse.Namespace) -> list[_T]:
-    """The questions whose gold passage is not that of a training question. golds: gold passage ids, or None."""
-    if all(gold is None for gold in golds):
+def _without_training_golds(
+    found: Sequence[_T], golds: Sequence[Collection[str]], args: argparse.Namespace
+) -> list[_T]:
+    """The questions without a gold passage that a training question has, too. golds: ids of gold passages."""
+    if not any(golds):
         raise UserError(f"--unseen={args.unseen}: no measured question has a gold passage; leave the flag out")
     seen = gold_in_training(args.unseen)
-    left = [one for one, gold in zip(found, golds, strict=True) if gold is None or str(gold) not in seen]
+    left = [one for one, gold in zip(found, golds, strict=True) if seen.isdisjoint(gold)]
     if not left:
         raise UserError(f"--unseen={args.unseen}: leaves no question; name the folder that the run was trained with")
     return left
@@ -249,6 +279,20 @@ def show_comparison(found: dict[str, Any], to: Console) -> None:
         to.print(f"{name.upper()}: {'   '.join(facts)}", markup=False)
     heads = ("measure", "A", "B", "B − A", "95 %", "p", "McNemar", "questions")
     to.print(table(heads, [_compared_row(name, one) for name, one in found["measures"].items()], numbers=True))
+    to.print(found["methods"], style="dim", markup=False)
+
+
+def show_seeds(found: dict[str, Any], to: Console) -> None:
+    """A table on a terminal, with how the intervals are made; elsewhere lines."""
+    if not to.is_terminal:
+        for name, one in found["measures"].items():
+            print_line(name, one.values(), ".4g")
+        return
+    rows = [
+        (name, *(str(value) if column == "seeds" else f"{value:.1%}" for column, value in one.items()))
+        for name, one in found["measures"].items()
+    ]
+    to.print(table(("measure", *next(iter(found["measures"].values()))), rows, numbers=True))
     to.print(found["methods"], style="dim", markup=False)
 
 

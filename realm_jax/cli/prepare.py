@@ -25,12 +25,13 @@ from realm_jax.corpora.build import PackingSummary, PassagePacker, check_limit, 
 from realm_jax.corpora.near_duplicates import COPIES, drop_near_duplicates, fingerprint_shard
 from realm_jax.corpora.outcomes import Article, Counts
 from realm_jax.corpora.partial_output import ARTICLES, MANIFEST, TOKENIZER, check_owner, is_prepared, staged_output
-from realm_jax.corpora.questions import QuestionFile, SelectedQuestions, published_identity, question_file, read_all
+from realm_jax.corpora.questions import QuestionFile, SelectedQuestions, published_identity, question_files, read_all
 from realm_jax.corpora.reader_tokens import write_reader_tokens
 from realm_jax.corpora.texts import identity, open_texts
 from realm_jax.data import spans as span_finders
+from realm_jax.data.beir import queries_file
 from realm_jax.data.packing import DEFAULT_LIMIT
-from realm_jax.data.questions import question_lines
+from realm_jax.data.questions import has_judgements, question_lines
 from realm_jax.data.sources import FORMAT_VERSION, READER
 from realm_jax.data.store import MANIFEST as STORE
 from realm_jax.data.store import new_version
@@ -55,13 +56,15 @@ EXAMPLES = """examples:
   realm prepare --passages 'enwiki-20261101/*.xml*.bz2' --vocab vocab.txt --output data
   realm prepare --passages psgs_w100.tsv.gz --questions train=nq-train.json dev=nq-dev.json --output data
   realm prepare --passages wiki.jsonl --questions tfds:open_qa/web_questions --output data
+  realm prepare --passages scifact.jsonl --questions scifact --output data      judged questions, BEIR's folder
   realm prepare --output data --reader-vocab tokenizer.json      for a reader with a tokenizer of its own
   realm prepare --passages tfds:wikipedia/20230601.en --pretraining 'news:cc-news/*.jsonl.gz' --vocab vocab.txt \\
       --output data
 
 A line of a passage file is {"id": …, "title": …, "text": …}, of a question file {"question": …, "answers": […]} with
 "gold_passage_id" and "split" if known; with a gold passage it needs no answers, and retrieval alone is measured by it.
-Files of DPR, Atlas, FiD, ORQA, DrQA and CuratedTREC are read as they are. Files may be packed as .gz, .xz or .bz2.
+"gold_passages": {id: grade} names several. Files of DPR, Atlas, FiD, ORQA, DrQA, CuratedTREC and SQuAD are read as they
+are; of BEIR's folders queries.jsonl and qrels/{train,dev,test}.tsv. Files may be packed as .gz, .xz or .bz2.
 tfds:open_qa/nq_open, …/web_questions and …/curated_trec are the published questions with ORQA's splits train, dev and
 test; they are downloaded, or taken from TFDS_DATA_DIR/downloads/manual. Texts may also be hf:NAME, tfds:NAME or a dump
 of Wikipedia; news:SOURCE is raw news (JSON Lines with text or maintext, title, url, or hf:cc_news), of which prose in
@@ -93,8 +96,8 @@ class Options:
         "file of the texts to pre-train on (default: the passages)", None, metavar="FILE"
     )
     questions: Sequence[Path_] = _option(
-        "file of questions for a split such as train or dev, or tfds:open_qa/NAME; without SPLIT= the field "
-        '"split" of each question decides',
+        "file of questions for a split such as train or dev, BEIR's folder, or tfds:open_qa/NAME; without SPLIT= the "
+        'field "split" of each question decides',
         [],
         metavar="[SPLIT=]FILE",
         nargs="+",
@@ -239,7 +242,7 @@ def _prepare(passages: Path_, output: Path_, options: Options) -> None:
     if not options.questions and (options.question_sources or options.max_answer_words or options.ignore_gold):
         raise UserError("--question-sources, --max-answer-words and --ignore-gold are about --questions; give some")
     worker = _runner(options.workers, options.beam)
-    files = [question_file(argument) for argument in options.questions]
+    files = [file for argument in options.questions for file in question_files(argument)]
     sources = {"passages": open_texts(passages)}
     sources |= {"pretraining": open_texts(options.pretraining)} if options.pretraining else {}
     shards = {name: options.shards or source.shards for name, source in sources.items()}
@@ -285,10 +288,18 @@ def _inputs(
         "passages": sources["passages"].identity,
         "pretraining": sources["pretraining"].identity if "pretraining" in sources else None,
         "vocab": None if vocabulary is None else identity(vocabulary.path),
-        "questions": [{"split": file.split} | (published_identity(file) or identity(file.path)) for file in questions],
+        "questions": [{"split": file.split} | _question_identity(file) for file in questions],
         "settings": settings,
     }
     return dict(json.loads(json.dumps(inputs)))
+
+
+def _question_identity(file: QuestionFile) -> dict[str, Any]:
+    """What tells questions from others; judgements have their texts in a file of their own."""
+    if (published := published_identity(file)) is not None:
+        return published
+    texts = {"queries": identity(queries_file(file.path))["sha256"]} if has_judgements(file.path) else {}
+    return identity(file.path) | texts
 
 
 class PrepareResult(NamedTuple):
@@ -358,21 +369,20 @@ class PrepareJob:
         return counts
 
     def check_gold(self, chosen: SelectedQuestions) -> None:
-        """Raise UserError for a question whose gold passage does not exist, before the slow part begins.
+        """Raise UserError for a question of which no gold passage exists, before the slow part begins.
 
         It is damage like any other, so with `skip_damage` it is left out.
         """
-        places = chosen.gold()
-        if not places:
+        if not chosen.gold():
             return
-        for article in self.articles("passages"):
-            places.pop(article.id, None)
+        lost = chosen.note_absent_golds(article.id for article in self.articles("passages"))
         if self.skip_damage:
-            chosen.drop_missing_golds(places)
-            return
-        for gold, where in places.items():
-            passages = self.sources["passages"].name
-            raise UserError(f"{where}: gold_passage_id {gold!r} is not in {passages}; correct it, or use --ignore-gold")
+            chosen.drop(lost)
+        elif lost:
+            name, passages = next(iter(lost[0].question.gold)), self.sources["passages"].name
+            raise UserError(
+                f"{lost[0].where}: gold_passage_id {name!r} is not in {passages}; correct it, or use --ignore-gold"
+            )
 
     def pack(self, name: str, packer: PassagePacker, articles: int) -> tuple[PackingSummary, dict[str, Any]]:
         """A store of the shards of a source: what became of its articles, and what PREPARED.json says of the store."""
@@ -444,8 +454,7 @@ def _vocabulary(
 
 def _counts_record(counts: Counts) -> dict[str, Any]:
     """What PREPARED.json says of what became of a source."""
-    notes = {kind: {"times": times, "names": dict(names)} for kind, times, names in counts.common_notes()}
-    return counts.to_json() | {"notes": notes}
+    return counts.to_json() | {"notes": counts.notes_to_json()}
 
 
 def _print_summary(output: Path_, made: PrepareResult, questions: Counts, seconds: float) -> None:
@@ -455,14 +464,19 @@ def _print_summary(output: Path_, made: PrepareResult, questions: Counts, second
         counts, wordless = made.counts[name], Counter({"no words in the text": len(summary.wordless)})
         dropped = counts.dropped + counts.damaged + wordless
         print(_with_reasons(line, "dropped", dropped) + _with_reasons("", "", summary.notes))
-        for kind, times, names in counts.common_notes():
-            print(f"  {times:,} × {kind}, such as {', '.join(one for one, _ in names[:5])}")
+        _print_notes(counts)
         _print_samples(counts)
     asked = ", ".join(f"{split} {count:,}" for split, count in made.manifest["questions"].items()) or "none"
     print(_with_reasons(f"questions: {asked}", "dropped", questions.dropped + questions.damaged))
+    _print_notes(questions)
     _print_samples(questions)
     print(f"vocabulary: {made.vocabulary:,} word pieces")
     print(f"{output} is ready after {seconds:.0f} seconds")
+
+
+def _print_notes(counts: Counts) -> None:
+    for kind, times, names in counts.common_notes():
+        print(f"  {times:,} × {kind}, such as {', '.join(one for one, _ in names[:5])}")
 
 
 def _print_samples(counts: Counts) -> None:

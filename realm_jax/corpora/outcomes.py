@@ -98,6 +98,10 @@ class Counts:
         notes = Counter({(kind, name): times for kind, name, times in value["notes"]})
         return cls(*numbers, Counter(value["dropped"]), Counter(value["damaged"]), samples, notes)
 
+    def notes_to_json(self) -> dict[str, Any]:
+        """`common_notes` as PREPARED.json has them."""
+        return {kind: {"times": times, "names": dict(names)} for kind, times, names in self.common_notes()}
+
     def common_notes(self) -> list[tuple[str, int, list[tuple[str, int]]]]:
         """For each kind of note how many there are, and the most common names with their numbers."""
         kinds: dict[str, Counter[str]] = {}

@@ -50,7 +50,7 @@ def masked_sentences(
     """
     left = masked_pieces(store, query_length, share)
     chosen = evenly_spaced(left, most or len(left))
-    return [Question(tokenizer.decode(pieces), [], store.document_id(row)) for row, pieces in chosen]
+    return [Question(tokenizer.decode(pieces), [], {store.document_id(row): 1}) for row, pieces in chosen]
 
 
 def masked_pieces(store: PassageStore, query_length: int, share: float) -> list[tuple[int, NDArray]]:

@@ -174,11 +174,11 @@ def _object(raw: bytes) -> dict[str, Any]:
         message = f"holds {str(record)[:40]!r}, not an object"
         raise BadRecord(message, "write {…} with named fields", "not an object", sample(raw))
     if _SURROGATE.search(raw.decode("utf-8")):
-        _check_characters(record)
+        check_characters(record)
     return record
 
 
-def _check_characters(record: dict[str, Any]) -> None:
+def check_characters(record: dict[str, Any]) -> None:
     """Raise BadRecord for half of a surrogate pair, in any field: it is no character and no file can hold it."""
     for key, value in record.items():
         try:
@@ -230,7 +230,7 @@ class _Array:
                 raise self._fault(str(fault), self.at) from None
         if _SURROGATE.search(self.text, self.at, end):
             try:
-                _check_characters(record)
+                check_characters(record)
             except BadRecord as fault:
                 raise UserError(f"{self.path}:{self.line}: {fault}") from None
         self._advance(end)

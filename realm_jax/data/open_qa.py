@@ -324,7 +324,7 @@ def _question(record: Mapping[str, Any], split: str, line: int) -> Question:
     fields = {"split": split, "source": texts["source"], "id": texts["id"]}
     if texts["match"] == "regex":
         fields["match"] = "regex"
-    return Question(texts["question"], [answer.decode("utf-8") for answer in record["answers"]], None, fields, line)
+    return Question(texts["question"], [answer.decode("utf-8") for answer in record["answers"]], {}, fields, line)
 
 
 def _manual_folders(dl_manager: tfds.download.DownloadManager, questions: str) -> tuple[list[Path], str]:

@@ -7,17 +7,21 @@
 | WebQuestions of brmson: `{"qId", "qText", "answers"}` | JSON objects |
 | `nq-test.qa.csv` of DPR: question, list of answers in Python's spelling | `.tsv`, `.csv` with two columns |
 | CuratedTREC of brmson: id, type, question, regular expression | `.tsv`, `.csv` with four columns |
+| `qrels/test.tsv` of BEIR: query, document, grade; `queries.jsonl` lies above | `.tsv`, `.csv` with three columns |
+| SQuAD: `data[].paragraphs[].qas[]` | `.json`, an object with `data` |
 
 JSON objects stand one a line or in one array; any file may be packed as `.gz`, `.xz` or `.bz2`. The answers of a file
 with `curatedtrec` in its name are regular expressions, as ORQA has it. Passages that came with a question are left out,
 the first positive one of DPR becomes its gold passage. A record that cannot be used is a `BadRecord` in its place;
-`read_questions` raises a UserError with file and line instead. Not for passages: see `realm_jax.corpora.texts`.
+`read_questions` raises a UserError with file and line instead. A question that a set itself says has nothing right is
+only counted. Not for passages: see `realm_jax.corpora.texts`.
 """
 
 import ast
 import json
 import re
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,12 +29,16 @@ from pathlib import Path
 from typing import Any
 
 from realm_jax.data import patterns
+from realm_jax.data.beir import judged_records
 from realm_jax.data.lines import OTHER_COLUMNS, Records, is_table, json_records, table_rows, text_lines
 from realm_jax.data.records import BadRecord, Path_, applied, check_text, strictly, text_field
+from realm_jax.data.squad import is_squad, squad_records
 from realm_jax.errors import UserError
 
 MATCHES = (None, "string", "exact", "norm", "none", "regex")  # only "regex" makes patterns of the answers
 LONGEST_QUESTION = 2_000  # characters; the longest question of Natural Questions and SQuAD has a few hundred
+LARGEST_GRADE = 1_000  # of a gold passage
+GRADES = f"each grade a whole number of at most {LARGEST_GRADE:,}"
 PUBLISHED = "tfds:"  # begins the name of a set, `tfds:open_qa/nq_open`, where a file of questions may stand
 PATTERNS = "curatedtrec"  # in the name of a file whose answers are regular expressions
 _RETRIEVED = ("ctxs", "passages", "positive_ctxs", "negative_ctxs", "hard_negative_ctxs")
@@ -43,12 +51,13 @@ _STRINGS = re.compile(rf"\s*\[\s*(?:(?:{_STRING})\s*(?:,\s*(?:{_STRING})\s*)*+,?
 class Question:
     """A question with the answer strings that count as right; `fields` holds whatever else its record had.
 
-    Without answers it has a gold passage, by which retrieval is measured, or it is only asked.
+    gold: the documents that are right for it, with grades from 1. Without answers it has one at least, by which
+    retrieval is measured, or it is only asked.
     """
 
     question: str
     answers: list[str]
-    gold_passage_id: str | None = None
+    gold: dict[str, int] = field(default_factory=dict)
     fields: dict[str, Any] = field(default_factory=dict)
     line: int = 0
 
@@ -59,23 +68,26 @@ class Question:
 
 
 def parse_questions(
-    path: Path_, check_patterns: bool = True, need_right: bool = True
+    path: Path_, check_patterns: bool = True, need_right: bool = True, dropped: Counter[str] | None = None
 ) -> Iterator[tuple[int, Question | BadRecord]]:
     """Lines and questions of a file with `{"question": …, "answers": […]?, "gold_passage_id": …?}` on each line.
 
-    Other files are understood too, as listed above; of `"match": "regex"` the answers are regular expressions. A
-    BadRecord is a malformed record, an empty or endless question, with `need_right` a question with neither answers nor
-    a gold passage, and with `check_patterns` a regular expression that does not compile. Raises UserError for the file
-    as a whole.
+    `"gold_passages": {id: grade}` names several gold passages; what has a grade of 0 or less is none. Other files are
+    understood too, as listed above; of `"match": "regex"` the answers are regular expressions. A BadRecord is a
+    malformed record, an empty or endless question, with `need_right` a question with neither answers nor gold passages,
+    and with `check_patterns` a regular expression that does not compile. dropped: counts, by reason, what is no
+    question by the file's own word. Raises UserError for the file as a whole.
     """
     read = partial(_question, check_patterns=check_patterns, need_right=need_right)
-    for line, question in applied(read, _records(path)):
+    for line, question in applied(read, _records(path, Counter() if dropped is None else dropped)):
         yield line, question if isinstance(question, BadRecord) else replace(question, line=line)
 
 
-def read_questions(path: Path_, check_patterns: bool = True, need_right: bool = True) -> list[Question]:
+def read_questions(
+    path: Path_, check_patterns: bool = True, need_right: bool = True, dropped: Counter[str] | None = None
+) -> list[Question]:
     """`parse_questions` as a list. Raises UserError, with file and line, for a bad record, and if there is none."""
-    found = [question for _, question in strictly(path, parse_questions(path, check_patterns, need_right))]
+    found = [question for _, question in strictly(path, parse_questions(path, check_patterns, need_right, dropped))]
     if not found:
         raise UserError(f'{path} holds no questions; give one {{"question", "answers"}} object a line')
     return found
@@ -122,12 +134,12 @@ def _question(record: dict[str, Any], check_patterns: bool, need_right: bool) ->
         raise BadRecord(f'"{key}" must be a list of strings', "correct it or remove the line")
     for answer in answers:
         check_text(answer, key)
-    gold = None if record.get("gold_passage_id") is None else text_field(record, "gold_passage_id")
-    if need_right and not answers and gold is None:
+    gold = _checked_gold(record)
+    if need_right and not answers and not gold:
         raise BadRecord('the question has no answers and no "gold_passage_id"', "add one or remove the line")
     if answers and (fault := match_fault(fields.get("match"))) is not None:
         raise fault
-    for known in ("question", key, "gold_passage_id"):
+    for known in ("question", key, "gold_passage_id", "gold_passages"):
         fields.pop(known, None)
     checked = Question(question, list(answers), gold, fields)
     if check_patterns and (wrong := pattern_fault(checked)) is not None:
@@ -137,33 +149,78 @@ def _question(record: dict[str, Any], check_patterns: bool, need_right: bool) ->
 
 def _question_record(question: Question) -> dict[str, Any]:
     """The JSON object of a question: the fields that the system reads come first."""
-    record: dict[str, Any] = {"question": question.question, "answers": question.answers}
-    if question.gold_passage_id is not None:
-        record["gold_passage_id"] = question.gold_passage_id
-    return record | question.fields
+    return {"question": question.question, "answers": question.answers} | gold_record(question.gold) | question.fields
+
+
+def gold_record(gold: dict[str, int]) -> dict[str, Any]:
+    """The field that names gold passages: `gold_passage_id` of a single one of grade 1, else `gold_passages`."""
+    if not gold:
+        return {}
+    return {"gold_passage_id": next(iter(gold))} if [*gold.values()] == [1] else {"gold_passages": gold}
+
+
+def gold_of(record: dict[str, Any]) -> dict[str, int]:
+    """Grades of the gold passages that a record names, by id; `gold_record` the other way."""
+    if (single := record.get("gold_passage_id")) is not None:
+        return {str(single): 1}
+    return {name: grade for name, grade in (record.get("gold_passages") or {}).items() if grade > 0}
+
+
+def are_grades(value: Any) -> bool:
+    """Whether it is an object of ids and grades; of larger ones nDCG would take much memory."""
+    return isinstance(value, dict) and all(
+        name.strip() and type(grade) is int and grade <= LARGEST_GRADE for name, grade in value.items()
+    )
+
+
+def _checked_gold(record: dict[str, Any]) -> dict[str, int]:
+    single, several = (record.get(key) is not None for key in ("gold_passage_id", "gold_passages"))
+    if single and several:
+        raise BadRecord('the question has "gold_passage_id" and "gold_passages"', "leave one out")
+    if single:
+        text_field(record, "gold_passage_id")
+    if several and not are_grades(record["gold_passages"]):
+        raise BadRecord('"gold_passages" is no object of ids and grades', f"write {{id: grade}}, {GRADES}")
+    return gold_of(record)
 
 
 # --- Files of other projects ------------------------------------------------------------------------------------------
 
 
-def _records(path: Path_) -> Records:
+def _records(path: Path_, dropped: Counter[str]) -> Records:
     """Lines and records `{"question", "answers", …}` of a file. Raises UserError for the file as a whole.
 
     `"match": "regex"` marks answers that are regular expressions; `answer` may stand for `answers`.
     """
-    records = _table(path) if is_table(path) else applied(_question_object, json_records(path))
+    if is_table(path):
+        records = _table(path, dropped)
+    elif is_squad(path):
+        records = squad_records(path, dropped)
+    else:
+        records = applied(_question_object, json_records(path))
     has_patterns = PATTERNS in Path(path).name.lower()
     return applied(lambda record: {"match": "regex"} | record, records) if has_patterns else records
 
 
-def _table(path: Path_) -> Records:
+def has_judgements(path: Path_) -> bool:
+    """Whether it is a table of BEIR's judgements, of questions whose texts are in another file."""
+    return is_table(path) and _columns(path) == 3
+
+
+def _columns(path: Path_) -> int:
+    """Columns of the first line that has any."""
+    return next((text for _, text in text_lines(path) if text.strip()), "\t").count("\t") + 1
+
+
+def _table(path: Path_, dropped: Counter[str]) -> Records:
     """Questions of a table; the columns of its first line say which one it is."""
-    first = next((text for _, text in text_lines(path) if text.strip()), "\t")
-    columns = first.count("\t") + 1
+    columns = _columns(path)
+    if columns == 3:
+        return judged_records(path, dropped)
     if columns not in (2, 4):
         raise UserError(
-            f"{path}:1: the first line has {columns} columns; tables of questions have two (question, list of answers) "
-            "or four (id, type, question, regular expression), with tabs between them"
+            f"{path}:1: the first line has {columns} columns; tables of questions have two (question, list of "
+            "answers), three (BEIR's judgements) or four (id, type, question, regular expression), with tabs between"
         )
     return applied(_listed_answers, table_rows(path)) if columns == 2 else applied(_curated_trec, _tabbed(path))
 

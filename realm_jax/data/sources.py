@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from realm_jax.data.questions import Question, answered, read_questions
+from realm_jax.data.questions import Question, answered, gold_record, read_questions
 from realm_jax.data.staging import is_remote, staged
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
@@ -60,11 +60,7 @@ class Sources:
 
     def fingerprints(self) -> dict[str, str]:
         """Name → fingerprint of everything that is read."""
-        names = [field.name for field in dataclasses.fields(Question)]  # `asdict` would copy what they hold
-        asked = {
-            split: [{name: getattr(one, name) for name in names} for one in some]
-            for split, some in self.questions.items()
-        }
+        asked = {split: [_content(one) for one in some] for split, some in self.questions.items()}
         found = {
             "tokenizer": self.tokenizer.fingerprint,
             "passages": self.passages.fingerprint,
@@ -72,6 +68,12 @@ class Sources:
             "questions": digest(json.dumps(asked, sort_keys=True).encode()),
         }
         return found | ({"reader": self.reader.tokenizer.fingerprint} if self.reader else {})
+
+
+def _content(question: Question) -> dict[str, Any]:
+    """A question as JSON. Runs have recorded the digest of this, so its keys stay."""
+    kept = {name: getattr(question, name) for name in ("question", "answers", "fields", "line")}
+    return kept | {"gold_passage_id": None} | gold_record(question.gold)
 
 
 def open_sources(

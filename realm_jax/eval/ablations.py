@@ -9,11 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from scipy import stats
 
 from realm_jax.eval.format import duration
 from realm_jax.eval.html import render
-from realm_jax.eval.significance import LEVEL
+from realm_jax.eval.significance import LEVEL, Mean, mean_of, paired_mean
 
 HEADS = (
     "", "exact match", "first − this", "answer in the first 5", "gold in the first 5",
@@ -47,29 +46,13 @@ class Row:
     seeds: Mapping[int, SeedResult]
 
 
-class Mean(NamedTuple):
-    """A mean over seeds with the ends of its interval; None for a single seed."""
-
-    value: float
-    low: float | None
-    high: float | None
-
-
-def mean_of(values: Sequence[float]) -> Mean:
-    """The mean of a number over seeds, one at least."""
-    centre = float(np.mean(values))
-    if len(values) < 2:
-        return Mean(centre, None, None)
-    reach = float(stats.t.ppf((1 + LEVEL) / 2, len(values) - 1) * stats.sem(values))
-    return Mean(centre, centre - reach, centre + reach)
-
-
 def paired_difference(first: Row, row: Row) -> Mean | None:
     """The first row's exact match less this one's, paired over common seeds; None if there are none."""
     both = sorted(first.seeds.keys() & row.seeds.keys())
     if not both:
         return None
-    return mean_of([first.seeds[seed].exact_match - row.seeds[seed].exact_match for seed in both])
+    theirs, ours = ([one.seeds[seed].exact_match for seed in both] for one in (row, first))
+    return paired_mean(theirs, ours)
 
 
 def cells(rows: Sequence[Row]) -> list[list[str]]:

@@ -214,7 +214,7 @@ def _utility(data: Mapping[str, Any]) -> str:
 
 def metric_label(measure: str) -> str:
     """A measure's key as it is written on the page."""
-    return measure.replace("_", " ")
+    return measure.replace("_", " ").replace("mrr", "MRR").replace("ndcg", "nDCG")
 
 
 def _target(measure: str | None) -> str:

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from realm_jax.data.questions import gold_of
 from realm_jax.errors import UserError
 from realm_jax.eval.answers import exact_match, full_match, squad_match, token_f1
 from realm_jax.eval.prediction_files import Record, check_same_questions
-from realm_jax.eval.retrieval import hit_at_k
-from realm_jax.eval.significance import METHODS, difference, interval
+from realm_jax.eval.retrieval import hit_at_k, rank_measures
+from realm_jax.eval.significance import METHODS, SEED_METHODS, difference, interval, mean_of, paired_mean
 
 Metrics = dict[str, NDArray[np.float64]]
 
@@ -26,6 +27,8 @@ DESCRIPTIONS = {
     "regex_full_match": "patterns match the whole answer",
     "answer_recall": "answer in a passage (DPR)",
     "recall": "gold passage found",
+    "mrr": "1 / rank of the first gold document",
+    "ndcg": "gold documents by grade and rank (BEIR)",
     "reader_oracle": "right span in a passage that was read",
 }
 
@@ -40,12 +43,12 @@ def compute_metrics(records: Sequence[Record]) -> Metrics:
 
     Raises UserError if no question has answers, or a gold passage that could have been retrieved.
     """
-    golds = any(record.get("gold_passage_id") is not None and "retrieved" in record for record in records)
+    golds = any(gold_of(record) and "retrieved" in record for record in records)
     if not golds and not any(record.get("answers") for record in records):
         raise UserError("no question has answers or a gold passage to compare with; predict questions that have them")
     found: Metrics = {name: _each(records, of) for name, of in _ANSWERS.items()}
     found |= _at_depths("answer_recall", records, _has_answer) if _was_checked(records) else {}
-    found |= _at_depths("recall", records, _is_gold)
+    found |= _at_depths("recall", records, _is_gold) | _ranked(records)
     found["reader_oracle"] = np.array([float(record.get("reader_oracle", np.nan)) for record in records])
     return {name: values for name, values in found.items() if not np.isnan(values).all()}
 
@@ -94,9 +97,9 @@ def _has_answer(record: Record) -> list[bool] | None:
 
 
 def _is_gold(record: Record) -> list[bool] | None:
-    """Which of the retrieved passages are the one that the question was asked about; None if there is none."""
-    gold, retrieved = record.get("gold_passage_id"), record.get("retrieved")
-    return None if gold is None or retrieved is None else [str(passage["id"]) == str(gold) for passage in retrieved]
+    """Which of the retrieved passages are right for the question; None if no passage is known to be."""
+    gold, retrieved = gold_of(record), record.get("retrieved")
+    return None if not gold or retrieved is None else [str(passage["id"]) in gold for passage in retrieved]
 
 
 def _was_checked(records: Sequence[Record]) -> bool:
@@ -115,11 +118,23 @@ def _at_depths(name: str, records: Sequence[Record], hits_of: Callable[[Record],
     counted = [number for number, one in enumerate(hits) if one is not None]
     room = max((len(one) for one in hits if one), default=min(1, len(counted)))
     matrix = np.array([one + [False] * (room - len(one)) for one in hits if one is not None], bool)
-    found: Metrics = {}
-    for k, within in hit_at_k(matrix.reshape(len(counted), room)).items():
-        found[f"{name}@{k}"] = np.full(len(records), np.nan)
-        found[f"{name}@{k}"][counted] = within
-    return found
+    within = hit_at_k(matrix.reshape(len(counted), room))
+    return {f"{name}@{k}": _spread(found, counted, len(records)) for k, found in within.items()}
+
+
+def _ranked(records: Sequence[Record]) -> Metrics:
+    """`rank_measures` of the questions that have gold passages."""
+    counted = [number for number, one in enumerate(records) if gold_of(one) and "retrieved" in one]
+    documents = [[str(passage["id"]) for passage in records[number]["retrieved"]] for number in counted]
+    found = rank_measures(documents, [gold_of(records[number]) for number in counted])
+    return {name: _spread(values, counted, len(records)) for name, values in found.items()}
+
+
+def _spread(values: NDArray[Any], places: Sequence[int], size: int) -> NDArray[np.float64]:
+    """Values at some places, NaN at the others, float64 [size]."""
+    spread = np.full(size, np.nan)
+    spread[places] = values
+    return spread
 
 
 def compare(first: Sequence[Record], second: Sequence[Record], path: str) -> dict[str, Any]:
@@ -139,3 +154,27 @@ def compare(first: Sequence[Record], second: Sequence[Record], path: str) -> dic
             means = {"a": float(a.mean()), "b": float(b.mean()), "difference": tests.pop("value")}
             measures[name] = means | tests | {"questions": len(a)}
     return {"questions": len(first), "methods": METHODS, "measures": measures}
+
+
+def over_seeds(first: Sequence[Sequence[Record]], second: Sequence[Sequence[Record]] = ()) -> dict[str, Any]:
+    """{"methods", "measures": {name: {"value", "low", "high", "seeds"}}} of a system's predictions under several seeds.
+
+    second: another system's, seed by seed; then {"a", "b", "difference", …} in place of "value". All of the same
+    questions; of the measures that all have.
+    """
+    means = [[_means(run) for run in group] for group in (first, second) if group]
+    common = [name for name in means[0][0] if all(name in run for group in means for run in group)]
+    rows = {name: _of_seeds(*([run[name] for run in group] for group in means)) for name in common}
+    return {"methods": SEED_METHODS, "measures": rows}
+
+
+def _means(records: Sequence[Record]) -> dict[str, float]:
+    return {name: float(np.nanmean(values)) for name, values in compute_metrics(records).items()}
+
+
+def _of_seeds(a: Sequence[float], b: Sequence[float] = ()) -> dict[str, Any]:
+    if not b:
+        return mean_of(a)._asdict() | {"seeds": len(a)}
+    found = paired_mean(a, b)
+    means = {"a": mean_of(a).value, "b": mean_of(b).value, "difference": found.value}
+    return means | {"low": found.low, "high": found.high, "seeds": len(a)}

@@ -18,7 +18,7 @@ from realm_jax.data.examples import Bm25Hits, Example, as_read, query_arrays, ro
 from realm_jax.data.questions import Question
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.eval.answers import contains_pattern, exact_match, normalise
-from realm_jax.eval.retrieval import answer_hits, gold_hits, hit_at_k, mean_by_group
+from realm_jax.eval.retrieval import answer_hits, documents_of, gold_hits, hit_at_k, mean_by_group, rank_measures
 from realm_jax.forward import Index, Rerank, StepContext, question_beam, read_question
 from realm_jax.mesh import to_host
 from realm_jax.models.realm import Params
@@ -195,24 +195,27 @@ class Evaluator:
         return FusedRanking(*(column[: len(self.questions)] for column in columns))
 
     def recall(self, params: Params, index: Index) -> dict[str, Any]:
-        """recall@k of the gold passage's id, over the questions that have one, and answer_recall@k, over those with
-        answers, for k of DEPTHS as far as passages are retrieved."""
+        """recall@k of a gold passage's id and `rank_measures`, over the questions that have one, and answer_recall@k,
+        over those with answers, for k of DEPTHS as far as passages are retrieved."""
         return self.recall_of(self.retrieve(params, index))
 
     def recall_of(self, rows: NDArray[np.int64]) -> dict[str, Any]:
         """`recall` of rows that something else retrieved (BM25)."""
         store = self.run.sources.passages
         answered = [place for place, question in enumerate(self.questions) if question.answers]
-        gold = [place for place, question in enumerate(self.questions) if question.gold_passage_id is not None]
+        gold = [place for place, question in enumerate(self.questions) if question.gold]
         hits: dict[str, NDArray[np.bool_]] = {}
+        ranks: dict[str, NDArray[np.float64]] = {}
         if answered:
             asked = [self.questions[place] for place in answered]
             answers = [question.answers for question in asked]
             hits["answer_recall"] = answer_hits(store, rows[answered], answers, [q.is_regex for q in asked])
         if gold:
-            hits["recall"] = gold_hits(store, rows[gold], [self.questions[place].gold_passage_id for place in gold])
+            golds = [self.questions[place].gold for place in gold]
+            hits["recall"] = gold_hits(store, rows[gold], golds)
+            ranks = rank_measures(documents_of(store, rows[gold]), golds)
         within = {f"{name}@{k}": found for name, hit in hits.items() for k, found in hit_at_k(hit).items()}
-        recalls: dict[str, Any] = {name: float(found.mean()) for name, found in within.items()}
+        recalls: dict[str, Any] = {name: float(found.mean()) for name, found in (within | ranks).items()}
         groups = [self.questions[place].fields.get(GROUPED_BY) for place in gold]
         if "recall@5" in within and None not in groups:
             recalls[f"recall@5_by_{GROUPED_BY}"] = mean_by_group(within["recall@5"], groups)

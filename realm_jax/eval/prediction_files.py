@@ -21,7 +21,7 @@ from urllib.parse import quote
 import numpy as np
 
 from realm_jax.data.lines import json_records
-from realm_jax.data.questions import Question, match_fault
+from realm_jax.data.questions import GRADES, Question, are_grades, gold_of, gold_record, match_fault
 from realm_jax.data.records import strictly
 from realm_jax.errors import UserError
 from realm_jax.storage import read_json, write_json_atomic
@@ -123,6 +123,7 @@ _RECORD: Fields = {
     "answers": (_are_texts, "a list of texts"),
     "id": (_is_id_or_null, "a text or a whole number"),
     "gold_passage_id": (_is_id_or_null, "a text or a whole number"),
+    "gold_passages": (are_grades, f"an object of ids and grades, {GRADES}"),
     "reader_oracle": (_is_truth, "true or false"),
     "retrieved": (_are_passages, 'a list of passages with "id" and "score"'),
 }
@@ -164,11 +165,12 @@ def check_same_questions(first: Sequence[Record], second: Sequence[Record], path
                 f"{path}: question {number} is {other[0][:60]!r}, in the other file {asked[0][:60]!r}, or its answers "
                 "differ; predict the same questions in the same order"
             )
-        golds = [str(one["gold_passage_id"]) for one in pair if one.get("gold_passage_id") is not None]
-        if len(set(golds)) > 1:
+        golds = [gold_of(one) for one in pair]
+        if all(golds) and golds[0] != golds[1]:
+            there, here = (json.dumps(gold_record(gold))[:100] for gold in golds)
             raise UserError(
-                f"{path}: the gold passage of question {number} is {golds[1]!r}, in the other file {golds[0]!r}; "
-                "predict the same questions over the same corpus"
+                f"{path}: question {number} has {here}, in the other file {there}; predict the same questions over the "
+                "same corpus"
             )
 
 
@@ -180,7 +182,7 @@ def question_record(question: Question, number: int) -> Record:
         record["answers"] = question.answers
     if question.is_regex:
         record["match"] = "regex"
-    return record if question.gold_passage_id is None else record | {"gold_passage_id": question.gold_passage_id}
+    return record | gold_record(question.gold)
 
 
 def write_record(record: Record) -> str:
@@ -255,9 +257,9 @@ def trec_run(records: Sequence[Record], tag: str) -> str:
 
 
 def trec_qrels(records: Sequence[Record]) -> str:
-    """The gold passages as TREC's judgements, `qid 0 docid 1` a line. Raises as `trec_run` does."""
-    golds = [(number, record.get("gold_passage_id")) for number, record in zip(trec_ids(records), records, strict=True)]
-    return "".join(f"{number} 0 {_trec(gold)} 1\n" for number, gold in golds if gold is not None)
+    """The gold passages as TREC's judgements, `qid 0 docid grade` a line. Raises as `trec_run` does."""
+    golds = zip(trec_ids(records), map(gold_of, records), strict=True)
+    return "".join(f"{number} 0 {_trec(name)} {grade}\n" for number, gold in golds for name, grade in gold.items())
 
 
 def trec_ids(records: Sequence[Record]) -> list[str]:

@@ -15,7 +15,7 @@ from realm_jax.eval.charts import Band, Series, plot
 from realm_jax.eval.findings import METHODS, READERS, metric_label
 from realm_jax.eval.format import duration, probability, share
 from realm_jax.eval.html import Bar, render
-from realm_jax.eval.retrieval import group_order
+from realm_jax.eval.retrieval import group_order, is_retrieval_measure
 from realm_jax.storage import write_atomic
 
 Data = Mapping[str, Any]
@@ -48,9 +48,10 @@ def write_report(data: Data, path: str | os.PathLike[str]) -> None:
 
     * `title`, `command`, `created`, `hardware`: text.
     * `corpus`: the counts `passages`, `pretraining`, `train_questions`, `dev_questions`.
-    * `results`: `recall@N` and `answer_recall@N`, {method: share} with methods of `findings.METHODS`; `exact_match`,
-      {reader: share} with readers of `findings.READERS`; `retrieval_utility`, nats; `seconds`, {stage: seconds};
-      `comparison`, the methods `before` and `after` the retriever learnt from masked words.
+    * `results`: `recall@N`, `answer_recall@N`, `mrr@10` and `ndcg@10`, {method: share} with methods of
+      `findings.METHODS`; `exact_match`, {reader: share} with readers of `findings.READERS`; `retrieval_utility`, nats;
+      `seconds`, {stage: seconds}; `comparison`, the methods `before` and `after` it learnt from masked
+      words.
     * `stages`: in order, each with its `name` and, if known, `title`, `supervision`, `steps`, `seconds` and `metrics`,
       records with a `step` and any of `_STAGE_CURVES`.
     * `recall_history`: in order, each with its `stage` and `step`, with `recall@5` or `answer_recall@5`, and with
@@ -277,7 +278,7 @@ def _stage_plot(stage: Data, key: str, name: str) -> View | None:
 
 
 def _recall_table(results: Data) -> View | None:
-    measures = [name for name in results if "recall@" in name and "_by_" not in name and results[name]]
+    measures = [name for name in results if is_retrieval_measure(name) and results[name]]
     rows = [
         (title, *(share(results[measure][name]) if name in results[measure] else "–" for measure in measures))
         for name, title in METHODS.items()

@@ -5,7 +5,8 @@ and says how good they are. Read `answers.py` for what it means that a passage c
 """
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -16,6 +17,14 @@ from realm_jax.data.store import PassageStore
 from realm_jax.eval.answers import contains_pattern, contains_words, words
 
 DEPTHS = (1, 5, 20, 100)  # at which recall is reported, as far as passages are retrieved
+RANKED = 10  # documents that reciprocal rank (MS MARCO) and nDCG (BEIR) look at
+RANKINGS = {"RR": f"mrr@{RANKED}", "nDCG": f"ndcg@{RANKED}"}  # what the library calls them, and we
+_MEASURE = re.compile(rf"(answer_)?recall@\d+|{'|'.join(RANKINGS.values())}")
+
+
+def is_retrieval_measure(name: str) -> bool:
+    """Whether it is one of retrieval, for all questions."""
+    return _MEASURE.fullmatch(name) is not None
 
 
 def hit_at_k(hits: NDArray[np.bool_]) -> dict[int, NDArray[np.bool_]]:
@@ -46,19 +55,54 @@ def group_order(name: str) -> tuple[float, str]:
         return math.inf, name
 
 
-def gold_hits(store: PassageStore, rows: ArrayLike, gold_passage_ids: Sequence[str | None]) -> NDArray[np.bool_]:
-    """Which candidates are the passage that the question was asked about.
+def gold_hits(store: PassageStore, rows: ArrayLike, golds: Sequence[Collection[str]]) -> NDArray[np.bool_]:
+    """Which candidates are of a document that is right for their question; golds: ids of these, for each question.
 
     `rows` is int [questions, depth] into the store, below 0 for "no candidate". A document that was cut into several
     rows is gold as a whole, because rows share its id. Returns bool [questions, depth].
     """
-    rows = _checked(rows, len(gold_passage_ids))
-    document_ids = {row: store.document_id(row) for row in _distinct(rows)}
-    hits = np.zeros(rows.shape, bool)
-    for question, gold in enumerate(gold_passage_ids):
-        if gold is not None:
-            hits[question] = [document_ids.get(int(row)) == gold for row in rows[question]]
-    return hits
+    rows = _checked(rows, len(golds))
+    documents = zip(documents_of(store, rows), golds, strict=True)
+    hits = [[one in gold for one in found] for found, gold in documents]
+    return np.array(hits, bool).reshape(rows.shape)
+
+
+def documents_of(store: PassageStore, rows: NDArray[np.int64]) -> list[list[str]]:
+    """The id of each candidate's document, "" for no candidate. rows: as in `gold_hits`."""
+    names = {row: store.document_id(row) for row in _distinct(rows)}
+    return [[names.get(row, "") for row in found] for found in rows.tolist()]
+
+
+def rank_measures(
+    documents: Sequence[Sequence[str]], golds: Sequence[Mapping[str, int]]
+) -> dict[str, NDArray[np.float64]]:
+    """Reciprocal rank of the first gold document, and nDCG, at 10: {"mrr@10", "ndcg@10": float64 [questions]}.
+
+    documents: those of each question's candidates, best first, "" for none; one that comes again counts once, at its
+    first place. golds: grades by id. Empty where no question has 10 candidates, or ir-measures is not installed.
+    """
+    library = _ir_measures() if max(map(len, documents), default=0) >= RANKED else None
+    if library is None:
+        return {}
+    run = {str(number): _scores(found) for number, found in enumerate(documents)}
+    judged = {str(number): dict(gold) for number, gold in enumerate(golds)}
+    found = {name: np.zeros(len(golds)) for name in RANKINGS.values()}
+    for one in library.iter_calc([library.RR @ RANKED, library.nDCG @ RANKED], judged, run):
+        found[RANKINGS[one.measure.NAME]][int(one.query_id)] = one.value
+    return found
+
+
+def _ir_measures() -> Any:
+    try:
+        import ir_measures  # here, since most commands measure nothing
+    except ImportError:
+        return None
+    return ir_measures
+
+
+def _scores(documents: Sequence[str]) -> dict[str, float]:
+    """Scores of different documents in the order given: trec_eval sorts by them, and equal ones by name."""
+    return {name: -float(rank) for rank, name in enumerate(dict.fromkeys(filter(None, documents)))}
 
 
 def answer_hits(

@@ -1,9 +1,11 @@
 """How far a mean over questions can be trusted, and whether two runs differ on the same questions.
 
-Questions are taken for a random sample of all that might have been asked; nothing is said about runs with other seeds.
-Every draw follows from a seed, so a table is the same each time. Not for what is measured: read `metrics.py`.
+Questions are taken for a random sample of all that might have been asked; nothing is said about runs with other seeds,
+but by `mean_of` and `paired_mean`, which say nothing of other questions. Every draw follows from a seed, so a table is
+the same each time. Not for what is measured: read `metrics.py`.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +23,9 @@ METHODS = (
     f"p: paired permutation test (signs of the differences, {PERMUTATIONS:,} draws); McNemar: exact, for "
     "measures that are right or wrong"
 )
+
+
+SEED_METHODS = f"intervals: {LEVEL:.0%}, Student's t over seeds on these questions; differences are paired by seed"
 
 
 class Difference(NamedTuple):
@@ -71,6 +76,28 @@ def _bootstrap(sample: NDArray[np.float64], seed: int) -> Ends:
         rng=np.random.default_rng(seed),
     )
     return float(found.confidence_interval.low), float(found.confidence_interval.high)
+
+
+class Mean(NamedTuple):
+    """A mean over seeds with the ends of its interval; None for a single seed."""
+
+    value: float
+    low: float | None
+    high: float | None
+
+
+def mean_of(values: Sequence[float]) -> Mean:
+    """The mean of a number over seeds, one at least, with the interval of Student's t."""
+    centre = float(np.mean(values))
+    if len(values) < 2:
+        return Mean(centre, None, None)
+    reach = float(stats.t.ppf((1 + LEVEL) / 2, len(values) - 1) * stats.sem(values))
+    return Mean(centre, centre - reach, centre + reach)
+
+
+def paired_mean(a: Sequence[float], b: Sequence[float]) -> Mean:
+    """The mean of b − a over seeds that both have, in one order. Raises ValueError for other numbers of seeds."""
+    return mean_of([after - before for before, after in zip(a, b, strict=True)])
 
 
 def difference(a: ArrayLike, b: ArrayLike, seed: int = 0) -> Difference:

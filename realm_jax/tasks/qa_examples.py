@@ -15,6 +15,7 @@ import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -259,14 +260,15 @@ def find_positives(task: Task, params: Params, embed: Embed, questions: Sequence
 
 
 def gold_row(store: PassageStore, question: Question, tokenizer: Tokenizer, lengths: Lengths) -> int:
-    """The row of a question's gold document that holds an answer; NONE where none does or there is no gold document.
+    """The row of a question's gold documents that holds an answer; NONE where none does or there is no gold document.
 
     Of several the one with the most pieces of the question, then the first.
     """
-    if question.gold_passage_id is None:
+    if not question.gold:
         return NO_ROW
     answers = answer_pieces(question, tokenizer, lengths)
-    rows = [row for row in store.rows_of(question.gold_passage_id) if row_has_answer(store, row, answers, lengths)]
+    gold = chain.from_iterable(store.rows_of(name) for name in question.gold)
+    rows = [row for row in gold if row_has_answer(store, row, answers, lengths)]
     asked = set(tokenizer.encode(question.question).ids)
     shared = [len(asked.intersection(store.body_tokens(row).tolist())) for row in rows]
     return rows[int(np.argmax(shared))] if rows else NO_ROW

@@ -6,7 +6,6 @@ be made again at any time. How the page looks is `realm_jax/eval/report.py`.
 
 import os
 import platform
-import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from realm_jax.eval.answers import exact_match, find_answer
 from realm_jax.eval.findings import UNTRAINED
 from realm_jax.eval.prediction import GROUPED_BY, Evaluator, Prediction
 from realm_jax.eval.report import write_report
+from realm_jax.eval.retrieval import is_retrieval_measure
 from realm_jax.forward import Index, read_masked, reader_query
 from realm_jax.mesh import to_host
 from realm_jax.models.likelihood import masked_word_marginal
@@ -43,7 +43,6 @@ from realm_jax.train.metrics import read_lines
 from realm_jax.train.restore import restore_params, saved_index
 from realm_jax.train.workdir import begins_with_reader
 
-RECALL = re.compile(r"(answer_)?recall@\d+")
 BY_WORDS = "recall@5_by_replaced_words"
 SHOWN_QUESTIONS = 6
 SENTENCES = 64  # or a few more, to share them out evenly over the devices
@@ -161,7 +160,7 @@ def collect_results(run: Run, questions: Sequence[Question], asked: dict[str, An
     if primary_metric(asked):
         measured[tasks[-1].question_search] = asked
     utilities = [line["retrieval_utility"] for line in records(run, "metrics") if "retrieval_utility" in line]
-    keys = sorted({key for found in measured.values() for key in found if RECALL.fullmatch(key)})
+    keys = sorted({key for found in measured.values() for key in found if is_retrieval_measure(key)})
     results: dict[str, Any] = {
         key: {name: found[key] for name, found in measured.items() if key in found} for key in keys
     }
@@ -266,7 +265,7 @@ def report_examples(evaluator: Evaluator, predictions: Sequence[Prediction]) -> 
                 "title": store.title(candidate.row),
                 "text": store.text(candidate.row),
                 "probability": candidate.probability,
-                "is_gold": store.document_id(candidate.row) == question.gold_passage_id,
+                "is_gold": store.document_id(candidate.row) in question.gold,
                 "answer_span": find_answer(store.text(candidate.row), [prediction.answer] if reads else []),
             }
             for candidate in prediction.candidates

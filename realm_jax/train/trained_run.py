@@ -100,7 +100,7 @@ def load_questions(run: Run, name: str | None, need_right: bool) -> list[Questio
     most = run.config.data.query_length - 2
     if cut := sum(pieces > most for pieces in _pieces(run, [question.question for question in questions])):
         logger.warning("%d questions are longer than the %d tokens that the run reads; they are cut", cut, most)
-    gold = {question.gold_passage_id for question in questions if question.gold_passage_id is not None}
+    gold = {name for question in questions for name in question.gold}
     if absent := [name for name in gold if not run.sources.passages.rows_of(name)]:
         logger.warning("%d gold passages, such as %r, are not in the corpus: misses", len(absent), min(absent))
     return questions
