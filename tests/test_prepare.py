@@ -519,7 +519,9 @@ def test_every_source_that_is_documented_is_known_for_what_it_is():
     named = {name.strip("'\\") for name in re.findall(r"--p(?:assages|retraining)[= ]('[^']+'|\S+)", text)}
     dumps = {name for name in named if "enwiki" in name}
     assert len(dumps) >= 4 and all(_DUMP.search(name) for name in dumps)
-    assert all(name.endswith(ENDINGS) or name.startswith(("news:", "tfds:", "hf:")) for name in named - dumps - {"docs/"})
+    assert all(
+        name.endswith(ENDINGS) or name.startswith(("news:", "tfds:", "hf:")) for name in named - dumps - {"docs/"}
+    )
 
 
 def test_a_bucket_with_other_things_in_it_is_left_alone(tmp_path, passages):

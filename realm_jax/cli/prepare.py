@@ -52,7 +52,7 @@ EXAMPLES = """examples:
   realm prepare --passages passages.jsonl.gz --questions questions.jsonl.gz --output data
   realm prepare --passages wiki.jsonl.xz --pretraining news.jsonl.xz --questions train=NQ-open.train.jsonl \\
       --questions dev=NQ-open.dev.jsonl --vocab vocab.txt --max-answer-words 5 --output data
-  realm prepare --passages docs/ --output data        a folder of .txt .md .rst .html .pdf .docx .csv .json .parquet files
+  realm prepare --passages docs/ --output data      a folder of .txt .md .rst .html .pdf .docx .csv .json .parquet
   realm prepare --passages 'enwiki-20261101/*.xml*.bz2' --vocab vocab.txt --output data
   realm prepare --passages psgs_w100.tsv.gz --questions train=nq-train.json dev=nq-dev.json --output data
   realm prepare --passages wiki.jsonl --questions tfds:open_qa/web_questions --output data
@@ -86,7 +86,8 @@ class Options:
     """What is prepared and how: every field is a flag of `realm prepare`, and an argument of `prepare`."""
 
     passages: Path_ | None = _option(
-        "file, pattern or folder of the texts to retrieve from; it may be left out with --reader-vocab, where --output is prepared",
+        "file, pattern or folder of the texts to retrieve from; it may be left out with --reader-vocab, where "
+        "--output is prepared",
         required=False,
         metavar="FILE",
     )

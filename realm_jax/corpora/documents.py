@@ -7,9 +7,9 @@
 | `.json` `.jsonl` | each object; of SQuAD's each context |
 | `.csv` `.tsv` `.parquet` `.arrow` | each row, by the names of the columns |
 
-Any may be packed (`.gz`, `.xz`, `.bz2`). An article is called by the path of its file in the folder,
-with `#n` for the n-th of a file (its line, where it has lines), unless it has an id of its own. A document that cannot
-be read is a `FilteredRecord`, since folders of people hold such files; a broken record of a file of records is damage.
+Any may be packed (`.gz`, `.xz`, `.bz2`). An article is called by the path of its file in the folder, with `#n` for the
+n-th of a file (its line, where it has lines), unless it has an id of its own. A document that cannot be read is a
+`FilteredRecord`, since folders of people hold such files; a broken record of a file of records is damage.
 Read `find` and `read` next.
 """
 
@@ -40,8 +40,7 @@ SMALL = 1 << 24  # bytes of a file of records, as it is stored, whose articles f
 BATCH_ROWS = 256  # of a Parquet file
 UNKNOWN = "of an unknown format"
 BESIDE_ROWS = "beside the rows of a data set"
-EMPTY, WORDLESS = "empty", "without text"
-TOO_LARGE = "too large"
+EMPTY, WORDLESS, TOO_LARGE = "empty", "without text", "too large"
 UNFINISHED = "a file that cannot be read to its end"
 _CORPUS, _BESIDE_CORPUS = re.compile(r"corpus\.jsonl(\.\w+)?"), re.compile(r"queries\.jsonl|qrels/")  # of BEIR
 # What `datasets` writes beside the rows of a data set.
@@ -285,19 +284,12 @@ def _parquet(file: DocumentFile) -> Iterator[Found]:
 
 
 def _arrow(file: DocumentFile) -> Iterator[Found]:
-    """A file of a Hugging Face data set, which is a stream of Arrow; or one with an index of its batches."""
-    from pyarrow import ArrowInvalid, ipc
+    """A file of a Hugging Face data set, which is a stream of Arrow's."""
+    from pyarrow import ipc
 
     with open_unpacked(file.path) as stream:
-        try:
-            batches = ipc.open_stream(stream)
-        except ArrowInvalid:
-            stream.seek(0)
-            indexed = ipc.open_file(stream)
-            batches = map(indexed.get_batch, range(indexed.num_record_batches))
-            columns = _check_columns(indexed.schema.names)
-        else:
-            columns = _check_columns(batches.schema.names)
+        batches = ipc.open_stream(stream)
+        columns = _check_columns(batches.schema.names)
         yield from _rows(file, (batch.select(columns) for batch in batches))
 
 

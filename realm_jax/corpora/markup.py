@@ -55,7 +55,8 @@ def encoding_of(head: bytes) -> str:
 def _guessed(head: bytes) -> str:
     import charset_normalizer
 
-    found = list(charset_normalizer.from_bytes(head, cp_isolation=_ENCODINGS))
+    whole = head.rpartition(b"\n")[0] or head  # behind the last line end a character may be cut
+    found = list(charset_normalizer.from_bytes(whole, cp_isolation=_ENCODINGS))
     if not found:
         raise BadRecord("no known encoding fits", "save it as UTF-8", ENCODING)
     return str(max(found, key=lambda one: (-one.chaos, one.coherence, one.encoding == "cp1252")).encoding)
@@ -75,13 +76,13 @@ def decoded(data: bytes) -> str:
 # Of HTML, and of what trafilatura makes of it.
 _BLOCKS = frozenset(
     "address article aside blockquote body caption dd details div dl dt fieldset figcaption figure h1 h2 h3 h4 h5 h6 "
-    "head header hr item legend li list main ol p pre quote row section summary table tbody tfoot thead tr ul".split()
+    "head header hr item legend li list main ol p pre quote section summary table tbody tfoot thead ul".split()
 )
-_NO_PROSE = frozenset("button footer form iframe math nav noscript script select style svg template title".split())
+_NO_PROSE = frozenset("button footer iframe math nav noscript script select style svg template title".split())
+_MAIN_PARTS = ("//article", "//main", "//*[@role='main']")  # each only where there is one of it
 _PERMALINKS = frozenset("¶ # § 🔗 ↑".split())
-_CELLS, _BREAKS = frozenset(("td", "th", "cell")), frozenset(("br", "lb"))
-_CELL = "\x1f"  # stands between cells until white space is in order
-_BETWEEN_CELLS = re.compile(rf"(?:\s*{_CELL})+\s*")
+_ROWS, _CELLS, _BREAKS = frozenset(("tr", "row")), frozenset(("td", "th", "cell")), frozenset(("br", "lb"))
+_ROW, _CELL = "\0", "\1"  # stand between rows and cells until white space is in order
 _SPACE, _LINES = re.compile(r"\s+"), re.compile(r"\n\s*\n")
 
 
@@ -93,9 +94,9 @@ def web_page(data: bytes) -> Plain:
     import trafilatura
 
     page = _tree(decoded(data))
-    marked = page.xpath("//article") or page.xpath("//main") or page.xpath("//*[@role='main']")
-    if len(marked) == 1:
-        return _plain(marked[0], page)
+    for parts in map(page.xpath, _MAIN_PARTS):
+        if len(parts) == 1:
+            return _plain(parts[0], page)
     found = trafilatura.bare_extraction(page, include_comments=False, favor_recall=True, with_metadata=False)
     return _plain(getattr(found, "body", page), page)
 
@@ -117,10 +118,11 @@ def _tree(text: str) -> Any:
 def _plain(part: Any, page: Any) -> Plain:
     """The words of a part of a page. Its title is its first heading; without one what the head of the page says."""
     headings = [*part.xpath(".//h1 | .//head[@rend='h1']"), *page.xpath("//head/title"), *page.xpath("//h1 | //h2")]
-    title = next((element.text_content() for element in headings), "")
-    pieces = _BETWEEN_CELLS.sub(", ", "".join(_pieces(part)))
-    paragraphs = ("\n".join(" ".join(line.split()) for line in one.split("\n")) for one in _LINES.split(pieces))
-    return Plain(" ".join(title.split()), "\n\n".join(one.strip() for one in paragraphs if one.strip()))
+    titles = (" ".join(element.text_content().split()) for element in headings)
+    cells = (row.split(_CELL) for row in "".join(_pieces(part)).split(_ROW))
+    text = "\n\n".join(", ".join(filter(None, map(str.strip, row))) for row in cells)
+    paragraphs = ("\n".join(" ".join(line.split()) for line in one.split("\n")) for one in _LINES.split(text))
+    return Plain(next(filter(None, titles), ""), "\n\n".join(one.strip() for one in paragraphs if one.strip()))
 
 
 def _pieces(root: Any) -> Iterator[str]:
@@ -136,6 +138,8 @@ def _pieces(root: Any) -> Iterator[str]:
             yield "\n\n"
         elif is_start and tag in _BREAKS:
             yield "\n"
+        elif tag in _ROWS:
+            yield _ROW
         elif is_start and tag in _CELLS and element.getprevious() is not None:
             yield _CELL
         text = element.text if is_start and tag not in _NO_PROSE else element.tail if not is_start else ""
