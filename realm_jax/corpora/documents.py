@@ -233,7 +233,8 @@ def _json(file: DocumentFile) -> Iterator[Found]:
             yield _article(file, number, f"{file.path}, record {number:,}", record)
         return
     found = _article(file, 1, file.path, whole, file.name)
-    yield FilteredRecord(found.reason, f"{found.where}: {found.sample}") if isinstance(found, CorruptRecord) else found
+    is_other = isinstance(found, CorruptRecord)  # settings of a program, for example
+    yield FilteredRecord(raw_records.NO_FIELD, f"{file.name}: {sample(whole)}") if is_other else found
 
 
 def _single_object(path: str) -> dict[str, Any] | None:

@@ -104,8 +104,8 @@ def read_passages(path: Path_) -> Iterator[Article]:
             raise UserError(f"{found.sample} ({found.reason}); correct it, or name another file")
         if isinstance(found, CorruptRecord):
             raise UserError(f"{found.where}: {found.sample}")
-        first = lines_of_ids.setdefault(found.id, found.line)
-        if first != found.line:
-            where = f"{os.fspath(path)}:{found.line}"
-            raise UserError(f"{where}: id {found.id!r} was already given on line {first}; ids must be unique")
+        if found.id in lines_of_ids:
+            before = f"was already given on line {lines_of_ids[found.id]}; ids must be unique"
+            raise UserError(f"{os.fspath(path)}:{found.line}: id {found.id!r} {before}")
+        lines_of_ids[found.id] = found.line
         yield found
