@@ -244,6 +244,10 @@ def test_records_of_other_projects_are_known(tmp_path, record, article):
     assert only(write_lines(tmp_path / "c.jsonl", [record])) == article
 
 
+def test_a_file_of_objects_may_have_any_name_where_it_is_named_itself(tmp_path):
+    assert only(write_lines(tmp_path / "passages", [{"id": "7", "text": PROSE}])) == Article("7", "", PROSE, 1)
+
+
 def test_contexts_of_squad_are_articles(tmp_path):
     paragraphs = [{"context": text, "qas": [{"question": "?"}]} for text in TEXTS.values()]
     squad = {"version": "1.1", "data": [{"title": "Beyonc%C3%A9_K", "paragraphs": paragraphs}]}

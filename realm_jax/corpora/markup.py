@@ -191,11 +191,24 @@ _LISTS_OF_NAMES = frozenset(("toctree", "autosummary"))
 def _know_names_in(text: str) -> None:
     """Teach docutils the directives and roles that a text uses and that it does not know, or knows less well."""
     from docutils import nodes
-    from docutils.parsers.rst import Directive, directives, languages, roles
+    from docutils.parsers.rst import directives, languages, roles
+
+    def words(role: str, raw: str, shown: str, *_: Any, **__: Any) -> tuple[list[Any], list[Any]]:
+        return [nodes.inline(raw, _TARGET.sub("", shown).lstrip("~!"))], []
+
+    known = languages.get_language("en")
+    for name in {*_DIRECTIVE.findall(text)} - {*known.directives} | _CODE:
+        directives.register_directive(name, _body_directive())
+    for name in {*_ROLE.findall(text)} - {*known.roles}:
+        roles.register_local_role(name, words)
+
+
+def _body_directive() -> Any:
+    """A directive whose arguments and paragraphs are text like any other."""
+    from docutils import nodes
+    from docutils.parsers.rst import Directive
 
     class Body(Directive):
-        """A directive whose arguments and paragraphs are text like any other."""
-
         optional_arguments, final_argument_whitespace, has_content = 1, True, True
         option_spec = _AnyOption()
 
@@ -208,14 +221,7 @@ def _know_names_in(text: str) -> None:
             self.state.nested_parse(self.content, self.content_offset, element)
             return [*(nodes.paragraph("", text) for text in self.arguments), element]
 
-    def words(role: str, raw: str, shown: str, *_: Any, **__: Any) -> tuple[list[Any], list[Any]]:
-        return [nodes.inline(raw, _TARGET.sub("", shown).lstrip("~!"))], []
-
-    known = languages.get_language("en")
-    for name in {*_DIRECTIVE.findall(text)} - {*known.directives} | _CODE:
-        directives.register_directive(name, Body)
-    for name in {*_ROLE.findall(text)} - {*known.roles}:
-        roles.register_local_role(name, words)
+    return Body
 
 
 class _AnyOption(dict[str, Any]):

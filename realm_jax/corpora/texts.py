@@ -38,12 +38,20 @@ def open_texts(name: Path_) -> ArticleSource:
         parts = tuple(raw_records.parts(source))
         return ArticleSource(source, parts, call, _keep, [{"source": source}], UNKNOWN_SHARDS)
     if _DUMP.search(source) or (is_folder(source) and dumps.is_dump_folder(source)):
-        pieces = tuple(dumps.parts(source))
-        files = sorted({part.path for part in pieces})
-        small = all(map(dumps.has_small_parts, files))
-        return ArticleSource(
-            source, pieces, dumps.read_pages, wikipedia.article, _identities(files), _shards(files), small_parts=small
-        )
+        return _open_dump(source)
+    return _open_documents(source)
+
+
+def _open_dump(source: str) -> ArticleSource:
+    pieces = tuple(dumps.parts(source))
+    files = sorted({part.path for part in pieces})
+    small = all(map(dumps.has_small_parts, files))
+    return ArticleSource(
+        source, pieces, dumps.read_pages, wikipedia.article, _identities(files), _shards(files), small_parts=small
+    )
+
+
+def _open_documents(source: str) -> ArticleSource:
     found = documents.find(source)
     # Of what is not read nothing but the name counts.
     known = [_identity(file.path) | {"file": file.name} if file.ending else {"file": file.name} for file in found]
