@@ -192,6 +192,8 @@ def test_a_row_of_a_table_is_a_paragraph_without_empty_cells(tmp_path):
 def test_a_web_page_says_in_which_encoding_it_is(tmp_path):
     page = f'<meta charset="cp1251"><main><p>{PROSE} Птица.</p></main>'
     assert only(write(tmp_path / "a.html", page.encode("cp1251"))).text.endswith("Птица.")
+    wrong = f'<meta charset="utf-8"><main><p>Caf\u00e9. {PROSE} '.encode() + b"\xe9</p></main>"
+    assert only(write(tmp_path / "b.html", wrong)).text == f"Café. {PROSE} \ufffd"
 
 
 def test_a_word_file_has_its_title_from_a_heading_or_its_properties(tmp_path):

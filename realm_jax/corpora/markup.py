@@ -63,12 +63,8 @@ def _guessed(head: bytes) -> str:
 
 
 def decoded(data: bytes) -> str:
-    """The text of a whole file. Raises BadRecord."""
-    encoding = encoding_of(data)
-    try:
-        return data.decode(encoding)
-    except UnicodeDecodeError as fault:
-        raise BadRecord(f"not {encoding} ({fault.reason})", "save it as UTF-8", ENCODING) from None
+    """The text of a whole file; of pages that are not what they declare as browsers show it. Raises BadRecord."""
+    return data.decode(encoding_of(data), "replace")
 
 
 # --- HTML -------------------------------------------------------------------------------------------------------------
@@ -171,13 +167,8 @@ def restructured_text(data: bytes) -> Plain:
 
     text = decoded(data)
     _know_names_in(text)
-    settings: dict[str, Any] = {
-        "report_level": 5,
-        "halt_level": 5,
-        "file_insertion_enabled": False,
-        "raw_enabled": False,
-    }
-    settings |= {"math_output": "LaTeX", "warning_stream": False, "syntax_highlight": "none", "_disable_config": True}
+    settings = dict[str, Any](report_level=5, halt_level=5, warning_stream=False, _disable_config=True)
+    settings |= {"file_insertion_enabled": False, "raw_enabled": False, "math_output": "LaTeX"}
     return _of_html(publish_parts(text, writer="html5", settings_overrides=settings)["html_body"])
 
 
