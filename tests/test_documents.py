@@ -277,6 +277,8 @@ def test_a_table_is_read_by_the_names_of_its_columns(tmp_path, content):
 def test_a_table_without_a_column_of_text_names_its_columns(tmp_path):
     with pytest.raises(UserError, match=r"t\.csv: its columns are year, price \(without a field .text. or the like\)"):
         list(read_passages(write(tmp_path / "t.csv", "year,price\n1,2\n")))
+    with pytest.raises(UserError, match="its columns are one name, two "):
+        list(read_passages(write(tmp_path / "t.csv", '"one\nname"\ttwo\n1\t2\n')))
 
 
 def test_rows_of_parquet_files_are_articles(tmp_path):

@@ -298,8 +298,9 @@ def _check_columns(names: list[str]) -> list[str]:
     """The columns that an article is made of. Raises BadRecord where none of them holds text."""
     known = [name for name in names if name.strip().lower() in raw_records.FIELDS]
     if not any(name.strip().lower() in raw_records.TEXT for name in known):
-        columns = ", ".join(names)[:200]
-        raise BadRecord(f"its columns are {columns}", f"call one {raw_records.TEXT[1]}", raw_records.NO_FIELD)
+        raise BadRecord(
+            f"its columns are {sample(', '.join(names))}", f"call one {raw_records.TEXT[1]}", raw_records.NO_FIELD
+        )
     return known
 
 
