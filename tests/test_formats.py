@@ -76,12 +76,12 @@ def test_a_passage_has_an_id_a_title_and_a_text(tmp_path):
         (b'{"id": "b", "text": "x"\n', r"p\.jsonl:2: not JSON \(Expecting ',' delimiter at column 24\)"),
         (b'{"id": "b", "text": "\xff"}\n', r"p\.jsonl:2: byte 22 of the line is not UTF-8"),
         (b'["b", "x"]\n', r"p\.jsonl:2: holds .* not an object"),
-        (b'{"text": "x"}\n', r'p\.jsonl:2: the record has no "id"'),
-        (b'{"id": "b"}\n', r'p\.jsonl:2: the record has no "text"'),
-        (b'{"id": "b", "text": " \\n"}\n', r'p\.jsonl:2: "text" is empty'),
-        (b'{"id": 7, "text": "x"}\n', r'p\.jsonl:2: "id" must hold text but holds 7'),
-        (b'{"id": "b", "text": null}\n', r'p\.jsonl:2: "text" must hold text but holds null'),
-        (b'{"id": "b", "title": 3, "text": "x"}\n', r'p\.jsonl:2: "title" must hold text'),
+        (b'{"id": "b"}\n', r"p\.jsonl:2: without a field \"text\" or the like: {'id': 'b'}"),
+        (b'{"id": "b", "text": " \\n"}\n', r"p\.jsonl:2: {'id': 'b', .* \(without text\)"),
+        (b'{"id": 7.5, "text": "x"}\n', r"p\.jsonl:2: the id is not a string"),
+        (b'{"id": "b", "text": null}\n', r"p\.jsonl:2: .* \(without text\)"),
+        (b'{"id": "b", "text": ["x"]}\n', r"p\.jsonl:2: the text is not a string"),
+        (b'{"id": "b", "title": 3, "text": "x"}\n', r"p\.jsonl:2: the title is not a string"),
         (b'{"id": "a", "text": "x"}\n', r"p\.jsonl:2: id 'a' was already given on line 1"),
         (b'{"id": "b", "text": "\\ud83d"}\n', r'p\.jsonl:2: "text" holds half of a surrogate pair'),
         (b'{"id": "b", "text": "x", "more": [{"\\uD83d": 1}]}\n', r'p\.jsonl:2: "more" holds half of a surrogate pair'),
@@ -117,14 +117,14 @@ def test_the_columns_of_a_table_are_found_by_their_names(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("1\tSome text\tA\n", r"p\.tsv:1: the first line of a table of passages must name its columns"),
+        ("1\tSome text\tA\n", r"p\.tsv: its columns are 1, Some text, A \(without a field .text. or the like\)"),
         ("id\ttext\ttitle\n1\tSome text\n", r"p\.tsv:2: the row has 2 columns"),
         ("id\ttext\ttitle\n1\tx\tA\n1\ty\tB\n", r"p\.tsv:3: id '1' was already given on line 2"),
-        ("id\ttext\ttitle\n1\t\tA\n", r'p\.tsv:2: "text" is empty'),
+        ("id\ttext\ttitle\n1\t\tA\n", r"p\.tsv:2: .* \(without text\)"),
         ('id\ttext\ttitle\n1\tx\tA\n2\t"y\tB\n3\tz\tC\n', r"p\.tsv:3: no row of columns \(unexpected end of data\)"),
         ('id\ttext\ttitle\n1\t"x" y\tA\n', r"p\.tsv:2: no row of columns"),
         (b"id\ttext\ttitle\n1\t\xff\tA\n", r"p\.tsv:2: byte 3 of the line is not UTF-8"),
-        ("", r"p\.tsv holds no passages"),
+        ("", r"p\.tsv: no bytes \(empty\)"),
     ],
 )
 def test_a_faulty_table_of_passages_is_named_with_file_and_line(tmp_path, content, message):
@@ -144,7 +144,7 @@ def test_the_sections_of_atlas_go_behind_the_title(tmp_path):
 
 def test_a_file_without_records_and_a_missing_file_are_named(tmp_path):
     for content in (b"", b"\n \n"):
-        with pytest.raises(UserError, match=r"p\.jsonl holds no passages"):
+        with pytest.raises(UserError, match=r"p\.jsonl: no records \(empty\)"):
             passages_of(tmp_path / "p.jsonl", content)
         with pytest.raises(UserError, match=r"q\.jsonl holds no questions"):
             questions_of(tmp_path / "q.jsonl", content)
@@ -478,7 +478,7 @@ def test_any_bytes_are_read_or_refused_in_one_line(tmp_path, name, content, pack
     for read in (read_questions, read_passages):
         try:
             for found in read(path):
-                assert isinstance(found, Question | Article) and found.line >= 1
+                assert isinstance(found, Question | Article) and found.line >= (path.suffix != ".txt")
         except UserError as fault:
             assert name in str(fault) and "\n" not in str(fault)
 

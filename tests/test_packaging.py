@@ -26,6 +26,8 @@ DISTRIBUTION = {
     "yaml": "pyyaml",
     "apache_beam": "apache-beam",
     "farmhash": "pyfarmhash",
+    "charset_normalizer": "charset-normalizer",
+    "markdown_it": "markdown-it-py",
     "ml_collections": "ml-collections",
     "orbax": "orbax-checkpoint",
     "tensorflow_datasets": "tensorflow-datasets",

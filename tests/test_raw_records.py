@@ -60,7 +60,7 @@ def test_an_id_is_made_of_the_content_where_there_is_none():
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
-        ({"id": "a"}, "no maintext or text"),
+        ({"id": "a"}, raw_records.NO_FIELD),
         ({"id": "a", "text": None}, "the text is null"),
         ({"text": 3}, "the text is not a string"),
         ({"text": ["x"]}, "the text is not a string"),

@@ -45,7 +45,7 @@ EXAMPLES = """examples:
   realm corpus remove article-17 article-18 --workdir=runs/wiki
   realm corpus add more-articles.jsonl --data=data                 the corpus alone; runs embed it when they are asked
 
-A line of the files is {"id": …, "title": …, "text": …}, as for `realm prepare`.
+A line of the files is {"id": …, "title": …, "text": …}; other files are read as by `realm prepare`.
 """
 
 
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `realm corpus`."""
     parser.epilog = EXAMPLES
     parser.add_argument("action", choices=("add", "replace", "remove"), help="what to do")
-    parser.add_argument("what", nargs="+", metavar="FILE|ID", help="add, replace: one JSONL file; remove: document ids")
+    parser.add_argument("what", nargs="+", metavar="FILE|ID", help="add, replace: one file; remove: document ids")
     parser.add_argument("--workdir", metavar="DIR", help="a trained run over the corpus; publish a generation for it")
     parser.add_argument("--data", metavar="DIR", help="the prepared folder (default: the run's)")
 

@@ -53,6 +53,7 @@ EXAMPLES = """examples:
   realm prepare --passages passages.jsonl.gz --questions questions.jsonl.gz --output data
   realm prepare --passages wiki.jsonl.xz --pretraining news.jsonl.xz --questions train=NQ-open.train.jsonl \\
       --questions dev=NQ-open.dev.jsonl --vocab vocab.txt --max-answer-words 5 --output data
+  realm prepare --passages docs/ --output data      a folder of .txt .md .rst .html .pdf .docx .csv .json .parquet
   realm prepare --passages 'enwiki-20261101/*.xml*.bz2' --vocab vocab.txt --output data
   realm prepare --passages psgs_w100.tsv.gz --questions train=nq-train.json dev=nq-dev.json --output data
   realm prepare --passages wiki.jsonl --questions tfds:open_qa/web_questions --output data
@@ -63,8 +64,9 @@ EXAMPLES = """examples:
 
 A line of a passage file is {"id": …, "title": …, "text": …}, of a question file {"question": …, "answers": […]} with
 "gold_passage_id" and "split" if known; with a gold passage it needs no answers, and retrieval alone is measured by it.
-"gold_passages": {id: grade} names several. Files of DPR, Atlas, FiD, ORQA, DrQA, CuratedTREC and SQuAD are read as they
-are; of BEIR's folders queries.jsonl and qrels/{train,dev,test}.tsv. Files may be packed as .gz, .xz or .bz2.
+"gold_passages": {id: grade} names several. Files of DPR, Atlas, FiD, BEIR, Pyserini, FlashRAG, SQuAD, ORQA, DrQA and
+CuratedTREC are read as they are; of BEIR's folders queries.jsonl and qrels/{train,dev,test}.tsv are the questions. Files
+may be packed as .gz, .xz or .bz2. Documents of a folder or pattern that cannot be read are left out and counted by reason.
 tfds:open_qa/nq_open, …/web_questions and …/curated_trec are the published questions with ORQA's splits train, dev and
 test; they are downloaded, or taken from TFDS_DATA_DIR/downloads/manual. Texts may also be hf:NAME, tfds:NAME or a dump
 of Wikipedia; news:SOURCE is raw news (JSON Lines with text or maintext, title, url, or hf:cc_news), of which prose in
@@ -87,13 +89,14 @@ class Options:
     """What is prepared and how: every field is a flag of `realm prepare`, and an argument of `prepare`."""
 
     passages: Path_ | None = _option(
-        "file of the texts to retrieve from; it may be left out with --reader-vocab, where --output is prepared",
+        "file, pattern or folder of the texts to retrieve from; it may be left out with --reader-vocab, where "
+        "--output is prepared",
         required=False,
         metavar="FILE",
     )
     output: Path_ = _option("folder to make", metavar="DIR")
     pretraining: Path_ | None = _option(
-        "file of the texts to pre-train on (default: the passages)", None, metavar="FILE"
+        "the same of the texts to pre-train on (default: the passages)", None, metavar="FILE"
     )
     questions: Sequence[Path_] = _option(
         "file of questions for a split such as train or dev, BEIR's folder, or tfds:open_qa/NAME; without SPLIT= the "

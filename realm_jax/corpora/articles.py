@@ -127,7 +127,10 @@ def check(texts: ArticleSource, counts: Counts, skip_damage: bool) -> None:
     check_damage(texts, counts, skip_damage)
     if not counts.articles:
         reasons = ", ".join(f"{times:,} {reason}" for reason, times in (counts.dropped + counts.damaged).most_common())
-        raise UserError(f"{texts.name}: none of {counts.records:,} records is an article ({reasons or 'it is empty'})")
+        first = "".join(f"; the first: {samples[0][2]}" for samples in list(counts.samples.values())[:1])
+        raise UserError(
+            f"{texts.name}: none of {counts.records:,} records is an article ({reasons or 'it is empty'}){first}"
+        )
 
 
 def read_shard(folder: Folder, shard: int) -> Iterator[Article]:

@@ -20,7 +20,15 @@ from xml.etree import ElementTree
 
 from realm_jax.corpora.outcomes import CorruptRecord
 from realm_jax.corpora.ranges import CUT_OFF, UnpackedChunk, count_streams, is_splittable, read_range
-from realm_jax.data.files import file_system, open_stored, size_of, storage_errors
+from realm_jax.data.files import (
+    UNPACKING_FAULTS,
+    file_system,
+    files_below,
+    open_stored,
+    open_unpacked,
+    size_of,
+    storage_errors,
+)
 from realm_jax.errors import UserError
 
 PART_BYTES = 32 << 20  # of a file as it is stored: about 120 MB of XML
@@ -36,6 +44,7 @@ NOT_UTF8 = "not UTF-8"
 NO_FIELD = "page without a title, id, namespace or revision"
 
 _OPEN, _CLOSE, _ROOT, _END = b"<page>", b"</page>", b"<mediawiki", b"</mediawiki>"
+_BEGINNING = 4096  # bytes in which the first tag stands
 _TAIL = 64  # bytes that are kept of what is skipped: part of a tag, or the end of the dump
 _BETWEEN = re.compile(
     rb"(?:\s++|<\?xml[^>]*+>|<mediawiki\b[^>]*+>|<siteinfo>.*?</siteinfo>|</mediawiki\s*+>)*+", re.DOTALL
@@ -85,6 +94,20 @@ def parts(source: str | os.PathLike[str], part_bytes: int = PART_BYTES) -> list[
         cuts = list(range(0, max(size - part_bytes // 2, 1), part_bytes)) if cuttable else [0]
         found += [Part(url, start, stop) for start, stop in zip(cuts, [*cuts[1:], None], strict=True)]
     return found
+
+
+def is_dump_folder(folder: str) -> bool:
+    """Whether a folder has a file that begins as a dump does. A packed one that is damaged counts too."""
+    names = [name for name in files_below(folder) if "/" not in name and _is_dump(name)]
+    return any(_begins_as_dump(f"{folder.rstrip('/')}/{name}") for name in names)
+
+
+def _begins_as_dump(path: str) -> bool:
+    with open_unpacked(path) as stream:
+        try:
+            return _ROOT in stream.read(_BEGINNING)
+        except UNPACKING_FAULTS:
+            return True
 
 
 def has_small_parts(path: str) -> bool:

@@ -30,8 +30,11 @@ _SURROGATE = re.compile("[\ud800-\udfff]")  # in a string of Python always half 
 
 # Names under which a record may hold its text, title and id; of several, the first that holds something counts. CC-News
 # as news-please extracts it has maintext, title, url; `cc_news` of Hugging Face text, title, url; Wikipedia of either
-# hub, and the project's own files, id, title, text.
-_TEXT, _TITLE, _ID = ("maintext", "text"), ("title",), ("id", "url")
+# hub, and the project's own files, id, title, text; BEIR _id, title, text; Pyserini id, contents.
+TEXT = ("maintext", "text", "contents", "content", "body", "document", "passage", "article", "page_content")
+_TITLE, _ID, _ADDRESS = ("title", "headline"), ("id", "_id", "docid", "doc_id", "pid"), ("url",)
+NULL_TEXT, NO_FIELD = "the text is null", 'without a field "text" or the like'  # reasons
+FIELDS = frozenset((*TEXT, *_TITLE, *_ID, "section"))
 
 Records = Iterator[Article | CorruptRecord]
 Part = partial[Records]  # gives the records in the order of the source; raises UserError when it cannot be reached
@@ -60,22 +63,23 @@ def parts(source: str) -> list[Part]:
 _EXAMPLES = {"hf": "hf:cc_news", "tfds": "tfds:wikipedia/20230601.en"}
 
 
-def article(record: Any, where: str) -> Article | CorruptRecord:
+def article(record: Any, where: str, otherwise: str = "") -> Article | CorruptRecord:
     """The article that a raw record holds. Strings may be UTF-8 bytes; an absent or null title is empty.
 
-    The id is a string or an integer; without one it is made of the content, so that it depends on nothing else.
+    The id is a string or an integer. Without one it is `otherwise`; without that the address, or made of the content,
+    so that it depends on nothing else.
     """
     if not isinstance(record, dict):
         return CorruptRecord(where, "not a record with named fields", sample(record))
     try:
-        text = _text(record, _TEXT, "text")
+        text = _text(record, TEXT, "text")
         title = _text(record, _TITLE, "title") or ""
-        identity = _text(record, _ID, "id")
+        identity = _text(record, _ID, "id") or otherwise or _text(record, _ADDRESS, "id")
     except _InvalidField as fault:
         return CorruptRecord(where, str(fault), sample(record))
     if text is None:
-        known = any(name in record for name in _TEXT)
-        return CorruptRecord(where, "the text is null" if known else f"no {' or '.join(_TEXT)}", sample(record))
+        known = any(name in record for name in TEXT)
+        return CorruptRecord(where, NULL_TEXT if known else NO_FIELD, sample(record))
     content = f"{title}\0{text}".encode()
     return Article(identity or hashlib.blake2b(content, digest_size=16).hexdigest(), title, text)
 

@@ -1,28 +1,19 @@
-"""What `--passages` and `--pretraining` may name, as sources of articles; files of passages are read here.
-
-| files of passages | recognised by |
-|---|---|
-| `{"id", "title", "text"}` (ours, with `section` Atlas's) | JSON objects |
-| `psgs_w100.tsv` of DPR | `.tsv`, `.csv`; the first line names the columns `id`, `text`, `title` |
-
-JSON objects stand one a line or in one array; any file may be packed as `.gz`, `.xz` or `.bz2`. Read
-`realm_jax.corpora.articles` next.
-"""
+"""What `--passages` and `--pretraining` may name, as sources of articles. Read `open_texts`, then `articles.py`."""
 
 import os
 import re
 from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 from operator import call
 from pathlib import Path
 from typing import Any
 
-from realm_jax.corpora import dumps, news, raw_records, wikipedia
+from realm_jax.corpora import documents, dumps, news, raw_records, wikipedia
 from realm_jax.corpora.articles import ArticleSource
 from realm_jax.corpora.outcomes import Article, CorruptRecord, FilteredRecord
-from realm_jax.data.files import matching, size_of
-from realm_jax.data.lines import OTHER_COLUMNS, Records, is_table, json_records, table_rows
-from realm_jax.data.records import BadRecord, Path_, applied, strictly, text_field
+from realm_jax.data.files import is_folder, matching, size_of
+from realm_jax.data.records import Path_
 from realm_jax.errors import UserError
 from realm_jax.storage import file_digest
 
@@ -37,8 +28,8 @@ def open_texts(name: Path_) -> ArticleSource:
     """A source of articles by what a user calls it. Raises UserError if it cannot be read.
 
     `news:SOURCE` is a source of raw news that is cleaned, filtered and freed of copies; `hf:NAME` and `tfds:NAME` are
-    data sets of these hubs; a folder, and what ends like a dump of MediaWiki or like a pattern of such names, is one;
-    anything else is a file of passages.
+    data sets of these hubs; a folder with dumps of MediaWiki, and what ends like one or like a pattern of such names,
+    is one; anything else names documents: a file, a pattern, a folder.
     """
     source = os.fspath(name)
     if source.startswith(NEWS):
@@ -46,15 +37,27 @@ def open_texts(name: Path_) -> ArticleSource:
     if source.startswith(HUBS):
         parts = tuple(raw_records.parts(source))
         return ArticleSource(source, parts, call, _keep, [{"source": source}], UNKNOWN_SHARDS)
-    if _DUMP.search(source) or os.path.isdir(source):
-        pieces = tuple(dumps.parts(source))
-        files = sorted({part.path for part in pieces})
-        small = all(map(dumps.has_small_parts, files))
-        return ArticleSource(
-            source, pieces, dumps.read_pages, wikipedia.article, _identities(files), _shards(files), small_parts=small
-        )
-    known = _identities([source])  # says what is wrong with it
-    return ArticleSource(source, (source,), articles_and_corrupt_records, _keep, known, _shards([source]))
+    if _DUMP.search(source) or (is_folder(source) and dumps.is_dump_folder(source)):
+        return _open_dump(source)
+    return _open_documents(source)
+
+
+def _open_dump(source: str) -> ArticleSource:
+    pieces = tuple(dumps.parts(source))
+    files = sorted({part.path for part in pieces})
+    small = all(map(dumps.has_small_parts, files))
+    return ArticleSource(
+        source, pieces, dumps.read_pages, wikipedia.article, _identities(files), _shards(files), small_parts=small
+    )
+
+
+def _open_documents(source: str) -> ArticleSource:
+    found = documents.find(source)
+    # Of what is not read nothing but the name counts.
+    known = [_identity(file.path) | {"file": file.name} if file.ending else {"file": file.name} for file in found]
+    shards = _shards([file.path for file in found if file.ending])
+    small = all(map(documents.is_small, found))
+    return ArticleSource(source, tuple(found), documents.read, _keep, known, shards, small_parts=small)
 
 
 def _open_news(source: str) -> ArticleSource:
@@ -82,7 +85,11 @@ def identity(path: Path_) -> dict[str, Any]:
 
 def _identities(files: list[str]) -> list[dict[str, Any]]:
     """What tells files from others; one in a bucket goes by name and size."""
-    return [{"file": path, "bytes": size_of(path)} if "://" in path else identity(path) for path in files]
+    return list(map(_identity, files))
+
+
+def _identity(path: str) -> dict[str, Any]:
+    return {"file": path, "bytes": size_of(path)} if "://" in path else identity(path)
 
 
 def _shards(files: list[str]) -> int:
@@ -93,68 +100,20 @@ def _clean_news(article: Article, _: Counter[Any]) -> Article | FilteredRecord:
     return news.clean(article)
 
 
-def _keep(article: Article, _: Counter[Any]) -> Article:
-    return article
-
-
-# --- Files of passages ------------------------------------------------------------------------------------------------
-
-
-def parse_passages(path: Path_) -> Iterator[tuple[int, Article | BadRecord]]:
-    """Lines and articles of a file with `{"id": …, "title": …, "text": …}` on each line; the title may be absent.
-
-    A malformed record, or one with a missing, empty or non-string id or text, is a BadRecord. Raises UserError for an
-    id met twice, or a file without records.
-    """
-    records = _table(path) if is_table(path) else applied(_with_section, json_records(path))
-    line, lines_of_ids = 0, dict[str, int]()
-    for line, article in applied(_article, records):
-        if isinstance(article, BadRecord):
-            yield line, article
-            continue
-        first = lines_of_ids.setdefault(article.id, line)
-        if first != line:
-            raise UserError(f"{path}:{line}: id {article.id!r} was already given on line {first}; ids must be unique")
-        yield line, Article(article.id, article.title, article.text, line)
-    if not line:
-        raise UserError(f'{path} holds no passages; give one {{"id", "title", "text"}} object a line')
+def _keep(found: Article | FilteredRecord, _: Counter[Any]) -> Article | FilteredRecord:
+    return found
 
 
 def read_passages(path: Path_) -> Iterator[Article]:
-    """The articles of `parse_passages`. Raises UserError, with file and line, for a bad record too."""
-    return (article for _, article in strictly(path, parse_passages(path)))
-
-
-def articles_and_corrupt_records(path: Path_) -> Iterator[Article | CorruptRecord]:
-    """`parse_passages` as a source of `realm prepare`, which counts what cannot be read."""
-    for line, found in parse_passages(path):
-        yield CorruptRecord(f"{path}:{line}", found.reason, found.message) if isinstance(found, BadRecord) else found
-
-
-def _article(record: dict[str, Any]) -> Article:
-    """Check one record of a passage file."""
-    return Article(text_field(record, "id"), text_field(record, "title", required=False), text_field(record, "text"))
-
-
-def _with_section(record: dict[str, Any]) -> dict[str, Any]:
-    """The section of an article goes behind its title, as Atlas has it: sections of one article share the title."""
-    title, section = record.get("title"), record.get("section")
-    if isinstance(title, str) and isinstance(section, str) and title.strip() and section.strip():
-        return record | {"title": f"{title}: {section}"}
-    return record
-
-
-def _table(path: Path_) -> Records:
-    """Passages of a table whose first line names its columns."""
-    rows = table_rows(path)
-    line, names = next(rows, (1, ["id", "text", "title"]))
-    if not {"id", "text", "title"} <= {*names}:
-        raise UserError(f"{path}:{line}: the first line of a table of passages must name its columns: id, text, title")
-
-    def named(row: list[str]) -> dict[str, Any]:
-        if len(row) != len(names):
-            message = f"the row has {len(row)} columns, the first line names {len(names)}"
-            raise BadRecord(message, "correct it", OTHER_COLUMNS)
-        return dict(zip(names, row, strict=True))
-
-    yield from applied(named, rows)
+    """The articles of one file. Raises UserError, with file and line, for what cannot be read and an id met twice."""
+    lines_of_ids: dict[str, int] = {}
+    for found in chain.from_iterable(map(documents.read, documents.find(os.fspath(path)))):
+        if isinstance(found, FilteredRecord):
+            raise UserError(f"{found.sample} ({found.reason}); correct it, or name another file")
+        if isinstance(found, CorruptRecord):
+            raise UserError(f"{found.where}: {found.sample}")
+        if found.id in lines_of_ids:
+            before = f"was already given on line {lines_of_ids[found.id]}; ids must be unique"
+            raise UserError(f"{os.fspath(path)}:{found.line}: id {found.id!r} {before}")
+        lines_of_ids[found.id] = found.line
+        yield found

@@ -53,8 +53,25 @@ def matching(pattern: str) -> list[str]:
             names = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
             found = [name for name in names if not Path(name).is_dir()]
     if not found:
-        raise UserError(f"no file fits {pattern}; name a JSON Lines file or a pattern such as news/*.jsonl.gz")
+        raise UserError(f"no file fits {pattern}; name a file or a pattern such as news/*.jsonl.gz")
     return found
+
+
+def is_folder(path: str) -> bool:
+    """Whether this is a folder, here or in a bucket."""
+    if "://" not in path:
+        return os.path.isdir(path)
+    files, root = file_system(path)
+    with storage_errors(path):
+        return bool(files.isdir(root))
+
+
+def files_below(folder: str) -> list[str]:
+    """The paths of the files in a folder and in its folders, from it on with `/`, in order; without hidden ones."""
+    files, root = file_system(folder)
+    with storage_errors(folder):
+        paths = [path.removeprefix(root).lstrip("/") for path in files.find(root)]
+    return sorted(path for path in paths if not any(part.startswith(".") for part in path.split("/")))
 
 
 @contextmanager

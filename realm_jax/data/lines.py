@@ -106,14 +106,14 @@ def _text(raw: bytes) -> str:
 # --- Tables -----------------------------------------------------------------------------------------------------------
 
 
-def table_rows(path: Path_) -> Iterator[tuple[int, list[str]]]:
-    """Lines that rows begin on, and fields of the rows, of columns between tabs; quoted fields as in CSV files.
+def table_rows(path: Path_, delimiter: str = "\t") -> Iterator[tuple[int, list[str]]]:
+    """Lines that rows begin on, and fields of the rows, with tabs between columns; quoted fields as in CSV files.
 
-    A quoted field may hold tabs and line ends; a quote in it is written twice. Blank lines are skipped.
+    A quoted field may hold delimiters and line ends; a quote in it is written twice. Blank lines are skipped.
     """
     texts = (text + "\n" for _, text in text_lines(path))
     csv.field_size_limit(LONGEST_LINE)  # 131,072 by default; a long article has more
-    reader = csv.reader(texts, delimiter="\t", strict=True)
+    reader = csv.reader(texts, delimiter=delimiter, strict=True)
     while True:
         line = reader.line_num + 1
         try:

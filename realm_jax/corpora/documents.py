@@ -1,0 +1,330 @@
+"""Documents of many formats as articles: a folder with its folders, the files that fit a pattern, or one file.
+
+| ending | articles |
+|---|---|
+| `.txt` | the file; of a large one as many as it has pieces of `PIECE` characters |
+| `.md` `.rst` `.html` `.htm` `.docx` `.pdf` | the file, as plain paragraphs (`markup.py`, `pdf.py`) |
+| `.json` `.jsonl` | each object; of SQuAD's each context |
+| `.csv` `.tsv` `.parquet` `.arrow` | each row, by the names of the columns |
+
+Any may be packed (`.gz`, `.xz`, `.bz2`). An article is called by the path of its file in the folder, with `#n` for the
+n-th of a file (its line, where it has lines), unless it has an id of its own. A document that cannot be read is a
+`FilteredRecord`, since folders of people hold such files; a broken record of a file of records is damage.
+Read `find` and `read` next.
+"""
+
+import glob
+import io
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from itertools import chain, islice
+from typing import Any, NamedTuple
+from urllib.parse import unquote
+
+from realm_jax.corpora import markup, pdf, raw_records
+from realm_jax.corpora.outcomes import Article, CorruptRecord, FilteredRecord
+from realm_jax.data.files import PACKED, files_below, is_folder, matching, open_unpacked, size_of
+from realm_jax.data.lines import OTHER_COLUMNS, json_records, table_rows, text_lines
+from realm_jax.data.records import BadRecord, sample
+from realm_jax.errors import UserError
+from realm_jax.storage import StorageError
+
+PIECE = 1 << 20  # characters of a large text file that make an article: about a book
+LARGEST = 1 << 27  # bytes of a document that is read as a whole; a text file and files of records may be of any size
+SMALL = 1 << 24  # bytes of a file of records, as it is stored, whose articles fit into memory many times over
+BATCH_ROWS = 256  # of a Parquet file
+UNKNOWN = "of an unknown format"
+BESIDE_ROWS = "beside the rows of a data set"
+EMPTY, WORDLESS, TOO_LARGE = "empty", "without text", "too large"
+UNFINISHED = "a file that cannot be read to its end"
+_CORPUS, _BESIDE_CORPUS = re.compile(r"corpus\.jsonl(\.\w+)?"), re.compile(r"queries\.jsonl|qrels/")  # of BEIR
+# What `datasets` writes beside the rows of a data set.
+_BESIDE_ROWS = re.compile(r"(.*/)?(dataset_info\.json|dataset_dict\.json|state\.json|cache-[^/]*\.arrow)")
+_QUOTED_TITLE = re.compile(r'"(.*)"\n')
+
+Found = Article | CorruptRecord | FilteredRecord
+
+
+class DocumentFile(NamedTuple):
+    """A file of documents. path: or URL; name: in the folder that was named, with `/`.
+
+    ending: that tells the format, or nothing; title: what the name says, for documents that have no title themselves.
+    """
+
+    path: str
+    name: str
+    ending: str
+    title: str
+
+
+class Format(NamedTuple):
+    """How files of an ending are read, and the modules of the extra `documents` that it takes.
+
+    of_records: whether they hold records, which may be broken one by one. any_size: whether memory does not grow with
+    the file.
+    """
+
+    read: Callable[[DocumentFile], Iterator[Found]]
+    needs: tuple[str, ...] = ()
+    of_records: bool = False
+    any_size: bool = False
+
+
+def find(source: str) -> list[DocumentFile]:
+    """The files that a source names, in the order of their names; hidden ones in folders are passed over.
+
+    A file that is named itself and has no known ending holds JSON objects. Raises UserError where no file is known, and
+    where a library is missing.
+    """
+    found = list(_named(source))
+    known = {file.ending for file in found if file.ending}
+    if not known:
+        held = f"none of its files ({len(found):,}, such as {found[0].name})" if found else "it has no file that"
+        raise UserError(f"{source}: {held} ends as texts do; name a file or a folder with some of {' '.join(FORMATS)}")
+    missing = [(one, needed) for one in sorted(known) for needed in FORMATS[one].needs if find_spec(needed) is None]
+    if missing:
+        raise UserError(f"{source}: {missing[0][0]} needs {missing[0][1]}; run `pip install 'realm_jax[documents]'`")
+    return found
+
+
+def _named(source: str) -> Iterator[DocumentFile]:
+    if is_folder(source):
+        names = files_below(source)
+        corpus = [name for name in names if _CORPUS.fullmatch(name)]
+        is_beir = corpus and any(_BESIDE_CORPUS.match(name) for name in names)
+        yield from (_file(f"{source.rstrip('/')}/{name}", name) for name in (corpus if is_beir else names))
+    elif glob.has_magic(source) and not os.path.exists(source):
+        base = re.split(r"[*?\[]", source)[0].rpartition("/")[0]
+        yield from (_file(path, path.removeprefix(base).lstrip("/")) for path in matching(source))
+    else:
+        one = _file(source, source.rpartition("/")[2])
+        yield one if one.ending else one._replace(ending=".jsonl")
+
+
+def _file(path: str, name: str) -> DocumentFile:
+    match = _ENDING.search(name)
+    words = name[: match.start() if match else None].rpartition("/")[2].replace("_", " ").split()
+    return DocumentFile(path, name, match[1].lower() if match else "", " ".join(words))
+
+
+def is_small(file: DocumentFile) -> bool:
+    """Whether the articles of a file fit into memory many times over."""
+    return not file.ending or not FORMATS[file.ending].any_size or size_of(file.path) <= SMALL
+
+
+def read(file: DocumentFile) -> Iterator[Found]:
+    """The articles of a file, and what cannot be read. Raises StorageError alone."""
+    if not file.ending or _BESIDE_ROWS.fullmatch(file.name):
+        yield FilteredRecord(BESIDE_ROWS if file.ending else UNKNOWN, file.name)
+        return
+    try:
+        yield from FORMATS[file.ending].read(file)
+    except StorageError:
+        raise
+    except BadRecord as fault:
+        yield FilteredRecord(fault.reason, f"{file.name}: {fault.message}")
+    except Exception as fault:  # libraries have errors of their own
+        yield _unreadable(file, " ".join(str(fault).split()) or type(fault).__name__)
+
+
+def _unreadable(file: DocumentFile, message: str) -> Found:
+    if not FORMATS[file.ending].of_records:
+        return FilteredRecord(f"damaged {file.ending} files", f"{file.name}: {message[:200]}")
+    located = re.fullmatch(rf"({re.escape(file.path)}(?::\d+)?):? (.*)", message)
+    where, message = located.groups() if located else (file.path, message)
+    return CorruptRecord(where, UNFINISHED, message)
+
+
+# --- Documents --------------------------------------------------------------------------------------------------------
+
+
+def _plain_text(file: DocumentFile) -> Iterator[Found]:
+    """A text file as one article, or a large one as several."""
+    with open_unpacked(file.path) as stream:
+        encoding = markup.encoding_of(stream.read(PIECE))
+        stream.seek(0)
+        pieces = _pieces(io.TextIOWrapper(stream, encoding))
+        head = list(islice(pieces, 2))
+        for number, text in enumerate(chain(head, pieces), 1):
+            yield _document(file, markup.Plain("", text), f"#{number}" if len(head) > 1 else "")
+        if not head:
+            raise BadRecord("no bytes", "remove it", EMPTY)
+
+
+def _pieces(lines: io.TextIOWrapper) -> Iterator[str]:
+    """Text cut at blank lines into pieces of at least `PIECE` characters, and at any place into those of twice that."""
+    piece, length = list[str](), 0
+    while line := lines.readline(PIECE):
+        piece.append(line)
+        length += len(line)
+        if length >= 2 * PIECE or (length >= PIECE and not line.strip()):
+            yield "".join(piece)
+            piece, length = [], 0
+    if piece:
+        yield "".join(piece)
+
+
+def _whole(convert: Callable[[bytes], markup.Plain], file: DocumentFile) -> Iterator[Found]:
+    """A document that a function of its bytes makes plain."""
+    with open_unpacked(file.path) as stream:
+        data = stream.read(LARGEST + 1)
+    if len(data) > LARGEST:
+        raise BadRecord(f"more than {LARGEST:,} bytes", "split it", TOO_LARGE)
+    if not data:
+        raise BadRecord("no bytes", "remove it", EMPTY)
+    yield _document(file, convert(data))
+
+
+def _document(file: DocumentFile, plain: markup.Plain, number: str = "") -> Found:
+    if "\0" in plain.text:
+        raise BadRecord("it has NUL bytes", "remove it", markup.BINARY)
+    if not plain.text.strip():
+        raise BadRecord("no words", "remove it", WORDLESS)
+    return Article(file.name + number, plain.title or file.title, plain.text)
+
+
+# --- Records ----------------------------------------------------------------------------------------------------------
+
+
+def _article(file: DocumentFile, number: int, where: str, record: dict[str, Any], identity: str = "") -> Found:
+    """The article of a record: of a row, or of an object with the names of ours, Atlas's, BEIR's or Pyserini's."""
+    fields = {str(name).strip().lower(): value for name, value in record.items()}
+    contents = fields.get("contents")
+    if isinstance(contents, str) and (match := _QUOTED_TITLE.match(contents)) and not fields.get("title"):
+        fields |= {"title": match[1], "contents": contents[match.end() :]}
+    title, section = fields.get("title"), fields.get("section")
+    if isinstance(title, str) and isinstance(section, str) and title.strip() and section.strip():
+        fields["title"] = f"{title}: {section}"  # of Atlas, where sections of one article share the title
+    found = raw_records.article(fields, where, identity or f"{file.name}#{number}")
+    if isinstance(found, Article) and found.text.strip():
+        return replace(found, line=number)
+    if isinstance(found, Article) or found.reason == raw_records.NULL_TEXT:
+        return FilteredRecord(WORDLESS, f"{where}: {sample(record)}")
+    return replace(found, sample=f"{found.reason}: {found.sample}")
+
+
+def _json_objects(file: DocumentFile) -> Iterator[Found]:
+    """Objects that stand one a line or in one array."""
+    number = 0
+    for number, record in json_records(file.path):
+        where = f"{file.path}:{number}"
+        if isinstance(record, BadRecord):
+            yield CorruptRecord(where, record.reason, record.message)
+        else:
+            yield _article(file, number, where, record)
+    if not number:
+        raise BadRecord("no records", "give one object a line", EMPTY)
+
+
+def _json(file: DocumentFile) -> Iterator[Found]:
+    """A single object, which may stretch over lines and hold the records of its "data" as SQuAD's does; or several."""
+    whole = _single_object(file.path)
+    if whole is None:
+        yield from _json_objects(file)
+        return
+    data = whole.get("data")
+    if isinstance(data, list) and data and all(isinstance(one, dict) for one in data):
+        for number, record in enumerate(_contexts(data), 1):
+            yield _article(file, number, f"{file.path}, record {number:,}", record)
+        return
+    found = _article(file, 1, file.path, whole, file.name)
+    is_other = isinstance(found, CorruptRecord)  # settings of a program, for example
+    yield FilteredRecord(raw_records.NO_FIELD, f"{file.name}: {sample(whole)}") if is_other else found
+
+
+def _single_object(path: str) -> dict[str, Any] | None:
+    """What a file holds if that is one JSON object of a size that fits into memory."""
+    with open_unpacked(path) as stream:
+        head = stream.read(LARGEST) if stream.peek(1)[:1] != b"[" else b""
+    try:
+        found = json.loads(head)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _contexts(data: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """SQuAD's contexts as records with the titles of their articles; records of other shapes as they are."""
+    for entry in data:
+        title = unquote(str(entry.get("title", ""))).replace("_", " ")
+        paragraphs = entry.get("paragraphs")
+        if isinstance(paragraphs, list):
+            yield from ({"title": title, "text": paragraph.get("context")} for paragraph in paragraphs)
+        else:
+            yield entry
+
+
+def _table(file: DocumentFile) -> Iterator[Found]:
+    """Rows of a table whose first line names its columns; it shows what stands between these, too."""
+    _, first = next(text_lines(file.path), (1, ""))
+    if not first.strip():
+        raise BadRecord("no bytes", "remove it", EMPTY)
+    rows = table_rows(file.path, max("\t,;|", key=first.count))
+    _, names = next(rows, (1, []))
+    _check_columns(names)
+    for line, row in rows:
+        if len(row) == len(names):
+            yield _article(file, line, f"{file.path}:{line}", dict(zip(names, row, strict=True)))
+        else:
+            message = f"the row has {len(row)} columns, the first line names {len(names)}"
+            yield CorruptRecord(f"{file.path}:{line}", OTHER_COLUMNS, message)
+
+
+def _parquet(file: DocumentFile) -> Iterator[Found]:
+    from pyarrow import parquet
+
+    with open_unpacked(file.path) as stream:
+        rows = parquet.ParquetFile(stream)
+        columns = _check_columns(rows.schema_arrow.names)
+        yield from _rows(file, rows.iter_batches(BATCH_ROWS, columns=columns))
+
+
+def _arrow(file: DocumentFile) -> Iterator[Found]:
+    """A file of a Hugging Face data set, which is a stream of Arrow's."""
+    from pyarrow import ipc
+
+    with open_unpacked(file.path) as stream:
+        batches = ipc.open_stream(stream)
+        columns = _check_columns(batches.schema.names)
+        yield from _rows(file, (batch.select(columns) for batch in batches))
+
+
+def _check_columns(names: list[str]) -> list[str]:
+    """The columns that an article is made of. Raises BadRecord where none of them holds text."""
+    known = [name for name in names if name.strip().lower() in raw_records.FIELDS]
+    if not any(name.strip().lower() in raw_records.TEXT for name in known):
+        raise BadRecord(
+            f"its columns are {sample(', '.join(names))}", f"call one {raw_records.TEXT[1]}", raw_records.NO_FIELD
+        )
+    return known
+
+
+def _rows(file: DocumentFile, batches: Iterable[Any]) -> Iterator[Found]:
+    rows = chain.from_iterable(batch.to_pylist() for batch in batches)
+    for number, row in enumerate(rows, 1):
+        yield _article(file, number, f"{file.path}, row {number:,}", row)
+
+
+_PAGE = Format(partial(_whole, markup.web_page), ("trafilatura", "lxml_html_clean"))
+_TABLE = Format(_table, (), of_records=True, any_size=True)
+FORMATS = {
+    ".txt": Format(_plain_text, ("charset_normalizer",), any_size=True),
+    ".md": Format(partial(_whole, markup.markdown), ("markdown_it", "lxml")),
+    ".rst": Format(partial(_whole, markup.restructured_text), ("docutils", "lxml")),
+    ".html": _PAGE,
+    ".htm": _PAGE,
+    ".docx": Format(partial(_whole, markup.word_document), ("mammoth", "lxml")),
+    ".pdf": Format(partial(_whole, pdf.pdf_document), ("pypdfium2",)),
+    ".json": Format(_json, (), of_records=True, any_size=True),
+    ".jsonl": Format(_json_objects, (), of_records=True, any_size=True),
+    ".csv": _TABLE,
+    ".tsv": _TABLE,
+    ".parquet": Format(_parquet, ("pyarrow",), of_records=True, any_size=True),
+    ".arrow": Format(_arrow, ("pyarrow",), of_records=True, any_size=True),
+}
+_ENDING = re.compile(rf"((?i:{'|'.join(map(re.escape, FORMATS))}))({'|'.join(map(re.escape, PACKED))})?$")
