@@ -65,8 +65,8 @@ EXAMPLES = """examples:
 A line of a passage file is {"id": …, "title": …, "text": …}, of a question file {"question": …, "answers": […]} with
 "gold_passage_id" and "split" if known; with a gold passage it needs no answers, and retrieval alone is measured by it.
 "gold_passages": {id: grade} names several. Files of DPR, Atlas, FiD, BEIR, Pyserini, FlashRAG, SQuAD, ORQA, DrQA and
-CuratedTREC are read as they are; of BEIR's folders queries.jsonl and qrels/{train,dev,test}.tsv are the questions. Files
-may be packed as .gz, .xz or .bz2. Documents of a folder or pattern that cannot be read are left out and counted by reason.
+CuratedTREC are read as they are; of BEIR's folders queries.jsonl and qrels/{train,dev,test}.tsv are the questions.
+Files may be packed as .gz, .xz or .bz2. Documents of a folder or pattern that cannot be read are left out and counted.
 tfds:open_qa/nq_open, …/web_questions and …/curated_trec are the published questions with ORQA's splits train, dev and
 test; they are downloaded, or taken from TFDS_DATA_DIR/downloads/manual. Texts may also be hf:NAME, tfds:NAME or a dump
 of Wikipedia; news:SOURCE is raw news (JSON Lines with text or maintext, title, url, or hf:cc_news), of which prose in
