@@ -100,6 +100,7 @@ def loss_settings(config: ConfigDict) -> dict[str, Any]:
         "search": realm.search,
         "qa_search": qa.search,
         "qa_documents": qa.refresh_every > 0,
+        "frozen_documents": config.refresh.every == 0,
     }
 
 

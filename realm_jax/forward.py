@@ -25,6 +25,7 @@ from realm_jax.models.inputs import (
     ReaderInput,
     answer_spans,
     contains_phrase,
+    has_answer_span,
     null_documents,
     reader_inputs,
 )
@@ -34,6 +35,7 @@ from realm_jax.retrieval.exact import search
 from realm_jax.retrieval.fusion import FUSION_DEPTH, FusedRanking, fuse, ranks_of
 from realm_jax.retrieval.scann import Searcher
 
+POINTED = 3  # candidates read to point at a hidden span: with more, reading takes nearly all of a step
 Array = jax.Array
 Batch = dict[str, Array]
 
@@ -103,6 +105,7 @@ class StepContext:
     qa_titles: bool = False  # with their titles
     qa_search: str = "vectors"  # what finds them, one of `sections.SEARCHES`
     search: str = "vectors"  # what finds REALM's candidates
+    frozen_documents: bool = False  # whether REALM's candidates keep the vectors of the index
     qa_documents: bool = False  # whether fine-tuning trains the document embedder as well
     rerank: Rerank | None = None  # what orders them anew; nothing does while a task is trained
     reader_special: tuple[int, int] | None = None  # ids of [CLS] and [SEP] of a reader with a tokenizer of its own
@@ -229,22 +232,32 @@ def read_masked(context: StepContext, params: Params, batch: Batch, index: Index
     found = retrieve(context, params, batch, index, context.candidates - 1)
     documents = gather_documents(index, found.rows)
     keys = dropout_keys(key, 2)
-    scores = candidate_scores(context, params, batch, documents, keys[0])
-    read = point_at_targets if context.marginal == "span" else read_candidates
-    log_p, right = read(context, params, batch, take_for_reader(index, found.rows), keys[1])
+    stored = found.rows if context.frozen_documents else None
+    scores = candidate_scores(context, params, batch, documents, keys[0], index, stored)
+    if context.marginal == "span":
+        rows = jnp.where(found.valid, found.rows, -1)  # the own passage would take the place of another
+        log_p, right = point_at_targets(context, params, batch, take_for_reader(index, rows), keys[1])
+    else:
+        log_p, right = read_candidates(context, params, batch, take_for_reader(index, found.rows), keys[1])
     valid = jnp.pad(found.valid, ((0, 0), (1, 0)), constant_values=context.null_document)
     return MaskedReading(found, valid, scores, log_p, right)
 
 
 def candidate_scores(
-    context: StepContext, params: Params, batch: Batch, documents: Documents, key: Array | None
-) -> Array:
-    """Inner products with current parameters, null document first. documents.ids [batch, k, d] → [batch, 1 + k]."""
+    context: StepContext, params: Params, batch: Batch, documents: Documents, key: Array | None,
+    index: Index | None = None, rows: Array | None = None,
+) -> Array:  # fmt: skip
+    """Inner products with current parameters, null document first. documents.ids [batch, k, d] → [batch, 1 + k].
+
+    rows [batch, k]: where the passages keep their vectors, which `index` has.
+    """
     keys = dropout_keys(key, 3)
     queries = context.model.embed_queries(params, batch["query"], batch["query_length"], keys[0])
-    vectors = embed_candidates(context, params, documents, keys[1])
     null = embed_null(context, params, keys[2])
-    scores = jnp.einsum("bd,bkd->bk", queries, vectors)
+    if index is not None and rows is not None:
+        scores = stored_scores(queries, index, rows)
+    else:
+        scores = jnp.einsum("bd,bkd->bk", queries, embed_candidates(context, params, documents, keys[1]))
     return jnp.concatenate([queries @ null.T, scores], axis=1)
 
 
@@ -281,14 +294,28 @@ def point_at_targets(
     """As `read_candidates`, by pointing at the hidden span in each passage instead of predicting its words.
 
     log p(y|z,x) stands in the place of the first piece, and 0 in the others; `right` is the same for all pieces. The
-    null document has nothing to point at. A span of more pieces than the reader's `span_width` is found nowhere.
+    null document has nothing to point at. Only POINTED passages are read, those that hold the span first: all others
+    leave it to be guessed, as the null document does. A span of more pieces than `span_width` is found nowhere.
     """
-    spans = masked_spans(context, params, batch, documents, key)
-    found = likelihood.pointing(spans.scores, spans.allowed, spans.correct)
-    log_p, right = (jnp.pad(part, ((0, 0), (1, 0))) for part in found)
-    log_p = log_p.at[:, 0].set(likelihood.UNSEEN)
+    holds = has_answer_span(documents, *hidden_span(batch), context.model.reader.span_width)
+    order = jnp.argsort(~holds, axis=1, stable=True)[:, :POINTED]
+    spans = masked_spans(context, params, batch, _picked(documents, order), key)
+    log_p, right = likelihood.pointing(spans.scores, spans.allowed, spans.correct)
+    examples, shape = jnp.arange(len(order))[:, None], (len(order), 1 + holds.shape[1])
+    log_p = jnp.full(shape, likelihood.UNSEEN).at[examples, 1 + order].set(log_p)
+    right = jnp.zeros(shape, bool).at[examples, 1 + order].set(right)
     is_first = jnp.arange(batch["targets"].shape[1]) == 0
-    return jnp.where(is_first, log_p[..., None], 0.0), jnp.broadcast_to(right[..., None], (*right.shape, is_first.size))
+    return jnp.where(is_first, log_p[..., None], 0.0), jnp.broadcast_to(right[..., None], (*shape, is_first.size))
+
+
+def _picked(documents: Documents, places: Array) -> Documents:
+    """Some of each example's passages: [batch, k, …] and places [batch, n] → [batch, n, …]."""
+    return Documents(*(part[jnp.arange(len(places))[:, None], places] for part in documents))
+
+
+def hidden_span(batch: Batch) -> tuple[Array, Array]:
+    """What is hidden in masked texts, as the one answer of each: pieces [batch, 1, m] and their number [batch, 1]."""
+    return batch["targets"][:, None], batch["weights"].sum(axis=1, keepdims=True).astype(jnp.int32)
 
 
 class MaskedSpans(NamedTuple):
@@ -306,8 +333,7 @@ def masked_spans(
 ) -> MaskedSpans:
     """Read masked texts with passages [batch, k, d] to point at what is hidden."""
     joint = reader_inputs(*reader_query(batch), documents, titles=True)
-    pieces = batch["weights"].sum(axis=1, keepdims=True).astype(jnp.int32)
-    places = answer_spans(joint, batch["targets"][:, None], pieces, context.model.reader.span_width)
+    places = answer_spans(joint, *hidden_span(batch), context.model.reader.span_width)
     return MaskedSpans(joint, score_spans(context, params, joint, key), *places)
 
 

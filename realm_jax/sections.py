@@ -191,7 +191,12 @@ class Refresh:
         "'inline': the trainer re-embeds the corpus itself; 'async': `realm build-index` does",
         one_of("inline", "async"),
     )
-    every: int = key(500, "REALM steps between two re-embeddings (inline) or exports of the towers (async)", POSITIVE)
+    every: int = key(
+        500,
+        "REALM steps between two re-embeddings (inline) or exports of the towers (async); 0: the document tower and "
+        "the index stay as they are (inline)",
+        NOT_NEGATIVE,
+    )
     adopt_after: int = key(
         -1,
         "async: adopt the generation of export step s exactly at step s + adopt_after, waiting if it is late, which "

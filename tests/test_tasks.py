@@ -1,6 +1,7 @@
 """Retrieval without the own passage, and the four losses against the networks' own outputs put together in NumPy."""
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -25,15 +26,19 @@ from tiny import (
 )
 from tiny_run import tiny_config
 
+from realm_jax import forward
 from realm_jax.assemble import make_run
+from realm_jax.config import add_sections, default, validate
 from realm_jax.data import layouts
 from realm_jax.data.sources import open_sources
+from realm_jax.errors import UserError
 from realm_jax.forward import (
     Candidates,
     Index,
     candidate_scores,
     gather_documents,
     masked_spans,
+    point_at_targets,
     read_candidates,
     read_masked,
     read_question,
@@ -42,6 +47,7 @@ from realm_jax.forward import (
 )
 from realm_jax.models.inputs import Documents, reader_inputs
 from realm_jax.models.likelihood import UNSEEN, masked_word_marginal, pointing
+from realm_jax.tasks import make_task
 from realm_jax.tasks.qa import batch_reader_input
 from realm_jax.tasks.realm import realm_metrics
 from realm_jax.train.step import loss_and_metrics, metric_values
@@ -276,6 +282,50 @@ def test_pointing_reads_the_hidden_span_in_the_passages(params, index, candidate
     reader = gradients["reader"]
     assert largest(reader["span_score"]) > 0 and not largest(reader["mlm_transform"])
     assert largest(gradients["query_embedder"]) > 0 and largest(gradients["document_embedder"]) > 0
+
+
+def test_passages_that_hold_the_span_are_read_first(params, index, candidates, monkeypatch):
+    """Of a passage that is not read, the span is as hard to guess as without any."""
+    documents = jax.tree.map(np.asarray, gather_documents(index, candidates[0].rows))
+    batch = MASKED | {"weights": np.eye(1, PREDICTIONS).repeat(BATCH, axis=0)}
+    last = documents.title_lengths[:, -1:] + 2 + np.arange(PREDICTIONS)
+    batch["targets"] = np.take_along_axis(documents.ids[:, -1], last, axis=1)
+    monkeypatch.setattr(forward, "POINTED", 1)
+    log_p, _ = jax.jit(functools.partial(point_at_targets, context(marginal="span")))(params, batch, documents)
+    read = np.asarray(log_p[:, 1:, 0]) != UNSEEN
+    assert (read.sum(axis=1) == 1).all() and read[:, -1].any()
+    assert (np.asarray(log_p[:, 1:, 0])[read] > UNSEEN).all()
+
+
+def test_frozen_documents_keep_their_vectors(params, index):
+    """With the vectors of today's document tower the loss is the same, and that tower has no part in the passages."""
+    loss = [jax.jit(loss_of("realm", frozen_documents=f))(params, MASKED, index, None)[0] for f in (False, True)]
+    np.testing.assert_allclose(*loss, rtol=1e-5)
+    moved = params | {"document_embedder": jax.tree.map(lambda x: 1.5 * x, params["document_embedder"])}
+    frozen = loss_of("realm", frozen_documents=True, null_document=False)
+    before, after = (jax.jit(frozen)(each, MASKED, index, None)[0] for each in (params, moved))
+    np.testing.assert_array_equal(before, after)
+    assert make_realm(0).trained == ("query_embedder", "reader")
+    assert make_realm(5).trained == ("query_embedder", "document_embedder", "reader")
+
+
+def make_realm(every):
+    config = default()
+    config.refresh.every = every
+    run = SimpleNamespace(context=context(frozen_documents=every == 0), config=config)
+    return make_task("realm", run)
+
+
+@pytest.mark.parametrize(
+    "change", [("refresh.mode", "async"), ("retrieval.backend", "scann"), ("model.shared_tower", True)]
+)
+def test_what_frozen_documents_do_not_go_with_is_refused(change):
+    config = default()
+    add_sections(config, ["scann"])
+    config.data.path = "data"
+    config.update_from_flattened_dict({"refresh.every": 0, change[0]: change[1], "tasks": "realm"})
+    with pytest.raises(UserError, match=r"refresh\.every"):
+        validate(config)
 
 
 def log_likelihood_of(log_p, place):

@@ -33,12 +33,21 @@ from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer, Tokens
 from realm_jax.errors import UserError
 from realm_jax.flops import embedding_flops, reader_of, score_flops, word_flops
-from realm_jax.forward import Batch, Candidates, Index, StepContext, bm25_list_length, read_masked, search_depth
+from realm_jax.forward import (
+    POINTED,
+    Batch,
+    Candidates,
+    Index,
+    StepContext,
+    bm25_list_length,
+    read_masked,
+    search_depth,
+)
 from realm_jax.models import likelihood
 from realm_jax.models.likelihood import Mean
 from realm_jax.models.realm import Params
 from realm_jax.run import Run
-from realm_jax.schema import NOT_NEGATIVE, at_least, key, one_of
+from realm_jax.schema import NOT_NEGATIVE, at_least, key, one_of, require
 from realm_jax.sections import SEARCHES, TaskSection, joint_length, task_names
 from realm_jax.tasks.base import (
     LOG_PERPLEXITY,
@@ -112,10 +121,21 @@ class RealmTask(Task):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self.trained = (*run.context.model.embedder_names, "reader")
+        towers = run.context.model.embedder_names
+        self.trained = (*(towers[:1] if run.context.frozen_documents else towers), "reader")
         self.refresh_every = run.config.refresh.every
         self.retriever_delay = run.config.realm.retriever_start
         self.bm25_depth = bm25_list_length(run.context.search, search_depth(run.context), run.context.rows)
+
+    @classmethod
+    def check(cls, config: ConfigDict) -> None:
+        if cls.name not in task_names(config) or config.refresh.every:
+            return
+        inline, on_devices = config.refresh.mode == "inline", config.retrieval.backend == "device"
+        require(inline, "refresh.every", "0 leaves a builder nothing to do; set refresh.mode=inline")
+        require(on_devices, "refresh.every", "0 takes vectors from the devices; set retrieval.backend=device")
+        apart = not config.model.shared_tower
+        require(apart, "refresh.every", "0 trains the query tower alone; set model.shared_tower=False")
 
     @classmethod
     def supervision(cls, config: ConfigDict) -> str:
@@ -158,14 +178,19 @@ class RealmTask(Task):
         config, candidates, reader = self.run.config, self.context.candidates - 1, reader_of(self.run.config)
         data, predictions = config.data, self.run.lengths.predictions
         query, document = (embedding_flops(config, length) for length in (data.query_length, data.document_length))
-        reading = candidates * reader.forward(joint_length(config), predictions)
-        reading += reader.forward(data.query_length + 1, predictions)
+        if self.context.marginal == "span":
+            reading = min(POINTED, candidates) * reader.forward(joint_length(config))
+        else:
+            reading = candidates * reader.forward(joint_length(config), predictions)
+            reading += reader.forward(data.query_length + 1, predictions) + self.context.candidates * word_flops(
+                self.run
+            )
         on_devices = config.retrieval.backend == "device" and self.context.search != "bm25"
         return {
             "search": query + (self.context.rows * score_flops(self.run) if on_devices else 0.0),
             "queries": 3 * query,
-            "documents": 3 * candidates * document,
-            "reader": 3 * (reading + self.context.candidates * word_flops(self.run)),
+            "documents": 0.0 if self.context.frozen_documents else 3 * candidates * document,
+            "reader": 3 * reading,
         }
 
     def monitor(self) -> Callable[[dict[str, Any]], str | None]:
