@@ -89,11 +89,12 @@ def _sized(model: ConfigDict) -> Tower:
     return Tower(model.layers, model.width, model.feed_forward)
 
 
-def embedding_flops(config: ConfigDict, length: int) -> float:
-    """One sequence to its vector, forward; the literal pieces of prompts are left out."""
+def embedding_flops(config: ConfigDict, length: int, states: bool = False) -> float:
+    """One sequence to its vector, forward; the literal pieces of prompts are left out. states: with the hidden states
+    of all its tokens."""
     width, encoder = config.model.width, config.encoder
     head = 2 * width * ((width if encoder.pooling == "pooler" else 0) + encoder.projection)
-    return tower_of(config).forward(length, None if encoder.pooling == "mean" else 1) + head
+    return tower_of(config).forward(length, None if states or encoder.pooling == "mean" else 1) + head
 
 
 def word_flops(run: Run) -> float:

@@ -257,9 +257,9 @@ class Optimizer(AnyOptimizer):
     preset: str = key(
         "bert",
         "'bert': as BERT was trained; 'short': for a few hundred steps from pretrained weights: Adam with its bias "
-        "correction (the first steps of BERT's are up to five times as long, which such a run does not survive), the "
-        "reader's heads, which are fresh, at five times the learning rate, embedders at 1/5 (realm) and 2/15 (qa) of "
-        "it, word embeddings as they are, and a warm-up of 20 steps (40 for questions) where none is set",
+        "correction (the first steps of BERT's are up to five times as long, which such a run does not survive), "
+        "heads that are fresh at five times the learning rate, embedders at 1/5 (realm) and 2/15 (qa) of it, word "
+        "embeddings as they are, and a warm-up of 20 steps (40 for questions) where none is set",
         one_of("bert", "short"),
     )
 

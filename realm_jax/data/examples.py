@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.data import layouts
-from realm_jax.data.masking import mask, predictions_needed
+from realm_jax.data.masking import Masked, mask, predictions_needed
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.errors import UserError
@@ -79,17 +79,19 @@ def masked_arrays(
 ) -> Example:
     """A masked sentence as a query, with its targets; positions count [CLS]. With nothing to mask it weighs 0."""
     masked = mask(kind, sentence, spans, rng, tokenizer, lengths.predictions, room=lengths.query - 2)
-    positions = np.zeros(lengths.predictions, np.int32)
-    targets = np.zeros(lengths.predictions, np.int32)
-    weights = np.zeros(lengths.predictions, np.float32)
+    ids = sentence if masked is None else masked.ids
+    return target_arrays(masked, lengths.predictions, 1) | query_arrays(ids, lengths.query, tokenizer)
+
+
+def target_arrays(masked: Masked | None, most: int, offset: int = 0) -> Example:
+    """Positions, `offset` added, and targets of what is hidden, [most] each; weights 0 where there is nothing."""
+    positions, targets, weights = np.zeros(most, np.int32), np.zeros(most, np.int32), np.zeros(most, np.float32)
     if masked is not None:
         count = len(masked.positions)
-        positions[:count] = masked.positions + 1
+        positions[:count] = masked.positions + offset
         targets[:count] = masked.targets
         weights[:count] = 1.0
-    ids = sentence if masked is None else masked.ids
-    arrays = {"positions": positions, "targets": targets, "weights": weights}
-    return arrays | query_arrays(ids, lengths.query, tokenizer)
+    return {"positions": positions, "targets": targets, "weights": weights}
 
 
 def spans_of(store: PassageStore, row: int, number: int) -> tuple[NDArray, NDArray]:

@@ -1,4 +1,5 @@
-"""Softmax attention in four implementations that give the same numbers, and which of them suits the devices.
+"""Softmax attention in four implementations that give the same numbers, which of them suits the devices, and one that
+looks back alone.
 
 query [batch, positions, heads, size], key and value [batch, length, heads, size], mask [batch, length] bool → [batch,
 positions, heads, size] in the dtype of `value`; the softmax is float32. Read next: `bert.py`, whose layers call them.
@@ -20,8 +21,19 @@ FUSED: Literal["cudnn", "xla"] = "cudnn"  # what `jax.nn.dot_product_attention` 
 
 def dot_product_attention(query: Array, key: Array, value: Array, mask: Array) -> Array:
     """Softmax attention over key positions where `mask` is true."""
+    return _attend_where(mask[:, None, None, :], query, key, value)
+
+
+def causal_attention(query: Array, key: Array, value: Array, mask: Array) -> Array:
+    """`dot_product_attention` of each position over itself and those before it, of as many queries as keys."""
+    before = jnp.tril(jnp.ones((query.shape[1], key.shape[1]), bool))
+    return _attend_where(mask[:, None, None, :] & before, query, key, value)
+
+
+def _attend_where(allowed: Array, query: Array, key: Array, value: Array) -> Array:
+    """allowed: like scores, [batch, heads, positions, length], or 1 for an axis where all are alike."""
     scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
-    bias = jnp.where(mask, 0.0, MASKED_BIAS).astype(jnp.float32)[:, None, None, :]
+    bias = jnp.where(allowed, 0.0, MASKED_BIAS).astype(jnp.float32)
     weights = jax.nn.softmax(scores * query.shape[-1] ** -0.5 + bias, axis=-1).astype(value.dtype)
     return jnp.einsum("bhqk,bkhd->bqhd", weights, value)
 

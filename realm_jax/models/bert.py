@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from realm_jax.models.attention import ATTENTION
+from realm_jax.models.attention import ATTENTION, causal_attention
 
 Array = jax.Array
 Params = dict[str, Any]
@@ -48,7 +48,8 @@ class BertConfig:
 
     vocabulary_size: tokens. max_length: longest sequence with a position embedding. dropout: probability, on
     embeddings, attention and both residual branches. dtype: of the matrix products ('float32' or 'bfloat16');
-    parameters, LayerNorm and softmax are float32 always. attention: a key of `attention.ATTENTION`. remat:
+    parameters, LayerNorm and softmax are float32 always. attention: a key of `attention.ATTENTION`. causal: whether a
+    token attends to itself and those before it alone, as in a decoder; then hidden states are of all positions. remat:
     'none' keeps all that the backward pass needs, 'dots' of a layer the results of products with parameters, 'layer'
     nothing of it. scan: layers but for the last are one compiled loop over their stacked parameters; the tree of
     parameters stays as it is. hidden_act: the activation function of the feed-forward layers (a key of
@@ -69,6 +70,7 @@ class BertConfig:
     scan: bool = False
     hidden_act: str = "gelu_new"
     hidden: NamedSharding | None = None
+    causal: bool = False
 
 
 REMAT = {  # what is kept of a layer for the backward pass, beside what it was given; the rest is computed again
@@ -156,7 +158,8 @@ class Layer(nn.Module):
         query = split_heads(dense(c.width, ("embed", "heads"), c, "query")(queries))
         key = split_heads(dense(c.width, ("embed", "heads"), c, "key")(keys))
         value = split_heads(dense(c.width, ("embed", "heads"), c, "value", nn.initializers.orthogonal())(keys))
-        attended = ATTENTION[c.attention](query, key, value, mask).reshape(queries.shape)
+        attend = causal_attention if c.causal else ATTENTION[c.attention]
+        attended = attend(query, key, value, mask).reshape(queries.shape)
         attended = dense(c.width, ("heads", "embed"), c, "attention_output", undo_value)(attended)
         attended = nn.Dropout(c.dropout)(attended, deterministic=deterministic)
         x = layer_norm("attention_norm")(queries + attended).astype(c.dtype)
@@ -188,8 +191,8 @@ class Bert(nn.Module):
         """Hidden states of the last layer.
 
         ids, segments [batch, length] int; mask [batch, length] bool, true on real tokens;
-        positions [batch, m] int: compute the last layer for these alone (None: for all); features [batch, length,
-        width]: added to the embeddings. Returns [batch, length or m, width] in the compute dtype.
+        positions [batch, m] int: compute the last layer for these alone (None: for all); features [batch, length
+        or 1, width]: added to the embeddings. Returns [batch, length or m, width] in the compute dtype.
         """
         c = self.config
         x = self.words(ids) + self.segments(segments) + self.positions(jnp.arange(ids.shape[1]))[None]
@@ -239,9 +242,11 @@ class Bert(nn.Module):
         return jnp.einsum("...d,vd->...v", hidden.astype(jnp.float32), self.words.embedding.astype(jnp.float32))
 
 
-def apply(module: nn.Module, params: Params, inputs: tuple[Array, ...], method: str, key: Array | None) -> Any:
-    """A method of a network with parameters of its own; `key` turns dropout on."""
+def apply(
+    module: nn.Module, params: Params, inputs: tuple[Array, ...], method: str, key: Array | None, **options: Any
+) -> Any:
+    """A method of a network with parameters of its own; `key` turns dropout on. options: by name, after the inputs."""
     dropout: dict[str, Any] = {"deterministic": True}
     if key is not None:
         dropout = {"deterministic": False, "rngs": {"dropout": key}}
-    return module.apply({"params": params}, *inputs, method=method, **dropout)
+    return module.apply({"params": params}, *inputs, method=method, **dropout, **options)

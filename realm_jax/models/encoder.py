@@ -37,13 +37,22 @@ class Embedder(nn.Module):
     normalization: str = "layer"
 
     @nn.compact
-    def __call__(self, ids: Array, segments: Array, mask: Array, deterministic: bool = True) -> Array:
-        """ids, segments [batch, length] int, mask [batch, length] bool → vectors [batch, size] float32.
+    def __call__(
+        self, ids: Array, segments: Array, mask: Array, deterministic: bool = True, states: bool = False
+    ) -> Array | tuple[Array, Array]:
+        """ids, segments [batch, length] int, mask [batch, length] bool → vectors [batch, size] float32; with `states`
+        the hidden states that they are made of as well, [batch, length, width].
 
         After a LayerNorm dropout reaches the final vector too, as in the released code (it acts on the retrieval
         scores); vectors of length 1 and those that are left as they are keep what they are.
         """
-        vector = self._pooled(ids, segments, mask, deterministic)
+        place = None if states or self.pooling == "mean" else self._place(mask)
+        hidden = Bert(self.config, name="bert")(ids, segments, mask, positions=place, deterministic=deterministic)
+        vector = self._vector(self._pooled(hidden, mask), deterministic)
+        return (vector, hidden) if states else vector
+
+    def _vector(self, vector: Array, deterministic: bool) -> Array:
+        """What is pooled, projected and normalised."""
         if self.projection:
             axes, init = ("embed", "projection"), nn.initializers.glorot_uniform()
             vector = dense(self.projection, axes, self.config, "projection", init, jnp.float32)(vector)
@@ -54,19 +63,22 @@ class Embedder(nn.Module):
         vector = layer_norm("projection_norm", self.norm_epsilon, self.norm_scale)(vector)
         return nn.Dropout(self.config.dropout)(vector, deterministic=deterministic)
 
-    def _pooled(self, ids: Array, segments: Array, mask: Array, deterministic: bool) -> Array:
-        c = self.config
-        bert = Bert(c, name="bert")
-        if self.pooling == "mean":
-            hidden = bert(ids, segments, mask, deterministic=deterministic).astype(jnp.float32)
-            return masked_mean(hidden, mask)
-        place = jnp.zeros((ids.shape[0], 1), jnp.int32)
+    def _place(self, mask: Array) -> Array:
+        """The position of the one hidden state that a vector is made of, [batch, 1] int32."""
         if self.pooling == "last":
-            place = jnp.maximum(mask.sum(axis=-1, keepdims=True, dtype=jnp.int32) - 1, 0)
-        hidden = bert(ids, segments, mask, positions=place, deterministic=deterministic)[:, 0]
+            return jnp.maximum(mask.sum(axis=-1, keepdims=True, dtype=jnp.int32) - 1, 0)
+        return jnp.zeros((mask.shape[0], 1), jnp.int32)
+
+    def _pooled(self, hidden: Array, mask: Array) -> Array:
+        """hidden [batch, length, width], or [batch, 1, width] of that one position → [batch, width] float32."""
+        if self.pooling == "mean":
+            return masked_mean(hidden.astype(jnp.float32), mask)
+        if hidden.shape[1] == mask.shape[1]:
+            hidden = jnp.take_along_axis(hidden, self._place(mask)[..., None], axis=1)
+        c, one = self.config, hidden[:, 0]
         if self.pooling == "pooler":
-            hidden = jnp.tanh(dense(c.width, ("embed", "embed_out"), c, "pooler")(hidden))
-        return hidden.astype(jnp.float32)
+            one = jnp.tanh(dense(c.width, ("embed", "embed_out"), c, "pooler")(one))
+        return one.astype(jnp.float32)
 
 
 def vector_size(projection: int, width: int) -> int:
@@ -142,7 +154,10 @@ class Retriever:
 
         query [batch, q] int, lengths [batch] → [batch, vector_size] float32.
         """
-        vectors = self.query_vectors(params, query, lengths, key)
+        return self.tempered(params, self.query_vectors(params, query, lengths, key))
+
+    def tempered(self, params: Params, vectors: Array) -> Array:
+        """Vectors of queries divided by the temperature."""
         if self.learn_temperature:
             return vectors / jnp.exp(params[self.embedder_names[0]][LOG_TEMPERATURE])
         return vectors if self.temperature == 1.0 else vectors / self.temperature
@@ -162,6 +177,11 @@ class Retriever:
         """Embed_doc. documents.ids [batch, d] → [batch, vector_size] float32."""
         tower = params[self.embedder_names[-1]]
         return self._embed(tower, document_sequences(documents, self.passage_template), key)
+
+    def read(self, tower: Params, texts: EncoderInput, key: Array | None = None) -> tuple[Array, Array]:
+        """Texts through a tower: their vectors, and the hidden states of their tokens [batch, length, width]."""
+        found: tuple[Array, Array] = apply(self.embedder, tower, tuple(texts), "__call__", key, states=True)
+        return found
 
     def _embed(self, tower: Params, texts: EncoderInput, key: Array | None) -> Array:
         return apply(self.embedder, tower, tuple(texts), "__call__", key)

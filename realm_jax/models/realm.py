@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from realm_jax.models.bert import ACTIVATIONS, Bert, BertConfig, Params, apply, dense, layer_norm
 from realm_jax.models.encoder import Retriever
 from realm_jax.models.inputs import ReaderInput
+from realm_jax.models.likelihood import target_log_probabilities
 
 Array = jax.Array
 SPAN_NORM_EPSILON = 1e-3  # Keras's default, in the released reader
@@ -65,12 +66,9 @@ class ReaderNetwork(nn.Module):
     ) -> tuple[Array, Array]:
         """Log-probabilities of one piece at each masked position, and whether no other is likelier there.
 
-        As above, and targets [batch, m] int → [batch, m] float32 and bool. One maximum over the vocabulary serves both;
-        looking for the place of the maximum would take a CPU as long as the products.
+        As above, and targets [batch, m] int → [batch, m] float32 and bool.
         """
-        scores = self._word_scores(ids, segments, mask, positions, deterministic)
-        target = jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0]
-        return target - jax.nn.logsumexp(scores, axis=-1), target >= scores.max(axis=-1)
+        return target_log_probabilities(self._word_scores(ids, segments, mask, positions, deterministic), targets)
 
     def _word_scores(self, ids: Array, segments: Array, mask: Array, positions: Array, deterministic: bool) -> Array:
         """Before any normalisation."""

@@ -80,7 +80,12 @@ class Mlm(Task):
 def mlm_loss(context: StepContext, params: Params, batch: Batch, key: Array | None) -> Means:
     """Cross-entropy of masked words, mean over predicted pieces; the passage, if any, comes with the batch."""
     log_p, right = (part[:, 0] for part in read_targets(context, params, batch, batch_candidates(batch), key))
-    weights = batch["weights"].astype(jnp.float32)
+    return cross_entropy(log_p, right, batch["weights"])
+
+
+def cross_entropy(log_p: Array, right: Array, weights: Array) -> Means:
+    """That of tokens, mean by weight: log p of each, and whether none is likelier; [batch, m] all."""
+    weights = weights.astype(jnp.float32)
     loss, accuracy = -(log_p * weights).sum(), (right * weights).sum()
     return {"loss": Mean(loss, weights.sum()), "accuracy": Mean(accuracy, weights.sum())}
 
