@@ -400,6 +400,7 @@ def write_model(folder: Path, run: Run, params: Params, record: dict[str, Any]) 
     """A folder of sentence-transformers: a Router of both towers, or the start's own modules where it is kept."""
     if record["measured"]["promoted"]:
         towers = {name: params[name] for name in TOWERS}
+        folder.mkdir()
         write_networks(folder, run.config, run.model, towers, run.sources.tokenizer)
         write_router(folder, dict(zip((QUERIES, PASSAGES), (folder / name for name in TOWERS), strict=True)))
     else:
