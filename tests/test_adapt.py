@@ -213,11 +213,12 @@ def test_steps_fit_the_time_and_keep_their_proportion():
 
 def test_a_corpus_that_takes_too_long_is_told_or_refused(caplog):
     request = adaptation.Request(Path(), {}, None, minutes=1.0, merge=None, command="")
-    assert adaptation.check_time(request, {"embed": 50.0, "measure": 5.0}, 1000) == []
-    (note,) = adaptation.check_time(request, {"embed": 100.0, "measure": 5.0}, 1000)
-    assert note.startswith("Embedding 1,000 passages and measuring take about 1 min 45 s, more than --minutes=1")
-    with pytest.raises(UserError, match="more than --minutes=1: give more minutes, or fewer documents"):
-        adaptation.check_time(request, {"embed": 200.0, "measure": 5.0}, 1000)
+    times = {"measure": 5.0, "step": {"ict": 0.1}}
+    assert adaptation.check_time(request, times | {"embed": 40.0}, 1000) == []
+    (note,) = adaptation.check_time(request, times | {"embed": 100.0}, 1000)
+    assert note.startswith("Embedding 1,000 passages and measuring take about 1 min 45 s of --minutes=1: training is")
+    with pytest.raises(UserError, match="--minutes=1: embedding 1,000 passages .* here; give more minutes, or fewer"):
+        adaptation.check_time(request, times | {"embed": 200.0}, 1000)
 
 
 def fails(capsys, *arguments: Any) -> str:

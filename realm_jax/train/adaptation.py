@@ -211,6 +211,7 @@ def planned_config(config: ConfigDict, plan: dict[str, Any]) -> ConfigDict:
 
 def measure_times(run: Run, sentences: Sequence[HeldOutSentence]) -> dict[str, Any]:
     """Seconds on this machine: to embed the corpus, of a step of each task, to measure all that is compared."""
+    logger.info("measuring how fast this machine is")
     params = starting_params(run)
     save_bm25_index(run)
     some = sentences[:: max(1, len(sentences) // 64)]
@@ -221,22 +222,24 @@ def measure_times(run: Run, sentences: Sequence[HeldOutSentence]) -> dict[str, A
     searches.values(params, zeros, "vectors")
     query = (time.monotonic() - began) / (2 * len(some))
     queries = 2 * len(sentences) + len(run.sources.questions.get(JUDGED, []))
+    searched = len(WEIGHTS) + len((judge.START, "start_hybrid", "hybrid"))
     return {
         "embed": seconds_to_embed(run, params),
         "step": {task.name: seconds_of_step(task, params) for task in recipe_tasks(run)},
-        "measure": query * queries * (len(WEIGHTS) + len(judge.TITLES)),
+        "measure": query * queries * searched,
     }
 
 
 def check_time(request: Request, times: dict[str, Any], rows: int) -> list[str]:
-    """A note where embedding alone takes all the time. Raises UserError where it takes twice as much."""
+    """A note where hardly any time is left to train. Raises UserError where twice the minutes would not do."""
     given, needed = request.minutes * 60, times["embed"] + times["measure"]
-    if needed <= given:
+    least = needed + LEAST_STEPS * sum(times["step"].values())
+    if least <= given * (1 - RESERVE):
         return []
-    what = f"embedding {rows:,} passages and measuring take about {duration(needed)}, more than --minutes"
+    what = f"embedding {rows:,} passages and measuring take about {duration(needed)}"
     if needed > 2 * given:
-        raise UserError(f"{what}={request.minutes:g}: give more minutes, or fewer documents")
-    note = f"{what[0].upper()}{what[1:]}={request.minutes:g}: training is as short as can be."
+        raise UserError(f"--minutes={request.minutes:g}: {what} here; give more minutes, or fewer documents")
+    note = f"{what[0].upper()}{what[1:]} of --minutes={request.minutes:g}: training is as short as can be."
     logger.warning("%s", note)
     return [note]
 
@@ -311,36 +314,43 @@ def with_query_tower(run: Run, params: Params, start: Params, weight: float) -> 
 
 
 def measure(run: Run, plan: dict[str, Any], merge: float | None) -> dict[str, Any]:
-    """The decision and all that the report tables. The weight is chosen on every second held-out sentence and judged on
-    the others, or on all where it is given."""
-    last = task_names(run.config)[-1]
-    saved = SavedCheckpoint.newest(run.workdir / last / "checkpoints")
-    assert saved is not None, "training is done"
+    """The decision and all that the report tables. merge: the weight of the trained query tower, None to choose it."""
+    last, saved = last_checkpoint(run)
     trained, start = restore_params(run, last, saved), init_from_sources(run, run.initial_params())
-    index = corpus_index(run, last, saved)
+    index = run.index(corpus_vectors(run, last, saved))
     sentences = sentences_of(run, evidence_of(run), plan["held_out"])
     searches = Searches(run, sentences, run.sources.questions.get(JUDGED, []))
     logger.info("measuring on %d held-out sentences and %d questions", len(sentences), len(searches.judged))
-    weights = WEIGHTS if merge is None else (merge,)
-    found = {w: searches.values(with_query_tower(run, trained, start, w), index, "vectors") for w in {*weights, 1.0}}
     before = searches.values(start, index, "vectors")
-    chosen_on = np.arange(len(sentences)) % 2 == 0
-    weight = judge.choose_weight({w: found[w][judge.GAIN] for w in weights}, chosen_on)
-    judged_on = ~chosen_on if merge is None else np.ones_like(chosen_on)
-    best = with_query_tower(run, trained, start, weight)
-    rows = {judge.START: before, "adapted": found[1.0], "merged": found[weight]}
-    rows |= {"bm25": searches.values(start, index, "bm25"), "start_hybrid": searches.values(start, index, "hybrid")}
-    rows |= {"hybrid": searches.values(best, index, "hybrid")}
+    weights = sorted({*WEIGHTS} if merge is None else {merge, 1.0})
+    towers = {weight: with_query_tower(run, trained, start, weight) for weight in weights}
+    found = {weight: searches.values(params, index, "vectors") for weight, params in towers.items()}
+    decision = decide(before, found, merge)
+    weight = decision["weight"]
+    rows = {
+        judge.START: before,
+        "adapted": found[1.0],
+        "merged": found[weight],
+        "bm25": searches.values(start, index, "bm25"),
+        "start_hybrid": searches.values(start, index, "hybrid"),
+        "hybrid": searches.values(towers[weight], index, "hybrid"),
+    }
+    table = {name: {m: judge.compare(before[m], values[m]) for m in before} for name, values in rows.items()}
+    examples = judge.examples(run.sources.passages, sentences, before, found[weight])
+    return decision | {"table": table, "examples": examples}
+
+
+def decide(before: judge.Values, found: dict[float, judge.Values], merge: float | None) -> dict[str, Any]:
+    """The weight, and whether it is promoted: {"promoted", "weight", "gain", "judged"}.
+
+    A weight is chosen on every second held-out sentence and judged on the others; one that is given, on all.
+    """
+    places = np.arange(len(before[judge.GAIN]))
+    chosen_on, judged_on = places % 2 == 0, (places % 2 == 1) | (merge is not None)
+    weight = merge or judge.choose_weight({w: values[judge.GAIN] for w, values in found.items()}, chosen_on)
     gain = judge.compare(before[judge.GAIN][judged_on], found[weight][judge.GAIN][judged_on])
     judged = compare_judged(before, found[weight])
-    return {
-        "promoted": judge.is_better(gain, judged),
-        "weight": weight,
-        "gain": gain,
-        "judged": judged,
-        "table": {name: {m: judge.compare(before[m], values[m]) for m in before} for name, values in rows.items()},
-        "examples": judge.examples(run.sources.passages, sentences, before, found[weight]),
-    }
+    return {"promoted": judge.is_better(gain, judged), "weight": weight, "gain": gain, "judged": judged}
 
 
 def compare_judged(before: judge.Values, after: judge.Values) -> dict[str, Any]:
@@ -350,9 +360,12 @@ def compare_judged(before: judge.Values, after: judge.Values) -> dict[str, Any]:
     return {"measure": measure} | judge.compare(before[known[measure]], after[known[measure]]) if measure else {}
 
 
-def corpus_index(run: Run, last: str, saved: SavedCheckpoint) -> Index:
-    """The index of the last task, which the document tower made before training and which stays."""
-    return run.index(corpus_vectors(run, last, saved))
+def last_checkpoint(run: Run) -> tuple[str, SavedCheckpoint]:
+    """The last task, once it is trained, and its newest checkpoint."""
+    last = task_names(run.config)[-1]
+    saved = SavedCheckpoint.newest(run.workdir / last / "checkpoints")
+    assert saved is not None, "training is done"
+    return last, saved
 
 
 def corpus_vectors(run: Run, last: str, saved: SavedCheckpoint) -> NDArray:
@@ -368,32 +381,29 @@ def corpus_vectors(run: Run, last: str, saved: SavedCheckpoint) -> NDArray:
 def promote(run: Run, measured: dict[str, Any]) -> Params:
     """Make what was decided what the run answers with: a checkpoint of its last task, one step after its last, which
     differs in the query tower alone. Returns the parameters there; does nothing where it is done."""
-    last = task_names(run.config)[-1]
-    folder, steps = run.workdir / last / "checkpoints", run.config[last].steps
-    saved = SavedCheckpoint.newest(folder)
-    assert saved is not None, "training is done"
+    last, saved = last_checkpoint(run)
+    steps = run.config[last].steps
     if saved.step > steps:
         return restore_params(run, last, saved)
     task, start = make_task(last, run), init_from_sources(run, run.initial_params())
     found = restore(task, saved, run.abstract_params)
-    params = with_query_tower(run, found.state.params, start, measured["weight"] if measured["promoted"] else 0.0)
+    weight = measured["weight"] if measured["promoted"] else 0.0
+    params = with_query_tower(run, found.state.params, start, weight)
     state = found.state._replace(trained={name: params[name] for name in task.trained})
-    index = {"vectors": corpus_index(run, last, saved).vectors}
-    with Checkpoints(folder, keep=1) as checkpoints:
+    index = {"vectors": run.index(corpus_vectors(run, last, saved)).vectors}
+    with Checkpoints(run.workdir / last / "checkpoints", keep=1) as checkpoints:
         checkpoints.save(steps + 1, state, index, saved.record, wait=True)
     return params
 
 
 def export(run: Run, params: Params, record: dict[str, Any]) -> list[str]:
     """DIR/model and the files of vectors; returns their names."""
-    last, folder = task_names(run.config)[-1], run.workdir
+    folder = run.workdir
     if not (folder / MODEL).is_dir():
         with tempfile.TemporaryDirectory(prefix=f".{MODEL}.", suffix=".partial", dir=folder) as work:
             write_model(Path(work) / MODEL, run, params, record)
             publish_folder(Path(work) / MODEL, folder / MODEL)
-    saved = SavedCheckpoint.newest(folder / last / "checkpoints")
-    assert saved is not None, "it was promoted"
-    return [MODEL, *write_vectors(folder, run.sources.passages, corpus_vectors(run, last, saved))]
+    return [MODEL, *write_vectors(folder, run.sources.passages, corpus_vectors(run, *last_checkpoint(run)))]
 
 
 def write_model(folder: Path, run: Run, params: Params, record: dict[str, Any]) -> None:
