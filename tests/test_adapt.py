@@ -252,6 +252,8 @@ def test_another_run_or_other_settings_are_refused(done, documents, encoder, tmp
     (tmp_path / "config.json").write_text("{}")
     assert "another run lies there" in fails(capsys, documents, encoder, tmp_path)
     assert "--merge=2: give a weight" in fails(capsys, documents, encoder, tmp_path / "new", "--merge=2")
+    moving = "--config.ict.negatives=batch", "--config.tasks=ict"
+    assert "ict would move the vectors of passages" in fails(capsys, documents, encoder, tmp_path / "new", *moving)
     assert "--minutes=0: give a number above 0" in fails(capsys, documents, encoder, tmp_path / "new", "--minutes=0")
 
 

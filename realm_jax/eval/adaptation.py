@@ -169,14 +169,15 @@ def _cell(found: Mapping[str, Any]) -> str:
 def facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What was adapted to what, and how: name and value."""
     plan = record["plan"]
-    read = {f"read, {reason}": str(count) for reason, count in plan["left_out"].items()}
+    left_out = {f"left out: {reason}": f"{count:,}" for reason, count in plan["left_out"].items()}
     taken = {f"steps of {name}": f"{steps:,}" for name, steps in plan["steps"].items()}
     spent = {f"time of {name}": duration(seconds) for name, seconds in record["seconds"].items()}
     known = {
         "base model": record["settings"]["from"],
         "documents": record["settings"]["documents"],
         "passages": f"{plan['passages']:,} of {plan['documents']:,} documents",
-        **read,
+        "read": f"{plan['read']:,}",
+        **left_out,
         "fingerprint of the passages": plan["fingerprint"],
         "spans with evidence": f"{plan['spans_with_evidence']:,} of {plan['spans']:,}",
         "documents held out": f"{plan['held_out']:.1%}",

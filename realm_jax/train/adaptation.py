@@ -85,7 +85,7 @@ class Record:
     def __init__(self, path: Path, begun: dict[str, Any]) -> None:
         """begun: what stands there first."""
         self._path = path
-        self.values: dict[str, Any] = read_json(path) if path.is_file() else begun | {"seconds": {}}
+        self.values: dict[str, Any] = read_json(path) if path.is_file() else begun
 
     def once(self, stage: str, make: Callable[[], Any]) -> Any:
         """What the stage found before, or finds now."""
@@ -104,7 +104,8 @@ def run_adaptation(request: Request) -> str:
     Raises UserError before anything is trained where the documents do not suffice, Preempted after SIGTERM.
     """
     with exclusive_lock(request.workdir), preemptible():
-        record = Record(request.workdir / RECORD, {"settings": request.settings, "command": request.command})
+        begun = {"settings": request.settings, "command": request.command, "seconds": {"preparation": request.spent}}
+        record = Record(request.workdir / RECORD, begun)
         plan = record.once("plan", lambda: make_plan(request))
         run = open_run(planned_config(request.config, plan), request.workdir)
         record.once("training", lambda: train(run, plan))
@@ -146,14 +147,11 @@ def make_plan(request: Request) -> dict[str, Any]:
     """What is held out, which tasks are trained, and their steps, with the facts that the report gives."""
     began = time.monotonic()
     run = checked_run(request.config, request.workdir)
+    check_tasks(run)
     store, evidence = run.sources.passages, evidence_of(run)
     share = held_out_share(store, run.lengths.query)
     sentences = sentences_of(run, evidence, share)
-    if len(sentences) < LEAST_SENTENCES:
-        raise UserError(
-            f"{request.settings['documents']}: {len(sentences)} sentences of {share:.0%} of the documents stand in no "
-            f"other, and {LEAST_SENTENCES} are needed to see whether adaptation helps; add documents that differ"
-        )
+    check_sentences(request.settings["documents"], len(sentences), share)
     names, notes = possible_tasks(run, evidence, share)
     plan = {"held_out": share, "tasks": names, "notes": notes, "steps": {}}
     run = checked_run(planned_config(request.config, plan), request.workdir)
@@ -164,6 +162,23 @@ def make_plan(request: Request) -> dict[str, Any]:
     most = {name: run.config[name].steps for name in task_names(run.config)}
     plan |= {"tasks": ",".join(most), "steps": steps_that_fit(most, times["step"], left, LEAST_STEPS)}
     return plan | {"estimate": times} | facts_of(run, evidence)
+
+
+def check_sentences(documents: str, count: int, share: float) -> None:
+    """Raise UserError for so few held-out sentences that nothing can be decided."""
+    if count < LEAST_SENTENCES:
+        raise UserError(
+            f"{documents}: {count} sentences of {share:.0%} of the documents stand in no other, and {LEAST_SENTENCES} "
+            "are needed to see whether adaptation helps; add documents that differ"
+        )
+
+
+def check_tasks(run: Run) -> None:
+    """Raise UserError for a task that would move what passages are embedded with."""
+    for task in recipe_tasks(run):
+        if run.model.embedder_names[-1] in task.trained:
+            advice = "set ict.negatives=index and refresh.every=0, or leave the task out of config.tasks"
+            raise UserError(f"config.tasks: {task.name} would move the vectors of passages, which stay here; {advice}")
 
 
 def evidence_of(run: Run) -> Evidence:
@@ -189,10 +204,9 @@ def possible_tasks(run: Run, evidence: Evidence, share: float) -> tuple[str, lis
     """The tasks that the documents allow, and a note on each that is left out."""
     kept = trained_rows(run.sources.passages, share)
     assert kept is not None, "some documents are held out"
-    names = task_names(run.config)
-    if not any(make_task(name, run).inspects_sentences for name in names) or kept[evidence.spans.rows].any():
+    if run.config.realm.masking != "evidence" or kept[evidence.spans.rows].any():
         return run.config.tasks, []
-    left = [name for name in names if not make_task(name, run).inspects_sentences]
+    left = [task.name for task in recipe_tasks(run) if not task.inspects_sentences]
     if not left:
         raise UserError(f"{run.config.data.path}: no name stands in two passages that tell of it; add documents")
     note = "No name stands in two passages that tell of it: nothing was learned from hidden names."
@@ -251,6 +265,7 @@ def facts_of(run: Run, evidence: Evidence) -> dict[str, Any]:
     return {
         "passages": len(store),
         "documents": store.documents,
+        "read": counts["records"],
         "left_out": counts["dropped"] | counts["damaged"],
         "fingerprint": store.fingerprint,
         "spans": len(store.all_spans()),
@@ -320,7 +335,8 @@ def measure(run: Run, plan: dict[str, Any], merge: float | None) -> dict[str, An
     index = run.index(corpus_vectors(run, last, saved))
     sentences = sentences_of(run, evidence_of(run), plan["held_out"])
     searches = Searches(run, sentences, run.sources.questions.get(JUDGED, []))
-    logger.info("measuring on %d held-out sentences and %d questions", len(sentences), len(searches.judged))
+    counts, left = (len(sentences), len(searches.judged)), duration(plan["estimate"]["measure"])
+    logger.info("measuring on %d held-out sentences and %d questions; about %s left", *counts, left)
     before = searches.values(start, index, "vectors")
     weights = sorted({*WEIGHTS} if merge is None else {merge, 1.0})
     towers = {weight: with_query_tower(run, trained, start, weight) for weight in weights}
