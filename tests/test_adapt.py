@@ -213,7 +213,7 @@ def test_steps_fit_the_time_and_keep_their_proportion():
 
 def test_a_corpus_that_takes_too_long_is_told_or_refused(caplog):
     request = adaptation.Request(Path(), {}, None, minutes=1.0, merge=None, command="")
-    times = {"measure": 5.0, "step": {"ict": 0.1}}
+    times = {"measure": 5.0, "compile": 2.0, "step": {"ict": 0.1}}
     assert adaptation.check_time(request, times | {"embed": 40.0}, 1000) == []
     (note,) = adaptation.check_time(request, times | {"embed": 100.0}, 1000)
     assert note.startswith("Embedding 1,000 passages and measuring take about 1 min 45 s of --minutes=1: training is")

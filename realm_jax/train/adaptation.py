@@ -50,7 +50,7 @@ from realm_jax.train.model_card import model_card
 from realm_jax.train.recipe import checked_run, open_run, preemptible, recipe_tasks, starting_params
 from realm_jax.train.restore import restore, restore_params, saved_vectors
 from realm_jax.train.results import save_bm25_index
-from realm_jax.train.time_plan import seconds_of_step, seconds_to_embed, steps_that_fit
+from realm_jax.train.time_plan import seconds_to_embed, step_time, steps_that_fit
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +158,7 @@ def make_plan(request: Request) -> dict[str, Any]:
     times = measure_times(run, sentences)
     notes += check_time(request, times, len(store))
     left = request.minutes * 60 * (1 - RESERVE) - request.spent - (time.monotonic() - began)
-    left -= times["embed"] + times["measure"]
+    left -= times["embed"] + times["measure"] + times["compile"]
     most = {name: run.config[name].steps for name in task_names(run.config)}
     plan |= {"tasks": ",".join(most), "steps": steps_that_fit(most, times["step"], left, LEAST_STEPS)}
     return plan | {"estimate": times} | facts_of(run, evidence)
@@ -224,7 +224,7 @@ def planned_config(config: ConfigDict, plan: dict[str, Any]) -> ConfigDict:
 
 
 def measure_times(run: Run, sentences: Sequence[HeldOutSentence]) -> dict[str, Any]:
-    """Seconds on this machine: to embed the corpus, of a step of each task, to measure all that is compared."""
+    """Seconds on this machine: to embed the corpus, to compile, of a step of each task, to measure what is compared."""
     logger.info("measuring how fast this machine is")
     params = starting_params(run)
     save_bm25_index(run)
@@ -237,9 +237,11 @@ def measure_times(run: Run, sentences: Sequence[HeldOutSentence]) -> dict[str, A
     query = (time.monotonic() - began) / (2 * len(some))
     queries = 2 * len(sentences) + len(run.sources.questions.get(JUDGED, []))
     searched = len(WEIGHTS) + len((judge.START, "start_hybrid", "hybrid"))
+    steps = {task.name: step_time(task, params) for task in recipe_tasks(run)}
     return {
         "embed": seconds_to_embed(run, params),
-        "step": {task.name: seconds_of_step(task, params) for task in recipe_tasks(run)},
+        "compile": sum(one.first for one in steps.values()),
+        "step": {name: one.later for name, one in steps.items()},
         "measure": query * queries * searched,
     }
 
@@ -247,7 +249,7 @@ def measure_times(run: Run, sentences: Sequence[HeldOutSentence]) -> dict[str, A
 def check_time(request: Request, times: dict[str, Any], rows: int) -> list[str]:
     """A note where hardly any time is left to train. Raises UserError where twice the minutes would not do."""
     given, needed = request.minutes * 60, times["embed"] + times["measure"]
-    least = needed + LEAST_STEPS * sum(times["step"].values())
+    least = needed + times["compile"] + LEAST_STEPS * sum(times["step"].values())
     if least <= given * (1 - RESERVE):
         return []
     what = f"embedding {rows:,} passages and measuring take about {duration(needed)}"
@@ -279,7 +281,7 @@ def facts_of(run: Run, evidence: Evidence) -> dict[str, Any]:
 def train(run: Run, plan: dict[str, Any]) -> dict[str, int]:
     """The tasks of the plan; returns their steps. Nothing is measured on the way: start and end are compared once."""
     params = starting_params(run)
-    left = plan["estimate"]["embed"] + plan["estimate"]["measure"]
+    left = sum(plan["estimate"][name] for name in ("embed", "compile", "measure"))
     left += sum(plan["estimate"]["step"][name] * steps for name, steps in plan["steps"].items())
     logger.info("steps: %s; about %s left", plan["steps"], duration(left))
     for task in recipe_tasks(run):

@@ -5,7 +5,7 @@ Not for promises: the estimate is of a machine that does nothing else. Read next
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,14 @@ from realm_jax.tasks.base import Task
 from realm_jax.train.step import ControlWords, make_step, put_control, start_state
 
 SAMPLE = 256  # passages that are embedded to see how long it takes
-STEPS = 3  # of each task, after one that compiles
+STEPS = 3  # of each task, after the first
+
+
+class StepTime(NamedTuple):
+    """Seconds of a task's first step, which is compiled anew whenever its steps are others, and of each later one."""
+
+    first: float
+    later: float
 
 
 def seconds_of(work: Callable[[], Any]) -> float:
@@ -38,21 +45,20 @@ def seconds_to_embed(run: Run, params: Params) -> float:
     return seconds_of(lambda: run.embed(params, rows=sample)) * run.context.rows / count
 
 
-def seconds_of_step(task: Task, params: Params) -> float:
-    """How long a step of a task takes that searches vectors which stay; what vectors hold makes no difference."""
+def step_time(task: Task, params: Params) -> StepTime:
+    """How long steps of a task take that search vectors which stay; what the vectors hold makes no difference."""
     run, size = task.run, task.settings.batch_size
     zeros = np.zeros((run.context.rows, run.model.vector_size), np.float32)
     rows = local_rows(run.mesh, size)
     stream = batches(task.examples(params, lambda: zeros), run.config.seed, task.stream, size, 0, 1 + STEPS, rows)
-    step, index = make_step(task), run.index(zeros)
-    control = put_control(run.mesh, ControlWords())
-    state = start_state(task, jax.tree.map(jnp.copy, params))
-    for number, batch in enumerate(stream):
-        if number == 1:
-            began = time.monotonic()
+    step, index, control = make_step(task), run.index(zeros), put_control(run.mesh, ControlWords())
+    state, seconds = start_state(task, jax.tree.map(jnp.copy, params)), list[float]()
+    for batch in stream:
+        began = time.monotonic()
         state, _ = step(state, make_global_batch(run.mesh, batch, rows, size), index, control)
-        jax.block_until_ready(state.step)
-    return (time.monotonic() - began) / STEPS
+        jax.block_until_ready(state)
+        seconds.append(time.monotonic() - began)
+    return StepTime(seconds[0], float(np.median(seconds[1:])))
 
 
 def steps_that_fit(most: Mapping[str, int], each: Mapping[str, float], seconds: float, least: int) -> dict[str, int]:
