@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Adapt; the decision is the first line on stdout."""
+    """Adapt, and print the decision and where to look."""
     began, workdir = time.monotonic(), Path(args.output)
     check_numbers(args.minutes, args.merge)
     settings = {"documents": args.documents, "from": args.model, "questions": args.questions, "minutes": args.minutes}
