@@ -8,7 +8,7 @@ import pytest
 
 from realm_jax.cli.prepare import prepare
 from realm_jax.data import evidence
-from realm_jax.data.evidence import EvidenceSpans, evidence_spans
+from realm_jax.data.evidence import EvidenceSpans, evidence_spans, find_evidence
 from realm_jax.data.examples import Lengths
 from realm_jax.data.sources import Sources, open_sources
 from realm_jax.data.store import PassageStore
@@ -126,3 +126,13 @@ def test_a_corpus_without_evidence_is_refused(tmp_path):
     sources, lengths = open_sources(tmp_path / "ready"), Lengths(32, 64, 4, 2, 4)
     with pytest.raises(UserError, match="a salient span that another passage is evidence for, and there is none"):
         realm.masked_examples(sources.passages, sources.tokenizer, lengths, "evidence", pretraining_is_corpus=True)
+
+
+def test_what_is_evidence_for_a_span_holds_it_elsewhere(sources):
+    store, found = sources.passages, find_evidence(sources.passages, ROOM, LONGEST)
+    assert len(found.spans.rows) and len(found.rows) >= len(found.spans.rows)
+    for number, (row, _, start, end) in enumerate(zip(*found.spans, strict=True)):
+        told = found.rows_of(number).tolist()
+        assert told and row not in told and told == sorted({*told})
+        span = store.body_tokens(row)[start:end].tobytes()
+        assert all(span in store.body_tokens(other).tobytes() for other in told)

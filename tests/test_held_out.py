@@ -6,7 +6,8 @@ from tiny_run import prepare_people, tiny_config
 
 from realm_jax.cli.prepare import prepare
 from realm_jax.data import held_out
-from realm_jax.data.held_out import is_held_out, masked_sentences, trained_rows
+from realm_jax.data.evidence import Evidence, EvidenceSpans
+from realm_jax.data.held_out import held_out_sentences, is_held_out, masked_sentences, trained_rows
 from realm_jax.data.sources import open_sources
 from realm_jax.storage import read_json
 from realm_jax.tasks import make_task
@@ -92,3 +93,18 @@ def test_the_run_is_measured_against_its_own_start(measured):
     stage = results["stages"]["ict"]
     assert stage["measure"] == "recall@5" and 0 <= stage["start"] <= 1 and 0 <= stage["end"] <= 1
     assert "bm25" in results["recall@5"]
+
+
+def test_held_out_sentences_hide_first_what_another_passage_is_evidence_for(sources):
+    """Evidence is said to be in rows 1 and 3, for a span of the first sentence of one held-out passage."""
+    store = sources.passages
+    rows = [row for row in range(len(store)) if is_held_out(store.document_id(row), SHARE)]
+    row, (start, end) = rows[-1], store.spans(rows[-1])[0, :2].tolist()
+    spans = EvidenceSpans(*(np.array([value]) for value in (row, 0, start, end)))
+    evidence = Evidence(spans, np.array([0, 0]), np.array([1, 3]))
+    found = held_out_sentences(store, sources.tokenizer, 32, SHARE, 100, evidence)
+    assert (found[0].row, found[0].evidence) == (row, (1, 3))
+    hidden = sources.tokenizer.decode(store.body_tokens(row)[start:end])
+    assert hidden in found[0].text and hidden not in found[0].masked
+    assert {one.row for one in found} <= {*rows} and not any(one.evidence for one in found[1:])
+    assert held_out_sentences(store, sources.tokenizer, 32, SHARE, 1, evidence) == found[:1]

@@ -115,7 +115,7 @@ def test_what_cannot_be_exported_is_told_and_leaves_nothing(trained_run, tmp_pat
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(job, "_save_tokenizer", full)
+    monkeypatch.setattr("realm_jax.train.export.save_tokenizer", full)
     with pytest.raises(OSError, match="No space"):
         job.export(trained_run.workdir, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

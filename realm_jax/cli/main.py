@@ -31,6 +31,7 @@ BROKEN_PIPE = 141  # what a shell reports for a program that SIGPIPE ended
 
 JOBS = {  # command → what it does; its module is named like it
     "quickstart": "make a small encyclopedia, train on it, watch retrieval being learned",
+    "adapt": "make a public encoder find more in your documents, without a question or a label",
     "prepare": "turn your documents and questions into a folder to train from",
     "inspect": "look at prepared data, or at how a trained model predicts a text",
     "train": "run, or resume, the training recipe of a config file",

@@ -18,13 +18,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
-from ml_collections import ConfigDict
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from realm_jax.assemble import tower_lengths
 from realm_jax.cli.arguments import add_run_arguments, config_changes
 from realm_jax.config import REALM_TASKS
 from realm_jax.data.tokenizer import Tokenizer
@@ -32,28 +29,17 @@ from realm_jax.data.wordpiece import VOCABULARY_FILE, WordPiece
 from realm_jax.errors import UserError
 from realm_jax.models import tf_checkpoints
 from realm_jax.models.bert import LAYER_NORM_EPSILON
-from realm_jax.models.folders import READER, SHARED, TOWERS
-from realm_jax.models.realm import Params, Realm
-from realm_jax.models.sentence_transformers import (
-    ENCODER_SECTION,
-    PASSAGES,
-    QUERIES,
-    TRAINED_READER,
-    mark_not_a_sentence_encoder,
-    write_modules,
-)
+from realm_jax.models.folders import SHARED, TOWERS
+from realm_jax.models.realm import Realm
 from realm_jax.models.weights import (
     HF_REALM,
     SETTINGS,
     WEIGHTS,
-    bert_of,
     bert_settings,
-    networks,
-    save,
-    settings_of,
     write_json,
 )
 from realm_jax.storage import publish_folder
+from realm_jax.train.export import save_tokenizer, write_networks
 from realm_jax.train.restore import restore_params
 from realm_jax.train.trained_run import latest_checkpoint, open_run_for_inference, reader_is_trained
 
@@ -148,36 +134,6 @@ def _check_realm(model: Realm) -> None:
         )
 
 
-def write_networks(
-    folder: Path, config: ConfigDict, model: Realm, params: Params, tokenizer: Tokenizer, names: str = "bert",
-    reads: bool = True, own_reader_tokenizer: Tokenizer | None = None,
-) -> None:  # fmt: skip
-    """Write every network into a folder of its own in `folder`. names: 'bert' or 'realm'.
-
-    reads: whether the reader was trained with questions; recorded, so that a run that begins with it knows.
-    own_reader_tokenizer: its tokenizer, where it has its own.
-    """
-    encoder = config.encoder.to_dict() | {"temperature": model.current_temperature(params)}
-    for network, parts in networks(model).items():
-        place, own = folder / network, jax.tree.map(np.asarray, params[network])
-        own_tokens = own_reader_tokenizer if network == READER and own_reader_tokenizer else tokenizer
-        settings = settings_of(model, network, names) | {"pad_token_id": own_tokens.pad_id}
-        settings |= {TRAINED_READER: reads} if network == READER else {ENCODER_SECTION: encoder}
-        save(place, own, parts, names, settings)
-        _save_tokenizer(place, own_tokens, bert_of(model, network).max_length)
-        if names == "bert" and network != READER:
-            write_modules(place, model, own, encoder, _inputs(config, model, network))
-        else:
-            mark_not_a_sentence_encoder(place)
-
-
-def _inputs(config: ConfigDict, model: Realm, network: str) -> dict[str, int]:
-    """What a tower is for → word pieces of its longest input."""
-    query, document = tower_lengths(config, model.query_template, model.passage_template)
-    lengths = {QUERIES: query, PASSAGES: document}
-    return lengths if network == SHARED else {purpose: lengths[purpose] for purpose in lengths if purpose in network}
-
-
 # --- TensorFlow's checkpoints -----------------------------------------------------------------------------------------
 
 
@@ -257,7 +213,7 @@ def _save_released(
         raise UserError(f"--vocab: has {tokenizer.size} word pieces, but {folder.name} has {words}; name its vocab.txt")
     settings = {"model_type": "bert"} | bert_settings(bert) | heads | {"pad_token_id": tokenizer.pad_id}
     write_json(folder / SETTINGS, settings)
-    _save_tokenizer(folder, tokenizer, bert.max_length)
+    save_tokenizer(folder, tokenizer, bert.max_length)
 
 
 def _vocabulary(paths: dict[str, str], vocabulary: str | None) -> WordPiece:
@@ -284,9 +240,3 @@ def _staged_output(output: Path) -> Iterator[Path]:
     with staging as work:
         yield Path(work)
         publish_folder(work, output)
-
-
-def _save_tokenizer(folder: Path, tokenizer: Tokenizer, length: int) -> None:
-    """What transformers needs."""
-    for name, content in tokenizer.pretrained_files(length).items():
-        (folder / name).write_bytes(content)

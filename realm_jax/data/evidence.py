@@ -44,6 +44,20 @@ class EvidenceSpans(NamedTuple):
         return np.stack([found.starts[own], found.ends[own]], axis=1) - store.sentences(row)[number, 0]
 
 
+class Evidence(NamedTuple):
+    """Spans, and what is evidence for them: pairs of a span, by its number, and the row of a passage, both int64
+    [pairs], in the order of spans and then of rows."""
+
+    spans: EvidenceSpans
+    numbers: NDArray[np.int64]
+    rows: NDArray[np.int64]
+
+    def rows_of(self, number: int) -> NDArray[np.int64]:
+        """The rows that are evidence for a span."""
+        first, last = np.searchsorted(self.numbers, [number, number + 1])
+        return self.rows[first:last]
+
+
 class _Spans(NamedTuple):
     """All salient spans within their sentences: row, number of the sentence among all of the store, start and end in
     the body, and a number that is the same for the same pieces. int64 [n] each."""
@@ -67,19 +81,26 @@ class _Words(NamedTuple):
 def evidence_spans(store: PassageStore, room: int, longest: int) -> EvidenceSpans:
     """Every span that ends within `room` pieces of its sentence's start, has `longest` pieces at most, and for which
     some other passage is evidence."""
+    return find_evidence(store, room, longest).spans
+
+
+def find_evidence(store: PassageStore, room: int, longest: int) -> Evidence:
+    """`evidence_spans`, with the passages that are evidence for each."""
     tokens, bounds = _bodies(store)
     found = _spans(store, tokens, bounds, room, longest)
     words = _words(store, tokens, bounds)
     own = _own_weights(words, tokens, bounds, found)
     totals = np.asarray(words.sentences.sum(axis=1))[found.sentences, 0] - own
-    good = np.zeros(len(found.rows), bool)
+    pairs = [np.zeros((0, 2), np.int64)]
     for spans, rows in _pairs(found):
         shared = _overlaps(words, found.sentences[spans], rows) - own[spans]
         share = shared / np.maximum(totals[spans], LEAST_WEIGHT)
-        good[spans[(share >= LEAST) & (share < MOST)]] = True
-    good &= totals >= LEAST_WEIGHT
+        kept = (share >= LEAST) & (share < MOST) & (totals[spans] >= LEAST_WEIGHT)
+        pairs.append(np.stack([spans[kept], rows[kept]], axis=1))
+    good, numbers = np.unique(np.concatenate(pairs)[:, 0], return_inverse=True)
     first = np.concatenate([[0], np.cumsum(store.sentence_counts())])[found.rows]
-    return EvidenceSpans(*(part[good] for part in (found.rows, found.sentences - first, found.starts, found.ends)))
+    parts = (found.rows, found.sentences - first, found.starts, found.ends)
+    return Evidence(EvidenceSpans(*(part[good] for part in parts)), numbers, np.concatenate(pairs)[:, 1])
 
 
 def _bodies(store: PassageStore) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

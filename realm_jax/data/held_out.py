@@ -6,14 +6,16 @@ the retriever worse on documents whose own sentences it did not learn from. Pass
 corpus like all others: a task may retrieve them, draw them as unrelated ones, or read them for a training question.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import farmhash
 import numpy as np
 from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
+from realm_jax.data.evidence import Evidence
 from realm_jax.data.examples import MINIMUM_SENTENCE, salient_sentences, spans_of
 from realm_jax.data.questions import Question
 from realm_jax.data.store import PassageStore
@@ -74,13 +76,80 @@ def evenly_spaced(items: Sequence[_T], most: int) -> list[_T]:
 
 
 def _without_span(store: PassageStore, row: int, number: int, room: int) -> NDArray:
-    """The first `room` tokens of a sentence without one of the salient spans that end among them.
-
-    Which one follows from the sentence's own pieces: names, which often come first, and dates are hidden alike.
-    """
+    """The first `room` tokens of a sentence without one of the salient spans that end among them."""
     pieces, spans = spans_of(store, row, number)
-    spans = spans[spans[:, 1] <= room]
-    if not len(spans):  # a finder that is not ours may find one that goes beyond its sentence
+    return without_one_of(spans[spans[:, 1] <= room], pieces)[:room]
+
+
+def without_one_of(spans: NDArray, pieces: NDArray) -> NDArray:
+    """Pieces of a sentence without one of its spans [n, 2]; none without a span, as a finder that is not ours may find
+    one that goes beyond its sentence."""
+    if not len(spans):
         return pieces[:0]
-    start, end = spans[int(farmhash.fingerprint64(pieces.tobytes())) % len(spans)]
-    return np.concatenate([pieces[:start], pieces[end:]])[:room]
+    start, end = spans[chosen_place(len(spans), pieces)]
+    return np.concatenate([pieces[:start], pieces[end:]])
+
+
+def chosen_place(count: int, pieces: NDArray) -> int:
+    """One of `count` places, which follows from the sentence's own pieces: names, which often come first, and dates
+    are hidden alike."""
+    return int(farmhash.fingerprint64(pieces.tobytes())) % count
+
+
+# --- sentences that three searches are measured with ------------------------------------------------------------------
+
+
+class HeldOutSentence(NamedTuple):
+    """A sentence of a held-out document that stands in no other passage. row: where it stands; text: all of it; masked:
+    without a salient span, '' where there is none to hide; evidence: rows of other passages that say what is hidden."""
+
+    row: int
+    text: str
+    masked: str
+    evidence: tuple[int, ...]
+
+
+def held_out_sentences(
+    store: PassageStore, tokenizer: Tokenizer, query_length: int, share: float, most: int, evidence: Evidence
+) -> list[HeldOutSentence]:
+    """At most `most` sentences of held-out documents: first those with evidence, then others with a span to hide, then
+    others; of each kind they are spread evenly over the corpus."""
+    kinds: tuple[list[HeldOutSentence], ...] = ([], [], [])
+    for row, number in _own_sentences(store, share):
+        found = _held_out_sentence(store, tokenizer, row, number, query_length - 2, evidence)
+        kinds[0 if found.evidence else 1 if found.masked else 2].append(found)
+    chosen: list[HeldOutSentence] = []
+    for kind in kinds:
+        chosen += evenly_spaced(kind, most - len(chosen))
+    return chosen
+
+
+def _own_sentences(store: PassageStore, share: float) -> Iterator[tuple[int, int]]:
+    """Row and number of the sentences of held-out documents that stand nowhere else and are long enough to search."""
+    pieces = [
+        [store.body_tokens(row)[slice(*one)].tobytes() for one in store.sentences(row)] for row in range(len(store))
+    ]
+    times, size = Counter(text for row in pieces for text in row), store.body_tokens(0).itemsize
+    for row, texts in enumerate(pieces):
+        if is_held_out(store.document_id(row), share):
+            long_enough = (len(text) >= MINIMUM_SENTENCE * size for text in texts)
+            yield from ((row, number) for number, fits in enumerate(long_enough) if fits and times[texts[number]] == 1)
+
+
+def _held_out_sentence(
+    store: PassageStore, tokenizer: Tokenizer, row: int, number: int, room: int, evidence: Evidence
+) -> HeldOutSentence:
+    """A sentence with a span hidden for which there is evidence, where it has one; else any within `room` pieces."""
+    pieces, spans = spans_of(store, row, number)
+    first, last = np.searchsorted(evidence.spans.rows, [row, row + 1])
+    told = first + np.flatnonzero(evidence.spans.sentences[first:last] == number)
+    rows: tuple[int, ...] = ()
+    if len(told):
+        span = told[chosen_place(len(told), pieces)]
+        begin = store.sentences(row)[number, 0]
+        spans = np.array([[evidence.spans.starts[span], evidence.spans.ends[span]]]) - begin
+        rows = tuple(evidence.rows_of(int(span)).tolist())
+    left = without_one_of(spans[spans[:, 1] <= room], pieces)[:room]
+    enough = len(left) >= MINIMUM_SENTENCE
+    masked = tokenizer.decode(left) if enough else ""
+    return HeldOutSentence(row, tokenizer.decode(pieces[:room]), masked, rows if enough else ())

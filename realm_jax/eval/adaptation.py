@@ -1,0 +1,185 @@
+"""What adaptation is judged by: sentences of documents that it did not learn from, and judged questions where given.
+
+Three searches for each held-out sentence, all without a label: for its own document by the sentence without a hidden
+span, for another passage that says what is hidden, and for its own passage by the whole sentence. One number decides:
+the mean over the sentences of the average of the three recalls (`GAIN`), of those that a sentence has. The page is
+`templates/adapt.html.j2`; what searches is `train/adaptation.py`.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from realm_jax.data.held_out import HeldOutSentence
+from realm_jax.data.store import PassageStore
+from realm_jax.eval.format import duration
+from realm_jax.eval.html import render
+from realm_jax.eval.retrieval import RANKED
+from realm_jax.eval.significance import difference
+
+Values = dict[str, NDArray[np.float64]]  # measure → its value for each query, NaN where it has no meaning
+
+FIRST = 5  # passages in which one has to be
+DEPTH = RANKED + 1  # passages that are searched for, one of which may be the sentence's own
+MASKED, EVIDENCE, SENTENCE = "masked_recall@5", "evidence_recall@5", "sentence_recall@5"
+SENTENCE_RANK, GAIN = "sentence_mrr@10", "mean_recall@5"
+START = "start"
+SHOWN = 5  # sentences of each kind on the page
+TITLES = {
+    START: "start",
+    "adapted": "adapted",
+    "merged": "merged",
+    "bm25": "BM25",
+    "start_hybrid": "start with BM25",
+    "hybrid": "merged with BM25",
+}
+MEASURES = {
+    GAIN: "mean of the three",
+    MASKED: "sentence without a name, for its document: recall@5",
+    EVIDENCE: "the same, for another passage that has the name and says it: recall@5",
+    SENTENCE: "whole sentence, for its passage: recall@5",
+    SENTENCE_RANK: "the same: MRR@10",
+}
+
+
+def sentence_values(
+    store: PassageStore, sentences: Sequence[HeldOutSentence], masked: NDArray[np.int64], whole: NDArray[np.int64]
+) -> Values:
+    """The measures of sentences. masked, whole: rows that were found without the span and with it, [sentences, DEPTH],
+    −1 for none."""
+    found = [_recalls(store, *one) for one in zip(sentences, masked, whole, strict=True)]
+    values = np.array(found, np.float64)
+    names = (MASKED, EVIDENCE, SENTENCE, SENTENCE_RANK)
+    return {GAIN: np.nanmean(values[:, :3], axis=1)} | dict(zip(names, values.T, strict=True))
+
+
+def _recalls(
+    store: PassageStore, sentence: HeldOutSentence, masked: NDArray[np.int64], whole: NDArray[np.int64]
+) -> tuple[float, ...]:
+    """MASKED, EVIDENCE, SENTENCE and SENTENCE_RANK of one sentence."""
+    documents = {store.document_id(int(row)) for row in masked[:FIRST] if row >= 0}
+    others = masked[masked != sentence.row][:FIRST]
+    own = float(store.document_id(sentence.row) in documents) if sentence.masked else np.nan
+    told = float(np.isin(others, sentence.evidence).any()) if sentence.evidence else np.nan
+    places = np.flatnonzero(whole[:RANKED] == sentence.row)
+    rank = 1 / (1 + places[0]) if len(places) else 0.0
+    return own, told, float(rank >= 1 / FIRST), rank
+
+
+# --- decisions --------------------------------------------------------------------------------------------------------
+
+
+def compare(before: NDArray[np.float64], after: NDArray[np.float64]) -> dict[str, Any]:
+    """{"start", "value", "change", "low", "high", "queries"} over the queries that have the measure; low, high: ends of
+    the paired interval, None where all changes are equal."""
+    known = ~np.isnan(before)
+    if not known.any():
+        return {"queries": 0}
+    found = difference(before[known], after[known])
+    start, value = float(before[known].mean()), float(after[known].mean())
+    ends = {"low": found.low, "high": found.high}
+    return {"start": start, "value": value, "change": found.value, **ends, "queries": int(known.sum())}
+
+
+def choose_weight(gains: Mapping[float, NDArray[np.float64]], queries: NDArray[np.bool_]) -> float:
+    """The weight of largest mean on some queries; of equals the smallest."""
+    return max(sorted(gains), key=lambda weight: float(gains[weight][queries].mean()) if queries.any() else 0.0)
+
+
+def is_better(gain: Mapping[str, Any], judged: Mapping[str, Any]) -> bool:
+    """Whether held-out sentences say better, and judged questions, where there are any, not worse."""
+    better = gain.get("low") is not None and gain["low"] > 0
+    return better and not (judged.get("high") is not None and judged["high"] < 0)
+
+
+def headline(record: Mapping[str, Any]) -> str:
+    """The decision in one line, with its numbers."""
+    gain, judged, weight = record["gain"], record["judged"], record["weight"]
+    said = f"held-out sentences: {_change(gain)} of {GAIN}, {gain['queries']} of them"
+    said += f"; {judged['measure']} of judged questions: {_change(judged)}" if judged.get("queries") else ""
+    if record["promoted"]:
+        return f"Adapted: {1 - weight:g} × start + {weight:g} × trained query tower ({said})"
+    return f"Start kept: the adapted encoder is not better beyond doubt ({said})"
+
+
+def _change(found: Mapping[str, Any]) -> str:
+    if not found["queries"]:
+        return "unknown"
+    ends = "no interval" if found["low"] is None else f"95 % interval {found['low']:+.3f} to {found['high']:+.3f}"
+    return f"{found['start']:.3f} → {found['value']:.3f} ({found['change']:+.3f}, {ends})"
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def render_report(record: Mapping[str, Any]) -> str:
+    """The page of adapt.json as one string of HTML."""
+    measured, plan = record["measured"], record["plan"]
+    heads = ["", *(TITLES[name] for name in TITLES if name in measured["table"])]
+    return render(
+        "adapt.html.j2",
+        headline=headline(measured),
+        notes=plan["notes"],
+        heads=heads,
+        rows=[[MEASURES.get(name, name), *cells] for name, cells in table(measured["table"]).items()],
+        examples=[(title, measured["examples"][key]) for key, title in EXAMPLES.items()],
+        facts=facts(record),
+        command=record["command"],
+    )
+
+
+EXAMPLES = {"gained": "Found after adaptation alone", "lost": "Found before adaptation alone"}
+
+
+def examples(
+    store: PassageStore, sentences: Sequence[HeldOutSentence], before: Values, after: Values
+) -> dict[str, list[dict[str, str]]]:
+    """Sentences of either kind of EXAMPLES: {"query", "title", "text"}, with the passage that was to be found."""
+    return {"gained": _found_by(store, sentences, after, before), "lost": _found_by(store, sentences, before, after)}
+
+
+def _found_by(
+    store: PassageStore, sentences: Sequence[HeldOutSentence], these: Values, those: Values
+) -> list[dict[str, str]]:
+    """What one finds and the other does not: another passage with the hidden name, or else the own document."""
+    shown = []
+    for measure in (EVIDENCE, MASKED):
+        for place in np.flatnonzero((these[measure] == 1) & (those[measure] == 0)).tolist():
+            one = sentences[place]
+            row = one.evidence[0] if measure == EVIDENCE else one.row
+            shown.append({"query": one.masked, "title": store.title(row), "text": store.text(row)})
+    return shown[:SHOWN]
+
+
+def table(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, list[str]]:
+    """Measure → its value for each row of TITLES, with the paired interval of the change from the start."""
+    rows = [found[name] for name in TITLES if name in found]
+    return {measure: [_cell(row[measure]) for row in rows] for measure in found[START]}
+
+
+def _cell(found: Mapping[str, Any]) -> str:
+    if not found["queries"]:
+        return "–"
+    ends = "" if found["low"] is None else f" ({found['low']:+.3f} to {found['high']:+.3f})"
+    return f"{found['value']:.3f}{ends}"
+
+
+def facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What was adapted to what, and how: name and value."""
+    plan = record["plan"]
+    left_out = {f"left out: {reason}": f"{count:,}" for reason, count in plan["left_out"].items()}
+    taken = {f"steps of {name}": f"{steps:,}" for name, steps in plan["steps"].items()}
+    spent = {f"time of {name}": duration(seconds) for name, seconds in record["seconds"].items()}
+    known = {
+        "base model": record["settings"]["from"],
+        "documents": record["settings"]["documents"],
+        "passages": f"{plan['passages']:,} of {plan['documents']:,} documents",
+        "read": f"{plan['read']:,}",
+        **left_out,
+        "fingerprint of the passages": plan["fingerprint"],
+        "spans with evidence": f"{plan['spans_with_evidence']:,} of {plan['spans']:,}",
+        "documents held out": f"{plan['held_out']:.1%}",
+    }
+    return [*(known | taken | spent).items()]

@@ -1,0 +1,436 @@
+"""Adapt a public encoder of sentences to documents without a label: the stages of `realm adapt` behind the preparation.
+
+plan (what is held out, which tasks, how many steps fit) → train → measure and decide → promote → export → report. What
+a stage decides is kept in adapt.json and not decided again, so the same command resumes after an interruption. The
+query tower alone moves: every passage keeps the vector that the encoder gave it, and weights between start and trained
+ones search the same index. Read `run_adaptation` next; what counts as better is `realm_jax/eval/adaptation.py`.
+"""
+
+import json
+import logging
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+from numpy.typing import NDArray
+
+from realm_jax.data.evidence import Evidence, find_evidence
+from realm_jax.data.examples import salient_sentences
+from realm_jax.data.held_out import HeldOutSentence, held_out_sentences, trained_rows
+from realm_jax.data.questions import Question
+from realm_jax.data.store import PassageStore
+from realm_jax.errors import UserError
+from realm_jax.eval import adaptation as judge
+from realm_jax.eval.format import duration
+from realm_jax.eval.prediction import Evaluator
+from realm_jax.forward import Index
+from realm_jax.models.folders import TOWERS, resolve_model_path, sentence_model
+from realm_jax.models.realm import Params
+from realm_jax.models.router import write_router
+from realm_jax.models.sentence_transformers import PASSAGES, QUERIES, README
+from realm_jax.retrieval.vector_files import write_vectors
+from realm_jax.run import Run
+from realm_jax.sections import task_names
+from realm_jax.storage import exclusive_lock, publish_folder, read_json, write_atomic, write_json_atomic
+from realm_jax.tasks import make_task
+from realm_jax.train.best import primary_metric
+from realm_jax.train.checkpoints import Checkpoints, SavedCheckpoint
+from realm_jax.train.export import write_networks
+from realm_jax.train.init_from import init_from_sources
+from realm_jax.train.loop import train_task
+from realm_jax.train.model_card import model_card
+from realm_jax.train.recipe import checked_run, open_run, preemptible, recipe_tasks, starting_params
+from realm_jax.train.restore import restore, restore_params, saved_vectors
+from realm_jax.train.results import save_bm25_index
+from realm_jax.train.time_plan import seconds_to_embed, step_time, steps_that_fit
+
+logger = logging.getLogger(__name__)
+
+RECORD, MODEL, DATA, REPORT = "adapt.json", "model", "data", "report.html"
+JUDGED = "test"  # the split of given questions: as `dev` they would take the place of held-out documents
+SENTENCES = 1000  # held-out sentences at most: an interval of ± .02 or less
+WANTED = 750  # sentences with a span to hide that the held-out share aims at
+LEAST_SENTENCES = 8
+SHARES = 0.02, 0.2  # of documents that are held out, the least and the most
+LEAST_STEPS = 20  # of a task
+RESERVE = 0.1  # of the minutes, for what the plan does not foresee
+WEIGHTS = (0.25, 0.5, 0.75, 1.0)  # of the trained query tower, beside the start's
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is wanted. settings: what may not change on resume; config: the recipe, with `data.path` and `init_from`;
+    merge: the weight of the trained query tower, None to choose it; spent: seconds that went by already."""
+
+    workdir: Path
+    settings: dict[str, Any]
+    config: ConfigDict
+    minutes: float
+    merge: float | None
+    command: str
+    spent: float = 0.0
+
+
+class Record:
+    """adapt.json: what each stage found, which is not found again."""
+
+    def __init__(self, path: Path, begun: dict[str, Any]) -> None:
+        """begun: what stands there first."""
+        self._path = path
+        self.values: dict[str, Any] = read_json(path) if path.is_file() else begun
+
+    def once(self, stage: str, make: Callable[[], Any]) -> Any:
+        """What the stage found before, or finds now."""
+        if stage not in self.values:
+            began = time.monotonic()
+            found = json.loads(json.dumps(make()))
+            seconds = self.values["seconds"] | {stage: time.monotonic() - began}
+            self.values |= {stage: found, "seconds": seconds}
+            write_json_atomic(self._path, self.values)
+        return self.values[stage]
+
+
+def run_adaptation(request: Request) -> str:
+    """All stages that are not done yet; returns the decision in one line.
+
+    Raises UserError before anything is trained where the documents do not suffice, Preempted after SIGTERM.
+    """
+    with exclusive_lock(request.workdir), preemptible():
+        begun = {"settings": request.settings, "command": request.command, "seconds": {"preparation": request.spent}}
+        record = Record(request.workdir / RECORD, begun)
+        plan = record.once("plan", lambda: make_plan(request))
+        run = open_run(planned_config(request.config, plan), request.workdir)
+        record.once("training", lambda: train(run, plan))
+        measured = record.once("measured", lambda: measure(run, plan, request.merge))
+        params = promote(run, measured)
+        record.once("export", lambda: export(run, params, record.values))
+        write_atomic(request.workdir / REPORT, judge.render_report(record.values))
+    return judge.headline(measured)
+
+
+def check_settings(workdir: Path, settings: dict[str, Any]) -> None:
+    """Raise UserError where a folder is another run, or one of other settings."""
+    path = workdir / RECORD
+    if not path.is_file():
+        if (workdir / "config.json").is_file():
+            raise UserError(f"--output={workdir}: another run lies there; choose another folder")
+        return
+    recorded = read_json(path)["settings"]
+    for name, value in settings.items():
+        if recorded.get(name) != value:
+            was = f"{name} {recorded.get(name)!r}, not {value!r}"
+            raise UserError(f"--output={workdir}: was begun with {was}; give the same, or another --output")
+
+
+def check_model(name: str) -> None:
+    """Raise UserError for what is no folder of sentence-transformers that the towers can have."""
+    folder = resolve_model_path(name, "--from")
+    if sentence_model(folder) is None:
+        raise UserError(
+            f"--from={name}: {folder} does not say how it makes a text a vector (no modules.json with a pooling); name "
+            "a model of sentence-transformers"
+        )
+
+
+# --- plan -------------------------------------------------------------------------------------------------------------
+
+
+def make_plan(request: Request) -> dict[str, Any]:
+    """What is held out, which tasks are trained, and their steps, with the facts that the report gives."""
+    began = time.monotonic()
+    run = checked_run(request.config, request.workdir)
+    check_tasks(run)
+    store, evidence = run.sources.passages, evidence_of(run)
+    share = held_out_share(store, run.lengths.query)
+    sentences = sentences_of(run, evidence, share)
+    check_sentences(request.settings["documents"], len(sentences), share)
+    names, notes = possible_tasks(run, evidence, share)
+    plan = {"held_out": share, "tasks": names, "notes": notes, "steps": {}}
+    run = checked_run(planned_config(request.config, plan), request.workdir)
+    times = measure_times(run, sentences)
+    notes += check_time(request, times, len(store))
+    left = request.minutes * 60 * (1 - RESERVE) - request.spent - (time.monotonic() - began)
+    left -= times["embed"] + times["measure"] + times["compile"]
+    most = {name: run.config[name].steps for name in task_names(run.config)}
+    plan |= {"tasks": ",".join(most), "steps": steps_that_fit(most, times["step"], left, LEAST_STEPS)}
+    return plan | {"estimate": times} | facts_of(run, evidence)
+
+
+def check_sentences(documents: str, count: int, share: float) -> None:
+    """Raise UserError for so few held-out sentences that nothing can be decided."""
+    if count < LEAST_SENTENCES:
+        raise UserError(
+            f"{documents}: {count} sentences of {share:.0%} of the documents stand in no other, and {LEAST_SENTENCES} "
+            "are needed to see whether adaptation helps; add documents that differ"
+        )
+
+
+def check_tasks(run: Run) -> None:
+    """Raise UserError for a task that would move what passages are embedded with."""
+    for task in recipe_tasks(run):
+        if run.model.embedder_names[-1] in task.trained:
+            advice = "set ict.negatives=index and refresh.every=0, or leave the task out of config.tasks"
+            raise UserError(f"config.tasks: {task.name} would move the vectors of passages, which stay here; {advice}")
+
+
+def evidence_of(run: Run) -> Evidence:
+    """The spans that the task `realm` hides, with what is evidence for them."""
+    lengths = run.lengths
+    return find_evidence(run.sources.passages, lengths.query - 2, min(lengths.predictions, lengths.span_width))
+
+
+def sentences_of(run: Run, evidence: Evidence, share: float) -> list[HeldOutSentence]:
+    """The held-out sentences that decide."""
+    sources = run.sources
+    return held_out_sentences(sources.passages, sources.tokenizer, run.lengths.query, share, SENTENCES, evidence)
+
+
+def held_out_share(store: PassageStore, query_length: int) -> float:
+    """The share of documents to hold out, in thousandths: as many as give WANTED sentences, within SHARES."""
+    sentences = len(salient_sentences(store, query_length).rows) or int(store.sentence_counts().sum())
+    least, most = SHARES
+    return round(min(max(WANTED / max(sentences, 1), least), most), 3)
+
+
+def possible_tasks(run: Run, evidence: Evidence, share: float) -> tuple[str, list[str]]:
+    """The tasks that the documents allow, and a note on each that is left out."""
+    kept = trained_rows(run.sources.passages, share)
+    assert kept is not None, "some documents are held out"
+    if run.config.realm.masking != "evidence" or kept[evidence.spans.rows].any():
+        return run.config.tasks, []
+    left = [task.name for task in recipe_tasks(run) if not task.inspects_sentences]
+    if not left:
+        raise UserError(f"{run.config.data.path}: no name stands in two passages that tell of it; add documents")
+    note = "No name stands in two passages that tell of it: nothing was learned from hidden names."
+    logger.warning("%s", note)
+    return ",".join(left), [note]
+
+
+def planned_config(config: ConfigDict, plan: dict[str, Any]) -> ConfigDict:
+    """The recipe with what a plan decided."""
+    found = ConfigDict(config.to_dict())
+    found.tasks, found.evaluation.held_out = plan["tasks"], plan["held_out"]
+    for name, steps in plan["steps"].items():
+        found[name].steps = steps
+    return found
+
+
+def measure_times(run: Run, sentences: Sequence[HeldOutSentence]) -> dict[str, Any]:
+    """Seconds on this machine: to embed the corpus, to compile, of a step of each task, to measure what is compared."""
+    logger.info("measuring how fast this machine is")
+    params = starting_params(run)
+    save_bm25_index(run)
+    some = sentences[:: max(1, len(sentences) // 64)]
+    zeros = run.index(np.zeros((run.context.rows, run.model.vector_size), np.float32))
+    searches = Searches(run, some, [])
+    searches.values(params, zeros, "vectors")  # compiles
+    began = time.monotonic()
+    searches.values(params, zeros, "vectors")
+    query = (time.monotonic() - began) / (2 * len(some))
+    queries = 2 * len(sentences) + len(run.sources.questions.get(JUDGED, []))
+    searched = len(WEIGHTS) + len((judge.START, "start_hybrid", "hybrid"))
+    steps = {task.name: step_time(task, params) for task in recipe_tasks(run)}
+    return {
+        "embed": seconds_to_embed(run, params),
+        "compile": sum(one.first for one in steps.values()),
+        "step": {name: one.later for name, one in steps.items()},
+        "measure": query * queries * searched,
+    }
+
+
+def check_time(request: Request, times: dict[str, Any], rows: int) -> list[str]:
+    """A note where hardly any time is left to train. Raises UserError where twice the minutes would not do."""
+    given, needed = request.minutes * 60, times["embed"] + times["measure"]
+    least = needed + times["compile"] + LEAST_STEPS * sum(times["step"].values())
+    if least <= given * (1 - RESERVE):
+        return []
+    what = f"embedding {rows:,} passages and measuring take about {duration(needed)}"
+    if needed > 2 * given:
+        raise UserError(f"--minutes={request.minutes:g}: {what} here; give more minutes, or fewer documents")
+    note = f"{what[0].upper()}{what[1:]} of --minutes={request.minutes:g}: training is as short as can be."
+    logger.warning("%s", note)
+    return [note]
+
+
+def facts_of(run: Run, evidence: Evidence) -> dict[str, Any]:
+    """What is told of the corpus."""
+    store = run.sources.passages
+    counts = read_json(Path(run.config.data.path) / "PREPARED.json")["counts"]["passages"]
+    return {
+        "passages": len(store),
+        "documents": store.documents,
+        "read": counts["records"],
+        "left_out": counts["dropped"] | counts["damaged"],
+        "fingerprint": store.fingerprint,
+        "spans": len(store.all_spans()),
+        "spans_with_evidence": len(evidence.spans.rows),
+    }
+
+
+# --- train ------------------------------------------------------------------------------------------------------------
+
+
+def train(run: Run, plan: dict[str, Any]) -> dict[str, int]:
+    """The tasks of the plan; returns their steps. Nothing is measured on the way: start and end are compared once."""
+    params = starting_params(run)
+    left = sum(plan["estimate"][name] for name in ("embed", "compile", "measure"))
+    left += sum(plan["estimate"]["step"][name] * steps for name, steps in plan["steps"].items())
+    logger.info("steps: %s; about %s left", plan["steps"], duration(left))
+    for task in recipe_tasks(run):
+        params = train_task(run, task.name, params)
+    return dict(plan["steps"])
+
+
+# --- measure and decide -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Searches:
+    """What parameters are compared by: held-out sentences, and judged questions, which may be none."""
+
+    run: Run
+    sentences: Sequence[HeldOutSentence]
+    judged: Sequence[Question]
+
+    @cached_property
+    def _texts(self) -> tuple[list[Question], list[Question]]:
+        masked, whole = ([one.masked or one.text for one in self.sentences], [one.text for one in self.sentences])
+        return [Question(text, []) for text in masked], [Question(text, []) for text in whole]
+
+    def values(self, params: Params, index: Index, how: str) -> judge.Values:
+        """The measures of a search, one of `sections.SEARCHES`."""
+        found = [Evaluator(self.run, some, how).retrieve(params, index, judge.DEPTH) for some in self._texts]
+        values = judge.sentence_values(self.run.sources.passages, self.sentences, *found)
+        if not self.judged:
+            return values
+        asked = Evaluator(self.run, self.judged, how)
+        judged = asked.recall_values(asked.retrieve(params, index))
+        return values | {f"{JUDGED_QUESTIONS}{name}": found for name, found in judged.items()}
+
+
+JUDGED_QUESTIONS = "judged questions: "
+
+
+def merged(start: Params, trained: Params, weight: float) -> Params:
+    """(1 − weight) × start + weight × trained, array by array."""
+    return jax.tree.map(lambda a, b: ((1 - weight) * a + weight * b).astype(a.dtype), start, trained)
+
+
+def with_query_tower(run: Run, params: Params, start: Params, weight: float) -> Params:
+    """Parameters whose query tower is `merged` with that of the start."""
+    name = run.model.embedder_names[0]
+    return params | {name: merged(start[name], params[name], weight)}
+
+
+def measure(run: Run, plan: dict[str, Any], merge: float | None) -> dict[str, Any]:
+    """The decision and all that the report tables. merge: the weight of the trained query tower, None to choose it."""
+    last, saved = last_checkpoint(run)
+    trained, start = restore_params(run, last, saved), init_from_sources(run, run.initial_params())
+    index = run.index(corpus_vectors(run, last, saved))
+    sentences = sentences_of(run, evidence_of(run), plan["held_out"])
+    searches = Searches(run, sentences, run.sources.questions.get(JUDGED, []))
+    counts, left = (len(sentences), len(searches.judged)), duration(plan["estimate"]["measure"])
+    logger.info("measuring on %d held-out sentences and %d questions; about %s left", *counts, left)
+    before = searches.values(start, index, "vectors")
+    weights = sorted({*WEIGHTS} if merge is None else {merge, 1.0})
+    towers = {weight: with_query_tower(run, trained, start, weight) for weight in weights}
+    found = {weight: searches.values(params, index, "vectors") for weight, params in towers.items()}
+    decision = decide(before, found, merge)
+    weight = decision["weight"]
+    rows = {
+        judge.START: before,
+        "adapted": found[1.0],
+        "merged": found[weight],
+        "bm25": searches.values(start, index, "bm25"),
+        "start_hybrid": searches.values(start, index, "hybrid"),
+        "hybrid": searches.values(towers[weight], index, "hybrid"),
+    }
+    table = {name: {m: judge.compare(before[m], values[m]) for m in before} for name, values in rows.items()}
+    examples = judge.examples(run.sources.passages, sentences, before, found[weight])
+    return decision | {"table": table, "examples": examples}
+
+
+def decide(before: judge.Values, found: dict[float, judge.Values], merge: float | None) -> dict[str, Any]:
+    """The weight, and whether it is promoted: {"promoted", "weight", "gain", "judged"}.
+
+    A weight is chosen on every second held-out sentence and judged on the others; one that is given, on all.
+    """
+    places = np.arange(len(before[judge.GAIN]))
+    chosen_on, judged_on = places % 2 == 0, (places % 2 == 1) | (merge is not None)
+    weight = merge or judge.choose_weight({w: values[judge.GAIN] for w, values in found.items()}, chosen_on)
+    gain = judge.compare(before[judge.GAIN][judged_on], found[weight][judge.GAIN][judged_on])
+    judged = compare_judged(before, found[weight])
+    return {"promoted": judge.is_better(gain, judged), "weight": weight, "gain": gain, "judged": judged}
+
+
+def compare_judged(before: judge.Values, after: judge.Values) -> dict[str, Any]:
+    """What judged questions say of the change, by the recall that a retriever is judged by; {} without any."""
+    known = {name.removeprefix(JUDGED_QUESTIONS): name for name in before if name.startswith(JUDGED_QUESTIONS)}
+    measure = primary_metric(known)
+    return {"measure": measure} | judge.compare(before[known[measure]], after[known[measure]]) if measure else {}
+
+
+def last_checkpoint(run: Run) -> tuple[str, SavedCheckpoint]:
+    """The last task, once it is trained, and its newest checkpoint."""
+    last = task_names(run.config)[-1]
+    saved = SavedCheckpoint.newest(run.workdir / last / "checkpoints")
+    assert saved is not None, "training is done"
+    return last, saved
+
+
+def corpus_vectors(run: Run, last: str, saved: SavedCheckpoint) -> NDArray:
+    """The vectors of all passages, [rows, width]."""
+    vectors = saved_vectors(run, last, saved)
+    assert vectors is not None, "the document tower stays"
+    return vectors
+
+
+# --- promote and export -----------------------------------------------------------------------------------------------
+
+
+def promote(run: Run, measured: dict[str, Any]) -> Params:
+    """Make what was decided what the run answers with: a checkpoint of its last task, one step after its last, which
+    differs in the query tower alone. Returns the parameters there; does nothing where it is done."""
+    last, saved = last_checkpoint(run)
+    steps = run.config[last].steps
+    if saved.step > steps:
+        return restore_params(run, last, saved)
+    task, start = make_task(last, run), init_from_sources(run, run.initial_params())
+    found = restore(task, saved, run.abstract_params)
+    weight = measured["weight"] if measured["promoted"] else 0.0
+    params = with_query_tower(run, found.state.params, start, weight)
+    state = found.state._replace(trained={name: params[name] for name in task.trained})
+    index = {"vectors": run.index(corpus_vectors(run, last, saved)).vectors}
+    with Checkpoints(run.workdir / last / "checkpoints", keep=1) as checkpoints:
+        checkpoints.save(steps + 1, state, index, saved.record, wait=True)
+    return params
+
+
+def export(run: Run, params: Params, record: dict[str, Any]) -> list[str]:
+    """DIR/model and the files of vectors; returns their names."""
+    folder = run.workdir
+    if not (folder / MODEL).is_dir():
+        with tempfile.TemporaryDirectory(prefix=f".{MODEL}.", suffix=".partial", dir=folder) as work:
+            write_model(Path(work) / MODEL, run, params, record)
+            publish_folder(Path(work) / MODEL, folder / MODEL)
+    return [MODEL, *write_vectors(folder, run.sources.passages, corpus_vectors(run, *last_checkpoint(run)))]
+
+
+def write_model(folder: Path, run: Run, params: Params, record: dict[str, Any]) -> None:
+    """A folder of sentence-transformers: a Router of both towers, or the start's own modules where it is kept."""
+    if record["measured"]["promoted"]:
+        towers = {name: params[name] for name in TOWERS}
+        folder.mkdir()
+        write_networks(folder, run.config, run.model, towers, run.sources.tokenizer)
+        write_router(folder, dict(zip((QUERIES, PASSAGES), (folder / name for name in TOWERS), strict=True)))
+    else:
+        shutil.copytree(resolve_model_path(record["settings"]["from"], "--from"), folder)
+    (folder / README).write_text(model_card(record, run), "utf-8")

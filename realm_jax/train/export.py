@@ -1,0 +1,63 @@
+"""A run's networks as folders that Hugging Face's library opens: of `realm weights export` and `realm adapt`.
+
+Names are those of `realm_jax/models/weights.py`; what a tower is to sentence-transformers is written by
+`realm_jax/models/sentence_transformers.py`.
+"""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from realm_jax.assemble import tower_lengths
+from realm_jax.data.tokenizer import Tokenizer
+from realm_jax.models.folders import READER, SHARED
+from realm_jax.models.realm import Params, Realm
+from realm_jax.models.sentence_transformers import (
+    ENCODER_SECTION,
+    PASSAGES,
+    QUERIES,
+    TRAINED_READER,
+    mark_not_a_sentence_encoder,
+    write_modules,
+)
+from realm_jax.models.weights import bert_of, networks, save, settings_of
+
+
+def write_networks(
+    folder: Path, config: ConfigDict, model: Realm, params: Params, tokenizer: Tokenizer, names: str = "bert",
+    reads: bool = True, own_reader_tokenizer: Tokenizer | None = None,
+) -> None:  # fmt: skip
+    """Write every network of `params` into a folder of its own in `folder`. names: 'bert' or 'realm'.
+
+    reads: whether the reader was trained with questions; recorded, so that a run that begins with it knows.
+    own_reader_tokenizer: its tokenizer, where it has its own.
+    """
+    encoder = config.encoder.to_dict() | {"temperature": model.current_temperature(params)}
+    for network, parts in networks(model).items():
+        if network not in params:
+            continue
+        place, own = folder / network, jax.tree.map(np.asarray, params[network])
+        own_tokens = own_reader_tokenizer if network == READER and own_reader_tokenizer else tokenizer
+        settings = settings_of(model, network, names) | {"pad_token_id": own_tokens.pad_id}
+        settings |= {TRAINED_READER: reads} if network == READER else {ENCODER_SECTION: encoder}
+        save(place, own, parts, names, settings)
+        save_tokenizer(place, own_tokens, bert_of(model, network).max_length)
+        if names == "bert" and network != READER:
+            write_modules(place, model, own, encoder, _inputs(config, model, network))
+        else:
+            mark_not_a_sentence_encoder(place)
+
+
+def _inputs(config: ConfigDict, model: Realm, network: str) -> dict[str, int]:
+    """What a tower is for → word pieces of its longest input."""
+    query, document = tower_lengths(config, model.query_template, model.passage_template)
+    lengths = {QUERIES: query, PASSAGES: document}
+    return lengths if network == SHARED else {purpose: lengths[purpose] for purpose in lengths if purpose in network}
+
+
+def save_tokenizer(folder: Path, tokenizer: Tokenizer, length: int) -> None:
+    """What transformers needs."""
+    for name, content in tokenizer.pretrained_files(length).items():
+        (folder / name).write_bytes(content)

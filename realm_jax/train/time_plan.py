@@ -1,0 +1,71 @@
+"""How many steps fit in the minutes that there are, measured before the first one on the machine that takes them.
+
+Not for promises: the estimate is of a machine that does nothing else. Read next: `adaptation.py`.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from realm_jax.data.examples import batches
+from realm_jax.models.realm import Params
+from realm_jax.retrieval.embed import CorpusRows
+from realm_jax.run import Run, local_rows, make_global_batch
+from realm_jax.tasks.base import Task
+from realm_jax.train.step import ControlWords, make_step, put_control, start_state
+
+SAMPLE = 256  # passages that are embedded to see how long it takes
+STEPS = 3  # of each task, after the first
+
+
+class StepTime(NamedTuple):
+    """Seconds of a task's first step, which is compiled anew whenever its steps are others, and of each later one."""
+
+    first: float
+    later: float
+
+
+def seconds_of(work: Callable[[], Any]) -> float:
+    """How long something takes, once it is compiled."""
+    jax.block_until_ready(work())
+    began = time.monotonic()
+    jax.block_until_ready(work())
+    return time.monotonic() - began
+
+
+def seconds_to_embed(run: Run, params: Params) -> float:
+    """How long the corpus takes, by SAMPLE passages spread evenly over it."""
+    count = min(SAMPLE, run.context.rows)
+    rows = np.linspace(0, run.context.rows - 1, count).astype(int)
+    sample = CorpusRows(*(part[rows] for part in run.corpus))
+    return seconds_of(lambda: run.embed(params, rows=sample)) * run.context.rows / count
+
+
+def step_time(task: Task, params: Params) -> StepTime:
+    """How long steps of a task take that search vectors which stay; what the vectors hold makes no difference."""
+    run, size = task.run, task.settings.batch_size
+    zeros = np.zeros((run.context.rows, run.model.vector_size), np.float32)
+    rows = local_rows(run.mesh, size)
+    stream = batches(task.examples(params, lambda: zeros), run.config.seed, task.stream, size, 0, 1 + STEPS, rows)
+    step, index, control = make_step(task), run.index(zeros), put_control(run.mesh, ControlWords())
+    state, seconds = start_state(task, jax.tree.map(jnp.copy, params)), list[float]()
+    for batch in stream:
+        began = time.monotonic()
+        state, _ = step(state, make_global_batch(run.mesh, batch, rows, size), index, control)
+        jax.block_until_ready(state)
+        seconds.append(time.monotonic() - began)
+    return StepTime(seconds[0], float(np.median(seconds[1:])))
+
+
+def steps_that_fit(most: Mapping[str, int], each: Mapping[str, float], seconds: float, least: int) -> dict[str, int]:
+    """Steps of each task: the same share of its `most`, as large as fits, and `least` at least.
+
+    each: seconds of a step.
+    """
+    whole = sum(most[name] * each[name] for name in most)
+    share = min(1.0, max(0.0, seconds) / whole) if whole else 1.0
+    return {name: max(min(least, count), int(count * share)) for name, count in most.items()}

@@ -1,0 +1,299 @@
+"""`realm adapt` in small: sixty made articles and an encoder of one layer, from documents to a folder of weights."""
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from tiny import loud_params
+from tiny_run import tiny_config, write_lines
+from weight_folders import edit_settings, save_network
+
+from realm_jax.assemble import make_model, make_run
+from realm_jax.cli import main as cli
+from realm_jax.cli.prepare import prepare
+from realm_jax.data.examples import query_arrays
+from realm_jax.data.sources import open_sources
+from realm_jax.errors import UserError
+from realm_jax.eval import adaptation as judge
+from realm_jax.models.realm import Params
+from realm_jax.storage import read_json
+from realm_jax.train import adaptation, recipe, workdir
+from realm_jax.train.init_from import init_from_sources
+from realm_jax.train.time_plan import steps_that_fit
+from realm_jax.train.trained_run import open_run_for_inference, restore
+
+STEMS, ENDINGS = [f"{a}{b}" for a in "bdfgklmnprstvwz" for b in "aeiou"], ("ard", "lo", "nt", "eck", "sk", "mm")
+WORDS = [stem + ending for stem in STEMS for ending in ENDINGS]
+NAMES = [f"{first} {last}" for first in ("Ada", "Karl", "Marie", "Alan") for last in ("Moss", "Reed", "Stone", "Wolf")]
+LIBRARY = "sentence_transformers.models."
+SIZES = {
+    "data.query_length": 32,
+    "data.document_length": 64,
+    "ict.steps": 3,
+    "ict.batch_size": 4,
+    "realm.steps": 3,
+    "realm.batch_size": 4,
+    "qa.beam": 8,
+    "log.every": 1,
+}
+
+
+def article(number: int, rng: np.random.Generator) -> dict[str, str]:
+    """Two sentences of words drawn at random, and what is told of a name in two articles in most of the same words."""
+    said = [rng.choice(WORDS, size=7, replace=False) for _ in range(2)]
+    sentences = [f"The {one[0]} of {rng.choice(NAMES)} was {' '.join(one[1:])}." for one in said]
+    name = number % len(NAMES)
+    fact = rng.permutation(WORDS[8 * name : 8 * name + 8])[: rng.integers(4, 8)]
+    text = " ".join([*sentences, f"Once {NAMES[name]} had {' '.join(fact)}."])
+    return {"id": f"a{number}", "title": f"Life {number}", "text": text}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_device():
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (recipe, workdir):
+            patch.setattr(module, "make_run", partial(make_run, devices=jax.devices()[:1]))
+        yield
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory) -> Path:
+    rng = np.random.default_rng(0)
+    path = tmp_path_factory.mktemp("documents") / "articles.jsonl"
+    return write_lines(path, [article(number, rng) for number in range(60)])
+
+
+@pytest.fixture(scope="module")
+def encoder(documents) -> Path:
+    """A folder of sentence-transformers without anything that was trained."""
+    prepare(documents, documents.parent / "vocabulary", vocabulary_size=600, limit=64, workers=1)
+    tokenizer = open_sources(documents.parent / "vocabulary").tokenizer
+    config = tiny_config(documents.parent / "vocabulary")
+    config.data.update(query_length=33, document_length=64)
+    model = make_model(config, tokenizer.size)
+    folder = save_network(documents.parent / "encoder", model, "reader", loud_params(model, 0), parts=1)
+    tokenizer.save(folder)
+    edit_settings(folder, retriever_proj_size=None, projection_layer_norm_eps=None)
+    kinds = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+    modules = [{"path": path, "type": LIBRARY + kind} for kind, path in kinds.items()]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    pooling = {"word_embedding_dimension": 16, "pooling_mode_mean_tokens": True}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    return folder
+
+
+def adapt(documents: Path, encoder: Path, output: Path, *arguments: str) -> int:
+    overrides = [f"--config.{key}={value}" for key, value in SIZES.items()]
+    return cli.main(["adapt", str(documents), f"--from={encoder}", f"--output={output}", *overrides, *arguments])
+
+
+@pytest.fixture(scope="module")
+def questions(documents) -> Path:
+    """Judged questions: the words of a passage."""
+    articles = [json.loads(line) for line in documents.read_text().splitlines()[:12]]
+    asked = [{"question": one["text"][:60], "answers": [], "gold_passage_id": one["id"]} for one in articles]
+    return write_lines(documents.parent / "questions.jsonl", asked)
+
+
+@pytest.fixture(scope="module")
+def done(documents, encoder, questions, tmp_path_factory) -> Path:
+    """A finished adaptation, promoted whatever it is worth."""
+    output = tmp_path_factory.mktemp("adapted") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(judge, "is_better", lambda gain, judged: True)
+        assert adapt(documents, encoder, output, f"--questions={questions}", "--merge=0.5") == 0
+    return output
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Name → content of all files of a model but its card, which names its folder."""
+    found = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+    return {name: path.read_bytes() for name, path in found.items() if name != "README.md"}
+
+
+def query_tower(run: Path) -> Params:
+    """What the run answers with."""
+    opened = open_run_for_inference(run)
+    return restore(opened, warn=False).params[opened.model.embedder_names[0]]
+
+
+def test_from_documents_to_a_model_and_a_report(done, capsys):
+    record = read_json(done / "adapt.json")
+    assert record["plan"]["steps"] == {"ict": 3, "realm": 3}
+    start = record["measured"]["table"]["start"]
+    assert start["mean_recall@5"]["queries"] >= 8 and start["evidence_recall@5"]["queries"] > 0
+    assert start["judged questions: recall@5"]["queries"] == 12
+    page, card = (done / "report.html").read_text(), (done / "model" / "README.md").read_text()
+    assert "Adapted: 0.5 × start + 0.5 × trained query tower" in page and "Adapted: 0.5 ×" in card
+    assert "http:" not in page and "https:" not in page and record["plan"]["fingerprint"] in card
+    assert np.load(done / "vectors.npy").shape == (60, 16)
+    assert cli.main(["ask", f"--workdir={done}", "What was Ada Moss?"]) == 0
+    assert "found by" in capsys.readouterr().out
+
+
+def test_what_answers_is_half_of_the_start_and_half_of_what_was_trained(done):
+    run = open_run_for_inference(done)
+    start = init_from_sources(run, run.initial_params())["query_embedder"]
+    trained = adaptation.merged(start, query_tower(done), 2.0)  # of w = ½, so that twice its way is all of it
+    half = adaptation.merged(start, trained, 0.5)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), half, query_tower(done))
+    assert max(jax.tree.leaves(jax.tree.map(lambda a, b: float(abs(a - b).max()), start, trained))) > 0
+
+
+def test_weights_between_two_are_their_weighted_mean():
+    start, trained = {"a": np.float32([1, 2])}, {"a": np.float32([3, 6])}
+    assert adaptation.merged(start, trained, 0.25)["a"].tolist() == [1.5, 3.0]
+    assert adaptation.merged(start, trained, 0.0)["a"].tolist() == [1, 2]
+
+
+def test_a_cut_after_every_stage_changes_no_bit(done, documents, encoder, questions, monkeypatch):
+    """A second run in the place of the first breaks off again and again; it then has the same files."""
+    wanted, vectors = files(done / "model"), (done / "vectors.npy").read_bytes()
+    kept = done.rename(done.with_name("kept"))
+    monkeypatch.setattr(judge, "is_better", lambda gain, judged: True)
+    arguments = documents, encoder, done, f"--questions={questions}", "--merge=0.5"
+    try:
+        for stage in ("make_plan", "train_task", "train", "measure", "promote", "write_model", "write_vectors"):
+            with monkeypatch.context() as patch:
+                patch.setattr(adaptation, stage, breaks_off(getattr(adaptation, stage)))
+                with pytest.raises(KeyError, match="power failure"):
+                    adapt(*arguments)
+            assert not (done / "report.html").exists()
+        assert adapt(*arguments) == 0
+        assert files(done / "model") == wanted and (done / "vectors.npy").read_bytes() == vectors
+    finally:
+        shutil.rmtree(done)
+        kept.rename(done)
+
+
+def breaks_off(work: Any) -> Any:
+    """A stage that ends badly when it is done; of several tasks the first is done."""
+
+    def cut(*arguments: Any) -> None:
+        work(*arguments)
+        raise KeyError("power failure")
+
+    return cut
+
+
+def test_the_start_is_kept_where_adaptation_is_worse(documents, encoder, tmp_path, monkeypatch, capsys):
+    """Judged as if what was trained found nothing."""
+    honest = judge.compare
+    monkeypatch.setattr(judge, "compare", lambda before, after: honest(before, after * 0))
+    assert adapt(documents, encoder, tmp_path / "run") == 0
+    assert capsys.readouterr().out.splitlines()[-4].startswith("Start kept: ")
+    assert "Start kept: " in (tmp_path / "run" / "report.html").read_text()
+    start = {name: content for name, content in files(encoder).items()}
+    assert files(tmp_path / "run" / "model") == start
+    run = open_run_for_inference(tmp_path / "run")
+    first = init_from_sources(run, run.initial_params())["query_embedder"]
+    jax.tree.map(np.testing.assert_array_equal, first, query_tower(tmp_path / "run"))
+
+
+def test_only_what_is_better_beyond_doubt_and_not_worse_when_judged_is_promoted():
+    better, unsure = {"low": 0.01, "high": 0.03}, {"low": -0.01, "high": 0.03}
+    assert judge.is_better(better, {}) and judge.is_better(better, unsure)
+    assert not judge.is_better(unsure, {}) and not judge.is_better({"low": None, "high": None}, {})
+    assert not judge.is_better(better, {"low": -0.03, "high": -0.01})
+
+
+def test_steps_fit_the_time_and_keep_their_proportion():
+    most, each = {"ict": 1000, "realm": 500}, {"ict": 0.1, "realm": 0.4}
+    assert steps_that_fit(most, each, 150.0, 20) == {"ict": 500, "realm": 250}
+    assert steps_that_fit(most, each, 1e6, 20) == most
+    assert steps_that_fit(most, each, -5.0, 20) == {"ict": 20, "realm": 20}
+    assert steps_that_fit({"ict": 3}, {"ict": 1.0}, 0.0, 20) == {"ict": 3}
+
+
+def test_a_corpus_that_takes_too_long_is_told_or_refused(caplog):
+    request = adaptation.Request(Path(), {}, None, minutes=1.0, merge=None, command="")
+    times = {"measure": 5.0, "compile": 2.0, "step": {"ict": 0.1}}
+    assert adaptation.check_time(request, times | {"embed": 40.0}, 1000) == []
+    (note,) = adaptation.check_time(request, times | {"embed": 100.0}, 1000)
+    assert note.startswith("Embedding 1,000 passages and measuring take about 1 min 45 s of --minutes=1: training is")
+    with pytest.raises(UserError, match="--minutes=1: embedding 1,000 passages .* here; give more minutes, or fewer"):
+        adaptation.check_time(request, times | {"embed": 200.0}, 1000)
+
+
+def fails(capsys, *arguments: Any) -> str:
+    """The one line of an adaptation that is refused."""
+    assert adapt(*arguments) == 2
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+def test_what_cannot_be_adapted_is_said_before_training(documents, encoder, tmp_path, capsys):
+    lines = [json.loads(line) for line in documents.read_text().splitlines()]
+    (tmp_path / "empty").mkdir()
+    one = write_lines(tmp_path / "one.jsonl", lines[:1])
+    alike = write_lines(tmp_path / "alike.jsonl", [lines[0] | {"id": f"a{number}"} for number in range(60)])
+    assert "empty" in fails(capsys, tmp_path / "empty", encoder, tmp_path / "a")
+    assert "the corpus has 1 passages" in fails(capsys, one, encoder, tmp_path / "b")
+    assert "0 sentences of 20% of the documents stand in no other" in fails(capsys, alike, encoder, tmp_path / "c")
+    assert not any((tmp_path / name / "ict").exists() for name in "abc")
+
+
+def test_a_model_that_does_not_say_how_it_pools_is_refused(documents, encoder, tmp_path, capsys):
+    plain = tmp_path / "plain"
+    shutil.copytree(encoder, plain)
+    (plain / "modules.json").unlink()
+    assert "does not say how it makes a text a vector" in fails(capsys, documents, plain, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_run_or_other_settings_are_refused(done, documents, encoder, tmp_path, capsys):
+    said = fails(capsys, documents, encoder, done, "--merge=0.25")
+    assert "was begun with questions" in said and "give the same, or another --output" in said
+    (tmp_path / "config.json").write_text("{}")
+    assert "another run lies there" in fails(capsys, documents, encoder, tmp_path)
+    assert "--merge=2: give a weight" in fails(capsys, documents, encoder, tmp_path / "new", "--merge=2")
+    moving = "--config.ict.negatives=batch", "--config.tasks=ict"
+    assert "ict would move the vectors of passages" in fails(capsys, documents, encoder, tmp_path / "new", *moving)
+    assert "--minutes=0: give a number above 0" in fails(capsys, documents, encoder, tmp_path / "new", "--minutes=0")
+
+
+def test_without_names_sentences_alone_are_learned_from(encoder, tmp_path):
+    rng = np.random.default_rng(1)
+    texts = [[f"The {' '.join(rng.choice(WORDS, size=8, replace=False))}." for _ in range(3)] for _ in range(60)]
+    articles = [{"id": f"a{n}", "title": "", "text": " ".join(text)} for n, text in enumerate(texts)]
+    assert adapt(write_lines(tmp_path / "plain.jsonl", articles), encoder, tmp_path / "run") == 0
+    record = read_json(tmp_path / "run" / "adapt.json")
+    assert record["plan"]["steps"] == {"ict": 3} and "No name stands in two passages" in record["plan"]["notes"][0]
+    assert record["measured"]["table"]["start"]["evidence_recall@5"] == {"queries": 0}
+
+
+def test_the_exported_folder_gives_our_vectors_in_sentence_transformers(done):
+    pytest.importorskip("torch")
+    library = pytest.importorskip("sentence_transformers")
+    model = library.SentenceTransformer(str(done / "model"), device="cpu")
+    run = open_run_for_inference(done)
+    trained = restore(run, warn=False)
+    store = run.sources.passages
+    texts = [f"{store.title(row)} {store.text(row)}" for row in range(len(store))]
+    np.testing.assert_allclose(model.encode_document(texts), np.load(done / "vectors.npy"), atol=1e-4)
+    np.testing.assert_array_equal(model.encode(texts[:4]), model.encode_document(texts[:4]))
+    asked = [store.text(row)[:40] for row in range(8)]
+    queries = [query_arrays(run.sources.tokenizer.encode(text).ids, 32, run.sources.tokenizer) for text in asked]
+    ids, lengths = np.stack([one["query"] for one in queries]), np.array([one["query_length"] for one in queries])
+    ours = run.model.query_vectors(trained.params, ids, lengths)
+    np.testing.assert_allclose(model.encode_query(asked), ours, atol=1e-4)
+    assert abs(model.encode_query(asked) - model.encode_document(asked)).max() > 1e-5
+
+
+def test_the_index_of_faiss_finds_what_we_find(done, tmp_path):
+    faiss = pytest.importorskip("faiss")
+    index, vectors = faiss.read_index(str(done / "index.faiss")), np.load(done / "vectors.npy")
+    np.testing.assert_array_equal(index.search(vectors, 1)[1][:, 0], np.arange(60))
+
+
+def test_the_table_of_vectors_has_the_passages(done):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = parquet.read_table(done / "vectors.parquet").to_pylist()
+    vectors = np.load(done / "vectors.npy")
+    assert {row["id"] for row in rows} == {f"a{number}" for number in range(60)}
+    np.testing.assert_array_equal(np.float32([row["vector"] for row in rows]), vectors)
