@@ -105,7 +105,7 @@ BAD = [
     ("realm.retriever_start", -1),
     ("qa.objective", "both"),
     ("realm.candidates", 1),
-    ("refresh.every", 0),
+    ("refresh.every", -1),
     ("realm.steps", 0),
     ("qa.batch_size", 0),
     ("mlm.learning_rate", 0.0),
