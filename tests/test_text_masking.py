@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realm_jax.data.masking import KINDS, Masked, mask, predictions_needed
+from realm_jax.data.masking import KINDS, OF_SPANS, Masked, mask, predictions_needed
 from realm_jax.errors import UserError
 
 
@@ -102,13 +102,13 @@ def test_masks_of_any_sentence_can_be_undone_and_repeated(kind, length, spans, m
     reach = length if room is None else min(length, room)
     fits = [(first, last) for first, last in spans.tolist() if 0 <= first < last <= reach]
     if result is None or again is None:
-        assert result is again and not (fits if kind == "salient" else reach)
+        assert result is again and not (fits if kind in OF_SPANS else reach)
         return
     assert all((one == other).all() for one, other in zip(result, again, strict=True))
     assert (np.diff(result.positions) > 0).all() and 0 < len(result.positions) <= most
     assert result.positions[-1] < reach
     hidden = np.flatnonzero(result.ids != ids)
-    if kind == "salient":
+    if kind in OF_SPANS:
         assert (hidden[0], hidden[-1] + 1) in fits and len(hidden) == hidden[-1] + 1 - hidden[0]
         assert result.positions.tolist() == hidden[:most].tolist()
     else:
@@ -124,7 +124,7 @@ def test_predictions_are_sized_to_the_kind() -> None:
 
 
 def test_an_unknown_kind_is_an_error_that_lists_the_kinds() -> None:
-    with pytest.raises(UserError, match="masking 'salent'.*salient, uniform, random_span"):
+    with pytest.raises(UserError, match="masking 'salent'.*salient, evidence, uniform, random_span"):
         mask("salent", [5], NO_SPANS, generator(), VOCABULARY, 10)
     with pytest.raises(UserError, match="no such kind"):
         predictions_needed("", 5)

@@ -57,7 +57,7 @@ EXAMPLES = """examples:
   realm prepare --passages 'enwiki-20261101/*.xml*.bz2' --vocab vocab.txt --output data
   realm prepare --passages psgs_w100.tsv.gz --questions train=nq-train.json dev=nq-dev.json --output data
   realm prepare --passages wiki.jsonl --questions tfds:open_qa/web_questions --output data
-  realm prepare --passages scifact.jsonl --questions scifact --output data      judged questions, BEIR's folder
+  realm prepare --passages scifact.jsonl --questions scifact --output data      judged questions in the folder of BEIR
   realm prepare --output data --reader-vocab tokenizer.json      for a reader with a tokenizer of its own
   realm prepare --passages tfds:wikipedia/20230601.en --pretraining 'news:cc-news/*.jsonl.gz' --vocab vocab.txt \\
       --output data
