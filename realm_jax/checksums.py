@@ -70,11 +70,13 @@ def sums(x: Array) -> Array:
 
 def _started(x: Array) -> Array:
     """`sums` of an array under way. Several CPU devices share a pool of threads, in which programs that wait for one
-    another would take each other's places for ever: there it is done."""
-    found, devices = sums(x), jax.tree.leaves(x.devices())
-    if len(devices) > 1 and devices[0].platform == "cpu":
-        found.block_until_ready()
-    return found
+    another would take each other's places for ever, and those of what makes the array: there one is done at a time."""
+    devices = jax.tree.leaves(x.devices())
+    alone = len(devices) > 1 and devices[0].platform == "cpu"
+    if alone:
+        x.block_until_ready()
+    found = sums(x)
+    return found.block_until_ready() if alone else found
 
 
 def _add(sums: tuple[Array, Array], others: tuple[Array, Array]) -> tuple[Array, Array]:
