@@ -258,10 +258,11 @@ def query_shapes(run: Run, bert: BertConfig | None = None, name: str = "query") 
     return {name: ((run.lengths.query,), ids), f"{name}_length": ((), np.int32)}
 
 
-def asked_shapes(run: Run) -> Shapes:
-    """Of a text that is searched for and read: its query, and that of a reader with a tokenizer of its own."""
-    own = {} if run.context.reader_special is None else query_shapes(run, run.model.reader.bert, "reader_query")
-    return query_shapes(run) | own
+def asked_shapes(run: Run, apart: bool | None = None) -> Shapes:
+    """Of a text that is searched for and read. apart: whether the reader's query is another than the retriever's, by
+    default where it has a tokenizer of its own."""
+    apart = run.context.reader_special is not None if apart is None else apart
+    return query_shapes(run) | (query_shapes(run, run.model.reader.bert, "reader_query") if apart else {})
 
 
 def question_shapes(run: Run, bm25_depth: int) -> Shapes:

@@ -148,6 +148,17 @@ class RealmTask(Task):
     def searches(self) -> set[str]:
         return {self.question_search, self.context.search}
 
+    @property
+    def points(self) -> bool:
+        """Whether the reader points at what is hidden. The retriever then never sees [MASK]: an encoder of sentences
+        does not know it, and no question has it."""
+        return self.context.marginal == "span"
+
+    @property
+    def asks_otherwise(self) -> bool:
+        """Whether the retriever's query has other tokens than the reader's."""
+        return self.points or self.context.reader_special is not None
+
     def check_data(self) -> None:
         if self.run.config.realm.masking == "evidence" and not self.run.sources.pretraining_is_corpus:
             raise UserError(
@@ -161,12 +172,12 @@ class RealmTask(Task):
     def masked_examples(self, masking: str, kept: NDArray[np.bool_] | None = None) -> Examples:
         """Its examples with any masking; kept: as of the function of this name."""
         run, read = self.run, self.run.sources.for_reader
-        query = None if run.sources.reader is None else partial(retriever_query, run.sources, run.lengths)
+        query = partial(retriever_query, run.sources, run.lengths, self.points) if self.asks_otherwise else None
         own, find = run.sources.pretraining_is_corpus, run.find_sentence
         return masked_examples(read.pretraining, read.tokenizer, run.lengths, masking, own, find, kept, query)
 
     def array_shapes(self) -> Shapes:
-        masked = masked_shapes(self.run, asked_shapes(self.run))
+        masked = masked_shapes(self.run, asked_shapes(self.run, self.asks_otherwise))
         sentence: Shapes = {"sentence": masked["query"], "sentence_length": ((), np.int32)}
         own: Shapes = {"own_row": ((), np.int32)}
         return masked | sentence | own | bm25_shapes(self.bm25_depth)
@@ -258,8 +269,8 @@ def masked_examples(
     (else −1).
     The sentence is that of a span chosen uniformly over those of the passage, as in the reference, where spans are
     hidden; else any. find: the list of BM25 for the words that are left, where that comes with an example. kept: rows
-    that may be trained on, bool [rows]; None for all. query: makes the retriever's query, where the tokens of `store`
-    are those of the reader alone.
+    that may be trained on, bool [rows]; None for all. query: makes the retriever's query, where the masked sentence is
+    the reader's alone.
     """
     room = lengths.query - 2
     rows, sentences_of = _maskable(store, lengths, kind)
@@ -298,18 +309,28 @@ def hidden_places(arrays: Example) -> NDArray[np.int64]:
     return np.union1d(changed, arrays["positions"][arrays["weights"] > 0] - 1)
 
 
-def retriever_query(sources: Sources, lengths: Lengths, row: int, number: int, hidden: NDArray[np.int64]) -> Example:
+def retriever_query(
+    sources: Sources, lengths: Lengths, leave_out: bool, row: int, number: int, hidden: NDArray[np.int64]
+) -> Example:
     """A sentence of the pre-training text in the retriever's tokens, with [MASK] for each that has a character which is
-    hidden from the reader; and the whole sentence, by which its own passage is known.
+    hidden from the reader, or with `leave_out` without these; and the whole sentence, by which its own passage is
+    known.
 
     hidden: places in the sentence, in the reader's tokens.
     """
-    own, (reader, _, read) = sources.tokenizer, sources.for_reader
-    text, (start, end) = sources.pretraining.text(row), read.sentences(row)[number]
-    first, last = sources.pretraining.sentences(row)[number]
-    whole = sources.pretraining.body_tokens(row)[first:last]
-    shown = reader.tokens([text])[0].part(start, end)
-    ids = hidden_tokens(own, text, shown, hidden) if len(shown.ids) else whole
+    own, pretraining = sources.tokenizer, sources.pretraining
+    first, last = pretraining.sentences(row)[number]
+    whole = pretraining.body_tokens(row)[first:last]
+    if sources.reader is None:
+        ids = whole.astype(np.int32)
+        ids[hidden] = own.mask_id
+    else:
+        reader, _, read = sources.for_reader
+        text, (start, end) = pretraining.text(row), read.sentences(row)[number]
+        shown = reader.tokens([text])[0].part(start, end)
+        ids = hidden_tokens(own, text, shown, hidden) if len(shown.ids) else whole
+    if leave_out and (ids != own.mask_id).any():
+        ids = ids[ids != own.mask_id]
     sentence = np.zeros(lengths.query, own.dtype)
     sentence[: min(len(whole), lengths.query)] = whole[: lengths.query]
     arrays = {"sentence": sentence, "sentence_length": np.int32(min(len(whole), lengths.query))}
