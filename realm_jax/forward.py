@@ -115,6 +115,17 @@ class StepContext:
         """Whether words alone find the passages of a question."""
         return self.qa_search == "bm25"
 
+    @property
+    def points(self) -> bool:
+        """Whether the reader points at what is hidden. The retriever then never sees [MASK]: an encoder of sentences
+        does not know it, and no question has it."""
+        return self.marginal == "span"
+
+    @property
+    def asks_otherwise(self) -> bool:
+        """Whether the retriever's query of a masked sentence has other tokens than the reader's."""
+        return self.points or self.reader_special is not None
+
 
 # --- search -----------------------------------------------------------------------------------------------------------
 
@@ -234,7 +245,7 @@ def read_masked(context: StepContext, params: Params, batch: Batch, index: Index
     keys = dropout_keys(key, 2)
     stored = found.rows if context.frozen_documents else None
     scores = candidate_scores(context, params, batch, documents, keys[0], index, stored)
-    if context.marginal == "span":
+    if context.points:
         rows = jnp.where(found.valid, found.rows, -1)  # the own passage would take the place of another
         log_p, right = point_at_targets(context, params, batch, take_for_reader(index, rows), keys[1])
     else:

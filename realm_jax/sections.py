@@ -351,7 +351,8 @@ def answering_of(config: ConfigDict) -> ConfigDict | Answering:
 def joint_length(config: ConfigDict) -> int:
     """Tokens of a query joined with a passage: both layouts less the passage's [CLS] and its title's [SEP], which
     stays where titles are read."""
-    return config.data.query_length + config.data.document_length - (1 if config.qa.titles else 2)
+    titles = config.qa.titles or config.realm.marginal == "span"
+    return config.data.query_length + config.data.document_length - (1 if titles else 2)
 
 
 def check_heads(config: ConfigDict, waiting: Collection[str] = ()) -> None:

@@ -8,9 +8,11 @@ import jax
 import numpy as np
 import pytest
 from rich.console import Console
+from tiny_run import open_config, tiny_config
 
 from realm_jax.cli import inspect_text as job
 from realm_jax.cli import main as cli
+from realm_jax.data.examples import query_arrays
 from realm_jax.data.wordpiece import WordPiece
 from realm_jax.errors import UserError
 from realm_jax.eval.inspection import Masked, inspect_masked, inspect_question, masked_text, null_likelihood, parse
@@ -81,6 +83,25 @@ def test_the_share_is_of_the_null_document_and_the_whole_corpus(trained, seen):
     nothing = np.exp(float(query @ null))
     held = nothing + sum(weights[one.row] for one in seen.passages if one.row is not None)
     assert seen.held == pytest.approx(held / (nothing + weights.sum()), rel=1e-3)
+
+
+@pytest.mark.parametrize("marginal", ["example", "span"])
+def test_where_the_reader_points_the_retriever_is_asked_without_the_blank(people, tmp_path, marginal):
+    """Ratios of p(z|x) follow from the vector of what is asked."""
+    config = tiny_config(people)
+    config.realm.marginal = marginal
+    run = open_config(config, tmp_path)
+    params = run.initial_params()
+    index = run.index(run.embed(params))
+    seen = inspect_masked(run, params, index, parse(SENTENCE))
+    check_sums(seen)
+    before, after = (run.sources.tokenizer.encode(part).ids for part in SENTENCE.split("[1801]"))
+    blank = [run.sources.tokenizer.mask_id] * len(seen.targets) if marginal == "example" else []
+    asked = query_arrays(np.array([*before, *blank, *after]), run.lengths.query, run.sources.tokenizer)
+    query = run.model.embed_queries(params, asked["query"][None], asked["query_length"][None])[0]
+    scores = np.asarray(index.vectors, np.float64)[: run.context.rows] @ np.asarray(query, np.float64)
+    first, second = [one for one in seen.passages if one.row is not None][:2]
+    assert np.log(first.prior / second.prior) == pytest.approx(scores[first.row] - scores[second.row], abs=1e-3)
 
 
 def test_a_sentence_that_stands_in_a_passage_does_not_retrieve_it(trained):

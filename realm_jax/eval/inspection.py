@@ -133,9 +133,13 @@ def masked_text(text: Masked, pieces: int, lengths: Lengths, tokenizer: Tokenize
     return arrays | {"weights": weights} | own | query_arrays(masked, lengths.query, tokenizer)
 
 
-def retriever_arrays(text: Masked, pieces: int, lengths: Lengths, tokenizer: Tokenizer) -> Example:
-    """What the retriever takes of a sentence, in its own tokens: the masked query, and the whole sentence."""
+def retriever_arrays(text: Masked, pieces: int, lengths: Lengths, tokenizer: Tokenizer, leave_out: bool) -> Example:
+    """What the retriever takes of a sentence, in its own tokens: the masked query, with `leave_out` without the blank,
+    and the whole sentence."""
     made = masked_text(text, pieces, lengths._replace(predictions=lengths.query), tokenizer)
+    if leave_out:
+        asked = made["query"][1 : made["query_length"] - 1]
+        made |= query_arrays(asked[asked != tokenizer.mask_id], lengths.query, tokenizer)
     return {name: made[name] for name in ("query", "query_length", "sentence", "sentence_length")}
 
 
@@ -159,7 +163,7 @@ def inspect_batch(context: StepContext, params: Params, batch: Any, index: Index
     read = read_masked(context, params, batch, index, None)
     reading = (read.log_p * batch["weights"][:, None]).sum(axis=-1)
     passages = take_for_reader(index, read.found.rows)
-    if context.marginal == "span":
+    if context.points:
         guesses = _likeliest_spans(context, params, batch, passages)
         guesses = jnp.concatenate([guesses[:, :1], guesses], axis=1)  # the null document shows none: as the first does
     else:
@@ -202,8 +206,9 @@ def inspect_masked(run: Run, params: Params, index: Index, text: Masked, pieces:
     """
     tokenizer = run.sources.for_reader.tokenizer
     example = masked_text(text, pieces, run.lengths, tokenizer)
-    if run.sources.reader is not None:
-        example = as_read(example) | retriever_arrays(text, pieces, run.lengths, run.sources.tokenizer)
+    if run.context.asks_otherwise:
+        asked = retriever_arrays(text, pieces, run.lengths, run.sources.tokenizer, run.context.points)
+        example = as_read(example) | asked
     if (find := run.find_sentence) is not None:
         example |= find(f"{text.before} {text.after}", -1)
     (seen,) = _inspect_examples(run, params, index, [example])

@@ -148,17 +148,6 @@ class RealmTask(Task):
     def searches(self) -> set[str]:
         return {self.question_search, self.context.search}
 
-    @property
-    def points(self) -> bool:
-        """Whether the reader points at what is hidden. The retriever then never sees [MASK]: an encoder of sentences
-        does not know it, and no question has it."""
-        return self.context.marginal == "span"
-
-    @property
-    def asks_otherwise(self) -> bool:
-        """Whether the retriever's query has other tokens than the reader's."""
-        return self.points or self.context.reader_special is not None
-
     def check_data(self) -> None:
         if self.run.config.realm.masking == "evidence" and not self.run.sources.pretraining_is_corpus:
             raise UserError(
@@ -172,12 +161,13 @@ class RealmTask(Task):
     def masked_examples(self, masking: str, kept: NDArray[np.bool_] | None = None) -> Examples:
         """Its examples with any masking; kept: as of the function of this name."""
         run, read = self.run, self.run.sources.for_reader
-        query = partial(retriever_query, run.sources, run.lengths, self.points) if self.asks_otherwise else None
+        asked = partial(retriever_query, run.sources, run.lengths, run.context.points)
+        query = asked if run.context.asks_otherwise else None
         own, find = run.sources.pretraining_is_corpus, run.find_sentence
         return masked_examples(read.pretraining, read.tokenizer, run.lengths, masking, own, find, kept, query)
 
     def array_shapes(self) -> Shapes:
-        masked = masked_shapes(self.run, asked_shapes(self.run, self.asks_otherwise))
+        masked = masked_shapes(self.run, asked_shapes(self.run, self.context.asks_otherwise))
         sentence: Shapes = {"sentence": masked["query"], "sentence_length": ((), np.int32)}
         own: Shapes = {"own_row": ((), np.int32)}
         return masked | sentence | own | bm25_shapes(self.bm25_depth)
@@ -189,7 +179,7 @@ class RealmTask(Task):
         config, candidates, reader = self.run.config, self.context.candidates - 1, reader_of(self.run.config)
         data, predictions = config.data, self.run.lengths.predictions
         query, document = (embedding_flops(config, length) for length in (data.query_length, data.document_length))
-        if self.context.marginal == "span":
+        if self.context.points:
             reading = min(POINTED, candidates) * reader.forward(joint_length(config))
         else:
             reading = candidates * reader.forward(joint_length(config), predictions)
