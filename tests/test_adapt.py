@@ -235,7 +235,9 @@ def test_what_cannot_be_adapted_is_said_before_training(documents, encoder, tmp_
     assert "empty" in fails(capsys, tmp_path / "empty", encoder, tmp_path / "a")
     assert "the corpus has 1 passages" in fails(capsys, one, encoder, tmp_path / "b")
     assert "0 sentences of 20% of the documents stand in no other" in fails(capsys, alike, encoder, tmp_path / "c")
-    assert not any((tmp_path / name / "ict").exists() for name in "abc")
+    said = fails(capsys, documents, encoder, tmp_path / "d", f"--forgetting={alike}")
+    assert f"{alike}: 0 sentences of 100% of the documents stand in no other" in said
+    assert not any((tmp_path / name / "ict").exists() for name in "abcd")
 
 
 def test_a_model_that_does_not_say_how_it_pools_is_refused(documents, encoder, tmp_path, capsys):
@@ -255,6 +257,17 @@ def test_another_run_or_other_settings_are_refused(done, documents, encoder, tmp
     moving = "--config.ict.negatives=batch", "--config.tasks=ict"
     assert "ict would move the vectors of passages" in fails(capsys, documents, encoder, tmp_path / "new", *moving)
     assert "--minutes=0: give a number above 0" in fails(capsys, documents, encoder, tmp_path / "new", "--minutes=0")
+
+
+def test_what_other_documents_lost_is_measured_and_decides_nothing(documents, encoder, tmp_path, monkeypatch):
+    """The documents themselves as the second corpus: all of them ask, and the start is what it is without adaptation."""
+    monkeypatch.setattr(judge, "is_better", lambda gain, judged: True)
+    assert adapt(documents, encoder, tmp_path / "run", "--merge=1", f"--forgetting={documents}") == 0
+    record = read_json(tmp_path / "run" / "adapt.json")
+    table = record["forgetting"]["table"]
+    assert record["forgetting"]["documents"] == 60 and {*table} == {"start", "merged"}
+    assert table["start"][judge.GAIN]["queries"] > record["measured"]["table"]["start"][judge.GAIN]["queries"]
+    assert f"On other documents: {documents}" in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_without_names_sentences_alone_are_learned_from(encoder, tmp_path):

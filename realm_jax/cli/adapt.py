@@ -16,7 +16,17 @@ from realm_jax.cli.prepare import prepare
 from realm_jax.errors import UserError
 from realm_jax.recipes import adapt as recipe
 from realm_jax.storage import make_folder
-from realm_jax.train.adaptation import DATA, JUDGED, MODEL, REPORT, Request, check_model, check_settings, run_adaptation
+from realm_jax.train.adaptation import (
+    DATA,
+    JUDGED,
+    MODEL,
+    OTHER,
+    REPORT,
+    Request,
+    check_model,
+    check_settings,
+    run_adaptation,
+)
 
 MINUTES = 60.0
 EXAMPLES = """examples:
@@ -41,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "hf:NAME, or py:NAME of an installed package")  # fmt: skip
     add("--output", required=True, metavar="DIR", help="folder of the run: created or resumed")
     add("--questions", metavar="FILE", help="judged questions to compare on, beside held-out documents")
+    add("--forgetting", metavar="DOCUMENTS", help="a second corpus, to see what was lost on other documents than yours")
     add("--minutes", type=float, default=MINUTES, metavar="N", help=f"time for all of it on this machine ({MINUTES:g})")
     add("--merge", type=float, metavar="W", help="weight of the trained query tower beside the start's, above 0 and at "
         "most 1 (default: chosen on half of the held-out sentences)")  # fmt: skip
@@ -51,7 +62,8 @@ def run(args: argparse.Namespace) -> None:
     began, workdir = time.monotonic(), Path(args.output)
     check_numbers(args.minutes, args.merge)
     settings = {"documents": args.documents, "from": args.model, "questions": args.questions, "minutes": args.minutes}
-    settings |= {"merge": args.merge, "config": [*([args.config] if args.config else []), *args.overrides]}
+    settings |= {"forgetting": args.forgetting, "merge": args.merge}
+    settings["config"] = [*([args.config] if args.config else []), *args.overrides]
     check_settings(workdir, settings)
     check_model(args.model)
     config = adapted_config(args, workdir)
@@ -59,6 +71,9 @@ def run(args: argparse.Namespace) -> None:
     questions = [f"{JUDGED}={args.questions}"] if args.questions else []
     limit = config.data.document_length
     prepare(args.documents, workdir / DATA, questions=questions, vocab=args.model, limit=limit)
+    if args.forgetting:
+        make_folder(workdir / OTHER, "--output")
+        prepare(args.forgetting, workdir / OTHER / DATA, vocab=args.model, limit=limit)
     cache_programs()
     spent = time.monotonic() - began
     request = Request(workdir, settings, config, args.minutes, args.merge, args.command_line, spent)

@@ -123,11 +123,18 @@ def render_report(record: Mapping[str, Any]) -> str:
         headline=headline(measured),
         notes=plan["notes"],
         heads=heads,
-        rows=[[MEASURES.get(name, name), *cells] for name, cells in table(measured["table"]).items()],
+        rows=_rows(measured["table"]),
+        other=record.get("forgetting"),
+        other_rows=_rows(record["forgetting"]["table"]) if "forgetting" in record else [],
+        other_name=record["settings"].get("forgetting"),
         examples=[(title, measured["examples"][key]) for key, title in EXAMPLES.items()],
         facts=facts(record),
         command=record["command"],
     )
+
+
+def _rows(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[list[str]]:
+    return [[MEASURES.get(name, name), *cells] for name, cells in table(found).items()]
 
 
 EXAMPLES = {"gained": "Found after adaptation alone", "lost": "Found before adaptation alone"}

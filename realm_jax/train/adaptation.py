@@ -11,7 +11,7 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -44,6 +44,7 @@ from realm_jax.tasks import make_task
 from realm_jax.train.best import primary_metric
 from realm_jax.train.checkpoints import Checkpoints, SavedCheckpoint
 from realm_jax.train.export import write_networks
+from realm_jax.train.index_source import embed_with_cache
 from realm_jax.train.init_from import init_from_sources
 from realm_jax.train.loop import train_task
 from realm_jax.train.model_card import model_card
@@ -55,6 +56,7 @@ from realm_jax.train.time_plan import seconds_to_embed, step_time, steps_that_fi
 logger = logging.getLogger(__name__)
 
 RECORD, MODEL, DATA, REPORT = "adapt.json", "model", "data", "report.html"
+OTHER = "other"  # folder of a second corpus, which is measured and never learned from
 JUDGED = "test"  # the split of given questions: as `dev` they would take the place of held-out documents
 SENTENCES = 1000  # held-out sentences at most: an interval of ± .02 or less
 WANTED = 750  # sentences with a span to hide that the held-out share aims at
@@ -67,7 +69,8 @@ WEIGHTS = (0.25, 0.5, 0.75, 1.0)  # of the trained query tower, beside the start
 
 @dataclass(frozen=True)
 class Request:
-    """What is wanted. settings: what may not change on resume; config: the recipe, with `data.path` and `init_from`;
+    """What is wanted. settings: what may not change on resume, among it `forgetting`, the name of a second corpus, or
+    None; config: the recipe, with `data.path` and `init_from`;
     merge: the weight of the trained query tower, None to choose it; spent: seconds that went by already."""
 
     workdir: Path
@@ -111,6 +114,8 @@ def run_adaptation(request: Request) -> str:
         record.once("training", lambda: train(run, plan))
         measured = record.once("measured", lambda: measure(run, plan, request.merge))
         params = promote(run, measured)
+        if request.settings["forgetting"]:
+            record.once("forgetting", lambda: measure_forgetting(request, params))
         record.once("export", lambda: export(run, params, record.values))
         write_atomic(request.workdir / REPORT, judge.render_report(record.values))
     return judge.headline(measured)
@@ -156,6 +161,10 @@ def make_plan(request: Request) -> dict[str, Any]:
     plan = {"held_out": share, "tasks": names, "notes": notes, "steps": {}}
     run = checked_run(planned_config(request.config, plan), request.workdir)
     times = measure_times(run, sentences)
+    if request.settings["forgetting"]:
+        other, others = open_other(request)
+        times["embed"] += times["embed"] * len(other.sources.passages) / len(store)
+        times["measure"] += times["query"] * 2 * 2 * len(others)
     notes += check_time(request, times, len(store))
     left = request.minutes * 60 * (1 - RESERVE) - request.spent - (time.monotonic() - began)
     left -= times["embed"] + times["measure"] + times["compile"]
@@ -224,7 +233,8 @@ def planned_config(config: ConfigDict, plan: dict[str, Any]) -> ConfigDict:
 
 
 def measure_times(run: Run, sentences: Sequence[HeldOutSentence]) -> dict[str, Any]:
-    """Seconds on this machine: to embed the corpus, to compile, of a step of each task, to measure what is compared."""
+    """Seconds on this machine: to embed the corpus, to compile, of a step of each task, of a query, to measure what is
+    compared."""
     logger.info("measuring how fast this machine is")
     params = starting_params(run)
     save_bm25_index(run)
@@ -242,6 +252,7 @@ def measure_times(run: Run, sentences: Sequence[HeldOutSentence]) -> dict[str, A
         "embed": seconds_to_embed(run, params),
         "compile": sum(one.first for one in steps.values()),
         "step": {name: one.later for name, one in steps.items()},
+        "query": query,
         "measure": query * queries * searched,
     }
 
@@ -353,9 +364,8 @@ def measure(run: Run, plan: dict[str, Any], merge: float | None) -> dict[str, An
         "start_hybrid": searches.values(start, index, "hybrid"),
         "hybrid": searches.values(towers[weight], index, "hybrid"),
     }
-    table = {name: {m: judge.compare(before[m], values[m]) for m in before} for name, values in rows.items()}
     examples = judge.examples(run.sources.passages, sentences, before, found[weight])
-    return decision | {"table": table, "examples": examples}
+    return decision | {"table": compared(rows), "examples": examples}
 
 
 def decide(before: judge.Values, found: dict[float, judge.Values], merge: float | None) -> dict[str, Any]:
@@ -391,6 +401,38 @@ def corpus_vectors(run: Run, last: str, saved: SavedCheckpoint) -> NDArray:
     vectors = saved_vectors(run, last, saved)
     assert vectors is not None, "the document tower stays"
     return vectors
+
+
+def open_other(request: Request) -> tuple[Run, list[HeldOutSentence]]:
+    """The second corpus, and the sentences of it that ask: of all its documents, as none is learned from. Raises
+    UserError for one that has too few."""
+    folder, config = request.workdir / OTHER, ConfigDict(request.config.to_dict())
+    config.data.path, config.evaluation.held_out = str(folder / DATA), 0.0
+    run = checked_run(config, folder)
+    sentences = sentences_of(run, evidence_of(run), 1.0)
+    check_sentences(request.settings["forgetting"], len(sentences), 1.0)
+    return run, sentences
+
+
+def measure_forgetting(request: Request, params: Params) -> dict[str, Any]:
+    """What is promoted against the start on the second corpus: {"table", "documents", "passages"}."""
+    run, sentences = open_other(request)
+    logger.info("measuring on %s what was forgotten", request.settings["forgetting"])
+    start = init_from_sources(run, run.initial_params())
+    searches, index = Searches(run, sentences, []), run.index(embed_with_cache(run, start, bar=True))
+    before, after = (searches.values(some, index, "vectors") for some in (start, params))
+    store = run.sources.passages
+    return {
+        "table": compared({judge.START: before, "merged": after}),
+        "documents": store.documents,
+        "passages": len(store),
+    }
+
+
+def compared(rows: Mapping[str, judge.Values]) -> dict[str, dict[str, Any]]:
+    """Each row's measures against those of the start, which is one of them."""
+    before = rows[judge.START]
+    return {name: {m: judge.compare(before[m], values[m]) for m in before} for name, values in rows.items()}
 
 
 # --- promote and export -----------------------------------------------------------------------------------------------
