@@ -89,7 +89,7 @@ def adapt() -> ConfigDict:
     config.tasks = "ict,realm"
     config.ict.update(steps=2000, batch_size=16, learning_rate=2e-5)
     config.realm.update(steps=2000, batch_size=16, learning_rate=1e-4)  # the retriever at a fifth: 2e-5
-    config.realm.update(marginal="span", masking="evidence", search="hybrid", candidates=9)
+    config.realm.update(marginal="span", masking="evidence", search="hybrid", candidates=51, exclude_own=False)
     config.refresh.every = 0  # document tower and index stay
     config.evaluation.update(keep_best=False, batch_size=32)
     return config

@@ -260,7 +260,7 @@ def test_another_run_or_other_settings_are_refused(done, documents, encoder, tmp
 
 
 def test_what_other_documents_lost_is_measured_and_decides_nothing(documents, encoder, tmp_path, monkeypatch):
-    """The documents themselves as the second corpus: all of them ask, and the start is what it is without adaptation."""
+    """Here of the same documents, so that all of them ask."""
     monkeypatch.setattr(judge, "is_better", lambda gain, judged: True)
     assert adapt(documents, encoder, tmp_path / "run", "--merge=1", f"--forgetting={documents}") == 0
     record = read_json(tmp_path / "run" / "adapt.json")

@@ -297,7 +297,7 @@ def test_the_warm_up_beside_nothing_has_the_null_document(sources):
 def test_the_inverse_cloze_task_removes_the_sentence(sources):
     """All other sentences stay, in order; short ones such as "Yes." are not asked."""
     store = sources.passages
-    examples = ict.ict_examples(store, sources.tokenizer, LENGTHS, mask_rate=1.0)
+    examples = ict.ict_examples(store, sources.tokenizer, LENGTHS, 1.0, ict.sentence_rows(store))
     assert examples.total == len(store)
     for index, rng in itertools.product(range(examples.total), rngs(6)):
         example = examples.make(index, rng)
@@ -309,10 +309,11 @@ def test_the_inverse_cloze_task_removes_the_sentence(sources):
 
 
 def test_the_inverse_cloze_task_leaves_a_share_of_sentences_in(sources):
-    whole = ict.ict_examples(sources.passages, sources.tokenizer, LENGTHS, mask_rate=0.0)
+    rows = ict.sentence_rows(sources.passages)
+    whole = ict.ict_examples(sources.passages, sources.tokenizer, LENGTHS, 0.0, rows)
     example = whole.make(2, np.random.default_rng(0))
     np.testing.assert_array_equal(body_of(example), sources.passages.body_tokens(2))
-    mostly = ict.ict_examples(sources.passages, sources.tokenizer, LENGTHS, mask_rate=0.9)
+    mostly = ict.ict_examples(sources.passages, sources.tokenizer, LENGTHS, 0.9, rows)
     full = len(sources.passages.body_tokens(2))
     kept = np.mean([len(body_of(mostly.make(2, rng))) == full for rng in rngs(300)])
     assert 0.05 < kept < 0.16
@@ -426,7 +427,7 @@ def test_questions_with_patterns_cannot_be_learned_from(sources):
 @pytest.mark.parametrize(
     "make, missing",
     [
-        (lambda store, s: ict.ict_examples(store, s.tokenizer, LENGTHS, 0.9), "two or more sentences"),
+        (lambda store, s: ict.sentence_rows(store), "two or more sentences"),
         (lambda store, s: realm.masked_examples(store, s.tokenizer, LENGTHS, "salient", True), "a salient span"),
         (lambda store, s: mlm.warmup_examples(store, store, s.tokenizer, LENGTHS, 0.1, 0.1), "in two sentences"),
     ],
@@ -466,6 +467,15 @@ def test_the_batch_of_a_step_is_the_same_wherever_a_run_begins(sources, start):
         for name, array in wanted.items():
             np.testing.assert_array_equal(array, found[name])
             assert len(array) == 4
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_examples_of_a_group_come_together_in_every_epoch(seed):
+    ordered = dataset(counting(12)._replace(group=4), seed, ICT, 8)
+    groups = np.concatenate([ordered[step]["index"] for step in range(3)]).reshape(-1, 4)
+    assert (groups == groups[:, :1] + np.arange(4)).all() and (groups[:, 0] % 4 == 0).all()
+    for epoch in groups.reshape(2, 3, 4):
+        assert sorted(epoch.ravel().tolist()) == list(range(12))
 
 
 def test_nothing_is_left_when_a_run_was_at_its_end():

@@ -44,6 +44,7 @@ class Lengths(NamedTuple):
 class Examples(NamedTuple):
     """`total` examples; `make(i, generator)` gives the i-th.
 
+    group: so many examples that follow one another come together; a batch has a multiple of it, as has `total`.
     lengths: places in use of each example's array `joint`, int64 [total], where examples are batched by it (None: they
     are not); the arrays of a batch are then no longer than its longest needs.
     """
@@ -51,6 +52,7 @@ class Examples(NamedTuple):
     total: int
     make: Maker
     lengths: NDArray[np.int64] | None = None
+    group: int = 1
 
 
 def lengths_from(query: int, document: int, masking: str, predictions: int, answers: int, span_width: int) -> Lengths:
@@ -209,11 +211,12 @@ def dataset(
 
     source = (seed, stream)
     shuffle_seed = int(np.random.SeedSequence(source).generate_state(1)[0])
-    order = grain.MapDataset.range(examples.total).shuffle(seed=shuffle_seed).repeat()
+    order = grain.MapDataset.range(examples.total // examples.group).shuffle(seed=shuffle_seed).repeat()
     own = np.arange(batch_size) if rows is None else rows
 
     def make(position: int) -> dict[str, NDArray]:
-        epoch, example = position // examples.total, int(order[position])
+        place, member = divmod(position, examples.group)
+        epoch, example = position // examples.total, int(order[place]) * examples.group + member
         return examples.make(example, np.random.default_rng((*source, epoch, example)))
 
     def make_in_order(number: int) -> dict[str, NDArray]:

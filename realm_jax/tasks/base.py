@@ -24,14 +24,17 @@ from realm_jax.data.questions import Question, answered
 from realm_jax.data.sources import Sources
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import id_dtype
+from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.forward import Batch, Index, Rerank, StepContext
 from realm_jax.models.bert import BertConfig
 from realm_jax.models.likelihood import Mean
 from realm_jax.models.realm import Network, Params, Realm
+from realm_jax.processes import is_process_0, run_on_process_0
 from realm_jax.run import Run
 from realm_jax.schema import Sections
 from realm_jax.sections import TaskSection
+from realm_jax.storage import make_folder, read_json, write_json_atomic
 
 Array = jax.Array
 Means = dict[str, Mean]
@@ -247,6 +250,31 @@ class Task(abc.ABC):
 def batch_mean(values: Array) -> Mean:
     """The mean of one value an example, [batch]."""
     return Mean(values.astype(jnp.float32).sum(), jnp.float32(values.shape[0]))
+
+
+# --- what a run keeps of its first start ------------------------------------------------------------------------------
+
+
+def load_or_create(
+    task: Task, file: str, name: str, make: Callable[[], list[Any]], count: int | None = None
+) -> list[Any]:
+    """A list that is made at the first start of a task and kept in a file of its folder, so that a run that is resumed
+    goes on with the same one.
+
+    name: what the entries are; count: the number of questions that there is one for, None if there are no questions.
+    Raises UserError if the kept list is of another number of questions.
+    """
+    path = task.run.workdir / task.name / file
+    if run_on_process_0(lambda: int(path.is_file())):
+        found: list[Any] = read_json(path)[name]
+    else:
+        found = make()
+        if is_process_0():
+            make_folder(path.parent, "--workdir")
+            write_json_atomic(path, {name: found})
+    if count is not None and len(found) != count:
+        raise UserError(f"{path}: has {name} of {len(found)} questions, not {count}; remove it")
+    return found
 
 
 # --- shapes that several tasks have -----------------------------------------------------------------------------------

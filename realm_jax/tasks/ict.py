@@ -1,8 +1,10 @@
 """Inverse cloze task: which passage was this sentence taken from (Lee et al. 2019, section 4).
 
-Against the passages of the batch (`ict.negatives=batch`), or against what the sentence itself retrieves ('index').
+Against the passages of the batch, drawn at random (`ict.negatives=batch`) or in groups that are alike ('neighbours'),
+or against what the sentence itself retrieves ('index').
 """
 
+import logging
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,9 +25,11 @@ from realm_jax.data.examples import (
     require_passages,
 )
 from realm_jax.data.held_out import held_out_share, trained_rows
+from realm_jax.data.neighbours import GROUP, groups_of_neighbours
 from realm_jax.data.sources import Sources
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
+from realm_jax.errors import UserError
 from realm_jax.flops import embedding_flops, score_flops
 from realm_jax.forward import Batch, Index, StepContext, batch_passages, dropout_keys, embed_null, stored_scores
 from realm_jax.models import likelihood
@@ -34,10 +38,23 @@ from realm_jax.retrieval.exact import search
 from realm_jax.run import Run
 from realm_jax.schema import NOT_NEGATIVE, key, one_of, require
 from realm_jax.sections import TaskSection, task_names
-from realm_jax.tasks.base import ContrastiveLoss, Embed, Means, Shapes, Task, batch_mean, document_shapes, query_shapes
+from realm_jax.tasks.base import (
+    ContrastiveLoss,
+    Embed,
+    Means,
+    Shapes,
+    Task,
+    batch_mean,
+    document_shapes,
+    load_or_create,
+    query_shapes,
+)  # fmt: skip
+
+logger = logging.getLogger(__name__)
 
 Array = jax.Array
-MASK_RATE = 0.9  # sentences taken out of their passage (Lee et al. 2019): none where it keeps its stored vector
+MASK_RATE = 0.9  # sentences taken out of their passage (Lee et al. 2019) where negatives are drawn at random: else none
+NEIGHBOURS = "neighbours.json"
 
 
 @dataclass(frozen=True)
@@ -46,9 +63,10 @@ class Section(TaskSection):
 
     negatives: str = key(
         "batch",
-        "'batch': the passages of the batch, both towers trained (the paper); 'index': the qa.beam passages that the "
-        "sentence retrieves, whose vectors stay, the query tower trained",
-        one_of("batch", "index"),
+        "'batch': the passages of the batch, both towers trained (the paper); 'neighbours': the same, with batches of "
+        "groups that are alike by the vectors at the start; 'index': the qa.beam passages that the sentence retrieves, "
+        "whose vectors stay, the query tower trained",
+        one_of("batch", "neighbours", "index"),
     )
     null_weight: float = key(
         0.0,
@@ -79,7 +97,11 @@ class Ict(Task):
 
     @classmethod
     def check(cls, config: ConfigDict) -> None:
-        if cls.name not in task_names(config) or config.ict.negatives != "index":
+        if cls.name not in task_names(config):
+            return
+        fits = config.ict.negatives != "neighbours" or config.ict.batch_size % GROUP == 0
+        require(fits, "ict.batch_size", f"ict.negatives=neighbours takes groups of {GROUP}; set a multiple of it")
+        if config.ict.negatives != "index":
             return
         apart = not config.model.shared_tower
         require(apart, "ict.negatives", "'index' trains the query tower alone; set model.shared_tower=False")
@@ -100,9 +122,28 @@ class Ict(Task):
         return "Which passage was this sentence taken from? Passages only; no questions, no labels."
 
     def examples(self, params: Params, embed: Embed) -> Examples:
-        passages, rate = self.run.sources.passages, 0.0 if self.retrieves else MASK_RATE
-        kept = self.learned_rows(passages)
-        return ict_examples(passages, self.run.sources.tokenizer, self.run.lengths, rate, kept)
+        passages, drawn = self.run.sources.passages, self.settings.negatives == "batch"
+        rows = sentence_rows(passages, self.learned_rows(passages))
+        arguments = passages, self.run.sources.tokenizer, self.run.lengths, MASK_RATE if drawn else 0.0
+        if self.settings.negatives != "neighbours":
+            return ict_examples(*arguments, rows)
+        groups = load_or_create(self, NEIGHBOURS, "groups", lambda: self.neighbours(embed(), rows).tolist())
+        return ict_examples(*arguments, np.array(groups, np.int64).reshape(-1))._replace(group=GROUP)
+
+    def neighbours(self, vectors: NDArray, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """As many groups of rows as the steps take, or as there are, [groups, GROUP]. Raises UserError for none."""
+        store, wanted = self.run.sources.passages, self.settings.steps * self.settings.batch_size // GROUP
+        allowed = np.isin(np.arange(len(store)), rows)
+        documents = [store.document_id(row) for row in range(len(store))]
+        rng = np.random.default_rng((self.run.config.seed, self.stream))
+        groups = groups_of_neighbours(vectors, documents, allowed, wanted, rng)
+        if not len(groups):
+            raise UserError(
+                f"{store.folder}: ict.negatives=neighbours needs {GROUP} documents with a passage of two or more "
+                "sentences to learn from; set config.ict.negatives=batch"
+            )
+        logger.info("%d groups of %d passages that are alike, of %d wanted", len(groups), GROUP, wanted)
+        return groups
 
     def array_shapes(self) -> Shapes:
         return query_shapes(self.run) | document_shapes(self.run) | {"own_row": ((), np.int32)}
@@ -182,16 +223,22 @@ def retrieved_ict_loss(context: StepContext, params: Params, batch: Batch, index
 # --- examples ---------------------------------------------------------------------------------------------------------
 
 
-def ict_examples(
-    store: PassageStore, tokenizer: Tokenizer, lengths: Lengths, mask_rate: float, kept: NDArray[np.bool_] | None = None
-) -> Examples:
-    """Inverse cloze task: a sentence and its passage, out of which a share `mask_rate` of the sentences is taken.
-
-    kept: rows that may be trained on, bool [rows]; None for all.
-    """
+def sentence_rows(store: PassageStore, kept: NDArray[np.bool_] | None = None) -> NDArray[np.int64]:
+    """The rows of two or more sentences. kept: rows that may be trained on, bool [rows]; None for all. Raises UserError
+    if there is none."""
     several = store.sentence_counts() > 1
     rows = np.flatnonzero(several if kept is None else several & kept)
     require_passages(len(rows), store, "two or more sentences", "the inverse cloze task", kept)
+    return rows
+
+
+def ict_examples(
+    store: PassageStore, tokenizer: Tokenizer, lengths: Lengths, mask_rate: float, rows: NDArray[np.int64]
+) -> Examples:
+    """Inverse cloze task: a sentence and its passage, out of which a share `mask_rate` of the sentences is taken.
+
+    rows: of the passages, of two or more sentences each, in the order of the examples.
+    """
 
     def make(index: int, rng: np.random.Generator) -> Example:
         row = int(rows[index])

@@ -14,9 +14,8 @@ TASK/positives.json: a run that is resumed trains on the same ones. Read `fine_t
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,10 +40,8 @@ from realm_jax.eval.prediction import Evaluator
 from realm_jax.forward import StepContext
 from realm_jax.models.inputs import DOCUMENT_SPECIALS
 from realm_jax.models.realm import Params
-from realm_jax.processes import is_process_0, run_on_process_0
 from realm_jax.run import Run
-from realm_jax.storage import make_folder, read_json, write_json_atomic
-from realm_jax.tasks.base import Embed, Task
+from realm_jax.tasks.base import Embed, Task, load_or_create
 
 logger = logging.getLogger(__name__)
 
@@ -112,25 +109,6 @@ def check_string_answers(questions: Sequence[Question]) -> None:
         )
 
 
-def load_or_create(task: Task, file: str, name: str, count: int, make: Callable[[], list[Any]]) -> list[Any]:
-    """A list with an entry for each of `count` questions, made at the first start and kept in a file of the task's
-    folder.
-
-    name: what the entries are. Raises UserError if the kept list is of another number of questions.
-    """
-    path = task.run.workdir / task.name / file
-    if run_on_process_0(lambda: int(path.is_file())):
-        found: list[Any] = read_json(path)[name]
-    else:
-        found = make()
-        if is_process_0():
-            make_folder(path.parent, "--workdir")
-            write_json_atomic(path, {name: found})
-    if len(found) != count:
-        raise UserError(f"{path}: has {name} of {len(found)} questions, not {count}; remove it")
-    return found
-
-
 def retrieved_at_start(
     task: Task, params: Params, embed: Embed, questions: Sequence[Question], depth: int
 ) -> NDArray[np.int64]:
@@ -162,7 +140,7 @@ def training_questions(task: Task, params: Params, embed: Embed) -> list[Questio
     if not regular:
         return questions
     answers = load_or_create(
-        task, ANSWERS, "answers", len(regular), lambda: _regex_answers(task, params, embed, regular)
+        task, ANSWERS, "answers", lambda: _regex_answers(task, params, embed, regular), len(regular)
     )
     strings = iter(answers)
     return [
@@ -229,7 +207,7 @@ def examples_with_positives(task: Task, params: Params, embed: Embed, questions:
     """
     run: Run = task.run
     rows = load_or_create(
-        task, POSITIVES, "rows", len(questions), lambda: find_positives(task, params, embed, questions)
+        task, POSITIVES, "rows", lambda: find_positives(task, params, embed, questions), len(questions)
     )
     known = [place for place, row in enumerate(rows) if row != NO_ROW]
     counts = len(known), len(questions)
