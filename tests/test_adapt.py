@@ -35,7 +35,7 @@ SIZES = {
     "data.query_length": 32,
     "data.document_length": 64,
     "ict.steps": 3,
-    "ict.batch_size": 4,
+    "ict.batch_size": 8,
     "realm.steps": 3,
     "realm.batch_size": 4,
     "qa.beam": 8,
@@ -117,10 +117,15 @@ def files(folder: Path) -> dict[str, bytes]:
     return {name: path.read_bytes() for name, path in found.items() if name != "README.md"}
 
 
-def query_tower(run: Path) -> Params:
+def towers(run: Path) -> Params:
     """What the run answers with."""
     opened = open_run_for_inference(run)
-    return restore(opened, warn=False).params[opened.model.embedder_names[0]]
+    params = restore(opened, warn=False, for_answers=False).params
+    return {name: params[name] for name in opened.model.embedder_names}
+
+
+def largest_change(before: Params, after: Params) -> float:
+    return max(jax.tree.leaves(jax.tree.map(lambda a, b: float(abs(a - b).max()), before, after)))
 
 
 def test_from_documents_to_a_model_and_a_report(done, capsys):
@@ -130,7 +135,7 @@ def test_from_documents_to_a_model_and_a_report(done, capsys):
     assert start["mean_recall@5"]["queries"] >= 8 and start["evidence_recall@5"]["queries"] > 0
     assert start["judged questions: recall@5"]["queries"] == 12
     page, card = (done / "report.html").read_text(), (done / "model" / "README.md").read_text()
-    assert "Adapted: 0.5 × start + 0.5 × trained query tower" in page and "Adapted: 0.5 ×" in card
+    assert "Adapted: 0.5 × start + 0.5 × trained" in page and "Adapted: 0.5 ×" in card
     assert "http:" not in page and "https:" not in page and record["plan"]["fingerprint"] in card
     assert np.load(done / "vectors.npy").shape == (60, 16)
     assert cli.main(["ask", f"--workdir={done}", "What was Ada Moss?"]) == 0
@@ -138,18 +143,53 @@ def test_from_documents_to_a_model_and_a_report(done, capsys):
 
 
 def test_what_answers_is_half_of_the_start_and_half_of_what_was_trained(done):
+    run, found = open_run_for_inference(done), towers(done)
+    start = init_from_sources(run, run.initial_params())
+    trained = adaptation.with_towers(run, found, start, 2.0)  # of w = ½, so that twice its way is all of it
+    half = adaptation.with_towers(run, trained, start, 0.5)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), half, found)
+    assert all(largest_change(start[name], trained[name]) > 0 for name in found)
+
+
+def test_the_vectors_are_those_of_the_document_tower_that_is_promoted(done):
     run = open_run_for_inference(done)
-    start = init_from_sources(run, run.initial_params())["query_embedder"]
-    trained = adaptation.merged(start, query_tower(done), 2.0)  # of w = ½, so that twice its way is all of it
-    half = adaptation.merged(start, trained, 0.5)
-    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), half, query_tower(done))
-    assert max(jax.tree.leaves(jax.tree.map(lambda a, b: float(abs(a - b).max()), start, trained))) > 0
+    found = adaptation.saved_vectors(run, *adaptation.last_checkpoint(run))
+    np.testing.assert_array_equal(found, np.load(done / "vectors.npy"))
+    np.testing.assert_allclose(found, run.embed(restore(run, warn=False, for_answers=False).params), atol=1e-6)
+    start = init_from_sources(run, run.initial_params())
+    assert np.abs(found - run.embed(start)).max() > 1e-5
 
 
-def test_weights_between_two_are_their_weighted_mean():
-    start, trained = {"a": np.float32([1, 2])}, {"a": np.float32([3, 6])}
-    assert adaptation.merged(start, trained, 0.25)["a"].tolist() == [1.5, 3.0]
-    assert adaptation.merged(start, trained, 0.0)["a"].tolist() == [1, 2]
+@pytest.mark.parametrize("negatives", ["index", "neighbours"])
+def test_a_weight_is_chosen_among_some_passages_where_they_move(documents, encoder, tmp_path, monkeypatch, negatives):
+    """Each weight is compared by its own vectors, of a sample and of what the sentences ask for; where documents stay,
+    by the same vectors of all."""
+    monkeypatch.setattr(adaptation, "SAMPLE", 10)
+    seen = []
+    honest = adaptation.Searches.values
+
+    def values(self, params, index, how):
+        seen.append(np.asarray(index.vectors))
+        return honest(self, params, index, how)
+
+    monkeypatch.setattr(adaptation.Searches, "values", values)
+    tasks = "--config.tasks=ict", f"--config.ict.negatives={negatives}"
+    assert adapt(documents, encoder, tmp_path / "run", *tasks) == 0
+    record = read_json(tmp_path / "run" / "adapt.json")["measured"]
+    assert record["weight"] in adaptation.WEIGHTS
+    counts = [int(vectors.any(axis=1).sum()) for vectors in seen]
+    some = [count for count in counts if 0 < count < 60]
+    assert len(some) == (0 if negatives == "index" else len(adaptation.WEIGHTS))
+    assert all(10 <= count == some[0] for count in some) and counts.count(60) >= 5
+
+
+def test_weights_between_two_are_their_weighted_mean(done):
+    run, names = open_run_for_inference(done), ("query_embedder", "document_embedder")
+    start, trained = ({name: {"a": np.float32(value)} for name in names} for value in ([1, 2], [3, 6]))
+    params = trained | {"reader": {"a": 7}}
+    assert adaptation.with_towers(run, params, start, 0.25)["document_embedder"]["a"].tolist() == [1.5, 3.0]
+    unmoved = adaptation.with_towers(run, params, start, 0.0)
+    assert unmoved["query_embedder"]["a"].tolist() == [1, 2] and unmoved["reader"] == {"a": 7}
 
 
 def test_a_cut_after_every_stage_changes_no_bit(done, documents, encoder, questions, monkeypatch):
@@ -192,8 +232,8 @@ def test_the_start_is_kept_where_adaptation_is_worse(documents, encoder, tmp_pat
     start = {name: content for name, content in files(encoder).items()}
     assert files(tmp_path / "run" / "model") == start
     run = open_run_for_inference(tmp_path / "run")
-    first = init_from_sources(run, run.initial_params())["query_embedder"]
-    jax.tree.map(np.testing.assert_array_equal, first, query_tower(tmp_path / "run"))
+    first, found = init_from_sources(run, run.initial_params()), towers(tmp_path / "run")
+    jax.tree.map(np.testing.assert_array_equal, {name: first[name] for name in found}, found)
 
 
 def test_only_what_is_better_beyond_doubt_and_not_worse_when_judged_is_promoted():
@@ -254,8 +294,6 @@ def test_another_run_or_other_settings_are_refused(done, documents, encoder, tmp
     (tmp_path / "config.json").write_text("{}")
     assert "another run lies there" in fails(capsys, documents, encoder, tmp_path)
     assert "--merge=2: give a weight" in fails(capsys, documents, encoder, tmp_path / "new", "--merge=2")
-    moving = "--config.ict.negatives=batch", "--config.tasks=ict"
-    assert "ict would move the vectors of passages" in fails(capsys, documents, encoder, tmp_path / "new", *moving)
     assert "--minutes=0: give a number above 0" in fails(capsys, documents, encoder, tmp_path / "new", "--minutes=0")
 
 

@@ -83,11 +83,6 @@ def compare(before: NDArray[np.float64], after: NDArray[np.float64]) -> dict[str
     return {"start": start, "value": value, "change": found.value, **ends, "queries": int(known.sum())}
 
 
-def choose_weight(gains: Mapping[float, NDArray[np.float64]], queries: NDArray[np.bool_]) -> float:
-    """The weight of largest mean on some queries; of equals the smallest."""
-    return max(sorted(gains), key=lambda weight: float(gains[weight][queries].mean()) if queries.any() else 0.0)
-
-
 def is_better(gain: Mapping[str, Any], judged: Mapping[str, Any]) -> bool:
     """Whether held-out sentences say better, and judged questions, where there are any, not worse."""
     better = gain.get("low") is not None and gain["low"] > 0
@@ -100,7 +95,7 @@ def headline(record: Mapping[str, Any]) -> str:
     said = f"held-out sentences: {_change(gain)} of {GAIN}, {gain['queries']} of them"
     said += f"; {judged['measure']} of judged questions: {_change(judged)}" if judged.get("queries") else ""
     if record["promoted"]:
-        return f"Adapted: {1 - weight:g} × start + {weight:g} × trained query tower ({said})"
+        return f"Adapted: {1 - weight:g} × start + {weight:g} × trained ({said})"
     return f"Start kept: the adapted encoder is not better beyond doubt ({said})"
 
 

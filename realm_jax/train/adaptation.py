@@ -1,9 +1,8 @@
 """Adapt a public encoder of sentences to documents without a label: the stages of `realm adapt` behind the preparation.
 
 plan (what is held out, which tasks, how many steps fit) → train → measure and decide → promote → export → report. What
-a stage decides is kept in adapt.json and not decided again, so the same command resumes after an interruption. The
-query tower alone moves: every passage keeps the vector that the encoder gave it, and weights between start and trained
-ones search the same index. Read `run_adaptation` next; what counts as better is `realm_jax/eval/adaptation.py`.
+a stage decides is kept in adapt.json and not decided again, so the same command resumes after an interruption. Read
+`run_adaptation` next; what counts as better is `realm_jax/eval/adaptation.py`.
 """
 
 import json
@@ -36,11 +35,13 @@ from realm_jax.models.folders import TOWERS, resolve_model_path, sentence_model
 from realm_jax.models.realm import Params
 from realm_jax.models.router import write_router
 from realm_jax.models.sentence_transformers import PASSAGES, QUERIES, README
+from realm_jax.retrieval.embed import CorpusRows
 from realm_jax.retrieval.vector_files import write_vectors
 from realm_jax.run import Run
 from realm_jax.sections import task_names
 from realm_jax.storage import exclusive_lock, publish_folder, read_json, write_atomic, write_json_atomic
 from realm_jax.tasks import make_task
+from realm_jax.tasks.base import Task
 from realm_jax.train.best import primary_metric
 from realm_jax.train.checkpoints import Checkpoints, SavedCheckpoint
 from realm_jax.train.export import write_networks
@@ -64,14 +65,15 @@ LEAST_SENTENCES = 8
 SHARES = 0.02, 0.2  # of documents that are held out, the least and the most
 LEAST_STEPS = 20  # of a task
 RESERVE = 0.1  # of the minutes, for what the plan does not foresee
-WEIGHTS = (0.25, 0.5, 0.75, 1.0)  # of the trained query tower, beside the start's
+WEIGHTS = (0.25, 0.5, 0.75, 1.0)  # of the trained towers, beside the start's
+SAMPLE = 2048  # passages among which weights are compared where each weight gives them other vectors
 
 
 @dataclass(frozen=True)
 class Request:
     """What is wanted. settings: what may not change on resume, among it `forgetting`, the name of a second corpus, or
     None; config: the recipe, with `data.path` and `init_from`;
-    merge: the weight of the trained query tower, None to choose it; spent: seconds that went by already."""
+    merge: the weight of the trained towers, None to choose it; spent: seconds that went by already."""
 
     workdir: Path
     settings: dict[str, Any]
@@ -152,7 +154,6 @@ def make_plan(request: Request) -> dict[str, Any]:
     """What is held out, which tasks are trained, and their steps, with the facts that the report gives."""
     began = time.monotonic()
     run = checked_run(request.config, request.workdir)
-    check_tasks(run)
     store, evidence = run.sources.passages, evidence_of(run)
     share = held_out_share(store, run.lengths.query)
     sentences = sentences_of(run, evidence, share)
@@ -163,7 +164,7 @@ def make_plan(request: Request) -> dict[str, Any]:
     times = measure_times(run, sentences)
     if request.settings["forgetting"]:
         other, others = open_other(request)
-        times["embed"] += times["embed"] * len(other.sources.passages) / len(store)
+        times["embed"] *= 1 + len(other.sources.passages) / len(store)
         times["measure"] += times["query"] * 2 * 2 * len(others)
     notes += check_time(request, times, len(store))
     left = request.minutes * 60 * (1 - RESERVE) - request.spent - (time.monotonic() - began)
@@ -182,12 +183,9 @@ def check_sentences(documents: str, count: int, share: float) -> None:
         )
 
 
-def check_tasks(run: Run) -> None:
-    """Raise UserError for a task that would move what passages are embedded with."""
-    for task in recipe_tasks(run):
-        if run.model.embedder_names[-1] in task.trained:
-            advice = "set ict.negatives=index and refresh.every=0, or leave the task out of config.tasks"
-            raise UserError(f"config.tasks: {task.name} would move the vectors of passages, which stay here; {advice}")
+def moves_documents(task: Task, run: Run) -> bool:
+    """Whether a task moves what passages are embedded with."""
+    return run.model.embedder_names[-1] in task.trained
 
 
 def evidence_of(run: Run) -> Evidence:
@@ -246,12 +244,16 @@ def measure_times(run: Run, sentences: Sequence[HeldOutSentence]) -> dict[str, A
     searches.values(params, zeros, "vectors")
     query = (time.monotonic() - began) / (2 * len(some))
     queries = 2 * len(sentences) + len(run.sources.questions.get(JUDGED, []))
-    searched = len(WEIGHTS) + len((judge.START, "start_hybrid", "hybrid"))
-    steps = {task.name: step_time(task, params) for task in recipe_tasks(run)}
+    searched = len(WEIGHTS) / 2 + len((judge.START, "adapted", "merged", "start_hybrid", "hybrid"))
+    embed, tasks = seconds_to_embed(run, params), recipe_tasks(run)
+    moving = [task for task in tasks if moves_documents(task, run)]
+    steps = {task.name: step_time(task, params) for task in tasks}
+    refresh = {task.name: embed / task.refresh_every for task in moving if task.refresh_every}
+    sampled = len(WEIGHTS) * min(SAMPLE / run.context.rows, 1.0) + 1 if moving else 0.0  # and what is chosen
     return {
-        "embed": seconds_to_embed(run, params),
+        "embed": embed * (1 + len(moving) + sampled),
         "compile": sum(one.first for one in steps.values()),
-        "step": {name: one.later for name, one in steps.items()},
+        "step": {name: one.later + refresh.get(name, 0.0) for name, one in steps.items()},
         "query": query,
         "measure": query * queries * searched,
     }
@@ -330,55 +332,77 @@ class Searches:
 JUDGED_QUESTIONS = "judged questions: "
 
 
-def merged(start: Params, trained: Params, weight: float) -> Params:
-    """(1 − weight) × start + weight × trained, array by array."""
-    return jax.tree.map(lambda a, b: ((1 - weight) * a + weight * b).astype(a.dtype), start, trained)
+def with_towers(run: Run, params: Params, start: Params, weight: float) -> Params:
+    """Parameters whose towers are (1 − weight) × those of the start + weight × their own, array by array."""
 
+    def merged(a: jax.Array, b: jax.Array) -> jax.Array:
+        return ((1 - weight) * a + weight * b).astype(a.dtype)
 
-def with_query_tower(run: Run, params: Params, start: Params, weight: float) -> Params:
-    """Parameters whose query tower is `merged` with that of the start."""
-    name = run.model.embedder_names[0]
-    return params | {name: merged(start[name], params[name], weight)}
+    return params | {name: jax.tree.map(merged, start[name], params[name]) for name in run.model.embedder_names}
 
 
 def measure(run: Run, plan: dict[str, Any], merge: float | None) -> dict[str, Any]:
-    """The decision and all that the report tables. merge: the weight of the trained query tower, None to choose it."""
+    """The decision and all that the report tables. merge: the weight of the trained towers, None to choose it: on every
+    second held-out sentence, and the others judge; all do where it is given."""
     last, saved = last_checkpoint(run)
     trained, start = restore_params(run, last, saved), init_from_sources(run, run.initial_params())
-    index = run.index(corpus_vectors(run, last, saved))
     sentences = sentences_of(run, evidence_of(run), plan["held_out"])
     searches = Searches(run, sentences, run.sources.questions.get(JUDGED, []))
     counts, left = (len(sentences), len(searches.judged)), duration(plan["estimate"]["measure"])
     logger.info("measuring on %d held-out sentences and %d questions; about %s left", *counts, left)
-    before = searches.values(start, index, "vectors")
-    weights = sorted({*WEIGHTS} if merge is None else {merge, 1.0})
-    towers = {weight: with_query_tower(run, trained, start, weight) for weight in weights}
-    found = {weight: searches.values(params, index, "vectors") for weight, params in towers.items()}
-    decision = decide(before, found, merge)
-    weight = decision["weight"]
+    weight = merge or choose_weight(run, trained, start, sentences[::2])
+    promising = with_towers(run, trained, start, weight)
+    first, adapted, index = (run.index(vectors_at(run, trained, start, w)) for w in (0.0, 1.0, weight))
     rows = {
-        judge.START: before,
-        "adapted": found[1.0],
-        "merged": found[weight],
-        "bm25": searches.values(start, index, "bm25"),
-        "start_hybrid": searches.values(start, index, "hybrid"),
-        "hybrid": searches.values(towers[weight], index, "hybrid"),
+        judge.START: searches.values(start, first, "vectors"),
+        "adapted": searches.values(trained, adapted, "vectors"),
+        "merged": searches.values(promising, index, "vectors"),
+        "bm25": searches.values(start, first, "bm25"),
+        "start_hybrid": searches.values(start, first, "hybrid"),
+        "hybrid": searches.values(promising, index, "hybrid"),
     }
-    examples = judge.examples(run.sources.passages, sentences, before, found[weight])
+    before, after = rows[judge.START], rows["merged"]
+    examples = judge.examples(run.sources.passages, sentences, before, after)
+    judging = np.arange(len(sentences)) % 2 == 1 if merge is None else slice(None)
+    decision = decide(before, after, judging) | {"weight": weight}
     return decision | {"table": compared(rows), "examples": examples}
 
 
-def decide(before: judge.Values, found: dict[float, judge.Values], merge: float | None) -> dict[str, Any]:
-    """The weight, and whether it is promoted: {"promoted", "weight", "gain", "judged"}.
+def choose_weight(run: Run, trained: Params, start: Params, sentences: Sequence[HeldOutSentence]) -> float:
+    """The weight of the trained towers of largest mean on some held-out sentences; of equals the smallest. Where it
+    gives the passages other vectors, they are searched among SAMPLE passages, theirs among them."""
+    searches, found = Searches(run, sentences, []), dict[float, float]()
+    rows = None
+    if any(moves_documents(task, run) for task in recipe_tasks(run)):
+        sampled = np.linspace(0, run.context.rows - 1, min(SAMPLE, run.context.rows)).astype(int)
+        own = [row for one in sentences for row in (one.row, *one.evidence)]
+        rows = np.unique([*sampled.tolist(), *own])
+        logger.info("comparing %d weights among %d passages", len(WEIGHTS), len(rows))
+    for weight in WEIGHTS:
+        params = with_towers(run, trained, start, weight)
+        if rows is None:
+            vectors = vectors_at(run, trained, start, weight)
+        else:  # what has a vector of zeros scores 0, below all that is alike
+            vectors = np.zeros((run.context.rows, run.model.vector_size), np.float32)
+            vectors[rows] = run.embed(params, rows=CorpusRows(*(part[rows] for part in run.corpus)))
+        found[weight] = float(searches.values(params, run.index(vectors), "vectors")[judge.GAIN].mean())
+    return max(sorted(found), key=lambda weight: found[weight])
 
-    A weight is chosen on every second held-out sentence and judged on the others; one that is given, on all.
-    """
-    places = np.arange(len(before[judge.GAIN]))
-    chosen_on, judged_on = places % 2 == 0, (places % 2 == 1) | (merge is not None)
-    weight = merge or judge.choose_weight({w: values[judge.GAIN] for w, values in found.items()}, chosen_on)
-    gain = judge.compare(before[judge.GAIN][judged_on], found[weight][judge.GAIN][judged_on])
-    judged = compare_judged(before, found[weight])
-    return {"promoted": judge.is_better(gain, judged), "weight": weight, "gain": gain, "judged": judged}
+
+def vectors_at(run: Run, trained: Params, start: Params, weight: float) -> NDArray:
+    """The passages by the document tower at a weight, [rows, width]: of the last checkpoint, or embedded. Those of the
+    start and of what is chosen are kept in the cache."""
+    unmoved = not any(moves_documents(task, run) for task in recipe_tasks(run))
+    saved = saved_vectors(run, *last_checkpoint(run)) if weight == 1.0 or unmoved else None
+    return embed_with_cache(run, with_towers(run, trained, start, weight), bar=True) if saved is None else saved
+
+
+def decide(before: judge.Values, after: judge.Values, judging: Any) -> dict[str, Any]:
+    """Whether what is chosen is promoted: {"promoted", "gain", "judged"}. judging: the sentences that judge, as an
+    index."""
+    gain = judge.compare(before[judge.GAIN][judging], after[judge.GAIN][judging])
+    judged = compare_judged(before, after)
+    return {"promoted": judge.is_better(gain, judged), "gain": gain, "judged": judged}
 
 
 def compare_judged(before: judge.Values, after: judge.Values) -> dict[str, Any]:
@@ -396,13 +420,6 @@ def last_checkpoint(run: Run) -> tuple[str, SavedCheckpoint]:
     return last, saved
 
 
-def corpus_vectors(run: Run, last: str, saved: SavedCheckpoint) -> NDArray:
-    """The vectors of all passages, [rows, width]."""
-    vectors = saved_vectors(run, last, saved)
-    assert vectors is not None, "the document tower stays"
-    return vectors
-
-
 def open_other(request: Request) -> tuple[Run, list[HeldOutSentence]]:
     """The second corpus, and the sentences of it that ask: of all its documents, as none is learned from. Raises
     UserError for one that has too few."""
@@ -418,9 +435,10 @@ def measure_forgetting(request: Request, params: Params) -> dict[str, Any]:
     """What is promoted against the start on the second corpus: {"table", "documents", "passages"}."""
     run, sentences = open_other(request)
     logger.info("measuring on %s what was forgotten", request.settings["forgetting"])
-    start = init_from_sources(run, run.initial_params())
-    searches, index = Searches(run, sentences, []), run.index(embed_with_cache(run, start, bar=True))
-    before, after = (searches.values(some, index, "vectors") for some in (start, params))
+    start, searches = init_from_sources(run, run.initial_params()), Searches(run, sentences, [])
+    before, after = (
+        searches.values(some, run.index(embed_with_cache(run, some, bar=True)), "vectors") for some in (start, params)
+    )
     store = run.sources.passages
     return {
         "table": compared({judge.START: before, "merged": after}),
@@ -440,19 +458,20 @@ def compared(rows: Mapping[str, judge.Values]) -> dict[str, dict[str, Any]]:
 
 def promote(run: Run, measured: dict[str, Any]) -> Params:
     """Make what was decided what the run answers with: a checkpoint of its last task, one step after its last, which
-    differs in the query tower alone. Returns the parameters there; does nothing where it is done."""
+    differs in towers and vectors alone. Returns the parameters there; does nothing where it is done."""
     last, saved = last_checkpoint(run)
     steps = run.config[last].steps
     if saved.step > steps:
         return restore_params(run, last, saved)
     task, start = make_task(last, run), init_from_sources(run, run.initial_params())
-    found = restore(task, saved, run.abstract_params)
+    state = restore(task, saved, run.abstract_params).state
     weight = measured["weight"] if measured["promoted"] else 0.0
-    params = with_query_tower(run, found.state.params, start, weight)
-    state = found.state._replace(trained={name: params[name] for name in task.trained})
-    index = {"vectors": run.index(corpus_vectors(run, last, saved)).vectors}
+    params = with_towers(run, state.params, start, weight)
+    vectors = vectors_at(run, state.params, start, weight)
+    trained, frozen = ({name: params[name] for name in part} for part in (state.trained, state.frozen))
     with Checkpoints(run.workdir / last / "checkpoints", keep=1) as checkpoints:
-        checkpoints.save(steps + 1, state, index, saved.record, wait=True)
+        index, record = {"vectors": run.index(vectors).vectors}, saved.record | {"index_step": steps + 1}
+        checkpoints.save(steps + 1, state._replace(trained=trained, frozen=frozen), index, record, wait=True)
     return params
 
 
@@ -463,7 +482,9 @@ def export(run: Run, params: Params, record: dict[str, Any]) -> list[str]:
         with tempfile.TemporaryDirectory(prefix=f".{MODEL}.", suffix=".partial", dir=folder) as work:
             write_model(Path(work) / MODEL, run, params, record)
             publish_folder(Path(work) / MODEL, folder / MODEL)
-    return [MODEL, *write_vectors(folder, run.sources.passages, corpus_vectors(run, *last_checkpoint(run)))]
+    vectors = saved_vectors(run, *last_checkpoint(run))
+    assert vectors is not None, "they were saved with what was promoted"
+    return [MODEL, *write_vectors(folder, run.sources.passages, vectors)]
 
 
 def write_model(folder: Path, run: Run, params: Params, record: dict[str, Any]) -> None:

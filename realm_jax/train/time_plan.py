@@ -3,18 +3,24 @@
 Not for promises: the estimate is of a machine that does nothing else. Read next: `adaptation.py`.
 """
 
+import dataclasses
+import tempfile
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import NDArray
 
-from realm_jax.data.examples import batches
+from realm_jax.data.examples import Examples, batches
 from realm_jax.models.realm import Params
+from realm_jax.retrieval import bm25
 from realm_jax.retrieval.embed import CorpusRows
 from realm_jax.run import Run, local_rows, make_global_batch
+from realm_jax.tasks import make_task
 from realm_jax.tasks.base import Task
 from realm_jax.train.step import ControlWords, make_step, put_control, start_state
 
@@ -46,11 +52,11 @@ def seconds_to_embed(run: Run, params: Params) -> float:
 
 
 def step_time(task: Task, params: Params) -> StepTime:
-    """How long steps of a task take that search vectors which stay; what the vectors hold makes no difference."""
+    """How long the steps of a task take; what its vectors hold makes no difference."""
     run, size = task.run, task.settings.batch_size
     zeros = np.zeros((run.context.rows, run.model.vector_size), np.float32)
     rows = local_rows(run.mesh, size)
-    stream = batches(task.examples(params, lambda: zeros), run.config.seed, task.stream, size, 0, 1 + STEPS, rows)
+    stream = batches(examples_of(task, params, zeros), run.config.seed, task.stream, size, 0, 1 + STEPS, rows)
     step, index, control = make_step(task), run.index(zeros), put_control(run.mesh, ControlWords())
     state, seconds = start_state(task, jax.tree.map(jnp.copy, params)), list[float]()
     for batch in stream:
@@ -59,6 +65,16 @@ def step_time(task: Task, params: Params) -> StepTime:
         jax.block_until_ready(state)
         seconds.append(time.monotonic() - began)
     return StepTime(seconds[0], float(np.median(seconds[1:])))
+
+
+def examples_of(task: Task, params: Params, vectors: NDArray) -> Examples:
+    """What a task would learn from with these vectors, none of which it keeps for its training."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = task.run.workdir / bm25.FOLDER
+        if words.is_dir():
+            (Path(folder) / bm25.FOLDER).symlink_to(words.absolute())
+        task = make_task(task.name, dataclasses.replace(task.run, workdir=Path(folder)))
+        return task.examples(params, lambda: vectors)
 
 
 def steps_that_fit(most: Mapping[str, int], each: Mapping[str, float], seconds: float, least: int) -> dict[str, int]:
