@@ -36,6 +36,7 @@ SIZES = {
     "data.document_length": 64,
     "ict.steps": 3,
     "ict.batch_size": 8,
+    "ict.negatives": "neighbours",
     "realm.steps": 3,
     "realm.batch_size": 4,
     "qa.beam": 8,
