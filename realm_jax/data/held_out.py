@@ -142,10 +142,10 @@ def _held_out_sentence(
     """A sentence with a span hidden for which there is evidence, where it has one; else any within `room` pieces."""
     pieces, spans = spans_of(store, row, number)
     first, last = np.searchsorted(evidence.spans.rows, [row, row + 1])
-    told = first + np.flatnonzero(evidence.spans.sentences[first:last] == number)
+    known = first + np.flatnonzero(evidence.spans.sentences[first:last] == number)
     rows: tuple[int, ...] = ()
-    if len(told):
-        span = told[chosen_place(len(told), pieces)]
+    if len(known):
+        span = known[chosen_place(len(known), pieces)]
         begin = store.sentences(row)[number, 0]
         spans = np.array([[evidence.spans.starts[span], evidence.spans.ends[span]]]) - begin
         rows = tuple(evidence.rows_of(int(span)).tolist())

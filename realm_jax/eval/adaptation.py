@@ -62,10 +62,10 @@ def _recalls(
     documents = {store.document_id(int(row)) for row in masked[:FIRST] if row >= 0}
     others = masked[masked != sentence.row][:FIRST]
     own = float(store.document_id(sentence.row) in documents) if sentence.masked else np.nan
-    told = float(np.isin(others, sentence.evidence).any()) if sentence.evidence else np.nan
+    evidence = float(np.isin(others, sentence.evidence).any()) if sentence.evidence else np.nan
     places = np.flatnonzero(whole[:RANKED] == sentence.row)
     rank = 1 / (1 + places[0]) if len(places) else 0.0
-    return own, told, float(rank >= 1 / FIRST), rank
+    return own, evidence, float(rank >= 1 / FIRST), rank
 
 
 # --- decisions --------------------------------------------------------------------------------------------------------

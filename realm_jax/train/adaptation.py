@@ -274,7 +274,7 @@ def check_time(request: Request, times: dict[str, Any], rows: int) -> list[str]:
 
 
 def facts_of(run: Run, evidence: Evidence) -> dict[str, Any]:
-    """What is told of the corpus."""
+    """What the report says of the corpus."""
     store = run.sources.passages
     counts = read_json(Path(run.config.data.path) / "PREPARED.json")["counts"]["passages"]
     return {
