@@ -21,6 +21,7 @@ from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.eval import adaptation as judge
 from realm_jax.models.realm import Params
+from realm_jax.run import Run
 from realm_jax.storage import read_json
 from realm_jax.train import adaptation, recipe, workdir
 from realm_jax.train.init_from import init_from_sources
@@ -307,6 +308,27 @@ def test_what_other_documents_lost_is_measured_and_decides_nothing(documents, en
     assert record["forgetting"]["documents"] == 60 and {*table} == {"start", "merged"}
     assert table["start"][judge.GAIN]["queries"] > record["measured"]["table"]["start"][judge.GAIN]["queries"]
     assert f"On other documents: {documents}" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_a_document_that_is_added_is_found_and_nothing_else_is_embedded(
+    documents, encoder, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("REALM_CACHE_BYTES", "1000000")
+    assert adapt(documents, encoder, tmp_path / "run", "--merge=1", "--config.ict.negatives=index") == 0
+    new = {"id": "new", "title": "Life 60", "text": "The bardlo of Ada Moss was beck and dask and dint. It came late."}
+    counts, embed = [], Run.embed
+
+    def counted(self, params, progress=None, rows=None):
+        counts.append(len((rows or self.corpus).ids))
+        return embed(self, params, progress, rows)
+
+    monkeypatch.setattr(Run, "embed", counted)
+    arguments = "add", str(write_lines(tmp_path / "new.jsonl", [new])), f"--workdir={tmp_path / 'run'}"
+    assert cli.main(["corpus", *arguments]) == 0
+    assert counts and counts[0] == 1, "the new one; then rows of the self-check"
+    capsys.readouterr()
+    assert cli.main(["ask", "--json", f"--workdir={tmp_path / 'run'}", "bardlo of Ada Moss beck dask dint"]) == 0
+    assert json.loads(capsys.readouterr().out)["candidates"][0]["id"] == "new"
 
 
 def test_without_names_sentences_alone_are_learned_from(encoder, tmp_path):

@@ -16,7 +16,7 @@ from realm_jax.errors import UserError
 from realm_jax.retrieval.embed import CorpusRows, VectorCache, row_keys
 from realm_jax.run import Run
 from realm_jax.tasks import make_task
-from realm_jax.train.index_source import IndexSource, embed_with_cache, encoder_digest
+from realm_jax.train.index_source import IndexSource, embed_unknown, embed_with_cache, encoder_digest
 from realm_jax.train.step import ControlWords
 
 
@@ -58,6 +58,19 @@ def with_corpus(run, corpus):
     other = dataclasses.replace(run)
     other.__dict__["corpus"] = corpus
     return other
+
+
+def test_of_any_rows_those_that_are_known_are_not_embedded_again(tiny, params, cache, counted):
+    """As `realm corpus` embeds a new version; what was not known is not kept."""
+    whole, corpus = tiny.embed(params), tiny.corpus
+    counted.clear()
+    first_ten, all_rows = (CorpusRows(*(part[:count] for part in corpus)) for count in (10, 16))
+    np.testing.assert_array_equal(embed_unknown(tiny, params)(all_rows), whole)
+    embed_with_cache(with_corpus(tiny, first_ten), params)
+    for _ in range(2):
+        np.testing.assert_array_equal(embed_unknown(tiny, params)(all_rows), whole)
+    np.testing.assert_array_equal(embed_unknown(tiny, params)(first_ten), whole[:10])
+    assert counted == [16, 10, 6, 6]
 
 
 def test_a_second_run_embeds_nothing_and_has_the_same_bits(tiny, params, cache, counted, caplog):

@@ -33,7 +33,7 @@ from realm_jax.refresh.generations import (
 from realm_jax.refresh.status import TRAINER, read_status
 from realm_jax.run import Run
 from realm_jax.storage import Damaged, Folder, StorageError, exclusive_lock, read_json
-from realm_jax.train.index_source import shared_folder
+from realm_jax.train.index_source import embed_unknown, shared_folder
 from realm_jax.train.trained_run import open_run_for_inference, restore_towers
 from realm_jax.train.workdir import recorded_config, recorded_folder
 
@@ -137,7 +137,7 @@ def publish(run: Run) -> Manifest:
     try:
         queries = sample_vectors(run, towers)
         export = write_export(folder, export_record(run, step), to_arrays(towers), queries)
-        manifest = run_builder(run, folder).build(export, lambda rows: run.embed(towers, rows=rows), queries)
+        manifest = run_builder(run, folder).build(export, embed_unknown(run, towers), queries)
         _remove_outdated_generations(folder, manifest, run.sources.passages.versions)
         return manifest
     except (StorageError, Damaged, Rejected) as fault:

@@ -197,6 +197,25 @@ def embed_with_cache(
     return vectors
 
 
+def embed_unknown(run: Run, params: Params) -> Callable[[CorpusRows], NDArray[np.float32]]:
+    """What embeds any rows by the document tower of `params`: the bits of `run.embed`, of which only passages that the
+    cache does not have are computed. Nothing is added to it: a tower that is not there may be one in training."""
+    if not cache_bytes():
+        return lambda rows: run.embed(params, rows=rows)
+    cache = VectorCache(encoder_digest(run, params))
+
+    def embed(rows: CorpusRows) -> NDArray[np.float32]:
+        known, vectors = cache.find(row_keys(rows))
+        if vectors is None:
+            return run.embed(params, rows=rows)
+        missing = np.flatnonzero(~known)
+        if len(missing):
+            vectors[missing] = run.embed(params, rows=CorpusRows(*(part[missing] for part in rows)))
+        return vectors
+
+    return embed
+
+
 def start_vectors(
     run: Run, task: str, params: Params, on_progress: Callable[[], None] = lambda: None
 ) -> NDArray[np.floating]:
