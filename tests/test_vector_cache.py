@@ -16,7 +16,13 @@ from realm_jax.errors import UserError
 from realm_jax.retrieval.embed import CorpusRows, VectorCache, row_keys
 from realm_jax.run import Run
 from realm_jax.tasks import make_task
-from realm_jax.train.index_source import IndexSource, embed_unknown, embed_with_cache, encoder_digest
+from realm_jax.train.index_source import (
+    IndexSource,
+    embed_unknown,
+    embed_with_cache,
+    encoder_digest,
+    share_to_embed,
+)
 from realm_jax.train.step import ControlWords
 
 
@@ -71,6 +77,7 @@ def test_of_any_rows_those_that_are_known_are_not_embedded_again(tiny, params, c
         np.testing.assert_array_equal(embed_unknown(tiny, params)(all_rows), whole)
     np.testing.assert_array_equal(embed_unknown(tiny, params)(first_ten), whole[:10])
     assert counted == [16, 10, 6, 6]
+    assert share_to_embed(tiny, params) == 6 / 16
 
 
 def test_a_second_run_embeds_nothing_and_has_the_same_bits(tiny, params, cache, counted, caplog):

@@ -45,7 +45,7 @@ from realm_jax.tasks.base import Task
 from realm_jax.train.best import primary_metric
 from realm_jax.train.checkpoints import Checkpoints, SavedCheckpoint
 from realm_jax.train.export import write_networks
-from realm_jax.train.index_source import embed_with_cache
+from realm_jax.train.index_source import embed_with_cache, share_to_embed
 from realm_jax.train.init_from import init_from_sources
 from realm_jax.train.loop import train_task
 from realm_jax.train.model_card import model_card
@@ -164,7 +164,7 @@ def make_plan(request: Request) -> dict[str, Any]:
     times = measure_times(run, sentences)
     if request.settings["forgetting"]:
         other, others = open_other(request)
-        times["embed"] *= 1 + len(other.sources.passages) / len(store)
+        times["embed"] += times["passage"] * len(other.sources.passages) * (1 + any_moves(run))
         times["measure"] += times["query"] * 2 * 2 * len(others)
     notes += check_time(request, times, len(store))
     left = request.minutes * 60 * (1 - RESERVE) - request.spent - (time.monotonic() - began)
@@ -186,6 +186,11 @@ def check_sentences(documents: str, count: int, share: float) -> None:
 def moves_documents(task: Task, run: Run) -> bool:
     """Whether a task moves what passages are embedded with."""
     return run.model.embedder_names[-1] in task.trained
+
+
+def any_moves(run: Run) -> bool:
+    """Whether a task of the recipe does."""
+    return any(moves_documents(task, run) for task in recipe_tasks(run))
 
 
 def evidence_of(run: Run) -> Evidence:
@@ -231,8 +236,8 @@ def planned_config(config: ConfigDict, plan: dict[str, Any]) -> ConfigDict:
 
 
 def measure_times(run: Run, sentences: Sequence[HeldOutSentence]) -> dict[str, Any]:
-    """Seconds on this machine: to embed the corpus, to compile, of a step of each task, of a query, to measure what is
-    compared."""
+    """Seconds on this machine: of a passage, to embed all that is not known, to compile, of a step of each task, of a
+    query, to measure what is compared."""
     logger.info("measuring how fast this machine is")
     params = starting_params(run)
     save_bm25_index(run)
@@ -251,7 +256,8 @@ def measure_times(run: Run, sentences: Sequence[HeldOutSentence]) -> dict[str, A
     refresh = {task.name: embed / task.refresh_every for task in moving if task.refresh_every}
     sampled = len(WEIGHTS) * min(SAMPLE / run.context.rows, 1.0) + 1 if moving else 0.0  # and what is chosen
     return {
-        "embed": embed * (1 + len(moving) + sampled),
+        "passage": embed / run.context.rows,
+        "embed": embed * (share_to_embed(run, params) + len(moving) + sampled),
         "compile": sum(one.first for one in steps.values()),
         "step": {name: one.later + refresh.get(name, 0.0) for name, one in steps.items()},
         "query": query,
@@ -373,7 +379,7 @@ def choose_weight(run: Run, trained: Params, start: Params, sentences: Sequence[
     gives the passages other vectors, they are searched among SAMPLE passages, theirs among them."""
     searches, found = Searches(run, sentences, []), dict[float, float]()
     rows = None
-    if any(moves_documents(task, run) for task in recipe_tasks(run)):
+    if any_moves(run):
         sampled = np.linspace(0, run.context.rows - 1, min(SAMPLE, run.context.rows)).astype(int)
         own = [row for one in sentences for row in (one.row, *one.evidence)]
         rows = np.unique([*sampled.tolist(), *own])
@@ -392,8 +398,7 @@ def choose_weight(run: Run, trained: Params, start: Params, sentences: Sequence[
 def vectors_at(run: Run, trained: Params, start: Params, weight: float) -> NDArray:
     """The passages by the document tower at a weight, [rows, width]: of the last checkpoint, or embedded. Those of the
     start and of what is chosen are kept in the cache."""
-    unmoved = not any(moves_documents(task, run) for task in recipe_tasks(run))
-    saved = saved_vectors(run, *last_checkpoint(run)) if weight == 1.0 or unmoved else None
+    saved = saved_vectors(run, *last_checkpoint(run)) if weight == 1.0 or not any_moves(run) else None
     return embed_with_cache(run, with_towers(run, trained, start, weight), bar=True) if saved is None else saved
 
 

@@ -197,6 +197,14 @@ def embed_with_cache(
     return vectors
 
 
+def share_to_embed(run: Run, params: Params) -> float:
+    """The share of the passages whose vectors by `params` the cache does not have."""
+    if not cache_bytes():
+        return 1.0
+    known, _ = VectorCache(encoder_digest(run, params)).find(row_keys(run.corpus))
+    return float(1 - known.mean())
+
+
 def embed_unknown(run: Run, params: Params) -> Callable[[CorpusRows], NDArray[np.float32]]:
     """What embeds any rows by the document tower of `params`: the bits of `run.embed`, of which only passages that the
     cache does not have are computed. Nothing is added to it: a tower that is not there may be one in training."""
