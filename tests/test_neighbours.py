@@ -13,6 +13,7 @@ from realm_jax.errors import UserError
 from realm_jax.storage import read_json
 from realm_jax.tasks import make_task
 from realm_jax.train.recipe import train
+from realm_jax.train.workdir import recorded_config
 
 
 def groups_of(vectors, documents, allowed, most=1000, seed=0):
@@ -76,9 +77,17 @@ def test_a_resumed_task_goes_on_with_the_groups_of_its_start(people, tmp_path):
         assert one["document_length"] == run.corpus.lengths[one["own_row"]]
 
 
+def test_a_trained_run_is_opened_whatever_the_number_of_devices(people, tmp_path):
+    """Where questions are asked on one device, batches have another size than in training."""
+    train(open_config(config_of(people), tmp_path / "run"))
+    config = recorded_config(tmp_path / "run")
+    config.ict.batch_size = 1
+    validate(config)
+
+
 def test_what_gives_no_group_is_refused(people, tmp_path):
     with pytest.raises(UserError, match=r"config\.ict\.batch_size: ict\.negatives=neighbours takes groups of 8"):
-        validate(config_of(people, batch_size=4))
-    task = make_task("ict", open_config(config_of(people), tmp_path))
+        make_task("ict", open_config(config_of(people, batch_size=4), tmp_path / "a")).check_data()
+    task = make_task("ict", open_config(config_of(people), tmp_path / "b"))
     with pytest.raises(UserError, match="neighbours needs 8 documents with a passage of two or more sentences"):
         task.neighbours(np.zeros((task.run.context.rows, 8), np.float32), np.arange(GROUP - 1))

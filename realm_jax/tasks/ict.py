@@ -97,11 +97,7 @@ class Ict(Task):
 
     @classmethod
     def check(cls, config: ConfigDict) -> None:
-        if cls.name not in task_names(config):
-            return
-        fits = config.ict.negatives != "neighbours" or config.ict.batch_size % GROUP == 0
-        require(fits, "ict.batch_size", f"ict.negatives=neighbours takes groups of {GROUP}; set a multiple of it")
-        if config.ict.negatives != "index":
+        if cls.name not in task_names(config) or config.ict.negatives != "index":
             return
         apart = not config.model.shared_tower
         require(apart, "ict.negatives", "'index' trains the query tower alone; set model.shared_tower=False")
@@ -120,6 +116,10 @@ class Ict(Task):
     @classmethod
     def supervision(cls, config: ConfigDict) -> str:
         return "Which passage was this sentence taken from? Passages only; no questions, no labels."
+
+    def check_data(self) -> None:  # not in `check`: what only answers has another size of batches
+        fits = self.settings.negatives != "neighbours" or self.settings.batch_size % GROUP == 0
+        require(fits, "ict.batch_size", f"ict.negatives=neighbours takes groups of {GROUP}; set a multiple of it")
 
     def examples(self, params: Params, embed: Embed) -> Examples:
         passages, drawn = self.run.sources.passages, self.settings.negatives == "batch"
