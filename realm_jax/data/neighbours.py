@@ -27,6 +27,8 @@ def groups_of_neighbours(
     owners = np.array([known[document] for document in documents], np.int64)
     groups: list[NDArray[np.int64]] = []
     for start in range(0, len(seeds), SEEDS):
+        if len(groups) == most:
+            break
         part = seeds[start : start + SEEDS]
         scores = vectors[part] @ vectors.T
         for seed, score in zip(part, scores, strict=True):

@@ -357,15 +357,16 @@ def measure(run: Run, plan: dict[str, Any], merge: float | None) -> dict[str, An
     counts, left = (len(sentences), len(searches.judged)), duration(plan["estimate"]["measure"])
     logger.info("measuring on %d held-out sentences and %d questions; about %s left", *counts, left)
     weight = merge or choose_weight(run, trained, start, sentences[::2])
-    promising = with_towers(run, trained, start, weight)
-    first, adapted, index = (run.index(vectors_at(run, trained, start, w)) for w in (0.0, 1.0, weight))
+    towers = {w: with_towers(run, trained, start, w) for w in sorted({0.0, weight, 1.0})}
+    indexes = {w: run.index(vectors_at(run, trained, start, w)) for w in towers}
+    found = {w: searches.values(towers[w], indexes[w], "vectors") for w in towers}
     rows = {
-        judge.START: searches.values(start, first, "vectors"),
-        "adapted": searches.values(trained, adapted, "vectors"),
-        "merged": searches.values(promising, index, "vectors"),
-        "bm25": searches.values(start, first, "bm25"),
-        "start_hybrid": searches.values(start, first, "hybrid"),
-        "hybrid": searches.values(promising, index, "hybrid"),
+        judge.START: found[0.0],
+        "adapted": found[1.0],
+        "merged": found[weight],
+        "bm25": searches.values(towers[0.0], indexes[0.0], "bm25"),
+        "start_hybrid": searches.values(towers[0.0], indexes[0.0], "hybrid"),
+        "hybrid": searches.values(towers[weight], indexes[weight], "hybrid"),
     }
     before, after = rows[judge.START], rows["merged"]
     examples = judge.examples(run.sources.passages, sentences, before, after)
@@ -378,17 +379,14 @@ def choose_weight(run: Run, trained: Params, start: Params, sentences: Sequence[
     """The weight of the trained towers of largest mean on some held-out sentences; of equals the smallest. Where it
     gives the passages other vectors, they are searched among SAMPLE passages, theirs among them."""
     searches, found = Searches(run, sentences, []), dict[float, float]()
-    rows = None
-    if any_moves(run):
-        sampled = np.linspace(0, run.context.rows - 1, min(SAMPLE, run.context.rows)).astype(int)
-        own = [row for one in sentences for row in (one.row, *one.evidence)]
-        rows = np.unique([*sampled.tolist(), *own])
-        logger.info("comparing %d weights among %d passages", len(WEIGHTS), len(rows))
+    stored = None if any_moves(run) else vectors_at(run, trained, start, 1.0)
+    sampled = np.linspace(0, run.context.rows - 1, min(SAMPLE, run.context.rows)).astype(int)
+    own = [row for one in sentences for row in (one.row, *one.evidence)]
+    rows = np.unique([*sampled.tolist(), *own])
+    logger.info("comparing %d weights", len(WEIGHTS))
     for weight in WEIGHTS:
-        params = with_towers(run, trained, start, weight)
-        if rows is None:
-            vectors = vectors_at(run, trained, start, weight)
-        else:  # what has a vector of zeros scores 0, below all that is alike
+        params, vectors = with_towers(run, trained, start, weight), stored
+        if vectors is None:  # what has a vector of zeros scores 0, below all that is alike
             vectors = np.zeros((run.context.rows, run.model.vector_size), np.float32)
             vectors[rows] = run.embed(params, rows=CorpusRows(*(part[rows] for part in run.corpus)))
         found[weight] = float(searches.values(params, run.index(vectors), "vectors")[judge.GAIN].mean())
