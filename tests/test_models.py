@@ -14,7 +14,7 @@ from tiny import VOCABULARY, document_rows, query_rows, random_words, tiny_bert,
 
 from realm_jax.models import attention
 from realm_jax.models.attention import dot_product_attention, per_sequence_attention, select_attention
-from realm_jax.models.bert import Bert, BertConfig, initializer
+from realm_jax.models.bert import Bert, BertConfig, initializer, matrix_product
 from realm_jax.models.inputs import Documents, ReaderInput, document_segments, reader_inputs
 from realm_jax.models.realm import Realm, flatten_passages
 from realm_jax.models.weights import networks
@@ -246,6 +246,25 @@ def test_bfloat16_is_for_matrix_products_alone():
     towers = 2 * (2 * 8 + 1)  # eight products in each of two layers, and the pooler
     reader = 2 * 2 * 8 + 2  # the same layers for words and for spans, the MLM head's layer and the span projection
     assert len(low) == towers + reader
+
+
+def test_gradients_of_bfloat16_products_are_products_in_bfloat16_that_add_up_in_float32():
+    """And those of float32 are what they are without a rule of their own."""
+    x, kernel = (jnp.asarray(np.random.default_rng(0).normal(size=size), jnp.bfloat16) for size in ((3, 5, 8), (8, 6)))
+
+    def total(product, *given):
+        return (product(*given).astype(jnp.float32) ** 2).sum()
+
+    program = jax.make_jaxpr(jax.grad(functools.partial(total, matrix_product), argnums=(0, 1)))(x, kernel)
+    products = [e for e in primitives(program.jaxpr) if e.primitive.name == "dot_general"]
+    assert len(products) == 3 and all(v.aval.dtype == jnp.bfloat16 for e in products for v in e.invars)
+    assert all(e.params["preferred_element_type"] == jnp.float32 for e in products)
+    full = tuple(part.astype(jnp.float32) for part in (x, kernel))
+    ours, plain = (
+        jax.grad(functools.partial(total, way), argnums=(0, 1))(*full) for way in (matrix_product, jnp.matmul)
+    )
+    for one, other in zip(ours, plain, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
 
 
 def test_parameters_are_float32_whatever_the_compute_dtype():
