@@ -12,6 +12,7 @@ from realm_jax.data.neighbours import GROUP, groups_of_neighbours
 from realm_jax.errors import UserError
 from realm_jax.storage import read_json
 from realm_jax.tasks import make_task
+from realm_jax.tasks.groups import grouped_rows
 from realm_jax.train.recipe import train
 from realm_jax.train.workdir import recorded_config
 
@@ -86,8 +87,8 @@ def test_a_trained_run_is_opened_whatever_the_number_of_devices(people, tmp_path
 
 
 def test_what_gives_no_group_is_refused(people, tmp_path):
-    with pytest.raises(UserError, match=r"config\.ict\.batch_size: ict\.negatives=neighbours takes groups of 8"):
+    with pytest.raises(UserError, match=r"config\.ict\.batch_size: passages come in groups of 8"):
         make_task("ict", open_config(config_of(people, batch_size=4), tmp_path / "a")).check_data()
     task = make_task("ict", open_config(config_of(people), tmp_path / "b"))
-    with pytest.raises(UserError, match="neighbours needs 8 documents with a passage of two or more sentences"):
-        task.neighbours(np.zeros((task.run.context.rows, 8), np.float32), np.arange(GROUP - 1))
+    with pytest.raises(UserError, match="ict needs 8 documents to learn from; leave it out"):
+        grouped_rows(task, lambda: np.zeros((task.run.context.rows, 8), np.float32), np.arange(GROUP - 1))

@@ -4,7 +4,6 @@ Against the passages of the batch, drawn at random (`ict.negatives=batch`) or in
 or against what the sentence itself retrieves ('index').
 """
 
-import logging
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,11 +24,10 @@ from realm_jax.data.examples import (
     require_passages,
 )
 from realm_jax.data.held_out import held_out_share, trained_rows
-from realm_jax.data.neighbours import GROUP, groups_of_neighbours
+from realm_jax.data.neighbours import GROUP
 from realm_jax.data.sources import Sources
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
-from realm_jax.errors import UserError
 from realm_jax.flops import embedding_flops, score_flops
 from realm_jax.forward import Batch, Index, StepContext, batch_passages, dropout_keys, embed_null, stored_scores
 from realm_jax.models import likelihood
@@ -46,15 +44,12 @@ from realm_jax.tasks.base import (
     Task,
     batch_mean,
     document_shapes,
-    load_or_create,
     query_shapes,
 )  # fmt: skip
-
-logger = logging.getLogger(__name__)
+from realm_jax.tasks.groups import check_groups, grouped_rows
 
 Array = jax.Array
 MASK_RATE = 0.9  # sentences taken out of their passage (Lee et al. 2019) where negatives are drawn at random: else none
-NEIGHBOURS = "neighbours.json"
 
 
 @dataclass(frozen=True)
@@ -118,8 +113,8 @@ class Ict(Task):
         return "Which passage was this sentence taken from? Passages only; no questions, no labels."
 
     def check_data(self) -> None:  # not in `check`: what only answers has another size of batches
-        fits = self.settings.negatives != "neighbours" or self.settings.batch_size % GROUP == 0
-        require(fits, "ict.batch_size", f"ict.negatives=neighbours takes groups of {GROUP}; set a multiple of it")
+        if self.settings.negatives == "neighbours":
+            check_groups(self)
 
     def examples(self, params: Params, embed: Embed) -> Examples:
         passages, drawn = self.run.sources.passages, self.settings.negatives == "batch"
@@ -127,23 +122,7 @@ class Ict(Task):
         arguments = passages, self.run.sources.tokenizer, self.run.lengths, MASK_RATE if drawn else 0.0
         if self.settings.negatives != "neighbours":
             return ict_examples(*arguments, rows)
-        groups = load_or_create(self, NEIGHBOURS, "groups", lambda: self.neighbours(embed(), rows).tolist())
-        return ict_examples(*arguments, np.array(groups, np.int64).reshape(-1))._replace(group=GROUP)
-
-    def neighbours(self, vectors: NDArray, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """As many groups of rows as the steps take, or as there are, [groups, GROUP]. Raises UserError for none."""
-        store, wanted = self.run.sources.passages, self.settings.steps * self.settings.batch_size // GROUP
-        allowed = np.isin(np.arange(len(store)), rows)
-        documents = [store.document_id(row) for row in range(len(store))]
-        rng = np.random.default_rng((self.run.config.seed, self.stream))
-        groups = groups_of_neighbours(vectors, documents, allowed, wanted, rng)
-        if not len(groups):
-            raise UserError(
-                f"{store.folder}: ict.negatives=neighbours needs {GROUP} documents with a passage of two or more "
-                "sentences to learn from; set config.ict.negatives=batch"
-            )
-        logger.info("%d groups of %d passages that are alike, of %d wanted", len(groups), GROUP, wanted)
-        return groups
+        return ict_examples(*arguments, grouped_rows(self, embed, rows))._replace(group=GROUP)
 
     def array_shapes(self) -> Shapes:
         return query_shapes(self.run) | document_shapes(self.run) | {"own_row": ((), np.int32)}
