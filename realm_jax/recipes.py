@@ -10,6 +10,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from realm_jax.config import add_sections, default
+from realm_jax.host import multiplies_bfloat16
 
 # A row of a table of ablations: its tasks, whose parameters and whose reader it starts with, and what differs.
 ROW = {"title": "", "tasks": "", "start": "", "reader": "", "changes": (), "paper": ()}
@@ -86,12 +87,15 @@ def adapt() -> ConfigDict:
     Nothing is kept by what is measured on the way: `realm adapt` compares start and end, on documents held out.
     """
     config = real_text()
-    config.tasks = "ict,realm"
-    config.ict.update(steps=200, batch_size=32, learning_rate=2e-5)
-    config.realm.update(steps=800, batch_size=16, learning_rate=1e-4)  # the retriever at a fifth: 2e-5
+    config.tasks = "evidence_contrast,realm"
+    add_sections(config, ["evidence_contrast"])
+    config.evidence_contrast.update(steps=60, batch_size=16, learning_rate=1e-5)
+    config.ict.update(steps=200, batch_size=32, learning_rate=2e-5)  # where there is no evidence
+    config.realm.update(steps=100, batch_size=16, learning_rate=1e-4)  # the retriever at a fifth: 2e-5
     config.realm.update(marginal="span", masking="evidence", search="hybrid", candidates=51, exclude_own=False)
-    config.refresh.every = 0  # document tower and index stay
+    config.refresh.every = 0  # from there on the document tower and its index stay
     config.optimizer.microbatches = 1
+    config.model.dtype = "bfloat16" if multiplies_bfloat16() else "float32"
     config.evaluation.update(keep_best=False, batch_size=32)
     return config
 

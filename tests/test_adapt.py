@@ -35,9 +35,11 @@ LIBRARY = "sentence_transformers.models."
 SIZES = {
     "data.query_length": 32,
     "data.document_length": 64,
+    "model.dtype": "float32",
     "ict.steps": 3,
     "ict.batch_size": 8,
-    "ict.negatives": "neighbours",
+    "evidence_contrast.steps": 3,
+    "evidence_contrast.batch_size": 8,
     "realm.steps": 3,
     "realm.batch_size": 4,
     "qa.beam": 8,
@@ -132,7 +134,7 @@ def largest_change(before: Params, after: Params) -> float:
 
 def test_from_documents_to_a_model_and_a_report(done, capsys):
     record = read_json(done / "adapt.json")
-    assert record["plan"]["steps"] == {"ict": 3, "realm": 3}
+    assert record["plan"]["steps"] == {"evidence_contrast": 3, "realm": 3}
     start = record["measured"]["table"]["start"]
     assert start["mean_recall@5"]["queries"] >= 8 and start["evidence_recall@5"]["queries"] > 0
     assert start["judged questions: recall@5"]["queries"] == 12
@@ -279,7 +281,7 @@ def test_what_cannot_be_adapted_is_said_before_training(documents, encoder, tmp_
     assert "0 sentences of 20% of the documents stand in no other" in fails(capsys, alike, encoder, tmp_path / "c")
     said = fails(capsys, documents, encoder, tmp_path / "d", f"--forgetting={alike}")
     assert f"{alike}: 0 sentences of 100% of the documents stand in no other" in said
-    assert not any((tmp_path / name / "ict").exists() for name in "abcd")
+    assert not any((tmp_path / name / "evidence_contrast").exists() for name in "abcd")
 
 
 def test_a_model_that_does_not_say_how_it_pools_is_refused(documents, encoder, tmp_path, capsys):
@@ -314,7 +316,7 @@ def test_a_document_that_is_added_is_found_and_nothing_else_is_embedded(
     documents, encoder, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setenv("REALM_CACHE_BYTES", "1000000")
-    assert adapt(documents, encoder, tmp_path / "run", "--merge=1", "--config.ict.negatives=index") == 0
+    assert adapt(documents, encoder, tmp_path / "run", "--merge=1") == 0
     new = {"id": "new", "title": "Life 60", "text": "The bardlo of Ada Moss was beck and dask and dint. It came late."}
     counts, embed = [], Run.embed
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from realm_jax.cli import doctor
 from realm_jax.cli import main as cli
 from realm_jax.cli.doctor import GIB
+from realm_jax.host import multiplies_bfloat16
 
 GPU = {"platform": "gpu", "count": 8, "kind": "NVIDIA H100", "memory": 80 * GIB, "error": None}
 CPU = {"platform": "cpu", "count": 1, "kind": "cpu", "memory": None, "error": None}
@@ -73,6 +74,13 @@ def test_a_good_environment_has_nothing_to_warn_of():
 def test_what_is_slow_or_untested_is_a_warning_and_no_obstacle(change, warning):
     assert warning in "\n".join(doctor.warnings(GOOD | change))
     assert list(doctor.problems(GOOD | change)) == []
+
+
+@pytest.mark.parametrize("flags, known", [("fpu avx2 avx512_bf16", True), ("fpu amx_bf16", True), ("fpu avx2", False)])
+def test_instructions_for_bfloat16_are_known_by_the_flags_of_the_processor(tmp_path, flags, known):
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: {flags}\n\nprocessor\t: 1\n")
+    assert multiplies_bfloat16(str(tmp_path / "cpuinfo")) is known
+    assert not multiplies_bfloat16(str(tmp_path / "absent"))
 
 
 def test_a_hidden_accelerator_is_found(monkeypatch):

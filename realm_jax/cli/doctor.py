@@ -21,6 +21,7 @@ from rich.console import Console
 
 import realm_jax
 from realm_jax.errors import USER_ERROR
+from realm_jax.host import multiplies_bfloat16
 
 GIB = 2**30
 LOW_MEMORY = 4 * GIB  # rules of thumb for small runs, with room for compiling and for a few checkpoints;
@@ -202,7 +203,10 @@ def _device_warnings(report: Section) -> Iterable[str]:
     if devices["platform"] != "cpu":
         return
     yield "no accelerator: fine for the quickstart and small corpora, too slow for BERT-base towers"
-    yield "bfloat16 is emulated on most CPUs and slower than float32: keep float32"
+    if multiplies_bfloat16():
+        yield "this CPU multiplies bfloat16 faster than float32: set --config.model.dtype=bfloat16 (realm adapt does)"
+    else:
+        yield "this CPU has no instructions for bfloat16, which is slower than float32: keep float32"
     for extra, files in ACCELERATOR_FILES.items():
         if any(os.path.exists(file) for file in files):
             hidden = "cpu" in report["settings"].get("JAX_PLATFORMS", "")

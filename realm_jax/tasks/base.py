@@ -162,6 +162,11 @@ class Task(abc.ABC):
         """What it learns from, in a sentence or two."""
         return ""
 
+    @classmethod
+    def learns_from_evidence(cls, config: ConfigDict) -> bool:
+        """Whether it learns from names alone that another passage tells of (`data/evidence.py`)."""
+        return False
+
     def check_data(self) -> None:
         """Raise UserError if config and data do not allow to train it."""
         return None

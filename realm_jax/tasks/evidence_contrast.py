@@ -61,6 +61,10 @@ class EvidenceContrast(Task):
             "Passages only; no questions, no labels."
         )
 
+    @classmethod
+    def learns_from_evidence(cls, config: ConfigDict) -> bool:
+        return True
+
     def check_data(self) -> None:
         check_groups(self)
 

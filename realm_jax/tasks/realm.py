@@ -144,6 +144,10 @@ class RealmTask(Task):
             "from how well the reader fills the gap."
         )
 
+    @classmethod
+    def learns_from_evidence(cls, config: ConfigDict) -> bool:
+        return bool(config.realm.masking == "evidence")
+
     @property
     def searches(self) -> set[str]:
         return {self.question_search, self.context.search}

@@ -42,6 +42,7 @@ from realm_jax.sections import task_names
 from realm_jax.storage import exclusive_lock, publish_folder, read_json, write_atomic, write_json_atomic
 from realm_jax.tasks import make_task
 from realm_jax.tasks.base import Task
+from realm_jax.tasks.ict import Ict
 from realm_jax.train.best import primary_metric
 from realm_jax.train.checkpoints import Checkpoints, SavedCheckpoint
 from realm_jax.train.export import write_networks
@@ -159,7 +160,7 @@ def make_plan(request: Request) -> dict[str, Any]:
     sentences = sentences_of(run, evidence, share)
     check_sentences(request.settings["documents"], len(sentences), share)
     names, notes = possible_tasks(run, evidence, share)
-    plan = {"held_out": share, "tasks": names, "notes": notes, "steps": {}}
+    plan = {"held_out": share, "tasks": names, "notes": notes, "steps": {}, "dtype": request.config.model.dtype}
     run = checked_run(planned_config(request.config, plan), request.workdir)
     times = measure_times(run, sentences)
     if request.settings["forgetting"]:
@@ -213,22 +214,21 @@ def held_out_share(store: PassageStore, query_length: int) -> float:
 
 
 def possible_tasks(run: Run, evidence: Evidence, share: float) -> tuple[str, list[str]]:
-    """The tasks that the documents allow, and a note on each that is left out."""
+    """The tasks that the documents allow, and a note where some are left out; without any, the inverse cloze task."""
     kept = trained_rows(run.sources.passages, share)
     assert kept is not None, "some documents are held out"
-    if run.config.realm.masking != "evidence" or kept[evidence.spans.rows].any():
+    left = [task.name for task in recipe_tasks(run) if not task.learns_from_evidence(run.config)]
+    if kept[evidence.spans.rows].any() or len(left) == len(task_names(run.config)):
         return run.config.tasks, []
-    left = [task.name for task in recipe_tasks(run) if not task.inspects_sentences]
-    if not left:
-        raise UserError(f"{run.config.data.path}: no name stands in two passages that tell of it; add documents")
     note = "No name stands in two passages that tell of it: nothing was learned from hidden names."
     logger.warning("%s", note)
-    return ",".join(left), [note]
+    return ",".join(left or [Ict.name]), [note]
 
 
 def planned_config(config: ConfigDict, plan: dict[str, Any]) -> ConfigDict:
-    """The recipe with what a plan decided."""
+    """The recipe with what a plan decided. The dtype is that of the machine that it was made on."""
     found = ConfigDict(config.to_dict())
+    found.model.dtype = plan["dtype"]
     found.tasks, found.evaluation.held_out = plan["tasks"], plan["held_out"]
     for name, steps in plan["steps"].items():
         found[name].steps = steps
