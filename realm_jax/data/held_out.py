@@ -16,13 +16,14 @@ from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
 from realm_jax.data.evidence import Evidence
-from realm_jax.data.examples import MINIMUM_SENTENCE, salient_sentences, spans_of
+from realm_jax.data.examples import MINIMUM_SENTENCE, Example, document_arrays, salient_sentences, spans_of
 from realm_jax.data.questions import Question
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
 
+LEAST_LEFT = 20  # pieces of a passage without a sentence that it may still be found by
 PARTS = 1000  # a share of documents is counted in such parts of all
 
 
@@ -100,10 +101,12 @@ def chosen_place(count: int, pieces: NDArray) -> int:
 
 
 class HeldOutSentence(NamedTuple):
-    """A sentence of a held-out document that stands in no other passage. row: where it stands; text: all of it; masked:
-    without a salient span, '' where there is none to hide; evidence: rows of other passages that say what is hidden."""
+    """A sentence of a held-out document that stands in no other passage. row, number: its passage, and its place among
+    the sentences there; text: all of it; masked: without a salient span, '' where there is none to hide; evidence: rows
+    of other passages that say what is hidden."""
 
     row: int
+    number: int
     text: str
     masked: str
     evidence: tuple[int, ...]
@@ -152,4 +155,22 @@ def _held_out_sentence(
     left = without_one_of(spans[spans[:, 1] <= room], pieces)[:room]
     enough = len(left) >= MINIMUM_SENTENCE
     masked = tokenizer.decode(left) if enough else ""
-    return HeldOutSentence(row, tokenizer.decode(pieces[:room]), masked, rows if enough else ())
+    return HeldOutSentence(row, number, tokenizer.decode(pieces[:room]), masked, rows if enough else ())
+
+
+def passages_without(
+    store: PassageStore, tokenizer: Tokenizer, length: int, sentences: Sequence[HeldOutSentence]
+) -> tuple[list[int], list[Example]]:
+    """Which of some sentences ask for their passage without them, and the `document_arrays` of what is left of it: the
+    first of each passage of which LEAST_LEFT pieces are left.
+
+    A sentence has all of its own words in common with its passage, and none but those of the subject with what is left.
+    """
+    found: dict[int, tuple[int, Example]] = {}
+    for place, one in enumerate(sentences):
+        start, end = store.sentences(one.row)[one.number]
+        body = store.body_tokens(one.row)
+        left = np.concatenate([body[:start], body[end:]])
+        if one.row not in found and len(left) >= LEAST_LEFT:
+            found[one.row] = place, document_arrays(store.title_tokens(one.row), left, length, tokenizer)
+    return [place for place, _ in found.values()], [arrays for _, arrays in found.values()]

@@ -1,9 +1,11 @@
 """What adaptation is judged by: sentences of documents that it did not learn from, and judged questions where given.
 
 Three searches for each held-out sentence, all without a label: for its own document by the sentence without a hidden
-span, for another passage that says what is hidden, and for its own passage by the whole sentence. One number decides:
-the mean over the sentences of the average of the three recalls (`GAIN`), of those that a sentence has. The page is
-`templates/adapt.html.j2`; what searches is `train/adaptation.py`.
+span, for another passage that says what is hidden, and for its own passage by the whole sentence. One number has to
+rise: the mean over the sentences of the average of the three recalls (`GAIN`), of those that a sentence has. They ask
+in the very words of their passages, and an encoder that learned nothing but to match words is better at that, while it
+may be worse at questions. So another must not fall: recall of a passage that lacks the sentence (`REMOVED`). The page
+is `templates/adapt.html.j2`; what searches is `train/adaptation.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +26,7 @@ Values = dict[str, NDArray[np.float64]]  # measure → its value for each query,
 FIRST = 5  # passages in which one has to be
 DEPTH = RANKED + 1  # passages that are searched for, one of which may be the sentence's own
 MASKED, EVIDENCE, SENTENCE = "masked_recall@5", "evidence_recall@5", "sentence_recall@5"
-SENTENCE_RANK, GAIN = "sentence_mrr@10", "mean_recall@5"
+SENTENCE_RANK, GAIN, REMOVED = "sentence_mrr@10", "mean_recall@5", "removed_recall@5"
 START = "start"
 SHOWN = 5  # sentences of each kind on the page
 TITLES = {
@@ -41,6 +43,7 @@ MEASURES = {
     EVIDENCE: "the same, for another passage that has the name and says it: recall@5",
     SENTENCE: "whole sentence, for its passage: recall@5",
     SENTENCE_RANK: "the same: MRR@10",
+    REMOVED: "whole sentence, for its passage without that sentence: recall@5",
 }
 
 
@@ -53,6 +56,14 @@ def sentence_values(
     values = np.array(found, np.float64)
     names = (MASKED, EVIDENCE, SENTENCE, SENTENCE_RANK)
     return {GAIN: np.nanmean(values[:, :3], axis=1)} | dict(zip(names, values.T, strict=True))
+
+
+def removed_values(rows: NDArray[np.int64], found: NDArray[np.int64], places: Sequence[int], count: int) -> Values:
+    """REMOVED of `count` sentences, of which those at some places ask. rows: their passages; found: rows that were
+    found while these passages lacked them, [places, DEPTH]."""
+    values = np.full(count, np.nan)
+    values[list(places)] = (found[:, :FIRST] == rows[:, None]).any(axis=1)
+    return {REMOVED: values}
 
 
 def _recalls(
@@ -74,7 +85,7 @@ def _recalls(
 def compare(before: NDArray[np.float64], after: NDArray[np.float64]) -> dict[str, Any]:
     """{"start", "value", "change", "low", "high", "queries"} over the queries that have the measure; low, high: ends of
     the paired interval, None where all changes are equal."""
-    known = ~np.isnan(before)
+    known = ~(np.isnan(before) | np.isnan(after))
     if not known.any():
         return {"queries": 0}
     found = difference(before[known], after[known])
@@ -83,16 +94,27 @@ def compare(before: NDArray[np.float64], after: NDArray[np.float64]) -> dict[str
     return {"start": start, "value": value, "change": found.value, **ends, "queries": int(known.sum())}
 
 
-def is_better(gain: Mapping[str, Any], judged: Mapping[str, Any]) -> bool:
-    """Whether held-out sentences say better, and judged questions, where there are any, not worse."""
+def is_better(gain: Mapping[str, Any], *vetoes: Mapping[str, Any]) -> bool:
+    """Whether held-out sentences say better beyond doubt, and nothing else says worse beyond doubt."""
     better = gain.get("low") is not None and gain["low"] > 0
-    return better and not (judged.get("high") is not None and judged["high"] < 0)
+    return better and not any(veto.get("high") is not None and veto["high"] < 0 for veto in vetoes)
+
+
+def best_weight(found: Mapping[float, Values]) -> float:
+    """The weight above 0 of largest mean GAIN among those whose mean REMOVED is at least that of weight 0; of equals
+    the smallest. Without any the smallest of all."""
+    weights = sorted(weight for weight in found if weight)
+    known = ~np.isnan(found[0.0][REMOVED])
+    kept = {weight: float(values[REMOVED][known].mean()) if known.any() else 0.0 for weight, values in found.items()}
+    allowed = [weight for weight in weights if kept[weight] >= kept[0.0]] or weights[:1]
+    return max(allowed, key=lambda weight: float(found[weight][GAIN].mean()))
 
 
 def headline(record: Mapping[str, Any]) -> str:
     """The decision in one line, with its numbers."""
     gain, judged, weight = record["gain"], record["judged"], record["weight"]
     said = f"held-out sentences: {_change(gain)} of {GAIN}, {gain['queries']} of them"
+    said += f"; of passages without them: {_change(record['removed'])}" if record["removed"]["queries"] else ""
     said += f"; {judged['measure']} of judged questions: {_change(judged)}" if judged.get("queries") else ""
     if record["promoted"]:
         return f"Adapted: {1 - weight:g} × start + {weight:g} × trained ({said})"

@@ -23,14 +23,13 @@ from numpy.typing import NDArray
 
 from realm_jax.data.evidence import Evidence, find_evidence
 from realm_jax.data.examples import salient_sentences
-from realm_jax.data.held_out import HeldOutSentence, held_out_sentences, trained_rows
+from realm_jax.data.held_out import HeldOutSentence, held_out_sentences, passages_without, trained_rows
 from realm_jax.data.questions import Question
 from realm_jax.data.store import PassageStore
 from realm_jax.errors import UserError
 from realm_jax.eval import adaptation as judge
 from realm_jax.eval.format import duration
 from realm_jax.eval.prediction import Evaluator
-from realm_jax.forward import Index
 from realm_jax.models.folders import TOWERS, resolve_model_path, sentence_model
 from realm_jax.models.realm import Params
 from realm_jax.models.router import write_router
@@ -242,7 +241,7 @@ def measure_times(run: Run, sentences: Sequence[HeldOutSentence]) -> dict[str, A
     params = starting_params(run)
     save_bm25_index(run)
     some = sentences[:: max(1, len(sentences) // 64)]
-    zeros = run.index(np.zeros((run.context.rows, run.model.vector_size), np.float32))
+    zeros = np.zeros((run.context.rows, run.model.vector_size), np.float32)
     searches = Searches(run, some, [])
     searches.values(params, zeros, "vectors")  # compiles
     began = time.monotonic()
@@ -254,9 +253,11 @@ def measure_times(run: Run, sentences: Sequence[HeldOutSentence]) -> dict[str, A
     moving = [task for task in tasks if moves_documents(task, run)]
     steps = {task.name: step_time(task, params) for task in tasks}
     refresh = {task.name: embed / task.refresh_every for task in moving if task.refresh_every}
-    sampled = len(WEIGHTS) * min(SAMPLE / run.context.rows, 1.0) + 1 if moving else 0.0  # and what is chosen
+    rows = run.context.rows
+    sampled = (len(WEIGHTS) + 1) * min(SAMPLE / rows, 1.0) + 1 if moving else 0.0  # and what is chosen
+    sampled += 4 * min(len(sentences) / rows, 1.0)  # passages without their sentences, half of them for each weight
     return {
-        "passage": embed / run.context.rows,
+        "passage": embed / rows,
         "embed": embed * (share_to_embed(run, params) + len(moving) + sampled),
         "compile": sum(one.first for one in steps.values()),
         "step": {name: one.later + refresh.get(name, 0.0) for name, one in steps.items()},
@@ -324,15 +325,41 @@ class Searches:
         masked, whole = ([one.masked or one.text for one in self.sentences], [one.text for one in self.sentences])
         return [Question(text, []) for text in masked], [Question(text, []) for text in whole]
 
-    def values(self, params: Params, index: Index, how: str) -> judge.Values:
-        """The measures of a search, one of `sections.SEARCHES`."""
+    @cached_property
+    def _removed(self) -> tuple[list[int], CorpusRows]:
+        """The sentences that ask for passages which lack them, and these passages."""
+        sources = self.run.sources
+        given = sources.passages, sources.tokenizer, self.run.lengths.document, self.sentences
+        places, made = passages_without(*given)
+        names = ("document", "document_length", "document_title_length")
+        parts = (
+            np.array([one[name] for one in made], like.dtype).reshape(-1, *like.shape[1:])
+            for name, like in zip(names, self.run.corpus, strict=True)
+        )
+        return places, CorpusRows(*parts)
+
+    def values(self, params: Params, vectors: NDArray, how: str) -> judge.Values:
+        """The measures of a search, one of `sections.SEARCHES`. vectors: of the passages, by the parameters."""
+        index, store = self.run.index(vectors), self.run.sources.passages
         found = [Evaluator(self.run, some, how).retrieve(params, index, judge.DEPTH) for some in self._texts]
-        values = judge.sentence_values(self.run.sources.passages, self.sentences, *found)
+        values = judge.sentence_values(store, self.sentences, *found) | self._removed_values(params, vectors, how)
         if not self.judged:
             return values
         asked = Evaluator(self.run, self.judged, how)
         judged = asked.recall_values(asked.retrieve(params, index))
         return values | {f"{JUDGED_QUESTIONS}{name}": found for name, found in judged.items()}
+
+    def _removed_values(self, params: Params, vectors: NDArray, how: str) -> judge.Values:
+        """Recall of passages without the sentences that ask for them: of vectors alone, as words find none of them."""
+        places, passages = self._removed if how == "vectors" else ([], None)
+        rows = np.array([self.sentences[place].row for place in places], np.int64)
+        found = np.zeros((0, judge.DEPTH), np.int64)
+        if passages is not None and places:
+            changed = vectors.copy()
+            changed[rows] = self.run.embed(params, rows=passages)
+            asked = [self._texts[1][place] for place in places]
+            found = Evaluator(self.run, asked, how).retrieve(params, self.run.index(changed), judge.DEPTH)
+        return judge.removed_values(rows, found, places, len(self.sentences))
 
 
 JUDGED_QUESTIONS = "judged questions: "
@@ -358,15 +385,15 @@ def measure(run: Run, plan: dict[str, Any], merge: float | None) -> dict[str, An
     logger.info("measuring on %d held-out sentences and %d questions; about %s left", *counts, left)
     weight = merge or choose_weight(run, trained, start, sentences[::2])
     towers = {w: with_towers(run, trained, start, w) for w in sorted({0.0, weight, 1.0})}
-    indexes = {w: run.index(vectors_at(run, trained, start, w)) for w in towers}
-    found = {w: searches.values(towers[w], indexes[w], "vectors") for w in towers}
+    vectors = {w: vectors_at(run, trained, start, w) for w in towers}
+    found = {w: searches.values(towers[w], vectors[w], "vectors") for w in towers}
     rows = {
         judge.START: found[0.0],
         "adapted": found[1.0],
         "merged": found[weight],
-        "bm25": searches.values(towers[0.0], indexes[0.0], "bm25"),
-        "start_hybrid": searches.values(towers[0.0], indexes[0.0], "hybrid"),
-        "hybrid": searches.values(towers[weight], indexes[weight], "hybrid"),
+        "bm25": searches.values(towers[0.0], vectors[0.0], "bm25"),
+        "start_hybrid": searches.values(towers[0.0], vectors[0.0], "hybrid"),
+        "hybrid": searches.values(towers[weight], vectors[weight], "hybrid"),
     }
     before, after = rows[judge.START], rows["merged"]
     examples = judge.examples(run.sources.passages, sentences, before, after)
@@ -376,21 +403,23 @@ def measure(run: Run, plan: dict[str, Any], merge: float | None) -> dict[str, An
 
 
 def choose_weight(run: Run, trained: Params, start: Params, sentences: Sequence[HeldOutSentence]) -> float:
-    """The weight of the trained towers of largest mean on some held-out sentences; of equals the smallest. Where it
-    gives the passages other vectors, they are searched among SAMPLE passages, theirs among them."""
-    searches, found = Searches(run, sentences, []), dict[float, float]()
+    """The weight of the trained towers of largest mean on some held-out sentences, among those by which passages
+    without their sentences are found no worse than by the start; the smallest where there is none. Where a weight gives
+    the passages other vectors, they are searched among SAMPLE passages, theirs among them."""
+    searches = Searches(run, sentences, [])
     stored = None if any_moves(run) else vectors_at(run, trained, start, 1.0)
     sampled = np.linspace(0, run.context.rows - 1, min(SAMPLE, run.context.rows)).astype(int)
     own = [row for one in sentences for row in (one.row, *one.evidence)]
     rows = np.unique([*sampled.tolist(), *own])
     logger.info("comparing %d weights", len(WEIGHTS))
-    for weight in WEIGHTS:
+    found = dict[float, judge.Values]()
+    for weight in (0.0, *WEIGHTS):
         params, vectors = with_towers(run, trained, start, weight), stored
         if vectors is None:  # what has a vector of zeros scores 0, below all that is alike
             vectors = np.zeros((run.context.rows, run.model.vector_size), np.float32)
             vectors[rows] = run.embed(params, rows=CorpusRows(*(part[rows] for part in run.corpus)))
-        found[weight] = float(searches.values(params, run.index(vectors), "vectors")[judge.GAIN].mean())
-    return max(sorted(found), key=lambda weight: found[weight])
+        found[weight] = searches.values(params, vectors, "vectors")
+    return judge.best_weight(found)
 
 
 def vectors_at(run: Run, trained: Params, start: Params, weight: float) -> NDArray:
@@ -401,11 +430,12 @@ def vectors_at(run: Run, trained: Params, start: Params, weight: float) -> NDArr
 
 
 def decide(before: judge.Values, after: judge.Values, judging: Any) -> dict[str, Any]:
-    """Whether what is chosen is promoted: {"promoted", "gain", "judged"}. judging: the sentences that judge, as an
-    index."""
-    gain = judge.compare(before[judge.GAIN][judging], after[judge.GAIN][judging])
+    """Whether what is chosen is promoted: {"promoted", "gain", "removed", "judged"}. judging: the sentences that judge,
+    as an index."""
+    measures = judge.GAIN, judge.REMOVED
+    gain, removed = (judge.compare(before[name][judging], after[name][judging]) for name in measures)
     judged = compare_judged(before, after)
-    return {"promoted": judge.is_better(gain, judged), "gain": gain, "judged": judged}
+    return {"promoted": judge.is_better(gain, removed, judged), "gain": gain, "removed": removed, "judged": judged}
 
 
 def compare_judged(before: judge.Values, after: judge.Values) -> dict[str, Any]:
@@ -440,7 +470,7 @@ def measure_forgetting(request: Request, params: Params) -> dict[str, Any]:
     logger.info("measuring on %s what was forgotten", request.settings["forgetting"])
     start, searches = init_from_sources(run, run.initial_params()), Searches(run, sentences, [])
     before, after = (
-        searches.values(some, run.index(embed_with_cache(run, some, bar=True)), "vectors") for some in (start, params)
+        searches.values(some, embed_with_cache(run, some, bar=True), "vectors") for some in (start, params)
     )
     store = run.sources.passages
     return {
