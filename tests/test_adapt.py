@@ -16,7 +16,9 @@ from weight_folders import edit_settings, save_network
 from realm_jax.assemble import make_model, make_run
 from realm_jax.cli import main as cli
 from realm_jax.cli.prepare import prepare
+from realm_jax.data.cloze import cloze_pieces
 from realm_jax.data.examples import query_arrays
+from realm_jax.data.questions import Question
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.eval import adaptation as judge
@@ -143,7 +145,20 @@ def test_from_documents_to_a_model_and_a_report(done, capsys):
     assert "http:" not in page and "https:" not in page and record["plan"]["fingerprint"] in card
     assert np.load(done / "vectors.npy").shape == (60, 16)
     assert cli.main(["ask", f"--workdir={done}", "What was Ada Moss?"]) == 0
-    assert "found by" in capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert "found by" in out and "never saw a question" in err
+
+
+def test_questions_are_read_with_a_blank_and_answered_from_a_passage(done):
+    trained = restore(open_run_for_inference(done))
+    tokenizer, question = trained.run.sources.tokenizer, "What was Ada Moss?"
+    evaluator = trained.evaluator([Question(question, [])])
+    (batch,) = evaluator._batches
+    size = int(batch["reader_query_length"][0])
+    assert batch["reader_query"][0, 1 : size - 1].tolist() == cloze_pieces(question, tokenizer).tolist()
+    assert tokenizer.mask_id not in batch["query"][0].tolist()
+    (found,) = evaluator.predict(trained.params, trained.index)
+    assert found.answer and found.answer in trained.run.sources.passages.text(found.nbest[0].row)
 
 
 def test_what_answers_is_half_of_the_start_and_half_of_what_was_trained(done):

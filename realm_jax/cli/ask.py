@@ -151,6 +151,8 @@ def _warn_if_inaccurate(trained: TrainedRun) -> None:
     known = recorded_metrics(trained.run, trained.task)
     if not trained.reads:
         logger.warning("no reader was trained (task %s): these are the passages that were found", trained.task)
+    elif trained.reads_blanks:
+        logger.warning("the reader learnt from blanks in your documents and never saw a question: check its answers")
     if known is None:
         logger.info("this run has no recorded metrics")
     elif known.is_low:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from realm_jax.data.cloze import cloze_pieces
 from realm_jax.data.examples import Bm25Hits, Example, as_read, query_arrays, row_has_answer, truncated_body
 from realm_jax.data.questions import Question
 from realm_jax.data.tokenizer import Tokenizer
@@ -127,12 +128,13 @@ def _read(context: StepContext, depth: int, spans: int, params: Params, batch: A
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
     """Questions against one run's corpus. search: what finds the passages, one of `sections.SEARCHES`; rerank: what
-    orders them anew, if anything does."""
+    orders them anew, if anything does; cloze: whether they are read as sentences with a blank (`data/cloze.py`)."""
 
     run: Run
     questions: Sequence[Question]
     search: str = "vectors"
     rerank: Rerank | None = None
+    cloze: bool = False
 
     @property
     def batch_size(self) -> int:
@@ -144,8 +146,8 @@ class Evaluator:
     def _batches(self) -> list[dict[str, NDArray]]:
         """Query arrays of all questions; the last batch is filled up with its first question."""
         rows = self._queries(self.run.sources.tokenizer)
-        if self.run.sources.reader is not None:
-            read = map(as_read, self._queries(self.run.sources.reader.tokenizer))
+        if self.cloze or self.run.sources.reader is not None:
+            read = map(as_read, self._queries(self.run.sources.for_reader.tokenizer, self.cloze))
             rows = [row | other for row, other in zip(rows, read, strict=True)]
         if self._found is not None:
             rows = [row | self._found.arrays(number) for number, row in enumerate(rows)]
@@ -154,10 +156,14 @@ class Evaluator:
         parts = [part + [part[0]] * (size - len(part)) for part in parts]
         return [{key: np.stack([row[key] for row in part]) for key in part[0]} for part in parts]
 
-    def _queries(self, tokenizer: Tokenizer) -> list[Example]:
-        """The questions in the tokens of a tokenizer."""
-        encoded = tokenizer.encode_batch([question.question for question in self.questions])
-        return [query_arrays(np.asarray(item.ids, np.int32), self.run.lengths.query, tokenizer) for item in encoded]
+    def _queries(self, tokenizer: Tokenizer, cloze: bool = False) -> list[Example]:
+        """The questions in the tokens of a tokenizer, with or without a blank."""
+        texts = [question.question for question in self.questions]
+        if cloze:
+            encoded = [cloze_pieces(text, tokenizer) for text in texts]
+        else:
+            encoded = [np.asarray(item.ids, np.int32) for item in tokenizer.encode_batch(texts)]
+        return [query_arrays(pieces, self.run.lengths.query, tokenizer) for pieces in encoded]
 
     @cached_property
     def _found(self) -> Bm25Hits | None:

@@ -158,6 +158,11 @@ class Task(abc.ABC):
         return cls.learns_to_answer and cls.reads_passages
 
     @classmethod
+    def teaches_pointing(cls, config: ConfigDict) -> bool:
+        """Whether the reader learns, without questions, to point at what stands in a blank."""
+        return False
+
+    @classmethod
     def supervision(cls, config: ConfigDict) -> str:
         """What it learns from, in a sentence or two."""
         return ""

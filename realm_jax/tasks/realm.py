@@ -145,6 +145,10 @@ class RealmTask(Task):
         )
 
     @classmethod
+    def teaches_pointing(cls, config: ConfigDict) -> bool:
+        return bool(config.realm.marginal == "span")
+
+    @classmethod
     def learns_from_evidence(cls, config: ConfigDict) -> bool:
         return bool(config.realm.masking == "evidence")
 

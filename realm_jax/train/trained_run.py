@@ -69,12 +69,17 @@ class TrainedRun:
 
     def evaluator(self, questions: Sequence[Question]) -> Evaluator:
         """What answers questions with it."""
-        return Evaluator(self.run, questions, self.search, self.rerank)
+        return Evaluator(self.run, questions, self.search, self.rerank, cloze=self.reads_blanks)
 
     @property
     def reads(self) -> bool:
-        """Whether its reader learnt to answer from passages."""
-        return reader_is_trained(self.run.workdir, self.task)
+        """Whether its reader learnt to answer from passages, by questions or by blanks."""
+        return self.reads_blanks or reader_is_trained(self.run.workdir, self.task)
+
+    @property
+    def reads_blanks(self) -> bool:
+        """Whether its reader has never seen a question, and learnt to point at what stands in a blank."""
+        return points_at_blanks(self.run, self.task)
 
     def place(self, row: int) -> dict[str, Any]:
         """Where a passage is from: {"id", "part", "title"}; part: which of the passages of its document, from 0."""
@@ -160,6 +165,11 @@ def reader_is_trained(workdir: Path, task: str) -> bool:
     return TASKS[task].teaches_reading() or begins_with_reader(workdir)
 
 
+def points_at_blanks(run: Run, task: str) -> bool:
+    """Whether the reader at the end of a task of a run learnt from blanks alone."""
+    return TASKS[task].teaches_pointing(run.config) and not reader_is_trained(run.workdir, task)
+
+
 def check_reads_passages(trained: TrainedRun) -> None:
     """Raise UserError for a reader without passages: there is nothing to show beside its answers."""
     if not TASKS[trained.task].reads_passages:
@@ -197,7 +207,7 @@ def restore(
             break
         except CheckpointRemoved:  # the run continued and removed it; there is a newer one
             continue
-    trained = asked.learns_to_answer or reader_is_trained(run.workdir, name)
+    trained = asked.learns_to_answer or reader_is_trained(run.workdir, name) or points_at_blanks(run, name)
     if not trained and for_answers and warn:
         logger.warning(
             "these are the parameters of task %s: answers come from a span head that was not fine-tuned", name
