@@ -116,8 +116,9 @@ def ask(trained: TrainedRun, question: str, top: int | None = None) -> dict[str,
     prediction = _evaluator(trained, question).predict(trained.params, trained.index)[0]
     store, found, reads = trained.run.sources.passages, prediction.candidates, trained.reads
     ranks = dict(zip(prediction.retrieved.tolist(), map(ranks_by_search, prediction.ranks.tolist()), strict=True))
-    # Without a reader the order of the search is all that is known.
-    ranked = (sorted(found, key=lambda candidate: -candidate.probability) if reads else found)[:top]
+    # Without a reader the order of the search is all that is known; one that learnt from blanks does not change it.
+    by_reader = reads and not trained.reads_blanks
+    ranked = (sorted(found, key=lambda candidate: -candidate.probability) if by_reader else found)[:top]
     best, nbest = {"answer": None, "probability": None, "passage": None}, []
     if ranked and reads:
         nbest = [trained.answer(answer) for answer in prediction.nbest[:NBEST]]
