@@ -1,30 +1,20 @@
-"""Questions as sentences with a blank."""
+"""The null document as a candidate of the inverse cloze task, by hand."""
 
+import jax.numpy as jnp
 import numpy as np
-import pytest
 
-from realm_jax.data.cloze import BLANK, cloze_pieces
-from realm_jax.data.sources import open_sources
+from realm_jax.tasks.ict import _ict_loss_with_null
 
 
-@pytest.mark.parametrize(
-    "question, before, after",
-    [
-        ("Who wrote Emma?", "", "wrote Emma?"),
-        ("In which year was Ada Moss born", "In", "year was Ada Moss born"),
-        ("how many people live there?", "", "people live there?"),
-        ("Which is larger, and what is it?", "", "is larger, and what is it?"),
-        ("the somewhat whole of whatever", "the somewhat whole of whatever", ""),
-    ],
-)
-def test_the_first_question_word_is_a_blank_or_one_stands_at_the_end(people, question, before, after):
-    tokenizer = open_sources(people).tokenizer
-    wanted = [*tokenizer.encode(before).ids, *[tokenizer.mask_id] * BLANK, *tokenizer.encode(after).ids]
-    found = cloze_pieces(question, tokenizer)
-    assert found.tolist() == wanted and found.dtype == np.int32
+def test_the_null_document_is_wrong_beside_the_own_passage_and_right_without_it():
+    """Two sentences. All scores 0 but sentence 1's own, log 2.
 
-
-def test_without_a_piece_for_blanks_a_question_stays_as_it_is(people, monkeypatch):
-    tokenizer = open_sources(people).tokenizer
-    monkeypatch.setattr(tokenizer, "mask_id", -1)
-    assert cloze_pieces("Who wrote Emma?", tokenizer).tolist() == tokenizer.encode("Who wrote Emma?").ids
+    Found: sentence 1 picks its own with 2/(2+1+1), sentence 2 with 1/3. Own taken away: null has 1/2 in both.
+    Loss: mean of (−log 1/2 − log 1/3) / 2, plus the weight times −log 1/2.
+    """
+    scores = jnp.array([[jnp.log(2.0), 0.0], [0.0, 0.0]])
+    null = jnp.zeros((2, 1))
+    found = -(np.log(1 / 2) + np.log(1 / 3)) / 2
+    for weight in (0.0, 0.3, 1.0):
+        losses = _ict_loss_with_null(scores, null, weight)
+        np.testing.assert_allclose(losses.mean(), found - weight * np.log(1 / 2), rtol=1e-6)
