@@ -360,9 +360,9 @@ def null_candidates(context: StepContext, batch: Batch) -> Documents:
     return Documents(*(part[:, None] for part in null))
 
 
-def batch_passages(batch: Batch) -> Documents:
-    """The passages that came with a batch, [batch, …]."""
-    return Documents(*(batch[f"document{part}"] for part in ("", "_length", "_title_length")))
+def batch_passages(batch: Batch, prefix: str = "") -> Documents:
+    """The passages that came with a batch, [batch, …]. prefix: of their arrays' names."""
+    return Documents(*(batch[f"{prefix}document{part}"] for part in ("", "_length", "_title_length")))
 
 
 def batch_candidates(batch: Batch) -> Documents:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from articles import NAMES, WORDS
 from tiny import loud_params
 from tiny_run import tiny_config, write_lines
 from weight_folders import edit_settings, save_network
@@ -30,9 +31,6 @@ from realm_jax.train.init_from import init_from_sources
 from realm_jax.train.time_plan import steps_that_fit
 from realm_jax.train.trained_run import open_run_for_inference, restore
 
-STEMS, ENDINGS = [f"{a}{b}" for a in "bdfgklmnprstvwz" for b in "aeiou"], ("ard", "lo", "nt", "eck", "sk", "mm")
-WORDS = [stem + ending for stem in STEMS for ending in ENDINGS]
-NAMES = [f"{first} {last}" for first in ("Ada", "Karl", "Marie", "Alan") for last in ("Moss", "Reed", "Stone", "Wolf")]
 LIBRARY = "sentence_transformers.models."
 SIZES = {
     "data.query_length": 32,

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from realm_jax.data.tokenizer import NO_TOKEN, Tokenizer
 
-BLANK = 2  # pieces of a blank, about as many as a name has: `docs/results/adaptation.md`
+BLANK = 2  # pieces of a blank; one answers as many questions: `docs/results/adaptation.md`
 WORDS = re.compile(r"\b(how (many|much|long|old|far)|whom?|whose|what|which|when|where)\b", re.IGNORECASE)
 
 

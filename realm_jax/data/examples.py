@@ -40,6 +40,11 @@ class Lengths(NamedTuple):
     answers: int
     span_width: int
 
+    @property
+    def hidden(self) -> tuple[int, int]:
+        """What may be hidden: pieces of a sentence that a query has room for, and pieces of a span at most."""
+        return self.query - 2, min(self.predictions, self.span_width)
+
 
 class Examples(NamedTuple):
     """`total` examples; `make(i, generator)` gives the i-th.
@@ -102,6 +107,11 @@ def spans_of(store: PassageStore, row: int, number: int) -> tuple[NDArray, NDArr
     spans = store.spans(row)
     inside = spans[(spans[:, 0] >= start) & (spans[:, 1] <= end)]
     return store.body_tokens(row)[start:end], inside[:, :2] - start
+
+
+def pieces_without(pieces: NDArray, start: int, end: int) -> NDArray:
+    """Pieces without those from `start` to before `end`."""
+    return np.concatenate([pieces[:start], pieces[end:]])
 
 
 class SentenceRefs(NamedTuple):

@@ -16,7 +16,14 @@ from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
 from realm_jax.data.evidence import Evidence
-from realm_jax.data.examples import MINIMUM_SENTENCE, Example, document_arrays, salient_sentences, spans_of
+from realm_jax.data.examples import (
+    MINIMUM_SENTENCE,
+    Example,
+    document_arrays,
+    pieces_without,
+    salient_sentences,
+    spans_of,
+)
 from realm_jax.data.questions import Question
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
@@ -87,8 +94,7 @@ def without_one_of(spans: NDArray, pieces: NDArray) -> NDArray:
     one that goes beyond its sentence."""
     if not len(spans):
         return pieces[:0]
-    start, end = spans[chosen_place(len(spans), pieces)]
-    return np.concatenate([pieces[:start], pieces[end:]])
+    return pieces_without(pieces, *spans[chosen_place(len(spans), pieces)])
 
 
 def chosen_place(count: int, pieces: NDArray) -> int:
@@ -168,9 +174,7 @@ def passages_without(
     """
     found: dict[int, tuple[int, Example]] = {}
     for place, one in enumerate(sentences):
-        start, end = store.sentences(one.row)[one.number]
-        body = store.body_tokens(one.row)
-        left = np.concatenate([body[:start], body[end:]])
+        left = pieces_without(store.body_tokens(one.row), *store.sentences(one.row)[one.number])
         if one.row not in found and len(left) >= LEAST_LEFT:
             found[one.row] = place, document_arrays(store.title_tokens(one.row), left, length, tokenizer)
     return [place for place, _ in found.values()], [arrays for _, arrays in found.values()]

@@ -4,7 +4,7 @@ In a batch of passages drawn at random almost any word of a sentence tells which
 to learn. A group is a passage drawn at random and those of other documents whose vectors are nearest to its own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +23,7 @@ def groups_of_neighbours(
     be in a group. Groups end where the rows that are left have too few documents.
     """
     free, seeds = allowed.copy(), rng.permutation(np.flatnonzero(allowed))
-    known = {document: number for number, document in enumerate(dict.fromkeys(documents))}
-    owners = np.array([known[document] for document in documents], np.int64)
+    owners = numbered(documents)
     groups: list[NDArray[np.int64]] = []
     for start in range(0, len(seeds), SEEDS):
         if len(groups) == most:
@@ -38,6 +37,12 @@ def groups_of_neighbours(
                 groups.append(group)
                 free[group] = False
     return np.array(groups, np.int64).reshape(-1, GROUP)
+
+
+def numbered(names: Iterable[str]) -> NDArray[np.int64]:
+    """A number for each name, the same for the same, in the order in which they first come."""
+    known: dict[str, int] = {}
+    return np.array([known.setdefault(name, len(known)) for name in names], np.int64)
 
 
 def _group(seed: int, scores: NDArray, free: NDArray[np.bool_], owners: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -58,14 +58,6 @@ def sentence_values(
     return {GAIN: np.nanmean(values[:, :3], axis=1)} | dict(zip(names, values.T, strict=True))
 
 
-def removed_values(rows: NDArray[np.int64], found: NDArray[np.int64], places: Sequence[int], count: int) -> Values:
-    """REMOVED of `count` sentences, of which those at some places ask. rows: their passages; found: rows that were
-    found while these passages lacked them, [places, DEPTH]."""
-    values = np.full(count, np.nan)
-    values[list(places)] = (found[:, :FIRST] == rows[:, None]).any(axis=1)
-    return {REMOVED: values}
-
-
 def _recalls(
     store: PassageStore, sentence: HeldOutSentence, masked: NDArray[np.int64], whole: NDArray[np.int64]
 ) -> tuple[float, ...]:

@@ -91,8 +91,7 @@ def matrix_product(x: Array, kernel: Array) -> Array:
     """x [..., inputs] times kernel [inputs, outputs] of one dtype, added up in float32, in that dtype.
 
     So are the two products of the backward pass: derived from a float32 sum they would be of float32 and bfloat16,
-    which a device does as slowly as float32. A CPU with AMX is three to seven times faster in bfloat16 than in float32
-    (`benchmarks/README.md`).
+    which a device does as slowly as float32 (measured: `benchmarks/README.md`).
     """
     return _sum_in_float32(x, kernel, ((x.ndim - 1,), (0,)))
 

@@ -19,12 +19,11 @@ from realm_jax.data.examples import (
     Examples,
     Lengths,
     document_arrays,
+    pieces_without,
     query_arrays,
     require_passages,
-    truncated_body,
-    truncated_title,
 )
-from realm_jax.data.neighbours import GROUP
+from realm_jax.data.neighbours import GROUP, numbered
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.flops import embedding_flops, score_flops
@@ -70,7 +69,7 @@ class EvidenceContrast(Task):
 
     def examples(self, params: Params, embed: Embed) -> Examples:
         passages, lengths = self.run.sources.passages, self.run.lengths
-        evidence = find_evidence(passages, lengths.query - 2, min(lengths.predictions, lengths.span_width))
+        evidence = find_evidence(passages, *lengths.hidden)
         with_evidence = np.isin(np.arange(len(passages)), evidence.spans.rows)
         kept = self.learned_rows(passages)
         rows = np.flatnonzero(with_evidence if kept is None else with_evidence & kept)
@@ -105,8 +104,8 @@ def evidence_loss(context: StepContext, params: Params, batch: Batch, key: Array
     """
     keys = dropout_keys(key, 2)
     queries = context.model.embed_queries(params, batch["query"], batch["query_length"], keys[0])
-    others = {name.removeprefix("other_"): value for name, value in batch.items() if name.startswith("other_document")}
-    both = jax.tree.map(lambda *parts: jnp.concatenate(parts), batch_passages(batch), batch_passages(others))
+    passages = batch_passages(batch), batch_passages(batch, "other_")
+    both = jax.tree.map(lambda *parts: jnp.concatenate(parts), *passages)
     scores = queries @ context.model.embed_documents(params, both, keys[1]).T
     rows = jnp.concatenate([batch["own_row"], batch["other_row"]])
     owners = jnp.concatenate([batch["owner"], batch["other_owner"]])
@@ -130,11 +129,11 @@ def evidence_examples(
     rows: of passages with such a span, in groups of GROUP, in the order of the examples. A sentence of which too little
     would be left is given whole.
     """
-    spans, owner = evidence.spans, document_numbers(store)
+    spans = evidence.spans
+    owner = numbered(store.document_id(row) for row in range(len(store)))
 
     def passage(row: int) -> Example:
-        title, body = truncated_title(store, row, lengths), truncated_body(store, row, lengths)
-        return document_arrays(title, body, lengths.document, tokenizer)
+        return document_arrays(store.title_tokens(row), store.body_tokens(row), lengths.document, tokenizer)
 
     def make(index: int, rng: np.random.Generator) -> Example:
         row = int(rows[index])
@@ -157,17 +156,11 @@ def evidence_examples(
     return Examples(len(rows), make, group=GROUP)
 
 
-def document_numbers(store: PassageStore) -> NDArray[np.int64]:
-    """The number of the document of every row, in the order of their first passages, [rows]."""
-    known: dict[str, int] = {}
-    return np.array([known.setdefault(store.document_id(row), len(known)) for row in range(len(store))], np.int64)
-
-
 def without_span(store: PassageStore, evidence: Evidence, number: int) -> NDArray:
     """The pieces of a span's sentence that are left without it; all where hardly any would be."""
     spans = evidence.spans
     row = int(spans.rows[number])
     start, end = store.sentences(row)[spans.sentences[number]]
-    body, first, last = store.body_tokens(row), int(spans.starts[number]), int(spans.ends[number])
-    left = np.concatenate([body[start:first], body[last:end]])
-    return left if len(left) >= MINIMUM_SENTENCE else body[start:end]
+    sentence = store.body_tokens(row)[start:end]
+    left = pieces_without(sentence, spans.starts[number] - start, spans.ends[number] - start)
+    return left if len(left) >= MINIMUM_SENTENCE else sentence

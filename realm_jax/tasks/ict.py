@@ -20,6 +20,7 @@ from realm_jax.data.examples import (
     Examples,
     Lengths,
     document_arrays,
+    pieces_without,
     query_arrays,
     require_passages,
 )
@@ -227,7 +228,7 @@ def ict_examples(
         start, end = sentences[number]
         query = query_arrays(body[start:end], lengths.query, tokenizer)
         if rng.random() < mask_rate:
-            body = np.concatenate([body[:start], body[end:]])
+            body = pieces_without(body, start, end)
         document = document_arrays(store.title_tokens(row), body, lengths.document, tokenizer)
         return query | document | {"own_row": np.int32(row)}
 

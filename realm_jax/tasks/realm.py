@@ -367,7 +367,7 @@ def _maskable(store: PassageStore, lengths: Lengths, kind: str) -> tuple[NDArray
     """Rows with something to hide, and what finds the sentences of a row, with what may be hidden in each."""
     room = lengths.query - 2
     if kind == "evidence":
-        found = evidence_spans(store, room, min(lengths.predictions, lengths.span_width))
+        found = evidence_spans(store, *lengths.hidden)
         logger.info("%d spans of %d passages have evidence elsewhere", len(found.rows), len(np.unique(found.rows)))
         return np.unique(found.rows), partial(_evidence_sentences, store, found)
 

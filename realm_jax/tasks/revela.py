@@ -37,6 +37,7 @@ from realm_jax.data.examples import (
     truncated_body,
     truncated_title,
 )
+from realm_jax.data.neighbours import numbered
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.flops import embedding_flops, score_flops
@@ -210,11 +211,9 @@ def other_passages(store: PassageStore) -> Callable[[int, np.random.Generator], 
 
     Passages of one title are of one article; those without a title where they are of one document.
     """
-    numbers: dict[str, int] = {}
-    names = (store.title(row) or store.document_id(row) for row in range(len(store)))
-    article = np.array([numbers.setdefault(name, len(numbers)) for name in names])
+    article = numbered(store.title(row) or store.document_id(row) for row in range(len(store)))
     order = np.argsort(article, kind="stable")
-    starts = np.searchsorted(article[order], np.arange(len(numbers) + 1))
+    starts = np.searchsorted(article[order], np.arange(article.max(initial=-1) + 2))
 
     def draw(row: int, rng: np.random.Generator) -> int:
         first, last = starts[article[row] : article[row] + 2]

@@ -194,9 +194,8 @@ def any_moves(run: Run) -> bool:
 
 
 def evidence_of(run: Run) -> Evidence:
-    """The spans that the task `realm` hides, with what is evidence for them."""
-    lengths = run.lengths
-    return find_evidence(run.sources.passages, lengths.query - 2, min(lengths.predictions, lengths.span_width))
+    """The spans that tasks hide, with what is evidence for them."""
+    return find_evidence(run.sources.passages, *run.lengths.hidden)
 
 
 def sentences_of(run: Run, evidence: Evidence, share: float) -> list[HeldOutSentence]:
@@ -351,15 +350,14 @@ class Searches:
 
     def _removed_values(self, params: Params, vectors: NDArray, how: str) -> judge.Values:
         """Recall of passages without the sentences that ask for them: of vectors alone, as words find none of them."""
-        places, passages = self._removed if how == "vectors" else ([], None)
-        rows = np.array([self.sentences[place].row for place in places], np.int64)
-        found = np.zeros((0, judge.DEPTH), np.int64)
-        if passages is not None and places:
-            changed = vectors.copy()
+        values, (places, passages) = np.full(len(self.sentences), np.nan), self._removed
+        if how == "vectors" and places:
+            rows, changed = np.array([self.sentences[place].row for place in places]), vectors.copy()
             changed[rows] = self.run.embed(params, rows=passages)
             asked = [self._texts[1][place] for place in places]
-            found = Evaluator(self.run, asked, how).retrieve(params, self.run.index(changed), judge.DEPTH)
-        return judge.removed_values(rows, found, places, len(self.sentences))
+            found = Evaluator(self.run, asked, how).retrieve(params, self.run.index(changed), judge.FIRST)
+            values[places] = (found == rows[:, None]).any(axis=1)
+        return {judge.REMOVED: values}
 
 
 JUDGED_QUESTIONS = "judged questions: "
