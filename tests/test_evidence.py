@@ -25,6 +25,14 @@ def sources(tmp_path_factory) -> Sources:
     return open_sources(prepared_articles(tmp_path_factory.mktemp("evidence")))
 
 
+@pytest.fixture(autouse=True)
+def forget():
+    """Tests change the constants that evidence is found by."""
+    find_evidence.cache_clear()
+    yield
+    find_evidence.cache_clear()
+
+
 def one_by_one(store: PassageStore) -> set[tuple[int, int, int, int]]:
     """Row, sentence, start and end of what `evidence_spans` should find."""
     rows = range(len(store))
@@ -80,6 +88,7 @@ def test_a_name_that_recurs_without_more_is_no_evidence(sources, monkeypatch):
         others = [own & {*store.body_tokens(other).tolist()} for other in range(len(store)) if other != row]
         assert max(map(len, others)) >= 4
     monkeypatch.setattr(evidence, "LEAST", 0.0)
+    find_evidence.cache_clear()
     assert len(evidence_spans(store, ROOM, LONGEST).rows) > 2 * len(found.rows)
 
 

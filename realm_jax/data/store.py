@@ -87,6 +87,13 @@ class PassageStore:
         """Another process opens the files itself: pickling memory maps would copy the whole corpus."""
         return (type(self).open, (self.folder, self._vocabulary_size, self.fingerprint))
 
+    def __eq__(self, other: object) -> bool:
+        """Whether both hold the same passages in the same order, wherever they lie."""
+        return isinstance(other, PassageStore) and self.fingerprint == other.fingerprint
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
     def __len__(self) -> int:
         return self.stored if self._kept is None else len(self._kept)
 

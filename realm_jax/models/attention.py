@@ -59,7 +59,8 @@ def cpu_attention(query: Array, key: Array, value: Array, mask: Array) -> Array:
 def per_sequence_attention(query: Array, key: Array, value: Array, mask: Array) -> Array:
     """`dot_product_attention`, sequence after sequence, so that scores stay in the cache.
 
-    The backward pass computes them again.
+    The backward pass computes them again. What a loop collects is float32: to add a bfloat16 row to the others, XLA
+    converts them all to float32 and back on a CPU, which took as long as the rest (measured: `benchmarks/README.md`).
     """
     return _attend_forward(query, key, value, mask)[0]
 
@@ -80,10 +81,10 @@ def _attend_forward(query: Array, key: Array, value: Array, mask: Array) -> tupl
         weights = jnp.exp(scores - top)
         total = weights.sum(axis=-1, keepdims=True)
         attended = jnp.einsum("hqk,khd->qhd", weights.astype(value.dtype), value, preferred_element_type=jnp.float32)
-        attended /= total[..., 0].T[..., None]  # after the product, which is smaller
-        return attended.astype(value.dtype), top + jnp.log(total)
+        return attended / total[..., 0].T[..., None], top + jnp.log(total)  # after the product, which is smaller
 
     attended, log_total = jax.lax.map(one, (query, key, value, mask))
+    attended = attended.astype(value.dtype)
     return attended, (query, key, value, mask, attended, log_total)
 
 
@@ -97,12 +98,13 @@ def _attend_backward(kept: tuple[Array, ...], cotangent: Array) -> tuple[Array, 
         mean = (cotangent.astype(jnp.float32) * attended).sum(axis=-1).T[..., None]
         of_scores = (weights * (of_weights - mean) * query.shape[-1] ** -0.5).astype(query.dtype)
         return (
-            jnp.einsum("hqk,khd->qhd", of_scores, key),
-            jnp.einsum("hqk,qhd->khd", of_scores, query),
-            jnp.einsum("hqk,qhd->khd", weights.astype(value.dtype), cotangent),
+            jnp.einsum("hqk,khd->qhd", of_scores, key, preferred_element_type=jnp.float32),
+            jnp.einsum("hqk,qhd->khd", of_scores, query, preferred_element_type=jnp.float32),
+            jnp.einsum("hqk,qhd->khd", weights.astype(value.dtype), cotangent, preferred_element_type=jnp.float32),
         )
 
-    return *jax.lax.map(one, (*kept, cotangent)), None
+    gradients = jax.lax.map(one, (*kept, cotangent))
+    return *(gradient.astype(like.dtype) for gradient, like in zip(gradients, kept, strict=False)), None
 
 
 per_sequence_attention.defvjp(_attend_forward, _attend_backward)

@@ -226,7 +226,7 @@ def possible_tasks(run: Run, evidence: Evidence, share: float) -> tuple[str, lis
 def planned_config(config: ConfigDict, plan: dict[str, Any]) -> ConfigDict:
     """The recipe with what a plan decided. The dtype is that of the machine that it was made on."""
     found = ConfigDict(config.to_dict())
-    found.model.dtype = plan["dtype"]
+    found.model.dtype = plan.get("dtype", found.model.dtype)
     found.tasks, found.evaluation.held_out = plan["tasks"], plan["held_out"]
     for name, steps in plan["steps"].items():
         found[name].steps = steps
