@@ -33,7 +33,7 @@ from realm_jax.recipes import adapt
 from realm_jax.run import Run
 from realm_jax.sections import task_names
 from realm_jax.storage import read_json, write_json_atomic
-from realm_jax.train.adaptation import any_moves, with_towers
+from realm_jax.train.adaptation_gate import any_moves, with_towers
 from realm_jax.train.index_source import embed_with_cache
 from realm_jax.train.init_from import init_from_sources
 from realm_jax.train.loop import train_task

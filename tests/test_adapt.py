@@ -26,7 +26,7 @@ from realm_jax.eval import adaptation as judge
 from realm_jax.models.realm import Params
 from realm_jax.run import Run
 from realm_jax.storage import read_json
-from realm_jax.train import adaptation, recipe, workdir
+from realm_jax.train import adaptation, adaptation_gate, recipe, workdir
 from realm_jax.train.init_from import init_from_sources
 from realm_jax.train.time_plan import steps_that_fit
 from realm_jax.train.trained_run import open_run_for_inference, restore
@@ -163,15 +163,15 @@ def test_questions_are_read_with_a_blank_and_answered_from_a_passage(done):
 def test_what_answers_is_half_of_the_start_and_half_of_what_was_trained(done):
     run, found = open_run_for_inference(done), towers(done)
     start = init_from_sources(run, run.initial_params())
-    trained = adaptation.with_towers(run, found, start, 2.0)  # of w = ½, so that twice its way is all of it
-    half = adaptation.with_towers(run, trained, start, 0.5)
+    trained = adaptation_gate.with_towers(run, found, start, 2.0)  # of w = ½, so that twice its way is all of it
+    half = adaptation_gate.with_towers(run, trained, start, 0.5)
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), half, found)
     assert all(largest_change(start[name], trained[name]) > 0 for name in found)
 
 
 def test_the_vectors_are_those_of_the_document_tower_that_is_promoted(done):
     run = open_run_for_inference(done)
-    found = adaptation.saved_vectors(run, *adaptation.last_checkpoint(run))
+    found = adaptation_gate.saved_vectors(run, *adaptation_gate.last_checkpoint(run))
     np.testing.assert_array_equal(found, np.load(done / "vectors.npy"))
     np.testing.assert_allclose(found, run.embed(restore(run, warn=False, for_answers=False).params), atol=1e-6)
     start = init_from_sources(run, run.initial_params())
@@ -182,22 +182,22 @@ def test_the_vectors_are_those_of_the_document_tower_that_is_promoted(done):
 def test_a_weight_is_chosen_among_some_passages_where_they_move(documents, encoder, tmp_path, monkeypatch, negatives):
     """Each weight is compared by its own vectors, of a sample and of what the sentences ask for; where documents stay,
     by the same vectors of all."""
-    monkeypatch.setattr(adaptation, "SAMPLE", 10)
+    monkeypatch.setattr(adaptation_gate, "SAMPLE", 10)
     seen = []
-    honest = adaptation.Searches.values
+    honest = adaptation_gate.Searches.values
 
     def values(self, params, vectors, how):
         seen.append(vectors.copy())
         return honest(self, params, vectors, how)
 
-    monkeypatch.setattr(adaptation.Searches, "values", values)
+    monkeypatch.setattr(adaptation_gate.Searches, "values", values)
     tasks = "--config.tasks=ict", f"--config.ict.negatives={negatives}"
     assert adapt(documents, encoder, tmp_path / "run", *tasks) == 0
     record = read_json(tmp_path / "run" / "adapt.json")["measured"]
-    assert record["weight"] in adaptation.WEIGHTS
+    assert record["weight"] in adaptation_gate.WEIGHTS
     counts = [int(vectors.any(axis=1).sum()) for vectors in seen]
     some = [count for count in counts if 0 < count < 60]
-    assert len(some) == (0 if negatives == "index" else 1 + len(adaptation.WEIGHTS))
+    assert len(some) == (0 if negatives == "index" else 1 + len(adaptation_gate.WEIGHTS))
     assert all(10 <= count == some[0] for count in some) and counts.count(60) >= 5
 
 
@@ -205,8 +205,8 @@ def test_weights_between_two_are_their_weighted_mean(done):
     run, names = open_run_for_inference(done), ("query_embedder", "document_embedder")
     start, trained = ({name: {"a": np.float32(value)} for name in names} for value in ([1, 2], [3, 6]))
     params = trained | {"reader": {"a": 7}}
-    assert adaptation.with_towers(run, params, start, 0.25)["document_embedder"]["a"].tolist() == [1.5, 3.0]
-    unmoved = adaptation.with_towers(run, params, start, 0.0)
+    assert adaptation_gate.with_towers(run, params, start, 0.25)["document_embedder"]["a"].tolist() == [1.5, 3.0]
+    unmoved = adaptation_gate.with_towers(run, params, start, 0.0)
     assert unmoved["query_embedder"]["a"].tolist() == [1, 2] and unmoved["reader"] == {"a": 7}
 
 
@@ -276,8 +276,8 @@ def test_a_weight_by_which_passages_lacking_their_sentences_are_lost_is_not_chos
 def test_a_passage_without_its_sentence_is_searched_in_its_place(done):
     """By the sentence; it lacks that alone, and the passages that do not ask are as they are."""
     run = open_run_for_inference(done)
-    sentences = adaptation.sentences_of(run, adaptation.evidence_of(run), 1.0)
-    searches = adaptation.Searches(run, sentences, [])
+    sentences = adaptation_gate.sentences_of(run, adaptation_gate.evidence_of(run), 1.0)
+    searches = adaptation_gate.Searches(run, sentences, [])
     places, left = searches._removed
     store = run.sources.passages
     assert len({sentences[place].row for place in places}) == len(places) > 8

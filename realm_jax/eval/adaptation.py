@@ -5,7 +5,7 @@ span, for another passage that says what is hidden, and for its own passage by t
 rise: the mean over the sentences of the average of the three recalls (`GAIN`), of those that a sentence has. They ask
 in the very words of their passages, and an encoder that learned nothing but to match words is better at that, while it
 may be worse at questions. So another must not fall: recall of a passage that lacks the sentence (`REMOVED`). The page
-is `templates/adapt.html.j2`; what searches is `train/adaptation.py`.
+is `templates/adapt.html.j2`; what searches is `train/adaptation_gate.py`.
 """
 
 from collections.abc import Mapping, Sequence

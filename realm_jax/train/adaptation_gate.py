@@ -1,0 +1,205 @@
+"""Whether an adapted encoder is better than its start: what both find, the weight they are mixed at, the decision.
+
+Read `measure`; what is measured, and what counts as better, is `realm_jax/eval/adaptation.py`. Not here: what is done
+with the decision (`adaptation.py`).
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from realm_jax.data.evidence import Evidence, find_evidence
+from realm_jax.data.held_out import HeldOutSentence, held_out_sentences, passages_without
+from realm_jax.data.questions import Question
+from realm_jax.eval import adaptation as judge
+from realm_jax.eval.format import duration
+from realm_jax.eval.prediction import Evaluator
+from realm_jax.models.realm import Params
+from realm_jax.retrieval.embed import CorpusRows
+from realm_jax.run import Run
+from realm_jax.sections import task_names
+from realm_jax.tasks.base import Task
+from realm_jax.train.best import primary_metric
+from realm_jax.train.checkpoints import SavedCheckpoint
+from realm_jax.train.index_source import embed_with_cache
+from realm_jax.train.init_from import init_from_sources
+from realm_jax.train.recipe import recipe_tasks
+from realm_jax.train.restore import restore_params, saved_vectors
+
+logger = logging.getLogger(__name__)
+
+JUDGED = "test"  # the split of given questions: as `dev` they would take the place of held-out documents
+JUDGED_QUESTIONS = "judged questions: "  # before the names of their measures
+SENTENCES = 1000  # held-out sentences at most: an interval of ± .02 or less
+WEIGHTS = (0.25, 0.5, 0.75, 1.0)  # of the trained towers, beside the start's
+SAMPLE = 2048  # passages among which weights are compared where each weight gives them other vectors
+
+
+def moves_documents(task: Task, run: Run) -> bool:
+    """Whether a task moves what passages are embedded with."""
+    return run.model.embedder_names[-1] in task.trained
+
+
+def any_moves(run: Run) -> bool:
+    """Whether a task of the recipe does."""
+    return any(moves_documents(task, run) for task in recipe_tasks(run))
+
+
+def evidence_of(run: Run) -> Evidence:
+    """The spans that tasks hide, with what is evidence for them."""
+    return find_evidence(run.sources.passages, *run.lengths.hidden)
+
+
+def sentences_of(run: Run, evidence: Evidence, share: float) -> list[HeldOutSentence]:
+    """The held-out sentences that decide."""
+    sources = run.sources
+    return held_out_sentences(sources.passages, sources.tokenizer, run.lengths.query, share, SENTENCES, evidence)
+
+
+@dataclass(frozen=True)
+class Searches:
+    """What parameters are compared by: held-out sentences, and judged questions, which may be none."""
+
+    run: Run
+    sentences: Sequence[HeldOutSentence]
+    judged: Sequence[Question]
+
+    @cached_property
+    def _texts(self) -> tuple[list[Question], list[Question]]:
+        masked, whole = ([one.masked or one.text for one in self.sentences], [one.text for one in self.sentences])
+        return [Question(text, []) for text in masked], [Question(text, []) for text in whole]
+
+    @cached_property
+    def _removed(self) -> tuple[list[int], CorpusRows]:
+        """The sentences that ask for passages which lack them, and these passages."""
+        sources = self.run.sources
+        given = sources.passages, sources.tokenizer, self.run.lengths.document, self.sentences
+        places, made = passages_without(*given)
+        names = ("document", "document_length", "document_title_length")
+        parts = (
+            np.array([one[name] for one in made], like.dtype).reshape(-1, *like.shape[1:])
+            for name, like in zip(names, self.run.corpus, strict=True)
+        )
+        return places, CorpusRows(*parts)
+
+    def values(self, params: Params, vectors: NDArray, how: str) -> judge.Values:
+        """The measures of a search, one of `sections.SEARCHES`. vectors: of the passages, by the parameters."""
+        index, store = self.run.index(vectors), self.run.sources.passages
+        found = [Evaluator(self.run, some, how).retrieve(params, index, judge.DEPTH) for some in self._texts]
+        values = judge.sentence_values(store, self.sentences, *found) | self._removed_values(params, vectors, how)
+        if not self.judged:
+            return values
+        asked = Evaluator(self.run, self.judged, how)
+        judged = asked.recall_values(asked.retrieve(params, index))
+        return values | {f"{JUDGED_QUESTIONS}{name}": found for name, found in judged.items()}
+
+    def _removed_values(self, params: Params, vectors: NDArray, how: str) -> judge.Values:
+        """Recall of passages without the sentences that ask for them: of vectors alone, as words find none of them."""
+        values, (places, passages) = np.full(len(self.sentences), np.nan), self._removed
+        if how == "vectors" and places:
+            rows, changed = np.array([self.sentences[place].row for place in places]), vectors.copy()
+            changed[rows] = self.run.embed(params, rows=passages)
+            asked = [self._texts[1][place] for place in places]
+            found = Evaluator(self.run, asked, how).retrieve(params, self.run.index(changed), judge.FIRST)
+            values[places] = (found == rows[:, None]).any(axis=1)
+        return {judge.REMOVED: values}
+
+
+def with_towers(run: Run, params: Params, start: Params, weight: float) -> Params:
+    """Parameters whose towers are (1 − weight) × those of the start + weight × their own, array by array."""
+
+    def merged(a: jax.Array, b: jax.Array) -> jax.Array:
+        return ((1 - weight) * a + weight * b).astype(a.dtype)
+
+    return params | {name: jax.tree.map(merged, start[name], params[name]) for name in run.model.embedder_names}
+
+
+def measure(run: Run, plan: dict[str, Any], merge: float | None) -> dict[str, Any]:
+    """The decision and all that the report tables. merge: the weight of the trained towers, None to choose it: on every
+    second held-out sentence, and the others judge; all do where it is given."""
+    last, saved = last_checkpoint(run)
+    trained, start = restore_params(run, last, saved), init_from_sources(run, run.initial_params())
+    sentences = sentences_of(run, evidence_of(run), plan["held_out"])
+    searches = Searches(run, sentences, run.sources.questions.get(JUDGED, []))
+    counts, left = (len(sentences), len(searches.judged)), duration(plan["estimate"]["measure"])
+    logger.info("measuring on %d held-out sentences and %d questions; about %s left", *counts, left)
+    weight = merge or choose_weight(run, trained, start, sentences[::2])
+    towers = {w: with_towers(run, trained, start, w) for w in sorted({0.0, weight, 1.0})}
+    vectors = {w: vectors_at(run, trained, start, w) for w in towers}
+    found = {w: searches.values(towers[w], vectors[w], "vectors") for w in towers}
+    rows = {
+        judge.START: found[0.0],
+        "adapted": found[1.0],
+        "merged": found[weight],
+        "bm25": searches.values(towers[0.0], vectors[0.0], "bm25"),
+        "start_hybrid": searches.values(towers[0.0], vectors[0.0], "hybrid"),
+        "hybrid": searches.values(towers[weight], vectors[weight], "hybrid"),
+    }
+    before, after = rows[judge.START], rows["merged"]
+    examples = judge.examples(run.sources.passages, sentences, before, after)
+    judging = np.arange(len(sentences)) % 2 == 1 if merge is None else slice(None)
+    decision = decide(before, after, judging) | {"weight": weight}
+    return decision | {"table": compared(rows), "examples": examples}
+
+
+def choose_weight(run: Run, trained: Params, start: Params, sentences: Sequence[HeldOutSentence]) -> float:
+    """The weight of the trained towers of largest mean on some held-out sentences, among those by which passages
+    without their sentences are found no worse than by the start; the smallest where there is none. Where a weight gives
+    the passages other vectors, they are searched among SAMPLE passages, theirs among them."""
+    searches = Searches(run, sentences, [])
+    stored = None if any_moves(run) else vectors_at(run, trained, start, 1.0)
+    sampled = np.linspace(0, run.context.rows - 1, min(SAMPLE, run.context.rows)).astype(int)
+    own = [row for one in sentences for row in (one.row, *one.evidence)]
+    rows = np.unique([*sampled.tolist(), *own])
+    logger.info("comparing %d weights", len(WEIGHTS))
+    found = dict[float, judge.Values]()
+    for weight in (0.0, *WEIGHTS):
+        params, vectors = with_towers(run, trained, start, weight), stored
+        if vectors is None:  # what has a vector of zeros scores 0, below all that is alike
+            vectors = np.zeros((run.context.rows, run.model.vector_size), np.float32)
+            vectors[rows] = run.embed(params, rows=CorpusRows(*(part[rows] for part in run.corpus)))
+        found[weight] = searches.values(params, vectors, "vectors")
+    return judge.best_weight(found)
+
+
+def vectors_at(run: Run, trained: Params, start: Params, weight: float) -> NDArray:
+    """The passages by the document tower at a weight, [rows, width]: of the last checkpoint, or embedded. Those of the
+    start and of what is chosen are kept in the cache."""
+    saved = saved_vectors(run, *last_checkpoint(run)) if weight == 1.0 or not any_moves(run) else None
+    return embed_with_cache(run, with_towers(run, trained, start, weight), bar=True) if saved is None else saved
+
+
+def decide(before: judge.Values, after: judge.Values, judging: Any) -> dict[str, Any]:
+    """Whether what is chosen is promoted: {"promoted", "gain", "removed", "judged"}. judging: the sentences that judge,
+    as an index."""
+    measures = judge.GAIN, judge.REMOVED
+    gain, removed = (judge.compare(before[name][judging], after[name][judging]) for name in measures)
+    judged = compare_judged(before, after)
+    return {"promoted": judge.is_better(gain, removed, judged), "gain": gain, "removed": removed, "judged": judged}
+
+
+def compare_judged(before: judge.Values, after: judge.Values) -> dict[str, Any]:
+    """What judged questions say of the change, by the recall that a retriever is judged by; {} without any."""
+    known = {name.removeprefix(JUDGED_QUESTIONS): name for name in before if name.startswith(JUDGED_QUESTIONS)}
+    measure = primary_metric(known)
+    return {"measure": measure} | judge.compare(before[known[measure]], after[known[measure]]) if measure else {}
+
+
+def last_checkpoint(run: Run) -> tuple[str, SavedCheckpoint]:
+    """The last task, once it is trained, and its newest checkpoint."""
+    last = task_names(run.config)[-1]
+    saved = SavedCheckpoint.newest(run.workdir / last / "checkpoints")
+    assert saved is not None, "training is done"
+    return last, saved
+
+
+def compared(rows: Mapping[str, judge.Values]) -> dict[str, dict[str, Any]]:
+    """Each row's measures against those of the start, which is one of them."""
+    before = rows[judge.START]
+    return {name: {m: judge.compare(before[m], values[m]) for m in before} for name, values in rows.items()}
