@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--weights", nargs="+", type=float, default=[1.0, 0.5])
     parser.add_argument("--against", choices=METHODS, default="evidence_realm")
     args = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", force=True)
     for seed in args.seeds:
         for method in args.methods:
             folder = args.output / f"{method}-{seed}"
