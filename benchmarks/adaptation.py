@@ -17,7 +17,7 @@ of its seeds, by bootstrap; [±]: over seeds, by Student's t.
 import argparse
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -32,9 +32,8 @@ from realm_jax.models.realm import Params
 from realm_jax.recipes import adapt
 from realm_jax.run import Run
 from realm_jax.sections import task_names
-from realm_jax.storage import read_json, write_json_atomic
-from realm_jax.train.adaptation_gate import any_moves, with_towers
-from realm_jax.train.index_source import embed_with_cache
+from realm_jax.storage import open_atomic, read_json, write_json_atomic
+from realm_jax.train.adaptation_gate import any_moves, vectors_at, with_towers
 from realm_jax.train.init_from import init_from_sources
 from realm_jax.train.loop import train_task
 from realm_jax.train.recipe import checked_run, recipe_tasks, starting_params
@@ -53,7 +52,7 @@ METHODS = {
     "revela": ["tasks=revela", "revela.batch_size=16", "revela.learning_rate=2e-5"],
 }
 MOST = 100_000  # steps of a task that is a recipe of its own
-START, MEASURE = "start", "recall@5"
+MEASURE = "recall@5"
 Values = dict[str, NDArray[np.float64]]  # set of questions → recall of each
 
 
@@ -68,6 +67,8 @@ def main() -> None:
     parser.add_argument("--weights", nargs="+", type=float, default=[1.0, 0.5])
     parser.add_argument("--against", choices=METHODS, default="evidence_realm")
     args = parser.parse_args()
+    if args.against not in args.methods or 1.0 not in args.weights:
+        parser.error(f"--against={args.against} is compared at weight 1: name it in --methods, and 1 in --weights")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", force=True)
     for seed in args.seeds:
         for method in args.methods:
@@ -93,12 +94,11 @@ def run_method(args: argparse.Namespace, method: str, seed: int, folder: Path) -
         trained = train_task(run, task.name, trained)
     logging.info("%s, seed %d: trained in %.0f s", method, seed, time.monotonic() - began)
     start = init_from_sources(run, run.initial_params())
-    fixed = None if any_moves(run) else embed_with_cache(run, start)
     if not values_file(args.output, 0.0).is_file():
-        save(values_file(args.output, 0.0), recalls(run, start, embed_with_cache(run, start)))
+        save(values_file(args.output, 0.0), recalls(run, start, vectors_at(run, trained, start, 0.0)))
     for weight in args.weights:
         params = with_towers(run, trained, start, weight)
-        found = recalls(run, params, run.embed(params) if fixed is None else fixed)
+        found = recalls(run, params, vectors_at(run, trained, start, weight))
         save(values_file(folder, weight), found)
         means = ", ".join(f"{name} {values.mean():.3f}" for name, values in found.items())
         logging.info("%s, seed %d, weight %g: %s", method, seed, weight, means)
@@ -134,9 +134,8 @@ def values_file(folder: Path, weight: float) -> Path:
 
 
 def save(path: Path, values: Values) -> None:
-    partial = path.with_suffix(".partial.npz")
-    np.savez(partial, **values)
-    partial.rename(path)
+    with open_atomic(path) as stream:
+        np.savez(stream, **values)
 
 
 def load(path: Path) -> Values:
@@ -150,33 +149,33 @@ def load(path: Path) -> Values:
 def table(args: argparse.Namespace) -> None:
     start = load(values_file(args.output, 0.0))
     rows = dict(all_rows(args))
-    show("gold@5, and what it has more than the start", rows, start, lambda row, name: [start[name]] * len(row))
-    against = rows[args.against, 1.0]
+    pairs = {label: ([start] * len(row), row) for label, row in rows.items()}
+    show("gold@5, and what it has more than the start", start, pairs)
     print()
-    show(f"what {args.against} has more", rows, start, lambda row, name: [one[name] for one in row], against)
+    against = rows[label_of(args.against, 1.0)]
+    show(f"what {args.against} has more", start, {label: (row, against) for label, row in rows.items()})
 
 
-def all_rows(args: argparse.Namespace) -> Iterator[tuple[tuple[str, float], list[Values]]]:
+def all_rows(args: argparse.Namespace) -> Iterator[tuple[str, list[Values]]]:
     for method in args.methods:
         for weight in args.weights:
-            yield (method, weight), [load(values_file(args.output / f"{method}-{s}", weight)) for s in args.seeds]
+            files = [values_file(args.output / f"{method}-{seed}", weight) for seed in args.seeds]
+            yield label_of(method, weight), [load(file) for file in files]
 
 
-def show(
-    title: str,
-    rows: dict[tuple[str, float], list[Values]],
-    start: Values,
-    before: Callable[[list[Values], str], list[NDArray]],
-    after: list[Values] | None = None,
-) -> None:
-    """One row a method and weight, one column a set: means, and paired differences of `after`, or of the row itself, to
-    what `before` makes of it."""
-    print(f"{title}; {jax.default_backend()}, {len(next(iter(rows.values())))} seeds")
+def label_of(method: str, weight: float) -> str:
+    return f"{method}, weight {weight:g}"
+
+
+def show(title: str, start: Values, pairs: dict[str, tuple[list[Values], list[Values]]]) -> None:
+    """One row a label, one column a set: means of the second of a pair, and what it has more than the first; both have
+    a value a seed."""
+    print(f"{title}; {jax.default_backend()}, {len(next(iter(pairs.values()))[0])} seeds")
     print("| | " + " | ".join(start) + " |\n|---|" + "---|" * len(start))
     print("| start | " + " | ".join(f"{values.mean():.3f}" for values in start.values()) + " |")
-    for (method, weight), row in rows.items():
-        cells = [change(before(row, name), [one[name] for one in after or row]) for name in start]
-        print(f"| {method}, weight {weight:g} | " + " | ".join(cells) + " |")
+    for label, (before, after) in pairs.items():
+        cells = [change([one[name] for one in before], [one[name] for one in after]) for name in start]
+        print(f"| {label} | " + " | ".join(cells) + " |")
 
 
 def change(before: list[NDArray], after: list[NDArray]) -> str:

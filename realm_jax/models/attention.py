@@ -104,7 +104,7 @@ def _attend_backward(kept: tuple[Array, ...], cotangent: Array) -> tuple[Array, 
         )
 
     gradients = jax.lax.map(one, (*kept, cotangent))
-    return *(gradient.astype(like.dtype) for gradient, like in zip(gradients, kept, strict=False)), None
+    return *(gradient.astype(like.dtype) for gradient, like in zip(gradients, kept[:3], strict=True)), None
 
 
 per_sequence_attention.defvjp(_attend_forward, _attend_backward)
