@@ -235,7 +235,7 @@ def measure_times(run: Run, sentences: Sequence[HeldOutSentence]) -> dict[str, A
     steps = {task.name: step_time(task, params) for task in tasks}
     refresh = {task.name: embed / task.refresh_every for task in moving if task.refresh_every}
     rows = run.context.rows
-    sampled = (len(WEIGHTS) + 1) * min(SAMPLE / rows, 1.0) + 1 if moving else 0.0  # and what is chosen
+    sampled = len(WEIGHTS[:-1]) * min(SAMPLE / rows, 1.0) + 1 if moving else 0.0  # and what is chosen
     sampled += 4 * min(len(sentences) / rows, 1.0)  # passages without their sentences, half of them for each weight
     return {
         "passage": embed / rows,

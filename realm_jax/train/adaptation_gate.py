@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 JUDGED = "test"  # the split of given questions: as `dev` they would take the place of held-out documents
 JUDGED_QUESTIONS = "judged questions: "  # before the names of their measures
 SENTENCES = 1000  # held-out sentences at most: an interval of ± .02 or less
-WEIGHTS = (0.25, 0.5, 0.75, 1.0)  # of the trained towers, beside the start's
+WEIGHTS = (0.5, 1.0)  # of the trained towers, beside the start's
 SAMPLE = 2048  # passages among which weights are compared where each weight gives them other vectors
 
 
@@ -163,7 +163,10 @@ def choose_weight(run: Run, trained: Params, start: Params, sentences: Sequence[
         params, vectors = with_towers(run, trained, start, weight), stored
         if vectors is None:  # what has a vector of zeros scores 0, below all that is alike
             vectors = np.zeros((run.context.rows, run.model.vector_size), np.float32)
-            vectors[rows] = run.embed(params, rows=CorpusRows(*(part[rows] for part in run.corpus)))
+            if weight in (0.0, 1.0):
+                vectors[rows] = vectors_at(run, trained, start, weight)[rows]  # known, or needed afterwards
+            else:
+                vectors[rows] = run.embed(params, rows=CorpusRows(*(part[rows] for part in run.corpus)))
         found[weight] = searches.values(params, vectors, "vectors")
     return judge.best_weight(found)
 
