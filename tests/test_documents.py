@@ -259,6 +259,13 @@ def test_contexts_of_squad_are_articles(tmp_path):
     ]
 
 
+def test_a_context_of_squad_without_paragraphs_is_one_article(tmp_path):
+    first, second = list(TEXTS.values())[:2]
+    flat = [{"context": text, "question": "?", "answers": {"text": ["x"]}} for text in (first, first, second)]
+    found = records(write(tmp_path / "dev.json", json.dumps({"version": 2.0, "data": flat})))
+    assert [a.text for a in found] == [first, second]
+
+
 def test_a_json_file_may_hold_one_object_or_many(tmp_path):
     one = {"title": "Dodo", "text": PROSE}
     assert only(write(tmp_path / "a.json", json.dumps(one, indent=2))) == Article("a.json", "Dodo", PROSE, 1)

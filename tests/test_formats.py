@@ -7,6 +7,8 @@ import json
 import lzma
 import re
 import tracemalloc
+from collections import Counter
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from realm_jax.corpora.texts import read_passages
 from realm_jax.data import lines
 from realm_jax.data.questions import Question, parse_questions, question_lines, read_questions
 from realm_jax.data.records import BadRecord
+from realm_jax.data.squad import IMPOSSIBLE
 from realm_jax.errors import UserError
 
 GOOD_PASSAGE = b'{"id": "a", "title": "A", "text": "Some text."}\n'
@@ -104,6 +107,32 @@ def test_a_table_of_dpr_is_read_with_its_quotes(tmp_path, name):
     ]
 
 
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        (['1\t"Never closed\tA', "2\ty\tB"], [('"Never closed', "A"), ("y", "B")]),
+        (["1\tx\tA", '2\t"At the end\tB'], [("x", "A"), ('"At the end', "B")]),
+        (['1\t"One," he said.\tA', '2\t"Two\tB"'], [('"One," he said.', "A"), ('"Two', 'B"')]),
+        (['1\t"Whole"\tA', '2\tThe 5" pipe\tB'], [("Whole", "A"), ('The 5" pipe', "B")]),
+        (['1\t"x\ty"\tA', '2\t"""y"" z"\tB'], [("x\ty", "A"), ('"y" z', "B")]),
+        (["1\t\"Over\ntwo\tlines, \"\"too\"\"\"\tA", '2\t"y\tB'], [('Over\ntwo\tlines, "too"', "A"), ('"y', "B")]),
+        (['1\t"x"\t"y"'], [('x', "y")]),
+    ],
+)  # fmt: skip
+def test_a_quote_between_tabs_may_be_a_character_like_any_other(tmp_path, rows, expected):
+    found = read_passages(write(tmp_path / "p.tsv", "id\ttext\ttitle\n" + "\n".join(rows) + "\n"))
+    assert [(article.text, article.title) for article in found] == expected
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "utf-16", "utf-8-sig"])
+@pytest.mark.parametrize("delimiter", [",", "\t"])
+def test_a_table_is_read_in_its_encoding(tmp_path, encoding, delimiter):
+    rows = [("id", "text", "title"), ("1", "Le café est fermé jusqu’à la fin de l’été.", "Générale"), ("2", "x", "É")]
+    text = "".join(delimiter.join(row) + "\r\n" for row in rows)
+    found = read_passages(write(tmp_path / "p.csv", text.encode(encoding)))
+    assert [(article.id, article.text, article.title) for article in found] == rows[1:]
+
+
 def test_a_field_of_a_table_may_be_a_long_article(tmp_path):
     (article,) = read_passages(write(tmp_path / "p.tsv", "id\ttext\ttitle\n1\t" + 200_000 * "x" + "\tA\n"))
     assert len(article.text) == 200_000
@@ -121,9 +150,11 @@ def test_the_columns_of_a_table_are_found_by_their_names(tmp_path):
         ("id\ttext\ttitle\n1\tSome text\n", r"p\.tsv:2: the row has 2 columns"),
         ("id\ttext\ttitle\n1\tx\tA\n1\ty\tB\n", r"p\.tsv:3: id '1' was already given on line 2"),
         ("id\ttext\ttitle\n1\t\tA\n", r"p\.tsv:2: .* \(without text\)"),
-        ('id\ttext\ttitle\n1\tx\tA\n2\t"y\tB\n3\tz\tC\n', r"p\.tsv:3: no row of columns \(unexpected end of data\)"),
-        ('id\ttext\ttitle\n1\t"x" y\tA\n', r"p\.tsv:2: no row of columns"),
-        (b"id\ttext\ttitle\n1\t\xff\tA\n", r"p\.tsv:2: byte 3 of the line is not UTF-8"),
+        ('id\ttext\ttitle\n1\tx\n2\t"y\tB\n', r"p\.tsv:2: the row has 2 columns"),
+        ('id,text,title\n1,x,A\n2,"y,B\n3,z,C\n', r"p\.tsv:3: no row of columns \(unexpected end of data\)"),
+        ('id,text,title\n1,"x" y,A\n', r"p\.tsv:2: no row of columns"),
+        ("id\ttext\ttitle\n1\tx\rA\n", r"p\.tsv:2: no row of columns \(new-line character"),
+        (b"id\ttext\ttitle\n" + 200_000 * b"1234567\n" + b"1\t\xff\tA\n", r"p\.tsv:2: the row has 1 columns"),
         ("", r"p\.tsv: no bytes \(empty\)"),
     ],
 )
@@ -516,6 +547,36 @@ any_text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_siz
 def test_what_is_written_is_read_back(tmp_path, golds, title, body, answers):
     questions = [Question(body, answers, gold, {"source": title}, line) for line, gold in enumerate(golds, start=1)]
     assert questions_of(tmp_path / "q.jsonl", question_lines(questions)) == questions
+
+
+FLAT = [  # SQuAD's questions as Hugging Face has them
+    {"id": "a", "context": "By x.", "question": "By whom?", "answers": {"text": ["x", "x"], "answer_start": [3, 3]}},
+    {"id": "b", "context": "By x.", "question": "When?", "answers": {"text": [], "answer_start": []}},
+]
+
+
+def test_questions_of_squad_may_be_flat(tmp_path):
+    (tmp_path / "dev.json").write_text(json.dumps({"version": 2.0, "data": FLAT}), encoding="utf-8")
+    (tmp_path / "dev.jsonl").write_text("".join(json.dumps(one) + "\n" for one in FLAT), encoding="utf-8")
+    for name in ("dev.json", "dev.jsonl"):
+        dropped = Counter()
+        assert read_questions(tmp_path / name, dropped=dropped) == [Question("By whom?", ["x"], {}, {"id": "a"}, 1)]
+        assert dropped == {IMPOSSIBLE: 1}
+
+
+def test_questions_may_be_the_rows_of_a_parquet_file(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist(FLAT), tmp_path / "flat.parquet")
+    assert read_questions(tmp_path / "flat.parquet") == [Question("By whom?", ["x"], {}, {"id": "a"}, 1)]
+    rows = [{"question": "By whom?", "answers": ["x"], "asked": date(2020, 1, 2)}, {"question": "?", "answers": ["y"]}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "own.parquet")
+    found = read_questions(tmp_path / "own.parquet")
+    assert found[0] == Question("By whom?", ["x"], {}, {"asked": "2020-01-02"}, 1)
+    assert questions_of(tmp_path / "q.jsonl", question_lines(found))[1].answers == ["y"]
+    (tmp_path / "cut.parquet").write_bytes((tmp_path / "own.parquet").read_bytes()[:-9])
+    with pytest.raises(UserError, match=r"cut\.parquet is truncated or damaged .*; fetch or make it again"):
+        read_questions(tmp_path / "cut.parquet")
 
 
 # --- Real files -------------------------------------------------------------------------------------------------------

@@ -28,8 +28,9 @@ from urllib.parse import unquote
 
 from realm_jax.corpora import markup, pdf, raw_records
 from realm_jax.corpora.outcomes import Article, CorruptRecord, FilteredRecord
+from realm_jax.data import squad
 from realm_jax.data.files import PACKED, files_below, is_folder, matching, open_unpacked, size_of
-from realm_jax.data.lines import OTHER_COLUMNS, json_records, table_rows, text_lines
+from realm_jax.data.lines import BATCH_ROWS, OTHER_COLUMNS, json_records, table_rows, text_lines
 from realm_jax.data.records import BadRecord, sample
 from realm_jax.errors import UserError
 from realm_jax.storage import StorageError
@@ -37,7 +38,6 @@ from realm_jax.storage import StorageError
 PIECE = 1 << 20  # characters of a large text file that make an article: about a book
 LARGEST = 1 << 27  # bytes of a document that is read as a whole; a text file and files of records may be of any size
 SMALL = 1 << 24  # bytes of a file of records, as it is stored, whose articles fit into memory many times over
-BATCH_ROWS = 256  # of a Parquet file
 UNKNOWN = "of an unknown format"
 BESIDE_ROWS = "beside the rows of a data set"
 EMPTY, WORDLESS, TOO_LARGE = "empty", "without text", "too large"
@@ -249,22 +249,31 @@ def _single_object(path: str) -> dict[str, Any] | None:
 
 
 def _contexts(data: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """SQuAD's contexts as records with the titles of their articles; records of other shapes as they are."""
+    """SQuAD's contexts as records with the titles of their articles; records of other shapes as they are.
+
+    Where a record is a question with its context, as Hugging Face has it, those of one context follow one another.
+    """
+    before = None
     for entry in data:
         title = unquote(str(entry.get("title", ""))).replace("_", " ")
-        paragraphs = entry.get("paragraphs")
-        if isinstance(paragraphs, list):
-            yield from ({"title": title, "text": paragraph.get("context")} for paragraph in paragraphs)
-        else:
+        paragraphs = entry.get("paragraphs", [entry] if squad.is_flat(entry) else None)
+        if not isinstance(paragraphs, list):
             yield entry
+            continue
+        for paragraph in paragraphs:
+            if paragraph is not entry or paragraph["context"] != before:
+                yield {"title": title, "text": paragraph.get("context")}
+            before = paragraph.get("context")
 
 
 def _table(file: DocumentFile) -> Iterator[Found]:
     """Rows of a table whose first line names its columns; it shows what stands between these, too."""
-    _, first = next(text_lines(file.path), (1, ""))
+    with open_unpacked(file.path) as stream:
+        encoding = markup.encoding_of(stream.read(PIECE))
+    _, first = next(text_lines(file.path, encoding), (1, ""))
     if not first.strip():
         raise BadRecord("no bytes", "remove it", EMPTY)
-    rows = table_rows(file.path, max("\t,;|", key=first.count))
+    rows = table_rows(file.path, max("\t,;|", key=first.count), encoding)
     _, names = next(rows, (1, []))
     _check_columns(names)
     for line, row in rows:
@@ -299,7 +308,7 @@ def _check_columns(names: list[str]) -> list[str]:
     known = [name for name in names if name.strip().lower() in raw_records.FIELDS]
     if not any(name.strip().lower() in raw_records.TEXT for name in known):
         raise BadRecord(
-            f"its columns are {sample(', '.join(names))}", f"call one {raw_records.TEXT[1]}", raw_records.NO_FIELD
+            f"its columns are {sample(', '.join(names))}", f'call one "{raw_records.TEXT[1]}"', raw_records.NO_FIELD
         )
     return known
 

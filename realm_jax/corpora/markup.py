@@ -53,8 +53,10 @@ def encoding_of(head: bytes) -> str:
 
 
 def _guessed(head: bytes) -> str:
-    import charset_normalizer
-
+    try:
+        import charset_normalizer
+    except ImportError:
+        raise BadRecord("it is not UTF-8", "save it as that, or pip install 'realm_jax[documents]'", ENCODING) from None
     whole = head.rpartition(b"\n")[0] or head  # behind the last line end a character may be cut
     found = list(charset_normalizer.from_bytes(whole, cp_isolation=_ENCODINGS))
     if not found:

@@ -7,9 +7,12 @@ place to go on from (in an array, in a table, in storage) is raised here. Not fo
 
 import codecs
 import csv
+import itertools
 import json
 import re
+from collections import deque
 from collections.abc import Iterator
+from io import TextIOWrapper
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -20,9 +23,11 @@ from realm_jax.errors import UserError
 Records = Iterator[tuple[int, dict[str, Any] | BadRecord]]  # each with the line that it begins on, from 1
 
 OTHER_COLUMNS = "a row with other columns than the first line"  # why a row is a bad record
+BATCH_ROWS = 256  # of a Parquet file
 TRUNCATED = "the rest of the file is truncated or damaged"
 LONGEST_LINE = 1 << 26  # bytes, of an object in an array characters; the longest articles have a few million
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # how JSON spells one, half of a pair or not
+_QUOTES = re.compile(r'["\r]')  # what makes of a line of a table more than text between delimiters
 _CHUNK = 1 << 20  # bytes of an array that are read at a time, at the least
 _DECODER = json.JSONDecoder()
 _SPACE = re.compile(r"[ \t\n\r]*")  # what JSON takes for white space
@@ -42,6 +47,11 @@ def is_table(path: Path_) -> bool:
     return (Path(name.stem) if name.suffix in PACKED else name).suffix.lower() in (".tsv", ".csv")
 
 
+def is_parquet(path: Path_) -> bool:
+    """Whether a file's name ends as those of Parquet's tables do."""
+    return Path(path).suffix.lower() == ".parquet"
+
+
 # --- Lines ------------------------------------------------------------------------------------------------------------
 
 
@@ -55,8 +65,15 @@ def read_lines(path: Path_, start: int = 0, stop: int | None = None) -> Iterator
         yield from _lines(stream, start, stop)
 
 
-def text_lines(path: Path_) -> Iterator[tuple[int, str]]:
-    """Numbers and texts of all lines, blank ones too, without `\\n` or `\\r\\n` at their ends. Raises UserError."""
+def text_lines(path: Path_, encoding: str = "utf-8") -> Iterator[tuple[int, str]]:
+    """Numbers and texts of all lines, blank ones too, without `\\n` or `\\r\\n` at their ends. Raises UserError.
+
+    In another encoding than UTF-8 what stands for no character is replaced: an encoding that was guessed may not fit.
+    """
+    if encoding != "utf-8":
+        with open_unpacked(path) as stream:
+            yield from enumerate((line.removesuffix("\n") for line in TextIOWrapper(stream, encoding, "replace")), 1)
+        return
     lines = ((line.number, line.data) for line in read_lines(path))
     for number, text in strictly(path, applied(_text, lines)):
         yield number, text.removesuffix("\n").removesuffix("\r")
@@ -106,24 +123,77 @@ def _text(raw: bytes) -> str:
 # --- Tables -----------------------------------------------------------------------------------------------------------
 
 
-def table_rows(path: Path_, delimiter: str = "\t") -> Iterator[tuple[int, list[str]]]:
+def table_rows(path: Path_, delimiter: str = "\t", encoding: str = "utf-8") -> Iterator[tuple[int, list[str]]]:
     """Lines that rows begin on, and fields of the rows, with tabs between columns; quoted fields as in CSV files.
 
-    A quoted field may hold delimiters and line ends; a quote in it is written twice. Blank lines are skipped.
+    A quoted field may hold delimiters and line ends; a quote in it is written twice. Many a program writes tabs and no
+    quotes, though: there a line that has the columns of the first row as it stands, and is no row of quoted fields, is
+    a row. Blank lines are skipped. Raises UserError with the line.
     """
-    texts = (text + "\n" for _, text in text_lines(path))
     csv.field_size_limit(LONGEST_LINE)  # 131,072 by default; a long article has more
-    reader = csv.reader(texts, delimiter=delimiter, strict=True)
-    while True:
-        line = reader.line_num + 1
+    lines, width = _Lookahead(text_lines(path, encoding)), 0
+    while (first := lines.peek(0)) is not None:
+        number, text = first
         try:
-            row = next(reader)
-        except StopIteration:
-            return
+            row, used = _row(lines, text, delimiter, width) if _QUOTES.search(text) else (text.split(delimiter), 1)
         except csv.Error as fault:
-            raise UserError(f"{path}:{line}: no row of columns ({fault}); correct its quotes and line ends") from None
-        if row:
-            yield line, row
+            raise UserError(f"{path}:{number}: no row of columns ({fault}): look at its quotes and line ends") from None
+        lines.take(used)
+        if text:
+            width = width or len(row)
+            yield number, row
+
+
+class _Lookahead:
+    """Lines that can be looked at before they are taken."""
+
+    def __init__(self, lines: Iterator[tuple[int, str]]):
+        self._lines, self._held = lines, deque[tuple[int, str]]()
+
+    def peek(self, place: int) -> tuple[int, str] | None:
+        """The line that so many lines are in front of; None behind the last one."""
+        while len(self._held) <= place:
+            if (line := next(self._lines, None)) is None:
+                return None
+            self._held.append(line)
+        return self._held[place]
+
+    def take(self, number: int) -> None:
+        for _ in range(number):
+            self._held.popleft()
+
+    def texts(self) -> Iterator[str]:
+        """The lines that are not taken yet."""
+        places = itertools.count()
+        while (line := self.peek(next(places))) is not None:
+            yield line[1]
+
+
+def _row(lines: _Lookahead, text: str, delimiter: str, width: int) -> tuple[list[str], int]:
+    """The row that begins with this line, and how many lines it stretches over. Raises csv.Error.
+
+    width: columns of the first row; 0 for that row itself.
+    """
+    if delimiter != "\t" or "\r" in text:
+        return _quoted_row(lines.texts(), delimiter)
+    plain = text.split(delimiter)
+    try:
+        row, _ = _quoted_row(iter([text]), delimiter)
+        return (plain if len(row) != width == len(plain) else row), 1
+    except csv.Error:
+        following = lines.peek(1)
+    if 1 < width == len(plain) and (following is None or following[1].count(delimiter) == width - 1):
+        return plain, 1
+    try:
+        row, used = _quoted_row(lines.texts(), delimiter)
+    except csv.Error:
+        return plain, 1
+    return (row, used) if len(row) == width or not width else (plain, 1)
+
+
+def _quoted_row(texts: Iterator[str], delimiter: str) -> tuple[list[str], int]:
+    reader = csv.reader((text + "\n" for text in texts), delimiter=delimiter, strict=True)
+    return next(reader), reader.line_num
 
 
 # --- JSON -------------------------------------------------------------------------------------------------------------
@@ -144,6 +214,22 @@ def json_records(path: Path_) -> Records:
             raise UserError(f"{path} is truncated or damaged ({fault}); fetch or make it again") from None
         lines = ((line.number, line.data) for line in _lines(stream, first=skipped + 1))
         yield from applied(_object, (line for line in lines if isinstance(line[1], BadRecord) or line[1].strip()))
+
+
+def parquet_records(path: Path_) -> Records:
+    """The rows of a Parquet file, with their numbers in place of lines; what JSON has no type for is its string."""
+    try:
+        from pyarrow import ArrowException, parquet  # here, as it is optional
+    except ImportError:
+        raise UserError(f"{path}: Parquet is read by pyarrow; pip install 'realm_jax[documents]'") from None
+    with open_unpacked(path) as stream:
+        try:
+            batches = parquet.ParquetFile(stream).iter_batches(BATCH_ROWS)
+            rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+            yield from enumerate((json.loads(json.dumps(row, default=str)) for row in rows), 1)
+        except (ArrowException, *UNPACKING_FAULTS) as fault:
+            reason = " ".join(str(fault).split())
+            raise UserError(f"{path} is truncated or damaged ({reason}); fetch or make it again") from None
 
 
 def parse_json(raw: bytes) -> Any:

@@ -9,12 +9,13 @@
 | CuratedTREC of brmson: id, type, question, regular expression | `.tsv`, `.csv` with four columns |
 | `qrels/test.tsv` of BEIR: query, document, grade; `queries.jsonl` lies above | `.tsv`, `.csv` with three columns |
 | SQuAD: `data[].paragraphs[].qas[]` | `.json`, an object with `data` |
+| SQuAD as Hugging Face has it: `context`, `question`, `answers.text` | JSON objects with all three |
 
-JSON objects stand one a line or in one array; any file may be packed as `.gz`, `.xz` or `.bz2`. The answers of a file
-with `curatedtrec` in its name are regular expressions, as ORQA has it. Passages that came with a question are left out,
-the first positive one of DPR becomes its gold passage. A record that cannot be used is a `BadRecord` in its place;
-`read_questions` raises a UserError with file and line instead. A question that a set itself says has nothing right is
-only counted. Not for passages: see `realm_jax.corpora.texts`.
+JSON objects stand one a line or in one array, or are the rows of a Parquet file; any file may be packed as `.gz`, `.xz`
+or `.bz2`. The answers of a file with `curatedtrec` in its name are regular expressions, as ORQA has it. Passages that
+came with a question are left out, the first positive one of DPR becomes its gold passage. A record that cannot be used
+is a `BadRecord` in its place; `read_questions` raises a UserError with file and line instead. A question that a set
+itself says has nothing right is only counted. Not for passages: see `realm_jax.corpora.texts`.
 """
 
 import ast
@@ -30,9 +31,18 @@ from typing import Any
 
 from realm_jax.data import patterns
 from realm_jax.data.beir import judged_records
-from realm_jax.data.lines import OTHER_COLUMNS, Records, is_table, json_records, table_rows, text_lines
+from realm_jax.data.lines import (
+    OTHER_COLUMNS,
+    Records,
+    is_parquet,
+    is_table,
+    json_records,
+    parquet_records,
+    table_rows,
+    text_lines,
+)
 from realm_jax.data.records import BadRecord, Path_, applied, check_text, strictly, text_field
-from realm_jax.data.squad import is_squad, squad_records
+from realm_jax.data.squad import is_squad, squad_records, unflattened
 from realm_jax.errors import UserError
 
 MATCHES = (None, "string", "exact", "norm", "none", "regex")  # only "regex" makes patterns of the answers
@@ -197,7 +207,8 @@ def _records(path: Path_, dropped: Counter[str]) -> Records:
     elif is_squad(path):
         records = squad_records(path, dropped)
     else:
-        records = applied(_question_object, json_records(path))
+        read = parquet_records if is_parquet(path) else json_records
+        records = applied(_question_object, unflattened(read(path), dropped))
     has_patterns = PATTERNS in Path(path).name.lower()
     return applied(lambda record: {"match": "regex"} | record, records) if has_patterns else records
 

@@ -1,12 +1,14 @@
 """Questions of SQuAD and of what has its format (XQuAD, MLQA, GermanQuAD): one JSON object, over however many lines.
 
-Contexts are left out: passages come from a corpus. What the records mean: read `realm_jax.data.questions` next.
+Hugging Face has a record a question in place of articles, paragraphs and questions: they are *flat*. Contexts are left
+out: passages come from a corpus. What the records mean: read `realm_jax.data.questions` next.
 """
 
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,23 +32,41 @@ def is_squad(path: Path_) -> bool:
             return False
 
 
+def is_flat(record: Any) -> bool:
+    """Whether a record is a question as Hugging Face has SQuAD's: "context" and "answers": {"text": […]} beside it."""
+    return isinstance(record, dict) and {"context", "question"} <= record.keys() and _has_texts(record.get("answers"))
+
+
+def _has_texts(answers: Any) -> bool:
+    return isinstance(answers, dict) and isinstance(answers.get("text"), list)
+
+
 def squad_records(path: Path_, dropped: Counter[str]) -> Records:
     """{"question", "answers", "id"} of each question, with its number in place of a line.
 
     dropped: counts the questions without an answer. Raises UserError for a file of another format.
     """
-    for number, found in applied(_record, enumerate(_questions(path), start=1)):
-        if isinstance(found, BadRecord) or not found.pop("is_impossible"):
-            yield number, found
-        else:
+    return _answerable(applied(_record, enumerate(_questions(path), start=1)), dropped)
+
+
+def unflattened(records: Records, dropped: Counter[str]) -> Records:
+    """The same of those records that are flat; others as they are."""
+    return _answerable(applied(lambda record: _record(record) if is_flat(record) else record, records), dropped)
+
+
+def _answerable(records: Iterable[tuple[int, dict[str, Any] | BadRecord | None]], dropped: Counter[str]) -> Records:
+    for number, found in records:
+        if found is None:
             dropped[IMPOSSIBLE] += 1
+        else:
+            yield number, found
 
 
 def _questions(path: Path_) -> Iterator[Any]:
     try:
         with open_unpacked(path) as stream:
             articles = json.load(stream)["data"]
-        return iter([one for article in articles for part in article["paragraphs"] for one in part["qas"]])
+        return iter(list(chain.from_iterable(map(_questions_of, articles))))
     except UNPACKING_FAULTS as fault:
         reason = f"truncated or damaged ({fault})"
     except (ValueError, RecursionError) as fault:
@@ -56,11 +76,19 @@ def _questions(path: Path_) -> Iterator[Any]:
     raise UserError(f"{path}: {reason}; fetch or make it again")
 
 
-def _record(found: Any) -> dict[str, Any]:
+def _questions_of(article: dict[str, Any]) -> Iterable[Any]:
+    return [article] if is_flat(article) else [one for part in article["paragraphs"] for one in part["qas"]]
+
+
+def _record(found: Any) -> dict[str, Any] | None:
+    """The question; None where no passage answers it."""
     try:
         check_characters(found)
-        answers = dict.fromkeys(answer["text"] for answer in found.get("answers") or ())
-        kept = {key: found[key] for key in ("question", "id") if key in found}
-        return kept | {"answers": [*answers], "is_impossible": found.get("is_impossible", False)}
+        given = found.get("answers") or ()
+        texts = given["text"] if isinstance(given, dict) else [answer["text"] for answer in given]
+        answers = dict.fromkeys(texts)
+        if found.get("is_impossible", is_flat(found) and not answers):
+            return None
+        return {key: found[key] for key in ("question", "id") if key in found} | {"answers": [*answers]}
     except (AttributeError, KeyError, TypeError):
         raise BadRecord('no "question" with "answers" of a "text" each', "correct or remove it") from None
