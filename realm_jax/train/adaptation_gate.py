@@ -122,7 +122,7 @@ def with_towers(run: Run, params: Params, start: Params, weight: float) -> Param
 
 def measure(run: Run, plan: dict[str, Any], merge: float | None) -> dict[str, Any]:
     """The decision and all that the report tables. merge: the weight of the trained towers, None to choose it: on every
-    second held-out sentence, and the others judge; all do where it is given."""
+    second held-out sentence, and the others judge the gain; all do where it is given."""
     last, saved = last_checkpoint(run)
     trained, start = restore_params(run, last, saved), init_from_sources(run, run.initial_params())
     sentences = sentences_of(run, evidence_of(run), plan["held_out"])
@@ -179,10 +179,10 @@ def vectors_at(run: Run, trained: Params, start: Params, weight: float) -> NDArr
 
 
 def decide(before: judge.Values, after: judge.Values, judging: Any) -> dict[str, Any]:
-    """Whether what is chosen is promoted: {"promoted", "gain", "removed", "judged"}. judging: the sentences that judge,
-    as an index."""
-    measures = judge.GAIN, judge.REMOVED
-    gain, removed = (judge.compare(before[name][judging], after[name][judging]) for name in measures)
+    """Whether what is chosen is promoted: {"promoted", "gain", "removed", "judged"}. judging: the sentences that judge
+    the gain, as an index: those by whose gain a weight was chosen would flatter it. The vetoes are judged by all."""
+    gain = judge.compare(before[judge.GAIN][judging], after[judge.GAIN][judging])
+    removed = judge.compare(before[judge.REMOVED], after[judge.REMOVED])
     judged = compare_judged(before, after)
     return {"promoted": judge.is_better(gain, removed, judged), "gain": gain, "removed": removed, "judged": judged}
 
