@@ -40,6 +40,8 @@ from realm_jax.train.recipe import checked_run, recipe_tasks, starting_params
 from realm_jax.train.results import save_bm25_index
 from realm_jax.train.time_plan import seconds_to_embed, step_time, steps_that_fit
 
+# REALM that moves the passages, with fewer of them as each is embedded in every step: whether its index has to follow.
+MOVING = ["tasks=realm", "realm.candidates=9"]
 METHODS = {
     "evidence_realm": [],  # the recipe of `realm adapt`
     "evidence": ["tasks=evidence_contrast"],
@@ -50,6 +52,9 @@ METHODS = {
     "encoder_mlm": ["tasks=encoder_mlm"],
     "tsdae": ["tasks=tsdae"],
     "revela": ["tasks=revela", "revela.batch_size=16", "revela.learning_rate=2e-5"],
+    "realm_never": [*MOVING, "refresh.every=1000000"],
+    "realm_every_48": [*MOVING, "refresh.every=48"],
+    "realm_every_12": [*MOVING, "refresh.every=12"],
 }
 MOST = 100_000  # steps of a task that is a recipe of its own
 MEASURE = "recall@5"
@@ -64,6 +69,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=[*METHODS])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--seconds", type=float, default=300, help="of training; vectors made anew on the way count")
+    parser.add_argument("--steps", type=int, help="of a recipe of one task, in place of what fits into the seconds")
     parser.add_argument("--weights", nargs="+", type=float, default=[1.0, 0.5])
     parser.add_argument("--against", choices=METHODS, default="evidence_realm")
     args = parser.parse_args()
@@ -87,7 +93,8 @@ def run_method(args: argparse.Namespace, method: str, seed: int, folder: Path) -
     config = adapt()
     config.data.path, config.init_from, config.seed = args.data, args.model, seed
     config = with_overrides(config, METHODS[method])
-    run = checked_run(with_steps(config, folder, args.seconds), folder)
+    save_bm25_index(checked_run(config, folder))
+    run = checked_run(with_steps(config, folder, args.seconds, args.steps), folder)
     began = time.monotonic()
     trained = starting_params(run)
     for task in recipe_tasks(run):
@@ -104,15 +111,16 @@ def run_method(args: argparse.Namespace, method: str, seed: int, folder: Path) -
         logging.info("%s, seed %d, weight %g: %s", method, seed, weight, means)
 
 
-def with_steps(config: ConfigDict, folder: Path, seconds: float) -> ConfigDict:
-    """As many steps of each task as fit, in the proportion of the recipe; kept beside the run, as another measurement
-    would find others."""
+def with_steps(config: ConfigDict, folder: Path, seconds: float, given: int | None) -> ConfigDict:
+    """As many steps of each task as fit, in the proportion of the recipe, or as are given; kept beside the run, as
+    another measurement would find others."""
     path = folder / "steps.json"
     names = task_names(config)
+    if given and len(names) == 1 and not path.is_file():
+        write_json_atomic(path, {"steps": {names[0]: given}})
     if not path.is_file():
         run = checked_run(config, folder)
         params = starting_params(run)
-        save_bm25_index(run)
         each = {task.name: step_time(task, params).later for task in recipe_tasks(run)}
         most = {name: config[name].steps for name in names} if len(names) > 1 else dict.fromkeys(names, MOST)
         between = seconds_to_embed(run, params) * any_moves(run) if len(names) > 1 else 0.0
