@@ -9,6 +9,7 @@ import re
 import tracemalloc
 from collections import Counter
 from datetime import date
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,9 @@ def test_a_table_of_dpr_is_read_with_its_quotes(tmp_path, name):
         (['1\t"x\ty"\tA', '2\t"""y"" z"\tB'], [("x\ty", "A"), ('"y" z', "B")]),
         (["1\t\"Over\ntwo\tlines, \"\"too\"\"\"\tA", '2\t"y\tB'], [('Over\ntwo\tlines, "too"', "A"), ('"y', "B")]),
         (['1\t"x"\t"y"'], [('x', "y")]),
+        (['1\t"Never\tA', "", '2\tthe end."\tB'], [('"Never', "A"), ('the end."', "B")]),
+        (['1\t"Over\n2\tthree\tlines\nin all"\tA'], [("Over\n2\tthree\tlines\nin all", "A")]),
+        (['1\tx\tA\r', "\r", '2\ty\tB'], [("x", "A"), ("y", "B")]),
     ],
 )  # fmt: skip
 def test_a_quote_between_tabs_may_be_a_character_like_any_other(tmp_path, rows, expected):
@@ -131,6 +135,27 @@ def test_a_table_is_read_in_its_encoding(tmp_path, encoding, delimiter):
     text = "".join(delimiter.join(row) + "\r\n" for row in rows)
     found = read_passages(write(tmp_path / "p.csv", text.encode(encoding)))
     assert [(article.id, article.text, article.title) for article in found] == rows[1:]
+
+
+def test_a_table_that_is_cut_is_read_to_there(tmp_path):
+    rows = "".join(f"{number}\t{hash((number, 7))}\tA\n" for number in range(2000)).encode()
+    packed = gzip.compress(b"id\ttext\ttitle\n" + rows)
+    (tmp_path / "p.tsv.gz").write_bytes(packed[:-2000])
+    found = read_passages(tmp_path / "p.tsv.gz")
+    assert [article.id for article in islice(found, 1000)] == [str(number) for number in range(1000)]
+    with pytest.raises(UserError, match=r"p\.tsv\.gz:\d+: .*truncated"):
+        list(found)
+
+
+def test_a_quote_that_nothing_closes_costs_no_more_than_its_neighbourhood(tmp_path, monkeypatch):
+    monkeypatch.setattr(lines, "MOST_LINES", 10)
+    rows = [line for number in range(100) for line in (f'{number}\t5"\t"foo', "")]
+    taken = []
+    real = lines.text_lines
+    monkeypatch.setattr(lines, "text_lines", lambda *a: (taken.append(1) or line for line in real(*a)))
+    table = lines.table_rows(write(tmp_path / "p.tsv", "id\ttext\ttitle\n" + "\n".join(rows)))
+    assert next(table) and next(table) == (2, ["0", '5"', '"foo'])
+    assert len(taken) <= 12
 
 
 def test_a_field_of_a_table_may_be_a_long_article(tmp_path):
@@ -154,7 +179,7 @@ def test_the_columns_of_a_table_are_found_by_their_names(tmp_path):
         ('id,text,title\n1,x,A\n2,"y,B\n3,z,C\n', r"p\.tsv:3: no row of columns \(unexpected end of data\)"),
         ('id,text,title\n1,"x" y,A\n', r"p\.tsv:2: no row of columns"),
         ("id\ttext\ttitle\n1\tx\rA\n", r"p\.tsv:2: no row of columns \(new-line character"),
-        (b"id\ttext\ttitle\n" + 200_000 * b"1234567\n" + b"1\t\xff\tA\n", r"p\.tsv:2: the row has 1 columns"),
+        ("id\ttext\ttitle\n1\té\tA\n2\t".encode() + b"\xff\tA\n", r"p\.tsv:3: byte 3 of the line is not UTF-8"),
         ("", r"p\.tsv: no bytes \(empty\)"),
     ],
 )
@@ -569,10 +594,13 @@ def test_questions_may_be_the_rows_of_a_parquet_file(tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pyarrow.Table.from_pylist(FLAT), tmp_path / "flat.parquet")
     assert read_questions(tmp_path / "flat.parquet") == [Question("By whom?", ["x"], {}, {"id": "a"}, 1)]
-    rows = [{"question": "By whom?", "answers": ["x"], "asked": date(2020, 1, 2)}, {"question": "?", "answers": ["y"]}]
+    rows = [
+        {"question": "By whom?", "answers": ["x"], "asked": date(2020, 1, 2), "score": float("nan"), "raw": b"z"},
+        {"question": "?", "answers": ["y"]},
+    ]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "own.parquet")
     found = read_questions(tmp_path / "own.parquet")
-    assert found[0] == Question("By whom?", ["x"], {}, {"asked": "2020-01-02"}, 1)
+    assert found[0] == Question("By whom?", ["x"], {}, {"asked": "2020-01-02", "score": None, "raw": "z"}, 1)
     assert questions_of(tmp_path / "q.jsonl", question_lines(found))[1].answers == ["y"]
     (tmp_path / "cut.parquet").write_bytes((tmp_path / "own.parquet").read_bytes()[:-9])
     with pytest.raises(UserError, match=r"cut\.parquet is truncated or damaged .*; fetch or make it again"):

@@ -19,6 +19,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -29,7 +30,7 @@ from urllib.parse import unquote
 from realm_jax.corpora import markup, pdf, raw_records
 from realm_jax.corpora.outcomes import Article, CorruptRecord, FilteredRecord
 from realm_jax.data import squad
-from realm_jax.data.files import PACKED, files_below, is_folder, matching, open_unpacked, size_of
+from realm_jax.data.files import PACKED, UNPACKING_FAULTS, files_below, is_folder, matching, open_unpacked, size_of
 from realm_jax.data.lines import BATCH_ROWS, OTHER_COLUMNS, json_records, table_rows, text_lines
 from realm_jax.data.records import BadRecord, sample
 from realm_jax.errors import UserError
@@ -255,21 +256,19 @@ def _contexts(data: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """
     before = None
     for entry in data:
-        title = unquote(str(entry.get("title", ""))).replace("_", " ")
-        paragraphs = entry.get("paragraphs", [entry] if squad.is_flat(entry) else None)
-        if not isinstance(paragraphs, list):
+        title, paragraphs = unquote(str(entry.get("title") or "")).replace("_", " "), entry.get("paragraphs")
+        if isinstance(paragraphs, list):
+            yield from ({"title": title, "text": paragraph.get("context")} for paragraph in paragraphs)
+        elif not squad.is_flat(entry):
             yield entry
-            continue
-        for paragraph in paragraphs:
-            if paragraph is not entry or paragraph["context"] != before:
-                yield {"title": title, "text": paragraph.get("context")}
-            before = paragraph.get("context")
+        elif entry["context"] != before:
+            before = entry["context"]
+            yield {"title": title, "text": before}
 
 
 def _table(file: DocumentFile) -> Iterator[Found]:
     """Rows of a table whose first line names its columns; it shows what stands between these, too."""
-    with open_unpacked(file.path) as stream:
-        encoding = markup.encoding_of(stream.read(PIECE))
+    encoding = _encoding_of_table(file.path)
     _, first = next(text_lines(file.path, encoding), (1, ""))
     if not first.strip():
         raise BadRecord("no bytes", "remove it", EMPTY)
@@ -282,6 +281,24 @@ def _table(file: DocumentFile) -> Iterator[Found]:
         else:
             message = f"the row has {len(row)} columns, the first line names {len(names)}"
             yield CorruptRecord(f"{file.path}:{line}", OTHER_COLUMNS, message)
+
+
+def _encoding_of_table(path: str) -> str:
+    """UTF-8 where that fits a line that ASCII does not: others are damaged then. Otherwise as of texts."""
+    head = bytearray()
+    with open_unpacked(path) as stream, suppress(*UNPACKING_FAULTS):  # what comes before a fault is read
+        while len(head) < PIECE and (more := stream.read1(PIECE)):
+            head += more
+    if not head.startswith(tuple(markup.MARKS)) and (b"\0" in head or any(map(_is_utf8, head.split(b"\n")))):
+        return "utf-8"
+    return markup.encoding_of(bytes(head)).removesuffix("-sig")
+
+
+def _is_utf8(line: bytearray) -> bool:
+    try:
+        return not line.isascii() and bool(line.decode())
+    except UnicodeDecodeError:
+        return False
 
 
 def _parquet(file: DocumentFile) -> Iterator[Found]:

@@ -25,7 +25,7 @@ class Plain(NamedTuple):
 
 BINARY, ENCODING = "binary in place of text", "in no known encoding"
 LARGEST_UNPACKED = 1 << 29  # bytes of the XML of a Word file
-_MARKS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
+MARKS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 _DECLARED = re.compile(rb"""<meta[^>]+charset\s*=\s*["']?([\w-]+)""", re.IGNORECASE)
 # Candidates for text that is not UTF-8. Of all that Python knows, rare ones win for short texts.
 _ENCODINGS = "cp1252 cp1250 cp1251 cp1253 cp1254 koi8_r shift_jis euc_jp gb18030 big5 euc_kr".split()
@@ -36,7 +36,7 @@ def encoding_of(head: bytes) -> str:
 
     A byte order mark decides, then whether it is UTF-8, then what a web page says of itself, then its letters.
     """
-    for mark, name in _MARKS.items():
+    for mark, name in MARKS.items():
         if head.startswith(mark):
             return name
     if b"\0" in head:

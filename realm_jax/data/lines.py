@@ -7,12 +7,13 @@ place to go on from (in an array, in a table, in storage) is raised here. Not fo
 
 import codecs
 import csv
-import itertools
 import json
 import re
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from io import TextIOWrapper
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -24,10 +25,11 @@ Records = Iterator[tuple[int, dict[str, Any] | BadRecord]]  # each with the line
 
 OTHER_COLUMNS = "a row with other columns than the first line"  # why a row is a bad record
 BATCH_ROWS = 256  # of a Parquet file
+MOST_LINES = 10_000  # of a quoted field between tabs
 TRUNCATED = "the rest of the file is truncated or damaged"
 LONGEST_LINE = 1 << 26  # bytes, of an object in an array characters; the longest articles have a few million
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # how JSON spells one, half of a pair or not
-_QUOTES = re.compile(r'["\r]')  # what makes of a line of a table more than text between delimiters
+_SPECIAL = re.compile(r'["\r]')  # what makes of a line of a table more than text between delimiters
 _CHUNK = 1 << 20  # bytes of an array that are read at a time, at the least
 _DECODER = json.JSONDecoder()
 _SPACE = re.compile(r"[ \t\n\r]*")  # what JSON takes for white space
@@ -43,13 +45,17 @@ class Line(NamedTuple):
 
 def is_table(path: Path_) -> bool:
     """Whether a file's name ends as those of tables do, whatever it is packed with: `psgs_w100.tsv.gz`."""
-    name = Path(path)
-    return (Path(name.stem) if name.suffix in PACKED else name).suffix.lower() in (".tsv", ".csv")
+    return _ending(path) in (".tsv", ".csv")
 
 
 def is_parquet(path: Path_) -> bool:
     """Whether a file's name ends as those of Parquet's tables do."""
-    return Path(path).suffix.lower() == ".parquet"
+    return _ending(path) == ".parquet"
+
+
+def _ending(path: Path_) -> str:
+    name = Path(path)
+    return (Path(name.stem) if name.suffix in PACKED else name).suffix.lower()
 
 
 # --- Lines ------------------------------------------------------------------------------------------------------------
@@ -71,8 +77,12 @@ def text_lines(path: Path_, encoding: str = "utf-8") -> Iterator[tuple[int, str]
     In another encoding than UTF-8 what stands for no character is replaced: an encoding that was guessed may not fit.
     """
     if encoding != "utf-8":
-        with open_unpacked(path) as stream:
-            yield from enumerate((line.removesuffix("\n") for line in TextIOWrapper(stream, encoding, "replace")), 1)
+        try:
+            with open_unpacked(path) as stream:
+                texts = TextIOWrapper(stream, encoding, "replace")
+                yield from enumerate((line.removesuffix("\n") for line in texts), 1)
+        except UNPACKING_FAULTS as fault:
+            raise UserError(f"{path} is truncated or damaged ({fault}); fetch or make it again") from None
         return
     lines = ((line.number, line.data) for line in read_lines(path))
     for number, text in strictly(path, applied(_text, lines)):
@@ -124,48 +134,49 @@ def _text(raw: bytes) -> str:
 
 
 def table_rows(path: Path_, delimiter: str = "\t", encoding: str = "utf-8") -> Iterator[tuple[int, list[str]]]:
-    """Lines that rows begin on, and fields of the rows, with tabs between columns; quoted fields as in CSV files.
+    """Lines that rows begin on, and fields of the rows, quoted as in CSV files or not. Raises UserError with the line.
 
-    A quoted field may hold delimiters and line ends; a quote in it is written twice. Many a program writes tabs and no
-    quotes, though: there a line that has the columns of the first row as it stands, and is no row of quoted fields, is
-    a row. Blank lines are skipped. Raises UserError with the line.
+    A quoted field may hold delimiters and line ends; a quote in it is written twice. Many a program writes tabs and
+    never quotes, though. So with tabs between the columns, lines that each have the columns of the first row as they
+    stand are rows of their own, unless one of them alone is a row of quoted fields; and so is what no quote closes.
+    Blank lines are skipped. encoding: as of `text_lines`.
     """
     csv.field_size_limit(LONGEST_LINE)  # 131,072 by default; a long article has more
     lines, width = _Lookahead(text_lines(path, encoding)), 0
-    while (first := lines.peek(0)) is not None:
+    while (first := lines.peek()) is not None:
         number, text = first
         try:
-            row, used = _row(lines, text, delimiter, width) if _QUOTES.search(text) else (text.split(delimiter), 1)
+            row, used = _row(lines, text, delimiter, width) if _SPECIAL.search(text) else (text.split(delimiter), 1)
         except csv.Error as fault:
             raise UserError(f"{path}:{number}: no row of columns ({fault}): look at its quotes and line ends") from None
         lines.take(used)
-        if text:
+        if text and row:
             width = width or len(row)
             yield number, row
 
 
 class _Lookahead:
-    """Lines that can be looked at before they are taken."""
+    """Lines, with their numbers, that can be looked at before they are taken."""
 
     def __init__(self, lines: Iterator[tuple[int, str]]):
         self._lines, self._held = lines, deque[tuple[int, str]]()
 
-    def peek(self, place: int) -> tuple[int, str] | None:
-        """The line that so many lines are in front of; None behind the last one."""
-        while len(self._held) <= place:
-            if (line := next(self._lines, None)) is None:
-                return None
+    def peek(self) -> tuple[int, str] | None:
+        """The next line; None behind the last one."""
+        if not self._held and (line := next(self._lines, None)) is not None:
             self._held.append(line)
-        return self._held[place]
+        return self._held[0] if self._held else None
 
     def take(self, number: int) -> None:
+        """Leave so many lines behind, which were looked at."""
         for _ in range(number):
             self._held.popleft()
 
     def texts(self) -> Iterator[str]:
-        """The lines that are not taken yet."""
-        places = itertools.count()
-        while (line := self.peek(next(places))) is not None:
+        """The texts of the lines that are not taken yet."""
+        yield from (text for _, text in self._held)
+        for line in self._lines:
+            self._held.append(line)
             yield line[1]
 
 
@@ -177,21 +188,20 @@ def _row(lines: _Lookahead, text: str, delimiter: str, width: int) -> tuple[list
     if delimiter != "\t" or "\r" in text:
         return _quoted_row(lines.texts(), delimiter)
     plain = text.split(delimiter)
-    try:
+    with suppress(csv.Error):
         row, _ = _quoted_row(iter([text]), delimiter)
         return (plain if len(row) != width == len(plain) else row), 1
-    except csv.Error:
-        following = lines.peek(1)
-    if 1 < width == len(plain) and (following is None or following[1].count(delimiter) == width - 1):
-        return plain, 1
     try:
-        row, used = _quoted_row(lines.texts(), delimiter)
+        row, used = _quoted_row(islice(lines.texts(), MOST_LINES), delimiter)
     except csv.Error:
         return plain, 1
-    return (row, used) if len(row) == width or not width else (plain, 1)
+    texts = filter(None, islice(lines.texts(), used))
+    are_rows = width > 1 and all(one.count(delimiter) == width - 1 for one in texts)
+    return (plain, 1) if are_rows or (width and len(row) != width) else (row, used)
 
 
 def _quoted_row(texts: Iterator[str], delimiter: str) -> tuple[list[str], int]:
+    """The first row of lines, and how many of them it stretches over. Raises csv.Error for what breaks the rules."""
     reader = csv.reader((text + "\n" for text in texts), delimiter=delimiter, strict=True)
     return next(reader), reader.line_num
 
@@ -217,7 +227,7 @@ def json_records(path: Path_) -> Records:
 
 
 def parquet_records(path: Path_) -> Records:
-    """The rows of a Parquet file, with their numbers in place of lines; what JSON has no type for is its string."""
+    """The rows of a Parquet file, with their numbers in place of lines; what JSON has no type for as a string."""
     try:
         from pyarrow import ArrowException, parquet  # here, as it is optional
     except ImportError:
@@ -225,11 +235,21 @@ def parquet_records(path: Path_) -> Records:
     with open_unpacked(path) as stream:
         try:
             batches = parquet.ParquetFile(stream).iter_batches(BATCH_ROWS)
-            rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
-            yield from enumerate((json.loads(json.dumps(row, default=str)) for row in rows), 1)
-        except (ArrowException, *UNPACKING_FAULTS) as fault:
+            rows = chain.from_iterable(batch.to_pylist() for batch in batches)
+            yield from enumerate(map(_plain_row, rows), 1)
+        except (ArrowException, ValueError, OverflowError, LookupError, *UNPACKING_FAULTS) as fault:
             reason = " ".join(str(fault).split())
             raise UserError(f"{path} is truncated or damaged ({reason}); fetch or make it again") from None
+
+
+def _plain_row(row: dict[str, Any]) -> dict[str, Any]:
+    """A row with values of JSON alone: bytes as text, what is no number as null."""
+
+    def plain(value: Any) -> str:
+        return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+
+    found: dict[str, Any] = json.loads(json.dumps(row, default=plain), parse_constant=lambda _: None)
+    return found
 
 
 def parse_json(raw: bytes) -> Any:

@@ -42,7 +42,7 @@ from realm_jax.data.lines import (
     text_lines,
 )
 from realm_jax.data.records import BadRecord, Path_, applied, check_text, strictly, text_field
-from realm_jax.data.squad import is_squad, squad_records, unflattened
+from realm_jax.data.squad import is_squad, squad_records, with_answers
 from realm_jax.errors import UserError
 
 MATCHES = (None, "string", "exact", "norm", "none", "regex")  # only "regex" makes patterns of the answers
@@ -208,7 +208,7 @@ def _records(path: Path_, dropped: Counter[str]) -> Records:
         records = squad_records(path, dropped)
     else:
         read = parquet_records if is_parquet(path) else json_records
-        records = applied(_question_object, unflattened(read(path), dropped))
+        records = applied(_question_object, with_answers(read(path), dropped))
     has_patterns = PATTERNS in Path(path).name.lower()
     return applied(lambda record: {"match": "regex"} | record, records) if has_patterns else records
 

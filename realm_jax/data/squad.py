@@ -8,7 +8,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,13 @@ from realm_jax.data.records import BadRecord, Path_, applied
 from realm_jax.errors import UserError
 
 IMPOSSIBLE = "that no passage answers (is_impossible)"
+_KEPT = ("question", "id", "gold_passage_id", "gold_passages")
 _BEGINNING = re.compile(rb'\s*\{\s*("version"\s*:[^,]*,\s*)?"data"\s*:\s*\[')
 
 
 def is_squad(path: Path_) -> bool:
     """Whether a `.json` file, packed or not, begins as SQuAD's do. False where it cannot be unpacked."""
-    if ".json" not in Path(path).suffixes:
+    if ".json" not in Path(str(path).lower()).suffixes:
         return False
     with open_unpacked(path) as stream:
         try:
@@ -49,12 +49,13 @@ def squad_records(path: Path_, dropped: Counter[str]) -> Records:
     return _answerable(applied(_record, enumerate(_questions(path), start=1)), dropped)
 
 
-def unflattened(records: Records, dropped: Counter[str]) -> Records:
-    """The same of those records that are flat; others as they are."""
+def with_answers(records: Records, dropped: Counter[str]) -> Records:
+    """The same for those of some records that are flat; others as they are. Hugging Face's files hold such alone."""
     return _answerable(applied(lambda record: _record(record) if is_flat(record) else record, records), dropped)
 
 
 def _answerable(records: Iterable[tuple[int, dict[str, Any] | BadRecord | None]], dropped: Counter[str]) -> Records:
+    """The records but those that are None, which are counted."""
     for number, found in records:
         if found is None:
             dropped[IMPOSSIBLE] += 1
@@ -66,7 +67,7 @@ def _questions(path: Path_) -> Iterator[Any]:
     try:
         with open_unpacked(path) as stream:
             articles = json.load(stream)["data"]
-        return iter(list(chain.from_iterable(map(_questions_of, articles))))
+        return iter([one for article in articles for one in _questions_of(article)])
     except UNPACKING_FAULTS as fault:
         reason = f"truncated or damaged ({fault})"
     except (ValueError, RecursionError) as fault:
@@ -77,7 +78,8 @@ def _questions(path: Path_) -> Iterator[Any]:
 
 
 def _questions_of(article: dict[str, Any]) -> Iterable[Any]:
-    return [article] if is_flat(article) else [one for part in article["paragraphs"] for one in part["qas"]]
+    """The questions of an article, or the record itself where it is one."""
+    return [article] if "question" in article else [one for part in article["paragraphs"] for one in part["qas"]]
 
 
 def _record(found: Any) -> dict[str, Any] | None:
@@ -87,8 +89,9 @@ def _record(found: Any) -> dict[str, Any] | None:
         given = found.get("answers") or ()
         texts = given["text"] if isinstance(given, dict) else [answer["text"] for answer in given]
         answers = dict.fromkeys(texts)
-        if found.get("is_impossible", is_flat(found) and not answers):
+        impossible = found.get("is_impossible")
+        if not answers and is_flat(found) if impossible is None else impossible:
             return None
-        return {key: found[key] for key in ("question", "id") if key in found} | {"answers": [*answers]}
+        return {key: found[key] for key in _KEPT if key in found} | {"answers": [*answers]}
     except (AttributeError, KeyError, TypeError):
         raise BadRecord('no "question" with "answers" of a "text" each', "correct or remove it") from None
