@@ -48,12 +48,9 @@ def run(args: argparse.Namespace, html: Path | None) -> None:
     validate(config)
     sources = open_sources(args.subject, flag="")
     store = sources.passages if config.data.text == "passages" else sources.pretraining
-    width = config.model.span_width
-    lengths = lengths_from(
-        config.data.query_length, store.limit, config.realm.masking, config.data.predictions, 1, width
-    )
+    data, masking, width = config.data, config.realm.masking, config.model.span_width
+    lengths = lengths_from(data.query_length, store.limit, masking, data.predictions, 1, width)
     screen = stdout()
-    masking = config.realm.masking
     evidence = evidence_spans(store, *lengths.hidden) if masking == "evidence" else None
     for row in chosen_rows(store, args.document, args.rows, config.seed):
         show_passage(screen, store, row, sources.tokenizer)

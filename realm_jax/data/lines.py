@@ -82,7 +82,7 @@ def text_lines(path: Path_, encoding: str = "utf-8") -> Iterator[tuple[int, str]
                 texts = TextIOWrapper(stream, encoding, "replace")
                 yield from enumerate((line.removesuffix("\n") for line in texts), 1)
         except UNPACKING_FAULTS as fault:
-            raise UserError(f"{path} is truncated or damaged ({fault}); fetch or make it again") from None
+            raise _damaged(path, fault) from None
         return
     lines = ((line.number, line.data) for line in read_lines(path))
     for number, text in strictly(path, applied(_text, lines)):
@@ -114,6 +114,10 @@ def _rest_of_line(stream: IO[bytes]) -> int:
         if chunk.endswith(b"\n"):
             break
     return passed
+
+
+def _damaged(path: Path_, fault: Exception) -> UserError:
+    return UserError(f"{path} is truncated or damaged ({' '.join(str(fault).split())}); fetch or make it again")
 
 
 def _too_long(data: bytes) -> BadRecord:
@@ -221,7 +225,7 @@ def json_records(path: Path_) -> Records:
                 yield from _Array(stream, path, skipped + 1).objects()
                 return
         except UNPACKING_FAULTS as fault:
-            raise UserError(f"{path} is truncated or damaged ({fault}); fetch or make it again") from None
+            raise _damaged(path, fault) from None
         lines = ((line.number, line.data) for line in _lines(stream, first=skipped + 1))
         yield from applied(_object, (line for line in lines if isinstance(line[1], BadRecord) or line[1].strip()))
 
@@ -238,8 +242,7 @@ def parquet_records(path: Path_) -> Records:
             rows = chain.from_iterable(batch.to_pylist() for batch in batches)
             yield from enumerate(map(_plain_row, rows), 1)
         except (ArrowException, ValueError, OverflowError, LookupError, *UNPACKING_FAULTS) as fault:
-            reason = " ".join(str(fault).split())
-            raise UserError(f"{path} is truncated or damaged ({reason}); fetch or make it again") from None
+            raise _damaged(path, fault) from None
 
 
 def _plain_row(row: dict[str, Any]) -> dict[str, Any]:

@@ -129,9 +129,11 @@ def measure(run: Run, plan: dict[str, Any], merge: float | None) -> dict[str, An
     searches = Searches(run, sentences, run.sources.questions.get(JUDGED, []))
     counts, left = (len(sentences), len(searches.judged)), duration(plan["estimate"]["measure"])
     logger.info("measuring on %d held-out sentences and %d questions; about %s left", *counts, left)
-    weight = merge or choose_weight(run, trained, start, sentences[::2])
-    towers = {w: with_towers(run, trained, start, w) for w in sorted({0.0, weight, 1.0})}
-    vectors = {w: vectors_at(run, trained, start, w) for w in towers}
+    vectors = {w: vectors_at(run, trained, start, w) for w in (0.0, 1.0)}
+    weight = merge or choose_weight(run, trained, start, vectors, sentences[::2])
+    if weight not in vectors:
+        vectors[weight] = vectors_at(run, trained, start, weight)
+    towers = {w: with_towers(run, trained, start, w) for w in vectors}
     found = {w: searches.values(towers[w], vectors[w], "vectors") for w in towers}
     rows = {
         judge.START: found[0.0],
@@ -148,25 +150,25 @@ def measure(run: Run, plan: dict[str, Any], merge: float | None) -> dict[str, An
     return decision | {"table": compared(rows), "examples": examples}
 
 
-def choose_weight(run: Run, trained: Params, start: Params, sentences: Sequence[HeldOutSentence]) -> float:
+def choose_weight(
+    run: Run, trained: Params, start: Params, known: Mapping[float, NDArray], sentences: Sequence[HeldOutSentence]
+) -> float:
     """The weight of the trained towers of largest mean on some held-out sentences, among those by which passages
     without their sentences are found no worse than by the start; the smallest where there is none. Where a weight gives
-    the passages other vectors, they are searched among SAMPLE passages, theirs among them."""
-    searches = Searches(run, sentences, [])
-    stored = None if any_moves(run) else vectors_at(run, trained, start, 1.0)
+    the passages other vectors, they are searched among SAMPLE passages, theirs among them. known: the vectors at the
+    weights 0 and 1."""
+    searches, moves = Searches(run, sentences, []), any_moves(run)
     sampled = np.linspace(0, run.context.rows - 1, min(SAMPLE, run.context.rows)).astype(int)
     own = [row for one in sentences for row in (one.row, *one.evidence)]
     rows = np.unique([*sampled.tolist(), *own])
+    some = CorpusRows(*(part[rows] for part in run.corpus))
     logger.info("comparing %d weights", len(WEIGHTS))
     found = dict[float, judge.Values]()
     for weight in (0.0, *WEIGHTS):
-        params, vectors = with_towers(run, trained, start, weight), stored
-        if vectors is None:  # what has a vector of zeros scores 0, below all that is alike
+        params, vectors = with_towers(run, trained, start, weight), known[1.0]
+        if moves:  # what has a vector of zeros scores 0, below all that is alike
             vectors = np.zeros((run.context.rows, run.model.vector_size), np.float32)
-            if weight in (0.0, 1.0):
-                vectors[rows] = vectors_at(run, trained, start, weight)[rows]  # known, or needed afterwards
-            else:
-                vectors[rows] = run.embed(params, rows=CorpusRows(*(part[rows] for part in run.corpus)))
+            vectors[rows] = known[weight][rows] if weight in known else run.embed(params, rows=some)
         found[weight] = searches.values(params, vectors, "vectors")
     return judge.best_weight(found)
 
