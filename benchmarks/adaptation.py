@@ -92,9 +92,9 @@ def run_method(args: argparse.Namespace, method: str, seed: int, folder: Path) -
     folder.mkdir(parents=True, exist_ok=True)
     config = adapt()
     config.data.path, config.init_from, config.seed = args.data, args.model, seed
-    config = with_overrides(config, METHODS[method])
-    save_bm25_index(checked_run(config, folder))
-    run = checked_run(with_steps(config, folder, args.seconds, args.steps), folder)
+    run = checked_run(with_overrides(config, METHODS[method]), folder)
+    save_bm25_index(run)
+    run = checked_run(with_steps(run, args.seconds, args.steps), folder)
     began = time.monotonic()
     trained = starting_params(run)
     for task in recipe_tasks(run):
@@ -111,15 +111,14 @@ def run_method(args: argparse.Namespace, method: str, seed: int, folder: Path) -
         logging.info("%s, seed %d, weight %g: %s", method, seed, weight, means)
 
 
-def with_steps(config: ConfigDict, folder: Path, seconds: float, given: int | None) -> ConfigDict:
-    """As many steps of each task as fit, in the proportion of the recipe, or as are given; kept beside the run, as
-    another measurement would find others."""
-    path = folder / "steps.json"
+def with_steps(run: Run, seconds: float, given: int | None) -> ConfigDict:
+    """The config with as many steps of each task as fit, in the proportion of the recipe, or as are given; kept beside
+    the run, as another measurement would find others."""
+    config, path = run.config, run.workdir / "steps.json"
     names = task_names(config)
     if given and len(names) == 1 and not path.is_file():
         write_json_atomic(path, {"steps": {names[0]: given}})
     if not path.is_file():
-        run = checked_run(config, folder)
         params = starting_params(run)
         each = {task.name: step_time(task, params).later for task in recipe_tasks(run)}
         most = {name: config[name].steps for name in names} if len(names) > 1 else dict.fromkeys(names, MOST)
