@@ -496,6 +496,39 @@ def test_an_object_without_end_is_not_read_for_ever(tmp_path, monkeypatch):
         read_questions(write(tmp_path / "q.json", '[{"question": "' + "x" * 5000))
 
 
+FLAT = [  # SQuAD's questions as Hugging Face has them
+    {"id": "a", "context": "By x.", "question": "By whom?", "answers": {"text": ["x", "x"], "answer_start": [3, 3]}},
+    {"id": "b", "context": "By x.", "question": "When?", "answers": {"text": [], "answer_start": []}},
+]
+
+
+def test_questions_of_squad_may_be_flat(tmp_path):
+    (tmp_path / "dev.json").write_text(json.dumps({"version": 2.0, "data": FLAT}), encoding="utf-8")
+    (tmp_path / "dev.jsonl").write_text("".join(json.dumps(one) + "\n" for one in FLAT), encoding="utf-8")
+    for name in ("dev.json", "dev.jsonl"):
+        dropped = Counter()
+        assert read_questions(tmp_path / name, dropped=dropped) == [Question("By whom?", ["x"], {}, {"id": "a"}, 1)]
+        assert dropped == {IMPOSSIBLE: 1}
+
+
+def test_questions_may_be_the_rows_of_a_parquet_file(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist(FLAT), tmp_path / "flat.parquet")
+    assert read_questions(tmp_path / "flat.parquet") == [Question("By whom?", ["x"], {}, {"id": "a"}, 1)]
+    rows = [
+        {"question": "By whom?", "answers": ["x"], "asked": date(2020, 1, 2), "score": float("nan"), "raw": b"z"},
+        {"question": "?", "answers": ["y"]},
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "own.parquet")
+    found = read_questions(tmp_path / "own.parquet")
+    assert found[0] == Question("By whom?", ["x"], {}, {"asked": "2020-01-02", "score": None, "raw": "z"}, 1)
+    assert questions_of(tmp_path / "q.jsonl", question_lines(found))[1].answers == ["y"]
+    (tmp_path / "cut.parquet").write_bytes((tmp_path / "own.parquet").read_bytes()[:-9])
+    with pytest.raises(UserError, match=r"cut\.parquet is truncated or damaged .*; fetch or make it again"):
+        read_questions(tmp_path / "cut.parquet")
+
+
 # --- Any bytes --------------------------------------------------------------------------------------------------------
 
 NAMES = ["f.jsonl", "f.json", "f.txt", "f.tsv", "f.csv", "curatedtrec.csv", "f.json.gz", "f.tsv.xz"]
@@ -547,14 +580,11 @@ text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\r
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=st.lists(st.tuples(text, st.lists(text, min_size=1, max_size=3)), min_size=1, max_size=5))
 def test_what_csv_writes_is_read_back(tmp_path, rows):
-
     with open(tmp_path / "q.csv", "w", encoding="utf-8", newline="") as stream:
         writer = csv.writer(stream, delimiter="\t", lineterminator="\n")
         writer.writerows((question, repr(answers)) for question, answers in rows)
     first = (tmp_path / "q.csv").read_text(encoding="utf-8").partition("\n")[0]
-    if (
-        first.count("\t") == 1
-    ):  # a first line that goes on behind a quoted tab or line end hides how many columns it has
+    if first.count("\t") == 1:  # one that goes on behind a quoted tab or line end hides how many columns it has
         read = [(question.question, question.answers) for question in read_questions(tmp_path / "q.csv")]
         assert read == rows
 
@@ -572,39 +602,6 @@ any_text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_siz
 def test_what_is_written_is_read_back(tmp_path, golds, title, body, answers):
     questions = [Question(body, answers, gold, {"source": title}, line) for line, gold in enumerate(golds, start=1)]
     assert questions_of(tmp_path / "q.jsonl", question_lines(questions)) == questions
-
-
-FLAT = [  # SQuAD's questions as Hugging Face has them
-    {"id": "a", "context": "By x.", "question": "By whom?", "answers": {"text": ["x", "x"], "answer_start": [3, 3]}},
-    {"id": "b", "context": "By x.", "question": "When?", "answers": {"text": [], "answer_start": []}},
-]
-
-
-def test_questions_of_squad_may_be_flat(tmp_path):
-    (tmp_path / "dev.json").write_text(json.dumps({"version": 2.0, "data": FLAT}), encoding="utf-8")
-    (tmp_path / "dev.jsonl").write_text("".join(json.dumps(one) + "\n" for one in FLAT), encoding="utf-8")
-    for name in ("dev.json", "dev.jsonl"):
-        dropped = Counter()
-        assert read_questions(tmp_path / name, dropped=dropped) == [Question("By whom?", ["x"], {}, {"id": "a"}, 1)]
-        assert dropped == {IMPOSSIBLE: 1}
-
-
-def test_questions_may_be_the_rows_of_a_parquet_file(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(pyarrow.Table.from_pylist(FLAT), tmp_path / "flat.parquet")
-    assert read_questions(tmp_path / "flat.parquet") == [Question("By whom?", ["x"], {}, {"id": "a"}, 1)]
-    rows = [
-        {"question": "By whom?", "answers": ["x"], "asked": date(2020, 1, 2), "score": float("nan"), "raw": b"z"},
-        {"question": "?", "answers": ["y"]},
-    ]
-    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "own.parquet")
-    found = read_questions(tmp_path / "own.parquet")
-    assert found[0] == Question("By whom?", ["x"], {}, {"asked": "2020-01-02", "score": None, "raw": "z"}, 1)
-    assert questions_of(tmp_path / "q.jsonl", question_lines(found))[1].answers == ["y"]
-    (tmp_path / "cut.parquet").write_bytes((tmp_path / "own.parquet").read_bytes()[:-9])
-    with pytest.raises(UserError, match=r"cut\.parquet is truncated or damaged .*; fetch or make it again"):
-        read_questions(tmp_path / "cut.parquet")
 
 
 # --- Real files -------------------------------------------------------------------------------------------------------
