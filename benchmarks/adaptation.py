@@ -41,7 +41,7 @@ from realm_jax.train.results import save_bm25_index
 from realm_jax.train.time_plan import seconds_to_embed, step_time, steps_that_fit
 
 # REALM that moves the passages, with fewer of them as each is embedded in every step: whether its index has to follow.
-MOVING = ["tasks=realm", "realm.candidates=9"]
+MOVING = ["tasks=realm", "realm.candidates=5", "realm.batch_size=8"]
 METHODS = {
     "evidence_realm": [],  # the recipe of `realm adapt`
     "evidence": ["tasks=evidence_contrast"],
@@ -53,8 +53,8 @@ METHODS = {
     "tsdae": ["tasks=tsdae"],
     "revela": ["tasks=revela", "revela.batch_size=16", "revela.learning_rate=2e-5"],
     "realm_never": [*MOVING, "refresh.every=1000000"],
-    "realm_every_48": [*MOVING, "refresh.every=48"],
-    "realm_every_12": [*MOVING, "refresh.every=12"],
+    "realm_every_32": [*MOVING, "refresh.every=32"],
+    "realm_every_8": [*MOVING, "refresh.every=8"],
 }
 MOST = 100_000  # steps of a task that is a recipe of its own
 MEASURE = "recall@5"

@@ -21,6 +21,7 @@ from ml_collections import ConfigDict
 from realm_jax.data.evidence import Evidence
 from realm_jax.data.examples import salient_sentences
 from realm_jax.data.held_out import HeldOutSentence, trained_rows
+from realm_jax.data.neighbours import GROUP
 from realm_jax.data.store import PassageStore
 from realm_jax.errors import UserError
 from realm_jax.eval import adaptation as judge
@@ -161,7 +162,7 @@ def make_plan(request: Request) -> dict[str, Any]:
     share = held_out_share(store, run.lengths.query)
     sentences = sentences_of(run, evidence, share)
     check_sentences(request.settings["documents"], len(sentences), share)
-    names, notes = possible_tasks(run, evidence, share)
+    names, notes = possible_tasks(request.settings["documents"], run, evidence, share)
     plan = {"held_out": share, "tasks": names, "notes": notes, "steps": {}, "dtype": request.config.model.dtype}
     run = checked_run(planned_config(request.config, plan), request.workdir)
     times = measure_times(run, sentences)
@@ -193,14 +194,21 @@ def held_out_share(store: PassageStore, query_length: int) -> float:
     return round(min(max(WANTED / max(sentences, 1), least), most), 3)
 
 
-def possible_tasks(run: Run, evidence: Evidence, share: float) -> tuple[str, list[str]]:
-    """The tasks that the documents allow, and a note where some are left out; without any, the inverse cloze task."""
-    kept = trained_rows(run.sources.passages, share)
+def possible_tasks(name: str, run: Run, evidence: Evidence, share: float) -> tuple[str, list[str]]:
+    """The tasks that the documents allow, and a note where some are left out; without any, the inverse cloze task.
+    name: of the documents. Raises UserError where they do not allow that either."""
+    store = run.sources.passages
+    kept = trained_rows(store, share)
     assert kept is not None, "some documents are held out"
+    rows = np.unique(evidence.spans.rows)
+    documents = len({store.document_id(row) for row in rows[kept[rows]].tolist()})
     left = [task.name for task in recipe_tasks(run) if not task.learns_from_evidence(run.config)]
-    if kept[evidence.spans.rows].any() or len(left) == len(task_names(run.config)):
+    if documents >= GROUP or len(left) == len(task_names(run.config)):
         return run.config.tasks, []
-    note = "No name stands in two passages that tell of it: nothing was learned from hidden names."
+    few = f"{documents} documents to learn from have a name that another passage tells of, and {GROUP} are needed"
+    if not left and (lacking := Ict.missing(run.config, run.sources)):
+        raise UserError(f"{name}: {few}, and there is no {lacking}: nothing to learn from; keep the start")
+    note = f"{few}: nothing was learned from hidden names."
     logger.warning("%s", note)
     return ",".join(left or [Ict.name]), [note]
 
