@@ -94,6 +94,7 @@ def adapt() -> ConfigDict:
     config.realm.update(steps=100, batch_size=16, learning_rate=1e-4)  # the retriever at a fifth: 2e-5
     config.realm.update(marginal="span", masking="evidence", search="hybrid", candidates=51, exclude_own=False)
     config.refresh.every = 0  # from there on the document tower and its index stay
+    config.checkpoint.every = 20  # minutes where a step takes many seconds
     config.optimizer.microbatches = 1
     config.model.dtype = "bfloat16" if multiplies_bfloat16() else "float32"
     config.evaluation.update(keep_best=False, batch_size=32)
