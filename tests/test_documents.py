@@ -431,6 +431,19 @@ def test_a_pattern_names_files_by_their_path_from_its_fixed_part_on(tmp_path):
     assert [article.id for article in records(f"{tmp_path}/**/[ab].*")] == ["texts/deep/a.md", "texts/deep/b.html"]
 
 
+def test_a_file_that_several_names_lead_to_is_read_once(tmp_path):
+    (tmp_path / "docs" / "en").mkdir(parents=True)
+    (tmp_path / "docs" / "en" / "page.html").write_text("<h1>Moss</h1><p>Ada Moss sings.</p>", encoding="utf-8")
+    (tmp_path / "docs" / "a.html").symlink_to("en/page.html")
+    (tmp_path / "elsewhere").write_text("Ada Moss writes.", encoding="utf-8")
+    (tmp_path / "docs" / "b.txt").symlink_to("../elsewhere")  # as caches of models and data sets are laid out
+    (tmp_path / "docs" / "c.txt").symlink_to("../elsewhere")
+    found = [one for file in documents.find(f"{tmp_path}/docs") for one in documents.read(file)]
+    assert [one.id for one in found if isinstance(one, Article)] == ["b.txt", "en/page.html"]
+    dropped = [(one.reason, one.sample) for one in found if isinstance(one, FilteredRecord)]
+    assert dropped == [(documents.LINKED, "a.html → en/page.html"), (documents.LINKED, "c.txt → b.txt")]
+
+
 def test_a_folder_with_a_dump_in_it_is_a_dump(tmp_path):
     write(tmp_path / "page.xml", "<html/>")
     write(tmp_path / "a.txt", PROSE)

@@ -41,6 +41,7 @@ LARGEST = 1 << 27  # bytes of a document that is read as a whole; a text file an
 SMALL = 1 << 24  # bytes of a file of records, as it is stored, whose articles fit into memory many times over
 UNKNOWN = "of an unknown format"
 BESIDE_ROWS = "beside the rows of a data set"
+LINKED = "links to files that are read"
 EMPTY, WORDLESS, TOO_LARGE = "empty", "without text", "too large"
 UNFINISHED = "a file that cannot be read to its end"
 _CORPUS, _BESIDE_CORPUS = re.compile(r"corpus\.jsonl(\.\w+)?"), re.compile(r"queries\.jsonl|qrels/")  # of BEIR
@@ -54,13 +55,15 @@ Found = Article | CorruptRecord | FilteredRecord
 class DocumentFile(NamedTuple):
     """A file of documents. path: or URL; name: in the folder that was named, with `/`.
 
-    ending: that tells the format, or nothing; title: what the name says, for documents that have no title themselves.
+    ending: that tells the format, or nothing; title: what the name says, for documents that have no title themselves;
+    target: name of another file that this is a link to, or nothing.
     """
 
     path: str
     name: str
     ending: str
     title: str
+    target: str = ""
 
 
 class Format(NamedTuple):
@@ -82,7 +85,7 @@ def find(source: str) -> list[DocumentFile]:
     A file that is named itself and has no known ending holds JSON objects. Raises UserError where no file is known, and
     where a library is missing.
     """
-    found = list(_named(source))
+    found = _with_targets(list(_named(source)))
     known = {file.ending for file in found if file.ending}
     if not known:
         held = f"none of its files ({len(found):,}, such as {found[0].name})" if found else "it has no file that"
@@ -107,6 +110,16 @@ def _named(source: str) -> Iterator[DocumentFile]:
         yield one if one.ending else one._replace(ending=".jsonl")
 
 
+def _with_targets(files: list[DocumentFile]) -> list[DocumentFile]:
+    """Files; those that are the same as another are links to it, which is the one that is no link, or the first."""
+    names: dict[str, str] = {}
+    real = {file.name: file.path if "://" in file.path else os.path.realpath(file.path) for file in files}
+    for file in sorted(files, key=lambda file: os.path.islink(file.path)):
+        names.setdefault(real[file.name], file.name)
+    found = ((file, names[real[file.name]]) for file in files)
+    return [file if target == file.name else file._replace(target=target) for file, target in found]
+
+
 def _file(path: str, name: str) -> DocumentFile:
     match = _ENDING.search(name)
     words = name[: match.start() if match else None].rpartition("/")[2].replace("_", " ").split()
@@ -120,6 +133,9 @@ def is_small(file: DocumentFile) -> bool:
 
 def read(file: DocumentFile) -> Iterator[Found]:
     """The articles of a file, and what cannot be read. Raises StorageError alone."""
+    if file.target:
+        yield FilteredRecord(LINKED, f"{file.name} → {file.target}")
+        return
     if not file.ending or _BESIDE_ROWS.fullmatch(file.name):
         yield FilteredRecord(BESIDE_ROWS if file.ending else UNKNOWN, file.name)
         return
