@@ -438,10 +438,16 @@ def test_a_file_that_several_names_lead_to_is_read_once(tmp_path):
     (tmp_path / "elsewhere").write_text("Ada Moss writes.", encoding="utf-8")
     (tmp_path / "docs" / "b.txt").symlink_to("../elsewhere")  # as caches of models and data sets are laid out
     (tmp_path / "docs" / "c.txt").symlink_to("../elsewhere")
+    (tmp_path / "docs" / "README").write_text("Ada Moss reads.", encoding="utf-8")
+    (tmp_path / "docs" / "d.txt").symlink_to("README")  # which cannot be read by that name
     found = [one for file in documents.find(f"{tmp_path}/docs") for one in documents.read(file)]
-    assert [one.id for one in found if isinstance(one, Article)] == ["b.txt", "en/page.html"]
+    assert [one.id for one in found if isinstance(one, Article)] == ["b.txt", "d.txt", "en/page.html"]
     dropped = [(one.reason, one.sample) for one in found if isinstance(one, FilteredRecord)]
-    assert dropped == [(documents.LINKED, "a.html → en/page.html"), (documents.LINKED, "c.txt → b.txt")]
+    assert dropped == [
+        (documents.UNKNOWN, "README"),
+        (documents.LINKED, "a.html → en/page.html"),
+        (documents.LINKED, "c.txt → b.txt"),
+    ]
 
 
 def test_a_folder_with_a_dump_in_it_is_a_dump(tmp_path):

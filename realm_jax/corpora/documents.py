@@ -111,12 +111,14 @@ def _named(source: str) -> Iterator[DocumentFile]:
 
 
 def _with_targets(files: list[DocumentFile]) -> list[DocumentFile]:
-    """Files; those that are the same as another are links to it, which is the one that is no link, or the first."""
+    """Files; of those that can be read, what is the same as another is a link to it: to the one that is no link, or the
+    first."""
+    real = {file.path: os.path.realpath(file.path) for file in files if file.ending and "://" not in file.path}
     names: dict[str, str] = {}
-    real = {file.name: file.path if "://" in file.path else os.path.realpath(file.path) for file in files}
     for file in sorted(files, key=lambda file: os.path.islink(file.path)):
-        names.setdefault(real[file.name], file.name)
-    found = ((file, names[real[file.name]]) for file in files)
+        if file.path in real:
+            names.setdefault(real[file.path], file.name)
+    found = ((file, names.get(real.get(file.path, ""), file.name)) for file in files)
     return [file if target == file.name else file._replace(target=target) for file, target in found]
 
 
