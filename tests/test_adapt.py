@@ -248,6 +248,7 @@ def test_the_start_is_kept_where_adaptation_is_worse(documents, encoder, tmp_pat
     assert adapt(documents, encoder, tmp_path / "run") == 0
     assert capsys.readouterr().out.splitlines()[-4].startswith("Start kept: ")
     assert "Start kept: " in (tmp_path / "run" / "report.html").read_text()
+    assert "\n# An encoder that is not adapted to" in (tmp_path / "run" / "model" / "README.md").read_text()
     start = {name: content for name, content in files(encoder).items()}
     assert files(tmp_path / "run" / "model") == start
     run = open_run_for_inference(tmp_path / "run")

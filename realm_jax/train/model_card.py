@@ -16,9 +16,10 @@ TAGS = ("sentence-transformers", "feature-extraction", "sentence-similarity", "r
 def model_card(record: Mapping[str, Any], run: Run) -> str:
     """The whole card, with its YAML front matter. record: of adapt.json."""
     measured, plan, base = record["measured"], record["plan"], record["settings"]["from"]
+    what = "An encoder adapted" if measured["promoted"] else "An encoder that is not adapted"
     parts = [
         front_matter(base),
-        f"# An encoder adapted to {plan['documents']:,} documents\n",
+        f"# {what} to {plan['documents']:,} documents\n",
         f"{headline(measured)}.\n",
         f"Base model: `{base}`. No question and no label was used: it learned from sentences of the documents alone.\n",
         usage(measured["promoted"], run),
