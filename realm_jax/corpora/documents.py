@@ -56,7 +56,7 @@ class DocumentFile(NamedTuple):
     """A file of documents. path: or URL; name: in the folder that was named, with `/`.
 
     ending: that tells the format, or nothing; title: what the name says, for documents that have no title themselves;
-    target: name of another file that this is a link to, or nothing.
+    target: name of another file that this is a link to, or nothing; a link has no ending, as it is not read.
     """
 
     path: str
@@ -113,13 +113,13 @@ def _named(source: str) -> Iterator[DocumentFile]:
 def _with_targets(files: list[DocumentFile]) -> list[DocumentFile]:
     """Files; of those that can be read, what is the same as another is a link to it: to the one that is no link, or the
     first."""
-    real = {file.path: os.path.realpath(file.path) for file in files if file.ending and "://" not in file.path}
+    here = [file for file in files if file.ending and "://" not in file.path]
+    real = {file.path: os.path.realpath(file.path) for file in here}
     names: dict[str, str] = {}
-    for file in sorted(files, key=lambda file: os.path.islink(file.path)):
-        if file.path in real:
-            names.setdefault(real[file.path], file.name)
+    for file in sorted(here, key=lambda file: os.path.islink(file.path)):
+        names.setdefault(real[file.path], file.name)
     found = ((file, names.get(real.get(file.path, ""), file.name)) for file in files)
-    return [file if target == file.name else file._replace(target=target) for file, target in found]
+    return [file if target == file.name else file._replace(target=target, ending="") for file, target in found]
 
 
 def _file(path: str, name: str) -> DocumentFile:
