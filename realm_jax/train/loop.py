@@ -35,7 +35,7 @@ from realm_jax.train.feed import Feed
 from realm_jax.train.guards import CompileGuard, Profiler, Watchdog, check_replicas
 from realm_jax.train.index_source import IndexSource, Interrupted, start_vectors
 from realm_jax.train.metrics import MetricLogger, StepCost
-from realm_jax.train.restore import restore
+from realm_jax.train.restore import Restored, restore
 from realm_jax.train.step import ControlWords, State, make_step, put_control, start_state
 from realm_jax.train.workdir import begins_with_reader
 
@@ -72,124 +72,180 @@ def train_task(
     embedding the corpus     one process gives it up (Interrupted); several finish it, and stop before a later step
     after the last step      the last evaluation and save come first, so that no step is lost; then Preempted
     """
-    config, task, own = run.config, make_task(name, run), folder is None
-    total, size, place = task.settings.steps, task.settings.batch_size, run.workdir / (folder or name)
-    status = status if own else None
-
-    # --- Restore: the newest checkpoint that is intact, else the start
-
+    task, place = make_task(name, run), run.workdir / (folder or name)
+    status = status if folder is None else None
     free_heap()
     saved = SavedCheckpoint.newest_intact(place / "checkpoints", lambda saved: restore(task, saved, params))
     state = start_state(task, task.start(params)) if saved is None else saved.state
-    start = int(state.step)
     with ExitStack() as stack:
-        keep = config.checkpoint
+        keep = run.config.checkpoint
         checkpoints = stack.enter_context(Checkpoints(place / "checkpoints", keep.keep, keep.keep_every))
         stop = stack.enter_context(Stop())
         stop.requested = any_process(stop.requested)
         stop.check("every finished task is saved")
-        if start >= total:
+        if int(state.step) >= task.settings.steps:
             release_builders(task, status)
             return state.params
-
-        # --- What serves the steps
-
-        def should_stop() -> bool:
-            """Whether to stop waiting for an index; a process that asks is alive."""
-            watchdog.heartbeat()
-            return stop.requested
-
-        def embedding() -> None:
-            """Called again and again while the corpus is embedded."""
-            if should_stop() and jax.process_count() == 1 and loop.step < total:
-                raise Interrupted
-
-        def stop_if_asked() -> None:
-            """Called while the corpus is embedded for the examples: what is trained is saved."""
-            if jax.process_count() == 1:
-                stop.check(f"{place.name} is saved at step {start}" if start else "every finished task is saved")
-
-        step_function = make_step(task)
-        record = {} if saved is None else saved.record
-        cost = StepCost(sum(task.flops().values()), run.mesh.size, peak(run.mesh.devices.flat[0].device_kind))
-        metrics = MetricLogger(place, name, start, total, cost, record, lambda: checkpoints.latest, task.monitor())
-        watchdog = Watchdog(config.log.hang_seconds, place.name)
-        source = make_index_source(task, status, start, checkpoints, should_stop, embedding)
-        rows = local_rows(run.mesh, size)
-        examples = task.examples(state.params, partial(start_vectors, task.run, name, state.params, stop_if_asked))
-        stream = batches(examples, config.seed, task.stream, size, start, total, rows)
-        feed = Feed(task, stream, rows, None if saved is None else saved.in_flight)
-        profiler = Profiler(place / "profile")
-        compiles = CompileGuard(step_function, padded_lengths(examples))
-        measured = measure is not None
-        best = BestParameters(task, place, measured and task.keeps_best and own)
-        loop = Loop(
-            task=task, folder=place, total=total, stop=stop, watchdog=watchdog, metrics=metrics,
-            checkpoints=checkpoints, best=best, source=source, feed=feed, measure=measure,
-            evaluate_reader_at_start=measured and evaluates_reader_at_start(task), state=state, step=start,
-            saved=-1 if saved is None else start,
-        )  # fmt: skip
-        before_step = (
-            Hook(lambda loop: profiler.at(loop.step, loop.values)),
-            Hook(adopt, every=int(task.retrieves)),
-            Hook(evaluate, every=task.evaluate_every if measured else 0, at_ends=False),
-        )
-        after_step = (
-            Hook(lambda loop: compiles.check(loop.step - 1)),
-            Hook(log, every=config.log.every),
-            Hook(save, every=config.checkpoint.every, at_ends=False),
-        )
-        reduced: deque[jax.Array] = deque(maxlen=2)  # control words of all processes, of the last two steps
-        for part in (watchdog, metrics, source, feed, profiler):
+        loop = make_loop(task, place, state, saved, checkpoints, stop, measure, status)
+        for part in (loop.watchdog, loop.metrics, loop.source, loop.feed, loop.profiler):
             stack.enter_context(part)
-
-        # --- The steps
-
         try:
             if saved is not None and task.retrieves:
-                loop.index = source.resume(saved)
+                loop.index = loop.source.resume(saved)
             del saved, state  # their arrays go when the loop needs them no longer
-            if measured and own and task.evaluates_start and start == 0 and not task.retrieves:
-                adopt(loop)
-                loop.index = None  # it was evaluated with one; its steps use none
-            while loop.step < total:
-                watchdog.heartbeat()
-                loop.consensus = ControlWords(*np.asarray(reduced[0]).tolist()) if len(reduced) == 2 else ControlWords()
-                stop_here = loop.consensus.stop if jax.process_count() > 1 else stop.requested
-                if stop_here:
-                    raise Interrupted
-                with metrics.step():
-                    run_due(before_step, loop)
-                    with jax.profiler.StepTraceAnnotation(name, step_num=loop.step):
-                        with metrics.waiting("data"):
-                            batch = feed.next(loop.state.params, loop.index)
-                        said = source.announce(loop.step)._replace(stop=int(stop.requested))
-                        arrays = None if loop.index is None else loop.index.index
-                        loop.state, loop.values = step_function(loop.state, batch, arrays, put_control(run.mesh, said))
-                    del batch, arrays  # so that an index that is replaced goes at once
-                    reduced.append(loop.values.pop("consensus"))
-                    loop.step += 1
-                    run_due(after_step, loop)
+            run_steps(loop)
         except Interrupted:
             stop.requested = True  # whichever process got the signal
             save_and_stop(loop)
             raise
-
-        # --- The end
-
-        metrics.flush()
-        watchdog.heartbeat()
-        measures = evaluate_end(loop)
-        watchdog.heartbeat()
-        save_at_once(loop)
-        warn_if_below_start(loop, measures)
+        finish(loop)
         release_builders(task, status)
         stop.requested = any_process(stop.requested)
-        stop.check(f"saved {place.name} at step {total}")
+        stop.check(f"saved {place.name} at step {loop.total}")
     return loop.state.params
 
 
+# --- the steps --------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Loop:
+    """The state of the loop: first what stays, then what changes from step to step.
+
+    folder: under the run folder. own: whether it is the task's own, not a control's. programs: how many the steps are
+    compiled into at most. measure: see `train_task`. evaluate_reader_at_start: whether the start of a task that
+    retrieves is measured as its end is. step: steps that are done; saved: those of the newest save, −1 for none. index:
+    the one in use. values: metrics of the last step, on the devices. consensus: what all processes announced two steps
+    ago.
+    """
+
+    task: Task
+    folder: Path
+    own: bool
+    total: int
+    stop: Stop
+    watchdog: Watchdog
+    metrics: MetricLogger
+    checkpoints: Checkpoints
+    best: BestParameters
+    source: IndexSource
+    feed: Feed
+    profiler: Profiler
+    programs: int
+    measure: Measure | None
+    evaluate_reader_at_start: bool
+    state: State
+    step: int
+    saved: int
+    index: LoadedIndex | None = None
+    values: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+    consensus: ControlWords = ControlWords()
+
+
+def run_steps(loop: Loop) -> None:
+    """Take the steps that are left. Raises Interrupted at the step before which the processes agreed to stop."""
+    task = loop.task
+    step_function = make_step(task)
+    compiles = CompileGuard(step_function, loop.programs)
+    before_step = (
+        Hook(lambda loop: loop.profiler.at(loop.step, loop.values)),
+        Hook(adopt, every=int(task.retrieves)),
+        Hook(evaluate, every=task.evaluate_every if loop.measure is not None else 0, at_ends=False),
+    )
+    after_step = (
+        Hook(lambda loop: compiles.check(loop.step - 1)),
+        Hook(log, every=task.run.config.log.every),
+        Hook(save, every=task.run.config.checkpoint.every, at_ends=False),
+    )
+    reduced: deque[jax.Array] = deque(maxlen=2)  # control words of all processes, of the last two steps
+    if loop.measure is not None and loop.own and task.evaluates_start and loop.step == 0 and not task.retrieves:
+        adopt(loop)
+        loop.index = None  # it was evaluated with one; its steps use none
+    while loop.step < loop.total:
+        loop.watchdog.heartbeat()
+        loop.consensus = ControlWords(*np.asarray(reduced[0]).tolist()) if len(reduced) == 2 else ControlWords()
+        if loop.consensus.stop if jax.process_count() > 1 else loop.stop.requested:
+            raise Interrupted
+        with loop.metrics.step():
+            run_due(before_step, loop)
+            with jax.profiler.StepTraceAnnotation(task.name, step_num=loop.step):
+                with loop.metrics.waiting("data"):
+                    batch = loop.feed.next(loop.state.params, loop.index)
+                said = loop.source.announce(loop.step)._replace(stop=int(loop.stop.requested))
+                arrays = None if loop.index is None else loop.index.index
+                control = put_control(task.run.mesh, said)
+                loop.state, loop.values = step_function(loop.state, batch, arrays, control)
+            del batch, arrays  # so that an index that is replaced goes at once
+            reduced.append(loop.values.pop("consensus"))
+            loop.step += 1
+            run_due(after_step, loop)
+
+
+class Hook(NamedTuple):
+    """Something to do every so many steps; `every` 0: never. at_ends: also before the first step, or after the last.
+
+    It sees the whole `Loop`. One hook changes what is computed: `adopt` replaces the index.
+    """
+
+    act: Callable[[Loop], None]
+    every: int = 1
+    at_ends: bool = True
+
+
+def run_due(hooks: tuple[Hook, ...], loop: Loop) -> None:
+    """The hooks that are due at the loop's step, in their order."""
+    for hook in hooks:
+        at_end = loop.step in (0, loop.total)
+        if hook.every and (hook.at_ends if at_end else loop.step % hook.every == 0):
+            hook.act(loop)
+
+
 # --- what serves the steps --------------------------------------------------------------------------------------------
+
+
+def make_loop(
+    task: Task, folder: Path, state: State, saved: Restored | None, checkpoints: Checkpoints, stop: Stop,
+    measure: Measure | None, status: StatusWriter | None,
+) -> Loop:  # fmt: skip
+    """All that serves the steps of a task from `state` on.
+
+    saved: where the state came from, None for the start. status: None for a control too.
+    """
+    run, config, start, total = task.run, task.run.config, int(state.step), task.settings.steps
+    own = folder.name == task.name
+    watchdog = Watchdog(config.log.hang_seconds, folder.name)
+
+    def should_stop() -> bool:
+        """Whether to stop waiting for an index; a process that asks is alive."""
+        watchdog.heartbeat()
+        return stop.requested
+
+    def embedding() -> None:
+        """Called again and again while the corpus is embedded."""
+        if should_stop() and jax.process_count() == 1 and loop.step < total:
+            raise Interrupted
+
+    def stop_if_asked() -> None:
+        """Called while the corpus is embedded for the examples: what is trained is saved."""
+        if jax.process_count() == 1:
+            stop.check(f"{folder.name} is saved at step {start}" if start else "every finished task is saved")
+
+    rows = local_rows(run.mesh, task.settings.batch_size)
+    cost = StepCost(sum(task.flops().values()), run.mesh.size, peak(run.mesh.devices.flat[0].device_kind))
+    record = {} if saved is None else saved.record
+    source = make_index_source(task, status, start, checkpoints, should_stop, embedding)
+    examples = task.examples(state.params, partial(start_vectors, run, task.name, state.params, stop_if_asked))
+    stream = batches(examples, config.seed, task.stream, task.settings.batch_size, start, total, rows)
+    loop = Loop(
+        task=task, folder=folder, own=own, total=total, stop=stop, watchdog=watchdog, checkpoints=checkpoints,
+        metrics=MetricLogger(folder, task.name, start, total, cost, record, lambda: checkpoints.latest, task.monitor()),
+        best=BestParameters(task, folder, measure is not None and task.keeps_best and own),
+        source=source, feed=Feed(task, stream, rows, None if saved is None else saved.in_flight),
+        profiler=Profiler(folder / "profile"), programs=padded_lengths(examples), measure=measure,
+        evaluate_reader_at_start=measure is not None and evaluates_reader_at_start(task),
+        state=state, step=start, saved=-1 if saved is None else start,
+    )  # fmt: skip
+    return loop
 
 
 def release_builders(task: Task, status: StatusWriter | None) -> None:
@@ -219,55 +275,6 @@ def make_index_source(
         return IndexSource(task, on_progress)
     kept = checkpoints.generations()
     return BuiltIndex(task, start, kept, config.checkpoint.keep, status, should_stop, on_progress)
-
-
-@dataclasses.dataclass
-class Loop:
-    """The state of the loop: first what stays, then what changes from step to step.
-
-    folder: under the run folder. measure: see `train_task`. evaluate_reader_at_start: whether the start of a task that
-    retrieves is measured as its end is. step: steps that are done; saved: those of the newest save, −1 for none. index:
-    the one in use. values: metrics of the last step, on the devices. consensus: what all processes announced two steps
-    ago.
-    """
-
-    task: Task
-    folder: Path
-    total: int
-    stop: Stop
-    watchdog: Watchdog
-    metrics: MetricLogger
-    checkpoints: Checkpoints
-    best: BestParameters
-    source: IndexSource
-    feed: Feed
-    measure: Measure | None
-    evaluate_reader_at_start: bool
-    state: State
-    step: int
-    saved: int
-    index: LoadedIndex | None = None
-    values: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
-    consensus: ControlWords = ControlWords()
-
-
-class Hook(NamedTuple):
-    """Something to do every so many steps; `every` 0: never. at_ends: also before the first step, or after the last.
-
-    It sees the whole `Loop`. One hook changes what is computed: `adopt` replaces the index.
-    """
-
-    act: Callable[[Loop], None]
-    every: int = 1
-    at_ends: bool = True
-
-
-def run_due(hooks: tuple[Hook, ...], loop: Loop) -> None:
-    """The hooks that are due at the loop's step, in their order."""
-    for hook in hooks:
-        at_end = loop.step in (0, loop.total)
-        if hook.every and (hook.at_ends if at_end else loop.step % hook.every == 0):
-            hook.act(loop)
 
 
 # --- hooks: before a step ---------------------------------------------------------------------------------------------
@@ -361,6 +368,16 @@ def save_and_stop(loop: Loop) -> None:
 
 
 # --- after the last step ----------------------------------------------------------------------------------------------
+
+
+def finish(loop: Loop) -> None:
+    """The last evaluation and save."""
+    loop.metrics.flush()
+    loop.watchdog.heartbeat()
+    measures = evaluate_end(loop)
+    loop.watchdog.heartbeat()
+    save_at_once(loop)
+    warn_if_below_start(loop, measures)
 
 
 def evaluate_end(loop: Loop) -> dict[str, Any]:
