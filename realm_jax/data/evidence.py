@@ -60,6 +60,12 @@ class Evidence(NamedTuple):
         first, last = np.searchsorted(self.numbers, [number, number + 1])
         return self.rows[first:last]
 
+    def among(self, kept: NDArray[np.bool_]) -> "Evidence":
+        """Spans of the rows that are kept, bool [rows], with what is evidence for them among these rows."""
+        pairs = kept[self.spans.rows[self.numbers]] & kept[self.rows]
+        good, numbers = np.unique(self.numbers[pairs], return_inverse=True)
+        return Evidence(EvidenceSpans(*(part[good] for part in self.spans)), numbers, self.rows[pairs])
+
 
 class _Spans(NamedTuple):
     """All salient spans within their sentences: row, number of the sentence among all of the store, start and end in

@@ -12,7 +12,7 @@ import numpy as np
 from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
-from realm_jax.data.evidence import Evidence, find_evidence
+from realm_jax.data.evidence import HOLDERS, Evidence, find_evidence
 from realm_jax.data.examples import (
     MINIMUM_SENTENCE,
     Example,
@@ -36,7 +36,7 @@ from realm_jax.tasks.base import Embed, Means, Shapes, Task, batch_mean, documen
 from realm_jax.tasks.groups import check_groups, grouped_rows
 
 Array = jax.Array
-MOST = 8  # passages that are known to be right beside a sentence's own; a name of more is seldom
+MOST = HOLDERS - 1  # passages that can be evidence beside a sentence's own
 
 
 class EvidenceContrast(Task):
@@ -69,10 +69,10 @@ class EvidenceContrast(Task):
 
     def examples(self, params: Params, embed: Embed) -> Examples:
         passages, lengths = self.run.sources.passages, self.run.lengths
-        evidence = find_evidence(passages, *lengths.hidden)
-        with_evidence = np.isin(np.arange(len(passages)), evidence.spans.rows)
-        kept = self.learned_rows(passages)
-        rows = np.flatnonzero(with_evidence if kept is None else with_evidence & kept)
+        evidence, kept = find_evidence(passages, *lengths.hidden), self.learned_rows(passages)
+        if kept is not None:  # what is right is learned from as well
+            evidence = evidence.among(kept)
+        rows = np.unique(evidence.spans.rows)
         require_passages(len(rows), passages, "a name that another passage is evidence for", self.name, kept)
         return evidence_examples(
             passages, self.run.sources.tokenizer, lengths, evidence, grouped_rows(self, embed, rows)
@@ -142,8 +142,7 @@ def evidence_examples(
         other = int(rng.choice(right))
         query = without_span(store, evidence, number)[: lengths.query - 2]
         known = np.full(MOST, -1, np.int32)
-        known[: min(len(right), MOST)] = right[:MOST]
-        known[-1] = other if other not in known else known[-1]
+        known[: len(right)] = right
         numbers = {"own_row": row, "owner": owner[row], "other_row": other, "other_owner": owner[other]}
         return (
             query_arrays(query, lengths.query, tokenizer)

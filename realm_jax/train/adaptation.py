@@ -200,8 +200,8 @@ def possible_tasks(name: str, run: Run, evidence: Evidence, share: float) -> tup
     store = run.sources.passages
     kept = trained_rows(store, share)
     assert kept is not None, "some documents are held out"
-    rows = np.unique(evidence.spans.rows)
-    documents = len({store.document_id(row) for row in rows[kept[rows]].tolist()})
+    rows = np.unique(evidence.among(kept).spans.rows)
+    documents = len({store.document_id(row) for row in rows.tolist()})
     left = [task.name for task in recipe_tasks(run) if not task.learns_from_evidence(run.config)]
     if documents >= GROUP or len(left) == len(task_names(run.config)):
         return run.config.tasks, []
