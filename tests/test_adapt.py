@@ -5,6 +5,7 @@ import re
 import shutil
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from realm_jax.data.questions import Question
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.eval import adaptation as judge
+from realm_jax.models.folders import TOWERS
 from realm_jax.models.realm import Params
 from realm_jax.run import Run
 from realm_jax.storage import read_json
@@ -111,7 +113,15 @@ def questions(documents) -> Path:
 def done(documents, encoder, questions, tmp_path_factory) -> Path:
     """A finished adaptation, promoted whatever it is worth."""
     output = tmp_path_factory.mktemp("adapted") / "run"
+    promote = adaptation.promote
+
+    def promoted(run, measured):
+        trained = adaptation_gate.restore_params(run, *adaptation_gate.last_checkpoint(run))
+        np.savez(output.with_name("trained.npz"), *jax.tree.leaves({name: trained[name] for name in TOWERS}))
+        return promote(run, measured)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adaptation, "promote", promoted)
         patch.setattr(judge, "is_better", lambda *found: True)
         assert adapt(documents, encoder, output, f"--questions={questions}", "--merge=0.5") == 0
     return output
@@ -164,10 +174,11 @@ def test_questions_are_read_with_a_blank_and_answered_from_a_passage(done):
 def test_what_answers_is_half_of_the_start_and_half_of_what_was_trained(done):
     run, found = open_run_for_inference(done), towers(done)
     start = init_from_sources(run, run.initial_params())
-    trained = adaptation_gate.with_towers(run, found, start, 2.0)  # of w = ½, so that twice its way is all of it
-    half = adaptation_gate.with_towers(run, trained, start, 0.5)
-    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), half, found)
-    assert all(largest_change(start[name], trained[name]) > 0 for name in found)
+    with np.load(done.with_name("trained.npz")) as trained:
+        parts = zip(*(jax.tree.leaves({name: one[name] for name in TOWERS}) for one in (start, found)), strict=True)
+        for (before, after), last in zip(parts, trained.values(), strict=True):
+            np.testing.assert_allclose(after, (before + last) / 2, atol=1e-6)
+    assert all(largest_change(start[name], found[name]) > 0 for name in found)
 
 
 def test_the_vectors_are_those_of_the_document_tower_that_is_promoted(done):
@@ -244,7 +255,7 @@ def breaks_off(work: Any) -> Any:
 def test_the_start_is_kept_where_adaptation_is_worse(documents, encoder, tmp_path, monkeypatch, capsys):
     """Judged as if what was trained found nothing."""
     honest = judge.compare
-    monkeypatch.setattr(judge, "compare", lambda before, after: honest(before, after * 0))
+    monkeypatch.setattr(judge, "compare", lambda before, after, *further: honest(before, after * 0, *further))
     assert adapt(documents, encoder, tmp_path / "run") == 0
     assert capsys.readouterr().out.splitlines()[-4].startswith("Start kept: ")
     assert "Start kept: " in (tmp_path / "run" / "report.html").read_text()
@@ -262,6 +273,54 @@ def test_only_what_is_better_beyond_doubt_and_not_worse_when_judged_is_promoted(
     assert not judge.is_better(unsure, {}) and not judge.is_better({"low": None, "high": None}, {})
     assert not judge.is_better(better, {"low": -0.03, "high": -0.01})
     assert not judge.is_better(better, unsure, {"low": -0.03, "high": -0.01})
+
+
+def test_the_documents_that_choose_the_weight_do_not_judge_its_gain(done, monkeypatch):
+    run, plan, seen = open_run_for_inference(done), read_json(done / "adapt.json")["plan"], {}
+    decide = adaptation_gate.decide
+
+    def chosen(run, trained, start, known, sentences):
+        return seen.update(choosing=sentences) or 0.5
+
+    def decided(before, after, documents, judging):
+        return seen.update(documents=documents, judging=judging) or decide(before, after, documents, judging)
+
+    monkeypatch.setattr(adaptation_gate, "choose_weight", chosen)
+    monkeypatch.setattr(adaptation_gate, "decide", decided)
+    found = adaptation_gate.measure(run, plan, None)
+    sentences = adaptation_gate.sentences_of(run, adaptation_gate.evidence_of(run), plan["held_out"])
+    judging = [one for one, judges in zip(sentences, seen["judging"].tolist(), strict=True) if judges]
+    store = run.sources.passages
+    choose, judge_it = ({store.document_id(one.row) for one in some} for some in (seen["choosing"], judging))
+    assert len(choose) >= 5 and len(judge_it) >= 5 and not choose & judge_it
+    assert {store.document_id(one.row) for one in sentences} == choose | judge_it
+    assert found["gain"]["queries"] == len(judging) and found["gain"]["documents"] == len(judge_it)
+    assert found["removed"]["documents"] == len(choose | judge_it)
+
+
+def test_the_gain_is_judged_by_some_and_what_vetoes_by_all():
+    documents = np.repeat(np.arange(12), 2)
+    judging, zeros = documents % 2 == 1, np.zeros(24)
+    up = judging * np.where(documents % 4 == 1, 1.0, 0.5)  # those that judge gain, the others do not
+    decide = partial(adaptation_gate.decide, documents=documents)
+    before = {judge.GAIN: zeros, judge.REMOVED: zeros + 1}
+    assert decide(before, {judge.GAIN: up, judge.REMOVED: zeros + 1}, judging=judging)["promoted"]
+    assert not decide(before, {judge.GAIN: up, judge.REMOVED: zeros + 1}, judging=~judging)["promoted"]
+    lost = np.where(judging, 1.0, np.where(documents % 4 == 0, 0.0, 0.5))
+    found = decide(before, {judge.GAIN: up, judge.REMOVED: lost}, judging=judging)
+    assert found["removed"]["high"] < 0 and not found["promoted"] and found["gain"]["low"] > 0
+
+
+def test_of_few_documents_more_are_held_out():
+    def share(documents, sentences):
+        counts = np.full(documents, sentences // documents)
+        store = SimpleNamespace(documents=documents, sentence_counts=lambda: counts)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(adaptation, "salient_sentences", lambda *_: SimpleNamespace(rows=[]))
+            return adaptation.held_out_share(store, 32)
+
+    assert share(10_000, 100_000) == 0.02 and share(10_000, 10_000) == 0.075 and share(100, 1000) == 0.2
+    assert share(48, 4800) == 0.25 and share(10, 10) == 0.333
 
 
 def test_a_weight_by_which_passages_lacking_their_sentences_are_lost_is_not_chosen():

@@ -4,8 +4,9 @@ import math
 
 import numpy as np
 import pytest
+from scipy import stats
 
-from realm_jax.eval.significance import PERMUTATIONS, difference, interval
+from realm_jax.eval.significance import PERMUTATIONS, clustered_interval, difference, interval
 
 
 def test_an_interval_is_that_of_the_normal_distribution_where_there_are_many_questions():
@@ -56,3 +57,26 @@ def test_samples_of_other_questions_are_refused():
         difference([1, 0], [1])
     with pytest.raises(ValueError, match="the same questions"):
         difference([], [])
+
+
+def test_with_one_change_a_cluster_the_interval_is_student_s():
+    changes = np.random.default_rng(0).normal(0.1, 1, 30)
+    wanted = stats.ttest_1samp(changes, 0).confidence_interval(0.95)
+    assert clustered_interval(changes, np.arange(30)) == pytest.approx(tuple(wanted))
+
+
+def test_what_a_cluster_repeats_says_nothing_more():
+    changes, clusters = np.array([0.0, 1.0, 0.5, -0.5]), np.arange(4)
+    once = clustered_interval(changes, clusters)
+    assert clustered_interval(np.repeat(changes, 9), np.repeat(clusters, 9)) == pytest.approx(once)
+    assert clustered_interval([0.0, 1.0], [3, 3]) == (None, None) == clustered_interval([0.5, 0.5], [0, 1])
+
+
+@pytest.mark.parametrize("documents", [4, 30])
+def test_sentences_of_few_documents_hardly_ever_show_a_gain_that_is_not_there(documents):
+    """Fourteen sentences each, which gain or lose together; a bound that is above 0 by chance in one of forty."""
+    rng, clusters = np.random.default_rng(0), np.repeat(np.arange(documents), 14)
+    shared = rng.normal(0, 0.2, (8000, documents)).repeat(14, axis=1)
+    drawn = shared + rng.normal(0, 0.5, shared.shape)
+    lows = [clustered_interval(changes, clusters)[0] for changes in drawn]
+    assert 0.019 < np.mean(np.array(lows) > 0) < 0.031

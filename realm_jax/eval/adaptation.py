@@ -19,7 +19,7 @@ from realm_jax.data.store import PassageStore
 from realm_jax.eval.format import duration
 from realm_jax.eval.html import render
 from realm_jax.eval.retrieval import RANKED
-from realm_jax.eval.significance import difference
+from realm_jax.eval.significance import clustered_interval, paired_interval
 
 Values = dict[str, NDArray[np.float64]]  # measure → its value for each query, NaN where it has no meaning
 
@@ -74,16 +74,26 @@ def _recalls(
 # --- decisions --------------------------------------------------------------------------------------------------------
 
 
-def compare(before: NDArray[np.float64], after: NDArray[np.float64]) -> dict[str, Any]:
+def compare(
+    before: NDArray[np.float64], after: NDArray[np.float64], documents: NDArray[np.int64] | None = None
+) -> dict[str, Any]:
     """{"start", "value", "change", "low", "high", "queries"} over the queries that have the measure; low, high: ends of
-    the paired interval, None where all changes are equal."""
+    the paired interval, None where all changes are equal.
+
+    documents: of each query, as sentences of one document gain or lose together: then they are what is drawn from all
+    that there might be, and "documents" is their number. None for queries that have nothing to do with one another.
+    """
     known = ~(np.isnan(before) | np.isnan(after))
     if not known.any():
         return {"queries": 0}
-    found = difference(before[known], after[known])
-    start, value = float(before[known].mean()), float(after[known].mean())
-    ends = {"low": found.low, "high": found.high}
-    return {"start": start, "value": value, "change": found.value, **ends, "queries": int(known.sum())}
+    old, new = before[known], after[known]
+    found = {"start": float(old.mean()), "value": float(new.mean()), "change": float((new - old).mean())}
+    if documents is None:
+        low, high = paired_interval(old, new)
+    else:
+        low, high = clustered_interval(new - old, documents[known])
+        found["documents"] = len(np.unique(documents[known]))
+    return found | {"low": low, "high": high, "queries": int(known.sum())}
 
 
 def is_better(gain: Mapping[str, Any], *vetoes: Mapping[str, Any]) -> bool:
@@ -94,7 +104,7 @@ def is_better(gain: Mapping[str, Any], *vetoes: Mapping[str, Any]) -> bool:
 
 def best_weight(found: Mapping[float, Values]) -> float:
     """The weight above 0 of largest mean GAIN among those whose mean REMOVED is at least that of weight 0; of equals
-    the smallest. Without any the smallest of all."""
+    the smallest. Where none is, the smallest weight, which loses least."""
     weights = sorted(weight for weight in found if weight)
     known = ~np.isnan(found[0.0][REMOVED])
     kept = {weight: float(values[REMOVED][known].mean()) if known.any() else 0.0 for weight, values in found.items()}
@@ -105,7 +115,7 @@ def best_weight(found: Mapping[float, Values]) -> float:
 def headline(record: Mapping[str, Any]) -> str:
     """The decision in one line, with its numbers."""
     gain, judged, weight = record["gain"], record["judged"], record["weight"]
-    said = f"held-out sentences: {_change(gain)} of {GAIN}, {gain['queries']} of them"
+    said = f"held-out sentences: {_change(gain)} of {GAIN}, {gain['queries']} of them in {gain['documents']} documents"
     said += f"; of passages without them: {_change(record['removed'])}" if record["removed"]["queries"] else ""
     said += f"; {judged['measure']} of judged questions: {_change(judged)}" if judged.get("queries") else ""
     if record["promoted"]:
@@ -152,7 +162,7 @@ EXAMPLES = {"gained": "Found after adaptation alone", "lost": "Found before adap
 def examples(
     store: PassageStore, sentences: Sequence[HeldOutSentence], before: Values, after: Values
 ) -> dict[str, list[dict[str, str]]]:
-    """Sentences of either kind of EXAMPLES: {"query", "title", "text"}, with the passage that was to be found."""
+    """Sentences of either kind of EXAMPLES: {"query", "what", "title", "text"}, with a passage that was to be found."""
     return {"gained": _found_by(store, sentences, after, before), "lost": _found_by(store, sentences, before, after)}
 
 
@@ -164,8 +174,8 @@ def _found_by(
     for measure in (EVIDENCE, MASKED):
         for place in np.flatnonzero((these[measure] == 1) & (those[measure] == 0)).tolist():
             one = sentences[place]
-            row = one.evidence[0] if measure == EVIDENCE else one.row
-            shown.append({"query": one.masked, "title": store.title(row), "text": store.text(row)})
+            what, row = ("one that tells it", one.evidence[0]) if measure == EVIDENCE else ("its own", one.row)
+            shown.append({"query": one.masked, "what": what, "title": store.title(row), "text": store.text(row)})
     return shown[:SHOWN]
 
 

@@ -78,6 +78,25 @@ def _bootstrap(sample: NDArray[np.float64], seed: int) -> Ends:
     return float(found.confidence_interval.low), float(found.confidence_interval.high)
 
 
+def clustered_interval(changes: ArrayLike, clusters: ArrayLike) -> Ends:
+    """Ends of the interval of a mean of changes of which those of one cluster are alike, as those of the sentences of a
+    document are.
+
+    changes: float [n]; clusters: int [n], the cluster of each. Student's t, with a degree of freedom fewer than
+    clusters, times the cluster-robust standard error: with one change a cluster it is the usual interval of a mean.
+    (None, None) for fewer than two clusters, or if no cluster differs from the mean.
+    """
+    sample = np.asarray(changes, np.float64)
+    names, places = np.unique(np.asarray(clusters), return_inverse=True)
+    count, centre = len(names), float(sample.mean())
+    sums = np.bincount(places, sample - centre)
+    if count < 2 or np.allclose(sums, 0):
+        return None, None
+    error = float(np.sqrt(count / (count - 1) * (sums**2).sum())) / len(sample)
+    reach = float(stats.t.ppf((1 + LEVEL) / 2, count - 1)) * error
+    return centre - reach, centre + reach
+
+
 class Mean(NamedTuple):
     """A mean over seeds with the ends of its interval; None for a single seed."""
 
@@ -112,8 +131,13 @@ def difference(a: ArrayLike, b: ArrayLike, seed: int = 0) -> Difference:
     only_a, only_b = int((change < 0).sum()), int((change > 0).sum())
     is_binary = bool(np.isin(np.concatenate([first, second]), (0, 1)).all())
     mcnemar = _mcnemar(only_a, only_b) if is_binary else None
-    low, high = _bootstrap(change, seed)
+    low, high = paired_interval(first, second, seed)
     return Difference(float(change.mean()), low, high, _permutation(change, seed), mcnemar, only_a, only_b)
+
+
+def paired_interval(a: ArrayLike, b: ArrayLike, seed: int = 0) -> Ends:
+    """The interval of `difference` alone. a, b: float [questions], the same questions in the same order."""
+    return _bootstrap(np.asarray(b, np.float64) - np.asarray(a, np.float64), seed)
 
 
 def _permutation(change: NDArray[np.float64], seed: int) -> float:

@@ -67,8 +67,9 @@ logger = logging.getLogger(__name__)
 RECORD, MODEL, DATA, REPORT = "adapt.json", "model", "data", "report.html"
 OTHER = "other"  # folder of a second corpus, which is measured and never learned from
 WANTED = 750  # sentences with a span to hide that the held-out share aims at
-LEAST_SENTENCES = 8
 SHARES = 0.02, 0.2  # of documents that are held out, the least and the most
+FEW_DOCUMENTS, LARGEST_SHARE = 12, 1 / 3  # documents that are held out of few, as far as that share goes
+LEAST_SENTENCES, LEAST_DOCUMENTS = 8, 6  # half of which judge
 LEAST_STEPS = 20  # of a task
 RESERVE = 0.1  # of the minutes, for what the plan does not foresee
 
@@ -161,7 +162,7 @@ def make_plan(request: Request) -> dict[str, Any]:
     store, evidence = run.sources.passages, evidence_of(run)
     share = held_out_share(store, run.lengths.query)
     sentences = sentences_of(run, evidence, share)
-    check_sentences(request.settings["documents"], len(sentences), share)
+    check_sentences(request.settings["documents"], run, sentences, share)
     names, notes = possible_tasks(request.settings["documents"], run, evidence, share)
     plan = {"held_out": share, "tasks": names, "notes": notes, "steps": {}, "dtype": request.config.model.dtype}
     run = checked_run(planned_config(request.config, plan), request.workdir)
@@ -178,20 +179,25 @@ def make_plan(request: Request) -> dict[str, Any]:
     return plan | {"estimate": times} | facts_of(run, evidence)
 
 
-def check_sentences(documents: str, count: int, share: float) -> None:
-    """Raise UserError for so few held-out sentences that nothing can be decided."""
-    if count < LEAST_SENTENCES:
+def check_sentences(name: str, run: Run, sentences: Sequence[HeldOutSentence], share: float) -> None:
+    """Raise UserError for so few held-out sentences, or documents that they are of, that nothing can be decided. name:
+    of the documents."""
+    documents = len({*Searches(run, sentences, []).documents.tolist()})
+    if len(sentences) < LEAST_SENTENCES or documents < LEAST_DOCUMENTS:
         raise UserError(
-            f"{documents}: {count} sentences of {share:.0%} of the documents stand in no other, and {LEAST_SENTENCES} "
-            "are needed to see whether adaptation helps; add documents that differ"
+            f"{name}: {len(sentences)} sentences of {share:.0%} of the documents stand in no other, in {documents} "
+            f"documents; {LEAST_SENTENCES} in {LEAST_DOCUMENTS} are needed to see whether adaptation helps; add "
+            "documents that differ, or split long ones"
         )
 
 
 def held_out_share(store: PassageStore, query_length: int) -> float:
-    """The share of documents to hold out, in thousandths: as many as give WANTED sentences, within SHARES."""
+    """The share of documents to hold out, in thousandths: as many as give WANTED sentences, within SHARES, and
+    FEW_DOCUMENTS documents, within LARGEST_SHARE."""
     sentences = len(salient_sentences(store, query_length).rows) or int(store.sentence_counts().sum())
     least, most = SHARES
-    return round(min(max(WANTED / max(sentences, 1), least), most), 3)
+    share = min(max(WANTED / max(sentences, 1), least), most)
+    return round(max(share, min(FEW_DOCUMENTS / store.documents, LARGEST_SHARE)), 3)
 
 
 def possible_tasks(name: str, run: Run, evidence: Evidence, share: float) -> tuple[str, list[str]]:
@@ -308,7 +314,7 @@ def open_other(request: Request) -> tuple[Run, list[HeldOutSentence]]:
     config.data.path, config.evaluation.held_out = str(folder / DATA), 0.0
     run = checked_run(config, folder)
     sentences = sentences_of(run, evidence_of(run), 1.0)
-    check_sentences(request.settings["forgetting"], len(sentences), 1.0)
+    check_sentences(request.settings["forgetting"], run, sentences, 1.0)
     return run, sentences
 
 
@@ -322,7 +328,7 @@ def measure_forgetting(request: Request, params: Params) -> dict[str, Any]:
     )
     store = run.sources.passages
     return {
-        "table": compared({judge.START: before, "merged": after}),
+        "table": compared({judge.START: before, "merged": after}, searches.documents),
         "documents": store.documents,
         "passages": len(store),
     }

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from realm_jax.data.evidence import Evidence, find_evidence
 from realm_jax.data.held_out import HeldOutSentence, held_out_sentences, passages_without
+from realm_jax.data.neighbours import numbered
 from realm_jax.data.questions import Question
 from realm_jax.eval import adaptation as judge
 from realm_jax.eval.format import duration
@@ -71,6 +72,12 @@ class Searches:
     judged: Sequence[Question]
 
     @cached_property
+    def documents(self) -> NDArray[np.int64]:
+        """A number of each sentence's document, [sentences], from 0 in their order."""
+        store = self.run.sources.passages
+        return numbered(store.document_id(one.row) for one in self.sentences)
+
+    @cached_property
     def _texts(self) -> tuple[list[Question], list[Question]]:
         masked, whole = ([one.masked or one.text for one in self.sentences], [one.text for one in self.sentences])
         return [Question(text, []) for text in masked], [Question(text, []) for text in whole]
@@ -121,8 +128,8 @@ def with_towers(run: Run, params: Params, start: Params, weight: float) -> Param
 
 
 def measure(run: Run, plan: dict[str, Any], merge: float | None) -> dict[str, Any]:
-    """The decision and all that the report tables. merge: the weight of the trained towers, None to choose it: on every
-    second held-out sentence, and the others judge the gain; all do where it is given."""
+    """The decision and all that the report tables. merge: the weight of the trained towers, None to choose it: by the
+    sentences of every second held-out document, and those of the others judge the gain; all do where it is given."""
     last, saved = last_checkpoint(run)
     trained, start = restore_params(run, last, saved), init_from_sources(run, run.initial_params())
     sentences = sentences_of(run, evidence_of(run), plan["held_out"])
@@ -130,7 +137,9 @@ def measure(run: Run, plan: dict[str, Any], merge: float | None) -> dict[str, An
     counts, left = (len(sentences), len(searches.judged)), duration(plan["estimate"]["measure"])
     logger.info("measuring on %d held-out sentences and %d questions; about %s left", *counts, left)
     vectors = {w: vectors_at(run, trained, start, w) for w in (0.0, 1.0)}
-    weight = merge or choose_weight(run, trained, start, vectors, sentences[::2])
+    documents = searches.documents
+    choosing = [one for one, number in zip(sentences, documents.tolist(), strict=True) if number % 2 == 0]
+    weight = merge or choose_weight(run, trained, start, vectors, choosing)
     if weight not in vectors:
         vectors[weight] = vectors_at(run, trained, start, weight)
     towers = {w: with_towers(run, trained, start, w) for w in vectors}
@@ -145,9 +154,9 @@ def measure(run: Run, plan: dict[str, Any], merge: float | None) -> dict[str, An
     }
     before, after = rows[judge.START], rows["merged"]
     examples = judge.examples(run.sources.passages, sentences, before, after)
-    judging = np.arange(len(sentences)) % 2 == 1 if merge is None else slice(None)
-    decision = decide(before, after, judging) | {"weight": weight}
-    return decision | {"table": compared(rows), "examples": examples}
+    judging = documents % 2 == 1 if merge is None else np.ones(len(sentences), bool)
+    decision = decide(before, after, documents, judging) | {"weight": weight}
+    return decision | {"table": compared(rows, documents), "examples": examples}
 
 
 def choose_weight(
@@ -180,11 +189,14 @@ def vectors_at(run: Run, trained: Params, start: Params, weight: float) -> NDArr
     return embed_with_cache(run, with_towers(run, trained, start, weight), bar=True) if saved is None else saved
 
 
-def decide(before: judge.Values, after: judge.Values, judging: Any) -> dict[str, Any]:
-    """Whether what is chosen is promoted: {"promoted", "gain", "removed", "judged"}. judging: the sentences that judge
-    the gain, as an index: those by whose gain a weight was chosen would flatter it. The vetoes are judged by all."""
-    gain = judge.compare(before[judge.GAIN][judging], after[judge.GAIN][judging])
-    removed = judge.compare(before[judge.REMOVED], after[judge.REMOVED])
+def decide(
+    before: judge.Values, after: judge.Values, documents: NDArray[np.int64], judging: NDArray[np.bool_]
+) -> dict[str, Any]:
+    """Whether what is chosen is promoted: {"promoted", "gain", "removed", "judged"}. documents, judging [sentences]:
+    the document of each, and whether it judges the gain: those by whose gain a weight was chosen would flatter it. The
+    vetoes are judged by all, among them those by which a weight was chosen that loses nothing there."""
+    gain = judge.compare(before[judge.GAIN][judging], after[judge.GAIN][judging], documents[judging])
+    removed = judge.compare(before[judge.REMOVED], after[judge.REMOVED], documents)
     judged = compare_judged(before, after)
     return {"promoted": judge.is_better(gain, removed, judged), "gain": gain, "removed": removed, "judged": judged}
 
@@ -204,7 +216,11 @@ def last_checkpoint(run: Run) -> tuple[str, SavedCheckpoint]:
     return last, saved
 
 
-def compared(rows: Mapping[str, judge.Values]) -> dict[str, dict[str, Any]]:
-    """Each row's measures against those of the start, which is one of them."""
+def compared(rows: Mapping[str, judge.Values], documents: NDArray[np.int64]) -> dict[str, dict[str, Any]]:
+    """Each row's measures against those of the start, which is one of them. documents: of the sentences."""
     before = rows[judge.START]
-    return {name: {m: judge.compare(before[m], values[m]) for m in before} for name, values in rows.items()}
+    owners = {measure: documents if measure in judge.MEASURES else None for measure in before}
+    return {
+        name: {measure: judge.compare(before[measure], values[measure], owners[measure]) for measure in before}
+        for name, values in rows.items()
+    }

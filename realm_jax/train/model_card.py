@@ -6,7 +6,7 @@ Nothing in it depends on when or how fast it was made, so that a resumed adaptat
 from collections.abc import Mapping
 from typing import Any
 
-from realm_jax.eval.adaptation import GAIN, MEASURES, TITLES, headline, table
+from realm_jax.eval.adaptation import MEASURES, TITLES, headline, table
 from realm_jax.models.folders import HUB
 from realm_jax.run import Run
 
@@ -24,7 +24,8 @@ def model_card(record: Mapping[str, Any], run: Run) -> str:
         f"Base model: `{base}`. No question and no label was used: it learned from sentences of the documents alone.\n",
         usage(measured["promoted"], run),
         "## Measures\n\nRecall and rank on documents that were not learned from; mean, and the 95 % interval of the "
-        f"change from the start.\n\n{markdown(measured['table'])}\n\n`{GAIN}`, the first row, decides.\n",
+        f"change from the start. All held-out documents stand here; what decided stands above.\n\n"
+        f"{markdown(measured['table'])}\n",
         f"## Data and recipe\n\n{facts(record, run)}\n",
         f"Made by\n\n    {record['command']}\n",
     ]
