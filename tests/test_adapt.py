@@ -27,6 +27,7 @@ from realm_jax.errors import UserError
 from realm_jax.eval import adaptation as judge
 from realm_jax.models.folders import TOWERS
 from realm_jax.models.realm import Params
+from realm_jax.retrieval.vector_files import write_vectors
 from realm_jax.run import Run
 from realm_jax.storage import read_json
 from realm_jax.train import adaptation, adaptation_gate, recipe, workdir
@@ -205,8 +206,6 @@ def test_a_weight_is_chosen_among_some_passages_where_they_move(documents, encod
     monkeypatch.setattr(adaptation_gate.Searches, "values", values)
     tasks = "--config.tasks=ict", f"--config.ict.negatives={negatives}"
     assert adapt(documents, encoder, tmp_path / "run", *tasks) == 0
-    record = read_json(tmp_path / "run" / "adapt.json")["measured"]
-    assert record["weight"] in adaptation_gate.WEIGHTS
     counts = [int(vectors.any(axis=1).sum()) for vectors in seen]
     some = [count for count in counts if 0 < count < 60]
     assert len(some) == (0 if negatives == "index" else 1 + len(adaptation_gate.WEIGHTS))
@@ -237,6 +236,9 @@ def test_a_cut_after_every_stage_changes_no_bit(done, documents, encoder, questi
             assert not (done / "report.html").exists()
         assert adapt(*arguments) == 0
         assert files(done / "model") == wanted and (done / "vectors.npy").read_bytes() == vectors
+        for stage in ("make_plan", "train", "measure", "write_model"):
+            monkeypatch.setattr(adaptation, stage, None)
+        assert adapt(*arguments) == 0, "nothing is done again"
     finally:
         shutil.rmtree(done)
         kept.rename(done)
@@ -253,8 +255,12 @@ def breaks_off(work: Any) -> Any:
 
 
 def test_the_start_is_kept_where_adaptation_is_worse(documents, encoder, tmp_path, monkeypatch, capsys):
-    """Judged as if what was trained found nothing."""
-    honest = judge.compare
+    """Judged as if what was trained found nothing. The start may be read and not written."""
+    start = tmp_path / "encoder"
+    shutil.copytree(encoder, start)
+    for path in (*start.rglob("*"), start):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    encoder, honest = start, judge.compare
     monkeypatch.setattr(judge, "compare", lambda before, after, *further: honest(before, after * 0, *further))
     assert adapt(documents, encoder, tmp_path / "run") == 0
     assert capsys.readouterr().out.splitlines()[-4].startswith("Start kept: ")
@@ -413,7 +419,45 @@ def test_another_run_or_other_settings_are_refused(done, documents, encoder, tmp
     (tmp_path / "config.json").write_text("{}")
     assert "another run lies there" in fails(capsys, documents, encoder, tmp_path)
     assert "--merge=2: give a weight" in fails(capsys, documents, encoder, tmp_path / "new", "--merge=2")
-    assert "--minutes=0: give a number above 0" in fails(capsys, documents, encoder, tmp_path / "new", "--minutes=0")
+    for minutes in ("0", "inf", "nan"):
+        said = fails(capsys, documents, encoder, tmp_path / "new", f"--minutes={minutes}")
+        assert f"--minutes={minutes}: give a number above 0" in said
+    (tmp_path / "vectors").mkdir()
+    (tmp_path / "vectors" / "vectors.npy").write_bytes(b"mine")
+    assert "has a vectors.npy of something else" in fails(capsys, documents, encoder, tmp_path / "vectors")
+    for key, value in (("evaluation.held_out", 0.5), ("refresh.mode", "async"), ("data.path", "data")):
+        said = fails(capsys, documents, encoder, tmp_path / "new", f"--config.{key}={value}")
+        assert f"--config.{key}: " in said and "leave it out" in said
+    assert not (tmp_path / "new").exists()
+
+
+def test_other_weights_under_the_name_of_the_start_are_refused(documents, encoder, tmp_path, monkeypatch, capsys):
+    start, model = tmp_path / "encoder", "model.safetensors"
+    shutil.copytree(encoder, start)
+    with monkeypatch.context() as patch:
+        patch.setattr(adaptation, "measure", breaks_off(lambda *_: None))
+        with pytest.raises(KeyError, match="power failure"):
+            adapt(documents, start, tmp_path / "run")
+    weights = (start / model).read_bytes()
+    (start / model).write_bytes(weights[:-4] + np.float32(0.5).tobytes())
+    said = fails(capsys, documents, start, tmp_path / "run")
+    assert f"holds other weights than when {tmp_path / 'run'} was begun" in said
+    (start / model).write_bytes(weights)
+    assert adapt(documents, start, tmp_path / "run") == 0
+
+
+def test_what_cannot_be_read_is_left_out_and_counted(documents, encoder, questions, tmp_path, capsys):
+    broken, asked = tmp_path / "broken.jsonl", tmp_path / "questions.jsonl"
+    broken.write_text(documents.read_text() + '{"id": "cut", "te\n')
+    lost = {"question": "Who?", "answers": [], "gold_passage_id": "nowhere"}
+    asked.write_text(questions.read_text() + json.dumps(lost) + "\n")
+    assert adapt(broken, encoder, tmp_path / "run", f"--questions={asked}") == 0
+    record = read_json(tmp_path / "run" / "adapt.json")
+    assert record["plan"]["read"] == 61
+    assert record["plan"]["left_out"] == {"not JSON": 1, "questions whose gold passage is not there": 1}
+    assert record["measured"]["judged"]["queries"] == 12
+    assert "left out: " in (tmp_path / "run" / "report.html").read_text()
+    assert "whose gold passage is not there" in capsys.readouterr().out
 
 
 def test_what_other_documents_lost_is_measured_and_decides_nothing(documents, encoder, tmp_path, monkeypatch):
@@ -493,4 +537,17 @@ def test_the_table_of_vectors_has_the_passages(done):
     rows = parquet.read_table(done / "vectors.parquet").to_pylist()
     vectors = np.load(done / "vectors.npy")
     assert {row["id"] for row in rows} == {f"a{number}" for number in range(60)}
+    assert {row["part"] for row in rows} == {0}
     np.testing.assert_array_equal(np.float32([row["vector"] for row in rows]), vectors)
+
+
+def test_passages_of_a_document_are_numbered_in_the_table_of_vectors(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    texts = {name: f"{' '.join(WORDS[:count])}. " * 9 for name, count in {"a": 9, "b": 2, "c": 7}.items()}
+    long = [{"id": name, "title": name, "text": text} for name, text in texts.items()]
+    prepare(write_lines(tmp_path / "long.jsonl", long), tmp_path / "data", vocabulary_size=300, limit=32, workers=1)
+    store = open_sources(tmp_path / "data").passages
+    write_vectors(tmp_path, store, np.zeros((len(store), 2), np.float32))
+    rows = parquet.read_table(tmp_path / "vectors.parquet").to_pylist()
+    wanted = [(store.document_id(row), row - store.rows_of(store.document_id(row)).start) for row in range(len(store))]
+    assert [(row["id"], row["part"]) for row in rows] == wanted and max(part for _, part in wanted) > 1

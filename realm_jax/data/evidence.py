@@ -158,7 +158,7 @@ def _words(store: PassageStore, tokens: NDArray[np.int64], bounds: NDArray[np.in
     in_bodies = np.repeat(np.arange(rows), np.diff(bounds))
     pieces = np.concatenate([tokens, *titles]).astype(np.int64)
     passages = _which(np.concatenate([in_bodies, in_titles]), pieces, (rows, size))
-    frequency = np.asarray(passages.sum(axis=0))[0]
+    frequency = np.asarray(passages.sum(axis=0), np.float64)[0]
     weights = np.where(frequency > COMMON * rows, 0.0, np.log((rows + 1) / (frequency + 0.5)))
     sentences = [store.sentences(row) + bounds[row] for row in range(rows)]
     begin, end = np.concatenate(sentences).T
@@ -172,7 +172,8 @@ def _which(rows: NDArray[np.int64], words: NDArray[np.int64], shape: tuple[int, 
     """A matrix of 1 where a row has a word."""
     from scipy import sparse
 
-    found = sparse.csr_matrix((np.ones(len(rows)), (rows, words)), shape)
+    places = rows.astype(np.int32), words.astype(np.int32)
+    found = sparse.csr_matrix((np.ones(len(rows), np.float32), places), shape)
     found.data[:] = 1.0
     return found
 

@@ -6,7 +6,6 @@ the retriever worse on documents whose own sentences it did not learn from. Pass
 corpus like all others: a task may retrieve them, draw them as unrelated ones, or read them for a training question.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -135,14 +134,21 @@ def held_out_sentences(
 
 def _own_sentences(store: PassageStore, share: float) -> Iterator[tuple[int, int]]:
     """Row and number of the sentences of held-out documents that stand nowhere else and are long enough to search."""
-    pieces = [
-        [store.body_tokens(row)[slice(*one)].tobytes() for one in store.sentences(row)] for row in range(len(store))
-    ]
-    times, size = Counter(text for row in pieces for text in row), store.body_tokens(0).itemsize
-    for row, texts in enumerate(pieces):
+    hashes = np.fromiter((hashed for row in range(len(store)) for hashed in _hashes(store, row)), np.uint64)
+    _, places, times = np.unique(hashes, return_inverse=True, return_counts=True)
+    first = np.concatenate([[0], np.cumsum(store.sentence_counts())])
+    for row in range(len(store)):
         if is_held_out(store.document_id(row), share):
-            long_enough = (len(text) >= MINIMUM_SENTENCE * size for text in texts)
-            yield from ((row, number) for number, fits in enumerate(long_enough) if fits and times[texts[number]] == 1)
+            starts, ends = store.sentences(row).T
+            alone = times[places[first[row] : first[row + 1]]] == 1
+            yield from ((row, int(number)) for number in np.flatnonzero(alone & (ends - starts >= MINIMUM_SENTENCE)))
+
+
+def _hashes(store: PassageStore, row: int) -> Iterator[int]:
+    """Of the pieces of each sentence of a row."""
+    body = store.body_tokens(row)
+    for start, end in store.sentences(row).tolist():
+        yield int(farmhash.fingerprint64(body[start:end].tobytes()))
 
 
 def _held_out_sentence(

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from realm_jax.data.store import PassageStore
 from realm_jax.storage import open_atomic
 
-VECTORS, TABLE, INDEX = "vectors.npy", "vectors.parquet", "index.faiss"
+FILES = VECTORS, TABLE, INDEX = "vectors.npy", "vectors.parquet", "index.faiss"
 
 
 def write_vectors(folder: Path, store: PassageStore, vectors: NDArray[np.floating]) -> list[str]:
@@ -50,12 +50,13 @@ def _write_table(file: IO[bytes], store: PassageStore, vectors: NDArray[np.float
     import pyarrow  # here, as it is optional
     from pyarrow import parquet
 
-    rows = range(len(store))
+    rows, width, parts = range(len(store)), vectors.shape[1], list[int]()
     ids = [store.document_id(row) for row in rows]
-    width = vectors.shape[1]
+    for name, before in zip(ids, [None, *ids], strict=False):  # rows of a document are adjacent
+        parts.append(parts[-1] + 1 if name == before else 0)
     columns = {
         "id": ids,
-        "part": [row - store.rows_of(name).start for row, name in zip(rows, ids, strict=True)],
+        "part": parts,
         "title": [store.title(row) for row in rows],
         "text": [store.text(row) for row in rows],
         "vector": pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(vectors.reshape(-1)), width),

@@ -274,7 +274,7 @@ def masked_examples(
     rows, sentences_of = _maskable(store, lengths, kind)
     rows = rows if kept is None else rows[kept[rows]]
     what = "a salient span that another passage is evidence for" if kind == "evidence" else "a salient span"
-    require_passages(len(rows), store, what, "REALM pre-training", kept)
+    require_passages(len(rows), store, what, "learning from masked sentences", kept)
 
     def make(index: int, rng: np.random.Generator) -> Example:
         row = int(rows[index])

@@ -30,6 +30,7 @@ from realm_jax.models.folders import TOWERS, resolve_model_path, sentence_model
 from realm_jax.models.realm import Params
 from realm_jax.models.router import write_router
 from realm_jax.models.sentence_transformers import PASSAGES, QUERIES, README
+from realm_jax.retrieval.vector_files import FILES as VECTOR_FILES
 from realm_jax.retrieval.vector_files import write_vectors
 from realm_jax.run import Run
 from realm_jax.sections import task_names
@@ -54,13 +55,13 @@ from realm_jax.train.adaptation_gate import (
 from realm_jax.train.checkpoints import Checkpoints
 from realm_jax.train.export import write_networks
 from realm_jax.train.index_source import embed_with_cache, share_to_embed
-from realm_jax.train.init_from import init_from_sources
+from realm_jax.train.init_from import recorded_start
 from realm_jax.train.loop import train_task
 from realm_jax.train.model_card import model_card
 from realm_jax.train.recipe import checked_run, open_run, preemptible, recipe_tasks, starting_params
 from realm_jax.train.restore import restore, restore_params, saved_vectors
 from realm_jax.train.results import save_bm25_index
-from realm_jax.train.time_plan import seconds_to_embed, step_time, steps_that_fit
+from realm_jax.train.time_plan import seconds_of, seconds_to_embed, step_time, steps_that_fit
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +123,7 @@ def run_adaptation(request: Request) -> str:
         measured = record.once("measured", lambda: measure(run, plan, request.merge))
         params = promote(run, measured)
         if request.settings["forgetting"]:
-            record.once("forgetting", lambda: measure_forgetting(request, params))
+            record.once("forgetting", lambda: measure_forgetting(request, run.config, params))
         record.once("export", lambda: export(run, params, record.values))
         write_atomic(request.workdir / REPORT, judge.render_report(record.values))
     return judge.headline(measured)
@@ -134,6 +135,9 @@ def check_settings(workdir: Path, settings: dict[str, Any]) -> None:
     if not path.is_file():
         if (workdir / "config.json").is_file():
             raise UserError(f"--output={workdir}: another run lies there; choose another folder")
+        for name in (MODEL, REPORT, *VECTOR_FILES):
+            if (workdir / name).exists():
+                raise UserError(f"--output={workdir}: has a {name} of something else; choose another folder")
         return
     recorded = read_json(path)["settings"]
     for name, value in settings.items():
@@ -166,10 +170,11 @@ def make_plan(request: Request) -> dict[str, Any]:
     names, notes = possible_tasks(request.settings["documents"], run, evidence, share)
     plan = {"held_out": share, "tasks": names, "notes": notes, "steps": {}, "dtype": request.config.model.dtype}
     run = checked_run(planned_config(request.config, plan), request.workdir)
+    other = open_other(request, run.config) if request.settings["forgetting"] else None
     times = measure_times(run, sentences)
-    if request.settings["forgetting"]:
-        other, others = open_other(request)
-        times["embed"] += times["passage"] * len(other.sources.passages) * (1 + any_moves(run))
+    if other is not None:
+        second, others = other
+        times["embed"] += times["passage"] * len(second.sources.passages) * (1 + any_moves(run))
         times["measure"] += times["query"] * 2 * 2 * len(others)
     notes += check_time(request, times, len(store))
     left = request.minutes * 60 * (1 - RESERVE) - request.spent - (time.monotonic() - began)
@@ -238,19 +243,17 @@ def measure_times(run: Run, sentences: Sequence[HeldOutSentence]) -> dict[str, A
     some = sentences[:: max(1, len(sentences) // 64)]
     zeros = np.zeros((run.context.rows, run.model.vector_size), np.float32)
     searches = Searches(run, some, [])
-    searches.values(params, zeros, "vectors")  # compiles
-    began = time.monotonic()
-    searches.values(params, zeros, "vectors")
-    query = (time.monotonic() - began) / (2 * len(some))
+    query = seconds_of(lambda: searches.sentence_values(params, zeros, "vectors")) / (2 * len(some))
     queries = 2 * len(sentences) + len(run.sources.questions.get(JUDGED, []))
-    searched = len(WEIGHTS) / 2 + len((judge.START, "adapted", "merged", "start_hybrid", "hybrid"))
+    weights = 1 + len(WEIGHTS)  # with the start's; half of the sentences choose, all are measured
+    searched = weights / 2 + weights + 2  # and words are added to two of them
     embed, tasks = seconds_to_embed(run, params), recipe_tasks(run)
     moving = [task for task in tasks if moves_documents(task, run)]
     steps = {task.name: step_time(task, params) for task in tasks}
     refresh = {task.name: embed / task.refresh_every for task in moving if task.refresh_every}
     rows = run.context.rows
     sampled = len(WEIGHTS[:-1]) * min(SAMPLE / rows, 1.0) + 1 if moving else 0.0  # and what is chosen
-    sampled += 4 * min(len(sentences) / rows, 1.0)  # passages without their sentences, half of them for each weight
+    sampled += 1.5 * weights * min(len(sentences) / rows, 1.0)  # passages without their sentences
     return {
         "passage": embed / rows,
         "embed": embed * (share_to_embed(run, params) + len(moving) + sampled),
@@ -278,12 +281,14 @@ def check_time(request: Request, times: dict[str, Any], rows: int) -> list[str]:
 def facts_of(run: Run, evidence: Evidence) -> dict[str, Any]:
     """What the report says of the corpus."""
     store = run.sources.passages
-    counts = read_json(Path(run.config.data.path) / "PREPARED.json")["counts"]["passages"]
+    found = read_json(Path(run.config.data.path) / "PREPARED.json")["counts"]
+    counts, asked = found["passages"], found.get("questions", {"dropped": {}, "damaged": {}})
+    lost = {f"questions {reason}": count for reason, count in (asked["dropped"] | asked["damaged"]).items()}
     return {
         "passages": len(store),
         "documents": store.documents,
         "read": counts["records"],
-        "left_out": counts["dropped"] | counts["damaged"],
+        "left_out": counts["dropped"] | counts["damaged"] | lost,
         "fingerprint": store.fingerprint,
         "spans": len(store.all_spans()),
         "spans_with_evidence": len(evidence.spans.rows),
@@ -307,10 +312,10 @@ def train(run: Run, plan: dict[str, Any]) -> dict[str, int]:
 # --- a second corpus --------------------------------------------------------------------------------------------------
 
 
-def open_other(request: Request) -> tuple[Run, list[HeldOutSentence]]:
-    """The second corpus, and the sentences of it that ask: of all its documents, as none is learned from. Raises
-    UserError for one that has too few."""
-    folder, config = request.workdir / OTHER, ConfigDict(request.config.to_dict())
+def open_other(request: Request, planned: ConfigDict) -> tuple[Run, list[HeldOutSentence]]:
+    """The second corpus, and the sentences of it that ask: of all its documents, as none is learned from. planned: the
+    config of the run. Raises UserError for one that has too few."""
+    folder, config = request.workdir / OTHER, ConfigDict(planned.to_dict())
     config.data.path, config.evaluation.held_out = str(folder / DATA), 0.0
     run = checked_run(config, folder)
     sentences = sentences_of(run, evidence_of(run), 1.0)
@@ -318,11 +323,11 @@ def open_other(request: Request) -> tuple[Run, list[HeldOutSentence]]:
     return run, sentences
 
 
-def measure_forgetting(request: Request, params: Params) -> dict[str, Any]:
+def measure_forgetting(request: Request, planned: ConfigDict, params: Params) -> dict[str, Any]:
     """What is promoted against the start on the second corpus: {"table", "documents", "passages"}."""
-    run, sentences = open_other(request)
+    run, sentences = open_other(request, planned)
     logger.info("measuring on %s what was forgotten", request.settings["forgetting"])
-    start, searches = init_from_sources(run, run.initial_params()), Searches(run, sentences, [])
+    start, searches = recorded_start(run, request.workdir), Searches(run, sentences, [])
     before, after = (
         searches.values(some, embed_with_cache(run, some, bar=True), "vectors") for some in (start, params)
     )
@@ -344,7 +349,7 @@ def promote(run: Run, measured: dict[str, Any]) -> Params:
     steps = run.config[last].steps
     if saved.step > steps:
         return restore_params(run, last, saved)
-    task, start = make_task(last, run), init_from_sources(run, run.initial_params())
+    task, start = make_task(last, run), recorded_start(run, run.workdir)
     state = restore(task, saved, run.abstract_params).state
     weight = measured["weight"] if measured["promoted"] else 0.0
     params = with_towers(run, state.params, start, weight)
@@ -376,5 +381,7 @@ def write_model(folder: Path, run: Run, params: Params, record: dict[str, Any]) 
         write_networks(folder, run.config, run.model, towers, run.sources.tokenizer)
         write_router(folder, dict(zip((QUERIES, PASSAGES), (folder / name for name in TOWERS), strict=True)))
     else:
-        shutil.copytree(resolve_model_path(record["settings"]["from"], "--from"), folder)
+        source = resolve_model_path(record["settings"]["from"], "--from")
+        shutil.copytree(source, folder, copy_function=shutil.copyfile)  # whether or not they may be written to
+        folder.chmod(0o755)
     (folder / README).write_text(model_card(record, run), "utf-8")

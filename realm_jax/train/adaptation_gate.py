@@ -29,7 +29,7 @@ from realm_jax.tasks.base import Task
 from realm_jax.train.best import primary_metric
 from realm_jax.train.checkpoints import SavedCheckpoint
 from realm_jax.train.index_source import embed_with_cache
-from realm_jax.train.init_from import init_from_sources
+from realm_jax.train.init_from import recorded_start
 from realm_jax.train.recipe import recipe_tasks
 from realm_jax.train.restore import restore_params, saved_vectors
 
@@ -97,14 +97,18 @@ class Searches:
 
     def values(self, params: Params, vectors: NDArray, how: str) -> judge.Values:
         """The measures of a search, one of `sections.SEARCHES`. vectors: of the passages, by the parameters."""
-        index, store = self.run.index(vectors), self.run.sources.passages
-        found = [Evaluator(self.run, some, how).retrieve(params, index, judge.DEPTH) for some in self._texts]
-        values = judge.sentence_values(store, self.sentences, *found) | self._removed_values(params, vectors, how)
+        values = self.sentence_values(params, vectors, how) | self._removed_values(params, vectors, how)
         if not self.judged:
             return values
         asked = Evaluator(self.run, self.judged, how)
-        judged = asked.recall_values(asked.retrieve(params, index))
+        judged = asked.recall_values(asked.retrieve(params, self.run.index(vectors)))
         return values | {f"{JUDGED_QUESTIONS}{name}": found for name, found in judged.items()}
+
+    def sentence_values(self, params: Params, vectors: NDArray, how: str) -> judge.Values:
+        """Those of the sentences in the passages as they are."""
+        index, store = self.run.index(vectors), self.run.sources.passages
+        found = [Evaluator(self.run, some, how).retrieve(params, index, judge.DEPTH) for some in self._texts]
+        return judge.sentence_values(store, self.sentences, *found)
 
     def _removed_values(self, params: Params, vectors: NDArray, how: str) -> judge.Values:
         """Recall of passages without the sentences that ask for them: of vectors alone, as words find none of them."""
@@ -131,7 +135,7 @@ def measure(run: Run, plan: dict[str, Any], merge: float | None) -> dict[str, An
     """The decision and all that the report tables. merge: the weight of the trained towers, None to choose it: by the
     sentences of every second held-out document, and those of the others judge the gain; all do where it is given."""
     last, saved = last_checkpoint(run)
-    trained, start = restore_params(run, last, saved), init_from_sources(run, run.initial_params())
+    trained, start = restore_params(run, last, saved), recorded_start(run, run.workdir)
     sentences = sentences_of(run, evidence_of(run), plan["held_out"])
     searches = Searches(run, sentences, run.sources.questions.get(JUDGED, []))
     counts, left = (len(sentences), len(searches.judged)), duration(plan["estimate"]["measure"])
@@ -170,7 +174,7 @@ def choose_weight(
     sampled = np.linspace(0, run.context.rows - 1, min(SAMPLE, run.context.rows)).astype(int)
     own = [row for one in sentences for row in (one.row, *one.evidence)]
     rows = np.unique([*sampled.tolist(), *own])
-    some = CorpusRows(*(part[rows] for part in run.corpus))
+    some = run.corpus.take(rows)
     logger.info("comparing %d weights", len(WEIGHTS))
     found = dict[float, judge.Values]()
     for weight in (0.0, *WEIGHTS):

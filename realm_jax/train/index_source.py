@@ -187,7 +187,7 @@ def embed_with_cache(
     with _progress(len(missing), bar) if len(missing) else contextlib.nullcontext() as shown:
         for start in range(0, len(missing), PIECE):
             rows = missing[start : start + PIECE]
-            piece = CorpusRows(*(part[rows] for part in run.corpus))
+            piece = run.corpus.take(rows)
             fresh = run.embed(params, _row_counter(shown, start, on_progress), piece)
             vectors = np.empty((len(known), fresh.shape[1]), np.float32) if vectors is None else vectors
             vectors[rows], new = fresh, ~known[rows]
@@ -218,7 +218,7 @@ def embed_unknown(run: Run, params: Params) -> Callable[[CorpusRows], NDArray[np
             return run.embed(params, rows=rows)
         missing = np.flatnonzero(~known)
         if len(missing):
-            vectors[missing] = run.embed(params, rows=CorpusRows(*(part[missing] for part in rows)))
+            vectors[missing] = run.embed(params, rows=rows.take(missing))
         return vectors
 
     return embed

@@ -503,9 +503,25 @@ def record_start(run: Run, params: Params) -> None:
     from elsewhere}. What an earlier start from others left there is removed: its best parameters, principal components
     and records are none of this run's. Every process has to call it, before the first step.
     """
-    sources = init_sources(run.config)
-    sums = checksums(params) if sources else {}
-    run_on_process_0(lambda: _record_start(run, sources, digest(json.dumps(sums, sort_keys=True).encode())))
+    sources, found = init_sources(run.config), _start_digest(run, params)
+    run_on_process_0(lambda: _record_start(run, sources, found))
+
+
+def recorded_start(run: Run, workdir: Path) -> Params:
+    """`init_from_sources` as the run in a folder began with them. Raises UserError where they have changed since."""
+    params = init_from_sources(run, run.initial_params())
+    if _start_digest(run, params) != read_json(workdir / START)["params"]:
+        raise UserError(
+            f"config.init_from={run.config.init_from}: holds other weights than when {workdir} was begun; bring those "
+            "back, or begin in another folder"
+        )
+    return params
+
+
+def _start_digest(run: Run, params: Params) -> str:
+    """Of the parameters that a run begins with, where some are from elsewhere."""
+    sums = checksums(params) if init_sources(run.config) else {}
+    return digest(json.dumps(sums, sort_keys=True).encode())
 
 
 def _record_start(run: Run, sources: Sequence[Source], params: str) -> None:

@@ -20,7 +20,6 @@ from realm_jax.mesh import put_with_sharding
 from realm_jax.models.realm import Params
 from realm_jax.models.weights import open_safetensors
 from realm_jax.processes import broadcast_from_process_0, is_process_0, run_on_process_0
-from realm_jax.retrieval.embed import CorpusRows
 from realm_jax.run import Run
 from realm_jax.storage import write_atomic
 
@@ -63,7 +62,7 @@ def _make(run: Run, params: Params) -> dict[str, NDArray[np.float32]]:
             "principal components; lower it, or set encoder.projection_start='fresh'"
         )
     chosen = np.random.default_rng((run.config.seed, STREAM)).choice(total, min(SAMPLE, total), replace=False)
-    rows = CorpusRows(*(part[np.sort(chosen)] for part in run.corpus))
+    rows = run.corpus.take(np.sort(chosen))
     if is_process_0():
         logger.info("encoder.projection_start='pca': embedding %d passages", len(chosen))
     pooled = dataclasses.replace(run.model, projection=0, normalization="none")

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from realm_jax.data.examples import Examples, batches
 from realm_jax.models.realm import Params
 from realm_jax.retrieval import bm25
-from realm_jax.retrieval.embed import CorpusRows
 from realm_jax.run import Run, local_rows, make_global_batch
 from realm_jax.tasks import make_task
 from realm_jax.tasks.base import Task
@@ -47,7 +46,7 @@ def seconds_to_embed(run: Run, params: Params) -> float:
     """How long the corpus takes, by SAMPLE passages spread evenly over it."""
     count = min(SAMPLE, run.context.rows)
     rows = np.linspace(0, run.context.rows - 1, count).astype(int)
-    sample = CorpusRows(*(part[rows] for part in run.corpus))
+    sample = run.corpus.take(rows)
     return seconds_of(lambda: run.embed(params, rows=sample)) * run.context.rows / count
 
 
