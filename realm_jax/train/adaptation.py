@@ -171,6 +171,7 @@ def make_plan(request: Request) -> dict[str, Any]:
     plan = {"held_out": share, "tasks": names, "notes": notes, "steps": {}, "dtype": request.config.model.dtype}
     run = checked_run(planned_config(request.config, plan), request.workdir)
     other = open_other(request, run.config) if request.settings["forgetting"] else None
+    save_bm25_index(run)
     times = measure_times(run, sentences)
     if other is not None:
         second, others = other
@@ -239,7 +240,6 @@ def measure_times(run: Run, sentences: Sequence[HeldOutSentence]) -> dict[str, A
     query, to measure what is compared."""
     logger.info("measuring how fast this machine is")
     params = starting_params(run)
-    save_bm25_index(run)
     some = sentences[:: max(1, len(sentences) // 64)]
     zeros = np.zeros((run.context.rows, run.model.vector_size), np.float32)
     searches = Searches(run, some, [])
