@@ -33,6 +33,7 @@ from realm_jax.recipes import adapt
 from realm_jax.run import Run
 from realm_jax.sections import task_names
 from realm_jax.storage import open_atomic, read_json, write_json_atomic
+from realm_jax.train.adaptation import seconds_to_refresh
 from realm_jax.train.adaptation_gate import any_moves, vectors_at, with_towers
 from realm_jax.train.init_from import init_from_sources
 from realm_jax.train.loop import train_task
@@ -75,6 +76,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.against not in args.methods or 1.0 not in args.weights:
         parser.error(f"--against={args.against} is compared at weight 1: name it in --methods, and 1 in --weights")
+    check_folder(args)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", force=True)
     for seed in args.seeds:
         for method in args.methods:
@@ -82,6 +84,15 @@ def main() -> None:
             if not all(values_file(folder, weight).is_file() for weight in args.weights):
                 run_method(args, method, seed, folder)
     table(args)
+
+
+def check_folder(args: argparse.Namespace) -> None:
+    """End where the folder holds results of other passages or of another encoder."""
+    given, path = {"data": args.data, "from": args.model}, args.output / "settings.json"
+    args.output.mkdir(parents=True, exist_ok=True)
+    if path.is_file() and read_json(path) != given:
+        raise SystemExit(f"--output={args.output}: holds results of {read_json(path)}; name another folder")
+    write_json_atomic(path, given)
 
 
 # --- one method and seed ----------------------------------------------------------------------------------------------
@@ -120,9 +131,13 @@ def with_steps(run: Run, seconds: float, given: int | None) -> ConfigDict:
         write_json_atomic(path, {"steps": {names[0]: given}})
     if not path.is_file():
         params = starting_params(run)
-        each = {task.name: step_time(task, params).later for task in recipe_tasks(run)}
+        embed = seconds_to_embed(run, params)
+        each = {
+            task.name: step_time(task, params).later + seconds_to_refresh(task, run, embed)
+            for task in recipe_tasks(run)
+        }
         most = {name: config[name].steps for name in names} if len(names) > 1 else dict.fromkeys(names, MOST)
-        between = seconds_to_embed(run, params) * any_moves(run) if len(names) > 1 else 0.0
+        between = embed * any_moves(run) if len(names) > 1 else 0.0
         write_json_atomic(path, {"steps": steps_that_fit(most, each, seconds - between, 1), "seconds": each})
     config = ConfigDict(config.to_dict())
     for name, steps in read_json(path)["steps"].items():

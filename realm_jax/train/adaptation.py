@@ -36,6 +36,7 @@ from realm_jax.run import Run
 from realm_jax.sections import task_names
 from realm_jax.storage import exclusive_lock, publish_folder, read_json, write_atomic, write_json_atomic
 from realm_jax.tasks import make_task
+from realm_jax.tasks.base import Task
 from realm_jax.tasks.ict import Ict
 from realm_jax.train.adaptation_gate import (
     JUDGED,
@@ -250,7 +251,6 @@ def measure_times(run: Run, sentences: Sequence[HeldOutSentence]) -> dict[str, A
     embed, tasks = seconds_to_embed(run, params), recipe_tasks(run)
     moving = [task for task in tasks if moves_documents(task, run)]
     steps = {task.name: step_time(task, params) for task in tasks}
-    refresh = {task.name: embed / task.refresh_every for task in moving if task.refresh_every}
     rows = run.context.rows
     sampled = len(WEIGHTS[:-1]) * min(SAMPLE / rows, 1.0) + 1 if moving else 0.0  # and what is chosen
     sampled += 1.5 * weights * min(len(sentences) / rows, 1.0)  # passages without their sentences
@@ -258,10 +258,15 @@ def measure_times(run: Run, sentences: Sequence[HeldOutSentence]) -> dict[str, A
         "passage": embed / rows,
         "embed": embed * (share_to_embed(run, params) + len(moving) + sampled),
         "compile": sum(one.first for one in steps.values()),
-        "step": {name: one.later + refresh.get(name, 0.0) for name, one in steps.items()},
+        "step": {task.name: steps[task.name].later + seconds_to_refresh(task, run, embed) for task in tasks},
         "query": query,
         "measure": query * queries * searched,
     }
+
+
+def seconds_to_refresh(task: Task, run: Run, embed: float) -> float:
+    """What each step of a task takes for the passages that are embedded anew every so many. embed: seconds for all."""
+    return embed / task.refresh_every if moves_documents(task, run) and task.refresh_every else 0.0
 
 
 def check_time(request: Request, times: dict[str, Any], rows: int) -> list[str]:
