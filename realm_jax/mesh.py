@@ -5,6 +5,7 @@ Axes `data`, `fsdp`, `model`; their type is always Auto, because Linen's shardin
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -94,8 +95,14 @@ def to_host(array: jax.Array | NDArray) -> NDArray:
     """A whole array on the host, also where other processes hold parts of it; then every process has to call this."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable and not array.is_fully_replicated:
         assert isinstance(array.sharding, NamedSharding), "arrays of several processes live on a mesh"
-        array = jax.jit(lambda x: x, out_shardings=NamedSharding(array.sharding.mesh, PartitionSpec()))(array)
+        array = _gathered(array, NamedSharding(array.sharding.mesh, PartitionSpec()))
     return np.asarray(array)
+
+
+@partial(jax.jit, static_argnums=1)
+def _gathered(array: jax.Array, everywhere: NamedSharding) -> jax.Array:
+    """The same array on every device; compiled once for each shape and place."""
+    return jax.lax.with_sharding_constraint(array, everywhere)
 
 
 def parameter_shardings(mesh: Mesh, abstract_boxed: Any) -> Any:

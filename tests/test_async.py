@@ -45,6 +45,7 @@ from realm_jax.refresh.generations import (
 )  # fmt: skip
 from realm_jax.refresh.status import TRAINER, read_status, trainer_status
 from realm_jax.refresh.watcher import IndexWatcher
+from realm_jax.run import Run
 from realm_jax.storage import PosixFolder
 from realm_jax.tasks import make_task
 from realm_jax.train.built_index import BuiltIndex
@@ -202,7 +203,15 @@ def test_a_builder_serves_steps_that_are_trained_again(copied, sturdy, monkeypat
     assert steps and read_status(folder, TRAINER).index_done
 
 
-def test_once_builds_the_newest_export_or_finds_it_built(copied, caplog):
+def test_once_builds_the_newest_export_or_finds_it_built(copied, caplog, monkeypatch):
+    """With its tower on every device from the start, so that no batch has to send it there."""
+    embed = Run.embed
+
+    def watched(self, params, progress=None, rows=None):
+        assert all(one.committed and len(one.sharding.device_set) == self.mesh.size for one in jax.tree.leaves(params))
+        return embed(self, params, progress, rows)
+
+    monkeypatch.setattr(Run, "embed", watched)
     folder = PosixFolder(copied.workdir)
     [newest] = [name for name in generation_names(folder) if export_step(name) == 6]
     before = read_manifest(folder, newest)

@@ -26,6 +26,7 @@ from realm_jax.console import StageProgress
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.host import Stop
+from realm_jax.mesh import replicated
 from realm_jax.refresh import generations
 from realm_jax.refresh.builder import Builder, Corpus, Rejected
 from realm_jax.refresh.exporter import export_record, to_params
@@ -252,7 +253,7 @@ class Job:
             self._damaged.add(export.step)
             raise
         self._damaged.discard(export.step)
-        towers = jax.device_put(to_params(arrays))
+        towers = jax.device_put(to_params(arrays), replicated(self._run.mesh))  # once, not at every batch
         with StageProgress(f"index {export.step}", self._passages.stored) as bar:
 
             def on_progress(done: int, total: int) -> None:
