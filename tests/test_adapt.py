@@ -31,6 +31,7 @@ from realm_jax.retrieval.vector_files import write_vectors
 from realm_jax.run import Run
 from realm_jax.storage import read_json
 from realm_jax.train import adaptation, adaptation_gate, recipe, workdir
+from realm_jax.train.adaptation import measure_searches
 from realm_jax.train.init_from import init_from_sources
 from realm_jax.train.time_plan import steps_that_fit
 from realm_jax.train.trained_run import open_run_for_inference, restore
@@ -74,11 +75,14 @@ def one_device():
 def no_measuring(monkeypatch):
     """All steps fit: how fast this machine is is measured in `done` alone, before this fixture."""
 
-    def times(run, sentences):
-        steps = {task.name: 0.1 for task in recipe.recipe_tasks(run)}
-        return {"passage": 0.01, "embed": 1.0, "compile": 1.0, "step": steps, "query": 0.01, "measure": 1.0}
+    def searches(run, sentences, longest):
+        return {"passage": 0.01, "embed": 1.0, "query": 0.01, "measure": 1.0, "sentences": 1000}
 
-    monkeypatch.setattr(adaptation, "measure_times", times)
+    def steps(run, embed):
+        return {"compile": 1.0, "step": {task.name: 0.1 for task in recipe.recipe_tasks(run)}}
+
+    monkeypatch.setattr(adaptation, "measure_searches", searches)
+    monkeypatch.setattr(adaptation, "measure_steps", steps)
 
 
 @pytest.fixture(scope="module")
@@ -382,14 +386,24 @@ def test_steps_fit_the_time_and_keep_their_proportion():
     assert steps_that_fit({"ict": 3}, {"ict": 1.0}, 0.0, 20) == {"ict": 3}
 
 
-def test_a_corpus_that_takes_too_long_is_told_or_refused(caplog):
-    request = adaptation.Request(Path(), {}, None, minutes=1.0, merge=None, command="")
-    times = {"measure": 5.0, "compile": 2.0, "step": {"ict": 0.1}}
-    assert adaptation.check_time(request, times | {"embed": 40.0}, 1000) == []
-    (note,) = adaptation.check_time(request, times | {"embed": 100.0}, 1000)
-    assert note.startswith("Embedding 1,000 passages and measuring take about 1 min 45 s of --minutes=1: training is")
-    with pytest.raises(UserError, match="--minutes=1: embedding 1,000 passages .* here; give more minutes, or fewer"):
-        adaptation.check_time(request, times | {"embed": 200.0}, 1000)
+def test_a_corpus_that_takes_too_long_is_told_or_refused():
+    times, check = {"measure": 5.0, "compile": 2.0, "step": {"ict": 0.1}}, adaptation.check_time
+    assert check(1.0, 3.0, times | {"embed": 40.0}, 1000) == []
+    (note,) = check(1.0, 3.0, times | {"embed": 100.0}, 1000)
+    wanted = "--minutes=1: 1 min 52 s at least are needed here, 1 min 40 s to embed 1,000 passages and 5 s to compare "
+    assert note == f"{wanted}among them: training is as short as can be."
+    for late in (times | {"embed": 110.0}, times | {"step": {"ict": 4.0}, "embed": 40.0}):
+        with pytest.raises(UserError, match="at least are needed here, .*; give more minutes, or fewer documents"):
+            check(1.0, 3.0, late, 1000)
+
+
+def test_fewer_sentences_are_measured_where_they_take_long(done, monkeypatch):
+    run, plan = open_run_for_inference(done), read_json(done / "adapt.json")["plan"]
+    assert plan["sentences"] == adaptation.SENTENCES
+    sentences = adaptation_gate.sentences_of(run, adaptation_gate.evidence_of(run), 1.0)
+    monkeypatch.setattr(adaptation, "seconds_of", lambda work: 1.0)
+    few, some, all_ = (measure_searches(run, sentences, seconds)["sentences"] for seconds in (0.0, 60.0, 1e9))
+    assert few == adaptation.FEWEST < some < all_ == adaptation.SENTENCES
 
 
 def fails(capsys, *arguments: Any) -> str:
@@ -441,7 +455,12 @@ def test_another_run_or_other_settings_are_refused(done, documents, encoder, tmp
     for key, value in (("evaluation.held_out", 0.5), ("refresh.mode", "async"), ("data.path", "data")):
         said = fails(capsys, documents, encoder, tmp_path / "new", f"--config.{key}={value}")
         assert f"--config.{key}: " in said and "leave it out" in said
-    assert not (tmp_path / "new").exists()
+    own = tmp_path / "documents"
+    shutil.copytree(documents.parent, own, ignore=shutil.ignore_patterns("encoder", "vocabulary"))
+    assert "whose files are documents" in fails(capsys, own, encoder, own / "deep" / "run")
+    assert "nowhere" in fails(capsys, documents, encoder, tmp_path / "new", f"--forgetting={tmp_path / 'nowhere'}")
+    assert "no such folder; write hf:NAME" in fails(capsys, documents, tmp_path / "none", tmp_path / "new")
+    assert not (tmp_path / "new").exists() and not (own / "deep").exists()
 
 
 def test_other_weights_under_the_name_of_the_start_are_refused(documents, encoder, tmp_path, monkeypatch, capsys):
@@ -489,6 +508,7 @@ def test_a_document_that_is_added_is_found_and_nothing_else_is_embedded(
 ):
     monkeypatch.setenv("REALM_CACHE_BYTES", "1000000")
     assert adapt(documents, encoder, tmp_path / "run", "--merge=1") == 0
+    before = np.load(tmp_path / "run" / "vectors.npy")
     new = {"id": "new", "title": "Life 60", "text": "The bardlo of Ada Moss was beck."}
     counts, embed = [], Run.embed
 
@@ -499,6 +519,10 @@ def test_a_document_that_is_added_is_found_and_nothing_else_is_embedded(
     monkeypatch.setattr(Run, "embed", counted)
     arguments = "add", str(write_lines(tmp_path / "new.jsonl", [new])), f"--workdir={tmp_path / 'run'}"
     assert cli.main(["corpus", *arguments]) == 0
+    assert "written anew: vectors.npy" in capsys.readouterr().out
+    vectors = np.load(tmp_path / "run" / "vectors.npy")
+    assert vectors.shape == (61, 16) and np.isfinite(vectors).all() and vectors.any(axis=1).all()
+    np.testing.assert_array_equal(vectors[:60], before)
     assert counts and counts[0] == 1, "the new one; then rows of the self-check"
     capsys.readouterr()
     assert cli.main(["ask", "--json", f"--workdir={tmp_path / 'run'}", f"{new['title']} {new['text']}"]) == 0

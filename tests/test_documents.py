@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 import lzma
+import os
 import zipfile
 from pathlib import Path
 
@@ -455,6 +456,9 @@ def test_a_file_that_several_names_lead_to_is_read_once(tmp_path):
     (tmp_path / "docs" / "c.txt").symlink_to("../elsewhere")
     (tmp_path / "docs" / "README").write_text("Ada Moss reads.", encoding="utf-8")
     (tmp_path / "docs" / "d.txt").symlink_to("README")  # which cannot be read by that name
+    (tmp_path / "docs" / "gone.txt").symlink_to("nowhere")
+    (tmp_path / "docs" / os.fsdecode(b"latin\xe9.txt")).write_text("Ada Moss wrote.", encoding="utf-8")
+    assert open_texts(tmp_path / "docs").identity is not None
     found = [one for file in documents.find(f"{tmp_path}/docs") for one in documents.read(file)]
     assert [one.id for one in found if isinstance(one, Article)] == ["b.txt", "d.txt", "en/page.html"]
     dropped = [(one.reason, one.sample) for one in found if isinstance(one, FilteredRecord)]
@@ -462,6 +466,8 @@ def test_a_file_that_several_names_lead_to_is_read_once(tmp_path):
         (documents.UNKNOWN, "README"),
         (documents.LINKED, "a.html → en/page.html"),
         (documents.LINKED, "c.txt → b.txt"),
+        (documents.DANGLING, "gone.txt"),
+        (documents.UNNAMED, "latin\\udce9.txt"),
     ]
 
 

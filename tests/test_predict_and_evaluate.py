@@ -23,7 +23,10 @@ from realm_jax.config import add_sections
 from realm_jax.errors import UserError
 from realm_jax.eval.answers import exact_match
 from realm_jax.eval.metrics import compare, over_seeds
+from realm_jax.eval.prediction import Evaluator
 from realm_jax.eval.prediction_files import settings_file
+from realm_jax.storage import read_json
+from realm_jax.train import results
 from realm_jax.train.trained_run import NBEST, open_run_for_inference, restore
 
 UNANSWERED = {"question": "Who built it?", "id": "extra"}
@@ -506,3 +509,17 @@ def test_other_questions_are_not_compared(predicted, tmp_path, capsys):
     assert "o.jsonl: question 4 is" in last_line(capsys)
     assert run("evaluate", predicted, short) == 2
     assert "s.jsonl: has 2 predictions, the other file 20" in last_line(capsys)
+
+
+def test_bm25_is_no_baseline_of_a_corpus_that_is_too_large_for_it(trained, tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    run, found = dataclasses.replace(trained.run, workdir=tmp_path), []
+    evaluator = Evaluator(run, run.sources.questions["dev"])
+    for largest in (len(run.sources.passages) - 1, len(run.sources.passages)):
+        monkeypatch.setattr(results, "LARGEST", largest)
+        results.measure_baselines(run, evaluator, run.initial_params())
+        found.append(read_json(tmp_path / "baselines.json"))
+        (tmp_path / "baselines.json").unlink()
+        assert (tmp_path / "words").exists() == ("bm25" in found[-1])
+    assert [{*one} for one in found] == [{"untrained", "seconds"}, {"untrained", "bm25", "seconds"}]
+    assert "BM25 is not measured beside the run" in caplog.text

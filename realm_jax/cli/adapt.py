@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 from realm_jax.cache import cache_programs
 from realm_jax.cli.config_flags import add_config_argument, load_config
 from realm_jax.cli.prepare import prepare
+from realm_jax.corpora.texts import open_texts
 from realm_jax.errors import UserError
 from realm_jax.recipes import adapt as recipe
 from realm_jax.storage import make_folder
@@ -78,6 +79,10 @@ def run(args: argparse.Namespace) -> None:
     check_settings(workdir, settings)
     check_model(args.model)
     config = adapted_config(args, workdir)
+    for source in filter(None, (args.documents, args.forgetting)):
+        check_outside(workdir, source)
+    if args.forgetting:
+        open_texts(args.forgetting)  # says what is wrong with it, before the others are read
     make_folder(workdir, "--output")
     questions = [f"{JUDGED}={args.questions}"] if args.questions else []
     limit = config.data.document_length
@@ -91,6 +96,12 @@ def run(args: argparse.Namespace) -> None:
     request = Request(workdir, settings, config, args.minutes, args.merge, args.command_line, spent)
     print(run_adaptation(request))
     print(f'model:  {workdir / MODEL}\nreport: {workdir / REPORT}\nask:    realm ask --workdir={workdir} "question"')
+
+
+def check_outside(workdir: Path, documents: str) -> None:
+    """Raise UserError for an output that would be among the documents the next time."""
+    if Path(documents).is_dir() and workdir.resolve().is_relative_to(Path(documents).resolve()):
+        raise UserError(f"--output={workdir}: lies in {documents}, whose files are documents; name one outside")
 
 
 def check_numbers(minutes: float, merge: float | None) -> None:

@@ -154,9 +154,9 @@ def _warn_if_inaccurate(trained: TrainedRun) -> None:
         logger.warning("no reader was trained (task %s): these are the passages that were found", trained.task)
     elif trained.reads_blanks:
         logger.warning("the reader learnt from blanks in your documents and never saw a question: check its answers")
-    if known is None:
+    if known is None and not trained.reads_blanks:
         logger.info("this run has no recorded metrics")
-    elif known.is_low:
+    elif known is not None and known.is_low:
         logger.warning("%s", known.advice())
 
 

@@ -26,11 +26,13 @@ from realm_jax.refresh.generations import (
     Manifest,
     export_step,
     generation_names,
+    load_vectors,
     manifests,
     remove_generation,
     write_export,
 )
 from realm_jax.refresh.status import TRAINER, read_status
+from realm_jax.retrieval.vector_files import VECTORS, write_vectors
 from realm_jax.run import Run
 from realm_jax.storage import Damaged, Folder, StorageError, exclusive_lock, read_json
 from realm_jax.train.index_source import embed_unknown, shared_folder
@@ -76,8 +78,11 @@ def run(args: argparse.Namespace) -> None:
             write_reader_tokens(data, open_tokenizer(data / READER / "tokenizer"), workers=1)
     print(f"{data}: {len(before):,} -> {len(after):,} passages, version {after.fingerprint[:12]}")
     if args.workdir:
-        manifest = publish(open_run_for_inference(Path(args.workdir), {"data.path": place}))
+        opened = open_run_for_inference(Path(args.workdir), {"data.path": place})
+        manifest = publish(opened)
         print(f"generation {manifest.generation}: {manifest.rows:,} stored vectors")
+        if (opened.workdir / VECTORS).is_file():  # of an adaptation
+            print(f"written anew: {', '.join(_write_vectors_anew(opened, manifest))}")
 
 
 def _check_not_training(workdir: Path) -> None:
@@ -142,3 +147,13 @@ def publish(run: Run) -> Manifest:
         return manifest
     except (StorageError, Damaged, Rejected) as fault:
         raise UserError(f"{fault}; the corpus is edited, but nothing is published for the run") from None
+
+
+def _write_vectors_anew(run: Run, manifest: Manifest) -> list[str]:
+    """The files of the passages' vectors as the corpus is now; returns their names."""
+    store = run.sources.passages
+    try:
+        vectors = store.kept(load_vectors(shared_folder(run), manifest))
+    except Damaged as fault:
+        raise UserError(f"{fault}; the corpus is edited, but {run.workdir / VECTORS} is of the corpus before") from None
+    return write_vectors(run.workdir, store, vectors, anew=True)

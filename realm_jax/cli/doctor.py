@@ -36,6 +36,15 @@ OPTIONAL = {
     "transformers": "salient spans by its token classifiers (--spans=hf:NAME)",
     "spacy": "salient spans by its pipelines (--spans=spacy:NAME)",
     "stanza": "salient spans by its pipelines (--spans=stanza:LANGUAGE)",
+    "trafilatura": "documents that are web pages",
+    "markdown-it-py": "documents in Markdown",
+    "docutils": "documents in reStructuredText",
+    "mammoth": "documents of Word",
+    "pypdfium2": "documents in PDF",
+    "charset-normalizer": "texts in other encodings than UTF-8",
+    "pyarrow": "Parquet and Arrow files; vectors.parquet of `realm adapt`",
+    "sentence-transformers": "opening the folders that `realm adapt` and `realm weights export` write",
+    "faiss-cpu": "index.faiss of `realm adapt`",
     "libtpu": "`realm launch plan`, which compiles for TPUs",
 }
 

@@ -41,7 +41,8 @@ LARGEST = 1 << 27  # bytes of a document that is read as a whole; a text file an
 SMALL = 1 << 24  # bytes of a file of records, as it is stored, whose articles fit into memory many times over
 UNKNOWN = "of an unknown format"
 BESIDE_ROWS = "beside the rows of a data set"
-LINKED = "links to files that are read"
+LINKED, DANGLING = "links to files that are read", "links to nothing"
+UNNAMED = "with a name that is no text"
 EMPTY, WORDLESS, TOO_LARGE = "empty", "without text", "too large"
 UNFINISHED = "a file that cannot be read to its end"
 _CORPUS, _BESIDE_CORPUS = re.compile(r"corpus\.jsonl(\.\w+)?"), re.compile(r"queries\.jsonl|qrels/")  # of BEIR
@@ -56,14 +57,14 @@ class DocumentFile(NamedTuple):
     """A file of documents. path: or URL; name: in the folder that was named, with `/`.
 
     ending: that tells the format, or nothing; title: what the name says, for documents that have no title themselves;
-    target: name of another file that this is a link to, or nothing; a link has no ending, as it is not read.
+    why_not: what is said of a file that is not read although it may end as one that is; it has no ending here.
     """
 
     path: str
     name: str
     ending: str
     title: str
-    target: str = ""
+    why_not: FilteredRecord | None = None
 
 
 class Format(NamedTuple):
@@ -85,7 +86,7 @@ def find(source: str) -> list[DocumentFile]:
     A file that is named itself and has no known ending holds JSON objects. Raises UserError where no file is known, and
     where a library is missing.
     """
-    found = _with_targets(list(_named(source)))
+    found = _without_links(list(_named(source)))
     known = {file.ending for file in found if file.ending}
     if not known:
         held = f"none of its files ({len(found):,}, such as {found[0].name})" if found else "it has no file that"
@@ -110,22 +111,30 @@ def _named(source: str) -> Iterator[DocumentFile]:
         yield one if one.ending else one._replace(ending=".jsonl")
 
 
-def _with_targets(files: list[DocumentFile]) -> list[DocumentFile]:
-    """Files; of those that can be read, what is the same as another is a link to it: to the one that is no link, or the
-    first."""
+def _without_links(files: list[DocumentFile]) -> list[DocumentFile]:
+    """Files, of which links to nothing are not read, nor what is the same file as another: the one that is no link
+    stays, or the first."""
+    lost = {file.path for file in files if os.path.islink(file.path) and not os.path.exists(file.path)}
+    files = [_left_out(file, DANGLING) if file.path in lost else file for file in files]
     here = [file for file in files if file.ending and "://" not in file.path]
     real = {file.path: os.path.realpath(file.path) for file in here}
     names: dict[str, str] = {}
     for file in sorted(here, key=lambda file: os.path.islink(file.path)):
         names.setdefault(real[file.path], file.name)
     found = ((file, names.get(real.get(file.path, ""), file.name)) for file in files)
-    return [file if target == file.name else file._replace(target=target, ending="") for file, target in found]
+    return [file if target == file.name else _left_out(file, LINKED, f" → {target}") for file, target in found]
+
+
+def _left_out(file: DocumentFile, reason: str, further: str = "") -> DocumentFile:
+    return file._replace(ending="", why_not=FilteredRecord(reason, f"{file.name}{further}"))
 
 
 def _file(path: str, name: str) -> DocumentFile:
     match = _ENDING.search(name)
     words = name[: match.start() if match else None].rpartition("/")[2].replace("_", " ").split()
-    return DocumentFile(path, name, match[1].lower() if match else "", " ".join(words))
+    file = DocumentFile(path, name, match[1].lower() if match else "", " ".join(words))
+    readable = name.encode("utf-8", "backslashreplace").decode()
+    return file if readable == name else _left_out(DocumentFile(readable, readable, "", readable), UNNAMED)
 
 
 def is_small(file: DocumentFile) -> bool:
@@ -135,8 +144,8 @@ def is_small(file: DocumentFile) -> bool:
 
 def read(file: DocumentFile) -> Iterator[Found]:
     """The articles of a file, and what cannot be read. Raises StorageError and MemoryError alone."""
-    if file.target:
-        yield FilteredRecord(LINKED, f"{file.name} → {file.target}")
+    if file.why_not is not None:
+        yield file.why_not
         return
     if not file.ending or _BESIDE_ROWS.fullmatch(file.name):
         yield FilteredRecord(BESIDE_ROWS if file.ending else UNKNOWN, file.name)

@@ -126,7 +126,11 @@ def headline(record: Mapping[str, Any]) -> str:
 def _change(found: Mapping[str, Any]) -> str:
     if not found["queries"]:
         return "unknown"
-    ends = "no interval" if found["low"] is None else f"95 % interval {found['low']:+.3f} to {found['high']:+.3f}"
+    ends = (
+        "no interval, as all changed alike"
+        if found["low"] is None
+        else f"95 % interval {found['low']:+.3f} to {found['high']:+.3f}"
+    )
     return f"{found['start']:.3f} → {found['value']:.3f} ({found['change']:+.3f}, {ends})"
 
 

@@ -20,10 +20,10 @@ from realm_jax.storage import open_atomic
 FILES = VECTORS, TABLE, INDEX = "vectors.npy", "vectors.parquet", "index.faiss"
 
 
-def write_vectors(folder: Path, store: PassageStore, vectors: NDArray[np.floating]) -> list[str]:
+def write_vectors(folder: Path, store: PassageStore, vectors: NDArray[np.floating], anew: bool = False) -> list[str]:
     """Write those of the files that are not there yet, each whole or not at all; returns the names of all that are.
 
-    vectors: [passages, width], rows as in the store.
+    vectors: [passages, width], rows as in the store. anew: write all of them, as the passages were edited.
     """
     vectors = np.ascontiguousarray(vectors, np.float32)
     files: dict[str, tuple[str, Callable[[ModuleType, IO[bytes]], Any]]] = {
@@ -33,7 +33,7 @@ def write_vectors(folder: Path, store: PassageStore, vectors: NDArray[np.floatin
     }
     for name, (package, write) in files.items():
         library = _library(package)
-        if library is not None and not (folder / name).is_file():
+        if library is not None and (anew or not (folder / name).is_file()):
             with open_atomic(folder / name) as file:
                 write(library, file)
     return [name for name in files if (folder / name).is_file()]

@@ -10,7 +10,7 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,10 @@ from realm_jax.tasks import make_task
 from realm_jax.tasks.base import Task
 from realm_jax.tasks.ict import Ict
 from realm_jax.train.adaptation_gate import (
+    FEWEST,
     JUDGED,
     SAMPLE,
+    SENTENCES,
     WEIGHTS,
     Searches,
     any_moves,
@@ -74,6 +76,7 @@ FEW_DOCUMENTS, LARGEST_SHARE = 12, 1 / 3  # documents that are held out of few, 
 LEAST_SENTENCES, LEAST_DOCUMENTS = 8, 6  # half of which judge
 LEAST_STEPS = 20  # of a task
 RESERVE = 0.1  # of the minutes, for what the plan does not foresee
+LONGEST_MEASURING = 0.2  # of the minutes, to compare what was learned with the start
 
 
 @dataclass(frozen=True)
@@ -150,6 +153,8 @@ def check_settings(workdir: Path, settings: dict[str, Any]) -> None:
 def check_model(name: str) -> None:
     """Raise UserError for what is no folder of sentence-transformers that the towers can have."""
     folder = resolve_model_path(name, "--from")
+    if not folder.is_dir():
+        raise UserError(f"--from={name}: no such folder; write hf:NAME for a model of the hub, py:NAME for a package")
     if sentence_model(folder) is None:
         raise UserError(
             f"--from={name}: {folder} does not say how it makes a text a vector (no modules.json with a pooling); name "
@@ -163,6 +168,10 @@ def check_model(name: str) -> None:
 def make_plan(request: Request) -> dict[str, Any]:
     """What is held out, which tasks are trained, and their steps, with the facts that the report gives."""
     began = time.monotonic()
+
+    def spent() -> float:
+        return request.spent + time.monotonic() - began
+
     run = checked_run(request.config, request.workdir)
     store, evidence = run.sources.passages, evidence_of(run)
     share = held_out_share(store, run.lengths.query)
@@ -173,17 +182,20 @@ def make_plan(request: Request) -> dict[str, Any]:
     run = checked_run(planned_config(request.config, plan), request.workdir)
     other = open_other(request, run.config) if request.settings["forgetting"] else None
     save_bm25_index(run)
-    times = measure_times(run, sentences)
+    logger.info("measuring how fast this machine is")
+    times = measure_searches(run, sentences, request.minutes * 60 * LONGEST_MEASURING)
     if other is not None:
         second, others = other
         times["embed"] += times["passage"] * len(second.sources.passages) * (1 + any_moves(run))
         times["measure"] += times["query"] * 2 * 2 * len(others)
-    notes += check_time(request, times, len(store))
-    left = request.minutes * 60 * (1 - RESERVE) - request.spent - (time.monotonic() - began)
+    check_time(request.minutes, spent(), times | {"compile": 0.0, "step": {}}, len(store))  # before steps are compiled
+    times |= measure_steps(run, times["passage"] * len(store))
+    notes += check_time(request.minutes, spent(), times, len(store))
+    left = request.minutes * 60 * (1 - RESERVE) - spent()
     left -= times["embed"] + times["measure"] + times["compile"]
     most = {name: run.config[name].steps for name in task_names(run.config)}
     plan |= {"tasks": ",".join(most), "steps": steps_that_fit(most, times["step"], left, LEAST_STEPS)}
-    return plan | {"estimate": times} | facts_of(run, evidence)
+    return plan | {"sentences": times.pop("sentences"), "estimate": times} | facts_of(run, evidence)
 
 
 def check_sentences(name: str, run: Run, sentences: Sequence[HeldOutSentence], share: float) -> None:
@@ -236,31 +248,37 @@ def planned_config(config: ConfigDict, plan: dict[str, Any]) -> ConfigDict:
     return found
 
 
-def measure_times(run: Run, sentences: Sequence[HeldOutSentence]) -> dict[str, Any]:
-    """Seconds on this machine: of a passage, to embed all that is not known, to compile, of a step of each task, of a
-    query, to measure what is compared."""
-    logger.info("measuring how fast this machine is")
-    params = starting_params(run)
+def measure_searches(run: Run, sentences: Sequence[HeldOutSentence], longest: float) -> dict[str, Any]:
+    """Seconds on this machine: of a passage, to embed all that is not known, of a query, to measure what is compared.
+    And how many sentences are measured at most: fewer where they would take more than `longest`."""
+    params, rows = starting_params(run), run.context.rows
     some = sentences[:: max(1, len(sentences) // 64)]
-    zeros = np.zeros((run.context.rows, run.model.vector_size), np.float32)
+    zeros = np.zeros((rows, run.model.vector_size), np.float32)
     searches = Searches(run, some, [])
     query = seconds_of(lambda: searches.sentence_values(params, zeros, "vectors")) / (2 * len(some))
-    queries = 2 * len(sentences) + len(run.sources.questions.get(JUDGED, []))
     weights = 1 + len(WEIGHTS)  # with the start's; half of the sentences choose, all are measured
     searched = weights / 2 + weights + 2  # and words are added to two of them
-    embed, tasks = seconds_to_embed(run, params), recipe_tasks(run)
-    moving = [task for task in tasks if moves_documents(task, run)]
-    steps = {task.name: step_time(task, params) for task in tasks}
-    rows = run.context.rows
+    most = min(SENTENCES, max(FEWEST, int(longest / (2 * query * searched))))
+    asked = min(most, len(sentences))
+    embed, moving = seconds_to_embed(run, params), sum(moves_documents(task, run) for task in recipe_tasks(run))
     sampled = len(WEIGHTS[:-1]) * min(SAMPLE / rows, 1.0) + 1 if moving else 0.0  # and what is chosen
-    sampled += 1.5 * weights * min(len(sentences) / rows, 1.0)  # passages without their sentences
+    sampled += 1.5 * weights * min(asked / rows, 1.0)  # passages without their sentences
     return {
         "passage": embed / rows,
-        "embed": embed * (share_to_embed(run, params) + len(moving) + sampled),
+        "embed": embed * (share_to_embed(run, params) + moving + sampled),
+        "query": query,
+        "measure": query * searched * (2 * asked + len(run.sources.questions.get(JUDGED, []))),
+        "sentences": most,
+    }
+
+
+def measure_steps(run: Run, embed: float) -> dict[str, Any]:
+    """Seconds on this machine to compile, and of a step of each task. embed: of all passages."""
+    params, tasks = starting_params(run), recipe_tasks(run)
+    steps = {task.name: step_time(task, params) for task in tasks}
+    return {
         "compile": sum(one.first for one in steps.values()),
         "step": {task.name: steps[task.name].later + seconds_to_refresh(task, run, embed) for task in tasks},
-        "query": query,
-        "measure": query * queries * searched,
     }
 
 
@@ -269,16 +287,18 @@ def seconds_to_refresh(task: Task, run: Run, embed: float) -> float:
     return embed / task.refresh_every if moves_documents(task, run) and task.refresh_every else 0.0
 
 
-def check_time(request: Request, times: dict[str, Any], rows: int) -> list[str]:
-    """A note where hardly any time is left to train. Raises UserError where twice the minutes would not do."""
-    given, needed = request.minutes * 60, times["embed"] + times["measure"]
-    least = needed + times["compile"] + LEAST_STEPS * sum(times["step"].values())
+def check_time(minutes: float, spent: float, times: Mapping[str, Any], rows: int) -> list[str]:
+    """A note where hardly any time is left to train. Raises UserError where twice the minutes would not do. spent:
+    seconds that went by already."""
+    given, training = minutes * 60, times["compile"] + LEAST_STEPS * sum(times["step"].values())
+    least = spent + times["embed"] + times["measure"] + training
     if least <= given * (1 - RESERVE):
         return []
-    what = f"embedding {rows:,} passages and measuring take about {duration(needed)}"
-    if needed > 2 * given:
-        raise UserError(f"--minutes={request.minutes:g}: {what} here; give more minutes, or fewer documents")
-    note = f"{what[0].upper()}{what[1:]} of --minutes={request.minutes:g}: training is as short as can be."
+    parts = f"{duration(times['embed'])} to embed {rows:,} passages and {duration(times['measure'])} to compare"
+    what = f"--minutes={minutes:g}: {duration(least)} at least are needed here, {parts} among them"
+    if least > 2 * given:
+        raise UserError(f"{what}; give more minutes, or fewer documents")
+    note = f"{what}: training is as short as can be."
     logger.warning("%s", note)
     return [note]
 

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 JUDGED = "test"  # the split of given questions: as `dev` they would take the place of held-out documents
 JUDGED_QUESTIONS = "judged questions: "  # before the names of their measures
-SENTENCES = 1000  # held-out sentences at most: an interval of ± .02 or less
+SENTENCES, FEWEST = 1000, 200  # held-out sentences: an interval of ± .02 or less, and what little time leaves of it
 WEIGHTS = (0.5, 1.0)  # of the trained towers, beside the start's
 SAMPLE = 2048  # passages among which weights are compared where each weight gives them other vectors
 
@@ -57,10 +57,10 @@ def evidence_of(run: Run) -> Evidence:
     return find_evidence(run.sources.passages, *run.lengths.hidden)
 
 
-def sentences_of(run: Run, evidence: Evidence, share: float) -> list[HeldOutSentence]:
-    """The held-out sentences that decide."""
+def sentences_of(run: Run, evidence: Evidence, share: float, most: int = SENTENCES) -> list[HeldOutSentence]:
+    """The held-out sentences that decide, at most so many."""
     sources = run.sources
-    return held_out_sentences(sources.passages, sources.tokenizer, run.lengths.query, share, SENTENCES, evidence)
+    return held_out_sentences(sources.passages, sources.tokenizer, run.lengths.query, share, most, evidence)
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def measure(run: Run, plan: dict[str, Any], merge: float | None) -> dict[str, An
     sentences of every second held-out document, and those of the others judge the gain; all do where it is given."""
     last, saved = last_checkpoint(run)
     trained, start = restore_params(run, last, saved), recorded_start(run, run.workdir)
-    sentences = sentences_of(run, evidence_of(run), plan["held_out"])
+    sentences = sentences_of(run, evidence_of(run), plan["held_out"], plan.get("sentences", SENTENCES))
     searches = Searches(run, sentences, run.sources.questions.get(JUDGED, []))
     counts, left = (len(sentences), len(searches.judged)), duration(plan["estimate"]["measure"])
     logger.info("measuring on %d held-out sentences and %d questions; about %s left", *counts, left)

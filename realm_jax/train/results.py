@@ -4,6 +4,7 @@ Everything comes from files that training wrote, and from one more reading of th
 be made again at any time. How the page looks is `realm_jax/eval/report.py`.
 """
 
+import logging
 import os
 import platform
 import time
@@ -43,7 +44,10 @@ from realm_jax.train.metrics import read_lines
 from realm_jax.train.restore import restore_params, saved_index
 from realm_jax.train.workdir import begins_with_reader
 
+logger = logging.getLogger(__name__)
+
 BY_WORDS = "recall@5_by_replaced_words"
+LARGEST = 1_000_000  # passages that BM25 is measured on beside a run
 SHOWN_QUESTIONS = 6
 SENTENCES = 64  # or a few more, to share them out evenly over the devices
 
@@ -64,13 +68,21 @@ def majority_exact_match(train: Sequence[Question], dev: Sequence[Question], by:
 
 
 def measure_baselines(run: Run, evaluator: Evaluator, params: Params) -> None:
-    """Recall of BM25 and of fresh parameters, kept in `baselines.json` so that a resumed run has them too."""
+    """Recall of BM25 and of fresh parameters, kept in `baselines.json` so that a resumed run has them too.
+
+    BM25 by the first process alone, and of LARGEST passages at most: its index takes hours and all memory of a host
+    where there are ten million.
+    """
     path = run.workdir / "baselines.json"
     if broadcast_from_process_0(path.is_file()):
         return
     began = time.monotonic()
-    save_bm25_index(run)
-    found: dict[str, Any] = {"bm25": evaluator.recall_of(bm25_question_rows(run, evaluator))}
+    found, count = dict[str, Any](), len(run.sources.passages)
+    if count > LARGEST and is_process_0():
+        logger.info("BM25 is not measured beside the run: %s passages, more than %s", f"{count:,}", f"{LARGEST:,}")
+    elif is_process_0():
+        save_bm25_index(run)
+        found["bm25"] = evaluator.recall_of(bm25_question_rows(run, evaluator))
     if not run.config.init_from:  # else the first measurement of the first task says where the run began
         found["untrained"] = evaluator.recall(params, run.index(embed_with_cache(run, params)))
     found["seconds"] = time.monotonic() - began

@@ -351,7 +351,7 @@ def latest_checkpoint(run: Run, task: str | None = None) -> tuple[str, SavedChec
         if (saved := CachedCheckpoint.newest(run.workdir / name / "checkpoints")) is not None:
             return name, saved
     what = f"of task {names[0]} " if len(names) == 1 else ""
-    raise UserError(f"{run.workdir}: no checkpoint {what}yet; give the `realm train` command that started it again")
+    raise UserError(f"{run.workdir}: no checkpoint {what}yet; give the command that started it again")
 
 
 def check_question(run: Run, question: str, search: str = "vectors") -> str:
