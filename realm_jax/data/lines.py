@@ -261,7 +261,7 @@ def parse_json(raw: bytes) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as fault:
-        message = f"not JSON ({fault.msg} at column {fault.colno})"
+        message = f"not JSON ({fault.msg.removesuffix(' at')} at column {fault.colno})"
     except (ValueError, RecursionError) as fault:
         message = f"not readable as JSON ({fault})"
     raise BadRecord(message, "correct or remove the line", "not JSON", sample(raw))
