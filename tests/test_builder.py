@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import re
+import threading
 
 import numpy as np
 import pytest
@@ -130,6 +132,26 @@ def test_a_generation_holds_every_row_and_says_what_it_is(folder, export):
     assert [(c.segment, c.first, c.last) for c in manifest.chunks] == [
         ("one", 0, 5), ("one", 5, 10), ("one", 10, 13), ("two", 0, 5), ("two", 5, 10)
     ]  # fmt: skip
+
+
+def test_chunks_are_read_side_by_side_and_a_damaged_one_is_named(folder, export, monkeypatch):
+    manifest = builder(folder).build(export, embed, QUERIES)
+    both, read = threading.Barrier(2), PosixFolder.read_verified
+
+    def waiting(self, file):
+        if file in [chunk.file for chunk in manifest.chunks[:2]]:
+            both.wait(20)  # BrokenBarrierError where one is read after the other
+        return read(self, file)
+
+    monkeypatch.setattr(PosixFolder, "read_verified", waiting)
+    np.testing.assert_array_equal(load_vectors(folder, manifest), ALL)
+    np.testing.assert_array_equal(load_vectors(folder, manifest, 3, 12), ALL[3:12])
+    monkeypatch.undo()
+    broken = manifest.chunks[3].file
+    folder.write(broken.name, b"x" * broken.bytes)
+    np.testing.assert_array_equal(load_vectors(folder, manifest, 0, 13), ALL[:13])
+    with pytest.raises(Damaged, match=re.escape(broken.name)):
+        load_vectors(folder, manifest)
 
 
 def test_bfloat16_comes_back_as_bfloat16(folder, export):

@@ -17,6 +17,7 @@ import dataclasses
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Self, TypeVar
 
 import ml_dtypes
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 2
 CHUNK_ROWS = 65_536  # passages in a file of vectors: what a killed builder loses at most; every builder's the same
+READERS = 16  # chunks that are read at a time: storage far away answers each after tens of milliseconds
 KEPT = 3  # newest generations that stay, beside those in use or in checkpoints
 EXPORT, MANIFEST, REFUSED = "EXPORT.json", "MANIFEST.json", ".refused"
 QUERIES = "queries"  # name of the sample query vectors among the arrays of an export
@@ -246,16 +248,23 @@ def load_vectors(
     Raises Damaged, naming the file.
     """
     last = manifest.rows if last is None else last
+    ends = np.cumsum([chunk.last - chunk.first for chunk in manifest.chunks], dtype=np.int64).tolist()
+    if (ends or [0])[-1] != manifest.rows:
+        raise Damaged(f"{folder.path('index/' + manifest.generation)}: its chunks hold other rows than it says")
     vectors = np.empty((last - first, manifest.width), dtype or numpy_dtype(manifest.dtype))
-    start = 0
-    for chunk in manifest.chunks:
-        stop = start + chunk.last - chunk.first
+
+    def read(chunk: ChunkFile, stop: int) -> None:
+        start = stop - (chunk.last - chunk.first)
         low, high = max(start, first), min(stop, last)
         if low < high:
             vectors[low - first : high - first] = read_chunk(folder, manifest, chunk)[low - start : high - start]
-        start = stop
-    if start != manifest.rows:
-        raise Damaged(f"{folder.path('index/' + manifest.generation)}: its chunks hold other rows than it says")
+
+    with ThreadPoolExecutor(READERS) as pool:
+        try:
+            for _ in pool.map(read, manifest.chunks, ends):  # raises what the first fault is
+                pass
+        finally:
+            pool.shutdown(cancel_futures=True)
     return vectors
 
 
