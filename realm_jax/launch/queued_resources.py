@@ -19,6 +19,7 @@ from realm_jax.launch.tools import call_json, run_tool, stream
 
 SERVICE = "realm"
 UNIT = f"/etc/systemd/system/{SERVICE}.service"
+KEPT, CACHE = "/var/lib/realm-cache", "/realm-cache"  # folder of the machine's disk, and where containers see it
 STOPPED = "/var/lib/realm-stopped"  # while it is there the service does not start, at no boot either
 UNITS = (SERVICE, "google-startup-scripts")  # whose logs are shown
 GROUP = ("gcloud", "--quiet", "compute", "tpus")
@@ -43,6 +44,7 @@ for try in 1 2 3 4 5 6; do
 done
 mountpoint -q {mount}
 gcloud auth configure-docker --quiet {registry}
+install --directory --owner=1000 --group=1000 {kept}
 
 cat >/usr/local/bin/realm-job <<'END-OF-JOB'
 #!/bin/bash
@@ -54,6 +56,7 @@ while [ -z "$stopping" ]; do
   began=$SECONDS
   docker rm --force realm >/dev/null 2>&1
   docker run --rm --name=realm --privileged --network=host --ulimit=memlock=-1 --volume={mount}:{mount} \\
+    --volume={kept}:{cache} {environment} \\
     {image} \\
     {command} &
   while kill -0 $! 2>/dev/null; do
@@ -100,11 +103,15 @@ systemctl start {service}
 
 
 def startup_script(launch: Launch, part: JobSpec) -> str:
-    """What a machine does at every boot."""
+    """What a machine does at every boot. Staged data and vectors stay on its disk from one container to the next."""
+    environment = {"REALM_CACHE": CACHE} | launch.environment
     return SCRIPT.format(
         mount=f"{MOUNTED}/{launch.bucket}",
         bucket=launch.bucket,
         registry=launch.spec.image.partition("/")[0],
+        kept=KEPT,
+        cache=CACHE,
+        environment=" ".join(f"--env={shlex.quote(f'{name}={value}')}" for name, value in environment.items()),
         image=shlex.quote(launch.spec.image),
         command=" \\\n    ".join(map(shlex.quote, part.words)),
         grace=launch.spec.grace_seconds,

@@ -18,6 +18,7 @@ from realm_jax.schema import NOT_NEGATIVE, check_values, help_text, key, one_of,
 
 BUCKET = "gs://"
 MOUNTED = "/realm"  # where the containers see buckets
+PROGRAMS = "programs"  # folder of a run in a bucket: what JAX compiled for it
 # A trainer may wait for machines, or measure baselines, for longer than a builder that is started by hand should wait.
 WAIT_FOREVER = "--wait"
 LABEL = re.compile(r"[a-z]([-a-z0-9]{0,28}[a-z0-9])?")  # a pod's name is this, job, numbers and more: 63 at most
@@ -144,6 +145,12 @@ class Launch(NamedTuple):
     def place(self) -> str:
         """The work directory as the programs see it."""
         return self.workdir.replace(BUCKET, f"{MOUNTED}/", 1) if self.is_remote else self.workdir
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the programs of a cloud find in their environment: compiled programs stay with the run, so that another
+        machine starts with them."""
+        return {"JAX_COMPILATION_CACHE_DIR": f"{self.place}/{PROGRAMS}"}
 
 
 class JobSpec(NamedTuple):
