@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 
 import fsspec
 import pytest
@@ -89,11 +90,31 @@ def test_a_disk_without_room_is_named(in_bucket, disk, monkeypatch):
         staging.staged(URL)
 
 
-def test_the_tokens_of_a_reader_are_copied_too(disk):
+def in_bucket_for_two(disk):
+    """A prepared folder with a reader's tokens, and the same in the bucket."""
     data = prepare_for_two(disk)
     for path in data.rglob("*"):
         if path.is_file():
             open_folder(URL).write(str(path.relative_to(data)), path.read_bytes())
+    return data
+
+
+def test_files_are_fetched_side_by_side(disk, monkeypatch):
+    data, bucket = in_bucket_for_two(disk), type(open_folder(URL))
+    two = sorted(str(path.relative_to(data)) for path in data.rglob("*.npy"))[:2]
+    both, read = threading.Barrier(2), bucket.read
+
+    def waiting(self, name):
+        if name in two:
+            both.wait(20)  # BrokenBarrierError where one is read after the other
+        return read(self, name)
+
+    monkeypatch.setattr(bucket, "read", waiting)
+    assert len(open_sources(URL).passages) == len(PEOPLE)
+
+
+def test_the_tokens_of_a_reader_are_copied_too(disk):
+    data = in_bucket_for_two(disk)
     tokenizer, passages, _ = open_sources(URL, reader=True).for_reader
     assert tokenizer.size == READER_SIZE and len(passages) == len(PEOPLE)
     assert tokenizers_of(URL) == tokenizers_of(str(data))

@@ -6,6 +6,7 @@ that it takes its new segments alone. Processes of one machine wait for the one 
 
 import logging
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 PREPARED, READER = "PREPARED.json", "reader/READER.json"
 MARGIN = 1 << 30  # bytes of the disk that are left free
+FETCHED = 16  # files at a time: a bucket answers each after tens of milliseconds
 
 
 def is_remote(path: str) -> bool:
@@ -73,9 +75,17 @@ def _copy(folder: Folder, copy: Path, manifest: dict[str, Any], stores: dict[str
             "with more room"
         )
     logger.info("%s: copying %d files, %.1f GB, to %s", folder.url, len(missing), sum(missing.values()) / 1e9, copy)
-    for name in [*small, *missing]:
+
+    def fetch(name: str) -> None:
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         write_atomic(copy / name, folder.read(name))
+
+    with ThreadPoolExecutor(FETCHED) as pool:
+        try:
+            for _ in pool.map(fetch, [*small, *missing]):  # raises what the first fault is
+                pass
+        finally:
+            pool.shutdown(cancel_futures=True)
     for name, record in stores.items():
         write_atomic(copy / name / STORE, record)
         try:
