@@ -105,7 +105,9 @@ def test_zero_shot_recall_is_that_of_the_towers_a_row_begins_with(ablated):
 def test_what_is_done_is_not_trained_again(ablated, capsys):
     folder, _, file = ablated
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("metrics.jsonl")}
-    assert cli.main(["ablate", f"--config={file}", f"--workdir={folder}", "--config.seeds=3", "--rows=closed_book"]) == 0
+    assert (
+        cli.main(["ablate", f"--config={file}", f"--workdir={folder}", "--config.seeds=3", "--rows=closed_book"]) == 0
+    )
     assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("metrics.jsonl")}
     assert "ablations.md" in capsys.readouterr().out
 

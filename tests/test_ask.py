@@ -145,7 +145,9 @@ def test_a_folder_without_a_run_or_without_a_checkpoint_is_named(trained_run, tm
     assert "no run there" in refused(capsys, f"--workdir={tmp_path}/none", QUESTION)
     (tmp_path / "fresh").mkdir()
     shutil.copy(trained_run.workdir / "config.json", tmp_path / "fresh")
-    assert "no checkpoint yet; give the `realm train`" in refused(capsys, f"--workdir={tmp_path}/fresh", QUESTION)
+    assert "no checkpoint yet; give the command that started it" in refused(
+        capsys, f"--workdir={tmp_path}/fresh", QUESTION
+    )
 
 
 def test_a_prepared_folder_that_moved_is_named_and_found_with_data(trained_run, tmp_path, capsys):
