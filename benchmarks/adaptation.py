@@ -33,13 +33,13 @@ from realm_jax.recipes import adapt
 from realm_jax.run import Run
 from realm_jax.sections import task_names
 from realm_jax.storage import open_atomic, read_json, write_json_atomic
-from realm_jax.train.adaptation import seconds_to_refresh
+from realm_jax.train.adaptation import measure_steps
 from realm_jax.train.adaptation_gate import any_moves, vectors_at, with_towers
 from realm_jax.train.init_from import init_from_sources
 from realm_jax.train.loop import train_task
 from realm_jax.train.recipe import checked_run, recipe_tasks, starting_params
 from realm_jax.train.results import save_bm25_index
-from realm_jax.train.time_plan import seconds_to_embed, step_time, steps_that_fit
+from realm_jax.train.time_plan import seconds_to_embed, steps_that_fit
 
 # REALM that moves the passages, with fewer of them as each is embedded in every step: whether its index has to follow.
 MOVING = ["tasks=realm", "realm.candidates=5", "realm.batch_size=8"]
@@ -132,10 +132,7 @@ def with_steps(run: Run, seconds: float, given: int | None) -> ConfigDict:
     if not path.is_file():
         params = starting_params(run)
         embed = seconds_to_embed(run, params)
-        each = {
-            task.name: step_time(task, params).later + seconds_to_refresh(task, run, embed)
-            for task in recipe_tasks(run)
-        }
+        each = measure_steps(run, params, embed)["step"]
         most = {name: config[name].steps for name in names} if len(names) > 1 else dict.fromkeys(names, MOST)
         between = embed * any_moves(run) if len(names) > 1 else 0.0
         write_json_atomic(path, {"steps": steps_that_fit(most, each, seconds - between, 1), "seconds": each})

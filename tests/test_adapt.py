@@ -75,10 +75,10 @@ def one_device():
 def no_measuring(monkeypatch):
     """All steps fit: how fast this machine is is measured in `done` alone, before this fixture."""
 
-    def searches(run, sentences, longest):
+    def searches(run, params, sentences, longest):
         return {"passage": 0.01, "embed": 1.0, "query": 0.01, "measure": 1.0, "sentences": 1000}
 
-    def steps(run, embed):
+    def steps(run, params, embed):
         return {"compile": 1.0, "step": {task.name: 0.1 for task in recipe.recipe_tasks(run)}}
 
     monkeypatch.setattr(adaptation, "measure_searches", searches)
@@ -402,7 +402,8 @@ def test_fewer_sentences_are_measured_where_they_take_long(done, monkeypatch):
     assert plan["sentences"] == adaptation.SENTENCES
     sentences = adaptation_gate.sentences_of(run, adaptation_gate.evidence_of(run), 1.0)
     monkeypatch.setattr(adaptation, "seconds_of", lambda work: 1.0)
-    few, some, all_ = (measure_searches(run, sentences, seconds)["sentences"] for seconds in (0.0, 60.0, 1e9))
+    params = init_from_sources(run, run.initial_params())
+    few, some, all_ = (measure_searches(run, params, sentences, seconds)["sentences"] for seconds in (0.0, 60.0, 1e9))
     assert few == adaptation.FEWEST < some < all_ == adaptation.SENTENCES
 
 

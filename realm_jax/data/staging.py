@@ -6,20 +6,27 @@ that it takes its new segments alone. Processes of one machine wait for the one 
 
 import logging
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from realm_jax.data.store import MANIFEST as STORE
 from realm_jax.data.store import PassageStore
 from realm_jax.errors import UserError
-from realm_jax.storage import Folder, StorageError, digest, exclusive_lock, open_folder, staging_folder, write_atomic
+from realm_jax.storage import (
+    Folder,
+    StorageError,
+    digest,
+    exclusive_lock,
+    open_folder,
+    side_by_side,
+    staging_folder,
+    write_atomic,
+)
 
 logger = logging.getLogger(__name__)
 
 PREPARED, READER = "PREPARED.json", "reader/READER.json"
 MARGIN = 1 << 30  # bytes of the disk that are left free
-FETCHED = 16  # files at a time: a bucket answers each after tens of milliseconds
 
 
 def is_remote(path: str) -> bool:
@@ -80,12 +87,7 @@ def _copy(folder: Folder, copy: Path, manifest: dict[str, Any], stores: dict[str
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         write_atomic(copy / name, folder.read(name))
 
-    with ThreadPoolExecutor(FETCHED) as pool:
-        try:
-            for _ in pool.map(fetch, [*small, *missing]):  # raises what the first fault is
-                pass
-        finally:
-            pool.shutdown(cancel_futures=True)
+    side_by_side(fetch, [*small, *missing])
     for name, record in stores.items():
         write_atomic(copy / name / STORE, record)
         try:

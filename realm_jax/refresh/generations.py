@@ -17,7 +17,6 @@ import dataclasses
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Self, TypeVar
 
 import ml_dtypes
@@ -27,13 +26,12 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from realm_jax.checksums import arrays_digest
-from realm_jax.storage import Damaged, FileEntry, Folder, digest
+from realm_jax.storage import Damaged, FileEntry, Folder, digest, side_by_side
 
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 2
 CHUNK_ROWS = 65_536  # passages in a file of vectors: what a killed builder loses at most; every builder's the same
-READERS = 16  # chunks that are read at a time: storage far away answers each after tens of milliseconds
 KEPT = 3  # newest generations that stay, beside those in use or in checkpoints
 EXPORT, MANIFEST, REFUSED = "EXPORT.json", "MANIFEST.json", ".refused"
 QUERIES = "queries"  # name of the sample query vectors among the arrays of an export
@@ -259,12 +257,7 @@ def load_vectors(
         if low < high:
             vectors[low - first : high - first] = read_chunk(folder, manifest, chunk)[low - start : high - start]
 
-    with ThreadPoolExecutor(READERS) as pool:
-        try:
-            for _ in pool.map(read, manifest.chunks, ends):  # raises what the first fault is
-                pass
-        finally:
-            pool.shutdown(cancel_futures=True)
+    side_by_side(read, manifest.chunks, ends)
     return vectors
 
 

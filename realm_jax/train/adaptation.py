@@ -183,13 +183,14 @@ def make_plan(request: Request) -> dict[str, Any]:
     other = open_other(request, run.config) if request.settings["forgetting"] else None
     save_bm25_index(run)
     logger.info("measuring how fast this machine is")
-    times = measure_searches(run, sentences, request.minutes * 60 * LONGEST_MEASURING)
+    params = starting_params(run)
+    times = measure_searches(run, params, sentences, request.minutes * 60 * LONGEST_MEASURING)
     if other is not None:
         second, others = other
         times["embed"] += times["passage"] * len(second.sources.passages) * (1 + any_moves(run))
         times["measure"] += times["query"] * 2 * 2 * len(others)
     check_time(request.minutes, spent(), times | {"compile": 0.0, "step": {}}, len(store))  # before steps are compiled
-    times |= measure_steps(run, times["passage"] * len(store))
+    times |= measure_steps(run, params, times["passage"] * len(store))
     notes += check_time(request.minutes, spent(), times, len(store))
     left = request.minutes * 60 * (1 - RESERVE) - spent()
     left -= times["embed"] + times["measure"] + times["compile"]
@@ -201,7 +202,7 @@ def make_plan(request: Request) -> dict[str, Any]:
 def check_sentences(name: str, run: Run, sentences: Sequence[HeldOutSentence], share: float) -> None:
     """Raise UserError for so few held-out sentences, or documents that they are of, that nothing can be decided. name:
     of the documents."""
-    documents = len({*Searches(run, sentences, []).documents.tolist()})
+    documents = len({run.sources.passages.document_id(one.row) for one in sentences})
     if len(sentences) < LEAST_SENTENCES or documents < LEAST_DOCUMENTS:
         raise UserError(
             f"{name}: {len(sentences)} sentences of {share:.0%} of the documents stand in no other, in {documents} "
@@ -248,10 +249,10 @@ def planned_config(config: ConfigDict, plan: dict[str, Any]) -> ConfigDict:
     return found
 
 
-def measure_searches(run: Run, sentences: Sequence[HeldOutSentence], longest: float) -> dict[str, Any]:
+def measure_searches(run: Run, params: Params, sentences: Sequence[HeldOutSentence], longest: float) -> dict[str, Any]:
     """Seconds on this machine: of a passage, to embed all that is not known, of a query, to measure what is compared.
     And how many sentences are measured at most: fewer where they would take more than `longest`."""
-    params, rows = starting_params(run), run.context.rows
+    rows = run.context.rows
     some = sentences[:: max(1, len(sentences) // 64)]
     zeros = np.zeros((rows, run.model.vector_size), np.float32)
     searches = Searches(run, some, [])
@@ -272,9 +273,9 @@ def measure_searches(run: Run, sentences: Sequence[HeldOutSentence], longest: fl
     }
 
 
-def measure_steps(run: Run, embed: float) -> dict[str, Any]:
+def measure_steps(run: Run, params: Params, embed: float) -> dict[str, Any]:
     """Seconds on this machine to compile, and of a step of each task. embed: of all passages."""
-    params, tasks = starting_params(run), recipe_tasks(run)
+    tasks = recipe_tasks(run)
     steps = {task.name: step_time(task, params) for task in tasks}
     return {
         "compile": sum(one.first for one in steps.values()),

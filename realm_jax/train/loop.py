@@ -404,6 +404,6 @@ def _evaluate_own_index(loop: Loop, step: int) -> dict[str, Any]:
 
 def warn_if_below_start(loop: Loop, measures: dict[str, Any]) -> None:
     """Warn if a task of the recipe is worse at its end than at its start. measures: as of `evaluate_end`."""
-    stage = stage_summary(loop.folder) if loop.folder.name == loop.task.name else None  # not of a control
+    stage = stage_summary(loop.folder) if loop.own else None
     if warning := describe_regression(loop.task.name, stage, loop.best.selection_metric(measures)):
         logger.warning("%s", warning)
